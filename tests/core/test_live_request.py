@@ -1,4 +1,4 @@
-"""Who writes to a request, and what a request notes of what happens to it."""
+"""Only one module writes to a request, and a request notes each event."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from support.staged import FIVE_LAYERS, Staged
 
 @pytest.fixture(scope="module")
 def five_layers(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a model whose layers can be split over two ranks."""
+    """Returns the folder of a model whose layers can be split over two ranks."""
     folder = tmp_path_factory.mktemp("five-layers")
     write_random_llama(folder, FIVE_LAYERS)
     return folder
@@ -25,7 +25,7 @@ def five_layers(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def pairs() -> Iterator[Callable[[int], list[RankGroup]]]:
-    """So many groups of two ranks, the same ones for every test."""
+    """Returns so many groups of two ranks, the same groups for every test."""
     started: list[RankGroup] = []
 
     def first(count: int) -> list[RankGroup]:
@@ -60,7 +60,7 @@ def staged(pairs: Callable[[int], list[RankGroup]]) -> Iterator[Callable[..., St
 
 @pytest.fixture
 def replayed(monkeypatch: pytest.MonkeyPatch) -> list[None]:
-    """Grows with every decode step that is run as it was recorded."""
+    """Returns a list that grows with every decode step that runs from its recording."""
     steps: list[None] = []
     run = RecordedStep.run
 

@@ -1,4 +1,4 @@
-"""Sizing of the KV pool, the choice of device, and what a profile is kept by."""
+"""Sizing of the KV pool, the choice of device, and the key of a profile."""
 
 import pytest
 import torch

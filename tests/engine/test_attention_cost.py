@@ -1,4 +1,4 @@
-"""The attention behind a history is timed to the context's end, in as few layers as tell."""
+"""Attention after a history is timed to the context's end, in as few layers as suffice."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_written_pages_are_as_many_as_asked_for_and_the_pool_has() -> None:
 
 
 def test_a_brief_fit_grows_with_the_square_beyond_what_it_measured() -> None:
-    """However little time there was: attention at the context's end was timed by itself."""
+    """However little time there was, attention at the context's end was timed by itself."""
     engine = open_tiny("llama")
     found = calibrate(engine, max_chunk_tokens=64)
     assert found.c > 0.0 and found.d == pytest.approx(found.c / 2)

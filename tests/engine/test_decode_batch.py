@@ -26,7 +26,7 @@ from support.hashing_model import (
 
 
 class Bench:
-    """A batch with its pool and model, and what each sequence has put out."""
+    """A batch with its pool and model, and each sequence's output."""
 
     def __init__(self, num_pages=200, max_batch=8):
         layout = KvLayout(
@@ -47,7 +47,7 @@ class Bench:
         self.reasons: dict[tuple[str, int], str] = {}
 
     def join(self, name, prompt, first, spec, choice=0, room=None):
-        """With room for as many tokens of output, else for all that it may come to."""
+        """Joins with room for as many tokens of output, else for all that it may reach."""
         room = spec.max_tokens if room is None else room
         pages = self.pool.allocate(-(-(len(prompt) + room) // PAGE))
         self.model.prefill(prompt, pages)
@@ -84,7 +84,7 @@ class Bench:
             self.batch.grow(name, choice, self.pool.allocate(1))
 
     def swap(self, paused):
-        """Its KV lies in other pages afterwards, with room for a token."""
+        """Moves its KV to other pages, with room for a token."""
         pages = list(paused.sequence.pages)
         kept = self.pool.storage[:, pages].clone()
         self.pool.storage[:, pages] = 0
@@ -241,7 +241,7 @@ def test_growth_by_the_page():
     assert bench.batch.lacking(3) == [("a", 0)]
     bench.drain()
     assert bench.outputs["a", 0] == reference(prompt_of(1, 6), 2, greedy(20))
-    assert bench.pool.used_pages == 7  # 6 tokens of prompt and 19 that were fed
+    assert bench.pool.used_pages == 7  # 6 tokens of prompt and 19 fed tokens
 
 
 def test_a_sequence_wants_no_pages_beyond_its_end():

@@ -1,4 +1,4 @@
-"""The continuous batch over a real model: nobody's tokens depend on who else is in the batch."""
+"""The continuous batch over a real model: no tokens depend on the other requests in the batch."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ JOBS = [
 
 @pytest.fixture(scope="module")
 def alone():
-    """Each job's tokens when nothing else runs."""
+    """Returns each job's tokens when nothing else runs."""
     expected = {}
     for number, (ids, spec) in enumerate(JOBS):
         instance = Instance()

@@ -1,4 +1,4 @@
-"""What a decode step promises: rows that don't see each other, and no Python that grows."""
+"""The promises of a decode step: rows that don't see each other, and no Python that grows."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LENGTHS = (700, 1, 33, 16, 90, 255, 5, 140)
 
 
 def kv_of(runner: ModelRunner, request: Request) -> torch.Tensor:
-    """The last token's K and V of every layer."""
+    """Returns the last token's K and V of every layer."""
     page_tokens = runner.pool.layout.page_tokens
     page, offset = divmod(len(request.tokens) - 1, page_tokens)
     return runner.pool.storage[:, request.pages[page], :, :, offset].clone()
@@ -46,7 +46,7 @@ def test_a_row_is_the_same_to_the_bit_whatever_the_batch_around_it(name: str, dt
 
 
 def calls_of(action: Callable[[], object]) -> Counter[str]:
-    """How often each Python function and builtin ran while `action` did."""
+    """Returns how often each Python function and builtin ran while `action` did."""
     calls: Counter[str] = Counter()
 
     def count(frame: FrameType, event: str, arg: object) -> None:
@@ -64,7 +64,7 @@ def calls_of(action: Callable[[], object]) -> Counter[str]:
 
 
 def step_calls(context_tokens: int, size: int, name: str) -> Counter[str]:
-    """The calls of one greedy step over KV that nobody wrote."""
+    """Returns the calls of one greedy step over KV that was never written."""
     pages_each = context_tokens // 16 + 2
     runner = make_runner(model_folder(name), num_pages=size * pages_each)
     batch = DecodeBatch(runner, runner.pool, Sampler(), max_batch=size)
@@ -98,7 +98,7 @@ def test_a_layer_takes_the_same_few_calls_whatever_the_batch() -> None:
 
 
 class Steps:
-    """Decode steps over tables that stay where they are, as a `DecodeBatch` keeps them."""
+    """Decode steps over tables that stay at their address, as a `DecodeBatch` keeps them."""
 
     def __init__(self, runner: ModelRunner, requests: list[Request], width: int) -> None:
         self.runner, self.requests = runner, requests
@@ -138,7 +138,7 @@ def test_a_recorded_step_gives_what_its_operators_give(
     )
     step = Steps(runner, requests, width=50)
     for number in range(8):
-        if number == 5:  # pages elsewhere, so another plan over the same table
+        if number == 5:  # other pages, so another plan over the same table
             move_last_page(runner, requests[0])
         expected = decode(plain, plain_requests)  # new tables every time: nothing is recorded for
         logits = step()

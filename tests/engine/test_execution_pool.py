@@ -1,4 +1,4 @@
-"""The execution pool: one task at a time, the first in order, left and gone on with as told."""
+"""The execution pool: one task at a time, the first in order, suspended and resumed as ordered."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PASS = (*(StopPoint.OPERATOR, StopPoint.OPERATOR, StopPoint.LAYER) * LAYERS,)
 
 
 class Watched:
-    """Tasks whose steps wait for the test; `log` says what happened, in order."""
+    """Tasks whose steps wait for the test; `log` has the events, in order."""
 
     def __init__(self, pool: ExecutionPool) -> None:
         self.pool = pool
@@ -152,7 +152,7 @@ def test_suspended_passes_are_bounded_and_the_one_that_runs_ends_its_pass() -> N
             w.until(lambda name=name: w.steps[name] == 1)
             w.submit(following, passes=2)
             w.go(1)
-        # a and b are held in the middle of a pass; c may not be, and goes on to its pass's end.
+        # a and b are held in the middle of a pass; c may not be, and continues to its pass's end.
         w.go(8)
         w.did("run d")
         assert w.steps == {"a": 2, "b": 2, "c": 10, "d": 0}

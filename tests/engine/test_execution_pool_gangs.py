@@ -61,7 +61,7 @@ class Links:
 
 
 class Job:
-    """A task on some pools. Each operator is a ring step: nobody ends it before all began it."""
+    """A task on some pools. Each operator is a ring step: it ends nowhere before all began it."""
 
     def __init__(self, number: int, members: tuple[str, ...], stops: bytes) -> None:
         self.name, self.members, self.stops = f"j{number}", members, stops
@@ -247,7 +247,7 @@ def test_a_pool_waits_for_the_gang_that_is_first_and_is_free_again_when_it_is_dr
 
 
 def test_a_gang_that_was_cancelled_just_before_it_comes_ends() -> None:
-    """A chunk may follow the one before in the moment after the pool looked for unwanted tasks."""
+    """A chunk may follow its predecessor in the moment after the pool looked for unwanted tasks."""
     fleet = Fleet("pq", random.Random(0), slowest_s=0.0)
     gang = Job(0, ("p", "q"), b"\2\0")
     try:
@@ -270,7 +270,7 @@ def test_close_ends_a_member_that_holds_for_a_leader_that_is_silent() -> None:
         for me in gang.members:
             fleet.pools[me].submit(gang.task(me, fleet))
         wait_for(lambda: min(gang.begun.values()) > 10, lambda: gang.begun)
-        fleet.links.close()  # from here on nobody hears anything
+        fleet.links.close()  # from here on no message arrives
         fleet.pools["q"].submit(other.task("q", fleet))
     finally:
         started_s = time.monotonic()

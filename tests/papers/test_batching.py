@@ -13,7 +13,7 @@ MS = 1e-3
 
 
 def per_token(tokens: int) -> float:
-    """1 ms a token."""
+    """Predicts 1 ms per token."""
     return tokens * MS
 
 
@@ -35,7 +35,7 @@ def test_t_remain_is_from_now() -> None:
 
 
 def test_the_batch_stays_under_the_budget() -> None:
-    """n < G, strictly; a request that is too long is passed over, a shorter one behind it not."""
+    """n < G, strictly; a request that is too long is passed over, a shorter one after it not."""
     head = of("H", 1000)
     candidates = [of("a", 1048), of("b", 1047), of("c", 1)]
     assert names(batch(head, candidates, 2048, 0.0, per_token)) == ["H", "b"]
@@ -50,7 +50,7 @@ def test_a_head_beyond_the_budget_runs_alone() -> None:
 
 
 def test_an_urgent_head_runs_alone() -> None:
-    """The public code's rule: with less than a tenth of the SLO left, nobody may join."""
+    """The public code's rule: with less than a tenth of the SLO left, no request may join."""
     head = of("H", 10, deadline_s=10.0)
     assert names(batch(head, [of("a", 1)], 2048, 8.9, per_token)) == ["H", "a"]
     assert names(batch(head, [of("a", 1)], 2048, 9.05, per_token)) == ["H"]
@@ -119,7 +119,7 @@ def test_nobody_who_could_be_in_time_is_made_late(
     members = batch(head, candidates, budget, 0.0, per_token)
     assert members[0] is head
     order = [next(i for i, c in enumerate(candidates) if c is m) for m in members[1:]]
-    assert order == sorted(set(order))  # in the order given, nobody twice
+    assert order == sorted(set(order))  # in the order given, no request twice
     if len(members) == 1:
         return
     total = sum(m.prompt_tokens for m in members)

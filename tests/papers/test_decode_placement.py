@@ -98,7 +98,7 @@ def test_the_machine_prefers_the_smaller_batch_at_equal_memory():
     assert of(Place, bench.submit("next"))[0].decode_id == "d1"  # 80 / 1 against 90 / 2
 
 
-# ---- the pages of a request's whole life
+# ---- the pages of a request from placement to end
 
 
 @pytest.mark.parametrize(

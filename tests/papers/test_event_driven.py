@@ -1,8 +1,8 @@
 """Event-driven scheduling, FlowPrefill section 5.2, Algorithm 2 and the example of figure 8.
 
 The loop below is Algorithm 2 for one execution slot, written from its lines, over the product's
-policies and batching: what it shows is that their order gives the paper's commands. The same cases
-then go through `Machine`, whose commands are `Order`s to an instance that does as it is told.
+policies and batching: it shows that their order gives the paper's commands. The same cases then go
+through `Machine`, whose commands are `Order`s to an instance that obeys them.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ def test_nobody_is_preempted_for_a_request_that_is_lost() -> None:
 
 
 def test_requests_that_wait_together_are_submitted_together() -> None:
-    """Lines 13-15: only the waiting ones join; A, which was preempted, is resumed as it was."""
+    """Lines 13-15: only the waiting requests join; A, which was preempted, is resumed as it was."""
     slot = Slot("s_edf", budget_tokens=2048)
     slot.serve(
         [
@@ -152,7 +152,7 @@ traffic = st.lists(
 def test_at_most_two_rounds_a_request_and_everyone_finishes(
     rows: list[tuple[float, int, float]], policy: str, batching: bool
 ) -> None:
-    """Section 6: a round is triggered by an arrival or a completion, so 2 a request at most."""
+    """Section 6: a round is triggered by an arrival or a completion, so at most 2 per request."""
     requests = [of(f"r{i}", *row, order=i) for i, row in enumerate(rows)]
     slot = Slot(policy, budget_tokens=2048 if batching else 0)
     slot.serve(requests)
@@ -244,7 +244,7 @@ def test_the_machine_holds_a_round_at_arrivals_and_completions_only(
     fleet = served(policy, arrivals)
     counted = fleet.rounds_for
     assert counted["Submitted"] <= len(rows) and counted["ChunkFinished"] <= len(rows)
-    # Pages are what the paper leaves aside: who waits behind may go on with a release of them.
+    # The paper leaves pages aside: a later request may start when pages are released.
     assert counted["RequestReleased"] <= len(rows)
     assert fleet.bench.machine.rounds <= 2 * len(rows) + counted["RequestReleased"]
     for kind in ("ChunkStarted", "ChunkSuspended", "DecodeStarted", "RequestFinished"):

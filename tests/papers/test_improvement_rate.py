@@ -93,7 +93,7 @@ def test_the_rate_is_refreshed_every_thirty_seconds():
         live.arrived(at / 2)  # 2 a second
     assert live.at(29.9) == STARTING_RATE
     assert live.at(30.0) == 0.7
-    assert live.at(59.9) == 0.7  # the window is empty by then, but nobody looks
+    assert live.at(59.9) == 0.7  # the window is empty by then, but nothing reads it
     assert live.at(60.0) == 0.1
 
 

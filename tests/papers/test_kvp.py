@@ -127,7 +127,7 @@ def free(bench: Bench) -> dict[str, int]:
 
 
 def end(bench: Bench, request_id: str) -> None:
-    """All that correct instances say of a placed request, to its end."""
+    """Sends all reports of correct instances about a placed request, to its end."""
     request = bench.machine.requests[request_id]
     home, *holders = request.kv_instance_ids
     bench.computed("p0", request_id)
@@ -251,7 +251,7 @@ def test_growth_is_monotone_and_adds_up(workers, tokens, data):
     random=st.randoms(use_true_random=False),
 )
 def test_what_is_accepted_gets_to_its_end(pages, kvp, wishes, random):
-    """Requests come all at once and end in any order; what waits gets in by and by."""
+    """Requests arrive all at once and end in any order; every waiting request is placed in time."""
     bench = fleet(*pages, kvp=min(kvp, len(pages) - 1))
     could = sum(min(count, 4) for count in pages) * 16
     for number, tokens in enumerate(wishes):

@@ -33,7 +33,7 @@ def test_executed_work_raises_slack_but_not_the_divisor() -> None:
 
 def test_medhas_scenario_under_the_formula() -> None:
     """All three would meet their deadlines, says the paper; under its formula the short ones are
-    0.2 s late, since each waits until its relative slack has fallen to the long one's 0.6."""
+    0.2 s late, since each waits until its relative slack is as low as the long one's 0.6."""
     got = finish_times("lars")
     assert got == pytest.approx({"short 1": 6.2, "short 2": 6.21, "long": 11.0}, abs=0.011)
 
@@ -79,7 +79,7 @@ def test_any_order_is_by_the_quotient(requests: list[LiveRequest]) -> None:
 @pytest.mark.parametrize("policy", sorted(POLICIES))
 @given(requests=any_requests())
 def test_every_policy_ranks_anything(policy: str, requests: list[LiveRequest]) -> None:
-    """One key a request, of one length, never NaN: sorting by it is an order."""
+    """One key per request, of one length, never NaN: sorting by it is an order."""
     keys = POLICIES[policy].keys(requests, 0.0, 3)
     assert len(keys) == len(requests)
     assert len({len(key) for key in keys}) <= 1

@@ -29,7 +29,8 @@ def test_equal_slack_of_unequal_work_ties() -> None:
 
 
 def test_medhas_scenario() -> None:
-    """The short ones take turns from 5 s on: whoever waits loses slack, whoever runs does not."""
+    """The short ones take turns from 5 s on: a waiting request loses slack, a running one does
+    not."""
     got = finish_times("lrs")
     assert got == pytest.approx({"short 1": 5.99, "short 2": 6.0, "long": 11.0}, abs=1e-9)
 

@@ -26,12 +26,12 @@ def pack(
     packer = Packer(model or Quadratic(), config)
     packed = packer.pack(decodes, context, prefills, rho_of)
     chunks = {prompt.name: tokens for prompt, tokens in packed}
-    assert len(chunks) == len(packed)  # nobody twice
+    assert len(chunks) == len(packed)  # no request twice
     return chunks
 
 
 def test_the_largest_chunk_within_the_target() -> None:
-    """10 us a token: 2,000 tokens fill 20 ms; 1,984 is the last multiple of 32 below."""
+    """10 us per token: 2,000 tokens fill 20 ms; 1,984 is the last multiple of 32 below."""
     assert pack((Prompt("a", 10_000), 0), model=Quadratic(pair_s=0.0)) == {"a": 1984}
 
 
@@ -113,7 +113,8 @@ def test_a_target_below_the_smallest_chunk_still_makes_progress() -> None:
 
 
 def test_a_history_too_long_for_the_target_advances_beside_others() -> None:
-    """32 tokens on top of 1 M take 32 ms. At the head they run, late; behind others they wait."""
+    """32 tokens after 1 M take 32 ms. At the head they run, late; after other requests they
+    wait."""
     late, small = (Prompt("late", 2_000_000), 1_000_000), (Prompt("small", 100), 0)
     assert pack(late, small, decodes=8, context=8000) == {"late": 32}
     assert pack(small, late, decodes=8, context=8000) == {"small": 100}
@@ -141,7 +142,7 @@ def test_one_prefill_at_a_time() -> None:
 
 
 def test_static_chunks() -> None:
-    """Sarathi: so many tokens an iteration, a decode counting as one; nothing is predicted."""
+    """Sarathi: so many tokens per iteration, a decode counting as one; nothing is predicted."""
     model = Quadratic()
     static = replace(TARGET, adaptive=False, fixed_chunk_tokens=512, multi_prefill=False)
     prefills = (Prompt("a", 700), 300), (Prompt("b", 5000), 0)
@@ -165,7 +166,7 @@ def test_the_search_asks_little() -> None:
 
 
 class Steps(Quadratic):
-    """1 ms up to 128 tokens, 4 ms up to `edge`, `beyond_s` from there on."""
+    """Predicts 1 ms up to 128 tokens, 4 ms up to `edge`, `beyond_s` from there on."""
 
     def __init__(self, edge: int, beyond_s: float) -> None:
         super().__init__()

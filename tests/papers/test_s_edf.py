@@ -16,7 +16,7 @@ def test_slack_is_deadline_less_now_less_predicted_ttft() -> None:
 
 
 def test_executed_work_counts() -> None:
-    """Work of stretches that ended, and of the one that runs since a second and a half."""
+    """The work of ended spans counts, and that of the current span, which began 1.5 s ago."""
     r = request(deadline_s=10.0, work_s=4.0, executed_s=1.0, running_since_s=1.5)
     assert slack_s(r, 3.0) == 10.0 - 3.0 - (4.0 - 1.0 - 1.5)
 

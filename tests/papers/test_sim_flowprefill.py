@@ -1,4 +1,5 @@
-"""FlowPrefill section 6 in the simulator, in small: who beats whom, and by how much at least.
+"""FlowPrefill section 6 in the simulator, in small: which system is better, and by how much at
+least.
 
 The full experiments and their figures are in docs/papers/index.md. Margins are wide: 300 requests.
 """
@@ -30,7 +31,7 @@ MODEL = "Llama-3-8B"
 
 
 def quiet(text: str) -> None:
-    """Nobody watches."""
+    """Ignores progress texts."""
 
 
 def test_figure_9_goodput() -> None:

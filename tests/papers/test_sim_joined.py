@@ -1,4 +1,4 @@
-"""Millrace's order against the papers' on one small draw: who is in time, and who waits how long.
+"""Millrace's order against the papers' on one small draw: requests in time, and the longest waits.
 
 The full comparison is `millrace sim paper millrace-policies`; docs/papers/index.md has its figures.
 """

@@ -1,4 +1,5 @@
-"""Medha section 6 in the simulator: who beats whom, with margins well inside what was found."""
+"""Medha section 6 in the simulator: which system is better, with margins well inside the
+results."""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ def seconds(value: float | None) -> float:
 
 @pytest.fixture(scope="module")
 def busy() -> dict[str, Hour]:
-    """All of figure 9's and 13's systems at 0.75 requests/s with 5 % long ones."""
+    """Runs all of figure 9's and 13's systems at 0.75 requests/s with 5 % long requests."""
     load = Load(qps=0.75, window_s=WINDOW_S)
     systems = medha_convoy.SYSTEMS | medha_policies.SYSTEMS
     return {name: run_hour(build(), load) for name, build in systems.items()}
@@ -83,7 +84,7 @@ def test_lars_beats_the_other_orders(busy):
 
 
 def test_multi_prefill_batching_takes_short_prompts_along():
-    """Section 4.2: at low load short ones need not wait until they are nearly late."""
+    """Section 4.2: at low load short requests need not wait until they are nearly late."""
     load = Load(qps=0.25, window_s=600.0)
     single, several = (
         seconds(run_hour(medha_policies.SYSTEMS[name](), load).short.p90_s)
@@ -119,7 +120,8 @@ def beside_shorts(tokens: int, every_s: float, until_s: float) -> Iterator[Plann
 
 
 def test_a_history_too_long_for_the_target_does_not_starve():
-    """From 60k tokens on 512 take more than 20 ms, and others never stop coming."""
+    """From 60k tokens on, 512 tokens take more than 20 ms, and other requests never stop
+    arriving."""
     spec = medha.medha(t_target_s=0.02, min_chunk_tokens=512)
     records: list[RequestRecord] = []
     requests = with_objectives(beside_shorts(200_000, 1.0, 120.0), isolated_prefill(spec))

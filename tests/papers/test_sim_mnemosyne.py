@@ -18,7 +18,7 @@ H100 = mn.operators(mn.H100)
 
 
 def saved(degree: int, context: int) -> float:
-    """Share of a decode step that `degree` workers take off."""
+    """Returns the share of a decode step that `degree` workers save."""
     stages = mnemosyne_kvp.STAGES
     return 1 - mn.step_s(H100, context, stages, degree) / mn.step_s(H100, context, stages)
 

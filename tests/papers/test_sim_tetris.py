@@ -1,4 +1,4 @@
-"""Tetris's experiments in small: who beats whom, and by how much at least.
+"""Tetris's experiments in small: which system is better, and by how much at least.
 
 Sections 2.4 and 7.2 to 7.4. All runs are of fixed seeds; margins leave room for other draws.
 """

@@ -79,7 +79,7 @@ def test_at_most_one_long_prefill_a_batch() -> None:
 
 
 def test_long_is_a_matter_of_history() -> None:
-    """A long prompt at its start is all linear layers, like a short one."""
+    """A long prompt at its start consists of linear layers, like a short prompt."""
     fresh = Prompt("fresh", 1_000_000, rho=1.0), 99_999
     assert pack(fresh, short())["fresh"] == pytest.approx(200, abs=1)
     grown = Prompt("grown", 1_000_000, rho=1.0), 100_000
@@ -112,7 +112,7 @@ def test_complementary_chunks_share_an_iteration_nearly_for_free() -> None:
 def test_the_stated_share_is_left_to_those_behind(
     rho: float, rho_max: float, decodes: int, tokens: list[int]
 ) -> None:
-    """What the long one and those before it take ends by (1 - rho) t_target."""
+    """The long prefill and those before it end by (1 - rho) t_target."""
     shorts = [short(f"s{i}", n) for i, n in enumerate(tokens)]
     chunks = pack(long(rho=rho), *shorts, rho_max=rho_max, decodes=decodes)
     limit_s = 0.020 * (1.0 - min(rho_max, max(0.0, rho)))

@@ -1,4 +1,4 @@
-"""A live run, recorded, takes the same decisions in the hands of the simulator's driver."""
+"""A recorded live run gives the same decisions when the simulator's driver replays it."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def effects(path: Path) -> set[str]:
 
 
 async def work(net: Net, prefill: Worker, decodes: dict[str, Worker], computed: set[str]) -> None:
-    """A prefill worker and the decode workers that its requests go to."""
+    """Runs a prefill worker and the decode workers that its requests go to."""
     while True:
         command = await prefill.next()
         if command.WhichOneof("kind") != "run_prefill":
@@ -59,7 +59,7 @@ async def work(net: Net, prefill: Worker, decodes: dict[str, Worker], computed: 
 
 
 async def let_go(decode: Worker) -> None:
-    """Frees what a decode worker is told to drop, as a real one does: other requests need it."""
+    """Frees what a decode worker must drop, as a real worker does: other requests need it."""
     attempts: dict[str, int] = {}
     while True:
         command = await decode.next()
@@ -72,7 +72,7 @@ async def let_go(decode: Worker) -> None:
 
 
 async def run(path: Path) -> None:
-    """A dozen requests, one cancel, one death of a prefill and one of a decode instance."""
+    """Runs a dozen requests, one cancel, one death of a prefill and one of a decode instance."""
     async with scheduler(quick(), record=path) as net:
         lost, prefill = await net.worker("p0"), await net.worker("p1")
         decodes = {name: await net.worker(name) for name in ("d0", "d1", "d2")}
@@ -122,7 +122,9 @@ def test_a_live_run_takes_the_same_decisions_when_it_is_replayed(recording):
 
 
 def tampered(recording: Path, change) -> tuple[Path, int]:
-    """A copy with `change` made to the first step it answers True for; and that step's line."""
+    """Writes a copy with `change` made to the first step for which it returns True; returns its
+    line.
+    """
     all_lines = lines(recording)
     number = next(i for i, line in enumerate(all_lines[1:], 2) if change(line))
     path = recording.with_name(f"{change.__name__}.jsonl")
@@ -175,7 +177,7 @@ def test_an_event_that_is_missing_changes_what_follows(recording):
 
 
 def test_a_machine_that_decides_otherwise_is_caught(recording):
-    """What the parity test is for: the order of two equal choices turned round."""
+    """The parity test must find this: the order of two equal choices turned round."""
 
     def build(config):
         machine = Machine(config)
@@ -259,7 +261,7 @@ class RecordedStack(Stack):
 
 
 async def test_real_workers_and_a_death_replay_alike(tmp_path) -> None:
-    """The scheduler was another process: its hash seed and clock were others, too."""
+    """The scheduler ran in another process, with another hash seed and clock."""
     settings = [
         "engine.dtype=float32",
         "engine.max_chunk_tokens=64",
@@ -292,7 +294,7 @@ async def test_real_workers_and_a_death_replay_alike(tmp_path) -> None:
         assert process is not None
         os.kill(process.pid, signal.SIGKILL)
         ends = await asyncio.gather(*answers, return_exceptions=True)
-        assert any(isinstance(end, list) for end in ends)  # a death after token one costs a request
+        assert any(isinstance(end, list) for end in ends)  # a late death costs a request
         lost = stack.services["prefill-0"]
         await eventually(lambda: lost.restarts == 1 and lost.serving)
         await eventually(lambda: {"InstanceLeft", "CancelRequested"} <= events_so_far(path))

@@ -1,4 +1,4 @@
-"""Instances that die in the middle of what they do, and come back."""
+"""Instances that die in the middle of their work, and return."""
 
 from __future__ import annotations
 

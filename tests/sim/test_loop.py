@@ -211,7 +211,7 @@ def test_a_round_follows_arrivals_and_completions_only():
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_what_fits_no_decode_instance_is_spread_and_its_pages_come_back(fails):
-    """The second could not be placed while a holder kept pages of the first."""
+    """The second could not be placed while a KVP worker kept pages of the first."""
     failures = (Failure(instance_id="d0", at_s=2.02, down_s=0.1),) if fails else ()
     spec = toy_spec(decode=2, decode_kv_tokens=1024, failures=failures)
     run = Run(spec, [planned(i, 2.0 * i, 1500, 20) for i in range(2)])

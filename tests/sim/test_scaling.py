@@ -33,7 +33,7 @@ def config() -> SchedulerConfig:
 
 
 def burst(count: int = 120, tokens: int = 8000) -> list:
-    """Far more work at once than one instance does in the time, then a trickle."""
+    """Returns far more work at once than one instance does in the time, then a trickle."""
     return [planned(i, i * 0.01, tokens) for i in range(count)] + [
         planned(count + i, 40.0 + i, 100) for i in range(30)
     ]
@@ -62,7 +62,7 @@ def test_too_many_are_drained_and_lose_no_request():
     assert max(targets) <= 8 and targets[-1] == 1
     alive = run.simulation.machine.cluster.instances
     assert sum(instance.card.role == "prefill" for instance in alive.values()) == 1
-    # Those that left are no longer paid for; those that started were from their wish on.
+    # Instances that left cost nothing more; new instances cost from the wish on.
     peak = max(targets)
     assert run.counters.instance_seconds["prefill"] < peak * run.counters.duration_s
 

@@ -1,4 +1,4 @@
-"""Random attention calls over paged K/V, and what the float64 reference makes of them."""
+"""Random attention calls over paged K/V, and their results by the float64 reference."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 
 @dataclass(frozen=True)
 class Call:
-    """Lengths of a ragged batch and the shapes of one attention call over it.
+    """The lengths of a ragged batch and the shapes of one attention call over it.
 
-    `layout`: where rows and K/V slots stand. "plain": the rows are the last of the K/V; "named": so
-    they are, and it is said; "behind": they stand behind all K/V. The others share the positions
-    0 ... q_len + kv_len - 1 out in the way its name says.
+    `layout`: where rows and K/V slots stand. "plain": the rows are the last of the K/V; "named":
+    the same, with explicit positions; "behind": they stand after all K/V. The others divide the
+    positions 0 ... q_len + kv_len - 1 as their name says.
     """
 
     q_lens: tuple[int, ...]
@@ -40,7 +40,7 @@ class Call:
         return self.kv_heads * self.group
 
     def tables(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """q_indptr, kv_lens and a page table that scatters each sequence over the pool."""
+        """Returns q_indptr, kv_lens and a page table that scatters each sequence over the pool."""
         needed = [-(-n // self.page_tokens) for n in self.kv_lens]
         order = torch.randperm(sum(needed), generator=self._generator()).tolist()
         table = torch.full((len(needed), max([1, *needed])), -1, dtype=torch.int32)
@@ -50,7 +50,7 @@ class Call:
         return indptr, torch.tensor(self.kv_lens, dtype=torch.int32), table
 
     def positions(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """q_positions and kv_positions, int32, or None for the plain layout."""
+        """Returns q_positions and kv_positions, int32, or None for the plain layout."""
         if self.layout == "plain":
             return None, None
         pairs = zip(self.q_lens, self.kv_lens, strict=True)
@@ -79,7 +79,7 @@ class Call:
         return order[:q_len], order[q_len:]
 
     def data(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """q_nhd and kv_layer, with a pool of just the pages that are used."""
+        """Returns q_nhd and kv_layer, with a pool of just the pages that are used."""
         pages = max(1, sum(-(-n // self.page_tokens) for n in self.kv_lens))
         generator = self._generator()
         q_nhd = torch.randn(sum(self.q_lens), self.heads, self.head_dim, generator=generator)
@@ -110,7 +110,7 @@ class Call:
         return plan_attention(**{**arguments, **changes})
 
     def run(self, backend: str = "auto") -> tuple[torch.Tensor, torch.Tensor]:
-        """out_nhd in float32, and lse_nh."""
+        """Returns out_nhd in float32, and lse_nh."""
         return attend(self.plan(backend), *self.data())
 
     def _generator(self) -> torch.Generator:
@@ -120,7 +120,7 @@ class Call:
 def attend(
     plan: AttentionPlan, q_nhd: torch.Tensor, kv_layer: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """out_nhd and lse_nh, both float32: nothing is rounded to the plan's dtype."""
+    """Returns out_nhd and lse_nh, both float32: nothing is rounded to the plan's dtype."""
     out = torch.full(q_nhd.shape, torch.nan)
     lse = torch.full(q_nhd.shape[:2], torch.nan)
     run_attention(plan, q_nhd, kv_layer, scale=plan.head_dim**-0.5, out=out, lse_out=lse)
@@ -137,7 +137,8 @@ def assert_matches_reference(call: Call, backend: str) -> None:
 
 @st.composite
 def calls(draw: st.DrawFn, longest: int = 2000, plain: bool = False) -> Call:
-    """Any call: odd heads, any head_dim, page size and offset, empty shards, single tokens."""
+    """Draws any call: odd heads, any head_dim, page size and offset, empty shards, single
+    tokens."""
     placed = ["plain", "named", "behind", "zigzag", "striped", "shard", "shuffled"]
     layout = draw(st.sampled_from(["plain"] if plain else ["plain", *placed]))
     kv_lens = draw(st.lists(st.integers(0, longest) | st.integers(0, 70), min_size=1, max_size=4))

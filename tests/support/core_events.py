@@ -49,7 +49,7 @@ def instance(
 
 
 def groups_of(*degrees: int, seconds_a_token: float = 1e-3) -> SpLatency:
-    """A group of n is n times as fast: what a chunk takes is easy to reckon by hand."""
+    """Makes a group of n n times as fast: times of chunks are easy to compute by hand."""
     return SpLatency(by_sp={sp: Latency(b=seconds_a_token / sp) for sp in degrees})
 
 
@@ -83,7 +83,7 @@ def request(
 
 
 class Bench:
-    """A machine on a test's bench: steps it, keeps all effects, checks it after every step."""
+    """Steps a machine, keeps all effects, and checks the machine after every step."""
 
     def __init__(self, *fleet: events.InstanceJoined, config: SchedulerConfig | None = None):
         self.machine = Machine(config or SchedulerConfig())
@@ -249,7 +249,7 @@ class Bench:
     def serve(
         self, request_id: str, prefill: str = "p0", decode: str = "d0"
     ) -> list[effects.Effect]:
-        """All that correct workers say of a dispatched request, to its end."""
+        """Sends all reports of correct workers about a dispatched request, to its end."""
         return [
             *self.chunk_started(prefill, request_id),
             *self.computed(prefill, request_id),
@@ -260,12 +260,12 @@ class Bench:
 
 
 def of(kind: type[E], found: list[effects.Effect]) -> list[E]:
-    """The effects of one kind, in order."""
+    """Returns the effects of one kind, in order."""
     return [effect for effect in found if isinstance(effect, kind)]
 
 
 def queues(found: list[effects.Effect]) -> dict[str, list[str]]:
-    """The queues that were ordered, by instance: "a", "a.1" for its second chunk, "a+b" batched."""
+    """Returns the ordered queues by instance: "a", "a.1" for its second chunk, "a+b" batched."""
     return {
         order.instance_id: [
             "+".join(

@@ -1,22 +1,21 @@
-"""Plays all that can happen in a `World` of gangs, once for each state that it can be in.
+"""Explores all that can happen in a `World` of gangs, once per reachable state.
 
-The search leaves nothing out: from every state it makes every move. What makes that possible is how
-states are kept. What a part of the world does depends on nothing but its own state and the word
-that it takes. So a state of the world is which states its parts are in and what is on the way
-between them, and what follows from a part's state and a word is worked out once, by the real code.
-Parts have few states of their own: three gangs make 336,713 states of the world of 1,119 of parts.
-
-That holds if a part's `digest` tells apart all states from which different things can follow. The
-tests compare the search with one that works everything out anew, and parts that were kept with
-parts that live through all of a way.
+The search leaves nothing out: from every state it makes every move. The way of keeping states makes
+that possible. The behaviour of a part of the world depends only on its own state and the message
+that it takes. So a state of the world consists of the states of its parts and the messages in
+flight between them, and the real code computes only once what follows from a part's state and a
+message. Parts have few states of their own: three gangs make 336,713 states of the world of 1,119
+of parts. That holds if a part's `digest` distinguishes all states from which different things can
+follow. The tests compare the search with a search that computes everything again, and kept parts
+with parts that go through a whole path.
 
 Partial-order reduction (Godefroid, 1996) was measured and is not used. Sleep sets, with moves taken
-as independent that touch no part in common, reach the same states by 22% fewer moves of three
-gangs and 15% fewer of two with a death, and save a tenth of the time. Persistent sets (only the
-moves of one instance, if nothing that the others can do without it reaches it) leave 59% of three
-gangs' states in twice the time, as finding them is a search of its own; and nothing is left out
-before a death, which may come at any time and reaches everybody. Nearly all orders differ in what
-comes first to one instance, and that is what has to be checked.
+as independent that touch no part in common, reach the same states by 22% fewer moves of three gangs
+and 15% fewer of two with a death, and save a tenth of the time. Persistent sets (only the moves of
+one instance, if nothing that the others can do without it reaches it) leave 59% of three gangs'
+states in twice the time, as finding them is a search of its own; and nothing is left out before a
+death, which may come at any time and affects all parts. Nearly all orders differ in the first
+message that one instance gets, and exactly these differences must be checked.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ from millrace.core.scheduler.planning.single_chunk import SingleChunk
 from support.gang_node import Node, Scenario, Scheduler
 from support.gang_world import ACCIDENTS, Move, World
 
-_SHARED: dict[int, object] = {}  # what never changes is not copied
+_SHARED: dict[int, object] = {}  # parts that never change are not copied
 _UNCHANGING = (Policy, SchedulerConfig, SpLatency, InstanceJoined, Scenario, GangSpec, RunPrefill)
 
 
@@ -50,7 +49,7 @@ def _shared(number: int) -> object:
     return _SHARED[number]
 
 
-def _anew(planner: object) -> tuple[object, tuple[()]]:
+def _without_planner(planner: object) -> tuple[object, tuple[()]]:
     """A pool without a planner makes one."""
     return _nothing, ()
 
@@ -60,16 +59,16 @@ def _nothing() -> None:
 
 
 def _snapshot(part: Scheduler | Node) -> bytes:
-    """Of a part, to be read by `pickle.loads` in this process."""
+    """Returns a part for `pickle.loads` in this process."""
     written = io.BytesIO()
     pickler = pickle.Pickler(written, protocol=5)
-    pickler.dispatch_table = {SingleChunk: _anew, **dict.fromkeys(_UNCHANGING, _share)}
+    pickler.dispatch_table = {SingleChunk: _without_planner, **dict.fromkeys(_UNCHANGING, _share)}
     pickler.dump(part)
     return written.getvalue()
 
 
 class Atlas:
-    """The states of parts that were come across, each once."""
+    """Holds the states of parts that were found, each once."""
 
     def __init__(self) -> None:
         self._kept: dict[Hashable, Kept] = {}
@@ -86,7 +85,7 @@ class Atlas:
 
 
 class Kept:
-    """A part in one state, which stays as it is."""
+    """A part in one state, which does not change."""
 
     __slots__ = ("_after", "_atlas", "_snapshot", "digest", "view")
 
@@ -98,7 +97,7 @@ class Kept:
         self._after: dict[Hashable, tuple[Kept, tuple[Any, ...]]] = {}
 
     def after(self, word: Hashable) -> tuple[Kept, tuple[Any, ...]]:
-        """The part as it is then, and what it says."""
+        """Returns the part after a message, and the messages that it sends."""
         found = self._after.get(word)
         if found is None:
             part = pickle.loads(self._snapshot)
@@ -109,18 +108,18 @@ class Kept:
 
 @dataclass
 class Found:
-    """What `explore` came across."""
+    """The results of `explore`."""
 
     states: int = 0
     moves: int = 0
     stops: int = 0  # moves in which a member stopped
     parts: int = 0  # states of parts
-    ends: set[Hashable] = field(default_factory=set)  # the states in which nothing more happens
+    ends: set[Hashable] = field(default_factory=set)  # the states in which no more moves exist
 
 
 @dataclass(slots=True)
 class _Visit:
-    """A state on the way from the first one, and which of its moves is being tried."""
+    """A state on the path from the first state, and the move that is being tried."""
 
     world: World
     key: int
@@ -132,10 +131,10 @@ _ON_THE_WAY, _DONE = True, False
 
 
 def explore(scenario: Scenario, atlas: Atlas | None = None) -> Found:
-    """Every state that can be reached, depth first.
+    """Explores every state that can be reached, depth first.
 
-    Raises what a move or a check raises, and AssertionError where nothing can happen though not all
-    is done, or where something could go on for ever. The moves that lead there are a note of it.
+    Raises what a move or a check raises, and AssertionError where no move exists though not all is
+    done, or where a path returns to itself. The exception's note lists the moves that lead there.
     """
     atlas = Atlas() if atlas is None else atlas
     found, seen = Found(), dict[int, bool]()

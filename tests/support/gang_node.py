@@ -1,7 +1,7 @@
 """The parts of a world of gangs: the scheduler's core, and instances around the real pool rule.
 
-A part takes one word at a time and answers with what it says; it sees nothing of the others but
-what the world tells it. Its `digest` is all of it that anything later depends on.
+A part takes one message at a time and answers with its messages; it knows of the others only the
+messages that the world delivers. Its `digest` covers all state on which later behaviour depends.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Scenario:
-    """What may happen beside what the prompts bring about.
+    """The events that may happen beside those that the prompts cause.
 
     `stops`: of every chunk, see `GangSpec`. `rings`: those of its operators, by number from 1 on,
     that end at no member before all have begun them; None: all do. `crashes`: so many of the
-    `mortal` instances die. `policies`: orders the scheduler is switched to, one after the other, at
-    any time. `cancels`: requests that their clients may give up. `failures`: so many times an
-    instance gives a job up. `losses`: so many messages between instances are lost, against what the
-    protocol assumes; then the scheduler's watch has to help. `opens_at_once`: the messages by which
-    a gang opens take no time, so that larger worlds can be searched.
+    `mortal` instances die. `policies`: policies the scheduler is switched to, one after the other,
+    at any time. `cancels`: requests that their clients may give up. `failures`: so many times an
+    instance gives a job up. `losses`: so many messages between instances are lost, against the
+    protocol's assumptions; then the scheduler's watch must help. `opens_at_once`: the messages by
+    which a gang opens take no time, so that larger worlds can be searched.
     """
 
     prompts: tuple[Prompt, ...]
@@ -63,11 +63,13 @@ class Scenario:
     instances: int = 3
 
     def tokens(self, prompt: Prompt) -> int:
-        """Of the prompt: by it the scripted planner knows which it plans."""
+        """Returns the prompt's tokens: the scripted planner recognises the prompt by them."""
         return 600 * (self.prompts.index(prompt) + 1)
 
     def plans(self) -> dict[int, list[tuple[int, tuple[int, ...]]]]:
-        """What the planner says while all instances live; then it is the real one's turn."""
+        """Returns the planner's answers while all instances live; after that the real planner
+        plans.
+        """
         return {
             self.tokens(prompt): [
                 (self.tokens(prompt) // len(prompt.chunks), group) for group in prompt.chunks
@@ -77,16 +79,16 @@ class Scenario:
 
 
 class Watch(NamedTuple):
-    """For a long time nothing happens but heartbeats."""
+    """A long time in which nothing but heartbeats happens."""
 
     standstills: tuple[tuple[str, Standstill], ...]
 
 
 class SchedulerView(NamedTuple):
-    """What the world has to know of the scheduler."""
+    """The parts of the scheduler's state that the world reads."""
 
     requests: tuple[str, ...]  # that have not ended
-    computed: frozenset[Attempt]  # by instances, for somebody
+    computed: frozenset[Attempt]  # by instances, for a live request
 
 
 class Scheduler:
@@ -116,7 +118,7 @@ class Scheduler:
         pool.plan = Scripted(pool, scenario.plans()).plan
 
     def step(self, word: events.Event | Prompt | Watch) -> list[effects.Effect]:
-        """What prefill instances are told."""
+        """Returns the commands to prefill instances."""
         match word:
             case Prompt():
                 tokens = self.scenario.tokens(word)
@@ -156,8 +158,9 @@ class Scheduler:
         return SchedulerView(tuple(requests), frozenset((r.id, r.attempt) for r in computed))
 
     def digest(self) -> Digest:
-        """No time passes: what a task has computed so far, and since when, changes nothing. Of the
-        numbers of submission only the order counts.
+        """Returns the digest. No time passes: a task's compute time and start time change nothing.
+
+        Of the numbers of submission only the order counts.
         """
         ages = {r.order: age for age, r in enumerate(self.machine.requests.values())}
         requests = tuple(
@@ -219,9 +222,9 @@ class GangView(NamedTuple):
 
 
 class NodeView(NamedTuple):
-    """What the world has to know of an instance."""
+    """The parts of an instance's state that the world reads."""
 
-    ready: bool  # its thread can go on, as far as it depends on this instance
+    ready: bool  # its thread can continue, as far as it depends on this instance
     waits_in: tuple[GangSpec, str, int] | None  # else: a ring step, by task's name and number
     gangs: dict[GangKey, GangView]
     jobs: dict[str, int]  # request -> attempt
@@ -237,7 +240,7 @@ class Hear(NamedTuple):
 
 
 class Compute(NamedTuple):
-    """The operator at hand ends, and the next begins if that is how it is."""
+    """The current operator ends, and the next begins if that is how it is."""
 
 
 class Meet(NamedTuple):
@@ -264,7 +267,8 @@ Said = Post | Stopped | events.Event
 class Node:
     """An instance. `inside`: an operator runs; else the thread is before one, or idle.
 
-    `peers`: instances whose words it takes. It hears nothing of those that it was never linked to.
+    `peers`: instances whose messages it takes. It gets none from instances that it was never linked
+    to.
     """
 
     name: str
@@ -272,9 +276,9 @@ class Node:
     rule: PreemptionRule[ModelTask]
     inside: bool = False
     jobs: dict[str, effects.RunPrefill] = field(default_factory=dict)
-    meeting: set[str] = field(default_factory=set)  # jobs that still meet their groups
+    meeting: set[str] = field(default_factory=set)  # jobs that still wait for their groups
     peers: set[str] = field(default_factory=set)
-    ended: set[str] = field(default_factory=set)  # tasks of which nothing is to be computed
+    ended: set[str] = field(default_factory=set)  # tasks that must not be computed any more
     _said: list[Said] = field(default_factory=list)
 
     def step(self, word: NodeWord) -> list[Said]:
@@ -380,7 +384,7 @@ class Node:
     # -- jobs
 
     def _members(self, request_id: str) -> tuple[str, ...]:
-        """Of the job's last group, which holds all before it."""
+        """Returns the members of the job's last group, which holds all groups before it."""
         return self.jobs[request_id].chunks[-1].instance_ids
 
     def _submit_first(self, request_id: str) -> None:

@@ -1,8 +1,8 @@
-"""Prefill instances as far as gangs go, under the real machine, with every step in the open.
+"""Prefill instances as far as gangs go, under the real machine, with every step visible.
 
-A `World` is the parts of `gang_node` and all that is on its way between them. `moves` lists what
-could happen next: a word or a command arrives, an instance begins or ends an operator, a request
-arrives, an instance dies, what it said last is lost. Every operator is a ring step, unless the
+A `World` has the parts of `gang_node` and all messages in flight between them. `moves` lists what
+could happen next: a message or a command arrives, an instance begins or ends an operator, a request
+arrives, an instance dies, its last messages are lost. Every operator is a ring step, unless the
 scenario says otherwise: it ends at no member before all have begun it.
 """
 
@@ -39,12 +39,14 @@ Move = tuple[str, ...]
 #: Messages by which a gang opens.
 OPENING = frozenset({MessageKind.HERE, MessageKind.CALL, MessageKind.OPEN})
 
-#: Moves that need not happen: all has to be done without them.
+#: Optional moves: all must be done without them.
 ACCIDENTS = frozenset({"crash", "policy", "cancel", "fail", "drop"})
 
 
 class SchedulerPart(Protocol):
-    """A `Scheduler`, by what it answers: the part as it is after the word, and what it says."""
+    """A `Scheduler` by its answers: the part's state after the message, and the messages that it
+    sends.
+    """
 
     @property
     def view(self) -> SchedulerView: ...
@@ -56,7 +58,7 @@ class SchedulerPart(Protocol):
 
 
 class NodePart(Protocol):
-    """A `Node`, alike."""
+    """A `Node` by its answers, as `SchedulerPart`."""
 
     @property
     def view(self) -> NodeView: ...
@@ -84,7 +86,7 @@ class Live:
 
 
 class World:
-    """The state of everything. `play` makes one of `moves`."""
+    """The state of the whole world. `play` makes one of `moves`."""
 
     def __init__(self, scenario: Scenario, part=Live) -> None:
         """`part` makes a part of a `Scheduler` or `Node`."""
@@ -109,7 +111,7 @@ class World:
             self.nodes[node.name] = part(node)
 
     def copy(self) -> World:
-        """Of a world whose parts stay as they are."""
+        """Returns a copy of a world whose parts do not change."""
         other = World.__new__(World)
         other.__dict__.update(self.__dict__)
         other.nodes, other.links = self.nodes.copy(), self.links.copy()
@@ -118,7 +120,7 @@ class World:
         return other
 
     def state(self) -> Hashable:
-        """All that what can still happen depends on, if equal parts are the same."""
+        """Returns all state on which later events depend, if equal parts are the same object."""
         links, commands = frozenset(self.links.items()), frozenset(self.commands.items())
         nodes = tuple(self.nodes.values())
         left = (self.coming, self.crashes, self.policies, self.cancels, self.failures)
@@ -126,7 +128,7 @@ class World:
         return (self.scheduler, nodes, links, commands, left)
 
     def digest(self) -> Hashable:
-        """The same, whoever made the parts."""
+        """Returns the same, independent of the objects of the parts."""
         nodes = tuple(node.digest for node in self.nodes.values())
         return (self.scheduler.digest, nodes, *self.state()[2:])
 
@@ -200,13 +202,13 @@ class World:
                 self._crash(name)
 
     def check_end(self) -> None:
-        """Nothing can happen any more: all has to be done."""
+        """Checks that all is done when no move exists."""
         assert not self.scheduler.view.requests, "requests are left behind"
         for name, node in self.nodes.items():
             assert not node.view.jobs, f"{name} is left with work"
 
     def _jobs_in_use(self) -> list[tuple[str, str]]:
-        """What instances compute or are to compute for somebody."""
+        """Returns the jobs that instances compute or must compute for a live request."""
         computed = self.scheduler.view.computed
         return [
             (name, request_id)
@@ -216,7 +218,7 @@ class World:
         ]
 
     def _have_joined(self, members: tuple[str, ...], request_id: str, attempt: int) -> bool:
-        """Whether all members of a job's group have its command."""
+        """Returns whether all members of a job's group have its command."""
         return all(
             member in self.nodes and self.nodes[member].view.jobs.get(request_id) == attempt
             for member in members
@@ -225,9 +227,9 @@ class World:
     # -- an instance's compute thread
 
     def can_compute(self, name: str) -> bool:
-        """Whether it can go on: out of a ring step, when all members have begun it.
+        """Returns whether it can continue: a ring step ends when all members have begun it.
 
-        One that has the task no more ended it, or aborted what the others wait for.
+        A member without the task has ended it, or has aborted the wait of the others.
         """
         view = self.nodes[name].view
         if view.waits_in is None:
@@ -247,7 +249,9 @@ class World:
         return not is_coming or task in node.view.ended
 
     def _check_stop(self, stopped: Stopped) -> None:
-        """All members that have the task stop where this one does, or have."""
+        """Checks that all members that have the task stop where this member stops, or have stopped
+        there.
+        """
         self.stops += 1
         for node in self.nodes.values():
             gang = node.view.gangs.get(stopped.key)
@@ -270,12 +274,12 @@ class World:
                 case Stopped():
                     self._check_stop(one)
                 case Post():
-                    pass  # to the dead
+                    pass  # to a dead instance
                 case _:
                     self._report(one)
 
     def _report(self, event: events.Event | Prompt | Watch) -> None:
-        """The scheduler hears what happens at once; what it commands takes its time."""
+        """Reports at once to the scheduler; its commands take time."""
         self.scheduler, found = self.scheduler.after(event)
         for effect in found:
             name = effect.instance_id
@@ -283,8 +287,8 @@ class World:
                 self.commands[name] = (*self.commands.get(name, ()), effect)
 
     def _release(self) -> None:
-        """Instances let go of requests of which they have no task left and the scheduler is done
-        with them, as far as prefill goes.
+        """Lets instances free requests of which they have no task left, if the scheduler needs no
+        more prefill of them.
         """
         computed = self.scheduler.view.computed
         for name, node in self.nodes.items():
@@ -293,14 +297,14 @@ class World:
                     self._tell(name, Release(attempt[0]))
 
     def _take(self, link: tuple[str, str]) -> bytes:
-        """The next message on the link."""
+        """Takes the next message on the link."""
         payload, *rest = self.links.pop(link)
         if rest:
             self.links[link] = tuple(rest)
         return payload
 
     def _watch(self) -> None:
-        """Nothing happens any more: the scheduler hears it."""
+        """Reports to the scheduler that nothing happens any more."""
         views = {name: node.view.standstill for name, node in self.nodes.items()}
         self._report(Watch(tuple((n, s) for n, s in views.items() if s is not None)))
 

@@ -1,6 +1,7 @@
 """Requests that grow in a small pool, step by step, over the hashing model; nothing is received.
 
-Everything of a decode instance between admission and release is real but what brings a prompt's KV.
+All of a decode instance between admission and release is real, except the transfer of a prompt's
+KV.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ PAGE_BYTES = 4 * 2 * PAGE
 
 @dataclass
 class Job:
-    """A request as its client knows it, over all its lives."""
+    """A request as its client knows it, over all its attempts."""
 
     prompt: list[int]
     spec: SamplingSpec
@@ -59,7 +60,7 @@ class _Model(HashingModel):
 
 
 class Landings:
-    """In the place of `Admissions`: a let-in request's KV is there once `land` is called."""
+    """Replaces `Admissions`: an admitted request's KV is there once `land` is called."""
 
     def __init__(self, pages: RequestPages, book: RequestTable, tasks: Tasks) -> None:
         self.pages = pages
@@ -158,7 +159,7 @@ class GrowingRequests:
     def ask(
         self, prompt: list[int], spec: SamplingSpec, *, tbt_s: float = 0.0, arrives_s: float = 0.0
     ) -> str:
-        """Raises CapacityError for what can't ever fit."""
+        """Submits a request. Raises CapacityError for a request that can never fit."""
         name = f"r{len(self.jobs)}"
         firsts = [[first] for first in _firsts(spec)]
         expected = [reference(prompt, f[0], spec, c) for c, f in enumerate(firsts)]
@@ -169,7 +170,7 @@ class GrowingRequests:
         return name
 
     def land(self, pick: int = 0) -> None:
-        """All KV of a request that is on its way is there."""
+        """Lands all KV of a request."""
         if not self.landings.in_transit:
             return
         request = self.landings.in_transit.pop(pick % len(self.landings.in_transit))
@@ -187,7 +188,7 @@ class GrowingRequests:
         self.book.join_if_ready(request)
 
     def step(self) -> None:
-        """What happens between two steps, a step, and the last one's tokens meanwhile."""
+        """Runs the work between two steps, a step, and meanwhile the output of the last step."""
         before = set(self.running.batch.requests())
         self.running.apply_changes()
         self.joined += [r for r in self.running.batch.requests() if r not in before]
@@ -199,18 +200,18 @@ class GrowingRequests:
                 self._emit(request, out.choice, out.token_id, out.finish_reason)
 
     def cancel(self, name: str) -> None:
-        """Wherever it is."""
+        """Cancels a request, wherever it is."""
         self.jobs[name].cancelled = True
         for request in self.book:
             if self._job_of[request.id] is self.jobs[name]:
                 self.book.leave(request)
 
     async def turn(self) -> None:
-        """Tasks get on a little."""
+        """Lets tasks run a little."""
         await asyncio.sleep(0)
 
     async def settle(self) -> None:
-        """Nothing is copied, nothing on its way out."""
+        """Waits until nothing is being copied or emitted."""
         for _ in range(20_000):
             if not self._is_busy:
                 return
@@ -218,7 +219,7 @@ class GrowingRequests:
         raise AssertionError("copies have no end")
 
     async def drain(self, rounds: int = 3000) -> None:
-        """Until nobody is left, without any more to come."""
+        """Steps until no request is left, without new requests."""
         for _ in range(rounds):
             if not len(self.book):
                 return
@@ -228,7 +229,7 @@ class GrowingRequests:
         raise AssertionError(f"{len(self.book)} requests are left")
 
     def check(self) -> None:
-        """Raises IntegrityError for anything out of order."""
+        """Raises IntegrityError for any inconsistency."""
         held = sum(len(request.pages) for request in self.book)
         self.pool.check_integrity(expected_used=held)
         self.running.check_integrity()
@@ -249,7 +250,9 @@ class GrowingRequests:
         return copying or any(r.ended and r not in self.book.leaving for r in self.book)
 
     def _live(self, name: str, job: Job) -> None:
-        """A life of a request: the first, or one that goes on behind what it got."""
+        """Returns an attempt of a request: the first, or one that continues after its received
+        tokens.
+        """
         done = len(job.got[0])
         sampling = SamplingParams(
             max_tokens=job.spec.max_tokens - done,

@@ -1,4 +1,4 @@
-"""A tiny deterministic model whose every token depends on all KV before it, and what it answers."""
+"""A tiny deterministic model whose every token depends on all KV before it, and its answers."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class HashingModel:
 
 
 def reference(prompt, first, spec, choice=0):
-    """Tokens of a sequence after its first, computed on its own without pages."""
+    """Computes the tokens of a sequence after its first, on its own, without pages."""
     row = SamplingRow.first(spec, choice, prompt)
     row.append(first)
     tokens = [first]

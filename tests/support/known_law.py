@@ -21,7 +21,9 @@ LENGTHS = (16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 
 
 def prefill(case: Prefill, slower: float = 1.0) -> Timing:
-    """In passes of at most CHUNK: 1 ms each, 20 us a token, 10 ns a pair, 50 us a prompt's end."""
+    """Times a prefill in passes of at most CHUNK: 1 ms each, 20 us per token, 10 ns per pair, 50 us
+    per prompt's end.
+    """
     count = -(-case.tokens // CHUNK) if case.batch == 1 else 1
     linear_s = 20e-6 * case.tokens * case.batch * slower
     pairs = case.tokens * (case.history + case.tokens / 2)
@@ -39,7 +41,7 @@ def prefill(case: Prefill, slower: float = 1.0) -> Timing:
 
 
 def far_s(case: Far) -> float:
-    """The attention alone."""
+    """Times the attention alone."""
     return 10e-9 * case.pairs
 
 
@@ -48,7 +50,7 @@ def step_s(case: Decode) -> float:
 
 
 def rows(case: Rows) -> Timing:
-    """As a pass of as many tokens, but that each reads its context: 5 ns a token."""
+    """Times rows as a pass of as many tokens, but each reads its context: 5 ns per token."""
     linear_s = 20e-6 * case.batch
     operators = {
         "embed": 1e-3,
@@ -64,7 +66,7 @@ def rows(case: Rows) -> Timing:
 
 
 def mixed_s(case: Mixed) -> float:
-    """The two together, which share the pass."""
+    """Times both together, which share the pass."""
     chunk = prefill(Prefill(case.tokens, case.history))
     return chunk.seconds + rows(Rows(case.decodes, case.context)).seconds - 1e-3
 

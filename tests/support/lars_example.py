@@ -12,7 +12,7 @@ QUANTUM_S = 0.01
 
 
 def finish_times(policy: str) -> dict[str, float]:
-    """When the three finish, in seconds: "long", "short 1" (submitted first) and "short 2"."""
+    """Returns when the three end, in seconds: "long", "short 1" (submitted first) and "short 2"."""
     requests = [
         request("long", deadline_s=16.0, work_s=10.0),
         request("short 1", arrival_s=5.0, deadline_s=6.0, work_s=0.5, order=1),

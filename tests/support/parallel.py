@@ -20,7 +20,7 @@ from millrace.engine.runner import Runner
 from support.tiny_engine import Request, decode, prefill
 from support.tiny_models import VARIANTS, model_folder, prompt
 
-#: Every family, window, bias, tied embedding and mixture there is; qwen2 has one head a rank at 2.
+#: Every family, window, bias, tied embedding and mixture; qwen2 has one head per rank at 2.
 SPLIT_FOUR_WAYS = {
     "llama-mha-sharded": (8, 8),
     "llama3-rope-tied": (8, 4),
@@ -34,7 +34,8 @@ SPLIT_FOUR_WAYS = {
 
 
 def split_folder(name: str) -> Path:
-    """The folder of a variant with (attention heads, KV heads) that four ranks can share."""
+    """Returns the folder of a variant with (attention heads, KV heads) that four ranks can
+    share."""
     heads, kv_heads = SPLIT_FOUR_WAYS[name]
     variant = VARIANTS[name]
     counts = {"num_attention_heads": heads, "num_key_value_heads": kv_heads}
@@ -66,7 +67,7 @@ def rank_layout(model: Model, num_pages: int, page_tokens: int = 16) -> KvLayout
 
 @dataclass(eq=False)
 class _Job:
-    """A request in three chunks, and the pass that it is in the middle of."""
+    """A request in three chunks, and its suspended pass."""
 
     request: Request
     seed: int
@@ -122,7 +123,7 @@ def _order(runner: Runner, name: str) -> None:
 
 
 def _begin(runner: Runner, job: _Job) -> None:
-    """Takes the first operator of the job's next chunk, and leaves the pass there."""
+    """Runs the first operator of the job's next chunk, and suspends the pass there."""
     size = len(job.request.tokens)
     stop = next(s for s in (size // 3, size // 2, size) if s > job.start)
     job.task = job.request.task(job.start, stop, want_logits=stop == size)
@@ -132,7 +133,7 @@ def _begin(runner: Runner, job: _Job) -> None:
 
 
 def _advance(job: _Job, operators: int) -> None:
-    """Goes on with the job's pass, to its end at most."""
+    """Continues the job's pass, to its end at most."""
     assert job.steps is not None and job.task is not None
     for _ in range(operators):
         if next(job.steps, None) is None:

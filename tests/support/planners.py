@@ -27,7 +27,7 @@ TABLE_1 = {
 
 
 def a100() -> SpLatency:
-    """The shipped profile that holds Table 1, with its degrees only."""
+    """Returns the shipped profile that holds Table 1, with its degrees only."""
     shipped = load_profile("llama3-8b-a100-tp1").prefill
     return SpLatency(by_sp={sp: shipped.by_sp[sp] for sp in TABLE_1})
 
@@ -44,7 +44,7 @@ def planner(name: str, nodes, **config):
 
 
 def after(plan: Plan, queue_s: array) -> array:
-    """The queues once the plan is in them: its last group is busy until it ends."""
+    """Returns the queues with the plan in them: its last group is busy until it ends."""
     left = array("d", queue_s)
     for member in plan.chunks[-1].members:
         left[member] = plan.ttft_s
@@ -52,7 +52,7 @@ def after(plan: Plan, queue_s: array) -> array:
 
 
 def replay_s(plan: Plan, latency: SpLatency, queue_s) -> float:
-    """The TTFT of a plan, its queues drained chunk by chunk as in Eq. (2)."""
+    """Returns the TTFT of a plan, its queues drained chunk by chunk as in Eq. (2)."""
     queue, elapsed_s, history = list(queue_s), 0.0, 0
     for chunk in plan.chunks:
         passed_s = max(queue[i] for i in chunk.members)
@@ -64,7 +64,8 @@ def replay_s(plan: Plan, latency: SpLatency, queue_s) -> float:
 
 
 def check(plan: Plan, tokens: int, given: PlannerInputs, queue_s) -> None:
-    """What every plan keeps to: whole prompt, nested groups of usable degrees, its own TTFT."""
+    """Checks the rules of every plan: whole prompt, nested groups of usable degrees, its own
+    TTFT."""
     size = len(given.nodes)
     assert sum(chunk.num_tokens for chunk in plan.chunks) == tokens
     before: tuple[int, ...] = ()
@@ -80,7 +81,8 @@ def check(plan: Plan, tokens: int, given: PlannerInputs, queue_s) -> None:
 
 
 def random_latency(draw: random.Random, sp: int) -> Latency:
-    """Eq. (1) with coefficients of a likely size, some of them 0, and often measured points."""
+    """Draws Eq. (1) with coefficients of a likely size, some of them 0, and often measured
+    points."""
     a = draw.choice([0.0, draw.uniform(0.0, 0.03) * sp])
     b = draw.uniform(1e-6, 1e-4) / sp ** draw.uniform(0.5, 1.0)
     d = draw.choice([0.0, draw.uniform(1e-10, 2e-9) / sp])
@@ -95,7 +97,7 @@ def random_latency(draw: random.Random, sp: int) -> Latency:
 
 
 def random_nodes(draw: random.Random) -> tuple[int, ...]:
-    """Nodes of eight, nodes of any size, or a node an instance."""
+    """Draws nodes of eight, nodes of any size, or one node per instance."""
     size = draw.choice([1, 2, 3, 5, 8, 16, 16, 24, 32, draw.randint(1, 40)])
     kind = draw.random()
     if kind < 0.6:
@@ -106,7 +108,8 @@ def random_nodes(draw: random.Random) -> tuple[int, ...]:
 
 
 def random_queue_s(draw: random.Random, size: int) -> array:
-    """Queues of a few seconds: spread, rounded so that many are equal, idle, or without room."""
+    """Draws queues of a few seconds: spread, rounded so that many are equal, idle, or without
+    room."""
     one = draw.choice(
         [
             lambda: 0.0,
@@ -122,7 +125,7 @@ def random_queue_s(draw: random.Random, size: int) -> array:
 
 
 def random_case(draw: random.Random) -> tuple[PlannerInputs, int, array, int, int]:
-    """(planner inputs, prompt tokens, queues, least SP degree, shortest chunk)."""
+    """Draws (planner inputs, prompt tokens, queues, least SP degree, shortest chunk)."""
     nodes = random_nodes(draw)
     degrees = draw.choice([(1, 2, 4, 8, 16, 32), (1, 2, 3, 5, 7, 12), (1, 8), (1, 2, 4, 6, 8)])
     real = a100() if draw.random() < 0.3 else None

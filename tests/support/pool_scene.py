@@ -1,4 +1,4 @@
-"""A pool and what is observed round it, one pass of the operator at a time."""
+"""A pool and the observations around it, one pass of the operator at a time."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Scene:
         return reconcile_pool(self.pool, self.observed, DEFAULTS)
 
     def carry_out(self) -> list[Any]:
-        """What a pass does, with the status and the cordons carried out."""
+        """Runs a pass, with the status and the cordons carried out."""
         actions = self.look()
         for action in actions:
             if isinstance(action, SetStatus):
@@ -102,7 +102,7 @@ def kinds(actions: list[Any]) -> list[str]:
 
 
 def size(actions: list[Any]) -> int | None:
-    """That a StatefulSet is given."""
+    """Returns the size that a StatefulSet is given."""
     found = [a.manifest for a in actions if isinstance(a, Apply)]
     return next((m["spec"]["replicas"] for m in found if m["kind"] == "StatefulSet"), None)
 

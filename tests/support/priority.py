@@ -36,7 +36,7 @@ def request(
 
 
 def ranked(policy: str, requests: Sequence[LiveRequest], now_s: float = 0.0) -> list[LiveRequest]:
-    """Highest priority first, as every user of a policy sorts."""
+    """Sorts the highest priority first, as every user of a policy sorts."""
     keys = POLICIES[policy].keys(requests, now_s, 1)
     assert len(keys) == len(requests)
     return [r for _, _, r in sorted(zip(keys, (r.order for r in requests), requests, strict=True))]
@@ -47,7 +47,7 @@ def names(requests: Sequence[LiveRequest]) -> list[str]:
 
 
 def any_requests(*, no_deadline: bool = True) -> st.SearchStrategy[list[LiveRequest]]:
-    """Up to eight requests around time 0: done, running, late, without work or deadline."""
+    """Draws up to eight requests around time 0: done, running, late, without work or deadline."""
     seconds = st.floats(0.0, 20.0)
     deadline_s = st.floats(-20.0, 40.0).filter(bool)
     one = st.builds(

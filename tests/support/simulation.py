@@ -45,9 +45,10 @@ def toy_operators() -> OperatorModel:
 
 
 def toy_profile() -> Profile:
-    """On one instance Eq. (1) and the operators agree; a group of s is s times as fast.
+    """Returns a profile on whose single instance Eq. (1) and the operators agree.
 
-    KV is 4000 bytes a token (1000 a layer), 1e6 bytes a second between instances.
+    A group of s is s times as fast. KV is 4000 bytes per token (1000 per layer), 1e6 bytes per
+    second between instances.
     """
     b, d = LAYERS * sum(LINEAR_S), LAYERS * ATTN_S
     return Profile(
@@ -73,7 +74,7 @@ def prefill_s(tokens: int, history: int = 0, sp: int = 1) -> float:
 
 
 def decode_step_s(batch: int, context: float) -> float:
-    """A step by the numbers above."""
+    """Returns the seconds of a step by the numbers above."""
     return OVERHEAD_S + LAYERS * (sum(LINEAR_S) * batch + DECODE_ATTN_S * context)
 
 
@@ -89,7 +90,7 @@ def planned(
 
 
 def toy_spec(scheduler: SchedulerConfig | None = None, **fields) -> SimSpec:
-    """One prefill and one decode instance, and no latency between anybody."""
+    """Returns one prefill and one decode instance, without latency between processes."""
     given = {"prefill": 1, "decode": 1, "control_s": 0.0, "handshake_s": 0.0, **fields}
     return SimSpec(
         profile=toy_profile(),

@@ -43,7 +43,7 @@ FIVE_LAYERS = {
 
 
 class Rows:
-    """Both ends of the way between two stages, with room for a few passes."""
+    """Both ends of the connection of two stages, with room for a few passes."""
 
     def __init__(self, slots: int = 3) -> None:
         self._room = threading.Semaphore(slots)
@@ -62,15 +62,15 @@ class Rows:
 
     def _take(self, x: Tensor) -> None:
         with torch.no_grad():
-            x.fill_(float("nan"))  # the slot is somebody else's now
+            x.fill_(float("nan"))  # the slot belongs to another pass now
         with self._lock:
             self.free += 1
         self._room.release()
 
 
 class Staged:
-    """`runner` over a model in `count` stages; `loops` are the later ones'. With `groups` each
-    stage's layers are split over the ranks of one."""
+    """A `runner` over a model in `count` stages; `loops` are those of the later stages. With
+    `groups` each stage's layers are split over the ranks of a group."""
 
     def __init__(
         self,
@@ -143,7 +143,7 @@ class Staged:
             assert not thread.is_alive()
 
     def check_settled(self) -> None:
-        """Nothing is left, once what is behind has come through."""
+        """Checks that nothing is left, once passes in flight have ended."""
         deadline_s = time.monotonic() + HANG_S
         while not self._is_empty and time.monotonic() < deadline_s:
             time.sleep(0.01)
@@ -151,7 +151,7 @@ class Staged:
 
     @property
     def _is_empty(self) -> bool:
-        """Nothing is anywhere in the pipeline."""
+        """Returns whether the pipeline is empty."""
         return (
             len(self.runner.in_flight) == 0
             and all(rows.free == 3 for rows in self.rows)

@@ -58,7 +58,7 @@ class Request:
 
 
 def prefill(runner: ModelRunner, sequence: Request, cuts: Sequence[int] = ()) -> torch.Tensor:
-    """Logits float32 [vocab] of the last position, chunk by chunk between `cuts`."""
+    """Returns logits float32 [vocab] of the last position, chunk by chunk between `cuts`."""
     bounds = [0, *cuts, len(sequence.tokens)]
     task = None
     for start, stop in pairwise(bounds):
@@ -70,7 +70,9 @@ def prefill(runner: ModelRunner, sequence: Request, cuts: Sequence[int] = ()) ->
 
 
 def decode(runner: ModelRunner, sequences: Sequence[Request]) -> torch.Tensor:
-    """One step: the KV of each sequence's last token is written; logits [b, vocab] after it."""
+    """Runs one step: writes the KV of each sequence's last token; returns logits [b, vocab] after
+    it.
+    """
     lengths = [len(sequence.tokens) for sequence in sequences]
     width = max(len(sequence.pages) for sequence in sequences)
     table = [sequence.pages + [0] * (width - len(sequence.pages)) for sequence in sequences]
@@ -83,7 +85,7 @@ def decode(runner: ModelRunner, sequences: Sequence[Request]) -> torch.Tensor:
 
 
 def greedy(runner: ModelRunner, sequences: Sequence[Request], count: int) -> list[list[int]]:
-    """`count` tokens of every sequence, prefilled alone and decoded together."""
+    """Returns `count` tokens of every sequence, prefilled alone and decoded together."""
     prompts = [len(sequence.tokens) for sequence in sequences]
     for sequence in sequences:
         sequence.tokens.append(int(prefill(runner, sequence).argmax()))

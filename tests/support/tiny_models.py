@@ -152,7 +152,7 @@ _root: tempfile.TemporaryDirectory[str] | None = None
 
 @cache
 def model_folder(name: str) -> Path:
-    """The saved folder of a variant; built once a process, deleted with it."""
+    """Returns the saved folder of a variant; built once per process, deleted with it."""
     global _root
     if _root is None:
         _root = tempfile.TemporaryDirectory(prefix="millrace-tiny-")
@@ -180,13 +180,13 @@ class Oracle:
 
     @torch.no_grad()
     def logits(self, token_ids: Sequence[int]) -> torch.Tensor:
-        """float32 [L, vocab] of every position."""
+        """Returns float32 [L, vocab] of every position."""
         out = self.model(torch.tensor([list(token_ids)]))
         return out.logits[0].float()
 
     @torch.no_grad()
     def greedy(self, token_ids: Sequence[int], count: int) -> list[int]:
-        """`count` tokens after the prompt, whatever they are."""
+        """Returns `count` tokens after the prompt, end-of-sequence ids included."""
         generated = self.model.generate(
             torch.tensor([list(token_ids)]),
             attention_mask=torch.ones(1, len(token_ids), dtype=torch.long),
@@ -203,11 +203,11 @@ class Oracle:
 
 @cache
 def oracle(name: str) -> Oracle:
-    """The oracle of a variant in float32, loaded once a process."""
+    """Returns the oracle of a variant in float32, loaded once per process."""
     return Oracle(model_folder(name))
 
 
 def prompt(length: int, seed: int = 0) -> list[int]:
-    """Random token ids; none is an end-of-sequence id."""
+    """Returns random token ids; none is an end-of-sequence id."""
     generator = torch.Generator().manual_seed(seed * 100_003 + length)
     return torch.randint(8, VOCAB, (length,), generator=generator).tolist()

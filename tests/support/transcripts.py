@@ -1,4 +1,4 @@
-"""Events as lines of text that a `Bench` takes in, and effects as lines that it wrote."""
+"""Events as lines of text for a `Bench`, and effects as lines of text."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from millrace.core.scheduler.fleet.instances import DecodeInstance, PrefillInsta
 from support.core_events import Bench, groups_of, instance
 from support.prefill_fleet import scripted
 
-#: What a machine counts; a count that rises is written below the effects.
+#: The counts of a machine; a count that rises is written below the effects.
 COUNTS = ("ignored", "preemptions", "release_timeouts", "stalled")
 
 #: Hashes of a prompt's blocks.
@@ -28,7 +28,7 @@ BLOCKS = tuple(range(1000, 1100))
 
 
 class Narrator:
-    """One machine, driven by lines. `tell(line)` gives the lines of what it caused."""
+    """One machine, driven by lines. `tell(line)` returns the lines of its effects."""
 
     def __init__(self) -> None:
         self.bench = Bench()
@@ -85,7 +85,7 @@ class Narrator:
         return self.bench.submit(*words, prefix=hashes, **fields)
 
     def plan(self, *chunks: str) -> list:
-        """From now on a prompt of as many tokens as these are cut so: `100@p0 200@p0,p1`."""
+        """Cuts prompts of as many tokens as these so from now on: `100@p0 200@p0,p1`."""
         (pool,) = self.bench.machine.cluster.pools.values()
         order = list(pool.prefill)
         planned = []
@@ -97,7 +97,7 @@ class Narrator:
         return []
 
     def still(self, name: str, *prepared: str, claimed: str = "") -> list:
-        """A heartbeat of an instance that has prepared these and computes nothing."""
+        """Sends a heartbeat of an instance that has prepared these and computes nothing."""
         waits = Standstill(prepared=prepared, claimed=claimed, waits_for=f"START of {name}")
         return self.bench.heartbeat(name, standstill=waits if prepared else None)
 
@@ -128,7 +128,7 @@ class Narrator:
 
 
 def split(line: str) -> Iterable[list[str]]:
-    """The commands of a line, which `;` parts, as words."""
+    """Splits a line into its commands, which `;` parts, as words."""
     lexer = shlex.shlex(line, posix=True, punctuation_chars=";")
     lexer.whitespace_split = True
     for is_end, words in itertools.groupby(lexer, lambda word: word == ";"):
@@ -160,11 +160,11 @@ def number(value: float) -> str:
 
 # ---- effects
 
-Phrase = tuple[str, str, str]  # what is done, the instances that are told, and the rest
+Phrase = tuple[str, str, str]  # the effect, its instances, and the rest
 
 
 def written(found: Iterable[effects.Effect]) -> list[str]:
-    """A line for what follows each other of one subject: a request, or an instance's queue."""
+    """Writes one line for successive effects of one subject: a request, or an instance's queue."""
     lines = []
     for subject, some in itertools.groupby(found, _subject):
         lines += textwrap.wrap(
@@ -184,7 +184,8 @@ def _subject(effect: effects.Effect) -> str:
 
 
 def _merged(phrases: list[Phrase]) -> Iterable[str]:
-    """One phrase for what several instances are told alike. A reason or a home is named once."""
+    """Writes one phrase for equal effects at several instances. A reason or KV owner is named
+    once."""
     said: set[str] = set()
     for (verb, rest), same in itertools.groupby(phrases, lambda phrase: (phrase[0], phrase[2])):
         told = ",".join(target for _, target, _ in same)
@@ -247,7 +248,7 @@ def _ref(ref: effects.ChunkRef) -> str:
 
 
 def of_instance(one: Any) -> str:
-    """What it holds in pages, and what it has free."""
+    """Returns what it holds in pages, and what it has free."""
     held = ", ".join(f"{name} {holding.pages}" for name, holding in one.holdings.items())
     parts = [f"holds {held or 'nothing'}"]
     if isinstance(one, PrefillInstance):

@@ -81,10 +81,10 @@ class LiveRequest:
         self.chunks: tuple[Chunk, ...] = ()
         self.chunks_done = 0
         self.attempt = 0  # number of the last attempt that decode heard of
-        self.attempts = 0  # sent to prefill, without those that left decode more than they found
+        self.attempts = 0  # sent to prefill, without attempts that left decode more than they found
         #: First tokens whose KV decode keeps for this attempt: the chunks begin there.
         self.kept_tokens = 0
-        self.landed_tokens = 0  # first tokens whose KV decode has, as it last said
+        self.landed_tokens = 0  # first tokens whose KV decode has, by its last report
         self.dispatched_s: float | None = None
         self.first_token_s: float | None = None
         self.token_out_s: float | None = None  # when decode sent the first token to the proxy
@@ -94,7 +94,7 @@ class LiveRequest:
         self.predicted_prefill_s = 0.0
         #: The same in seconds times instances (before it has a plan: on the smallest group).
         self.predicted_work_s = 0.0
-        self.executed_s = 0.0  # predicted seconds of prefill that the spans already ended have done
+        self.executed_s = 0.0  # predicted seconds of prefill that its ended spans have done
         self.running_since_s: float | None = None  # since when a chunk of it has been computing
 
     def __repr__(self) -> str:
@@ -104,29 +104,34 @@ class LiveRequest:
 
     @property
     def continues(self) -> bool:
-        """Whether decode keeps what earlier attempts left, not what is in its prefix cache."""
+        """Returns whether decode keeps the KV of earlier attempts (not of its prefix cache)."""
         return self.kept_tokens > 0 and self.attempt > 1
 
     @property
     def kv_instance_ids(self) -> tuple[str, ...]:
-        """Instances that keep its KV to its end: the KV owner first, then the KVP workers."""
+        """Returns the instances that keep its KV to its end: the KV owner first, then the KVP
+        workers.
+        """
         if self.shards:
             return tuple(shard.worker_id for shard in self.shards)
         return () if self.decode_id is None else (self.decode_id,)
 
     def remaining_s(self, now_s: float) -> float:
-        """Predicted seconds of prefill still to compute: work already executed counts as done."""
+        """Returns the predicted seconds of prefill still to compute: executed work counts as
+        done."""
         left_s = self.predicted_prefill_s - self.executed_s
         if self.running_since_s is not None:
             left_s -= now_s - self.running_since_s
         return left_s if left_s > 0.0 else 0.0
 
     def remaining_work_s(self, now_s: float) -> float:
-        """Predicted seconds of prefill still to compute, times the instances of the group."""
+        """Returns the predicted seconds of prefill still to compute, times the instances of the
+        group.
+        """
         return self.work_of(self.remaining_s(now_s))
 
     def work_of(self, left_s: float) -> float:
-        """`left_s` of its predicted seconds, times the instances of the group."""
+        """Returns `left_s` of its predicted seconds, times the instances of the group."""
         if self.predicted_prefill_s <= 0.0:
             return self.predicted_work_s
         return self.predicted_work_s * left_s / self.predicted_prefill_s
@@ -134,7 +139,7 @@ class LiveRequest:
     # ---- acceptance, prediction, state
 
     def accept(self, order: int, deadline_s: float) -> None:
-        """The request may wait in the queue."""
+        """Notes that the request may wait in the queue."""
         self.order = order
         self.deadline_s = deadline_s
 
@@ -158,31 +163,33 @@ class LiveRequest:
     # ---- placement and attempts
 
     def place(self, decode_id: str, shards: tuple[Shard, ...], kept_tokens: int) -> None:
-        """Its first or next attempt has memory for its KV, with `kept_tokens` there already."""
+        """Notes that its first or next attempt has memory for its KV, with `kept_tokens` there
+        already.
+        """
         self.decode_id = decode_id
         self.shards = shards
         self.kept_tokens = self.landed_tokens = kept_tokens
         self.attempt += 1
 
     def send(self, chunks: tuple[Chunk, ...], now_s: float) -> None:
-        """Prefill instances have its chunks."""
+        """Notes that prefill instances have its chunks."""
         self.chunks = chunks
         self.attempts += 1
         self.dispatched_s = now_s
         self.token_out_s = self.computed_alone_s = None  # of an earlier attempt
 
     def forgive_attempt(self) -> None:
-        """The last attempt left decode more than it found, and does not count."""
+        """Notes that the last attempt left decode more than it found, and does not count."""
         self.attempts -= 1
 
     def resume(self, kept_tokens: int, now_s: float) -> None:
-        """Waits for another attempt after the first tokens, whose KV decode keeps."""
+        """Notes that it waits for another attempt after the first tokens, whose KV decode keeps."""
         self._forget_plan(now_s)
         self.kept_tokens = self.landed_tokens = kept_tokens
         self.attempt += 1
 
     def unplace(self, now_s: float) -> None:
-        """Waits for another attempt from its first token on, at any instance."""
+        """Notes that it waits for another attempt from its first token on, at any instance."""
         self._forget_plan(now_s)
         self.decode_id = None
         self.shards = ()
@@ -199,43 +206,48 @@ class LiveRequest:
     # ---- prefill
 
     def start_chunk(self, now_s: float) -> None:
-        """A chunk of it computes."""
+        """Notes that a chunk of it computes."""
         if self.running_since_s is None:
             self.running_since_s = now_s
 
     def suspend(self, executed_s: float) -> None:
-        """No chunk of it computes now; `executed_s` of its predicted seconds are done."""
+        """Notes that no chunk of it computes now; `executed_s` of its predicted seconds are
+        done."""
         self.executed_s = executed_s
         self.running_since_s = None
 
     def finish_chunk(self, index: int, executed_s: float) -> None:
-        """The chunk is computed."""
+        """Notes that the chunk is computed."""
         self.chunks_done = index + 1
         self.suspend(executed_s)
 
     def take_over(self, head: LiveRequest) -> None:
-        """As the new head of a batch, counts the batch's work as the old head did."""
+        """Notes that it is the new head of a batch, and counts the batch's work as the old head
+        did.
+        """
         self.predict(head.predicted_prefill_s, head.predicted_work_s)
         self.executed_s = head.executed_s
         self.running_since_s = head.running_since_s
 
     def computed_in_one_span(self, compute_s: float) -> None:
-        """All of its prefill was one span that waited for no other task."""
+        """Notes that all of its prefill was one span that waited for no other task."""
         self.computed_alone_s = compute_s
 
     # ---- KV and decode
 
     def land(self, tokens: int) -> None:
-        """Decode has the KV of its first `tokens` tokens."""
+        """Notes that decode has the KV of its first `tokens` tokens."""
         self.landed_tokens = tokens
 
     def start_decode(self, token_out_s: float) -> None:
-        """All of its KV has landed, and the proxy got the first token at `token_out_s`."""
+        """Notes that all of its KV has landed, and that the proxy got the first token at
+        `token_out_s`.
+        """
         self.landed_tokens = self.prompt_tokens
         self.token_out_s = token_out_s
 
     def take_overhead_s(self) -> float | None:
-        """Seconds from dispatch to the first token that were not computing; once per attempt.
+        """Returns the seconds from dispatch to the first token without computing; once per attempt.
 
         None until both prefill and decode have reported the first token.
         """

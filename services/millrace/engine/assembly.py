@@ -55,7 +55,7 @@ class KvMemory:
         return min(self.max_context_tokens, self.layout.num_pages * self.layout.page_tokens)
 
     def check_integrity(self) -> None:
-        """Raises IntegrityError when the pool's record does not add up."""
+        """Raises IntegrityError when the pool's record is inconsistent."""
         self.pool.check_integrity()
 
     def when_died(self, call: Callable[[EngineDied], None]) -> None:

@@ -1,7 +1,7 @@
-"""What attention costs behind a history, up to where the model's context ends.
+"""Measures attention after a long history, up to the end of the model's context.
 
-Only attention grows with the history, and layers of one window are alike: a pass that is given up
-once each kind of layer has attended says what the whole pass would take.
+Only attention grows with the history, and layers of one window cost the same: a pass that is given
+up once each kind of layer has attended gives the time of the whole pass.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ from millrace.engine.kv.pool import page_runs
 
 
 def written_pages(engine: Engine, tokens: int, least_bytes: int) -> list[int]:
-    """Pages for `tokens` tokens, or for `least_bytes` if that is more, as far as the pool has them.
+    """Allocates pages for `tokens` tokens, or for `least_bytes` if that is more, as far as the pool
+    has them.
 
     The caller frees them. On the host, memory that was never written reads as one page of zeros,
-    faster than any cache: so they are written.
+    faster than any cache; so the pages are written.
     """
     layout = engine.layout
     wanted = max(
@@ -34,10 +35,10 @@ def written_pages(engine: Engine, tokens: int, least_bytes: int) -> list[int]:
 
 @torch.inference_mode()
 def attention_s(engine: Engine, tokens: int, history: int, pages: Sequence[int]) -> float:
-    """Seconds that all layers of the model attend for a chunk of `tokens` on `history`.
+    """Returns the seconds that all layers of the model attend for a chunk of `tokens` on `history`.
 
-    pages: stand for the whole context, again and again where they are too few. They should hold
-    more bytes than the caches.
+    pages: used for the whole context, repeatedly where they are too few. They should hold more
+    bytes than the caches.
     """
     windows = engine.runner.model.config.sliding_windows
     count = engine.layout.pages_for(tokens + history)
@@ -69,7 +70,7 @@ def attention_s(engine: Engine, tokens: int, history: int, pages: Sequence[int])
 
 
 def settled_s(device: torch.device) -> float:
-    """The time, by time.perf_counter, when the device has done all that it was given."""
+    """Returns the time, by time.perf_counter, when the device has finished all queued work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()

@@ -1,4 +1,4 @@
-"""A few timed steps at start-up, where no profile has been measured."""
+"""Times a few steps at start-up, where no profile has been measured."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from millrace.profiles import eq_1
 BUDGET_S: Final = 0.2
 PREFILL_BUDGET_S: Final = 0.5
 FAR_BUDGET_S: Final = 0.1  # attention at the context's end, the longest chunk of it
-WRITTEN_BYTES: Final = 64 << 20  # of pages that stand for a history
+WRITTEN_BYTES: Final = 64 << 20  # of the pages used as a history
 _LONGEST_TOKENS: Final = 4096  # of a sequence whose steps are timed
 
 
 def calibrate(engine: Engine, max_chunk_tokens: int) -> Latency:
     """Fits Tetris Eq. (1) to a few prefills, within about `PREFILL_BUDGET_S` seconds.
 
-    Lengths double until the budget is spent. What grows with the square is attention: where the
-    context goes on beyond those lengths, it is timed by itself at the context's end, and d = c / 2
-    by FLOP counting (PAPERS: CDSP). A prompt above `max_chunk_tokens` takes several passes, each
-    to its end before the next.
+    Lengths double until the budget is spent. Only attention grows with the square: where the
+    context extends beyond those lengths, attention is timed by itself at the context's end, and d =
+    c / 2 by FLOP counting (PAPERS: CDSP). A prompt above `max_chunk_tokens` takes several passes,
+    each run to its end before the next.
     """
     free_tokens = engine.pool.free_pages * engine.layout.page_tokens
     limit = min(1024, engine.max_context_tokens, free_tokens)
@@ -51,7 +51,9 @@ def calibrate(engine: Engine, max_chunk_tokens: int) -> Latency:
 
 
 def _pair_s(engine: Engine, most: int, pages: list[int]) -> float:
-    """Seconds of a (query, key) pair at the context's end, in a chunk of `most` tokens at most."""
+    """Returns the seconds per (query, key) pair at the context's end, in a chunk of at most `most`
+    tokens.
+    """
     context, tokens = engine.max_context_tokens, min(16, most)
     while True:
         history = context - tokens
@@ -79,11 +81,12 @@ def _prefill_s(engine: Engine, tokens: int, pages: list[int], max_chunk_tokens: 
 
 
 def calibrate_decode(engine: Engine, max_batch: int) -> list[tuple[int, int, float]]:
-    """(sequences, their context tokens in total, seconds) of decode steps, 3 to 9 of them.
+    """Returns (sequences, their context tokens in total, seconds) of 3 to 9 decode steps.
 
-    Batches of one, of some and of `max_batch`, each short, longer and longest first, within about
-    `BUDGET_S` seconds: one batch at a time is finished. The KV is of no tokens, for time does not
-    depend on it; sequences share their pages, so that caches may make long ones look a little fast.
+    Batches of one sequence, of some and of `max_batch`, each with short, longer and longest
+    contexts, within about `BUDGET_S` seconds: batch by batch. The KV has no real tokens, since time
+    does not depend on them; sequences share their pages, so caches may make long contexts look a
+    little fast.
     """
     page_tokens = engine.layout.page_tokens
     room = min(engine.max_context_tokens, engine.pool.free_pages * page_tokens, _LONGEST_TOKENS)
@@ -111,7 +114,7 @@ def _step_s(engine: Engine, size: int, length: int, pages: list[int]) -> float:
         table,
         torch.full((size,), length, dtype=torch.int32),
     )
-    _timed(engine, inputs)  # the first one makes what later ones use again
+    _timed(engine, inputs)  # the first step allocates memory that later steps use again
     return _timed(engine, inputs)
 
 

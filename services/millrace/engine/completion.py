@@ -1,4 +1,4 @@
-"""A completion, which a computation yields where it can't go on before an event."""
+"""A completion, which a computation yields where it can't continue before an event."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from collections.abc import Callable
 
 
 class Completion:
-    """An event that sets once. A generator yields a completion in place of a boundary: others may
-    run until the completion is set; a caller that goes on with the generator before then waits."""
+    """An event that is set once. A generator yields a completion in place of a boundary: other
+    tasks may run until the completion is set; a caller that resumes the generator before then
+    waits."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

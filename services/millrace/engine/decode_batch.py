@@ -1,8 +1,8 @@
 """The continuous batch of a decode instance: sequences join and leave between any two steps.
 
-The arrays that a step feeds to the model persist from step to step. The batch never allocates: a
-sequence comes with pages, and may be given more as it grows. A leaving sequence's row is filled by
-the last one. Rows are a dense prefix.
+The arrays that a step feeds to the model persist from step to step. The batch never allocates
+pages: a sequence brings its pages, and may be given more as it grows. The last row moves into the
+row of a leaving sequence, so rows are a dense prefix.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from millrace.engine.sampling.spec import PromptIds, SamplingRow, SamplingSpec, 
 
 
 class DecodeRunner(Protocol):
-    """What a step needs of a `Runner`; `mixed` where KVP workers hold some of the K/V.
+    """The methods of a `Runner` that a step needs; `mixed` where KVP workers hold some of the K/V.
 
-    What both are given is on the host, and changes after the call.
+    The arguments of both lie on the host, and change after the call.
     """
 
     def decode(
@@ -48,10 +48,10 @@ class Sequence:
     """One choice of a request, with its prompt's KV in place.
 
     `pages` hold prompt and output in token order: room for one token of output at least, and for
-    `prompt_tokens + max_tokens - 1` tokens where nobody calls `DecodeBatch.grow`. Pages filled by
-    the prompt alone may be shared with other sequences; the first page that output goes to, and all
-    after it, must be the sequence's own. The pages stay the caller's to free. `prompt_ids` (int
-    [prompt_tokens]) are wanted where `spec.needs_prompt_ids`.
+    `prompt_tokens + max_tokens - 1` tokens where nothing calls `DecodeBatch.grow`. Pages filled by
+    the prompt alone may be shared with other sequences; the first page that takes output, and all
+    pages after it, must be the sequence's own. The caller frees the pages. `prompt_ids` (int
+    [prompt_tokens]) are needed if `spec.needs_prompt_ids`.
 
     With `shards` KVP workers hold the K/V from the first shard on, of the prompt as well as of the
     output; `pages` hold the K/V before it.
@@ -68,27 +68,28 @@ class Sequence:
 
     @property
     def own_end(self) -> int:
-        """The most tokens that `pages` ever hold."""
+        """Returns the most tokens that `pages` ever hold."""
         life = self.prompt_tokens + self.spec.max_tokens - 1
         return min(life, self.shards[0].start_token) if self.shards else life
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PausedSequence:
-    """A sequence between two steps, out of the batch: all that its next token depends on but KV."""
+    """A sequence taken out between two steps: all state of its next token except the KV."""
 
     sequence: Sequence
     row: SamplingRow
-    token_id: int  # to be fed next
+    token_id: int  # the next step feeds it
 
     @property
     def kv_tokens(self) -> int:
-        """Whose KV its pages and shards hold."""
+        """Returns the tokens whose KV its pages and shards hold."""
         return self.sequence.prompt_tokens + self.row.output_position - 1
 
 
 class TokenOut(NamedTuple):
-    """What a step gave one sequence. With a finish reason the sequence has left the batch."""
+    """The result of a step for one sequence. With a finish reason the sequence has left the
+    batch."""
 
     request_id: str
     choice: int
@@ -100,7 +101,7 @@ class TokenOut(NamedTuple):
 
 
 class DecodeBatch:
-    """Not thread-safe: `step` may run on another thread, but nothing else meanwhile, bar `size`."""
+    """Not thread-safe: `step` may run on another thread; meanwhile only `size` may be read."""
 
     def __init__(
         self, runner: DecodeRunner, pool: KvPool, sampler: Sampler, *, max_batch: int
@@ -115,7 +116,7 @@ class DecodeBatch:
         self._token_ids = np.zeros(max_batch, dtype=np.int64)
         self._positions = np.zeros(max_batch, dtype=np.int64)  # of the token to feed
         self._kv_lens = np.zeros(max_batch, dtype=np.int32)  # in pages, with the token to feed
-        self._ends = np.zeros(max_batch, dtype=np.int64)  # KV lengths that they may come to
+        self._ends = np.zeros(max_batch, dtype=np.int64)  # KV lengths that they may reach
         self._room = np.zeros(max_batch, dtype=np.int64)  # tokens that their pages hold
         self._spread = 0  # sequences with shards
         self._lost: dict[int, str] = {}  # rows of the step at hand, and why
@@ -127,18 +128,20 @@ class DecodeBatch:
 
     @property
     def context_tokens(self) -> int:
-        """Of all sequences, the next ones to feed included."""
+        """Returns the context tokens of all sequences, including the tokens that the next step
+        feeds.
+        """
         return int(self._kv_lens[: self.size].sum())
 
     def requests(self) -> list[str]:
-        """Ids of the requests that have a sequence in it."""
+        """Returns the ids of the requests that have a sequence in the batch."""
         return list(self._slots)
 
     def add(self, sequence: Sequence) -> None:
         """Takes a sequence in; the next step feeds its first token.
 
         Raises CapacityError when the batch is full, and ValueError for a sequence that is in it
-        already, is finished by its first token, or has no room for the next one.
+        already, is finished by its first token, or has no room for the next token.
         """
         if finish_reason(sequence.spec, 1, sequence.first_token_id):
             name = f"{sequence.request_id}/{sequence.choice}"
@@ -148,7 +151,7 @@ class DecodeBatch:
         self.resume(PausedSequence(sequence=sequence, row=row, token_id=sequence.first_token_id))
 
     def pause(self, request_id: str) -> list[PausedSequence]:
-        """Takes out all choices of a request, if any are in, for `resume` to go on with."""
+        """Takes out all choices of a request, if any are in, for a later `resume`."""
         paused = []
         for choice in list(self._slots.get(request_id, ())):
             slot = self._slots[request_id][choice]
@@ -159,9 +162,9 @@ class DecodeBatch:
         return paused
 
     def resume(self, paused: PausedSequence) -> None:
-        """Takes a sequence in as it was: its tokens are those it would have had in the batch.
+        """Takes a paused sequence in: it gets the tokens that it would have got in the batch.
 
-        Its pages may be others by now, with the same KV. Raises CapacityError and ValueError as
+        Its pages may differ from before, with the same KV. Raises CapacityError and ValueError as
         `add` does.
         """
         sequence, slot = paused.sequence, self.size
@@ -177,14 +180,15 @@ class DecodeBatch:
         self._write_pages(slot)
 
     def lacking(self, steps: int = 1) -> list[tuple[str, int]]:
-        """(request id, choice) of the sequences whose pages won't last so many steps."""
+        """Returns (request id, choice) of the sequences whose pages have no room for so many
+        steps."""
         size = self.size
         wanted = np.minimum(self._kv_lens[:size] + (steps - 1), self._ends[:size])
         slots = np.flatnonzero(wanted > self._room[:size]).tolist()
         return [(self._sequences[slot].request_id, self._sequences[slot].choice) for slot in slots]
 
     def grow(self, request_id: str, choice: int, pages: list[int]) -> None:
-        """Gives a sequence more pages, its own, behind those it has."""
+        """Gives a sequence more pages of its own, after the pages that it has."""
         slot = self._slots[request_id][choice]
         self._sequences[slot].pages.extend(pages)
         self._write_pages(slot)
@@ -198,11 +202,11 @@ class DecodeBatch:
 
     @torch.inference_mode()
     def step(self) -> list[TokenOut]:
-        """One more token for every sequence, in no particular order; finished ones leave. None may
-        be `lacking` pages.
+        """Computes one token for every sequence, in no particular order; finished sequences leave.
 
-        A sequence whose logits are not finite leaves with finish reason "error", a sequence that
-        has lost a KVP worker with "lost". The others go on.
+        No sequence may be `lacking` pages. A sequence whose logits are not finite leaves with
+        finish reason "error", a sequence that has lost a KVP worker with "lost". The others
+        continue.
         """
         if self.size == 0:
             return []
@@ -212,7 +216,7 @@ class DecodeBatch:
         return self.take(self._runner.decode(rows.token_ids, rows.positions, table, rows.kv_lens))
 
     def rows(self) -> DecodeRows:
-        """What the next pass is fed, of all sequences; views that change when it is `take`n."""
+        """Returns the rows of all sequences for the next pass: views that `take` changes."""
         arrays = (self._token_ids, self._positions, self._kv_lens)
         token_ids, positions, kv_lens = (torch.from_numpy(array[: self.size]) for array in arrays)
         self._lost = {}
@@ -229,7 +233,7 @@ class DecodeBatch:
 
     @torch.inference_mode()
     def take(self, logits: Tensor) -> list[TokenOut]:
-        """The rest of a `step`, from float32 [size, vocab] of a pass that was fed `rows`."""
+        """Ends a `step`, given float32 [size, vocab] of a pass over `rows`."""
         size = self.size
         if size == 0:
             return []
@@ -341,7 +345,7 @@ class DecodeBatch:
 
 
 def _check_shards(name: str, sequence: Sequence) -> None:
-    """Raises ValueError when its shards leave a gap, or end before its life does."""
+    """Raises ValueError when its shards leave a gap, or end before its last token."""
     end = sequence.shards[0].start_token if sequence.shards else 0
     for shard in sequence.shards:
         if shard.start_token != end or shard.end_token <= end:

@@ -1,14 +1,15 @@
 """Runs one computation at a time and keeps the others where they stopped (FlowPrefill section 4).
 
-The pool decides nothing. Its owner, on another thread, says in which order the tasks are to go; the
-pool's own thread runs the first of those it has, leaves it at its next boundary when another comes
-to be first, and goes on with it later from there. What a task needs to go on is in the task: the
-suspended generator holds its activations, its KV lies in its pages. A task of a gang starts and
-stops together with those of other instances' pools (`core.instance.gang`).
+The pool decides nothing. Its owner, on another thread, sets the order of the tasks. The pool's own
+thread runs the first task that it has, leaves it at its next boundary when another task becomes the
+first, and continues it later from that boundary. A task holds all that it needs to continue: the
+suspended generator holds its activations, and its KV lies in its pages. A gang's task starts and
+stops together with the tasks of other instances' pools (`core.instance.gang`).
 
-A task may hold activations between two boundaries. At most `most_held` are suspended so; past that,
-the one that runs goes on to the end of its pass, where it holds none. So the memory of suspended
-tasks is bounded, and as there always is one that runs, nothing waits for ever.
+A task may hold activations between two boundaries. At most `most_held` tasks are suspended with
+activations; past that number, the running task continues to the end of its pass, where it holds
+none. So the memory of suspended tasks is bounded, and since one task always runs, nothing waits for
+ever.
 """
 
 from __future__ import annotations
@@ -34,30 +35,33 @@ RUN_AHEAD_OPERATORS: Final = 4
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class PoolTask:
-    """A computation as a generator that yields at each boundary what has just ended, or what it
-    awaits: then others run until that is ready, and it has given back its activations.
+    """A computation as a generator that yields, at each boundary, the stop point that has been
+    reached.
 
-    The callbacks run on the pool's thread and return at once. `ended` gets what the generator
-    raised, if anything; a dropped task has ended with `Dropped`.
+    The generator may yield a completion instead, after giving back its activations: other tasks run
+    until the completion is set.
+
+    The callbacks run on the pool's thread and return at once. `ended` gets the exception that the
+    generator raised, if any; a dropped task has ended with `Dropped`.
     """
 
     name: str
     steps: Generator[StopPoint | Completion]
-    resumed: Callable[[], None]  # begins, or goes on
+    resumed: Callable[[], None]  # begins, or continues
     suspended: Callable[[], None]
     ended: Callable[[Exception | None], None]
     is_unwanted: Callable[[], bool] = lambda: False
-    gang: GangSpec | None = None  # with whom it starts and stops; `steps` yields as its stops say
+    gang: GangSpec | None = None  # `steps` yields as its stops say
     subject: object = None  # the owner's
-    compute_s: float = 0.0  # over all stretches that are over
-    since_s: float = field(default=0.0, init=False)  # time.perf_counter at the stretch's begin
+    compute_s: float = 0.0  # over all spans that have ended
+    since_s: float = field(default=0.0, init=False)  # time.perf_counter at the start of the span
     begun: bool = field(default=False, init=False)
     mid_pass: bool = field(default=False, init=False)
     dropped: bool = field(default=False, init=False)
     awaits: bool = field(default=False, init=False)
 
     def spent_s(self) -> float:
-        """Seconds of compute so far, for the task itself."""
+        """Returns the seconds of compute so far; called by the task itself."""
         return self.compute_s + time.perf_counter() - self.since_s
 
 
@@ -66,7 +70,7 @@ class Dropped(Exception):
 
 
 class ExecutionPool:
-    """The thread, the tasks and their order. Methods may be called from any thread."""
+    """Holds the thread, the tasks and their order. Methods may be called from any thread."""
 
     def __init__(
         self,
@@ -78,8 +82,8 @@ class ExecutionPool:
     ) -> None:
         """`blocked` gets the seconds from each preemption's signal to its effect.
 
-        `send` takes a payload to another instance's `receive`, those to one instance in order. It
-        may be called on any thread that called the pool; it returns at once and raises nothing.
+        `send` takes a payload to another instance's `receive`, payloads to one instance in order.
+        It may be called on any thread that called the pool; it returns at once and raises nothing.
         """
         self._rule: PreemptionRule[PoolTask] = PreemptionRule(most_held)
         self._blocked = blocked
@@ -89,7 +93,7 @@ class ExecutionPool:
         self._signal_s: float | None = None  # when the running task was asked to yield
         self._begun = 0  # operators, of all tasks
         self._told_begun = 0
-        self._look = False  # the running task is to look whether it still is to run
+        self._look = False  # the running task must check whether it may still run
         self._closing = False
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._run, name="prefill-compute", daemon=True)
@@ -101,33 +105,36 @@ class ExecutionPool:
 
     @property
     def held(self) -> int:
-        """Tasks suspended in the middle of a pass."""
+        """Returns the tasks suspended in the middle of a pass."""
         return self._rule.held
 
     @property
     def suspended(self) -> int:
-        """Tasks that have begun and wait to go on."""
+        """Returns the tasks that have begun and wait to continue."""
         return self._rule.suspended
 
     def standstill(self) -> tuple[list[str], str, str] | None:
-        """`PreemptionRule.standstill`; None if an operator has begun or ended since the last call.
+        """Returns `PreemptionRule.standstill`; None if an operator has begun or ended since the
+        last call.
 
-        One caller asks, regularly.
+        Only one caller may call it, at regular times.
         """
         with self._changed:
             before, self._told_begun = self._told_begun, self._begun
             return self._rule.standstill() if before == self._begun else None
 
     def set_granularity(self, finest: StopPoint) -> None:
-        """From the next boundary on, stops only where `finest` or more ends."""
+        """Sets the stops: from the next boundary on, a task stops only where `finest` or more
+        ends."""
         with self._changing():
             self._rule.finest = finest
 
     def submit(self, task: PoolTask) -> None:
-        """Takes a task in; it runs when it is first. Raises ValueError for a name there is.
+        """Takes a task in; it runs when it is first. Raises ValueError for a name that the pool
+        has.
 
-        A task that is unwanted already ends as one that is dropped: `drop_unwanted` may have looked
-        a moment ago.
+        A task that is already unwanted ends as a dropped task does: `drop_unwanted` may have run a
+        moment ago.
         """
         with self._changing():
             self._rule.add(task)
@@ -135,33 +142,38 @@ class ExecutionPool:
             self._rearranged()
 
     def order(self, names: Sequence[str]) -> None:
-        """The order from now on. Names may be of tasks still to come; tasks not named go last."""
+        """Sets the order from now on. Names may be of tasks still to come; tasks not named go
+        last."""
         with self._changing():
             self._rule.order(names)
             self._rearranged()
 
     def append(self, names: Sequence[str]) -> None:
-        """Puts names of tasks to come behind all in the order. Members of gangs do so with every
-        command that they get: then all have one order, whoever has prepared its task first.
+        """Puts names of tasks to come after all others in the order.
+
+        Members of gangs call it for every command that they get: then all members have one order,
+        in whatever order they prepare their tasks.
         """
         with self._changing():
             self._rule.append(names)
             self._rearranged()
 
     def forget(self, names: Sequence[str]) -> None:
-        """No tasks of these names will come any more."""
+        """Notes that no tasks of these names will come any more."""
         with self._changed:
             self._rule.forget(names)
 
     def receive(self, instance_id: str, payload: bytes) -> None:
-        """Takes in what the instance's pool sent. Raises TransferError for anything else."""
+        """Takes in a message of another instance's pool. Raises TransferError for any other
+        bytes."""
         with self._changing():
             self._rule.receive(instance_id, payload)
             self._rearranged()  # a gang's task may count from now on
 
     def take(self, names: Sequence[str]) -> list[PoolTask]:
-        """Takes those tasks out that are there, of no gang, and have not begun: the caller does
-        their work.
+        """Takes out those of the tasks that are in the pool, have no gang and have not begun.
+
+        The caller does their work.
         """
         with self._changing():
             found = (self._rule.tasks.get(name) for name in names)
@@ -171,14 +183,14 @@ class ExecutionPool:
             return taken
 
     def drop_unwanted(self) -> None:
-        """Ends the tasks that wait and that nobody wants any more. One that runs looks itself."""
+        """Ends the waiting tasks that are not wanted any more. A running task checks by itself."""
         with self._changing():
             for task in self._rule.tasks.values():
                 if task is not self._rule.running and task.is_unwanted():
                     task.dropped = self._look = True
 
     def close(self) -> None:
-        """Drops every task and ends the thread, after the operator that runs."""
+        """Drops every task and ends the thread, after the running operator."""
         with self._changing():
             self._closing = True
             for task in self._rule.tasks.values():
@@ -196,7 +208,7 @@ class ExecutionPool:
 
     @contextmanager
     def _changing(self) -> Iterator[None]:
-        """The lock; then the thread looks again, and what is to be said goes out."""
+        """Holds the lock; then makes the thread check again, and sends the pending messages."""
         with self._changed:
             yield
             self._changed.notify()
@@ -231,7 +243,7 @@ class ExecutionPool:
                     self._changed.wait()
 
     def _advance(self, task: PoolTask) -> None:
-        """Runs the task until it ends or is to yield."""
+        """Runs the task until it ends or must yield."""
         error: Exception | None = None
         if task.dropped:
             error = _close(task)
@@ -248,7 +260,7 @@ class ExecutionPool:
                 task.suspended()
                 with self._changing():
                     self._rule.leave(task)
-                    task.dropped = task.is_unwanted()  # who looked a moment ago took it to run
+                    task.dropped = task.is_unwanted()  # `drop_unwanted` saw it running
                 return
             if is_left:
                 error = _close(task)
@@ -258,7 +270,8 @@ class ExecutionPool:
         task.ended(error)
 
     def _stretch(self, task: PoolTask) -> bool:
-        """True when the task was left, False when it ended. Raises what the task raises."""
+        """Runs the task; True when it was left, False when it ended. Raises what the task
+        raises."""
         run_ahead = self._run_ahead
         for ended in task.steps:
             self._begun += 1
@@ -272,7 +285,9 @@ class ExecutionPool:
         return False
 
     def _awaits(self, task: PoolTask, awaited: Completion) -> bool:
-        """True when the task is to be left until something is ready; False when that is."""
+        """Returns True when the task must be left until its completion is set; False when it is
+        set.
+        """
         with self._changed:
             task.awaits, task.mid_pass = True, False
         if awaited.then(lambda: self._ready(task)):
@@ -281,7 +296,7 @@ class ExecutionPool:
         return task.dropped
 
     def _ready(self, task: PoolTask) -> None:
-        """What the task awaits is there. On any thread."""
+        """Notes that the task's completion is set. Called on any thread."""
         with self._changing():
             task.awaits = False
             self._rule.settle()
@@ -296,13 +311,15 @@ class ExecutionPool:
             return self._rule.leaves(task, ended)
 
     def _gang_stretch(self, task: PoolTask) -> bool:
-        """The same for a gang's task, which runs, holds and stops as the gang agrees."""
+        """Runs a gang's task, which runs, holds and stops as the gang agrees; returns as
+        `_stretch`.
+        """
         ended: StopPoint | None = None
         while self._may_begin(task, ended):
             step = next(task.steps, None)
             if step is None:
                 return False
-            assert isinstance(step, StopPoint)  # members of a gang run in step, and await nobody
+            assert isinstance(step, StopPoint)  # gangs wait for nothing else
             ended = step
             self._begun += 1
             self._run_ahead.step()
@@ -318,14 +335,16 @@ class ExecutionPool:
                     return False
                 step = self._rule.begin(task, ended)
                 if step is Step.WAIT:
-                    task.dropped = task.is_unwanted()  # else the leader's word comes
+                    task.dropped = task.is_unwanted()  # else the leader's message comes
                     if not (task.dropped or self._look):
                         self._changed.wait()
                     continue
                 return step is Step.BEGIN
 
     def _end_dropped(self) -> None:
-        """Ends what waits and was dropped. Here, for what it frees belongs to this thread."""
+        """Ends waiting tasks that were dropped. On this thread, which owns the memory that this
+        frees.
+        """
         with self._changing():
             tasks = self._rule.tasks.values()
             gone = [t for t in tasks if t.dropped and t is not self._rule.running]
@@ -338,9 +357,9 @@ class ExecutionPool:
 class RunAhead:
     """Keeps the host within a few operators of the GPU, so that a stop takes effect within them.
 
-    An event after each operator, and a wait for the one `RUN_AHEAD_OPERATORS` back: the device
-    always has work queued, and no stream is synchronised. On the CPU an operator has run when it
-    returns.
+    Records an event after each operator, and waits for the event `RUN_AHEAD_OPERATORS` back: the
+    device always has work queued, and no stream is synchronised. On the CPU an operator has run
+    when it returns.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -348,7 +367,7 @@ class RunAhead:
         self._events: deque[torch.cuda.Event] = deque()
 
     def step(self) -> None:
-        """After each operator was enqueued."""
+        """Records an event; called after each operator was enqueued."""
         if self._device is None:
             return
         event = torch.cuda.Event()  # type: ignore[no-untyped-call] # torch: untyped
@@ -358,11 +377,11 @@ class RunAhead:
             self._events.popleft().synchronize()
 
     def settle(self) -> None:
-        """Forgets the events of a task that is over."""
+        """Drops the events of a task that is over."""
         self._events.clear()
 
 
 def _close(task: PoolTask) -> Exception:
-    """Ends a task's generator where it stands."""
+    """Closes a task's generator where it is suspended."""
     task.steps.close()
     return Dropped(task.name)

@@ -1,4 +1,4 @@
-"""What callers need of a model that is ready to compute, on however many processes."""
+"""The interface of a model that is ready to compute, on however many processes."""
 
 from __future__ import annotations
 

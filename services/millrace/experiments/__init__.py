@@ -15,19 +15,19 @@ if TYPE_CHECKING:
 
 
 class Experiment(Protocol):
-    """What a module of an experiment offers."""
+    """The interface of an experiment's module."""
 
     def run(
         self, console: Console, json_path: Path | None, plot_path: Path | None, quick: bool
     ) -> None:
-        """Runs it, prints its figures beside the paper's, writes them where asked.
+        """Runs the experiment, prints its figures beside the paper's, writes them where asked.
 
-        `quick` cuts the number of requests: for a look, and for tests.
+        `quick` cuts the number of requests: for a first impression, and for tests.
         """
 
 
 class TracedExperiment(Protocol):
-    """One whose requests' lengths may come from a trace file."""
+    """An experiment whose requests' lengths may come from a trace file."""
 
     def run(
         self,
@@ -37,7 +37,7 @@ class TracedExperiment(Protocol):
         quick: bool,
         trace: Path | None = None,
     ) -> None:
-        """Like `Experiment.run`; without `trace` by the lengths that are shipped."""
+        """Runs as `Experiment.run`; without `trace` by the shipped lengths."""
 
 
 #: Name on the command line -> module, imported only when it is run.
@@ -70,12 +70,12 @@ EXPERIMENTS: Mapping[str, str] = MappingProxyType(
     }
 )
 
-#: Those that are a `TracedExperiment`.
+#: The experiments that are a `TracedExperiment`.
 TRACED = ("medha-convoy", "medha-policies", "millrace-policies", "millrace-systems")
 
 
 def load_experiment(name: str) -> Experiment:
-    """The experiment of that name. Raises ConfigError for an unknown one."""
+    """Returns the experiment of that name. Raises ConfigError for an unknown name."""
     if name not in EXPERIMENTS:
         known = ", ".join(EXPERIMENTS) or "none yet"
         raise ConfigError(f"experiment {name!r}: there are {known}")
@@ -83,7 +83,9 @@ def load_experiment(name: str) -> Experiment:
 
 
 def load_traced(name: str) -> TracedExperiment:
-    """The experiment of that name. Raises ConfigError for one that takes no trace."""
+    """Returns the experiment of that name. Raises ConfigError for an experiment that takes no
+    trace.
+    """
     if name not in TRACED:
         raise ConfigError(f"experiment {name!r} takes no --trace; {', '.join(TRACED)} do")
     return cast(TracedExperiment, importlib.import_module(EXPERIMENTS[name]))

@@ -1,7 +1,7 @@
 """Mnemosyne, sections 4 and 6: one long prompt on TP8 servers, pass by pass.
 
-What its experiments share. A run walks a prompt through the packer and the operator model that
-mixed instances use, without arrivals or queues: the paper's figures are of one request.
+Shared by its experiments. A run takes a prompt through the packer and the operator model that mixed
+instances use, without arrivals or queues: the paper's figures are of one request.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ LARGE_H100 = "llama3-70b-h100-tp8"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
-    """What packing reads of a request."""
+    """The fields of a request that packing reads."""
 
     prompt_tokens: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Beside:
-    """Decodes in every iteration: how many, and the tokens of context of each."""
+    """The decodes in every iteration: how many, and the tokens of context of each."""
 
     decodes: int = 0
     context_tokens: int = 1000
@@ -64,7 +64,9 @@ NO_KVP = Sharding(shard_tokens=1 << 40, workers=1)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    """Of all iterations of a prefill, in seconds. `total_s`: one after the other, one stage."""
+    """A summary of all iterations of a prefill, in seconds. `total_s`: one after the other, one
+    stage.
+    """
 
     total_s: float
     p50_s: float
@@ -78,7 +80,7 @@ def operators(name: str) -> OperatorModel:
 
 
 def static(chunk_tokens: int, beside: Beside) -> PackingConfig:
-    """Chunks of so many prompt tokens, decodes not counted in."""
+    """Returns chunks of so many prompt tokens; decodes are not counted."""
     return PackingConfig(
         t_target_s=1.0, adaptive=False, fixed_chunk_tokens=chunk_tokens + beside.decodes
     )
@@ -91,7 +93,7 @@ def passes(
     beside: Beside,
     sharding: Sharding = NO_KVP,
 ) -> Iterator[Pass]:
-    """The iterations of a prompt's prefill."""
+    """Yields the iterations of a prompt's prefill."""
     packer = Packer(ShardedPasses(model, sharding.shard_tokens, sharding.workers), packing)
     prompt, done = Prompt(prompt_tokens=tokens), 0
     context = beside.decodes * beside.context_tokens
@@ -123,11 +125,12 @@ def _quantile(ordered: list[float], share: float) -> float:
 
 
 def staged_s(model: OperatorModel, pass_s: float, stages: int) -> float:
-    """Seconds of one of `stages` (as mixed instances have them; see `sim.models.mixed_model`)."""
+    """Returns the seconds on one of `stages` (as in mixed instances; see
+    `sim.models.mixed_model`)."""
     return model.overhead_s + (pass_s - model.overhead_s) / stages
 
 
 def step_s(model: OperatorModel, context: int, stages: int = 1, kvp: int = 1) -> float:
-    """Seconds between two tokens of one request with so much context, alone."""
+    """Returns the seconds between two tokens of one request with this context, alone."""
     step_s = model.decode_step_s(1, context, kvp)
     return staged_s(model, step_s, stages) * stages

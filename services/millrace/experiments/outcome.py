@@ -1,4 +1,5 @@
-"""What an experiment found: printed beside the paper's figures, written as JSON, drawn as PNG."""
+"""The results of an experiment: printed beside the paper's figures, written as JSON, drawn as
+PNG."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from millrace.sim.results.report import write_json
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """One figure: what it is, the paper's value and ours, as people read them."""
+    """One figure: its name, the paper's value and ours, as text."""
 
     what: str
     paper: str
@@ -26,7 +27,8 @@ class Finding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """All of an experiment. `assumptions` say in what its setting is not the paper's."""
+    """All results of an experiment. `assumptions` say where its setting differs from the
+    paper's."""
 
     title: str
     assumptions: Sequence[str]
@@ -35,7 +37,7 @@ class Outcome:
     panels: Sequence[Sequence[Panel]] = field(default_factory=tuple)  # rows of charts
 
     def publish(self, console: Console, json_path: Path | None, plot_path: Path | None) -> None:
-        """Prints it and writes the files asked for. Raises ConfigError for a bad path."""
+        """Prints the results and writes the requested files. Raises ConfigError for a bad path."""
         console.print(self.title, style="bold")
         for assumption in self.assumptions:
             console.print(f"  {assumption}", style="dim")
@@ -55,13 +57,13 @@ class Outcome:
 
 
 def watched(console: Console, measure: Callable[[Callable[[str], None]], Outcome]) -> Outcome:
-    """Runs `measure(told)` with the text that it last told on the terminal meanwhile."""
+    """Runs `measure(told)`, and shows its last progress text on the terminal meanwhile."""
     with console.status("") as status:
         return measure(status.update)
 
 
 def _short(value: Any) -> Any:  # noqa: ANN401 - a JSON value
-    """Floats by five digits: seeds differ by more than what is cut off."""
+    """Rounds floats to five digits: seeds differ by more than the digits that are cut."""
     if isinstance(value, float):
         return float(f"{value:.5g}")
     if isinstance(value, Mapping):

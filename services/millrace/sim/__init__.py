@@ -1,1 +1,1 @@
-"""The simulator: the live scheduler's own decisions, on simulated clusters, at any speed."""
+"""Simulates clusters with the live scheduler's own decisions, at any speed."""

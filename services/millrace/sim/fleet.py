@@ -1,4 +1,4 @@
-"""The simulated instances: who they are, how commands find them, how they come and go."""
+"""The simulated instances: their names, their commands, their joining and leaving."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _LETTERS = {"p": "prefill", "d": "decode", "m": "mixed", "k": "kvp"}
 
 
 def role_of(instance_id: str) -> str:
-    """The role that an instance's name tells."""
+    """Returns the role that an instance's name stands for."""
     return _LETTERS[instance_id[0]]
 
 
@@ -51,14 +51,14 @@ class Fleet:
         if world.spec.packing is not None:
             self._latencies["mixed"] = mixed_latency(world.spec)
         self.isolated_s = isolated_prefill(world.spec)  # of a prompt, by its tokens
-        self._joined_s: dict[str, float] = {}  # of those that are there
+        self._joined_s: dict[str, float] = {}  # of the instances that are up
         self._generations: dict[str, int] = {}
         self._nodes = _Nodes(world.spec)
 
     # ---- incarnations
 
     def start(self) -> list[events.InstanceJoined]:
-        """Everybody joins at time 0."""
+        """Lets all instances join at time 0."""
         return [self.join(instance_id) for instance_id in self._spec.instance_ids]
 
     def join(self, instance_id: str) -> events.InstanceJoined:
@@ -90,7 +90,7 @@ class Fleet:
         )
 
     def leave(self, instance_id: str) -> bool:
-        """The instance is gone with all it held; False when it was already."""
+        """Removes the instance with all it held; False when it was already gone."""
         instance = self._find(instance_id)
         if instance is None or not instance.alive:
             return False
@@ -110,11 +110,11 @@ class Fleet:
         return True
 
     def generation(self, instance_id: str) -> int:
-        """The instance's latest generation."""
+        """Returns the instance's latest generation."""
         return self._generations[instance_id]
 
     def is_idle(self, instance_id: str) -> bool:
-        """Whether the instance holds nothing, so that a draining one may go."""
+        """Returns whether the instance holds nothing, so that a draining instance may leave."""
         instance = self._find(instance_id)
         if isinstance(instance, PrefillInstance):
             return self.prefill.is_idle(instance)
@@ -129,7 +129,7 @@ class Fleet:
         self._world.tally.alive(role_of(instance_id), lived_s)
 
     def close(self, now_s: float) -> None:
-        """The last request has ended: instance-seconds count up to here."""
+        """Ends the count of instance-seconds: the last request has ended."""
         for instance_id in list(self._joined_s):
             self._count_incarnation(instance_id, now_s)
         self._joined_s.clear()
@@ -144,7 +144,7 @@ class Fleet:
     # ---- commands
 
     def addressed(self, effect: ToInstance) -> Command:
-        """The command, bound to the instance's present incarnation."""
+        """Returns the command, bound to the instance's present incarnation."""
         instance = self._find(effect.instance_id)
         assert instance is not None  # the machine knows only instances that joined
         if isinstance(effect, fx.RunPrefill | fx.AdmitDecode):
@@ -152,7 +152,7 @@ class Fleet:
         return instance, effect, None
 
     def deliver(self, commands: list[Command]) -> None:
-        """Carries commands out, in order; those for an instance that is gone are lost."""
+        """Carries commands out, in order; commands for an instance that is gone are lost."""
         for instance, effect, job in commands:
             if not instance.alive:
                 continue
@@ -165,14 +165,14 @@ class Fleet:
                 self._to_decode(instance, effect, job)
 
     def _note_shards(self, instance: Instance, effect: ToInstance, job: Job | None) -> None:
-        """Where a request's KV goes, as the machine tells its KV owner."""
+        """Notes where a request's KV goes, as the machine tells its KV owner."""
         if isinstance(effect, fx.CancelOn):
             self._world.let_go(instance.id, effect.request_id)
         elif isinstance(effect, fx.AdmitDecode) and job is not None:
             job.placed(effect.shards)
             found = [self._find(shard.worker_id) for shard in effect.shards[1:]]
             held = {one.id: one.generation for one in found if one is not None and one.alive}
-            if held:  # who died meanwhile is the machine's to replace
+            if held:  # the machine replaces workers that died meanwhile
                 self._world.kvp_workers[effect.request_id] = held
 
     def _to_decode(self, instance: DecodeInstance, effect: ToInstance, job: Job | None) -> None:
@@ -192,7 +192,9 @@ class Fleet:
             self.prefill.cancel(instance, effect)
 
     def _to_mixed(self, instance: MixedInstance, effect: ToInstance, job: Job | None) -> None:
-        """What it admits it computes, too: the order to decode says nothing more."""
+        """Carries out a command to a mixed instance, which also computes what it admits:
+        `AdmitDecode` adds nothing.
+        """
         if isinstance(effect, fx.RunPrefill):
             if job is not None:
                 self.mixed.run(instance, job)
@@ -200,7 +202,7 @@ class Fleet:
             self.mixed.cancel(instance, effect.request_id)
 
     def settle(self) -> bool:
-        """Lets instances start and stop work; False when none had a reason to."""
+        """Lets instances start and stop work; False when no instance had a reason to."""
         if self.prefill.changed:
             self.prefill.settle()
         elif self.mixed.changed:
@@ -220,7 +222,7 @@ class Fleet:
 
 
 class _Nodes:
-    """Which node an instance is on: they fill nodes in order of their names, role by role."""
+    """Places instances on nodes: they fill nodes in order of their names, role by role."""
 
     def __init__(self, spec: SimSpec) -> None:
         self._gpus_per_node = spec.gpus_per_node

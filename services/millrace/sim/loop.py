@@ -1,8 +1,8 @@
 """The simulation: arrivals and models on one clock, and the scheduler's machine between them.
 
-As in the live system, `Machine.step` takes every decision; here models of the instances carry its
-effects out and report back. Commands and reports take `control_s` each way. Without it they take
-effect in the same instant, reports before the instances go on, so that the machine has its say on
+As in the live system, `Machine.step` takes every decision. Models of the instances carry its
+effects out and report back. Commands and reports take `control_s` each way. With `control_s` 0 they
+take effect in the same instant, reports before the instances continue, so that the machine decides
 what runs next.
 """
 
@@ -33,7 +33,7 @@ _TO_INSTANCES = (fx.AdmitDecode, fx.RunPrefill, fx.Order, fx.CancelOn)
 
 
 class Simulation:
-    """One run. `progress(ended, now_s)` is called now and then; `stop(collector)` after every
+    """One run. `progress(ended, now_s)` is called at intervals; `stop(collector)` after every
     request, and ends the run early when true."""
 
     def __init__(
@@ -68,7 +68,8 @@ class Simulation:
     def run(self) -> EngineCounters:
         """Simulates until all requests have ended.
 
-        Raises IntegrityError when anything is left over: a defect of the machine or of a model.
+        Raises IntegrityError when any request or holding is left: a defect of the machine or of a
+        model.
         """
         for card in self._fleet.start():
             self._step(card)
@@ -125,7 +126,7 @@ class Simulation:
         self._carry_out(effects)
 
     def _tick(self, nothing: None) -> None:
-        """Deadlines are looked at while there are requests."""
+        """Lets the machine check deadlines while there are requests."""
         del nothing
         self._ticking = bool(self._world.jobs)
         before = self.machine.rounds
@@ -144,7 +145,7 @@ class Simulation:
         return effects
 
     def _settle(self) -> None:
-        """Brings reports to the machine and lets instances go on, until nothing moves."""
+        """Brings reports to the machine and lets instances continue, until nothing changes."""
         control_s = self._spec.control_s
         world = self._world
         while True:
@@ -184,7 +185,7 @@ class Simulation:
     # ---- ends
 
     def _finished(self, job: Job) -> None:
-        """The request has its last token."""
+        """Notes that the request has its last token."""
         if self._world.jobs.pop(job.id, None) is None:
             return
         plan, now_s = job.plan, self._clock.now_s

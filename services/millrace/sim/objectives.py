@@ -1,8 +1,8 @@
-"""Objectives for requests that bring none, and tighter or looser ones by one scale.
+"""Sets objectives for requests that bring none, and scales all objectives.
 
 A request without a TTFT objective gets the machine's default for it, as in Medha's released code:
 max(1.5 x the prefill alone, 0.5 s). The simulator writes it into the request, so that attainment is
-counted against it, every system under comparison is held to the same one, and it can be scaled.
+counted against it, every system in a comparison has the same objective, and it can be scaled.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from millrace.sim.workload.workload import PlannedRequest, SloClass
 
 
 def isolated_prefill(spec: SimSpec) -> Callable[[int], float]:
-    """Predicts the prefill of a prompt alone on the idle cluster, in seconds by its tokens.
+    """Returns a predictor of the seconds of a prefill alone on the idle cluster, by its tokens.
 
     By the profile, on the best group that the prefill pool can form; on mixed instances by one
     instance's chunks and stages (`mixed_latency`).
@@ -33,7 +33,7 @@ def isolated_prefill(spec: SimSpec) -> Callable[[int], float]:
 def with_objectives(
     requests: Iterable[PlannedRequest], isolated_s: Callable[[int], float], scale: float = 1.0
 ) -> Iterator[PlannedRequest]:
-    """The requests, each with a TTFT objective, all objectives times `scale`.
+    """Returns the requests, each with a TTFT objective, all objectives times `scale`.
 
     `isolated_s(tokens)`: see `isolated_prefill`.
     """

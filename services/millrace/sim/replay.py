@@ -1,7 +1,7 @@
 """Replays a recorded live run: the same events, at the same times, must bring the same effects.
 
-The scheduler and the simulator drive one `Machine`; a replay shows that nothing but events and
-their times decides, not the process, its clock or the order of a set.
+The scheduler and the simulator drive one `Machine`. A replay shows that only events and their times
+decide, and not the process, its clock or the order of a set.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from millrace.core.scheduler.recording import RecordingError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """The first step that came out otherwise; effects as `core.scheduler.recording` writes them.
+    """The first step with another result; effects as `core.scheduler.recording` writes them.
 
     A step that raised has one entry instead, ["raised", the error].
     """
@@ -35,7 +35,7 @@ class Difference:
     replayed: list[Any]
 
     def __str__(self) -> str:
-        """What differs, one effect a line: `-` was recorded, `+` is what the replay did."""
+        """Returns the differences, one effect per line: `-` was recorded, `+` is of the replay."""
         old, new = ([_text(e) for e in side] for side in (self.recorded, self.replayed))
         same = next((i for i, (a, b) in enumerate(zip(old, new, strict=False)) if a != b), None)
         first = min(len(old), len(new)) if same is None else same
@@ -49,7 +49,7 @@ class Difference:
 class ReplayResult:
     """How far the replay and the recording agree."""
 
-    steps: int  # taken, the one that differs included
+    steps: int  # taken, including the step that differs
     effects: int  # of the steps that agree
     duration_s: float  # of the live run, first step to last
     cut: bool  # the last line is not whole: the process died while it wrote
@@ -106,7 +106,7 @@ def _machine_step(config: SchedulerConfig) -> Callable[[Event, float], list[Effe
 def _replayed(
     step: Callable[[Event, float], list[Effect]], event: Event, now_s: float
 ) -> list[list[Any]]:
-    """What the step gives, through JSON as the recording went."""
+    """Returns the result of the step, through JSON as the recording went."""
     try:
         effects = recording.plain_effects(step(event, now_s))
     except Exception as error:
@@ -116,7 +116,7 @@ def _replayed(
 
 
 def _step_of(line: dict[str, Any], where: str) -> tuple[float, Event, list[Any]]:
-    """Time, event and what came of it."""
+    """Returns the time, the event and the result of a step."""
     try:
         now_s = float(line["now_s"])
         old = [["raised", line["raised"]]] if "raised" in line else list(line["effects"])
@@ -128,7 +128,9 @@ def _step_of(line: dict[str, Any], where: str) -> tuple[float, Event, list[Any]]
 
 
 class _Lines(Iterator[dict[str, Any]]):
-    """The file's lines as objects. A last line without its end is left out and noted in `cut`."""
+    """Reads the file's lines as objects. A last line without its end is left out and noted in
+    `cut`.
+    """
 
     def __init__(self, path: Path) -> None:
         self.number = 0
@@ -162,7 +164,7 @@ class _Lines(Iterator[dict[str, Any]]):
 
 
 def _text(named: list[Any]) -> str:
-    """A named object on one line."""
+    """Returns a named object on one line."""
     name, fields = named
     if not isinstance(fields, dict):
         return f"{name}: {fields}"

@@ -1,8 +1,8 @@
-"""Autoscaling: drives `core.autoscale.rules` with what the cluster measures; applies its targets.
+"""Autoscaling: drives `core.autoscale.rules` with the cluster's metrics; applies its targets.
 
 A new instance takes work `start_s` after it was asked for (pod start-up, weights), though its GPUs
-count from then on. One too many is drained, the one that holds least first; it leaves when it is
-idle. Instances that still start are given up before any is drained.
+count from then on. When a pool has too many instances, the instance that holds least is drained
+first; it leaves when it is idle. Instances that still start are given up before any is drained.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from millrace.sim.cluster.world import World
 from millrace.sim.fleet import Fleet, role_of
 from millrace.sim.results.counters import ScaleEvent
 
-#: Between two looks at whether a draining instance is idle.
+#: Between two checks whether a draining instance is idle.
 DRAIN_POLL_S = 1.0
 
 
@@ -46,8 +46,8 @@ class Scaling:
             if config is not None
         }
         self._starting: dict[str, list[str]] = {role: [] for role in self._scalers}
-        self._joining: set[str] = set()  # started, and the scheduler may not have heard of it
-        self._draining: dict[str, int] = {}  # id -> the generation that is to end
+        self._joining: set[str] = set()  # started, and the scheduler may not know of it yet
+        self._draining: dict[str, int] = {}  # id -> the generation that must end
         self._names = {
             role: sum(role_of(instance_id) == role for instance_id in world.spec.instance_ids)
             for role in self._scalers
@@ -58,11 +58,11 @@ class Scaling:
     # ---- what is measured
 
     def saw(self, event: events.Event, effects: Iterable[Effect]) -> None:
-        """A step of the machine, right after it."""
+        """Takes in one step of the machine, right after it."""
         self._meter.saw(event, effects, self._clock.now_s)
 
     def _metrics(self, role: str, load: PoolLoad) -> PoolMetrics:
-        """The machine may not have heard yet of what joins and what drains."""
+        """Returns the metrics. The machine may not know yet of instances that join or drain."""
         known, ready = self._known(role), self._ready(role)
         self._joining.difference_update(self._machine.cluster.instances)
         joining = sum(role_of(instance_id) == role for instance_id in self._joining)
@@ -73,12 +73,12 @@ class Scaling:
         )
 
     def _known(self, role: str) -> list[Instance]:
-        """The pool's instances as the scheduler knows them."""
+        """Returns the pool's instances as the scheduler knows them."""
         instances = self._machine.cluster.instances.values()
         return [instance for instance in instances if instance.card.role == role]
 
     def _ready(self, role: str) -> list[Instance]:
-        """Those of them that go on taking work."""
+        """Returns those of them that keep taking work."""
         return [
             instance
             for instance in self._known(role)
@@ -138,7 +138,7 @@ class Scaling:
         )
 
     def _poll(self, nothing: None) -> None:
-        """Lets draining instances go that neither they nor the scheduler has work for."""
+        """Removes draining instances that are idle, and for which the scheduler has no work."""
         del nothing
         if self.over:
             return

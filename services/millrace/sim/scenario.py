@@ -1,4 +1,4 @@
-"""One simulation from one description: the cluster, the workload, and what to watch."""
+"""Runs one simulation from one description: the cluster, the workload, and what to observe."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ class Traffic:
     """The requests of a run. Raises ConfigError for contradictions.
 
     `trace` or `mix`, or both: then the trace's lengths are the short requests of medha-mix. Without
-    `rate_rps` a trace is replayed at its own times; a mix and a trace of lengths need one.
-    `requests` is needed where the trace's end does not settle their number.
+    `rate_rps` a trace is replayed at its own times; a mix and a trace of lengths need `rate_rps`.
+    `requests` is needed where the trace's end does not determine their number.
     """
 
     trace: Path | None = None
@@ -78,11 +78,11 @@ class Traffic:
 
     @property
     def is_replayed(self) -> bool:
-        """True when arrivals are the trace's own, scaled."""
+        """Returns whether arrivals are the trace's own, scaled."""
         return self.rate_rps is None
 
     def rows(self) -> Sequence[TraceRow]:
-        """The trace's rows in its window; none without a trace. Raises ConfigError."""
+        """Returns the trace's rows in its window; none without a trace. Raises ConfigError."""
         if self.trace is None:
             return ()
         rows = _read(self.trace)
@@ -95,7 +95,7 @@ class Traffic:
         return rows
 
     def count(self) -> int:
-        """How many requests the run has."""
+        """Returns how many requests the run has."""
         if self.requests is not None and not self.is_replayed:
             return self.requests
         if self.mix:
@@ -104,7 +104,7 @@ class Traffic:
         return min(length, self.requests or length)
 
     def options(self, model: str) -> WorkloadOptions:
-        """What `workload.plan` draws these requests from, for a model's objectives."""
+        """Returns the options of `workload.plan` for these requests, for a model's objectives."""
         rows = self.rows()
         known: Sequence[SloClass] = ()
         options = WorkloadOptions(
@@ -135,31 +135,31 @@ def _read(path: Path) -> list[TraceRow]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scenario:
-    """A cluster and its traffic: everything that settles a run's figures."""
+    """A cluster and its traffic: all inputs that determine a run's figures."""
 
     spec: SimSpec
     traffic: Traffic
 
     def at_load(self, load: float) -> Scenario:
-        """The same at another load: the rate in requests/s, or the scale of a replayed trace."""
+        """Returns the scenario at another load: requests/s, or the scale of a replayed trace."""
         traffic = self.traffic
         if traffic.is_replayed:
             return replace(self, traffic=replace(traffic, rate_scale=load))
         return replace(self, traffic=replace(traffic, rate_rps=load))
 
     def at_slo_scale(self, scale: float) -> Scenario:
-        """The same with objectives times `scale`."""
+        """Returns the scenario with objectives times `scale`."""
         return replace(self, traffic=replace(self.traffic, slo_scale=scale))
 
     def requests(self) -> Iterator[PlannedRequest]:
-        """In order of arrival, every one with a TTFT objective."""
+        """Returns the requests in order of arrival, each with a TTFT objective."""
         drawn = plan(self.traffic.options(self.spec.profile.model))
         return with_objectives(drawn, isolated_prefill(self.spec), self.traffic.slo_scale)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Watch:
-    """What else a run feeds, and when it stops early. `goal` is an attainment, 0 to 1.
+    """The other outputs of a run, and when it stops early. `goal` is an attainment, 0 to 1.
 
     With `goal`, the run ends as soon as more than 1 - `goal` of all its requests have missed: its
     report then only says so.
@@ -172,7 +172,7 @@ class Watch:
 
 
 def simulate(scenario: Scenario, watch: Watch = Watch()) -> Report:
-    """Runs a scenario to its end. Raises ConfigError for traffic that can't be had."""
+    """Simulates a scenario to its end. Raises ConfigError for impossible traffic."""
     collector = Collector(watch.sink)
     most = None if watch.goal is None else misses_allowed(scenario.traffic.count(), watch.goal)
 
@@ -191,5 +191,5 @@ def simulate(scenario: Scenario, watch: Watch = Watch()) -> Report:
 
 
 def misses_allowed(requests: int, goal: float) -> int:
-    """The most misses with which `requests` still attain `goal`."""
+    """Returns the most misses with which `requests` still attain `goal`."""
     return math.floor(requests * (1 - goal) + 1e-9)

@@ -1,4 +1,4 @@
-"""The drain rule: every transition alone, then any life of a fleet."""
+"""The drain rule: every transition alone, then random histories of a fleet."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def held(requests: int, *, cordoned: bool = True) -> Registration:
 
 
 def leaving(registration: Registration | None, *, ready: bool = True) -> Instance:
-    """An instance that leaves since 0 s."""
+    """Returns an instance that leaves since 0 s."""
     return Instance(id=NAME, ready=ready, leaves_since_s=0.0, registration=registration)
 
 
@@ -89,7 +89,7 @@ def test_an_instance_that_starts_or_died_goes_at_once(policy):
 
 @pytest.mark.parametrize("ready, answers", [(True, True), (True, False), (False, False)])
 def test_an_instance_of_which_nothing_is_known_waits_for_the_timeout(ready, answers):
-    """It is ready and will register again, or the scheduler does not answer."""
+    """The instance is ready and will register again, or the scheduler does not answer."""
     unknown = leaving(None, ready=ready)
     assert actions(unknown, TIMEOUT_S - 1, answers=answers) == []
     assert actions(unknown, TIMEOUT_S, answers=answers) == [REMOVE]
@@ -174,7 +174,7 @@ class Process:
 
 @dataclass
 class Fleet:
-    """A pool with a connector: it carries out as many actions of a pass as it is let."""
+    """A pool with a connector, which carries out as many actions of a pass as the test allows."""
 
     policy: DrainPolicy
     minimum: int
@@ -279,9 +279,10 @@ POLICIES = st.sampled_from([MIGRATE, ABORT, WAIT])
 @settings(max_examples=200)
 @given(POLICIES, st.integers(0, 3), st.lists(st.tuples(EVENT, st.integers(0, 4)), max_size=60))
 def test_any_life(policy, minimum, life):
-    """No request is lost before its deadline, no cordon falls below the minimum, and calm comes.
+    """No request is lost before its deadline, no cordon falls below the minimum, and the pool
+    settles.
 
-    The connector carries out only some actions of each pass; `Fleet.carry_out` checks each one.
+    The connector carries out only some actions of each pass; `Fleet.carry_out` checks each action.
     """
     fleet = Fleet(policy, minimum)
     fleet.resize(minimum + 2)

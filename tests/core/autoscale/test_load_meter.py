@@ -1,4 +1,4 @@
-"""The signals of a fleet's load, from what its scheduler sees."""
+"""The signals of a fleet's load, measured in its scheduler."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from support.core_events import Bench, groups_of, instance
 
 
 class Metered(Bench):
-    """A bench whose steps a meter sees. A token of prompt is a millisecond of prefill."""
+    """A bench whose steps a meter gets. A token of prompt is a millisecond of prefill."""
 
     def __init__(self, *fleet: events.InstanceJoined, config: SchedulerConfig | None = None):
         self.meter: LoadMeter | None = None
@@ -246,7 +246,7 @@ def test_nothing_is_kept_of_requests_that_are_over():
         b.submit(f"r{number}", 900, new=60, ttft_s=1.0, tbt_s=0.1)
     assert sorted(b.machine.requests) == ["r0", "r1", "r2"]
     b.now_s = 5.0
-    b.cancel("r1")  # no home had room: nothing that prefill is late with
+    b.cancel("r1")  # no KV owner had room: prefill is not late with this request
     b.failed("p0", "r0", retryable=False)
     assert b.load().ttft_slo_ratio == pytest.approx(5.0)
     b.cancel("r2")
@@ -292,7 +292,7 @@ def test_kv_in_use_is_what_requests_hold_or_are_to_hold():
     b.cordon("d0")
     assert (
         b.load("decode").kv_utilisation == 0.0
-    )  # what draining ones hold is no load of the others
+    )  # what draining instances hold is no load of the others
     b.cordon("d1")
     assert b.load("decode").kv_utilisation is None
 
@@ -300,7 +300,7 @@ def test_kv_in_use_is_what_requests_hold_or_are_to_hold():
 def test_who_waits_for_pages_is_decodes_load_and_not_prefills():
     b = metered()
     for number in range(4):
-        b.submit(f"r{number}", 900, new=60, ttft_s=1.0)  # 60 pages: one has room
+        b.submit(f"r{number}", 900, new=60, ttft_s=1.0)  # 60 pages: one instance has room
     assert b.load("decode").kv_utilisation == pytest.approx(2.4)
     assert b.load().backlog_s == pytest.approx(0.9)
     b.now_s = 5.0
@@ -329,7 +329,7 @@ def test_tbt_is_over_the_whole_answer():
     b.first_token("a")
     b.now_s = 1.5
     b.decoding("d0", "a")
-    assert b.load("decode").tbt_slo_ratio is None  # no heartbeat has told of it
+    assert b.load("decode").tbt_slo_ratio is None  # no heartbeat has reported it
     b.now_s = 3.0
     b.finished("d0", "a", tokens=41)
     assert b.load("decode").tbt_slo_ratio == pytest.approx(2.0 / 40 / 0.1)
@@ -371,7 +371,7 @@ def test_long_answers_count_while_they_run():
     assert b.load("decode").tbt_slo_ratio == pytest.approx(0.5)
     b.beat("d1", 0.3)
     assert b.load("decode").tbt_slo_ratio == pytest.approx((0.5 + 1.5) / 2)
-    b.beat("d1", 0.0)  # between two tokens it has nothing new to tell
+    b.beat("d1", 0.0)  # between two tokens the heartbeat reports nothing new
     assert b.load("decode").tbt_slo_ratio == pytest.approx((0.5 + 1.5) / 2)
     b.now_s = 100.0
     assert b.load("decode").tbt_slo_ratio == pytest.approx((0.5 + 1.5) / 2)
@@ -464,10 +464,10 @@ def test_what_waits_for_workers_is_as_long_as_it_will_get():
     b.step(instance("k0", pages=40))
     b.submit("a", 600, 40)
     b.submit("b", 601, 39)  # a has half of k0: the other half would do
-    b.submit("c", 602, 38)  # nothing left
+    b.submit("c", 602, 38)  # no tokens left
     by_tokens = sorted((context.tokens, context.home_tokens) for context in b.load("kvp").contexts)
     assert by_tokens == [(0, 320), (0, 320), (640, 320)]
-    # Of c only what its home will hold is a matter of the decode pool.
+    # Of c only the KV owner's share concerns the decode pool.
     assert b.load("decode").kv_utilisation == pytest.approx(3 * 320 / 1600)
     b.cordon("k0")
     assert (b.load("kvp").ready, b.load("kvp").draining) == (0, 1)

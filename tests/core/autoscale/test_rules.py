@@ -1,4 +1,4 @@
-"""Each rule of the autoscaler alone, then all of them against pools that answer."""
+"""Each rule of the autoscaler alone, then all of them against pools that react."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from millrace.core.autoscale.rules import (
 )
 from millrace.core.errors import ConfigError
 
-#: No windows, no bounded step: what the signals alone wish.
+#: No windows, no bounded step: the wishes of the signals alone.
 FREE = Direction(window_s=0.0, max_step=1000, period_s=0.0, tolerance=0.0)
 PREFILL, DECODE = (PrefillTargets(),), (DecodeTargets(),)
 
@@ -68,7 +68,7 @@ def test_prefill_wishes(signals, replicas, reason):
 
 
 def test_request_counts_say_nothing():
-    """A thousand short prompts and one long one differ by their seconds alone."""
+    """A thousand short prompts and one long prompt differ by their seconds alone."""
     short = once(free(PREFILL), sample(4, active_requests=1000, backlog_s=8.0))
     long = once(free(PREFILL), sample(4, active_requests=1, backlog_s=80.0))
     assert (short.replicas, long.replicas) == (2, 20)
@@ -160,7 +160,7 @@ def test_draining_replicas_are_no_capacity():
 
 
 def sizes(config: AutoscaleConfig, steps, *, ready: int) -> list[int]:
-    """Sizes over time of a pool that obeys at once; `steps` are (time, signals)."""
+    """Returns the sizes over time of a pool that obeys at once; `steps` are (time, signals)."""
     scaler = Autoscaler(config)
     found = []
     for at_s, signals in steps:
@@ -251,7 +251,7 @@ def test_after_stale_metrics_scale_in_waits_a_window_again():
     for at_s in range(0, 100, 10):
         sampled_s = at_s if at_s < 20 or at_s >= 60 else 10
         found.append(scaler.step(sample(10, sampled_s, backlog_s=4.0), at_s).replicas)
-    # The last stale step is at 50: the window is full of news at 80.
+    # The last stale step is at 50: the window is full of fresh samples at 80.
     assert found == [10] * 8 + [1, 1]
 
 
@@ -260,7 +260,7 @@ def test_quota_bounds_growth_and_takes_nothing_away():
     cut = once(config, sample(4, backlog_s=40.0, quota=6))
     assert (cut.replicas, cut.limited_by, cut.limited) == (6, "quota", True)
     draining = once(config, sample(4, draining=1, backlog_s=40.0, quota=6))
-    assert draining.replicas == 5  # what drains still has its GPUs
+    assert draining.replicas == 5  # draining instances still have their GPUs
     assert once(config, sample(8, backlog_s=40.0, quota=6)).replicas == 8
     assert once(config, sample(8, backlog_s=28.0, quota=6)).replicas == 7
     assert once(config, sample(4, backlog_s=40.0, quota=50)).limited is False
@@ -307,7 +307,7 @@ def test_parked_requests_wake_the_pool_whatever_the_windows_say():
     assert scaler.step(idle(0, 0.0), 0.0).replicas == 0
     woken = scaler.step(idle(0, 5.0, parked_requests=3), 5.0)
     assert (woken.replicas, woken.reason) == (1, "3 parked requests")
-    # Stale metrics: a pool of nobody has nobody to report.
+    # Stale metrics: a pool without instances has no reporter.
     late = scaler.step(idle(0, 5.0, parked_requests=3), 500.0)
     assert (late.replicas, late.reason) == (1, "3 parked requests")
     # Once it starts, it is not put to sleep again.
@@ -397,7 +397,7 @@ class Pool:
 
 
 def drive(config, pool, load_at, until_s, isolated_ratio=0.1, interval_s=5) -> list[int]:
-    """Sizes asked for, one each interval."""
+    """Returns the sizes asked for, one per interval."""
     scaler = Autoscaler(config)
     found = []
     for now_s in range(until_s):
@@ -417,7 +417,7 @@ def drive(config, pool, load_at, until_s, isolated_ratio=0.1, interval_s=5) -> l
     start_s=st.sampled_from([0.0, 30.0, 120.0]),
 )
 def test_constant_load_never_flaps(load, first, isolated, start_s):
-    """Once settled nothing moves; on the way there it turns at most once, from up to down."""
+    """Once settled nothing moves; before that it turns at most once, from up to down."""
     config = AutoscaleConfig(targets=PREFILL, max_replicas=40)
     found = drive(config, Pool(first, start_s), lambda _: load, 6000, isolated)
     moves = [b - a for a, b in zip([first, *found], found, strict=False) if b != a]

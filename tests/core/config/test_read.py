@@ -1,4 +1,4 @@
-"""Every setting does something: each is read by code outside of the configuration itself."""
+"""Every setting has an effect: code outside of the configuration itself reads it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SECTIONS = {
 
 
 def reads(text: str) -> set[tuple[str, str]]:
-    """(name that an attribute is read of, attribute), of a source text."""
+    """Returns (name that an attribute is read of, attribute), of a source text."""
     found = set()
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
@@ -37,7 +37,7 @@ def reads(text: str) -> set[tuple[str, str]]:
 
 @pytest.fixture(scope="module")
 def found() -> set[tuple[str, str]]:
-    """Of all code but the configuration's."""
+    """Returns the reads of all code but the configuration's."""
     paths = [
         path
         for root in ("services", "operator", "kernels")
@@ -48,7 +48,7 @@ def found() -> set[tuple[str, str]]:
 
 
 def attributes_of(cls: type, name: str) -> Iterator[str]:
-    """The field, and the properties of its section that read it."""
+    """Returns the field, and the properties of its section that read it."""
     yield name
     tree = ast.parse(Path(sections.__file__).read_text())
     for found in ast.walk(tree):
@@ -80,6 +80,7 @@ def test_every_setting_is_read(found) -> None:
 
 
 def test_a_setting_that_nobody_reads_is_found(found) -> None:
-    """`transfer.transport.base` was one: only other things' attributes had that name."""
+    """`transfer.transport.base` was such a setting: only other objects' attributes had that
+    name."""
     assert not is_read(found, "transfer", "transport")
     assert ("context", "transport") in found

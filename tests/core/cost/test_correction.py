@@ -1,4 +1,4 @@
-"""Online correction: convergence, what is common to an instance and what is a band's, outliers."""
+"""Online correction: convergence, errors of an instance against errors of a band, outliers."""
 
 from random import Random
 
@@ -19,7 +19,9 @@ def observe(corrections: Corrections, *ratios: float, band: Band = SHORT) -> flo
 
 
 def factor(corrections: Corrections, band: Band, instance_id: str = "p0") -> float:
-    """Of work that takes half a second by the profile: so long that the overhead is nothing."""
+    """Returns the factor of work of half a second by the profile: so long that overhead is
+    negligible.
+    """
     return corrections.seconds(instance_id, band, 0.5) / 0.5
 
 
@@ -48,7 +50,7 @@ def test_a_busy_machine_is_learned_from_short_prompts_for_long_ones():
 
 
 def test_what_is_off_in_one_band_stays_there():
-    """The profile is right of short prompts, and says half of what long ones take."""
+    """The profile is right for short prompts, and half of the true time for long prompts."""
     corrections = Corrections()
     for _ in range(20):
         observe(corrections, 1.0, 1.0, 1.0)

@@ -26,7 +26,7 @@ STOPS = (PASS, OPERATOR, OPERATOR, LAYER, OPERATOR, LAYER)
 
 
 class Three:
-    """A gang of three. What they say waits on its link until `deliver`."""
+    """A gang of three. Their messages wait on their links until `deliver`."""
 
     def __init__(self, last_stop: int = 5) -> None:
         self.finest = dict.fromkeys("abc", OPERATOR)
@@ -47,7 +47,8 @@ class Three:
         self.links.setdefault((sender, to), deque()).append(message)
 
     def deliver(self, *links: str) -> None:
-        """Everything on these links ("ab": from a to b), or on all until all is quiet."""
+        """Delivers all messages on these links ("ab": from a to b), or on all until none is
+        left."""
         chosen = [tuple(link) for link in links] or list(self.links)
         while any(self.links.get(link) for link in chosen):
             for sender, to in chosen:

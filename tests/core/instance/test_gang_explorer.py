@@ -1,7 +1,7 @@
-"""Gangs under the real machine: every order in which things can happen, in small worlds.
+"""Gangs under the real machine: every order of events, in small worlds.
 
-Whatever arrives first, and whoever dies: the members of a gang stop at one position, no instance
-does two things, nothing waits for ever, and all requests are served in the end.
+For any order of arrivals and any death: the members of a gang stop at one position, no instance
+does two things at once, nothing waits for ever, and all requests are served in the end.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from support.explore import Atlas, Kept, explore
 from support.gang_node import Node, Prompt, Scenario, Scheduler
 from support.gang_world import ACCIDENTS, World
 
-#: Each is to go before those above it, and shares an instance with each.
+#: Each goes before those above it, and shares an instance with each.
 THREE = (
     Prompt("a", 9.0, ((0, 1),)),
     Prompt("b", 5.0, ((1, 2),)),
@@ -135,7 +135,8 @@ def _say_nothing_on_entering(gang: Gang) -> None:
 
 
 def _open_from_the_beginning(gang: Gang) -> None:
-    """As the protocol was: what a member said before the leader was linked to it was lost."""
+    """Runs the earlier protocol: a member's messages before the leader was linked to it were
+    lost."""
     gang.is_open = True
     ENTER(gang)
 
@@ -188,7 +189,7 @@ def test_the_watch_puts_right_what_lost_messages_stop(
 
 
 def test_parts_do_again_what_they_did_before() -> None:
-    """What is kept of one way is true of all that lead to the same state."""
+    """A kept result of one path holds for all paths that lead to the same state."""
     for scenario in (Scenario(THREE, crashes=1), Scenario(GROWING, instances=2, crashes=1)):
         atlas = Atlas()
         for seed in range(25):
@@ -211,9 +212,9 @@ def test_parts_do_again_what_they_did_before() -> None:
     ],
     ids=["a growing group", "two gangs", "a growing group and a death"],
 )
-def test_it_is_the_same_search_when_everything_is_worked_out_anew(scenario: Scenario) -> None:
-    kept, anew = explore(scenario), explore(scenario, _Forgetful())
-    assert (kept.states, kept.moves, kept.ends) == (anew.states, anew.moves, anew.ends)
+def test_it_is_the_same_search_when_everything_is_computed_again(scenario: Scenario) -> None:
+    kept, again = explore(scenario), explore(scenario, _Forgetful())
+    assert (kept.states, kept.moves, kept.ends) == (again.states, again.moves, again.ends)
 
 
 @pytest.mark.parametrize("crashes", [0, 1, 2])

@@ -1,4 +1,4 @@
-"""Which rows of a pass go to which holder, and how they are told."""
+"""Which rows of a pass go to which KVP worker, and how they are encoded."""
 
 from __future__ import annotations
 

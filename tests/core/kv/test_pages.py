@@ -1,4 +1,4 @@
-"""Pages as the scheduler gives them away are those that groups take, and always fit."""
+"""The scheduler reserves exactly the pages that groups take, and they always fit."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_instances_whose_pages_differ_form_no_groups() -> None:
 @pytest.mark.parametrize("planner", ["cdsp", "esp", "single_chunk", "fixed_sp", "least_queue"])
 @pytest.mark.parametrize("kv_layers", [0, 1, 4])
 def test_on_an_idle_pool_a_request_is_sent_or_refused(planner, kv_layers) -> None:
-    """Nothing is accepted that would wait for ever, and members never lack what a plan takes."""
+    """No request is accepted that would wait for ever, and members never lack a plan's pages."""
     draw = random.Random(kv_layers)
     for _ in range(60):
         pages = draw.randint(1, 40)

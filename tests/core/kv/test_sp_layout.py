@@ -1,4 +1,4 @@
-"""Who computes and keeps which tokens of a prompt (Tetris section 4.1)."""
+"""Which member computes and keeps which tokens of a prompt (Tetris section 4.1)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ IDS = tuple(f"p{i}" for i in range(8))
 
 @st.composite
 def plans(draw: st.DrawFn) -> list[Chunk]:
-    """Chunks of any lengths on groups that grow, perhaps behind what decode kept."""
+    """Draws chunks of any lengths on groups that grow, perhaps after tokens that decode kept."""
     start = draw(st.integers(0, 300))
     size, chunks = 1, []
     for index in range(draw(st.integers(1, 5))):

@@ -31,7 +31,7 @@ QUARTER_S = 0.25  # sums of these are exact
 
 
 def one(name: str, deadline_s: float, work_s: float, *, sp: int = 1, **more) -> LiveRequest:
-    """`work_s` seconds on a group of `sp`."""
+    """Returns `work_s` seconds on a group of `sp`."""
     found = request(name, deadline_s=deadline_s, work_s=work_s, **more)
     found.predicted_work_s = sp * work_s
     return found
@@ -44,7 +44,7 @@ def order_of(requests: list[LiveRequest], now_s: float = 0.0, instances: int = 1
 
 
 def in_time(requests: list[LiveRequest], now_s: float, instances: int) -> bool:
-    """Whether all are done by their deadlines when computed by deadline."""
+    """Returns whether all end by their deadlines when computed by deadline."""
     done_s = now_s
     for r in sorted(requests, key=lambda r: r.deadline_s):
         done_s += r.remaining_work_s(now_s) / instances
@@ -100,7 +100,7 @@ def test_the_one_with_the_most_work_left_is_given_up() -> None:
         one("b", 4.0, 1.0, order=2),
     ]
     assert order_of(requests) == ["a", "b", "long"]
-    requests[0].executed_s = 2.5  # what is done already counts
+    requests[0].executed_s = 2.5  # finished work counts
     assert order_of(requests) == ["long", "a", "b"]
 
 

@@ -1,4 +1,4 @@
-"""What an instance says of its prefix cache, and where that takes requests."""
+"""An instance's reports of its prefix cache, and the requests that they attract."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What `Machine.check_integrity` finds. What the machine does is in `transcripts/`."""
+"""The defects that `Machine.check_integrity` finds. `transcripts/` tests the machine's
+behaviour."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The scheduler's predictions follow what its instances really take."""
+"""The scheduler's predictions follow the times that its instances take."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def test_predictions_follow_an_instance_that_is_slower_than_its_model():
     bench.submit("a", 1000)
     task = bench.machine.cluster.instances["p0"].queue[0]
     assert task.modelled_s == pytest.approx(1.0)
-    assert task.predicted_s == pytest.approx(2.0, rel=0.15)  # nobody has seen such lengths
+    assert task.predicted_s == pytest.approx(2.0, rel=0.15)  # no request had such a length yet
     found = bench.submit("b", 100)
     assert of(Place, found)[0].predicted_ttft_s == pytest.approx(0.2, rel=0.05)  # it goes first
 
@@ -35,7 +35,7 @@ def test_what_was_learned_of_an_instance_goes_with_it():
 
 
 def test_what_a_first_token_takes_beyond_computing_is_learned_of_those_that_wait_for_nobody():
-    """0.1 s of compute, decode's word 0.035 s after it, 0.005 s after the token itself."""
+    """0.1 s of compute, decode's report 0.035 s after it, 0.005 s after the token itself."""
     bench = Bench(instance("p0"), instance("d0", pages=100_000))
     for number in range(5):
         bench.submit(f"r{number}", 100)

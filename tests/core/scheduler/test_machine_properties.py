@@ -1,8 +1,7 @@
 """No sequence of events raises, loses a request, leaks a reservation or leaves `TRANSITIONS`.
 
-The world here is as bad as it can be: events come late, doubled, out of order, for requests that
-nobody knows and from lives long over. What a correct worker would say is among them, so runs also
-go the whole way to an answer.
+Events come late, twice, out of order, for unknown requests and from ended incarnations. The events
+of correct workers are among them, so some requests reach the end of their answers.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ request_ids = st.sampled_from(REQUESTS)
 instance_ids = st.sampled_from(PREFILLS + DECODES + KVPS)
 reasons = st.sampled_from(["stop", "length", "cancelled"])
 layers = st.sampled_from([0, 4, 4, 4, 8])
-ages = st.integers(0, 2)  # how many lives ago the speaker lived
+ages = st.integers(0, 2)  # how many incarnations ago the sender ran
 
 
 def prefix(family: int, blocks: int) -> tuple[int, ...]:
@@ -68,11 +67,11 @@ class World(RuleBasedStateMachine):
         self.submitted: Counter[str] = Counter()
         self.ends: Counter[str] = Counter()
         self.placed_at: dict[str, str] = {}
-        self.attempt: dict[str, int] = {}  # as decode was told last
+        self.attempt: dict[str, int] = {}  # as last reported to decode
         self.admitted: dict[tuple[str, str], int] = {}  # (decode instance, request) -> attempt
         self.held: dict[str, set[str]] = {}  # instance -> requests that a correct worker holds
         self.queues: dict[str, list[tuple[Ref, ...]]] = {}  # prefill instance -> as it was told
-        self.cached: dict[str, set[int]] = {}  # instance -> blocks that it told of
+        self.cached: dict[str, set[int]] = {}  # instance -> blocks that it has reported
         self.leaving: set[str] = set()  # instances that said so, and
         self.cordoned: set[str] = set()  # those that others keep new work from
 
@@ -160,9 +159,10 @@ class World(RuleBasedStateMachine):
                 self.unqueue(i, r)
 
     def admit(self, effect: effects.AdmitDecode) -> None:
-        """A new attempt has its own number; one that goes on finds its decode instance holding it.
+        """Notes an admission. A new attempt has its own number; a resumed attempt finds its decode
+        instance holding it.
 
-        What decode lets go of on its own is news on its way, so only the machine's word counts.
+        Reports of pages that decode frees may be in flight, so only the machine's commands count.
         """
         i, r = effect.instance_id, effect.request_id
         assert self.placed_at[r] == i
@@ -189,7 +189,7 @@ class World(RuleBasedStateMachine):
         self.admitted[i, r] = effect.attempt
 
     def spread(self, effect: effects.AdmitDecode) -> None:
-        """Every shard is at another instance that takes work, and within the limits."""
+        """Checks that every shard is at another instance that takes work, and within the limits."""
         holders = [shard.worker_id for shard in effect.shards]
         assert holders[0] == effect.instance_id and len(set(holders)) == len(holders)
         assert not set(holders) & (self.leaving | self.cordoned | set(PREFILLS))
@@ -229,7 +229,7 @@ class World(RuleBasedStateMachine):
         ]
 
     def hold(self, instance_id: str, request_id: str) -> None:
-        """A worker must never get a request that it still holds."""
+        """Checks that a worker never gets a request that it still holds."""
         assert request_id not in self.held[instance_id]
         self.held[instance_id].add(request_id)
 
@@ -324,7 +324,7 @@ class World(RuleBasedStateMachine):
 
     @rule(data=st.data(), prompt_tokens=st.integers(65, 300))
     def a_home_is_cordoned(self, data: st.DataObject, prompt_tokens: int) -> None:
-        """While requests wait there for prefill."""
+        """Cordons a decode instance while requests wait there for prefill."""
         for request_id in REQUESTS[:3]:
             self.submit(request_id, "x0", prompt_tokens, 5, 1, True)
         homes = sorted(set(self.placed_at.values()))
@@ -356,7 +356,8 @@ class World(RuleBasedStateMachine):
     def tells_of_its_cache(
         self, instance_id: str, age: int, family: int, blocks: int, whole: bool
     ) -> None:
-        """It has so many first blocks of a family of prompts, and may have dropped another's."""
+        """Reports a cache with some first blocks of a family of prompts; another's may be
+        dropped."""
         added = prefix(family, blocks)
         removed = () if whole else prefix(1 - family, 20)
         if self.machine.cluster.current(instance_id, self.life(instance_id, age)):
@@ -509,7 +510,8 @@ class World(RuleBasedStateMachine):
         )
 
     def told_of(self, instance_id: str, request_id: str, attempts_ago: int) -> int:
-        """The attempt that a decode instance had last, or one before it; 0: it does not say."""
+        """Draws the attempt that a decode instance had last, or an earlier one; 0: it names
+        none."""
         return max(self.admitted.get((instance_id, request_id), 0) - attempts_ago, 0)
 
     @rule(
@@ -599,7 +601,7 @@ class World(RuleBasedStateMachine):
 
     @rule(data=st.data(), words=st.integers(1, 6))
     def work_goes_on(self, data: st.DataObject, words: int) -> None:
-        """Correct workers' next words."""
+        """Sends correct workers' next reports."""
         for _ in range(words):
             machine = self.machine
             pairs = sorted(
@@ -665,7 +667,7 @@ class World(RuleBasedStateMachine):
 
     @rule(data=st.data(), last=st.booleans())
     def work_goes_wrong(self, data: st.DataObject, last: bool) -> None:
-        """Any word, about a request that the instance really holds."""
+        """Sends any report about a request that the instance really holds."""
         held = sorted(
             (i.id, r) for i in self.machine.cluster.instances.values() for r in i.holdings
         )
@@ -689,7 +691,8 @@ class World(RuleBasedStateMachine):
 
     @rule(data=st.data(), request_id=request_ids, prompt_tokens=st.integers(65, 300))
     def prefill_is_lost(self, data: st.DataObject, request_id: str, prompt_tokens: int) -> None:
-        """Some of a long prompt has landed when a member dies or fails, or decode's transfer."""
+        """Part of a long prompt has landed when a member dies or fails, or decode's transfer
+        fails."""
         self.submit(request_id, "x0", prompt_tokens, 5, 1, True)
         request = self.machine.requests.get(request_id)
         if request is None or request.state is not RequestState.PREFILLING:
@@ -720,7 +723,7 @@ class World(RuleBasedStateMachine):
     def a_holder_is_lost(
         self, data: st.DataObject, request_id: str, prompt_tokens: int, progress: int
     ) -> None:
-        """Of a request that is spread, at any moment of its life."""
+        """Removes a KVP worker of a spread request, at any time."""
         self.submit(request_id, "x0", prompt_tokens, 20, 1, True)
         request = self.machine.requests.get(request_id)
         if request is None or not request.shards:
@@ -742,7 +745,7 @@ class World(RuleBasedStateMachine):
                 self.finish(home, 0, request_id, "stop")
 
     def goes_on(self, request: LiveRequest, data: st.DataObject) -> None:
-        """The next word of whom the request is with."""
+        """Returns the next report of the instance that the request is at."""
         if request.state is RequestState.PREFILLING:
             leader = self.machine.cluster.instances[request.chunks[0].instance_ids[0]]
             if isinstance(leader, PrefillInstance):
@@ -754,7 +757,7 @@ class World(RuleBasedStateMachine):
 
     @rule(instance_id=st.sampled_from(("p0", "p1", "p2")), request_id=request_ids)
     def a_prefill_comes_back(self, instance_id: str, request_id: str) -> None:
-        """And lets go of what it was told to drop."""
+        """A prefill instance returns, and frees the requests that it was told to drop."""
         if instance_id not in self.machine.cluster.instances:
             self.join(instance_id, 1, 100, "h", 4)
         holding = self.machine.cluster.instances[instance_id].holdings.get(request_id)
@@ -768,7 +771,9 @@ class World(RuleBasedStateMachine):
         self.step(events.Tick())
 
     def forget_unreleased(self) -> None:
-        """Past `release_timeout_s` the machine may send a request again to who never let go."""
+        """Past `release_timeout_s` the machine may send a request again to an instance that never
+        freed it.
+        """
         for instance in self.machine.cluster.instances.values():
             for request_id, holding in instance.holdings.items():
                 if holding.leaving:
@@ -788,7 +793,7 @@ class World(RuleBasedStateMachine):
         self.queues_are_as_told()
 
     def queues_are_as_told(self) -> None:
-        """An instance that does as it is told has the queue that the machine believes it has."""
+        """An instance that obeys has the queue that the machine expects."""
         for instance in self.machine.cluster.instances.values():
             if not isinstance(instance, PrefillInstance):
                 continue
@@ -804,10 +809,10 @@ class World(RuleBasedStateMachine):
 
     @invariant()
     def has_missed_nothing(self) -> None:
-        """Whatever could be placed or dispatched was, by the very event that made it possible.
+        """Each event places or dispatches all that it made possible, by itself.
 
-        Where a policy's keys change with what was just decided (a plan replaces the prediction that
-        slack is made of), another look may find more, but not for ever.
+        Where a policy's keys change with the last decision (a plan replaces the prediction of
+        slack), another round may find more, but not for ever.
         """
         looks = 1 if POLICIES[self.machine.policy].static else len(REQUESTS) + 1
         for _ in range(looks):

@@ -1,4 +1,4 @@
-"""What is in force is said as it is; what is off says why."""
+"""The mechanisms in force are listed as they are; a mechanism that is off has a reason."""
 
 from __future__ import annotations
 

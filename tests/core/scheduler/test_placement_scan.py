@@ -1,4 +1,4 @@
-"""Placement looks at few instances closely, and chooses what a plain scan of all would choose."""
+"""Placement examines few instances closely, and chooses as a plain scan of all instances would."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ caches = st.tuples(st.just("caches"), homes, st.integers(0, 20))
 
 
 def plain_choice(machine: Machine, asked: Request) -> str | None:
-    """The home by the definitions, from every instance's own numbers."""
+    """Returns the KV owner by the definitions, from every instance's own numbers."""
     instances = [machine.cluster.instances[name] for name in DECODES]
     able = [
         one

@@ -1,4 +1,4 @@
-"""What all planners promise, and the planner in C++ against its twin."""
+"""The properties of all planners, and the planner in C++ against the reference."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_cpp_decides_bit_for_bit_as_the_twin():
         alone = SingleChunk(given_inputs).plan(tokens, queue_s, least_sp)
         assert alone == twin.plan_single_chunk(tokens, queue_s, least_sp)
         chunked += len(expected.chunks) > 1
-    assert chunked > CASES / 10  # else the cases say little
+    assert chunked > CASES / 10  # else the cases test little
 
 
 def test_a_planner_carries_nothing_from_plan_to_plan():
@@ -169,7 +169,7 @@ def test_the_compiled_planner_follows_every_segment_of_a_model():
 
 @pytest.mark.parametrize("name", ["cdsp", "single_chunk", "esp"])
 def test_history_before_the_first_chunk_counts(name):
-    """The C++ planner has it in its coefficients, the algorithm as written has it as C.
+    """The C++ planner has history in its coefficients, the algorithm as written has it as C.
 
     Its sums are in another order: the last bit may differ, and with it a tie.
     """

@@ -1,4 +1,4 @@
-"""A policy that is changed while requests wait and run: everything is ranked anew at once."""
+"""Changes the policy while requests wait and run: everything is ranked again at once."""
 
 from __future__ import annotations
 
@@ -30,7 +30,9 @@ def bench(policy: str, preemption: str = "operator", *, decode_pages: int = 10_0
 
 
 def loaded(policy: str, preemption: str = "operator") -> Bench:
-    """Requests on the board, one of them running, and in the line behind it."""
+    """Returns a bench with requests in the run queue, one of them running, and in the waiting
+    queue.
+    """
     one = bench(policy, preemption)
     for number, (prompt, ttft_s) in enumerate(MIX):
         one.now_s += 0.01
@@ -107,7 +109,7 @@ def test_random_switches_lose_nothing_and_are_replayed(policy, preemption, steps
 
 
 def compute(one: Bench) -> None:
-    """The instance computes what it is told to, and decode ends it."""
+    """The instance computes its commands, and decode ends the request."""
     for task in [t for t in one.machine.cluster.instances["p0"].queue if t.chosen]:
         one.serve(task.requests[0].id)
 

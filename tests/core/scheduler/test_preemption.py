@@ -1,4 +1,4 @@
-"""Workers that do as they are told, under preemption, in groups and in batches."""
+"""Workers that obey, under preemption, in groups and in batches."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ rows = st.lists(
 def test_workers_that_do_as_told_bring_everyone_to_an_end(
     given_rows, policy, planner, preemption, batch_tokens
 ) -> None:
-    """Queues and what runs are at all times as the machine believes; no work is lost or redone."""
+    """Queues and running tasks are always as the machine expects; no work is lost or done twice."""
     one = bench(
         4,
         policy=policy,

@@ -1,4 +1,4 @@
-"""How far a prompt is, and what is left until its first token."""
+"""The progress of a prompt, and the time left until its first token."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def request(state: RequestState = RequestState.PREFILLING, **fields: object) -> 
     [
         # Not placed: nothing is predicted.
         ({"state": RequestState.QUEUED, "chunks": ()}, None, 0, None),
-        # It waits: what the placement promised counts down, but never below its own prefill.
+        # It waits: the placement's prediction counts down, but never below its own prefill.
         ({"state": RequestState.QUEUED, "chunks": ()}, 40.0, 0, 28.0),
         ({"state": RequestState.QUEUED, "chunks": ()}, 13.0, 0, 8.0),
         # Computing: the plan's own seconds, without those of finished and of running work.
@@ -42,12 +42,12 @@ def request(state: RequestState = RequestState.PREFILLING, **fields: object) -> 
         # Slower than predicted: two seconds for a quarter leave six for the rest, and more later.
         ({"chunks_done": 1, "executed_s": 7.5}, 12.0, 100, 6.0),
         ({"chunks_done": 3, "executed_s": 8.0}, 12.0, 300, 2 / 3),
-        # A later attempt begins behind what decode keeps, and its pace is that of its own tokens.
+        # A later attempt begins after the tokens that decode keeps, at the pace of its own tokens.
         ({"kept_tokens": 100}, 12.0, 100, 8.0),
         ({"kept_tokens": 100, "chunks_done": 2, "executed_s": 8.0}, 12.0, 200, 4.0),
         # KV that decode has counts before its chunk is finished.
         ({"landed_tokens": 250, "chunks_done": 2, "executed_s": 8.0}, 12.0, 250, 1.2),
-        # All computed: only the placement's promise is left.
+        # All computed: only the placement's prediction is left.
         ({"state": RequestState.TRANSFERRING, "chunks_done": 4}, 12.5, 400, 0.5),
         ({"state": RequestState.TRANSFERRING, "chunks_done": 4}, 11.0, 400, 0.0),
     ],

@@ -1,4 +1,4 @@
-"""The board alone: who runs, what instances are told, and how long their queues are."""
+"""The run queue alone: which tasks run, the orders to instances, and the queue times."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def tasks(
     chunks: list[tuple[float, tuple[int, ...]]],
     order: int = 0,
 ) -> list[Task]:
-    """A request's chunks: (seconds, its members)."""
+    """Returns a request's chunks: (seconds, its members)."""
     work_s = sum(seconds for seconds, _ in chunks)
     request = live_request(name, prompt_tokens=10, order=order, predicted_prefill_s=work_s)
     found: list[Task] = []
@@ -66,7 +66,7 @@ def _name(task: Task) -> str:
 
 
 def put(board: RunQueue, *many: list[Task]) -> dict[str, list[str]]:
-    """Adds each request's tasks, then chooses; the queues that are ordered."""
+    """Adds each request's tasks, then chooses; returns the ordered queues."""
     for found in many:
         board.add(found)
     return queues(board.orders())
@@ -220,7 +220,7 @@ def test_without_preemption_what_runs_comes_before_a_better_group_that_waits() -
 
 @st.composite
 def boards(draw: st.DrawFn, *, rounds: bool) -> tuple[RunQueue, list[PrefillInstance]]:
-    """Random requests of one or two chunks, some of them come only once others run."""
+    """Draws requests of one or two chunks, some of which arrive only once others run."""
     count = draw(st.integers(1, 4))
     board, ps = pool(count, preemptive=draw(st.booleans()))
     for order in range(draw(st.integers(0, 8))):
@@ -237,10 +237,11 @@ def boards(draw: st.DrawFn, *, rounds: bool) -> tuple[RunQueue, list[PrefillInst
 
 
 def replay_s(board: RunQueue, ps: list[PrefillInstance], rank) -> list[float]:
-    """When each instance is free of what goes before `rank`, by events: in turn, without stops.
+    """Returns when each instance is free of the work before `rank`, by events: in turn, without
+    stops.
 
-    An instance computes what comes first on it. What runs already comes first where it can't be
-    stopped, else all is in the order of ranks, so a group waits for members and they for it.
+    An instance computes its first task. A running task comes first where it can't be stopped, else
+    all is in the order of ranks, so a group waits for members and they for it.
     """
     stays = not board.preemptive
     before = [t for t in board.ranked if t.rank < rank or (stays and t.chosen)]
@@ -297,7 +298,7 @@ def test_queue_s_leaves_out_what_was_executed() -> None:
 @settings(max_examples=300)
 @given(boards(rounds=False), st.randoms(use_true_random=False))
 def test_no_gangs_wait_for_each_other_in_a_circle(given_board, random) -> None:
-    """Workers who know nothing but their queues bring every board to its end, as it believes."""
+    """Workers that know only their queues finish every run queue, as it expects."""
     board, ps = given_board
     named = {(t.requests[0].id, t.chunk.index): t for t in board.ranked}
 
@@ -318,13 +319,13 @@ def test_no_gangs_wait_for_each_other_in_a_circle(given_board, random) -> None:
         assert workers.running, "everybody waits"
         assert {e[0] for e in workers.running} == {k for k, t in named.items() if t.chosen}
         best = min(board.ranked, key=lambda t: t.rank)
-        assert best.chosen or not board.preemptive  # nothing keeps the best one back
+        assert best.chosen or not board.preemptive  # nothing delays the best one
         done = random.choice(sorted(workers.running))
         workers.running = {done: -1e9, **{e: 0.0 for e in workers.running if e != done}}
         assert workers.finish(0.0) == [done]
         task = named.pop(done[0])
         assert board.finish(task, task.requests[0])
-        if random.random() < 0.3:  # a policy of another mind
+        if random.random() < 0.3:  # a policy with other keys
             keys = {t.requests[0].id: (random.randint(0, 5),) for t in board.ranked}
             board.rerank(keys)
         for order in board.orders():

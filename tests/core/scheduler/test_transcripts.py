@@ -24,13 +24,13 @@ FOLDER = Path(__file__).parent / "transcripts"
 
 
 def parts(text: str) -> tuple[str, list[str]]:
-    """What stands before the first case, and each case with its title."""
+    """Returns the text before the first case, and each case with its title."""
     before, *found = re.split(r"^(?=== )", text, flags=re.MULTILINE)
     return before, found
 
 
 def played(before: str, case: str) -> str:
-    """The case as it goes now: its own events and comments, and the machine's effects."""
+    """Returns the case with its own events and comments, and the machine's present effects."""
     narrator = Narrator()
     lines = []
     for line in before.splitlines() + case.splitlines():

@@ -1,4 +1,4 @@
-"""A long request's home and holders compute what one instance alone does."""
+"""A KV owner and KVP workers compute the same as one instance."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def run_batch(batch: DecodeBatch) -> dict[str, list[TokenOut]]:
 def test_chunks_over_shards_give_the_logits_of_one_instance(
     name: str, holders: int, ranks: int
 ) -> None:
-    """`ranks` of a holder; 0: as many as there are KV heads."""
+    """`ranks` of a KVP worker; 0: as many as there are KV heads."""
     rng = random.Random(f"{name} {holders}")
     tokens = prompt(rng.randrange(70, 140), seed=holders)
     model = load_model(model_folder(name), device="cpu")
@@ -70,7 +70,7 @@ def test_bfloat16_agrees_within_its_rounding(inline_bytes: int) -> None:
 
 @pytest.mark.parametrize(("name", "holders"), [("llama", 1), ("qwen3-layer-types", 2)])
 def test_a_batch_of_long_and_short_sequences_grows_over_boundaries(name: str, holders: int) -> None:
-    """Some shards begin with what is generated; some sequences have theirs all at home yet."""
+    """Some shards begin with generated tokens; some sequences still have all KV at the owner."""
     rng = random.Random(name)
     steps, page = 30, 8
     lengths = [rng.randrange(20, 60) for _ in range(5)]

@@ -1,4 +1,4 @@
-"""A lost holder costs the sequences that need it, and no other token."""
+"""A lost KVP worker costs the sequences that need it, and no other token."""
 
 from __future__ import annotations
 
@@ -22,7 +22,9 @@ STEPS = 12
 
 
 class Scene:
-    """A request on holder 0, one on holder 1 and a short one, and what they are to answer."""
+    """A request on KVP worker 0, another on KVP worker 1 and a short one, with the expected
+    answers.
+    """
 
     def __init__(self, made: World) -> None:
         self.made = made
@@ -66,7 +68,7 @@ def scene():
 
 
 def at_layer(holder: Holder, count: int, act: Callable[[], None]) -> None:
-    """Has the holder do something when it is asked for the `count`-th layer from now on."""
+    """Has the KVP worker call `act` when it is asked for the `count`-th layer from now on."""
     attend, calls = holder.attention.layer, iter(range(count, -1, -1))
 
     def layer(slot: int, piece: int, number: int):
@@ -87,7 +89,7 @@ def test_a_holder_that_dies_in_the_middle_of_a_pass(scene, layers):
 
 
 def test_those_that_are_left_need_no_holder(scene):
-    """What a step has lost is nothing to the next one, whoever has the slot by then."""
+    """A loss in one step does not affect the next step, even if another request has the slot."""
     scene.batch.remove("1")
     at_layer(scene.made.holders[0], 4, scene.made.holders[0].transport.close)
     found = scene.run()
@@ -96,7 +98,7 @@ def test_those_that_are_left_need_no_holder(scene):
 
 
 def test_a_holder_that_does_not_answer_in_time_and_its_late_partial(scene):
-    """What comes late is of a pass that is over: it changes nothing, nor does it find its place."""
+    """A late partial is of a pass that is over: it changes nothing and finds no memory."""
     made, holder, go_on = scene.made, scene.made.holders[0], threading.Event()
     at_layer(holder, 4, lambda: go_on.wait(HANG_S))
     outs = scene.batch.step() + scene.batch.step()
@@ -143,7 +145,7 @@ def test_losing_a_holder_ends_the_wait_at_once(scene):
 
 
 def test_a_pass_that_is_given_up_leaves_nothing_behind(scene):
-    """The next one waits for what is on its way, and its partials are its own."""
+    """The next pass waits for messages in flight, and its partials are its own."""
     for stop in (3, 5, 8):
         steps = scene.made.runner.prefill_batch([scene.requests[0].task(20, 38)])
         for _ in range(stop):

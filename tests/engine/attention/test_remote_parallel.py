@@ -1,4 +1,4 @@
-"""A home of several ranks has holders for its long requests: tensor parallelism times KVP."""
+"""A KV owner of several ranks with KVP workers: tensor parallelism times KVP."""
 
 from __future__ import annotations
 

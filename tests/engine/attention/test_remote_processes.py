@@ -1,4 +1,4 @@
-"""A holder as a process of its own, over NIXL."""
+"""A KVP worker as a process of its own, over NIXL."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ STEPS = 12
 
 
 def serve(pipe: ChildPipe, folder: Path) -> None:
-    """A holder whose life is the pipe's."""
+    """Runs a KVP worker until the pipe closes."""
     transport = NixlTransport(f"holder-{os.getpid()}")
     model = load_model(folder, device="cpu")
     holder = Holder("holder", model, transport, page_tokens=8, max_rows=16)
@@ -36,7 +36,7 @@ def serve(pipe: ChildPipe, folder: Path) -> None:
 
 
 class Pair:
-    """A home here, a holder there."""
+    """A KV owner in this process, a KVP worker in another."""
 
     def __init__(self) -> None:
         folder = model_folder("llama")
@@ -57,7 +57,9 @@ class Pair:
         )
 
     def spread(self, tokens: list[int], end: int) -> Long:
-        """A request of which the holder has what is behind token `end`; all is here at 128."""
+        """Opens a request whose tokens after `end` are at the KVP worker; all are at the owner at
+        128.
+        """
         request = Long.__new__(Long)
         request.tokens = list(tokens)
         pool = self.home.runner.pool

@@ -1,4 +1,4 @@
-"""A group of instances computes what one alone does, wherever its prompt is cut and spread."""
+"""A group of instances computes the same as one instance, for any cut and spread of its prompt."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SIZES = [(name, (1, 2, 3, 4)) for name in VARIANTS] + [("qwen3", (2, 4)), ("mist
 def make_runners(
     folder: Path, count: int, *, page_tokens: int = 8, tokens: int = 1024, dtype: str = "float32"
 ) -> list[ModelRunner]:
-    """Instances that share their weights, each with room for so many tokens."""
+    """Makes instances that share their weights, each with room for so many tokens."""
     model = load_model(folder, device="cpu", dtype=dtype)
     pages = tokens // page_tokens
     return [
@@ -37,7 +37,9 @@ def make_runners(
 
 
 def alone(runner: ModelRunner, tokens: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Logits, and the K/V [layers, 2, heads, tokens, head_dim], of one instance in one pass."""
+    """Returns logits, and the K/V [layers, 2, heads, tokens, head_dim], of one instance in one
+    pass.
+    """
     request = Request(runner, tokens)
     logits = prefill(runner, request)
     pages = runner.pool.storage[:, request.pages].permute(0, 2, 3, 1, 4, 5).flatten(3, 4)
@@ -204,7 +206,7 @@ def _held(task: RingTask) -> list[int]:
 
 
 def _check_slots(task: RingTask, page_tokens: int) -> None:
-    """Where a token is written is where its member's block says that it is."""
+    """A token is written where its member's block says that it is."""
     own = task.blocks[0]
     at = {
         int(own.pages[slot // page_tokens]) * page_tokens + slot % page_tokens: token

@@ -57,7 +57,7 @@ def test_ranks_wait_for_a_word_longer_than_for_each_other(tmp_path: Path) -> Non
 def test_logits_and_kv_are_those_of_one_rank(
     groups: list[RankGroup], name: str, sizes: tuple[int, ...]
 ) -> None:
-    """Left at random boundaries for other prompts, and gone on with."""
+    """Suspended at random boundaries for other prompts, and resumed."""
     rng = random.Random(f"{name} {sizes}")
     one = make_runner(split_folder(name))
     tokens, other = prompt(rng.randrange(100, 160)), prompt(21)

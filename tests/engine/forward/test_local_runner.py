@@ -57,7 +57,7 @@ def test_kv_of_a_layer_is_written_once_attn_was_yielded() -> None:
 
 
 def disturb(runner: ModelRunner, other: Request) -> None:
-    """A whole prefill and a decode step, as run between two operators of somebody else's pass."""
+    """Runs a whole prefill and a decode step between two operators of another pass."""
     prefill(runner, other)
     other.tokens.append(3)
     decode(runner, [other])
@@ -70,7 +70,7 @@ def disturb(runner: ModelRunner, other: Request) -> None:
 def test_stopping_at_any_boundary_and_resuming_changes_nothing(
     name: str, dtype: str, want_prompt_logprobs: bool
 ) -> None:
-    """Others run whole at each boundary; all that comes out is that of an undisturbed run."""
+    """Other passes run whole at each boundary; all results are those of an undisturbed run."""
     runner = make_runner(model_folder(name), dtype=dtype, num_pages=128)
     requests = [Request(runner, prompt(60)) for _ in range(2)]
     tasks = [request.task(24, 60) for request in requests]
@@ -92,7 +92,7 @@ def test_stopping_at_any_boundary_and_resuming_changes_nothing(
 
 
 def test_a_pass_keeps_only_what_a_later_operator_reads() -> None:
-    """What each operator leaves, by name: the suspended state, and all the memory it holds."""
+    """The output of each operator, by name: the suspended state, and all the memory it holds."""
     runner = make_runner(model_folder("llama"))
     task = Request(runner, prompt(20)).task(0, 20)
     wanted = {

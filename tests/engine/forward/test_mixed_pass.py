@@ -1,4 +1,4 @@
-"""Passes of decodes and chunks together give what separate ones give."""
+"""Passes of decodes and chunks together give the results of separate passes."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_a_mixed_pass_gives_what_a_step_and_a_prefill_give(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["llama", "mistral-window", "mixtral"])
 def test_random_batches_give_the_tokens_of_separate_ones(name: str) -> None:
-    """Prompts come at random and are cut at random, beside whatever decodes."""
+    """Prompts come at random and are cut at random, beside any decodes."""
     chance = random.Random(name)
     prompts = [prompt(chance.randint(1, 120), seed=n) for n in range(9)]
     alone = make_runner(model_folder(name), num_pages=200)

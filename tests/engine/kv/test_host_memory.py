@@ -40,7 +40,7 @@ def test_a_view_keeps_the_memory_and_its_end_frees_it(monkeypatch: pytest.Monkey
     maps = []
 
     class Map(mmap.mmap):
-        """One that weak references can point at."""
+        """A mapping to which weak references can point."""
 
     def mapped(nbytes: int) -> Map:
         maps.append(weakref.ref(memory := Map(-1, nbytes)))
@@ -70,7 +70,7 @@ def test_more_than_there_is_is_refused() -> None:
 
 
 def test_a_mostly_unused_pool_takes_little() -> None:
-    """A layer's pages lie together, so few pages in use touch a huge page or two a layer."""
+    """A layer's pages lie together, so few pages in use touch a huge page or two per layer."""
     layout = KvLayout(
         model_hash="m",
         dtype="bfloat16",

@@ -1,4 +1,4 @@
-"""Pages of KV in host memory and back: the same bytes, whatever pages and slots they are in."""
+"""Pages of KV in host memory and back: the same bytes, in any pages and slots."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def layout(parts: int = 1) -> KvLayout:
 
 
 def storage(ranks: int = 0) -> torch.Tensor:
-    """Of one rank, or of several one after the other."""
+    """Returns the storage of one rank, or of several one after the other."""
     shape = (ranks, 3, PAGES, 2, 1, 8, 4) if ranks else (3, PAGES, 2, 2, 8, 4)
     return torch.randn(shape, generator=torch.Generator().manual_seed(1)).bfloat16()
 

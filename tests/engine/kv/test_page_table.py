@@ -1,4 +1,4 @@
-"""Page tables: what stays, and that only changes travel."""
+"""Page tables: entries stay, and only changes travel."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_the_table_stays_where_it_is_until_it_widens() -> None:
 def test_another_devices_copy_follows_by_deltas() -> None:
     chance = random.Random(1)
     table = PageTable(4)
-    table._is_host = False  # as if attention read elsewhere
+    table._is_host = False  # as if attention read on another device
     for _ in range(60):
         row = chance.randrange(4)
         table.put(row, [chance.randrange(90) for _ in range(chance.randint(0, 30))])
@@ -71,7 +71,7 @@ class Copies(TorchDispatchMode):
 
 def test_a_copy_takes_what_has_changed_and_no_more() -> None:
     table = PageTable(8)
-    table._is_host = False  # as if attention read elsewhere
+    table._is_host = False  # as if attention read on another device
     table.put(7, list(range(1000)))
     with Copies() as whole:
         table.copy_of(table.first(8))

@@ -31,7 +31,7 @@ def make_pool(num_pages: int = PAGES, dtype: str = "float32") -> KvPool:
 
 
 class PoolMachine(RuleBasedStateMachine):
-    """Any order of allocate, share and free keeps the pool's book equal to a plain counter."""
+    """Any order of allocate, share and free keeps the pool's record equal to a plain counter."""
 
     def __init__(self) -> None:
         super().__init__()

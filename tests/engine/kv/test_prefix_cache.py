@@ -34,12 +34,12 @@ def make_pool(num_pages: int = PAGES) -> KvPool:
 
 
 def kept(cache: PrefixCache, hashes: Iterable[int]) -> set[int]:
-    """Those of the blocks that are there."""
+    """Returns the hashes of the blocks that are in the cache."""
     return {name for name in hashes if cache.holds([name])}
 
 
 class Scheduler:
-    """What is told, put together."""
+    """Collects the reported changes."""
 
     def __init__(self, cache: PrefixCache) -> None:
         self._cache = cache
@@ -54,7 +54,7 @@ class Scheduler:
 
 
 class CacheMachine(RuleBasedStateMachine):
-    """Requests with prompts of a small tree of prefixes: each block's pages hold what it names."""
+    """Requests with prompts of a small tree of prefixes: each block's pages hold its own name."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -131,7 +131,7 @@ TestCacheMachine.settings = settings(max_examples=80, stateful_step_count=30)
 
 
 def computed(pool: KvPool, cache: PrefixCache, names: list[int]) -> list[int]:
-    """A request comes, is computed and goes."""
+    """A request comes, is computed and ends."""
     pages = cache.take(names)
     pages += pool.allocate(2 * len(names) - len(pages))
     cache.keep(names, pages)
@@ -238,7 +238,7 @@ def test_long_news_are_told_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     cache.tell_all()
     scheduler.hear()
     assert scheduler.knows == {1, 2, 3}
-    pool.free(pool.allocate(PAGES))  # all are evicted, two of them before anybody heard of them
+    pool.free(pool.allocate(PAGES))  # all are evicted, two of them before they were reported
     scheduler.hear()
     assert not scheduler.knows
     assert not cache.news().added

@@ -24,7 +24,7 @@ DOWN = "model.layers.1.mlp.down_proj.weight"
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A copy of a single-file model, to be damaged."""
+    """Returns a copy of a single-file model, to be damaged."""
     return Path(shutil.copytree(model_folder("llama"), tmp_path / "llama"))
 
 
@@ -121,7 +121,7 @@ def test_a_tensor_of_a_dtype_that_is_not_served_is_named(folder: Path) -> None:
 
 
 def test_tensors_that_no_layer_takes_are_refused_by_name(folder: Path) -> None:
-    """A bias that the config does not speak of would be left out of every number."""
+    """A bias that the config does not name would be left out of every number."""
     bias = "model.layers.{}.self_attn.q_proj.bias"
     edit_tensors(folder / "model.safetensors", {bias.format(1): torch.zeros(48)})
     assert f"{folder}: this model has no place for {bias.format(1)}; without" in refused(folder)

@@ -14,7 +14,7 @@ from support.tiny_models import model_folder, prompt
 
 @pytest.fixture
 def taken(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
-    """The shapes that were new memory, one after another."""
+    """Returns the shapes that were new memory, one after another."""
     shapes: list[tuple[int, ...]] = []
 
     def counted(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -90,7 +90,7 @@ def test_a_step_after_another_takes_no_new_memory(taken: list[tuple[int, ...]]) 
 
 
 def suspended(runner: ModelRunner, tokens: int, operator: str) -> int:
-    """Bytes that a pass holds after `operator` of its second layer."""
+    """Returns the bytes that a pass holds after `operator` of its second layer."""
     tables = prompt_tables([Request(runner, prompt(tokens)).task(0, tokens)], page_tokens=16)
     state = runner.states.ragged(tables, runner.passes._scratch, is_cut=True)
     for step in runner.passes.operators:

@@ -1,4 +1,4 @@
-"""Stages hold runs of layers: together all of a model, each nothing of another's."""
+"""Stages hold runs of layers: together the whole model, each nothing of another stage."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each rank of a group holds of a model's weights and heads."""
+"""The weights and heads that each rank of a group holds."""
 
 from __future__ import annotations
 

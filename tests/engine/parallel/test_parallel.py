@@ -1,4 +1,4 @@
-"""A tensor-parallel group does what one rank does, stopped and resumed anywhere."""
+"""A tensor-parallel group computes the same as one rank, stopped and resumed anywhere."""
 
 from __future__ import annotations
 
@@ -218,7 +218,7 @@ def test_an_execution_pool_preempts_all_ranks(group: RankGroup) -> None:
 
 
 def test_decode_steps_with_changing_tables(group: RankGroup) -> None:
-    """The table is told when it changes, and only then: it must never be an old one."""
+    """The table is sent when it changes, and only then: it must never be an old table."""
     folder = split_folder("llama-mha-sharded")
     alone, runner = make_runner(folder), open_runner(group, folder)
     rng = np.random.default_rng(3)

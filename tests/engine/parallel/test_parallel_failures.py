@@ -1,4 +1,4 @@
-"""What ends a tensor-parallel group: it ends at once, names the rank, and leaves no process."""
+"""Failures of a tensor-parallel group: it ends at once, names the rank, and leaves no process."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def start() -> Iterator[START]:
 
 
 def assert_ended(group: RankGroup, runner: Runner, message: str) -> None:
-    """No process is left, and whoever calls again is told the same."""
+    """No process is left, and every later call raises the same error."""
     assert not any(map(psutil.pid_exists, group.pids))
     with pytest.raises(RankError, match=message):
         prefill(runner, Request(runner, prompt(5)))
@@ -60,7 +60,7 @@ def test_a_rank_killed_in_a_pass_is_named_among_those_it_pulls_down(start: START
     with pytest.raises(RankError, match=message):
         list(steps)
     assert time.monotonic() - killed_s < 10
-    other.close()  # of a group that is gone: nothing is left to tell
+    other.close()  # of a group that has ended: nothing is left to send
     assert_ended(group, runner, message)
 
 

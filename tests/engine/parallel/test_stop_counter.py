@@ -42,7 +42,7 @@ def test_a_second_request_does_not_move_an_agreed_stop() -> None:
 def test_a_pass_goes_on_from_where_it_stopped() -> None:
     counter = StopCounter(CONTEXT, 2)
     counter.begin(7)
-    assert counter.request_stop() == 7  # before anybody began anything
+    assert counter.request_stop() == 7  # before any rank began an operator
     counter.begin(7)
     assert counter.enter(0, 7) and counter.enter(1, 7)
     assert counter.request_stop() == 8

@@ -1,4 +1,4 @@
-"""A staged model gives what the whole one gives, whatever is where in its pipeline."""
+"""A staged model gives the results of the whole model, with any passes in its pipeline."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from support.tiny_models import model_folder, prompt
 
 
 def assert_same(found: torch.Tensor, wanted: torch.Tensor, ranks: int) -> None:
-    """To the bit, where no sum was split over ranks."""
+    """Compares to the bit, where no sum was split over ranks."""
     tolerance = 0.0 if ranks == 1 else 1e-4
     torch.testing.assert_close(found, wanted, rtol=tolerance, atol=tolerance)
 
@@ -82,7 +82,7 @@ def test_every_stage_records_its_steps_though_their_tables_come_anew(
     for runner, request in zip(runners, requests, strict=True):
         prefill(runner, request)
     for number in range(60):
-        if number % 20 == 10:  # other passes come between, and want memory of their own
+        if number % 20 == 10:  # other passes come between, and need their own memory
             others = [prefill(runner, Request(runner, prompt(30))) for runner in runners]
             assert torch.equal(*others)
         for runner, request in zip(runners, requests, strict=True):
@@ -155,7 +155,7 @@ def test_random_batches_of_decodes_and_chunks_are_the_whole_models(
 
 
 def test_the_next_chunk_enters_as_one_leaves_the_first_stage(five_layers, staged) -> None:
-    """While the later stages stand still, the first takes in as many as there are slots."""
+    """While the later stages stand still, the first takes in as many passes as there are slots."""
     one = staged(five_layers, 2)
     gate, held = threading.Event(), threading.Event()
     original = one.rows[0].on_rows
@@ -252,7 +252,8 @@ def test_a_pass_that_is_given_up_leaves_nothing_anywhere(five_layers, staged, at
 
 
 def test_logits_wait_for_the_word_of_every_layer(five_layers, staged) -> None:
-    """Rows and words go different ways: whoever ends with the logits has had its KV told of."""
+    """Rows and reports travel separately: when the logits are there, all layers have been
+    reported."""
     one = staged(five_layers, 3)
     held, hear = [], one.answer
     one.answer = held.append
@@ -270,7 +271,7 @@ def test_logits_wait_for_the_word_of_every_layer(five_layers, staged) -> None:
 
 
 def test_what_came_back_and_waits_holds_up_no_stage(five_layers, staged) -> None:
-    """More passes than there are slots come back, and the first to begin goes on last."""
+    """More passes than there are slots come back, and the first to begin is resumed last."""
     one = staged(five_layers, 2)
     requests = [Request(one.runner, prompt(9, seed=n)) for n in range(12)]
     tasks = [request.task(0, 9) for request in requests]

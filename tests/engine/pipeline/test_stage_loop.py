@@ -1,4 +1,4 @@
-"""Passes that are left in a later stage, for others or for nobody."""
+"""Passes that are suspended in a later stage, for other passes or for none."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from support.tiny_models import prompt
 def test_a_pass_given_up_where_it_was_just_handed_on_leaves_nothing_behind(
     five_layers, staged
 ) -> None:
-    """Its rows are still to come at the next stage, which is told so and takes them."""
+    """The next stage, which gets the drop command, still takes the rows that are to come."""
     one = staged(five_layers, 3)
     loop, arrive = one.loops[0], one.rows[1].on_rows
     handed_on, gate = threading.Event(), threading.Event()
@@ -64,7 +64,7 @@ def impatient() -> Iterator[list[RankGroup]]:
 
 
 def test_ranks_of_a_stage_wait_for_nobody_while_a_ring_stands_still(five_layers, impatient) -> None:
-    """Left behind an operator of which the next one ends with a collective."""
+    """Left after an operator whose next operator ends with a collective."""
     one, wanted = Staged(five_layers, 2, groups=impatient), make_runner(five_layers)
     try:
         group = RingGroup(

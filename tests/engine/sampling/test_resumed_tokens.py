@@ -1,4 +1,4 @@
-"""An answer that a second life takes up is the answer of one that was never disturbed."""
+"""An answer that is resumed equals an answer that was never disturbed."""
 
 from __future__ import annotations
 
@@ -42,7 +42,8 @@ def runner():
 
 
 def generate(runner, ids: list[int], spec: SamplingSpec) -> Generated:
-    """Tokens, their log probabilities and why they end: prefill, then the batch of a decode."""
+    """Returns tokens, their log probabilities and the finish reason: prefill, then a decode
+    batch."""
     request = Request(runner, ids, room=spec.max_tokens)
     row = SamplingRow.first(spec, 0, ids)
     first = Sampler().sample(prefill(runner, request)[None], [row])
@@ -71,7 +72,7 @@ def generate(runner, ids: list[int], spec: SamplingSpec) -> Generated:
 
 
 def continued(runner, ids: list[int], spec: SamplingSpec, before: list[int]) -> Generated:
-    """What a life that takes up `before` makes of the rest."""
+    """Returns the rest of the answer after a resumption with `before`."""
     rest = replace(
         spec,
         max_tokens=spec.max_tokens - len(before),

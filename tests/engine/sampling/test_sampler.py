@@ -1,4 +1,4 @@
-"""What the sampler does to logits, and that it does the same in every batch."""
+"""The sampler's effects on logits, and that they are the same in every batch."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def normal_logits(*shape, seed=0, scale=3.0):
 
 
 def pick(logits, made):
-    """The token of one row, alone."""
+    """Returns the token of one row, alone."""
     sampled = Sampler().sample(torch.as_tensor(logits, dtype=torch.float32)[None], [made])
     assert not sampled.errors
     return sampled.token_ids[0]
@@ -75,7 +75,7 @@ def test_top_k_of_one_is_greedy_even_on_ties():
 
 
 def expected_penalties(logits, prompt, output, repetition, presence, frequency):
-    """Token by token, as the APIs that introduced them define them."""
+    """Computed token by token, as the APIs that introduced the penalties define them."""
     changed = logits.numpy().copy()
     for token_id in set(prompt) | set(output):
         value = changed[token_id]

@@ -17,7 +17,7 @@ NEAR = 1e-9  # closer to a threshold than this, the order of summation may decid
 
 
 def oracle(logits, spec):
-    """The token by sorting everything; None where a threshold is too close to call."""
+    """Returns the token by sorting everything; None where a threshold is too close to call."""
     order = sorted(range(len(logits)), key=lambda i: (-logits[i], i))
     ranked_logits = np.array([logits[i] for i in order], dtype=np.float64)
     weights = np.exp((ranked_logits - ranked_logits[0]) / spec.temperature)

@@ -1,4 +1,4 @@
-"""The fluid batch against one that counts every token."""
+"""The fluid batch against a batch that counts every token."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def job(index: int, tokens: int, new: int) -> Job:
 
 
 def fluid(arrivals: list[tuple[float, int, int]]) -> dict[str, float]:
-    """When each (arrival, prompt, new) is done."""
+    """Returns when each (arrival, prompt, new) ends."""
     batch, done, now_s, end_s = Batch(), {}, 0.0, float("inf")
     coming = [(at_s, job(i, tokens, new)) for i, (at_s, tokens, new) in enumerate(arrivals)]
     while coming or batch.members:
@@ -37,7 +37,7 @@ def fluid(arrivals: list[tuple[float, int, int]]) -> dict[str, float]:
 
 
 def by_token(arrivals: list[tuple[float, int, int]]) -> dict[str, float]:
-    """The same, step by step: who is there when a step begins takes part in it."""
+    """Returns the same, step by step: sequences present when a step begins take part in it."""
     coming = [
         [at_s, f"r{i}", tokens + 1, new - 1] for i, (at_s, tokens, new) in enumerate(arrivals)
     ]
@@ -75,7 +75,7 @@ def test_requests_end_when_counting_every_token_says(arrivals):
     exact = by_token(arrivals)
     longest_s = decode_step_s(len(arrivals), sum(tokens + new for _, tokens, new in arrivals))
     for request_id, end_s in fluid(arrivals).items():
-        # Joins happen at a step's end there, here in its middle: a step each way, of each joiner.
+        # Joins happen at a step's end there, and in its middle here: a step each way, per joiner.
         assert end_s == pytest.approx(exact[request_id], abs=2 * longest_s, rel=0.02)
 
 
@@ -85,7 +85,7 @@ def test_a_long_stretch_is_cut_and_stays_exact():
 
 
 def spread(index: int, tokens: int, new: int, *shards: tuple[str, int]) -> Job:
-    """Over workers with so many tokens each, the batch's own instance first."""
+    """Spreads a context over workers with so many tokens each, the batch's own instance first."""
     made, start, found = job(index, tokens, new), 0, []
     for worker_id, count in shards:
         found.append(Shard(worker_id=worker_id, start_token=start, end_token=start + count))
@@ -113,7 +113,7 @@ def test_a_step_waits_for_the_worker_that_has_most():
     batch.join(spread(1, 300, 5, ("d0", 200), ("k0", 105)), 0.0)
     assert batch.context == pytest.approx(201 + 101)  # k0 has of both
     batch.join(job(2, 50, 5), 0.0)
-    assert batch.context == pytest.approx(100 + 200 + 51)  # now those at home are more
+    assert batch.context == pytest.approx(100 + 200 + 51)  # now the KV owner has more
 
 
 def test_workers_take_part_once_an_answer_reaches_their_shards():

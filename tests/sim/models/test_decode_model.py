@@ -57,7 +57,7 @@ def test_kv_workers_share_a_long_context():
     alone = Run(toy_spec(), requests)
     spread = Run(limited(10_500, kvp=3), requests)
     assert spread.counters.kvp_onboardings == 3
-    # Of 40000 tokens a layer the home reads 656 pages; four workers exchange 3 messages.
+    # Of 40000 tokens per layer the KV owner reads 656 pages; four workers exchange 3 messages.
     read_s = LAYERS * DECODE_ATTN_S * (40_050 - 656 * 16)
     assert alone.records[0].tbt_s - spread.records[0].tbt_s == pytest.approx(
         read_s - LAYERS * 3e-5, rel=0.01
@@ -82,7 +82,9 @@ def two_of(tokens: int, new: int = 101) -> list[PlannedRequest]:
 
 
 def test_a_second_long_context_waits_for_all_of_its_memory():
-    """As the live scheduler places it: whole or not at all, though the home has room for a part."""
+    """As the live scheduler places it: whole or not at all, though the KV owner has room for a
+    part.
+    """
     room = {"decode_kv_tokens": 64_000, "kvp_kv_tokens": 16_000, "kvp": 3}
     run = Run(limited(16_000, **room), two_of(60_000))
     first, second = (run.records[i] for i in range(2))

@@ -104,7 +104,7 @@ def test_kv_workers_keep_iterations_flat():
     assert spread.counters.longest_step_s < 0.5 * alone.counters.longest_step_s
     expected_s = 0.0
     for done in range(0, 40_000, 1000):
-        # Shards fill up one after another: from the second on the home's is the longest.
+        # Shards fill up one after another: from the second shard on the KV owner's is the longest.
         degree = math.ceil((done + 1000) / 10_000)
         expected_s += pass_s((1000, min(done, 10_000) * degree), kvp=degree)
     assert spread.records[0].ttft_s == pytest.approx(expected_s, rel=1e-3)

@@ -1,4 +1,4 @@
-"""Prefill instances told by hand what to do: order, gangs, suspension, cancelling, death.
+"""Prefill instances under manual commands: order, gangs, suspension, cancelling, death.
 
 The semantics are those of `core.scheduler.effects`; FlowPrefill sections 5.1 and 6.4 for
 suspension.
@@ -36,7 +36,7 @@ class Bench:
         self._settle()
 
     def send(self, name: str, *chunks: tuple[int, str], new: int = 1) -> list[RunPrefill]:
-        """A request of (tokens, "p0 p1") chunks, for all its instances."""
+        """Sends a request of (tokens, "p0 p1") chunks to all its instances."""
         tokens = sum(size for size, _ in chunks)
         request = Request(id=name, proxy_id="x", prompt_tokens=tokens, max_new_tokens=new)
         self.world.jobs[name] = Job(planned(0, 0.0, tokens, new), request, 0.0)
@@ -81,7 +81,7 @@ def _shape(tokens: int) -> BatchShape:
 
 
 def refs(*names: str) -> tuple[tuple[ChunkRef, ...], ...]:
-    """ "a b+c d.1" style: one entry a name, + batches, .n is a chunk."""
+    """Returns the queue in "a b+c d.1" style: one entry per name, + batches, .n is a chunk."""
     entries = []
     for entry in names:
         parts = [part.partition(".") for part in entry.split("+")]

@@ -23,7 +23,7 @@ def passes_of(tokens: int, history: int, longest: int) -> list[tuple[int, int]]:
 
 
 def ends_of(parts: list[tuple[int, int]], granularity: str) -> list[float]:
-    """Every boundary, one by one: what lies outside the layers is spread over them."""
+    """Returns every boundary, one by one: time outside the layers is spread over them."""
     ends, now_s = [0.0], 0.0
     for part in parts:
         shape = BatchShape(prefills=(part,))

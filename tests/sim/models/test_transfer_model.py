@@ -14,7 +14,7 @@ from support.simulation import planned, toy_spec
 
 
 class Site:
-    """A decode instance and what has landed there. A token is 4000 bytes, a link 1e9 bytes/s."""
+    """A decode instance and the landed requests. A token is 4000 bytes, a link 1e9 bytes/s."""
 
     def __init__(self, backends: int = 1, handshake_s: float = 0.0) -> None:
         self.clock, self.tally = Clock(), Tally()
@@ -27,7 +27,7 @@ class Site:
         self.landed[attempt.job.id] = self.clock.now_s
 
     def attempt(self, name: str, *sizes: tuple[int, int]) -> Attempt:
-        """Chunks of (tokens, group)."""
+        """Makes an attempt with chunks of (tokens, group)."""
         chunks, start = [], 0
         for index, (tokens, sp) in enumerate(sizes):
             ids = tuple(f"p{i}" for i in range(sp))
@@ -39,13 +39,13 @@ class Site:
         return Attempt(Job(planned(0, 0.0, start, 2), request, 0.0), tuple(chunks), self.decode, 1)
 
     def at(self, time_s: float) -> None:
-        """Runs what happens until then."""
+        """Runs all callbacks up to that time."""
         self.clock.at(time_s, lambda _: None)
         while self.clock.next_s is not None and self.clock.next_s <= time_s:
             self.clock.run_next()
 
     def compute(self, attempt: Attempt, start_s: float, end_s: float) -> None:
-        """All its chunks, each from the end of the one before, evenly."""
+        """Computes all its chunks, each from the end of the chunk before, evenly."""
         self.at(start_s)
         self.transfers.begin(attempt)
         length_s = (end_s - start_s) / len(attempt.chunks)

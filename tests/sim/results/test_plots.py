@@ -1,4 +1,4 @@
-"""Pictures are drawn from what they are given, and name their units."""
+"""Pictures are drawn from their inputs, and name their units."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PNG = b"\x89PNG\r\n\x1a\n"
 
 @pytest.fixture
 def figures(monkeypatch):
-    """Every figure made during the test."""
+    """Collects every figure made during the test."""
     made = []
     original = Figure.__init__
 

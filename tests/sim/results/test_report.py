@@ -1,4 +1,4 @@
-"""Figures of a simulation, against ones computed from all records at once."""
+"""Figures of a simulation, against figures computed from all records at once."""
 
 from __future__ import annotations
 

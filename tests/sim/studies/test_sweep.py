@@ -1,4 +1,4 @@
-"""Searching the edge of what a system carries."""
+"""Searches the largest load that a system carries."""
 
 from __future__ import annotations
 

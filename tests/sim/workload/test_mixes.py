@@ -1,4 +1,4 @@
-"""Synthetic workloads against the figures that the papers publish of theirs."""
+"""Synthetic workloads against the figures that the papers publish."""
 
 from __future__ import annotations
 

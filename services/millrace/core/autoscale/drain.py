@@ -57,11 +57,11 @@ class Registration:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Instance:
-    """An instance as its connector knows it."""
+    """An instance as its connector observes it."""
 
     id: str
-    ready: bool  # the process serves: requests may be in flight to it
-    leaves_since_s: float | None = None  # None: it stays
+    ready: bool  # the process serves, so requests may be in flight to it
+    leaves_since_s: float | None = None  # None: the instance stays
     registration: Registration | None = None  # None also while the scheduler does not answer
     cordon_is_own: bool = True  # the connector cordoned the instance, and may uncordon it
 

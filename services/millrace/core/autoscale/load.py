@@ -1,7 +1,8 @@
-"""What the scheduler says of a pool's load: the signals that autoscaling reads.
+"""The load of each pool as the scheduler reports it: the signals that autoscaling reads.
 
-Not from a paper; which signals, and why these, is in `autoscale`. A signal that is None was not
-measured. Whoever sets a pool's size adds what only it knows: what starts, what drains, its quota.
+Not from a paper; `autoscale` says which signals it reads and why. None stands for a signal that was
+not measured. The component that sets a pool's size adds the numbers that the scheduler does not
+know: starting instances, draining instances, the quota.
 """
 
 from __future__ import annotations
@@ -29,10 +30,11 @@ class PoolLoad:
     def metrics(
         self, *, sampled_s: float, parked_requests: int, size: int, quota: int | None = None
     ) -> PoolMetrics:
-        """A sample for `Autoscaler.step`, taken at `sampled_s` by the clock of its `now_s`.
+        """Returns a sample for `Autoscaler.step`, taken at `sampled_s` by the clock of its `now_s`.
 
-        `size`: instances that were asked for and not told to go. Those of them that are not ready
-        start; ready ones beyond it (not cordoned yet, or a rollout's surge) are no capacity.
+        `size`: instances that were asked for and not told to leave. Instances among them that are
+        not ready are starting. Ready instances beyond `size` (not cordoned yet, or a rollout's
+        surge) are no capacity.
         """
         ready = min(self.ready, size)
         return PoolMetrics(
@@ -60,5 +62,5 @@ class FleetLoad:
     parked_requests: int = 0  # held back at the proxies until a pool wakes
 
     def of(self, role: str) -> PoolLoad:
-        """A pool without an instance has a load, too: none."""
+        """Returns a pool's load; a pool without an instance has a load of nothing."""
         return self.pools.get(role, PoolLoad(role=role))

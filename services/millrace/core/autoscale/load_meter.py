@@ -1,20 +1,22 @@
-"""Measures a fleet's load from what its scheduler sees: `LoadMeter.load(now_s) -> FleetLoad`.
+"""Measures a fleet's load in the scheduler: `LoadMeter.load(now_s) -> FleetLoad`.
 
-Not from a paper. `saw` is told of every step of the machine; what stands in the machine itself is
-read when somebody asks. Rates and ratios are those of the last `window_s` seconds.
+Not from a paper. `saw` gets every step of the machine. `load` reads the rest from the machine at
+the time of the call. Rates and ratios cover the last `window_s` seconds.
 
-- `arriving` counts what was refused as too much, too: it is load that the pool could not take.
-- A TTFT counts when the first token is out, and before that from the moment the objective is
-  missed: a pool that stands still gives no first tokens, and must not look calm for it. So does
-  that of a request that ended without a token after it had missed its objective.
-- A TBT counts when the answer ends, over all of it, and while it runs as the time from token to
-  token that its instance's last heartbeat told: answers of minutes must not be news of the past.
-- Whoever waits for a decode instance's pages waits for nothing that prefill could do: neither
-  `backlog_s` nor the TTFT counts it, and `kv_utilisation` does, which may then be above 1. So the
-  pool that grows is the one that is short.
+- `arriving` includes requests that were refused as too many: they are load that the pool could not
+  take.
+- A TTFT counts when the first token is out, and earlier from the moment when its objective is
+  missed: a pool that stands still emits no first tokens and must not look idle. The TTFT of a
+  request that ended without a token counts too, if it had missed its objective.
+- A TBT counts when the answer ends, as the mean over the answer. While the answer runs, the time
+  between tokens from its instance's last heartbeat counts: an answer may run for minutes.
+- A request that waits for a decode instance's pages waits for nothing that prefill could do. So
+  `backlog_s` and the TTFT leave it out, and `kv_utilisation` includes it and may exceed 1. The pool
+  that lacks capacity is then the pool that grows.
 
-A fleet prefills on instances of one role, prefill or mixed; with both, each role is told the whole.
-A role is told of even when its last instance is gone: requests may wait for the next.
+A fleet prefills on instances of one role, prefill or mixed. With both roles, each role's load is
+that of the whole fleet. A role has a load even after its last instance left: requests may wait for
+the next instance.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ from millrace.core.scheduler.machine import Machine
 
 WINDOW_S = 15.0
 
-#: What arrived is divided by so many seconds at least: one request in the first moment is no rate.
+#: Arrivals are divided by at least this many seconds: one request in the first moment is no rate.
 LEAST_SPAN_S = 5.0
 
 _PREFILLS = frozenset({RequestState.QUEUED, RequestState.PREFILLING, RequestState.TRANSFERRING})
@@ -57,7 +59,9 @@ class _Unanswered:
     placed_s: float | None = None  # for the first time
 
     def ratio(self, now_s: float) -> _Ratio | None:
-        """Of the time since it was placed to the first token, or so far; None before that."""
+        """Returns time to the first token (so far, if none is out) over its objective; None before
+        placement.
+        """
         if self.placed_s is None:
             return None
         until_s = now_s if self.request.first_token_s is None else self.request.first_token_s
@@ -65,7 +69,7 @@ class _Unanswered:
 
 
 class LoadMeter:
-    """Signals of all pools of one machine. `since_s`: from when on it is told of every step."""
+    """Measures all pools of one machine. `since_s`: the time of its first step."""
 
     def __init__(self, machine: Machine, since_s: float, window_s: float = WINDOW_S) -> None:
         self._machine = machine
@@ -81,7 +85,7 @@ class LoadMeter:
     # ---- what is seen
 
     def saw(self, event: Event, effects: Iterable[Effect], now_s: float) -> None:
-        """A step of the machine, right after it."""
+        """Takes in one step of the machine, immediately after the step."""
         if isinstance(event, Submitted):
             self._submitted(event.request, effects, now_s)
         for effect in effects:
@@ -133,7 +137,9 @@ class LoadMeter:
     # ---- what is asked
 
     def load(self, now_s: float, parked_requests: int = 0) -> FleetLoad:
-        """The load now; `parked_requests` are what the proxies hold back."""
+        """Returns the load at `now_s`; `parked_requests` are the requests that the proxies hold
+        back.
+        """
         for seen in (self._arrived, self._ttft, self._tbt):
             _forget(seen, now_s - self._window_s)
         self._roles |= {one.card.role for one in self._instances()} - {"kvp"}
@@ -161,9 +167,10 @@ class LoadMeter:
         )
 
     def _backlog_s(self, known: Iterable[Instance], now_s: float) -> float:
-        """Predicted seconds of one instance that what waits, and what these hold, still takes.
+        """Returns the predicted seconds of one instance for waiting requests and for these
+        instances' tasks.
 
-        A mixed instance orders its own work, and tells of a prefill only that it is done.
+        A mixed instance orders its own work, and reports only the end of a prefill.
         """
         mixed = {one.id for one in known if isinstance(one, DecodeInstance)}
         served = any(not one.draining for one in known)
@@ -190,7 +197,7 @@ class LoadMeter:
                 yield ratio
 
     def _kv_utilisation(self, ready: Iterable[Instance]) -> float | None:
-        """Of the pages of decode, what requests hold, are to hold, and wait for."""
+        """Returns the share of decode's pages that requests hold, are to hold, and wait for."""
         decodes = [one for one in ready if isinstance(one, DecodeInstance)]
         slots = sum(one.card.kv_pages * one.page_tokens for one in decodes)
         if not slots:
@@ -214,7 +221,7 @@ class LoadMeter:
                 yield _over(request.slo.class_name, owner.tbt_s, request.slo.tbt_s)
 
     def _kvp(self, now_s: float) -> PoolLoad:
-        """Of each request that is spread, or will be, the context."""
+        """Returns the KVP load: the context of each request that is spread or will be spread."""
         known = [one for one in self._instances() if isinstance(one, KvpInstance)]
         ready = sum(not one.draining for one in known)
         requests = self._machine.requests.values()
@@ -229,7 +236,9 @@ class LoadMeter:
         )
 
     def _context(self, request: LiveRequest, now_s: float) -> Context | None:
-        """None of a request that needs no KVP worker: decode instances hold all of it."""
+        """Returns the request's context; None if it needs no KVP worker: decode instances hold all
+        of it.
+        """
         final_tokens = request.prompt_tokens + request.max_new_tokens
         if request.decode_id is None:
             at_owner = self._waits_to_spread(request)
@@ -260,9 +269,10 @@ class LoadMeter:
         )
 
     def _waits_to_spread(self, request: LiveRequest) -> int | None:
-        """Of an unplaced request that will be spread, the tokens that a home would hold at most.
+        """Returns the tokens that a KV owner would hold at most, of an unplaced request that will
+        be spread.
 
-        None of one that will not.
+        None for a request that will not be spread.
         """
         found = None
         for pool in self._machine.cluster.ready_pools():
@@ -274,7 +284,7 @@ class LoadMeter:
 
 
 def _tbt_of_answer(request: LiveRequest, event: Event, now_s: float) -> list[_Ratio]:
-    """None of an answer whose length nobody told, and of one without a second token."""
+    """Returns the answer's mean TBT; empty if its length is unknown or it has no second token."""
     if not isinstance(event, RequestFinished) or request.first_token_s is None:
         return []
     seconds = now_s - request.first_token_s
@@ -285,12 +295,12 @@ def _tbt_of_answer(request: LiveRequest, event: Event, now_s: float) -> list[_Ra
 
 
 def _over(class_name: str, seconds: float, objective_s: float | None) -> _Ratio:
-    assert objective_s  # only requests that have one are followed
+    assert objective_s  # only requests that have an objective are followed
     return class_name, seconds / objective_s
 
 
 def _worst(ratios: Iterable[_Ratio]) -> float | None:
-    """The mean of the class that is worst off; None of no ratios."""
+    """Returns the mean of the class with the highest mean; None without ratios."""
     classes: dict[str, list[float]] = {}
     for name, ratio in ratios:
         classes.setdefault(name, []).append(ratio)

@@ -1,31 +1,32 @@
-"""How many replicas a pool should have: `Autoscaler.step(metrics, now_s) -> Recommendation`.
+"""Computes how many replicas a pool should have: `Autoscaler.step(metrics, now_s) ->
+Recommendation`.
 
-Pure: every driver, live or simulated, calls the same object. Not from a paper; the
-averaging over stabilisation windows and the ceil(replicas x measured / target) rule are those of
-Kubernetes' HorizontalPodAutoscaler (its documentation, "Algorithm details"), deviations below.
+Pure: every driver, live or simulated, calls the same object. Not from a paper; the averaging over
+stabilisation windows and the ceil(replicas x measured / target) rule are those of Kubernetes'
+HorizontalPodAutoscaler (its documentation, "Algorithm details"), deviations below.
 
-Signals, by pool. Of several the largest wish counts.
+Signals per pool. With several signals, the largest wish counts.
 
-- prefill: predicted seconds of work that wait or run, an instance (`backlog_s` over the pool; a
-  count of requests says nothing when one prompt takes a thousand times as long as another), the
+- prefill: predicted seconds of waiting and running work per instance (`backlog_s` covers the pool;
+  a count of requests tells nothing when one prompt takes a thousand times as long as another), the
   predicted seconds that arrive per second (`arriving`), TTFT over its objective;
 - decode: share of KV slots in use, TBT over its objective;
-- kvp: the workers that the contexts need as long as they will be after the lead time (see `kvp`),
+- kvp: the workers that the contexts need, as long as they will be after the lead time (see `kvp`),
   and warm spares.
 
 Rules, in this order:
 
-1. Stale metrics move nothing; the size held meanwhile counts as wished for, so that scale-in waits
-   a whole window after they come back.
-2. A measured ratio within the dead band of its target wishes for what there is. Starting replicas
-   are capacity. What counts whole workers (kvp) has no band.
-3. Up: the least wish of the up window. Down: the largest wish of the down window, which starts
-   with the size found at the first step, so that a restart of the driver scales nothing in.
-4. At most `max_step` replicas within `period_s`, each way (the step of one pass would depend on how
-   often the driver asks).
-5. Minimum, maximum and quota. Quota never takes away what runs.
-6. To zero after `idle_s` without a request; a parked request wakes the pool at once, stale metrics
-   or not.
+1. Stale metrics change nothing. The size that is held meanwhile counts as the wish, so that
+   scale-in waits for a whole window after metrics come back.
+2. A measured ratio within the dead band of its target wishes for the present size. Starting
+   replicas are capacity. A signal that counts whole workers (kvp) has no band.
+3. Up: the least wish of the up window. Down: the largest wish of the down window, which starts with
+   the size found at the first step, so that a restart of the driver scales nothing in.
+4. At most `max_step` replicas within `period_s`, each way (a limit per step would depend on how
+   often the driver calls).
+5. Minimum, maximum and quota. The quota never removes running replicas.
+6. To zero after `idle_s` without a request; a parked request wakes the pool at once, even when
+   metrics are stale.
 """
 
 from __future__ import annotations
@@ -47,22 +48,23 @@ def _check(name: str, value: float, low: float, high: float) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Context:
-    """A request as a KVP pool sees it; one that waits for workers is as long as it will get."""
+    """A request as a KVP pool sees it; a request that waits for workers counts at its final
+    length."""
 
-    tokens: int  # now
+    tokens: int  # tokens now
     final_tokens: int  # what it may grow to at most
     growth_tokens_s: float = 0.0  # prefill or decode speed
     home_tokens: int = 0  # of its first positions, held at the decode instance
 
     def tokens_after(self, seconds: float) -> int:
-        """Tokens that the pool will hold of it in `seconds`."""
+        """Returns the tokens of the request that the pool will hold in `seconds`."""
         grown = math.ceil(self.tokens + self.growth_tokens_s * seconds)
         return max(min(grown, self.final_tokens) - self.home_tokens, 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolMetrics:
-    """One sample of a pool. A signal that is None was not measured and has no say."""
+    """One sample of a pool. None stands for a signal that was not measured; it is ignored."""
 
     sampled_s: float  # when, by the clock of `now_s`
     ready: int
@@ -82,13 +84,13 @@ class PoolMetrics:
 
     @property
     def capacity(self) -> int:
-        """Replicas that serve or will without a further word."""
+        """Returns the replicas that serve or are starting."""
         return self.ready + self.starting
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wish:
-    """Replicas that one signal asks for."""
+    """The number of replicas that one signal asks for."""
 
     replicas: int
     reason: str
@@ -96,7 +98,7 @@ class Wish:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Direction:
-    """How fast a pool may grow, or shrink."""
+    """How fast a pool may grow, or how fast it may shrink."""
 
     window_s: float = 0.0
     max_step: int = 2
@@ -112,10 +114,10 @@ class Direction:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillTargets:
-    """What a prefill pool is to keep to."""
+    """The targets of a prefill pool."""
 
-    backlog_s: float = 4.0  # an instance
-    utilisation: float = 0.8  # arriving seconds of work an instance and second
+    backlog_s: float = 4.0  # seconds of work per instance
+    utilisation: float = 0.8  # seconds of work that arrive per instance and second
     ttft_slo_ratio: float = 0.8
 
     def __post_init__(self) -> None:
@@ -124,7 +126,9 @@ class PrefillTargets:
         _check("targets.ttft_slo_ratio", self.ttft_slo_ratio, 0.05, 1.0)
 
     def wishes(self, m: PoolMetrics, config: AutoscaleConfig) -> list[Wish]:
-        """`backlog_s` and `arriving` are sums over the pool, TTFT is the ready replicas' doing."""
+        """Returns the wishes. `backlog_s` and `arriving` are sums over the pool; TTFT is of ready
+        replicas.
+        """
         return [
             *_ratio("backlog of {:.3g} s an instance", m.backlog_s, self.backlog_s, m, config),
             *_ratio("load of {:.3g} an instance", m.arriving, self.utilisation, m, config),
@@ -140,7 +144,7 @@ class PrefillTargets:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeTargets:
-    """What a decode pool is to keep to."""
+    """The targets of a decode pool."""
 
     kv_utilisation: float = 0.8
     tbt_slo_ratio: float = 0.9
@@ -150,7 +154,9 @@ class DecodeTargets:
         _check("targets.tbt_slo_ratio", self.tbt_slo_ratio, 0.05, 1.0)
 
     def wishes(self, m: PoolMetrics, config: AutoscaleConfig) -> list[Wish]:
-        """Both are the ready replicas' doing: what starts shares their load later."""
+        """Returns the wishes. Both signals are of ready replicas: starting replicas share the load
+        later.
+        """
         return [
             *_ratio(
                 "KV in use at {:.3g}", _sum(m, m.kv_utilisation), self.kv_utilisation, m, config
@@ -167,13 +173,13 @@ class DecodeTargets:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvpTargets:
-    """What a pool of KVP workers is to keep to."""
+    """The targets of a pool of KVP workers."""
 
     tokens_per_worker: int = 262_144  # of one request (M in `kvp`)
     worker_kv_tokens: int = 0  # of all requests, by a worker's memory; 0: tokens_per_worker
     max_workers_per_request: int = 16
     warm_spares: int = 1
-    lead_s: float = 30.0  # from the wish to a worker that is ready
+    lead_s: float = 30.0  # from the wish to a ready worker
 
     def __post_init__(self) -> None:
         _check("targets.tokens_per_worker", self.tokens_per_worker, 1, math.inf)
@@ -183,7 +189,9 @@ class KvpTargets:
         _check("targets.lead_s", self.lead_s, 0.0, math.inf)
 
     def wishes(self, m: PoolMetrics, config: AutoscaleConfig) -> list[Wish]:
-        """The longest request needs its degree in different workers, all of them the memory."""
+        """Returns the wishes. The longest request needs its degree in different workers; all need
+        the memory.
+        """
         del config
         sizes = [context.tokens_after(self.lead_s) for context in m.contexts]
         longest = degree(max(sizes), self.tokens_per_worker) if any(sizes) else 0
@@ -203,14 +211,14 @@ Targets = PrefillTargets | DecodeTargets | KvpTargets
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AutoscaleConfig:
-    """One pool's limits. `targets` has one entry, or two for a pool of mixed instances."""
+    """The limits of one pool. `targets` has one entry, or two for a pool of mixed instances."""
 
     targets: tuple[Targets, ...]
     min_replicas: int = 1
     max_replicas: int = 8
     up: Direction = Direction()
     down: Direction = Direction(window_s=300.0, max_step=1, period_s=60.0, tolerance=0.2)
-    stale_s: float = 30.0  # a sample older than this is no news
+    stale_s: float = 30.0  # an older sample is stale
     scale_to_zero: bool = False
     idle_s: float = 600.0  # without a request, before the last replicas go
 
@@ -229,7 +237,7 @@ class AutoscaleConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recommendation:
-    """What to set the pool's size to. `limited` says that a limit cut what the signals wish."""
+    """The size to set for the pool. `limited` names the limit that cut the wish of the signals."""
 
     replicas: int
     reason: str
@@ -240,7 +248,7 @@ class Recommendation:
 
 @dataclass(slots=True, eq=False)
 class AutoscaleState:
-    """What an autoscaler remembers; all of it is found again by waiting a window."""
+    """The state of an autoscaler. After a restart, one window of waiting restores all of it."""
 
     wishes: deque[tuple[float, int]] = field(default_factory=deque)  # (when, replicas)
     changes: deque[tuple[float, int]] = field(default_factory=deque)  # (when, difference)
@@ -248,20 +256,20 @@ class AutoscaleState:
 
 
 class Autoscaler:
-    """Of one pool. `step` is called at any pace, with times that never run backwards."""
+    """Autoscales one pool. `step` is called at any pace, with times that never run backwards."""
 
     def __init__(self, config: AutoscaleConfig) -> None:
         self.config = config
         self.state = AutoscaleState()
 
     def step(self, metrics: PoolMetrics, now_s: float) -> Recommendation:
-        """The pool's size from now on, and why."""
+        """Returns the pool's size from now on, with the reason."""
         stale = now_s - metrics.sampled_s > self.config.stale_s
         idle = self._idle(metrics, now_s, stale)
         wish = self._wish(metrics, now_s, stale, idle)
         self._remember(wish, metrics, now_s)
         if metrics.parked_requests and not metrics.capacity:
-            target = max(wish.replicas, 1)  # no window holds up a waking pool
+            target = max(wish.replicas, 1)  # no window delays a waking pool
         elif idle:
             target = 0
         else:
@@ -278,12 +286,14 @@ class Autoscaler:
         )
 
     def _idle(self, metrics: PoolMetrics, now_s: float, stale: bool) -> bool:
-        """Whether the pool goes to zero, or stays there: no request for long, none in sight."""
+        """Returns whether the pool goes to zero, or stays at zero: no request for `idle_s`, and
+        none waits.
+        """
         busy = metrics.active_requests or metrics.parked_requests or metrics.contexts
         if stale or busy:
             self.state.idle_since_s = None
             asleep = self.config.scale_to_zero and metrics.capacity == 0
-            return asleep and stale and not metrics.parked_requests  # old news wakes nobody
+            return asleep and stale and not metrics.parked_requests  # stale metrics wake no pool
         if self.state.idle_since_s is None:
             self.state.idle_since_s = now_s
         idle_s = now_s - self.state.idle_since_s
@@ -314,7 +324,7 @@ class Autoscaler:
         _forget(state.changes, now_s - max(up.period_s, down.period_s))
 
     def _stabilised(self, capacity: int, now_s: float) -> int:
-        """The size nearest to what there is that some wish of both windows allows."""
+        """Returns the size nearest to the present size that a wish of both windows allows."""
         up_since_s, down_since_s = (
             now_s - self.config.up.window_s,
             now_s - self.config.down.window_s,
@@ -327,9 +337,9 @@ class Autoscaler:
     def _limited(
         self, target: int, metrics: PoolMetrics, now_s: float, idle: bool
     ) -> tuple[int, str]:
-        """`target` within the limits, and the last limit that cut it.
+        """Returns `target` within the limits, and the last limit that cut it.
 
-        A person's limits are obeyed at once, whatever the step.
+        The configured minimum and maximum apply at once, whatever the step.
         """
         config, capacity = self.config, metrics.capacity
         limited_by = ""
@@ -337,7 +347,7 @@ class Autoscaler:
         stepped = min(max(target, capacity - down_by), capacity + up_by)
         if not idle and stepped != target:
             target, limited_by = stepped, "step"
-        # One that sleeps or wakes is below its minimum by leave of scale_to_zero.
+        # A sleeping or waking pool is below its minimum because scale_to_zero allows it.
         least = 0 if idle else max(config.min_replicas, 1)
         room = config.max_replicas
         if target < least:
@@ -351,7 +361,7 @@ class Autoscaler:
         return target, limited_by
 
     def _steps_left(self, now_s: float) -> tuple[int, int]:
-        """Replicas that may still be added, and removed, in the running periods."""
+        """Returns the replicas that may still be added, and removed, in the current periods."""
         up, down, changes = self.config.up, self.config.down, self.state.changes
         added = sum(d for at_s, d in changes if d > 0 and at_s > now_s - up.period_s)
         removed = -sum(d for at_s, d in changes if d < 0 and at_s > now_s - down.period_s)
@@ -361,7 +371,7 @@ class Autoscaler:
 def _ratio(
     what: str, total: float | None, target: float, m: PoolMetrics, config: AutoscaleConfig
 ) -> list[Wish]:
-    """The wish of a signal whose sum over the pool is `total` and whose aim a replica `target`."""
+    """Returns the wish of a signal with the sum `total` over the pool and `target` per replica."""
     if total is None:
         return []
     capacity = m.capacity
@@ -374,7 +384,7 @@ def _ratio(
 
 
 def _sum(m: PoolMetrics, each: float | None) -> float | None:
-    """Sum over the pool of what was measured at its ready replicas; None without any."""
+    """Returns the sum over the pool, from the values at its ready replicas; None without any."""
     return None if each is None or not m.ready else each * m.ready
 
 

@@ -1,23 +1,23 @@
-"""Online correction of predicted times: of each instance, and of each band of lengths.
+"""Corrects predicted times online, per instance and per band of lengths.
 
 FlowPrefill section 6.4 fits its predictor offline and shows online errors to be small; Tetris
-section 5.1 reuses a fit until the GPU or model changes. Neither corrects a fit that is off. Here
-the observed time of a piece of work is taken to be
+section 5.1 reuses a fit until the GPU or model changes. Neither corrects a wrong fit. Here the
+observed time of a piece of work is taken to be
 
     predicted * exp(instance + band) + overhead:
 
-what the instance's device and machine do to all its work, what the profile does not know of work of
-that length and SP degree (its band), and what each piece costs live and did not when measured. None
-is seen alone. All are believed as Gaussians, and each finished piece of work moves them by their
-uncertainty (an extended Kalman filter of the logarithm; bands are taken to be independent): short
-pieces say what the overhead is, long ones nearly all of the instance, and what then differs from
-band to band is the bands'. So a machine that is busy is learned from short prompts and holds for
-long ones too.
+`instance`: the error of the device and machine, common to all work of the instance. `band`: the
+error of the profile for work of that length and SP degree. `overhead`: seconds that each piece
+costs live and did not cost when the profile was measured. No term is observed alone. All three are
+Gaussian beliefs, and each finished piece of work moves them by their uncertainty (an extended
+Kalman filter of the logarithm; bands are taken to be independent). Short pieces determine the
+overhead, long pieces nearly all of the instance's factor; differences between bands go to the
+bands. So the factor of a busy machine is learned from short prompts and holds for long prompts too.
 
-An observation that differs from the prediction by more than `outlier` times, and by more than is
-uncertain, counts for nothing (a page fault, a paused process), unless `persistent` of them follow
-one another on the same side: then it was the instance that changed, or, where others came as
-predicted in between, the band.
+An observation is ignored (a page fault, a paused process) if it differs from the prediction by more
+than `outlier` times, and by more than the uncertainty. If `persistent` such observations follow one
+another on the same side, they are believed: the instance changed, or, if other bands came as
+predicted in between, the band changed.
 """
 
 from __future__ import annotations
@@ -32,16 +32,18 @@ from millrace.core.errors import ConfigError
 
 #: The SP degree, and the octave of the token that the work ends with.
 Band = tuple[int, int]
-#: What is known of an octave says so much of the next one, of which nothing is.
+#: How much a known octave determines the next octave, of which nothing is known.
 NEXT_OCTAVE = 0.5
-#: Of Gauss and Newton towards the likeliest beliefs.
+#: Gauss-Newton steps towards the likeliest beliefs.
 STEPS = 4
 #: Requests that `OnTop` remembers, and of how many of them it takes the median.
 LAST, NEAREST = 64, 9
 
 
 def band_of(end_token: int, sp: int = 1) -> Band:
-    """Of work that ends with `end_token` (history and own tokens) on a group of `sp`."""
+    """Returns the band of work that ends with `end_token` (history and own tokens) on a group of
+    `sp`.
+    """
     return sp, end_token.bit_length()
 
 
@@ -50,10 +52,11 @@ class CorrectionConfig:
     """How fast and how far predictions are corrected.
 
     noise, instance, band: standard deviations of the logarithm: of one observation, of an instance
-    and of a band of which nothing is known. overhead_s: that of what a piece of work costs whatever
-    its length. jitter_s: what one piece may take more than another for no reason. drift: how far an
-    instance moves, a band moves a third of it, from one observation to the next. least, most:
-    bounds of observed over predicted.
+    and of a band of which nothing is known. overhead_s: standard deviation of the seconds that a
+    piece of work costs at any length. jitter_s: standard deviation of the seconds by which one
+    piece differs from another at random. drift: how far an instance moves from one observation to
+    the next; a band moves a third of it. least, most: bounds of observed over predicted.
+
     outlier: ratio to the prediction beyond which an observation is ignored. persistent: outliers in
     a row that are believed after all.
     """
@@ -86,7 +89,9 @@ class CorrectionConfig:
 
 @dataclass(slots=True)
 class _Belief:
-    """A mean and its variance; strange: outliers in a row, negative below what was predicted."""
+    """A mean and its variance. strange: outliers in a row, negative if they are below the
+    prediction.
+    """
 
     variance: float
     mean: float = 0.0
@@ -99,8 +104,10 @@ class _Belief:
 
 @dataclass(slots=True)
 class _Instance(_Belief):
-    """About the logarithm of its factor. `overhead` is of seconds, `together` their covariance:
-    what a short piece says of both it says of neither alone.
+    """The belief about the logarithm of an instance's factor.
+
+    `overhead` is in seconds, `together` the covariance of both: a short piece of work is evidence
+    of both at once.
     """
 
     overhead: _Belief = field(default_factory=lambda: _Belief(0.0))
@@ -108,7 +115,7 @@ class _Instance(_Belief):
     bands: dict[Band, _Belief] = field(default_factory=dict)
 
     def of_band(self, band: Band) -> float:
-        """What is believed of it, or, where nothing is, what its nearest octave suggests."""
+        """Returns the belief about the band, or, if nothing is known, about its nearest octave."""
         if band in self.bands:
             return self.bands[band].mean
         sp, octave = band
@@ -123,14 +130,16 @@ class _Instance(_Belief):
 
 
 class Corrections:
-    """What is believed of each instance: its factor, its bands' factors, its overhead."""
+    """The beliefs about each instance: its factor, its bands' factors, its overhead."""
 
     def __init__(self, config: CorrectionConfig | None = None) -> None:
         self._config = config or CorrectionConfig()
         self._instances: dict[str, _Instance] = {}
 
     def seconds(self, instance_id: str, band: Band, predicted_s: float) -> float:
-        """What work of this band will take there, of which the profile says `predicted_s`."""
+        """Returns the corrected seconds of work of this band, for which the profile predicts
+        `predicted_s`.
+        """
         instance = self._instances.get(instance_id)
         if instance is None or predicted_s <= 0.0:
             return predicted_s
@@ -141,7 +150,7 @@ class Corrections:
     ) -> None:
         """Takes in one finished piece of work; `predicted_s` is the profile's, uncorrected.
 
-        Times that are not finite and above 0 are ignored: they say nothing about speed.
+        Times that are not finite and above 0 are ignored: they tell nothing about speed.
         """
         if not (0.0 < predicted_s < math.inf and 0.0 < observed_s < math.inf):
             return
@@ -170,7 +179,8 @@ class Corrections:
         instance.overhead.variance += (config.drift * config.overhead_s) ** 2
 
     def _changed(self, instance: _Instance, of_band: _Belief, off: float) -> _Belief | None:
-        """Whose outliers persist, if any's do: it is another than it was, and nothing is known."""
+        """Returns the belief that changed, if outliers persist: nothing is known of its new
+        value."""
         side = 1 if off > 0.0 else -1
         strange = instance.has_strange(side), of_band.has_strange(side)
         if strange[0] >= self._config.persistent:
@@ -184,7 +194,7 @@ class Corrections:
 
 
 class _Seen:
-    """One observation's pull at the beliefs, linearised about their means."""
+    """The pull of one observation at the beliefs, linearised about their means."""
 
     def __init__(
         self, instance: _Instance, of_band: _Belief, predicted_s: float, noise: float
@@ -196,7 +206,9 @@ class _Seen:
         self._at(instance.mean, of_band.mean, instance.overhead.mean)
 
     def _at(self, instance: float, of_band: float, overhead_s: float) -> None:
-        """`slopes`: how the logarithm of the expected time moves with instance, band, overhead."""
+        """Computes `slopes`: how the logarithm of the expected time moves with instance, band,
+        overhead.
+        """
         overhead_s = max(overhead_s, 0.0)
         self.expected_s = self._predicted_s * math.exp(instance + of_band) + overhead_s
         by_factors, by_overhead = 1.0 - overhead_s / self.expected_s, 1.0 / self.expected_s
@@ -210,8 +222,9 @@ class _Seen:
         self.total = self._noise + sum(map(mul, self.slopes, self.pulls))
 
     def update(self, seen_s: float) -> None:
-        """Makes the beliefs the likeliest ones after `seen_s`, by Gauss-Newton steps: far off, one
-        linear step would give the overhead half of what is its.
+        """Sets the beliefs to the likeliest values after `seen_s`, by Gauss-Newton steps.
+
+        Far from the mean, one linear step would give the overhead half of the whole error.
         """
         instance, of_band, overhead = self._instance, self._band, self._instance.overhead
         before = means = instance.mean, of_band.mean, overhead.mean
@@ -233,11 +246,12 @@ class _Seen:
 
 
 class OnTop:
-    """What a first token takes beyond waiting and computing: messages, a hand-over, a decode step.
+    """Predicts the seconds of a first token beyond waiting and computing: messages, KV, a decode
+    step.
 
-    It grows with the prompt, whose last K/V travels in it. So a prompt's is the median of those
-    requests among the last ones whose prompts were nearest to it in length, by octaves: no single
-    request throws it.
+    They grow with the prompt, whose last K/V is transferred in them. A prompt's value is the median
+    of the recent requests whose prompts were nearest to it in length, by octaves, so that no single
+    request determines it.
     """
 
     def __init__(self) -> None:
@@ -245,12 +259,12 @@ class OnTop:
         self._known: dict[int, float] = {}  # octave -> seconds, until the next request
 
     def observe(self, prompt_tokens: int, seconds: float) -> None:
-        """Takes in one request that waited for nobody."""
+        """Takes in one request that waited for no other request."""
         self._last.appendleft((prompt_tokens.bit_length(), max(seconds, 0.0)))
         self._known.clear()
 
     def seconds(self, prompt_tokens: int) -> float:
-        """Of a prompt of that length; 0 before any observation."""
+        """Returns the seconds for a prompt of that length; 0 before any observation."""
         octave = prompt_tokens.bit_length()
         if octave not in self._known:
             nearest = sorted(self._last, key=lambda seen: abs(seen[0] - octave))[:NEAREST]

@@ -1,4 +1,4 @@
-"""How long a step of a decode instance takes, as it registers."""
+"""The duration of a decode step, as the instance registers it."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeStepTime:
-    """Seconds = base + per_sequence n + per_context_token C: n sequences, C their context tokens
-    in total. Weights are read once a step, and all KV (Mnemosyne section 4.4)."""
+    """Seconds = base + per_sequence n + per_context_token C: n sequences, C their context tokens in
+    total.
+
+    A step reads the weights once, and all KV (Mnemosyne section 4.4)."""
 
     base_s: float
     per_sequence_s: float
@@ -16,7 +18,7 @@ class DecodeStepTime:
 
     @staticmethod
     def of(terms: tuple[float, float, float]) -> DecodeStepTime:
-        """In the order of the equation."""
+        """Builds the equation from its coefficients, in its order."""
         base_s, per_sequence_s, per_context_token_s = terms
         return DecodeStepTime(
             base_s=base_s, per_sequence_s=per_sequence_s, per_context_token_s=per_context_token_s

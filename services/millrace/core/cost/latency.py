@@ -1,9 +1,9 @@
-"""Latency of a prefill chunk: Tetris section 5.1, Eq. (1), with measured points laid over the fit.
+"""Latency of a prefill chunk: Tetris section 5.1, Eq. (1), corrected by measured points.
 
 T_s = a_s + b_s L + c_s C L + d_s L^2 in seconds, L the chunk's tokens, C the history's, s the SP
 degree. The paper plans on the smooth fit alone. Deviation: where a profile has measured points the
-model runs through them, for the fit of Table 1 misorders SP 8 and 16 at 32k tokens and section
-2.4's examples only hold with the table itself.
+model runs through them, since the fit of Table 1 misorders SP 8 and 16 at 32k tokens, and the
+examples of section 2.4 hold only with the table itself.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from types import MappingProxyType
 
 from millrace.core.errors import ConfigError
 
-#: What `tokens_within` answers at most: more tokens than any request has.
+#: The largest result of `tokens_within`: more tokens than any request has.
 MOST_TOKENS = 1 << 40
 
 #: (first token count it holds for, a, b, d): a + b L + d L^2 seconds from there on.
@@ -29,12 +29,13 @@ class Latency:
     """seconds = a + b L + c C L + d L^2 of one SP degree (Tetris Eq. (1)).
 
     `points` are measured (tokens, seconds) without history, both ascending. The model is exact at
-    them. Between two it is the quadratic through both with curvature `d`, less where that would
-    dip; outside them it is the fit, moved to meet the outermost point (and pulled to 0 seconds at
-    0 tokens if it would otherwise be negative at one token). History always adds c C L.
-    `segments` spells this out, ascending, the first from 0.
+    them. Between two points it is the quadratic through both with curvature `d`, or a smaller
+    curvature where the curve would fall. Outside the points it is the fit, shifted to meet the
+    outermost point (and to 0 seconds at 0 tokens if it would otherwise be negative at one token).
+    History always adds c C L. `segments` lists these pieces, ascending, the first from 0.
 
-    The defaults are an order of size for an instance that reported nothing: 1 ms a token.
+    The defaults are an order of magnitude for an instance that reported nothing: 1 ms per token.
+
     Raises ConfigError for coefficients that are not finite and 0 or more, and for points that do
     not ascend.
     """
@@ -58,18 +59,18 @@ class Latency:
         object.__setattr__(self, "_starts", tuple(segment[0] for segment in segments))
 
     def chunk_s(self, tokens: int, history: int = 0) -> float:
-        """Predicted seconds to compute `tokens` (1 or more) on top of `history` tokens."""
+        """Returns the predicted seconds to compute `tokens` (1 or more) after `history` tokens."""
         starts = self._starts
         at = bisect_right(starts, tokens) - 1 if len(starts) > 1 else 0
         _, a, b, d = self.segments[at]
         return a + tokens * (b + self.c * history + d * tokens)
 
     def tokens_within(self, budget_s: float, history: int = 0) -> int:
-        """The largest L with chunk_s(L, history) <= budget_s; 0 if not even one token fits.
+        """Returns the largest L with chunk_s(L, history) <= budget_s; 0 if not even one token fits.
 
         Tetris Alg. 3, line 13. Deviation: the paper solves Eq. (1) numerically; a segment is a
-        quadratic in L, so its root is closed, and the integers beside it settle the rounding.
-        At most `MOST_TOKENS`, for a model that never grows.
+        quadratic in L, so its root has a closed form, and the integers next to it settle the
+        rounding. At most `MOST_TOKENS`, for a model that never grows.
         """
         if self.chunk_s(1, history) > budget_s:
             return 0
@@ -84,7 +85,9 @@ class Latency:
         return self._settle(guess, max(start, 1), end, budget_s, history)
 
     def _settle(self, guess: int, low: int, high: int, budget_s: float, history: int) -> int:
-        """The largest count in low..high within the budget, near `guess`; `low` itself fits."""
+        """Returns the largest count in low..high within the budget, near `guess`; `low` itself
+        fits.
+        """
         if self.chunk_s(guess, history) <= budget_s:
             low = guess
             if guess == high or self.chunk_s(guess + 1, history) > budget_s:
@@ -93,7 +96,7 @@ class Latency:
             high = guess - 1
             if high <= low or self.chunk_s(high, history) <= budget_s:
                 return max(high, low)
-        while low < high:  # a slope near nothing: rounding moved the root by more than a token
+        while low < high:  # a slope near 0: rounding moved the root by more than a token
             middle = (low + high + 1) // 2
             if self.chunk_s(middle, history) <= budget_s:
                 low = middle
@@ -102,7 +105,9 @@ class Latency:
         return low
 
     def scaled(self, factor: float) -> Latency:
-        """The same model, `factor` times as slow. Raises ConfigError for a negative factor."""
+        """Returns the model with times multiplied by `factor`. Raises ConfigError for a negative
+        factor.
+        """
         return Latency(
             a=self.a * factor,
             b=self.b * factor,
@@ -130,7 +135,7 @@ class SpLatency:
         object.__setattr__(self, "degrees", degrees)
 
     def chunk_s(self, tokens: int, history: int = 0, sp: int = 1) -> float:
-        """Predicted seconds of a chunk on a group of `sp` instances."""
+        """Returns the predicted seconds of a chunk on a group of `sp` instances."""
         try:
             latency = self.by_sp[sp]
         except KeyError:
@@ -138,23 +143,25 @@ class SpLatency:
         return latency.chunk_s(tokens, history)
 
     def tokens_within(self, budget_s: float, history: int = 0, sp: int = 1) -> int:
-        """The longest chunk that `sp` instances compute within `budget_s` (Alg. 3, line 13)."""
+        """Returns the longest chunk that `sp` instances compute within `budget_s` (Alg. 3, line
+        13).
+        """
         if sp not in self.by_sp:
             raise self._unknown(sp)
         return self.by_sp[sp].tokens_within(budget_s, history)
 
     def isolated_s(self, tokens: int) -> float:
-        """Seconds of prefill alone on an idle cluster: the least over the degrees."""
+        """Returns the seconds of prefill alone on an idle cluster: the least over the degrees."""
         return min(latency.chunk_s(tokens) for latency in self.by_sp.values())
 
     def scaled(self, factor: float) -> SpLatency:
-        """The same models, `factor` times as slow."""
+        """Returns the same models with times multiplied by `factor`."""
         return SpLatency(
             by_sp=MappingProxyType({sp: self.by_sp[sp].scaled(factor) for sp in self.degrees})
         )
 
     def limited(self, most: int) -> SpLatency:
-        """Only the degrees up to `most`: those that a cluster of so many instances can form."""
+        """Returns the degrees up to `most`: those that a cluster of `most` instances can form."""
         return SpLatency(
             by_sp=MappingProxyType({sp: self.by_sp[sp] for sp in self.degrees if sp <= most})
         )
@@ -190,7 +197,9 @@ def _segments(
 
 
 def _between(left: tuple[int, float], right: tuple[int, float], d: float) -> Segment:
-    """The quadratic through both ends; its curvature is at most what keeps it from falling."""
+    """Returns the quadratic through both ends, with the largest curvature up to `d` that never
+    falls.
+    """
     (x0, y0), (x1, y1) = left, right
     slope = (y1 - y0) / (x1 - x0)
     bend = min(d, slope / (x1 - x0))
@@ -199,11 +208,12 @@ def _between(left: tuple[int, float], right: tuple[int, float], d: float) -> Seg
 
 
 def _root(a: float, b: float, d: float) -> float:
-    """The larger root of a + b x + d x^2, infinity where the curve never crosses 0 upwards."""
+    """Returns the larger root of a + b x + d x^2; infinity where the curve never crosses 0
+    upwards."""
     if d <= 0.0:
         return -a / b if b > 0.0 else math.inf
     under = max(b * b - 4.0 * d * a, 0.0)
-    # Of the two equal forms, the one that adds numbers of one sign keeps its digits.
+    # Of the two equal forms, the form that adds numbers of one sign keeps its digits.
     if b >= 0.0:
         slope = b + math.sqrt(under)
         if a >= 0.0:

@@ -1,10 +1,10 @@
-"""Time of one forward pass, operator by operator, for any mix of prefill chunks and decodes.
+"""Predicts one forward pass, operator by operator, for any mix of prefill chunks and decodes.
 
-FlowPrefill section 5.1 names the operators at whose ends a prefill can stop; Medha section 4.3
-asks for a prediction of mixed batches; Mnemosyne section 4.4, Eq. (9) and (10), gives the share
-of KV parallelism. The papers take their predictions from profiling runs of their own (Vidur for
-Medha). Here each operator is a piecewise-linear table of measured kernels, so that a prediction
-costs microseconds and can be read.
+FlowPrefill section 5.1 names the operators at whose ends a prefill can stop; Medha section 4.3 asks
+for a prediction of mixed batches; Mnemosyne section 4.4, Eq. (9) and (10), gives the share of KV
+parallelism. The papers take their predictions from profiling runs of their own (Vidur for Medha).
+Here each operator is a piecewise-linear table of measured kernels, so that a prediction costs
+microseconds and can be read.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Table:
         object.__setattr__(self, "slopes", tuple(slopes))
 
     def at(self, x: float) -> float:
-        """The value at x."""
+        """Returns the value at x."""
         i = bisect_right(self.xs, x) - 1
         if i < 0:
             return self.ys[0]
@@ -90,7 +90,7 @@ class DecodeAttention:
             )
 
     def at(self, batch: int, context_tokens: float) -> float:
-        """Seconds for `batch` requests with `context_tokens` in total."""
+        """Returns the seconds for `batch` requests with `context_tokens` in total."""
         batches = self.batches
         i = bisect_right(batches, batch) - 1
         if i < 0:
@@ -110,13 +110,13 @@ class OperatorModel:
     """The operators of one model on one kind of worker (a TP group counts as one worker).
 
     qkv_proj, o_proj, gate_up_proj, down_proj: seconds of one layer over the tokens in the pass,
-    with the norms, rotary embedding, activation, residuals and TP all-reduces folded in.
+    including the norms, rotary embedding, activation, residuals and TP all-reduces.
 
-    attn: seconds of one layer's prefill attention over L^2, twice the (query, key) pairs of a
-    chunk of L tokens without history. A history of C adds 2 f(L) C L such pairs at the table's
-    last slope, the rate of long prompts: by FLOP counting f is 1 (c = 2 d in Tetris Eq. (1)).
+    attn: seconds of one layer's prefill attention over L^2, twice the (query, key) pairs of a chunk
+    of L tokens without history. A history of C adds 2 f(L) C L such pairs at the table's last
+    slope, the rate of long prompts: by FLOP counting f is 1 (c = 2 d in Tetris Eq. (1)).
     `history_factor` is f, above 1 where a chunk is too short to work at that rate. Attention never
-    takes less than reading the chunk's and the history's KV once, at `kv_read_s` a token.
+    takes less time than reading the chunk's and the history's KV once, at `kv_read_s` per token.
 
     decode_attn, lm_head (over the requests that get a token), overhead_s: the rest of a pass.
 
@@ -154,7 +154,7 @@ class OperatorModel:
         object.__setattr__(self, "_linear", Table(xs=xs, ys=ys))
 
     def layer_s(self, batch: BatchShape, kvp: int = 1) -> LayerSeconds:
-        """Seconds of one layer's operators, in the order of `OPERATORS`."""
+        """Returns the seconds of one layer's operators, in the order of `OPERATORS`."""
         tokens = batch.decodes + sum(chunk[0] for chunk in batch.prefills)
         return (
             self.qkv_proj.at(tokens),
@@ -165,11 +165,11 @@ class OperatorModel:
         )
 
     def pass_s(self, batch: BatchShape, kvp: int = 1) -> float:
-        """Seconds of a whole forward pass.
+        """Returns the seconds of a whole forward pass; 0 for an empty batch.
 
-        `kvp` divides the history that the prefill chunks read (Mnemosyne Eq. (10)); a chunk's
-        attention to itself stays whole, for its KV lands on one worker. Decodes are this worker's
-        own. 0 seconds for an empty batch.
+        `kvp` divides the history that the prefill chunks read (Mnemosyne Eq. (10)). A chunk's
+        attention to itself is not divided, since its KV lies at one worker. Decodes are those of
+        this worker.
         """
         decodes = batch.decodes
         prefills = batch.prefills
@@ -187,7 +187,8 @@ class OperatorModel:
         )
 
     def decode_step_s(self, batch: int, context_tokens: int, kvp: int = 1) -> float:
-        """Seconds of one decode step of `batch` requests, `context_tokens` in total (Eq. (9)).
+        """Returns the seconds of one decode step of `batch` requests, `context_tokens` in total
+        (Eq. (9)).
 
         `kvp` divides the read of KV and adds the communication.
         """
@@ -201,11 +202,15 @@ class OperatorModel:
         )
 
     def longest_operator_s(self, batch: BatchShape, kvp: int = 1) -> float:
-        """The longest that a stop at operator granularity has to wait (FlowPrefill section 6.4)."""
+        """Returns the longest wait for a stop at operator granularity, in seconds (FlowPrefill
+        section 6.4).
+        """
         return max(self.layer_s(batch, kvp))
 
     def merge_s(self, tokens: int, kvp: int) -> float:
-        """Seconds of one layer's KVP communication for `tokens` query tokens; 0 at degree 1."""
+        """Returns the seconds of one layer's KVP communication for `tokens` query tokens; 0 at
+        degree 1.
+        """
         if kvp <= 1:
             return 0.0
         rounds = 1 + (kvp - 1).bit_length()
@@ -223,7 +228,7 @@ class OperatorModel:
         if not history:
             return self.attn.at(tokens * tokens)
         if kvp > 1:
-            # A shard holds a k-th of the history; the chunk's own rows are on one worker.
+            # A shard holds 1/k of the history; the chunk's own rows are at one worker.
             history = ceil_div(history, kvp)
         attn = self.attn
         pair_s = 2.0 * self.history_factor.at(tokens) * attn.slopes[-1]

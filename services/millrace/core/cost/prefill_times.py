@@ -39,10 +39,11 @@ class ChunkLimits:
 def optimal_chunk(
     operators: OperatorModel, history: int, target_s: float, limits: ChunkLimits, kvp: int = 1
 ) -> int:
-    """The most tokens whose pass takes at most `target_s`, or `limits.least`; by binary search.
+    """Returns the most tokens whose pass takes at most `target_s`, or `limits.least`; by binary
+    search.
 
     Alg. 3, line 15 (Alg. 2, line 16 with an empty batch). A pass takes longer the more tokens it
-    has, but for the noise of measured tables, which the search may stop at.
+    has, except for the noise of measured tables, at which the search may stop.
     """
     low, high = 0, (limits.most - limits.least) // limits.step
     while low < high:
@@ -83,16 +84,16 @@ class PrefillTimes:
         self._limits = limits or ChunkLimits()
         self._spp = spp
         self._entries_s = [0.0]  # C: the i-th for i times the granularity
-        self._chunk_start = 0  # of the chunk the walk is in, and the seconds until there
+        self._chunk_start = 0  # of the current chunk of the walk, and the seconds until there
         self._start_s = 0.0
         self._chunk_end = 0
 
     def total_s(self, tokens: int) -> float:
-        """Seconds to prefill `tokens` from nothing, alone, on `spp` stages."""
+        """Returns the seconds to prefill `tokens` from the first token, alone, on `spp` stages."""
         return self._cached_s(tokens) / self._spp
 
     def remaining_s(self, total: int, done: int) -> float:
-        """Seconds for the rest of a prefill of `total` tokens when `done` are processed."""
+        """Returns the seconds for the rest of a prefill of `total` tokens after `done` tokens."""
         return max(self._cached_s(total) - self._cached_s(done), 0.0) / self._spp
 
     def _cached_s(self, tokens: int) -> float:
@@ -103,7 +104,7 @@ class PrefillTimes:
         return low_s + beyond / self._granularity * (self._entries_s[below + 1] - low_s)
 
     def _simulated_s(self, tokens: int) -> float:
-        """SimulatePrefill of Alg. 3, going on from where the last, shorter length ended."""
+        """Runs SimulatePrefill of Alg. 3, continuing where the last, shorter length ended."""
         while self._chunk_end < tokens:
             if self._chunk_end > self._chunk_start:
                 self._start_s += self._pass_s(self._chunk_end)

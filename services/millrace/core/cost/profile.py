@@ -1,8 +1,8 @@
-"""A hardware profile: everything the planners and the simulator know of one model on one device.
+"""A hardware profile: all that the planners and the simulator know of one model on one device.
 
-Tetris section 5.1 fits its model offline for each GPU and model; a profile is the file that holds
-such a fit together with the operator tables, where both came from, and how far off they are.
-The codec works on plain dicts; files are read by `millrace.profiles`.
+Tetris section 5.1 fits its model offline for each GPU and model. A profile is the file with such a
+fit, the operator tables, the origin of both, and their errors. The codec works on plain dicts;
+`millrace.profiles` reads the files.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from millrace.core.cost.latency import Latency, SpLatency
 from millrace.core.cost.operators import DecodeAttention, OperatorModel, Table
 from millrace.core.errors import ConfigError
 
-#: Of the JSON's layout; a reader refuses any other.
+#: The version of the JSON's layout; a reader refuses any other version.
 FORMAT = 1
 
 _TABLES = (
@@ -39,12 +39,12 @@ class Profile:
     """One model on one kind of worker.
 
     kv_bytes_per_token: of the whole model, over all TP ranks. kv_transfer_bytes_s: of one worker's
-    KV to another, by backend. ring_step_s: what a step of the attention ring costs a layer beyond
-    compute. mixed: `operators` for passes that hold decodes and chunks at once, where such were
-    measured: `operators` has decodes from steps of their own. measured_sp: degrees of `prefill`
-    beyond 1 that groups were measured at; the others are modelled. errors: median relative error
-    on held-out measurements, by table. checks: the same against measurements of another origin,
-    which nothing was fitted to. sources and assumptions: sentences.
+    KV to another, by backend. ring_step_s: seconds that a step of the attention ring costs per
+    layer beyond compute. mixed: `operators` for passes that hold decodes and chunks at once, if
+    such passes were measured; the decodes of `operators` come from steps of their own. measured_sp:
+    degrees of `prefill` beyond 1 that groups were measured at; the others are modelled. errors:
+    median relative error on held-out measurements, by table. checks: the same against measurements
+    of another origin, to which nothing was fitted. sources and assumptions: sentences.
     """
 
     name: str
@@ -66,11 +66,13 @@ class Profile:
 
     @property
     def mixed_batches(self) -> OperatorModel:
-        """Predicts passes of decodes and chunks at once: of such where they were measured."""
+        """Returns the model of passes of decodes and chunks at once: the measured one where there
+        is one.
+        """
         return self.operators if self.mixed is None else self.mixed
 
     def to_json(self) -> dict[str, object]:
-        """Plain dicts, lists, numbers and strings; `from_json` reads them back equal."""
+        """Returns plain dicts, lists, numbers and strings; `from_json` reads them back equal."""
         return {
             "format": FORMAT,
             "name": self.name,
@@ -252,7 +254,7 @@ def _whole(data: Mapping[str, object], name: str) -> int:
 
 
 def _degrees(data: Mapping[str, object], name: str) -> tuple[int, ...]:
-    """None in a file that was written before groups could be measured."""
+    """Returns the degrees; None in a file that was written before groups could be measured."""
     degrees = _floats(data.get(name, ()), name)
     if not all(sp >= 2 and sp == int(sp) for sp in degrees):
         raise ConfigError(f"{name} is {list(degrees)}; it must be whole numbers of 2 or more")

@@ -2,15 +2,15 @@
 
 A larger SP degree must cut a request's TTFT by more than this share (Algorithm 2, line 13). The
 best share depends on how often requests arrive: simulation finds it for a range of arrival rates,
-and live the recorded rate nearest to the observed one gives it.
+and the live scheduler uses the recorded rate nearest to the observed rate.
 
-Deviation: such a table holds for the lengths and the pool that it was found for. Where none was
-given, `BY_LOAD` is looked up by the prefill work that arrives, in seconds a second and instance: by
-that measure the six tables of Figures 11 and 12 that `millrace sim` found (8B and 70B, three mixes,
+Deviation: such a table holds for the lengths and the pool that it was found for. Without a table,
+`BY_LOAD` is looked up by the prefill work that arrives, in seconds per second and instance: by that
+measure the six tables of Figures 11 and 12 that `millrace sim` found (8B and 70B, three mixes,
 experiments/tetris/rates.json) nearly agree, and `BY_LOAD` is their middle.
 
-Ours where the paper gives no figure: the window is 60 s long, and until one has passed the
-observed rate is that since the first arrival. Both ends of a tie give the lower rate's entry.
+Ours where the paper gives no figure: the window is 60 s long, and in the first 60 s the observed
+rate is the rate since the first arrival. At equal distance the lower rate's entry counts.
 """
 
 from __future__ import annotations
@@ -56,13 +56,13 @@ class ImprovementRates:
             before = arrivals_rps
 
     def at(self, arrivals_rps: float) -> float:
-        """The improvement rate recorded nearest to this many arrivals a second."""
+        """Returns the improvement rate recorded nearest to this many arrivals per second."""
         after = bisect_left(self.rows, arrivals_rps, key=itemgetter(0))
         near = self.rows[max(0, after - 1) : after + 1]
         return min(near, key=lambda row: abs(row[0] - arrivals_rps))[1]
 
 
-#: By load in the place of arrivals: see above.
+#: Rows by load instead of arrivals: see above.
 BY_LOAD = ImprovementRates(
     rows=(
         (0.1, 0.05),
@@ -90,12 +90,12 @@ def parse_rates(text: str) -> ImprovementRates:
 
 
 def format_rates(rates: ImprovementRates) -> str:
-    """One line of text, as settings hold it."""
+    """Returns one line of text, as settings hold it."""
     return ",".join(f"{arrivals_rps:g}:{rate:g}" for arrivals_rps, rate in rates.rows)
 
 
 class RateWindow:
-    """Arrivals of the last `window_s` seconds, and their work. Times never go back."""
+    """The arrivals of the last `window_s` seconds, and their work. Times never run backwards."""
 
     def __init__(self, window_s: float = WINDOW_S) -> None:
         if not window_s > 0.0:
@@ -105,19 +105,20 @@ class RateWindow:
         self._first_s: float | None = None
 
     def arrived(self, now_s: float, work_s: float = 0.0) -> None:
-        """A request arrived. work_s: its prefill's, over the instances that share it."""
+        """Notes an arrival. work_s: seconds of its prefill, divided by the instances that share
+        it."""
         if self._first_s is None:
             self._first_s = now_s
         self._arrivals.append((now_s, work_s))
         self._forget(now_s)
 
     def rate_rps(self, now_s: float) -> float:
-        """Arrivals a second; 0 until some time has passed since the first one."""
+        """Returns arrivals per second; 0 until some time has passed since the first arrival."""
         span_s = self._span_s(now_s)
         return len(self._arrivals) / span_s if span_s > 0.0 else 0.0
 
     def load(self, now_s: float) -> float:
-        """Likewise the work that arrives, in seconds a second."""
+        """Returns the work that arrives, in seconds per second; 0 until some time has passed."""
         span_s = self._span_s(now_s)
         return sum(work_s for _, work_s in self._arrivals) / span_s if span_s > 0.0 else 0.0
 
@@ -135,7 +136,7 @@ class RateWindow:
 class LiveImprovementRate:
     """The rate to plan with now: looked up every `refresh_s`, unless set by hand.
 
-    rates: by arrivals a second; None: `BY_LOAD`.
+    rates: by arrivals per second; None: `BY_LOAD`.
     """
 
     def __init__(
@@ -154,13 +155,13 @@ class LiveImprovementRate:
 
     @property
     def source(self) -> str:
-        """Where the rate comes from, for people."""
+        """Returns where the rate comes from, for people."""
         if self._by_hand is not None:
             return "fixed"
         return "by load" if self._rates is None else "by arrivals"
 
     def arrived(self, now_s: float, work_s: float = 0.0) -> None:
-        """A request arrived, with work as `RateWindow` has it.
+        """Notes an arrival, with its work as in `RateWindow`.
 
         The first look-up comes `refresh_s` after the first request.
         """
@@ -169,7 +170,7 @@ class LiveImprovementRate:
         self._window.arrived(now_s, work_s)
 
     def at(self, now_s: float) -> float:
-        """The improvement rate to plan with."""
+        """Returns the improvement rate to plan with."""
         if self._next_s is not None and now_s >= self._next_s:
             if self._rates is None:
                 self._found = BY_LOAD.at(self._window.load(now_s))
@@ -179,20 +180,21 @@ class LiveImprovementRate:
         return self._found if self._by_hand is None else self._by_hand
 
     def set_by_hand(self, rate: float | None) -> None:
-        """Fixes the rate; None goes back to the table. Raises ConfigError outside 0 to 1."""
+        """Fixes the rate; None returns to the table. Raises ConfigError outside 0 to 1."""
         if rate is not None and not 0.0 <= rate <= 1.0:
             raise ConfigError(f"improvement_rate is {rate}; it must be between 0 and 1")
         self._by_hand = rate
 
     def replace_table(self, rows: Iterable[tuple[float, float]]) -> None:
-        """A new table, for a new distribution of lengths; looked up at the next `at`."""
+        """Sets a new table, for a new distribution of lengths; looked up at the next `at`."""
         self._rates = ImprovementRates(rows=tuple(rows))
         if self._next_s is not None:
             self._next_s = float("-inf")
 
 
 def live_rate(rate: float, table: str) -> LiveImprovementRate:
-    """As settings have it: a `rate`, or one below 0 and the `table` by arrivals, if any."""
+    """Builds the rate from settings: `rate`, or, if it is below 0, the `table` by arrivals, if
+    any."""
     live = LiveImprovementRate(parse_rates(table) if table else None)
     live.set_by_hand(rate if rate >= 0.0 else None)
     return live

@@ -132,13 +132,13 @@ _TO_LEADER: Final = frozenset(
 _KINDS: Final = {int(kind): kind for kind in MessageKind}
 _STOP_POINTS: Final = {int(point): point for point in StopPoint}
 
-# channel u8, word u8, finest u8, attempt u32, chunk u32, value u32; then the request's id
+# channel u8, message kind u8, finest u8, attempt u32, chunk u32, value u32; then the request's id
 _HEADER = struct.Struct("<BBBIII")
 
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """What one member says to another."""
+    """A message from one member to another."""
 
     key: GangKey
     kind: MessageKind
@@ -152,7 +152,7 @@ class Message:
 
     @staticmethod
     def decode(payload: bytes) -> Message:
-        """Raises TransferError for bytes that `encode` can't have made."""
+        """Reads a message. Raises TransferError for bytes that `encode` can't have made."""
         try:
             channel, kind, finest, attempt, chunk_index, value = _HEADER.unpack_from(payload)
             if channel != CHANNEL:
@@ -164,17 +164,17 @@ class Message:
 
 
 class State(Enum):
-    """Of a member."""
+    """The state of a member."""
 
     AWAY = auto()  # it may run anything else
     READY = auto()  # it waits for START
     WITHDRAWN = auto()  # it waits for RELEASE or START
     RUNNING = auto()
-    HOLDING = auto()  # what it has begun runs on; it waits for GO_TO
+    HOLDING = auto()  # the operator that it has begun runs on; it waits for GO_TO
 
 
 class Step(Enum):
-    """What a member is to do before an operator."""
+    """The action of a member before an operator."""
 
     BEGIN = auto()
     WAIT = auto()
@@ -183,9 +183,9 @@ class Step(Enum):
 
 @dataclass(slots=True, eq=False)
 class Gang:
-    """One member's part in the protocol; at the leader, the leader's too.
+    """One member's side of the protocol; at the leader, the leader's side too.
 
-    `say(to, message)` takes what is to be sent. `finest` is asked where this member may stop.
+    `say(to, message)` takes each message to send. `finest` is asked where this member may stop.
     """
 
     spec: GangSpec
@@ -205,18 +205,20 @@ class Gang:
         return self.state in (State.RUNNING, State.HOLDING)
 
     def enter(self) -> None:
-        """This member has the task now."""
+        """Notes that this member has the task now."""
         if self.spec.me == self.spec.leader:
             self._say_all(MessageKind.CALL)
         self._to_leader(MessageKind.HERE)
 
     def be_ready(self) -> None:
-        """Nothing comes before the gang here; nothing else runs here until it is `AWAY` again."""
+        """Notes that nothing comes before the gang here; this instance runs nothing else until
+        `AWAY`.
+        """
         self.state = State.READY
         self._to_leader(MessageKind.READY)
 
     def withdraw(self) -> None:
-        """Something comes before the gang, for which this member has been ready."""
+        """Notes that a task comes before the gang, for which this member has been ready."""
         if self.spec.me == self.spec.leader:
             self.state = State.AWAY
             self._ready.discard(self.spec.me)
@@ -225,13 +227,14 @@ class Gang:
             self._to_leader(MessageKind.WITHDRAW)
 
     def ask_stop(self) -> None:
-        """Something comes before the gang, which has started."""
+        """Notes that a task comes before the gang, which has started."""
         if self.state is State.RUNNING and self.stop_at is None and not self._asked:
             self._asked = True
             self._to_leader(MessageKind.STOP)
 
     def begin(self) -> Step:
-        """Asked before each operator, and again after a WAIT whenever something was heard."""
+        """Decides what to do before an operator; after a WAIT it is called again for each
+        message."""
         if self.begun == self.stop_at:
             return Step.STOP
         if self.state is State.HOLDING:
@@ -240,18 +243,20 @@ class Gang:
         return Step.BEGIN
 
     def leave(self) -> None:
-        """This member has stopped as agreed."""
+        """Notes that this member has stopped as agreed."""
         self.state = State.AWAY
 
     def hear(self, sender: str, message: Message) -> None:
-        """Takes in what a member says. What crossed a message that made it void changes nothing."""
+        """Takes in a message of a member. A message that another message has made void changes
+        nothing.
+        """
         if message.kind in _TO_LEADER:
             self._lead(sender, message)
         else:
             self._follow(message)
 
     def waits_for(self) -> str:
-        """What this member waits for, in words."""
+        """Returns what this member waits for, in words."""
         if not self.is_open:
             return self._waits("OPEN", self._here, "HERE")
         match self.state:
@@ -365,7 +370,9 @@ class Gang:
 
 
 def answer_without_task(message: Message) -> Message | None:
-    """What an instance that has ended or dropped the task says to a member that waits for it."""
+    """Returns the message of an instance that has ended or dropped the task to a member that waits
+    for it.
+    """
     if message.kind is MessageKind.HOLD:
         return Message(message.key, MessageKind.HELD, GONE)
     return None

@@ -11,7 +11,7 @@ from millrace.core.token_events import PositionLogprobs
 
 
 class GroupError(TransferError):
-    """The members of a group can't come together. Another attempt may succeed."""
+    """The members of a group could not join. Another attempt may succeed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +30,7 @@ class GroupMember:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JoinAsk:
-    """A member joins the group of one attempt at its `leader`. All members cut passes alike, by
+    """A member joins the group of one attempt at its `leader`. All members cut passes by the same
     `max_chunk_tokens`.
     """
 
@@ -51,7 +51,7 @@ class PromptLogprobsRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HandIn:
-    """What a member computed of what the leader reports."""
+    """What a member computed of the results that the leader reports."""
 
     request_id: str
     attempt: int

@@ -1,38 +1,39 @@
-"""Batches of an instance that decodes and prefills at once: Medha section 4.3, Algorithms 1 and 2.
+"""Packs batches of an instance that decodes and prefills at once: Medha section 4.3, Alg. 1 and 2.
 
 Each iteration carries every decode of the instance and as much prefill as fits a time t_target,
 which follows from the TBT objective. Prefills are offered room in order of priority; each gets the
 largest chunk with which the predicted time of the whole batch stays within its limit. That is
 adaptive chunking (Mnemosyne section 4.2): chunks shrink as a request's history grows, because each
-token of them then costs more attention, and the time of an iteration stays level.
+of their tokens then costs more attention, and the time of an iteration stays level.
 
-Space sharing (Medha section 4.3): a long prefill with relative slack rho keeps to
-t_target * (1 - min(rho_max, max(0, rho))), which leaves room for short ones after it, and a batch
-holds at most one long prefill. Long means that its history, the r.kv_size of Algorithm 2, has
-reached `long_kv_tokens`, as in the authors' public code: it is late chunks, made of attention,
-that share an iteration well with early ones.
+Space sharing (Medha section 4.3): a long prefill with relative slack rho keeps to t_target * (1 -
+min(rho_max, max(0, rho))), which leaves room for short prefills after it, and a batch holds at most
+one long prefill. Long means that its history, the r.kv_size of Algorithm 2, has reached
+`long_kv_tokens`, as in the authors' public code: late chunks consist mostly of attention, and share
+an iteration well with early chunks.
 
 Deviations.
 
-- Algorithm 2 applies rho to every request, the text of section 4.3 to long ones. The text is
-  followed: short ones yielding would leave time that nobody uses.
-- A long prefill yields only when a short one comes after it in the order. There is nobody to
-  yield to otherwise, and shorter iterations amortise the weights' reads worse.
+- Algorithm 2 applies rho to every request, the text of section 4.3 to long requests. This module
+  follows the text: if short requests yielded, nothing would use the time.
+- A long prefill yields only when a short prefill comes after it in the order. Otherwise no request
+  gains, and shorter iterations amortise the reads of the weights worse.
 - Algorithm 1 puts a request whose chunk is 0 back into the queue that its loop empties, and so
-  would not end. Here it waits for the next batch; after `max_skipped` such requests the batch is
-  taken for full, since every one of them costs a prediction.
-- The search narrows a bracket as a binary search does, but probes where a straight line between
-  its ends meets the limit instead of the middle: same result with half the predictions.
-- Algorithm 2 gives nothing to a history so long that its smallest chunk alone exceeds t_target
-  (1.3 M tokens of Llama-3-8B on eight A100s at 20 ms). It would advance only while nothing else
-  runs, and wait for ever beside a steady trickle of short requests. Here the head of the order
-  gets its smallest chunk even so, unless it has slack to yield and somebody takes it up: that
-  iteration is late by less than the time of this one chunk, and the policy decides how often such a
-  request is at the head. More workers (KVP) or a larger t_target keep iterations within the target.
-- Decodes that fill t_target by themselves hold prefills up all the same: they end.
+  would not end. Here the request waits for the next batch; after `max_skipped` such requests the
+  batch counts as full, since each of them costs a prediction.
+- The search narrows a bracket as a binary search does, but probes where a straight line between its
+  ends meets the limit instead of the middle: same result with half the predictions.
+- Algorithm 2 gives nothing to a history so long that its smallest chunk alone exceeds t_target (1.3
+  M tokens of Llama-3-8B on eight A100s at 20 ms). Such a request would advance only while nothing
+  else runs, and wait for ever beside a steady flow of short requests. Here the head of the order
+  gets its smallest chunk all the same, unless it has slack to yield and another request takes the
+  time: that iteration is late by less than the time of this one chunk, and the policy decides how
+  often such a request is at the head. More workers (KVP) or a larger t_target keep iterations
+  within the target.
+- Decodes that fill t_target by themselves delay prefills all the same: the decodes end.
 
-`adaptive=False` is the static baseline of both papers, Sarathi-Serve: `fixed_chunk_tokens` an
-iteration, of which every decode takes one and the prefill at the head of the order the rest.
+`adaptive=False` is the static baseline of both papers, Sarathi-Serve: `fixed_chunk_tokens` per
+iteration; every decode takes one of them, and the prefill at the head of the order the rest.
 """
 
 from __future__ import annotations
@@ -52,11 +53,11 @@ class PassModel(Protocol):
     """Predicts a forward pass; `core.cost.operators.OperatorModel` does."""
 
     def pass_s(self, batch: BatchShape) -> float:
-        """Seconds of one iteration; must not fall as a chunk grows."""
+        """Returns the seconds of one iteration; they must not fall as a chunk grows."""
 
 
 class Prefill(Protocol):
-    """What packing reads of a request."""
+    """The fields of a request that packing reads."""
 
     @property
     def prompt_tokens(self) -> int: ...
@@ -67,9 +68,9 @@ P = TypeVar("P", bound=Prefill)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackingConfig:
-    """Limits of a batch. Raises ConfigError for a value out of its range.
+    """The limits of a batch. Raises ConfigError for a value out of its range.
 
-    The defaults are those of the authors' public code, `rho_max` that of the paper.
+    The defaults are those of the authors' public code; `rho_max` is that of the paper.
     """
 
     t_target_s: float  # predicted seconds of an iteration at most
@@ -77,7 +78,7 @@ class PackingConfig:
     min_chunk_tokens: int = 32  # smallest chunk, but for the last of a prompt
     max_chunk_tokens: int = 8192
     granularity: int = 32  # chunks are multiples of it, but for the last of a prompt
-    long_kv_tokens: int = 262_144  # history from which on a prefill is long
+    long_kv_tokens: int = 262_144  # a prefill with a longer history is long
     max_batch: int = 128  # decodes and prefill chunks together
     max_skipped: int = 4  # prefills that may find no room before the batch counts as full
     adaptive: bool = True
@@ -121,11 +122,12 @@ class Packer:
         prefills: Sequence[tuple[P, int]],
         relative_slack: Callable[[P], float],
     ) -> list[tuple[P, int]]:
-        """Prefill chunks to run beside `decodes` decodes: (request, tokens), in the order given.
+        """Returns the prefill chunks to run beside `decodes` decodes: (request, tokens), in the
+        order given.
 
         `decode_context_tokens` is the sum of the decodes' contexts. `prefills` holds, in order of
-        priority, requests of this instance with the tokens of each that are done, fewer than its
-        prompt has. `relative_slack` (`priority.lars.relative_slack`) is asked about long ones only.
+        priority, requests of this instance, each with its finished tokens, fewer than its prompt
+        has. `relative_slack` (`priority.lars.relative_slack`) is asked about long prefills only.
         """
         config = self._config
         waiting = prefills if config.multi_prefill else prefills[:1]
@@ -144,7 +146,7 @@ class Packer:
         room: int,
         relative_slack: Callable[[P], float],
     ) -> list[tuple[P, int]]:
-        """Algorithm 1's second phase."""
+        """Runs the second phase of Algorithm 1."""
         config = self._config
         packed: list[tuple[P, int]] = []
         skipped, long_inside = 0, False
@@ -199,7 +201,7 @@ class _Forming:
         self._decodes = decodes
         self._context = decode_context_tokens
         self._chunks: tuple[tuple[int, int], ...] = ()
-        self._full = False  # a prefill found no room for all that it has left
+        self._full = False  # a prefill found no room for all of its remaining tokens
         self.seconds = self._predict(()) if decodes else 0.0
 
     def add_smallest(self, left: int, history: int) -> int:
@@ -248,7 +250,7 @@ class _Forming:
 
 
 class _Bracket:
-    """Where the largest size lies that fits: `fits` does, `over` does not (or does not exist)."""
+    """Brackets the largest size that fits: `fits` does, `over` does not (or does not exist)."""
 
     __slots__ = ("_slow", "fits", "fits_s", "over", "over_s")
 
@@ -258,12 +260,12 @@ class _Bracket:
         self._slow = 0  # probes in a row that did not halve the bracket
 
     def narrow(self, probe: int, seconds: float, limit_s: float) -> int:
-        """Takes in that size `probe` needs `seconds`; returns the size to try next.
+        """Notes that size `probe` needs `seconds`; returns the size to try next.
 
         Time grows nearly in a straight line with the chunk. So the next probe is where the line
-        between the ends meets the limit, rounded away from the end that just moved: from the
-        second probe on the two sizes around the limit are usually hit one after the other. A bend
-        can make that creep, hence half way after three slow steps.
+        between the ends meets the limit, rounded away from the end that just moved: from the second
+        probe on, the two sizes around the limit are usually hit one after the other. A bend in the
+        line can make the steps small; after three slow steps the middle is probed.
         """
         fitted, width = seconds <= limit_s, self.over - self.fits
         if fitted:

@@ -1,10 +1,10 @@
-"""Picks which of an instance's tasks runs, and where it is left: the preemption rule.
+"""The preemption rule: picks which of an instance's tasks runs, and where it stops.
 
-The execution pool and the simulator run it. One task runs at a time, the first in the owner's
-order (FlowPrefill section 4). A gang's task counts
-from the moment when all members have it. When it comes first it claims the instance: nothing else
-runs until all members have claimed theirs and the gang starts, or until it is released (`gang`).
-No threads and no clocks: the pool holds a lock around the rule.
+The execution pool and the simulator run it. One task runs at a time, the first in the owner's order
+(FlowPrefill section 4). A gang's task counts from the moment when all members have it. When it
+comes first it claims the instance: nothing else runs until all members have claimed their instances
+and the gang starts, or until it is released (`gang`). The rule has no threads and no clocks: the
+pool holds a lock around it.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ class Task(Protocol):
     begun: bool
     mid_pass: bool  # left in the middle of a pass, with activations
     dropped: bool  # it is to end, and never runs again
-    awaits: bool  # something that is to come: it runs when that is there
+    awaits: bool  # the completion that it waits for: it runs when that is set
 
 
 _LAST: Final = sys.maxsize
 
-#: `standstill` says of this many tasks what they wait for.
+#: `standstill` describes at most this many tasks.
 MOST_DESCRIBED: Final = 8
 
 T = TypeVar("T", bound=Task)
@@ -52,7 +52,7 @@ T = TypeVar("T", bound=Task)
 class PreemptionRule(Generic[T]):
     """The tasks of one instance, in their order.
 
-    `outgoing` collects what is to be sent to other instances, in this order: (instance, payload).
+    `outgoing` collects the messages to other instances, in this order: (instance, payload).
     """
 
     def __init__(self, most_held: int) -> None:
@@ -69,19 +69,21 @@ class PreemptionRule(Generic[T]):
 
     @property
     def held(self) -> int:
-        """Tasks suspended in the middle of a pass."""
+        """Returns the tasks suspended in the middle of a pass."""
         tasks = list(self.tasks.values())
         return sum(task.mid_pass for task in tasks if task is not self.running)
 
     @property
     def suspended(self) -> int:
-        """Tasks that have begun and wait to go on."""
+        """Returns the tasks that have begun and wait to continue."""
         tasks = list(self.tasks.values())
         return sum(task.begun for task in tasks if task is not self.running)
 
     def first(self) -> T | None:
-        """The first task of those that could run: they await nothing, and all members of a gang
-        have its task. Tasks without a rank go last, in the order in which they came."""
+        """Returns the first task that could run: it waits for nothing, and all members of its gang
+        have it.
+
+        Tasks without a rank go last, in the order in which they came."""
         found: T | None = None
         least = _LAST + 1
         ranks, gangs = self._ranks, self._gangs
@@ -94,8 +96,9 @@ class PreemptionRule(Generic[T]):
         return found
 
     def standstill(self) -> tuple[list[str], str, str] | None:
-        """Names of the tasks that are prepared, the one that claims the instance or runs (or ""),
-        and what it and the first one wait for, in words. None where no task is prepared.
+        """Returns the names of the prepared tasks, the task that claims the instance or runs (or
+        ""), and, in words, what that task and the first task wait for. None where no task is
+        prepared.
         """
         prepared = [task.name for task in self.tasks.values() if not task.awaits]
         if not prepared:
@@ -108,7 +111,9 @@ class PreemptionRule(Generic[T]):
         return prepared, at_work.name if at_work else "", "; ".join(waits)
 
     def _described(self, at_work: T | None) -> list[T]:
-        """Of whom `standstill` tells: what has claimed the instance, else all."""
+        """Returns the tasks that `standstill` describes: the task that has claimed the instance,
+        else all.
+        """
         return list(self.tasks.values())[:MOST_DESCRIBED] if at_work is None else [at_work]
 
     def _waits_for(self, task: T) -> str:
@@ -118,7 +123,7 @@ class PreemptionRule(Generic[T]):
     # -- calls of the owner
 
     def add(self, task: T) -> None:
-        """Raises ValueError for a name there is."""
+        """Takes a task in. Raises ValueError for a name that the pool has already."""
         if task.name in self.tasks:
             raise ValueError(f"a task {task.name!r} is in the pool")
         self.tasks[task.name] = task
@@ -129,7 +134,8 @@ class PreemptionRule(Generic[T]):
         self.settle()
 
     def order(self, names: Sequence[str]) -> None:
-        """The order from now on. Names may be of tasks still to come; tasks not named go last."""
+        """Sets the order from now on. Names may be of tasks still to come; tasks not named go
+        last."""
         self._ranks = dict(zip(dict.fromkeys(names), count(), strict=False))
         self._next_rank = len(self._ranks)
         self.settle()
@@ -144,12 +150,12 @@ class PreemptionRule(Generic[T]):
         self.settle()
 
     def forget(self, names: Sequence[str]) -> None:
-        """No tasks of these names will come any more."""
+        """Notes that no tasks of these names will come any more."""
         for name in names:
             self._ranks.pop(name, None)
 
     def remove(self, task: T) -> None:
-        """The task is over, or taken out."""
+        """Removes a task that is over or is taken out."""
         del self.tasks[task.name]
         if task.gang is not None:
             del self._gangs[task.gang.key]
@@ -160,7 +166,9 @@ class PreemptionRule(Generic[T]):
         self.settle()
 
     def receive(self, sender: str, payload: bytes) -> None:
-        """Takes in what another instance says. Raises TransferError for what no gang says."""
+        """Takes in a message of another instance. Raises TransferError for bytes that no gang
+        sends.
+        """
         message = Message.decode(payload)
         gang = self._gangs.get(message.key)
         if gang is not None:
@@ -175,11 +183,11 @@ class PreemptionRule(Generic[T]):
 
     @property
     def upcoming(self) -> T | None:
-        """The task that `next` gives, now or when its gang has started."""
+        """Returns the task that `next` returns, now or when its gang has started."""
         return self._claimant or self.first()
 
     def next(self) -> T | None:
-        """The task to run now; None while there is none, or while a gang is waited for."""
+        """Returns the task to run now; None while there is none, or while a gang is waited for."""
         task = self.upcoming
         gang = self._gang_of(task)
         if gang is not None and not gang.has_started:
@@ -188,14 +196,15 @@ class PreemptionRule(Generic[T]):
         return task
 
     def leaves(self, task: T, ended: StopPoint) -> bool:
-        """Whether the task, of no gang, is left where `ended` has ended."""
+        """Returns whether the task, which has no gang, stops where `ended` has ended."""
         task.mid_pass = ended < StopPoint.PASS
         return not (self.first() is task or ended < self._finest_here())
 
     def begin(self, task: T, ended: StopPoint | None) -> Step:
-        """Asked before each operator of a gang's task: `ended` with the one before, if any.
+        """Decides before each operator of a gang's task; `ended` is the end of the operator before,
+        if any.
 
-        Raises IntegrityError when that is not what the gang's stops say.
+        Raises IntegrityError when `ended` is not what the gang's stops say.
         """
         gang = self._gang_of(task)
         assert gang is not None
@@ -207,7 +216,7 @@ class PreemptionRule(Generic[T]):
         return step
 
     def leave(self, task: T) -> None:
-        """The task was left, where it may be."""
+        """Notes that the task stopped at a point where it may stop."""
         self.running = None
         gang = self._gang_of(task)
         if gang is not None:
@@ -215,7 +224,7 @@ class PreemptionRule(Generic[T]):
         self.settle()
 
     def settle(self) -> None:
-        """Says to the gangs what follows from the order."""
+        """Sends the gangs the messages that follow from the order."""
         first = self.first()
         at_work = self._gang_of(self.running or self._claimant)
         if at_work is not None and at_work is not self._gang_of(first):
@@ -237,7 +246,7 @@ class PreemptionRule(Generic[T]):
         return None if task is None or task.gang is None else self._gangs[task.gang.key]
 
     def _finest_here(self) -> StopPoint:
-        """Where what is at work may be left now."""
+        """Returns the finest point where the running task may stop now."""
         at_work = self.running or self._claimant
         held = sum(task.mid_pass for task in self.tasks.values() if task is not at_work)
         return self.finest if held < self._most_held else max(self.finest, StopPoint.PASS)

@@ -1,8 +1,8 @@
-"""The report of an instance that has work and begins none.
+"""The report of an instance that has prepared tasks and begins none.
 
-Instances add a `Standstill` to a heartbeat when they have begun no operator since the heartbeat
-before, although tasks are prepared. One is nothing unusual: an operator takes its time, and a gang
-waits for its members to leave what they run. The scheduler looks at how long it lasts
+Instances add a `Standstill` to a heartbeat when they have begun no operator since the last
+heartbeat although tasks are prepared. A single standstill is normal: an operator takes its time,
+and a gang waits for its members to stop their other tasks. The scheduler checks how long it lasts
 (`stall_watch`).
 """
 

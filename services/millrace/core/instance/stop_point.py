@@ -1,4 +1,4 @@
-"""Names the points where a prefill may be left (FlowPrefill section 5.1, Figure 6)."""
+"""Names the points where a prefill may stop (FlowPrefill section 5.1, Figure 6)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _LAYER_ENDS: Final = ("down_proj", "experts")
 
 
 class StopPoint(IntEnum):
-    """What ends where a task may be left, the finest first."""
+    """What ends where a task may stop, the finest first."""
 
     OPERATOR = 0
     LAYER = 1
@@ -18,12 +18,12 @@ class StopPoint(IntEnum):
 
     @classmethod
     def of(cls, granularity: str) -> StopPoint:
-        """The finest that `scheduler.preemption` allows a stop at."""
+        """Returns the finest stop that `scheduler.preemption` allows."""
         return {"operator": cls.OPERATOR, "layer": cls.LAYER, "chunk": cls.PASS, "none": cls.END}[
             granularity
         ]
 
     @classmethod
     def after(cls, operator: str) -> StopPoint:
-        """What ends with an operator of a forward pass."""
+        """Returns what ends with an operator of a forward pass."""
         return cls.LAYER if operator in _LAYER_ENDS else cls.OPERATOR

@@ -1,6 +1,6 @@
-"""What a long request's home and the holders of its other shards agree on before any pass (KVP).
+"""The agreement between a KV owner and the KVP workers of a long request before any pass (KVP).
 
-The wire turns these into protobuf and back. What travels in a pass: `kvp_rows.py`.
+The wire turns these messages into protobuf and back. `kvp_pass` has the messages of a pass.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from millrace.core.kv.transfer import Incarnation
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttachAsk:
-    """An owner asks a holder for memory that queries go to, and says where partial results go.
+    """A KV owner asks a KVP worker for memory for queries, and says where partial results go.
 
-    Pieces of a pass have at most `max_rows` rows. `region` and `offset` are of the owner's, in the
-    transport that `agent_metadata` describes.
+    Pieces of a pass have at most `max_rows` rows. `region` and `offset` are of the owner's memory,
+    in the transport that `agent_metadata` describes.
     """
 
     owner: Incarnation
@@ -30,7 +30,9 @@ class AttachAsk:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttachGrant:
-    """The holder's yes: `slot` names the owner in what it sends; the rest is as in the ask."""
+    """The KVP worker's grant: `slot` names the owner in the worker's messages; the rest is as in
+    the ask.
+    """
 
     slot: int
     agent_metadata: bytes
@@ -40,9 +42,9 @@ class AttachGrant:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HoldAsk:
-    """An owner asks for pages for positions [start_token, end_token) of a request and its answer.
+    """A KV owner asks for pages for positions [start_token, end_token) of a request and its answer.
 
-    Of these [start_token, prompt_tokens) come by a KV transfer, the rest with the passes.
+    Tokens [start_token, prompt_tokens) come by a KV transfer, the rest with the passes.
     """
 
     request_id: str
@@ -60,5 +62,5 @@ class HoldAsk:
 
     @property
     def landing_tokens(self) -> int:
-        """Of these the first ones, which are of the prompt."""
+        """Returns how many of these tokens are of the prompt and come by a KV transfer."""
         return max(0, min(self.end_token, self.prompt_tokens) - self.start_token)

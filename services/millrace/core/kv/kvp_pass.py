@@ -1,8 +1,8 @@
-"""What travels between a long request's home and the holders of its other shards (Medha 3.3).
+"""The messages of a pass between a KV owner and its KVP workers (Medha 3.3).
 
-In every layer the home sends a holder the queries of its rows, and K/V of the tokens that the
-holder keeps; it gets the holder's partial outputs back, with their log-sum-exps. A pass's row
-table says once, with the first layer, which rows these are.
+In every layer the KV owner sends a worker the queries of its rows, and K/V of the tokens that the
+worker keeps. The worker returns partial outputs with their log-sum-exps. The row table of a pass,
+sent once with the first layer, says which rows these are.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ _ALIGN_BYTES: Final = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RemoteShard:
-    """Token positions [start_token, end_token) of a request, at a holder that is not its home.
+    """Token positions [start_token, end_token) of a request, at a KVP worker.
 
-    `shard` is the number that the holder gave it when it was opened.
+    `shard` is the number that the worker gave it when it was opened.
     """
 
     holder: str
@@ -36,9 +36,11 @@ class RemoteShard:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RemoteRows:
-    """Rows of a pass that one shard's holder attends for: neighbours in the pass and in position.
+    """Rows of a pass that the worker of one shard attends for: neighbours in the pass and in
+    position.
 
-    Of these the first `new_rows` are tokens of the shard itself: their K/V goes along, to be kept.
+    The first `new_rows` of them are tokens of the shard itself: their K/V is sent with them, to be
+    kept.
     """
 
     holder: str
@@ -49,7 +51,7 @@ class RemoteRows:
     new_rows: int = 0
 
     def cut(self, rows: int) -> tuple[RemoteRows, RemoteRows]:
-        """The first `rows` rows, and the others."""
+        """Returns the first `rows` rows, and the others."""
         kept = min(self.new_rows, rows)
         return (
             replace(self, num_rows=rows, new_rows=kept),
@@ -71,10 +73,10 @@ def remote_rows(
     num_rows: int,
     reach: int | None = None,
 ) -> list[RemoteRows]:
-    """What the holders do for rows at positions [first_position, first_position + num_rows).
+    """Returns the workers' share of rows at positions [first_position, first_position + num_rows).
 
-    A row before a shard sees nothing of it. `reach`: the widest sliding window, where every layer
-    has one; a row that has left a shard behind by that much sees nothing of it either.
+    A row before a shard sees no token of it. `reach`: the widest sliding window, where every layer
+    has a window; a row at least `reach` tokens after a shard's end sees no token of it either.
     """
     end = first_position + num_rows
     found = []
@@ -96,7 +98,9 @@ def remote_rows(
 
 
 def pieces_of(rows: Iterable[RemoteRows], max_rows: int) -> list[list[RemoteRows]]:
-    """One holder's rows in pieces of at most `max_rows`, in order; no row is twice in one."""
+    """Cuts one worker's rows into pieces of at most `max_rows`, in order; no row is twice in one
+    piece.
+    """
     pieces: list[list[RemoteRows]] = []
     room = end = 0
     for entry in rows:
@@ -114,7 +118,7 @@ def pieces_of(rows: Iterable[RemoteRows], max_rows: int) -> list[list[RemoteRows
 
 @dataclass(frozen=True, slots=True)
 class TableEntry:
-    """A `RemoteRows` as its holder knows it: its rows follow those of the entries before it."""
+    """A `RemoteRows` as its worker knows it: its rows follow those of the entries before it."""
 
     shard: int
     first_position: int
@@ -123,7 +127,7 @@ class TableEntry:
 
 
 def pack_table(rows: Sequence[RemoteRows]) -> bytes:
-    """The row table of a piece, `ExchangeShape.entry_bytes` an entry."""
+    """Writes the row table of a piece, `ExchangeShape.entry_bytes` per entry."""
     return b"".join(
         _ENTRY.pack(entry.shard, entry.first_position, entry.num_rows, entry.new_rows)
         for entry in rows
@@ -131,7 +135,9 @@ def pack_table(rows: Sequence[RemoteRows]) -> bytes:
 
 
 def unpack_table(table: bytes | memoryview, max_rows: int) -> list[TableEntry]:
-    """Raises TransferError for bytes that are no table of at most so many rows."""
+    """Reads a row table. Raises TransferError for bytes that are no table of at most `max_rows`
+    rows.
+    """
     if len(table) % _ENTRY.size:
         raise TransferError(f"{len(table)} bytes are no row table")
     entries = [TableEntry(*fields) for fields in _ENTRY.iter_unpack(table)]
@@ -143,7 +149,8 @@ def unpack_table(table: bytes | memoryview, max_rows: int) -> list[TableEntry]:
 
 
 class Request(NamedTuple):
-    """One layer of a piece of a pass, to its holder. With `entries` its row table goes along."""
+    """One layer of a piece of a pass, to its KVP worker. With `entries` it carries the row
+    table."""
 
     piece: int
     layer: int
@@ -153,8 +160,10 @@ class Request(NamedTuple):
 
 
 class Reply(NamedTuple):
-    """A holder's answer: its partial results lie there. `missing`: entries of the piece whose shard
-    is gone at the holder; `lost`: why there is no answer, nor will be."""
+    """The answer of a KVP worker: its partial results lie in the reply memory.
+
+    `missing`: entries of the piece whose shard is gone at the worker. `lost`: why there is no
+    answer, and will be none."""
 
     holder: str
     missing: tuple[int, ...] = ()
@@ -163,11 +172,11 @@ class Reply(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExchangeShape:
-    """The memory of one owner and one holder, at either side, for pieces of `max_rows` rows.
+    """The memory of one KV owner and one KVP worker, at either side, for pieces of `max_rows` rows.
 
-    At the holder: the row table, from `queries_at` on the q rows [n, h, d], right behind them K/V
-    rows [m, 2, k, d], of the model's dtype. At the owner: partial outputs [n, h, d], right behind
-    them their log-sum-exps [n, h], float32. All heads of the model.
+    At the worker: the row table, from `queries_at` on the q rows [n, h, d], directly followed by
+    K/V rows [m, 2, k, d], of the model's dtype. At the owner: partial outputs [n, h, d], directly
+    followed by their log-sum-exps [n, h], float32. All heads of the model.
     """
 
     num_q_heads: int
@@ -177,7 +186,7 @@ class ExchangeShape:
     max_rows: int
 
     def __post_init__(self) -> None:
-        """Raises ConfigError naming the field, its value and what it must be."""
+        """Raises ConfigError that names the field, its value and its range."""
         for name in ("num_q_heads", "num_kv_heads", "head_dim", "element_bytes", "max_rows"):
             if (value := getattr(self, name)) < 1:
                 raise ConfigError(f"exchange.{name} is {value!r}; it must be at least 1")
@@ -188,27 +197,27 @@ class ExchangeShape:
 
     @property
     def queries_at(self) -> int:
-        """Where the q rows begin."""
+        """Returns the offset of the q rows, in bytes."""
         return _aligned(self.max_rows * self.entry_bytes)
 
     @property
     def request_bytes(self) -> int:
-        """Bytes of a piece at the holder, at most."""
+        """Returns the bytes of a piece at the worker, at most."""
         return _aligned(self.queries_at + self.sent_bytes(self.max_rows, self.max_rows))
 
     @property
     def reply_bytes(self) -> int:
-        """Bytes of a piece's partial results at the owner, at most."""
+        """Returns the bytes of a piece's partial results at the owner, at most."""
         return _aligned(self.returned_bytes(self.max_rows))
 
     def sent_bytes(self, rows: int, new_rows: int) -> int:
-        """Bytes of a layer's q and K/V of a piece."""
+        """Returns the bytes of a layer's q and K/V of a piece."""
         q = rows * self.num_q_heads * self.head_dim
         kv = new_rows * 2 * self.num_kv_heads * self.head_dim
         return (q + kv) * self.element_bytes
 
     def returned_bytes(self, rows: int) -> int:
-        """Bytes of a layer's partial results of a piece."""
+        """Returns the bytes of a layer's partial results of a piece."""
         return rows * self.num_q_heads * (self.head_dim + 1) * 4
 
 

@@ -1,10 +1,10 @@
 """KV Parallelism: one long request's cache over several workers (Mnemosyne 4.4; Medha 3.3).
 
 The cache is cut along the sequence. A worker holds one run of token positions, a shard, of at most
-`max_kv_tokens_per_worker` tokens of a request; every pass sends the query to all workers that hold
-something, and merges their partial outputs. The first worker serves alone until its shard is full,
-then the next one joins ("onboarding"), and so on: an iteration reads a bounded number of keys
-however long the context grows. Until its turn comes, and beside it, a worker serves others.
+`max_kv_tokens_per_worker` tokens of a request. Every pass sends the query to all workers that hold
+a shard, and merges their partial outputs. The first worker serves alone until its shard is full,
+then the next worker joins ("onboarding"), and so on: an iteration reads a bounded number of keys at
+each worker however long the context grows. A worker serves other requests before and beside it.
 
 Symbols: C context tokens so far, M max_kv_tokens_per_worker; KVP degree(C) = ceil(C / M).
 
@@ -12,14 +12,14 @@ Deviations, each with its reason:
 
 - The memory of the whole request, up to the last token it may emit, is reserved when it is
   admitted, all of it or none. The papers reserve as they grow, which deadlocks: two requests may
-  each hold what the other one needs next.
+  each hold the memory that the other needs next.
 - Shards end at page boundaries, so that a page never has two owners: M is rounded down to pages.
-- A worker with fewer free pages than M takes a shorter shard; without this a fleet that is half
-  full refuses requests for which it has the memory. The degree may then exceed ceil(C / M).
+- A worker with fewer free pages than M takes a shorter shard. Without this rule a fleet that is
+  half full refuses requests for which it has the memory. The degree may then exceed ceil(C / M).
 - The first shard may be tied to a worker (`home`), the decode instance that samples the tokens.
 
-A reservation speaks of one sequence: requests with several choices are not spread. Which workers
-may take part, and who waits for whom, is decided in `spreading` and `placement`.
+A reservation is for one sequence: requests with several choices are not spread. `kvp_placement` and
+`decode_placement` decide which workers may take part, and which request waits.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from millrace.core.request import Shard
 
 
 class WorkerRoom(Protocol):
-    """What a reservation looks at in a worker."""
+    """The fields of a worker that a reservation reads."""
 
     @property
     def id(self) -> str: ...
@@ -43,7 +43,7 @@ class WorkerRoom(Protocol):
     def page_tokens(self) -> int: ...
     @property
     def free_pages(self) -> int:
-        """Pages that nothing holds and nothing has reserved."""
+        """Returns the pages that nothing holds and nothing has reserved."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,31 +54,33 @@ class Reservation:
 
     @property
     def tokens(self) -> int:
-        """Tokens reserved: the context can't grow past this."""
+        """Returns the reserved tokens: the context can't grow past them."""
         return self.shards[-1].end_token
 
     @property
     def worker_ids(self) -> tuple[str, ...]:
-        """Workers in the order in which they are onboarded."""
+        """Returns the workers in the order in which they are onboarded."""
         return tuple(shard.worker_id for shard in self.shards)
 
     def owner(self, position: int) -> str:
-        """The worker that holds a token position. Raises ValueError outside the reservation."""
+        """Returns the worker that holds a token position. Raises ValueError outside the
+        reservation.
+        """
         if not 0 <= position < self.tokens:
             raise ValueError(f"position {position} is outside the {self.tokens} reserved tokens")
         starts = [shard.start_token for shard in self.shards]
         return self.shards[bisect_right(starts, position) - 1].worker_id
 
     def degree(self, context_tokens: int) -> int:
-        """Workers that take part in a pass over a context; at least 1."""
+        """Returns how many workers take part in a pass over a context; at least 1."""
         return max(sum(shard.start_token < context_tokens for shard in self.shards), 1)
 
     def active(self, context_tokens: int) -> tuple[str, ...]:
-        """The workers that take part at a context length, in order of their onboarding."""
+        """Returns the workers that take part at a context length, in order of their onboarding."""
         return self.worker_ids[: self.degree(context_tokens)]
 
     def growth(self, start_token: int, end_token: int) -> tuple[Shard, ...]:
-        """Which worker takes which of the new tokens [start_token, end_token).
+        """Returns which worker takes which of the new tokens [start_token, end_token).
 
         Raises ValueError past the reservation.
         """
@@ -97,9 +99,10 @@ class Reservation:
         )
 
     def onboarded(self, start_token: int, end_token: int) -> tuple[str, ...]:
-        """Workers that join as the context grows from `start_token` to `end_token` tokens.
+        """Returns the workers that join as the context grows from `start_token` to `end_token`
+        tokens.
 
-        The worker that serves from token 0 on is none of them: it was never added.
+        The worker that serves from token 0 on is never among them.
         """
         return tuple(
             shard.worker_id
@@ -109,7 +112,7 @@ class Reservation:
 
 
 def degree(context_tokens: int, max_kv_tokens_per_worker: int) -> int:
-    """KVP degree of a context whose shards are all full but for the last; at least 1."""
+    """Returns the KVP degree of a context whose shards are all full except the last; at least 1."""
     return max(ceil_div(context_tokens, max_kv_tokens_per_worker), 1)
 
 
@@ -121,12 +124,12 @@ def reserve(
     home: str | None = None,
     max_workers: int | None = None,
 ) -> Reservation | None:
-    """Shards for all `tokens` of a request, or None when they do not fit now.
+    """Returns shards for all `tokens` of a request, or None when they do not fit now.
 
-    `home` names the worker that takes the first shard, whatever room the others have; None, too,
-    when it has no free page. The others follow freest first, the least id among equals. No
-    reservation of at most `max_workers` shards is overlooked: each worker gives as much as it may,
-    those that can give most come first.
+    `home` names the worker that takes the first shard, whatever room the others have; None is
+    returned, too, when it has no free page. The others follow freest first, the least id among
+    equals. If a reservation of at most `max_workers` shards exists, it is found: each worker gives
+    as much as it may, and the workers that can give most come first.
 
     Raises ConfigError when `tokens` is less than 1, or a shard can't hold one page.
     """
@@ -146,7 +149,7 @@ def reserve(
 
 
 def shard_tokens(worker: WorkerRoom, max_kv_tokens_per_worker: int) -> int:
-    """The longest shard that a worker can take now, in tokens: a whole number of its pages.
+    """Returns the longest shard that a worker can take now, in tokens: a whole number of its pages.
 
     Raises ConfigError when max_kv_tokens_per_worker is less than one page.
     """
@@ -162,7 +165,8 @@ def shard_tokens(worker: WorkerRoom, max_kv_tokens_per_worker: int) -> int:
 def _freest_first(
     workers: Iterable[WorkerRoom], max_kv_tokens_per_worker: int, home: str | None
 ) -> list[WorkerRoom]:
-    """`home` first. Where page sizes differ, the longer shard counts before the free memory."""
+    """Sorts `home` first. Where page sizes differ, the longer shard counts before the free
+    memory."""
     return sorted(
         workers,
         key=lambda worker: (

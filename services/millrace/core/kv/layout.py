@@ -1,10 +1,11 @@
-"""How a rank's KV pool lies in memory. Engine and transfer agree through this and nothing else.
+"""The layout of a rank's KV pool in memory. Engine and transfer agree through this and nothing
+else.
 
-The pool is one contiguous allocation of shape
-``[num_layers, num_pages, 2, head_count, page_tokens, head_dim]``: K is plane 0 and V plane 1 of a
-page, and a head's rows of a page are contiguous (HND), so that heads can be split at any boundary
-between sender and receiver. The pools of a tensor-parallel instance lie behind each other in one
-piece of memory (``parts``), each with its share of the heads: one transfer carries them all.
+The pool is one contiguous allocation of shape ``[num_layers, num_pages, 2, head_count, page_tokens,
+head_dim]``: K is plane 0 and V plane 1 of a page, and a head's rows of a page are contiguous (HND),
+so that heads can be split at any boundary between sender and receiver. The pools of a
+tensor-parallel instance follow one another in one allocation (``parts``), each with its share of
+the heads: one transfer carries them all.
 """
 
 from __future__ import annotations
@@ -27,13 +28,13 @@ _COUNTS = (
 class KvLayout:
     """A KV pool: of one rank, or of all ranks of an instance.
 
-    ``num_kv_heads`` counts the whole model's heads; the pool holds
-    ``[head_start, head_start + head_count)``, in ``parts`` pools of as many heads each, one behind
-    the other. Of the model's ``model_layers`` it holds
-    ``[layer_start, layer_start + num_layers)``: all of them, but at a stage of a pipeline. Layers
-    are counted as the model counts them wherever they are named; ``model_layers`` 0 stands for
-    ``num_layers`` and becomes that. ``model_hash`` names the weights and, behind an ``@``, the
-    revision of the model that they serve as, if it has one: KV of different ones must never mix.
+    ``num_kv_heads`` counts the whole model's heads; the pool holds ``[head_start, head_start +
+    head_count)``, in ``parts`` consecutive pools with equally many heads. Of the model's
+    ``model_layers`` it holds ``[layer_start, layer_start + num_layers)``: all layers, except at a
+    stage of a pipeline. Layer numbers always count from the model's first layer; ``model_layers`` 0
+    stands for ``num_layers`` and is replaced by it. ``model_hash`` names the weights and, after an
+    ``@``, the revision of the model that they serve as, if it has one: KV of different hashes must
+    never mix.
     """
 
     model_hash: str
@@ -55,7 +56,7 @@ class KvLayout:
         self.validate()
 
     def validate(self) -> None:
-        """Raises ConfigError naming the field, its value and what it must be."""
+        """Raises ConfigError that names the field, its value and its range."""
         if self.dtype not in ELEMENT_BYTES:
             raise ConfigError(
                 f"kv_layout.dtype is {self.dtype!r}; it must be one of {', '.join(ELEMENT_BYTES)}"
@@ -90,7 +91,7 @@ class KvLayout:
 
     @property
     def layers(self) -> range:
-        """The model's layers that are here."""
+        """Returns the model's layers that are in this pool."""
         return range(self.layer_start, self.layer_end)
 
     @property
@@ -99,43 +100,45 @@ class KvLayout:
 
     @property
     def part_heads(self) -> int:
-        """Heads of each part."""
+        """Returns the heads of each part."""
         return self.head_count // self.parts
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of one token of one head of one plane (K or V)."""
+        """Returns the bytes of one token of one head of one plane (K or V)."""
         return self.head_dim * self.element_bytes
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of one page of one layer, K and V of all heads of a part."""
+        """Returns the bytes of one page of one layer, K and V of all heads of a part."""
         return 2 * self.part_heads * self.page_tokens * self.row_bytes
 
     @property
     def layer_bytes(self) -> int:
-        """Bytes of one layer of a part."""
+        """Returns the bytes of one layer of a part."""
         return self.num_pages * self.page_bytes
 
     def layer_offset(self, layer: int) -> int:
-        """Bytes from a part's beginning to the model's `layer`, which must be here."""
+        """Returns the bytes from a part's beginning to the model's `layer`, which must be in this
+        pool.
+        """
         return (layer - self.layer_start) * self.layer_bytes
 
     @property
     def part_bytes(self) -> int:
-        """Bytes from one part to the next."""
+        """Returns the bytes from one part to the next."""
         return self.num_layers * self.layer_bytes
 
     @property
     def pool_bytes(self) -> int:
-        """Bytes of all parts."""
+        """Returns the bytes of all parts."""
         return self.parts * self.part_bytes
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes of one token over all layers that are here, K and V of all heads."""
+        """Returns the bytes of one token over all layers of this pool, K and V of all heads."""
         return self.num_layers * 2 * self.head_count * self.row_bytes
 
     def pages_for(self, tokens: int) -> int:
-        """Pages that hold `tokens` tokens."""
+        """Returns the pages that hold `tokens` tokens."""
         return pages_for(tokens, self.page_tokens)

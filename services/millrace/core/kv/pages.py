@@ -1,4 +1,4 @@
-"""How many pages requests take: at decode instances, at KVP workers, at prefill instances.
+"""Counts the pages that requests take: at decode instances, KVP workers and prefill instances.
 
 The scheduler reserves pages before an instance takes them, so its count must be the instance's own
 count to the page. With one page too few, two groups would wait for each other's pages in a circle.
@@ -17,16 +17,17 @@ MAX_REMEMBERED = 4096
 
 
 def pages_for(tokens: int, page_tokens: int) -> int:
-    """Pages that tokens take at one instance, the last page perhaps not full."""
+    """Returns the pages that tokens take at one instance; the last page may be partly filled."""
     return ceil_div(tokens, page_tokens)
 
 
 def pages_of_request(
     prompt_tokens: int, max_new_tokens: int, choices: int, page_tokens: int
 ) -> int:
-    """Pages that a decode instance reserves for a request from its placement to its end.
+    """Returns the pages that a decode instance reserves for a request from its placement to its
+    end.
 
-    With P prompt tokens, G new tokens at most, n choices and T tokens a page:
+    With P prompt tokens, G new tokens at most, n choices and T tokens per page:
 
         floor(P / T)  +  n * (ceil((P + G) / T) - floor(P / T))
 
@@ -41,7 +42,8 @@ def pages_of_request(
 
 
 def pages_of_plan(chunks: Sequence[Chunk], page_tokens: int, kv_layers: int) -> dict[str, int]:
-    """Pages that the request takes at each member of its last group, ring buffers included."""
+    """Returns the pages that the request takes at each member of its last group, with ring
+    buffers."""
     last = chunks[-1]
     if len(last.instance_ids) == 1:
         return {last.instance_ids[0]: pages_for(last.start_token + last.num_tokens, page_tokens)}
@@ -49,7 +51,7 @@ def pages_of_plan(chunks: Sequence[Chunk], page_tokens: int, kv_layers: int) -> 
 
 
 def pages_of_share(tokens: int, history: int, sp: int, page_tokens: int, kv_layers: int) -> int:
-    """Pages of the largest share, buffers included, where all `tokens` are one chunk.
+    """Returns the pages of the largest share, buffers included, where all `tokens` are one chunk.
 
     `history`: tokens before them, which are fetched from decode.
     """
@@ -71,7 +73,7 @@ class Shares:
         self._found: dict[tuple[int, int], dict[int, int]] = {}
 
     def of(self, tokens: int, history: int) -> dict[int, int]:
-        """By SP degree, slots: pages as tokens."""
+        """Returns slots (pages as tokens) by SP degree."""
         found = self._found.get((tokens, history))
         if found is None:
             size, layers = self._page_tokens, self._kv_layers

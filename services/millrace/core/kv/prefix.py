@@ -1,12 +1,12 @@
-"""Names of prompt prefixes: what tells a scheduler and an instance that two prompts begin alike.
+"""Names of prompt prefixes, by which a scheduler and an instance see that two prompts begin alike.
 
 A sequence is cut into blocks of `block_tokens`. A whole block's hash covers its tokens and, by
-chaining, all before them: equal hashes mean equal prefixes. Block i names the first
-(i + 1) * block_tokens tokens. Hashes are the first 64 bits of BLAKE2b: of all blocks that a fleet
-holds (2^22, say) two are alike by accident once in a million such fleets.
+chaining, all tokens before them: equal hashes mean equal prefixes. Block i names the first (i + 1)
+* block_tokens tokens. Hashes are the first 64 bits of BLAKE2b: of all blocks that a fleet holds
+(2^22, say) two are alike by accident once in a million such fleets.
 
 The chain begins at a root. It covers a salt, so that requests of different salts share nothing, and
-the size of a block. A model need not be in it: an instance holds KV of its own model alone.
+the size of a block. The root need not cover the model: an instance holds KV of its own model alone.
 """
 
 from __future__ import annotations
@@ -24,15 +24,16 @@ _TOKEN_BYTES = 4
 
 
 def prefix_root(block_tokens: int, salt: str = "") -> int:
-    """What the first block is chained to; never 0, which stands for none."""
+    """Returns the root that the first block is chained to; never 0, which stands for none."""
     text = f"{block_tokens} {salt}".encode()
     return int.from_bytes(blake2b(text, digest_size=_HASH_BYTES).digest(), "little") or 1
 
 
 def block_hashes(token_ids: TokenBytes, block_tokens: int, parent: int) -> list[int]:
-    """The hashes of the whole blocks of `token_ids`, which follow the block `parent` (or root).
+    """Returns the hashes of the whole blocks of `token_ids`, which follow the block `parent` (or
+    root).
 
-    Tokens after the last whole block have none. A million tokens take some 20 ms.
+    Tokens after the last whole block have none. A million tokens take about 20 ms.
     """
     view = memoryview(token_ids).cast("B")
     step = block_tokens * _TOKEN_BYTES
@@ -47,5 +48,5 @@ def block_hashes(token_ids: TokenBytes, block_tokens: int, parent: int) -> list[
 
 
 def reusable(hashes: Sequence[int], prompt_tokens: int, block_tokens: int) -> Sequence[int]:
-    """A prompt's blocks that may come from a cache: the last token is always computed."""
+    """Returns a prompt's blocks that may come from a cache: the last token is always computed."""
     return hashes[: (prompt_tokens - 1) // block_tokens]

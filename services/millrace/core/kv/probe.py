@@ -1,4 +1,4 @@
-"""What both ends of a probe of the KV path tell each other (`proto/transfer.proto`)."""
+"""The messages of the two ends of a probe of the KV path (`proto/transfer.proto`)."""
 
 from __future__ import annotations
 

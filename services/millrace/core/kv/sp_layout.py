@@ -1,16 +1,17 @@
 """Which instance of a group computes and keeps which tokens of a prompt (Tetris section 4.1).
 
-Pure arithmetic on a request's chunks: every member of a group works it out for itself, and all
-come to the same. A chunk is computed in passes. A pass's tokens are interleaved over the group in
-a zigzag: 2N shards for N members, of which rank r has the r-th from the front and the r-th from the
-back, so that all have the same attention to compute; rank 0, the leader, has the last token. What
-came before is history, kept in any order, spread evenly over the group page by page: before a
-chunk on a larger group the old members give their last pages to the new ones (cache balancing; an
-old one with less than its share, of chunks of fewer tokens than members, gains nothing).
-What they gave they keep until the request is over, for it may not yet have been sent to decode.
+Pure arithmetic on a request's chunks: every member of a group computes it for itself, and all
+members get the same result. A chunk is computed in passes. A pass's tokens are interleaved over the
+group in a zigzag: 2N shards for N members, of which rank r has the r-th from the front and the r-th
+from the back, so that all ranks have the same attention to compute; rank 0, the leader, has the
+last token. Earlier tokens are history, kept in any order, spread evenly over the group page by
+page. Before a chunk on a larger group the old members give their last pages to the new members
+(cache balancing). An old member with less than its share, after chunks of fewer tokens than
+members, gains nothing. The givers keep these pages until the request is over, since their KV may
+not yet have been sent to decode.
 
 Slots are where a member's tokens lie in its pages, `page_tokens` to a page. A chunk on a group of
-several begins in a page of its own, so that pages can be given whole; the slots that this leaves
+several begins in a page of its own, so that whole pages can be given; the slots that this leaves
 empty hold `PAD`, a position that no query sees.
 """
 
@@ -24,10 +25,10 @@ from itertools import pairwise
 from millrace.core.arithmetic import ceil_div
 from millrace.core.request import Chunk
 
-#: Stands in slots that hold no token: after every position that there is.
+#: Stands in slots that hold no token: a position after every real position.
 PAD = 2**31 - 1
 
-#: A ring's buffers: one is filled while the other is attended to.
+#: A ring's buffers: one is filled while attention reads the other.
 RING_BUFFERS = 2
 
 
@@ -42,10 +43,10 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """What a group computes in one forward pass: `num_tokens` from `start_token` on.
+    """The tokens that a group computes in one forward pass: `num_tokens` from `start_token` on.
 
-    ``runs[r]`` is what rank r computes, in order (none, where there are fewer tokens than
-    members); ``filled[r]`` says how many slots of its share it has used after the pass.
+    ``runs[r]`` are the tokens that rank r computes, in order (none, where there are fewer tokens
+    than members); ``filled[r]`` says how many slots of its share it has used after the pass.
     """
 
     number: int  # among the request's passes
@@ -57,7 +58,7 @@ class Pass:
 
 @dataclass(slots=True)
 class Share:
-    """What a member keeps of a prompt, in the order of its slots.
+    """The tokens of a prompt that a member keeps, in the order of its slots.
 
     ``pages``: the numbers of its pages among all that the request has at this member, in the order
     in which it took them; ``positions``: the token in each slot of these pages, or PAD.
@@ -91,17 +92,17 @@ class ChunkShares:
         return self.chunk.instance_ids
 
     def block_pages(self) -> int:
-        """Pages of the largest share, which travels round the ring."""
+        """Returns the pages of the largest share, which travels round the ring."""
         return max(len(share.pages) for share in self.shares)
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Where everything of a request's prefill lies, at every member of its last group.
+    """The places of all tokens of a request's prefill, at every member of its last group.
 
-    ``pages[instance]``: how many pages the request takes there, those given away included and the
-    ring's buffers not. ``fetched[instance]``: runs of history that decode sends there before the
-    first chunk, when an earlier attempt left it.
+    ``pages[instance]``: how many pages the request takes there, with those given away and without
+    the ring's buffers. ``fetched[instance]``: runs of history that decode sends there before the
+    first chunk, if an earlier attempt left history.
     """
 
     chunks: tuple[ChunkShares, ...]
@@ -117,12 +118,14 @@ class Layout:
         return self.chunks[-1].passes[-1].number + 1
 
     def first_chunk(self, instance_id: str) -> int:
-        """Index among `chunks` of the first that the instance takes part in."""
+        """Returns the index among `chunks` of the first chunk that the instance takes part in."""
         return next(i for i, chunk in enumerate(self.chunks) if instance_id in chunk.group)
 
     def computed(self, instance_id: str) -> list[Run]:
-        """What the instance computes, ascending in its slots: those of all its pages in the order
-        in which it took them, whatever it gave away since.
+        """Returns the runs that the instance computes, ascending in its slots.
+
+        The slots count all its pages in the order in which it took them, also pages given away
+        since.
         """
         runs: list[Run] = []
         for shares in self.chunks[self.first_chunk(instance_id) :]:
@@ -136,7 +139,7 @@ class Layout:
         return runs
 
     def buffer_pages(self, kv_layers: int) -> int:
-        """Pages that a member lends to each of the ring's buffers.
+        """Returns the pages that a member lends to each of the ring's buffers.
 
         A block is one layer of a share, and a page has room for `kv_layers` layers, so a buffer
         takes few. 0 where no chunk is on a group of several.
@@ -146,9 +149,9 @@ class Layout:
 
 
 def zigzag(tokens: int, members: int) -> list[tuple[tuple[int, int], tuple[int, int]]]:
-    """(first, count) of the front and the back shard of each rank, within `tokens`.
+    """Returns (first, count) of the front and the back shard of each rank, within `tokens`.
 
-    Every rank has as many tokens, one more or less; rank 0 always has the last one.
+    Every rank has as many tokens, one more or less; rank 0 always has the last token.
     """
     even, more = divmod(tokens, members)
     shares = [even + (rank < more) for rank in range(members)]
@@ -163,7 +166,8 @@ def zigzag(tokens: int, members: int) -> list[tuple[tuple[int, int], tuple[int, 
 
 
 def pass_tokens(tokens: int, members: int, max_chunk_tokens: int) -> list[int]:
-    """Tokens of each pass of a chunk: as even as can be, and at most `max_chunk_tokens` a member.
+    """Returns the tokens of each pass of a chunk: nearly equal, and at most `max_chunk_tokens` per
+    member.
 
     All but the last divide by the members, so that a member's share of the passes together is that
     of the chunk.
@@ -174,19 +178,20 @@ def pass_tokens(tokens: int, members: int, max_chunk_tokens: int) -> list[int]:
 
 
 def buffer_of(step: int) -> int:
-    """Which of the ring's buffers takes the block of a step (1 and on), in every layer and pass."""
+    """Returns which buffer takes the block of a step (1 and on), in every layer and pass."""
     return (step - 1) % RING_BUFFERS
 
 
 def ring_buffers(pages: Sequence[int]) -> list[Sequence[int]]:
-    """The pages of each of the ring's buffers, of all that a member lends."""
+    """Returns the pages of each of the ring's buffers, of all that a member lends."""
     each = len(pages) // RING_BUFFERS
     return [pages[i * each : (i + 1) * each] for i in range(RING_BUFFERS)]
 
 
 def buffer_memory(pages: Sequence[int], kv_layers: int, num_pages: int) -> list[int]:
-    """The memory of a buffer's pages in order, as pages of the pool seen as [layers * pages, ...]:
-    of each page in turn its room in layer 0, 1, ..."""
+    """Returns a buffer's memory as pages of the pool seen as [layers * pages, ...].
+
+    For each page in order: its room in layer 0, 1, ..."""
     return [layer * num_pages + page for page in pages for layer in range(kv_layers)]
 
 
@@ -216,9 +221,9 @@ def layout(chunks: Sequence[Chunk], page_tokens: int, max_chunk_tokens: int) -> 
 
 
 def pages_taken(chunks: Sequence[Chunk], page_tokens: int, kv_layers: int) -> dict[str, int]:
-    """Pages that a request takes at each member of its last group, the ring's buffers included.
+    """Returns the pages that a request takes at each member of its last group, with ring buffers.
 
-    What `layout` says, without laying anything out: the scheduler asks it for every plan.
+    Equals the count of `layout`, without laying anything out: the scheduler asks for every plan.
     `kv_layers` 0 leaves the buffers out.
     """
     live: list[int] = []  # pages of each rank's share
@@ -262,7 +267,7 @@ class _Keeper:
         self.taken = 0
 
     def fill_page(self) -> None:
-        """The next token begins a page."""
+        """Notes that the next token begins a page."""
         self.positions.extend([PAD] * (-len(self.positions) % self.page_tokens))
 
     def padded(self) -> array[int]:
@@ -283,7 +288,7 @@ class _Keeper:
         return run
 
     def give_pages(self, keep: int) -> tuple[array[int], array[int]]:
-        """The pages beyond the first `keep`, and what stands in their slots."""
+        """Returns the pages beyond the first `keep`, and the positions in their slots."""
         pages, slots = self.pages[keep:], self.padded()[keep * self.page_tokens :]
         del self.pages[keep:]
         del self.positions[keep * self.page_tokens :]
@@ -320,7 +325,7 @@ def _fetch(
 
 
 def _balance(chunk: Chunk, keepers: dict[str, _Keeper], page_tokens: int) -> list[Move]:
-    """Spreads the history evenly over a larger group: who gives what to whom."""
+    """Spreads the history evenly over a larger group: returns the moves."""
     group = chunk.instance_ids
     old = [instance_id for instance_id in group if instance_id in keepers]
     new = group[len(old) :]
@@ -364,9 +369,9 @@ def _passes(
 
 
 def _targets(live: Sequence[int], size: int) -> list[int]:
-    """Pages of each rank once those of the first ranks are spread over `size`.
+    """Returns the pages of each rank after those of the first ranks are spread over `size`.
 
-    Nobody gains who has some: what is above the even share goes to the new ranks.
+    A rank that has pages gains none: pages above the even share go to the new ranks.
     """
     even = _even(sum(live), size)
     kept = [min(now, most) for now, most in zip(live, even, strict=False)]
@@ -379,6 +384,6 @@ def _even(count: int, parts: int) -> list[int]:
 
 
 def _pairs(longer: Sequence[int], shorter: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Both, the shorter one filled up with zeros."""
+    """Returns both, the shorter filled up with zeros."""
     for index, value in enumerate(longer):
         yield value, shorter[index] if index < len(shorter) else 0

@@ -1,7 +1,7 @@
-"""What a KV sender and a KV receiver say to each other before and after the data (Tetris §4.2).
+"""The messages of a KV sender and a KV receiver before and after the data (Tetris §4.2).
 
 The wire turns these into protobuf and back; `millrace.transfer` decides with them. Data and its
-accounting go over the transport, not through here.
+accounting go over the transport, not in these messages.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ class Ticket:
 class HandshakeAsk:
     """A sender asks to transfer tokens ``[start_token, start_token + num_tokens)`` of a request.
 
-    They are all that belong at this receiver, whichever of them this sender has: the whole prompt,
-    or a shard of it.
-    `agent_metadata` is the sender's transport, so that the receiver can answer over it.
+    These are all tokens that belong at this receiver, also those that another sender has: the whole
+    prompt, or a shard of it. `agent_metadata` is the sender's transport, so that the receiver can
+    answer over it.
     """
 
     ticket: Ticket
@@ -56,9 +56,9 @@ class HandshakeAsk:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HandshakeGrant:
-    """The receiver's yes. `lease` is a number it never uses twice.
+    """The receiver's grant. `lease` is a number that the receiver never uses twice.
 
-    `pages` are the receiver's of all tokens that were asked for, in order; data goes to the
+    `pages` are the receiver's pages of all tokens that were asked for, in order; data goes to the
     transport's `region`. With `buffered` that is the staging region, and data goes, packed, to
     ``[buffer_offset, buffer_offset + buffer_bytes)`` of it. The sender may write as long as it
     heard from the receiver within `lease_s`.
@@ -96,4 +96,4 @@ class HandshakeRefused(TransferError):
 
 
 class HandshakeQueued(TransferError):
-    """All backends are taken. The request keeps its place; ask again."""
+    """All backends are taken. The request keeps its place; the sender asks again."""

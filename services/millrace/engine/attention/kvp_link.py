@@ -43,8 +43,8 @@ class _Piece:
     rows: Tensor | slice  # of the pass
     new: NewRows | None
     views: PieceViews
-    at: int  # where its request lies
-    table: bytes  # empty once it has gone
+    at: int  # offset of its request
+    table: bytes  # empty once it was sent
 
 
 class ExchangeLink:
@@ -58,7 +58,7 @@ class ExchangeLink:
         self._bytes = memory.numpy()
         self._dtype = dtype
         self._page_tokens = page_tokens
-        self._pieces: dict[str, list[_Piece]] = {}  # by holder
+        self._pieces: dict[str, list[_Piece]] = {}  # by KVP worker
         self._lost: dict[RemoteRows, str] = {}
 
     def begin(self, rows: Sequence[RemoteRows], slots: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""An exchange's memory as tensors: where a piece's q, K/V and partial results lie.
+"""An exchange's memory as tensors: the places of a piece's q, K/V and partial results.
 
 Shape letters: r rows, m new rows, h q heads, k kv heads, d head_dim.
 """
@@ -15,7 +15,9 @@ from millrace.engine.kv.host_memory import host_zeros
 
 
 def exchange_memory(nbytes: int) -> Tensor:
-    """uint8 [nbytes] on the host, for `KvpExchange` or `KvpServer`: taken where it is touched."""
+    """Allocates uint8 [nbytes] on the host, for `KvpExchange` or `KvpServer`; pages are taken at
+    first use.
+    """
     return host_zeros((nbytes,), torch.uint8)
 
 
@@ -35,7 +37,9 @@ class PieceViews:
         rows: int,
         new_rows: int,
     ) -> PieceViews:
-        """memory: uint8, as an `ExchangeShape` says; ``at``: of the pair's request and reply."""
+        """Builds the views. memory: uint8, laid out by an `ExchangeShape`; ``at``: the pair's
+        offsets.
+        """
         heads, kv_heads, head_dim = shape.num_q_heads, shape.num_kv_heads, shape.head_dim
         q_at = at[0] + shape.queries_at
         kv_at = q_at + shape.sent_bytes(rows, 0)
@@ -50,7 +54,7 @@ class PieceViews:
 
 
 class NewRows:
-    """Where the K/V of m tokens lies in pages. Of one token, as decode mostly has, it is fast."""
+    """The places of m tokens' K/V in pages. The case m = 1, the usual one in decode, is fast."""
 
     def __init__(self, pages: Tensor, offsets: Tensor) -> None:
         """int64 [m] each; offsets: within the page."""
@@ -68,7 +72,7 @@ class NewRows:
         _by_pool(kv, len(kv_layers)).copy_(kv_layers[:, pages, :, :, offsets])
 
     def write(self, kv_layers: Tensor, kv: Tensor) -> None:
-        """The other way."""
+        """Copies kv to kv_layers, the opposite of `read`."""
         if self._only is not None:
             page, offset = self._only
             kv_layers[:, page, :, :, offset].copy_(_by_pool(kv, len(kv_layers))[0])
@@ -78,6 +82,6 @@ class NewRows:
 
 
 def _by_pool(kv: Tensor, pools: int) -> Tensor:
-    """kv [m, 2, pools * k, d] as [m, pools, 2, k, d]."""
+    """Returns kv [m, 2, pools * k, d] as [m, pools, 2, k, d]."""
     rows, planes, _, head_dim = kv.shape
     return kv.view(rows, planes, pools, -1, head_dim).transpose(1, 2)

@@ -1,9 +1,9 @@
-"""Attention over K/V of which a part is at other instances (KVP: Mnemosyne 4.4, Medha 3.3).
+"""Attention over K/V that lies partly at other instances (KVP: Mnemosyne 4.4, Medha 3.3).
 
 A long request's KV owner holds the K/V of its first tokens, KVP workers the K/V of the others. In
-every layer the owner sends queries to the workers, and K/V of new tokens that are a worker's,
-attends over its own part meanwhile, and merges the workers' partial results by their log-sum-exps.
-A `RemoteLink` moves all of these.
+every layer the owner sends the queries and the workers' new K/V to the workers, attends over its
+own K/V meanwhile, and merges the workers' partial results by their log-sum-exps. A `RemoteLink`
+moves all of these.
 
 Shape letters: n rows of the pass, r rows of a partial, h q heads, k kv heads, d head_dim.
 """
@@ -36,9 +36,11 @@ __all__ = [
 
 
 class Partial(NamedTuple):
-    """Partial results of some rows of a pass, on the host, until the next is asked for."""
+    """Partial results of some rows of a pass, on the host, valid until the next partial is asked
+    for.
+    """
 
-    rows: Tensor | slice  # which: int64 [r], ascending, or neighbours
+    rows: Tensor | slice  # the rows: int64 [r], ascending, or neighbours
     out: Tensor  # float32 [r, h, d]
     lse: Tensor  # float32 [r, h], natural logarithm
 
@@ -46,8 +48,8 @@ class Partial(NamedTuple):
 class RemoteLink(Protocol):
     """Reaches the KVP workers, for one pass at a time. The compute thread uses it.
 
-    Of each pass `begin`; of each layer `send`, then `partials` to its end; then `end`. A pass may
-    be given up at any point: the next `begin` makes sure that nothing of it is on its way.
+    Call `begin` once per pass; for each layer `send`, then `partials` to its end; then `end`. A
+    pass may be given up at any point: the next `begin` makes sure that none of it is in flight.
     """
 
     def begin(self, rows: Sequence[RemoteRows], slots: Tensor) -> None:
@@ -61,23 +63,23 @@ class RemoteLink(Protocol):
         ...
 
     def partials(self, layer: int) -> Iterator[Partial]:
-        """Partial results of a layer as they come; a row may be in several. Results of a lost KVP
-        worker are missing."""
+        """Yields the partial results of a layer as they arrive; a row may be in several. Results of
+        a lost KVP worker are missing."""
         ...
 
     def end(self) -> Mapping[RemoteRows, str]:
-        """Of those that `begin` got the ones whose shard was lost, and why: their rows are wrong
+        """Returns those of the rows given to `begin` whose shard was lost, and why: they are wrong
         from some layer on."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Remote:
-    """What a KV owner needs for passes with remote rows.
+    """The resources of a KV owner for passes with remote rows.
 
     spill_pages: pages of the owner's pool where the K/V of workers' tokens lies until it is sent,
-    at least as many slots as a pass has tokens past the owner's own shards. The caller's to take
-    and to free; they may change between passes. `reach`: `reach_of` the model.
+    with at least as many slots as a pass has tokens past the owner's own shards. The caller
+    allocates and frees them; they may change between passes. `reach`: `reach_of` the model.
     """
 
     link: RemoteLink
@@ -86,7 +88,8 @@ class Remote:
 
 
 def reach_of(windows: Sequence[int | None]) -> int | None:
-    """How far back any layer sees, by the layers' sliding windows; None: to the beginning."""
+    """Returns how far back any layer sees, by the layers' sliding windows; None: to the
+    beginning."""
     widest = 0
     for window in windows:
         if window is None:
@@ -114,8 +117,9 @@ class RemoteAttention:
         out: Tensor | None,
         lse: Tensor,
     ) -> Tensor:
-        """Attention of q [n, h, d], whose K/V is in its pages, over the pass's own part by `plan`
-        and the workers'. lse: float32 [n, h], written. Returns out [n, h, d] of q's dtype."""
+        """Computes attention of q [n, h, d], whose K/V is in its pages: the owner's K/V by `plan`,
+        merged with the workers' partials. lse: float32 [n, h], written. Returns out [n, h, d] of
+        q's dtype."""
         out = torch.empty_like(q_nhd) if out is None else out
         self._link.send(layer, q_nhd, kv_layer[None])
         total = self._room(out)
@@ -131,7 +135,7 @@ class RemoteAttention:
         return out if total is out else out.copy_(total)
 
     def _room(self, out: Tensor) -> Tensor:
-        """float32, where the parts are summed; the same in every layer."""
+        """Returns float32 memory where the partials are summed; the same in every layer."""
         if out.dtype is torch.float32:
             return out
         if self._wide is None:
@@ -139,7 +143,7 @@ class RemoteAttention:
         return self._wide
 
     def end(self) -> dict[int, str]:
-        """Each row of the pass that a lost shard has made wrong, and why."""
+        """Returns each row of the pass that a lost shard has made wrong, and why."""
         lost: dict[int, str] = {}
         for entry, why in self._link.end().items():
             lost |= dict.fromkeys(range(entry.first_row, entry.first_row + entry.num_rows), why)
@@ -154,7 +158,8 @@ def slots_with_spill(
     page_tokens: int,
     spill_pages: Sequence[int],
 ) -> Tensor:
-    """`step_tables.slots_of`, with a spill slot for every position past its sequence's `kv_lens`.
+    """Computes `step_tables.slots_of`, with a spill slot for every position past a sequence's
+    `kv_lens`.
 
     Raises ValueError when there are too few spill pages.
     """

@@ -1,8 +1,8 @@
 """A KVP worker's attention over the pages of its shards, for the shards' KV owners.
 
-A piece of a pass is rows of several shards. Its table comes with its first layer, and is planned
-once; then each layer's q and new K/V lie in the exchange's memory, where the partial results go
-too. Positions count from the shard's first token: a row further on sees all that lies here.
+A piece of a pass has rows of several shards. Its table comes with its first layer, and is planned
+once; then each layer's q and new K/V lie in the exchange's memory, which also takes the partial
+results. Positions count from the shard's first token: a row after the shard sees all its tokens.
 
 Shape letters: r rows and m new rows of a piece, h q heads, k kv heads, d head_dim.
 """
@@ -31,7 +31,7 @@ class _Shard:
     pages: npt.NDArray[np.int32]
     start_token: int
     end_token: int
-    kv_tokens: int = 0  # that lie here, from start_token on
+    kv_tokens: int = 0  # held here, from start_token on
 
 
 @dataclass(slots=True, eq=False)
@@ -39,14 +39,14 @@ class _Piece:
     entries: list[TableEntry]
     missing: tuple[int, ...]  # entries whose shard is gone
     views: PieceViews
-    new: NewRows | None  # that are kept
-    kept: Tensor | None  # int64: which of the new rows they are; None: all
+    new: NewRows | None  # rows whose K/V is kept
+    kept: Tensor | None  # int64: their indices among the new rows; None: all
     tables: tuple[Tensor, Tensor, Tensor, Tensor]  # indptr, kv_lens, pages, positions
     plans: dict[int | None, AttentionPlan] = field(default_factory=dict)  # by sliding window
 
 
 class ShardAttention:
-    """Over one pool. `open` and `landed` come from any thread, the rest from one."""
+    """Attends over one pool. `open` and `landed` come from any thread, the rest from one thread."""
 
     def __init__(
         self,
@@ -56,11 +56,10 @@ class ShardAttention:
         windows: Sequence[int | None],
         backend: str = "auto",
     ) -> None:
-        """storage: [layers, pages, 2, k, page_tokens, d], or [pools, ...] of these, which have
-        the heads in their order. memory: uint8, the desk's; ``windows[i]``: layer i's sliding
-        window.
+        """storage: [layers, pages, 2, k, page_tokens, d], or [pools, ...] of these, with the heads
+        in their order. memory: uint8, the server's; ``windows[i]``: layer i's sliding window.
 
-        Raises ValueError when the pools don't hold the heads that the shape tells of.
+        Raises ValueError when the pools don't hold the heads that the shape names.
         """
         self._pools = storage if storage.dim() == 7 else storage[None]
         pools, _, _, _, heads, self._page_tokens, head_dim = self._pools.shape
@@ -78,7 +77,7 @@ class ShardAttention:
         self._pieces: dict[int, dict[int, _Piece]] = {}  # by slot, then number
 
     def open(self, shard: int, pages: Sequence[int], start_token: int, end_token: int) -> None:
-        """A shard of tokens [start_token, end_token). Raises ValueError for too few pages."""
+        """Opens a shard of tokens [start_token, end_token). Raises ValueError for too few pages."""
         needed = ceil_div(end_token - start_token, self._page_tokens)
         if end_token <= start_token or len(pages) < needed:
             raise ValueError(
@@ -88,12 +87,13 @@ class ShardAttention:
         self._shards[shard] = _Shard(np.array(pages, dtype=np.int32), start_token, end_token)
 
     def landed(self, shard: int, end_token: int) -> None:
-        """The K/V up to `end_token` lies in the shard's pages."""
+        """Notes that the K/V up to `end_token` lies in the shard's pages."""
         kept = self._shards[shard]
         kept.kv_tokens = max(0, min(end_token, kept.end_token) - kept.start_token)
 
     def close(self, shard: int) -> None:
-        """Nothing reads or writes its pages after this. Harmless when there is none."""
+        """Closes a shard: nothing reads or writes its pages after this. Harmless without a
+        shard."""
         self._shards.pop(shard, None)
         for pieces in self._pieces.values():
             for number, piece in pieces.items():
@@ -101,9 +101,10 @@ class ShardAttention:
                     pieces[number] = self._plan(piece.entries, piece.views)
 
     def begin(self, slot: int, piece: int, at: tuple[int, int], entries: int) -> None:
-        """A piece of an owner's pass, whose table lies in the memory; ``at``: of request and reply.
+        """Begins a piece of an owner's pass, whose table lies in the memory; ``at``: of request and
+        reply.
 
-        Raises TransferError for a table that makes no sense.
+        Raises TransferError for an invalid table.
         """
         table = self._memory[at[0] : at[0] + entries * self._shape.entry_bytes].numpy().tobytes()
         read = unpack_table(table, self._shape.max_rows)
@@ -119,10 +120,10 @@ class ShardAttention:
 
     @torch.inference_mode()
     def layer(self, slot: int, piece: int, layer: int) -> Sequence[int]:
-        """Keeps a layer's new K/V, and attends: out and lse lie in the memory. Returns the entries
-        whose shard is gone, for which both say that nothing was seen.
+        """Keeps a layer's new K/V, and attends: out and lse lie in the memory.
 
-        Raises TransferError for a piece or layer that there is not.
+        Returns the entries whose shard is gone; their out and lse say that no token was seen.
+        Raises TransferError for a piece or layer that does not exist.
         """
         now = self._pieces.get(slot, {}).get(piece)
         if now is None or not 0 <= layer < len(self._windows):
@@ -151,11 +152,11 @@ class ShardAttention:
         return now.missing
 
     def forget(self, slot: int) -> None:
-        """An owner's pass is over."""
+        """Forgets an owner's pass, which is over."""
         self._pieces.pop(slot, None)
 
     def _plan(self, entries: list[TableEntry], views: PieceViews) -> _Piece:
-        """What is to be done in each layer; takes note of what the shards hold from now on."""
+        """Plans the work of each layer, and notes the tokens that the shards hold from now on."""
         shards = [self._shards.get(entry.shard) for entry in entries]
         kept, pages, offsets, before = [], [], [], 0
         for entry, shard in zip(entries, shards, strict=True):
@@ -177,7 +178,7 @@ class ShardAttention:
         )
 
     def _grow(self, entry: TableEntry, shard: _Shard) -> int:
-        """Where an entry's new rows begin in its shard."""
+        """Returns where an entry's new rows begin in its shard."""
         first = entry.first_position - shard.start_token
         end = first + entry.new_rows
         if not 0 <= first <= shard.kv_tokens or end > shard.end_token - shard.start_token:
@@ -212,7 +213,7 @@ class ShardAttention:
 def _tables(
     entries: Sequence[TableEntry], shards: Sequence[_Shard | None]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """q_indptr, kv_lens, page_table and q_positions of a piece."""
+    """Returns q_indptr, kv_lens, page_table and q_positions of a piece."""
     positions = [
         np.arange(entry.first_position, entry.first_position + entry.num_rows, dtype=np.int32)
         - (0 if shard is None else shard.start_token)

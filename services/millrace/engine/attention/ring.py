@@ -1,9 +1,9 @@
-"""Attention round a ring of instances: whole over what all of them hold (Ring Attention, Liu et al.
-2023; as Tetris section 4.1 uses it, on a zigzag).
+"""Attention round a ring of instances over the K/V of all of them (Ring Attention, Liu et al. 2023;
+as Tetris section 4.1 uses it, on a zigzag).
 
 Each member of a group has some tokens of a pass and some K/V. A layer's K/V travels round in
 blocks: at step s a member attends to the block of the member s places before it, at step 0 to its
-own, and merges the partial results by their log-sum-exp. Who moves the blocks is a `RingLink`.
+own, and merges the partial results by their log-sum-exp. A `RingLink` moves the blocks.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from millrace_kernels.plan import AttentionPlan
 
 
 class RingLink(Protocol):
-    """A member's place in the ring of a chunk, and who moves its blocks. For the compute thread.
+    """A member's place in the ring of a chunk; moves its blocks. For the compute thread.
 
-    Of each layer, in this order: `history`, `publish`, then `wait` and `release` of step 1, of
-    step 2 and so on. After an abort everything returns at once and moves nothing any more.
+    Calls for each layer, in this order: `history`, `publish`, then `wait` and `release` of step 1,
+    of step 2 and so on. After an abort every call returns at once and moves nothing any more.
     """
 
     @property
@@ -39,12 +39,14 @@ class RingLink(Protocol):
     def size(self) -> int: ...
 
     def history(self, layer: int) -> bool:
-        """Waits until what others give of this layer has arrived; False after an abort."""
+        """Waits until the history that other members give of this layer has arrived; False after an
+        abort.
+        """
         ...
 
     def publish(self, layer: int) -> None:
-        """This member's block of the layer lies in its pages, or will once the device has done
-        what is queued: it may be sent on."""
+        """Notes that this member's block of the layer lies in its pages, or will once the device
+        has done its queued work: the block may be sent."""
         ...
 
     def wait(self, step: int) -> bool:
@@ -52,13 +54,13 @@ class RingLink(Protocol):
         ...
 
     def release(self, step: int) -> None:
-        """The block's buffer may be used again, once the device has done what is queued."""
+        """Allows the block's buffer to be used again, once the device has done its queued work."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class KvBlock:
-    """What a member sees of a share of K/V at a step of the ring, the same in every layer.
+    """The share of K/V that a member sees at a step of the ring, the same in every layer.
 
     pages: int32 [p], in the share's order. At step 0 page ids; at later steps pages of the pool's
     storage seen as [layers * pages, ...], where the block lies in a buffer. positions: int32
@@ -71,14 +73,14 @@ class KvBlock:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class RingTask:
-    """What one member computes of a pass of a group. Tensors lie on the host.
+    """One member's computation in a pass of a group. Tensors lie on the host.
 
     token_ids, positions: int64 [n], in ascending order; n may be 0. slots: int64 [n], page id *
-    page_tokens + row of each token's K/V. ``blocks[s]``: what is attended to at step s, of as
-    many as the group has members. With `last_layer` some member wants rows of this pass, so that
-    the last layer's attention goes round too; all members say the same. `want_logits` (of the
-    member's last token), `want_prompt_logprobs`, `name`, `logits` and `hidden` are this member's,
-    as in `PrefillTask`.
+    page_tokens + row of each token's K/V. ``blocks[s]``: the block of step s; as many as the group
+    has members. With `last_layer` some member wants rows of this pass, so that the last layer's
+    attention goes round too; all members have the same value. `want_logits` (of the member's last
+    token), `want_prompt_logprobs`, `name`, `logits` and `hidden` are this member's, as in
+    `PrefillTask`.
     """
 
     token_ids: Tensor
@@ -95,7 +97,7 @@ class RingTask:
 
     @property
     def wants_rows(self) -> bool:
-        """Whether this member goes on past the last layer's attention."""
+        """Returns whether this member continues past the last layer's attention."""
         return self.want_logits or (self.want_prompt_logprobs and len(self.token_ids) > 0)
 
     def check(self) -> None:
@@ -135,12 +137,12 @@ class RingAttention:
         to_the_end: bool = True,
     ) -> None:
         """memory: the pool's storage as [layers * pages, 2, k, page_tokens, d]; ``windows[i]``:
-        layer i's; `to_the_end`: the last of these is the model's last."""
+        layer i's sliding window; `to_the_end`: the last of these is the model's last."""
         self._link = task.link
         self._memory = memory
         goes_round = task.last_layer or not to_the_end
         self._exchanged = len(windows) if goes_round else len(windows) - 1
-        #: The last layer's rows, to one or to none.
+        #: Reduces the last layer's rows to one or to none.
         self.is_cut = to_the_end and not task.want_prompt_logprobs
 
         @cache
@@ -160,10 +162,11 @@ class RingAttention:
     def run(
         self, layer: int, q_nhd: Tensor, kv_layer: Tensor, scale: float, out: Tensor | None = None
     ) -> Tensor:
-        """Attention of q [n, h, d], whose K/V is in its pages, over the blocks of all members.
+        """Computes attention of q [n, h, d], whose K/V is in its pages, over the blocks of all
+        members.
 
-        Takes part in the exchange even where no row is to be computed. Returns out [n, h, d] of
-        q's dtype. After an abort what is left out is missing in it, and the pass is to be dropped.
+        Takes part in the exchange even where no row is to be computed. Returns out [n, h, d] of q's
+        dtype. After an abort out lacks blocks, and the pass must be dropped.
         """
         out = torch.empty_like(q_nhd) if out is None else out
         is_whole = self._link.history(layer)
@@ -187,7 +190,7 @@ class RingAttention:
         return out.copy_(total) if is_partial else out
 
     def _attend(self, plan: AttentionPlan, q_nhd: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-        """A partial result over a block that has arrived; the next one takes its place."""
+        """Returns a partial result over a block that has arrived; the next call overwrites it."""
         if self._partial is None or len(self._partial[0]) != len(q_nhd):
             wide = torch.empty(q_nhd.shape, dtype=torch.float32, device=q_nhd.device)
             self._partial = wide, wide.new_empty(q_nhd.shape[:2])
@@ -206,10 +209,11 @@ def ring_task(
     layout: KvLayout,
     last_layer: bool,
 ) -> RingTask:
-    """The task of rank ``link.rank`` in ``shares.passes[number]``; what it wants is left to set.
+    """Builds the task of rank ``link.rank`` in ``shares.passes[number]``; the caller sets its
+    wants.
 
     prompt_ids: int64 [prompt tokens]; ``pages``: the page ids that the request has at this member,
-    in the order in which it took them; ``buffers``: those lent to each of the ring's buffers.
+    in the order in which it took them; ``buffers``: the pages lent to each of the ring's buffers.
     """
     now, share, page_tokens = shares.passes[number], shares.shares[link.rank], layout.page_tokens
     runs = now.runs[link.rank]
@@ -237,7 +241,7 @@ def ring_task(
 def _block(
     pages: Tensor, shares: ChunkShares, filled: Sequence[int], rank: int, page_tokens: int
 ) -> KvBlock:
-    """What rank `rank` has used of its share, where it lies in `pages`."""
+    """Returns the used part of rank `rank`'s share, where it lies in `pages`."""
     slots = filled[rank]
     used: array[int] = shares.shares[rank].positions[:slots]
     positions = torch.from_numpy(np.array(used, dtype=np.int32))
@@ -245,6 +249,6 @@ def _block(
 
 
 def _concatenated(ranges: Sequence[tuple[int, int]]) -> Tensor:
-    """int64: the numbers of each (first, count), one range after another."""
+    """Returns int64: the numbers of each (first, count), one range after another."""
     none = torch.empty(0, dtype=torch.int64)
     return torch.cat([none, *(torch.arange(first, first + n) for first, n in ranges)])

@@ -31,7 +31,7 @@ from millrace.engine.kv.step_tables import page_table_of, slots_of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeRows:
-    """The next token of each of b sequences, on the host, read before the pass returns."""
+    """The next token of each of b sequences, on the host; read before the pass returns."""
 
     token_ids: Tensor  # int64 [b]
     positions: Tensor  # int64 [b]

@@ -1,4 +1,4 @@
-"""Activations that a pass begins with: rows, positions, K/V slots, plans of attention."""
+"""The activations that a pass begins with: rows, positions, K/V slots, plans of attention."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class PassStates:
         )
 
     def slots(self, positions: Tensor, page_table: Tensor) -> Tensor:
-        """int64 [b]: where the K/V of a step's new tokens go."""
+        """Returns int64 [b]: the slots of a step's new tokens' K/V."""
         rows, page_tokens = one_each(len(positions))[:-1], self._layout.page_tokens
         return slots_of(page_table, rows, positions, page_tokens).to(self._model.device)
 

@@ -1,4 +1,4 @@
-"""Decode steps repeated from recorded native calls, without the Python of the operators."""
+"""Repeats decode steps from recorded native calls, without the Python of the operators."""
 
 from __future__ import annotations
 

@@ -123,7 +123,7 @@ class StagePasses:
         return state
 
     def shared(self, link: RemoteLink) -> RemoteLink:
-        """The link itself: no other rank is there."""
+        """Returns the link itself: there is no other rank."""
         return link
 
     def project(self, hidden: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """Large tensors on the host, in huge pages where the system has them.
 
-What is read from end to end in every step (weights, KV) reads faster in pages of 2 MiB than of
-4 KiB, and its first touch takes a five-hundredth of the page faults.
+Tensors that every step reads from end to end (weights, KV) read faster in pages of 2 MiB than of 4
+KiB, and their first touch takes a five-hundredth of the page faults.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ from contextlib import suppress
 import torch
 
 HUGE_PAGE_BYTES = 2 << 20
-_LEAST_BYTES = 2 * HUGE_PAGE_BYTES  # below, little of a tensor would be in huge pages
+_LEAST_BYTES = 2 * HUGE_PAGE_BYTES  # below this size little of a tensor would be in huge pages
 
 
 def host_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Zeros in memory that a large tensor takes only where it is touched, 2 MiB at a time.
+    """Allocates zeros in memory that a large tensor takes only where it is touched, 2 MiB at a
+    time.
 
     The tensor and its views keep the memory alive. Raises MemoryError when there is no room.
     """

@@ -1,10 +1,10 @@
 """Host memory for the KV of preempted sequences: whole pages, of all layers and ranks.
 
 A slot of the buffer holds one page. Runs of neighbouring pages that lie in neighbouring slots are
-one copy a layer. On CUDA the memory is pinned and copies run on a stream of their own, beside
+one copy per layer. On CUDA the memory is pinned and copies run on a stream of their own, beside
 decode steps; on the host they are plain copies.
 
-The book of slots belongs to one thread, which is not the one that copies.
+One thread owns the table of slots; another thread copies.
 """
 
 from __future__ import annotations
@@ -24,13 +24,15 @@ _PAGE_DIMS: Final = 5  # of a page among others: [pages, 2, heads, page_tokens, 
 
 
 class KvSwap:
-    """`swap_out` and `swap_in` block, on any thread but one at a time; all else is the book's."""
+    """`swap_out` and `swap_in` block, on any thread, one at a time; all else is for the owner
+    thread.
+    """
 
     def __init__(self, storage: Tensor, layout: KvLayout, swap_bytes: int) -> None:
         """`storage`: the KV of an engine, [..., pages, 2, heads, page_tokens, head_dim].
 
-        It has no room at all where `storage` is not all of the layout: on CUDA that of a group of
-        ranks is rank 0's alone. Raises CapacityError when the host has not so much memory.
+        The swap has no room at all where `storage` is not all of the layout: on CUDA the storage of
+        a group of ranks is rank 0's alone. Raises CapacityError when the host lacks the memory.
         """
         self._layers_lpx = storage.flatten(0, storage.dim() - _PAGE_DIMS - 1).flatten(2)
         layers, _, elements = self._layers_lpx.shape
@@ -56,13 +58,14 @@ class KvSwap:
         return (self.num_pages - self._free.num_pages) * self.page_bytes
 
     def reserve(self, count: int) -> list[int]:
-        """`count` slots, ascending. Raises CapacityError, and takes nothing, without room."""
+        """Reserves `count` slots, ascending. Raises CapacityError, and takes nothing, without
+        room."""
         if count > self._free.num_pages:
             raise CapacityError(f"{count} pages of swap wanted, {self._free.num_pages} are free")
         return self._free.take(count)
 
     def release(self, slots: Sequence[int]) -> None:
-        """What the slots hold is not wanted any more."""
+        """Frees the slots; their content is not wanted any more."""
         for start, length in page_runs(sorted(slots)):
             self._free.add_run(start, length)
 
@@ -94,7 +97,7 @@ class KvSwap:
         if self._stream is None:
             _copy_runs(source_lpx, target_lpx, runs)
             return
-        # Steps wrote the KV on the default stream, and those to come read it there.
+        # Earlier steps wrote the KV on the default stream, and later steps read it there.
         self._stream.wait_stream(torch.cuda.default_stream(self._stream.device))
         with torch.cuda.stream(self._stream):
             _copy_runs(source_lpx, target_lpx, runs)
@@ -102,7 +105,7 @@ class KvSwap:
 
 
 def _common_runs(origin: Sequence[int], goal: Sequence[int]) -> list[tuple[int, int, int]]:
-    """(first of `origin`, first of `goal`, length) of what is neighbouring in both."""
+    """Yields (first of `origin`, first of `goal`, length) of runs that are neighbouring in both."""
     runs: list[tuple[int, int, int]] = []
     for one, other in zip(origin, goal, strict=True):
         if runs:

@@ -1,9 +1,9 @@
 """Page tables of running sequences: they stay where attention reads them, and only changes travel.
 
 Mnemosyne section 5.2 and Medha section 5 keep sequence state at the workers and send them deltas,
-for a long context's pages are too many to be copied in every iteration: a million tokens take
-65,536 entries. Here the host's table is the book, the device's is brought up to date entry by
-entry, and so is the one of every other rank of a tensor-parallel group.
+since a long context has too many pages to be copied in every iteration: a million tokens take
+65,536 entries. Here the host's table is the original. The device's copy is updated entry by entry,
+and so is the copy of every other rank of a tensor-parallel group.
 """
 
 from __future__ import annotations
@@ -25,10 +25,12 @@ Entries = npt.NDArray[np.int32]
 
 
 class PageTable:
-    """int32 [rows, width]: each row the pages of one sequence in token order, and then whatever."""
+    """int32 [rows, width]: each row has the pages of one sequence in token order, then undefined
+    entries.
+    """
 
     def __init__(self, rows: int, device: torch.device | str = "cpu") -> None:
-        """`device`: where attention reads it."""
+        """`device`: the device where attention reads the table."""
         self._device = torch.device(device)
         self._is_host = self._device.type == "cpu"
         self._host: Entries = np.zeros((rows, _FIRST_WIDTH), dtype=np.int32)
@@ -41,7 +43,7 @@ class PageTable:
         return width
 
     def put(self, row: int, pages: Pages) -> int:
-        """Makes a row begin with these pages. Returns how many entries that changed."""
+        """Makes a row begin with these pages. Returns how many entries changed."""
         wanted = np.asarray(pages, dtype=np.int32)
         if len(wanted) > self.width:
             self._widen(len(wanted))
@@ -54,21 +56,22 @@ class PageTable:
         return len(changed)
 
     def move(self, source: int, target: int, count: int) -> None:
-        """Puts the first `count` pages of one row into another."""
+        """Moves the first `count` pages of one row into another."""
         self.put(target, self._host[source, :count])
 
     def row(self, row: int, count: int) -> list[int]:
-        """The first `count` pages of a row."""
+        """Returns the first `count` pages of a row."""
         pages: list[int] = self._host[row, :count].tolist()
         return pages
 
     def first(self, rows: int) -> Tensor:
-        """[rows, width] on the host: the first rows themselves, not a copy."""
+        """Returns [rows, width] on the host: the first rows themselves, not a copy."""
         return torch.from_numpy(self._host[:rows])
 
     def copy_of(self, view: Tensor) -> Tensor | None:
-        """What `first` gave, where attention reads it on another device, brought up to date in one
-        transfer; None for any other table, and where attention reads the host's."""
+        """Returns the device's copy of a table that `first` returned, updated in one transfer.
+
+        None for any other table, and where attention reads the host's table."""
         is_mine = view.data_ptr() == self._host.ctypes.data and view.shape[1] == self.width
         if self._is_host or not is_mine:
             return None
@@ -93,7 +96,7 @@ class PageTable:
 
 @dataclass(frozen=True, slots=True)
 class TableDelta:
-    """What a page table holds that it did not hold before: entries by their flat index."""
+    """The changed entries of a page table by their flat index."""
 
     shape: tuple[int, int]
     index: npt.NDArray[np.int64]
@@ -107,14 +110,14 @@ class TableMirror:
         self._table: Entries = np.zeros((0, 0), dtype=np.int32)
 
     def delta(self, table: Entries) -> TableDelta:
-        """What the other side's mirror lacks of `table` [rows, width]."""
+        """Returns the entries of `table` [rows, width] that the other side's mirror lacks."""
         known = self._shaped((table.shape[0], table.shape[1]))
         index = np.flatnonzero(known != table)
         self._table = table.copy() if len(index) else known
         return TableDelta((table.shape[0], table.shape[1]), index, table.reshape(-1)[index])
 
     def apply(self, delta: TableDelta) -> Tensor:
-        """The table that `delta` was made of."""
+        """Returns the table that `delta` was made of."""
         self._table = self._shaped(delta.shape)
         self._table.reshape(-1)[delta.index] = delta.pages
         return torch.from_numpy(self._table)

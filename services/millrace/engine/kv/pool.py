@@ -1,16 +1,16 @@
-"""The paged KV cache of one rank: one contiguous allocation and the book of who holds which page.
+"""The paged KV cache of one rank: one contiguous allocation and the record of each page's holders.
 
 Layout as in `millrace.core.kv.layout`: ``[num_layers, num_pages, 2, head_count, page_tokens,
-head_dim]``. A page number names the same page of every layer. Pages are counted references, so
-that several sequences may read one page; a writer that shares a page copies it first.
+head_dim]``. A page number names the same page of every layer. Pages are counted references, so that
+several sequences may read one page; a writer that shares a page copies it first.
 
 Free pages are kept as extents (runs of neighbouring numbers) in three indexes: by start, by end,
 and sorted by length. Allocation takes the smallest extent that fits whole (best fit), so that a
 request's pages are one run wherever possible and its KV moves in few descriptors.
 
-A keeper (the prefix cache) may hold a reference of its own to pages whose content others may want
-again. Pages that nobody else holds are idle: they count as free, and are taken from the keeper when
-the free ones do not suffice.
+A keeper (the prefix cache) may hold a reference of its own to pages whose content later requests
+may read. Pages that only the keeper holds are idle: they count as free, and are taken from the
+keeper when the free pages do not suffice.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ from millrace.engine.kv.host_memory import host_zeros
 
 
 class PageExtents:
-    """A set of page numbers kept as maximal runs. Each call costs O(log runs) a run it touches."""
+    """A set of page numbers kept as maximal runs. Each call costs O(log runs) per run that it
+    touches.
+    """
 
     def __init__(self, num_pages: int) -> None:
         self._length_at: dict[int, int] = {}  # start -> length
@@ -53,7 +55,7 @@ class PageExtents:
         self._keep(start, length)
 
     def take(self, count: int) -> list[int]:
-        """Removes `count` pages, ascending; as few runs as possible. The set must hold them."""
+        """Removes `count` pages, ascending, in as few runs as possible. The set must hold them."""
         runs: list[tuple[int, int]] = []
         while count:
             at = bisect_left(self._by_length, (count, 0))
@@ -68,7 +70,7 @@ class PageExtents:
         return [page for start, length in sorted(runs) for page in range(start, start + length)]
 
     def runs(self) -> list[tuple[int, int]]:
-        """(start, length) of every run, ascending by start."""
+        """Returns (start, length) of every run, ascending by start."""
         return sorted(self._length_at.items())
 
     def check(self) -> None:
@@ -96,13 +98,13 @@ class PageExtents:
 
 
 class PageKeeper(Protocol):
-    """Who holds pages for their content, until they are wanted."""
+    """Holds pages for their content, until the pool needs them."""
 
     def idle(self, pages: Sequence[int]) -> None:
-        """The last one beside the keeper has let go of these."""
+        """Notes that the last holder beside the keeper has freed these pages."""
 
     def evict(self, count: int) -> None:
-        """Gives up at least `count` idle pages (`KvPool.give_up`); there are as many."""
+        """Gives up at least `count` idle pages (`KvPool.give_up`); there are at least that many."""
 
 
 class KvPool:
@@ -114,9 +116,9 @@ class KvPool:
         device: torch.device | str = "cpu",
         storage: torch.Tensor | None = None,
     ) -> None:
-        """Allocates `layout.pool_bytes` of zeros on `device`, or takes `storage`, shaped so.
+        """Allocates `layout.pool_bytes` of zeros on `device`, or takes `storage` of that shape.
 
-        Zeros, so that rows nobody wrote can't hold NaN. Raises CapacityError when the device has
+        Zeros, so that rows never written can't hold NaN. Raises CapacityError when the device has
         no room.
         """
         self.layout = layout
@@ -150,29 +152,29 @@ class KvPool:
 
     @property
     def free_pages(self) -> int:
-        """Pages that can be allocated: nobody holds them, or the keeper alone."""
+        """Returns the pages that can be allocated: they have no holder, or the keeper alone."""
         return self._free.num_pages + self._idle_pages
 
     @property
     def idle_pages(self) -> int:
-        """Pages that the keeper alone holds."""
+        """Returns the pages that only the keeper holds."""
         return self._idle_pages
 
     @property
     def used_pages(self) -> int:
-        """Pages with at least one holder beside the keeper."""
+        """Returns the pages with at least one holder beside the keeper."""
         return self.num_pages - self.free_pages
 
     def layer(self, index: int) -> torch.Tensor:
-        """View ``[num_pages, 2, head_count, page_tokens, head_dim]`` of one layer."""
+        """Returns a view ``[num_pages, 2, head_count, page_tokens, head_dim]`` of one layer."""
         return self._layers[index]
 
     def references(self, page: int) -> int:
-        """How many holders a page has."""
+        """Returns how many holders a page has."""
         return self._references[page]
 
     def allocate(self, count: int) -> list[int]:
-        """`count` pages with one reference each, ascending, in as few runs as possible.
+        """Allocates `count` pages with one reference each, ascending, in as few runs as possible.
 
         Raises CapacityError, and takes nothing, when fewer are free.
         """
@@ -188,7 +190,7 @@ class KvPool:
         return pages
 
     def share(self, pages: Iterable[int]) -> None:
-        """Adds a reference to each page. Raises IntegrityError for a page nobody holds."""
+        """Adds a reference to each page. Raises IntegrityError for a page without a holder."""
         held = list(pages)
         self._require_held(held)
         for page in held:
@@ -198,7 +200,7 @@ class KvPool:
     def free(self, pages: Iterable[int]) -> None:
         """Drops a reference of each page; pages without any are free again.
 
-        Raises IntegrityError, and frees nothing, when one is not held as often as it is freed.
+        Raises IntegrityError, and frees nothing, when a page is freed more often than it is held.
         """
         dropped = sorted(pages)
         self._require_held(dropped)
@@ -222,13 +224,13 @@ class KvPool:
     # -- for the keeper
 
     def serve(self, keeper: PageKeeper) -> None:
-        """From here on `keeper` may keep pages; a pool has one at most."""
+        """Sets the keeper of the pool's pages; a pool has at most one."""
         if self._keeper is not None:
             raise ValueError("the pool has a keeper already")
         self._keeper = keeper
 
     def keep(self, pages: Sequence[int]) -> None:
-        """The keeper's reference to each page, which somebody holds and it does not keep yet.
+        """Adds the keeper's reference to each page, which has a holder and is not yet kept.
 
         Raises IntegrityError, and keeps nothing, for other pages.
         """
@@ -256,7 +258,7 @@ class KvPool:
     # -- both
 
     def copy_page(self, source: int, target: int) -> None:
-        """Copies a page's K and V of all layers: the copy of copy on write."""
+        """Copies a page's K and V of all layers, for copy on write."""
         self._require_held((source, target))
         self.storage[:, target].copy_(self.storage[:, source])
 
@@ -293,14 +295,16 @@ class KvPool:
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Zeros. On the host a large pool costs neither start-up time nor memory before its use."""
+    """Allocates zeros. On the host a large pool takes neither start-up time nor memory before its
+    use.
+    """
     if device.type == "cpu":
         return host_zeros(shape, dtype)
     return torch.zeros(shape, dtype=dtype, device=device)
 
 
 def page_runs(pages: Iterable[int]) -> list[tuple[int, int]]:
-    """(start, length) of each run of neighbouring numbers, in the order given."""
+    """Returns (start, length) of each run of neighbouring numbers, in the order given."""
     runs: list[tuple[int, int]] = []
     for page in pages:
         if runs and page == runs[-1][0] + runs[-1][1]:

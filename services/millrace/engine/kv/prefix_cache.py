@@ -1,12 +1,12 @@
-"""KV that is kept in the pool for prompts that begin alike: blocks of whole pages, by their hashes.
+"""Keeps KV in the pool for prompts that begin alike: blocks of whole pages, by their hashes.
 
-A block's hash stands for all tokens up to its end (`core.kv.prefix`), so a sequence's beginning is
-looked up block by block until one is missing, and a block is of use only as long as those before it
-are there. Requests read a block's pages and never write them: each begins its own KV in a page of
-its own.
+A block's hash covers all tokens up to its end (`core.kv.prefix`). So a sequence's beginning is
+looked up block by block until a block is missing, and a block is useful only while the blocks
+before it are there. Requests read a block's pages and never write them: each request begins its own
+KV in a page of its own.
 
-Blocks that no request holds are idle. Their pages count as free in the pool, which has the least
-recently used of them evicted when it runs short. Of one sequence the last block goes first.
+Blocks that no request holds are idle. Their pages count as free in the pool, which evicts the least
+recently used of them when it runs short. The last block of a sequence goes first.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from itertools import pairwise
 from millrace.core.errors import IntegrityError
 from millrace.engine.kv.pool import KvPool
 
-#: Hashes that one `news` tells at most: the rest waits for the next.
+#: The most hashes in one `news`: the rest waits for the next call.
 MOST_TOLD = 1 << 15
 
 
 @dataclass(frozen=True, slots=True)
 class CacheNews:
-    """What changed since the last one. `whole`: whatever was said before is void."""
+    """The changes since the last report. `whole`: every earlier report is void."""
 
     whole: bool
     added: list[int]
@@ -35,21 +35,22 @@ class CacheNews:
 @dataclass(slots=True, eq=False)
 class _Block:
     hash: int
-    before: int  # the hash of the block before it; 0: it is a first one
-    place: int  # how many come before it
+    before: int  # the hash of the block before it; 0: it is a first block
+    place: int  # how many blocks come before it
     pages: list[int]
 
 
 class PrefixCache:
     """The keeper of a pool's pages. Used by the thread that allocates them.
 
-    Every call costs a few dictionary steps a block it names, and as many a page.
+    Every call costs a few dictionary steps per block that it names, and per page.
     """
 
     def __init__(
         self, pool: KvPool, block_tokens: int, evicted: Callable[[int], object] = int
     ) -> None:
-        """`block_tokens`: whole pages; 0: nothing is kept. `evicted` is told how many pages were.
+        """`block_tokens`: whole pages; 0: nothing is kept. `evicted` gets the number of evicted
+        pages.
 
         Raises ValueError when a block would end inside a page.
         """
@@ -63,22 +64,22 @@ class PrefixCache:
         self._at: dict[int, _Block] = {}  # by first page
         self._idle: OrderedDict[int, _Block] = OrderedDict()  # by hash, the next to go first
         self._whole = True
-        self._added: dict[int, None] = {}  # not told yet
+        self._added: dict[int, None] = {}  # not reported yet
         self._removed: dict[int, None] = {}
         self._evicted = evicted
         pool.serve(self)
 
     def __len__(self) -> int:
-        """Blocks, idle or not."""
+        """Returns the number of blocks, idle or not."""
         return len(self._blocks)
 
     @property
     def pages(self) -> int:
-        """Pages that are kept, idle or not."""
+        """Returns the pages that are kept, idle or not."""
         return len(self._blocks) * self._block_pages
 
     def holds(self, hashes: Iterable[int]) -> int:
-        """How many first blocks of a sequence are there."""
+        """Returns how many first blocks of a sequence are in the cache."""
         found = 0
         for name in hashes:
             if name not in self._blocks:
@@ -87,9 +88,10 @@ class PrefixCache:
         return found
 
     def take(self, hashes: Sequence[int]) -> list[int]:
-        """The pages of the first blocks of a sequence that are there, in token order.
+        """Returns the pages of the first blocks of a sequence that are in the cache, in token
+        order.
 
-        Each has one more reference, the caller's to `KvPool.free`.
+        Each page has one more reference, which the caller frees by `KvPool.free`.
         """
         found = [self._blocks[name] for name in hashes[: self.holds(hashes)]]
         pages = [page for block in found for page in block.pages]
@@ -101,8 +103,8 @@ class PrefixCache:
     def keep(self, hashes: Sequence[int], pages: Sequence[int]) -> None:
         """Keeps the first blocks of a sequence, whose KV is whole in the first of `pages`.
 
-        The caller holds these pages, and goes on holding them. Blocks that are there already stay
-        as they are. Raises IntegrityError for pages that nobody holds.
+        The caller holds these pages, and keeps holding them. Blocks already in the cache stay as
+        they are. Raises IntegrityError for pages without a holder.
         """
         each = self._block_pages
         if len(pages) < len(hashes) * each:
@@ -122,20 +124,21 @@ class PrefixCache:
                 self._idle.move_to_end(name)
 
     def news(self) -> CacheNews:
-        """What changed since the last call, or a part of it."""
+        """Returns the changes since the last call, or the first part of them."""
         whole, self._whole = self._whole, False
         removed = _first(self._removed, MOST_TOLD)
         added = _first(self._added, MOST_TOLD - len(removed))
         return CacheNews(whole, added, removed)
 
     def tell_all(self) -> None:
-        """Who is told has forgotten everything: the next news begin anew."""
+        """Makes the next news begin again with all blocks: the receiver has forgotten
+        everything."""
         self._whole = True
         self._added = dict.fromkeys(self._blocks)
         self._removed.clear()
 
     def check_integrity(self) -> None:
-        """Raises IntegrityError when indexes, order and the pool's book disagree."""
+        """Raises IntegrityError when indexes, order and the pool's record disagree."""
         pages = [page for block in self._blocks.values() for page in block.pages]
         if len(set(pages)) != len(pages):
             raise IntegrityError("prefix cache: two blocks have a page in common")
@@ -153,8 +156,9 @@ class PrefixCache:
     # -- what the pool tells
 
     def idle(self, pages: Sequence[int]) -> None:
-        """Blocks that a request has let go of were used by now: the last one of each sequence is
-        the next to go."""
+        """Notes that a request has let go of blocks, which counts as a use.
+
+        The last block of each sequence is the next to be evicted."""
         blocks = [self._at[page] for page in pages if page in self._at]
         blocks.sort(key=lambda block: block.place, reverse=True)
         for block in blocks:
@@ -172,8 +176,9 @@ class PrefixCache:
         self._evicted(len(pages))
 
     def _touch(self, name: int, fresh: set[int]) -> None:
-        """What idles before a block that was used goes after it: it may be another request's
-        computation of the same tokens."""
+        """Moves the idle blocks before a used block after it in the order of eviction.
+
+        They may be another request's computation of the same tokens."""
         while name in self._idle and name not in fresh:
             fresh.add(name)
             self._idle.move_to_end(name)
@@ -187,7 +192,7 @@ class PrefixCache:
 
 
 def _change(name: int, *, undone: dict[int, None], done: dict[int, None]) -> None:
-    """What is undone before anybody was told need not be told at all."""
+    """Notes a change. A change that is undone before a report is left out of the report."""
     if name in undone:
         del undone[name]
     else:
@@ -195,7 +200,7 @@ def _change(name: int, *, undone: dict[int, None], done: dict[int, None]) -> Non
 
 
 def _first(names: dict[int, None], most: int) -> list[int]:
-    """Takes the first `most` out."""
+    """Removes and returns the first `most`."""
     taken = list(names)[:most]
     if len(taken) == len(names):
         names.clear()

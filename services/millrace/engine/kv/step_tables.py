@@ -1,4 +1,4 @@
-"""The tables of a step that tell attention where rows and pages are, made on the host."""
+"""The tables of a step, made on the host, that tell attention where rows and pages are."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Pages = Sequence[int] | npt.NDArray[np.int32]
 
 
 def slots_of(page_table: Tensor, rows: Tensor, positions: Tensor, page_tokens: int) -> Tensor:
-    """int64 [n]: where the K/V of each position of a row of the page table lies in the pool.
+    """Returns int64 [n]: the slot of each position's K/V, for a row of the page table each.
 
     In NumPy, which takes half of torch's time over a few numbers.
     """
@@ -27,7 +27,7 @@ def slots_of(page_table: Tensor, rows: Tensor, positions: Tensor, page_tokens: i
 
 
 def page_table_of(pages: Sequence[Pages]) -> Tensor:
-    """int32 [sequences, most pages], padded with 0, which nobody reads."""
+    """Returns int32 [sequences, most pages], padded with 0; attention does not read the padding."""
     table = torch.zeros(len(pages), max(map(len, pages)), dtype=torch.int32)
     for row, of_one in enumerate(pages):
         table[row, : len(of_one)] = torch.tensor(of_one, dtype=torch.int32)
@@ -35,11 +35,11 @@ def page_table_of(pages: Sequence[Pages]) -> Tensor:
 
 
 def indptr_of(lengths: Sequence[int]) -> Tensor:
-    """int32 [sequences + 1]: the first row of each, and the end."""
+    """Returns int32 [sequences + 1]: the first row of each sequence, and the end."""
     return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
 
 
 @cache
 def one_each(sequences: int) -> Tensor:
-    """`indptr_of` a decode step."""
+    """Returns `indptr_of` a decode step."""
     return torch.arange(sequences + 1, dtype=torch.int32)

@@ -28,20 +28,22 @@ _FOR_EVER = timedelta(days=365)
 
 
 class PeerLost(Exception):
-    """A collective did not come to its end, for another rank was gone or late."""
+    """A collective did not end, because another rank was gone or late."""
 
 
 class Communicator:
     """One rank's end. All ranks make the same calls in the same order.
 
-    Each call ends within `timeout_s`, with PeerLost where a rank is missing; on CUDA it has only
-    been enqueued when it returns. Sums are the same to the bit on every rank.
+    Each call ends within `timeout_s`, with PeerLost where a rank is missing; on CUDA the call has
+    only been enqueued when it returns. Sums are the same to the bit on every rank.
     """
 
     def __init__(
         self, rank: int, size: int, *, device: torch.device, rendezvous: str, timeout_s: float
     ) -> None:
-        """Waits for all `size` ranks. `rendezvous`: a file's path that none has used before."""
+        """Waits for all `size` ranks. `rendezvous`: the path of a file that no earlier group has
+        used.
+        """
         self.rank = rank
         self.size = size
         store = FileStore(rendezvous, size)
@@ -63,7 +65,7 @@ class Communicator:
                 self._group.broadcast([x], options).wait()
 
     def tell(self, word: bool = False) -> bool:
-        """Rank 0's word, on every rank: the others wait for it as long as rank 0 lives.
+        """Returns rank 0's message on every rank: the others wait for it as long as rank 0 lives.
 
         On the host alone.
         """
@@ -80,7 +82,7 @@ class Communicator:
         self.all_reduce(torch.zeros(1))
 
     def gather(self, x: Tensor) -> list[Tensor]:
-        """Every rank's x, of one shape, in their order; empty but at rank 0."""
+        """Returns every rank's x, of one shape, in their order; empty except at rank 0."""
         options = GatherOptions()
         options.rootRank = 0
         rows = [torch.empty_like(x) for _ in range(self.size)] if self.rank == 0 else []
@@ -90,7 +92,7 @@ class Communicator:
 
 
 class SplitHead:
-    """lm_head of which each rank has the rows of its share of the vocabulary."""
+    """An lm_head that is split by vocabulary: each rank has the rows of its share."""
 
     def __init__(self, part: Linear, ranks: Communicator, vocab_size: int) -> None:
         self._part = part
@@ -104,7 +106,7 @@ class SplitHead:
     def after_norm(
         self, x: Tensor, residual: Tensor | None, norm_weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
-        """As of `Linear`, with the logits of `__call__`."""
+        """As `Linear.after_norm`, with the logits of `__call__`."""
         columns, total = self._part.after_norm(x, residual, norm_weight, eps)
         return self._whole(columns), total
 
@@ -118,7 +120,7 @@ class SplitHead:
 
 
 def _join(store: Store, rank: int, size: int, device: torch.device, timeout: timedelta) -> Any:  # noqa: ANN401 - torch's stubs know a backend without its collectives
-    """A group of our own, which leaves torch's process-wide default group alone."""
+    """Makes a group of our own, which leaves torch's process-wide default group alone."""
     if device.type == "cuda":
         from torch._C._distributed_c10d import ProcessGroupNCCL  # a CPU build of torch has none
 

@@ -29,10 +29,10 @@ class MoeConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """Everything the engine needs to know of a model. Immutable.
+    """The engine's settings of a model. Immutable.
 
-    ``sliding_windows[i]`` is layer i's window in tokens, or None. ``dtype`` is one of `DTYPES`:
-    what the checkpoint says, float16 read as bfloat16.
+    ``sliding_windows[i]`` is layer i's window in tokens, or None. ``dtype`` is one of `DTYPES`: the
+    checkpoint's dtype, float16 read as bfloat16.
     """
 
     family: Family
@@ -84,7 +84,8 @@ class ModelConfig:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object. Raises ModelError when the file is missing, malformed or something else."""
+    """Reads a JSON object. Raises ModelError when the file is missing, malformed or something
+    else."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
@@ -151,7 +152,7 @@ class _Fields:
         self.where = where
 
     def count(self, name: str, default: int | None = None) -> int:
-        """A whole number of at least 1; a null counts as absent."""
+        """Returns a whole number of at least 1; a null counts as absent."""
         value = self.config.get(name)
         value = default if value is None else value
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
@@ -166,7 +167,7 @@ class _Fields:
         return float(value)
 
     def flag(self, name: str) -> bool:
-        """True or false; absent and null are false."""
+        """Returns true or false; absent and null are false."""
         value = self.config.get(name)
         if value is not None and not isinstance(value, bool):
             raise ModelError(f"{self.where}: {name} is {value!r}; it must be true or false")
@@ -188,7 +189,9 @@ def _family(config: Mapping[str, Any], where: str) -> Family:
 
 
 def _max_context(max_positions: int, rope: RopeConfig) -> int:
-    """Tokens a sequence may have. Position interpolation and YaRN stretch what was trained."""
+    """Returns the tokens a sequence may have. Position interpolation and YaRN extend the trained
+    context.
+    """
     if rope.kind == "linear":
         return int(max_positions * rope.factor)
     if rope.kind == "yarn":
@@ -255,7 +258,7 @@ def _moe(fields: _Fields, family: Family, layers: int) -> MoeConfig | None:
 def _eos_token_ids(
     config: Mapping[str, Any], generation: Mapping[str, Any], where: str
 ) -> tuple[int, ...]:
-    """generation_config.json's ids when it has any, else config.json's; ascending."""
+    """Returns generation_config.json's ids when it has any, else config.json's; ascending."""
     value = generation.get("eos_token_id")
     if value is None:
         value = config.get("eos_token_id")

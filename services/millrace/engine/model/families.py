@@ -1,4 +1,4 @@
-"""What tells the model families apart; everything else they share.
+"""The differences between the model families; all else is common to them.
 
 All are pre-norm decoders with RMSNorm, rotary positions, grouped-query attention and a SwiGLU MLP
 or a mixture of such.
@@ -11,7 +11,7 @@ from enum import Enum, auto
 
 
 class Bias(Enum):
-    """Where biases come from."""
+    """Which projections have biases."""
 
     NEVER = auto()
     QKV = auto()  # always on q, k and v; never on o
@@ -42,7 +42,7 @@ class ExpertNames:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """One family's deviations."""
+    """The deviations of one family."""
 
     name: str
     attention_bias: Bias = Bias.NEVER

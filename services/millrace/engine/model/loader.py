@@ -1,4 +1,4 @@
-"""From a model's name to weights in memory: a folder, a hub id, or random weights of its shape."""
+"""Loads a model into memory by its name: a folder, a hub id, or random weights of its shape."""
 
 from __future__ import annotations
 
@@ -37,10 +37,9 @@ _ALIGNED = 64  # elements: a weight starts on a cache line
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Model:
-    """A model, or a rank's or a stage's part of one, ready to run: its shape, its weights, where
-    they are.
+    """A model, or a rank's or a stage's share of it, ready to run: its shape, weights and places.
 
-    ``config`` has the heads, widths and layers that are here; ``kv_heads`` says which of the
+    ``config`` has the heads, widths and layers that are loaded; ``kv_heads`` says which of the
     model's heads, ``layers`` which of its layers.
     """
 
@@ -54,7 +53,7 @@ class Model:
 
 
 def resolve_model(model: str | Path) -> Path:
-    """The folder of a model: the path itself, else a download of the hub id it names.
+    """Returns the folder of a model: the path itself, else a download of the hub id that it names.
 
     Raises ModelError when it is neither, or the hub can't be reached.
     """
@@ -93,8 +92,9 @@ def load_model(
     """Loads a model; arguments as in `EngineConfig`. `progress` gets the share done, 0 to 1.
 
     With ``load_format="dummy"`` only config.json is needed and `seed` fixes the weights, the same
-    in every process and on every device. Of a rank's `shard` or a `stage` nothing else is read or
-    kept. Raises ModelError in one line, and ConfigError for a model that can't be split so.
+    in every process and on every device. For a rank's `shard` or a `stage` only its weights are
+    read and kept. Raises ModelError in one line, and ConfigError for a model that can't be split
+    so.
     """
     folder = resolve_model(model)
     config = ModelConfig.from_folder(folder)
@@ -154,11 +154,11 @@ def load_model(
 
 
 def model_hash(folder: str | Path, *, load_format: str = "auto", seed: int = 0) -> str:
-    """64 hex digits that name a model's weights; KV of different hashes must never mix.
+    """Returns 64 hex digits that name a model's weights; KV of different hashes must never mix.
 
-    SHA-256 over config.json and, of every shard, its name, size, header and a fixed sample of its
-    bytes, so that naming a model of hundreds of gigabytes takes milliseconds. Dummy weights are
-    named by config.json and seed. Raises ModelError as `load_model` does.
+    SHA-256 over config.json and, for every shard, its name, size, header and a fixed sample of its
+    bytes, so that hashing a model of hundreds of gigabytes takes milliseconds. The hash of dummy
+    weights covers config.json and the seed. Raises ModelError as `load_model` does.
     """
     folder = Path(folder)
     digest = hashlib.sha256()
@@ -185,7 +185,7 @@ _Pieces = dict[str, tuple[WeightSpec | None, WeightSpec]]
 
 
 def _pieces(group: dict[str, WeightSpec], config: ModelConfig, shard: Shard | None) -> _Pieces:
-    """`shard`: None of what another stage has."""
+    """Returns (piece, whole) by name. Without `shard` another stage has the group: no piece."""
     if shard is None:
         return {name: (None, spec) for name, spec in group.items()}
     return {name: (shard.piece(config, name, spec), spec) for name, spec in group.items()}
@@ -203,13 +203,14 @@ class _CheckpointSource:
             weight[part.index].copy_(tensor[part.source])
 
     def skip(self, spec: WeightSpec) -> None:
-        """Nothing is read of a weight that another rank or stage has."""
+        """Reads nothing of a weight that another rank or stage has."""
 
 
 def _rooms(
     specs: Iterable[WeightSpec], dtype: torch.dtype, device: torch.device
 ) -> Iterator[torch.Tensor]:
-    """Memory for each weight; on the host one piece, so that small ones lie in huge pages too."""
+    """Allocates each weight; on the host in one piece, so that small weights lie in huge pages
+    too."""
     specs = list(specs)
     if device.type != "cpu":
         for spec in specs:

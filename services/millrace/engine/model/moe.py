@@ -13,7 +13,7 @@ from millrace_kernels.linear import Linear
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """What `gate` leaves for `experts`: n tokens, t experts a token."""
+    """The result of `gate` for `experts`: n tokens, t experts per token."""
 
     x: Tensor  # [n, hidden], normed
     expert_ids: Tensor  # int64 [n, t]

@@ -4,11 +4,11 @@ FlowPrefill section 5.1 puts preemption checks at the boundaries of the core ope
 attn, o_proj, gate_up_proj, down_proj; in an MoE layer gate and experts take the place of the last
 two. Everything between two of them belongs to one of them (norms and residual adds to the
 projection that reads them, rotary embedding and the KV write to attn, the activation to the
-projection after it), so that a pass may stop after any operator and go on later exactly: all it
-needs is in `Activations` and in the KV pages. embed and lm_head are ours, at the ends.
+projection after it). So a pass may stop after any operator and continue later exactly: all its
+state is in `Activations` and in the KV pages. embed and lm_head are ours, at the ends.
 
-Shape letters: n tokens of all sequences, r rows whose logits are wanted, h q heads, k kv heads,
-d head_dim, H hidden, I intermediate.
+Shape letters: n tokens of all sequences, r rows whose logits are wanted, h q heads, k kv heads, d
+head_dim, H hidden, I intermediate.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ class Activations:
     slots: Tensor  # int64 [n]: page * page_tokens + offset of each token's K/V
     cos: Tensor  # float32 [n, d / 2]
     sin: Tensor  # float32 [n, d / 2]
-    lse: Tensor  # float32 [n, h], of the layer at hand; nobody reads it
+    lse: Tensor  # float32 [n, h], of the current layer; nothing reads it
     plans: dict[int | None, AttentionPlan]  # by sliding window
     ring: RingAttention | None = None  # attends in place of `plans`, over a group's K/V
-    remote: RemoteAttention | None = None  # takes what other instances hold in, beside `plans`
-    rows: Tensor | None = None  # int64 [r]; None: every row there is
+    remote: RemoteAttention | None = None  # merges the K/V at other instances in, beside `plans`
+    rows: Tensor | None = None  # int64 [r]; None: all rows
     last_plan: AttentionPlan | None = None  # the last layer's, when it computes `rows` alone
     keeps_rows: bool = False  # the last layer's attention is of all, what follows of `rows` alone
     scratch: Scratch | None = None  # None: operators get memory of their own
@@ -61,27 +61,27 @@ class Activations:
 
     @property
     def is_cut(self) -> bool:
-        """Whether the last layer computes `rows` alone, from its attention on."""
+        """Returns whether the last layer computes `rows` alone, from its attention on."""
         return self.last_plan is not None if self.ring is None else self.ring.is_cut
 
     def take(self, width: int) -> Tensor | None:
-        """Memory [n, width] for what an operator leaves behind."""
+        """Returns memory [n, width] for an operator's output."""
         return None if self.scratch is None else self.scratch.take(self.num_tokens, width)
 
     def room(self, width: int, dtype: torch.dtype) -> Tensor:
-        """Memory [n, width] for what a pass begins with."""
+        """Returns memory [n, width] for a pass's input."""
         taken = self.take(width)
         if taken is None:
             return self.cos.new_empty((self.num_tokens, width), dtype=dtype)
         return taken
 
     def give(self, tensor: Tensor) -> None:
-        """Takes back what no operator reads any more."""
+        """Takes back memory that no operator reads any more."""
         if self.scratch is not None:
             self.scratch.give(tensor)
 
     def give_all(self) -> None:
-        """Takes back everything, at the end of a pass wherever it ends."""
+        """Takes back all memory, at the end of a pass wherever it ends."""
         for name in ("x", "residual", "qkv", "attended", "gate_up"):
             tensor = getattr(self, name, None)
             if tensor is not None:
@@ -94,7 +94,7 @@ Reduce = Callable[[Tensor], None]
 
 
 class Head(Protocol):
-    """lm_head, made ready: as `kernels.Linear`."""
+    """A prepared lm_head, as `kernels.Linear`."""
 
     def __call__(self, x: Tensor) -> Tensor: ...
 
@@ -113,13 +113,13 @@ class Operator:
 
 
 def required(value: _T | None) -> _T:
-    """What the model's config, its stage or the operator before saw to."""
+    """Returns a value that the model's config, its stage or the operator before has set."""
     assert value is not None
     return value
 
 
 def whole(x: Tensor) -> None:
-    """The `Reduce` of a model on one rank."""
+    """The `Reduce` of a model on one rank: x is whole already."""
 
 
 def build_operators(
@@ -129,9 +129,9 @@ def build_operators(
     head: Head | None,
     reduce: Reduce = whole,
 ) -> tuple[Operator, ...]:
-    """The whole model in order; of a stage without embedding its layers alone.
+    """Builds the whole model in order; for a stage without embedding its layers alone.
 
-    ``kv_layers[i]``: [pages, 2, k, page_tokens, d] of layer i; ``head``: lm_head, made ready.
+    ``kv_layers[i]``: [pages, 2, k, page_tokens, d] of layer i; ``head``: the prepared lm_head.
     ``reduce`` ends the operators whose sums are split between ranks: o_proj, down_proj, experts.
     """
     operators = []
@@ -150,7 +150,7 @@ def build_operators(
 
 
 def operator_names(config: ModelConfig) -> tuple[str, ...]:
-    """Of `build_operators`, of a whole model."""
+    """Returns the names of `build_operators`, for a whole model."""
     names = ["embed"]
     for layer in range(config.num_layers):
         mlp = ("gate", "experts") if config.is_moe(layer) else ("gate_up_proj", "down_proj")
@@ -237,7 +237,7 @@ def _attn(config: ModelConfig, layer: LayerWeights, kv_layer: Tensor, index: int
 
 
 def _keep_rows(state: Activations) -> None:
-    """Nothing reads the other rows any more."""
+    """Keeps `rows` alone; nothing reads the other rows any more."""
     rows, residual, attended = required(state.rows), required(state.residual), state.attended
     state.attended, state.residual = attended[rows], residual[rows]
     state.rows = None
@@ -329,7 +329,7 @@ def _lm_head(config: ModelConfig, final_norm: Tensor, head: Head) -> Run:
     eps = config.norm_eps
 
     def lm_head(state: Activations) -> None:
-        if state.rows is None:  # every row there is wanted
+        if state.rows is None:  # all rows are wanted
             logits, _ = head.after_norm(state.x, state.residual, final_norm, eps)
         else:
             residual = required(state.residual)

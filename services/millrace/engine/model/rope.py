@@ -21,7 +21,7 @@ ROPE_KINDS = ("default", "linear", "llama3", "yarn")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeConfig:
-    """One model's rotary embedding. Fields past ``factor`` matter only to the kinds named."""
+    """One model's rotary embedding. Fields past ``factor`` are read only by the kinds named."""
 
     kind: str = "default"
     theta: float = 10000.0
@@ -82,7 +82,7 @@ def parse_rope(config: Mapping[str, Any], where: str, *, default_theta: float) -
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> torch.Tensor:
-    """float32 [head_dim / 2]: radians a position of every pair of dimensions."""
+    """Returns float32 [head_dim / 2]: radians per position of every pair of dimensions."""
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
     plain = 1.0 / (rope.theta**exponents)
     if rope.kind == "linear":
@@ -95,14 +95,15 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> torch.Tensor:
 
 
 class Rotary:
-    """Cosines and sines of positions, computed when asked: a table would not fit long contexts."""
+    """Cosines and sines of positions, computed at each call: a table would not fit long
+    contexts."""
 
     def __init__(self, rope: RopeConfig, head_dim: int, device: torch.device | str) -> None:
         self._inverse_frequencies = inverse_frequencies(rope, head_dim).to(device)
         self._attention_factor = rope.attention_factor
 
     def __call__(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(cos, sin), float32 [n, head_dim / 2] each, of int64 positions [n]."""
+        """Returns (cos, sin), float32 [n, head_dim / 2] each, of int64 positions [n]."""
         angles = positions.to(torch.float32)[:, None] * self._inverse_frequencies
         cos, sin = angles.cos(), angles.sin()
         if self._attention_factor != 1.0:
@@ -112,14 +113,18 @@ class Rotary:
 
 
 class _Numbers:
-    """Numbers above a bound from JSON objects, the first that has one; messages name the field."""
+    """Reads numbers above a bound from the first JSON object that has them; messages name the
+    field.
+    """
 
     def __init__(self, sources: list[Mapping[str, Any]], where: str) -> None:
         self._sources = sources
         self._where = where
 
     def get(self, name: str, default: float | None = None, *, above: float = 0.0) -> float:
-        """A null counts as absent. Raises ModelError when it is absent and without a default."""
+        """Returns a number. A null counts as absent. Raises ModelError when absent and without a
+        default.
+        """
         found = [source[name] for source in self._sources if source.get(name) is not None]
         value = found[0] if found else default
         if isinstance(value, bool) or not isinstance(value, int | float) or not value > above:
@@ -139,7 +144,7 @@ def _original_max_tokens(numbers: _Numbers) -> int:
 
 
 def _llama3(rope: RopeConfig, plain: torch.Tensor) -> torch.Tensor:
-    """Long wavelengths are stretched by the factor, short ones kept, those between blended."""
+    """Scales long wavelengths by the factor, keeps short wavelengths, blends those between."""
     turns = rope.original_max_tokens * plain / (2 * math.pi)  # rotations over the first context
     stretched = plain / rope.factor
     share = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)

@@ -12,10 +12,10 @@ from millrace.engine.kv.host_memory import host_zeros
 
 
 class Scratch:
-    """Tensors on the host that are somebody's from `take` to `give`.
+    """Tensors on the host that belong to a caller from `take` to `give`.
 
-    A suspended pass keeps what it has taken, and no more than that. What was given back is kept for
-    one number of rows, that of the last to take; so at most one pass's memory lies idle.
+    A suspended pass keeps what it has taken, and no more. Tensors given back are kept for one
+    number of rows, that of the last `take`; so at most one pass's memory lies idle.
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
@@ -24,17 +24,17 @@ class Scratch:
         self._spare: dict[int, list[Tensor]] = {}  # by width
 
     def take(self, rows: int, width: int) -> Tensor:
-        """[rows, width] of any content."""
+        """Returns [rows, width] with undefined content."""
         if rows != self._rows:
             self._rows, self._spare = rows, {}
         spare = self._spare.get(width)
         if spare:
             return spare.pop()
-        with torch.inference_mode(False):  # the next taker may be in another mode
+        with torch.inference_mode(False):  # the next caller may be in another mode
             return host_zeros((rows, width), self._dtype)
 
     def give(self, tensor: Tensor) -> None:
-        """Takes a tensor back; nobody may use it any more."""
+        """Takes a tensor back; no caller may use it any more."""
         rows, width = tensor.shape
         if rows == self._rows:
             self._spare.setdefault(width, []).append(tensor)

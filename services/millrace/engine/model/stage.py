@@ -1,8 +1,8 @@
-"""Which layers a stage of a pipeline holds (stream pipeline parallelism, Mnemosyne section 4.3).
+"""The layers that a stage of a pipeline holds (stream pipeline parallelism, Mnemosyne section 4.3).
 
-An instance may be a chain of stages, each with a run of the model's layers and the KV of those. The
-first also embeds tokens and, when hidden states come back from the last, makes logits of them: so
-the embedding, which many models share with lm_head, is held once.
+An instance may be a chain of stages, each with a run of the model's layers and their KV. The first
+stage also embeds tokens and makes logits of the hidden states that the last stage returns. So the
+embedding, which many models share with lm_head, is held once.
 """
 
 from __future__ import annotations
@@ -37,12 +37,13 @@ class Stage:
             )
 
     def layers(self, total: int) -> range:
-        """The stage's, of a model's `total`: the earlier stages have the fewer, as the first has
-        embedding and logits to do."""
+        """Returns the stage's layers, of a model's `total`.
+
+        The earlier stages have fewer layers, since the first computes embedding and logits."""
         return range(self.index * total // self.count, (self.index + 1) * total // self.count)
 
     def config(self, config: ModelConfig) -> ModelConfig:
-        """The stage's own: its layers, counted from 0, in place of all."""
+        """Returns the stage's config: its own layers, counted from 0, instead of all."""
         held = self.layers(config.num_layers)
         moe = config.moe
         if moe is not None:

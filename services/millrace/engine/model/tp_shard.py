@@ -1,10 +1,10 @@
-"""Which part of a model a rank of a tensor-parallel group holds (Megatron-LM section 3).
+"""The share of a model that a rank of a tensor-parallel group holds (Megatron-LM section 3).
 
-qkv_proj and gate_up_proj are split by output rows (heads; intermediate), o_proj, down_proj and the
-experts' by what they read of that, so that one all-reduce after o_proj and one after the MLP make
-the sums whole. Experts are split in width: every rank has a slice of all of them. lm_head is split
-by vocabulary. Norms, the router and the embedding are on every rank. A bias that belongs after an
-all-reduce is rank 0's alone.
+qkv_proj and gate_up_proj are split by output rows (heads; intermediate). o_proj, down_proj and the
+experts' down projection are split by the columns that read these rows, so that one all-reduce after
+o_proj and one after the MLP complete the sums. Experts are split in width: every rank has a slice
+of all of them. lm_head is split by vocabulary. Norms, the router and the embedding are on every
+rank. A bias that belongs after an all-reduce is at rank 0 alone.
 """
 
 from __future__ import annotations
@@ -58,11 +58,11 @@ class Shard:
             raise self._refusal("an expert's width", config.moe.intermediate_size)
 
     def kv_heads(self, total: int) -> KvHeads:
-        """The rank's, of a model's `total`."""
+        """Returns the rank's heads, of a model's `total`."""
         return KvHeads(self.rank * total // self.size, max(total // self.size, 1), total)
 
     def config(self, config: ModelConfig) -> ModelConfig:
-        """The rank's own: its heads and widths in place of the whole model's."""
+        """Returns the rank's config: its heads and widths instead of the whole model's."""
         moe = config.moe
         if moe is not None:
             moe = replace(moe, intermediate_size=moe.intermediate_size // self.size)
@@ -75,12 +75,12 @@ class Shard:
         )
 
     def vocabulary(self, vocab_size: int) -> _Span:
-        """[start, stop) of the rank's rows of lm_head; the last ranks may have fewer."""
+        """Returns [start, stop) of the rank's rows of lm_head; the last ranks may have fewer."""
         rows = ceil_div(vocab_size, self.size)
         return min(self.rank * rows, vocab_size), min((self.rank + 1) * rows, vocab_size)
 
     def piece(self, config: ModelConfig, name: str, spec: WeightSpec) -> WeightSpec | None:
-        """The rank's piece of a weight, by its field of `LayerWeights` or `ModelWeights`.
+        """Returns the rank's piece of a weight, by its field of `LayerWeights` or `ModelWeights`.
 
         `config` is the whole model's. None: another rank has all of it.
         """
@@ -115,7 +115,7 @@ WHOLE = Shard(0, 1)
 
 
 def _rows(spec: WeightSpec, spans: Sequence[_Span]) -> WeightSpec:
-    """Rows [start, stop) of every part, stacked anew where the parts were stacked."""
+    """Returns rows [start, stop) of every part, stacked again where the parts were stacked."""
     parts = []
     filled: Counter[tuple[int | slice, ...]] = Counter()  # rows so far of a stack
     block: tuple[int | slice, ...] = ()
@@ -130,7 +130,7 @@ def _rows(spec: WeightSpec, spans: Sequence[_Span]) -> WeightSpec:
 
 
 def _columns(spec: WeightSpec, span: _Span) -> WeightSpec:
-    """Columns [start, stop) of every part."""
+    """Returns columns [start, stop) of every part."""
     start, stop = span
     source = (slice(None), slice(start, stop))
     parts = tuple(replace(part, source=source) for part in spec.parts)

@@ -1,4 +1,4 @@
-"""What rank 0 tells the other ranks, in one order to all, and what each rank answers."""
+"""The commands of rank 0 to the other ranks, in one order to all, and each rank's answers."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The KV pools of all ranks on the host, behind each other in memory that every rank maps.
+"""The KV pools of all ranks on the host, one after another in memory that every rank maps.
 
 So rank 0's transport sees all of them as one region. Ranks that hold the same heads share a pool:
-they write the same bytes, and none goes on to another pass before all have ended one.
+they write the same bytes, and no rank begins another pass before all ranks have ended a pass.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from millrace.engine.model.tp_shard import Shard
 
 
 def rank_layouts(layout: KvLayout, ranks: int) -> tuple[KvLayout, ...]:
-    """Of each rank's pool, given rank 0's."""
+    """Returns each rank's pool layout, given rank 0's."""
     heads = [Shard(rank, ranks).kv_heads(layout.num_kv_heads) for rank in range(ranks)]
     return tuple(replace(layout, head_start=h.start, head_count=h.count) for h in heads)
 
 
 def pools_of(layout: KvLayout) -> int:
-    """How many pools like `layout`, a rank's, hold all heads of the model."""
+    """Returns how many pools like `layout`, a rank's, hold all heads of the model."""
     return layout.num_kv_heads // layout.head_count
 
 
 def pool_number(layout: KvLayout) -> int:
-    """Which of them a rank's is."""
+    """Returns the number of a rank's pool."""
     return layout.head_start // layout.head_count
 
 
 def new_memory(layout: KvLayout) -> int:
-    """A file descriptor of zeros for all pools, taken where touched; the caller closes it.
+    """Returns a file descriptor of zeros for all pools, taken where touched; the caller closes it.
 
     Raises CapacityError when there is no room.
     """
@@ -50,9 +50,10 @@ def new_memory(layout: KvLayout) -> int:
 
 
 def mapped(layout: KvLayout, handle: int) -> Tensor:
-    """[pools, layers, pages, 2, heads, page_tokens, head_dim]; the tensor keeps the memory alive.
+    """Maps [pools, layers, pages, 2, heads, page_tokens, head_dim]; the tensor keeps the memory
+    alive.
 
-    A rank's storage is the one of its `pool_number`.
+    A rank's storage is the pool of its `pool_number`.
     """
     count = pools_of(layout)
     memory = mmap.mmap(handle, count * layout.pool_bytes)

@@ -1,7 +1,7 @@
-"""A ring whose members are groups of ranks themselves.
+"""A ring whose members are themselves groups of ranks.
 
-The ring's transport reaches the memory of all ranks from rank 0, which alone has the real link. It
-tells the others what has arrived, and that there was an abort, so that all make the same calls.
+The ring's transport reaches the memory of all ranks from rank 0, which alone has the real link.
+Rank 0 tells the other ranks of arrivals and of an abort, so that all ranks make the same calls.
 """
 
 from __future__ import annotations

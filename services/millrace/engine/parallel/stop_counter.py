@@ -26,7 +26,9 @@ class StopCounter:
         self._cells = context.RawArray("q", [_NEVER] + [-1] * ranks)
 
     def enter(self, rank: int, operator: int) -> bool:
-        """Whether the rank may begin its pass's operator of this number; else it stops there."""
+        """Returns whether the rank may begin its pass's operator of this number; else it stops
+        there.
+        """
         self._hold()
         try:
             if operator >= self._cells[_STOP_AT]:
@@ -58,7 +60,7 @@ class StopCounter:
             self._lock.release()
 
     def begun(self, rank: int) -> int:
-        """The last operator that the rank has begun."""
+        """Returns the last operator that the rank has begun."""
         return int(self._cells[1 + rank])
 
     def _hold(self) -> None:

@@ -1,7 +1,7 @@
-"""Links as a later stage has them: the real ones are at the first stage, behind the pipe.
+"""Links as a later stage has them: the real links are at the first stage, over the pipe.
 
-While the stage runs an operator that needs one, the first stage's computing thread waits for it
-and makes the calls meanwhile.
+While the stage runs an operator that needs a link, the first stage's computing thread waits for the
+stage and makes the calls meanwhile.
 """
 
 from __future__ import annotations
@@ -66,10 +66,10 @@ class PipedRemote:
         self._first_layer = first_layer
 
     def begin(self, rows: Sequence[RemoteRows], slots: Tensor) -> None:
-        """The first stage has said so."""
+        """Does nothing: the first stage has begun the pass."""
 
     def send(self, layer: int, q_nhd: Tensor, kv_layers: Tensor) -> None:
-        """New K/V is read at the first stage, out of the memory that all share."""
+        """Sends q alone: the first stage reads new K/V out of the memory that all stages share."""
         self._call(RemoteCall(self._first_layer + layer, Packed.of(q_nhd)))
         self._replies.get()
 

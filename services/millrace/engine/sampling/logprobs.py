@@ -1,6 +1,4 @@
-"""Log probabilities under the model itself, and the one order of tokens that all of sampling
-shares.
-"""
+"""Log probabilities under the model itself, and the order of tokens that all of sampling shares."""
 
 from __future__ import annotations
 
@@ -19,8 +17,8 @@ _SPARE: Final = (
 
 
 def top_tokens(logits: Tensor, count: int) -> Tensor:
-    """The ids [b, count] of the largest of float32 [b, vocab] logits, equal ones by lowest id,
-    always exactly.
+    """Returns the ids [b, count] of the largest of float32 [b, vocab] logits, equal ones by lowest
+    id, always exactly.
     """
     vocab = logits.shape[-1]
     values, ids = ranked(logits, min(count + _SPARE, vocab))
@@ -33,8 +31,8 @@ def top_tokens(logits: Tensor, count: int) -> Tensor:
 def position_logprobs(
     logits: Tensor, chosen: Sequence[int], top: Sequence[int]
 ) -> list[PositionLogprobs]:
-    """Log probabilities of the unprocessed model distribution: log-softmax of `logits`, nothing
-    else applied.
+    """Returns log probabilities of the unprocessed model distribution: log-softmax of `logits`, no
+    more.
 
     `logits` is float32 [b, vocab], `chosen` b token ids, `top` how many of the likeliest each
     position wants (0: none; more than the vocabulary: all of it).
@@ -56,7 +54,7 @@ def position_logprobs(
 
 
 def prompt_logprobs(logits: Tensor, targets: Tensor, top: int) -> list[PositionLogprobs]:
-    """Of each prompt token `targets` int64 [L], given the float32 [L, vocab] logits of the
-    position before it.
+    """Returns the log probabilities of prompt tokens `targets` int64 [L], given the float32 [L,
+    vocab] logits of the position before each.
     """
     return position_logprobs(logits, targets.tolist(), [top] * len(targets))

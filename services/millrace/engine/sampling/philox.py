@@ -24,7 +24,7 @@ _32: Final = np.uint64(32)
 def philox4x32(
     counter: npt.NDArray[np.uint64], key: npt.NDArray[np.uint64]
 ) -> npt.NDArray[np.uint64]:
-    """Four random 32-bit words a column.
+    """Returns four random 32-bit words per column.
 
     `counter` is [4, b] and `key` [2, b] or [2, 1], 32-bit words held in uint64; so is the result,
     [4, b].
@@ -44,7 +44,8 @@ def philox4x32(
 
 
 def uniforms(seed: int, choice: int, start: int, count: int) -> npt.NDArray[np.float64]:
-    """Of output positions [start, start + count): one number of 53 random bits in [0, 1) each.
+    """Returns one number of 53 random bits in [0, 1) for each output position [start, start +
+    count).
 
     `seed` is taken modulo 2**64; `choice` and positions are below 2**32. Returns float64 [count].
     """

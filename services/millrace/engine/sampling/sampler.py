@@ -43,7 +43,7 @@ _EDITED_ELEMENTS: Final = 1 << 24  # logits that are copied at once to be edited
 
 @dataclass(slots=True)
 class Sampled:
-    """One entry a row: the token id (-1 where `errors` says why there is none) and its log
+    """One entry per row: the token id (-1 where `errors` says why there is none) and its log
     probabilities, if wanted.
     """
 
@@ -57,7 +57,7 @@ class Sampled:
 
 
 class _Settings:
-    """What `kernels.sample` wants of each row's spec, as arrays [b]."""
+    """The arguments of `kernels.sample` from each row's spec, as arrays [b]."""
 
     def __init__(self, specs: list[SamplingSpec]) -> None:
         self.specs = specs
@@ -74,7 +74,7 @@ class _Settings:
         self.no_uniforms = torch.zeros(len(specs), dtype=torch.float64)
 
     def uniforms(self, rows: Sequence[SamplingRow]) -> Tensor:
-        """The rows' random numbers at their present positions, float64 [b]."""
+        """Returns the rows' random numbers at their present positions, float64 [b]."""
         if self.is_greedy:
             return self.no_uniforms
         drawn = [0.0 if row.spec.is_greedy else row.uniform for row in rows]
@@ -82,7 +82,7 @@ class _Settings:
 
 
 class Sampler:
-    """Keeps nothing of a sequence: what it has put out so far is in its `SamplingRow`."""
+    """Keeps nothing of a sequence: the state of its output is in its `SamplingRow`."""
 
     def __init__(self) -> None:
         self._settings = _Settings([])
@@ -92,8 +92,8 @@ class Sampler:
         """Chooses a token for each row of `logits` (float32 [b, vocab], left unchanged).
 
         A row with non-finite logits or nothing left to choose from gets an error and no token; the
-        others are unaffected. Log probabilities are those of `logits` as they came, before any
-        penalty, bias, temperature or filter.
+        others are unaffected. Log probabilities are those of `logits` before any penalty, bias,
+        temperature or filter.
         """
         settings = self._settings_of(rows)
         uniforms = settings.uniforms(rows)
@@ -115,7 +115,7 @@ class Sampler:
         return result
 
     def _settings_of(self, rows: Sequence[SamplingRow]) -> _Settings:
-        """Those of the step before, unless rows have joined, left or moved."""
+        """Returns the settings of the rows; kept from the step before unless rows have changed."""
         specs, settings = [row.spec for row in rows], self._settings
         if specs != settings.specs:
             settings = self._settings = _Settings(specs)

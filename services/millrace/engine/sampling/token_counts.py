@@ -1,4 +1,4 @@
-"""Which tokens a sequence has seen, kept up to date token by token for the penalties."""
+"""The tokens that a sequence has seen, updated token by token for the penalties."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class TokenCounts:
         prompt_ids: npt.NDArray[np.integer] | Sequence[int] | Tensor = (),
         output_tokens: int = 0,
     ) -> None:
-        """`prompt_ids` (int [L]) count as seen, with an output count of zero; their last
-        `output_tokens` as output."""
+        """`prompt_ids` (int [L]) count as seen, with an output count of zero, except their last
+        `output_tokens`, which count as output."""
         if isinstance(prompt_ids, Tensor):
             prompt_ids = prompt_ids.numpy(force=True)
         ids = np.asarray(prompt_ids, dtype=np.int64)
@@ -44,12 +44,12 @@ class TokenCounts:
 
     @property
     def ids(self) -> npt.NDArray[np.int64]:
-        """Distinct ids of prompt and output, int64 [k]."""
+        """Returns the distinct ids of prompt and output, int64 [k]."""
         return self._ids[: self._size]
 
     @property
     def output(self) -> npt.NDArray[np.float32]:
-        """How often each of `ids` is in the output, float32 [k] (exact up to 2**24)."""
+        """Returns how often each of `ids` is in the output, float32 [k] (exact up to 2**24)."""
         return self._output[: self._size]
 
     def _append(self, token_id: int) -> None:

@@ -1,10 +1,10 @@
 """FlowPrefill, section 6: its systems, models and workload, and attainment by load and objectives.
 
-What all its experiments share. The paper's 1P1D: one prefill and one decode instance, on A100 for
-A800, which is the same GPU with slower NVLink; a model on one node hardly feels that.
+All its experiments share this module. The paper's 1P1D: one prefill and one decode instance, on
+A100 for A800, which is the same GPU with slower NVLink; a model on one node hardly depends on that.
 
 QwenTrace is not public any more, so requests are drawn by Table 1's moments with Poisson arrivals:
-all results are synthetic. As in the paper, a rate changes the gaps and leaves the requests alone.
+all results are synthetic. As in the paper, a rate changes the gaps and not the requests.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ MODELS: Mapping[str, str] = MappingProxyType(
     {"Llama-3-8B": "llama3-8b-a100-tp1", "Llama-3-70B": "llama3-70b-a100-tp4"}
 )
 
-#: Prompt lengths that the paper's public code fits its TTFT predictor to.
+#: Prompt lengths to which the paper's public code fits its TTFT predictor.
 _PREDICTOR_TOKENS = (16, 32, 64, 128, 256, 512, 1024, *range(1536, 20481, 512))
 
-#: What a forward pass costs beyond its operators: by the profile, and the seconds that the paper's
-#: public code puts down for scheduling one chunk.
+#: The costs of a forward pass beyond its operators: by the profile, and by the seconds that the
+#: paper's public code assumes for scheduling one chunk.
 PASSES: Mapping[str, float | None] = MappingProxyType({"1 ms a pass": None, "10 ms a pass": 0.01})
 PASSES_ASSUMPTION = "10 ms a pass: what the paper's public code puts down for scheduling a chunk"
 
-#: Said with every result.
+#: Printed with every result.
 ASSUMPTIONS = (
     "synthetic: lengths by Table 1's moments and Poisson arrivals stand for QwenTrace",
     "decode and its KV pool are large enough never to hold a prefill up",
@@ -54,7 +54,7 @@ ASSUMPTIONS = (
 class System:
     """How prefill is scheduled. `chunk_tokens` of a forward pass, 0 for whole prompts.
 
-    `pass_s` is what a forward pass costs beyond its operators; None: as the profile has it.
+    `pass_s`: seconds that a forward pass costs beyond its operators; None: by the profile.
     """
 
     policy: str
@@ -66,7 +66,9 @@ class System:
     pass_s: float | None = None
 
     def scheduler(self) -> SchedulerConfig:
-        """Nothing is refused or given up: all requests count, as in the paper."""
+        """Returns the settings. Nothing is refused or given up: all requests count, as in the
+        paper.
+        """
         return SchedulerConfig(
             policy=self.policy,
             preemption=self.preemption,
@@ -87,7 +89,7 @@ FLOWPREFILL = System(policy="s_edf", preemption="operator", batch_tokens=2048)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Size:
-    """How much is simulated: requests a run, runs with different draws, points of the curves."""
+    """How much is simulated: requests per run, runs with different draws, points of the curves."""
 
     requests: int = 2000
     seeds: int = 2
@@ -101,10 +103,11 @@ QUICK = Size(requests=300, seeds=1, tolerance=0.04, curves=False)
 
 @lru_cache
 def operator_profile(name: str, pass_s: float | None = None) -> Profile:
-    """A shipped profile whose whole prompts take what its operator model says, like their parts.
+    """Returns a shipped profile whose whole prompts take the time of its operator model, as parts
+    do.
 
-    The shipped one follows Tetris's Table 1, which starts at 4k tokens: below, its fit puts 30 ms
-    on every prompt that batches and chunks, summed from operators, don't have. Short prompts are
+    The shipped profile follows Tetris's Table 1, which starts at 4k tokens: below, its fit adds 30
+    ms to every prompt that batches and chunks, summed from operators, don't have. Short prompts are
     three quarters of this workload. The latency model is fitted as the paper's predictor is: to
     passes alone at the lengths of its public code.
     """
@@ -125,7 +128,7 @@ def operator_profile(name: str, pass_s: float | None = None) -> Profile:
 def scenario(
     system: System, model: str, rate_rps: float, size: Size, *, mix: str = "qwen", seed: int = 0
 ) -> Scenario:
-    """One prefill and one decode instance of `model` (see `MODELS`) under `system`."""
+    """Returns one prefill and one decode instance of `model` (see `MODELS`) under `system`."""
     spec = SimSpec(
         profile=operator_profile(MODELS[model], system.pass_s),
         prefill=1,
@@ -142,7 +145,7 @@ def scenario(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """What one run did, decode left out: it goes on after the last first token.
+    """The results of one run without decode, which continues after the last first token.
 
     `requests_per_s` is the throughput of prefill, from time 0 to the last first token.
     """
@@ -156,7 +159,7 @@ class Load:
 
 
 def load(of: Scenario) -> Load:
-    """Runs it."""
+    """Simulates a scenario."""
     last_s = 0.0
 
     def sink(record: RequestRecord) -> None:
@@ -174,7 +177,8 @@ def load(of: Scenario) -> Load:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Edge:
-    """Where a system stops to reach 90 %: median over the draws, each of them, and its classes.
+    """The load at which a system stops reaching 90 %: median over the draws, each draw, its
+    classes.
 
     `classes` holds attainment by class at the first draw's edge.
     """
@@ -193,7 +197,9 @@ class Comparison:
     curves: Mapping[str, Sequence[tuple[float, Report]]]
 
     def ratio(self, system: str, other: str) -> float:
-        """How many times better `system` does than `other`: more load, or tighter objectives."""
+        """Returns how many times better `system` does than `other`: more load, or tighter
+        objectives.
+        """
         ours, theirs = self.edges[system].median, self.edges[other].median
         return ours / theirs if self.axis == "rate" else theirs / ours
 
@@ -210,7 +216,9 @@ class Comparison:
         }
 
     def panel(self, title: str) -> Panel:
-        """Attainment over the axis, edges upright, as in the paper's figure 9."""
+        """Returns a chart of attainment over the axis, with upright edges, as in the paper's figure
+        9.
+        """
         by_rate = self.axis == "rate"
         return Panel(
             title=title,

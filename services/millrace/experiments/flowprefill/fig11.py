@@ -1,16 +1,16 @@
 """FlowPrefill figure 11: token budgets of SLO-aware batching, attainment and throughput.
 
-Attainment at fixed rates, every budget on the same draws: its differences are smaller than what
-one draw differs from the next, so they are taken draw by draw, with their standard error.
+Attainment at fixed rates, every budget on the same draws. The differences between budgets are
+smaller than those between draws, so they are taken draw by draw, with their standard error.
+Throughput is that of one prefill instance that never runs dry: at a rate far beyond its capacity.
+Objectives are ten times as loose there, so that deadlines leave batches room to fill the budget.
+The gain is bounded by how much faster a GPU computes many tokens at once, hence the two costs of a
+forward pass: as profiled, and as in the paper's public code.
 
-Throughput is what one prefill instance computes when it never runs dry: at a rate far beyond what
-it can do. Objectives are ten times as loose there, so that deadlines leave batches room to fill the
-budget. The gain is bounded by how much faster a GPU computes many tokens at once, hence the two
-costs of a forward pass: as profiled, and as the paper's public code has it.
-
-Memory is ample, so that budgets alone differ: what S-EDF gives up keeps its KV pages, and under
-overload the pool of a real GPU fills with it. With a task held ahead more requests reach the
-instance before they are given up; one system shows what that costs with the memory of the GPU.
+Memory is ample, so that systems differ in budgets alone: requests that S-EDF gives up keep their KV
+pages, and under overload the pool of a real GPU fills with them. With a task held ahead more
+requests reach the instance before they are given up; one system shows that cost with the memory of
+the GPU.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from millrace.sim.scenario import simulate
 
 _MODEL = "Llama-3-8B"
 RATES_RPS = (6.0, 8.0, 10.0)
-_FLOOD_RPS = 20.0  # three times what the instance can do
+_FLOOD_RPS = 20.0  # three times the instance's capacity
 _FLOOD_SLO_SCALE = 10.0
 _NONE = "none"
 
-_KV_TOKENS = 4_000_000  # ten times what the GPU holds: see above
+_KV_TOKENS = 4_000_000  # ten times the GPU's memory: see above
 _BATCHING = replace(fp.FLOWPREFILL, kv_tokens=_KV_TOKENS)
 
 SYSTEMS = {
@@ -109,7 +109,7 @@ def measure(size: fp.Size, told: fp.Told) -> Outcome:
 
 
 def attainments(system: fp.System, rate_rps: float, size: fp.Size) -> list[float]:
-    """Attainment of each draw."""
+    """Returns the attainment of each draw."""
     return [
         simulate(fp.scenario(system, _MODEL, rate_rps, size, seed=seed)).total.attainment
         for seed in range(size.seeds)
@@ -117,7 +117,7 @@ def attainments(system: fp.System, rate_rps: float, size: fp.Size) -> list[float
 
 
 def flood(system: fp.System, size: fp.Size) -> fp.Load:
-    """A run with more requests than can be done."""
+    """Runs more requests than can be served."""
     of = fp.scenario(system, _MODEL, _FLOOD_RPS, size)
     return fp.load(of.at_slo_scale(_FLOOD_SLO_SCALE))
 
@@ -151,7 +151,7 @@ def _findings(
 
 
 def _less(ours: Sequence[float], theirs: Sequence[float]) -> str:
-    """Mean, and mean difference with its standard error in points, draw by draw."""
+    """Returns the mean, and the mean difference with its standard error in points, draw by draw."""
     gaps = [100 * (one - other) for one, other in zip(ours, theirs, strict=True)]
     error = statistics.stdev(gaps) / len(gaps) ** 0.5
     return f"{statistics.mean(ours):.1%} ({statistics.mean(gaps):+.2f} +- {error:.2f})"

@@ -1,13 +1,13 @@
 """FlowPrefill figure 12: preemption blocking time at operator, layer and chunk boundaries.
 
-From the signal to stop until the task has stopped. Where signals fall anywhere in a layer with
-equal chance, the mean is sum(t^2) / (2 sum(t)) over the boundaries' distances t: a pass's operators
-alone settle the ratio, which is computed beside what the runs show.
+Blocking time lasts from the signal to stop until the task has stopped. Where signals fall anywhere
+in a layer with equal chance, the mean is sum(t^2) / (2 sum(t)) over the boundaries' distances t: a
+pass's operators alone determine the ratio, which is computed beside the results of the runs.
 
-One task is held ahead at the instance, so that the next one starts without a word from the
-scheduler, and an ended task is followed by the one that comes next. With none held ahead a
-suspended task goes on for the moment that the scheduler needs to send who comes before it, and
-yields again at once: such signals all fall on the start of a layer. Those means are given too.
+One task is held ahead at the instance, so that the next task starts without a message from the
+scheduler when a task ends. With none held ahead a suspended task continues for the moment that the
+scheduler needs to send the more urgent task, and yields again at once: such signals all fall on the
+start of a layer. Those means are given too.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def measure(size: fp.Size, told: fp.Told) -> Outcome:
 def blocking(
     model: str, boundary: str, rate_rps: float, size: fp.Size, tasks_ahead: int = 2
 ) -> Distribution:
-    """Seconds from signal to stop of one run."""
+    """Returns the seconds from signal to stop of one run."""
     system = replace(fp.FLOWPREFILL, preemption=boundary, tasks_ahead=tasks_ahead)
     engine = simulate(fp.scenario(system, model, rate_rps, size)).engine
     assert engine is not None  # a run has counters
@@ -104,7 +104,8 @@ def blocking(
 
 
 def expected_ratio(model: str, tokens: int) -> float:
-    """Mean blocking of layer over operator boundaries, signals evenly spread over a pass."""
+    """Returns mean blocking of layer over operator boundaries, signals evenly spread over a
+    pass."""
     operators = fp.operator_profile(fp.MODELS[model]).operators
     seconds = operators.layer_s(BatchShape(prefills=((tokens, 0),)))
     return sum(seconds) ** 2 / sum(one * one for one in seconds)

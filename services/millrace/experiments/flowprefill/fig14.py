@@ -1,8 +1,8 @@
 """FlowPrefill figure 14: one objective for all, prompts of at most 2k tokens: is anything lost?
 
 500 requests with ShareGPT's lengths, as in the paper. With chunks of 2,048 tokens nothing is ever
-cut and with one objective the order is that of arrival. DistServe-CP2K is run both with prompts
-one by one, as the other experiments have it, and filling its 2,048 tokens with several.
+cut and with one objective the order is that of arrival. DistServe-CP2K is run twice: with prompts
+one by one, as in the other experiments, and filling its 2,048 tokens with several prompts.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ def measure(size: fp.Size, told: fp.Told) -> Outcome:
 
 
 def longest_blocking_ms(system: fp.System, size: fp.Size) -> float:
-    """Longest time from a signal to the stop in one run."""
+    """Returns the longest time from a signal to the stop in one run."""
     engine = simulate(fp.scenario(system, _MODEL, _BLOCKING_RPS, size)).engine
     assert engine is not None  # a run has counters
     return 1e3 * engine.blocking_s.max

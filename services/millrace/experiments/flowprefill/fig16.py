@@ -2,9 +2,9 @@
 
 The paper colocates a prefill and a decode process on one GPU, where the hardware shares it out. Our
 colocated instance is Medha's: each iteration carries all decodes and some prefill. It can't stop
-within an iteration, so what is compared is not operator-level preemption but the rest: an order by
-slack that may change at every iteration, and chunks that fit the TBT objective. vLLM-CP2K is the
-same instance in order of arrival with 2,048 tokens an iteration.
+within an iteration, so the comparison leaves operator-level preemption out and covers the rest: an
+order by slack that may change at every iteration, and chunks that fit the TBT objective. vLLM-CP2K
+is the same instance in order of arrival with 2,048 tokens per iteration.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _MODEL = "Llama-3-8B"
 _MIX = "qwen-colocated"
 RATES_RPS = (1.0, 2.0, 3.0, 4.0, 5.0, 6.0)
 
-_KV_TOKENS = 400_000  # what 80 GB hold beside the weights
+_KV_TOKENS = 400_000  # memory of 80 GB beside the weights
 _SEQUENCES = 256  # of a batch, vLLM's default
 _TBT_S = 0.1  # the tightest TBT objective: text and image
 
@@ -39,7 +39,7 @@ class Colocated:
     adaptive: bool
 
     def scenario(self, rate_rps: float, size: fp.Size) -> Scenario:
-        """One instance, and the paper's mix with its objectives for colocation."""
+        """Returns one instance, and the paper's mix with its objectives for colocation."""
         spec = SimSpec(
             profile=fp.operator_profile(fp.MODELS[_MODEL]),
             mixed=1,

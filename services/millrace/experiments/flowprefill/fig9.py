@@ -1,8 +1,8 @@
 """FlowPrefill figure 9: attainment by request rate and by SLO scale, goodput at 90 %.
 
-Beyond what an instance can compute, S-EDF gives long requests up, and those that had begun keep
-their KV pages: in the end none are free for requests that could be in time. How far this limits
-FlowPrefill is shown by a system with ten times the memory. The baselines' goodput lies below that.
+Beyond an instance's capacity, S-EDF gives long requests up, and those that had begun keep their KV
+pages: in the end none are free for requests that could be in time. A system with ten times the
+memory shows how far this limits FlowPrefill. The baselines' goodput lies below that.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ SYSTEMS = {
     "FlowPrefill, 10 x KV": replace(fp.FLOWPREFILL, kv_tokens=4_000_000),
 }
 
-#: Fixed rate of the SLO axis, which the paper does not name: about 40 % of what one can do.
+#: Fixed rate of the SLO axis, which the paper does not name: about 40 % of one instance's capacity.
 RATES_RPS = {"Llama-3-8B": 3.0, "Llama-3-70B": 1.2}
 
 _RATIOS = {

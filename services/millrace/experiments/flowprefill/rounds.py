@@ -1,7 +1,7 @@
-"""FlowPrefill section 6.4, "Scheduling cost": rounds, commands and preemptions a request.
+"""FlowPrefill section 6.4, "Scheduling cost": rounds, commands and preemptions per request.
 
-Commands are those to the prefill instance. Each request's admission at decode, which the paper's
-prefill scheduler has no part in, is left out.
+Commands are those to the prefill instance. Each request's admission at decode, in which the paper's
+prefill scheduler takes no part, is left out.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def measure(size: fp.Size, told: fp.Told) -> Outcome:
 
 
 def counts(system: fp.System, rate_rps: float, size: fp.Size) -> dict[str, float]:
-    """Counters of one run, a request."""
+    """Returns the counters of one run, per request."""
     report = simulate(fp.scenario(system, _MODEL, rate_rps, size))
     engine = report.engine
     assert engine is not None  # a run has counters

@@ -1,11 +1,11 @@
-"""What the joined experiments share: real and mixed traffic, one budget of GPUs, a fair yardstick.
+"""Shared by the joined experiments: real and mixed traffic, one budget of GPUs, equal objectives.
 
 Eight A100s prefill Llama-3-8B (TP 1) and eight decode (one TP 8 instance); systems that do both in
 the same batches have the same sixteen. KV memory is ample and nothing is refused. A request has
-Table 2's objective (the Qwen mix) or `SLO_SCALE` times the default one, by its prefill alone on the
-best group of the eight. Goodput is the largest load at which `GOAL` of the requests are in time: of
-all requests, and for mixes with rare long requests of every class, since with 5 % of them a system
-that never serves one would still be at 95 %.
+Table 2's objective (the Qwen mix) or `SLO_SCALE` times the default objective, by its prefill alone
+on the best group of the eight. Goodput is the largest load at which `GOAL` of the requests are in
+time: of all requests, and for mixes with rare long requests of every class, since with 5 % of them
+a system that never serves a long request would still be at 95 %.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ GOAL = 0.9
 SLO_SCALE = 3.0
 PREFILLS = 8
 TOLERANCE = 0.04
-#: Shorter prefills count as so long where a wait is put in proportion to them.
+#: Shorter prefills count as this long where a wait is divided by them.
 LEAST_S = 0.5
 
 Told = Callable[[str], None]
@@ -41,7 +41,7 @@ Told = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """Some traffic, a load near its edge, and whether every class has to be in time."""
+    """Some traffic, a load near its edge, and whether every class must be in time."""
 
     traffic: Traffic
     start: float
@@ -50,7 +50,8 @@ class Case:
 
 
 def cases(folder: Path | None, quick: bool) -> dict[str, Case]:
-    """The mixes, and the traces found in `folder`. Raises ConfigError when it holds none."""
+    """Returns the mixes, and the traces found in `folder`. Raises ConfigError when it holds
+    none."""
 
     def mix(name: str, requests: int, start: float, scale: float, **more: Any) -> Case:  # noqa: ANN401
         count = requests // 4 if quick else requests
@@ -82,7 +83,9 @@ def cases(folder: Path | None, quick: bool) -> dict[str, Case]:
 
 
 def scheduler(**fields: Any) -> SchedulerConfig:  # noqa: ANN401
-    """Nothing is refused or given up: all requests count. What isn't named is off, or fixed."""
+    """Returns the settings. Nothing is refused or given up: all requests count. Settings not named
+    are off, or fixed.
+    """
     return SchedulerConfig(
         **{"batch_tokens": 0, "improvement_rate": 0.3, **fields},
         max_queue_requests=10**9,
@@ -98,7 +101,7 @@ def in_order(**fields: Any) -> SchedulerConfig:  # noqa: ANN401
 
 
 def apart(config: SchedulerConfig, *, max_chunk_tokens: int = 0) -> SimSpec:
-    """Prefill and decode on GPUs of their own."""
+    """Prefill and decode on separate GPUs."""
     return SimSpec(
         profile=load_profile("llama3-8b-a100-tp1"),
         decode_profile=load_profile("llama3-8b-a100-tp8"),
@@ -125,7 +128,7 @@ def together(config: SchedulerConfig, packing: PackingConfig, *, mixed: int, spp
     )
 
 
-#: One system for each paper, as it is, and what a plain chunked server does.
+#: One system for each paper, as published, and a plain chunked server.
 SYSTEMS: Mapping[str, Callable[[Case], SimSpec]] = MappingProxyType(
     {
         "chunked FCFS": lambda case: together(
@@ -191,7 +194,7 @@ class Edge:
 def measure(
     jobs: Mapping[tuple[str, str], tuple[Case, SimSpec]], told: Told, processes: int = 2
 ) -> dict[tuple[str, str], Edge]:
-    """The edge of each (case, system), side by side in a few processes."""
+    """Finds the edge of each (case, system), side by side in a few processes."""
     with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
         running = {key: pool.submit(edge, *job) for key, job in jobs.items()}
         found = {}
@@ -219,7 +222,7 @@ def edge(case: Case, spec: SimSpec) -> Edge:
 
 
 def at(case: Case, spec: SimSpec, load: float) -> Edge:
-    """One run at a given load."""
+    """Runs a case at a given load."""
     longest = 0.0
 
     def saw(record: RequestRecord) -> None:
@@ -232,7 +235,7 @@ def at(case: Case, spec: SimSpec, load: float) -> Edge:
 
 
 def attained(case: Case, report: Report) -> float:
-    """The attainment that counts for the case; 0 of a run that was stopped."""
+    """Returns the attainment that counts for the case; 0 of a run that was stopped."""
     if report.total.requests < case.traffic.count():
         return 0.0
     if case.every_class:
@@ -241,7 +244,8 @@ def attained(case: Case, report: Report) -> float:
 
 
 def panel(results: Mapping[str, Mapping[str, Any]], title: str) -> Panel:
-    """Each system's goodput on each case as a share of Millrace's, from the results as JSON."""
+    """Charts each system's goodput on each case as a share of Millrace's, from the results as
+    JSON."""
     systems = list(next(iter(results.values())))
     ours = systems[-1]
     lines = {
@@ -266,7 +270,7 @@ def compare(
     assumptions: Sequence[str] = (),
     best_is: str = "",
 ) -> Outcome:
-    """Goodput of each system on each case; the last of `systems` is ours.
+    """Computes the goodput of each system on each case; the last of `systems` is ours.
 
     `best_is` goes before the name of the best of the others.
     """

@@ -27,6 +27,8 @@ def run(
     quick: bool,
     trace: Path | None = None,
 ) -> None:
-    """`trace` is a folder with the Azure and Mooncake traces; without it the mixes alone."""
+    """Runs the comparison. `trace` is a folder with the Azure and Mooncake traces; without it only
+    mixes.
+    """
     outcome = watched(console, lambda told: measure(trace, quick, told))
     outcome.publish(console, json_path, plot_path)

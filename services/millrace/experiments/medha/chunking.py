@@ -1,4 +1,4 @@
-"""Medha figure 4, Mnemosyne figure 8: static chunks trade TTFT for TBT, adaptive ones less so."""
+"""Medha figure 4, Mnemosyne figure 8: static chunks trade TTFT for TBT, adaptive chunks less so."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Pair:
 
     @property
     def gain(self) -> float:
-        """TTFT of the static one over that of the adaptive one, at equal TBT."""
+        """Returns the TTFT of static chunks over that of adaptive chunks, at equal TBT."""
         return self.static.total_s / self.adaptive.total_s
 
 
@@ -38,14 +38,14 @@ Found = Mapping[str, Mapping[int, Pair]]  # by profile and static chunk size
 
 
 def compare(model: OperatorModel, chunk: int) -> Pair:
-    """Both ways through a prompt of a million tokens."""
+    """Runs a prompt of a million tokens both ways."""
     static = mn.summary(list(mn.passes(model, mn.static(chunk, BESIDE), TOKENS, BESIDE)))
     held = PackingConfig(t_target_s=static.p95_s)
     return Pair(static=static, adaptive=mn.summary(list(mn.passes(model, held, TOKENS, BESIDE))))
 
 
 def measure(told: Callable[[str], None], chunks: Sequence[int]) -> Outcome:
-    """Every chunk size, on eight H100s and on eight A100s."""
+    """Measures every chunk size, on eight H100s and on eight A100s."""
     found: dict[str, dict[int, Pair]] = {}
     for profile in (mn.H100, mn.A100):
         told(profile)
@@ -55,7 +55,7 @@ def measure(told: Callable[[str], None], chunks: Sequence[int]) -> Outcome:
         title="Medha figure 4: a prefill of 1M tokens with decodes beside it",
         assumptions=(
             "Llama-3-8B on eight GPUs, TP8; 32 decodes of 1,000 tokens in every iteration",
-            "the paper's TBT is that of whoever shares the iterations: their P95 here",
+            "the paper's TBT is that of requests in these iterations: their P95 here",
         ),
         findings=[*_gains(found), *_against_paper(found[mn.H100])],
         results={

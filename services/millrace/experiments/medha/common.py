@@ -1,8 +1,9 @@
 """Medha, sections 6.1 and 6.2: its systems, its mixed workload, and an hour of it.
 
-What its experiments share. 16 A100s serve Llama-3-8B. Short requests are ShareGPT's, long ones
-128k to 1M tokens (the mix medha-mix: MEDHA-SWE is not public, so long ones are synthetic). A run
-is one hour, the paper's profiling window: what has not ended by then counts as never.
+Shared by its experiments. 16 A100s serve Llama-3-8B. Short requests are ShareGPT's, long requests
+128k to 1M tokens (the mix medha-mix: MEDHA-SWE is not public, so long requests are synthetic). A
+run is one hour, the paper's profiling window: a request that has not ended by then counts as never
+ended.
 """
 
 from __future__ import annotations
@@ -30,10 +31,10 @@ from millrace.sim.workload.mixes import LONG_FRACTION
 HOUR_S = 3600.0
 _LAST_S = 60.0  # of a window: requests that arrive in it are served, and not measured
 
-#: Tokens that no experiment comes near: KV memory is not what these experiments are about.
+#: Tokens that no experiment comes near: these experiments do not study KV memory.
 _AMPLE_TOKENS = 50_000_000
 
-#: Said with every result.
+#: Printed with every result.
 ASSUMPTIONS = (
     "synthetic: prompts of 128k to 1M tokens are log-uniform, for MEDHA-SWE is not public",
     "KV memory is ample; outputs are those of ShareGPT and of MEDHA-SWE's P50 and P90",
@@ -41,7 +42,7 @@ ASSUMPTIONS = (
 
 
 def scheduler(policy: str, **fields: Any) -> SchedulerConfig:  # noqa: ANN401 - a setting's own type
-    """Nothing is refused or given up: all requests count."""
+    """Returns the settings. Nothing is refused or given up: all requests count."""
     return SchedulerConfig(
         policy=policy,
         preemption="none",
@@ -76,7 +77,7 @@ def medha(policy: str = "lars", **packing: Any) -> SimSpec:  # noqa: ANN401
 def sarathi(chunk_tokens: int) -> SimSpec:
     """Chunks of a fixed size in order of arrival, on Medha's pipeline.
 
-    That favours it: with plain PP a long prompt's chunks would not follow each other densely.
+    That favours Sarathi: with plain PP a long prompt's chunks would not follow each other densely.
     """
     packing = PackingConfig(
         t_target_s=0.05, max_batch=10_000, adaptive=False, fixed_chunk_tokens=chunk_tokens
@@ -87,9 +88,9 @@ def sarathi(chunk_tokens: int) -> SimSpec:
 def loongserve(instances: int = 8) -> SimSpec:
     """TP2 instances in groups of up to 4 (TP-2, CP-4), whole prompts, planned as they arrive.
 
-    TP2 x CP k is timed as Table 1 of Tetris has SP 2k of TP1: the same GPUs, measured with
-    LoongServe's own kind of attention. Decode has eight GPUs of its own for nothing, so that the
-    system is not cut down by a split that LoongServe would have adapted.
+    TP2 x CP k is timed as Table 1 of Tetris times SP 2k of TP1: the same GPUs, measured with
+    LoongServe's own kind of attention. Decode has eight GPUs of its own, not counted, so that the
+    system is not limited by a split that LoongServe would have adapted.
     """
     return SimSpec(
         profile=_pairs(load_profile("llama3-8b-a100-tp1")),
@@ -111,7 +112,7 @@ def _pairs(profile: Profile) -> Profile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """What is sent. `trace`: a file of the short requests' lengths, else the shipped quantiles."""
+    """The requests. `trace`: a file of the short requests' lengths, else the shipped quantiles."""
 
     qps: float
     long_fraction: float = LONG_FRACTION
@@ -133,7 +134,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spread:
-    """Requests of a kind: quantiles in seconds over all of them, None where one never ended."""
+    """Quantiles in seconds over all requests of a kind, None where a request never ended."""
 
     requests: int
     ended: int
@@ -143,7 +144,7 @@ class Spread:
 
     @classmethod
     def of(cls, values: Sequence[float], ended: int) -> Spread:
-        """`values` in seconds, inf for what has not ended."""
+        """Computes the quantiles of `values` in seconds, inf for requests that have not ended."""
         ordered = sorted(values)
 
         def at(share: float) -> float | None:
@@ -159,8 +160,8 @@ class Spread:
 class Hour:
     """One window of one system. TBT is a request's mean gap, of requests that ended.
 
-    `ttft_cdf_s`: every twentieth quantile of TTFT over all requests, None from the first
-    that never came.
+    `ttft_cdf_s`: every twentieth quantile of TTFT over all requests, None from the first request
+    without a first token.
     """
 
     short: Spread
@@ -176,7 +177,7 @@ class Hour:
 
 
 def run_hour(spec: SimSpec, load: Load) -> Hour:
-    """Runs a window and stops: an overloaded system has no end worth waiting for."""
+    """Runs a window and stops: an overloaded system would run on for too long."""
     records: dict[int, RequestRecord] = {}
     last_s = 0.0
 
@@ -213,14 +214,14 @@ def run_hour(spec: SimSpec, load: Load) -> Hour:
 
 
 def ratio(theirs: float | None, ours: float | None) -> str:
-    """How many times longer theirs takes, as people read it."""
+    """Returns how many times longer theirs takes, as text."""
     if ours is None:
         return "-"
     return "never" if theirs is None else f"{theirs / ours:.1f}"
 
 
 def cdf_panel(found: Mapping[str, Sequence[tuple[float, Hour]]], rate: float, title: str) -> Panel:
-    """TTFT's CDF by system at one rate; a curve ends where requests never did."""
+    """Charts TTFT's CDF by system at one rate; a curve ends where requests never ended."""
     return Panel(
         title=title,
         x="TTFT (s)",

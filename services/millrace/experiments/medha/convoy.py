@@ -1,4 +1,4 @@
-"""Medha figures 1, 9 and 10: what 5 % of long requests do to everybody's TTFT and TBT."""
+"""Medha figures 1, 9 and 10: the effect of 5 % of long requests on all requests' TTFT and TBT."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def _plain(found: Found) -> dict[str, dict[str, object]]:
 
 
 def _ratios(found: ByShare) -> list[Finding]:
-    """Section 6.4: how much longer the short requests wait at the non-preemptive system."""
+    """Section 6.4: how much longer the short requests wait in the non-preemptive system."""
     papers = {
         (0.01, "median"): "8",
         (0.05, "median"): "30",
@@ -120,7 +120,7 @@ _QUANTILES: Mapping[str, Callable[[Spread], float | None]] = {
 
 
 def _range(theirs: Sequence[Hour], ours: Sequence[Hour], what: str) -> str:
-    """Median of the draws' ratios, least to most in brackets."""
+    """Returns the median of the draws' ratios, least to most in brackets."""
     at = _QUANTILES[what]
     pairs = [(at(a.short), at(b.short)) for a, b in zip(theirs, ours, strict=True)]
     times = sorted(a / b if a is not None and b else math.inf for a, b in pairs)
@@ -128,7 +128,7 @@ def _range(theirs: Sequence[Hour], ours: Sequence[Hour], what: str) -> str:
 
 
 def capacity(hours: Sequence[tuple[float, Hour]]) -> float:
-    """The largest rate tried up to which P90 of TTFT is acceptable; 0 if none is."""
+    """Returns the largest tried rate with an acceptable P90 of TTFT; 0 if there is none."""
     carried = 0.0
     for rate, hour in hours:
         if hour.total.p90_s is None or hour.total.p90_s > ACCEPTABLE_S:
@@ -162,7 +162,7 @@ def _decodes(found: Found) -> list[Finding]:
 
 
 def _panels(found: Found) -> list[list[Panel]]:
-    """A CDF a rate, as in figure 9b; a curve ends where requests never did."""
+    """Charts one CDF per rate, as in figure 9b; a curve ends where requests never ended."""
     rates = [rate for rate, _ in next(iter(found.values()))]
     return [
         [

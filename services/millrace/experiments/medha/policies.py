@@ -1,4 +1,5 @@
-"""Medha figure 13: what the order of prefills and multi-prefill batching do, all else Medha's."""
+"""Medha figure 13: the effects of the order of prefills and of multi-prefill batching, all else
+Medha's."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from millrace.sim.cluster.spec import SimSpec
 
 OURS, SINGLE = "Medha", "LARS"
 
-#: All but Medha itself take one prefill a batch, as chunked prefill usually does (section 4.2).
+#: All but Medha itself take one prefill per batch, as chunked prefill usually does (section 4.2).
 SYSTEMS: Mapping[str, Callable[[], SimSpec]] = {
     "FCFS": lambda: medha.medha("fcfs", multi_prefill=False),
     "EDF": lambda: medha.medha("edf", multi_prefill=False),
@@ -41,7 +42,7 @@ Found = Mapping[str, Sequence[tuple[float, Hour]]]
 def measure(
     told: Callable[[str], None], qps: Sequence[float], window_s: float, trace: Path | None = None
 ) -> Outcome:
-    """Every policy at every rate."""
+    """Measures every policy at every rate."""
     found: dict[str, list[tuple[float, Hour]]] = {}
     for name, build in SYSTEMS.items():
         for rate in qps:
@@ -84,7 +85,9 @@ def measure(
 
 
 def shared_saving(operators: OperatorModel, tokens: int) -> float:
-    """How many times less a short prompt costs beside a late chunk than in a pass of its own."""
+    """Returns how many times less a short prompt costs beside a late chunk than in a pass of its
+    own.
+    """
     late_s = operators.pass_s(BatchShape(prefills=(LATE_CHUNK,)))
     both_s = operators.pass_s(BatchShape(prefills=(LATE_CHUNK, (tokens, 0))))
     return operators.pass_s(BatchShape(prefills=((tokens, 0),))) / (both_s - late_s)

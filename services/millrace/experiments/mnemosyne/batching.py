@@ -19,7 +19,9 @@ _ATTENTION = OPERATORS.index("attn")
 
 
 def attention_s(model: OperatorModel, chunk: int) -> float:
-    """Seconds of attention of a 1M prefill in chunks; a sum over every hundredth of it, scaled."""
+    """Returns the seconds of attention of a 1M prefill in chunks; a scaled sum over every hundredth
+    chunk.
+    """
     parts = 100
     step = mn.MILLION // parts
     sampled_s = sum(
@@ -30,7 +32,7 @@ def attention_s(model: OperatorModel, chunk: int) -> float:
 
 
 def increase(model: OperatorModel, chunk: int, decodes: int) -> float:
-    """What `decodes` of 1,000 tokens each add to a late iteration, as a share of it."""
+    """Returns the share by which `decodes` of 1,000 tokens each lengthen a late iteration."""
 
     def pass_s(count: int) -> float:
         return model.pass_s(

@@ -50,7 +50,7 @@ def grow(
     """Runs a prefill on `STAGES` stages of workers that join as the context grows."""
     beside = mn.Beside()
     ran = list(mn.passes(model, packing, tokens, beside, sharding))
-    found = mn.summary(ran[:-1])  # but for the last, which may be a rest
+    found = mn.summary(ran[:-1])  # all but the last, which may be shorter
     onboarded = [after.history for before, after in pairwise(ran) if after.workers > before.workers]
     seconds = [mn.staged_s(model, one.seconds, STAGES) for one in ran]
     return Growth(

@@ -1,4 +1,4 @@
-"""Mnemosyne figures 14 to 16: prefill time over pipeline stages, and what decode pays for them."""
+"""Mnemosyne figures 14 to 16: prefill time over pipeline stages, and their cost for decode."""
 
 from __future__ import annotations
 
@@ -42,17 +42,17 @@ class Prefill:
     ttft_s: float
     efficiency: float  # time on one stage over (stages x time)
     mfu: float  # causal attention counted once
-    hold_s: float  # longest time of a stage: what a newcomer waits for
+    hold_s: float  # longest time of a stage: the longest wait of a new request
     whole_s: float
 
 
 def flops(tokens: int) -> float:
-    """A whole prefill's, with causal attention: half of all pairs."""
+    """Returns the operations of a whole prefill, with causal attention: half of all pairs."""
     return _FLOPS_PER_TOKEN * tokens + _FLOPS_PER_PAIR * tokens * tokens / 2
 
 
 def prefill_s(tokens: int, stages: int) -> float:
-    """TTFT of one prompt on an idle pipeline, by the simulator."""
+    """Returns the TTFT of one prompt on an idle pipeline, by the simulator."""
     spec = SimSpec(
         profile=load_profile(mn.H100),
         mixed=1,
@@ -70,13 +70,15 @@ def prefill_s(tokens: int, stages: int) -> float:
 
 
 def hold_s(model: OperatorModel, tokens: int, stages: int) -> float:
-    """How long a prompt's last chunk holds a stage: what a newcomer waits for at most."""
+    """Returns how long a prompt's last chunk holds a stage: the longest wait of a new request."""
     last = BatchShape(prefills=((CHUNK_TOKENS, tokens - CHUNK_TOKENS),))
     return mn.staged_s(model, model.pass_s(last), stages)
 
 
 def whole_s(profile: Profile, tokens: int, degree: int) -> float:
-    """A prompt in one pass over `degree` servers: divided evenly, and the ring's steps on top."""
+    """Returns the time of a prompt in one pass over `degree` servers: divided evenly, plus ring
+    steps.
+    """
     by_sp = profile.prefill.by_sp
     pass_s = profile.operators.pass_s(BatchShape(prefills=((tokens, 0),)))
     return pass_s / degree + by_sp[degree].a - by_sp[1].a
@@ -86,7 +88,7 @@ Found = Mapping[int, Mapping[int, Prefill]]  # by tokens and stages
 
 
 def measure(told: Callable[[str], None], lengths: Sequence[int], stages: Sequence[int]) -> Outcome:
-    """Every length on every pipeline, and decode steps at 2M tokens."""
+    """Measures every length on every pipeline, and decode steps at 2M tokens."""
     profile = load_profile(mn.H100)
     model = profile.operators
     found: dict[int, dict[int, Prefill]] = {}

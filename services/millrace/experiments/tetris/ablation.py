@@ -1,4 +1,4 @@
-"""Variants of Tetris against Tetris itself, by load: the ground of figures 11 to 13."""
+"""Variants of Tetris against Tetris itself, by load: shared by figures 11 to 13."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Ablation:
     variants: Mapping[str, tuple[Point, ...]]
 
     def slowdowns(self, name: str, which: str) -> list[tuple[float, float]]:
-        """(rate, a variant's TTFT over Tetris's); `which` is p50, p99 or mean."""
+        """Returns (rate, a variant's TTFT over Tetris's); `which` is p50, p99 or mean."""
         pairs = zip(self.variants[name], self.tetris, strict=True)
         return [
             (own.rate_rps, getattr(other, f"{which}_s") / getattr(own, f"{which}_s"))
@@ -40,7 +40,7 @@ class Ablation:
         return asdict(self)
 
     def panel(self, title: str, which: str) -> Panel:
-        """Slowdown by load."""
+        """Charts slowdown by load."""
         return Panel(
             title=f"{title}: {which}",
             x="requests/s",
@@ -59,7 +59,7 @@ def ablation(
     size: Size,
     told: Told,
 ) -> Ablation:
-    """Runs all of them at every rate of the shipped table, up to saturation."""
+    """Runs all variants at every rate of the shipped table, up to saturation."""
     rates_rps = [
         arrivals_rps for arrivals_rps, _ in shipped_rates()[key][trace].rows[:: size.stride]
     ]

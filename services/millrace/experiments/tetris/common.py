@@ -1,7 +1,7 @@
-"""What the experiments of Tetris share: its testbeds, its systems, one point under load.
+"""Shared by the experiments of Tetris: its testbeds, its systems, one point under load.
 
-Section 7.1. The traces are synthetic: of the paper's only range and mean length are public (the
-mixes tetris-short, -medium and -long). Arrivals are Poisson.
+Section 7.1. The traces are synthetic: only range and mean length of the paper's traces are public
+(the mixes tetris-short, -medium and -long). Arrivals are Poisson.
 
 LoongServe itself, whose instances also decode, is not among the systems: LoongServe Disaggregated
 is (the planner `esp`), which the paper finds marginally worse in TTFT.
@@ -30,13 +30,13 @@ TRACES = ("short", "medium", "long")
 
 Told = Callable[[str], None]
 
-#: Said with every result.
+#: Printed with every result.
 ASSUMPTIONS = (
     "synthetic: lengths by range and mean of the paper's traces, Poisson arrivals",
     "KV takes what 90 % of 80 GB a GPU leave beside the weights",
 )
 
-#: Curves are scaled to so many times the latency under light load (section 7.2).
+#: Curves are scaled to this many times the latency under light load (section 7.2).
 LIMIT_X = 25.0
 
 #: Of a GPU's 80 GB, what the engine may use.
@@ -91,11 +91,11 @@ TESTBEDS: Mapping[str, Testbed] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Size:
-    """How much is simulated: arrivals of `duration_s` a run, but `least` requests; every
+    """How much is simulated: arrivals of `duration_s` per run, but at least `least` requests; every
     `stride`-th of the arrival rates; a search for an edge ends within `tolerance`, as a share.
 
-    A time, not a count: above what a system can do in the long run its queue grows as long as
-    requests come, so that equally many at a higher rate would be a milder test.
+    A time, not a count: above a system's long-run capacity its queue grows as long as requests
+    come, so that equally many requests at a higher rate would be a milder test.
     """
 
     duration_s: float = 600.0
@@ -107,13 +107,13 @@ class Size:
 FULL = Size()
 QUICK = Size(duration_s=10.0, least=40, stride=8, tolerance=0.5)
 
-#: The paper's own system, and it without Algorithm 1's chunks (figure 13).
+#: The paper's own system, and the same without Algorithm 1's chunks (figure 13).
 TETRIS, SINGLE_CHUNK = "Tetris", "Tetris, single chunk"
 LOONGSERVE = "LoongServe Disaggregated"
 
 
 def systems(testbed: Testbed, trace: str) -> dict[str, SchedulerConfig]:
-    """Tetris first, then its baselines of section 7.1, in their settings for a trace."""
+    """Returns Tetris, then its baselines of section 7.1, in their settings for a trace."""
     dynamic = {"improvement_rate": -1.0, "improvement_rates": rates_setting(testbed, trace)}
     named: dict[str, dict[str, Any]] = {
         TETRIS: {"planner": "cdsp", **dynamic},
@@ -125,7 +125,7 @@ def systems(testbed: Testbed, trace: str) -> dict[str, SchedulerConfig]:
 
 
 def scheduler(**fields: Any) -> SchedulerConfig:  # noqa: ANN401 - a setting's own type
-    """Settings as all systems of the paper have them: planned at arrival, in order, no limits."""
+    """Returns settings for all systems as in the paper: planned at arrival, in order, no limits."""
     return SchedulerConfig(
         policy="fcfs",
         preemption="none",
@@ -142,7 +142,7 @@ def scheduler(**fields: Any) -> SchedulerConfig:  # noqa: ANN401 - a setting's o
 def scenario(
     testbed: Testbed, trace: str, config: SchedulerConfig, *, requests: int = 1, seed: int = 0
 ) -> Scenario:
-    """A system on a testbed under a trace, at one request a second."""
+    """Returns a system on a testbed under a trace, at one request per second."""
     prefill = load_profile(testbed.prefill_profile)
     decode = load_profile(testbed.decode_profile)
 
@@ -195,7 +195,7 @@ class Point:
 
 
 def loaded(of: Scenario, rate_rps: float, size: Size) -> Scenario:
-    """A scenario at an arrival rate."""
+    """Returns a scenario at an arrival rate."""
     requests = max(size.least, math.ceil(rate_rps * size.duration_s))
     return replace(of, traffic=replace(of.traffic, requests=requests)).at_load(rate_rps)
 
@@ -206,19 +206,19 @@ def point(of: Scenario, rate_rps: float, size: Size) -> Point:
 
 
 def cases(quick: bool) -> Iterator[tuple[str, Testbed, str]]:
-    """(testbed's key, testbed, trace): all of them, or the first alone for a quick look."""
+    """Returns (testbed's key, testbed, trace): all of them, or the first alone for a quick run."""
     every = ((key, bed, trace) for key, bed in TESTBEDS.items() for trace in TRACES)
     return islice(every, 1) if quick else every
 
 
 def rates_setting(testbed: Testbed, trace: str) -> str:
-    """The shipped table of improvement rates, as the setting that holds it."""
+    """Returns the shipped table of improvement rates, as a setting."""
     return format_rates(shipped_rates()[_key(testbed)][trace])
 
 
 @cache
 def shipped_rates() -> Mapping[str, Mapping[str, ImprovementRates]]:
-    """Best improvement rates by testbed and trace."""
+    """Returns the best improvement rates by testbed and trace."""
     document = json.loads(files(__package__).joinpath(_RATES).read_bytes())
     return {
         key: {

@@ -1,4 +1,5 @@
-"""Tetris section 2.4: what greed costs the next request, and what idle instances cost a long one.
+"""Tetris section 2.4: the cost of greed for the next request, and of idle instances for a long
+request.
 
 Sixteen instances of Llama-3-8B on two nodes, planned by the shipped planners with Table 1's times.
 """
@@ -22,7 +23,7 @@ PRUDENT_RATE = 0.05  # of improvement, the least that the paper tries
 
 
 def plan(planner: str, tokens: int, queue_s: array[float], rate: float = PRUDENT_RATE) -> Plan:
-    """A plan of the sixteen instances with these queues."""
+    """Returns a plan of the sixteen instances with these queues."""
     config = scheduler(planner=planner, fixed_sp=8, improvement_rate=rate)
     nodes = tuple(index // 8 for index in range(INSTANCES))
     latency = load_profile(PROFILE).prefill
@@ -32,14 +33,14 @@ def plan(planner: str, tokens: int, queue_s: array[float], rate: float = PRUDENT
 
 
 def two_requests(planner: str) -> tuple[Plan, Plan]:
-    """All busy for another second: 32k tokens come, then 16k."""
+    """All instances are busy for another second: 32k tokens come, then 16k."""
     queue_s = array("d", [1.0] * INSTANCES)
     first = plan(planner, 32 * K, queue_s)
     return first, plan(planner, 16 * K, _after(first, queue_s))
 
 
 def long_behind_short(planner: str) -> Plan:
-    """A 16k prompt on eight of them, then 128k tokens come."""
+    """A 16k prompt runs on eight of them, then 128k tokens come."""
     queue_s = array("d", [0.0] * INSTANCES)
     short = plan("fixed_sp", 16 * K, queue_s)
     return plan(planner, 128 * K, _after(short, queue_s))

@@ -1,7 +1,7 @@
 """Tetris figure 13: TTFT of single-chunk scheduling (Algorithm 2 alone) over CDSP's, by load.
 
-Beside it Algorithm 2 with the least improvement rate of figures 11 and 12 at any load, to tell what
-chunks bring from what the rate's adjustment brings.
+Beside it Algorithm 2 with the least improvement rate of figures 11 and 12 at any load, to separate
+the gain of chunks from the gain of adjusting the rate.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Tetris figure 14: what cache balancing and the handshakes of cache transfer add to a prefill.
+"""Tetris figure 14: the time that cache balancing and transfer handshakes add to a prefill.
 
 Balancing: chunks of 128k (8B) or 64k tokens (70B) on a group twice that of the history before them,
-which is 25 % to 200 % as long. Transfer: what is left of it once a prompt is computed, over the
-prefill alone. The paper halves the backends of its decode instances under load; ours lease one
-backend to a request, so what is halved is the least number at which no request waits.
+which is 25 % to 200 % as long. Transfer: the part that remains once a prompt is computed, over the
+prefill alone. The paper halves the backends of its decode instances under load. Our instances lease
+one backend to a request, so the least number at which no request waits is halved.
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ LOAD = 0.75  # of the shipped table's last arrival rate, under which backends ar
 
 
 def balancing(key: str, testbed: Testbed) -> dict[str, list[tuple[float, float]]]:
-    """(history as a share of the chunk, share that balancing adds) by growth of the group."""
+    """Returns (history as a share of the chunk, share that balancing adds) by growth of the
+    group."""
     of = _idle(testbed)
     profile = load_profile(testbed.prefill_profile)
     model = Balancing(of.spec, PrefillTimes(profile, 0))
@@ -72,7 +73,9 @@ def balancing(key: str, testbed: Testbed) -> dict[str, list[tuple[float, float]]
 
 
 def transfer(testbed: Testbed) -> list[tuple[float, float]]:
-    """(prompt in k tokens, share that transfer adds) on the largest group, backends to spare."""
+    """Returns (prompt in k tokens, share that transfer adds) on the largest group, backends to
+    spare.
+    """
     spec = _idle(testbed).spec
     latency, sp = spec.profile.prefill, testbed.prefill
     rows = []
@@ -86,7 +89,9 @@ def transfer(testbed: Testbed) -> list[tuple[float, float]]:
 
 
 def halved(key: str, testbed: Testbed, trace: str, size: Size) -> dict[str, float]:
-    """Shares of the prefill alone that transfer adds under load, with backends enough and half."""
+    """Returns the shares of the prefill alone that transfer adds under load, with enough backends
+    and with half.
+    """
     of = scenario(testbed, trace, systems(testbed, trace)[TETRIS])
     of = loaded(of, LOAD * shipped_rates()[key][trace].rows[-1][0], size)
 
@@ -130,7 +135,7 @@ def _idle(testbed: Testbed) -> Scenario:
 
 
 def measure(quick: bool, told: Told) -> Outcome:
-    """All three parts."""
+    """Measures all three parts."""
     grown = {key: balancing(key, testbed) for key, testbed in TESTBEDS.items()}
     alone = {key: transfer(testbed) for key, testbed in TESTBEDS.items()}
     loaded: dict[str, dict[str, float]] = {}

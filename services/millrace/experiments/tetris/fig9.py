@@ -43,7 +43,7 @@ _PAPER = {
 class Critical:
     """One testbed and trace: reports by share of the best baseline's capacity and by system.
 
-    `capacity_rps` is of every system; throughput at its own is that, since all requests finish.
+    `capacity_rps` is of every system, and is its throughput there, since all requests finish.
     """
 
     best: str
@@ -51,7 +51,7 @@ class Critical:
     reports: Mapping[float, Mapping[str, Report]]
 
     def ratio(self, share: float, baseline: str, which: str) -> float:
-        """How many times lower Tetris's TTFT is."""
+        """Returns how many times lower Tetris's TTFT is."""
         ttft = {name: report.total.ttft_s for name, report in self.reports[share].items()}
         return float(getattr(ttft[baseline], which) / getattr(ttft[TETRIS], which))
 
@@ -74,7 +74,7 @@ class Critical:
 
 
 def measure(quick: bool, told: Told) -> Outcome:
-    """Distributions at the critical load of the best baseline, and a little below it."""
+    """Measures distributions at the critical load of the best baseline, and a little below it."""
     found: dict[tuple[str, str], Critical] = {}
     size = QUICK if quick else FULL
     for key, testbed, trace in cases(quick):

@@ -1,9 +1,9 @@
-"""TTFT against load, and how much load a system carries: the ground of Tetris's figures 8 to 10.
+"""TTFT against load, and the load that a system carries: shared by Tetris's figures 8 to 10.
 
 The paper scales latencies to 25 times that under light load and calls the largest load that stays
 low a system's critical rate, without saying how low. Here a system carries a rate when its P50 and
-its P99 are both within 25 times the best system's under light load; the search goes on until the
-rate carried and one not carried are within 2 %.
+its P99 are both within 25 times the best system's under light load; the search continues until a
+carried rate and a rate not carried are within 2 %.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ class Curve:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadTest:
-    """Curves by system, and the latencies that they are held to."""
+    """Curves by system, and the latencies that limit them."""
 
     curves: Mapping[str, Curve]
     light_p50_s: float
     light_p99_s: float
 
     def best(self, names: Sequence[str]) -> str:
-        """The one of these that carries most."""
+        """Returns the system of these that carries most."""
         return max(names, key=lambda name: self.curves[name].capacity_rps)
 
 
@@ -54,7 +54,7 @@ def load_test(
     size: Size,
     told: Told,
 ) -> LoadTest:
-    """Runs every system at rising rates until one is not carried, then looks for the edge."""
+    """Runs every system at rising rates until a rate is not carried, then searches the edge."""
     step_rps = testbed.steps_rps[trace] * size.stride
     runs = {name: scenario(testbed, trace, config) for name, config in configs.items()}
     light = {name: point(of, testbed.steps_rps[trace] / 10, size) for name, of in runs.items()}

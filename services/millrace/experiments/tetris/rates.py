@@ -1,8 +1,8 @@
 """Tetris sections 5.1, 6, 7.1: the best improvement rate of each arrival rate, by simulation.
 
-The JSON is what the other experiments plan with: it ships beside them. Lengths and arrivals come
+The other experiments plan with the JSON, which is shipped beside them. Lengths and arrivals come
 from a seed of their own, so no experiment is tuned on its own requests. Arrival rates go up in
-steps of 0.5/s as in the paper, in finer ones where a testbed carries about one request a second;
+steps of 0.5/s as in the paper, in finer steps where a testbed carries about one request per second;
 they end when even the best rate leaves TTFT at 25 times that of the lightest load, where the
 paper's curves end too.
 """
@@ -31,7 +31,7 @@ REQUESTS = 600
 
 
 def measure(quick: bool, told: Told) -> Outcome:
-    """Tables of all testbeds and traces."""
+    """Finds tables of all testbeds and traces."""
     found: dict[str, dict[str, list[RateRow]]] = {}
     for key, testbed, trace in cases(quick):
         rows = profiled(testbed, trace, told, quick)
@@ -73,7 +73,7 @@ def measure(quick: bool, told: Told) -> Outcome:
 
 
 def profiled(testbed: Testbed, trace: str, told: Told, quick: bool = False) -> list[RateRow]:
-    """Rows up to saturation; for a quick look two, with three rates each."""
+    """Returns rows up to saturation; for a quick run two, with three rates each."""
     step_rps = testbed.steps_rps[trace]
     of = scenario(
         testbed, trace, scheduler(planner="cdsp"), requests=50 if quick else REQUESTS, seed=SEED

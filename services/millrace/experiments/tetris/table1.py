@@ -30,7 +30,8 @@ LENGTHS = (4, 8, 16, 32, 64, 128, 256)
 
 
 def measure() -> Outcome:
-    """Our times at the table's lengths, the best degree at each, and what section 2.4 says."""
+    """Returns our times at the table's lengths, the best degree at each, and those of section
+    2.4."""
     latency = load_profile(PROFILE).prefill
     ours = {
         sp: {length: latency.chunk_s(length * K, 0, sp) for length in row}

@@ -1,14 +1,14 @@
-"""A decode batch as a fluid: which requests, how far each is, how long the next steps take.
+"""A decode batch as a fluid: its requests, their progress, and the time of the next steps.
 
 Between two changes of its members a batch of n sequences takes steps whose time grows with the
-context that they read. The profile's step time is taken at both ends of a span, a straight line
-put between the two, and the steps done by a time follow from a quadratic: no event per token. A
-sequence that joins in the middle of a step takes part from the next one on. Very long spans
-are cut (`HORIZON_STEPS`), so that the straight line holds.
+context that they read. The profile's step time is taken at both ends of a span and interpolated by
+a straight line, and the steps done by a time follow from a quadratic: no event per token. A
+sequence that joins in the middle of a step takes part from the next step on. Very long spans are
+cut (`HORIZON_STEPS`), so that the straight line holds.
 
-Of sequences that are spread (`core.scheduler.fleet.kvp_placement`) a step reads what each worker
-has; it takes as long as the one with the most, which is the batch's own instance or a KVP worker of
-several.
+Of sequences that are spread (`core.scheduler.fleet.kvp_placement`) each worker reads its own share
+in a step. The step takes as long as the worker with the most tokens: the batch's own instance, or a
+KVP worker of several sequences.
 """
 
 from __future__ import annotations
@@ -25,14 +25,17 @@ from millrace.sim.cluster.sharded_passes import held
 #: Steps that one straight line covers at most.
 HORIZON_STEPS = 512
 
-#: A span that adds less than this share to the context is level, at its middle's step time.
+#: A span that adds less than this share to the context is taken as level, at its middle's step
+#: time.
 LEVEL_SHARE = 0.02
 
 _ROUNDING = 1e-6  # of a step
 
 
 class Sequence:
-    """A request in a batch. `spread`: where its context is, if not all here."""
+    """A request in a batch. `spread`: the workers of its context, if it is not all at this
+    instance.
+    """
 
     __slots__ = ("computed", "end_step", "job", "joined_s", "spread")
 
@@ -41,10 +44,12 @@ class Sequence:
         self.joined_s = joined_s
         self.end_step = end_step
         self.spread: Reservation | None = job.spread
-        self.computed = 0  # tokens with KV, once it has left
+        self.computed = 0  # tokens with KV, after it has left
 
     def context(self, steps: float) -> float:
-        """Tokens that the step after so many reads of it, its own one included."""
+        """Returns the tokens that a step reads of it after so many more steps, its own token
+        included.
+        """
         plan = self.job.plan
         return plan.input_tokens + plan.output_tokens - (self.end_step - steps)
 
@@ -67,13 +72,13 @@ class Batch:
 
     def __init__(self) -> None:
         self.members: dict[str, Sequence] = {}
-        self._whole = 0.0  # tokens that a step reads of the sequences that are all here
+        self._whole = 0.0  # tokens that a step reads of the sequences that are all at this instance
         self.growth = 0.0  # tokens that a step adds to them
         self._spread: dict[str, tuple[Sequence, Reservation]] = {}
         self.steps = 0.0
-        self._ends: list[tuple[int, str]] = []  # heap; of sequences that left early, too
+        self._ends: list[tuple[int, str]] = []  # heap; also of sequences that left early
         self._since_s = 0.0
-        self._step_s = 0.0  # at `_since_s`, and its growth a step
+        self._step_s = 0.0  # at `_since_s`, and its growth per step
         self._slope_s = 0.0
         self._target = 0.0  # steps at the end of the planned span
 
@@ -82,12 +87,12 @@ class Batch:
 
     @property
     def context(self) -> float:
-        """Tokens that a step reads, at the worker with the most."""
+        """Returns the tokens that a step reads, at the worker with the most."""
         return self._whole if not self._spread else self._read(0.0)
 
     @property
     def degree(self) -> int:
-        """Workers of the most spread sequence, by now."""
+        """Returns the workers of the most spread sequence, at present."""
         return max(
             (
                 spread.degree(math.ceil(sequence.context(self.steps)))
@@ -97,7 +102,7 @@ class Batch:
         )
 
     def join(self, job: Job, now_s: float) -> None:
-        """A request that has its first token, and needs more, takes part from now on."""
+        """Adds a request that has its first token and needs more; it takes part from now on."""
         plan = job.plan
         first = math.ceil(self.steps - _ROUNDING)
         end_step = first + plan.output_tokens - 1
@@ -117,7 +122,7 @@ class Batch:
         if self._spread.pop(request_id, None) is None:
             self._whole -= context
             self.growth -= 1.0
-        if not self.members:  # and no rounding builds up
+        if not self.members:  # so rounding errors do not build up
             self._whole = self.growth = self.steps = 0.0
             self._ends.clear()
         return sequence
@@ -135,7 +140,7 @@ class Batch:
     # ---- time
 
     def advance(self, steps: float) -> None:
-        """So many steps were done."""
+        """Notes that so many steps were done."""
         self.steps += steps
         self._whole += steps * self.growth
 
@@ -171,15 +176,15 @@ class Batch:
         first_s = self._step_s
         root_s = math.sqrt(first_s * first_s + 2.0 * self._slope_s * elapsed_s)
         self.advance(2.0 * elapsed_s / (first_s + root_s))
-        self._step_s = root_s  # the line's value here
+        self._step_s = root_s  # the line's value at this point
         return elapsed_s
 
     def restart(self, now_s: float) -> None:
-        """Steps from here on are counted by `advance`, until the next plan."""
+        """Makes `advance` count the steps from now on, until the next plan."""
         self._since_s = now_s
 
     def cut(self, now_s: float, part: int = 1) -> float:
-        """Ends the planned span with the step under way, or its next 1/`part`; says when."""
+        """Ends the planned span with the current step, or its next 1/`part`; returns when."""
         self.sync(now_s)
         steps = math.ceil((self.steps - _ROUNDING) * part) / part - self.steps
         if self._target - self.steps < steps:
@@ -189,7 +194,7 @@ class Batch:
         return now_s + steps * (first_s + self._slope_s * steps / 2.0)
 
     def sync_to_end(self, now_s: float) -> float:
-        """Like `sync`, at the very end of the planned span."""
+        """Does the steps up to the very end of the planned span; returns as `sync`."""
         elapsed_s = now_s - self._since_s
         self._since_s = now_s
         target = self._target
@@ -199,7 +204,7 @@ class Batch:
         return elapsed_s
 
     def _read(self, steps: float) -> float:
-        """What `context` will be in so many steps."""
+        """Returns the value of `context` after so many steps."""
         here = self._whole + steps * self.growth
         there: defaultdict[str, float] = defaultdict(float)
         for sequence, spread in self._spread.values():

@@ -1,4 +1,4 @@
-"""What the engine keeps of a request until it has ended, and of the work that it is cut into."""
+"""The engine's record of a request until it has ended, and of its work."""
 
 from __future__ import annotations
 
@@ -48,20 +48,20 @@ class Job:
         self.sp = 0
         self.first_start_s: float | None = None
         self.first_token_s: float | None = None
-        self.idle_since_s: float | None = None  # begun, and not computing since
+        self.idle_since_s: float | None = None  # since when it has begun and does not compute
         self.suspended_s = 0.0
         self.longest_suspension_s = 0.0
-        self.spread: Reservation | None = None  # where its KV is to be; None: at one instance
-        self.onboarded = 0  # KVP workers that have some of it
+        self.spread: Reservation | None = None  # shards of its KV; None: at one instance
+        self.onboarded = 0  # KVP workers that have some of its KV
 
     def placed(self, shards: tuple[Shard, ...]) -> None:
-        """Another attempt begins, with its KV here."""
+        """Begins another attempt, with its KV at this decode instance."""
         self.spread = Reservation(shards=shards) if shards else None
         self.onboarded = 0
 
 
 class Attempt:
-    """One prefill of a request: its chunks, their instances, how far its KV has come."""
+    """One prefill of a request: its chunks, their instances, and the progress of its KV."""
 
     __slots__ = (
         "chunks",
@@ -94,15 +94,15 @@ class Attempt:
         self.computed_s: float | None = None  # since when all chunks are computed
         self.granted_s: float | None = None  # since when it has a backend at the decode instance
         self.queued_for_backend = False
-        self.landed_s = 0.0  # when all that is computed so far has landed
+        self.landed_s = 0.0  # when all KV computed so far has landed
         self.unsent_bytes = 0.0  # computed before there was a backend
         self.rate = 0.0  # bytes/s of the last chunk's group
 
 
 class Task:
-    """What one group computes at a time: a chunk, or whole prompts batched together.
+    """The unit of work of one group: a chunk, or whole prompts batched together.
 
-    Progress is in nominal seconds: `factor` turns them into true ones.
+    Progress is in nominal seconds: `factor` turns them into true seconds.
     """
 
     __slots__ = (
@@ -132,22 +132,23 @@ class Task:
         self.factor = 1.0
         self.compute_s = 0.0  # true seconds of the spans that ended
         self.started_s: float | None = None  # of the running span
-        self.span = 0  # tells this span's callbacks from those of an earlier one
-        self.signal_s: float | None = None  # since when it is to stop
+        self.span = 0  # tells this span's callbacks from those of an earlier span
+        self.signal_s: float | None = None  # since when it must stop
         self.signals = 0
 
     @property
     def sequences(self) -> list[tuple[int, int]]:
-        """(tokens, history) of each part."""
+        """Returns (tokens, history) of each part."""
         return [(chunk.num_tokens, chunk.start_token) for _, chunk in self.parts]
 
     @property
     def can_start(self) -> bool:
-        """Whether the chunks before it are computed, and nobody has given its requests up."""
+        """Returns whether the chunks before it are computed, and none of its requests was given
+        up."""
         return all(
             attempt.done == chunk.index and not attempt.closed for attempt, chunk in self.parts
         )
 
     def is_of(self, attempt: Attempt) -> bool:
-        """Whether it has nothing else to compute than this request's."""
+        """Returns whether it computes nothing else than this request."""
         return len(self.parts) == 1 and self.parts[0][0] is attempt

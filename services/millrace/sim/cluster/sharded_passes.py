@@ -1,8 +1,9 @@
-"""Forward passes whose prompts' KV lies in shards at several workers (Mnemosyne section 4.4).
+"""Predicts forward passes whose prompts' KV lies in shards at several workers (Mnemosyne section
+4.4).
 
 Shards as the scheduler makes them fill up one after another (`core.kv.kvp_shards`), so a pass takes
-as long as the longest part that one of them has of a history. Mnemosyne's own figures take the
-parts to be alike (`ShardedPasses`).
+as long as the longest part of a history at one worker. Mnemosyne's own figures assume equal parts
+(`ShardedPasses`).
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from millrace.core.kv.kvp_shards import Reservation, degree
 
 
 class ShardedPasses:
-    """Predicts passes for packing with every prefill's history on as many workers as it takes."""
+    """Predicts passes for packing with every prefill's history on as many workers as it needs."""
 
     def __init__(self, operators: OperatorModel, shard_tokens: int, workers: int) -> None:
         self._operators = operators
@@ -46,7 +47,8 @@ class LimitedPasses:
 def filled_pass_s(
     operators: OperatorModel, batch: BatchShape, parts: Sequence[int], degrees: list[int]
 ) -> float:
-    """Seconds of a pass whose prefills are spread over workers of their own number.
+    """Returns the seconds of a pass whose prefills are each spread over their own number of
+    workers.
 
     parts: of each history, tokens at the worker that has most of it.
     """
@@ -61,10 +63,11 @@ def filled_pass_s(
 
 
 def spread_pass_s(operators: OperatorModel, batch: BatchShape, degrees: list[int]) -> float:
-    """Seconds of a pass whose prefills are each spread evenly over workers of their own number.
+    """Returns the seconds of a pass whose prefills are each spread evenly over their own number of
+    workers.
 
-    The operator model knows one degree for all: histories are stretched so that each part of one
-    is as long as it is.
+    The operator model takes one degree for all: histories are scaled so that one part of each, at
+    that degree, has its true length.
     """
     degree = max(degrees, default=1)
     if degree > 1:
@@ -81,7 +84,9 @@ def spread_pass_s(operators: OperatorModel, batch: BatchShape, degrees: list[int
 
 
 def held(spread: Reservation, context: float) -> list[tuple[str, float]]:
-    """(worker, tokens) of each that has some of the first `context` tokens, by position."""
+    """Returns (worker, tokens) of each worker that has some of the first `context` tokens, by
+    position.
+    """
     return [
         (shard.worker_id, min(context, shard.end_token) - shard.start_token)
         for shard in spread.shards[: spread.degree(math.ceil(context))]

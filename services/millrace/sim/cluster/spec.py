@@ -1,4 +1,4 @@
-"""What a simulation is of: the cluster, its scheduler, and what goes wrong when."""
+"""The specification of a simulation: the cluster, its scheduler, and its failures."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class AutoscalePlan:
     prefill: AutoscaleConfig | None = None
     decode: AutoscaleConfig | None = None
     mixed: AutoscaleConfig | None = None
-    interval_s: float = 15.0  # between two looks at the metrics
+    interval_s: float = 15.0  # between two checks of the metrics
     start_s: float = 30.0  # from the wish for an instance until it takes work
 
     def __post_init__(self) -> None:
@@ -44,8 +44,8 @@ class SimSpec:
 
     Instances are named p0, p1, ... (prefill), d0, ... (decode), m0, ... (mixed) and k0, ... (KVP
     workers), and fill nodes of `gpus_per_node` in that order; an instance takes as many GPUs as its
-    profile's TP degree, times `spp` if it is mixed. What is spread over whom is the scheduler's
-    matter: `scheduler.max_kv_tokens_per_worker`, `scheduler.max_kvp_degree`.
+    profile's TP degree, times `spp` if it is mixed. The scheduler decides which requests are spread
+    over which workers: `scheduler.max_kv_tokens_per_worker`, `scheduler.max_kvp_degree`.
     """
 
     profile: Profile  # of prefill and mixed instances
@@ -146,10 +146,10 @@ class SimSpec:
 
     @property
     def decoding(self) -> Profile:
-        """The profile of decode instances."""
+        """Returns the profile of decode instances."""
         return self.decode_profile or self.profile
 
     @property
     def kv_bytes_s(self) -> float:
-        """Bytes per second of one worker's KV to another, on another node."""
+        """Returns the bytes per second of one worker's KV to another, on another node."""
         return self.profile.kv_transfer_bytes_s[self.transfer_backend]

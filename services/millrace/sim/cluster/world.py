@@ -1,4 +1,4 @@
-"""What all models of one simulation share."""
+"""The state that all models of one simulation share."""
 
 from __future__ import annotations
 
@@ -16,11 +16,10 @@ from millrace.sim.results.timeline import Timeline
 
 
 class World:
-    """Time, the requests that have not ended, and what instances have to say.
+    """Holds the time, the requests that have not ended, and the reports of the instances.
 
-    Models append what they report to `outbox`; the loop brings it to the scheduler once the
-    callback that is running has returned. `finished(job)` is called when a request has its last
-    token.
+    Models append their reports to `outbox`; the loop brings the reports to the scheduler once the
+    running callback has returned. `finished(job)` is called when a request has its last token.
     """
 
     __slots__ = (
@@ -48,19 +47,19 @@ class World:
         self.kvp_workers: dict[str, dict[str, int]] = {}
 
     def noise(self) -> float:
-        """True over predicted seconds of one piece of work; its mean is 1."""
+        """Returns true over predicted seconds of one piece of work; the mean is 1."""
         sigma = self.spec.noise
         return self.rng.lognormvariate(-sigma * sigma / 2, sigma) if sigma else 1.0
 
     def onboard(self, job: Job, context_tokens: int) -> None:
-        """So many of its tokens have KV by now, or are about to: further workers may hold some."""
+        """Notes that so many tokens have KV, or are about to: further workers may hold some."""
         if job.spread is not None:
             workers = job.spread.degree(context_tokens) - 1
             self.tally.kvp_onboardings += max(workers - job.onboarded, 0)
             job.onboarded = max(workers, job.onboarded)
 
     def served(self, instance_id: str, generation: int, job: Job) -> None:
-        """The instance has given the request its last token."""
+        """Notes that the instance has given the request its last token."""
         self.finished(job)
         self.outbox.append(
             RequestFinished(
@@ -75,19 +74,19 @@ class World:
             self.let_go(worker_id, job.id)
 
     def held_at(self, worker_id: str, generation: int) -> list[str]:
-        """Requests of which this incarnation of an instance holds a shard."""
+        """Returns the requests of which this incarnation of an instance holds a shard."""
         return [
             name for name, held in self.kvp_workers.items() if held.get(worker_id) == generation
         ]
 
     def forget_worker(self, worker_id: str) -> None:
-        """The instance has died with all the shards that it held."""
+        """Notes that the instance has died with all its shards."""
         for held in self.kvp_workers.values():
             held.pop(worker_id, None)
         self.kvp_workers = {name: held for name, held in self.kvp_workers.items() if held}
 
     def let_go(self, worker_id: str, request_id: str) -> None:
-        """The instance drops the shard that it holds of the request, if it does."""
+        """Drops the instance's shard of the request, if it holds one."""
         held = self.kvp_workers.get(request_id, {})
         generation = held.pop(worker_id, None)
         if generation is None:
@@ -99,12 +98,12 @@ class World:
         )
 
     def check_empty(self) -> None:
-        """Raises IntegrityError when anybody still holds shards."""
+        """Raises IntegrityError when an instance still holds shards."""
         if self.kvp_workers:
             raise IntegrityError(f"shards are still held: {self.kvp_workers}")
 
     def left_batch(self, instance_id: str, sequence: Sequence) -> None:
-        """A sequence left its batch, ended or not."""
+        """Notes that a sequence left its batch, ended or not."""
         self.onboard(sequence.job, sequence.computed)
         if self.timeline is not None:
             job = sequence.job

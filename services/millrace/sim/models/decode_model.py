@@ -1,4 +1,4 @@
-"""Decode instances: they admit, take in KV, and run a batch (see `batch`).
+"""Decode instances: they admit requests, receive KV, and run a batch (see `batch`).
 
 With KV parallelism (Mnemosyne section 4.4) a long request's context is spread over workers, as the
 machine has placed it; a step reads the largest share of it and pays the degree's communication.
@@ -27,9 +27,9 @@ class DecodeInstance:
         self.alive = True
         self.backends = Backends(backends)
         self.expected: dict[str, Job] = {}  # admitted; their KV has not all landed
-        self.waiting: deque[tuple[Job, float]] = deque()  # landed, and the batch is full
+        self.waiting: deque[tuple[Job, float]] = deque()  # landed, but the batch is full
         self.batch = Batch()
-        self.plans = 0  # tells the latest callback from earlier ones
+        self.plans = 0  # tells the latest callback from earlier callbacks
 
 
 class DecodePool:
@@ -46,11 +46,12 @@ class DecodePool:
     # ---- commands, and what transfers bring
 
     def admit(self, instance: DecodeInstance, job: Job) -> None:
-        """The machine reserved its pages here."""
+        """Admits a request: the machine reserved its pages at this instance."""
         instance.expected[job.id] = job
 
     def landed(self, attempt: Attempt) -> None:
-        """All of a request's KV is here: it joins the batch if that has a place."""
+        """Notes that all of a request's KV has landed: it joins the batch if the batch has a
+        slot."""
         instance, job = attempt.decode, attempt.job
         if instance is None or not instance.alive or instance.expected.pop(job.id, None) is None:
             return
@@ -62,14 +63,14 @@ class DecodePool:
         self._plan(instance)
 
     def only_token(self, attempt: Attempt) -> None:
-        """Prefill's token was the only one: there is nothing to decode."""
+        """Ends a request whose only token came from prefill: there is nothing to decode."""
         instance, job = attempt.decode, attempt.job
         if instance is None or not instance.alive or instance.expected.pop(job.id, None) is None:
             return
         self._world.served(instance.id, instance.generation, job)
 
     def cancel(self, instance: DecodeInstance, request_id: str) -> None:
-        """Drops a request; harmless when it is not here."""
+        """Drops a request; harmless when the instance does not hold it."""
         if instance.expected.pop(request_id, None) is None:
             waiting = [entry for entry in instance.waiting if entry[0].id == request_id]
             if waiting:
@@ -143,7 +144,7 @@ class DecodePool:
         )
 
     def leave(self, instance: DecodeInstance) -> None:
-        """It dies: what it held is gone."""
+        """Removes an instance that dies, with all it held."""
         self._sync(instance)
         for request_id in list(instance.batch.members):
             self._leave(instance, request_id)
@@ -152,7 +153,7 @@ class DecodePool:
         instance.waiting.clear()
 
     def is_idle(self, instance: DecodeInstance) -> bool:
-        """Whether it holds nothing, so that a draining one may go."""
+        """Returns whether it holds nothing, so that a draining instance may leave."""
         return not (instance.batch.members or instance.expected or instance.waiting)
 
     def check_empty(self) -> None:

@@ -1,7 +1,7 @@
-"""KVP workers: they hold shards of requests whose homes are others, as the machine placed them.
+"""KVP workers: they hold shards of requests of other KV owners, as the machine placed them.
 
-What an answer reads of them is in its home's steps (`batch`). A worker's attention for one home
-does not slow that for another down.
+The KV owner's steps include the reads of these shards (`batch`). A worker's attention for one KV
+owner does not slow its attention for another.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ class KvpPool:
         self.instances[instance_id] = KvpWorker(instance_id, generation)
 
     def leave(self, worker: KvpWorker) -> None:
-        """It dies: what it held is gone, which the machine tells the homes."""
+        """Removes a worker that dies, with all it held; the machine tells the KV owners."""
         worker.alive = False
 
     def is_idle(self, worker: KvpWorker) -> bool:
-        """Whether it holds nothing."""
+        """Returns whether it holds nothing."""
         return not self._world.held_at(worker.id, worker.generation)

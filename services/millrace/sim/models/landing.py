@@ -1,7 +1,8 @@
-"""Works out what decode has of a prompt when its prefill dies, in the middle of a chunk too.
+"""Computes the part of a prompt that decode holds when its prefill dies, also in the middle of a
+chunk.
 
 A live decode instance reports each pass that lands. Only a death makes use of these reports, so the
-simulator computes one when an instance dies, and reports it right before the death.
+simulator computes one report when an instance dies, and reports it right before the death.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ class Landing:
         self._transfers = transfers
 
     def report(self, attempt: Attempt) -> None:
-        """Says what has landed of the attempt, which is still open."""
+        """Reports the landed tokens of the attempt, which has not ended."""
         decode, chunks = attempt.decode, attempt.chunks
         if decode is None or not decode.alive or attempt.done == len(chunks):
             return

@@ -1,7 +1,7 @@
-"""What a prompt takes alone on a mixed instance: Medha's Algorithm 3 as a latency model.
+"""The time of a prompt alone on a mixed instance: Medha's Algorithm 3 as a latency model.
 
-The work w of slack and of deadlines is that of the chunks the instance will really run (appendix
-A.3), some 40 % more than of one uncut pass at 1 M tokens. KVP workers are not counted in.
+The work w of slack and of deadlines is that of the chunks that the instance will run (appendix
+A.3), about 40 % more than one uncut pass at 1 M tokens. KVP workers are not counted.
 """
 
 from __future__ import annotations
@@ -16,12 +16,14 @@ from millrace.core.instance.packing import PackingConfig
 from millrace.sim.cluster.spec import SimSpec
 
 _GRANULARITY = 256
-#: Prompts whose time is looked up; between them the profile's curvature, scaled, is followed.
+#: Prompts whose time is computed; between them the profile's curvature, scaled, is used.
 _POINTS = tuple(_GRANULARITY << k for k in range(13))  # to 1 M
 
 
 def mixed_latency(spec: SimSpec) -> SpLatency:
-    """Seconds of whole prompts on one instance's stages. The specification must have `packing`."""
+    """Returns the seconds of whole prompts on one instance's stages. The specification must have
+    `packing`.
+    """
     assert spec.packing is not None  # checked where there are mixed instances
     whole = spec.profile.prefill.by_sp[1]
     points = _points(spec.profile.operators, spec.packing, spec.spp)

@@ -1,18 +1,18 @@
 """Mixed instances: prefill and decode in the same batches, as in Medha (sections 3.3 and 4).
 
-While there is prefill to do, an instance goes iteration by iteration: the policy ranks its
-prefills, `core.instance.packing` fills a batch with them beside the decodes, the operator model
-gives its time. While there is none, decodes go on as a fluid (see `batch`).
+While there is prefill to do, an instance runs iteration by iteration: the policy ranks its
+prefills, `core.instance.packing` fills a batch with them beside the decodes, and the operator model
+gives its time. Without prefill, decodes continue as a fluid (see `batch`).
 
 Stream pipeline parallelism (SPP, Mnemosyne section 4.3): of s stages the first is free for the next
-iteration as soon as it has passed this one on (dense schedule), so iterations follow each other at
-the time of a stage, and what they compute is known s - 1 stages later. A request's next token needs
-its last one, so a decode takes part in one of s successive iterations. A stage's launch overhead
-does not shrink with its share of the layers; what stages send each other is left out.
+iteration as soon as it has passed this iteration on (dense schedule). So iterations follow each
+other at the time of a stage, and their results are known s - 1 stages later. A request's next token
+needs its last token, so a decode takes part in one of s successive iterations. A stage's launch
+overhead does not shrink with its share of the layers; transfers between stages are left out.
 
-KV parallelism (section 4.4): the machine says where a long request's KV goes
-(`core.scheduler.fleet.kvp_placement`). Workers take part as its context reaches their shards, and a
-pass waits for the one that has most of it. The further workers' other work is not modelled.
+KV parallelism (section 4.4): the machine decides where a long request's KV goes
+(`core.scheduler.fleet.kvp_placement`). Workers take part when its context reaches their shards, and
+a pass waits for the worker that has most of it. The further workers' other work is not modelled.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ class Prefill:
         self.request.predict(given.predicted_prefill_s, 0.0)
 
     def degree(self, tokens: int) -> int:
-        """Workers that take part in a chunk of so many tokens."""
+        """Returns the workers that take part in a chunk of so many tokens."""
         spread = self.job.spread
         return 1 if spread is None else spread.degree(self.done + tokens)
 
     def longest_part(self) -> int:
-        """Of its history, tokens at the worker that has most."""
+        """Returns the tokens of its history at the worker that has most."""
         spread = self.job.spread
         if spread is None or not self.done:
             return self.done
@@ -82,11 +82,11 @@ class MixedInstance:
         self.alive = True
         self.batch = Batch()
         self.prefills: dict[str, Prefill] = {}
-        self.ranked: list[Prefill] | None = None  # in order, until others come or go
+        self.ranked: list[Prefill] | None = None  # in order, until requests join or leave
         self.leaving: dict[str, Prefill] = {}  # computed, their last iteration is in the pipeline
         self.running: list[tuple[Prefill, int]] | None = None  # the iteration in stage 1
-        self.alone = False  # decodes go on as a fluid
-        self.plans = 0  # tells the fluid's latest callback from earlier ones
+        self.alone = False  # decodes continue as a fluid
+        self.plans = 0  # tells the fluid's latest callback from earlier callbacks
 
 
 class MixedPool:
@@ -113,7 +113,7 @@ class MixedPool:
     # ---- commands
 
     def run(self, instance: MixedInstance, job: Job) -> None:
-        """A prompt to compute, and then to decode."""
+        """Takes in a prompt to compute, and then to decode."""
         instance.prefills[job.id] = Prefill(job)
         instance.ranked = None
         job.attempts += 1
@@ -121,7 +121,9 @@ class MixedPool:
         self.changed[instance] = None
 
     def cancel(self, instance: MixedInstance, request_id: str) -> None:
-        """Drops a request; harmless when it is not here. An iteration under way goes on."""
+        """Drops a request; harmless when the instance does not hold it. A running iteration
+        continues.
+        """
         prefill = instance.prefills.pop(request_id, None)
         instance.ranked = None
         prefill = prefill or instance.leaving.pop(request_id, None)
@@ -150,7 +152,8 @@ class MixedPool:
                 self._next(instance)
 
     def _interrupt(self, instance: MixedInstance) -> None:
-        """Prefill came while decodes were alone: it joins when their step leaves stage 1."""
+        """Interrupts decodes that run alone: the new prefill joins when their step leaves stage
+        1."""
         self._sync(instance)
         instance.plans += 1
         end_s = instance.batch.cut(self._clock.now_s, self._stages)
@@ -159,7 +162,7 @@ class MixedPool:
     # ---- iterations
 
     def _next(self, instance: MixedInstance) -> None:
-        """Packs and starts an iteration; without room for prefill the decodes go on alone."""
+        """Packs and starts an iteration; without room for prefill the decodes continue alone."""
         instance.plans += 1
         instance.alone = False
         packed = self._pack(instance) if instance.prefills else []
@@ -191,7 +194,7 @@ class MixedPool:
         return [waiting[i] for i in order]
 
     def _decodes(self, instance: MixedInstance) -> tuple[int, int]:
-        """Sequences of an iteration, and the context that they read."""
+        """Returns the sequences of an iteration, and the context that they read."""
         decodes = ceil_div(len(instance.batch), self._stages)
         return decodes, round(instance.batch.context / self._stages)
 
@@ -214,7 +217,7 @@ class MixedPool:
         self._clock.at(now_s + stage_s, self._iterated, (instance, stage_s))
 
     def _stage_s(self, instance: MixedInstance, packed: list[tuple[Prefill, int]]) -> float:
-        """Seconds of one stage."""
+        """Returns the seconds of one stage."""
         decodes, context = self._decodes(instance)
         shape = BatchShape(
             prefills=tuple((tokens, prefill.done) for prefill, tokens in packed),
@@ -231,7 +234,7 @@ class MixedPool:
         return overhead_s + (pass_s - overhead_s) / self._stages
 
     def _iterated(self, what: tuple[MixedInstance, float]) -> None:
-        """Stage 1 has passed the iteration on."""
+        """Notes that stage 1 has passed the iteration on."""
         instance, stage_s = what
         packed = instance.running
         if not instance.alive or packed is None:
@@ -269,7 +272,8 @@ class MixedPool:
             self._clock.at(known_s, self._prefilled, (instance, prefill))
 
     def _prefilled(self, what: tuple[MixedInstance, Prefill]) -> None:
-        """The last stage has computed a prompt's last chunk: the first token is known."""
+        """Notes that the last stage has computed a prompt's last chunk: the first token is
+        known."""
         instance, prefill = what
         job, now_s = prefill.job, self._clock.now_s
         if not instance.alive or instance.leaving.get(job.id) is not prefill:
@@ -311,7 +315,9 @@ class MixedPool:
             self._tally.busy("mixed", instance.batch.sync(self._clock.now_s))
 
     def _step_s(self, batch: Batch, context: float) -> float:
-        """Seconds between two tokens of a request: its share of the batch in all stages."""
+        """Returns the seconds between two tokens of a request: its share of the batch in all
+        stages.
+        """
         degree = batch.degree
         decodes = ceil_div(len(batch), self._stages)
         tokens = round(context * degree / self._stages)
@@ -338,7 +344,7 @@ class MixedPool:
         self.instances[instance_id] = MixedInstance(instance_id, generation)
 
     def leave(self, instance: MixedInstance) -> None:
-        """It dies: what it held is gone."""
+        """Removes an instance that dies, with all it held."""
         self._sync(instance)
         instance.alive = False
         for request_id in list(instance.batch.members):
@@ -348,7 +354,7 @@ class MixedPool:
         instance.leaving.clear()
 
     def is_idle(self, instance: MixedInstance) -> bool:
-        """Whether it holds nothing, so that a draining one may go."""
+        """Returns whether it holds nothing, so that a draining instance may leave."""
         return not (instance.prefills or instance.leaving or instance.batch.members)
 
     def check_empty(self) -> None:

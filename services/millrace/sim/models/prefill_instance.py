@@ -1,7 +1,8 @@
 """A simulated prefill instance: the tasks that it holds, under the rule of a live instance.
 
 `core.instance.preemption.PreemptionRule` picks the task that runs, and by `core.instance.gang` the
-members of a group start and stop together, as on a live instance. Three things differ here.
+members of a group start and stop together, as on a live instance. Three things differ from a live
+instance.
 
 - Messages between members take no time.
 - To the rule one span of a group's task, from its start to its stop, is one operator.
@@ -86,24 +87,24 @@ class PrefillInstance:
 
     @property
     def wants_other(self) -> bool:
-        """Whether another task goes before the task that runs."""
+        """Returns whether another task goes before the running task."""
         return self.rule.first() is not self.rule.running
 
     def add(self, task: Task) -> None:
-        """Takes a task in, after all tasks that there are."""
+        """Takes a task in, after all tasks already held."""
         held = self.tasks[task] = HeldTask(task, self.id)
         self.rule.append([held.name])
         self.rule.add(held)
 
     def order(self, tasks: list[Task]) -> None:
-        """The order of the tasks from now on."""
+        """Sets the order of the tasks from now on."""
         self.rule.order([self.tasks[task].name for task in tasks])
 
     def take_next(self) -> Task | None:
-        """The task to start now; None while there is none, or while a group is waited for.
+        """Returns the task to start now; None while there is none, or while a group is waited for.
 
-        None, too, while the upcoming task waits for its earlier chunk, or is of an attempt that is
-        over and not yet dropped.
+        None, too, while the upcoming task waits for its earlier chunk, or belongs to an attempt
+        that is over and not yet dropped.
         """
         while True:
             upcoming = self.rule.upcoming
@@ -118,14 +119,14 @@ class PrefillInstance:
             self.rule.leave(held)  # its members agreed to stop before it began
 
     def leave(self, task: Task) -> None:
-        """The running task has stopped, to run again when it is first."""
+        """Notes that the running task has stopped, to run again when it is first."""
         held = self.tasks[task]
         if held.gang is not None:
             self.rule.begin(held, None)  # STOP, unless the group broke up
         self.rule.leave(held)
 
     def remove(self, task: Task) -> None:
-        """The task is over, or dropped."""
+        """Removes a task that is over, or dropped."""
         held = self.tasks.pop(task, None)
         if held is not None:
             self.rule.forget([held.name])

@@ -1,9 +1,9 @@
-"""Prefill instances and their groups: commands, spans of computing, what the instances hold.
+"""Prefill instances and their groups: commands, spans of computing, the requests they hold.
 
 `effects.RunPrefill`, `Order` and `CancelOn` say what an instance does. The rule of live instances
-picks what runs and starts and stops groups (`prefill_instance`). How long work takes, where it may
-stop (FlowPrefill sections 5.1 and 6.4: blocking time) and what a growing group adds to it come from
-`prefill_work`.
+picks what runs and starts and stops groups (`prefill_instance`). `prefill_work` has the times: how
+long work takes, where it may stop (FlowPrefill sections 5.1 and 6.4: blocking time), and how much
+time a growing group adds.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class PrefillPool:
         self.changed[instance] = None
 
     def order(self, instance: PrefillInstance, effect: Order) -> None:
-        """Replaces the queue. References to what is finished or gone are skipped."""
+        """Replaces the queue. References to finished or dropped work are skipped."""
         queue: list[Task] = []
         held = instance.held
         for refs in effect.queue:
@@ -80,7 +80,9 @@ class PrefillPool:
         self.changed[instance] = None
 
     def _batch(self, instance: PrefillInstance, refs: tuple[ChunkRef, ...]) -> Task | None:
-        """The task that computes just these, or a new one. One that has begun stays as it is."""
+        """Returns the task that computes exactly these, or a new task. A task that has begun stays
+        as it is.
+        """
         parts: list[tuple[Attempt, Chunk]] = []
         for ref in refs:
             attempt = instance.held.get(ref.request_id)
@@ -120,7 +122,9 @@ class PrefillPool:
         self._release(instance, attempt)
 
     def _leave_batch(self, task: Task, attempt: Attempt) -> None:
-        """The others go on; the pass is as long as before, for its tokens are all in it."""
+        """Removes a request from a batch. The others continue; the pass keeps its length, for all
+        its tokens.
+        """
         task.parts = [part for part in task.parts if part[0] is not attempt]
 
     def _close(self, attempt: Attempt) -> None:
@@ -131,7 +135,7 @@ class PrefillPool:
     def _release(
         self, instance: PrefillInstance, attempt: Attempt, *, complete: bool = False
     ) -> None:
-        """The instance lets go of all it holds of the request, and says so."""
+        """Frees all that the instance holds of the request, and reports it."""
         job_id = attempt.job.id
         del instance.held[job_id]
         del attempt.instances[instance]
@@ -153,7 +157,7 @@ class PrefillPool:
     # ---- what runs
 
     def settle(self) -> None:
-        """Starts and stops what the rules of the `changed` instances ask for."""
+        """Starts and stops tasks as the rules of the `changed` instances ask."""
         self._exchange()
         changed, self.changed = self.changed, {}
         for instance in changed:
@@ -173,7 +177,7 @@ class PrefillPool:
                 self.changed[instance] = None
 
     def _exchange(self) -> None:
-        """Brings the messages of groups' members to each other."""
+        """Delivers the messages between the members of groups."""
         senders = deque(self.changed)
         while senders:
             sender = senders.popleft()
@@ -195,7 +199,7 @@ class PrefillPool:
             running.signals += 1
 
     def _take_up(self, task: Task, first: PrefillInstance) -> None:
-        """`first` runs the task from now on; so do the other members."""
+        """Starts the task at `first`, and at the other members."""
         for member in task.members:
             if member is not first and member.take_next() is not task:
                 raise IntegrityError(f"{member.id} does not start what {first.id} starts")
@@ -337,7 +341,7 @@ class PrefillPool:
                 timeline.block(member.id, until_s, now_s, index, "blocked")
 
     def _let_go(self, task: Task) -> None:
-        """Frees what was cancelled while the task ran."""
+        """Frees work that was cancelled while the task ran."""
         for member in task.members:
             if member.cancelled:
                 cancelled, member.cancelled = member.cancelled, {}
@@ -345,7 +349,7 @@ class PrefillPool:
                     self._release(member, attempt)
 
     def _landed(self, attempt: Attempt) -> None:
-        """All of the request's KV is at decode, or it needs none there."""
+        """Notes that all of the request's KV is at decode, or that it needs none there."""
         attempt.closed = True
         if attempt.job.plan.output_tokens > 1:
             self._decode.landed(attempt)
@@ -360,7 +364,7 @@ class PrefillPool:
         self.instances[instance_id] = PrefillInstance(instance_id, generation, node, self._finest)
 
     def leave(self, instance: PrefillInstance) -> None:
-        """It dies: what it held is gone, and groups that it was part of stop."""
+        """Removes an instance that dies, with all it held; groups that it was part of stop."""
         instance.alive = False
         running = instance.running
         for attempt in list(instance.held.values()):
@@ -381,7 +385,7 @@ class PrefillPool:
         instance.tasks.clear()
 
     def is_idle(self, instance: PrefillInstance) -> bool:
-        """Whether it holds nothing, so that a draining one may go."""
+        """Returns whether it holds nothing, so that a draining instance may leave."""
         return not instance.held
 
     def check_empty(self) -> None:
@@ -394,7 +398,7 @@ class PrefillPool:
                 )
 
     def _say(self, kind: type, task: Task, attempt: Attempt, chunk: Chunk, **more: object) -> None:
-        """The group's leader reports on one of the task's requests."""
+        """Sends the group's leader's report on one of the task's requests."""
         leader_id = chunk.instance_ids[0]
         leader = task.members[0]
         if leader.id != leader_id:

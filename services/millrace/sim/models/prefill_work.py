@@ -1,11 +1,12 @@
-"""How long prefill work takes, and where it may stop (FlowPrefill section 5.1).
+"""The time of prefill work, and the points where it may stop (FlowPrefill section 5.1).
 
-A chunk on a ring group of s instances takes what the profile's Eq. (1) of Tetris says for degree
-s. On one instance a chunk longer than `max_chunk_tokens` is a row of forward passes, each as long
-as the operator model says, so that short passes carry their overhead; a batch is one ragged pass.
-Boundaries are found in closed form from the position in the pass: no event per operator is needed.
+A chunk on a ring group of s instances takes the time of Eq. (1) of Tetris, by the profile, for
+degree s. On one instance a chunk longer than `max_chunk_tokens` is a row of forward passes, each as
+long as the operator model says, so that short passes carry their overhead; a batch is one ragged
+pass. Boundaries are computed in closed form from the position in the pass: no event per operator is
+needed.
 
-Two simplifications. What a pass spends outside its layers (language-model head, launch) is spread
+Two simplifications. The time of a pass outside its layers (language-model head, launch) is spread
 over the layers. The passes of a group's chunk end where Eq. (1) puts their tokens, without an
 overhead of their own: Eq. (1) was measured on whole chunks.
 """
@@ -32,7 +33,7 @@ Part = tuple[int, int]
 
 
 class PrefillTimes:
-    """Nominal seconds of prefill work. `max_chunk_tokens` 0: every chunk is one pass."""
+    """Predicts nominal seconds of prefill work. `max_chunk_tokens` 0: every chunk is one pass."""
 
     def __init__(self, profile: Profile, max_chunk_tokens: int) -> None:
         self.profile = profile
@@ -41,7 +42,7 @@ class PrefillTimes:
         self._full_ends: list[float] = [0.0]  # after so many full passes of a prompt from token 0
 
     def work_s(self, parts: Sequence[Part], sp: int) -> float:
-        """Seconds of a chunk, or of a batch of `parts`, on a group of `sp`."""
+        """Returns the seconds of a chunk, or of a batch of `parts`, on a group of `sp`."""
         if len(parts) > 1:
             if sp > 1:
                 tokens = sum(tokens for tokens, _ in parts)
@@ -61,7 +62,8 @@ class PrefillTimes:
     def boundary_s(
         self, parts: Sequence[Part], sp: int, position_s: float, granularity: str
     ) -> float:
-        """The first point at or after `position_s` where the work may stop; its end at the latest.
+        """Returns the first point at or after `position_s` where the work may stop; at the latest
+        its end.
 
         `granularity` is operator, layer, chunk (a forward pass) or none.
         """
@@ -90,7 +92,7 @@ class PrefillTimes:
         return min(max(boundary_s, position_s), end_s)
 
     def tokens_done(self, tokens: int, history: int, sp: int, position_s: float) -> int:
-        """Tokens of the chunk's forward passes that are over at `position_s`."""
+        """Returns the tokens of the chunk's forward passes that are over at `position_s`."""
         longest = self.max_chunk_tokens * sp
         if not 0 < longest < tokens:
             return 0
@@ -99,14 +101,16 @@ class PrefillTimes:
         return (bisect_right(range(passes), position_s, key=end_s_of) - 1) * longest
 
     def feed_forward_s(self, tokens: int, history: int, sp: int) -> float:
-        """Seconds of one layer's feed-forward part in the chunk's first pass on a group of `sp`."""
+        """Returns the seconds of one layer's feed-forward part in the chunk's first pass on a group
+        of `sp`.
+        """
         if self.max_chunk_tokens:
             tokens = min(tokens, self.max_chunk_tokens * sp)
         operators_s = self._operators.layer_s(self._share(tokens, history, sp))
         return operators_s[3] + operators_s[4]
 
     def last_pass_tokens(self, tokens: int, sp: int) -> int:
-        """Tokens of the chunk's last forward pass."""
+        """Returns the tokens of the chunk's last forward pass."""
         if not self.max_chunk_tokens:
             return tokens
         longest = self.max_chunk_tokens * sp
@@ -117,7 +121,7 @@ class PrefillTimes:
     def _pass_at(
         self, parts: Sequence[Part], sp: int, position_s: float, end_s: float
     ) -> tuple[float, float, BatchShape]:
-        """Start, end and shape of the pass that is computed at `position_s`."""
+        """Returns start, end and shape of the pass that is computed at `position_s`."""
         if len(parts) > 1:
             return 0.0, end_s, BatchShape(prefills=tuple(parts))
         tokens, history = parts[0]
@@ -132,7 +136,7 @@ class PrefillTimes:
     def _pass_ends(
         self, tokens: int, history: int, sp: int, end_s: float
     ) -> Callable[[int], float]:
-        """When so many of a chunk's passes are over; the last one at `end_s`."""
+        """Returns when so many of a chunk's passes are over; the last pass ends at `end_s`."""
         longest = self.max_chunk_tokens * sp or tokens
         ends = self._ends(tokens, history) if sp == 1 and history and tokens > longest else ()
 
@@ -155,7 +159,8 @@ class PrefillTimes:
         return ends
 
     def _full_end_s(self, passes: int) -> float:
-        """Seconds of so many full passes from token 0; computed once for all requests."""
+        """Returns the seconds of so many full passes from token 0; computed once for all
+        requests."""
         ends, size = self._full_ends, self.max_chunk_tokens
         while len(ends) <= passes:
             ends.append(ends[-1] + self._pass_s(size, (len(ends) - 1) * size))
@@ -166,9 +171,9 @@ class PrefillTimes:
 
     @staticmethod
     def _share(tokens: int, history: int, sp: int) -> BatchShape:
-        """One member's part of a ring group's pass.
+        """Returns one member's share of a ring group's pass.
 
-        Zigzag gives each member tokens / sp queries, which look on average at the history and
+        Zigzag gives each member tokens / sp queries, which attend on average to the history and
         half of the chunk (Tetris section 4.1): as one sequence, so many tokens on that history.
         """
         own = ceil_div(tokens, sp)
@@ -179,11 +184,10 @@ class Balancing:
     """Cache balancing of Tetris section 4.1: history is spread evenly over a group that has grown.
 
     A first chunk that begins after tokens that decode keeps fetches their KV in the same way.
-
-    It goes layer by layer, during the feed-forward part of the layer before; the first layer hides
-    nothing. Of a layer's bytes the old members send all but their new share while the new ones
-    take theirs in. Only the chunk's first pass hides anything: the later ones find the history in
-    place.
+    Balancing runs layer by layer, during the feed-forward part of the layer before; the first layer
+    hides nothing. Of a layer's bytes the old members send all but their new share while the new
+    members receive theirs. Only the chunk's first pass hides transfers: later passes find the
+    history in place.
     """
 
     def __init__(self, spec: SimSpec, times: PrefillTimes) -> None:
@@ -195,7 +199,9 @@ class Balancing:
         self._in_node_bytes_s = rates.get("nvlink", spec.kv_bytes_s)
 
     def added_s(self, chunk: Chunk, before: int, *, one_node: bool) -> float:
-        """Seconds that the chunk takes longer, after one on a group of `before`."""
+        """Returns the seconds by which the chunk takes longer, after a chunk on a group of
+        `before`.
+        """
         sp, history = len(chunk.instance_ids), chunk.start_token
         if sp <= before:
             return 0.0
@@ -204,7 +210,9 @@ class Balancing:
         return self._beside_s(chunk, tokens, rate)
 
     def fetched_s(self, chunk: Chunk) -> float:
-        """Seconds that the first chunk takes longer where decode keeps what comes before it."""
+        """Returns the seconds by which the first chunk takes longer where decode keeps the tokens
+        before it.
+        """
         if not chunk.start_token:
             return 0.0
         rate = self._between_nodes_bytes_s * min(len(chunk.instance_ids), self._links)

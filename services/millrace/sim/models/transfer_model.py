@@ -1,14 +1,14 @@
-"""KV on its way from prefill to decode: Tetris section 4.2.
+"""The transfer of KV from prefill to decode: Tetris section 4.2.
 
 A request's first chunk starts the handshake. A decode instance leases its backends to requests in
 the order of their first handshakes, and a request keeps its backend until all of its chunks have
-landed, so none is stuck half transferred. With a backend, layers stream while later ones compute:
-what is left after the last chunk is its last pass's last layer, plus whatever computing outran the
-links, plus all of it if the backend came late.
+landed, so no request stops half transferred. With a backend, layers stream while later layers
+compute. After the last chunk remain its last pass's last layer, the bytes by which computing outran
+the links, and all bytes if the backend came late.
 
-Bytes are a fluid: a chunk's go out at `rate` from its start on (while it is suspended, too), and
-not before the backend is leased. Each member of a group sends its own part, so a group's rate is
-that of its members together, up to what the decode instance takes in.
+Bytes are a fluid: the bytes of a chunk leave at `rate` from its start on (while it is suspended,
+too), and not before the backend is leased. Each member of a group sends its own part, so a group's
+rate is the sum of its members' rates, up to the rate that the decode instance takes in.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class Backends:
-    """Those of one decode instance."""
+    """The backends of one decode instance."""
 
     __slots__ = ("free", "leased", "waiting")
 
@@ -38,7 +38,7 @@ class Backends:
 
 
 class Transfers:
-    """All transfers. Calls `landed(attempt)` once a computed request's KV is all at decode."""
+    """All transfers. Calls `landed(attempt)` once all KV of a computed request is at decode."""
 
     def __init__(
         self, spec: SimSpec, clock: Clock, tally: Tally, landed: Callable[[Attempt], None]
@@ -53,7 +53,7 @@ class Transfers:
         self._layers = spec.profile.layers
 
     def begin(self, attempt: Attempt) -> None:
-        """The first chunk starts, and with it the handshake."""
+        """Starts the handshake, with the first chunk."""
         decode = attempt.decode
         if decode is None or not decode.alive:
             return
@@ -76,7 +76,7 @@ class Transfers:
     def chunk_computed(
         self, attempt: Attempt, chunk: Chunk, begun_s: float, last_pass_tokens: int
     ) -> None:
-        """A chunk ended now that had begun, suspensions included, at `begun_s`."""
+        """Notes that a chunk ended now that had begun, suspensions included, at `begun_s`."""
         attempt.rate = rate = self._rate(chunk)
         chunk_bytes = chunk.num_tokens * self._token_bytes
         granted_s = attempt.granted_s
@@ -89,10 +89,10 @@ class Transfers:
         attempt.landed_s = streamed_s if streamed_s > ended_s else ended_s
 
     def landed_tokens(self, attempt: Attempt, computed: int, running: int, since_s: float) -> int:
-        """Of the prompt's first tokens, how many are at decode now.
+        """Returns how many of the prompt's first tokens are at decode now.
 
         `computed` are those up to the end of the last chunk that ended; `running` more are those of
-        passes that are done of the chunk that has been begun at `since_s`.
+        finished passes of the chunk that began at `since_s`.
         """
         granted_s, now_s = attempt.granted_s, self._clock.now_s
         if granted_s is None or now_s < granted_s:
@@ -113,7 +113,7 @@ class Transfers:
         return self._link_bytes_s * min(len(chunk.instance_ids), self._links)
 
     def finish(self, attempt: Attempt) -> None:
-        """All chunks are computed; the rest of the KV lands as soon as it can."""
+        """Notes that all chunks are computed; the rest of the KV lands as soon as it can."""
         attempt.computed_s = self._clock.now_s
         if attempt.granted_s is not None:
             self._schedule(attempt)
@@ -135,7 +135,7 @@ class Transfers:
             self._landed(attempt)
 
     def release(self, attempt: Attempt) -> None:
-        """Gives the backend back, or the place in the line for one."""
+        """Returns the backend, or gives up the place in the queue for a backend."""
         decode = attempt.decode
         if decode is None or not decode.alive:
             return

@@ -1,4 +1,4 @@
-"""What the engine counts while it simulates, handed over at the end of a run."""
+"""The counts of the engine while it simulates, handed over at the end of a run."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ class ScaleEvent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineCounters:
-    """Of one run. Seconds are simulated; sums over all requests unless the name says otherwise."""
+    """The counts of one run. Seconds are simulated; sums over all requests unless the name says
+    otherwise.
+    """
 
     duration_s: float  # until the last request ended
     requests: int
@@ -40,7 +42,7 @@ class EngineCounters:
     handshake_s: float  # of handshakes that compute did not hide
     transfer_wait_s: float  # after the last chunk, for a backend
     transfer_tail_s: float  # after the last chunk, for bytes
-    decode_wait_s: float  # for a place in a full batch
+    decode_wait_s: float  # for a slot in a full batch
     longest_step_s: float  # of a decode or mixed batch
     kvp_onboardings: int  # KVP workers that contexts reached
     instance_failures: int
@@ -97,7 +99,7 @@ class Tally:
             busy_share={
                 role: self.busy_s.get(role, 0.0) / alive_s if alive_s > 0 else 0.0
                 for role, alive_s in sorted(self.alive_s.items())
-                if role != "kvp"  # what they do is part of their homes' steps
+                if role != "kvp"  # their work is part of their KV owners' steps
             },
             instance_seconds=dict(sorted(self.alive_s.items())),
             prefill_tokens=self.prefill_tokens,

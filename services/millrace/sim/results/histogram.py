@@ -61,7 +61,9 @@ class Histogram:
             self._buckets[bucket] = self._buckets.get(bucket, 0) + number
 
     def quantiles(self, shares: Iterable[float]) -> list[float]:
-        """For each share, ascending in 0..1: the least value which that share does not exceed."""
+        """Returns, for each share, ascending in 0..1, the least value which that share does not
+        exceed.
+        """
         found: list[float] = []
         if not self.count:
             return [0.0 for _ in shares]

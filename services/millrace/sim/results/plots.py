@@ -1,4 +1,4 @@
-"""The pictures of simulations, drawn without a display."""
+"""Draws the pictures of simulations, without a display."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Curve:
 def draw_attainment(
     curves: Sequence[Curve], path: Path, *, goal: float = 0.9, label: str = "request rate (1/s)"
 ) -> None:
-    """A PNG of attainment against load, a line a system, and the goal as a dotted line."""
+    """Draws a PNG of attainment against load, a line per system, and the goal as a dotted line."""
 
     def draw(figure: Any) -> None:  # noqa: ANN401 - matplotlib is untyped
         axes = figure.subplots()
@@ -54,7 +54,7 @@ def draw_attainment(
 class Panel:
     """One of a figure's charts: lines by name, each of (x, y) points.
 
-    `mark` is a dotted height, `edges` holds an x to mark by line.
+    `mark` is the height of a dotted line, `edges` holds an x to mark per line.
     """
 
     title: str
@@ -68,7 +68,7 @@ class Panel:
 
 
 def draw_panels(rows: Sequence[Sequence[Panel]], path: Path) -> None:
-    """A PNG of charts in rows; a line's colour is that of its name's place in its chart."""
+    """Draws a PNG of charts in rows; a line's colour is that of its name's place in its chart."""
 
     def draw(figure: Any) -> None:  # noqa: ANN401
         grid = figure.subplots(len(rows), max(map(len, rows)), squeeze=False)
@@ -82,7 +82,7 @@ def draw_panels(rows: Sequence[Sequence[Panel]], path: Path) -> None:
 
 
 def draw_ttft_cdf(reports: Mapping[str, Report], path: Path) -> None:
-    """A PNG of TTFT's cumulative distribution, a line a system; failures never arrive."""
+    """Draws a PNG of TTFT's cumulative distribution, a line per system; failures never arrive."""
 
     def draw(figure: Any) -> None:  # noqa: ANN401
         axes = figure.subplots()
@@ -95,7 +95,7 @@ def draw_ttft_cdf(reports: Mapping[str, Report], path: Path) -> None:
 
 
 def draw_run(report: Report, path: Path) -> None:
-    """A PNG of one run: TTFT's CDF by class on the left, attainment by class on the right."""
+    """Draws a PNG of one run: TTFT's CDF by class on the left, attainment by class on the right."""
 
     def draw(figure: Any) -> None:  # noqa: ANN401
         left, right = figure.subplots(1, 2)
@@ -110,7 +110,7 @@ def draw_run(report: Report, path: Path) -> None:
 
 
 def draw_classes(reports: Mapping[str, Report], path: Path) -> None:
-    """A PNG of attainment by class, a bar a system."""
+    """Draws a PNG of attainment by class, a bar per system."""
 
     def draw(figure: Any) -> None:  # noqa: ANN401
         _class_bars(figure.subplots(), reports)
@@ -119,7 +119,7 @@ def draw_classes(reports: Mapping[str, Report], path: Path) -> None:
 
 
 def draw_board(blocks: Sequence[Block], path: Path) -> None:
-    """A PNG Gantt chart: instances over time, blocks coloured by request."""
+    """Draws a PNG Gantt chart: instances over time, blocks coloured by request."""
 
     def draw(figure: Any) -> None:  # noqa: ANN401
         from matplotlib.patches import Patch
@@ -232,7 +232,7 @@ def _finish(axes: Any) -> None:  # noqa: ANN401
 
 
 def _colour(block: Block) -> Any:  # noqa: ANN401
-    """The same colour for one request everywhere; neighbours in order of arrival differ."""
+    """Returns a request's colour, the same everywhere; neighbours in order of arrival differ."""
     if block.request_index < 0 or block.kind == "decode":
         return _NO_REQUEST_COLOUR
     from matplotlib import colormaps
@@ -241,7 +241,7 @@ def _colour(block: Block) -> Any:  # noqa: ANN401
 
 
 def _row_order(name: str) -> tuple[int, int, str]:
-    """Prefill above mixed above decode instances, p2 before p10."""
+    """Sorts prefill above mixed above decode instances, p2 before p10."""
     head = name.rstrip("0123456789")
     return "pmkd".find(head[:1]), int(name[len(head) :] or -1), name
 

@@ -1,11 +1,11 @@
-"""What a simulation found, collected request by request in memory that does not grow.
+"""The results of a simulation, collected request by request in memory that does not grow.
 
 TTFT is from arrival to the first token; TBT is a request's mean gap between tokens; E2E from
 arrival to the last token. A request attains its objectives when it succeeds with TTFT and TBT
 within them: failures and refusals are misses, in every attainment. Goodput is the rate of attaining
 requests over the simulated duration. (FlowPrefill's goodput, section 6.1, is the largest rate at 90
 % attainment: `millrace sim sweep` finds it.) Slowdown is TTFT over the time of the prefill alone on
-the idle cluster; the wait multiple is the time queued and suspended over the same.
+the idle cluster; the wait multiple is the time queued and suspended over the same time.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class Report:
     engine: EngineCounters | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """Plain dicts and lists, always in the same order."""
+        """Returns plain dicts and lists, always in the same order."""
         return asdict(self)
 
 
@@ -189,9 +189,9 @@ _NUMBERS = re.compile(r"\[\s+[-+.\de]+(,\s+[-+.\de]+)*\s+\]")
 
 
 class Collector:
-    """Takes one record a request, in any order, and keeps sums and histograms only.
+    """Takes one record per request, in any order, and keeps sums and histograms only.
 
-    `sink` sees every record as it comes; a report's figures don't depend on it.
+    `sink` gets every record as it comes; a report's figures don't depend on it.
     """
 
     def __init__(self, sink: Callable[[RequestRecord], None] | None = None) -> None:
@@ -221,7 +221,7 @@ class Collector:
             self._sink(record)
 
     def report(self, duration_s: float, engine: EngineCounters | None = None) -> Report:
-        """The figures so far, over `duration_s` of simulated time."""
+        """Returns the figures so far, over `duration_s` of simulated time."""
         per_s = 1.0 / duration_s if duration_s > 0 else 0.0
         total = _ClassStats()
         for _, stats in sorted(self._classes.items()):

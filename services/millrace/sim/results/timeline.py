@@ -35,7 +35,7 @@ class Timeline:
     def block(
         self, instance_id: str, start_s: float, end_s: float, request_index: int, kind: Kind
     ) -> None:
-        """Notes one span; what lies outside the window is cut off."""
+        """Notes one span; the part outside the window is cut off."""
         start_s, end_s = max(start_s, self._start_s), min(end_s, self._end_s)
         if start_s >= end_s:
             return

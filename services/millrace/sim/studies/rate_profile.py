@@ -1,9 +1,9 @@
-"""Which improvement rate suits which arrival rate: Tetris sections 5.1 and 6 (simulator).
+"""Finds the improvement rate for each arrival rate: Tetris sections 5.1 and 6 (simulator).
 
 Requests of one distribution of lengths arrive at each of a range of rates, and are planned with
-each of a range of improvement rates; the one with the least mean TTFT is the best. (The paper
-minimises "TTFT" without saying which statistic.) Every run has the same requests in the same order,
-so that what differs between two runs is the improvement rate alone.
+each of a range of improvement rates; the improvement rate with the least mean TTFT is the best.
+(The paper minimises "TTFT" without saying which statistic.) Every run has the same requests in the
+same order, so that two runs differ only in the improvement rate.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def profile_rates(
     rates: Sequence[float] = RATES,
     on_run: Callable[[float, float], None] = lambda arrivals_rps, rate: None,
 ) -> list[RateRow]:
-    """One row per arrival rate, ascending; the lowest of equal rates is best."""
+    """Returns one row per arrival rate, ascending; the lowest of equal rates is best."""
     rows = []
     for each_rps in sorted(arrivals_rps):
         mean_ttft_s = {}
@@ -47,7 +47,7 @@ def profile_rates(
 
 
 def _with_rate(scenario: Scenario, rate: float) -> Scenario:
-    """The same with a fixed improvement rate, and no request refused: TTFT is of all of them."""
+    """Returns the scenario with a fixed rate, and no request refused: TTFT covers all requests."""
     config = replace(
         scenario.spec.scheduler,
         improvement_rate=rate,
@@ -59,5 +59,5 @@ def _with_rate(scenario: Scenario, rate: float) -> Scenario:
 
 
 def table_of(rows: Sequence[RateRow]) -> ImprovementRates:
-    """What the scheduler looks up."""
+    """Returns the table that the scheduler looks up."""
     return ImprovementRates(rows=tuple((row.arrivals_rps, row.best) for row in rows))

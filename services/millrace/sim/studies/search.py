@@ -12,14 +12,15 @@ REACH = 4096.0
 def largest_load(
     start: float, tolerance: float, step: float = 2.0
 ) -> Generator[float, bool, float | None]:
-    """Yields loads to try and is sent whether each was carried; returns the largest that was.
+    """Yields loads to try and is sent whether each was carried; returns the largest carried load.
 
     Multiplies or divides by `step` from `start` until one load is carried and `step` times it is
-    not, then bisects (geometrically) until the two are within a factor of 1 + `tolerance`. What it
-    returns was itself tried and carried, and a load at most that factor above it was not; None when
-    nothing from `start` / 4096 up is carried, and when all is carried the last one tried.
-    Attainment need not fall steadily with load (it comes of one draw of arrivals): then this is one
-    of the crossings.
+    not, then bisects (geometrically) until the two are within a factor of 1 + `tolerance`. The
+    result was itself tried and carried, and a load at most that factor above it was not. None when
+    no load from `start` / 4096 up is carried; when all are carried, the last load tried.
+
+    Attainment need not fall steadily with load (it comes of one draw of arrivals): then the result
+    is one of the crossings.
     """
     carried: float | None = None
     failed: float | None = None

@@ -1,9 +1,9 @@
 """Many runs: the largest rate or the tightest objectives that a system carries, and curves.
 
-FlowPrefill's goodput (section 6.1) is the largest request rate at 90 % attainment; its other axis
-is the SLO scale, all objectives times one factor, of which the smallest that still reaches 90 % is
-wanted. Both are searched by bisection, runs going on in several processes. A run is stopped once it
-must fail. The result does not depend on how many processes there are.
+FlowPrefill's goodput (section 6.1) is the largest request rate at 90 % attainment. Its other axis
+is the SLO scale, all objectives times one factor, with the smallest scale that still reaches 90 %
+as the result. Both are searched by bisection, with runs in several processes. A run is stopped once
+it must fail. The result does not depend on the number of processes.
 """
 
 from __future__ import annotations
@@ -47,10 +47,11 @@ class Trial:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SystemResult:
-    """What a sweep found of one system.
+    """The result of a sweep for one system.
 
     `edge` is the largest rate (or rate scale of a replayed trace), or the smallest SLO scale, that
-    reaches the goal; None when there is none, or none was looked for. `at_edge` is the run there.
+    reaches the goal; None when there is none, or when the sweep searched none. `at_edge` is the run
+    there.
     """
 
     name: str
@@ -68,7 +69,7 @@ def sweep(
     options: SweepOptions,
     on_run: Callable[[str, float], None] | None = None,
 ) -> list[SystemResult]:
-    """Runs all of it; `on_run(system, value)` is called after each run. In the order of `systems`.
+    """Runs all systems; `on_run(system, value)` is called after each run. Results in their order.
 
     With one job everything runs in this process. Raises ConfigError as the runs do.
     """

@@ -1,7 +1,7 @@
-"""Length distributions known by a few published figures only.
+"""Length distributions of which only a few published figures are known.
 
-Each returns a draw in whole tokens, at least 1. They stand in for traces that were never published:
-what is taken from a publication and what is assumed is said at each.
+Each function returns a draw in whole tokens, at least 1. They stand in for traces that were never
+published: each docstring says which figures are published and which are assumed.
 """
 
 from __future__ import annotations
@@ -40,28 +40,28 @@ SHAREGPT_OUTPUT = _numbers(
 
 
 def gamma(mean: float, std: float) -> Draw:
-    """Gamma lengths by their own mean and standard deviation."""
+    """Draws gamma lengths by their own mean and standard deviation."""
     shape = (mean / std) ** 2
     scale = mean / shape
     return lambda rng: max(1, round(rng.gammavariate(shape, scale)))
 
 
 def lognormal_by_quantiles(p50: float, p90: float) -> Draw:
-    """Lognormal lengths by median and 90th percentile."""
+    """Draws lognormal lengths by median and 90th percentile."""
     mu, sigma = math.log(p50), math.log(p90 / p50) / _UNIT.inv_cdf(0.9)
     return lambda rng: max(1, round(rng.lognormvariate(mu, sigma)))
 
 
 def log_uniform(low: int, high: int) -> Draw:
-    """Lengths whose logarithm is uniform between `low` and `high`."""
+    """Draws lengths whose logarithm is uniform between `low` and `high`."""
     start, width = math.log(low), math.log(high / low)
     return lambda rng: round(math.exp(start + width * rng.random()))
 
 
 def truncated_lognormal(low: int, high: int, mean: float) -> Draw:
-    """Lognormal lengths cut to `low`..`high`, with `mean` as their mean after the cut.
+    """Draws lognormal lengths cut to `low`..`high`, with `mean` as their mean after the cut.
 
-    Three figures don't settle a shape: assumed is that `low` and `high` lie six standard deviations
+    Three figures don't determine a shape. Assumption: `low` and `high` lie six standard deviations
     of the logarithm apart, as the extremes of some hundred samples do; the location then follows
     from the mean. Raises ConfigError when `mean` is not well inside the range.
     """
@@ -89,14 +89,14 @@ def truncated_lognormal(low: int, high: int, mean: float) -> Draw:
 
 
 def _cut_mean(mu: float, sigma: float, low: int, high: int) -> float:
-    """The mean of a lognormal given that it lies in `low`..`high`."""
+    """Returns the mean of a lognormal that is cut to `low`..`high`."""
     a, b = (math.log(low) - mu) / sigma, (math.log(high) - mu) / sigma
     inside = _UNIT.cdf(b) - _UNIT.cdf(a)
     return math.exp(mu + sigma**2 / 2) * (_UNIT.cdf(b - sigma) - _UNIT.cdf(a - sigma)) / inside
 
 
 def by_quantiles(table: Sequence[int]) -> Draw:
-    """Lengths by evenly spaced quantiles, minimum and maximum included, linear in between."""
+    """Draws lengths by evenly spaced quantiles, minimum and maximum included, linear in between."""
     steps = len(table) - 1
 
     def draw(rng: random.Random) -> int:
@@ -108,7 +108,7 @@ def by_quantiles(table: Sequence[int]) -> Draw:
 
 
 def mixture(weights: Sequence[float]) -> Draw:
-    """The index of one of several alternatives, drawn by weight."""
+    """Draws the index of one of several alternatives, by weight."""
     total = sum(weights)
     bounds = [sum(weights[: i + 1]) / total for i in range(len(weights) - 1)]
     return lambda rng: bisect_right(bounds, rng.random())

@@ -1,8 +1,8 @@
 """Synthetic workloads by name, where the papers' own traces were not published.
 
-Lengths follow the published moments, arrivals are Poisson at the rate asked for. Results from them
-are to be called synthetic. Output lengths that no paper gives are drawn from the moments of the
-Azure 2023 conversation trace (mean 211, standard deviation 163; CC-BY-4.0, Splitwise, ISCA 2024).
+Lengths follow the published moments, arrivals are Poisson at the given rate. Results from them must
+be called synthetic. Output lengths that no paper gives are drawn from the moments of the Azure 2023
+conversation trace (mean 211, standard deviation 163; CC-BY-4.0, Splitwise, ISCA 2024).
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Mix:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MixOptions:
-    """What the mixes can be told. `short_rows` replace medha-mix's shipped ShareGPT quantiles."""
+    """The options of the mixes. `short_rows` replace medha-mix's shipped ShareGPT quantiles."""
 
     model: str = "llama3-8b"
     long_fraction: float = LONG_FRACTION
@@ -90,7 +90,8 @@ class MixOptions:
 
 
 def table_2(model: str) -> Mapping[str, float]:
-    """FlowPrefill's TTFT objectives (s) of a model. Raises ConfigError where it has none."""
+    """Returns FlowPrefill's TTFT objectives (s) of a model. Raises ConfigError where it has
+    none."""
     if model not in TABLE_2_TTFT_S:
         raise ConfigError(
             f"model {model!r}: FlowPrefill's Table 2 has objectives for "
@@ -141,7 +142,7 @@ def _qwen_colocated(options: MixOptions) -> Mix:
 def _sharegpt_2k(options: MixOptions) -> Mix:
     """FlowPrefill section 6.5's single objective: ShareGPT prompts of at most 2k tokens, as chat.
 
-    Lengths by the shipped quantiles, prompt and output drawn apart.
+    Lengths by the shipped quantiles; prompt and output are drawn independently.
     """
     chat = SloClass(name="text", ttft_s=table_2(options.model)["text"])
     short = [tokens for tokens in SHAREGPT_INPUT if tokens <= 2048]
@@ -190,10 +191,10 @@ def _medha_mix(options: MixOptions) -> Mix:
 
 
 def _mixed(options: MixOptions) -> Mix:
-    """Our own: from chats of a hundred tokens to documents of a million on one fleet.
+    """Our own mix: from chats of a hundred tokens to documents of a million on one fleet.
 
-    No paper's: log-uniform lengths, each class eight times the one before it or more, and shares
-    that give every class a good part of the prefill work.
+    From no paper: log-uniform lengths, each class at least eight times as long as the class before
+    it, and shares that give every class a good part of the prefill work.
     """
     del options
     kinds = (
@@ -226,7 +227,7 @@ MIXES: Mapping[str, Callable[[MixOptions], Mix]] = MappingProxyType(
 
 
 def build_mix(name: str, options: MixOptions) -> Mix:
-    """The mix of that name. Raises ConfigError for an unknown one."""
+    """Returns the mix of that name. Raises ConfigError for an unknown name."""
     if name not in MIXES:
         raise ConfigError(f"--mix {name!r}: there are {', '.join(MIXES)}")
     return MIXES[name](options)

@@ -1,13 +1,14 @@
-"""What a load test or a simulation sends, and when: lengths, arrivals and classes from one seed.
+"""The requests of a load test or a simulation: lengths, arrivals and classes from one seed.
 
 Trace files, plain or gzip, are told apart by their first line:
+
 - Azure LLM inference: CSV with TIMESTAMP, ContextTokens, GeneratedTokens;
 - Mooncake: JSON lines with timestamp (ms), input_length, output_length;
 - QwenTrace (Qwen-Bailian): JSON lines with chat_id, parent_chat_id, timestamp (s), input_length,
   output_length, type, hash_ids; made single-turn as FlowPrefill (section 6.1, "Workloads") does;
 - Vidur and Sarathi: CSV with num_prefill_tokens, num_decode_tokens, and arrived_at (s) or no times.
 
-Prefix blocks (hash_ids) count for nothing else: every request is a single turn with a cold cache.
+Prefix blocks (hash_ids) have no other use: every request is a single turn with a cold cache.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ _QWEN_BLOCK_TOKENS = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceRow:
-    """One request of a trace; `arrival_s` counts from the first one, None where there are none.
+    """One request of a trace; `arrival_s` counts from the first request, None where there are no
+    times.
 
     `class_name` is empty where the trace does not tell kinds of request apart.
     """
@@ -92,8 +94,9 @@ class PlannedRequest:
 class WorkloadOptions:
     """How to draw a workload. Without `rate_rps`, arrivals are the trace's, or left open.
 
-    Rows come from `trace`, or one by one from `draw_row`. A row's class is the one of `classes` by
-    its name (one without objectives when there is none); rows without a name draw theirs by weight.
+    Rows come from `trace`, or one by one from `draw_row`. A row's class is the class of `classes`
+    with its name (a class without objectives when there is none); rows without a name draw theirs
+    by weight.
     """
 
     trace: Sequence[TraceRow] = ()
@@ -112,7 +115,7 @@ class WorkloadOptions:
 
 
 def parse_lengths(text: str, option: str) -> Draw:
-    """A length distribution in tokens: `N`, `LOW:HIGH` (uniform) or `lognormal:MEAN:STD`.
+    """Parses a length distribution in tokens: `N`, `LOW:HIGH` (uniform) or `lognormal:MEAN:STD`.
 
     MEAN and STD are those of the lengths themselves. Raises ConfigError naming `option`.
     """
@@ -131,7 +134,7 @@ def parse_lengths(text: str, option: str) -> Draw:
 
 
 def lognormal(mean: float, std: float) -> Draw:
-    """Lognormal lengths in tokens by their own mean and standard deviation."""
+    """Draws lognormal lengths in tokens by their own mean and standard deviation."""
     if not (1 <= mean < math.inf and 0 <= std < math.inf):
         raise ValueError
     sigma_squared = math.log1p((std / mean) ** 2)
@@ -140,7 +143,7 @@ def lognormal(mean: float, std: float) -> Draw:
 
 
 def read_trace(path: Path) -> list[TraceRow]:
-    """Reads a trace, ordered by arrival. Raises ConfigError for a file that is none."""
+    """Reads a trace, ordered by arrival. Raises ConfigError for a file that is no trace."""
     try:
         with path.open("rb") as probe:
             packed = probe.read(2) == b"\x1f\x8b"
@@ -159,7 +162,8 @@ def read_trace(path: Path) -> list[TraceRow]:
 
 
 def cut_window(rows: Sequence[TraceRow], start_s: float, end_s: float) -> list[TraceRow]:
-    """The rows that arrive from `start_s` to `end_s`, both included; arrivals count from `start_s`.
+    """Returns the rows that arrive from `start_s` to `end_s`, both included; arrivals count from
+    `start_s`.
 
     Raises ConfigError when the trace has no times, or none in the window.
     """
@@ -206,9 +210,10 @@ def _mooncake_rows(entries: Iterable[dict[str, Any]]) -> Iterator[TraceRow]:
 
 
 def _qwen_rows(entries: Iterable[dict[str, Any]]) -> Iterator[TraceRow]:
-    """A text turn of a chat keeps only the blocks that its parent's prompt did not have.
+    """Reads a QwenTrace. A text turn of a chat keeps only the blocks that its parent's prompt
+    lacked.
 
-    Turns of the other types, and ones whose parent is not in the file, stay whole.
+    Turns of the other types, and turns whose parent is not in the file, stay whole.
     """
     blocks: dict[int, int] = {}  # of each chat_id
     for entry in entries:
@@ -236,10 +241,10 @@ def _row(
 
 
 def plan(options: WorkloadOptions) -> Iterator[PlannedRequest]:
-    """The requests in order of arrival, until `requests`, `duration_s` or the trace's end.
+    """Returns the requests in order of arrival, until `requests`, `duration_s` or the trace's end.
 
-    Lengths, classes and gaps are drawn from separate streams of the seed, so that changing the
-    rate leaves the requests themselves alone.
+    Lengths, classes and gaps are drawn from separate streams of the seed, so that changing the rate
+    does not change the requests themselves.
     """
     lengths, classes, gaps = (
         random.Random(f"{options.seed}/{name}") for name in ("lengths", "classes", "gaps")
@@ -275,7 +280,9 @@ def plan(options: WorkloadOptions) -> Iterator[PlannedRequest]:
 
 
 def _row_source(options: WorkloadOptions, rng: random.Random) -> Iterator[TraceRow]:
-    """The trace as it is when its arrivals count; else its rows in a drawn order, over and over."""
+    """Yields the trace as it is when its arrivals count; else its rows in a drawn order,
+    repeatedly.
+    """
     draw = options.draw_row
     while draw is not None:
         yield draw(rng)

@@ -29,7 +29,7 @@ _MAX_HEADER_BYTES = 100 << 20
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """Where one tensor lies in its file."""
+    """The place of one tensor in its file."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -48,7 +48,8 @@ class Shard:
 
     @classmethod
     def open(cls, path: Path) -> Shard:
-        """Raises ModelError when the file is missing, truncated or not a safetensors file."""
+        """Opens a file. Raises ModelError when it is missing, truncated or not a safetensors
+        file."""
         try:
             size_bytes = path.stat().st_size
             with path.open("rb") as file:
@@ -85,9 +86,10 @@ class Checkpoint:
         return iter(self._home)
 
     def tensor(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        """A read-only view into the file's memory map, in the file's dtype.
+        """Returns a read-only view into the file's memory map, in the file's dtype.
 
-        Raises ModelError when it is missing, has another shape or a dtype that isn't served.
+        Raises ModelError when the tensor is missing, has another shape or a dtype that isn't
+        served.
         """
         shard = self._home.get(name)
         if shard is None:

@@ -30,7 +30,7 @@ class RandomWeights:
         self._at = 0
 
     def fill(self, weight: torch.Tensor, spec: WeightSpec, whole: WeightSpec) -> None:
-        """Matrices and biases ~ N(0, 0.02), norms ~ N(1, 0.1).
+        """Fills matrices and biases ~ N(0, 0.02), norms ~ N(1, 0.1).
 
         `spec` is `whole`, or a rank's piece of it, which gets the numbers it has in the whole.
         """
@@ -43,7 +43,7 @@ class RandomWeights:
             weight[part.index] = drawn[all_of_it.index][part.source]
 
     def skip(self, spec: WeightSpec) -> None:
-        """Goes past a weight that another rank has."""
+        """Skips a weight that another rank has."""
         self._at = (self._at + spec.elements) % _BLOCK_ELEMENTS
 
     def _draw(self, weight: torch.Tensor, spec: WeightSpec) -> None:

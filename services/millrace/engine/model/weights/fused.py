@@ -1,4 +1,4 @@
-"""A model's weights in the fused form the operators use, and where each part lies in a checkpoint.
+"""A model's weights in the fused form of the operators, and the place of each part in a checkpoint.
 
 One description (`WeightSpec`) serves loading, random weights and error messages: a weight's shape
 and the checkpoint tensors that fill it. Matrices are [out, in].
@@ -16,7 +16,7 @@ from millrace.engine.model.config import ModelConfig
 
 
 class Role(Enum):
-    """What a weight is, for random initialisation."""
+    """The kind of a weight, for random initialisation."""
 
     MATRIX = auto()
     NORM = auto()
@@ -27,7 +27,7 @@ class Role(Enum):
 class Part:
     """One checkpoint tensor and the index of the fused weight that it fills.
 
-    ``shape`` is the tensor's; of it ``source`` is taken, all where that is empty.
+    ``shape`` is the tensor's; ``source`` is the part of it that is taken, all where that is empty.
     """
 
     tensor: str
@@ -77,7 +77,7 @@ class LayerWeights:
 class ModelWeights:
     """All weights. With tied embeddings ``lm_head`` is ``embedding``.
 
-    Of a stage its layers; what is outside them is None but at the first.
+    A stage has its layers; the weights outside the layers are None except at the first stage.
     """
 
     embedding: torch.Tensor | None = None  # [vocab, H]
@@ -87,7 +87,7 @@ class ModelWeights:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all distinct weights."""
+        """Returns the bytes of all distinct weights."""
         tensors = [self.embedding, self.final_norm]
         if self.lm_head is not self.embedding:
             tensors.append(self.lm_head)
@@ -97,7 +97,7 @@ class ModelWeights:
 
 
 def outer_specs(config: ModelConfig) -> dict[str, WeightSpec]:
-    """Specs of the weights outside the layers, by field of `ModelWeights`."""
+    """Returns the specs of the weights outside the layers, by field of `ModelWeights`."""
     table = (config.vocab_size, config.hidden_size)
     specs = {
         "embedding": _whole("model.embed_tokens.weight", table),
@@ -109,7 +109,7 @@ def outer_specs(config: ModelConfig) -> dict[str, WeightSpec]:
 
 
 def layer_specs(config: ModelConfig, layer: int) -> dict[str, WeightSpec]:
-    """Specs of one layer's weights, by field of `LayerWeights`."""
+    """Returns the specs of one layer's weights, by field of `LayerWeights`."""
     prefix = f"model.layers.{layer}."
     hidden = config.hidden_size
     specs = {
@@ -182,7 +182,7 @@ def _rows(
     tail: tuple[int, ...],
     role: Role = Role.MATRIX,
 ) -> WeightSpec:
-    """Several tensors stacked along the first dimension."""
+    """Returns the spec of several tensors stacked along the first dimension."""
     parts, start = [], 0
     for name, size in sizes.items():
         rows = (slice(start, start + size),)

@@ -1,8 +1,8 @@
-"""Tensors of a checkpoint that the model has no place for.
+"""Checks for tensors of a checkpoint that the model has no place for.
 
 A bias or a norm that is left out changes every number, so such a checkpoint is refused. Two kinds
 are left out with a warning, as transformers does: the rotary frequencies, which old checkpoints
-keep in each layer and the config determines, and an output head that is the tied embedding again.
+keep in each layer and the config determines, and an output head that repeats the tied embedding.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 _DETERMINED = "rotary_emb.inv_freq"  # by the config
 _HEAD = "lm_head.weight"
-_NAMED = 4  # in a message; of the others there is the count
+_NAMED = 4  # names in a message; the others are counted
 
 
 def check_leftover(checkpoint: Checkpoint, specs: Iterable[WeightSpec]) -> None:
@@ -47,7 +47,7 @@ def check_leftover(checkpoint: Checkpoint, specs: Iterable[WeightSpec]) -> None:
 
 
 def _is_tied(checkpoint: Checkpoint, embedding: WeightSpec) -> bool:
-    """Whether the output head is the embedding, as a config with tied embeddings says.
+    """Returns whether the output head is the embedding, as a config with tied embeddings says.
 
     Raises ModelError when it is another table.
     """
