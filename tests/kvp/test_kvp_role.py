@@ -113,7 +113,7 @@ async def test_all_an_owner_has_goes_with_its_place(scene: Scene) -> None:
     for name in ("a", "b"):
         await scene.worker.said("request_released", name)
     await eventually(lambda: not scene.worker.role.counts()[0])
-    with pytest.raises(TransferError, match="without being attached"):
+    with pytest.raises(TransferError, match="is not attached"):
         await scene.hold()
     (await scene.attach()).close()
 
@@ -124,7 +124,7 @@ async def test_what_is_not_meant_or_does_not_fit_is_refused(scene: Scene) -> Non
     for changes, why in (
         ({"holder": other_life}, "stale receiver"),
         ({"layout": other_model}, "model_hash differs"),
-        ({"max_rows": 7}, "a piece has 7 rows there"),
+        ({"max_rows": 7}, "is 7; it must be 128"),
     ):
         with pytest.raises(TransferError, match=why):
             await scene.attach(**changes)

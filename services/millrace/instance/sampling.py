@@ -1,4 +1,4 @@
-"""Between a request's plain types and the engine's: sampling settings, log-probabilities."""
+"""Translates sampling settings and log-probabilities between plain types and the engine's types."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ _PARAMS: Final = tuple(field.name for field in fields(SamplingParams))
 
 
 def sampling_spec(spec: RequestSpec) -> SamplingSpec:
-    """The engine's sampling settings of a request."""
+    """Builds the engine's sampling settings of a request."""
     params = {name: getattr(spec.sampling, name) for name in _PARAMS}
     return SamplingSpec(resumed_tokens=spec.resumed_tokens, **params)
 
 
 def told_logprobs(found: engine_logprobs.PositionLogprobs | None) -> PositionLogprobs | None:
-    """One position's log-probabilities, as they are told to others; None stays None."""
+    """Converts one position's log-probabilities to the type for reports; None stays None."""
     return None if found is None else PositionLogprobs(found.chosen, found.top)
