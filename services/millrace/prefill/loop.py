@@ -311,7 +311,7 @@ class PrefillRole:
         self._prefixes.found(job, cached)
 
     async def _run_compute(self, job: PrefillJob, prompt_ids: torch.Tensor) -> Work:
-        """Lets the pool compute the job. `cancel` does not interrupt this wait; the pool ends it."""
+        """Lets the pool compute the job. `cancel` can't interrupt this wait; the pool ends it."""
         loop = asyncio.get_running_loop()
         done: asyncio.Future[None] = loop.create_future()
 
