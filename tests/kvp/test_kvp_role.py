@@ -1,4 +1,4 @@
-"""A KVP worker by itself: whose shards it takes, and that streams are leases."""
+"""A KVP worker alone: the shards that it accepts, and streams as leases."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def kvp_role(context: WorkerContext) -> KvpRole:
 
 
 class Scene:
-    """A worker, and an owner whose memory nothing is ever written to."""
+    """A KVP worker, and a KV owner whose memory is never written to."""
 
     def __init__(self, worker: LiveRole, peer: GrpcKvpPeer, transport: MemoryTransport) -> None:
         self.worker = worker
@@ -94,7 +94,7 @@ async def scene() -> AsyncIterator[Scene]:
 async def test_a_shard_lasts_as_long_as_its_stream(scene: Scene) -> None:
     attachment = await scene.attach()
     shard = await scene.hold()
-    await shard.landed()  # it begins behind the prompt
+    await shard.landed()  # it begins after the prompt
     assert scene.used_pages == -(-68 // scene.worker.engine.layout.page_tokens)
     assert scene.worker.role.counts() == (1, 0)
     shard.close()

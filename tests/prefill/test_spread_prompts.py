@@ -1,4 +1,4 @@
-"""Prompts whose KV a prefill instance, or a group of them, sends in shards to several holders."""
+"""Prompts whose KV a prefill instance or SP group sends in shards to a KV owner and KVP workers."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ class Fleet:
         cuts: Sequence[int] = (),
         admitted: int | None = None,
     ) -> None:
-        """A prompt of chunks (tokens, prefill instances); the shards of its life end at the cuts.
+        """Sends a prompt of chunks (tokens, prefill instances); its shards end at the cuts.
 
-        The first `admitted` holders expect theirs; all, if None is given.
+        The first `admitted` receivers expect their shards; None: all.
         """
         tokens = sum(count for count, _ in chunks)
         request = spec(request_id, tokens)

@@ -303,7 +303,7 @@ def _long_histories(workload: Workload, longest: int) -> Iterable[Prefill]:
 def far_cases(
     workload: Workload, longest: int, limit_s: float, spent_s: Callable[[], float]
 ) -> list[Far]:
-    """Lists the longest chunks that take `limit_s` at most, at several ends: the end of the context,
+    """Lists the longest chunks that take `limit_s` at most, at several ends: the context's end,
     half of it, and so on.
 
     Also lists chunks of the same lengths at the least end, for `as_wide`.
