@@ -1,4 +1,4 @@
-"""What an instance predicts mixed batches with."""
+"""The model that an instance predicts mixed batches with."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A mixed instance: what it computes, what it says, and that nothing is left of what it let go."""
+"""A mixed instance: its computation and its reports; after a release, nothing is held."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ async def test_random_arrivals_give_the_oracles_tokens(name: str, chunking: str)
 
 
 async def test_chunks_keep_to_t_target() -> None:
-    """10 us a token and 1 ns a pair: 2 ms hold fewer and fewer tokens as the history grows."""
+    """10 us per token and 1 ns per pair: 2 ms hold fewer tokens as the history grows."""
     settings = mixed_config({**SMALL_CHUNKS, "t_target_ms": 2.0}, max_chunk_tokens=2048)
     model = operators(token_s=1e-5, pair_s=1e-7)
     async with mixed_instance(settings, model) as mixed:
@@ -127,7 +127,7 @@ async def test_a_new_policy_ranks_the_prompts_that_wait() -> None:
         mixed_config({**SMALL_CHUNKS, "multi_prefill": "off"}, max_chunk_tokens=32),
         scheduler=SchedulerConfig(heartbeat_s=0.1, lease_s=HANG_S, policy="edf"),
     )
-    registered = Registered(heartbeat_s=0.1, policy="fcfs")  # not what it is set to
+    registered = Registered(heartbeat_s=0.1, policy="fcfs")  # not the configured policy
     async with mixed_instance(settings) as mixed:
         role = mixed.live.role
         role.on_command(registered)
@@ -206,7 +206,7 @@ async def test_stop_tokens_end_an_answer_at_once_or_later() -> None:
 
 
 async def test_an_answer_is_continued_token_for_token() -> None:
-    """What another instance began goes on as if nothing had happened."""
+    """An answer from another instance continues without a change."""
     sampling: dict[str, Any] = {"temperature": 0.8, "seed": 11, "presence_penalty": 0.7}
     ids = prompt(30)
     async with mixed_instance(mixed_config(SMALL_CHUNKS)) as mixed:

@@ -1,4 +1,4 @@
-"""What a mixed instance expects of its passes follows what they take."""
+"""A mixed instance's predictions follow the measured times of its passes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_before_any_pass_it_is_the_model() -> None:
 
 @pytest.mark.parametrize(("token", "pair"), [(2.0, 2.0), (1.0, 0.05), (3.0, 0.3), (0.5, 12.0)])
 def test_each_part_comes_to_be_what_it_takes(token: float, pair: float) -> None:
-    """The machine is slower or faster than the model, and not alike in all that it does."""
+    """The machine is slower or faster than the model, by a different factor per part."""
     truth = operators(token_s=1e-5 * token, pair_s=1e-9 * pair, overhead_s=1e-4 * token)
     predictor, chance = Predictor(operators()), random.Random(2)
     errors = []
@@ -50,7 +50,7 @@ def test_one_strange_pass_moves_little() -> None:
     before_s = predictor.pass_s(shape)
     predictor.observe(shape, 1000 * before_s)
     assert before_s < predictor.pass_s(shape) < 1.5 * before_s
-    predictor.observe(shape, 0.0)  # says nothing
+    predictor.observe(shape, 0.0)  # is ignored
 
 
 def test_it_rises_with_a_chunk_whatever_it_has_learned() -> None:

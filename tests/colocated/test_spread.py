@@ -1,6 +1,6 @@
-"""Requests whose KV is spread from a mixed instance: computed there, kept elsewhere too.
+"""Requests whose KV a mixed instance computes and spreads over KVP workers.
 
-Chunks of a prompt hand their K/V to the holders with the pass that computes it.
+The pass that computes a chunk of a prompt sends its K/V to the KVP workers.
 """
 
 from __future__ import annotations

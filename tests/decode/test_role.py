@@ -1,5 +1,5 @@
-"""A decode instance beside a prefill instance: what it says, and what it lets go of, whatever ends
-a request at whatever stage.
+"""A decode instance beside a prefill instance: its reports, and what it releases at every end of a
+request at every stage.
 """
 
 import asyncio
@@ -150,7 +150,7 @@ async def test_what_is_reserved_is_what_placement_counts(pair: Pair) -> None:
 
 
 async def test_pages_are_free_when_the_scheduler_hears_of_it(pair: Pair) -> None:
-    """It places the next request in the same moment."""
+    """The scheduler places the next request at the same moment."""
     free_at: list[int] = []
     send = pair.decode.messages.append
 
@@ -184,7 +184,7 @@ async def test_cancelled_while_kv_comes_in(pair: Pair) -> None:
     with pair.prefill.held_before_the_last_chunk():
         await pair.ask("r", 3000)
         await eventually(lambda: pair.prefill.has_shaken_hands("r"))
-        pair.decode.cancel("r")  # prefill hears of it from the decode instance alone
+        pair.decode.cancel("r")  # only the decode instance tells prefill
         await pair.decode.said("request_released", "r", 5)
     assert pair.used_pages == 0
     pair.prefill.cancel("r")
@@ -203,7 +203,7 @@ async def test_cancelled_in_the_batch(pair: Pair) -> None:
 
 
 async def failed_attempt(pair: Pair, tokens: int) -> tuple[RequestSpec, Any]:
-    """Attempt 1 fails before its last pass; (request, what decode says of it)."""
+    """Lets attempt 1 fail before its last pass; returns (request, decode's report)."""
     with pair.prefill.held_before_the_last_chunk():
         request = await pair.admit("r", tokens)
         pair.prefill.role.on_command(run_prefill(request, pair.decode.member))
@@ -221,7 +221,7 @@ async def test_a_failed_attempt_is_gone_on_from_what_has_landed(pair: Pair) -> N
     assert failed.kept_tokens == landed.tokens == 450
     assert "request_released" not in pair.decode.kinds("r")
 
-    kept = 437  # not all of it: any prefix will do
+    kept = 437  # any prefix
     run = run_prefill(request, pair.decode.member, start_token=kept, attempt=2)
     pair.decode.role.on_command(admit_decode(request, attempt=2, kept_tokens=kept))
     pair.prefill.role.on_command(run)
@@ -352,7 +352,7 @@ async def test_an_instance_that_was_emptied_works_on(pair: Pair) -> None:
 
 
 async def test_a_stream_whose_kv_never_comes_moves(pair: Pair) -> None:
-    """Token one is out when the store fails to give the prompt that its penalties need."""
+    """The first token is out when the store fails to give the prompt that penalties need."""
     reading, go_on = asyncio.Event(), asyncio.Event()
 
     async def fail(*_: Any) -> Any:
@@ -376,7 +376,7 @@ async def test_a_stream_whose_kv_never_comes_moves(pair: Pair) -> None:
 
 
 async def test_a_continuation_goes_on_as_if_nothing_had_happened(pair: Pair) -> None:
-    """Token one of the second life is sampled at prefill; penalties and draws go on."""
+    """Prefill samples the first token after a migration; penalties and draws continue."""
     sampling: dict[str, Any] = {
         "temperature": 1.1,
         "seed": 5,
@@ -402,7 +402,7 @@ async def test_the_heartbeat_tells_the_pace_of_what_runs(pair: Pair) -> None:
     await pair.ask("r", 20, max_tokens=200)
     await pair.decode.said("request_finished", "r")
     add_gauges(pair.decode.registry, pair.decode.role, pair.decode.engine)
-    exposed = pair.decode.registry.render()[0].decode()  # that takes nothing from the heartbeat
+    exposed = pair.decode.registry.render()[0].decode()  # without an effect on heartbeats
     assert "millrace_decode_running_requests 0.0" in exposed
     assert 0.0 < pair.decode.role.heartbeat().tbt_s < 1.0
     assert pair.decode.role.heartbeat().tbt_s == 0.0

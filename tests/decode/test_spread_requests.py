@@ -1,6 +1,6 @@
-"""A request whose KV is spread over its home and holders: role against role, a test schedules.
+"""A request whose KV is spread over its KV owner and KVP workers: live roles, the test schedules.
 
-Tokens are the model's, and whatever ends a request, a holder or the home: nothing is left.
+Tokens equal the model's. After any end of a request, a KVP worker or the owner, nothing is held.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from support.worker_roles import (
 
 SETTINGS = replace(
     config(max_batch=4, max_chunk_tokens=64),
-    scheduler=SchedulerConfig(heartbeat_s=0.1, lease_s=10),  # for which holders may take to answer
+    scheduler=SchedulerConfig(heartbeat_s=0.1, lease_s=10),  # also the KVP workers' time limit
 )
 PAGE = SETTINGS.engine.page_tokens
 
@@ -45,7 +45,7 @@ def kvp_role(context: WorkerContext) -> KvpRole:
 
 
 class Spread:
-    """A pair, and those that may hold shards for its decode instance."""
+    """A pair, and the instances that may hold shards for its decode instance."""
 
     def __init__(self, pair: Pair, holders: Sequence[LiveRole]) -> None:
         self.pair = pair
@@ -53,7 +53,7 @@ class Spread:
 
     @property
     def used_pages(self) -> list[int]:
-        """Of each holder, but for what it takes for itself."""
+        """Lists the used pages of each KVP worker, without its own pages."""
         return [
             len([p for p in range(h.engine.pool.num_pages) if h.engine.pool.references(p)])
             - (h.role.num_spill_pages if h.role.name == "decode" else 0)
@@ -61,7 +61,7 @@ class Spread:
         ]
 
     def shards(self, *ends: int) -> tuple[KvShard, ...]:
-        """The home's up to the first end, each holder's up to the next."""
+        """Cuts the KV owner's shard at the first end, and each KVP worker's at the next end."""
         starts = (0, *ends)
         members = [self.pair.decode.member, *(holder.member for holder in self.holders)]
         return tuple(
@@ -81,7 +81,7 @@ class Spread:
         self.pair.prefill.role.on_command(command)
 
     async def answered(self, request_id: str, tokens: int, new: int) -> None:
-        """It ends as long as it was to be, with the model's own tokens."""
+        """Checks that the answer has `new` tokens, equal to the model's own."""
         await self.pair.decode.said("request_finished", request_id)
         await eventually(lambda: (request_id, 0) in self.pair.ends)
         assert self.pair.tokens[request_id, 0] == oracle("llama").greedy(prompt(tokens), new)
@@ -156,7 +156,7 @@ async def test_a_holder_without_room_fails_the_request_before_it_begins(scene: S
     assert "holder-1" in failed.message and "KV pages wanted, 0 are free" in failed.message
     await scene.pair.decode.said("request_released", "r")
     for each in scene.holders:
-        each.cancel("r")  # as the scheduler does: the owner may not have asked all of them
+        each.cancel("r")  # as the scheduler does: the owner may not have reached all
     holder.engine.pool.free(taken)
     await scene.all_freed("r")
 

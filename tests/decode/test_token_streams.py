@@ -1,4 +1,4 @@
-"""Outboxes: one message a step, nothing lost over a reconnect, nothing kept for the gone."""
+"""Outboxes: one message per step, no loss over a reconnect, none kept for a lost proxy."""
 
 import asyncio
 

@@ -1,4 +1,4 @@
-"""A whole worker in this process: real engine, NIXL and scheduler; when it is ready, and where."""
+"""A whole worker in this process, with real engine, NIXL and scheduler: its readiness."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def free_port(host: str) -> int:
 
 
 class Worker:
-    """One that runs until the test ends. `ready` is set when the scheduler has taken it."""
+    """A worker that runs until the test ends. `ready` is set when the scheduler accepts it."""
 
     def __init__(self, role: str, net: Net, *, host: str = "127.0.0.1", **options: Any) -> None:
         self.metrics = f"http://{host_port(host, port := free_port(host))}"
@@ -68,7 +68,7 @@ class Worker:
         self.task = asyncio.create_task(serve_worker(wanted, config, build, self.port.set_result))
 
     async def get(self, path: str) -> int:
-        """The status of a GET; 0 while nobody answers."""
+        """Returns the status of a GET; 0 while no server answers."""
         async with httpx.AsyncClient(timeout=HANG_S) as client:
             try:
                 return (await client.get(f"{self.metrics}{path}")).status_code
@@ -92,11 +92,11 @@ class Worker:
 
 @contextlib.asynccontextmanager
 async def worker(role: str, net: Net, monkeypatch: Any, **options: Any) -> AsyncIterator[Worker]:
-    """Ends as SIGTERM would end it; what leaked is raised."""
+    """Ends the worker as SIGTERM would; raises on a leak."""
     made = Worker(role, net, **options)
     monkeypatch.setattr(host_module, "stop_event", lambda: made.stop)
     try:
-        await asyncio.sleep(0)  # it takes the event now
+        await asyncio.sleep(0)  # the worker takes the event now
         yield made
     finally:
         made.stop.set()
@@ -131,7 +131,7 @@ async def test_health_answers_while_weights_load_and_ready_waits_for_all(monkeyp
 
 
 async def test_it_registers_once_a_peer_passed_its_probe(monkeypatch, caplog) -> None:
-    """Of those that the scheduler lists, one is not there; the next one to come is."""
+    """The scheduler lists an absent peer first, then a live peer."""
     monkeypatch.setattr(kv_path_module, "RETRY_FIRST_S", 0.05)
     async with scheduler() as net, contextlib.AsyncExitStack() as stack:
         await net.worker("dead", address="127.0.0.1:1")
@@ -156,7 +156,7 @@ async def test_a_crash_in_its_own_probe_does_not_end_it(monkeypatch, caplog) -> 
             if not died:
                 died.append(PeerMetadata.decode(end.metadata).process.pid)
                 os.kill(died[0], signal.SIGABRT)
-                with pytest.raises(ProbeDiedError):  # once it is dead
+                with pytest.raises(ProbeDiedError):  # because it is dead
                     await end.exchange(end.metadata, 0, HANG_S)
             yield end
 

@@ -1,4 +1,4 @@
-"""Where a worker's times come from, and that it says so."""
+"""The source of a worker's latency models, and its log line."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_the_cached_profile_of_the_key_is_used(
     key = profile_key(engine.folder, config)
     path = ProfileCache(config.profile_cache).store(key, MEASURED)
     found = prefill_latency(engine, config)
-    assert found == MEASURED.prefill.limited(16)  # those that were measured
+    assert found == MEASURED.prefill.limited(16)  # the measured degrees
     assert "2, 4, 8, 16 measured" in told.text
     assert f"measured profile {path}" in told.text
     step_s = decode_step(engine, config).seconds(8, 8192)

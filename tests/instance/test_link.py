@@ -30,7 +30,7 @@ REGISTRATION = Registration(
 
 
 class Scheduler(scheduler_pb2_grpc.SchedulerServicer):
-    """`streams` holds what came over each; `say` goes out on the newest one, None ends it."""
+    """`streams` has the reports of each stream; `say` sends on the newest stream, None ends it."""
 
     def __init__(self) -> None:
         self.streams: list[list[Registration | Report | None]] = []
@@ -64,7 +64,7 @@ class Scheduler(scheduler_pb2_grpc.SchedulerServicer):
 
 
 class Worker:
-    """A link and what its owner sees. `drop` must be set for a drop to end."""
+    """A link and its callbacks' calls. A drop ends when `drop` is set."""
 
     def __init__(self, address: str) -> None:
         self.seen: list[str] = []

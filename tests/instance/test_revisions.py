@@ -1,4 +1,4 @@
-"""Instances of two revisions of a model serve side by side, and exchange nothing."""
+"""Instances of two revisions of a model serve side by side, and exchange no KV."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stages as processes: rows between them over the transport, one engine to whoever uses it."""
+"""Stages as processes: rows go between them over the transport; callers see one engine."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def assert_ended(pids: Sequence[int]) -> None:
 
 
 def assert_same_answers(engine: Engine, wanted: Engine) -> Request:
-    """Logits and the KV of all layers, as whoever sends them sees them."""
+    """Compares logits and the KV of all layers, as a KV sender reads them."""
     assert engine.layout == wanted.layout
     assert engine.max_context_tokens == wanted.max_context_tokens
     assert engine.storage.shape == wanted.storage.shape
@@ -75,7 +75,7 @@ def assert_same_answers(engine: Engine, wanted: Engine) -> Request:
 
 
 def pids_of(engine: Engine) -> dict[str, list[int]]:
-    """Of stages, of their ranks, and of the first one's."""
+    """Lists the pids of stages, of their ranks, and of the first stage's ranks."""
     stages = [process.pid for process in engine.runner._stages._processes]
     own = [p.pid for p in multiprocessing.active_children() if p.pid not in stages]
     theirs = [child.pid for pid in stages for child in psutil.Process(pid).children()]
@@ -109,7 +109,7 @@ def test_processes_are_one_engine_until_one_dies(folder, stages, ranks, victim, 
         with pytest.raises(EngineDied, match=message):
             for _ in engine.runner.prefill_batch([task]):
                 pass
-        assert time.monotonic() - begun_s < 30  # found out by its end, not by a timeout
+        assert time.monotonic() - begun_s < 30  # found by its end, not by a timeout
     finally:
         wanted.close()
         engine.close()

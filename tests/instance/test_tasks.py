@@ -1,4 +1,4 @@
-"""Background tasks: none fails unheard."""
+"""Background tasks: every failure is raised."""
 
 import asyncio
 from types import SimpleNamespace
@@ -75,7 +75,7 @@ async def test_stacks_show_where_tasks_and_threads_wait() -> None:
 
 
 async def test_stacks_go_on_below_what_compiled_code_awaits() -> None:
-    """gRPC awaits a handler's coroutine in a wrapper, which names nothing of it."""
+    """gRPC awaits a handler's coroutine in a wrapper, which does not name the coroutine."""
 
     async def handler() -> None:
         await asyncio.Event().wait()
@@ -88,7 +88,7 @@ async def test_stacks_go_on_below_what_compiled_code_awaits() -> None:
 
 
 async def test_stacks_of_compiled_frames_have_no_line() -> None:
-    """An event loop that is compiled shows such frames; the log must not fail on them."""
+    """A compiled event loop has such frames; the log must not fail on them."""
 
     class Compiled:
         cr_frame = SimpleNamespace(

@@ -1,4 +1,4 @@
-"""A KVP worker by itself: whose shards it takes, and that streams are leases."""
+"""A KVP worker alone: the shards that it accepts, and streams as leases."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def kvp_role(context: WorkerContext) -> KvpRole:
 
 
 class Scene:
-    """A worker, and an owner whose memory nothing is ever written to."""
+    """A KVP worker, and a KV owner whose memory is never written to."""
 
     def __init__(self, worker: LiveRole, peer: GrpcKvpPeer, transport: MemoryTransport) -> None:
         self.worker = worker
@@ -94,7 +94,7 @@ async def scene() -> AsyncIterator[Scene]:
 async def test_a_shard_lasts_as_long_as_its_stream(scene: Scene) -> None:
     attachment = await scene.attach()
     shard = await scene.hold()
-    await shard.landed()  # it begins behind the prompt
+    await shard.landed()  # it begins after the prompt
     assert scene.used_pages == -(-68 // scene.worker.engine.layout.page_tokens)
     assert scene.worker.role.counts() == (1, 0)
     shard.close()
@@ -113,7 +113,7 @@ async def test_all_an_owner_has_goes_with_its_place(scene: Scene) -> None:
     for name in ("a", "b"):
         await scene.worker.said("request_released", name)
     await eventually(lambda: not scene.worker.role.counts()[0])
-    with pytest.raises(TransferError, match="without being attached"):
+    with pytest.raises(TransferError, match="is not attached"):
         await scene.hold()
     (await scene.attach()).close()
 
@@ -124,7 +124,7 @@ async def test_what_is_not_meant_or_does_not_fit_is_refused(scene: Scene) -> Non
     for changes, why in (
         ({"holder": other_life}, "stale receiver"),
         ({"layout": other_model}, "model_hash differs"),
-        ({"max_rows": 7}, "a piece has 7 rows there"),
+        ({"max_rows": 7}, "is 7; it must be 128"),
     ):
         with pytest.raises(TransferError, match=why):
             await scene.attach(**changes)

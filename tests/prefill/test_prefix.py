@@ -1,4 +1,4 @@
-"""A prefill instance keeps the KV of prompts, and computes only what it has not."""
+"""A prefill instance keeps the KV of prompts, and computes only uncached tokens."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ async def test_sampled_answers_are_those_without_a_cache(pair: PrefixPair) -> No
 
 
 async def test_chunks_that_are_cached_are_over_at_once(pair: PrefixPair) -> None:
-    """The scheduler waits for the end of each."""
+    """The scheduler waits for the end of each chunk."""
     ids = prompt(300)
     await pair.answer("first", ids)
     request = await pair.request("r", ids)
@@ -117,7 +117,7 @@ async def test_who_asks_for_the_prompts_logprobs_gets_all_of_them(pair: PrefixPa
 
 
 async def test_nothing_is_shared_without_need(pair: PrefixPair) -> None:
-    """Other salts, other block sizes, and requests that take no part."""
+    """Covers other salts, other block sizes, and requests that opt out of caching."""
     ids = prompt(200)
     await pair.answer("first", ids)
     others = {
@@ -131,7 +131,7 @@ async def test_nothing_is_shared_without_need(pair: PrefixPair) -> None:
         await pair.over(name)
         assert pair.cached[name] == 0, name
         assert pair.tokens[name, 0] == pair.tokens["first", 0]
-    assert len(pair.prefill.role.prefix_cache) == 6  # three each of first and salted
+    assert len(pair.prefill.role.prefix_cache) == 6  # three of `first`, three of `salted`
 
 
 async def test_a_cancelled_prompt_leaves_nothing(pair: PrefixPair) -> None:
@@ -180,7 +180,7 @@ async def test_requests_that_wait_for_pages_share_in_the_end(pair: PrefixPair) -
     ids = prompt(300)
     await pair.answer("first", ids)
     pool = pair.prefill.engine.pool
-    held = pool.allocate(pool.free_pages - 2)  # the cache has been pushed out for the most part
+    held = pool.allocate(pool.free_pages - 2)  # most of the cache is evicted
     pair.send(await pair.request("r", ids))
     await asyncio.sleep(0.05)
     assert not pair.prefill.kinds("r")

@@ -1,5 +1,5 @@
-"""A prefill instance beside a decode instance: what it says, and what it lets go of, whatever ends
-a request at whatever stage.
+"""A prefill instance beside a decode instance: its reports, and what it releases at every end of a
+request at every stage.
 """
 
 import asyncio
@@ -103,7 +103,7 @@ async def test_a_prepared_request_is_cancelled_while_another_computes(pair: Pair
 
 
 async def test_cancelled_while_the_handshake_hangs(pair: Pair) -> None:
-    await pair.ask("r", 50, admit=False)  # decode waits for the scheduler's word
+    await pair.ask("r", 50, admit=False)  # decode waits for the scheduler's command
     await pair.prefill.said("chunk_finished", "r")
     await asyncio.sleep(0.1)
     assert "request_released" not in pair.prefill.kinds("r")
@@ -195,7 +195,7 @@ async def test_a_job_that_waits_for_pages_lets_those_go_first_that_are_told_to(p
     await pair.prefill.said("request_released", "small")
     assert pair.started() == ["small"]
     pool.free(held)
-    await pair.ask("another", 20)  # its release lets the large one look again
+    await pair.ask("another", 20)  # its release lets the large request check again
     pair.prefill.role.on_command(order("another", "large"))
     await pair.prefill.said("request_released", "large")
 
@@ -252,7 +252,7 @@ async def test_a_refused_handshake_stops_the_compute(pair: Pair) -> None:
     life = pair.decode.incarnation
     later = life._replace(generation=life.generation + 1)
     elsewhere = replace(pair.decode.member, incarnation=later)
-    with pair.prefill.held_before_the_last_chunk():  # the refusal comes while it computes
+    with pair.prefill.held_before_the_last_chunk():  # the refusal comes during the compute
         pair.prefill.role.on_command(run_prefill(request, elsewhere))
         failed = await pair.prefill.said("request_failed", "r")
     await pair.prefill.said("request_released", "r")

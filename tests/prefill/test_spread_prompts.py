@@ -1,4 +1,4 @@
-"""Prompts whose KV a prefill instance, or a group of them, sends in shards to several holders."""
+"""Prompts whose KV a prefill instance or SP group sends in shards to a KV owner and KVP workers."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ class Fleet:
         cuts: Sequence[int] = (),
         admitted: int | None = None,
     ) -> None:
-        """A prompt of chunks (tokens, prefill instances); the shards of its life end at the cuts.
+        """Sends a prompt of chunks (tokens, prefill instances); its shards end at the cuts.
 
-        The first `admitted` holders expect theirs; all, if None is given.
+        The first `admitted` receivers expect their shards; None: all.
         """
         tokens = sum(count for count, _ in chunks)
         request = spec(request_id, tokens)
@@ -129,7 +129,7 @@ async def test_cancelled_while_a_holder_is_not_there_yet(fleet: Fleet) -> None:
         ([("a", 0, 40)], "its shards end at token 40 of 50"),
         ([("a", 0, 40), ("b", 41, 60)], r"a shard is tokens 41\.\.59; it must begin at token 40"),
         ([("a", 0, 40), ("b", 40, 40)], r"a shard is tokens 40\.\.39"),
-        ([("b", 0, 60)], "its first shard is at b, its home is a"),
+        ([("b", 0, 60)], "its first shard is at b, its KV owner is a"),
     ],
 )
 async def test_shards_that_are_not_the_prompt_are_refused(shards, pattern) -> None:

@@ -20,11 +20,11 @@ from millrace.profiler.workload import Workload
 from millrace.shipped import SHIPPED_MODEL
 
 CHUNK = 2048
-BUSY = 0.15  # of all cores, by others than this process
+BUSY = 0.15  # share of all cores, used by other processes
 
 
 def others_s() -> float:
-    """CPU seconds that other processes have used so far."""
+    """Returns the CPU seconds that other processes have used so far."""
     times, own = psutil.cpu_times(), psutil.Process().cpu_times()
     return sum(times) - times.idle - times.iowait - own.user - own.system
 
@@ -54,7 +54,7 @@ def test_unseen_prefills_are_predicted_within_fifteen_percent() -> None:
 
 @pytest.mark.slow
 def test_online_correction_keeps_up_with_a_loaded_machine() -> None:
-    """Every core is taken by others all the time: prefill takes about twice what was profiled."""
+    """Other processes use every core: prefill takes about twice the profiled time."""
     engine = open_engine(SHIPPED_MODEL, EngineConfig(device="cpu", threads=1))
     workload = Workload(engine, max_chunk_tokens=CHUNK, max_batch=64)
     measured = measure(workload, 10.0)
@@ -72,4 +72,4 @@ def test_online_correction_keeps_up_with_a_loaded_machine() -> None:
     assert median(errors[20:]) < 0.15, sorted(errors)
     alone_s = latency.chunk_s(CHUNK, 0)
     loaded_s = corrections.seconds("p", band_of(CHUNK), alone_s)
-    assert loaded_s > 1.2 * alone_s  # or nothing was there to correct
+    assert loaded_s > 1.2 * alone_s  # else the test corrects nothing

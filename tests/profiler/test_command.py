@@ -1,4 +1,4 @@
-"""`millrace profile` and the measuring at first start."""
+"""`millrace profile` and the measurement at the first start."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ def test_it_measures_keeps_writes_and_is_read_by_the_simulator(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, cache: Path
 ) -> None:
     model, out, report = model_folder("llama"), tmp_path / "p.json", tmp_path / "r.json"
-    # Rounds end the measuring, not the budget: of a budget that a slow machine spends at once the
-    # longest prompt would be too short for points to be held out.
+    # Rounds end the measurement, not the budget: on a slow machine, the budget would allow only a
+    # longest prompt that is too short for held-out points.
     monkeypatch.setattr(measure, "MOST_ROUNDS", 2)
     quick = (*QUICK, "--budget-s", "10000")
     status, said, error = profile(model, *quick, *SETTINGS, "--out", out, "--json", report)

@@ -1,4 +1,4 @@
-"""Prefill groups as processes that compute what they are told to."""
+"""Prefill groups as processes that compute prompts as planned."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ async def test_one_prompt_after_another(conductor: Conductor) -> None:
 async def test_a_prompt_that_fits_nowhere_is_an_error_and_leaves_nothing(
     conductor: Conductor,
 ) -> None:
-    # Of decode's or of prefill's, whoever is the first to refuse.
+    # Decode's or prefill's error, whichever refuses first.
     refused = r"12501 KV pages may be wanted|needs \d+ KV pages; there are"
     with pytest.raises(ConductorError, match=refused):
         await conductor.run([PlannedChunk(200_000, (0, 1))])

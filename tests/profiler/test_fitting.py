@@ -1,4 +1,4 @@
-"""Profiles from measured times whose law is known."""
+"""Profiles from measured times with a known law."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def test_it_is_written_and_read_and_says_what_was_not_measured() -> None:
 
 
 def test_times_that_fall_with_the_tokens_still_give_a_profile() -> None:
-    """A busy machine measures such."""
+    """A busy machine may measure such times."""
     found = measured()
     backwards = dict(zip(found.prefills, reversed(list(found.prefills.values())), strict=True))
     profile = build_profile(

@@ -1,4 +1,4 @@
-"""Groups of instances whose law is known: what is measured, and what the profile says then."""
+"""Groups of instances with a known law: the measurements and the profile."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def law_s(tokens: int, history: int, sp: int) -> float:
 
 
 class Fleet:
-    """Takes no time. The first run of a group is slow, as its members connect."""
+    """A fleet that takes no real time. A group's first run is slow: its members connect."""
 
     def __init__(self) -> None:
         self.plans: list[list[PlannedChunk]] = []

@@ -1,4 +1,4 @@
-"""What is measured of attention at the context's end, by a law that is known."""
+"""Measurements of attention at the context's end, with a known law."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ PAIR_S = 1e-8
 
 
 def law_s(far: Far) -> float:
-    """A pair costs more in a narrow chunk, as K/V is read for fewer rows."""
+    """Gives a pair in a narrow chunk a higher cost, because K/V is read for fewer rows."""
     return far.pairs * PAIR_S * (1.0 + 16.0 / far.tokens)
 
 

@@ -1,4 +1,4 @@
-"""What is timed is what a live instance computes."""
+"""The timed passes are the passes of a live instance."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_a_long_prompt_goes_in_equal_passes_and_only_the_last_has_logits(
     workload.close()
 
     assert seen[:2] == [[(50, 30, False)], [(50, 80, True)]]
-    assert seen[2] == [(70, 0, True)] * 3  # in one pass, each with pages of its own
+    assert seen[2] == [(70, 0, True)] * 3  # in one pass, each with its own pages
     assert (timing.passes, together.passes) == (2, 1)
     assert timing.operators.keys() == OPERATORS
     assert sum(timing.operators.values()) == pytest.approx(timing.seconds, rel=0.2)

@@ -1,4 +1,4 @@
-"""A request's way into a mixed instance, into its batch and out of memory."""
+"""Admits requests to a mixed instance and its batch, and releases their memory."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from millrace.instance.host import WorkerContext
 from millrace.instance.prefix import prompt_blocks
 from millrace.instance.tasks import Tasks
 
-#: Tokens of spread prompts that a pass computes at most, and of the pool's room that they spill
-#: into, one part in so many.
+#: Most tokens of spread prompts in a pass: this number, and the pool's tokens / `_SPILL_PART`,
+#: since they spill into the pool.
 _MOST_SPREAD_TOKENS: Final = 512
 _SPILL_PART: Final = 8
 
 
 class MixedAdmissions:
-    """Owns the pages. Used from the event loop, and `let_in` and `release` while no pass runs."""
+    """Owns the pages of requests. For the event loop; `let_in` and `release` between passes."""
 
     def __init__(
         self,
@@ -38,7 +38,7 @@ class MixedAdmissions:
         tasks: Tasks,
         on_lost: Callable[[DecodeRequest, str], None],
     ) -> None:
-        """`on_lost` hears of requests that have lost KV which others held, and why."""
+        """`on_lost` gets each request that lost KV at a KVP worker, and the reason."""
         engine = context.engine
         self._send = context.send
         self._runner = engine.runner
@@ -62,15 +62,15 @@ class MixedAdmissions:
     def prefix_cache(self) -> PrefixCache:
         return self._prefixes.cache
 
-    # -- in
+    # -- admission
 
     def admit(self, admit: AdmitDecode) -> None:
-        """Reserves the pages of the request's whole life, or says at once that there are none.
+        """Reserves all pages of the request, or refuses the request at once if there are too few.
 
-        Its prompt begins with what of it is cached, however much the scheduler took that to be.
+        All cached blocks of the prompt are used, even if the scheduler expected fewer or more.
         """
         request = self._table.get(admit.request.request_id)
-        if request is not None:  # that has ended: its release answers this too
+        if request is not None:  # ended: its release report answers this, too
             request.attempt = admit.attempt
             return
         try:
@@ -90,7 +90,7 @@ class MixedAdmissions:
         self._table.add(request)
 
     def _admit_spread(self, admit: AdmitDecode) -> None:
-        """Reserves pages for the first shard, and has the holders of the others reserve theirs."""
+        """Reserves pages for the first shard, and asks the KVP workers to reserve the others."""
         own, *others = admit.shards
         if why := self.spread.refusal(admit.request):
             raise CapacityError(why)
@@ -101,12 +101,12 @@ class MixedAdmissions:
         self.spread.open(request, others, sent_tokens=0)
 
     def _shards_opened(self, request: DecodeRequest) -> None:
-        """The prompt can be computed, its KV be kept."""
+        """Wakes the loop: the prompt can be computed, because all its shards have pages."""
         del request
         self._table.wake.set()
 
     def _cached(self, spec: RequestSpec) -> list[int]:
-        """Pages of the prompt's first blocks, now held; the last token is computed in any case."""
+        """Takes cached pages of the prompt's first blocks; the last token is always computed."""
         cache = self.prefix_cache
         if not cache.block_tokens:
             return []
@@ -124,7 +124,7 @@ class MixedAdmissions:
     # -- the batch
 
     def let_in(self, batch: DecodeBatch) -> None:
-        """Who has its first tokens joins, as far as the batch has room."""
+        """Adds requests with first tokens to the batch, in order, as far as it has room."""
         joining = self._table.joining
         while joining:
             request = joining[0]
@@ -144,15 +144,15 @@ class MixedAdmissions:
         self._metrics.join_s.observe(request.first_step_s - request.first_token_s)
         self._send(DecodeStarted(request_id=request.id))
 
-    # -- out
+    # -- release
 
     def keep_prefix(self, request: DecodeRequest) -> None:
-        """Its prompt's blocks are there, for others that begin alike."""
+        """Caches the blocks of a computed prompt, for prompts with the same beginning."""
         if not request.ended:
             self._prefixes.keep(request)
 
     def release(self, request: DecodeRequest) -> None:
-        """Of a request that is in no batch: frees what it holds, then tells the scheduler."""
+        """Frees the memory of a request that is in no batch, then reports to the scheduler."""
         if request.is_spread:
             self._tasks.spawn(self._release_spread(request))
         else:

@@ -1,4 +1,4 @@
-"""Where an instance's predictor of mixed batches comes from: a profile, else a brief measuring."""
+"""Finds an instance's model of mixed batches: from a profile, else from a brief measurement."""
 
 from __future__ import annotations
 
@@ -17,15 +17,16 @@ from millrace.profiles.degrees import REFERENCE
 
 log = logging.getLogger(__name__)
 
-#: Of the brief measuring, a round of which takes some 1.5 times as long.
+#: Budget of the brief measurement; one round takes about 1.5 times as long.
 BUDGET_S = 1.0
 
 
 def mixed_batches(
     engine: Engine, config: EngineConfig, budget_s: float = BUDGET_S
 ) -> OperatorModel:
-    """Before anything else uses the engine, whose free pages it takes and gives back.
+    """Loads or measures the operator model of mixed batches.
 
+    Must run before anything else uses the engine: it takes the free pages and gives them back.
     Raises ConfigError for a named profile that can't be read.
     """
     profile = profile_of(engine, config)
@@ -40,11 +41,11 @@ def mixed_batches(
     finally:
         workload.close()
     found = mixed_model(measured, engine.layout.num_layers, load_profile(REFERENCE).operators)
-    assert found is not None  # one decode has room wherever a prompt has
+    assert found is not None  # if a prompt has room, one decode has
     return replace(found, history_factor=_by_flops(found.history_factor))
 
 
 def _by_flops(factor: Table) -> Table:
-    """A history costs a chunk no less than by FLOP counting: what was measured once, and says
-    otherwise, is noise."""
+    """Raises factors below 1 to 1: history costs no less than its FLOPs; a lower measurement is
+    noise."""
     return Table(xs=factor.xs, ys=tuple(max(y, 1.0) for y in factor.ys))

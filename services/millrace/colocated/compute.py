@@ -1,4 +1,4 @@
-"""What the compute thread does: one iteration, decodes and shares of prompts in one pass."""
+"""Runs one iteration on the compute thread: decodes and shares of prompts in one pass."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class Iteration:
-    """What came of one: a token of every decode, token one of the prompts that are through.
+    """The result of an iteration: a token per decode, the first tokens of finished prompts.
 
-    errors: why nothing can come of a prompt, by the request's id; lost: why nothing can come of it
-    here, where KV that another instance holds is gone.
+    errors: why a prompt failed, by request id; lost: why a prompt failed at this instance because a
+    KVP worker lost its KV, by request id.
     """
 
     seconds: float = 0.0
@@ -41,7 +41,7 @@ class Iteration:
 
 
 class MixedCompute:
-    """`run` is the compute thread's; the batch changes only while none runs."""
+    """Computes iterations: `run` on the compute thread; the batch changes only between runs."""
 
     def __init__(self, engine: Engine, max_batch: int) -> None:
         self._runner = engine.runner
@@ -52,9 +52,9 @@ class MixedCompute:
 
     @torch.inference_mode()
     def run(self, shares: Sequence[Share]) -> Iteration:
-        """One iteration. Where its pass fails, its prompts do, and the decodes go on.
+        """Runs one iteration. If a pass with prompts fails, the prompts fail and decodes continue.
 
-        Raises EngineDied when ranks are lost, and whatever ends a pass of decodes alone.
+        Raises EngineDied when ranks are lost, and any error of a pass of decodes alone.
         """
         begun_s = time.perf_counter()
         result = Iteration()
@@ -64,7 +64,7 @@ class MixedCompute:
                 self._pass(shares, tasks, result)
             except EngineDied:
                 raise
-            except Exception as error:  # what a prompt can do to a pass is for its request to hear
+            except Exception as error:  # any error of a pass fails only its prompts
                 log.exception("an iteration with %d prompts failed", len(shares))
                 why = f"prefill failed: {error}"
                 result.errors = {share.prompt.request.id: why for share in shares}
@@ -96,7 +96,7 @@ class MixedCompute:
         for share, task in zip(shares, tasks, strict=True):
             self._conclude(share, task, result)
         if self._device.type == "cuda" and not (result.tokens or result.first_tokens):
-            torch.cuda.current_stream(self._device).synchronize()  # nothing came to the host yet
+            torch.cuda.current_stream(self._device).synchronize()  # no result came to the host
 
     def _conclude(self, share: Share, task: PrefillTask, result: Iteration) -> None:
         prompt, sampling = share.prompt, share.prompt.request.sampling

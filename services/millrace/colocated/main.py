@@ -1,4 +1,4 @@
-"""`millrace colocated`: wires an instance that does both, in the role that it is given."""
+"""Runs `millrace colocated`: an instance that prefills and decodes, as a pair or mixed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from millrace.colocated.pair import serve as serve_pair
 from millrace.core.config import Config
 from millrace.instance.host import WorkerOptions
 
-#: By the name of `--role`.
+#: The serve function by the value of `--role`.
 SERVE = {"pair": serve_pair, "mixed": serve_mixed}
 
 
@@ -20,5 +20,5 @@ async def serve(
     *,
     role: str = "pair",
 ) -> None:
-    """Runs until SIGTERM or SIGINT, then finishes what it has."""
+    """Serves until SIGTERM or SIGINT, then finishes its requests."""
     await SERVE[role](options, config, on_ready)

@@ -1,4 +1,4 @@
-"""What a mixed instance counts, beside what decode instances do."""
+"""Defines the metrics of a mixed instance, beside those of a decode instance."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ SHARE_BUCKETS = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0)
 
 
 class MixedMetrics:
-    """Used from the event loop."""
+    """The metrics of mixed iterations. Used from the event loop."""
 
     def __init__(self, registry: Registry) -> None:
         self._iteration_s = registry.histogram(
@@ -38,7 +38,7 @@ class MixedMetrics:
         )
 
     def iterated(self, plan: Plan, seconds: float) -> None:
-        """Takes note of an iteration that has ended."""
+        """Counts an iteration that has ended."""
         if not plan.shares:
             return
         self._iteration_s.observe(seconds)

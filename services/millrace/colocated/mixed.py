@@ -1,9 +1,9 @@
-"""`millrace colocated --role mixed`: prefill and decode in the same batches (Medha section 4.3).
+"""Runs `millrace colocated --role mixed`: prefill and decode in one batch (Medha section 4.3).
 
-The event loop owns every request and all pages; the compute thread runs one iteration after the
-other: a token of each answer and, packed beside them, chunks of prompts. What changes waits for the
-moment between two iterations. To the scheduler it is one instance, which it places requests at as
-at decode and which prefills them itself: nothing of a request's KV ever travels.
+The event loop owns every request and all pages; the compute thread runs iterations: a token of each
+answer and chunks of prompts in one pass. Changes are applied between two iterations. The scheduler
+places requests at the instance as at a decode instance, and the instance prefills them itself: no
+KV is transferred to it.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ log = logging.getLogger(__name__)
 
 
 class MixedRole:
-    """Everything an instance holds for its requests is in `_book`."""
+    """The role of a mixed instance; `_table` has every request that the instance holds."""
 
     name = "mixed"
 
@@ -104,7 +104,7 @@ class MixedRole:
 
     @property
     def num_spill_pages(self) -> int:
-        """Pages of the pool that the instance takes for itself."""
+        """Pages of the pool that the instance reserves for itself, not for requests."""
         return len(self._admissions.spread.spill_pages)
 
     @property
@@ -153,7 +153,7 @@ class MixedRole:
                 self._cancel(request_id)
             case Drain(abort=abort):
                 self._output.evict(abort=abort)
-                self._host.lose_all("its holder had to let go of it")
+                self._host.lose_all("the KVP worker had to release it")
 
     def _cancel(self, request_id: str) -> None:
         if (request := self._table.get(request_id)) is not None:
@@ -181,7 +181,7 @@ class MixedRole:
             if decodes or plan.shares:
                 self._prompts.begin(plan)
                 iteration = loop.run_in_executor(self._thread, self._compute.run, plan.shares)
-                self._output.step_tokens(last.tokens, decodes)  # while the next one computes
+                self._output.step_tokens(last.tokens, decodes)  # while the next iteration computes
                 last = await iteration
                 self._take(plan, last)
             else:
@@ -202,7 +202,7 @@ class MixedRole:
         )
 
     def _tightest_tbt_s(self) -> float | None:
-        """Of the answers that run."""
+        """Returns the tightest TBT objective of the running requests, if any."""
         objectives = [r.spec.slo.tbt_s for r in self._table if r.joined and r.spec.slo.tbt_s]
         return min(objectives, default=None)
 
@@ -255,7 +255,7 @@ class MixedRole:
 async def serve(
     options: WorkerOptions, config: Config, on_ready: Callable[[int], None] | None = None
 ) -> None:
-    """Runs until SIGTERM or SIGINT, then finishes what it has. Raises as `serve_worker` does."""
+    """Serves until SIGTERM or SIGINT, then finishes its requests. Raises as `serve_worker` does."""
     packing_config(config)  # before the weights are loaded
     stop = stop_event()
     async with open_vitals(config.telemetry, options.host) as vitals:

@@ -1,7 +1,7 @@
-"""Which chunks the next iteration takes: Medha's packer with this instance's settings and clock.
+"""Chooses the chunks of the next iteration: Medha's packer with this instance's settings and clock.
 
-Prompts wait in the order of the configured policy, which sees them as the scheduler sees requests:
-by deadline, and by the work that is left as Medha's Algorithm 3 tells it under adaptive chunking.
+Prompts wait in the order of the configured policy, which ranks them as the scheduler ranks
+requests: by deadline and remaining work, by Medha's Algorithm 3 under adaptive chunking.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 
 from millrace.colocated.predictor import Predictor
-from millrace.colocated.stretches import Stretches
+from millrace.colocated.prompt_spans import PromptSpans
 from millrace.core.config import Config
 from millrace.core.cost.operators import BatchShape, OperatorModel
 from millrace.core.cost.prefill_times import ChunkLimits, PrefillTimes
@@ -39,16 +39,16 @@ _GRANULARITY: Final = 256  # tokens between entries of Algorithm 3's table
 class Prompt:
     """A prompt that the instance computes.
 
-    `standing` is what the policy sees of it; its times are in seconds since the epoch.
+    `standing` is the policy's view of the prompt; its times are in seconds since the epoch.
     """
 
     request: DecodeRequest
     ids: torch.Tensor  # int64 [prompt_tokens] on the CPU
-    pages: npt.NDArray[np.int32]  # of choice 0, which holds all of the prompt
+    pages: npt.NDArray[np.int32]  # of choice 0, which holds the whole prompt
     standing: LiveRequest
-    stretches: Stretches
-    done: int = 0  # tokens whose KV is there
-    compute_s: float = 0.0  # of the iterations that it took part in
+    spans: PromptSpans
+    done: int = 0  # tokens whose KV is computed or cached
+    compute_s: float = 0.0  # of the iterations that had a chunk of it
     logprobs: list[LogprobsRun] = field(default_factory=list)
 
     @property
@@ -58,7 +58,7 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """A prompt's part of an iteration."""
+    """A prompt's share of an iteration."""
 
     prompt: Prompt
     tokens: int
@@ -70,9 +70,9 @@ class Share:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What an iteration computes beside its decodes, and what was foreseen of it.
+    """An iteration's shares of prompts, and its predicted times.
 
-    shape: decodes included. yielded: the share of t_target that a long prefill left to others.
+    shape: with decodes. yielded: the share of t_target that a long prefill left to other prompts.
     """
 
     shares: list[Share]
@@ -83,7 +83,7 @@ class Plan:
 
 
 def packing_config(config: Config) -> PackingConfig:
-    """The settings of section mixed as the packer has them. Raises ConfigError."""
+    """Converts the settings of section mixed for the packer. Raises ConfigError."""
     mixed, engine = config.mixed, config.engine
     step = mixed.chunk_step_tokens
     most = engine.max_chunk_tokens // step * step
@@ -117,7 +117,7 @@ class IterationPacker:
         config: Config,
         most_spread_tokens: int,
     ) -> None:
-        """`most_spread_tokens`: of prompts whose KV is spread, in one iteration.
+        """`most_spread_tokens`: most tokens of spread prompts in one iteration.
 
         Raises ConfigError for settings that contradict each other.
         """
@@ -135,14 +135,14 @@ class IterationPacker:
         )
 
     def rank_by(self, policy: str) -> None:
-        """From the next iteration on prompts go in this policy's order, if it is a known one."""
+        """Ranks prompts by this policy from the next iteration on, if the policy is known."""
         if policy in POLICIES:
             self._policy = POLICIES[policy]
-        else:  # of a scheduler of another version
+        else:  # from a scheduler of another version
             log.warning("policy %r is unknown: %s stays", policy, self._policy.name)
 
     def standing(self, request: DecodeRequest, order: int) -> LiveRequest:
-        """How a prompt that came as the `order`th stands before any of it is computed."""
+        """Builds the policy's view of the `order`th prompt, before any computation."""
         spec = request.spec
         predicted_s = self._times.total_s(request.prompt_tokens) * self._predictor.factor
         allowed_s = spec.slo.ttft_s or max(DEADLINE_FACTOR * predicted_s, LEAST_DEADLINE_S)
@@ -161,7 +161,7 @@ class IterationPacker:
         return found
 
     def advance(self, prompt: Prompt, tokens: int) -> None:
-        """So many more tokens of the prompt are computed."""
+        """Notes that `tokens` more tokens of the prompt are computed."""
         prompt.done += tokens
         total, standing = prompt.prompt_tokens, prompt.standing
         left = self._times.remaining_s(total, prompt.done) / self._times.total_s(total)
@@ -176,9 +176,9 @@ class IterationPacker:
         context_tokens: int = 0,
         tbt_s: float | None = None,
     ) -> Plan:
-        """The next iteration beside `decodes` of `context_tokens` in all.
+        """Plans the next iteration beside `decodes` with `context_tokens` in total.
 
-        tbt_s: the tightest objective of what decodes, which is t_target then. now_s: since the
+        tbt_s: the tightest TBT objective of the decodes, which replaces t_target. now_s: since the
         epoch.
         """
         yielded = 0.0
@@ -217,7 +217,7 @@ class IterationPacker:
         return [prompts[i] for i in order]
 
     def _within_pass(self, shares: list[Share]) -> list[Share]:
-        """As much of them as a pass may hold."""
+        """Cuts the shares to the tokens that a pass may have."""
         room, spread_room = self._most_tokens, self._most_spread_tokens
         fitting: list[Share] = []
         for share in shares:

@@ -1,9 +1,9 @@
-"""`millrace colocated --role pair`: a prefill and a decode instance in one process, same weights.
+"""Runs `millrace colocated --role pair`: prefill and decode in one process with one set of weights.
 
-FlowPrefill section 6.5 (PD-colocation): both share a device and its memory, each with its own pool
-of KV pages and its own compute thread. To the scheduler they are two instances like any other, so
-that prefill is preempted, batched and chunked as elsewhere, and decode goes on between its
-operators; a request's two halves may also go to different processes.
+FlowPrefill section 6.5 (PD-colocation): both instances share a device and its memory; each has its
+own pool of KV pages and its own compute thread. The scheduler treats them as two usual instances:
+prefill is preempted, batched and chunked as in other instances, and decode runs between its
+operators. A request may also be prefilled and decoded in different processes.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ ROLES: dict[str, Callable[[WorkerContext], Role]] = {"prefill": PrefillRole, "de
 async def serve(
     options: WorkerOptions, config: Config, on_ready: Callable[[int], None] | None = None
 ) -> None:
-    """Runs until SIGTERM or SIGINT, then finishes what it has.
+    """Serves until SIGTERM or SIGINT, then finishes its requests.
 
-    The instances are named `ID-prefill` and `ID-decode`. Prefill serves on `options.port`, and with
-    metrics on telemetry.metrics_port, decode on the ports after them; `on_ready` gets prefill's
-    once both are registered. Raises what ends either.
+    The instances are named `ID-prefill` and `ID-decode`. Prefill serves on `options.port` and its
+    metrics on telemetry.metrics_port, decode on the next ports; `on_ready` gets prefill's port when
+    both are registered. Raises the error that ends either instance.
     """
     stop = stop_event()
     name = options.instance_id or f"worker-{uuid.uuid4().hex[:8]}"
@@ -73,7 +73,7 @@ async def serve(
                         serve_role(own, trees[offset], build, loaded, stop, ready(role)), name=role
                     )
         except ExceptionGroup as failed:
-            raise failed.exceptions[0] from None  # the other was ended for it
+            raise failed.exceptions[0] from None  # the other instance ended because of it
 
 
 def _metrics_beside(config: Config, offset: int) -> Config:

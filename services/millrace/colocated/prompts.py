@@ -1,4 +1,4 @@
-"""The prompts that a mixed instance computes: fetched, in line, through, or failed."""
+"""Tracks the prompts that a mixed instance computes, from their fetch to their end or failure."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 
 from millrace.colocated.compute import Iteration
 from millrace.colocated.packing import IterationPacker, Plan, Prompt, Share
-from millrace.colocated.stretches import Stretches
+from millrace.colocated.prompt_spans import PromptSpans
 from millrace.core.errors import IntegrityError
 from millrace.core.scheduler.reports import ChunkFinished, ChunkStarted
 from millrace.core.token_events import FinishedPrefill, FirstToken
@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 
 class Prompts:
-    """Used from the event loop only."""
+    """The prompts of a mixed instance. Used from the event loop only."""
 
     def __init__(
         self,
@@ -49,21 +49,21 @@ class Prompts:
 
     @property
     def begun(self) -> int:
-        """Prompts of which something is computed, and not all."""
-        return sum(prompt.stretches.has_begun for prompt in self._prompts.values())
+        """The number of prompts that are partly computed."""
+        return sum(prompt.spans.has_begun for prompt in self._prompts.values())
 
     def waiting(self) -> list[Prompt]:
-        """All that can be computed now: the shards of spread ones must be held."""
+        """Lists the prompts that can be computed now; a spread prompt needs all its shards held."""
         return [p for p in self._prompts.values() if p.request.shards or not p.request.is_spread]
 
     def expect(self, request_id: str) -> None:
-        """The prompt is to be computed. Nothing happens where its request was not admitted."""
+        """Fetches the prompt of an admitted request to compute it; ignores any other request."""
         request = self._table.live(request_id)
         if request is not None:
             self._tasks.spawn(self._fetch(request, next(self._orders)))
 
     async def _fetch(self, request: DecodeRequest, order: int) -> None:
-        stretches = Stretches(request.clock, self._id)
+        spans = PromptSpans(request.clock, self._id)
         try:
             ids = await fetch_whole(self._store, request.id, request.prompt_tokens)
         except StoreError as error:
@@ -77,46 +77,46 @@ class Prompts:
             ids=ids,
             pages=np.array(request.pages.of_choice(0), dtype=np.int32),
             standing=self._packer.standing(request, order),
-            stretches=stretches,
+            spans=spans,
         )
         self._prompts[request.id] = prompt
         if request.cached_tokens:
-            stretches.found(request.cached_tokens)
+            spans.found(request.cached_tokens)
             self._packer.advance(prompt, request.cached_tokens)
         self._table.wake.set()
 
     def drop(self, request_id: str) -> None:
-        """Its request has ended."""
+        """Removes the prompt of an ended request."""
         self._prompts.pop(request_id, None)
 
     def check_integrity(self) -> None:
-        """Raises IntegrityError when an idle instance has a prompt."""
+        """Raises IntegrityError when the idle instance has a prompt."""
         if self._prompts:
             raise IntegrityError(f"prompts of ended requests: {sorted(self._prompts)}")
 
     # -- around an iteration
 
     def begin(self, plan: Plan) -> None:
-        """It computes these shares; the others wait."""
+        """Notes that an iteration with these shares begins; other prompts wait."""
         packed = {share.prompt.request.id for share in plan.shares}
         for name, prompt in self._prompts.items():
             if name not in packed:
-                prompt.stretches.leave()
+                prompt.spans.leave()
         for share in plan.shares:
             prompt = share.prompt
-            if not prompt.stretches.has_begun:
+            if not prompt.spans.has_begun:
                 self._send(ChunkStarted(request_id=prompt.request.id))
-            prompt.stretches.takes_part(prompt.done)
+            prompt.spans.takes_part(prompt.done)
 
     def take(self, plan: Plan, iteration: Iteration) -> Iterator[DecodeRequest]:
-        """What has come of the shares. Yields the requests that have their first tokens now."""
+        """Applies an iteration's results. Yields the requests that have their first tokens now."""
         for share in plan.shares:
             prompt = share.prompt
             request = prompt.request
             is_last = share.is_last
             self._packer.advance(prompt, share.tokens)
             prompt.compute_s += iteration.seconds
-            prompt.stretches.computed(share.tokens)
+            prompt.spans.computed(share.tokens)
             if request.ended:
                 continue
             if (error := iteration.errors.get(request.id)) is not None:
@@ -128,10 +128,11 @@ class Prompts:
                 yield request
 
     def _through(self, share: Share, outcome: PrefillOutcome) -> None:
-        """The prompt is computed: its first tokens go out, and it joins the batch if it goes on."""
+        """Ends a computed prompt: sends its first tokens; the request joins the batch if it is not
+        complete."""
         prompt, request = share.prompt, share.prompt.request
         del self._prompts[request.id]
-        prompt.stretches.leave()
+        prompt.spans.leave()
         self._send(ChunkFinished(request_id=request.id, compute_s=prompt.compute_s, last=True))
         request.first_token_ids = outcome.token_ids
         request.first_token_s = request.clock.now_s()
@@ -142,7 +143,7 @@ class Prompts:
 
 
 def _finished(prompt: Prompt, outcome: PrefillOutcome) -> FinishedPrefill:
-    """As a prefill instance would tell it."""
+    """Builds the same message as a prefill instance sends."""
     found = [one for _, run in prompt.logprobs for one in run]
     asked = prompt.request.sampling.prompt_logprobs >= 0
     return FinishedPrefill(
@@ -150,7 +151,7 @@ def _finished(prompt: Prompt, outcome: PrefillOutcome) -> FinishedPrefill:
             FirstToken(token, one)
             for token, one in zip(outcome.token_ids, outcome.logprobs, strict=True)
         ),
-        spans=tuple(prompt.stretches.spans),
+        spans=tuple(prompt.spans.spans),
         prompt_logprobs=(None, *found) if asked else (),
         cached_tokens=prompt.request.cached_tokens,
     )

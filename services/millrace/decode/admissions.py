@@ -1,4 +1,4 @@
-"""A request's way into the batch and out of memory: admission, landing of its KV, release."""
+"""Admits requests, tracks the landing of their KV, and releases their memory."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 
 class Admissions:
-    """Owns the receiver of KV."""
+    """Admits and releases a decode instance's requests; owns the KV receiver."""
 
     def __init__(
         self,
@@ -40,7 +40,7 @@ class Admissions:
         tasks: Tasks,
         hosted: ShardBook,
     ) -> None:
-        """`hosted`: shards of others' requests, whose KV comes by the same receiver."""
+        """`hosted`: shards of other instances' requests, whose KV the same receiver receives."""
         self._id = context.incarnation.id
         self._send = context.send
         self._store = context.store
@@ -72,26 +72,26 @@ class Admissions:
             context,
             table.join_if_ready,
             self._shard_lost,
-            pass_tokens=context.config.engine.max_batch,  # one a sequence
+            pass_tokens=context.config.engine.max_batch,  # one per sequence
         )
 
-    # -- in
+    # -- admission
 
     def admit(self, admit: AdmitDecode) -> None:
-        """A new request, or another attempt at one whose first tokens were kept."""
+        """Admits a new request, or another attempt at a request whose first tokens were kept."""
         request = self._table.get(admit.request.request_id)
         if request is not None:
-            request.attempt = admit.attempt  # if it has ended, its release answers this too
+            request.attempt = admit.attempt  # an ended request's release report answers this, too
             if not request.ended:
                 self._rewind(request, admit)
         else:
             self._admit_new(admit)
 
     def _admit_new(self, admit: AdmitDecode) -> None:
-        """Reserves the request's pages, or says at once that there are none; in a memory that
-        others grow in it waits for them.
+        """Reserves the request's pages, or refuses the request at once if there are none. If
+        requests may grow, the request waits for pages instead.
 
-        With tokens to be kept, which no earlier attempt has left, these are the prefix cache's.
+        Kept tokens that no earlier attempt left here come from the prefix cache.
         """
         if len(admit.shards) > 1:
             self._admit_spread(admit)
@@ -115,12 +115,12 @@ class Admissions:
             self._expect(request)
 
     def _take_pages(self, request: DecodeRequest, admit: AdmitDecode) -> None:
-        """Raises TransferError and CapacityError, and takes nothing."""
+        """Reserves the request's pages. Raises TransferError and CapacityError, and takes none."""
         request.pages = self.pages.reserve(request.spec, self.prefixes.take(admit))
         self.prefixes.found(request, admit.kept_tokens)
 
     def _expect(self, request: DecodeRequest) -> None:
-        """Lets the prompt's KV come."""
+        """Admits the prompt's KV at the receiver."""
         prompt_pages = ceil_div(request.prompt_tokens, self._page_tokens)
         self.receiver.admit(
             request.id,
@@ -131,14 +131,14 @@ class Admissions:
         )
         self._fetch_if_needed(request)
 
-    # -- in, where pages have to be waited for
+    # -- admission of requests that wait for pages
 
     def waiting(self) -> list[DecodeRequest]:
-        """Requests without pages, whose senders wait."""
+        """Lists the requests without pages, whose senders wait."""
         return [r for r in map(self._table.live, self._waiting) if r is not None]
 
     def let_in(self, request: DecodeRequest) -> None:
-        """Reserves a waiting request's pages, of which there are enough."""
+        """Reserves the pages of a waiting request; enough pages must be free."""
         try:
             self._take_pages(request, self._waiting.pop(request.id))
         except TransferError as error:
@@ -147,7 +147,7 @@ class Admissions:
             self._expect(request)
 
     def _admit_spread(self, admit: AdmitDecode) -> None:
-        """Reserves pages for the first shard, and has the holders of the others reserve theirs."""
+        """Reserves pages for the first shard, and asks the KVP workers to reserve the others."""
         own, *others = admit.shards
         if why := self.spread.refusal(admit.request):
             self._refuse(admit, why, "capacity")
@@ -199,7 +199,7 @@ class Admissions:
         else:
             self._table.join_if_ready(request)
 
-    # -- what the receiver tells
+    # -- the receiver's callbacks
 
     def _first_tokens(self, request_id: str, finished: FinishedPrefill) -> None:
         request = self._table.live(request_id)
@@ -234,7 +234,8 @@ class Admissions:
     def _receive_failed(
         self, request_id: str, message: str, attempt: int, kept_tokens: int
     ) -> None:
-        """With a prefix to go on from the scheduler decides: another attempt, or a cancel."""
+        """Fails the request. If a prefix is kept, the scheduler decides: another attempt, or a
+        cancel."""
         request = self._table.live(request_id)
         if request is None:
             return
@@ -256,15 +257,15 @@ class Admissions:
     def _shard_lost(self, request: DecodeRequest, why: str) -> None:
         self._output.fail(request, why, "transfer")
 
-    # -- out
+    # -- release
 
     def release(self, request: DecodeRequest) -> None:
-        """Of a request that is in no batch: frees what it holds, then tells the scheduler."""
+        """Frees the memory of a request that is in no batch, then reports to the scheduler."""
         self._waiting.pop(request.id, None)
         self._tasks.spawn(self._release(request))
 
     async def _release(self, request: DecodeRequest) -> None:
-        """Frees the pages once no write can reach them any more."""
+        """Frees the pages when no write can reach them any more."""
         await self.spread.close(request)
         await self.receiver.release(request.id)
         self.prefixes.keep(request)

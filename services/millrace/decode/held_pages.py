@@ -1,4 +1,4 @@
-"""Which pages a request holds, and what for."""
+"""Records the pages that a request holds: shared by its choices, and per choice."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True, eq=False)
 class HeldPages:
-    """The pages of a prompt that its choices share, and those of each choice alone, in token order.
+    """The pages that all choices of a request share, and the pages of each choice, in token order.
 
-    The prompt's last, partly filled page is choice 0's: the others have a page of their own in its
-    place, for its copy.
+    The prompt's last, partly filled page belongs to choice 0; each other choice has its own page
+    for a copy.
     """
 
     shared: list[int] = field(default_factory=list)  # filled by the prompt alone
-    own: dict[int, list[int]] = field(default_factory=dict)  # choice -> its pages behind those
+    own: dict[int, list[int]] = field(default_factory=dict)  # choice -> the pages after these
 
     @staticmethod
     def of(pages: Iterable[int], shared: int, own: Mapping[int, int]) -> HeldPages:
-        """Deals pages out: so many shared, and then so many to each choice."""
+        """Splits `pages`: first `shared` shared pages, then `own[choice]` pages per choice."""
         rest = iter(pages)
         held = HeldPages(shared=[next(rest) for _ in range(shared)])
         for choice, count in own.items():
@@ -33,5 +33,5 @@ class HeldPages:
         return [*self.shared, *(page for pages in self.own.values() for page in pages)]
 
     def of_choice(self, choice: int) -> list[int]:
-        """In token order, those of the prompt first."""
+        """Lists the pages of a choice in token order, the shared pages first."""
         return self.shared + self.own[choice]

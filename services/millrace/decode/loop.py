@@ -1,8 +1,8 @@
-"""The decode instance: apply changes, step, emit.
+"""Runs the decode instance: apply changes, step, emit.
 
 The event loop owns every request and all pages; the compute thread only runs the batch's step.
-Changes to the batch wait for the moment between two steps. A request's way in and out of memory
-is in `admissions.py`, the batch in `running.py`, tokens and ends on their way out in `output/`.
+Changes to the batch are applied between two steps. `admissions.py` admits and releases requests,
+`running.py` changes the batch, `output/` sends tokens and ends requests.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 
 
 class DecodeRole:
-    """Everything an instance holds for its requests is in `_book`."""
+    """The role of a decode instance; `_table` has every request that the instance holds."""
 
     name = "decode"
 
@@ -67,7 +67,7 @@ class DecodeRole:
 
     @property
     def num_spill_pages(self) -> int:
-        """Pages of the pool that the instance takes for itself."""
+        """Pages of the pool that the instance reserves for itself, not for requests."""
         return len(self._admissions.spread.spill_pages)
 
     def attach(self, server: grpc.aio.Server) -> None:
@@ -106,7 +106,7 @@ class DecodeRole:
                 self._cancel(request_id)
             case Drain(abort=abort):
                 self._output.evict(abort=abort)
-                self._host.lose_all("its holder had to let go of it")
+                self._host.lose_all("the KVP worker had to release it")
 
     def _cancel(self, request_id: str) -> None:
         if (request := self._table.get(request_id)) is not None:

@@ -1,4 +1,4 @@
-"""`millrace decode`: wires a decode instance together."""
+"""Runs `millrace decode`: builds a decode instance and serves."""
 
 from __future__ import annotations
 
@@ -12,5 +12,5 @@ from millrace.instance.host import WorkerOptions, serve_worker
 async def serve(
     options: WorkerOptions, config: Config, on_ready: Callable[[int], None] | None = None
 ) -> None:
-    """Runs until SIGTERM or SIGINT, then finishes what it has."""
+    """Serves until SIGTERM or SIGINT, then finishes its requests."""
     await serve_worker(options, config, DecodeRole, on_ready, decodes=True)

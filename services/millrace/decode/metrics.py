@@ -1,4 +1,4 @@
-"""What a decode instance counts."""
+"""Defines the metrics of a decode instance."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ BATCH_BUCKETS = tuple(float(1 << i) for i in range(11))
 
 
 class DecodeMetrics:
-    """Safe to use from the compute thread."""
+    """The metrics of a decode instance. Safe to use from the compute thread."""
 
     def __init__(self, registry: Registry) -> None:
         self.step_s = registry.histogram(

@@ -1,4 +1,4 @@
-"""One request's stay at a decode instance."""
+"""The state of one request at a decode instance."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from millrace.instance.spans import Stopwatch, span
 
 @dataclass(slots=True, eq=False)
 class DecodeRequest:
-    """What the instance holds for a request, from its admission to its release."""
+    """The instance's record of a request, from its admission to its release."""
 
     spec: RequestSpec
     sampling: SamplingSpec
@@ -34,15 +34,15 @@ class DecodeRequest:
     attempt: int = 1
     first_token_ids: list[int] = field(default_factory=list)
     first_token_s: float = 0.0
-    transfer: Span | None = None  # under way, as the sender began it
+    transfer: Span | None = None  # in flight, as the sender began it
     spans: list[Span] = field(default_factory=list)
     prompt_ids: npt.NDArray[np.int32] | None = None
-    prompt_tail: npt.NDArray[np.int32] | None = None  # behind its last whole block
-    cached_tokens: int = 0  # first ones whose KV was here at its admission
+    prompt_tail: npt.NDArray[np.int32] | None = None  # after the last whole block
+    cached_tokens: int = 0  # first tokens whose KV was cached at admission
     answer_ids: array[int] = field(default_factory=lambda: array("i"))  # of choice 0
-    is_sound: bool = True  # what is computed of it may be of use to others
-    is_spread: bool = False  # others hold the KV behind that of its pages
-    shards: tuple[RemoteShard, ...] = ()  # these, once their parts of the prompt have landed
+    is_sound: bool = True  # its KV may be cached for other requests
+    is_spread: bool = False  # KVP workers hold the KV after its own pages
+    shards: tuple[RemoteShard, ...] = ()  # set when the KV of all has landed
     landed: bool = False
     joined: bool = False
     ended: bool = False
@@ -75,19 +75,19 @@ class DecodeRequest:
 
     @property
     def streams(self) -> bool:
-        """Whether tokens of it may be out: it can't be generated anew."""
+        """Whether tokens may have been sent: the request can't be generated again."""
         return bool(self.first_token_ids)
 
     @property
     def may_go_on(self) -> bool:
-        """Whether another attempt may go on behind what has landed, rather than begin anew.
+        """Whether another attempt may continue after the landed tokens.
 
-        Who asked for the prompt's log-probabilities is to get those of all of it.
+        A request for prompt log-probabilities begins again: it needs those of the whole prompt.
         """
         return not self.streams and self.sampling.prompt_logprobs < 0
 
     def last_report(self) -> RequestFinished | RequestReleased:
-        """To the scheduler, once the instance holds nothing of it any more."""
+        """The report to the scheduler, after the instance has released everything."""
         if not self.finish_reason:
             return RequestReleased(request_id=self.id, attempt=self.attempt)
         return RequestFinished(
@@ -98,13 +98,13 @@ class DecodeRequest:
 
     @property
     def can_join(self) -> bool:
-        """Whether all it needs to decode is here: the KV, token one, the prompt for penalties."""
+        """Whether decode has all it needs: the KV, the first token, the prompt for penalties."""
         has_prompt = self.prompt_ids is not None or not self.sampling.needs_prompt_ids
         has_kv = self.landed and (bool(self.shards) or not self.is_spread)
         return has_kv and self.streams and has_prompt and not self.ended
 
     def stepped(self, instance_id: str, batch: int) -> None:
-        """It has had a token of a step; notes the span of its first one."""
+        """Notes that a step gave the request a token; after the first step, adds its span."""
         if self.first_step_s is not None:
             now_s = self.clock.now_s()
             self.spans.append(
@@ -113,8 +113,8 @@ class DecodeRequest:
             self.first_step_s = None
 
     def sequences(self) -> Iterator[Sequence]:
-        """The open choices, each with its pages. The copies of the prompt's partly filled page are
-        for the caller to make."""
+        """Yields the open choices, each with its pages. The caller copies the prompt's partly
+        filled page."""
         for choice in sorted(self.open_choices):
             yield Sequence(
                 request_id=self.id,

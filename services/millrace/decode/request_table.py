@@ -1,4 +1,4 @@
-"""The requests that a decode instance holds, and which of them wait for the next step boundary."""
+"""Lists a decode instance's requests, and those that join or leave the batch between two steps."""
 
 from __future__ import annotations
 
@@ -10,20 +10,23 @@ from millrace.decode.request import DecodeRequest
 
 
 class RequestTable:
-    """Used from the event loop only. Changes to the batch wait here until no step runs."""
+    """The requests of a decode instance. Used from the event loop only.
+
+    Changes to the batch wait in `joining` and `leaving` until no step runs.
+    """
 
     def __init__(self) -> None:
         self._requests: dict[str, DecodeRequest] = {}
         self._emptied = asyncio.Event()
         self.joining: deque[DecodeRequest] = deque()
         self.leaving: list[DecodeRequest] = []
-        self.wake = asyncio.Event()  # set when the next boundary has something to do
+        self.wake = asyncio.Event()  # set when the batch is to change
 
     def __len__(self) -> int:
         return len(self._requests)
 
     def __iter__(self) -> Iterator[DecodeRequest]:
-        """Of those that are held now; they may go meanwhile."""
+        """Iterates over a copy; requests may leave meanwhile."""
         return iter(list(self._requests.values()))
 
     def get(self, request_id: str) -> DecodeRequest | None:
@@ -39,18 +42,18 @@ class RequestTable:
         self._requests[request.id] = request
 
     def remove(self, request: DecodeRequest) -> None:
-        """Nothing of it is held any more: what it held is for others."""
+        """Removes a request after everything that it held was freed."""
         del self._requests[request.id]
         self._emptied.set()
         self.wake.set()
 
     def counts(self) -> tuple[int, int]:
-        """Requests that have joined the batch, and those on their way."""
+        """Counts the requests that have joined the batch, and the others."""
         running = sum(r.joined for r in self._requests.values())
         return running, len(self._requests) - running
 
     def join_if_ready(self, request: DecodeRequest) -> None:
-        """Puts it in line for the batch once all it needs is here."""
+        """Puts the request into the queue for the batch when it has all that decode needs."""
         if request.can_join and not request.joined:
             request.joined = True
             request.away_since_s = request.clock.now_s()
@@ -58,7 +61,7 @@ class RequestTable:
             self.wake.set()
 
     def leave(self, request: DecodeRequest) -> None:
-        """Ends it: it leaves the batch at the next boundary, and then frees what it holds."""
+        """Ends the request: it leaves the batch before the next step, and its memory is freed."""
         if not request.ended:
             request.ended = True
             self.leaving.append(request)

@@ -1,4 +1,4 @@
-"""What runs: the batch, and all that changes in it between two steps."""
+"""Runs the batch, and adds and removes its requests between two steps."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ from millrace.instance.tasks import Tasks
 
 
 class Running:
-    """`step` runs on the compute thread, and all else on the event loop while no step does."""
+    """The batch of a decode instance.
+
+    `step` runs on the compute thread; every other method runs on the event loop, between steps.
+    """
 
     def __init__(
         self,
@@ -63,7 +66,7 @@ class Running:
         )
 
     def step(self) -> list[TokenOut]:
-        """One token for every sequence of the batch."""
+        """Generates one token for every sequence of the batch."""
         begun = time.perf_counter()
         self._metrics.batch.observe(self.batch.size)
         outs = self.batch.step()
@@ -71,8 +74,8 @@ class Running:
         return outs
 
     def apply_changes(self) -> None:
-        """Gives pages to who grows, lets out who has ended, and in who is ready, as far as there is
-        room."""
+        """Gives pages to requests that grow, removes ended requests from the batch, and adds ready
+        requests as far as there is room."""
         if self._admissions.pages.may_grow:
             self._preemption.make_room()
         self._let_out()
@@ -80,41 +83,41 @@ class Running:
 
     @property
     def owed_pages(self) -> int:
-        """Free pages that requests here will take before any new one."""
+        """Free pages that requests of this instance will take before any new request."""
         return self._preemption.owed_pages
 
     def check_integrity(self) -> None:
-        """Raises IntegrityError for what the batch or host memory hold of a request in error."""
+        """Raises IntegrityError when the batch or host memory holds what belongs to no request."""
         self.batch.check_integrity()
         self._preemption.check_integrity()
 
     def close(self) -> None:
-        """Ends copies to and from host memory."""
+        """Ends the copies to and from host memory."""
         self._swapper.close()
 
     def _let_out(self) -> None:
         leaving, self._table.leaving = self._table.leaving, []
         for request in leaving:
             if not self._preemption.let_go(request):
-                self._table.leaving.append(request)  # until the copy that reads its pages has ended
+                self._table.leaving.append(request)  # again after the copy that reads its pages
                 continue
             self.batch.remove(request.id)
             self._admissions.release(request)
 
     def _let_in(self) -> None:
-        """In order of priority; nobody passes by one that has to wait."""
+        """Adds requests in order of priority; no request overtakes a waiting request."""
         joining, ready = self._table.joining, self._preemption.ready()
         if not joining and not ready:
             return
         back = {preempted.request.id: preempted for preempted in ready}
-        line = [request for request in joining if not request.ended]
-        line += [preempted.request for preempted in ready]
-        line.sort(key=self._preemption.priority)
-        while line and self._has_place(line[0]):
-            request = line.pop(0)
+        waiting = [request for request in joining if not request.ended]
+        waiting += [preempted.request for preempted in ready]
+        waiting.sort(key=self._preemption.priority)
+        while waiting and self._has_place(waiting[0]):
+            request = waiting.pop(0)
             self._enter(request, back.get(request.id))
         joining.clear()
-        joining.extend(request for request in line if request.id not in back)
+        joining.extend(request for request in waiting if request.id not in back)
 
     def _enter(self, request: DecodeRequest, preempted: Preempted | None) -> None:
         if preempted is not None:
@@ -126,10 +129,10 @@ class Running:
                 self.batch.resume(paused)
 
     def _has_place(self, request: DecodeRequest) -> bool:
-        """Whether the batch has room for it, and it breaks no objective that it could respect.
+        """Says whether the batch has room for the request and the request may join now.
 
-        A request that can wait does, where the step with it would take longer than the tightest TBT
-        objective of what runs.
+        A request that is not in danger waits while the step with it would take longer than the
+        tightest TBT objective of the running requests.
         """
         size, more = self.batch.size, len(request.open_choices)
         if size + more > self._max_batch:

@@ -1,4 +1,4 @@
-"""The Decode gRPC service: token streams to the proxies."""
+"""Serves the Decode gRPC service: token streams to the proxies."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from millrace.wire.pb import decode_pb2, decode_pb2_grpc
 
 
 class DecodeServicer(decode_pb2_grpc.DecodeServicer):
-    """Hands each proxy its outbox, one message for all events that are ready."""
+    """Streams each proxy its outbox, one message for all ready events."""
 
     def __init__(self, streams: TokenStreams, life: Incarnation) -> None:
-        """`life`: this instance's own."""
+        """`life`: this instance's incarnation."""
         self._streams = streams
         self._life = life
 
@@ -33,7 +33,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
         ],
     ) -> AsyncIterator[decode_pb2.TokenBatch]:
         if incarnation_of(request.decode) != self._life:
-            # A proxy that reconnects to an earlier life would take tokens it then throws away.
+            # A proxy that wants an earlier incarnation would take tokens and then drop them.
             await context.abort(
                 grpc.StatusCode.FAILED_PRECONDITION,
                 f"this is {self._life.id}, generation {self._life.generation}",

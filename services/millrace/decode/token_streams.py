@@ -1,8 +1,8 @@
-"""Tokens on their way to the proxies: one long-lived stream a proxy, a message a decode step.
+"""Streams tokens to the proxies: one long-lived stream per proxy, one message per decode step.
 
-Events wait in a proxy's outbox until its stream takes them, all that are ready in one message. A
-proxy that stays away longer than the grace, or falls too far behind, is gone: its requests are
-given up through `on_gone`.
+Events wait in a proxy's outbox until its stream takes all ready events in one message. A proxy is
+lost when it stays away longer than the grace time or reads too slowly: `on_gone` then ends its
+requests.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class TokenStreams:
         self._outboxes: dict[Incarnation, _Outbox] = {}
 
     def publish(self, proxy: Incarnation, event: TokenEvent) -> None:
-        """Adds an event for a proxy, connected or not."""
+        """Adds an event for a proxy, whether the proxy is connected or not."""
         box = self._outbox(proxy)
         box.events.append(event)
         box.ready.set()
@@ -45,10 +45,10 @@ class TokenStreams:
             self._forget(proxy)
 
     async def subscribe(self, proxy: Incarnation) -> AsyncGenerator[list[TokenEvent], None]:
-        """Yields what is ready, as it becomes ready, until the reader goes away.
+        """Yields events as they become ready, until the reader goes away.
 
-        A newer reader of the same proxy ends an older one, whose connection may be dead without
-        either side knowing: it would take events to nowhere.
+        A new reader of a proxy ends the old reader, whose connection may be dead although neither
+        side has noticed: events sent there would be lost.
         """
         box = self._outbox(proxy)
         me = box.reader = object()
@@ -70,7 +70,7 @@ class TokenStreams:
                     self._expire_later(proxy, box)
 
     def check_integrity(self) -> list[Incarnation]:
-        """The proxies that an outbox is kept for."""
+        """Lists the proxies that have an outbox."""
         return list(self._outboxes)
 
     def _outbox(self, proxy: Incarnation) -> _Outbox:

@@ -1,4 +1,4 @@
-"""What every instance shows of itself, whatever its role."""
+"""Defines the gauges of every instance, in any role."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from millrace.telemetry.metrics import Registry
 
 
 class Counted(Protocol):
-    """A role, as far as it is counted."""
+    """The part of a role that the gauges read."""
 
     name: str
 
     def counts(self) -> tuple[int, int]:
-        """Requests in compute or in the batch, and those that wait."""
+        """Counts the requests in compute or in the batch, and the waiting requests."""
 
 
 def add_gauges(registry: Registry, role: Counted, memory: KvMemory) -> None:

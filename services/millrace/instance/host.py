@@ -1,4 +1,4 @@
-"""What every worker process does beside its role: memory, transport, store, servers, drain."""
+"""Runs a worker process of any role: memory, transport, store, servers, drain."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ log = logging.getLogger(__name__)
 
 PROGRESS_EVERY_S = 2.0
 LINK_CLOSE_S = 2.0
-#: For what is dropped at the end of a drain to be let go of. Only a stopped peer takes longer.
+#: Time to release the dropped requests at the end of a drain. Only a stopped peer takes longer.
 DROP_TIMEOUT_S = 8.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerOptions:
-    """Where a worker stands. `scheduler` and the own address are host:port."""
+    """The placement and addresses of a worker. `scheduler` and its own address are host:port."""
 
     model: str
     model_name: str
@@ -59,13 +59,13 @@ class WorkerOptions:
     host: str = "127.0.0.1"
     port: int = 0
     drain_timeout_s: float = 30.0
-    node: str = ""  # where it stands; empty: the machine's own name
+    node: str = ""  # the worker's node; empty: the machine's name
     revision: str = ""  # of the model
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostContext:
-    """What any role is built from. `send` is for the event loop, `send_threadsafe` for others."""
+    """The context of any role. `send`: for the event loop; `send_threadsafe`: for other threads."""
 
     config: Config
     incarnation: Incarnation
@@ -78,10 +78,10 @@ class HostContext:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerContext(HostContext):
-    """What a role that runs the model is built from."""
+    """The context of a role that runs the model."""
 
     engine: Engine
-    decode_step: DecodeStepTime | None = None  # of batches that it runs; None: not known
+    decode_step: DecodeStepTime | None = None  # of its batches; None: unknown
 
     @staticmethod
     def of(
@@ -93,7 +93,7 @@ class WorkerContext(HostContext):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loaded:
-    """What an instance with a model has before it serves."""
+    """The loaded engine and its latency models, before the instance serves."""
 
     engine: Engine
     latency: SpLatency
@@ -102,13 +102,13 @@ class Loaded:
 
 
 class Role(Protocol):
-    """The part of a worker that differs from kind to kind."""
+    """The part of a worker that depends on its role."""
 
     name: str
 
     @property
     def kv_region(self) -> int:
-        """The KV pool, as the transport counts its regions."""
+        """The transport's number of the KV pool's region."""
 
     def attach(self, server: grpc.aio.Server) -> None:
         """Adds the role's gRPC services."""
@@ -117,33 +117,33 @@ class Role(Protocol):
         """Takes one command of the scheduler; returns at once."""
 
     def counts(self) -> tuple[int, int]:
-        """Requests in compute or in the batch, and those that wait."""
+        """Counts the requests in compute or in the batch, and the waiting requests."""
 
     def heartbeat(self) -> Heartbeat:
-        """What is told next; it may tell of the time since the last one, so each is sent."""
+        """Builds the next heartbeat. It may cover the time since the last one, so each is sent."""
 
     def complete_registration(self, base: Registration) -> Registration:
-        """Adds what only this role knows. A heartbeat after it tells all of the prefix cache."""
+        """Adds the role's fields. The next heartbeat then reports the whole prefix cache."""
 
     async def run(self) -> None:
         """Works until cancelled."""
 
     async def drop_all(self, reason: str) -> None:
-        """Gives up every request; returns when nothing of them is left."""
+        """Drops every request; returns when none holds anything."""
 
     async def wait_idle(self) -> None:
-        """Returns when no request holds anything here."""
+        """Returns when no request holds anything at this instance."""
 
     def check_integrity(self) -> None:
-        """Raises IntegrityError when an idle instance holds anything of a request."""
+        """Raises IntegrityError when the idle instance holds state of a request."""
 
     async def close(self) -> None:
-        """Stops all work, done or not."""
+        """Stops all work, finished or not."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Instance:
-    """Any kind of worker, before it serves. `latency`: its prefill times, where it has a model."""
+    """A worker of any role, before it serves. `latency`: its prefill times, if it has a model."""
 
     memory: KvMemory
     vitals: Vitals
@@ -160,10 +160,10 @@ async def serve_worker(
 ) -> None:
     """Runs one worker until SIGTERM or SIGINT, then drains it.
 
-    on_ready gets the gRPC port once the scheduler has taken the registration: weights are loaded,
-    and KV can travel (`kv_path.py`). Raises MillraceError for a model that can't be served,
-    settings that can't be met and KV that can't leave this process, and whatever ends the role or
-    the link: a worker that can't work must not look alive.
+    on_ready gets the gRPC port when the scheduler has accepted the registration: weights are loaded
+    and KV can be transferred (`kv_path.py`). Raises MillraceError for a model that can't be served,
+    settings that can't be met and KV that can't leave this process, and any error that ends the
+    role or the link: a worker that can't work must not look alive.
     """
     stop = stop_event()
     async with open_vitals(config.telemetry, options.host) as vitals:
@@ -183,7 +183,7 @@ async def serve_role(
     stop: asyncio.Event,
     on_ready: Callable[[int], None] | None = None,
 ) -> None:
-    """`serve_worker` of a loaded engine, until `stop`."""
+    """Serves a loaded engine as `serve_worker` does, until `stop`."""
     instance = Instance(
         memory=loaded.engine,
         vitals=loaded.vitals,
@@ -200,7 +200,7 @@ async def serve_instance(
     stop: asyncio.Event,
     on_ready: Callable[[int], None] | None = None,
 ) -> None:
-    """`serve_worker` of an instance whose memory is there, until `stop`."""
+    """Serves an instance with open memory as `serve_worker` does, until `stop`."""
     memory, registry = instance.memory, instance.vitals.registry
     instance_id = options.instance_id or f"worker-{uuid.uuid4().hex[:8]}"
     incarnation = Incarnation(instance_id, time.time_ns())
@@ -264,7 +264,7 @@ async def serve_instance(
 async def _start_server(
     role: Role, kv_path: KvPath, options: WorkerOptions
 ) -> tuple[grpc.aio.Server, Health, int]:
-    """The role's gRPC server, its health and the port it listens on."""
+    """Starts the role's gRPC server; returns the server, its health and its port."""
     server = create_server()
     role.attach(server)
     ProbeServicer(kv_path).add_to(server)
@@ -277,13 +277,13 @@ async def _start_server(
 async def _prove(
     kv_path: KvPath, role: Role, transport: Transport, memory: KvMemory, scheduler: str
 ) -> None:
-    """Returns once KV has travelled within this process, and to and from a peer if there is one."""
+    """Returns when KV was transferred within this process, and to and from a peer if any exists."""
     await kv_path.check_own(transport, role.kv_region, memory.storage)
     await kv_path.reach_peers(scheduler, role.name)
 
 
 def open_for(options: WorkerOptions, config: Config, count: int) -> list[Engine]:
-    """`open_engines`, or an engine in stages, with its progress and its result in the log."""
+    """Opens `count` engines or one staged engine; logs the progress and the result."""
     check_transferable(config.engine, resolve_device(config.engine.device))
     stages, told = config.engine.stages, {"revision": options.revision}
     if stages > 1 and count > 1:
@@ -301,7 +301,7 @@ def open_for(options: WorkerOptions, config: Config, count: int) -> list[Engine]
 
 
 def check_transferable(config: EngineConfig, device: torch.device) -> None:
-    """Raises ConfigError where an instance's KV could not be transferred whole."""
+    """Raises ConfigError when an instance's whole KV could not be transferred."""
     if config.tensor_parallel > 1 and device.type != "cpu":
         raise ConfigError(
             f"engine.tensor_parallel is {config.tensor_parallel} on {device}; it must be 1 there: "
@@ -311,7 +311,7 @@ def check_transferable(config: EngineConfig, device: torch.device) -> None:
 
 
 def log_memory(done: str, memory: KvMemory) -> None:
-    """What was opened, in one line of the log; `done` is its first word."""
+    """Logs the opened memory in one line; `done` is the first word of the line."""
     log.info(
         "%s %s on %s (%s): %d KV pages of %d tokens; %s",
         done,
@@ -338,7 +338,7 @@ def _log_progress() -> Callable[[float], None]:
 
 
 async def _end_link(link: WorkerLink, running: asyncio.Task[None]) -> None:
-    """Lets the link send what is queued."""
+    """Closes the link after its queued reports are sent."""
     link.close()
     await asyncio.wait([running], timeout=LINK_CLOSE_S)
 
@@ -350,9 +350,9 @@ async def _end_tasks(tasks: list[asyncio.Task[None]]) -> None:
 
 
 async def _drain(role: Role, link: WorkerLink, timeout_s: float) -> None:
-    """Tells the scheduler, lets what runs finish, and drops what is left at the deadline.
+    """Reports the drain, lets running requests finish, and drops the others at the deadline.
 
-    Commands that crossed the news are not taken: the stream's end tells the scheduler so.
+    Commands that cross this report are dropped: the end of the stream tells the scheduler so.
     """
     link.send(Draining())
     with contextlib.suppress(TimeoutError):
@@ -361,7 +361,7 @@ async def _drain(role: Role, link: WorkerLink, timeout_s: float) -> None:
     try:
         await asyncio.wait_for(role.drop_all("the instance is shutting down"), DROP_TIMEOUT_S)
     except TimeoutError:
-        log.error("what the process still waits in:\n%s", stacks())
+        log.error("tasks and threads that the process still waits for:\n%s", stacks())
         raise MillraceError(
             f"requests still held memory {DROP_TIMEOUT_S:g} s after they were dropped"
         ) from None

@@ -1,4 +1,4 @@
-"""Where a worker's times come from: a measured profile, else a brief fit at start."""
+"""Finds a worker's latency models: from a measured profile, else from a brief fit at start."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ log = logging.getLogger(__name__)
 
 
 def prefill_latency(engine: Engine, config: EngineConfig, passes_at_once: int = 1) -> SpLatency:
-    """Eq. (1) of one instance and of groups, as `engine.profile` says, and logs which it was.
+    """Fits Eq. (1) of one instance and of groups, as `engine.profile` says, and logs the source.
 
-    Groups that were measured, always. Those that were not by the ring model, where each instance
-    has a device of its own: on CPUs instances may share cores, and nobody knows which.
+    Measured groups are used as measured. Other groups are estimated by the ring model if each
+    instance has its own device; CPU instances may share unknown cores, so none are estimated.
 
-    `passes_at_once`: of a prefill instance its stages. A pass keeps the instance from the next one
-    for its share of the seconds that the chain takes (SPP: "divided by the degree", Mnemosyne
-    section 4.3), which is what queues and chunks are planned by; a prompt's last pass then takes
-    the other stages' shares on top, which this leaves out. A ring's passes go alone.
+    `passes_at_once`: the number of stages of a prefill instance. A pass occupies the instance for
+    its share of the seconds of the chain (SPP: "divided by the degree", Mnemosyne section 4.3);
+    queues and chunks are planned with this share. The other stages' shares of a prompt's last pass
+    are left out. Ring passes do not overlap.
     Raises ConfigError for a named profile that can't be read.
     """
     profile = profile_of(engine, config)
@@ -48,7 +48,7 @@ def prefill_latency(engine: Engine, config: EngineConfig, passes_at_once: int = 
 
 
 def decode_step(engine: Engine, config: EngineConfig) -> DecodeStepTime:
-    """Of a step of one instance's batches, as `engine.profile` says.
+    """Fits the time of a decode step of one instance, as `engine.profile` says.
 
     Raises ConfigError for a named profile that can't be read.
     """
@@ -63,9 +63,10 @@ def decode_step(engine: Engine, config: EngineConfig) -> DecodeStepTime:
 
 
 def profile_of(engine: Engine, config: EngineConfig) -> Profile | None:
-    """What `engine.profile` says: a file's, the cache's if it has one, or none; logs which.
+    """Loads the profile that `engine.profile` names: a file, the cache's entry, or None; logs it.
 
-    The cache's are of whole instances: one in stages measures itself. A named one holds as it is.
+    The cache has profiles of unstaged instances only; a staged instance is measured at start. A
+    named file is used unchanged.
     Raises ConfigError for a named profile that can't be read.
     """
     if config.profile.endswith(".json"):
@@ -81,7 +82,7 @@ def profile_of(engine: Engine, config: EngineConfig) -> Profile | None:
 
 
 def _groups(measured: dict[int, Latency], guessed: dict[int, Latency]) -> str:
-    """What is known of groups, for the log."""
+    """Describes the sources of the groups' times, for the log."""
     if not measured and not guessed:
         return "groups of instances: unknown; `millrace profile --sp` measures them"
     sources = (("measured", measured), ("estimated from one instance", guessed))

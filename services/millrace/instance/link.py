@@ -1,7 +1,7 @@
-"""A worker's one stream to the scheduler: registers, reports, receives commands, reconnects.
+"""Connects a worker to the scheduler: registers, reports, receives commands, reconnects.
 
-A worker that loses its scheduler drops all it holds before it registers again: the scheduler has
-given its requests up by then (lease), and a request must have one owner.
+A worker that loses its scheduler drops all requests before it registers again: by then, the
+scheduler has given them up (lease), and a request must have one owner.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ RETRY_MOST_S = 2.0
 
 
 class WorkerLink:
-    """Keeps the stream up until `close`.
+    """Keeps one stream to the scheduler open until `close`.
 
-    `register` and `heartbeat` tell what is so now; `on_command` gets every command in order;
-    `on_lost` drops all work and returns when nothing of it is left.
+    `register` and `heartbeat` return the current state; `on_command` gets every command in order;
+    `on_lost` drops all work and returns when none is left.
     """
 
     def __init__(
@@ -48,14 +48,14 @@ class WorkerLink:
         self.connected = asyncio.Event()
 
     def send(self, report: Report) -> None:
-        """Queues a report. A report while there is no stream is dropped: the scheduler has given up
-        the requests that it speaks of.
+        """Queues a report. Without a stream, the report is dropped: the scheduler has given up the
+        requests that the report is about.
         """
         if self.connected.is_set():
             self._outbox.put_nowait(report)
 
     async def run(self) -> None:
-        """Connects, serves and reconnects until `close` was called."""
+        """Connects, serves and reconnects until `close` is called."""
         retry_s = RETRY_FIRST_S
         while not self._closing:
             try:
@@ -78,11 +78,11 @@ class WorkerLink:
             retry_s = min(2 * retry_s, RETRY_MOST_S)
 
     def refuse_commands(self) -> None:
-        """Commands are dropped from here on, for the end of the stream to answer."""
+        """Drops all later commands; the end of the stream tells the scheduler so."""
         self._refusing = True
 
     def close(self) -> None:
-        """Ends the stream after what is queued was sent."""
+        """Ends the stream after the queued reports are sent."""
         self._closing = True
         self._outbox.put_nowait(None)
 

@@ -1,4 +1,4 @@
-"""Between a request's blocks, as its proxy names them, and an instance's prefix cache."""
+"""Connects a request's blocks, named by its proxy, with an instance's prefix cache."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from millrace.telemetry.metrics import Registry
 
 
 def open_prefix_cache(pool: KvPool, config: EngineConfig, registry: Registry) -> PrefixCache:
-    """The pool's cache, which keeps nothing where the settings say so."""
+    """Opens the pool's prefix cache, which keeps nothing if the settings disable it."""
     evicted = registry.counter(
         "millrace_kv_evicted_pages_total", "KV pages of the prefix cache that requests took"
     )
@@ -28,19 +28,19 @@ def open_prefix_cache(pool: KvPool, config: EngineConfig, registry: Registry) ->
 
 
 def takes_part(spec: RequestSpec, cache: PrefixCache) -> bool:
-    """Whether KV of the request is kept for others. Blocks of another size are none here."""
+    """Whether KV of the request may be cached. Blocks of another size are not."""
     return 0 < cache.block_tokens == spec.prefix_block_tokens
 
 
 def prompt_blocks(spec: RequestSpec, cache: PrefixCache) -> Sequence[int]:
-    """Hashes of the prompt's whole blocks; none where the request takes no part."""
+    """Lists the hashes of the prompt's whole blocks; none if the request takes no part."""
     if not takes_part(spec, cache):
         return ()
     return spec.prefix_hashes[: spec.prompt_tokens // cache.block_tokens]
 
 
 def cached_blocks(cache: PrefixCache) -> CachedBlocks | None:
-    """What a heartbeat says of the cache; None: nothing has changed."""
+    """Builds a heartbeat's report of the cache; None: nothing has changed."""
     news = cache.news()
     if not (news.whole or news.added or news.removed):
         return None

@@ -1,4 +1,4 @@
-"""The sampling settings of a request, as the engine takes them."""
+"""Builds the sampling settings of a request as the engine takes them."""
 
 from __future__ import annotations
 
@@ -12,6 +12,6 @@ _PARAMS: Final = tuple(field.name for field in fields(SamplingParams))
 
 
 def sampling_spec(spec: RequestSpec) -> SamplingSpec:
-    """The engine's sampling settings of a request."""
+    """Builds the engine's sampling settings of a request."""
     params = {name: getattr(spec.sampling, name) for name in _PARAMS}
     return SamplingSpec(resumed_tokens=spec.resumed_tokens, **params)

@@ -1,4 +1,4 @@
-"""Bars of a request's TTFT waterfall, timed from its arrival at the proxy."""
+"""Builds the bars of a request's TTFT waterfall, timed from its arrival at the proxy."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from millrace.core.span import Span
 
 
 class Stopwatch:
-    """Turns this process's clock into seconds since a request's arrival at the proxy."""
+    """A clock that counts seconds since a request's arrival at the proxy."""
 
     def __init__(self, arrival_unix_s: float) -> None:
         self._arrival_unix_s = arrival_unix_s
@@ -24,7 +24,7 @@ def span(
     end_s: float,
     **attributes: object,
 ) -> Span:
-    """A bar of the waterfall; times in seconds since the request's arrival."""
+    """Builds a bar of the waterfall; times are in seconds since the request's arrival."""
     return Span(
         name=name,
         instance_id=instance_id,

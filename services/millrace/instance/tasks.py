@@ -1,4 +1,4 @@
-"""Background tasks of which none fails unheard, and waits that they end."""
+"""Runs background tasks whose failures are always raised, and waits that end with them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 
 
 class Tasks:
-    """Spawned at any time from the event loop; the first that fails ends `watch` with its error."""
+    """Background tasks, spawned from the event loop; `watch` raises the first failure."""
 
     def __init__(self) -> None:
         self._running: set[asyncio.Task[None]] = set()
@@ -26,13 +26,13 @@ class Tasks:
         task.add_done_callback(self._ended)
 
     async def watch(self) -> None:
-        """Waits until a task fails, and raises what it raised."""
+        """Waits until a task fails, and raises its error."""
         await self._failed.wait()
         if self._error is not None:
             raise self._error
 
     async def cancel(self) -> None:
-        """Cancels all; returns when they have ended."""
+        """Cancels all tasks; returns when they have ended."""
         for task in self._running:
             task.cancel()
         while self._running:
@@ -46,7 +46,7 @@ class Tasks:
 
 
 def stop_event() -> asyncio.Event:
-    """An event that SIGTERM and SIGINT set."""
+    """Returns an event that SIGTERM and SIGINT set."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -57,7 +57,8 @@ def stop_event() -> asyncio.Event:
 async def first_of(
     waits: Sequence[Awaitable[object]], workers: Sequence[asyncio.Task[None]]
 ) -> None:
-    """Waits for one of `waits`. What it raises is raised here, and first what ended a worker."""
+    """Waits for the first of `waits` or `workers`. Raises its error, a worker's first; a worker
+    that ended without error raises RuntimeError."""
     waiting = [asyncio.ensure_future(wait) for wait in waits]
     try:
         await asyncio.wait([*waiting, *workers], return_when=asyncio.FIRST_COMPLETED)
@@ -76,7 +77,7 @@ async def first_of(
 
 
 def stacks() -> str:
-    """Where every asyncio task and every thread of this process stands, for the log."""
+    """Lists the stack of every asyncio task and thread of this process, for the log."""
     lines = []
     for task in asyncio.all_tasks():
         lines.append(task.get_name())
@@ -93,19 +94,19 @@ def stacks() -> str:
     return "\n".join(lines)
 
 
-def awaited_frames(work: Any) -> Iterator[FrameType]:  # noqa: ANN401 - a coroutine, or what it awaits
-    """From a coroutine to what it awaits at last."""
+def awaited_frames(work: Any) -> Iterator[FrameType]:  # noqa: ANN401 - any awaited object
+    """Yields the frames from a coroutine to the innermost awaited object."""
     while work is not None:
         frame = getattr(work, "cr_frame", None) or getattr(work, "gi_frame", None)
         if frame is not None:
             yield frame
-        if type(work).__name__ == "coroutine_wrapper":  # what compiled code awaits: gRPC's handlers
+        if type(work).__name__ == "coroutine_wrapper":  # awaited by compiled code: gRPC's handlers
             (work,) = gc.get_referents(work)
         else:
             work = getattr(work, "cr_await", None) or getattr(work, "gi_yieldfrom", None)
 
 
 def place_of(frame: FrameType) -> str:
-    """File, line and function, for the log."""
+    """Returns file, line and function of a frame, for the log."""
     # The frame of a compiled function has no line.
     return f"  {frame.f_code.co_filename}:{frame.f_lineno} {frame.f_code.co_name}"

@@ -1,4 +1,4 @@
-"""What an instance says of itself from its first moment on, while it still loads its weights."""
+"""Serves an instance's metrics and readiness from its start on, also while weights are loaded."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from millrace.telemetry.metrics import Registry, serve_metrics
 
 @dataclass(slots=True)
 class Vitals:
-    """Its metrics, and whether it is ready: whoever knows sets `ready`."""
+    """The metrics of an instance and its readiness; the host sets `ready`."""
 
     registry: Registry = field(default_factory=Registry)
     ready: Callable[[], bool] = lambda: False
@@ -20,7 +20,7 @@ class Vitals:
 
 @contextlib.asynccontextmanager
 async def open_vitals(config: TelemetryConfig, host: str) -> AsyncIterator[Vitals]:
-    """Serves /metrics, /health and /ready on `host`, where `config` names a port.
+    """Serves /metrics, /health and /ready on `host` if `config` names a port.
 
     Raises MillraceError when it can't listen.
     """

@@ -1,4 +1,4 @@
-"""What a worker asks of all that it is made of: whether it lives, and whether it is empty."""
+"""Checks a worker's components: whether the engine lives, and whether idle components are empty."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from millrace.engine.errors import EngineDied
 
 
 class Holder(Protocol):
-    """Has something of requests while there are some."""
+    """A component that holds state of requests."""
 
     def check_integrity(self) -> None:
-        """Raises IntegrityError when it has something although it is idle."""
+        """Raises IntegrityError when the component is idle but holds state of a request."""
 
 
 def check_idle(*holders: Holder) -> None:
-    """Raises IntegrityError when one of them has anything left of a request."""
+    """Raises IntegrityError when a component holds state of a request."""
     for holder in holders:
         holder.check_integrity()
 
 
 async def watch(memory: KvMemory) -> None:
-    """Raises EngineDied when a process of an engine has died, whether it is in use or not."""
+    """Waits, and raises EngineDied when a process of the engine dies, in use or not."""
     loop = asyncio.get_running_loop()
     fell: asyncio.Future[EngineDied] = loop.create_future()
 

@@ -1,4 +1,4 @@
-"""`millrace kvp`: wires a KVP worker together."""
+"""Runs `millrace kvp`: builds a KVP worker and serves."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from millrace.kvp.role import KvpRole
 async def serve(
     options: WorkerOptions, config: Config, on_ready: Callable[[int], None] | None = None
 ) -> None:
-    """Runs until SIGTERM or SIGINT, then lets the requests that have shards here finish."""
+    """Serves until SIGTERM or SIGINT, then lets the requests with shards here finish."""
     stop = stop_event()
     async with open_vitals(config.telemetry, options.host) as vitals:
         memory = await asyncio.to_thread(

@@ -1,4 +1,4 @@
-"""The KVP worker: pages for shards of long requests, and attention over them; no model beside."""
+"""Runs a KVP worker: pages for shards of long requests and attention over them, without a model."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 
 class KvpRole:
-    """All that it holds are shards: their requests are at home elsewhere."""
+    """The role of a KVP worker. It holds shards only; other instances own the requests."""
 
     name = "kvp"
 
@@ -59,8 +59,8 @@ class KvpRole:
         match command:
             case Cancel(request_id=request_id):
                 self._shards.forget(request_id)
-            case Drain():  # how their requests end is for their homes to decide
-                self._shards.lose_all("its holder had to let go of it")
+            case Drain():  # the KV owners decide how the requests end
+                self._shards.lose_all("the KVP worker had to release it")
 
     async def run(self) -> None:
         await self._shards.run()

@@ -1,4 +1,4 @@
-"""One request's stay at a prefill instance."""
+"""The state of one request at a prefill instance."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ from millrace.transfer.push.control import Sending
 from millrace.transfer.ring.manager import GroupLink
 
 PREEMPTED: Final = "preempted"
-LATER_STAGES: Final = "later_stages"  # its pass is there; nothing to compute at the first
+LATER_STAGES: Final = "later_stages"  # its pass is there; the first stage has no work
 
 
 class Cancelled(Exception):
-    """The job was cancelled: nobody wants its result any more."""
+    """Raised in a cancelled job, whose result is no longer wanted."""
 
 
 @dataclass(slots=True, eq=False)
 class PrefillJob:
-    """What the instance holds for a request, from the command to the release.
+    """The instance's record of a request, from the command to the release.
 
-    ``layout`` is there when it `is_shared`, once it was prepared; ``link`` goes to the others, once
-    all have joined.
+    ``layout`` is set by the preparation if the job `is_shared`; ``link`` to the other members is
+    set when all have joined.
     """
 
     command: RunPrefill
@@ -46,15 +46,15 @@ class PrefillJob:
     received_s: float
     layout: Layout | None = None
     pages: list[int] = field(default_factory=list)
-    cached_tokens: int = 0  # first ones whose KV was in the prefix cache
+    cached_tokens: int = 0  # first tokens whose KV was in the prefix cache
     buffers: list[int] = field(default_factory=list)  # pages lent to the ring
     session: Sending | None = None
     link: GroupLink | None = None
-    group_failure: MillraceError | None = None  # why the group can't go on
+    group_failure: MillraceError | None = None  # why the group failed
     cancelled: str = ""  # the reason; set from the event loop, read by the compute thread
     spans: list[Span] = field(default_factory=list)
     _began: bool = False
-    _part_s: float = 0.0  # when the stretch of compute at hand began
+    _part_s: float = 0.0  # when the current span of compute began
     _suspended_s: float | None = None  # since when it is suspended
     _suspended_why: str = ""
     _waiter: asyncio.Task[None] | None = None
@@ -89,47 +89,47 @@ class PrefillJob:
 
     @property
     def members(self) -> tuple[str, ...]:
-        """Every instance that has a part in it, the leader first."""
+        """Lists the instances that compute the prompt, the leader first."""
         return self.chunks[-1].instance_ids
 
     @property
     def leads(self) -> bool:
-        """Whether this instance speaks for the group: it computes the last token."""
+        """Whether this instance leads and reports for the group: it computes the last token."""
         return self.members[0] == self.instance_id
 
     @property
     def is_shared(self) -> bool:
-        """Whether others have a part in it: more instances, or decode with what it kept."""
+        """Whether other instances compute the prompt, too, or decode holds kept tokens of it."""
         return len(self.members) > 1 or self.chunks[0].start_token > 0
 
     def lay_out(self, page_tokens: int, max_chunk_tokens: int) -> None:
-        """Works `layout` out, which takes a tenth of a second for a million tokens.
+        """Computes `layout`, which takes a tenth of a second for a million tokens.
 
         Raises ValueError for impossible chunks.
         """
         self.layout = layout(self.chunks, page_tokens, max_chunk_tokens)
 
     def pages_needed(self, kv: KvLayout) -> tuple[int, int]:
-        """Pages of its part of the prompt, and those lent to the ring."""
+        """Counts the pages of its share of the prompt, and the pages lent to the ring."""
         if self.layout is None:
             return kv.pages_for(self.prompt_tokens), 0
         buffers = RING_BUFFERS * self.layout.buffer_pages(kv.num_layers)
         return self.layout.pages[self.instance_id], buffers
 
     def runs(self) -> list[Run] | None:
-        """What this instance computes of the prompt; None: all of it."""
+        """Lists the runs of tokens that this instance computes; None: the whole prompt."""
         if self.layout is None:
             return None
         return self.layout.computed(self.instance_id)
 
     def cancel(self, reason: str) -> None:
-        """Ends the wait that the job is in; one that computes stops within one operator."""
+        """Cancels the job: a wait ends at once, a computation within one operator."""
         if not self.cancelled:
             self.cancelled = reason
             self._interrupt()
 
     def fail(self, error: MillraceError) -> None:
-        """Its group can't go on: ends the job as `cancel` does, with this error."""
+        """Ends the job as `cancel` does, with the error of its failed group."""
         if self.group_failure is None:
             self.group_failure = error
             self._interrupt()
@@ -142,7 +142,7 @@ class PrefillJob:
 
     @contextmanager
     def cancellable(self) -> Iterator[None]:
-        """A stage of waits that `cancel` and `fail` interrupt, in the job's own task.
+        """Lets `cancel` and `fail` interrupt the block's waits, in the job's own task.
 
         Raises Cancelled, or the group's failure.
         """
@@ -161,18 +161,18 @@ class PrefillJob:
             self._waiter = None
 
     def stopped(self) -> Exception | None:
-        """Why nobody wants its result any more; None while somebody does."""
+        """Returns why the result is no longer wanted; None while it is wanted."""
         return Cancelled() if self.cancelled else self.group_failure
 
-    # -- its way through the execution pool, as spans
+    # -- spans of its time in the execution pool
 
     def found(self, cached_tokens: int) -> None:
-        """So many first tokens need not be computed."""
+        """Notes that the first `cached_tokens` tokens need no compute."""
         now_s, self.cached_tokens = self.clock.now_s(), cached_tokens
         self.spans.append(span("cached", self.instance_id, now_s, now_s, tokens=cached_tokens))
 
     def go_on(self, metrics: PrefillMetrics) -> None:
-        """It begins to compute, or goes on after a suspension."""
+        """Notes that the compute starts, or resumes after a suspension."""
         now_s = self.clock.now_s()
         if not self._began:
             self._began = True
@@ -187,18 +187,18 @@ class PrefillJob:
         self._suspended_s = None
 
     def suspend(self, why: str) -> None:
-        """Another computes in its place until `go_on`. `why`: what the time is called till then."""
+        """Notes that another task computes until `go_on`. `why`: the name of the span till then."""
         self._suspended_s, self._suspended_why = self.clock.now_s(), why
 
     def begin_part(self) -> None:
-        """A stretch of compute begins."""
+        """Notes that a span of compute begins."""
         self._part_s = self.clock.now_s()
 
     def end_part(self, name: str, **attributes: object) -> None:
-        """The stretch is over: the pass has ended, or was left at a boundary."""
+        """Ends the span of compute: the pass has ended, or was suspended at a boundary."""
         now_s = self.clock.now_s()
         self.spans.append(span(name, self.instance_id, self._part_s, now_s, **attributes))
 
     def since_monotonic_s(self, monotonic_s: float) -> float:
-        """A time of time.monotonic as seconds since the request's arrival."""
+        """Converts a time of time.monotonic to seconds since the request's arrival."""
         return self.clock.now_s() - (time.monotonic() - monotonic_s)

@@ -1,11 +1,11 @@
-"""The prefill instance: take commands, prepare, compute, hand over, release.
+"""Runs the prefill instance: take commands, prepare, compute, hand over, release.
 
-A task a job. Jobs are prepared one by one, in the order of the commands until the scheduler tells
-another; then their chunks go into the execution pool, which runs the first that is there in that
-order and leaves it for one that comes to be before it. So a job that is next and not yet prepared
-holds up none that is, and while one computes the next ones already have their prompts, their pages
-and their handshakes: the compute thread never waits for the scheduler, the store or a peer. A
-cancelled job leaves whatever it is in at once, bar an operator that runs.
+Every job runs as its own asyncio task. Jobs are prepared one at a time, in the order of the
+commands or in the scheduler's later order. Prepared chunks go into the execution pool, which runs
+the first ready chunk in that order and preempts it for a chunk that comes earlier in the order. So
+an unprepared job never delays a prepared job, and while a job computes, the next jobs already have
+their prompts, pages and handshakes: the compute thread never waits for the scheduler, the store or
+a peer. A cancelled job stops at once, or after the running operator.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ log = logging.getLogger(__name__)
 
 
 class ComputeError(MillraceError):
-    """A prompt's computation failed, and would anywhere."""
+    """Raised when a prompt's computation fails and would fail at any instance."""
 
 
 class PrefillRole:
-    """Everything an instance holds for its requests is in `_jobs`, in the order they are to go."""
+    """The role of a prefill instance; `_jobs` has all its jobs in the order of execution."""
 
     name = "prefill"
 
@@ -63,7 +63,7 @@ class PrefillRole:
         self._jobs: dict[str, PrefillJob] = {}
         self._prepare_turn = PriorityLock(self._jobs)
         self._together: dict[str, tuple[str, ...]] = {}  # tasks that the scheduler batched
-        self._changed = asyncio.Event()  # pages came free, or the order is another
+        self._changed = asyncio.Event()  # pages came free, or the order changed
         self._tasks = Tasks()
         self._peers = KvPeers()
         self._metrics = PrefillMetrics(context.registry)
@@ -109,7 +109,7 @@ class PrefillRole:
         )
 
     def counts(self) -> tuple[int, int]:
-        running = min(int(self._execution.is_running), len(self._jobs))  # its last may be gone
+        running = min(int(self._execution.is_running), len(self._jobs))  # its job may be gone
         return running, len(self._jobs) - running
 
     def heartbeat(self) -> Heartbeat:
@@ -123,7 +123,7 @@ class PrefillRole:
         )
 
     def _standstill(self) -> Standstill | None:
-        """What prepared tasks wait for, if no operator has begun since the last heartbeat."""
+        """Reports why prepared tasks wait, if no operator has begun since the last heartbeat."""
         if (found := self._execution.standstill()) is None:
             return None
         prepared, claimed, waits_for = found
@@ -158,12 +158,12 @@ class PrefillRole:
         self._tasks.spawn(self._serve(job))
 
     def _cancel(self, job: PrefillJob, reason: str) -> None:
-        """One that computes looks itself; one that waits in the pool is dropped there."""
+        """Cancels a job: a computing job checks for it; a waiting job is dropped from the pool."""
         job.cancel(reason)
         self._execution.drop_unwanted()
 
     def _evict(self, *, abort: bool) -> None:
-        """Lets go of every job: the scheduler has it done elsewhere, or ends it with an error."""
+        """Drops every job: with `abort` by an error, else for a retry at another instance."""
         reason = "the instance had to let go of its requests"
         for job in self._jobs.values():
             if abort:
@@ -178,9 +178,9 @@ class PrefillRole:
             self._execution.drop_unwanted()
 
     def _reorder(self, order: Order) -> None:
-        """Puts the jobs into this order; what it does not name is computed already and comes last.
+        """Puts the jobs into this order; unnamed jobs are already computed and come last.
 
-        A job is prepared where the first of its chunks stands. Its chunks stand each for itself.
+        A job is prepared in the place of its first chunk. Each chunk has its own place.
         """
         entries = [
             tuple(task_name(ref.request_id, ref.chunk_index) for ref in entry)
@@ -222,11 +222,11 @@ class PrefillRole:
         await self._membership.close()
         await self._peers.close()
 
-    # -- a job's life
+    # -- one job
 
     async def _serve(self, job: PrefillJob) -> None:
         reason = ""
-        fallen: EngineDied | None = None
+        died: EngineDied | None = None
         try:
             await self._work(job)
         except Cancelled:
@@ -235,9 +235,9 @@ class PrefillRole:
         except MillraceError as error:
             reason = str(error)
             self._report(job, error)
-            fallen = error if isinstance(error, EngineDied) else None
+            died = error if isinstance(error, EngineDied) else None
         if reason and job.link is not None:
-            job.link.abort()  # else closing waits for what will never come
+            job.link.abort()  # else closing would wait for ever
         if job.session is not None:
             await job.session.abort(reason)
             self._metrics.sent(job.session)
@@ -251,11 +251,11 @@ class PrefillRole:
         self._changed.set()
         released = RequestReleased(request_id=job.request_id, complete=not reason)
         self._context.send(released)
-        if fallen is not None:
-            raise fallen  # nothing can be computed here any more
+        if died is not None:
+            raise died  # the engine can't compute any more
 
     async def _work(self, job: PrefillJob) -> None:
-        """Raises Cancelled, or MillraceError when the job can't be done."""
+        """Prepares, computes and hands over the job. Raises Cancelled and MillraceError."""
         with job.cancellable():
             prompt_ids, session = await self._prepare(job)
             if job.layout is not None:
@@ -289,7 +289,7 @@ class PrefillRole:
             raise ComputeError(f"request {job.request_id}: {error}") from error
 
     async def _reserve(self, job: PrefillJob) -> None:
-        """Waits until the job's pages are free and takes them, unless others are to go first."""
+        """Waits until the job's pages are free and takes them; earlier jobs take theirs first."""
         own, buffers = job.pages_needed(self._engine.layout)
         needed = own + buffers
         if needed > self._pool.num_pages:
@@ -310,7 +310,7 @@ class PrefillRole:
         self._prefixes.found(job, cached)
 
     async def _run_compute(self, job: PrefillJob, prompt_ids: torch.Tensor) -> Work:
-        """Has the pool compute the job. Not interrupted: the pool tells its end."""
+        """Lets the pool compute the job. `cancel` can't interrupt this wait; the pool ends it."""
         loop = asyncio.get_running_loop()
         done: asyncio.Future[None] = loop.create_future()
 
@@ -333,7 +333,7 @@ class PrefillRole:
         return work
 
     def _submit(self, work: Work, chunk: int) -> None:
-        """Gives a chunk to the pool, once all before it is computed. On any thread."""
+        """Gives a chunk to the pool after all chunks before it are computed. On any thread."""
         job, shares = work.job, work.shares(chunk)
         if shares is not None and job.link is not None:
             job.link.give(shares)
@@ -344,11 +344,11 @@ class PrefillRole:
         self._execution.submit(task)
 
     def _fellows(self, task: str) -> tuple[str, ...]:
-        """The tasks that are to be computed in one pass with this one."""
+        """Lists the tasks that the scheduler batched with this task."""
         return self._together.get(task, ())
 
     def _report(self, job: PrefillJob, error: MillraceError) -> None:
-        """Tells the scheduler at once; the release follows when nothing is in flight any more."""
+        """Reports a failure at once; the release is reported when nothing is in flight any more."""
         reasons = ((StoreError, "store"), (TransferError, "transfer"), (CapacityError, "capacity"))
         reason = next((name for kind, name in reasons if isinstance(error, kind)), "compute")
         self._metrics.failed.labels(reason).inc()

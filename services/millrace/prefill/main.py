@@ -1,4 +1,4 @@
-"""`millrace prefill`: wires a prefill instance together."""
+"""Runs `millrace prefill`: builds a prefill instance and serves."""
 
 from __future__ import annotations
 
@@ -12,5 +12,5 @@ from millrace.prefill.loop import PrefillRole
 async def serve(
     options: WorkerOptions, config: Config, on_ready: Callable[[int], None] | None = None
 ) -> None:
-    """Runs until SIGTERM or SIGINT, then finishes what it has."""
+    """Serves until SIGTERM or SIGINT, then finishes its requests."""
     await serve_worker(options, config, PrefillRole, on_ready)

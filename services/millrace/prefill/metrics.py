@@ -1,4 +1,4 @@
-"""What a prefill instance counts."""
+"""Defines the metrics of a prefill instance."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from millrace.transfer.ring.manager import GroupLink
 
 
 class PrefillMetrics:
-    """Safe to use from the compute thread."""
+    """The metrics of a prefill instance. Safe to use from the compute thread."""
 
     def __init__(self, registry: Registry) -> None:
         self._registry = registry
@@ -76,7 +76,7 @@ class PrefillMetrics:
         )
 
     def watch(self, pool: ExecutionPool) -> None:
-        """Shows how many tasks wait in the pool after they have begun."""
+        """Adds the gauge of tasks that have begun and wait in the pool."""
         self._registry.gauge_function(
             "millrace_prefill_suspended_tasks",
             "prefills that have begun and wait to go on",
@@ -84,17 +84,17 @@ class PrefillMetrics:
         )
 
     def waited(self, waits: Waits) -> None:
-        """Takes note of a chunk that was computed in a group."""
+        """Counts a chunk that was computed in a group."""
         self._gangs.inc()
         self._ring_wait_s.inc(waits.blocks_s)
         self._history_wait_s.inc(waits.history_s)
 
     def exchanged(self, link: GroupLink) -> None:
-        """Takes note of a link that is over."""
+        """Counts the bytes of a closed link."""
         self._ring_bytes.inc(link.bytes_sent)
 
     def sent(self, session: Sending) -> None:
-        """Takes note of a session that is over, well or not."""
+        """Counts a closed session, whether it succeeded or failed."""
         timings = session.timings
         if timings.granted_s:
             self._handshake_s.observe(timings.handshake_s)

@@ -1,12 +1,12 @@
-"""Prefixes of prompts at a prefill instance: found, handed over, kept.
+"""Finds, sends and keeps cached prefixes of prompts at a prefill instance.
 
-A prompt that one instance prefills alone, from its first token on, begins behind the blocks of it
-that are cached. Their KV is sent as it lies there, while the rest is computed.
+A prompt that one instance prefills alone, from its first token on, is computed after its cached
+blocks. Their KV is sent from the cache while the rest is computed.
 
-Every job leaves the blocks that lie whole in its pages, from the prompt's first one on: one that is
-alone all of them, those behind what decode had kept included. Of a group the leader leaves what it
-computed alone, or fetched, and its front shard of the pass behind that. The others have nothing
-from the first token on: by the layout, without any rule here.
+Every job leaves the whole blocks in its pages that begin at the prompt's first token. A job of one
+instance leaves all blocks, also those after tokens that decode had kept. In a group, the leader
+leaves the tokens that it computed alone or fetched, and its front shard of the next pass. The other
+members hold no tokens from the first one on, as the layout makes sure.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from millrace.prefill.metrics import PrefillMetrics
 
 
 class PromptPrefixes:
-    """Used from the event loop only."""
+    """The prefix cache of a prefill instance. Used from the event loop only."""
 
     def __init__(self, context: WorkerContext, metrics: PrefillMetrics) -> None:
         engine = context.engine
@@ -31,9 +31,9 @@ class PromptPrefixes:
         self._metrics = metrics
 
     def wanted(self, job: PrefillJob) -> Sequence[int]:
-        """Blocks that the job need not compute, where they are cached.
+        """Lists the blocks that the job may take from the cache.
 
-        Who asked for the prompt's log-probabilities is to get those of all of it.
+        There are none for prompt log-probabilities, which need the whole prompt computed.
         """
         blocks = prompt_blocks(job.command.request, self.cache)
         if not blocks or job.is_shared or job.sampling.prompt_logprobs >= 0:
@@ -41,21 +41,21 @@ class PromptPrefixes:
         return reusable(blocks, job.prompt_tokens, self.cache.block_tokens)
 
     def found(self, job: PrefillJob, pages: Sequence[int]) -> None:
-        """These of the job's pages, its first ones, were cached."""
+        """Notes the first pages of the job, which were cached."""
         if pages:
             job.found(len(pages) * self._layout.page_tokens)
             self._metrics.cached_tokens.inc(job.cached_tokens)
 
     def hand_over(self, job: PrefillJob) -> None:
-        """Sends what was found, ahead of what is computed: to the receiver it is pass 0."""
+        """Sends the cached tokens before the computed ones, as pass 0."""
         if job.cached_tokens and job.session is not None:
             for layer in self._layout.layers:
                 job.session.layer_ready(0, layer, 0, job.cached_tokens)
 
     def keep(self, job: PrefillJob) -> None:
-        """All that the instance has to compute of the job is computed, and lies in its pages."""
+        """Caches the blocks of a job after its computation."""
         if job.link is not None and job.link.is_aborted:
-            return  # what compute waited for need not have come
+            return  # awaited KV may be missing
         if not (blocks := prompt_blocks(job.command.request, self.cache)):
             return
         pages, page_tokens = job.pages, self._layout.page_tokens
@@ -67,10 +67,10 @@ class PromptPrefixes:
 
 
 def leading_pages(runs: Iterable[Run], page_tokens: int) -> list[int]:
-    """The pages that hold a prompt's beginning as one instance alone would: page i of it in each.
+    """Lists the pages that hold the prompt's beginning in order: list entry i is its page i.
 
-    `runs`: what a member has of the prompt, in the slots of all pages that it took. The first page
-    of which a token is missing, or lies in another row, ends it.
+    `runs`: a member's tokens of the prompt, in the slots of all its pages. The list ends before the
+    first page that lacks a token or holds it in another row.
     """
     pages: list[int] = []
     at = 0

@@ -1,8 +1,8 @@
-"""Who of an instance's jobs goes next.
+"""Locks a resource for one job at a time, in the scheduler's current order.
 
-The scheduler says in which order the jobs that an instance holds are to go, and may say so anew at
-any time (`core.scheduler.effects.Order`). What one job at a time may have is an `PriorityLock`; it
-is given away by the order of that moment, never by who began to wait first.
+The scheduler sets the order of an instance's jobs and may change it at any time
+(`core.scheduler.effects.Order`). A released `PriorityLock` goes to the first waiting job of the
+order at that moment, not to the job that began to wait first.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from contextlib import asynccontextmanager
 
 
 class PriorityLock:
-    """One has it; when it comes free, the first of those who wait gets it.
+    """A lock that goes to the first waiting name of `order` when it is released.
 
-    `order` names who may wait, first to go first. It is read whenever the turn passes on, so its
-    owner just changes it. Who waits without being named goes last. Nobody loses the turn by a
-    change: it goes on from whoever has it, when it is released.
+    `order` lists names, the first name first. It is read at each release, so its owner may change
+    it at any time. Names that are not in `order` come last. A change never takes the lock from its
+    holder.
     """
 
     def __init__(self, order: Iterable[str]) -> None:
@@ -26,8 +26,8 @@ class PriorityLock:
         self._waiting: dict[str, asyncio.Future[None]] = {}
 
     async def acquire(self, name: str) -> None:
-        """Waits for the turn. Cancelled while it waits, or just before it goes on, it has none."""
-        if self._holder is None:  # then nobody waits
+        """Waits for the lock. If the wait is cancelled, the caller does not have the lock."""
+        if self._holder is None:  # then no name waits
             self._holder = name
             return
         given = self._waiting[name] = asyncio.get_running_loop().create_future()
@@ -37,19 +37,19 @@ class PriorityLock:
             if self._waiting.get(name) is given:
                 del self._waiting[name]
             else:
-                self.release()  # given in the moment of the cancellation
+                self.release()  # given just before the cancellation
             raise
 
     def release(self) -> None:
-        """Hands the turn over. Only its holder may call this."""
+        """Releases the lock to the next waiting name. Only the holder may call this."""
         self._holder = self._first(self._still_waiting())
         if self._holder is not None:
             self._waiting.pop(self._holder).set_result(None)
 
     async def give_way(self, name: str) -> None:
-        """The holder lets those go first who are to go before it by now.
+        """Lets waiting names that now come before `name`, the holder, have the lock first.
 
-        Cancelled while it waits to have the turn again, it has none.
+        If the wait to get the lock again is cancelled, the caller does not have the lock.
         """
         if self._first([name, *self._still_waiting()]) != name:
             self.release()
@@ -57,7 +57,7 @@ class PriorityLock:
 
     @asynccontextmanager
     async def of(self, name: str) -> AsyncIterator[None]:
-        """The turn for as long as the block lasts, if it is not lost in `give_way`."""
+        """Holds the lock during the block, unless `give_way` loses it."""
         await self.acquire(name)
         try:
             yield
@@ -66,7 +66,7 @@ class PriorityLock:
                 self.release()
 
     def _still_waiting(self) -> list[str]:
-        # Those whose wait was cancelled take themselves out only when they run again.
+        # A cancelled waiter removes itself only when its task runs again.
         return [name for name, given in self._waiting.items() if not given.done()]
 
     def _first(self, names: list[str]) -> str | None:

@@ -1,4 +1,4 @@
-"""The token ids that an instance computes, out of the request store."""
+"""Fetches the token ids of a job from the request store."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from millrace.state.store import RequestStore, StoreError
 
 
 async def fetch_prompt(store: RequestStore, job: PrefillJob) -> torch.Tensor:
-    """int64 [prompt_tokens] on the CPU: all ids, or of a group's member those of its own shards.
+    """Returns int64 [prompt_tokens] on the CPU: all ids, or those of a group member's shards.
 
-    What a member does not compute is 0 in it. Prompt log-probabilities need each shard's following
-    id too, and penalties the whole prompt where token one is sampled. Raises StoreError.
+    Ids that a member does not compute are 0. Prompt log-probabilities also need the id after each
+    shard; penalties need the whole prompt at the leader. Raises StoreError.
     """
     needs_all = job.layout is None or (job.leads and job.sampling.needs_prompt_ids)
     if needs_all:
@@ -28,7 +28,7 @@ async def fetch_prompt(store: RequestStore, job: PrefillJob) -> torch.Tensor:
 
 
 async def fetch_whole(store: RequestStore, request_id: str, prompt_tokens: int) -> torch.Tensor:
-    """int64 [prompt_tokens] on the CPU. Raises StoreError, also when there are more or fewer."""
+    """Returns int64 [prompt_tokens] on the CPU. Raises StoreError, also for a wrong id count."""
     ids = await store.prompt_ids(request_id)
     if len(ids) != prompt_tokens:
         raise StoreError(
@@ -38,7 +38,7 @@ async def fetch_whole(store: RequestStore, request_id: str, prompt_tokens: int) 
 
 
 def shards(job: PrefillJob) -> list[tuple[int, int]]:
-    """[start, stop) of what a group's member computes, ascending; neighbours are joined."""
+    """Lists the [start, stop) ranges of a group's member, ascending; neighbours are merged."""
     assert job.layout is not None
     more = int(job.sampling.prompt_logprobs >= 0)
     wanted = sorted(

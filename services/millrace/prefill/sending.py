@@ -1,4 +1,4 @@
-"""Where a prompt's KV goes: to the decode instance, or in shards to it and to other holders."""
+"""Opens the transfer of a prompt's KV to its decode instance, or in shards also to KVP workers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from millrace.wire.kv_peer import KvPeers
 
 
 async def open_session(sender: SendManager, peers: KvPeers, job: PrefillJob) -> Sending:
-    """Starts the handshakes of a job that has its pages. Raises TransferError."""
+    """Starts the handshakes of a job after its pages are reserved. Raises TransferError."""
     if job.command.shards:
         return await sender.open_spread(
             job.request_id,
@@ -37,12 +37,12 @@ async def open_session(sender: SendManager, peers: KvPeers, job: PrefillJob) -> 
 
 
 def targets(command: RunPrefill, peers: KvPeers, *, leads: bool) -> list[Target]:
-    """Who gets which tokens of a prompt that is spread, the home first.
+    """Lists the receivers of a spread prompt with their tokens, the KV owner first.
 
-    The home gets the message of the end as it is, the others without tokens; who `leads` not tells
-    nobody.
-    Shards that begin behind the prompt get none. Raises TransferError for shards that are not the
-    prompt in one piece, or whose first is not at the home.
+    The leader's final message has the first tokens for the KV owner, none for KVP workers; members
+    that do not lead send no final message. Shards that begin after the prompt are not listed.
+    Raises TransferError for shards that do not cover the prompt in order without gaps, or whose
+    first is not at the KV owner.
     """
     request, prompt_tokens = command.request, command.request.prompt_tokens
     found: list[Target] = []
@@ -74,14 +74,14 @@ def targets(command: RunPrefill, peers: KvPeers, *, leads: bool) -> list[Target]
     if command.shards[0].holder.incarnation != home:
         raise TransferError(
             f"request {request.request_id}: its first shard is at {found[0].receiver[0]}, its "
-            f"home is {home.id}"
+            f"KV owner is {home.id}"
         )
     return found
 
 
 def transfer_spans(job: PrefillJob, session: Sending) -> list[Span]:
-    """The handshakes, and the transfer to all receivers as far as it has come: decode knows when
-    it ended. What has not happened yet happens from now on.
+    """Builds the spans of the handshakes and of the transfer to all receivers, up to now; decode
+    sets the end of the transfer. A step that has not happened yet begins now.
     """
     now_s, timings = job.clock.now_s(), session.timings
     granted_s, first_write_s = (
@@ -100,5 +100,5 @@ def _as_it_is(finished: FinishedPrefill) -> FinishedPrefill:
 
 
 def _without_tokens(finished: FinishedPrefill) -> FinishedPrefill:
-    """What those who hold a shard are told of the end: they emit no token."""
+    """Returns the final message for KVP workers, which emit no token."""
     return FinishedPrefill(total_chunks=finished.total_chunks)

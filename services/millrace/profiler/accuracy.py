@@ -1,4 +1,4 @@
-"""How far a profile is off what was measured, above all off what it was not fitted to."""
+"""Compares a profile with the measured times, above all those that it was not fitted to."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from millrace.profiles.eq_1 import rounded
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compared:
-    """One measured time and what the profile says.
+    """One measured time and the profile's prediction.
 
-    model: prefill (Eq. (1) with its points), sp2 and up (the same of groups), or of the operator
-    tables: operators (one prompt), batched (several in one pass), decode, mixed (a chunk beside
-    decodes); or decode_step, the straight line that a decode instance registers.
+    model: prefill (Eq. (1) with its points), sp2 and up (the same for groups); from the operator
+    tables: operators (one prompt), batched (several prompts in one pass), decode, mixed (a chunk
+    beside decodes); or decode_step, the straight line that a decode instance registers.
     """
 
     model: str
@@ -33,7 +33,7 @@ class Compared:
 
     @property
     def error(self) -> float:
-        """Relative, above 0 where the profile says too much."""
+        """The relative error, above 0 if the prediction is too large."""
         return self.predicted_s / self.measured_s - 1.0
 
 
@@ -43,7 +43,7 @@ def compare(
     max_chunk_tokens: int,
     groups: MeasuredGroups | None = None,
 ) -> list[Compared]:
-    """Every measured case against every model that has something to say of it."""
+    """Compares every measured case with every model that predicts it."""
     operators = profile.operators
     found: list[Compared] = []
 
@@ -91,7 +91,7 @@ def compare(
 
 
 def errors(compared: Iterable[Compared]) -> dict[str, float]:
-    """Of each model on held-out cases: the median relative error, and the worst as MODEL_worst."""
+    """Returns each model's median relative error on held-out cases, the worst as MODEL_worst."""
     by_model: dict[str, list[float]] = {}
     for one in compared:
         if one.is_held_out:

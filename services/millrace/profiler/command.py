@@ -1,4 +1,4 @@
-"""`millrace profile`: measures, fits, keeps the profile in the cache and says how far it is off."""
+"""Runs `millrace profile`: measures, fits, caches the profile and shows its errors."""
 
 from __future__ import annotations
 
@@ -28,17 +28,19 @@ from millrace.profiler.measure import Measured, measure
 from millrace.profiler.workload import Workload
 from millrace.profiles.cache import ProfileCache, keyed, require_writable, write_whole
 
-#: Of the instances of a group, unless configured: room for the longest prompt, for a ring's buffers
-#: and for decode's tokens.
+#: KV memory of a group's instances, in longest prompts, unless configured: room for the prompt, for
+#: a ring's buffers and for decode's tokens.
 KV_PROMPTS = 4
 KV_LEAST_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfileOptions:
-    """max_tokens: of the longest prompt, 0 for the model's own most; the budget may stop earlier.
-    out, report: files to write beside the cache's. if_missing: nothing is done when the cache has
-    the profile. sp: SP degrees to measure groups of, in half of the budget; the instances are
+    """The options of `millrace profile`.
+
+    max_tokens: of the longest prompt, 0 for the model's maximum; the budget may allow fewer.
+    out, report: files to write in addition to the cache. if_missing: do nothing if the cache has
+    the profile. sp: SP degrees of groups to measure, with half of the budget; the instances are
     configured by `settings` (`section.field=value`) and the file `config`.
     """
 
@@ -62,7 +64,7 @@ class ProfileOptions:
 
 
 def run(options: ProfileOptions, config: EngineConfig) -> None:
-    """Does the command. Raises MillraceError for a model, setting or file that won't do."""
+    """Runs the command. Raises MillraceError for an unusable model, setting or file."""
     if config.stages > 1:
         raise ConfigError(
             f"engine.stages is {config.stages}; profiles are of whole instances, and those in "
@@ -135,7 +137,7 @@ def _measure(options: ProfileOptions, config: EngineConfig) -> tuple[Measured, S
 async def _measure_groups(
     options: ProfileOptions, config: EngineConfig, subject: Subject, longest: int
 ) -> MeasuredGroups:
-    """Of live instances, configured as those that will read the profile."""
+    """Measures groups of live instances with the settings of the profile's later readers."""
     most = max(options.sp)
     kv_bytes = config.kv_bytes or KV_PROMPTS * longest * subject.kv_bytes_per_token + KV_LEAST_BYTES
     fleet = FleetOptions(
@@ -160,7 +162,7 @@ async def _measure_groups(
 
 
 def _devices(instances: int, ranks: int) -> list[str]:
-    """Of each instance; this process leaves them to it. Raises ConfigError for too few."""
+    """Returns each instance's devices, which this process frees. Raises ConfigError for too few."""
     torch.cuda.empty_cache()
     count = torch.cuda.device_count()
     names = [f"GPU-{torch.cuda.get_device_properties(i).uuid}" for i in range(count)]
@@ -172,7 +174,7 @@ def _devices(instances: int, ranks: int) -> list[str]:
 
 @contextmanager
 def _progress(title: str) -> Iterator[Progress]:
-    """A bar on a terminal, one line elsewhere."""
+    """Shows a progress bar on a terminal, else one line."""
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, disable=not console.is_terminal) as bar:

@@ -1,7 +1,7 @@
-"""Live prefill groups that compute prompts as their caller plans them.
+"""Runs live prefill groups that compute prompts as their caller plans them.
 
-N prefill instances and a decode instance, each a process as `millrace up` starts it, whose
-scheduler and proxy is this one: it sends the commands of a plan and takes what comes of them.
+N prefill instances and a decode instance run as processes that `millrace up` would start. This
+process is their scheduler and proxy: it sends the commands of a plan and takes reports and tokens.
 """
 
 from __future__ import annotations
@@ -48,21 +48,21 @@ from millrace.wire.token_stream import TokenStreamError, token_events
 HOST = "127.0.0.1"
 DECODE = "decode-0"
 PROXY = Incarnation("conductor", 1)
-#: One token is prefill's, the next shows that decode has all K/V.
+#: Prefill samples the first token; decode's next token shows that it has all K/V.
 OUTPUT_TOKENS = 2
-#: For instances to drop a prompt that has failed.
+#: Time for instances to drop a failed prompt.
 GIVE_UP_S = 10.0
 
 
 class ConductorError(MillraceError):
-    """An instance failed, died or did not end in time."""
+    """Raised when an instance fails, dies or does not end in time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetOptions:
-    """`settings` (`section.field=value`) go to every instance. `visible` names the devices of each
-    instance, prefill first and decode last, where they are not to share all there are
-    (CUDA_VISIBLE_DEVICES).
+    """The options of a fleet. `settings` (`section.field=value`) go to every instance. `visible`
+    names the devices of each instance (CUDA_VISIBLE_DEVICES), prefill first and decode last; empty:
+    all instances share all devices.
     """
 
     model: str
@@ -76,7 +76,7 @@ class FleetOptions:
 
 @dataclass(slots=True, eq=False)
 class _Instance:
-    """A registered life."""
+    """A registered incarnation of an instance."""
 
     registration: Registration
     outbox: asyncio.Queue[Command] = field(default_factory=asyncio.Queue)
@@ -90,7 +90,9 @@ class _Instance:
 
 
 class Conductor:
-    """async with Conductor(options) as conductor: run = await conductor.run(plan)
+    """Starts a fleet and computes prompts on it.
+
+    async with Conductor(options) as conductor: run = await conductor.run(plan)
 
     Members of a plan are numbers of prefill instances, 0 to N - 1. One prompt at a time.
     """
@@ -119,7 +121,7 @@ class Conductor:
         return self
 
     async def __aexit__(self, *raised: object) -> None:
-        await self._stop_services()  # while they have their scheduler
+        await self._stop_services()  # while their scheduler still runs
         await self._stack.aclose()
         if self._unclean and raised[0] is None:
             raise ConductorError("; ".join(self._unclean))
@@ -130,13 +132,13 @@ class Conductor:
 
     @property
     def registration(self) -> Registration:
-        """What the first prefill instance said of itself."""
+        """The registration of the first prefill instance."""
         return self._instances[self.prefill_ids[0]].registration
 
     async def run(
         self, plan: Sequence[PlannedChunk], prompt_ids: npt.NDArray[np.int32] | None = None
     ) -> Run:
-        """Computes a prompt as planned, and returns once all instances have let go of it.
+        """Computes a prompt as planned; returns when all instances have released it.
 
         prompt_ids: int32 [tokens]; zeros if not given. Raises ConductorError.
         """
@@ -162,7 +164,7 @@ class Conductor:
         )
 
     async def costs(self) -> list[Costs]:
-        """Of every prefill instance, since its start."""
+        """Reads the costs of every prefill instance since its start."""
         return list(await asyncio.gather(*(self._costs(name) for name in self.prefill_ids)))
 
     # -- a prompt
@@ -191,7 +193,7 @@ class Conductor:
         return tuple(chunks)
 
     def _command(self, spec: RequestSpec, chunks: tuple[Chunk, ...]) -> None:
-        """As the scheduler does: decode first, then every member."""
+        """Sends the commands as the scheduler does: decode first, then every member."""
         decode = self._instances[DECODE]
         decode.send(AdmitDecode(request=spec))
         members = [self._instances[name] for name in chunks[-1].instance_ids]
@@ -205,7 +207,7 @@ class Conductor:
             one.send(run)
 
     async def _give_up(self, request: Underway, members: Sequence[str]) -> None:
-        """Has all drop it, so that the next prompt finds nothing of it. Raises ConductorError."""
+        """Makes all instances drop the prompt before the next one. Raises ConductorError."""
         reason = request.failure or (
             f"{', '.join(sorted(request.holding)) or 'decode'} did not end a prompt within "
             f"{self.options.run_timeout_s:g} s"
@@ -224,7 +226,7 @@ class Conductor:
     # -- the scheduler's end
 
     def joined(self, registration: Registration) -> asyncio.Queue[Command]:
-        """An instance has registered, and waits for what this queue has for it."""
+        """Notes a registered instance; returns the queue of its commands."""
         instance = _Instance(registration)
         self._instances[registration.incarnation.id] = instance
         config = SchedulerConfig(preemption="none")
@@ -239,14 +241,14 @@ class Conductor:
         return instance.outbox
 
     def hear(self, instance_id: str, report: Report) -> None:
-        """What an instance says of the prompt that is under way."""
+        """Takes an instance's report on the prompt in flight."""
         if self._request is None or isinstance(report, Heartbeat | Draining):
             return
         if report.request_id == self._request.request_id:
             self._request.hear(instance_id, report)
 
     def left(self, instance_id: str) -> None:
-        """An instance's stream has ended: it gives no more of the prompt."""
+        """Fails the prompt in flight, because an instance's stream has ended."""
         if self._request is not None:
             why = self._services[instance_id].last_words()
             self._request.fail(f"{instance_id} is gone: {why}")
@@ -270,7 +272,7 @@ class Conductor:
         for number, name in enumerate(names):
             service = self._service(name, number, f"{HOST}:{port}", url)
             self._services[name] = service
-            await service.launch()  # before there is a server: gRPC does not like forks
+            await service.launch()  # before the server: gRPC can't handle forks
         server = create_server()
         ConductorServicer(self).add_to(server)
         bind(server, HOST, port)
@@ -284,7 +286,7 @@ class Conductor:
         self._stack.callback(tokens.cancel)
 
     async def _take_tokens(self) -> None:
-        """What decode sends to the proxy; it gives the requests of one that is not there up."""
+        """Takes decode's tokens as the proxy; decode would end the requests of an absent proxy."""
         decode = self._instances[DECODE].member
         stream = token_events(decode.address, proxy=PROXY, decode=decode.incarnation)
         with contextlib.suppress(TokenStreamError):
@@ -317,7 +319,7 @@ class Conductor:
 
 
 def _free_ports(count: int) -> list[int]:
-    """Ports that nobody listens on now, each another."""
+    """Returns `count` different ports that no process listens on now."""
     with contextlib.ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
         for one in sockets:

@@ -1,4 +1,4 @@
-"""What a live prefill instance has spent, read from its metrics."""
+"""Reads from its metrics the seconds and bytes that a live prefill instance has spent."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from prometheus_client.parser import text_string_to_metric_families
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Costs:
-    """What a prefill instance has spent since it started, in seconds but for the bytes.
+    """The seconds and bytes that a prefill instance has spent since its start.
 
-    compute_s: of its compute thread, waits included. cpu_s: of the whole process on its cores.
-    handshake_s: from asking decode to its grant, all requests together.
+    compute_s: of its compute thread, with waits. cpu_s: of the whole process on its cores.
+    handshake_s: from the request to decode until its grant, summed over all requests.
     """
 
     cpu_s: float
@@ -43,7 +43,7 @@ _METRICS: Mapping[str, str] = {
 
 
 def read_costs(url: str) -> Costs:
-    """What the instance whose metrics are at `url` has spent. Blocks."""
+    """Reads the costs of the instance whose metrics are at `url`. Blocks."""
     with urllib.request.urlopen(url, timeout=10) as response:
         text = response.read().decode()
     values = {

@@ -1,16 +1,16 @@
-"""From measured passes to a profile: Tetris Eq. (1) with its points, and the operator tables.
+"""Fits a profile to measured passes: Tetris Eq. (1) with its points, and the operator tables.
 
-How the tables come from passes that were timed at operator boundaries:
+The tables come from passes that were timed at operator boundaries:
 
-- An operator's time is its mean over the layers. The engine computes the last position alone in
-  the last layer, so a pass of few layers is cheaper than its layers; the mean keeps passes right.
-- A decode step is not timed by operators: it is run from a recording, faster than a pass of as
-  many tokens. The linear operators of so few tokens are what a step on the least context leaves
-  them, if that is less, divided as in a prefill. Decode attention is what a step takes beyond them.
-- Attention beyond the longest prompt was measured by itself (`Far`): it gives Eq. (1) its c, half
-  of it its d, and the attention tables their last slope. Nothing is drawn on from short prompts.
-- Prefill attention is what a prefill takes beyond the linear operators and lm_head: with it what
-  comes once a prompt (planning, rotary tables, the embedding, sampling). overhead_s is 0.
+- An operator's time is its mean over the layers. In the last layer, the engine computes only the
+  last position, so a pass of few layers costs less than its layers; the mean predicts passes right.
+- A decode step is not timed by operators: it runs from a recording, faster than a pass of as many
+  tokens. The linear operators of few tokens are at most the time of a step on the least context,
+  divided as in a prefill. Decode attention is the rest of a step's time.
+- Attention beyond the longest prompt was measured alone (`Far`): it gives Eq. (1) its c, half of it
+  its d, and the attention tables their last slope. Short prompts are not extrapolated.
+- Prefill attention is a prefill's time without the linear operators and lm_head; it includes costs
+  once per prompt (planning, rotary tables, the embedding, sampling). overhead_s is 0.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ NOTHING: Mapping[Far, float] = MappingProxyType({})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Subject:
-    """What was measured."""
+    """The model and machine that were measured."""
 
     model: str
     device: str
@@ -48,15 +48,15 @@ class Subject:
     kv_bytes_per_token: int
     max_chunk_tokens: int
     tp: int = 1
-    is_accelerated: bool = False  # instances compute on devices of their own
+    is_accelerated: bool = False  # each instance has its own devices
 
 
 def build_profile(
     subject: Subject, measured: Measured, groups: MeasuredGroups | None = None
 ) -> Profile:
-    """The profile, with its errors on what was held out.
+    """Builds the profile, with its errors on held-out cases.
 
-    What `groups` has of one instance is put in place of what was measured without a service.
+    Times of one instance in `groups` replace those that were measured without a service.
     """
     reference = load_profile(REFERENCE)
     by_sp = {1: prefill_latency(measured)}
@@ -94,7 +94,7 @@ def build_profile(
 
 
 def prefill_latency(measured: Measured) -> Latency:
-    """Eq. (1) of one instance."""
+    """Fits Eq. (1) of one instance."""
     return _latency(
         {
             case: timing.seconds
@@ -108,9 +108,9 @@ def prefill_latency(measured: Measured) -> Latency:
 def group_latencies(
     groups: MeasuredGroups | None, far_s: Mapping[Far, float] = NOTHING
 ) -> dict[int, Latency]:
-    """Eq. (1) of every SP degree that was measured.
+    """Fits Eq. (1) of every measured SP degree.
 
-    Beyond the longest prompt each member attends for its share of a chunk: Tetris section 5.1.
+    Beyond the longest prompt, each member attends for its share of a chunk: Tetris section 5.1.
     """
     if groups is None:
         return {}
@@ -124,7 +124,7 @@ def group_latencies(
 
 
 def _latency(seconds_of: Mapping[Prefill, float], far_s: Mapping[Far, float]) -> Latency:
-    """Eq. (1) with a point for every prompt length; c from chunks on history."""
+    """Fits Eq. (1) with a point for every prompt length; c comes from chunks on history."""
     alone: list[tuple[Prefill, float]] = []
     behind: list[tuple[Prefill, float]] = []
     for case, taken_s in sorted(seconds_of.items()):
@@ -150,7 +150,7 @@ def _latency(seconds_of: Mapping[Prefill, float], far_s: Mapping[Far, float]) ->
 
 
 def _beyond(measured: Measured) -> str:
-    """What the times of prompts beyond the longest stand on."""
+    """Describes the source of the times of prompts beyond the longest."""
     if not measured.far_s:
         return f"prompts of more than {measured.longest} tokens by Eq. (1)"
     end = max(far.end for far in measured.far_s)
@@ -161,7 +161,7 @@ def _beyond(measured: Measured) -> str:
 
 
 def operator_model(measured: Measured, layers: int, reference: OperatorModel) -> OperatorModel:
-    """The tables; KV parallelism is the `reference`'s."""
+    """Fits the operator tables; KV parallelism is `reference`'s."""
     fitted = {c: t for c, t in sorted(measured.prompts.items()) if c not in measured.held_out}
     singles = {
         c.tokens: t for c, t in fitted.items() if c.batch == 1 and not c.history and t.passes == 1
@@ -198,7 +198,7 @@ def _groups_source(groups: MeasuredGroups | None) -> list[str]:
 
 
 def _sharing(subject: Subject, groups: MeasuredGroups | None) -> list[str]:
-    """What the groups' times are of, where their instances got in each other's way."""
+    """Says which groups' instances shared cores, so that their times hold for one machine only."""
     if groups is None or subject.is_accelerated:
         return []
     crowded = [sp for sp in sorted(groups.seconds) if sp * subject.threads > groups.cores]
@@ -215,7 +215,7 @@ def _listed(degrees: Sequence[int]) -> str:
 
 
 def _lm_head(fitted: Mapping[Prefill, Timing], singles: Mapping[int, Timing]) -> Table:
-    """Over the requests of a pass."""
+    """Fits the seconds of lm_head over the requests of a pass."""
     points = {1: median(timing.operators["lm_head"] for timing in singles.values())}
     for case, timing in fitted.items():
         if case.batch > 1:
@@ -226,12 +226,12 @@ def _lm_head(fitted: Mapping[Prefill, Timing], singles: Mapping[int, Timing]) ->
 def _linear(
     singles: Mapping[int, Timing], steps: Mapping[Decode, float], lm_head: Table, layers: int
 ) -> Mapping[str, Table]:
-    """Seconds of a layer over the tokens of a pass, by operator."""
+    """Fits the seconds of a layer over the tokens of a pass, by operator."""
     as_prefill = {
         name: table_of({tokens: t.operators[name] / layers for tokens, t in singles.items()})
         for name in LINEAR
     }
-    least_s: dict[int, float] = {}  # of a batch, on the least context
+    least_s: dict[int, float] = {}  # batch -> step on the least context
     for case, step_s in steps.items():
         least_s.setdefault(case.batch, step_s)
     shares = {tokens: 1.0 for tokens in singles if tokens > max(least_s)}
@@ -249,7 +249,7 @@ def _linear(
 def _attn(
     singles: Mapping[int, Timing], linear: Mapping[str, Table], lm_head: Table, layers: int
 ) -> Table:
-    """Over squared tokens, with a last slope that is not level if any is not."""
+    """Fits attention over squared tokens; the last slope is above 0 if any slope is."""
     return over_squares(
         {
             count: max(timing.seconds - lm_head.at(1), 0.0) / layers - _sum_at(linear, count)

@@ -1,4 +1,4 @@
-"""A prompt on its way through live instances, and what is told of it."""
+"""Tracks a prompt in live instances by their reports."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from millrace.core.scheduler.reports import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkTime:
-    """What the leader says of a chunk, in seconds. Waits are part of `compute_s`."""
+    """The leader's times of a chunk, in seconds. `compute_s` includes the waits."""
 
     compute_s: float
     ring_wait_s: float
@@ -29,8 +29,8 @@ class ChunkTime:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """A prompt's way, in seconds from its commands on: to the first chunk's start, to token one,
-    and until decode had all K/V.
+    """The times of a prompt, in seconds after its commands: the first chunk's start, the first
+    token, and the landing of all K/V at decode.
     """
 
     chunks: tuple[ChunkTime, ...]
@@ -45,7 +45,7 @@ class Run:
 
 @dataclass(slots=True, eq=False)
 class Underway:
-    """One on its way. `holding`: the instances that have not let go of it."""
+    """A prompt in flight. `holding`: the instances that have not released it."""
 
     request_id: str
     holding: set[str]
@@ -78,7 +78,7 @@ class Underway:
                 self.lets_go(instance_id)
 
     def token(self) -> None:
-        """A token came out of decode."""
+        """Notes that decode sent a token."""
         self.ttft_s = self.ttft_s or time.monotonic() - self.sent_s
         self.changed.set()
 
@@ -92,17 +92,17 @@ class Underway:
 
     @property
     def is_over(self) -> bool:
-        """Token one is here, and nobody holds anything of it any more."""
+        """Whether the first token has come and every instance has released the prompt."""
         return self.ttft_s > 0.0 and not self.holding
 
     async def over(self) -> None:
-        """Returns when it is over, or has failed."""
+        """Waits until the prompt is over or has failed."""
         while not self.is_over and not self.failure:
             self.changed.clear()
             await self.changed.wait()
 
     async def forgotten(self, holders: Set[str]) -> None:
-        """Returns when none of these holds it any more."""
+        """Waits until none of these instances holds the prompt."""
         while self.holding & holders:
             self.changed.clear()
             await self.changed.wait()

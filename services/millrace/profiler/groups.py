@@ -13,9 +13,9 @@ from millrace.profiler.measure import HELD_OUT, LEAST_TOKENS, MOST_ROUNDS, Prefi
 
 #: Shorter prompts are hardly worth a group.
 FEWEST_TOKENS = 64
-#: A prompt of so many equal chunks shows what history costs.
+#: Equal chunks of the prompts that show the cost of history.
 CHUNKS = 4
-#: Prompts of `measure.HELD_OUT` that are tried on groups, too.
+#: Prompts of `measure.HELD_OUT` that are also measured on groups.
 HELD_OUT_PROMPTS = 3
 
 Compute = Callable[[Sequence[PlannedChunk]], Awaitable[Run]]
@@ -23,7 +23,7 @@ Compute = Callable[[Sequence[PlannedChunk]], Awaitable[Run]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredGroups:
-    """Typical seconds of every case by SP degree. `held_out`: nothing is to be fitted to them."""
+    """Typical seconds of every case by SP degree. `held_out`: cases that are never fitted to."""
 
     seconds: Mapping[int, Mapping[Prefill, float]]
     held_out: frozenset[Prefill]
@@ -34,7 +34,7 @@ class MeasuredGroups:
 
 @dataclass(frozen=True, slots=True)
 class _Prompt:
-    """Chunks of a prompt; the times of all count, or of a held-out prompt that of the last one."""
+    """Chunks of a prompt. All chunk times count; of a held-out prompt, only the last."""
 
     chunks: tuple[int, ...]
     is_held_out: bool = False
@@ -61,7 +61,7 @@ async def measure_groups(
 ) -> MeasuredGroups:
     """Measures for about `budget_s` seconds, one round at least.
 
-    compute: has the first instances of a fleet compute a prompt. longest: tokens of the longest
+    compute: computes a prompt on the first instances of a fleet. longest: tokens of the longest
     prompt. cores: of the machine that all instances share.
     """
     prompts = _prompts(longest)
@@ -100,7 +100,7 @@ async def measure_groups(
 
 
 def _prompts(longest: int) -> list[_Prompt]:
-    """The shortest first."""
+    """Lists the prompts to measure, the shortest first."""
     tokens = min(FEWEST_TOKENS, longest)
     prompts = []
     while tokens < longest:
@@ -117,8 +117,9 @@ def _prompts(longest: int) -> list[_Prompt]:
 
 
 def devices_of(names: Sequence[str], instances: int, ranks: int) -> list[str]:
-    """What CUDA_VISIBLE_DEVICES is for each prefill instance, and for decode at the end: `ranks`
-    devices each; decode shares those of the first instance when no others are left.
+    """Returns CUDA_VISIBLE_DEVICES of each prefill instance, then of decode: `ranks` devices each.
+
+    Decode shares the devices of the first instance when no other devices are left.
 
     names: of the machine's devices. Raises ValueError when there are too few.
     """

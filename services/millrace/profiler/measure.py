@@ -1,10 +1,10 @@
-"""What is measured, and how often: every case once, and cheap ones again while the budget lasts.
+"""Measures every case once, and cheap cases again while the budget lasts.
 
-A round goes through all cases, so that a slow spell of the machine touches one value of many
-cases rather than all values of one, and in a new order, for what ran before leaves its traces in
-the caches. The longest prompt is chosen by the budget: lengths double until a prompt takes too
-large a part of it. What lies beyond, to the end of the model's context, grows by attention alone:
-that is measured by itself, in chunks as long as the budget allows.
+A round goes through all cases, so a slow phase of the machine affects one value of many cases, not
+all values of one case. Each round has a new order, because earlier work leaves traces in the
+caches. The budget limits the longest prompt: lengths double until a prompt takes too large a share
+of it. From there to the end of the model's context, only attention grows: it is measured alone, in
+chunks as long as the budget allows.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from typing import Final
 from millrace.core.cost.operators import BatchShape
 from millrace.profiler.workload import Timing, Workload
 
-#: Of the budget: what one prefill of the longest prompt may take (the first round takes some eight
-#: of them), the attention of one chunk beyond it, and all repetitions of a case.
+#: Shares of the budget: for one prefill of the longest prompt (the first round takes about eight of
+#: them), for the attention of one chunk beyond it, and for all repetitions of a case.
 LONGEST_SHARE: Final = 1 / 20
 FAR_SHARE: Final = 1 / 80
 FAR_ENDS: Final = 4
@@ -30,7 +30,7 @@ DECODE_BATCHES: Final = (1, 2, 4, 8, 16, 32, 64)
 PREFILL_BATCHES: Final = (2, 8)
 HELD_OUT_BATCHES: Final = (3, 5)
 BATCHED_TOKENS: Final = 96
-#: (chunk, history) as shares of the longest prompt: what nothing is fitted to.
+#: (chunk, history) of the held-out cases, as shares of the longest prompt: never fitted to.
 HELD_OUT: Final = (
     (0.85, 0.0),
     (0.42, 0.33),
@@ -46,7 +46,7 @@ HELD_OUT_DECODE: Final = ((1, 0.5), (3, 0.3), (12, 0.6), (48, 0.2))  # (batch, c
 #: as many (query, key) pairs as that prompt.
 ROWS: Final = (1, 4, 16, 64)
 LONG_HISTORY_CHUNKS: Final = (32, 128, 512)
-#: (chunk, its history, decodes, their contexts), shares of the longest prompt but for the decodes.
+#: (chunk, history, decodes, contexts): all but the decodes are shares of the longest prompt.
 HELD_OUT_MIXED: Final = (
     (0.5, 0.0, 8, 0.3),
     (0.25, 0.5, 16, 0.2),
@@ -59,7 +59,7 @@ HELD_OUT_MIXED: Final = (
 
 @dataclass(frozen=True, slots=True, order=True)
 class Prefill:
-    """`batch` chunks of `tokens` on `history` each; more than one are computed in one pass."""
+    """`batch` chunks of `tokens` on `history` each; several chunks are computed in one pass."""
 
     tokens: int
     history: int = 0
@@ -109,12 +109,12 @@ class Far:
 
     @property
     def end(self) -> int:
-        """The context's tokens once the chunk is computed."""
+        """The context in tokens after the chunk."""
         return self.tokens + self.history
 
     @property
     def pairs(self) -> float:
-        """(query, key) pairs: the chunk's own tokens meet half of each other."""
+        """The number of (query, key) pairs: the chunk's own tokens make half of their square."""
         return self.tokens * (self.history + self.tokens / 2)
 
 
@@ -123,10 +123,10 @@ Case = Prefill | Decode | Rows | Mixed | Far
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """Typical times of every case. `held_out`: those that nothing is to be fitted to.
+    """Typical times of every case. `held_out`: cases that are never fitted to.
 
-    prefills: also chunks on histories beyond the `longest` prompt; `prompts` are the others.
-    far_s: of all layers' attention, to the end of the context, as in wide chunks.
+    prefills: with chunks on histories beyond the `longest` prompt; `prompts` are without them.
+    far_s: seconds of all layers' attention, to the end of the context, as in wide chunks.
     """
 
     prefills: Mapping[Prefill, Timing]
@@ -200,7 +200,7 @@ def measure(
 
 
 def _timed(workload: Workload, case: Case) -> Timing:
-    """Decode steps, mixed passes and attention alone are not timed by operators."""
+    """Times a case; decode steps, mixed passes and attention alone are not timed by operators."""
     match case:
         case Prefill(tokens, history, batch):
             return workload.prefill(tokens, history, batch)
@@ -216,7 +216,7 @@ def _timed(workload: Workload, case: Case) -> Timing:
 
 
 def typical(timings: Sequence[Timing]) -> Timing:
-    """`usual` seconds, divided over the operators as their own usual seconds say."""
+    """Returns the `usual` seconds, divided in proportion to the operators' own usual seconds."""
     seconds = usual([timing.seconds for timing in timings])
     names = timings[0].operators
     parts = {name: usual([timing.operators[name] for timing in timings]) for name in names}
@@ -229,14 +229,14 @@ def typical(timings: Sequence[Timing]) -> Timing:
 
 
 def usual(seconds: Sequence[float]) -> float:
-    """The lower quartile: what else the machine does only adds, and the scheduler's online
-    correction (`core/cost/correction.py`) is there for what lasts.
+    """Returns the lower quartile: other work on the machine only adds time, and the scheduler's
+    online correction (`core/cost/correction.py`) handles lasting slowness.
     """
     return sorted(seconds)[len(seconds) // 4]
 
 
 def _longest(workload: Workload, limit_s: float, spent_s: Callable[[], float]) -> int:
-    """The longest prompt whose prefill is likely to take `limit_s` at most; all, twice, warm."""
+    """Finds the longest prompt whose prefill probably takes `limit_s` at most."""
     length = min(LEAST_TOKENS, workload.max_tokens)
     workload.prefill(length)  # the first pass pays one-time costs
     while True:
@@ -303,9 +303,10 @@ def _long_histories(workload: Workload, longest: int) -> Iterable[Prefill]:
 def far_cases(
     workload: Workload, longest: int, limit_s: float, spent_s: Callable[[], float]
 ) -> list[Far]:
-    """At the end of the context, of a half and so on: the longest chunks that take `limit_s`.
+    """Lists the longest chunks that take `limit_s` at most, at several ends: the context's end,
+    half of it, and so on.
 
-    And chunks as narrow as those at the last of these ends, for `as_wide`.
+    Also lists chunks of the same lengths at the least end, for `as_wide`.
     """
     found: list[Far] = []
     most = min(workload.max_chunk_tokens, longest)
@@ -325,8 +326,8 @@ def far_cases(
 
 
 def as_wide(taken_s: Mapping[Far, float]) -> dict[Far, float]:
-    """What each would take if its pairs cost what those of the widest chunk do: a narrow one reads
-    as much K/V for fewer rows, and passes are wide. By chunks of both widths at one end.
+    """Scales each time to the cost per pair of the widest chunk: a narrow chunk reads as much K/V
+    for fewer rows, but passes are wide. The scale comes from chunks of both widths at one end.
     """
     last = min((far.end for far in taken_s), default=0)
     pair_s = {far.tokens: s / far.pairs for far, s in taken_s.items() if far.end == last}
@@ -351,7 +352,7 @@ def _step(workload: Workload, batch: int, context: int) -> Iterable[Decode]:
 
 
 def _lengths(least: int, longest: int) -> Iterable[int]:
-    """`least`, doubled until `longest`, with one more in the middle of each gap."""
+    """Yields `least`, doubled until `longest`, and one length in the middle of each gap."""
     tokens = least
     while tokens < longest:
         yield tokens

@@ -1,11 +1,11 @@
-"""From measured passes to the predictor of mixed batches (Medha section 4.3).
+"""Fits the predictor of mixed batches to measured passes (Medha section 4.3).
 
-A mixed pass is a ragged batch: to its linear layers all rows are alike, its attention is that of
-its chunks and that of its decodes one after the other. So the tables come from passes that hold
-chunks alone and from passes that hold decodes alone, timed at operator boundaries; passes of both
-are kept for the error. What differs from `fitting.operator_model`: decodes are rows of a pass that
-runs operator by operator, not a recorded step; attention is the operator's own time; what comes
-once a pass (planning, the embedding) is overhead_s.
+A mixed pass is a ragged batch: its linear layers treat all rows alike; its attention is the sum of
+its chunks' and its decodes' attention. So the tables are fitted to passes of chunks alone and to
+passes of decodes alone, timed at operator boundaries; passes of both measure the error. Differences
+from `fitting.operator_model`: decodes are rows of a pass that runs operator by operator, not a
+recorded step; attention is the operator's own time; costs once per pass (planning, the embedding)
+are overhead_s.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from millrace.profiler.workload import AROUND, SAMPLE, Timing
 
 LINEAR = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
 
-#: A pass: its rows, those of them that get a token, and its times.
+#: A pass: its rows, its rows that get a token, and its times.
 _Pass = tuple[int, int, Timing]
 
 
 def mixed_model(measured: Measured, layers: int, reference: OperatorModel) -> OperatorModel | None:
-    """None where no rows of decodes were measured. KV parallelism is the `reference`'s."""
+    """Fits the model; None if no rows of decodes were measured. KV parallelism is `reference`'s."""
     if not measured.rows:
         return None
     chunks = {
@@ -76,7 +76,7 @@ def _linear(passes: Iterable[_Pass], name: str, layers: int) -> Table:
 
 
 def _by(points: Iterable[tuple[int, float]]) -> Table:
-    """The median of each x."""
+    """Builds a table of the median at each x."""
     found: dict[int, list[float]] = {}
     for x, seconds in points:
         found.setdefault(x, []).append(seconds)
@@ -84,9 +84,9 @@ def _by(points: Iterable[tuple[int, float]]) -> Table:
 
 
 def _history_factor(chunks: Mapping[Prefill, Timing], attn: Table, layers: int) -> Table:
-    """Of each chunk length the least squares of relative errors of its attention, so that short
-    histories, whose cost is lost in it, say little. It falls as chunks grow, for the K/V that is
-    read serves more rows.
+    """Fits the history factor of each chunk length by least squares of relative errors of its
+    attention, so that short histories, whose cost is small in it, have little weight. The factor
+    falls as chunks grow, because the K/V that is read serves more rows.
     """
     pair_s = 2.0 * attn.slopes[-1]
     over: dict[int, float] = {}

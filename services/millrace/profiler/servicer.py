@@ -1,4 +1,4 @@
-"""The scheduler's end of instances' streams, for a conductor in the scheduler's place."""
+"""Serves the scheduler's end of instances' streams, for a conductor in the scheduler's place."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ class Fleet(Protocol):
     """The owner of the instances."""
 
     def joined(self, registration: Registration) -> asyncio.Queue[Command]:
-        """An instance has registered. Its commands are taken from the queue."""
+        """Takes the registration of an instance; returns the queue of its commands."""
 
     def hear(self, instance_id: str, report: Report) -> None:
-        """An instance reports."""
+        """Takes a report of an instance."""
 
     def left(self, instance_id: str) -> None:
-        """An instance's stream has ended."""
+        """Notes that an instance's stream has ended."""
 
 
 class ConductorServicer:
-    """Serves what instances call of `Scheduler`: the stream, and the status that names peers."""
+    """Serves the calls of instances to `Scheduler`: the stream, and the status with the peers."""
 
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet

@@ -1,4 +1,4 @@
-"""Tables from measured points."""
+"""Builds tables from measured points."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from millrace.profiles.eq_1 import rounded
 
 
 def table_of(points: Mapping[int, float], *, is_rising: bool = False) -> Table:
-    """Through all points, or, where times can only rise, the closest that does (`rising`)."""
+    """Builds a table through all points, or through the closest rising values (`rising`)."""
     xs = sorted(points)
     ys = [points[x] for x in xs]
     if is_rising:
@@ -20,7 +20,7 @@ def table_of(points: Mapping[int, float], *, is_rising: bool = False) -> Table:
 
 
 def over_squares(points: Mapping[int, float]) -> Table:
-    """Over the squares of the xs; rising, with a last slope that is not level if any is not."""
+    """Builds a rising table over the squared xs; the last slope is above 0 if any slope is."""
     xs = sorted(points)
     found = dict(zip(xs, rising([max(points[x], 0.0) for x in xs]), strict=True))
     while len(found) > 1 and found[xs[-2]] == found[xs[-1]]:
@@ -29,7 +29,7 @@ def over_squares(points: Mapping[int, float]) -> Table:
 
 
 def with_far(attn: Table, far_s: Mapping[Far, float], layers: int) -> Table:
-    """`attn`, a layer's over squared tokens, with the slope of `far_s`, all layers', at its end."""
+    """Extends `attn`, of one layer over squared tokens, by the slope of `far_s`, of all layers."""
     if not far_s:
         return attn
     pair_s = median(seconds / far.pairs for far, seconds in far_s.items()) / layers
@@ -39,7 +39,7 @@ def with_far(attn: Table, far_s: Mapping[Far, float], layers: int) -> Table:
 
 
 def rising(values: Sequence[float]) -> list[float]:
-    """The least-squares fit that never falls (pool adjacent violators)."""
+    """Returns the least-squares fit that never falls (pool adjacent violators)."""
     blocks: list[tuple[float, int]] = []
     for value in values:
         mean, count = value, 1

@@ -1,8 +1,8 @@
-"""Prefills and decode steps as a live instance computes them, timed.
+"""Times prefills and decode steps as a live instance computes them.
 
-A prompt goes through the engine in the passes that a prefill instance cuts it into, and token one
-is sampled at its end. The history of a chunk is whatever lies in its pages: times depend on how
-much there is, not on what.
+A prompt is computed in the passes that a prefill instance would cut, and its first token is sampled
+at the end. The history of a chunk is the present content of its pages: times depend on its length,
+not on its values.
 """
 
 from __future__ import annotations
@@ -28,25 +28,25 @@ from millrace.engine.kv.step_tables import page_table_of
 from millrace.engine.sampling.sampler import Sampler
 from millrace.engine.sampling.spec import SamplingRow, SamplingSpec
 
-#: Of the pages that stand for histories: more than any cache holds.
+#: Bytes of the pages that stand for histories: more than any cache holds.
 WRITTEN_BYTES = 256 << 20
 DECODE_STEPS = 4
 WARM_STEPS = 2  # the first step of a batch size is recorded, the next may wait for memory
 
-#: Operators of an MoE layer stand in the tables for what they take the place of.
+#: Operators of an MoE layer, and the table of the dense operator that each replaces.
 TABLE_OF = {"gate": "gate_up_proj", "experts": "down_proj"}
-#: What a pass spends outside its layers and `lm_head`: planning, rotary tables, the embedding.
+#: A pass's time outside its layers and `lm_head`: planning, rotary tables, the embedding.
 AROUND = "embed"
 SAMPLE = "sample"
-#: From the last operator of the first stage to the end of the others.
+#: The time from the last operator of the first stage to the end of the later stages.
 LATER = "handed_on"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timing:
-    """Seconds of a piece of work, and of each operator over all layers and passes.
+    """The seconds of a piece of work, and of each operator over all layers and passes.
 
-    passes: how many forward passes it took.
+    passes: number of forward passes.
     """
 
     seconds: float
@@ -55,12 +55,12 @@ class Timing:
 
 
 class Workload:
-    """Takes the pool's pages until `close`."""
+    """Runs timed work on an engine; takes the pool's pages until `close`."""
 
     def __init__(
         self, engine: Engine, *, max_chunk_tokens: int, max_batch: int, max_tokens: int = 0
     ) -> None:
-        """max_tokens: the longest prompt that will be asked for; 0 means all that fits.
+        """max_tokens: of the longest prompt that will be computed; 0: as many as fit.
 
         Raises ConfigError when the model or its pool holds fewer.
         """
@@ -71,7 +71,7 @@ class Workload:
         self.max_tokens = max_tokens or room
         if not 1 <= self.max_tokens <= room:
             raise ConfigError(
-                f"max_tokens is {max_tokens}; it must be 1 to {room}, which is what "
+                f"max_tokens is {max_tokens}; it must be 1 to {room}: the tokens that "
                 f"{engine.folder.name} and its KV pool hold, less one token of an answer"
             )
         self._pages = written_pages(engine, self.max_tokens, WRITTEN_BYTES)
@@ -84,14 +84,15 @@ class Workload:
 
     @property
     def kv_tokens(self) -> int:
-        """Tokens whose KV fits into the pages."""
+        """The number of tokens whose KV fits into the pages."""
         return len(self._pages) * self._engine.layout.page_tokens
 
     @torch.inference_mode()
     def prefill(self, tokens: int, history: int = 0, batch: int = 1) -> Timing:
-        """A chunk of `tokens` on `history` in as many passes as it takes, or `batch` in one pass.
+        """Times a chunk of `tokens` on `history` in as many passes as needed, or `batch` such
+        chunks in one pass.
 
-        The last pass ends with token one of each.
+        The last pass ends with the first token of each chunk.
         """
         parts = pass_tokens(tokens, 1, self.max_chunk_tokens if batch == 1 else tokens)
         clock = _OperatorClock(self._engine.device)
@@ -116,20 +117,20 @@ class Workload:
 
     @property
     def context_tokens(self) -> int:
-        """Of the model, whatever the pool holds."""
+        """The model's context in tokens, which may exceed the pool."""
         return self._engine.max_context_tokens
 
     def attention_s(self, tokens: int, history: int) -> float:
-        """Seconds that all layers attend for a chunk of `tokens` on `history`.
+        """Measures the seconds of all layers' attention for a chunk of `tokens` on `history`.
 
-        Together at most the model's context, which may be more than the pages hold.
+        Their sum is at most the model's context, which may exceed the pages.
         """
         return attention_s(self._engine, tokens, history, self._pages)
 
     @torch.inference_mode()
     def decode_rows(self, batch: int, context: int) -> Timing:
-        """`batch` decodes on `context` tokens each as a mixed pass computes them: a row each of a
-        ragged batch, operator by operator.
+        """Times `batch` decodes on `context` tokens each as a mixed pass computes them: one row per
+        decode of a ragged batch, operator by operator.
         """
         clock = _OperatorClock(self._engine.device)
         tasks = [
@@ -147,9 +148,9 @@ class Workload:
 
     @torch.inference_mode()
     def mixed_s(self, chunks: Sequence[tuple[int, int]], contexts: Sequence[int]) -> float:
-        """Seconds of a pass of chunks (tokens, history), one at least, beside decodes of these
-        contexts, with the sampling of the decodes' tokens. The chunks end in the middle of a
-        prompt: no token of them is wanted.
+        """Measures the seconds of a pass of one or more chunks (tokens, history) and of decodes on
+        `contexts`, with the sampling of the decodes' tokens. The chunks end inside a prompt, so
+        they sample no token.
         """
         lengths = [*contexts, *(tokens + history for tokens, history in chunks)]
         pages = list(self._apart(lengths))
@@ -175,7 +176,8 @@ class Workload:
         return settled_s(self._engine.device) - start_s
 
     def decode_step_s(self, batch: int, context: int) -> float:
-        """Median seconds of a step of `batch` sequences on `context` tokens each, with sampling."""
+        """Measures the median seconds of a step of `batch` sequences on `context` tokens each, with
+        sampling."""
         steps = WARM_STEPS + DECODE_STEPS
         decoding = DecodeBatch(
             self._engine.runner, self._engine.pool, self._sampler, max_batch=batch
@@ -195,25 +197,25 @@ class Workload:
         seconds = []
         for _ in range(steps):
             start_s = time.perf_counter()
-            decoding.step()  # token ids come to the host, so a device has finished
+            decoding.step()  # token ids come to the host, so the device has finished
             seconds.append(time.perf_counter() - start_s)
         return median(seconds[WARM_STEPS:])
 
     def has_room(self, batch: int, tokens: int) -> bool:
-        """Whether `batch` sequences of `tokens` each can decode on pages of their own."""
+        """Whether `batch` sequences of `tokens` tokens each fit into separate pages."""
         return self.has_room_for([tokens + WARM_STEPS + DECODE_STEPS] * batch)
 
     def has_room_for(self, lengths: Sequence[int]) -> bool:
-        """Whether sequences of these lengths have pages of their own."""
+        """Whether sequences of these lengths fit into separate pages."""
         return sum(map(self._engine.layout.pages_for, lengths)) <= len(self._pages)
 
     def _compute(self, tasks: Sequence[PrefillTask], clock: _OperatorClock) -> None:
-        """One pass."""
+        """Computes one pass."""
         for boundary in self._engine.runner.prefill_batch(tasks):
             if boundary.awaited is not None:
                 boundary.awaited.wait()
             clock.ended(boundary.operator)
-        clock.ended("lm_head")  # of a staged model it comes after the last boundary
+        clock.ended("lm_head")  # in a staged model, after the last boundary
 
     def _ids(self, tokens: int) -> torch.Tensor:
         return torch.randint(self._vocab, (tokens,), generator=self._random)
@@ -224,7 +226,7 @@ class Workload:
         self._sampler.sample(logits, [SamplingRow.first(spec) for _ in range(len(logits))])
 
     def _apart(self, lengths: Sequence[int]) -> Iterator[Sequence[int]]:
-        """Pages for sequences of these lengths, none shared."""
+        """Yields pages for sequences of these lengths, none shared."""
         start = 0
         for length in lengths:
             end = start + self._engine.layout.pages_for(length)
@@ -232,7 +234,7 @@ class Workload:
             start = end
 
     def _shares(self, tokens: int, batch: int) -> Iterator[Sequence[int]]:
-        """Pages for `tokens` tokens of each of `batch` sequences, none shared."""
+        """Yields pages for `batch` sequences of `tokens` tokens each, none shared."""
         return self._apart([tokens] * batch)
 
 
@@ -242,7 +244,7 @@ def _logits(task: PrefillTask) -> torch.Tensor:
 
 
 def _share_out(operators: dict[str, float], later_s: float) -> None:
-    """Adds what later stages took to the operators of layers: all layers are alike."""
+    """Divides the later stages' time among the layers' operators, because all layers are alike."""
     names = [name for name in operators if name not in (AROUND, SAMPLE, "lm_head")]
     own_s = sum(operators[name] for name in names)
     for name in names if later_s else ():
@@ -250,7 +252,7 @@ def _share_out(operators: dict[str, float], later_s: float) -> None:
 
 
 class _OperatorClock:
-    """When each operator ended; on a GPU by events, so that nothing waits for it in between."""
+    """Records the end of each operator; on a GPU by events, without waits in between."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

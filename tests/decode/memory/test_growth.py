@@ -1,5 +1,5 @@
-"""Answers that grow in a memory too small for them: every one ends with the tokens that it has
-alone, whoever had to give way meanwhile.
+"""Answers that grow in too little memory: each has the same tokens as alone, whichever requests are
+preempted.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from support.worker_roles import (
     run_prefill,
 )
 
-PAGE_BYTES = 3 * 2 * 2 * 16 * 12 * 4  # of the tiny model, 16 tokens
+PAGE_BYTES = 3 * 2 * 2 * 16 * 12 * 4  # of the tiny model, per 16 tokens
 PAGES = 20
 
 
 def settings(
     pages: int = PAGES, swap_pages: int = 0, max_batch: int = 8, **scheduler: Any
 ) -> Config:
-    """Of a decode instance. A page more is there than requests can have: it is its own."""
+    """Settings of a decode instance. It has one more page than requests can use, for itself."""
     tree = config(
         max_batch=max_batch,
         kv_bytes=(pages + 1) * PAGE_BYTES,
@@ -47,14 +47,14 @@ def settings(
 
 
 class Asker:
-    """Asks, and goes on with what moves, as a proxy does. Afterwards nobody holds anything."""
+    """Sends requests and migrates moved ones, as a proxy does. At the end, nothing is held."""
 
     def __init__(self, pair: Pair) -> None:
         self.pair = pair
         self.lives: dict[str, int] = {}
 
     async def answer(self, name: str, tokens: int, **sampling: Any) -> list[int]:
-        """Of choice 0."""
+        """Returns the tokens of choice 0."""
         ids, life = prompt(tokens), name
         request = await self.pair.admit(name, tokens, **sampling)
         found: list[int] = []
@@ -109,7 +109,7 @@ async def test_answers_longer_than_memory_end_with_the_right_tokens(swap_pages: 
 
 
 async def filled(asker: Asker, count: int = 4) -> None:
-    """So many requests come, whose answers are long, until one of them is in host memory."""
+    """Sends `count` requests with long answers, until one of them is in host memory."""
     for i in range(count):
         await asker.pair.ask(f"r{i}", 30, max_tokens=200)
         await eventually(lambda i=i: asker.pair.tokens.get((f"r{i}", 0)) or asker.preempted("swap"))

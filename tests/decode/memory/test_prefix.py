@@ -20,13 +20,13 @@ async def pair() -> AsyncIterator[PrefixPair]:
 
 
 def used_pages(pair: PrefixPair) -> int:
-    """Of requests at decode, beside what the instance takes for itself."""
+    """Counts the pages of requests at decode, without the instance's own pages."""
     role = pair.decode.role
     return pair.decode.engine.pool.used_pages - role.num_spill_pages
 
 
 def forget(pair: PrefixPair) -> None:
-    """Prefill's own cache is pushed out."""
+    """Evicts prefill's own cache."""
     pool = pair.prefill.engine.pool
     pool.free(pool.allocate(pool.free_pages))
 
@@ -67,7 +67,7 @@ async def test_a_short_prompt_and_its_answer_are_kept_too(pair: PrefixPair) -> N
 
 
 async def test_answers_with_penalties_and_several_choices(pair: PrefixPair) -> None:
-    """Of several choices the first one's answer is kept. Nothing is written to what is shared."""
+    """Of several choices, only choice 0's answer is kept. Shared pages are never written."""
     sampling = {
         **{"n": 3, "temperature": 1.1, "seed": 11, "max_tokens": 60},
         **{"repetition_penalty": 1.2, "frequency_penalty": 0.3},
@@ -99,7 +99,7 @@ async def test_several_requests_share_pages_at_once(pair: PrefixPair) -> None:
 
 @pytest.mark.parametrize("kept", [256, 192, 100])
 async def test_what_is_not_there_cannot_be_kept(pair: PrefixPair, kept: int) -> None:
-    """Evicted, never there, or no whole blocks."""
+    """Kept tokens that were evicted, never cached, or are no whole blocks."""
     await pair.answer("first", prompt(200))
     pool = pair.decode.engine.pool
     if kept == 192:

@@ -1,4 +1,4 @@
-"""Who gets pages and who gives them up, over the hashing model: every token depends on all KV."""
+"""Growth and preemption over the hashing model, in which every token depends on all KV."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from support.hashing_model import SPECS, greedy, prompt_of
 
 @asynccontextmanager
 async def growing(**settings_: Any) -> AsyncIterator[GrowingRequests]:
-    """In the end all have their tokens, and nobody holds anything."""
+    """Checks at the end that all requests have their tokens and nothing is held."""
     instance = GrowingRequests(**settings_)
     yield instance
     await instance.drain()
@@ -35,7 +35,7 @@ async def growing(**settings_: Any) -> AsyncIterator[GrowingRequests]:
 
 
 async def until(instance: GrowingRequests, wanted: Any, steps: int = 60) -> None:
-    """Steps, and lands what comes, until `wanted()`."""
+    """Steps and lands arriving KV until `wanted()`."""
     for _ in range(steps):
         if wanted():
             return
@@ -73,7 +73,7 @@ async def test_without_room_on_the_host_it_is_computed_anew() -> None:
 
 
 async def test_who_is_in_danger_gives_way_last() -> None:
-    """r2 came last, and its objective leaves no time to wait."""
+    """r2 arrived last, and its objective leaves no time to wait."""
     async with growing(pages=10, swap_pages=50) as instance:
         names = [instance.ask(prompt_of(1, 6), greedy(24), tbt_s=tbt_s) for tbt_s in (0, 0, 1e-6)]
         await until(instance, runs(instance, *names))
@@ -82,7 +82,7 @@ async def test_who_is_in_danger_gives_way_last() -> None:
 
 
 async def test_one_that_finds_nobody_to_give_way_waits_in_its_pages() -> None:
-    """r1 has no lesser one beside it but r2, whose KV is still on its way."""
+    """r1 could preempt only r2, whose KV is still in flight."""
     async with growing(pages=9, swap_pages=50) as instance:
         names = [instance.ask(prompt_of(1, 6), greedy(24)) for _ in range(2)]
         await until(instance, runs(instance, *names))
@@ -100,7 +100,7 @@ async def test_one_that_finds_nobody_to_give_way_waits_in_its_pages() -> None:
 
 
 async def test_choices_leave_together_and_hold_all_their_pages() -> None:
-    """They do not grow. Their KV makes way for one that does, and came before them."""
+    """Several choices do not grow. Their KV leaves for an earlier request that grows."""
     sampled = SamplingSpec(max_tokens=9, temperature=1.0, seed=4, n=3)
     async with growing(pages=13, swap_pages=50) as instance:
         instance.ask(prompt_of(1, 6), greedy(40))
@@ -125,7 +125,7 @@ async def test_one_that_has_yet_to_join_gives_way_too() -> None:
     sampled = SamplingSpec(max_tokens=6, temperature=1.0, seed=4, n=2)
     async with growing(pages=11, swap_pages=50, max_batch=2) as instance:
         instance.ask(prompt_of(1, 6), greedy(30))
-        instance.ask(prompt_of(2, 7), sampled)  # both of its choices find no place in the batch
+        instance.ask(prompt_of(2, 7), sampled)  # the batch has no room for both choices
         await until(instance, lambda: swapped_out(instance))
         assert swapped_out(instance) == ["r1"]
         assert not instance.away["r1"].sequences
@@ -171,7 +171,7 @@ async def test_cancelled_while_away(place: Place) -> None:
                 if "r2" in instance.away and instance.away["r2"].place is Place.LEAVING:
                     break
             else:
-                place = Place.HOST  # it had enough the second time
+                place = Place.HOST  # the second time, it had enough
         elif place is not Place.HOST:
             for _ in range(100):
                 instance.step()
@@ -209,7 +209,7 @@ async def test_whole_reservations_never_make_way() -> None:
 
 
 async def test_who_can_wait_does_not_break_the_tightest_objective() -> None:
-    """Two sequences take 2 s a step, by what is known of steps."""
+    """A step of two sequences is predicted to take 2 s."""
     step = DecodeStepTime(base_s=0.0, per_sequence_s=1.0, per_context_token_s=0.0)
     async with growing(pages=40, swap_pages=0, step=step) as instance:
         instance.ask(prompt_of(1, 6), greedy(5), tbt_s=1.5)
@@ -217,7 +217,7 @@ async def test_who_can_wait_does_not_break_the_tightest_objective() -> None:
         await until(instance, lambda: instance.jobs["r0"].is_done)
         assert len(instance.jobs["r1"].got[0]) <= 2
         await until(instance, runs(instance, "r1"))
-        instance.ask(prompt_of(3, 6), greedy(5), tbt_s=1e-6)  # it can't wait, and none is broken
+        instance.ask(prompt_of(3, 6), greedy(5), tbt_s=1e-6)  # it can't wait; none is broken
         await until(instance, runs(instance, "r1", "r2"))
 
 
@@ -239,8 +239,8 @@ SETTINGS = sampled_from([(9, 0), (9, 6), (14, 3), (14, 40), (30, 10)])
 
 
 class Churn(RuleBasedStateMachine):
-    """Any order of arrivals, landings, steps, cancels and progress of copies: all in order after
-    each, and in the end every answer is the one that it has alone."""
+    """Any order of arrivals, landings, steps, cancels and progress of copies: all is consistent
+    after each, and at the end every answer is the same as alone."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The journal writes batches, and a store that is away costs no request."""
+"""The journal writes batches, and an unreachable store fails no request."""
 
 from collections.abc import Sequence
 from typing import cast

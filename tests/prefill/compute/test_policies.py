@@ -1,4 +1,4 @@
-"""The scheduler's loop and real roles: an instance computes in the order that the policy wants."""
+"""The scheduler's loop and real roles: an instance computes in the order of the policy."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ YIELDING = POLICIES.keys() - {"fcfs", "lars", "lars_deadline"}
 
 
 class ScheduledRole(LiveRole):
-    """Tells a scheduler all it says, and does what that commands."""
+    """Sends all its reports to a scheduler and takes the scheduler's commands."""
 
     tell: Callable[[Report], None] | None = None
 
@@ -50,12 +50,12 @@ class ScheduledRole(LiveRole):
         self.tell(report)
 
     def told(self, kind: str) -> list[str]:
-        """The requests of all messages of a kind, in order."""
+        """Lists the requests of all messages of a kind, in order."""
         return [message.request_id for said, message in self.messages if said == kind]
 
 
 class Scheduler:
-    """A scheduler's loop without its streams."""
+    """A scheduler's loop without streams."""
 
     def __init__(self, settings: SchedulerConfig, store: MemoryStore) -> None:
         self.loop = SchedulerLoop(settings, Recorder(store), Registry())
@@ -120,7 +120,7 @@ async def served(policy: str, preemption: str) -> AsyncIterator[tuple[Scheduler,
         finally:
             serving.cancel()
             with contextlib.suppress(asyncio.CancelledError):
-                await serving  # raises what ended it
+                await serving  # raises its error
 
 
 @pytest.mark.parametrize("preemption", ["none", "operator"])

@@ -40,7 +40,7 @@ def yields_at(pair: Pair, granularity: str) -> None:
 
 
 def first_tokens(pair: Pair) -> dict[str, list[int]]:
-    """What prefill hands over, by request; to be asked for before the requests are."""
+    """Records prefill's first tokens by request; call this before the requests are sent."""
     found: dict[str, list[int]] = {}
     role = pair.prefill.role
     finish = role._finished
@@ -56,7 +56,7 @@ def first_tokens(pair: Pair) -> dict[str, list[int]]:
 
 @contextmanager
 def passes_held(pair: Pair) -> Iterator[threading.Semaphore]:
-    """Each pass goes on from its first boundary with a permit, or when the block is over."""
+    """Holds each pass at its first boundary until a permit, or until the end of the block."""
     runner, permits = pair.prefill.engine.runner, threading.Semaphore(0)
     prefill = runner.prefill_batch
 
@@ -131,10 +131,10 @@ async def test_a_suspended_one_is_cancelled_while_another_computes(pair: Pair) -
         await pair.ask("second", 2 * LONG)
         pair.prefill.role.on_command(order("second", "first"))
         await eventually(lambda: pair.prefill.has_shaken_hands("second"))
-        permits.release()  # the first one sees that it is to yield
+        permits.release()  # the first task sees that it must yield
         await pair.prefill.said("chunk_suspended", "first")
         pair.prefill.cancel("first")
-        permits.release()  # the second one computes its first pass, and is held in the next
+        permits.release()  # the second task computes a pass, and is held in the next
 
         await pair.prefill.said("request_released", "first")
         assert "chunk_finished" not in kinds(pair, "first") + kinds(pair, "second")
@@ -187,7 +187,7 @@ async def test_a_cancelled_one_leaves_its_batch_and_the_others_go_on(pair: Pair)
 
 
 async def test_a_cancelled_one_may_come_again(pair: Pair) -> None:
-    """A name that left the pool is free."""
+    """A name that has left the pool may be used again."""
     yields_at(pair, "operator")
     for _ in range(2):
         pair.prefill.messages.clear()

@@ -1,4 +1,4 @@
-"""Turns go by the order of the moment, and none is lost whoever leaves at whatever moment."""
+"""The lock goes by the current order, and no cancellation at any moment loses it."""
 
 import asyncio
 import random
@@ -10,7 +10,7 @@ from support.deadlines import HANG_S
 
 
 class Crowd:
-    """Workers that take the turn in turn; `went` says who had it."""
+    """Workers that take the lock one after another; `went` lists them in order."""
 
     def __init__(self, order: list[str]) -> None:
         self.order = order
@@ -19,7 +19,7 @@ class Crowd:
         self.tasks: dict[str, asyncio.Task[None]] = {}
 
     async def wants(self, *names: str) -> None:
-        """They ask for the turn one after another; the first of all gets it at once."""
+        """Lets workers ask for the lock one after another; the first worker gets it at once."""
         for name in names:
             self.tasks[name] = asyncio.create_task(self._take(name))
             await asyncio.sleep(0)
@@ -29,7 +29,7 @@ class Crowd:
         self.went.append(name)
 
     async def all_go(self) -> None:
-        """Everybody releases as soon as he has the turn."""
+        """Lets every worker release the lock as soon as it has the lock."""
         for _ in self.tasks:
             await settled()
             self.turn.release()
@@ -77,7 +77,7 @@ async def test_cancelled_while_it_waits_it_is_passed_over() -> None:
     crowd = Crowd(["a", "b", "c"])
     await crowd.wants("a", "b", "c")
     crowd.tasks["b"].cancel()
-    crowd.turn.release()  # before b has been told
+    crowd.turn.release()  # before b runs
     await settled()
     assert crowd.tasks["b"].cancelled()
     assert crowd.went == ["a", "c"]
@@ -87,7 +87,7 @@ async def test_cancelled_in_the_moment_it_was_given_the_turn_it_hands_it_on() ->
     crowd = Crowd(["a", "b", "c"])
     await crowd.wants("a", "b", "c")
     crowd.turn.release()
-    crowd.tasks["b"].cancel()  # it has the turn and has not run yet
+    crowd.tasks["b"].cancel()  # b has the lock and has not run yet
     await settled()
     assert crowd.tasks["b"].cancelled()
     assert crowd.went == ["a", "c"]

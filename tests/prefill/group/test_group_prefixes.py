@@ -1,4 +1,4 @@
-"""What groups, and prompts behind what decode had kept, leave in the prefix caches."""
+"""The prefixes that groups, and prompts after kept tokens, leave in the caches."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PAGE = 16
 
 
 async def ask(group: Group, name: str, plan: Plan) -> list[int]:
-    """Computes a prompt that shares its blocks; returns the answer once nothing is held."""
+    """Computes a prompt that shares its blocks; returns the answer when nothing is held."""
     ids = prompt(sum(tokens for tokens, _ in plan))
     request = with_blocks(spec(name, len(ids)), ids)
     await remember(group.store, request, ids)
@@ -38,7 +38,7 @@ def hashes(tokens: int) -> list[int]:
 
 
 def cached(group: Group, tokens: int) -> list[int]:
-    """First tokens of the prompt that each instance has, which checks its books as well."""
+    """Counts the prompt's first tokens that each instance has cached; checks integrity, too."""
     found = []
     for role in group.prefills:
         role.role.check_integrity()
@@ -47,13 +47,13 @@ def cached(group: Group, tokens: int) -> list[int]:
 
 
 def landed(group: Group) -> int:
-    """Tokens of request r that decode has, by its own word."""
+    """Counts the tokens of request r that decode has, by its reports."""
     said = [m for kind, m in group.decode.messages if kind == "prefix_landed"]
     return max((m.tokens for m in said if m.request_id == "r"), default=0)
 
 
 def kept_kv(group: Group, instance: int, tokens: int) -> torch.Tensor:
-    """[layers, 2, heads, tokens, dim] of the blocks that the instance has."""
+    """Returns [layers, 2, heads, tokens, dim] of the blocks that the instance has."""
     role = group.prefills[instance]
     pages = role.role.prefix_cache.take(hashes(tokens))
     kv = role.engine.pool.storage[:, pages].permute(0, 2, 3, 1, 4, 5).flatten(3, 4).clone()
@@ -112,7 +112,7 @@ async def test_the_leader_keeps_the_prompts_beginning(plan: Plan, left: int) -> 
 
 
 async def test_pages_that_the_leader_gave_away_are_its_own_to_keep() -> None:
-    """Cache balancing copies them: half of the first chunk is at the other member too."""
+    """Cache balancing copies them: half of the first chunk is at the other member, too."""
     async with group_of(2, config(max_chunk_tokens=256)) as group:
         await ask(group, "together", [(640, [1]), (256, [1, 0])])
         assert cached(group, 896) == [0, 704]
@@ -170,7 +170,7 @@ async def test_what_decode_wrote_back_is_kept_by_the_next_attempts_leader(
         assert await group.tokens("r") == expected
         await group.released("r")
         found = cached(group, tokens)
-        if len(members) > 1:  # half of what came back, whole pages
+        if len(members) > 1:  # half of the fetched tokens, whole pages
             assert found.pop(left) == -(-kept // PAGE // 2) * PAGE // BLOCK * BLOCK
         else:
             assert found.pop(left) == tokens // BLOCK * BLOCK
@@ -195,7 +195,7 @@ async def test_a_group_that_falls_apart_leaves_nothing() -> None:
 
 
 async def test_what_a_group_computed_while_it_ended_is_not_kept() -> None:
-    """A wait that an abort ends lets compute run on, with rows missing, until it is told."""
+    """After an abort ends a wait, compute runs with missing rows until it sees the abort."""
     async with group_of(2, config(max_chunk_tokens=256)) as group:
         role = group.prefills[0].role
         compute = role._run_compute

@@ -1,4 +1,4 @@
-"""Prompts computed by groups of prefill instances: the tokens of one alone, and nothing left."""
+"""Prompts computed by SP groups: the same tokens as one instance, and nothing is left held."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SETTINGS = config(max_chunk_tokens=64)
 
 
 def random_plan(rng: random.Random, instances: int, tokens: int) -> Plan:
-    """Chunks of any lengths on groups that grow."""
+    """Draws chunks of any lengths on groups that grow."""
     cuts = sorted({0, tokens, *(rng.randrange(tokens) for _ in range(rng.randrange(4)))})
     order = rng.sample(range(instances), instances)
     plan, size = [], 1
@@ -67,7 +67,7 @@ async def test_prompt_logprobs_come_from_all_members() -> None:
 
 
 async def finish_message(group: Group, name: str, plan: Plan) -> list:
-    """The prompt's log-probabilities as the leader hands them over."""
+    """Returns the prompt's log-probabilities from the leader's final message."""
     role, found = group.prefills[plan[0][1][0]].role, []
     finish = role._finished
 
@@ -97,7 +97,7 @@ async def test_a_short_request_passes_a_gang_and_both_get_their_tokens() -> None
         kinds = group.prefills[0].kinds("long")
         assert kinds.count("chunk_suspended") >= 2
         assert kinds.count("chunk_started") == 1 + kinds.count("chunk_suspended")
-        assert group.prefills[1].kinds("long") == ["request_released"]  # the leader speaks
+        assert group.prefills[1].kinds("long") == ["request_released"]  # the leader reports
 
 
 async def test_overlapping_gangs_in_changing_orders_get_their_tokens() -> None:
@@ -142,7 +142,7 @@ async def test_a_cancelled_gang_leaves_nothing(cancelled_first: int) -> None:
 
 
 async def test_members_may_be_tensor_parallel() -> None:
-    """Sequence parallelism of instances that are groups of ranks, suspended in between."""
+    """Sequence parallelism of tensor-parallel instances, with a suspension."""
     async with group_of(2, config(max_chunk_tokens=128, tensor_parallel=2)) as group:
         expected, expected_short = await alone(group, 900), await alone(group, 20)
         await group.ask("long", [(300, [1]), (600, [1, 0])])
@@ -185,7 +185,7 @@ async def test_a_member_that_gives_up_ends_its_group_without_a_word_of_the_sched
 
 
 async def test_a_leader_that_is_linked_late_delays_no_other_prompt_and_stops_nobody() -> None:
-    """What a member says before the leader is linked to it is lost: no pool may stop for that."""
+    """A member's messages before the leader is linked to it are lost: no pool may stop for that."""
     async with group_of(2, SETTINGS) as group:
         leader, other = group.prefills
         expected, expected_short = await alone(group, 300), await alone(group, 20)
@@ -208,7 +208,7 @@ async def test_a_leader_that_is_linked_late_delays_no_other_prompt_and_stops_nob
 
 
 async def test_a_giver_that_was_never_linked_keeps_nobody_from_letting_go() -> None:
-    """A new member asks the old one for history. That is cancelled before it can answer."""
+    """A new member asks the old member for history. The request is cancelled before the answer."""
     async with group_of(2, SETTINGS) as group:
         giver, receiver = group.prefills
         with pytest.MonkeyPatch.context() as patch:
@@ -245,7 +245,7 @@ async def test_who_links_to_a_group_that_was_given_up_gives_up_too() -> None:
                 "connect",
                 lambda metadata: late if metadata == theirs else connect(metadata),
             )
-            # The leader is to hear of it from the group, not from decode.
+            # The group, not decode, must tell the leader.
             patch.setattr(group.decode.transport, "notify", lambda *_, **__: Future())
             await group.ask("r", [(300, [0, 1])])
             await other.said("request_failed", "r")
@@ -257,7 +257,7 @@ async def test_who_links_to_a_group_that_was_given_up_gives_up_too() -> None:
 
 
 def lose_words_of_gangs(patch: pytest.MonkeyPatch, role: LiveRole) -> None:
-    """What this instance says to its gangs fails at once."""
+    """Makes this instance's messages to its gangs fail at once."""
     failed: Future[None] = Future()
     failed.set_exception(PeerLostError("prefill-0 is gone"))
     notify = role.transport.notify
@@ -301,7 +301,7 @@ async def test_instances_tell_what_they_wait_for_when_nothing_begins() -> None:
 
 @pytest.mark.parametrize("members", [[1, 0], [2]])
 async def test_another_attempt_goes_on_from_what_landed_at_decode(members: list[int]) -> None:
-    """With a larger group after it, too: what decode wrote back is given on."""
+    """A larger group follows, too: its members get the tokens that decode wrote back."""
     tokens = 2000
     async with group_of(3, SETTINGS) as group:
         expected = await alone(group, tokens)

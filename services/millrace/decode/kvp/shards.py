@@ -1,8 +1,8 @@
-"""Requests whose KV is spread: the shards that others hold, from admission to release (KVP).
+"""Opens and ends the shards that KVP workers hold for spread requests, at the KV owner.
 
-Each shard is a stream to its holder (`wire/kvp_peer.py`): opened when the request is admitted, it
-says when the shard's part of the prompt has landed, and its end is the end of the lease, from
-whichever side. A shard that is lost costs its request, and no other.
+Each shard is a stream to its KVP worker (`wire/kvp_peer.py`). The stream opens when the request is
+admitted and reports when the shard's share of the prompt has landed. When either side ends the
+stream, the lease ends. A lost shard fails only its own request.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from millrace.wire.kvp_peer import GrpcKvpPeer
 
 log = logging.getLogger(__name__)
 
-#: Holders of one instance's requests at once. Memory is taken for those that there are.
+#: KVP workers of one instance's requests at a time. Only attached workers take memory.
 MOST_HOLDERS = 32
 
 
 @dataclass(slots=True, eq=False)
 class _Spread:
-    """What others hold of one request. `landed` are the shards that have what is sent to them, by
-    their number in the request."""
+    """The shards of one request at KVP workers. `landed`: the shards whose KV of the prompt has
+    landed, by their number in the request."""
 
     request: DecodeRequest
     sent_tokens: int
@@ -48,11 +48,11 @@ class _Spread:
 
 
 class SpreadRequests:
-    """Of one instance: opens and ends shards elsewhere. For the event loop only.
+    """Opens and ends the shards of one KV owner's requests. For the event loop only.
 
-    `on_landed` says that all of a request's shards have, which are `DecodeRequest.shards` then;
-    `on_lost` that one of them is gone, and why. `spill_pages` are of the pool, for good: K/V of
-    tokens that are a holder's lies there for as long as its layer's pass.
+    `on_landed` is called when all of a request's shards have landed and are in
+    `DecodeRequest.shards`; `on_lost` when a shard is lost, with the reason. `spill_pages` are taken
+    from the pool until the process ends: they hold K/V of tokens of a KVP worker during a layer.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class SpreadRequests:
         on_lost: Callable[[DecodeRequest, str], None],
         pass_tokens: int,
     ) -> None:
-        """`pass_tokens`: of spread requests that a pass computes at most."""
+        """`pass_tokens`: most tokens of spread requests that a pass computes."""
         engine, transport = context.engine, context.transport
         self._life = context.incarnation
         self._layout = engine.layout
@@ -74,7 +74,7 @@ class SpreadRequests:
         memory = exchange_memory(KvpExchange.memory_bytes(shape, MOST_HOLDERS))
         loop = asyncio.get_running_loop()
 
-        def told_of_loss(holder: str, why: str) -> None:
+        def report_loss(holder: str, why: str) -> None:
             loop.call_soon_threadsafe(self._holder_lost, holder, why)
 
         self._exchange = KvpExchange(
@@ -84,7 +84,7 @@ class SpreadRequests:
             holders=MOST_HOLDERS,
             timeout_s=context.config.scheduler.lease_s,
             lease_s=context.config.transfer.lease_s,
-            on_lost=told_of_loss,
+            on_lost=report_loss,
         )
         self._holders = Holders(
             self._exchange,
@@ -105,14 +105,14 @@ class SpreadRequests:
         engine.runner.remote = Remote(link, self.spill_pages, reach)
 
     def refusal(self, spec: RequestSpec) -> str:
-        """Why a request can't be spread from here; empty when it can."""
+        """Returns why the request can't be spread; empty when it can."""
         if spec.sampling.n > 1:
             return f"{spec.sampling.n} choices can't be spread over instances"
         return ""
 
     def open(self, request: DecodeRequest, shards: Sequence[KvShard], sent_tokens: int) -> None:
-        """`shards`: those that others hold. All of them open at once. The KV of the first
-        `sent_tokens` is sent there by prefill instances, the rest by the passes from here."""
+        """Opens `shards`, those of KVP workers, all at once. Prefill instances send the KV of the
+        first `sent_tokens` tokens to them; passes of this instance send the rest."""
         spread = self._spread[request.id] = _Spread(request, sent_tokens)
         spread.tasks = [
             asyncio.create_task(self._keep(spread, index, shard))
@@ -120,7 +120,7 @@ class SpreadRequests:
         ]
 
     async def close(self, request: DecodeRequest) -> None:
-        """Lets go of what others hold of a request, if anything. No pass may need it any more."""
+        """Releases the request's shards, if any. No pass may need them any more."""
         spread = self._spread.pop(request.id, None)
         if spread is not None:
             for task in spread.tasks:
@@ -128,7 +128,7 @@ class SpreadRequests:
             await asyncio.gather(*spread.tasks, return_exceptions=True)
 
     def check_integrity(self) -> None:
-        """Raises IntegrityError when an instance without requests is attached anywhere."""
+        """Raises IntegrityError when no request is spread but a KVP worker is attached."""
         self._exchange.check_integrity(idle=not self._spread)
 
     async def close_all(self) -> None:
@@ -139,7 +139,7 @@ class SpreadRequests:
     # -- one shard
 
     async def _keep(self, spread: _Spread, index: int, shard: KvShard) -> None:
-        """Until cancelled; lost or not, the holder stays attached for passes that are under way."""
+        """Keeps the KVP worker attached until cancelled, for passes in flight even after a loss."""
         holder = shard.holder.incarnation
         try:
             async with self._holders.attached(holder, shard.holder.address) as peer:
@@ -157,7 +157,7 @@ class SpreadRequests:
         peer: GrpcKvpPeer,
         shard: KvShard,
     ) -> str:
-        """Holds the shard until it is lost; says why."""
+        """Holds the shard until it is lost; returns the reason."""
         try:
             ask = self._ask(spread, holder, shard)
             held = await peer.hold(ask, timeout_s=self._timeout_s)
@@ -211,7 +211,7 @@ class SpreadRequests:
             self._on_lost(spread.request, why)
 
     def _holder_lost(self, holder: str, why: str) -> None:
-        """A pass, or the transport, has found that a holder is gone."""
+        """Fails the requests with a shard at a KVP worker that a pass or the transport lost."""
         for spread in list(self._spread.values()):
             if any(shard.holder == holder for shard in spread.landed.values()):
                 self._lose(spread, why)

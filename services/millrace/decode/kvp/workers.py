@@ -1,4 +1,4 @@
-"""The instances that hold shards of this one's requests: a place at each, while one is needed."""
+"""Attaches the KV owner to the KVP workers of its requests, while a shard needs them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from millrace.wire.kvp_peer import Attachment, GrpcKvpPeer, KvpPeers
 
 @dataclass(slots=True, eq=False)
 class _Holder:
-    """`opened` is done once it is attached, with nothing, or with the reason why it is not."""
+    """A KVP worker. `opened` is done with "" when it is attached, else with the reason why not."""
 
     opened: asyncio.Future[str]
     task: asyncio.Task[None]
@@ -26,9 +26,9 @@ class _Holder:
 
 
 class Holders:
-    """Each is attached when the first shard wants it, until the last one has let go of it.
+    """Attaches each KVP worker from its first shard until the release of its last shard.
 
-    The exchange knows a holder's life by its name, as `str` gives it.
+    The exchange identifies a KVP worker by `str` of its incarnation.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class Holders:
         metadata: bytes,
         timeout_s: float,
     ) -> None:
-        """life, layout: this instance's; metadata: of its transport, the exchange included."""
+        """life, layout: of this instance; metadata: of its transport, including the exchange."""
         self._exchange = exchange
         self._life = life
         self._layout = layout
@@ -51,7 +51,7 @@ class Holders:
 
     @asynccontextmanager
     async def attached(self, life: Incarnation, address: str) -> AsyncIterator[GrpcKvpPeer]:
-        """The holder, to which passes may send rows meanwhile. Raises TransferError."""
+        """Attaches the KVP worker; passes may send rows to it meanwhile. Raises TransferError."""
         peer = self._peers.to(address)
         holder = self._holders.get(life)
         if holder is None:
@@ -70,7 +70,7 @@ class Holders:
                 holder.task.cancel()
 
     async def close(self) -> None:
-        """Ends all, used or not."""
+        """Detaches all KVP workers, used or not."""
         tasks = [holder.task for holder in self._holders.values()]
         for task in tasks:
             task.cancel()
@@ -80,7 +80,7 @@ class Holders:
     async def _stay(
         self, life: Incarnation, peer: GrpcKvpPeer, opened: asyncio.Future[str]
     ) -> None:
-        """Attached until it is cancelled."""
+        """Stays attached until cancelled."""
         try:
             attachment = await self._attach(life, peer)
         except (TransferError, CapacityError) as error:
@@ -112,7 +112,7 @@ class Holders:
                 timeout_s=self._timeout_s,
             )
         except BaseException:
-            self._exchange.withdraw(offer)  # nothing is sent back to who has sent nothing
+            self._exchange.withdraw(offer)  # no rows were sent, so none come back
             raise
         grant = attachment.grant
         try:

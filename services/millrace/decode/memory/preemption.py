@@ -1,17 +1,18 @@
-"""Memory of a decode instance whose requests grow: who gets pages, and who gives them up.
+"""Shares the memory of a decode instance among growing requests; preempts requests for pages.
 
-With `scheduler.decode_reserve` grow a request is admitted with pages for its prompt and the
-headroom, and gets more as it is generated. When there are none left, the request that goes last by
-`priority_of` gives up its place: its KV is copied to host memory, or where that is full the request
-moves and its KV is computed anew (vLLM's swap and recompute; Kwon et al., SOSP 2023, section 4.5).
-A request gives way to those of higher priority alone, so that the first one always gets on. One
-that finds nobody to give way waits in its pages.
+With `scheduler.decode_reserve` grow, a request is admitted with pages for its prompt and the
+headroom, and gets more pages while it is generated. When no page is left, the request with the
+lowest priority by `priority_of` is preempted: its KV is copied to host memory, or, if host memory
+is full, the request is migrated and its KV is computed again (vLLM's swap and recompute; Kwon et
+al., SOSP 2023, section 4.5). A request is preempted only for requests of higher priority, so the
+first request always progresses. A request that can preempt no other waits and keeps its pages.
 
-Requests of several choices can't move, and spread ones are of several instances: both have all
-their pages from the beginning. The choices of one leave together, for host memory alone.
+Requests of several choices can't be migrated, and spread requests belong to several instances: both
+have all their pages from the beginning. The choices of a request leave together, and only to host
+memory.
 
-Pages that come free go to those that run, then to who was preempted and who waits to be admitted,
-in order of priority: nobody passes one by who waits for more.
+Freed pages go to running requests first, then to preempted and waiting requests in order of
+priority: no request overtakes another that waits for more pages.
 """
 
 from __future__ import annotations
@@ -32,21 +33,21 @@ from millrace.instance.spans import span
 
 log = logging.getLogger(__name__)
 
-_NEWEST_SHARE: Final = 0.2  # of the last absence in the mean of all
+_NEWEST_SHARE: Final = 0.2  # weight of the newest absence in the mean
 _MOST_SPANS: Final = 64  # absences that one request's waterfall shows
 
 
 class Waiting(Protocol):
-    """Requests that wait for pages to be admitted with."""
+    """The requests that wait for pages before their admission."""
 
     def waiting(self) -> list[DecodeRequest]: ...
 
     def let_in(self, request: DecodeRequest) -> None:
-        """Admits a request, for which there are pages."""
+        """Admits a request; its pages must be free."""
 
 
 class Preemption:
-    """Works between two steps, on the event loop."""
+    """Gives pages to requests and preempts requests, between two steps, on the event loop."""
 
     def __init__(
         self,
@@ -60,7 +61,7 @@ class Preemption:
         metrics: DecodeMetrics,
         move: Callable[[DecodeRequest], None],
     ) -> None:
-        """`move` ends a request here, to go on elsewhere or anew."""
+        """`move` ends a request here; it is migrated, or begins again if it has no token."""
         self._id = instance_id
         self._table = table
         self._batch = batch
@@ -75,17 +76,17 @@ class Preemption:
     def priority(self, request: DecodeRequest) -> Priority:
         return priority_of(request, self.mean_away_s)
 
-    # -- for the step boundary
+    # -- between two steps
 
     def make_room(self) -> None:
-        """Sees to it that no sequence of the batch lacks a page for the next step, and hands out
-        what is free beyond that."""
+        """Gives every sequence of the batch the pages for its next step, then hands out the other
+        free pages."""
         promised = self._grow_all()
         if self._away or self._waiting.waiting():
             self._bring_back(promised)
 
     def ready(self) -> list[Preempted]:
-        """Those that could run: only the batch may have no room for them."""
+        """Lists the preempted requests that lack only room in the batch."""
         return [
             one
             for one in self._away.values()
@@ -93,7 +94,7 @@ class Preemption:
         ]
 
     def back(self, preempted: Preempted) -> None:
-        """It is in the batch again."""
+        """Notes that a preempted request is in the batch again."""
         request = preempted.request
         del self._away[request.id]
         now_s, since_s = request.clock.now_s(), request.away_since_s
@@ -104,7 +105,7 @@ class Preemption:
         self._metrics.resumed.inc()
 
     def let_go(self, request: DecodeRequest) -> bool:
-        """Forgets a request that has ended. False while its KV is copied: ask again."""
+        """Forgets an ended request. Returns False while its KV is copied: call again later."""
         preempted = self._away.get(request.id)
         if preempted is None:
             return True
@@ -116,13 +117,13 @@ class Preemption:
 
     @property
     def owed_pages(self) -> int:
-        """That those out of memory, or yet to get in, will take before anyone else."""
+        """Pages that preempted and waiting requests will take before any new request."""
         owed = sum(self._wanted(one) for one in self._away.values() if not one.request.ended)
         return owed + sum(self._pages.wanted(r.spec) for r in self._waiting.waiting())
 
     def check_integrity(self) -> None:
-        """Raises IntegrityError for a preempted request that is gone or in the batch, or host
-        memory that nobody holds."""
+        """Raises IntegrityError for a preempted request that is unknown or in the batch, and for
+        host memory that no request holds."""
         for request_id in self._away:
             if self._table.get(request_id) is None:
                 raise IntegrityError(f"request {request_id} is preempted, but not here")
@@ -133,14 +134,15 @@ class Preemption:
     # -- growth
 
     def _grow_all(self) -> int:
-        """Gives pages to those that need one now, in order. Returns how many stay promised."""
+        """Gives pages to requests that need pages now, in order of priority. Returns the number of
+        pages that stay promised."""
         wants = self._growing()
         if not wants:
             return 0
         promised, coming = 0, self._coming()
         for request, lacking in sorted(wants, key=lambda want: self.priority(want[0])):
             if request.ended or self._is_leaving(request):
-                continue  # moved or swapped out for one before it
+                continue  # preempted for a request before it
             needed = sum(lacking.values())
             if needed <= self._pages.free - promised:
                 self._grow(request, lacking)
@@ -153,7 +155,7 @@ class Preemption:
         return promised
 
     def _growing(self) -> list[tuple[DecodeRequest, dict[int, int]]]:
-        """(request, pages that each of its choices wants), in the batch or waiting beside it."""
+        """Lists (request, pages that each choice lacks) in the batch or paused beside it."""
         found: dict[str, dict[int, int]] = {}
         for request_id, choice in self._batch.lacking():
             found.setdefault(request_id, {})[choice] = 1
@@ -173,11 +175,11 @@ class Preemption:
             preempted.move_in()
 
     def _bring_back(self, promised: int) -> None:
-        """Hands free pages to those out of memory, as far as they go."""
-        spare = self._batch.size  # one a sequence, so that a return is not the next one's loss
+        """Hands free pages to swapped and waiting requests, until a request needs too many."""
+        spare = self._batch.size  # one per sequence, so that a return preempts nothing at once
         back = [one for one in self._away.values() if one.place is Place.HOST]
-        line = [one.request for one in back if not one.request.ended] + self._waiting.waiting()
-        for request in sorted(line, key=self.priority):
+        swapped = [one.request for one in back if not one.request.ended]
+        for request in sorted(swapped + self._waiting.waiting(), key=self.priority):
             preempted = self._away.get(request.id)
             if preempted is not None:
                 needed = self._wanted(preempted) + spare
@@ -193,18 +195,18 @@ class Preemption:
             self._waiting.let_in(request)
 
     def _wanted(self, preempted: Preempted) -> int:
-        """Pages that a request needs to come back."""
+        """Returns the number of pages that a preempted request needs to come back."""
         if preempted.place is Place.PAGES:
             return sum(preempted.lacking().values())
         if preempted.place is Place.RETURNING:
             return 0
         return preempted.shared_pages + sum(preempted.wanted_pages().values())
 
-    # -- who gives way
+    # -- the choice of requests to preempt
 
     def _make_way(self, request: DecodeRequest, pages: int) -> int:
-        """Preempts requests of lower priority, the lowest first, until so many pages are on their
-        way to be free, or nobody is left. Returns how many are."""
+        """Preempts requests of lower priority, the lowest first, until `pages` pages will come
+        free or no such request is left. Returns the number of pages that will come free."""
         coming = 0
         if pages <= 0:
             return coming
@@ -219,8 +221,9 @@ class Preemption:
         return coming
 
     def _victims(self) -> Iterator[DecodeRequest]:
-        """Requests whose KV is here, whole, and can be elsewhere: those of several choices could
-        not move. Who has had its last token is in no batch, and will be gone when that is out."""
+        """Yields requests whose whole KV is in pages here and can leave. Requests of several
+        choices can't be migrated and need host memory. A request that has its last token is in no
+        batch, and is released soon."""
         running = set(self._batch.requests()) | self._away.keys()
         running.update(request.id for request in self._table.joining)
         for request in self._table:
@@ -231,12 +234,12 @@ class Preemption:
                 yield request
 
     def _is_leaving(self, request: DecodeRequest) -> bool:
-        """Whether its pages are no more its own, or not yet."""
+        """Whether the request's KV is not (only) in its pages: copied, or in host memory."""
         preempted = self._away.get(request.id)
         return preempted is not None and preempted.place is not Place.PAGES
 
     def _preempt(self, request: DecodeRequest) -> bool:
-        """False: it can't leave after all, and goes on where it is."""
+        """Preempts the request. Returns False when the request can't leave and keeps its pages."""
         preempted = self._pause(request)
         if self._swapper.begin_out(preempted):
             self._metrics.preempted.labels("swap").inc()
@@ -251,7 +254,7 @@ class Preemption:
         return True
 
     def _pause(self, request: DecodeRequest) -> Preempted:
-        """Takes a request out of the batch, or out of the line for it, with its pages."""
+        """Takes a request out of the batch, or out of its waiting queue; its pages stay."""
         preempted = self._away.get(request.id)
         if preempted is None:
             sequences = self._batch.pause(request.id)
@@ -264,7 +267,7 @@ class Preemption:
         return preempted
 
     def _coming(self) -> int:
-        """Pages that will be free once copies and releases under way have ended."""
+        """Returns the number of pages that copies and releases in flight will free."""
         leaving = (one for one in self._away.values() if one.place is Place.LEAVING)
         ended = (request for request in self._table if request.ended)
         return sum(len(one.request.pages) for one in leaving if not one.request.ended) + sum(

@@ -1,9 +1,9 @@
-"""Prefixes at a decode instance: KV of ended requests, for prompts that begin with them.
+"""Caches the KV of ended requests at a decode instance, for prompts that begin with it.
 
-What a request leaves are the whole blocks of its prompt, by the hashes that its proxy gave, and of
-its answer (of several choices the first one's), hashed here. A conversation's next prompt begins
-with both. A request that the scheduler admits with `kept_tokens` begins with such pages, as if an
-earlier attempt had left them: prefill goes on behind them.
+A request leaves the whole blocks of its prompt, by the hashes that its proxy gave, and of its
+answer (of choice 0), hashed here. A conversation's next prompt begins with both. A request that the
+scheduler admits with `kept_tokens` begins with such pages, as if an earlier attempt had left them:
+prefill continues after them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 
 class RequestPrefixes:
-    """Used from the event loop only."""
+    """The prefix cache of a decode instance. Used from the event loop only."""
 
     def __init__(self, context: WorkerContext, metrics: DecodeMetrics, tasks: Tasks) -> None:
         engine = context.engine
@@ -37,9 +37,9 @@ class RequestPrefixes:
         self._tasks = tasks
 
     def take(self, admit: AdmitDecode) -> list[int]:
-        """The pages of the `kept_tokens` that the request is to begin with, one reference each.
+        """Takes the pages of the request's `kept_tokens`, one reference each.
 
-        Raises TransferError, and takes none, when not all of them are here.
+        Raises TransferError, and takes none, when not all of the tokens are cached.
         """
         tokens = admit.kept_tokens
         if not tokens:
@@ -52,7 +52,7 @@ class RequestPrefixes:
         return self.cache.take(wanted)
 
     def found(self, request: DecodeRequest, cached_tokens: int) -> None:
-        """The request begins with so many first tokens."""
+        """Notes that the first `cached_tokens` tokens of the request are cached."""
         request.cached_tokens = cached_tokens
         if cached_tokens:
             self._metrics.cached_tokens.inc(cached_tokens)
@@ -60,8 +60,8 @@ class RequestPrefixes:
             request.spans.append(span("cached", self._id, now_s, now_s, tokens=cached_tokens))
 
     def joined(self, request: DecodeRequest) -> None:
-        """Reads what hashing the answer takes, while it is generated: the ids of the prompt's last
-        tokens, which fill no block."""
+        """Reads the ids of the prompt's last tokens, which fill no block, while the answer is
+        generated: the answer's first hash needs them."""
         if not takes_part(request.spec, self.cache) or request.prompt_ids is not None:
             return
         block_tokens = self.cache.block_tokens
@@ -76,18 +76,18 @@ class RequestPrefixes:
             log.debug("the answer of request %s is not kept: %s", request.id, error)
 
     def keep(self, request: DecodeRequest) -> None:
-        """Keeps what the request leaves, which runs no more, before its pages are freed."""
+        """Caches the blocks of a request that has left the batch, before its pages are freed."""
         if not (request.landed and request.is_sound and takes_part(request.spec, self.cache)):
             return
-        if 0 not in request.pages.own:  # preempted: its KV is in host memory, or was
+        if 0 not in request.pages.own:  # preempted: its KV is not in pages
             return
         blocks = list(prompt_blocks(request.spec, self.cache))
         blocks += self._answer_blocks(request, blocks)
-        pages = [*request.pages.shared, *request.pages.own.get(0, ())]  # none, if it was put aside
+        pages = [*request.pages.shared, *request.pages.own.get(0, ())]  # none, if it was preempted
         self.cache.keep(blocks[: len(pages) * self._page_tokens // self.cache.block_tokens], pages)
 
     def _answer_blocks(self, request: DecodeRequest, prompt: list[int]) -> list[int]:
-        """Hashes of the whole blocks behind the prompt's. The last token's KV was not computed."""
+        """Hashes the whole blocks after the prompt's. The last token's KV was not computed."""
         block_tokens = self.cache.block_tokens
         start = len(prompt) * block_tokens
         ids = array("i")

@@ -1,4 +1,4 @@
-"""The pages of a request's KV: reserved at admission, more as it grows, freed at its release."""
+"""Reserves a request's KV pages at admission, adds pages as it grows, frees all at release."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from millrace.instance.host import WorkerContext
 
 
 class RequestPages:
-    """Used from the event loop only. No other part of an instance allocates or frees."""
+    """The pages of a decode instance's requests. Used from the event loop only. Nothing else in
+    the instance allocates or frees request pages."""
 
     def __init__(self, context: WorkerContext, *, may_grow: bool) -> None:
-        """`may_grow`: requests are admitted with pages for part of their answers."""
+        """`may_grow`: requests are admitted with pages for the first part of their answers."""
         self._pool = context.engine.pool
         self.page_tokens = context.engine.layout.page_tokens
         self._max_batch = context.config.engine.max_batch
@@ -26,11 +27,11 @@ class RequestPages:
 
     @property
     def free(self) -> int:
-        """Pages that can be had now."""
+        """The number of free pages."""
         return self._pool.free_pages
 
     def check(self, spec: RequestSpec) -> None:
-        """Raises CapacityError for a request that does not fit even where there is no other."""
+        """Raises CapacityError for a request that does not fit even into an empty instance."""
         n = spec.sampling.n
         if n > self._max_batch:
             raise CapacityError(f"{n} choices wanted, the batch holds {self._max_batch}")
@@ -41,22 +42,22 @@ class RequestPages:
             )
 
     def grows(self, spec: RequestSpec) -> bool:
-        """Whether a request is admitted with less than it may come to.
+        """Whether a request is admitted with fewer pages than it may need.
 
-        One of several choices is not: it could not move, were it in the way of others.
+        A request of several choices is not: it can't be migrated to free pages.
         """
         return self.may_grow and spec.sampling.n == 1
 
     def wanted(self, spec: RequestSpec) -> int:
-        """Pages that `reserve` takes."""
+        """The number of pages that `reserve` takes."""
         most = spec.sampling.max_tokens
         return self._needed(spec, min(most, self._headroom_tokens) if self.grows(spec) else most)
 
     def reserve(self, spec: RequestSpec, cached: Sequence[int]) -> HeldPages:
-        """Pages for a new request: of its whole life, or if it `grows` of its prompt and the
-        headroom. The prompt's first are `cached`, already held.
+        """Reserves all pages of a new request, or, if it `grows`, those of its prompt and the
+        headroom. Its first pages are `cached`, already held.
 
-        Raises CapacityError, and takes none: `cached` are held no more.
+        If it raises CapacityError, it takes none and frees `cached`.
         """
         try:
             return self._reserve(spec, cached)
@@ -65,9 +66,9 @@ class RequestPages:
             raise
 
     def reserve_shard(self, spec: RequestSpec, end_token: int) -> HeldPages:
-        """Pages for the first tokens of a spread request, up to `end_token` of its whole life.
+        """Reserves pages for the first tokens of a spread request, up to `end_token`.
 
-        Raises CapacityError, and takes none.
+        If it raises CapacityError, it takes none.
         """
         tokens = min(end_token, spec.prompt_tokens + spec.sampling.max_tokens - 1)
         pages = self._pool.allocate(ceil_div(tokens, self.page_tokens))
@@ -82,17 +83,20 @@ class RequestPages:
         return HeldPages.of(pages, shared, dict.fromkeys(range(n), (needed - shared) // n))
 
     def allocate(self, shared: int, own: Mapping[int, int]) -> HeldPages:
-        """So many pages for the choices to share, and for each. Raises CapacityError."""
+        """Allocates `shared` pages for all choices and `own` pages per choice.
+
+        Raises CapacityError.
+        """
         return HeldPages.of(self._pool.allocate(shared + sum(own.values())), shared, own)
 
     def grow(self, request: DecodeRequest, choice: int, count: int) -> list[int]:
-        """More pages behind those that a choice has. Raises CapacityError, and takes none."""
+        """Adds pages after those of a choice. If it raises CapacityError, it takes none."""
         pages = self._pool.allocate(count)
         request.pages.own[choice].extend(pages)
         return pages
 
     def release(self, request: DecodeRequest) -> None:
-        """Of a request that runs no more, and whose pages no write can reach."""
+        """Frees the pages of a request that has ended and whose pages no write can reach."""
         self._pool.free(request.pages.all())
         request.pages = HeldPages()
 

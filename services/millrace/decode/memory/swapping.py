@@ -1,4 +1,4 @@
-"""Preempted requests: out of the batch, with their KV in its pages or in host memory."""
+"""Copies the KV of preempted requests between pages and host memory."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ class Place(Enum):
 
 @dataclass(slots=True, eq=False)
 class Preempted:
-    """A request out of the batch, to go on there as if it had never left."""
+    """A request that was taken out of the batch and will continue there unchanged."""
 
     request: DecodeRequest
-    sequences: list[PausedSequence]  # none: it had yet to join
+    sequences: list[PausedSequence]  # empty: the request has not joined yet
     page_tokens: int
     grows: bool
     place: Place = Place.PAGES
-    slots: list[int] = field(default_factory=list)  # in host memory; one a page that holds KV
+    slots: list[int] = field(default_factory=list)  # in host memory; one per page that holds KV
     was_swapped: bool = False
 
     @property
@@ -49,23 +49,23 @@ class Preempted:
         return self.request.prompt_tokens // self.page_tokens
 
     def kv_pages(self) -> dict[int, int]:
-        """Pages of its own that each choice's KV is in, beside the shared ones.
+        """The number of own pages that hold KV, per choice, without the shared pages.
 
-        Of a request that had yet to join these are choice 0's: the others' copies of the prompt's
-        last page are yet to be made.
+        Before the request joins, only choice 0 has any: the other choices have no copy of the
+        prompt's last page yet.
         """
         return self._own_pages(0)
 
     def lacking(self) -> dict[int, int]:
-        """`wanted_pages`, beside those that it holds."""
+        """The number of pages in `wanted_pages` that the request does not hold, per choice."""
         held = self.request.pages.own
         wanted = {c: n - len(held.get(c, ())) for c, n in self.wanted_pages().items()}
         return {choice: count for choice, count in wanted.items() if count > 0}
 
     def wanted_pages(self) -> dict[int, int]:
-        """Pages of its own that each choice needs: to be fed one token, or all that it may come to.
+        """The number of own pages that each choice needs before it may run again.
 
-        All where the request does not grow.
+        These are the pages for its next token, or all pages if the request does not grow.
         """
         if self.grows:
             return self._own_pages(1)
@@ -85,7 +85,7 @@ class Preempted:
         }
 
     def move_in(self) -> None:
-        """Its sequences are to read the pages that the request holds now."""
+        """Points its sequences to the pages that the request holds now."""
         self.sequences = [
             replace(
                 paused,
@@ -98,10 +98,9 @@ class Preempted:
 
 
 class Swapper:
-    """Copies on a thread of its own; all else is on the event loop.
+    """Copies KV on its own thread; everything else runs on the event loop.
 
-    `vacate` waits until nothing writes to a request's pages any more; `wake` says that a copy has
-    ended.
+    `vacate` waits until no write to a request's pages is in flight; `wake` is called after a copy.
     """
 
     def __init__(
@@ -124,11 +123,12 @@ class Swapper:
 
     @property
     def free_pages(self) -> int:
-        """Of host memory."""
+        """Free pages of host memory."""
         return self._swap.free_pages
 
     def begin_out(self, preempted: Preempted) -> bool:
-        """Begins to copy its KV to the host; the pages come free at the end. False: no room."""
+        """Begins to copy the KV to the host; the pages come free after the copy. Returns False
+        when the host has no room."""
         own = preempted.kv_pages()
         try:
             slots = self._swap.reserve(preempted.shared_pages + sum(own.values()))
@@ -140,7 +140,7 @@ class Swapper:
         return True
 
     def begin_in(self, preempted: Preempted) -> None:
-        """Begins to copy its KV into pages anew. Raises CapacityError, and begins nothing."""
+        """Begins to copy the KV into pages again. If it raises CapacityError, it begins nothing."""
         own = preempted.wanted_pages()
         request = preempted.request
         request.pages = self._pages.allocate(preempted.shared_pages, own)
@@ -148,16 +148,16 @@ class Swapper:
         self._tasks.spawn(self._in(preempted, _with_kv(request.pages, preempted.kv_pages())))
 
     def forget(self, preempted: Preempted) -> None:
-        """Gives up what the host holds of it. Not while it is copied."""
+        """Frees the request's host memory. Not allowed while its KV is copied."""
         self._swap.release(preempted.slots)
         preempted.slots = []
 
     def check_integrity(self, used: int) -> None:
-        """Raises IntegrityError unless so many slots are in use."""
+        """Raises IntegrityError unless exactly `used` slots are in use."""
         self._swap.check_integrity(expected_used=used)
 
     def close(self) -> None:
-        """Waits for the copy that runs."""
+        """Waits for the running copy; later copies are cancelled."""
         self._thread.shutdown(wait=True, cancel_futures=True)
 
     async def _out(self, preempted: Preempted, pages: list[int]) -> None:
@@ -184,13 +184,13 @@ class Swapper:
 
 
 def _with_kv(pages: HeldPages, own: dict[int, int]) -> list[int]:
-    """The pages that hold KV: the shared ones, and so many of each choice."""
+    """Lists the pages that hold KV: the shared pages, then `own` pages of each choice."""
     return [*pages.shared, *(p for choice, count in own.items() for p in pages.own[choice][:count])]
 
 
 def slots_of(preempted: list[Preempted]) -> int:
-    """Pages of host memory that these hold. Raises IntegrityError for one that holds both copies
-    without copying."""
+    """Counts the host pages of the preempted requests. Raises IntegrityError for a request that
+    holds both pages and host memory without a copy in flight."""
     for one in preempted:
         if one.place is Place.HOST and len(one.request.pages):
             raise IntegrityError(f"request {one.request.id} is swapped out, and holds pages")

@@ -14,7 +14,7 @@ MOST_WAITING_TOKENS = 1 << 20
 
 
 class Journal:
-    """Flushes tokens at a fixed interval; while the store is away the oldest are given up."""
+    """Flushes tokens at a fixed interval; while the store is away, drops the oldest tokens."""
 
     def __init__(self, store: RequestStore, interval_s: float) -> None:
         self._store = store
@@ -38,7 +38,7 @@ class Journal:
             await self.flush()
 
     async def flush(self) -> None:
-        """Writes what waits. A store out of reach is logged, never an error of a request."""
+        """Writes the waiting tokens. An unreachable store is logged and fails no request."""
         if not self._waiting:
             return
         entries = [

@@ -1,4 +1,4 @@
-"""Answers on their way out: tokens to proxy and journal, and how a request may end."""
+"""Sends tokens to the proxy and the journal, and ends requests."""
 
 from __future__ import annotations
 
@@ -21,14 +21,15 @@ from millrace.wire.moves import PREEMPTED
 
 log = logging.getLogger(__name__)
 
-#: Failures that an answer need not meet at another instance.
+#: Failures of this instance: a streaming request is migrated after them.
 _OF_THIS_PLACE = frozenset({"store", "transfer"})
-#: Failures that another attempt would meet, too, or that nobody wants one after.
+#: Failures after which another attempt would fail, too, or is not wanted.
 _FINAL = frozenset({"compute", "evicted", "proxy"})
 
 
 class Output:
-    """`streams` and `journal` take the tokens; an ended request leaves by the book."""
+    """The output of a decode instance: `streams` and `journal` take the tokens; ended requests
+    leave through the request table."""
 
     def __init__(self, context: WorkerContext, table: RequestTable, metrics: DecodeMetrics) -> None:
         self._id = context.incarnation.id
@@ -41,12 +42,12 @@ class Output:
     # -- tokens
 
     def first_tokens(self, request: DecodeRequest, finished: FinishedPrefill) -> None:
-        """Those that prefill sampled, one per choice."""
+        """Sends the first tokens, sampled by prefill, one per choice."""
         for event in first_token_events(request, finished):
             self._emit(request, event, finish_reason(request.sampling, 1, event.token_ids[0]))
 
     def step_tokens(self, outs: Many[TokenOut], batch: int) -> None:
-        """Those of a step of `batch` sequences; requests that ended meanwhile say no more."""
+        """Sends the tokens of a step of `batch` sequences; skips requests that have ended."""
         for out in outs:
             request = self._table.live(out.request_id)
             if request is None:
@@ -85,8 +86,9 @@ class Output:
     # -- ends before the last token
 
     def fail(self, request: DecodeRequest, message: str, reason: str) -> None:
-        """Tells the scheduler at once. Before token one another attempt may do better; after it the
-        answer may go on elsewhere, where the reason is this place's."""
+        """Ends a failed request and reports it to the scheduler at once. Before the first token,
+        another attempt may be made; after it, the request is migrated if the failure is of this
+        instance alone."""
         if request.ended:
             return
         log.warning("request %s: %s", request.id, message)
@@ -106,12 +108,13 @@ class Output:
         self._table.leave(request)
 
     def move(self, request: DecodeRequest) -> None:
-        """Ends the request here, to go on elsewhere: its proxy knows the tokens that are out, and
-        the scheduler tries again what has none."""
+        """Ends the request here. A request with tokens out is migrated: its proxy has the tokens.
+        A request without tokens is retried by the scheduler."""
         self._move(request, "")
 
     def preempt(self, request: DecodeRequest) -> None:
-        """`move` for the sake of others: it may come back here, and be preempted anew."""
+        """Ends the request here, as `move` does, to free pages; the request may return to this
+        instance and be preempted again."""
         self._move(request, PREEMPTED)
 
     def _move(self, request: DecodeRequest, error: str) -> None:
@@ -123,8 +126,8 @@ class Output:
         self._table.leave(request)
 
     def evict(self, *, abort: bool) -> None:
-        """Lets go of every request, to go on elsewhere or to end with an error."""
-        log.info("letting go of %d requests, abort %s", len(self._table), abort)
+        """Ends every request: with `abort` by an error, else by migration or retry."""
+        log.info("evicting %d requests, abort %s", len(self._table), abort)
         for request in self._table:
             if abort:
                 self.fail(request, "the instance had to let go of its requests", "evicted")
@@ -132,7 +135,7 @@ class Output:
                 self.move(request)
 
     def cancel(self, request: DecodeRequest) -> None:
-        """Nobody waits for it any more."""
+        """Ends a request whose result nobody waits for."""
         self._metrics.cancelled.inc(not request.ended)
         self._table.leave(request)
 

@@ -1,4 +1,4 @@
-"""What a decode instance tells a proxy of a request: its first tokens, and one of each step."""
+"""Builds the token events for a proxy: the first tokens, and one event per choice and step."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from millrace.engine.decode_batch import TokenOut
 
 
 def first_token_events(request: DecodeRequest, finished: FinishedPrefill) -> Iterator[TokenEvent]:
-    """One per choice; the first has what prefill says of the prompt."""
+    """Yields one event per choice; the first event also has prefill's data about the prompt."""
     asked = request.sampling.logprobs >= 0
     for choice, first in enumerate(finished.first_tokens):
         logprobs = (first.logprobs,) if asked and first.logprobs is not None else ()
@@ -25,7 +25,7 @@ def first_token_events(request: DecodeRequest, finished: FinishedPrefill) -> Ite
 
 
 def step_event(out: TokenOut) -> TokenEvent:
-    """A token of a step."""
+    """Builds the event of one token of a step."""
     if out.logprobs is None:
         return TokenEvent(out.request_id, out.choice, (out.token_id,))
     return TokenEvent(

@@ -1,4 +1,4 @@
-"""The Kvp gRPC service: the streams that owners of shards hold."""
+"""Serves the Kvp gRPC service: the lease streams of KV owners."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from millrace.wire.pb import kvp_pb2, kvp_pb2_grpc
 
 
 class KvpServicer(kvp_pb2_grpc.KvpServicer):
-    """Translates; what a stream stands for ends with it, from whichever side it ends."""
+    """Translates messages. When either side ends a stream, its attachment or shard ends, too."""
 
     def __init__(self, host: ShardHost) -> None:
         self._host = host
@@ -35,7 +35,7 @@ class KvpServicer(kvp_pb2_grpc.KvpServicer):
             return
         try:
             yield grant_message(grant)
-            await asyncio.get_running_loop().create_future()  # it is the owner who ends it
+            await asyncio.get_running_loop().create_future()  # until the KV owner ends it
         finally:
             self._host.detach(ask.owner)
 

@@ -1,8 +1,8 @@
-"""Holding shards of others' long requests: pages, their KV, attention over them (KVP).
+"""Holds shards of other instances' long requests: pages, KV, and attention over them (KVP).
 
-The owner's streams are the leases (`kvp_servicer.py`): a shard lasts as long as its Hold stream, an
-owner's place at the desk as long as its Attach stream. What ends is freed once no write can reach
-it any more, and then the scheduler is told.
+The KV owner's streams are the leases (`kvp_servicer.py`): a shard lasts as long as its Hold stream,
+an owner's attachment to the server as long as its Attach stream. The pages of an ended shard are
+freed when no write can reach them any more; then its release is reported to the scheduler.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from millrace.transfer.transport.regions import Memory
 log = logging.getLogger(__name__)
 
 MAX_ROWS: Final = 128
-"""Rows of a piece of a pass, at owners and holders alike. A pass with more goes in pieces."""
+"""Rows per piece of a pass, equal at KV owners and KVP workers. A larger pass is sent in pieces."""
 
 OWNERS: Final = 32
-"""That one holder serves at once. Memory is taken for those that come."""
+"""KV owners that one KVP worker serves at a time. Only attached owners take memory."""
 
 
 def exchange_shape(memory: KvMemory) -> ExchangeShape:
-    """Of what travels between owners and holders of this model."""
+    """Returns the shape of the data between KV owners and KVP workers of this model."""
     return ExchangeShape(
         num_q_heads=memory.shape.num_heads,
         num_kv_heads=memory.shape.num_kv_heads,
@@ -50,7 +50,10 @@ def exchange_shape(memory: KvMemory) -> ExchangeShape:
 
 
 class ShardHost:
-    """For the event loop only. The pool of `memory` may have other users beside it."""
+    """The KVP worker's shards and attached KV owners. For the event loop only.
+
+    The pool of `memory` may have other users, too.
+    """
 
     def __init__(
         self, context: HostContext, memory: KvMemory, book: ShardBook, receiver: ReceiveManager
@@ -71,7 +74,7 @@ class ShardHost:
             memory.shape.sliding_windows,
             context.config.engine.attention_backend,
         )
-        self._desk = KvpServer(
+        self._server = KvpServer(
             context.transport,
             Memory.of_tensor(exchanged),
             shape,
@@ -80,43 +83,45 @@ class ShardHost:
             lease_s=context.config.transfer.lease_s,
         )
         self._metadata = context.transport.metadata()
-        self._owners: dict[Incarnation, int] = {}  # life -> slot at the desk; 0: not yet
+        self._owners: dict[Incarnation, int] = {}  # -> slot at the server; 0: not yet
         self._tasks = Tasks()
 
     async def run(self) -> None:
-        """Until cancelled; raises what went wrong in the background."""
+        """Runs until cancelled; raises the error of a failed background task."""
         await self._tasks.watch()
 
     # -- owners
 
     async def attach(self, ask: AttachAsk) -> AttachGrant:
-        """Makes room for an owner. Raises TransferError, and CapacityError when there is none."""
+        """Attaches a KV owner. Raises TransferError, and CapacityError when there is no room."""
         self._check_meant(ask)
         if ask.max_rows != MAX_ROWS:
-            raise TransferError(f"a piece has {ask.max_rows} rows there, and {MAX_ROWS} here")
+            raise TransferError(
+                f"max_rows of {ask.owner} is {ask.max_rows}; it must be {MAX_ROWS}, as here"
+            )
         if ask.owner in self._owners:
             raise TransferError(f"{ask.owner} is attached already")
         self._owners[ask.owner] = 0
         try:
-            seat = await self._desk.attach(
+            attachment = await self._server.attach(
                 metadata=ask.agent_metadata, region=ask.region, offset=ask.offset
             )
         except BaseException:
             del self._owners[ask.owner]
             raise
-        self._owners[ask.owner] = seat.slot
+        self._owners[ask.owner] = attachment.slot
         return AttachGrant(
-            slot=seat.slot,
+            slot=attachment.slot,
             agent_metadata=self._metadata,
-            region=seat.region,
-            offset=seat.offset,
+            region=attachment.region,
+            offset=attachment.offset,
         )
 
     def detach(self, owner: Incarnation) -> None:
-        """The owner is gone, and its shards with it."""
+        """Detaches a KV owner and releases its shards."""
         for shard in self._book.of(owner):
             self.let_go(shard)
-        self._desk.detach(self._owners.pop(owner))
+        self._server.detach(self._owners.pop(owner))
 
     # -- shards
 
@@ -124,7 +129,7 @@ class ShardHost:
         """Takes pages for a shard. Raises TransferError, and CapacityError when there are none."""
         self._check_meant(ask)
         if ask.owner not in self._owners:
-            raise TransferError(f"{ask.owner} wants a shard held without being attached")
+            raise TransferError(f"{ask.owner} asks for a shard but is not attached")
         if self._book.get(ask.request_id) is not None:
             raise TransferError(f"request {ask.request_id} has a shard here already")
         pages = self._pool.allocate(self._layout.pages_for(ask.num_tokens))
@@ -134,10 +139,10 @@ class ShardHost:
         except TransferError:
             self._pool.free(pages)
             raise
-        number = self._desk.open_shard(pages, ask.start_token, ask.end_token)
+        number = self._server.open_shard(pages, ask.start_token, ask.end_token)
         shard = HeldShard(ask, pages, number)
         if not ask.landing_tokens:
-            shard.land()  # it begins with what is generated
+            shard.land()  # it has no tokens of the prompt
         self._book.add(shard)
         return shard
 
@@ -146,22 +151,22 @@ class ShardHost:
         self._receiver.admit(ask.request_id, pages, ask.prompt_tokens, ask.attempt, shard=span)
 
     async def landed(self, shard: HeldShard) -> bool:
-        """Waits for its part of the prompt; False when it was lost before that came."""
+        """Waits for the shard's share of the prompt; returns False when the shard is lost first."""
         await asyncio.wait((shard.landed, shard.lost), return_when=asyncio.FIRST_COMPLETED)
         if shard.lost.done():
             return False
-        self._desk.landed(shard.number, shard.ask.start_token + shard.ask.landing_tokens)
+        self._server.landed(shard.number, shard.ask.start_token + shard.ask.landing_tokens)
         return True
 
     def let_go(self, shard: HeldShard) -> None:
-        """Frees it in the background; harmless when that is under way."""
+        """Releases a shard in the background; a second call does nothing."""
         if not shard.ended:
             shard.ended = True
-            shard.lose("it was let go of")
+            shard.lose("it was released")
             self._tasks.spawn(self._release(shard))
 
     async def _release(self, shard: HeldShard) -> None:
-        await asyncio.wrap_future(self._desk.close_shard(shard.number))
+        await asyncio.wrap_future(self._server.close_shard(shard.number))
         await self._receiver.release(shard.ask.request_id)
         self._pool.free(shard.pages)
         self._book.remove(shard)
@@ -170,14 +175,14 @@ class ShardHost:
     # -- for the role
 
     def forget(self, request_id: str) -> None:
-        """The scheduler wants nothing of a request here: it is told when that is the case."""
+        """Drops a cancelled request's shard, if any, and reports the release to the scheduler."""
         if (shard := self._book.get(request_id)) is None:
             self._send(RequestReleased(request_id=request_id))
         else:
             self.lose(shard, "the scheduler has cancelled it")
 
     def lose(self, shard: HeldShard, why: str) -> None:
-        """Tells the owner that its shard goes, and lets go of it."""
+        """Reports to the KV owner that its shard is lost, and releases the shard."""
         if not shard.ended:
             log.warning("request %s: its shard is given up: %s", shard.ask.request_id, why)
             self._metrics.lost.inc()
@@ -189,16 +194,16 @@ class ShardHost:
             self.lose(shard, why)
 
     def check_integrity(self) -> None:
-        """Raises IntegrityError for what an instance that holds no shard must not have."""
-        self._desk.check_integrity(idle=not self._owners)
+        """Raises IntegrityError when no KV owner is attached but the server holds state."""
+        self._server.check_integrity(idle=not self._owners)
 
     async def close(self) -> None:
-        """Ends all work, done or not; before the transport is closed."""
+        """Ends all work, finished or not. Must be called before the transport is closed."""
         await self._tasks.cancel()
-        await asyncio.to_thread(self._desk.close)
+        await asyncio.to_thread(self._server.close)
 
     def _check_meant(self, ask: AttachAsk | HoldAsk) -> None:
-        """Raises TransferError when an ask is not for this life, or not of its model's KV."""
+        """Raises TransferError when a message is for another incarnation or another KV layout."""
         if stale := stale_receiver(ask.holder, self._life):
             raise TransferError(stale)
         if differs := mismatch(ask.layout, self._layout):

@@ -1,4 +1,4 @@
-"""What an instance counts of the shards that it holds for others."""
+"""Defines the metrics of the shards that a KVP worker holds."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from millrace.instance.shards.shard_table import ShardBook
 from millrace.telemetry.metrics import Registry
 from millrace.transfer.kvp.server import ShardCompute
 
-#: A layer for one owner takes from tens of microseconds to tens of milliseconds.
+#: Seconds; a layer for one KV owner takes from tens of microseconds to tens of milliseconds.
 LAYER_BUCKETS = tuple(25e-6 * 2**i for i in range(14))
 
 
 class ShardMetrics:
-    """Safe to use from any thread."""
+    """The metrics of held shards. Safe to use from any thread."""
 
     def __init__(self, registry: Registry, book: ShardBook) -> None:
         registry.gauge_function(
@@ -38,7 +38,7 @@ class ShardMetrics:
 
 
 class TimedShards:
-    """A `ShardCompute` whose layers are timed."""
+    """A `ShardCompute` that times each layer."""
 
     def __init__(
         self,

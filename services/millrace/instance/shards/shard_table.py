@@ -1,4 +1,4 @@
-"""The shards that an instance holds for others: what each has, and whether its KV has come."""
+"""Lists the shards that a KVP worker holds, and whether the KV of each has landed."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from millrace.transfer.push.control import ReceiveCallbacks
 
 @dataclass(slots=True, eq=False)
 class HeldShard:
-    """One shard, from the moment its pages are taken until they are free again.
+    """One shard, from the allocation of its pages until they are free again.
 
-    `landed` is done once its part of the prompt is here, `lost` with the reason why it can't be
-    held any longer; `ended` says that its owner, or this instance, has let go of it.
+    `landed` is done when the shard's share of the prompt has landed; `lost` is done with the reason
+    when the shard can't be held any longer; `ended`: the KV owner or this instance has released it.
     """
 
     ask: HoldAsk
@@ -38,7 +38,7 @@ class HeldShard:
 
 
 class ShardBook:
-    """By request: an instance holds one shard of a request at most. For the event loop only."""
+    """The held shards by request id: at most one per request. For the event loop only."""
 
     def __init__(self) -> None:
         self._shards: dict[str, HeldShard] = {}
@@ -48,7 +48,7 @@ class ShardBook:
         return len(self._shards)
 
     def __iter__(self) -> Iterator[HeldShard]:
-        """Of those that are held now; they may go meanwhile."""
+        """Iterates over a copy; shards may leave meanwhile."""
         return iter(list(self._shards.values()))
 
     def get(self, request_id: str) -> HeldShard | None:
@@ -61,12 +61,12 @@ class ShardBook:
         self._shards[shard.ask.request_id] = shard
 
     def remove(self, shard: HeldShard) -> None:
-        """Nothing of it is held any more."""
+        """Removes a shard after everything that it held was freed."""
         del self._shards[shard.ask.request_id]
         self._emptied.set()
 
     def counts(self) -> tuple[int, int]:
-        """Shards whose prompt has landed, and those that wait for it."""
+        """Counts the shards whose share of the prompt has landed, and the others."""
         landed = sum(shard.landed.done() for shard in self._shards.values())
         return landed, len(self._shards) - landed
 
@@ -77,10 +77,10 @@ class ShardBook:
             await self._emptied.wait()
 
     def beside(self, own: ReceiveCallbacks) -> ReceiveCallbacks:
-        """What a receiver tells of shards comes here, all else to `own`."""
+        """Returns receiver callbacks that handle shards here and pass all else to `own`."""
 
         def first_tokens(request_id: str, finished: FinishedPrefill) -> None:
-            if request_id not in self._shards:  # a shard's says no more than that all is sent
+            if request_id not in self._shards:  # a shard needs no first token
                 own.on_first_tokens(request_id, finished)
 
         def landed(request_id: str) -> None:
@@ -109,10 +109,10 @@ def _future() -> asyncio.Future[Any]:
 
 
 def _ignore(*_: Any) -> None:  # noqa: ANN401 - any callback's
-    """Of a request that is held no longer."""
+    """Ignores a callback about a request that is no longer held."""
 
 
-#: What a receiver has to tell where all that it receives is of shards.
+#: The callbacks of a receiver that receives the KV of shards only.
 NOBODY = ReceiveCallbacks(
     on_first_tokens=_ignore, on_landed=_ignore, on_prefix=_ignore, on_failed=_ignore
 )

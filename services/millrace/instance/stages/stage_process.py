@@ -1,4 +1,4 @@
-"""A later stage of an instance, in a process of its own that the first stage's has started."""
+"""Runs a later stage of an instance in its own process, started by the first stage's process."""
 
 from __future__ import annotations
 
@@ -35,19 +35,19 @@ CONNECT_TIMEOUT_S = 30.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StagePlace:
-    """What a stage's process is started with. `timeout_s`: for the next stage to take rows."""
+    """The settings of a stage's process. `timeout_s`: for the next stage to take rows."""
 
-    name: str  # of its transport
+    name: str  # name of the transport
     host: str
     ranks: int
-    threads: int  # of each
-    max_rows: int  # of a pass
+    threads: int  # per rank
+    max_rows: int  # per pass
     timeout_s: float
 
 
 @dataclass(frozen=True, slots=True)
 class Met:
-    """The answer to `Open`: how the stages next to this one reach it."""
+    """The answer to `Open`: the address of this stage's transport for its neighbours."""
 
     name: str
     metadata: bytes
@@ -55,21 +55,21 @@ class Met:
 
 @dataclass(frozen=True, slots=True)
 class Follow:
-    """These are to hand rows on to you; the answer is an `Inlet`."""
+    """The command to take rows from the `previous` stage; the answer is an `Inlet`."""
 
     previous: Met
 
 
 @dataclass(frozen=True, slots=True)
 class Lead:
-    """Hand rows on to these, from now on; the answer is `Done`. Then passes come."""
+    """The command to send rows to the next stage; the answer is `Done`. Passes follow."""
 
     inlet: Inlet
 
 
 def serve_stage(place: StagePlace, pipe: Connection) -> None:
-    """The stage's life: ends with the first stage, when told nothing more, or with an error."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal it is for the first stage
+    """Runs the stage until the first stage ends, its commands end, or an error occurs."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the first stage handles a terminal's SIGINT
     threading.Thread(target=end_with_parent, daemon=True).start()
     for name, value in transport_environment(place.host).items():
         os.environ.setdefault(name, value)
@@ -80,7 +80,7 @@ def serve_stage(place: StagePlace, pipe: Connection) -> None:
             _serve(place, pipe)
     except (EOFError, ConnectionError):
         return
-    except Exception as error:  # whatever the engine raises is for the first stage to tell
+    except Exception as error:  # the first stage reports any error of the engine
         with suppress(ConnectionError):
             pipe.send(Died(f"{type(error).__name__}: {error}"))
         raise SystemExit(1) from error
@@ -137,8 +137,8 @@ def _open(pipe: Connection, group: RankGroup | None) -> Passes:
 def load_stage(
     load: Load, group: RankGroup | None, progress: Callable[[float], None] | None = None
 ) -> Model:
-    """The stage's part of the model; with a group, that of each rank. Raises as `load_model`, and
-    RankError when another rank fails."""
+    """Loads the stage's layers of the model; with a group, each rank loads its share. Raises as
+    `load_model`, and RankError when another rank fails."""
     read = partial(load_model, device="cpu") if group is None else partial(load_ranks, group)
     return read(
         load.folder,
@@ -153,7 +153,7 @@ def load_stage(
 def open_passes(
     model: Model, stage: Stage, command: Open, handle: int, group: RankGroup | None
 ) -> Passes:
-    """What runs the model of `load_stage` over the instance's memory, which `handle` is of."""
+    """Opens the passes of the model from `load_stage` over the KV memory of `handle`."""
     layout, backend = command.layout, command.attention_backend
     if group is not None:
         return GroupPasses(group, model, layout, backend, stage=stage, handle=handle)
@@ -163,7 +163,7 @@ def open_passes(
 
 
 def _listen(pipe: Connection, loop: StageLoop) -> None:
-    """Gives the loop what the first stage says, until that is gone."""
+    """Gives the first stage's commands to the loop, until the first stage is gone."""
     try:
         while True:
             loop.tell(pipe.recv())

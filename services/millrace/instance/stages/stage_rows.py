@@ -1,4 +1,4 @@
-"""Rows between stages over the transport: `engine.pipeline.rows` by `transfer.activations`."""
+"""Sends rows between stages: implements `engine.pipeline.rows` with `transfer.activations`."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _NUMBER = struct.Struct("<Q")
 
 
 def room_for_rows(max_rows: int, hidden: int, dtype: torch.dtype) -> Tensor:
-    """[SLOTS, max_rows, hidden] on the host: the passes that are on their way at once."""
+    """Allocates [SLOTS, max_rows, hidden] on the host, one slot per pass in flight."""
     return torch.zeros(SLOTS, max_rows, hidden, dtype=dtype)
 
 
 class OutgoingRows:
-    """A `RowsOut`. ``sender`` is to be opened before the first pass."""
+    """A `RowsOut` over the transport. ``sender`` must be opened before the first pass."""
 
     def __init__(self, transport: Transport, room: Tensor, timeout_s: float) -> None:
         """room: of `room_for_rows`."""
@@ -37,7 +37,7 @@ class OutgoingRows:
 
 
 class IncomingRows:
-    """Hands rows on as they come. ``receiver`` gives the stage before its inlet."""
+    """Passes rows on as they arrive. ``receiver`` makes the inlet for the previous stage."""
 
     def __init__(
         self, transport: Transport, room: Tensor, on_rows: Callable[[Handed], None]

@@ -1,7 +1,7 @@
-"""A staged instance, seen from its first stage: starts the others, opens the engine over all.
+"""Starts the later stages of an instance from its first stage, and opens the engine over all.
 
-The KV of all stages lies in memory that they share, so that the instance is one to whoever sends it
-KV or asks for some; rows go between them over the transport (SPP, Mnemosyne section 4.3).
+The KV of all stages lies in shared memory, so other instances exchange KV with one instance; rows
+go between the stages over the transport (SPP, Mnemosyne section 4.3).
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ from millrace.transfer.transport.nixl.transport import NixlTransport
 
 log = logging.getLogger(__name__)
 
-_START_TIMEOUT_S: Final = 120.0  # importing torch, on a machine where everybody does
+_START_TIMEOUT_S: Final = 120.0  # a process imports torch; others may, too
 _LOAD_TIMEOUT_S: Final = 3600.0
 _STEP_TIMEOUT_S: Final = 60.0
 _FAREWELL_S: Final = 5.0
@@ -74,15 +74,15 @@ def open_staged_engine(
     progress: Callable[[float], None] | None = None,
     revision: str = "",
 ) -> Engine:
-    """An engine of `config.stages` stages, the first of which is here. Otherwise as `open_engine`.
+    """Opens an engine of `config.stages` stages, the first in this process; else as `open_engine`.
 
-    Raises ConfigError where stages can't be, and StageError when one does not come up.
+    Raises ConfigError when stages are impossible, StageError when a stage does not start.
     """
     device = resolve_device(config.device)
     if device.type != "cpu":
         raise ConfigError(
-            f"engine.stages is {config.stages} on {device}; stages share their KV's memory, which "
-            f"they can on the host alone (engine.device=cpu)"
+            f"engine.stages is {config.stages} on {device}; stages share the memory of their KV, "
+            f"so engine.device must be cpu"
         )
     shape = KvShape.of(model, config, revision)
     ranks = config.tensor_parallel
@@ -125,7 +125,7 @@ def open_staged_engine(
 
 
 class StageProcesses:
-    """The later stages: `LaterStages` of a `PipelineRunner`. ``count`` of them."""
+    """The later stages of an instance: `LaterStages` of a `PipelineRunner`. ``count``: how many."""
 
     def __init__(self, config: EngineConfig, host: str, threads: int) -> None:
         self.count = config.stages - 1
@@ -143,9 +143,9 @@ class StageProcesses:
         self._closing = False
 
     def start(self) -> None:
-        """Starts them all: `load` waits for them."""
+        """Starts the processes of all later stages; `load` waits for them."""
         context = multiprocessing.get_context("spawn")
-        atexit.register(self.close)  # else an exit would wait for them
+        atexit.register(self.close)  # else the process waits for them at exit
         for index in range(1, self.count + 1):
             place = StagePlace(
                 name=f"{self._name}-{index}",
@@ -156,7 +156,7 @@ class StageProcesses:
                 timeout_s=_STEP_TIMEOUT_S,
             )
             ours, theirs = context.Pipe()
-            # No daemon: its ranks are its children.
+            # Not a daemon: its ranks are its child processes.
             process = context.Process(target=serve_stage, args=(place, theirs))
             process.start()
             theirs.close()
@@ -164,13 +164,13 @@ class StageProcesses:
             self._processes.append(process)
 
     def load(self, load: Load) -> None:
-        """Has them read their weights, as the first stage by `load`: `collect` their `Done`."""
+        """Makes the stages read their weights, as `load` says; `collect` then takes each `Done`."""
         self.collect(Done, _START_TIMEOUT_S)
         for index, pipe in enumerate(self._pipes, start=1):
             pipe.send(replace(load, stage=Stage(index, self.count + 1)))
 
     def open(self, command: Open, handle: int) -> None:
-        """Has them map the memory of the instance's KV: `connect` waits for them."""
+        """Makes the stages map the memory of the instance's KV; `connect` waits for them."""
         for pipe, process in zip(self._pipes, self._processes, strict=True):
             pipe.send(command)
             send_handle(pipe, handle, process.pid)
@@ -178,8 +178,8 @@ class StageProcesses:
     def connect(
         self, passes: Passes, pool: KvPool, storage: Tensor, whole: ModelConfig
     ) -> PipelineRunner:
-        """Joins the stages to a chain that ends where it begins, here. Arguments as of
-        `PipelineRunner`."""
+        """Connects the stages into a chain that begins and ends at this stage. The arguments are
+        those of `PipelineRunner`."""
         model = passes.model
         transport = self._transport = NixlTransport(f"{self._name}-0")
         sizes = self._max_rows, model.config.hidden_size, model.dtype
@@ -207,7 +207,7 @@ class StageProcesses:
         return runner
 
     def collect(self, kind: type[_T], timeout_s: float) -> list[_T]:
-        """Each stage's answer, while they start. Raises StageError for a stage without one."""
+        """Collects one answer per stage during the start. Raises StageError when one is missing."""
         found: list[_T] = []
         for index, pipe in enumerate(self._pipes):
             try:
@@ -217,12 +217,12 @@ class StageProcesses:
             if isinstance(answer, Died):
                 raise StageError(f"stage {index + 1} failed: {answer.error}")
             if not isinstance(answer, kind):
-                raise StageError(f"stage {index + 1} says nothing for {timeout_s:g} s")
+                raise StageError(f"stage {index + 1} sent no answer for {timeout_s:g} s")
             found.append(answer)
         return found
 
     def tell(self, command: Command, stage: int | None = None) -> None:
-        """Raises StageError when a stage is gone."""
+        """Sends a command to one stage, or to all. Raises StageError when a stage is gone."""
         chosen = range(self.count) if stage is None else (stage,)
         with self._telling:
             for index in chosen:
@@ -232,11 +232,11 @@ class StageProcesses:
                     raise StageError(self._ending(index)) from None
 
     def close(self) -> None:
-        """Ends all stages; those that do not go are killed. May be called twice."""
+        """Ends all stages and kills those that do not end. May be called twice."""
         self._closing = True
         atexit.unregister(self.close)
         for pipe in self._pipes:
-            pipe.close()  # a stage whose pipe ends ends
+            pipe.close()  # a stage ends when its pipe ends
         for process in self._processes:
             process.join(_FAREWELL_S)
             process.kill()
@@ -253,8 +253,8 @@ class StageProcesses:
     # -- on the reader's thread
 
     def _read(self, runner: PipelineRunner, out: OutgoingRows) -> None:
-        """Gives the runner what the stages answer; what earlier ones said before a later one's
-        word comes before it."""
+        """Gives the stages' answers to the runner. Answers of the last stage come after all that
+        earlier stages had answered before."""
         try:
             while not self._closing:
                 ready = wait(self._pipes, 1.0)
@@ -273,7 +273,7 @@ class StageProcesses:
             return  # our ends of the pipes are closed
 
     def _answers(self, index: int, ready: list[Any] | None) -> list[Answer]:
-        """What a stage has said. ready: pipes to look at; None: whatever is there."""
+        """Reads a stage's answers. ready: the pipes with data; None: polls the pipe anyway."""
         pipe = self._pipes[index]
         if ready is not None and pipe not in ready:
             return []
@@ -284,7 +284,7 @@ class StageProcesses:
                 if isinstance(answer, Died):
                     raise StageError(f"stage {index + 1} failed: {answer.error}")
                 found.append(answer)
-        except (EOFError, ConnectionError):  # reset: it died with something unread
+        except (EOFError, ConnectionError):  # reset: the stage died with unread data
             raise StageError(self._ending(index)) from None
         return found
 

@@ -1,13 +1,12 @@
-"""Proof that KV can travel, before an instance takes work: by itself, and with its peers.
+"""Proves that an instance can transfer KV, alone and with its peers, before it takes work.
 
-An instance that starts moves a pattern through its own transport, out of its KV pool and into it,
-and then exchanges patterns with some of the instances that it will exchange KV with. One of them is
-enough: a dead one must not keep a fleet from growing. Where all fail the instance does not
-register; it says whom it asked and what was wrong, and tries again. For others that start every
-instance answers probes at any time.
+A starting instance moves a pattern through its own transport, out of its KV pool and into it, and
+then exchanges patterns with some instances of the roles that it will exchange KV with. One success
+is enough: a dead peer must not keep a fleet from growing. If all probes fail, the instance does not
+register; it logs each peer and error, and tries again. Every instance answers probes at any time.
 
-The end that meets a peer lives in a process of its own, at the asker and at the one that is asked:
-a crash in the transport's library fails a probe and ends no instance.
+Both ends of a probe run in their own processes: a crash in the transport's library fails a probe
+and ends no instance.
 """
 
 from __future__ import annotations
@@ -41,21 +40,21 @@ from millrace.wire.scheduler_client import InstanceView, SchedulerUnavailable, g
 
 log = logging.getLogger(__name__)
 
-#: For one exchange of patterns.
+#: Limit of one exchange of patterns.
 EXCHANGE_TIMEOUT_S = 10.0
-#: For all of a probe: the one that is asked may have to answer others first.
+#: Limit of a whole probe: the peer may have to answer other probes first.
 PROBE_TIMEOUT_S = 20.0
 #: Probes that an instance answers at once.
 ANSWERS_AT_ONCE = 4
-#: Asked of each role.
+#: Peers asked per role.
 PEERS_ASKED = 2
-#: After the first success, for the others' outcome to be told.
+#: Time after the first success in which other probes may still end.
 OTHERS_S = 1.0
 RETRY_FIRST_S = 1.0
 RETRY_MOST_S = 30.0
 
-#: Whom an instance exchanges KV with, by role. Prefill sends to those that decode and hold shards,
-#: and rings of prefill instances exchange blocks; those that decode send queries to KVP workers.
+#: The roles that an instance exchanges KV with, by its role. Prefill sends KV to decode instances
+#: and KVP workers; rings of prefill instances exchange blocks; decode sends queries to KVP workers.
 _EXCHANGES = {
     "prefill": ("decode", "prefill", "kvp"),
     "decode": ("prefill", "kvp"),
@@ -65,10 +64,10 @@ _EXCHANGES = {
 
 
 class KvPath:
-    """Asks and answers for one instance; `probe_servicer.py` takes the questions of others."""
+    """Sends and answers the probes of one instance; `probe_servicer.py` receives probes."""
 
     def __init__(self, incarnation: Incarnation, open_end: OpenEnd, registry: Registry) -> None:
-        """`open_end`: with memory of the kind that the KV pool has, since KV has to travel."""
+        """`open_end` opens an end of a probe with memory of the same kind as the KV pool."""
         self._life = incarnation
         self._open_end = open_end
         self._numbers = itertools.count(1)
@@ -81,7 +80,7 @@ class KvPath:
         )
 
     async def check_own(self, transport: Transport, region: int, storage: torch.Tensor) -> None:
-        """Moves bytes out of the KV pool and into it. The pool must be unused; it stays as it is.
+        """Moves bytes out of the KV pool and into it. The pool must be unused; it is unchanged.
 
         `region`: of the pool `storage` at the `transport`. Raises TransferError.
         """
@@ -90,7 +89,7 @@ class KvPath:
             await probe_loopback(transport, region, pool, self._open_end, EXCHANGE_TIMEOUT_S)
 
     async def reach_peers(self, scheduler: str, role: str) -> None:
-        """Returns once a peer has passed a probe, or there is none. Tries until then."""
+        """Probes peers again and again; returns when a peer passed or there is no peer."""
         retry_s = RETRY_FIRST_S
         while True:
             try:
@@ -127,7 +126,7 @@ class KvPath:
         return False
 
     async def _probe(self, address: str) -> None:
-        """Asks the instance at `address`. Raises TransferError."""
+        """Probes the instance at `address`. Raises TransferError."""
         with self._timed("peer"):
             async with (
                 self._end() as end,
@@ -144,7 +143,7 @@ class KvPath:
 
     @asynccontextmanager
     async def answering(self, asker: str) -> AsyncIterator[End]:
-        """An end for the probe of `asker`, when its turn comes. Raises TransferError for none."""
+        """Opens an end for the probe of `asker`, in its turn. Raises TransferError on failure."""
         async with contextlib.AsyncExitStack() as stack:
             await stack.enter_async_context(self._answers)
             try:
@@ -155,7 +154,7 @@ class KvPath:
             yield end
 
     async def answer(self, end: End, theirs: ProbeEndpoint, asker: str) -> str:
-        """The other side of `_probe`: exchanges patterns. What went wrong here; empty: nothing."""
+        """Exchanges patterns as the other side of `_probe`. Returns the error here; empty: none."""
         try:
             await end.exchange(theirs.agent_metadata, theirs.seed, EXCHANGE_TIMEOUT_S)
         except TransferError as error:
@@ -178,9 +177,9 @@ class KvPath:
 
 
 def chosen_peers(instances: list[InstanceView], role: str, own_id: str) -> list[InstanceView]:
-    """Some of those that an instance of `role` exchanges KV with, drawn by chance.
+    """Draws some instances that an instance of `role` exchanges KV with, by chance.
 
-    Who leaves, and an earlier life of oneself, is not asked.
+    Draining instances and this instance's earlier incarnations are not drawn.
     """
     there = [one for one in instances if not one.draining and one.id != own_id]
     chosen: list[InstanceView] = []
@@ -191,7 +190,7 @@ def chosen_peers(instances: list[InstanceView], role: str, own_id: str) -> list[
 
 
 async def _failures(probes: dict[asyncio.Task[None], InstanceView]) -> list[str]:
-    """Waits for the first success and a little longer, or for all; what became of the others."""
+    """Waits for the first success and `OTHERS_S` more, or for all; returns the failures."""
     running: set[asyncio.Task[None]] = set(probes)
     passed = False
     while running and not passed:
@@ -210,5 +209,5 @@ async def _failures(probes: dict[asyncio.Task[None], InstanceView]) -> list[str]
 
 
 def endpoint(end: End) -> ProbeEndpoint:
-    """What the other end is told of this end."""
+    """Builds the message that describes this end to the other end."""
     return ProbeEndpoint(agent_metadata=end.metadata, seed=end.seed)

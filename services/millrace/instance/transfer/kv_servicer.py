@@ -1,4 +1,4 @@
-"""The KvReceiver gRPC service: the control side of a ReceiveManager."""
+"""Serves the KvReceiver gRPC service: the control side of a ReceiveManager."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from millrace.wire.codec.token_events import finished_of
 from millrace.wire.codec.transfer import ask_of, grant_message, history_of, ticket_of
 from millrace.wire.pb import transfer_pb2, transfer_pb2_grpc
 
-#: Where a caller set no deadline.
+#: The deadline if the caller set none.
 DEFAULT_WAIT_S = 30.0
-#: Left of the caller's deadline for the answer's way back.
+#: Share of the caller's deadline that is reserved for sending the answer.
 ANSWER_SHARE = 0.1
 
 
 class KvReceiverServicer(transfer_pb2_grpc.KvReceiverServicer):
-    """Translates, and keeps each call within its caller's deadline."""
+    """Translates messages, and keeps each call within its caller's deadline."""
 
     def __init__(self, manager: ReceiveManager) -> None:
         self._manager = manager

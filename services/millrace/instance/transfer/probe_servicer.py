@@ -1,4 +1,4 @@
-"""The TransferProbe gRPC service: answers the probes of instances that start."""
+"""Serves the TransferProbe gRPC service: answers the probes of starting instances."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ProbeContext = grpc.aio.ServicerContext[
 
 
 class ProbeServicer(transfer_pb2_grpc.TransferProbeServicer):
-    """Translates; ends, with nothing left, when the asker ends its part."""
+    """Translates messages; a call ends and frees its end when the asker ends the stream."""
 
     def __init__(self, path: KvPath) -> None:
         self._path = path
@@ -40,5 +40,5 @@ class ProbeServicer(transfer_pb2_grpc.TransferProbeServicer):
             yield transfer_pb2.ProbeReply(endpoint=endpoint_message(endpoint(end)))
             error_text = await self._path.answer(end, endpoint_of(request.endpoint), asker)
             yield transfer_pb2.ProbeReply(result=transfer_pb2.ProbeResult(error=error_text))
-            async for _ in request_iterator:  # our end must last until the asker has checked
+            async for _ in request_iterator:  # this end must live until the asker has checked
                 pass

@@ -1,4 +1,4 @@
-"""How a worker opens what its KV travels over."""
+"""Opens the transport of a worker's KV."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from millrace.transfer.transport.regions import Memory
 
 log = logging.getLogger(__name__)
 
-#: Of the KV pool, registered once to see whether the transport takes its memory.
+#: Elements of the KV pool that are registered once to check that the transport takes its memory.
 SOME_ELEMENTS = 1 << 16
 
 
@@ -28,7 +28,7 @@ async def open_transport(
     incarnation: Incarnation,
     memory: KvMemory,
 ) -> tuple[Transport, ProbeServer]:
-    """What requests go over, and where the ends of probes are made meanwhile."""
+    """Opens the transport of requests, and the server that makes the ends of probes."""
     set_environment(host)
     name = transport_name(incarnation)
     probes = await stack.enter_async_context(ProbeServer(name, str(memory.storage.device)))
@@ -40,11 +40,11 @@ async def open_transport(
 
 
 def set_environment(host: str) -> None:
-    """What transports read, where the user has set nothing else."""
+    """Sets the transports' environment variables that the user has not set."""
     for name, value in transport_environment(host).items():
         os.environ.setdefault(name, value)
 
 
 def transport_name(incarnation: Incarnation) -> str:
-    """What a worker's life is called on the transport."""
+    """Names a worker's incarnation on the transport."""
     return f"{incarnation.id}-{incarnation.generation}"

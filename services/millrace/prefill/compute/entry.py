@@ -1,8 +1,8 @@
-"""What the compute thread does for a prefill instance: entries of its queue, pass by pass.
+"""Computes the entries of a prefill instance's run queue, pass by pass, on the compute thread.
 
 An entry is a chunk of one prompt, or whole prompts computed together (FlowPrefill, Algorithm 1).
-Each runs as a task of the execution pool: a generator that yields at operator boundaries. A chunk
-that a group computes is a `gang.GangEntry`.
+Each runs as a task of the execution pool: a generator that yields at operator boundaries. An SP
+group's chunk is a `gang_entry.GangEntry`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from millrace.transfer.ring.chunk_link import Waits
 
 
 class PrefillCompute:
-    """The compute thread's half of a prefill instance, and its words to the scheduler."""
+    """The compute thread's part of a prefill instance, with its reports to the scheduler."""
 
     def __init__(
         self,
@@ -54,18 +54,18 @@ class PrefillCompute:
     def one_pass(
         self, task: PoolTask, boundaries: Generator[Boundary], tokens: int
     ) -> Iterator[None]:
-        """Around a forward pass of the task, to its end or to where it is dropped."""
+        """Runs the block as a forward pass of the task, until its end or until it is dropped."""
         spent_s = task.spent_s()
         try:
             yield
         finally:
-            boundaries.close()  # here and now: what it frees belongs to this thread
-            self.publisher.flush()  # the pages must not be freed under the device's hands
+            boundaries.close()  # on this thread, which owns what it frees
+            self.publisher.flush()  # the pages must outlive the device's work
         self.metrics.compute_s.observe(task.spent_s() - spent_s)
         self.metrics.tokens.inc(tokens)
 
     def publish(self, part: Part, layer: int, start: int, tokens: int) -> None:
-        """Hands a layer of neighbouring tokens of the part to its transfer."""
+        """Passes a layer of neighbouring tokens of the part to its transfer."""
         session = part.work.job.session
         if session is not None and part.error is None:
             self.publisher.after_device(
@@ -73,39 +73,40 @@ class PrefillCompute:
             )
 
     def add_prompt_logprobs(self, work: Work, start: int, hidden: torch.Tensor) -> None:
-        """Log probabilities of the prompt's own tokens.
+        """Adds the log-probabilities of the prompt's own tokens.
 
-        hidden: [L, hidden_size] of the positions from `start` on; each says the likeliness of the
-        next id.
+        hidden: [L, hidden_size] of the positions from `start` on; each gives the probability of
+        the next id.
         """
         top = work.job.sampling.prompt_logprobs
         run = prompt_logprobs(self.engine.runner, top, work.prompt_ids, start, hidden)
         work.prompt_logprobs.append(run)
 
     def sample(self, part: Part, logits: torch.Tensor) -> None:
-        """Token one of every choice, from float32 [vocab]; the part's error where none comes."""
+        """Samples the first token of every choice from float32 [vocab]; sets the part's error if
+        none can be sampled."""
         work = part.work
         try:
             work.outcome = sample_first(self._sampler, work.job.sampling, work.prompt_ids, logits)
-        except SamplingError as error:  # of this prompt: the others of its batch go on
+        except SamplingError as error:  # fails this prompt only, not its batch
             part.error = error
 
-    # -- what the scheduler is told
+    # -- reports to the scheduler
 
     def started(self, part: Part) -> None:
-        """A chunk begins to be computed, or goes on."""
+        """Reports that a chunk starts or resumes."""
         job = part.work.job
         job.go_on(self.metrics)
         if job.leads:
             self._report(ChunkStarted(request_id=job.request_id, chunk_index=part.chunk))
 
     def passed_over(self, work: Work) -> None:
-        """The chunks before the first one to compute were cached."""
+        """Reports the cached chunks before the first computed chunk as finished."""
         for chunk in range(work.first_chunk):
             self._report(ChunkFinished(request_id=work.job.request_id, chunk_index=chunk))
 
     def suspended(self, part: Part, compute_s: float, why: str = PREEMPTED) -> None:
-        """The chunk was left for another."""
+        """Reports that the chunk was suspended for another task."""
         job = part.work.job
         job.suspend(why)
         if job.leads:
@@ -116,7 +117,7 @@ class PrefillCompute:
             )
 
     def finished(self, part: Part, compute_s: float, waits: Waits | None = None) -> None:
-        """The part ends its chunk. `waits`: of `compute_s`, in a group."""
+        """Reports that the part ended its chunk. `waits`: share of `compute_s`, in a group."""
         job = part.work.job
         if job.leads:
             self.metrics.chunks.inc()
@@ -132,12 +133,12 @@ class PrefillCompute:
 
 
 class Entry:
-    """An entry of the instance's queue at work: one job's chunk, and what is computed with it.
+    """An entry of the run queue: one job's chunk, and the chunks that are computed with it.
 
-    `fellows` names the tasks of the jobs that the scheduler batched with this one. Those that are
-    ready when it begins join it; the others go on their own. A job whose result nobody wants any
-    more leaves at the end of the pass, which writes its pages; one that is alone leaves at once.
-    `follow` gets the work and the number of its next chunk when one has ended.
+    `fellows` names the tasks that the scheduler batched with this task. Those that are ready when
+    this task begins join it; the others run alone. An unwanted job leaves at the end of the pass,
+    which still writes its pages; if all jobs of the pass are unwanted, the pass ends at once.
+    `follow` gets the work and the number of its next chunk after a chunk.
     """
 
     def __init__(
@@ -152,8 +153,8 @@ class Entry:
         self._fellows = fellows
         self._follow = follow
         self._open = work.of_chunk(chunk)  # parts still to be computed, in their order
-        self._now: list[Part] = []  # in the pass at hand
-        self._is_behind = False  # the pass is in later stages; nothing is computed here
+        self._now: list[Part] = []  # in the current pass
+        self._in_later_stages = False  # the pass is in later stages; nothing is computed here
         self.task = PoolTask(
             name=task_name(work.job.request_id, chunk),
             steps=self._steps(),
@@ -164,7 +165,7 @@ class Entry:
             subject=self,
         )
 
-    # -- the generator: on the pool's thread, as all of this
+    # -- the generator: this class runs on the pool's thread
 
     def _steps(self) -> Generator[StopPoint | Completion]:
         self._join()
@@ -188,7 +189,7 @@ class Entry:
                 self._compute.started(part)
 
     def _next_pass(self) -> list[Part]:
-        """The parts that fit into a pass, of one job at a time unless whole chunks fit."""
+        """Returns the next parts, in order, that fit into one pass."""
         room, now = self._compute.max_chunk_tokens, [self._open[0]]
         room -= now[0].tokens
         for part in self._open[1:]:
@@ -223,7 +224,7 @@ class Entry:
                 if boundary.operator == "attn":
                     for part in parts:
                         self._publish(part, boundary.layer)
-                self._is_behind = boundary.awaited is not None
+                self._in_later_stages = boundary.awaited is not None
                 yield boundary.awaited or StopPoint.after(boundary.operator)
         for part, task in zip(parts, tasks, strict=True):
             part.work.job.end_part(part.name, tokens=part.tokens, history=part.start)
@@ -237,14 +238,14 @@ class Entry:
         self._compute.publish(part, layer, part.start, part.tokens)
 
     def _look_after(self, parts: list[Part]) -> None:
-        """Notes whose result has nowhere to go. Raises the reason when that is all of them."""
+        """Notes the parts whose result is unwanted. Raises the error when all parts are."""
         for part in parts:
             part.error = part.error or part.work.failure()
         if parts[0].error is not None and all(part.error is not None for part in parts):
             raise parts[0].error
 
     def _close(self, part: Part) -> None:
-        """After its pass: tells what has come to its end with the part."""
+        """Ends the part after its pass, and its chunk and job if it was their last."""
         work = part.work
         if part.error is not None:
             self._open = [other for other in self._open if other.work is not work]
@@ -253,10 +254,10 @@ class Entry:
             self._compute.finished(part, self.task.spent_s())
             if work.is_last(part):
                 work.done(None)
-            else:  # from here, so that it is in the pool before another can take its turn
+            else:  # now, so that it is in the pool before the pool chooses a task
                 self._follow(work, part.chunk + 1)
 
-    # -- what the pool tells
+    # -- the pool's callbacks
 
     def _resumed(self) -> None:
         for part in self._heads():
@@ -265,17 +266,17 @@ class Entry:
             part.work.job.begin_part()
 
     def _suspended(self) -> None:
-        if not self._is_behind:
+        if not self._in_later_stages:
             self._compute.metrics.preempted.inc()
         for part in self._now:
             part.work.job.end_part(part.name, tokens=part.tokens, history=part.start)
         for part in self._heads():
-            why = LATER_STAGES if self._is_behind else PREEMPTED
+            why = LATER_STAGES if self._in_later_stages else PREEMPTED
             self._compute.suspended(part, self.task.compute_s, why)
 
     def _ended(self, error: Exception | None) -> None:
         in_flight = self._compute.engine.runner.in_flight
-        for part in self._heads():  # none, unless it was cut short
+        for part in self._heads():  # none, unless the task ended early
             if in_flight is not None:
                 in_flight.drop([part.work.job.request_id])
             part.work.done(part.error or part.work.failure() or error)
@@ -284,5 +285,5 @@ class Entry:
         return all(part.error or part.work.failure() for part in self._open)
 
     def _heads(self) -> list[Part]:
-        """The next part of each job that is not done."""
+        """Lists the next part of each unfinished job."""
         return list({part.work: part for part in reversed(self._open)}.values())[::-1]

@@ -1,7 +1,4 @@
-"""What comes of a prompt's last row, token one of every choice, and of its rows, log-probabilities.
-
-On the compute thread.
-"""
+"""Samples a prompt's first tokens and computes its log-probabilities, on the compute thread."""
 
 from __future__ import annotations
 
@@ -17,33 +14,33 @@ from millrace.engine.sampling.spec import SamplingRow, SamplingSpec
 
 LOGPROB_BLOCK_TOKENS: Final = 256
 
-#: Log probabilities of neighbouring positions, and the first of these.
+#: The first of some neighbouring positions, and the log-probabilities of each position.
 LogprobsRun = tuple[int, list[PositionLogprobs]]
 
 
 @dataclass(slots=True)
 class PrefillOutcome:
-    """Token one of each choice with its log-probabilities."""
+    """The first token of each choice, with its log-probabilities."""
 
     token_ids: list[int]
     logprobs: list[PositionLogprobs | None]
 
 
 class SamplingError(RuntimeError):
-    """No token can be chosen for a request, here or anywhere."""
+    """Raised when no token can be sampled for a request, at any instance."""
 
 
 class Projecting(Protocol):
-    """What prompt log-probabilities need of `ModelRunner`."""
+    """The part of `ModelRunner` that prompt log-probabilities need."""
 
     def project(self, hidden: torch.Tensor) -> torch.Tensor:
-        """float32 [n, vocab]: logits of rows [n, hidden_size]."""
+        """Returns float32 [n, vocab]: the logits of rows [n, hidden_size]."""
 
 
 def sample_first(
     sampler: Sampler, spec: SamplingSpec, prompt_ids: torch.Tensor, logits: torch.Tensor
 ) -> PrefillOutcome:
-    """Token one of every choice. Raises SamplingError where none comes.
+    """Samples the first token of every choice. Raises SamplingError if none can be sampled.
 
     prompt_ids: int64 [prompt_tokens] on the CPU; logits: float32 [vocab] of the last position.
     """
@@ -58,10 +55,10 @@ def sample_first(
 def prompt_logprobs(
     runner: Projecting, top: int, prompt_ids: torch.Tensor, start: int, hidden: torch.Tensor
 ) -> LogprobsRun:
-    """Log probabilities of the prompt's own tokens, in blocks of bounded memory.
+    """Computes the log-probabilities of the prompt's own tokens, in blocks of bounded memory.
 
     prompt_ids: int64 [prompt_tokens] on the CPU; hidden: [L, hidden_size] of the positions from
-    `start` on. Each says the likeliness of the next id; `top` of the likeliest are told of each.
+    `start` on. Each gives the probability of the next id, and the `top` most probable ids.
     """
     found: list[PositionLogprobs] = []
     for first in range(0, len(hidden), LOGPROB_BLOCK_TOKENS):

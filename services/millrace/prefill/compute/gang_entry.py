@@ -1,7 +1,7 @@
-"""A chunk that a group of instances computes together, as a task of this member's execution pool.
+"""Runs an SP group's chunk at one member, as a task of the member's execution pool.
 
 Ring attention over zigzag shares (Tetris section 4.1): every member runs the same passes over its
-own tokens, and the K/V of all goes round while each attends to what it has at hand.
+own tokens, and the members' K/V goes round the ring while each attends to the K/V at hand.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from millrace.transfer.ring.manager import GroupLink
 
 
 class AloneLink:
-    """The `RingLink` of one member alone, which waits for history that decode sends."""
+    """The `RingLink` of a single member, which waits for history that decode sends."""
 
     rank, size = 0, 1
 
@@ -32,7 +32,7 @@ class AloneLink:
         self.waits = Waits()
 
     def begin_pass(self, index: int) -> None:
-        """Nothing goes round."""
+        """Does nothing: no block goes round."""
 
     def history(self, layer: int) -> bool:
         started_s = time.monotonic()
@@ -41,7 +41,7 @@ class AloneLink:
         return came
 
     def publish(self, layer: int) -> None:
-        """Nobody waits for it."""
+        """Does nothing: no other member waits for the layer."""
 
     def wait(self, step: int) -> bool:
         raise ValueError(f"step {step} of a ring of one")
@@ -50,11 +50,14 @@ class AloneLink:
         raise ValueError(f"step {step} of a ring of one")
 
     def end(self) -> None:
-        """Nothing went round."""
+        """Does nothing: no block went round."""
 
 
 class GangEntry:
-    """`follow` gets the work and the number of its next chunk when this one has ended."""
+    """An SP group's chunk at this member.
+
+    `follow` gets the work and the number of its next chunk after this chunk.
+    """
 
     def __init__(
         self,
@@ -65,7 +68,7 @@ class GangEntry:
         follow: Callable[[Work, int], None],
     ) -> None:
         job = work.job
-        assert job.link is not None  # all have joined before anything is computed
+        assert job.link is not None  # all members have joined before compute begins
         self._compute = compute
         self._work = work
         self._shares = shares
@@ -96,7 +99,7 @@ class GangEntry:
             ),
         )
 
-    # -- the generator: on the pool's thread, as all of this
+    # -- the generator: this class runs on the pool's thread
 
     def _steps(self) -> Generator[StopPoint]:
         for index, one in enumerate(self._shares.passes):
@@ -148,7 +151,7 @@ class GangEntry:
         return task
 
     def _close(self, part: Part) -> None:
-        """All of the chunk is computed here."""
+        """Ends the chunk after its last pass."""
         work = self._work
         if part.error is not None:
             raise part.error
@@ -157,10 +160,10 @@ class GangEntry:
         self._compute.finished(part, self.task.spent_s(), self._link.waits)
         if work.is_last(part):
             work.done(None)
-        else:  # from here, so that it is in the pool before another can take its turn
+        else:  # now, so that it is in the pool before the pool chooses its next task
             self._follow(work, part.chunk + 1)
 
-    # -- what the pool tells
+    # -- the pool's callbacks
 
     def _resumed(self) -> None:
         if self._open:
@@ -192,8 +195,9 @@ class GangEntry:
         )
 
     def _stops(self) -> tuple[bytes, int]:
-        """Of `GangSpec`: what `_steps` yields at the leader, and the last step that takes them all:
-        the last layer's attention, after which others than the leader may be at their end.
+        """Returns `stops` and `last_stop` of `GangSpec`: the points that `_steps` yields at the
+        leader, and the last point that every member reaches. This is the last layer's attention:
+        after it, members that are not the leader may be done.
         """
         names = operator_names(self._compute.engine.shape)
         operators = [StopPoint.after(name) for name in names]

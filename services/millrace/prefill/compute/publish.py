@@ -1,4 +1,4 @@
-"""Hands a layer to its transfer once the device has written it."""
+"""Passes a layer to its transfer after the device has written it."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import torch
 
 
 class LayerPublisher:
-    """Calls run in order, each after the device work queued before it has ended.
+    """Runs calls in order, each after the device work that was queued before it.
 
     On the CPU that is at once. On CUDA the compute thread runs ahead of the device: it records an
-    event and goes on, and a thread of the publisher's own waits for the event. No stream is
+    event and continues, and the publisher's own thread waits for the event. No stream is
     synchronised.
     """
 
@@ -27,7 +27,7 @@ class LayerPublisher:
             self._thread.start()
 
     def after_device(self, call: Callable[[], None]) -> None:
-        """Runs `call` once all work of the current stream so far has ended."""
+        """Runs `call` after all work that the current stream has now."""
         if self._waiting is None:
             call()
             return
@@ -36,13 +36,13 @@ class LayerPublisher:
         self._waiting.put((event, call))
 
     def flush(self) -> None:
-        """Returns when the device has ended all its work so far and all calls have run."""
+        """Waits until the device has done all queued work and all calls have run."""
         done = threading.Event()
         self.after_device(done.set)
         done.wait()
 
     def close(self) -> None:
-        """Ends the thread, after all calls have run."""
+        """Ends the thread after all calls have run."""
         if self._waiting is not None:
             self._waiting.put(None)
             self._thread.join()

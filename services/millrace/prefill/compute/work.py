@@ -1,4 +1,4 @@
-"""A prepared job's computation: the passes that it takes, and what has come of them so far."""
+"""Splits a prepared job into forward passes, and records their results."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Part:
     chunk: int
     start: int
     tokens: int
-    error: Exception | None = None  # nobody wants its result any more
+    error: Exception | None = None  # why its result is dropped
 
     @property
     def name(self) -> str:
@@ -29,13 +29,13 @@ class Part:
 
 
 class Work:
-    """What an instance has to compute of a job.
+    """The computation of one job at this instance.
 
-    Tokens whose KV was cached are no part of it. To the receiver of the KV they are pass 0, and
-    the first pass that is computed is number 1 then.
+    Cached tokens are not computed. For the receiver of the KV they are pass 0, and the first
+    computed pass is then number 1.
 
-    ``outcome`` comes of the last pass, at the request's leader. ``prompt_logprobs``: of what this
-    instance has computed, where they were asked for, in any order.
+    ``outcome``: the result of the last pass, at the request's leader. ``prompt_logprobs``: those of
+    the tokens that this instance computed, if requested, in any order.
     """
 
     def __init__(
@@ -45,8 +45,8 @@ class Work:
         max_chunk_tokens: int,
         done: Callable[[Exception | None], None],
     ) -> None:
-        """prompt_ids: int64 [prompt_tokens] on the CPU; a member of a group has but those that it
-        computes, and what follows each. `done` is told the end, why if early.
+        """prompt_ids: int64 [prompt_tokens] on the CPU; a group's member has only the ids of its
+        shards and the id after each shard. `done` gets the error, or None, at the end.
         """
         self.job = job
         self.prompt_ids = prompt_ids
@@ -68,7 +68,7 @@ class Work:
 
     @property
     def passes(self) -> int:
-        """Of the whole request."""
+        """The number of passes of the whole request."""
         return self.parts[-1].number + 1
 
     def of_chunk(self, chunk: int) -> list[Part]:
@@ -78,8 +78,8 @@ class Work:
         return part is self.parts[-1]
 
     def shares(self, chunk: int) -> ChunkShares | None:
-        """The chunk as its group computes it; None when this instance alone has all that it needs,
-        in order."""
+        """Returns the chunk's shares in its group; None when this instance computes it alone from
+        pages in token order."""
         layout = self.job.layout
         if layout is None:
             return None
@@ -88,7 +88,7 @@ class Work:
         return None if is_plain else shares
 
     def failure(self) -> Exception | None:
-        """Why its result has nowhere to go, if so."""
+        """Returns why the result has no receiver any more; None if it has one."""
         if (stopped := self.job.stopped()) is not None:
             return stopped
         return None if self.job.session is None else self.job.session.failure
@@ -99,7 +99,7 @@ class Work:
         for index, chunk in enumerate(self.job.chunks):
             start, end = max(chunk.start_token, cached), chunk.start_token + chunk.num_tokens
             if start >= end:
-                continue  # all of it was cached
+                continue  # the whole chunk was cached
             for tokens in pass_tokens(end - start, 1, max_chunk_tokens):
                 self.parts.append(Part(self, number, index, start, tokens))
                 start += tokens
@@ -107,16 +107,16 @@ class Work:
 
 
 def task_name(request_id: str, chunk: int) -> str:
-    """Of the pool's task that computes a chunk of a request."""
+    """Names the pool's task that computes a chunk of a request."""
     return f"{request_id}/{chunk}"
 
 
 def request_of(task: str) -> str:
-    """The request whose chunk the pool's task of this name computes."""
+    """Returns the request id in the name of a pool's task."""
     return task.rpartition("/")[0]
 
 
 def task_names(job: PrefillJob) -> list[str]:
-    """Of all tasks that the job has at this instance."""
+    """Lists the names of all tasks of the job at this instance."""
     mine = (chunk.index for chunk in job.chunks if job.instance_id in chunk.instance_ids)
     return [task_name(job.request_id, index) for index in mine]

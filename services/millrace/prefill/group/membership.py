@@ -1,4 +1,4 @@
-"""What ties this instance to the others of its requests' groups: joining, links, words."""
+"""Connects this instance to the other members of its SP groups: joining, links, messages."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ HISTORY_TIMEOUT_S = 30.0
 
 
 class Membership:
-    """One per prefill instance. For the event loop, but for `say`, which any thread may call."""
+    """The groups of one prefill instance. For the event loop; any thread may call `say`."""
 
     def __init__(
         self,
@@ -46,8 +46,8 @@ class Membership:
         region: int,
         on_broken: Callable[[str, int, GroupError], None],
     ) -> None:
-        """`region`: of the KV pool, as the transport counts it. `on_broken` is told, on the event
-        loop, when the group of a request's attempt can't go on.
+        """`region`: the transport's number of the KV pool. `on_broken` is called on the event loop
+        when the group of a request's attempt fails.
         """
         self._on_broken = on_broken
         self._context = context
@@ -61,17 +61,17 @@ class Membership:
         self._rendezvous = Rendezvous(context.incarnation)
         self._leaders = GroupLeaders()
         self._ring = RingManager(context.transport, self._layout, region, context.config.transfer)
-        self._names: dict[str, str] = {}  # instance -> its transport, of its latest life
+        self._names: dict[str, str] = {}  # instance -> transport of its latest incarnation
         self._instances: dict[str, str] = {}
 
     def attach(self, server: grpc.aio.Server) -> None:
         PrefillGroupServicer(self._rendezvous).add_to(server)
 
-    # -- coming together
+    # -- joining
 
     async def meet(self, job: PrefillJob) -> None:
-        """Joins the job's group and links to it. Raises TransferError when it can't come to be."""
-        assert job.layout is not None  # else it has no group
+        """Joins the job's group and links to its members. Raises TransferError on failure."""
+        assert job.layout is not None  # jobs with a group have a layout
         members = await self._join(job)
         infos: dict[str, PeerInfo] = {}
         for member in members:
@@ -108,7 +108,7 @@ class Membership:
         return await self._leaders.join(leader.address, own)
 
     async def _info(self, member: GroupMember) -> PeerInfo:
-        """The member, known to the transport from here on."""
+        """Connects the transport to the member; returns the member's data for the ring."""
         life, peer = member.incarnation, self._transport.name
         if life != self._life:
             peer = await outcome(self._transport.connect(member.agent_metadata))
@@ -126,10 +126,10 @@ class Membership:
         )
 
     async def _fetch(self, job: PrefillJob) -> None:
-        """Has decode write back what an earlier attempt left there, layer by layer."""
+        """Asks decode to write back the KV that an earlier attempt left there, layer by layer."""
         assert job.layout is not None and job.link is not None and job.session is not None
         decode = job.command.decode
-        await job.session.opened()  # it can then be asked whether it still writes
+        await job.session.opened()  # then decode can be asked whether it still writes
         runs = job.layout.fetched[job.instance_id]
         job.link.fetched(transport_name(decode.incarnation))
         ask = HistoryAsk(
@@ -147,12 +147,12 @@ class Membership:
         )
         await self._peers.to(decode.address).send_history(ask, timeout_s=HISTORY_TIMEOUT_S)
 
-    # -- what the leader reports for all
+    # -- results for the leader's report
 
     async def collect(
         self, job: PrefillJob, own: Sequence[LogprobsRun]
     ) -> tuple[PositionLogprobs | None, ...]:
-        """The prompt's log-probabilities, of all members; nothing where none were asked for."""
+        """Collects the prompt's log-probabilities of all members; none if not requested."""
         if job.sampling.prompt_logprobs < 0:
             return ()
         runs = _told_runs(own)
@@ -163,7 +163,7 @@ class Membership:
         return (None, *(one for run in runs for one in run.positions))
 
     async def hand_in(self, job: PrefillJob, own: Sequence[LogprobsRun]) -> None:
-        """Gives the leader what this member computed of what it reports."""
+        """Sends this member's log-probabilities to the leader, if requested."""
         if job.sampling.prompt_logprobs < 0:
             return
         told = HandIn(
@@ -174,11 +174,11 @@ class Membership:
         )
         await self._leaders.hand_in(_leader(job).address, told)
 
-    # -- the words of gangs
+    # -- the messages of gangs
 
     def say(self, instance_id: str, payload: bytes) -> None:
-        """Sends a gang's word to a member. From any thread. Members wait for each other's words, so
-        one that can't be sent breaks the group.
+        """Sends a gang's message to a member, from any thread. Members wait for each other's
+        messages, so a failed message breaks the group.
         """
         told = self._transport.notify(self._names[instance_id], payload)
         told.add_done_callback(partial(self._sent, instance_id, payload))
@@ -189,13 +189,13 @@ class Membership:
             self._break(key.request_id, key.attempt, f"a message to {instance_id}: {error}")
 
     def _break(self, request_id: str, attempt: int, reason: str) -> None:
-        """On any thread."""
+        """Breaks the group of a request's attempt; called on any thread."""
         error = GroupError(f"request {request_id}: {reason}")
         with suppress(RuntimeError):  # the loop has ended, and with it the instance
             self._loop.call_soon_threadsafe(self._on_broken, request_id, attempt, error)
 
     def listen(self, receive: Callable[[str, bytes], None]) -> None:
-        """`receive` gets (instance, word) on the transport's thread."""
+        """Subscribes `receive`: it gets (instance, message) on the transport's thread."""
         self._transport.subscribe(gang.CHANNEL, partial(self._hear, receive))
 
     def _hear(self, receive: Callable[[str, bytes], None], peer: str, payload: bytes) -> None:
@@ -205,12 +205,12 @@ class Membership:
     # -- the end
 
     def end(self, job: PrefillJob) -> None:
-        """The job is over."""
+        """Ends the group of a job that this instance leads."""
         if job.leads:
             self._rendezvous.end(job)
 
     def check_integrity(self) -> None:
-        """Raises IntegrityError when an idle instance holds anything of a group."""
+        """Raises IntegrityError when the idle instance holds state of a group."""
         self._ring.check_integrity()
         if tables := self._rendezvous.check_idle():
             raise IntegrityError(f"groups are left that nobody needs: {sorted(tables)}")
@@ -220,7 +220,7 @@ class Membership:
 
 
 def _leader(job: PrefillJob) -> Member:
-    """Raises TransferError when the command does not say where it is."""
+    """Finds the job's leader. Raises TransferError when the command has no address of it."""
     for member in job.command.group:
         if member.incarnation.id == job.members[0]:
             return member

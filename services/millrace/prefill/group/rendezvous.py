@@ -1,8 +1,8 @@
-"""How the members of a request's group find each other: the desk at its leader.
+"""Brings the members of a request's SP group together at the group's leader.
 
-Every member joins with its pages and its transport; when all have, each gets to know them all. A
-member waits for nobody while it holds a turn or a page that another may want first: the scheduler
-has seen to the pages of all.
+Every member joins with its pages and its transport; when all have joined, each gets the list of all
+members. A waiting member cannot cause a deadlock: it holds no prepare turn, and the scheduler has
+made sure that all members have their pages.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ _Attempt = tuple[str, int]  # request, attempt
 
 @dataclass(slots=True, eq=False)
 class _Table:
-    """One attempt's members as far as they have come."""
+    """The members of one attempt that have joined so far."""
 
-    wanted: tuple[str, ...] | None = None  # known once the leader's own command has come
+    wanted: tuple[str, ...] | None = None  # set when the leader has its command
     joined: dict[str, JoinAsk] = field(default_factory=dict)
     handed_in: dict[str, HandIn] = field(default_factory=dict)
     changed: asyncio.Event = field(default_factory=asyncio.Event)
@@ -38,14 +38,14 @@ class _Table:
 
 
 class Rendezvous:
-    """At the leader. A table lives from the first message of an attempt to `end`."""
+    """The meeting point at the leader. A table exists from an attempt's first message to `end`."""
 
     def __init__(self, life: Incarnation) -> None:
         self._life = life
         self._tables: dict[_Attempt, _Table] = {}
 
     async def join(self, job: PrefillJob, own: JoinAsk) -> list[GroupMember]:
-        """The leader's own way in. Raises GroupError for members that don't fit together."""
+        """Joins as the leader; returns all members. Raises GroupError for members that differ."""
         table = self._table(job)
         table.wanted = job.members
         table.joined[job.instance_id] = own
@@ -55,29 +55,29 @@ class Rendezvous:
         return _roster(table)
 
     async def handed_in(self, job: PrefillJob) -> list[HandIn]:
-        """What the other members computed for the leader to report, once all have handed in."""
+        """Waits for the log-probabilities of all other members, and returns them."""
         table = self._table(job)
         while any(one not in table.handed_in for one in job.members[1:]):
             await table.changed.wait()
         return [table.handed_in[one] for one in job.members[1:]]
 
     def end(self, job: PrefillJob) -> None:
-        """The leader's job is over: whoever still waits for its group is refused."""
+        """Ends the leader's job: members that still wait for the group are refused."""
         table = self._tables.pop((job.request_id, job.attempt), None)
         if table is not None:
             table.over = True
             table.wake()
 
     def check_idle(self) -> list[str]:
-        """Requests whose tables are left although nobody waits at them."""
+        """Lists the requests whose tables are left although no member waits."""
         return [r for (r, _), table in self._tables.items() if table.wanted and not table.waiting]
 
     # -- the other members, through the servicer
 
     async def join_member(self, ask: JoinAsk, wait_s: float) -> list[GroupMember]:
-        """All members, once they have joined.
+        """Joins as a member; returns all members when all have joined.
 
-        Raises GroupError when they never will, TimeoutError when they have not within `wait_s`.
+        Raises GroupError when the attempt ends first, TimeoutError after `wait_s` seconds.
         """
         if ask.leader != self._life:
             raise GroupError(_stale(ask.leader, self._life))
@@ -93,13 +93,13 @@ class Rendezvous:
         finally:
             table.waiting -= 1
             if table.wanted is None and not table.waiting and self._tables.get(key) is table:
-                del self._tables[key]  # the leader never heard of it
+                del self._tables[key]  # the leader has no such attempt
         if table.over and not table.complete:
             raise GroupError(f"request {ask.request_id} was given up")
         return _roster(table)
 
     def take(self, told: HandIn) -> None:
-        """What a member hands in. Raises GroupError where the member is of no group here."""
+        """Takes a member's result. Raises GroupError if the member is in no group here."""
         table = self._tables.get((told.request_id, told.attempt))
         if table is None or told.member.id not in table.joined:
             raise GroupError(f"request {told.request_id}: {told.member.id} is of no group here")
@@ -111,10 +111,10 @@ class Rendezvous:
 
 
 def _roster(table: _Table) -> list[GroupMember]:
-    """All members in the order of the last group.
+    """Lists all members in the order of the last group.
 
-    Raises GroupError when they cut passes differently. That their pages are alike each sees to for
-    itself (`RingManager.open`).
+    Raises GroupError when they cut passes differently. Each member itself checks that the pages
+    have one layout (`RingManager.open`).
     """
     assert table.wanted is not None
     requests = [table.joined[one] for one in table.wanted]

@@ -1,4 +1,4 @@
-"""The PrefillGroup gRPC service: members of SP groups at their leader."""
+"""Serves the PrefillGroup gRPC service: members of SP groups call their leader."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from millrace.wire.codec.group import hand_in_of, join_of, members_message
 from millrace.wire.group_peer import WAIT_S
 from millrace.wire.pb import gang_pb2, gang_pb2_grpc
 
-#: Share of a caller's deadline that is left for the answer's way back.
+#: Share of a caller's deadline that is reserved for sending the answer.
 ANSWER_SHARE = 0.1
 
 
 class PrefillGroupServicer(gang_pb2_grpc.PrefillGroupServicer):
-    """Translates, and keeps each call within its caller's deadline."""
+    """Translates messages, and keeps each call within its caller's deadline."""
 
     def __init__(self, rendezvous: Rendezvous) -> None:
         self._rendezvous = rendezvous

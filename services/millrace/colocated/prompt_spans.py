@@ -1,7 +1,7 @@
-"""A prompt's way through iterations, as bars of the waterfall.
+"""Records a prompt's time in iterations as bars of the waterfall.
 
-A stretch is a run of iterations that all have a part of the prompt: one bar, however many chunks it
-took. Between two stretches other prompts went before it.
+Consecutive iterations that all have a chunk of the prompt are one span, so one bar, for any number
+of chunks. Between two spans, other prompts went before it.
 """
 
 from __future__ import annotations
@@ -10,16 +10,16 @@ from millrace.core.span import Span
 from millrace.instance.spans import Stopwatch, span
 
 
-class Stretches:
-    """Of one prompt. All times are read from its `clock`."""
+class PromptSpans:
+    """The spans of one prompt. All times are read from its `clock`."""
 
     def __init__(self, clock: Stopwatch, instance_id: str) -> None:
         self._clock = clock
         self._id = instance_id
         self._received_s = clock.now_s()
         self._count = 0
-        self._since_s: float | None = None  # of the stretch at hand
-        self._left_s: float | None = None  # when the last one ended
+        self._since_s: float | None = None  # start of the current span
+        self._left_s: float | None = None  # end of the last span
         self._tokens = self._history = self._chunks = 0
         self.spans: list[Span] = []
 
@@ -28,12 +28,12 @@ class Stretches:
         return self._count > 0
 
     def found(self, cached_tokens: int) -> None:
-        """So many first tokens need not be computed."""
+        """Notes that the first `cached_tokens` tokens need no compute."""
         now_s = self._clock.now_s()
         self.spans.append(span("cached", self._id, now_s, now_s, tokens=cached_tokens))
 
     def takes_part(self, history: int) -> None:
-        """The next iteration has a chunk of it, behind `history` tokens."""
+        """Notes that the next iteration has a chunk of the prompt after `history` tokens."""
         if self._since_s is not None:
             return
         now_s = self._clock.now_s()
@@ -47,12 +47,12 @@ class Stretches:
         self._count += 1
 
     def computed(self, tokens: int) -> None:
-        """An iteration with a chunk of it has ended."""
+        """Notes that an iteration with a chunk of the prompt has ended."""
         self._tokens += tokens
         self._chunks += 1
 
     def leave(self) -> None:
-        """The next iteration has nothing of it, or it is done."""
+        """Ends the span: the next iteration has no chunk of the prompt, or the prompt is done."""
         if self._since_s is None:
             return
         now_s = self._clock.now_s()
