@@ -1,6 +1,6 @@
 """The Scheduler gRPC service: turns streams into events, and outboxes into streams.
 
-Protobuf ends here: the loop sees the core's events and the types of `wire.fleet_messages`.
+The loop sees no protobuf, only the core's events and the types of `wire.fleet_messages`.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ EvictContext = grpc.aio.ServicerContext[
 
 
 class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
-    """One task reads each stream; the handler itself writes it. The first to end ends both."""
+    """Serves streams: a task reads each stream, its handler writes. The first end ends both."""
 
     def __init__(self, loop: SchedulerLoop) -> None:
         self._loop = loop
@@ -197,7 +197,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
         return scheduler_pb2.EvictReply()
 
     async def _first(self, messages: AsyncIterator[M]) -> M | None:
-        """The stream's first message, None when none comes within a lease."""
+        """Returns the stream's first message; None if no message comes within a lease."""
         with contextlib.suppress(StopAsyncIteration, TimeoutError):
             return await asyncio.wait_for(anext(messages), self._loop.config.lease_s)
         return None
@@ -206,7 +206,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
 async def _written(
     outbox: Outbox[M], reading: Coroutine[Any, Any, None]
 ) -> AsyncGenerator[M, None]:
-    """The outbox's messages while the peer is read; the end of either ends both."""
+    """Yields the outbox's messages while the peer is read; the end of either ends both."""
     reader = asyncio.create_task(reading)
     reader.add_done_callback(lambda task: _read_end(task, outbox))
     try:
@@ -220,7 +220,7 @@ async def _written(
 
 
 def _read_end(reader: asyncio.Task[None], outbox: Outbox[Any]) -> None:
-    """A peer that makes no sense is told so; one that is gone just leaves."""
+    """Closes the outbox; if reading failed, with the error's text."""
     if not reader.cancelled() and (error := reader.exception()) is not None:
         if not isinstance(error, codec.MessageError):
             log.debug("a stream broke: %r", error)

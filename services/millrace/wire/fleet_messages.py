@@ -1,6 +1,6 @@
 """The messages between the scheduler and its peers that have no type in `core`.
 
-Where `core.scheduler` has an event or an effect that says the same, the streams carry that type.
+If `core.scheduler` has an event or effect of the same meaning, the streams carry that type.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from millrace.core.kv.transfer import Incarnation
 from millrace.core.scheduler import effects, events
 from millrace.core.scheduler.fleet.prompt_progress import PromptProgress
 
-#: A `RequestSpec` as its proxy encoded it: once, for the store and for the scheduler. The scheduler
-#: forwards it to the instances unread.
+#: A `RequestSpec` that its proxy encoded once, for the store and for the scheduler. The scheduler
+#: forwards the bytes to the instances without decoding them again.
 EncodedSpec = bytes
 
 
@@ -83,7 +83,7 @@ class Fleet:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """Tells how far the prompt of a request is whose first token is not out."""
+    """Reports how far the prompt of a request without a first token is computed."""
 
     request_id: str
     prompt: PromptProgress
@@ -128,14 +128,14 @@ class RunPrefill:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drain:
-    """Tells an instance to end all that it holds. `abort`: answers end too, with an error."""
+    """Tells an instance to end all its requests. `abort`: their answers end, too, with an error."""
 
     abort: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyInForce:
-    """Tells a mixed instance which policy ranks its prompts from now on."""
+    """Tells a mixed instance which policy orders its prompts from now on."""
 
     name: str
 

@@ -1,4 +1,4 @@
-"""The proxy's ends of its two kinds of streams: to the scheduler, and from decode instances."""
+"""The proxy's ends of its streams: to the scheduler, and from decode instances."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from millrace.wire.token_events import TokenEvent
 async def scheduler_updates(
     address: str, proxy: Incarnation, outgoing: AsyncIterator[Sequence[ProxyMessage]]
 ) -> AsyncGenerator[ProxyUpdate, None]:
-    """Connects a proxy to the scheduler at `address`; yields what the scheduler says.
+    """Connects a proxy to the scheduler at `address`; yields the scheduler's updates.
 
     gRPC asks `outgoing` for the next items once all earlier items are written. The caller closes
     the generator. Raises grpc.aio.AioRpcError when the stream fails.

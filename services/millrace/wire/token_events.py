@@ -27,11 +27,11 @@ class PositionLogprobs:
 class TokenDetail:
     """The fields that few events carry."""
 
-    logprobs: tuple[PositionLogprobs, ...] = ()  # one per token, where the request asks for them
+    logprobs: tuple[PositionLogprobs, ...] = ()  # one per token, if the request asks for them
     error: str = ""  # why the stream of the request ended early; with "moved", may be PREEMPTED
     spans: tuple[Span, ...] = ()  # on the first event of a request and on its last event
-    #: On the first event, where the request asks for them. Position 0 means nothing: no token comes
-    #: before it.
+    #: On the first event, if the request asks for them. Position 0 has no meaning: no token
+    #: comes before it.
     prompt_logprobs: tuple[PositionLogprobs, ...] = ()
     cached_tokens: int = 0  # on the first event
 
@@ -40,7 +40,7 @@ _NO_DETAIL = TokenDetail()
 
 
 def no_detail() -> TokenDetail:
-    """Returns the detail of an event that carries tokens alone."""
+    """Returns the detail of an event that carries only tokens."""
     return _NO_DETAIL
 
 
@@ -50,8 +50,8 @@ class TokenEvent(NamedTuple):
     A proxy handles one event per generated token. Two choices keep an event cheap: a named tuple
     costs a quarter of a frozen dataclass, and `detail` decodes its fields only when it is called.
 
-    `finish_reason`: empty while the choice goes on; stop | length | error | cancelled | moved.
-    `stop_token_id` counts with finish_reason "stop" alone; -1: no token stopped the choice.
+    `finish_reason`: empty while the choice continues; stop | length | error | cancelled | moved.
+    `stop_token_id` has a meaning only with finish_reason "stop"; -1: no token stopped the choice.
     """
 
     request_id: str

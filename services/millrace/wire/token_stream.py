@@ -16,13 +16,13 @@ from millrace.wire.pb import decode_pb2, decode_pb2_grpc
 
 
 class TokenStreamError(MillraceError):
-    """The stream failed. It says what gRPC said."""
+    """The stream failed; the message holds gRPC's code and details."""
 
 
 async def token_events(
     address: str, *, proxy: Incarnation, decode: Incarnation
 ) -> AsyncGenerator[list[TokenEvent]]:
-    """All events for `proxy` that are ready at once, as they come, until the stream ends.
+    """Yields the events for `proxy` until the stream ends, each time all events that are ready.
 
     Raises TokenStreamError.
     """

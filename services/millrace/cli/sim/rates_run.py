@@ -17,7 +17,7 @@ from millrace.sim.workload.mixes import LONG_FRACTION
 
 
 def run_rates(given: dict[str, Any]) -> None:
-    """Runs, prints and writes what `given`, the options of the command, asks for."""
+    """Runs the search of `given`, the command's options; prints and writes the result."""
     tried_rps, tried = (
         parse_numbers(given["arrivals"], "--arrivals"),
         parse_numbers(given["rates"], "--rates"),

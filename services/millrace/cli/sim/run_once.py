@@ -24,7 +24,7 @@ _SYSTEM = ("policy", "planner", "preemption", "batch_tokens")
 
 
 def run_once(given: dict[str, Any]) -> None:
-    """Runs, prints and writes what `given`, the options of `millrace sim run`, asks for."""
+    """Runs the simulation of `given`, the command's options; prints and writes the result."""
     records, gantt = given["records"], given["gantt"]
     json, plot = given["json"], given["plot"]
     found = systems(given, *([given[name]] for name in _SYSTEM))

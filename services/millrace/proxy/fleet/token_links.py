@@ -55,7 +55,7 @@ class TokenLinks:
             self._links[decode.incarnation] = asyncio.create_task(self._run(decode))
 
     def prune(self, in_use: set[Incarnation]) -> None:
-        """Ends the streams to instances that left the fleet and serve no request any more."""
+        """Ends the streams to instances that left the fleet and serve no request."""
         for incarnation in self._links.keys() - self._listed - in_use:
             self._links.pop(incarnation).cancel()
 

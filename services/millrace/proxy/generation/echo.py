@@ -1,4 +1,4 @@
-"""Gives a prompt back before its completion."""
+"""Echoes a prompt before its completion."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class Echo:
     skip_special_tokens: bool
 
     def piece(self, positions: Sequence[PositionLogprobs]) -> Piece:
-        """Returns the prompt as a piece. `positions`: the prompt's log probabilities, or none.
+        """Returns the prompt as a piece. `positions` are the prompt's log probabilities, or empty.
 
-        The first of them means nothing: no token comes before it.
+        The first position has no meaning, because no token comes before it.
         """
         if not positions:
             return Piece(text=self.text)

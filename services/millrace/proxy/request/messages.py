@@ -1,4 +1,4 @@
-"""Chat messages: roles, contents, and the shape chat templates read."""
+"""Checks chat messages: roles, contents, and the shape that chat templates read."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ _TOOL_CALL = Object(
 )
 
 
-#: What Anthropic-minded clients put into a part of a message: prefix caching needs no marks here.
+#: A field that clients of Anthropic's API put into a content part: Millrace caches prefixes
+#: without such marks.
 _PART_EXTRAS: dict[str, Kind] = {"cache_control": Ignored(AnyObject())}
 
 
@@ -111,7 +112,7 @@ _FIELDS: dict[str, Kind] = {
 
 @dataclass(frozen=True, slots=True)
 class Messages:
-    """A conversation of at least one message; checks to plain dicts as chat templates read them."""
+    """A conversation of at least one message; `check` returns plain dicts for chat templates."""
 
     def check(self, value: Json, path: str) -> list[dict[str, Json]]:
         if not isinstance(value, list):

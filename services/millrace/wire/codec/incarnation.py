@@ -1,4 +1,4 @@
-"""Incarnations to and from the wire."""
+"""Translates incarnations to and from protobuf."""
 
 from __future__ import annotations
 

@@ -30,19 +30,19 @@ from millrace.wire.pb import common_pb2, scheduler_pb2
 
 ROLES = ("prefill", "decode", "mixed", "kvp")
 
-#: The roles that run a batch.
+#: The roles that run a decode batch.
 _DECODES = ("decode", "mixed")
 
 
 class MessageError(MillraceError):
-    """A peer sent a message that makes no sense. Names the field, the value and the range."""
+    """A peer sent an invalid message. The error names the field, the value and the range."""
 
 
 # ---- to the scheduler
 
 
 def joined(message: scheduler_pb2.Register) -> events.InstanceJoined:
-    """Decodes a registration. Raises MessageError for one that can't be scheduled on."""
+    """Decodes a registration. Raises MessageError for an instance that can't be scheduled."""
     _require("incarnation.id", message.incarnation.id, bool(message.incarnation.id), "not empty")
     _require("role", message.role, message.role in ROLES, " or ".join(ROLES))
     _require("address", message.address, bool(message.address), "host:port")
@@ -141,7 +141,7 @@ def request(spec: common_pb2.RequestSpec, *, proxy_id: str, now_s: float) -> Req
         slo=slo_of(spec.slo),
         arrival_s=now_s,
         prefix_hashes=tuple(spec.prefix_hashes),
-        resumable=spec.sampling.prompt_logprobs < 0,  # only one attempt sees all of the prompt
+        resumable=spec.sampling.prompt_logprobs < 0,  # only one attempt computes the whole prompt
     )
 
 

@@ -1,4 +1,4 @@
-"""First tokens and token events to and from the wire."""
+"""Translates first tokens and token events to and from protobuf."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from millrace.wire.pb import common_pb2, decode_pb2, transfer_pb2
 
 
 def logprobs_message(found: PositionLogprobs | None) -> common_pb2.PositionLogprobs:
-    """None, which stands for a position without log-probabilities, is an empty message."""
+    """Encodes log probabilities; None (a position without them) becomes an empty message."""
     if found is None:
         return common_pb2.PositionLogprobs()
     return common_pb2.PositionLogprobs(
@@ -28,7 +28,7 @@ def logprobs_of(message: common_pb2.PositionLogprobs) -> PositionLogprobs | None
 
 
 def present_logprobs_of(message: common_pb2.PositionLogprobs) -> PositionLogprobs:
-    """For a position that has log-probabilities."""
+    """Decodes a position that has log probabilities."""
     return PositionLogprobs(
         chosen=(message.chosen.token_id, message.chosen.logprob),
         top=tuple((one.token_id, one.logprob) for one in message.top),
@@ -39,10 +39,9 @@ def present_logprobs_of(message: common_pb2.PositionLogprobs) -> PositionLogprob
 
 
 def batch_message(events: Iterable[TokenEvent]) -> decode_pb2.TokenBatch:
-    """One message for all events that are ready.
+    """Encodes all events that are ready in one message.
 
-    Each event is built within the batch, which saves a copy; fields that a step leaves empty are
-    skipped.
+    Each event is built within the batch, which saves a copy; empty fields are skipped.
     """
     batch = decode_pb2.TokenBatch()
     add = batch.events.add
@@ -107,7 +106,7 @@ def finished_message(
 
 
 def finished_of(message: transfer_pb2.FinishPrefillRequest) -> FinishedPrefill:
-    """All of the message but its ticket, which `ticket_of` reads."""
+    """Decodes the message without its ticket, which `ticket_of` decodes."""
     return FinishedPrefill(
         total_chunks=message.total_chunks,
         first_tokens=tuple(
