@@ -1,4 +1,4 @@
-"""The live scheduler over real streams: its peers are written here, all else is the service."""
+"""The live scheduler over real streams: the test plays its peers."""
 
 from __future__ import annotations
 

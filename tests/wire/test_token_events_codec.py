@@ -1,4 +1,4 @@
-"""Token events to the wire and back, field by field."""
+"""Token events: every field survives protobuf."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""First tokens and token events: every field comes back as it was."""
+"""First tokens and token events: every field survives protobuf."""
 
 from __future__ import annotations
 
