@@ -56,7 +56,7 @@ def as_toml() -> str:
 
 
 def as_markdown() -> str:
-    """docs/reference/configuration.md."""
+    """Returns docs/reference/configuration.md."""
     lines = [HEAD]
     for section, fields in itertools.groupby(settings(), key=attrgetter("section")):
         lines += [f"## {section}", "", *TABLE_HEAD]

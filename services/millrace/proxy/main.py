@@ -22,8 +22,8 @@ async def serve(
     """Serves until SIGTERM or SIGINT, then drains: `config.proxy.drain_timeout_s` at most.
 
     `model` is a folder or a hub id; `model_name` is the name for clients (None: the folder's name);
-    `scheduler` is a host:port. `on_ready` gets the HTTP port once connections are accepted; /ready
-    says when requests would succeed. `config.proxy.workers` processes share the port, if above 1.
+    `scheduler` is a host:port. `on_ready` gets the HTTP port once connections are accepted;
+    /ready reports when requests would succeed. `config.proxy.workers` processes share the port.
     Raises ModelError for an unusable model, MillraceError if the port is taken.
     """
     stop = asyncio.Event()

@@ -15,12 +15,12 @@ class InForce:
 
     def __init__(self, machine: Machine) -> None:
         self._machine = machine
-        self._told: list[Mechanism] = []
+        self._logged: list[Mechanism] = []
 
     def tell(self) -> None:
         """Logs the changes. Call it after instances joined or left."""
         found = mechanisms(self._machine)
         for one in found:
-            if one not in self._told:
+            if one not in self._logged:
                 log.info("%s", one)
-        self._told = found
+        self._logged = found

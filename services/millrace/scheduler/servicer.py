@@ -69,7 +69,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
     ) -> AsyncIterator[scheduler_pb2.WorkerCommand]:
         first = await self._first(request_iterator)
         if first is None or first.WhichOneof("kind") != "register":
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "a worker registers first")
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "a worker must register first")
         try:
             card = codec.joined(first.register)
         except codec.MessageError as error:
@@ -105,7 +105,9 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
     ) -> AsyncIterator[scheduler_pb2.ProxyUpdate]:
         first = await self._first(request_iterator)
         if first is None or not first.hello.id:
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "a proxy says hello.id first")
+            await context.abort(
+                grpc.StatusCode.INVALID_ARGUMENT, "a proxy must send hello.id first"
+            )
         proxy = Proxy(key=f"{first.hello.id}#{next(self._connections)}")
         log.info("proxy %s connected", proxy.key)
         self._loop.post_now(None, proxy)
@@ -134,7 +136,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
                 case "ask":
                     self._loop.tell_progress(proxy, message.ask.request_ids)
                 case kind:
-                    raise codec.MessageError(f"a connected proxy said {kind or 'nothing'}")
+                    raise codec.MessageError(f"a connected proxy sent {kind or 'nothing'}")
 
     async def _submit(self, spec: common_pb2.RequestSpec, proxy: Proxy) -> None:
         try:

@@ -104,7 +104,7 @@ class Registered:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdmitDecode:
-    """Carries an effect to its decode instance. `holders` keep the effect's shards, in order."""
+    """Carries an effect to its decode instance. `holders` have the effect's shards, in order."""
 
     effect: effects.AdmitDecode
     spec: EncodedSpec
@@ -115,7 +115,7 @@ class AdmitDecode:
 class RunPrefill:
     """Carries an effect to its prefill instance.
 
-    `group` lists every instance of the chunks in the order of the last chunk. `holders` keep the
+    `group` lists every instance of the chunks in the order of the last chunk. `holders` have the
     effect's shards, in order.
     """
 

@@ -101,7 +101,7 @@ class GrpcKvpPeer:
         self._stub = kvp_pb2_grpc.KvpStub(channel)
 
     async def attach(self, ask: AttachAsk, *, timeout_s: float) -> Attachment:
-        """Attaches. Raises TransferError if the KVP worker refuses or does not answer in time."""
+        """Attaches the owner. Raises TransferError after a refusal or `timeout_s`."""
         reports = _Reports("Attach", self._address, self._stub.Attach(attach_message(ask)))
         message = await reports.first(timeout_s)
         if message.refusal:

@@ -66,7 +66,7 @@ def _bar(console: Console, what: str, total: int) -> Iterator[Callable[[int, flo
     with progress(console) as shown:
         bar = shown.add_task(what, total=total, note="")
 
-        def told(ended: int, now_s: float) -> None:
+        def advance(ended: int, now_s: float) -> None:
             shown.update(bar, completed=ended, note=f"simulated {now_s:,.0f} s")
 
-        yield told
+        yield advance

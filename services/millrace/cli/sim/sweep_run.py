@@ -28,8 +28,8 @@ def run_sweep(given: dict[str, Any]) -> None:
     first = next(iter(compared.values()))
     options = _sweep_options(given, first)
     console = Console()
-    with _runs_bar(console) as told:
-        found = sweep(compared, options, told)
+    with _runs_bar(console) as advance:
+        found = sweep(compared, options, advance)
     print_sweep(found, options, console)
     if json is not None:
         results = {"systems": [result.to_json() for result in found]}

@@ -37,7 +37,7 @@ MOST_LOSSES = 3
 #: Migrations for lack of memory are not counted: each incarnation generates at least one token.
 MOST_MOVES = 16
 
-#: Finish reasons by which an instance says that it will not finish the answer.
+#: Finish reasons of an instance that will not finish the answer.
 _BROKEN_OFF = frozenset({"error", "cancelled", "moved"})
 
 _LOST = "The instance that generated this answer was lost."
@@ -71,7 +71,7 @@ class Gateway:
         self._parking = Parking(config, self._load.set)
         self._fleet_ready = False
         self._tasks: list[asyncio.Task[None]] = []
-        #: Set when the process is told to stop: the gateway takes no new request.
+        #: Set when the process shuts down: the gateway takes no new request.
         self.draining = False
 
     # -- start and end
@@ -112,7 +112,7 @@ class Gateway:
 
     @property
     def fleet_ready(self) -> bool:
-        """Whether the scheduler has said that its fleet takes requests."""
+        """Whether the scheduler has reported that its fleet takes requests."""
         return self._fleet_ready
 
     @property
@@ -295,7 +295,7 @@ class Gateway:
         self._metrics.tokens.inc(tokens)
 
     def _broken_off(self, request: ProxyRequest, event: TokenEvent) -> None:
-        """Migrates or fails a request whose instance says that it will not finish the answer."""
+        """Migrates or fails a request whose instance will not finish the answer."""
         detail = event.detail()
         if event.finish_reason == "moved":
             request.note(detail.spans)

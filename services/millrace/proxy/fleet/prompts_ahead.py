@@ -58,12 +58,12 @@ class PromptsAhead:
                 self._asked.pop(request_id, None)
 
 
-def _line(waiting: Sequence[ProxyRequest], said: dict[str, Progress]) -> str:
+def _line(waiting: Sequence[ProxyRequest], progress: dict[str, Progress]) -> str:
     """Shows the state of the least advanced request, all tokens together and the longest wait."""
     states, computed, left_s = [], 0, 0.0
     predicted = True
     for request in waiting:
-        if (answer := said.get(request.spec.request_id)) is None:
+        if (answer := progress.get(request.spec.request_id)) is None:
             states.append(_OURS.get(request.stage, "queued"))
             predicted = False
             continue

@@ -28,7 +28,7 @@ class TokenListener(Protocol):
     def on_batch(self, decode: Incarnation, events: Sequence[TokenEvent]) -> None: ...
 
     def on_tokens_lost(self, decode: Incarnation) -> None:
-        """The stream of `decode` broke: events may be missing."""
+        """Reports that the stream of `decode` broke: events may be missing."""
 
 
 class TokenLinks:
@@ -77,7 +77,7 @@ class TokenLinks:
             except grpc.aio.AioRpcError as error:
                 reason = error.details() or str(error.code())
                 gone = error.code() == grpc.StatusCode.FAILED_PRECONDITION
-            except Exception as error:  # a defect must not silence the instance for good
+            except Exception as error:  # a defect must not end the instance's stream forever
                 log.exception("decode %s", incarnation.id)
                 reason = repr(error)
             log.warning("decode %s at %s: %s", incarnation.id, decode.address, reason)

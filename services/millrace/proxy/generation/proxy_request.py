@@ -49,10 +49,10 @@ class Sink(Protocol):
         """Takes the prompt, before a choice's first text."""
 
     def on_done(self, request: ProxyRequest) -> None:
-        """Hears that all choices of a request have finished."""
+        """Takes the end of a request: all its choices have finished."""
 
     def on_error(self, error: ApiError) -> None:
-        """Hears that the response can't be finished."""
+        """Takes the error of a response that can't be finished."""
 
 
 class ProxyRequest:

@@ -135,7 +135,7 @@ class TokenEndpoints:
 def create_app(
     services: Services, created: int, render_metrics: RenderMetrics, scheduler: str
 ) -> FastAPI:
-    """`created` is the model's time of creation (Unix, s); `scheduler` is a host:port."""
+    """Builds the application. `created` is the model's Unix time, s; `scheduler` a host:port."""
     tokens = TokenEndpoints(services)
     handlers: dict[str, Answer] = {
         "/v1/chat/completions": GenerateEndpoint(services, chat=True).answer,

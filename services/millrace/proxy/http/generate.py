@@ -185,8 +185,8 @@ class _KeepAlive:
         self._timer = self._loop.call_later(KEEPALIVE_S, self._tick)
 
     async def _speak(self) -> None:
-        said = await self._prompts.describe(self._reply.progress.requests)
-        self._reply.comment((said or "waiting").encode())
+        text = await self._prompts.describe(self._reply.progress.requests)
+        self._reply.comment((text or "waiting").encode())
 
 
 async def _until_disconnect(receive: Receive) -> None:

@@ -73,7 +73,7 @@ def _paths(objectives: list[Json]) -> Json:
 
 
 def _admin(shown: tuple[str, str], changed: tuple[str, str, str]) -> Json:
-    """`shown` holds summary and answer of GET; `changed` summary, body and answer of PUT."""
+    """Describes GET by `shown` (summary, answer), PUT by `changed` (summary, body, answer)."""
     refused = {
         "401": _error("The bearer token is not proxy.admin_token"),
         "403": _error("No token is set and the client is on another machine"),

@@ -160,7 +160,7 @@ class StreamReply:
         self.progress.signal.wake()
 
     def echo(self, choice: Choice, piece: Piece) -> None:
-        """The prompt, before the choice's own text."""
+        """Adds the prompt before the choice's own text."""
         self._open(choice)
         self._out.append(self._format.piece(choice.index, piece, self._usage_so_far(choice)))
 
@@ -227,7 +227,7 @@ class WholeReply:
         whole.token_ids.extend(piece.token_ids)
 
     def echo(self, choice: Choice, piece: Piece) -> None:
-        """The prompt, before the choice's own text."""
+        """Adds the prompt before the choice's own text."""
         self.on_piece(choice, piece)
 
     def on_done(self, request: ProxyRequest) -> None:

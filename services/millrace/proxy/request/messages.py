@@ -122,11 +122,11 @@ class Messages:
         return [_message(message, f"{path}[{i}]") for i, message in enumerate(value)]
 
     def schema(self) -> Schema:
-        said = object_schema(_FIELDS, ("role", "content"))
+        plain = object_schema(_FIELDS, ("role", "content"))
         called = object_schema(_FIELDS, ("role", "tool_calls"))
         called["properties"]["role"] = {"const": "assistant"}
         called["properties"]["tool_calls"]["minItems"] = 1
-        return {"type": "array", "minItems": 1, "items": {"anyOf": [said, called]}}
+        return {"type": "array", "minItems": 1, "items": {"anyOf": [plain, called]}}
 
 
 def _message(message: Json, path: str) -> dict[str, Json]:

@@ -29,7 +29,7 @@ NO_BLOCKS = PromptBlocks()
 
 
 class PromptHasher:
-    """Cuts prompts into blocks as the fleet's settings say."""
+    """Cuts prompts into blocks according to the fleet's settings."""
 
     def __init__(self, config: EngineConfig) -> None:
         self._block_tokens = config.block_tokens if config.prefix_cache == "on" else 0

@@ -176,7 +176,7 @@ def from_worker(
     kind = message.WhichOneof("kind")
     build = _FROM_WORKER.get(kind or "")
     if build is None:
-        raise MessageError(f"a registered worker said {kind or 'nothing'}")
+        raise MessageError(f"a registered worker sent {kind or 'nothing'}")
     assert kind is not None  # or there would be nothing to build
     event: events.Event = build(getattr(message, kind), instance_id, generation)
     return event
@@ -187,8 +187,8 @@ def _says(event: type) -> Callable[[Any, str, int], events.Event]:
     names = [f.name for f in fields(event) if f.name not in ("instance_id", "generation")]
 
     def build(message: Any, instance_id: str, generation: int) -> events.Event:  # noqa: ANN401
-        said = {name: getattr(message, name) for name in names}
-        found: events.Event = event(instance_id=instance_id, generation=generation, **said)
+        values = {name: getattr(message, name) for name in names}
+        found: events.Event = event(instance_id=instance_id, generation=generation, **values)
         return found
 
     return build
@@ -199,9 +199,9 @@ def _load(
 ) -> events.LoadReported:
     cached = None
     if message.HasField("cached"):
-        told = message.cached
+        blocks = message.cached
         cached = events.CachedBlocks(
-            whole=told.whole, added=tuple(told.added), removed=tuple(told.removed)
+            whole=blocks.whole, added=tuple(blocks.added), removed=tuple(blocks.removed)
         )
     standstill = None
     if message.HasField("standstill"):
@@ -275,7 +275,7 @@ def admit_decode(
     spec: common_pb2.RequestSpec,
     holders: Iterable[scheduler_pb2.Member] = (),
 ) -> scheduler_pb2.WorkerCommand:
-    """Encodes an admission. `holders` keep the effect's shards, in order."""
+    """Encodes an admission. `holders` are the instances of the effect's shards, in order."""
     return scheduler_pb2.WorkerCommand(
         admit_decode=scheduler_pb2.AdmitDecode(
             request=spec,
@@ -294,7 +294,7 @@ def run_prefill(
     holders: Iterable[scheduler_pb2.Member] = (),
 ) -> scheduler_pb2.WorkerCommand:
     """Encodes a plan. `group` lists every instance of the chunks in the order of the last chunk;
-    `holders` keep the effect's shards, in order.
+    `holders` are the instances of the effect's shards, in order.
     """
     return scheduler_pb2.WorkerCommand(
         run_prefill=scheduler_pb2.RunPrefill(
