@@ -13,32 +13,32 @@ class OperatorMetrics:
     def __init__(self, registry: Registry) -> None:
         self.reconciles = registry.counter(
             "millrace_operator_reconcile_rounds_total",
-            "Looks at an object, by their end",
+            "Reconciliations of an object, by result",
             ["kind", "result"],
         )
         self.reconcile_seconds = registry.histogram(
-            "millrace_operator_reconcile_seconds", "Length of a look at an object", ["kind"]
+            "millrace_operator_reconcile_seconds", "Duration of a reconciliation", ["kind"]
         )
         self.recommended = registry.gauge(
             "millrace_operator_recommended_instances",
-            "Size of the pool by the autoscaler",
+            "Instances that the autoscaler recommends for the pool",
             ["kind", "pool"],
         )
         self.scalings = registry.counter(
             "millrace_operator_scale_changes_total",
-            "Sizes that the autoscaler has set",
+            "Changes of the pool's size by the autoscaler",
             ["kind", "pool", "direction"],
         )
         self.api_errors = registry.counter(
             "millrace_operator_api_errors_total",
-            "Answers of the API server other than 2xx and 404; status 0: no answer",
+            "Answers of the API server except 2xx and 404; status 0: no answer",
             ["verb", "status"],
         )
         self.load_errors = registry.counter(
             "millrace_operator_scheduler_errors_total", "Calls that a scheduler did not answer"
         )
         self._leading = registry.gauge(
-            "millrace_operator_leader_info", "1 for the operator that acts, 0 for one in waiting"
+            "millrace_operator_leader_info", "1 for the operator that acts, 0 for a standby"
         )
         self._registry = registry
 
@@ -52,7 +52,9 @@ class OperatorMetrics:
 
     def watch_queue(self, waiting: Callable[[], int]) -> None:
         self._registry.gauge_function(
-            "millrace_operator_waiting_tasks", "Objects that are due and not looked at yet", waiting
+            "millrace_operator_waiting_tasks",
+            "Objects that are due and wait for reconciliation",
+            waiting,
         )
 
     def forget(self, kind: str, pool: str) -> None:

@@ -1,4 +1,4 @@
-"""`millrace fleet` against a running scheduler, as a user types it."""
+"""`millrace fleet` with a running scheduler, as a user types it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""--help of every command: what it says, and that it loads nothing but the options.
+"""--help of every command: its text, and that it imports only the options.
 
 The bound is a count of modules: CPU time on a busy machine says little, and follows from it (about
 1 ms a module; a `--help` is to cost 300 ms at most).
@@ -15,7 +15,7 @@ import typer.main
 
 from millrace.cli.main import BENCHMARKS, app
 
-#: None of these is needed to print options; each costs from 20 ms to seconds.
+#: Modules that printing options does not need; each import takes from 20 ms to seconds.
 BANNED = {
     "asyncio",
     "fastapi",
@@ -40,7 +40,7 @@ BANNED = {
     "uvicorn",
     "uvloop",
 }
-#: Of the interpreter and typer 140; the rest is ours, and half of it the simulator's names.
+#: The interpreter and typer import 140; the rest are ours, half of them for the simulator's names.
 MOST_MODULES = 280
 
 COMMANDS = sorted(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
@@ -52,7 +52,7 @@ LINES = [
     *(["sim", name] for name in SIMULATIONS),
 ]
 
-#: Forks for every command line before anything is loaded: an interpreter's start takes longer.
+#: Forks for every command line before any import: an interpreter's start takes longer.
 _PROGRAM = """
 import contextlib, io, json, os, sys
 
@@ -82,7 +82,7 @@ def name_of(words: list[str]) -> str:
 
 @pytest.fixture(scope="module")
 def helps() -> dict[str, dict]:
-    """What each command prints and loads with --help, each in a process of its own."""
+    """Returns the output and imports of each command's --help, each from its own process."""
     lines = json.dumps([[*words, "--help"] for words in LINES])
     ran = subprocess.run(
         [sys.executable, "-c", _PROGRAM], input=lines, capture_output=True, text=True, check=False
@@ -104,7 +104,7 @@ def test_help_loads_only_options(helps, words):
 
 @pytest.mark.parametrize("words", [["up"], ["bench", "serve"], ["sim", "run"], ["bench"]])
 def test_help_is_what_the_parser_would_print(helps, words):
-    """`show_help` goes around typer's parser: it must say the same."""
+    """`show_help` bypasses typer's parser, and must print the same text."""
     found = helps[name_of(words)]
     sim_or_bench = "from millrace.cli.sim.command import register; register(cli.sim)"
     if words[0] == "bench":

@@ -1,4 +1,4 @@
-"""`millrace policy` against a running scheduler, as a user types it."""
+"""`millrace policy` with a running scheduler, as a user types it."""
 
 from __future__ import annotations
 

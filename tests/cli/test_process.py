@@ -1,4 +1,4 @@
-"""How the processes of commands begin and end."""
+"""The start and the end of commands' processes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def test_the_port_is_told_once() -> None:
 
 
 def test_a_port_that_nobody_waits_for_any_more_is_no_error() -> None:
-    """Its parent is about to end it. Click would exit with status 1, without a word."""
+    """The parent is about to end the process. Click would exit silently with status 1."""
     read_fd, write_fd = os.pipe()
     os.close(read_fd)
     tell(write_fd)(8000)

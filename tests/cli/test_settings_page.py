@@ -1,4 +1,4 @@
-"""The settings page is what the code says, and the TOML file loads."""
+"""The settings page equals the code's output, and the TOML file loads."""
 
 import tomllib
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What a proxy does when clients leave, the fleet refuses, places again, breaks or comes back."""
+"""The proxy when clients leave, and when the fleet refuses, places again, breaks or returns."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ async def test_refusals(stack, code, status, retry, body):
 
 
 async def test_a_request_that_waits_for_room_is_not_given_up(stack):
-    """The scheduler has answered: it is not silent, however long the wait for a place."""
+    """The scheduler has answered: a long wait for a decode instance is not silence."""
 
     def submitted(spec):
         stack.fleet.queue(spec)

@@ -26,7 +26,7 @@ CHAT = "/v1/chat/completions"
 
 @asynccontextmanager
 async def service(folder, *settings):
-    """Yields the fleet, a client and the task of `serve`; stops what still runs."""
+    """Yields the fleet, a client and the task of `serve`; then stops them."""
     write_stub_model(folder)
     fleet = Fleet(Tokenizer.from_file(str(folder / "tokenizer.json")))
     await fleet.start()

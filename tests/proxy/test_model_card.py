@@ -1,4 +1,4 @@
-"""What the proxy reads of a model folder."""
+"""The facts that the proxy reads from a model folder."""
 
 from __future__ import annotations
 

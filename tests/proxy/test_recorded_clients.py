@@ -1,4 +1,4 @@
-"""What other people's clients send, posted to the proxy: the same status, and a whole answer.
+"""Recorded requests of other clients, posted to the proxy: the same status, a whole answer.
 
 tests/clients captured these bodies from the clients themselves. Those of vllm_bench, aiperf and
 lm_eval were written down from their sources: vLLM and aiperf are too large to install here.

@@ -1,4 +1,4 @@
-"""Objectives from settings and headers, followed to the scheduler's own Request."""
+"""Objectives from settings and headers, up to the scheduler's Request."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ TTFT, TBT, CLASS = "x-millrace-ttft-slo-ms", "x-millrace-tbt-slo-ms", "x-millrac
 
 @asynccontextmanager
 async def served(folder, settings: str = SETTINGS):
-    """Yields a client of a real proxy, before a real scheduler that records its events."""
+    """Yields a client of a real proxy, with a real scheduler that records its events."""
     file, record = folder / "millrace.toml", folder / "run.jsonl"
     file.write_text(settings)
     write_stub_model(folder)
@@ -54,7 +54,7 @@ async def served(folder, settings: str = SETTINGS):
 
 
 async def submit(proxy: Proxy, http: httpx.AsyncClient, headers: dict[str, str]) -> None:
-    """Sends a request, and leaves once the scheduler has placed it: nobody answers here."""
+    """Sends a request, and leaves once the scheduler has placed it: no instance answers."""
     sent = asyncio.create_task(http.post("/v1/chat/completions", json=CHAT_BODY, headers=headers))
     await until(lambda: any(r.confirmed for r in proxy.gateway.requests) or sent.done())
     assert not sent.done(), sent.result().text
@@ -64,7 +64,7 @@ async def submit(proxy: Proxy, http: httpx.AsyncClient, headers: dict[str, str])
 
 
 def requests(folder) -> list[dict]:
-    """What the scheduler's machine was given, without the defaults of its fields."""
+    """Returns the recorded request of the scheduler's machine, without default fields."""
     steps = [json.loads(line) for line in (folder / "run.jsonl").read_text().splitlines()[1:]]
     return [s["event"][1]["request"] for s in steps if s["event"][0] == "Submitted"]
 

@@ -1,4 +1,4 @@
-"""First tokens against objectives and predictions, as the scheduler's metrics tell of them."""
+"""The scheduler's metrics of first tokens: objectives and predictions."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from support.core_events import Bench, instance
 
 
 class Followed(Bench):
-    """A machine whose effects are told to the metrics, as the loop does."""
+    """A machine whose effects are reported to the metrics, as in the loop."""
 
     def __init__(self, context: int = 4096) -> None:
         self.registry = Registry()
@@ -40,7 +40,7 @@ class Followed(Bench):
         return found
 
     def send(self, name: str, slo: Slo, prompt: int = 100) -> None:
-        """A request of 0.1 s of prefill, as predicted."""
+        """Submits a request with 0.1 s of predicted prefill."""
         request = Request(
             id=name,
             proxy_id="x",

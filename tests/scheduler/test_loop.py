@@ -1,4 +1,4 @@
-"""The loop apart from its streams: leases, metrics, what never reaches the machine."""
+"""The loop without its streams: leases, metrics, events that never reach the machine."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ IN_ORDER = {"policy": "fcfs", "preemption": "none"}
 
 
 class Hand:
-    """A clock that a test moves by hand."""
+    """A clock that a test moves."""
 
     def __init__(self) -> None:
         self.now_s = 100.0
@@ -240,7 +240,7 @@ async def test_attainment_by_class_and_predictions_show_in_the_metrics():
             'millrace_scheduler_slo_requests_total{met="true",slo_class="chat"} 1.0',
             'millrace_scheduler_slo_requests_total{met="false",slo_class="chat"} 1.0',
             'millrace_scheduler_slo_requests_total{met="false",slo_class="batch"} 1.0',
-            # each 0.1 s predicted, for b goes before a; both took 0.5 s
+            # predicted 0.1 s each, because b precedes a; both took 0.5 s
             'millrace_scheduler_predicted_ttft_ratio_count{prompt="1k"} 2.0',
             'millrace_scheduler_predicted_ttft_ratio_bucket{le="0.2",prompt="1k"} 2.0',
             'millrace_scheduler_predicted_ttft_ratio_bucket{le="0.1",prompt="1k"} 0.0',
@@ -273,7 +273,7 @@ async def test_the_signals_of_pools_are_gauges_where_they_were_measured():
 
 
 async def test_a_cordon_waits_its_turn():
-    """The instance may be gone by then. Another incarnation of it is not cordoned."""
+    """The instance may be gone before the cordon. Its next incarnation is not cordoned."""
     async with running(Hand()) as (loop, _):
         worker = join(loop, "d0")
         await asyncio.sleep(0.01)
@@ -288,7 +288,7 @@ async def test_a_cordon_waits_its_turn():
 
 
 async def test_an_instance_that_leaves_as_it_is_evicted_is_not_told():
-    """Its end, and even its next incarnation, may come between the cordon and the eviction."""
+    """The instance may end, and return, between the cordon and the eviction."""
     for comes_back in (False, True):
         async with running(Hand()) as (loop, _):
             worker = join(loop, "d0")

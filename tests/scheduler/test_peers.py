@@ -1,4 +1,4 @@
-"""Outboxes: bounded, and their end ends the stream."""
+"""Outboxes are bounded, and their end ends the stream."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""States reach the store in batches; a store that is away holds nobody up."""
+"""States reach the store in batches; an unreachable store delays no request."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The recording of a live run: what is written, when, and that it never harms the service."""
+"""The recording of a live run: its content, its time, and that it never harms the service."""
 
 from __future__ import annotations
 

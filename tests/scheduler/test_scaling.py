@@ -1,4 +1,4 @@
-"""What whoever sizes the pools asks of a live scheduler, over real streams."""
+"""The calls that autoscalers make to a live scheduler, over real streams."""
 
 from __future__ import annotations
 
@@ -170,7 +170,7 @@ async def test_what_an_evicted_instance_lets_go_of_is_prefilled_for_another():
         failed = scheduler_pb2.RequestFailed(request_id="a", message="evicted", retryable=True)
         await first.say(request_failed=failed)
         await first.released("a")
-        # The next attempt is decode's anew, once it has let go of the one before.
+        # Decode gets the next attempt once it has released the previous attempt.
         await decode.next("admit_decode")
         await decode.next("cancel")
         await decode.released("a")

@@ -1,4 +1,4 @@
-"""The live scheduler over real streams: its peers are written here, all else is the service."""
+"""The live scheduler over real streams: the test plays its peers."""
 
 from __future__ import annotations
 
@@ -378,7 +378,7 @@ async def test_refusals_say_why():
 @pytest.mark.parametrize(
     "message, complaint",
     [
-        ({"heartbeat": scheduler_pb2.Heartbeat()}, "a worker registers first"),
+        ({"heartbeat": scheduler_pb2.Heartbeat()}, "a worker must register first"),
         ({"register": register("p0", role="cook")}, "role is 'cook'; it must be prefill or decode"),
         ({"register": register("p0", kv_pages=0)}, "kv_pages is 0; it must be at least 1"),
         ({"register": register("d0", max_batch=0)}, "max_batch is 0; it must be at least 1"),
@@ -404,12 +404,12 @@ async def test_peers_that_lose_the_thread_are_cut_off_alone():
     async with scheduler(quick(lease_s=0.5)) as net:
         worker, proxy = await net.worker("p0"), await net.proxy()
         await worker.say(register=register("p0"))
-        with pytest.raises(grpc.aio.AioRpcError, match="a registered worker said register"):
+        with pytest.raises(grpc.aio.AioRpcError, match="a registered worker sent register"):
             await worker.read()
         fleet = await proxy.next("fleet")
         assert fleet.prefill_count == 0
         await proxy.call.write(scheduler_pb2.ProxyMessage())
-        with pytest.raises(grpc.aio.AioRpcError, match="a connected proxy said nothing"):
+        with pytest.raises(grpc.aio.AioRpcError, match="a connected proxy sent nothing"):
             await proxy.next("placed")
         silent = net.stub().ConnectProxy()
         with pytest.raises(grpc.aio.AioRpcError, match=r"a proxy says hello\.id first"):

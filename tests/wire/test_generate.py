@@ -1,4 +1,4 @@
-"""The committed stubs are what proto/ says."""
+"""The committed stubs equal the stubs that proto/ generates."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What members tell their leader: every field comes back as it was, or is named as ignored."""
+"""Messages from members to their leader: every field survives, or is listed as ignored."""
 
 from __future__ import annotations
 

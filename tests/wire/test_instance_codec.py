@@ -1,4 +1,4 @@
-"""An instance's commands and reports: every field comes back as it was, or is named as ignored."""
+"""An instance's commands and reports: every field survives, or is listed as ignored."""
 
 from __future__ import annotations
 

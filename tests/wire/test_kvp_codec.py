@@ -1,4 +1,4 @@
-"""What homes and holders agree on, to protobuf and back."""
+"""The messages between KV owners and KVP workers survive protobuf."""
 
 from __future__ import annotations
 

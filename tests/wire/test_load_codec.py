@@ -1,4 +1,4 @@
-"""Load goes over the wire as it is: what was not measured is not zero."""
+"""Load survives protobuf: an unmeasured signal is absent, not zero."""
 
 from __future__ import annotations
 

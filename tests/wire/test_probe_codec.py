@@ -1,4 +1,4 @@
-"""Ends of probes: every field comes back as it was."""
+"""Probes' endpoints: every field survives protobuf."""
 
 from __future__ import annotations
 

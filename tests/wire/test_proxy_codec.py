@@ -1,4 +1,4 @@
-"""Messages between proxies and the scheduler, to the wire and back, field by field."""
+"""Messages between proxies and the scheduler: every field survives protobuf."""
 
 from __future__ import annotations
 

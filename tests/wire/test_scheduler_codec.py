@@ -1,4 +1,4 @@
-"""Every message becomes its event, every effect its message."""
+"""Every message is decoded into its event, every effect encoded as its message."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ asyncio.run(main())
 
 
 class Decode(decode_pb2_grpc.DecodeServicer):
-    """Answers at once, then holds the stream until the client is gone."""
+    """Answers at once, then keeps the stream open until the client is gone."""
 
     def __init__(self, batch: decode_pb2.TokenBatch | None = None) -> None:
         self.batch = batch if batch is not None else decode_pb2.TokenBatch()
@@ -89,7 +89,7 @@ async def serving(decode: Decode, **limits: int) -> AsyncIterator[str]:
 async def process(
     script: str, *arguments: str
 ) -> AsyncIterator[tuple[asyncio.subprocess.Process, str]]:
-    """A child that runs `script`, and its first line."""
+    """Starts a child that runs `script`; returns the child and its first line."""
     child = await asyncio.create_subprocess_exec(
         *(sys.executable, "-c", script, *arguments), stdout=asyncio.subprocess.PIPE
     )
@@ -200,7 +200,7 @@ async def test_a_killed_server_is_noticed_at_once() -> None:
 
 @pytest.fixture
 def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keepalive in half seconds where this process is the one that pings."""
+    """Sets keepalive to half seconds for the pings of this process."""
     assert options.KEEPALIVE_INTERVAL_S + options.KEEPALIVE_TIMEOUT_S <= 6
     monkeypatch.setattr(options, "KEEPALIVE_INTERVAL_S", 0.5)
     monkeypatch.setattr(options, "KEEPALIVE_TIMEOUT_S", 0.5)
@@ -231,7 +231,7 @@ async def test_a_stopped_client_is_noticed_in_seconds() -> None:
 
 @pytest.mark.usefixtures("hasty")
 async def test_pings_of_a_silent_stream_are_welcome() -> None:
-    """A server that minds pings says GOAWAY (too_many_pings) after the third: READY no more."""
+    """A strict server sends GOAWAY (too_many_pings) after the third ping: not READY any more."""
     async with serving(Decode()) as address, open_channel(address) as channel:
         call = subscribe(channel)
         await call.read()

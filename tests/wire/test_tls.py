@@ -1,4 +1,4 @@
-"""Mutual TLS on real sockets: who is let in, who is not, and certificates that are renewed."""
+"""Mutual TLS on real sockets: accepted and refused clients, and renewed certificates."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def stranger(tmp_path_factory: pytest.TempPathFactory) -> Authority:
 
 @pytest.fixture
 def ours(authority: Authority, tmp_path: Path) -> Iterator[TlsConfig]:
-    """Files of this process, which speaks TLS until the test ends."""
+    """Writes the files of this process, which uses TLS until the test ends."""
     config = authority.issue(tmp_path / "ours")
     use_tls(config)
     yield config
@@ -59,7 +59,7 @@ async def serving() -> AsyncIterator[str]:
 
 
 async def check(channel: grpc.aio.Channel) -> int:
-    """One call; raises AioRpcError when it is not let in."""
+    """Makes one call; raises AioRpcError if the server refuses the connection."""
     stub = health_pb2_grpc.HealthStub(channel)
     return (await stub.Check(health_pb2.HealthCheckRequest(service="one"), timeout=5)).status
 
@@ -74,7 +74,7 @@ async def is_let_in(address: str) -> bool:
 
 
 def trusting(ca: TlsConfig, shown: TlsConfig | None) -> grpc.ChannelCredentials:
-    """Of a client that trusts a CA and shows a certificate, or none."""
+    """Returns the credentials of a client that trusts a CA and shows a certificate, or none."""
     trusted = Path(ca.ca_file).read_bytes()
     if shown is None:
         return grpc.ssl_channel_credentials(trusted)
@@ -114,7 +114,7 @@ async def test_a_server_of_another_ca_or_without_tls_is_not_spoken_to(
 
 
 async def test_renewed_files_are_taken_without_a_restart(ours, stranger, caplog) -> None:
-    """Even another CA's: what connects from then on shows and wants the new ones."""
+    """Also from another CA: new connections show and require the new certificates."""
     channels = Channels()
     async with serving() as address:
         before = channels.to(address)
@@ -149,7 +149,7 @@ async def test_however_often_certificates_are_renewed_few_channels_stay_open(
 
 
 def test_a_file_that_goes_while_it_is_read_is_waited_for(ours, monkeypatch, caplog) -> None:
-    """Between its bytes, which are read first, and the check, which opens it anew."""
+    """The key is removed between the read of its bytes and the check, which opens it again."""
     read, key = Path.read_bytes, Path(ours.key_file)
     kept = key.read_bytes()
 
@@ -185,7 +185,7 @@ async def test_half_renewed_files_wait_for_the_other_half(
 
 
 def spoilt(name: str, content: str | None) -> Callable[[TlsConfig, Path], TlsConfig]:
-    """A change of one file: no such file, or other content."""
+    """Returns a change of one file: a missing file, or other content."""
 
     def change(config: TlsConfig, folder: Path) -> TlsConfig:
         path = folder / "spoilt.pem"

@@ -1,4 +1,4 @@
-"""Spans to the wire and back."""
+"""Spans survive protobuf."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Layouts, asks and grants survive the wire."""
+"""Layouts, requests and grants survive protobuf."""
 
 from __future__ import annotations
 

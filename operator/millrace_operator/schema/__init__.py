@@ -119,9 +119,9 @@ def _names(kind: str, plural: str, short: str) -> dict[str, Any]:
 
 
 def definitions() -> list[dict[str, Any]]:
-    """Returns the CustomResourceDefinitions, as the API server takes them."""
+    """Returns the CustomResourceDefinitions in the API server's form."""
     service_root = _root(
-        "A model that is served: its gateway, its scheduler and its pools.",
+        "A served model: its gateway, its scheduler and its pools.",
         service.service_spec(),
         status.service_status(),
         LONGEST_SERVICE_NAME,

@@ -38,7 +38,7 @@ def integer(doc: str, low: int, high: int, **more: Any) -> Schema:  # noqa: ANN4
 
 
 def count(doc: str) -> Schema:
-    """Makes an integer of a status: without bounds, since no user writes it."""
+    """Makes an integer of a status, without bounds: no user writes it."""
     return {"type": "integer", "description": doc}
 
 
@@ -95,8 +95,8 @@ def pod_template(what: str) -> Schema:
         "type": "object",
         "description": (
             f"A PodTemplateSpec that is merged over the operator's own for {what}: labels, "
-            "annotations and mappings key by key, containers (the main one is `millrace`), env, "
-            "volumes, volumeMounts and ports by their names, everything else replaced."
+            "annotations and mappings key by key; containers (the main container is `millrace`), "
+            "env, volumes, volumeMounts and ports by their names; other fields are replaced."
         ),
         "x-kubernetes-preserve-unknown-fields": True,
     }

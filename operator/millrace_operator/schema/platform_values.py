@@ -47,14 +47,14 @@ def placement() -> dict[str, Schema]:
             record(
                 "One variable, as of a container.",
                 {
-                    "name": text("Its name.", minLength=1),
-                    "value": text("Its value.", longest=32768),
-                    "valueFrom": opaque("Where its value comes from."),
+                    "name": text("Name of the variable.", minLength=1),
+                    "value": text("Value of the variable.", longest=32768),
+                    "valueFrom": opaque("Source of the value."),
                 },
                 required=("name",),
             ),
         ),
-        "nodeSelector": texts("Labels of the nodes that pods may run on."),
+        "nodeSelector": texts("Labels of the nodes on which pods may run."),
         "affinity": opaque("Affinity, as of a pod."),
         "tolerations": items("Tolerations, as of a pod."),
         "priorityClassName": text("PriorityClass of the pods."),
@@ -71,11 +71,11 @@ def _images() -> dict[str, Schema]:
                 "registry": text("Registry and folder."),
                 "tag": text("Tag; empty: the chart's appVersion.", longest=128),
                 "pullPolicy": choice(
-                    "When images are pulled.",
+                    "Pull policy of the images.",
                     *("Always", "IfNotPresent", "Never"),
                     default="IfNotPresent",
                 ),
-                "pullSecrets": items("Secrets to pull images with."),
+                "pullSecrets": items("Secrets for pulling images."),
             },
         ),
         "images": record(
@@ -90,24 +90,27 @@ def _operator() -> dict[str, Schema]:
         "operator": record(
             "The operator.",
             {
-                "enabled": boolean("Whether this release runs it.", default=True),
-                "replicas": integer("Operators, of which one acts.", 0, 5),
+                "enabled": boolean("Whether this release runs the operator.", default=True),
+                "replicas": integer("Operator pods; only the leader acts.", 0, 5),
                 "watchNamespaces": items(
-                    "Namespaces that it manages; none: all.", text("A namespace.", minLength=1)
+                    "Namespaces that the operator manages; none: all.",
+                    text("A namespace.", minLength=1),
                 ),
-                "upgradeCrds": boolean("Whether it brings its CRDs at start.", default=True),
+                "upgradeCrds": boolean(
+                    "Whether the operator installs its CRDs at start.", default=True
+                ),
                 "logLevel": choice(
-                    "What it logs.", *("debug", "info", "warning", "error"), default="info"
+                    "Log level.", *("debug", "info", "warning", "error"), default="info"
                 ),
                 **placement(),
             },
         ),
         "serviceAccount": record(
-            "The operator's account.",
+            "The operator's ServiceAccount.",
             {
-                "create": boolean("Whether the chart makes it.", default=True),
-                "name": text("Its name."),
-                "annotations": texts("Its annotations."),
+                "create": boolean("Whether the chart creates the account.", default=True),
+                "name": text("Name of the account."),
+                "annotations": texts("Annotations of the account."),
             },
         ),
     }
@@ -119,11 +122,14 @@ def _redis() -> dict[str, Schema]:
     persistence = record(
         "The volume of the append-only file.",
         {
-            "enabled": boolean("Whether data outlives the pod.", default=True),
+            "enabled": boolean("Whether the data outlives the pod.", default=True),
             "size": quantity("Size of the volume."),
-            "storageClass": text("Its class; empty: the cluster's default; -: none."),
+            "storageClass": text("StorageClass; empty: the cluster's default; -: none."),
             "whenDeleted": choice(
-                "What happens to it when Redis is deleted.", "Delete", "Retain", default="Delete"
+                "Whether the volume is kept when Redis is deleted.",
+                "Delete",
+                "Retain",
+                default="Delete",
             ),
         },
     )
@@ -131,14 +137,14 @@ def _redis() -> dict[str, Schema]:
         "redis": record(
             "The chart's own Redis.",
             {
-                "enabled": boolean("Whether the chart brings Redis.", default=True),
+                "enabled": boolean("Whether the chart runs Redis.", default=True),
                 "image": text(
-                    "Its image, with a version.", longest=1024, pattern="^.+(:[^:/]+|@sha256:.+)$"
+                    "Image with a version.", longest=1024, pattern="^.+(:[^:/]+|@sha256:.+)$"
                 ),
                 "existingSecret": text("Secret with the keys password and url."),
                 "maxmemory": {
                     "type": "string",
-                    "description": "Memory at most, such as 3gb; empty: no limit.",
+                    "description": "Largest memory, such as 3gb; empty: no limit.",
                     "pattern": "^([0-9]+([kmg]b?)?)?$",
                 },
                 "config": text("Further lines of redis.conf.", longest=65536),
@@ -147,9 +153,9 @@ def _redis() -> dict[str, Schema]:
             },
         ),
         "externalRedis": record(
-            "A Redis that is there already.",
+            "An existing Redis server.",
             {
-                "url": text("Its URL.", longest=2048, pattern="^(rediss?://.+)?$"),
+                "url": text("URL of the server.", longest=2048, pattern="^(rediss?://.+)?$"),
                 "existingSecret": text("Secret with the key url."),
             },
         ),
@@ -162,9 +168,9 @@ def _ways_in() -> dict[str, Schema]:
         "ingress": record(
             "An Ingress to the gateway.",
             {
-                "enabled": boolean("Whether there is one.", default=False),
-                "className": text("Its IngressClass."),
-                "annotations": texts("Its annotations."),
+                "enabled": boolean("Whether the chart creates an Ingress.", default=False),
+                "className": text("Name of the IngressClass."),
+                "annotations": texts("Annotations of the Ingress."),
                 "hosts": items("Host names; none: any.", text("A host name.", minLength=1)),
                 "tls": items("Certificates, as of an Ingress."),
             },
@@ -172,17 +178,17 @@ def _ways_in() -> dict[str, Schema]:
         "httpRoute": record(
             "An HTTPRoute (Gateway API) to the gateway.",
             {
-                "enabled": boolean("Whether there is one.", default=False),
-                "parentRefs": items("The Gateways that it hangs on."),
+                "enabled": boolean("Whether the chart creates an HTTPRoute.", default=False),
+                "parentRefs": items("Gateways of the route."),
                 "hostnames": items("Host names.", text("A host name.", minLength=1)),
                 "timeouts": record(
-                    "0s: none.",
+                    "Time-outs; 0s: none.",
                     {
-                        "request": {**duration, "description": "For a whole answer."},
-                        "backendRequest": {**duration, "description": "For one try of it."},
+                        "request": {**duration, "description": "Time-out of a whole answer."},
+                        "backendRequest": {**duration, "description": "Time-out of one attempt."},
                     },
                 ),
-                "annotations": texts("Its annotations."),
+                "annotations": texts("Annotations of the HTTPRoute."),
             },
         ),
     }
@@ -200,46 +206,48 @@ def _security() -> dict[str, Schema]:
                 "certManager": record(
                     "Certificates by cert-manager.",
                     {
-                        "enabled": boolean("Whether it makes them.", default=False),
+                        "enabled": boolean(
+                            "Whether cert-manager issues the certificates.", default=False
+                        ),
                         "issuerRef": record(
-                            "The issuer; none: the chart makes an authority of its own.",
+                            "The issuer; none: the chart creates its own CA.",
                             {
-                                "name": text("Its name."),
+                                "name": text("Name of the issuer."),
                                 "kind": text("Issuer or ClusterIssuer."),
-                                "group": text("Its API group."),
+                                "group": text("API group of the issuer."),
                             },
                         ),
-                        "duration": {**hours, "description": "Life of a certificate."},
-                        "renewBefore": {**hours, "description": "Renewed so long before its end."},
+                        "duration": {**hours, "description": "Lifetime of a certificate."},
+                        "renewBefore": {**hours, "description": "Time of renewal before the end."},
                     },
                 ),
             },
         ),
         "networkPolicy": record(
-            "What the release's pods may talk to.",
+            "Network connections of the release's pods.",
             {
-                "enabled": boolean("Whether there are policies.", default=True),
-                "clients": {**peers, "description": "Who may send requests; none: anybody."},
-                "prometheus": {**peers, "description": "Who may read metrics."},
-                "dns": record("Who answers names.", {"peers": peers, "ports": ports}),
+                "enabled": boolean("Whether the chart creates NetworkPolicies.", default=True),
+                "clients": {**peers, "description": "Peers that may send requests; none: all."},
+                "prometheus": {**peers, "description": "Peers that may read metrics."},
+                "dns": record("The DNS servers.", {"peers": peers, "ports": ports}),
                 "apiServer": record(
                     "The API server; no peers: any address.", {"peers": peers, "ports": ports}
                 ),
                 "hub": {
-                    "description": "HTTPS to anywhere for what fetches models; auto: if one does.",
+                    "description": "HTTPS to all addresses; auto: for pods that fetch models.",
                     "enum": ["auto", True, False],
                 },
                 "extraEgress": items("Egress rules of the service's pods."),
-                "extraRedisClients": {**peers, "description": "Further peers that use Redis."},
+                "extraRedisClients": {**peers, "description": "Other peers that may use Redis."},
             },
         ),
         "priorityClass": record(
             "A PriorityClass of the service's pods.",
             {
-                "create": boolean("Whether the chart makes one.", default=False),
-                "value": integer("Its value.", -1_000_000_000, 1_000_000_000),
+                "create": boolean("Whether the chart creates a PriorityClass.", default=False),
+                "value": integer("Value of the class.", -1_000_000_000, 1_000_000_000),
                 "preemptionPolicy": choice(
-                    "Whether its pods push out others.",
+                    "Whether its pods preempt other pods.",
                     *("PreemptLowerPriority", "Never"),
                     default="PreemptLowerPriority",
                 ),
@@ -249,8 +257,8 @@ def _security() -> dict[str, Schema]:
 
 
 def _monitoring() -> Schema:
-    enabled = boolean("Whether the chart makes them.", default=False)
-    labels = texts("Their labels.")
+    enabled = boolean("Whether the chart creates these objects.", default=False)
+    labels = texts("Labels of these objects.")
     ratio = {"type": "number", "exclusiveMinimum": 0, "maximum": 1}
     return record(
         "Monitoring.",
@@ -274,7 +282,7 @@ def _monitoring() -> Schema:
                     "labels": labels,
                     "ttftAttainment": {
                         **ratio,
-                        "description": "Share of first tokens in time, before the alert.",
+                        "description": "The alert fires below this share of first tokens in time.",
                     },
                 },
             ),

@@ -31,29 +31,27 @@ class Direction:
     def schema(self, way: str) -> Schema:
         fields = {
             "stabilizationWindowSeconds": integer(
-                f"What the signals wish must have held this long before the pool is scaled {way}.",
+                f"Time for which the signals must agree before the pool is scaled {way}, s.",
                 0,
                 3600,
                 default=self.window_s,
             ),
             "maxStep": integer(
-                f"Instances that the pool is scaled {way} by at most within periodSeconds.",
+                f"Most instances by which the pool is scaled {way} within periodSeconds.",
                 1,
                 64,
                 default=self.max_step,
             ),
-            "periodSeconds": integer(
-                "The period that maxStep bounds.", 1, 3600, default=self.period_s
-            ),
+            "periodSeconds": integer("Period of maxStep, s.", 1, 3600, default=self.period_s),
         }
         if self.tolerance is not None:
             fields["tolerancePercent"] = integer(
-                f"A signal this close to its target does not scale the pool {way}.",
+                f"Deviation from its target up to which a signal does not scale the pool {way}, %.",
                 0,
                 50,
                 default=self.tolerance,
             )
-        return record(f"How fast the pool may be scaled {way}.", fields, default={})
+        return record(f"Limits for scaling the pool {way}.", fields, default={})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,16 +79,16 @@ PREFILL = Kind(
     plural="prefillgroups",
     short="pg",
     role="prefill",
-    doc="Prefill instances of one model, among which sequence-parallel groups are formed.",
+    doc="Prefill instances of one model; sequence-parallel groups consist of them.",
     limits=(1, 8),
     zero=False,
     up=Direction(window_s=0, max_step=2, period_s=15, tolerance=10),
     down=SLOWLY,
     targets={"backlogSeconds": "4", "utilization": "0.8", "ttftSloRatio": "0.8"},
     target_doc=(
-        "backlogSeconds: predicted seconds of prefill that wait or run, an instance. utilization: "
-        "predicted seconds of prefill that arrive per second, an instance. ttftSloRatio: time to "
-        "first token over its objective, of the worst class."
+        "backlogSeconds: predicted seconds of waiting and running prefill, per instance. "
+        "utilization: predicted seconds of prefill that arrive per second, per instance. "
+        "ttftSloRatio: time to first token over its objective, of the worst class."
     ),
 )
 DECODE = Kind(
@@ -98,7 +96,7 @@ DECODE = Kind(
     plural="decodepools",
     short="dp",
     role="decode",
-    doc="Decode instances of one model, or mixed ones, which compute prompts too.",
+    doc="Decode instances of one model, or mixed instances, which also compute prompts.",
     limits=(1, 16),
     zero=False,
     up=Direction(window_s=15, max_step=4, period_s=15, tolerance=10),
@@ -106,7 +104,8 @@ DECODE = Kind(
     targets={"kvUtilization": "0.8", "tbtSloRatio": "0.9"},
     target_doc=(
         "kvUtilization: share of KV slots in use. tbtSloRatio: time between tokens over its "
-        "objective, of the worst class. Of role mixed also those of prefill. " + PREFILL.target_doc
+        "objective, of the worst class. Role mixed also has the signals of prefill. "
+        + PREFILL.target_doc
     ),
     mixed_targets=PREFILL.targets,
 )
@@ -134,7 +133,7 @@ def _metrics(kind: Kind) -> Schema:
         "One signal and its target.",
         {
             "name": {"type": "string", "description": kind.target_doc, "enum": names},
-            "target": decimal("What an instance is kept to, as a decimal number in quotes."),
+            "target": decimal("Target value per instance, as a decimal number in quotes."),
         },
         required=("name", "target"),
         rules=(
@@ -145,7 +144,7 @@ def _metrics(kind: Kind) -> Schema:
             ),
         ),
     )
-    doc = "Signals that the pool follows; the one that asks for most instances counts."
+    doc = "Signals that scale the pool; the signal that asks for the most instances counts."
     if kind.mixed_targets:  # the operator knows the default, which depends on the role
         doc += (
             f" Default: {_listed(kind.targets)}; of role mixed also {_listed(kind.mixed_targets)}."
@@ -164,29 +163,36 @@ def _autoscaling(kind: Kind) -> Schema:
     fields = {
         "mode": choice(
             "Internal: the operator sets the pool's replicas. External: an HPA, KEDA or a person "
-            "does, through the scale subresource. Off: a person does. In the last two the "
-            "operator only recommends, in the status.",
+            "sets them through the scale subresource. Off: a person sets them. In External and Off "
+            "the operator only writes a recommendation to the status.",
             "Internal",
             "External",
             "Off",
             default="Internal",
         ),
-        "minReplicas": integer("Instances that are kept at least.", 0, 1000, default=least),
-        "maxReplicas": integer("Instances that there are at most.", 1, 1000, default=most),
-        "intervalSeconds": integer("Time between two looks at the signals.", 1, 300, default=5),
-        "metricsStaleSeconds": integer("Signals older than this move nothing.", 5, 600, default=30),
+        "minReplicas": integer("Smallest number of instances.", 0, 1000, default=least),
+        "maxReplicas": integer("Largest number of instances.", 1, 1000, default=most),
+        "intervalSeconds": integer(
+            "Time between two readings of the signals, s.", 1, 300, default=5
+        ),
+        "metricsStaleSeconds": integer(
+            "Age above which signals do not scale, s.", 5, 600, default=30
+        ),
         "scaleUp": kind.up.schema("up"),
         "scaleDown": kind.down.schema("down"),
         "scaleToZero": record(
-            "Whether the pool sleeps, without an instance, while nobody asks for anything.",
+            "Scaling of an idle pool to zero instances.",
             {
                 "enabled": boolean(
                     "True: an idle pool goes to zero; the next request waits at the gateway and "
-                    "wakes it.",
+                    "starts it.",
                     default=kind.zero,
                 ),
                 "idleSeconds": integer(
-                    "Time without a request before the pool goes to sleep.", 30, 86400, default=600
+                    "Time without a request before the pool goes to zero, s.",
+                    30,
+                    86400,
+                    default=600,
                 ),
             },
             default={},
@@ -195,7 +201,7 @@ def _autoscaling(kind: Kind) -> Schema:
     if kind.targets:
         fields["metrics"] = _metrics(kind)
     return record(
-        "How many instances the pool has.",
+        "The number of instances of the pool.",
         fields,
         # Spelt out as far as the rules below read it.
         default={
@@ -223,7 +229,7 @@ def _compute() -> dict[str, Schema]:
             "default": 1,
         },
         "stages": integer(
-            "Stages of an instance, each with a run of the model's layers. Above 1 on CPUs only: "
+            "Pipeline stages of an instance, each with consecutive layers. Above 1 on CPUs only: "
             "gpus must be 0.",
             1,
             64,
@@ -234,8 +240,8 @@ def _compute() -> dict[str, Schema]:
 
 def _role() -> Schema:
     return choice(
-        "What the instances do. decode: they generate tokens; prefill instances compute their "
-        "prompts. mixed: they compute the prompts themselves, in the same batches. Immutable.",
+        "Role of the instances. decode: they generate tokens; prefill instances compute the "
+        "prompts. mixed: they also compute the prompts, in the same batches. Immutable.",
         *DECODE_ROLES,
         default="decode",
     )
@@ -245,24 +251,24 @@ def _contexts() -> dict[str, Schema]:
     """Returns the fields that size a pool of KVP workers."""
     return {
         "tokensPerWorker": integer(
-            "Tokens of one context that a worker holds at most; a longer one is cut.",
+            "Most tokens of one context at a worker; a longer context is split over workers.",
             1024,
             16_777_216,
             default=262_144,
         ),
         "workerCapacityTokens": integer(
-            "Tokens of all contexts together that a worker's memory holds. 0: tokensPerWorker.",
+            "Tokens of all contexts that fit a worker's memory. 0: tokensPerWorker.",
             0,
             1_073_741_824,
             default=0,
         ),
         "maxWorkersPerRequest": integer(
-            "Workers that one context is spread over at most.", 1, 128, default=16
+            "Most workers over which one context is spread.", 1, 128, default=16
         ),
-        "warmSpares": integer("Idle workers kept ready beyond the need.", 0, 64, default=1),
+        "warmSpares": integer("Idle workers that are kept ready.", 0, 64, default=1),
         "growthLeadSeconds": integer(
-            "Workers are started for contexts as long as they will be after this time; about what "
-            "a worker takes to start.",
+            "Workers are started for the contexts' lengths after this time, s; set it to about the "
+            "time that a worker takes to start.",
             0,
             600,
             default=30,
@@ -278,32 +284,30 @@ def fields(kind: Kind) -> dict[str, Schema]:
     if kind is PREFILL:
         own["topologyKey"] = text(
             "Node label of the domain (node, rack) in which instances are placed together if "
-            "possible, so that groups exchange keys and values over fast links.",
+            "possible, so that SP groups exchange keys and values over fast links.",
             default="kubernetes.io/hostname",
         )
     return {
         **own,
         "gpuResource": text(
-            "Extended resource that an instance asks for.",
+            "Extended resource that an instance requests.",
             minLength=1,
             default="nvidia.com/gpu",
         ),
         "gpus": integer(
-            "Units of gpuResource an instance. 0: it computes on CPUs. Default: "
+            "Units of gpuResource per instance. 0: it computes on CPUs. Default: "
             + ("1." if kind is KVP else "tensorParallel times stages."),
             0,
             64,
         ),
         "autoscaling": _autoscaling(kind),
         "drain": record(
-            "How an instance leaves the pool: it gets no new work, ends what it holds, and goes.",
+            "How an instance leaves the pool: it gets no new work, ends its requests, and goes.",
             {
-                "timeoutSeconds": integer(
-                    "Time that it gets to end what it holds.", 0, 86400, default=600
-                ),
+                "timeoutSeconds": integer("Time to end its requests, s.", 0, 86400, default=600),
                 "onTimeout": choice(
-                    "What happens then. Migrate: what it holds goes on at other instances. Abort: "
-                    "it ends with an error. Wait: the instance stays until it is done.",
+                    "Action after that time. Migrate: requests are migrated to other instances. "
+                    "Abort: requests end with an error. Wait: the instance stays until they end.",
                     "Migrate",
                     "Abort",
                     "Wait",
@@ -316,8 +320,8 @@ def fields(kind: Kind) -> dict[str, Schema]:
             "How instances are replaced when their template changes.",
             {
                 "maxSurge": integer(
-                    "1: an extra instance starts before an old one leaves, so that no capacity is "
-                    "lost. 0: an old one leaves first; needs no spare GPU.",
+                    "1: an extra instance starts before an old instance leaves, so that no "
+                    "capacity is lost. 0: an old instance leaves first; needs no spare GPU.",
                     0,
                     1,
                     default=1,
@@ -386,11 +390,11 @@ def pool_spec(kind: Kind) -> Schema:
             required=("name",),
         ),
         "replicas": integer(
-            "Instances that the pool has; kubectl scale and an HPA set this.", 0, 1000, default=1
+            "Instances of the pool; kubectl scale and an HPA set this.", 0, 1000, default=1
         ),
     }
     return record(
-        "What is wanted.",
+        "The wanted state.",
         {**own, **fields(kind)},
         required=("serviceRef",),
         rules=(

@@ -25,23 +25,23 @@ _OBJECTIVES = {
 
 def _model() -> Schema:
     return record(
-        "The model that is served.",
+        "The served model.",
         {
-            "name": text("Name that clients ask for.", minLength=1),
+            "name": text("Model name for clients.", minLength=1),
             "uri": text(
                 "A hub id (org/name), or an absolute path inside the containers, such as "
-                "/models/llama where weights are mounted.",
+                "/models/llama if weights are mounted.",
                 longest=1024,
                 minLength=1,
             ),
             "revision": text(
                 "Any name of the weights' version. A change replaces prefill and decode instances "
-                "in pairs, so that none gets KV of other weights.",
+                "in pairs, so that no instance gets KV of other weights.",
                 longest=63,
                 default="",
             ),
             "maxContextTokens": integer(
-                "Longest context that is served. 0: the model's own.", 0, 67_108_864, default=0
+                "Longest context. 0: the model's own.", 0, 67_108_864, default=0
             ),
         },
         required=("name", "uri"),
@@ -59,16 +59,16 @@ def _weights() -> Schema:
     read_only = boolean("Whether the claim is attached read-only.", default=True)
     sources = {
         "persistentVolumeClaim": record(
-            "A claim that every node can attach at once (ReadOnlyMany or ReadWriteMany).",
+            "A claim that all nodes can attach at the same time (ReadOnlyMany or ReadWriteMany).",
             {
                 "claimName": text("Name of the claim, in the same namespace.", minLength=1),
-                "subPath": text("Folder of the volume that is mounted.", longest=1024, default=""),
+                "subPath": text("Mounted folder of the volume.", longest=1024, default=""),
                 "readOnly": read_only,
             },
             required=("claimName",),
         ),
         "hostPath": record(
-            "A folder that every node has. The pod security level `restricted` forbids it.",
+            "A folder on every node. The pod security level `restricted` forbids it.",
             {"path": text("Absolute path on the node.", longest=1024, pattern="^/")},
             required=("path",),
         ),
@@ -77,7 +77,11 @@ def _weights() -> Schema:
             {
                 "reference": text("Image reference.", longest=1024, minLength=1),
                 "pullPolicy": choice(
-                    "When it is pulled.", "Always", "IfNotPresent", "Never", default="IfNotPresent"
+                    "When the image is pulled.",
+                    "Always",
+                    "IfNotPresent",
+                    "Never",
+                    default="IfNotPresent",
                 ),
             },
             required=("reference",),
@@ -87,10 +91,10 @@ def _weights() -> Schema:
             {
                 "secretRef": secret_key("The hub's access token.", "token"),
                 "cache": record(
-                    "Where an instance keeps what it downloaded, as long as its pod lives.",
+                    "Volume for the download, which lasts as long as the pod.",
                     {
                         "sizeLimit": text(
-                            "Space at most, as a quantity such as 200Gi.",
+                            "Largest size, as a quantity such as 200Gi.",
                             longest=32,
                             pattern=r"^[0-9]+(\.[0-9]+)?([EPTGMk]i?)?$",
                         )
@@ -101,8 +105,8 @@ def _weights() -> Schema:
     }
     given = ", ".join(f"has(self.{name})" for name in sources)
     return record(
-        "Where the weights come from, mounted read-only at /models. Without it model.uri is a "
-        "path inside the image, or a hub id.",
+        "Source of the weights, mounted read-only at /models. Without it, model.uri is a path "
+        "inside the image, or a hub id.",
         sources,
         rules=(
             rule(
@@ -116,7 +120,7 @@ def _weights() -> Schema:
 def _slo() -> dict[str, Schema]:
     return {
         "slo": record(
-            "Objectives of requests that name neither a class nor objectives of their own.",
+            "Objectives of requests that give neither a class nor objectives.",
             {
                 "ttftSeconds": decimal(_OBJECTIVES["ttftSeconds"], default="10"),
                 "tbtMilliseconds": integer(
@@ -126,11 +130,11 @@ def _slo() -> dict[str, Schema]:
             default={},
         ),
         "sloClasses": keyed_list(
-            "Classes that a client picks by the header x-millrace-class.",
+            "Classes that clients choose by the header x-millrace-class.",
             "name",
             32,
             record(
-                "One class; what it leaves out is as in slo.",
+                "One class; slo gives the objectives that it leaves out.",
                 {
                     "name": text("Name of the class.", longest=63, minLength=1),
                     "ttftSeconds": decimal(_OBJECTIVES["ttftSeconds"]),
@@ -152,18 +156,18 @@ def _scheduling() -> Schema:
                 default="millrace",
             ),
             "preemption": choice(
-                "Where a running prefill yields to one that goes before it.",
+                "Where a running prefill yields to a prefill that precedes it.",
                 *("none", "chunk", "layer", "operator"),
                 default="operator",
             ),
             "planner": choice(
-                "Placement of prefill work on instances and groups of instances; auto: cdsp where "
-                "times of groups are known, else least_queue.",
+                "Placement of prefill work on instances and SP groups; auto: cdsp if times of SP "
+                "groups are known, else least_queue.",
                 *("auto", "least_queue", "fixed_sp", "single_chunk", "esp", "cdsp"),
                 default="auto",
             ),
             "maxSpDegree": integer(
-                "Instances of a group that the planner fixed_sp forms, at most.",
+                "Most instances of a group that the planner fixed_sp forms.",
                 1,
                 128,
                 default=8,
@@ -180,19 +184,19 @@ def _gateway() -> Schema:
             "replicas": integer("Gateway pods.", 1, 100, default=2),
             "port": integer("Port of the gateway's Service.", 1, 65535, default=80),
             "adminTokenSecretRef": secret_key(
-                "Bearer token of /admin. Without it /admin answers nobody outside the pod.", "token"
+                "Bearer token of /admin. Without it, /admin answers only inside the pod.", "token"
             ),
             "parking": record(
-                "Requests that wait while no instance is there to serve them.",
+                "Requests that wait while no instance can serve them.",
                 {
                     "timeoutSeconds": integer(
-                        "How long one waits before it gets 503. 0: none waits.",
+                        "Longest wait before a request gets 503, s. 0: no wait.",
                         0,
                         86400,
                         default=300,
                     ),
                     "maxRequests": integer(
-                        "Requests that wait at one gateway pod at most.", 1, 100_000, default=1024
+                        "Most requests that wait at one gateway pod.", 1, 100_000, default=1024
                     ),
                 },
                 default={},
@@ -213,7 +217,7 @@ def _rules() -> tuple[Schema, ...]:
         ),
         rule(
             "has(self.prefill) == (self.decode.role == 'decode')",
-            "decode.role decode needs prefill; mixed computes prompts itself and takes none",
+            "decode.role decode needs prefill; role mixed computes prompts and allows no prefill",
         ),
         rule(
             "!has(self.prefill) || self.prefill.autoscaling.scaleToZero.enabled == "
@@ -230,7 +234,7 @@ def _rules() -> tuple[Schema, ...]:
 
 def service_spec() -> Schema:
     return record(
-        "What is wanted.",
+        "The wanted state.",
         {
             "model": _model(),
             "weights": _weights(),
@@ -246,7 +250,7 @@ def service_spec() -> Schema:
                 "maxProperties": 64,
             },
             "redis": record(
-                "The Redis server that keeps request state. Default: the one that the chart set "
+                "The Redis server that keeps request state. Default: the server that the chart set "
                 "up for the operator.",
                 {"secretRef": secret_key("URL of the server, redis:// or rediss://.", "url")},
                 required=("secretRef",),

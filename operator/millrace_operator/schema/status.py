@@ -17,16 +17,16 @@ def _conditions(doc: str) -> Schema:
     condition = record(
         "One condition.",
         {
-            "type": text("What it speaks of.", longest=64),
+            "type": text("Type of the condition.", longest=64),
             "status": {
                 "type": "string",
                 "description": "True, False or Unknown.",
                 "enum": ["True", "False", "Unknown"],
             },
-            "reason": text("Why, in one word.", longest=128),
-            "message": text("Why, for people.", longest=1024),
-            "lastTransitionTime": moment("When its status changed last."),
-            "observedGeneration": generation("Generation of the spec that it speaks of."),
+            "reason": text("Reason in one word.", longest=128),
+            "message": text("Reason as text.", longest=1024),
+            "lastTransitionTime": moment("Time of the last change of its status."),
+            "observedGeneration": generation("Generation of the spec that was observed."),
         },
         required=("type", "status", "reason", "message", "lastTransitionTime"),
     )
@@ -34,21 +34,21 @@ def _conditions(doc: str) -> Schema:
 
 
 def service_status() -> Schema:
-    ready = "Ready instances of those that are wanted, as 2/3"
+    ready = "Ready and wanted instances, as 2/3"
     return record(
         "What there is.",
         {
             "observedGeneration": generation("Generation of the spec that this speaks of."),
             "phase": {
                 "type": "string",
-                "description": "The state in one word, for people.",
+                "description": "The state in one word.",
                 "enum": ["Pending", "Ready", "Scaling", "Degraded", "Idle", "Paused"],
             },
             "endpoint": text("URL of the gateway inside the cluster.", longest=512),
             "prefillReady": text(f"{ready}: prefill.", longest=32),
             "decodeReady": text(f"{ready}: decode.", longest=32),
             "kvpReady": text(f"{ready}: KVP workers.", longest=32),
-            "revision": text("Hash of the model's revision that is served.", longest=63),
+            "revision": text("Hash of the served revision of the model.", longest=63),
             "conditions": _conditions("Available, Progressing, Degraded."),
         },
     )
@@ -58,27 +58,27 @@ def pool_status() -> Schema:
     metric = record(
         "One signal.",
         {
-            "name": text("Its name, as in autoscaling.metrics.", longest=64),
-            "value": text("What was measured, an instance.", longest=32),
-            "target": text("What it is kept to.", longest=32),
+            "name": text("Name of the signal, as in autoscaling.metrics.", longest=64),
+            "value": text("Measured value per instance.", longest=32),
+            "target": text("Target value per instance.", longest=32),
         },
         required=("name", "value"),
     )
     draining = record(
-        "An instance that is to leave, or was and is not known to take work again.",
+        "An instance that leaves, or whose cordon is not known to be lifted yet.",
         {
-            "pod": text("Name of its pod."),
-            "uid": text("UID of its pod.", longest=64),
-            "since": moment("When it was taken out of service."),
-            "reason": text("Why it leaves: ScaleIn, Rollout or Retired.", longest=32),
+            "pod": text("Name of the pod."),
+            "uid": text("UID of the pod.", longest=64),
+            "since": moment("Time at which it was taken out of service."),
+            "reason": text("Reason: ScaleIn, Rollout or Retired.", longest=32),
             "timedOut": {
                 "type": "boolean",
                 "description": "True once drain.timeoutSeconds have passed.",
             },
-            "removed": {"type": "boolean", "description": "True once its pod was told to end."},
+            "removed": {"type": "boolean", "description": "True once its pod is being deleted."},
             "returning": {
                 "type": "boolean",
-                "description": "True where it is wanted again and the scheduler can't be told yet.",
+                "description": "True if it is wanted again and the scheduler can't be reached yet.",
             },
         },
         required=("pod", "since"),
@@ -87,23 +87,23 @@ def pool_status() -> Schema:
         "What there is.",
         {
             "observedGeneration": generation("Generation of the spec that this speaks of."),
-            "replicas": count("Instances that there are, starting and draining ones included."),
+            "replicas": count("All instances, also starting and draining instances."),
             "readyReplicas": count("Instances that take work."),
             "updatedReplicas": count("Instances of the current template."),
             "updatedReadyReplicas": count("Instances of the current template that take work."),
             "desiredReplicas": count("Instances that the signals ask for, within the limits."),
-            "drainingReplicas": count("Instances that end their work and leave."),
-            "recommendationReason": text("Why desiredReplicas is what it is.", longest=512),
+            "drainingReplicas": count("Instances that drain."),
+            "recommendationReason": text("Reason of desiredReplicas.", longest=512),
             "limitedBy": text(
-                "What keeps desiredReplicas from what the signals ask for: step, minimum, "
+                "The limit that keeps desiredReplicas from the signals' number: step, minimum, "
                 "maximum or quota.",
                 longest=32,
             ),
-            "draining": keyed_list("Instances that are to leave.", "pod", 1000, draining),
+            "draining": keyed_list("Instances that leave.", "pod", 1000, draining),
             "selector": text("Selects the pool's pods; an HPA reads it.", longest=512),
-            "lastScaleTime": moment("When the operator set spec.replicas last."),
-            "lastScaleReason": text("Why.", longest=512),
-            "revision": text("Hash of the model's revision that instances are to serve."),
+            "lastScaleTime": moment("Time at which the operator last set spec.replicas."),
+            "lastScaleReason": text("Reason of that change.", longest=512),
+            "revision": text("Hash of the wanted revision of the model."),
             "servingRevisions": {
                 "type": "array",
                 "description": "Hashes of the revisions of instances that take work.",
@@ -111,9 +111,9 @@ def pool_status() -> Schema:
                 "x-kubernetes-list-type": "set",
                 "items": text("One hash.", longest=63),
             },
-            "template": text("Hash of the pod template that instances are to have."),
-            "metricsTime": moment("When the signals below were measured."),
-            "metrics": keyed_list("Signals that were measured.", "name", 8, metric),
+            "template": text("Hash of the wanted pod template."),
+            "metricsTime": moment("Time at which the signals in metrics were measured."),
+            "metrics": keyed_list("Measured signals.", "name", 8, metric),
             "conditions": _conditions(
                 "Available, Progressing, MetricsAvailable, ScalingActive, ScalingLimited, "
                 "Draining, Degraded."

@@ -48,11 +48,13 @@ def _part() -> dict[str, Schema]:
     return {
         **placement(),
         "topologySpreadConstraints": items(
-            "As of a pod; a labelSelector that is left out means the pods of this part."
+            "As of a pod; the default labelSelector selects the pods of this part."
         ),
         "runtimeClassName": text("RuntimeClass of the pods."),
         "podLabels": texts("Labels of the pods."),
-        "template": opaque("A PodTemplateSpec merged over what the other values make."),
+        "template": opaque(
+            "A PodTemplateSpec that is merged over the template of the other values."
+        ),
     }
 
 
@@ -62,7 +64,7 @@ def _pool(kind: pools.Kind) -> Schema:
         {
             "enabled": boolean("Whether instances get RDMA devices.", default=False),
             "resource": text("The device plugin's extended resource.", pattern="^[^/]+/[^/]+$"),
-            "count": integer("Units of it an instance.", 1, 64),
+            "count": integer("Units of the resource per instance.", 1, 64),
             "ipcLock": boolean(
                 "Adds the capability IPC_LOCK and runs as root, to pin memory.", default=True
             ),
@@ -72,13 +74,13 @@ def _pool(kind: pools.Kind) -> Schema:
         "Huge pages, mounted at /dev/hugepages.",
         {
             "size": {"type": "string", "description": "Size of a page.", "enum": ["2Mi", "1Gi"]},
-            "amount": quantity("Memory in huge pages an instance."),
+            "amount": quantity("Memory in huge pages per instance."),
         },
     )
     section = pools.section(kind)
     own = {**section["properties"], "rdma": rdma, "hugepages": hugepages, **_part()}
     if kind is pools.KVP:
-        own["enabled"] = boolean("Whether there is such a pool.", default=False)
+        own["enabled"] = boolean("Whether the release has this pool.", default=False)
     return record(section["description"], own)
 
 
@@ -109,12 +111,12 @@ def schema() -> dict[str, Any]:
         {
             "nameOverride": {
                 "type": "string",
-                "description": "Name in place of the release's.",
+                "description": "Name that replaces the release's name.",
                 "pattern": "^([a-z]([-a-z0-9]{0,38}[a-z0-9])?)?$",
             },
             **_service(),
             **platform(),
-            "global": opaque("Values of a chart that this one is part of; not used."),
+            "global": opaque("Values of a parent chart; not used."),
         },
     )
     return {"$schema": "http://json-schema.org/draft-07/schema#", **_closed(values)}

@@ -1,4 +1,4 @@
-"""`python -m millrace.cli`: the command line, as processes that start others name it."""
+"""`python -m millrace.cli`: the command line, for processes that start other processes."""
 
 from millrace.cli.main import main
 

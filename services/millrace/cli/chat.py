@@ -1,4 +1,4 @@
-"""`millrace chat`: a conversation with a gateway in the terminal, streamed."""
+"""`millrace chat`: a streamed conversation with a gateway in the terminal."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Message = dict[str, str]
 
 
 class GatewayError(MillraceError):
-    """The gateway refused or broke off a request. The message is its own."""
+    """The gateway refused or ended a request. The message is the gateway's."""
 
 
 async def stream_chat(
@@ -61,7 +61,7 @@ async def converse(
     temperature: float,
     trace: bool,
 ) -> None:
-    """One message, or a conversation until an empty line or Ctrl-D. Raises GatewayError."""
+    """Sends one message, or converses until an empty line or Ctrl-D. Raises GatewayError."""
     console = Console()
     history: list[Message] = [{"role": "system", "content": system}] if system else []
     async with httpx.AsyncClient(base_url=url, timeout=None) as client:
@@ -96,7 +96,7 @@ async def converse(
 
 
 async def served_model(client: httpx.AsyncClient) -> str:
-    """The name of the model a gateway serves. Raises GatewayError when there is no gateway."""
+    """Returns the name of the gateway's model. Raises GatewayError if there is no gateway."""
     try:
         response = await client.get("/v1/models")
         return str(response.json()["data"][0]["id"])
@@ -105,7 +105,7 @@ async def served_model(client: httpx.AsyncClient) -> str:
 
 
 def delta_text(chunk: dict[str, Any]) -> str:
-    """The new text of a streamed chunk; empty for those that carry none."""
+    """Returns the new text of a streamed chunk; empty if the chunk has none."""
     return "".join(c["delta"].get("content") or "" for c in chunk["choices"])
 
 

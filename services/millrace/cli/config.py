@@ -1,4 +1,4 @@
-"""Every setting as a TOML file to start from, and as docs/reference/configuration.md."""
+"""Prints every setting as a TOML file, and as docs/reference/configuration.md."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ TABLE_HEAD = ("| setting | default | range | meaning |", "|---|---|---|---|")
 
 
 def as_toml() -> str:
-    """All defaults, commented."""
+    """Returns all defaults with comments."""
     lines: list[str] = []
     for section, fields in itertools.groupby(settings(), key=attrgetter("section")):
         lines.append(f"[{section}]")
@@ -56,7 +56,7 @@ def as_toml() -> str:
 
 
 def as_markdown() -> str:
-    """docs/reference/configuration.md."""
+    """Returns docs/reference/configuration.md."""
     lines = [HEAD]
     for section, fields in itertools.groupby(settings(), key=attrgetter("section")):
         lines += [f"## {section}", "", *TABLE_HEAD]

@@ -72,7 +72,7 @@ async def run(model: str) -> None:
 
 
 def document() -> str:
-    """A long document with one fact in it, and a question for it."""
+    """Returns a long document with one hidden fact, and a question about the fact."""
     sentences = [
         f"On day {day} the miller ground {3 + day % 7} sacks of grain by the river."
         for day in range(1, DOCUMENT_SENTENCES)

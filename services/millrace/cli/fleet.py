@@ -1,4 +1,4 @@
-"""`millrace fleet`: a running scheduler's instances, and the signals that its pools scale by."""
+"""`millrace fleet`: a running scheduler's instances, and the signals that scale its pools."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from millrace.cli.process import write_json
 from millrace.core.autoscale.load import FleetLoad
 from millrace.wire.scheduler_client import InstanceView, get_instances, get_load, get_mechanisms
 
-#: Column and field of `PoolLoad`; docs/guides/autoscaling.md says what each signal means.
+#: Column and field of `PoolLoad`; docs/guides/autoscaling.md explains the signals.
 SIGNALS = (
     ("backlog s", "backlog_s"),
     ("arriving", "arriving"),
@@ -25,7 +25,7 @@ SIGNALS = (
 
 
 async def show(address: str, json_path: Path | None) -> None:
-    """Prints both tables. Raises MillraceError without a scheduler and for a bad path."""
+    """Prints both tables. Raises MillraceError if no scheduler answers, and for a bad path."""
     instances, load = await get_instances(address), await get_load(address)
     in_force = await get_mechanisms(address)
     console = Console()

@@ -1,6 +1,6 @@
 """Prints the help of a command without parsing its options.
 
-Typer loads pydantic to parse even the absence of an option: most of the time that help would take.
+Typer loads pydantic even to parse an absent option, which would take most of the help's time.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from typer.main import get_command
 
 
 def show_help(app: typer.Typer, words: Sequence[str]) -> None:
-    """Prints the help of the command that `words`, those before --help, name; ends the process.
+    """Prints the help of the command that `words` name, the words before --help; ends the process.
 
-    Returns where they name none, or where -- precedes --help: the parser says what is wrong.
+    Returns if they name no command, or if -- precedes --help: the parser then reports the error.
     """
     command = get_command(app)
     context = command.context_class(command, info_name=app.info.name)

@@ -1,4 +1,4 @@
-"""The command line. Each command only reads its options and hands over."""
+"""The command line. Each command only reads its options and calls its module."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ app = typer.Typer(
     help="Disaggregated LLM serving for mixed traffic: short chats and very long documents on one "
     "fleet. Times in option names: _s seconds, _ms milliseconds; sizes: bytes or tokens.",
     no_args_is_help=True,
-    rich_markup_mode=None,  # rich alone would take longer to load than all of our own
+    rich_markup_mode=None,  # loading rich takes longer than loading all our modules
     pretty_exceptions_enable=False,
     add_completion=False,
 )
@@ -101,7 +101,7 @@ def scheduler(
     ready_fd: ReadyFd = None,
     record: Record = None,
 ) -> None:
-    """The scheduler: decides order, placement and the decode instance of every request."""
+    """Run the scheduler: it decides order, placement and decode instance of every request."""
     from millrace.scheduler.main import serve
 
     tree = configure(config, settings, "scheduler")
@@ -119,7 +119,7 @@ def proxy(
     settings: Settings = [],  # noqa: B006
     ready_fd: ReadyFd = None,
 ) -> None:
-    """The REST gateway: OpenAI's API over HTTP, tokenising and streaming."""
+    """Run the REST gateway: OpenAI's API over HTTP, tokenising and streaming."""
     from millrace.proxy.main import serve
 
     tree = configure(config, [f"proxy.host={host}", f"proxy.port={port}", *settings], "proxy")
@@ -145,7 +145,11 @@ def up(
     decode: DecodeSizes = "",
     colocated: Annotated[
         int,
-        typer.Option("--colocated", min=0, help="Instances that do both, in place of the others."),
+        typer.Option(
+            "--colocated",
+            min=0,
+            help="Instances that prefill and decode, instead of separate pools.",
+        ),
     ] = 0,
     role: ColocatedRole = Colocation.PAIR,
     kvp: KvpSize = 0,
@@ -159,7 +163,7 @@ def up(
         str, typer.Option("--redis", metavar="URL", help="Default: a private Redis server.")
     ] = "",
     threads: Annotated[
-        int, typer.Option("--threads", help="Compute threads an instance; 0: half the cores.")
+        int, typer.Option("--threads", help="Compute threads per instance; 0: half the cores.")
     ] = 0,
     devices: Devices = "",
     share_devices: ShareDevices = False,
@@ -167,7 +171,7 @@ def up(
     config: ConfigPath = None,
     settings: Settings = [],  # noqa: B006
 ) -> None:
-    """The whole stack on this machine, until Ctrl-C: proxy, scheduler, prefill, decode, Redis."""
+    """Run the whole stack on this machine: proxy, scheduler, prefill, decode, Redis."""
     from millrace.local.scaling import PARKING, Scaling, parse_sizes
     from millrace.local.stack import StackOptions
     from millrace.local.up import run_until_stopped
@@ -223,24 +227,26 @@ def profile(
     device: Annotated[str, typer.Option("--device", help="As engine.device.")] = "",
     dtype: Annotated[str, typer.Option("--dtype", help="As engine.dtype.")] = "",
     threads: Annotated[
-        int | None, typer.Option("--threads", help="As engine.threads: workers must have as many.")
+        int | None,
+        typer.Option("--threads", help="As engine.threads: must equal the workers' number."),
     ] = None,
     max_tokens: Annotated[
         int, typer.Option("--max-tokens", help="Longest prompt; 0: as long as the budget allows.")
     ] = 0,
     budget_s: Annotated[float, typer.Option("--budget-s", help="Seconds to measure for.")] = 60.0,
     out: Annotated[
-        Path | None, typer.Option("--out", metavar="PATH", help="Write the profile here too.")
+        Path | None,
+        typer.Option("--out", metavar="PATH", help="Write the profile to this file, too."),
     ] = None,
     json_path: Annotated[
         Path | None, typer.Option("--json", metavar="PATH", help="All measured points.")
     ] = None,
     if_missing: Annotated[
-        bool, typer.Option("--if-missing", help="Only when the cache has no such profile.")
+        bool, typer.Option("--if-missing", help="Measure only if the cache has no such profile.")
     ] = False,
     sp: Annotated[
         str,
-        typer.Option("--sp", metavar="N,...", help="Measure groups of N live instances, too."),
+        typer.Option("--sp", metavar="N,...", help="Measure SP groups of N live instances, too."),
     ] = "",
     config: ConfigPath = None,
     settings: Settings = [],  # noqa: B006
@@ -273,7 +279,7 @@ def profile(
 def demo(
     model: ModelOrShipped = str(SHIPPED_MODEL),
 ) -> None:
-    """Starts a stack, sends one long and several short chats, shows waterfalls, stops."""
+    """Start a stack, send one long and several short chats, show waterfalls, stop."""
     from millrace.cli.demo import run
 
     configure(None, [], "demo")
@@ -308,15 +314,13 @@ def chat(
 
 @app.command()
 def policy(
-    name: Annotated[
-        str, typer.Argument(metavar="[POLICY]", help="Rank by this one from now on.")
-    ] = "",
+    name: Annotated[str, typer.Argument(metavar="[POLICY]", help="Policy to change to.")] = "",
     scheduler: SchedulerAddress = "127.0.0.1:7070",
     json_path: JsonAnswer = None,
     config: ConfigPath = None,
     settings: Settings = [],  # noqa: B006
 ) -> None:
-    """Show how a running scheduler ranks requests, or change it."""
+    """Show or change the policy by which a running scheduler orders requests."""
     from millrace.cli.policy import show_or_change_policy
 
     configure(config, settings, "policy")
@@ -330,7 +334,7 @@ def fleet(
     config: ConfigPath = None,
     settings: Settings = [],  # noqa: B006
 ) -> None:
-    """Show a running scheduler's instances, and the signals that its pools scale by."""
+    """Show a running scheduler's instances, and the signals that scale its pools."""
     from millrace.cli.fleet import show
 
     configure(config, settings, "fleet")
@@ -343,14 +347,14 @@ def improvement_rate(
         str,
         typer.Argument(
             metavar="[RATE|ARRIVALS_PER_S:RATE,...]",
-            help="0 to 1 for good, or a table to look it up in by the rate of arrivals.",
+            help="Fixed rate from 0 to 1, or a table of rates by arrivals per second.",
         ),
     ] = "",
     scheduler: SchedulerAddress = "127.0.0.1:7070",
     config: ConfigPath = None,
     settings: Settings = [],  # noqa: B006
 ) -> None:
-    """Show what a larger prefill group must cut the time to first token by, or change it."""
+    """Show or change the share by which a larger SP group must cut the TTFT."""
     from millrace.cli.policy import show_or_change_improvement_rate
 
     configure(config, settings, "improvement-rate")
@@ -360,10 +364,10 @@ def improvement_rate(
 @app.command("config")
 def show_config(
     markdown: Annotated[
-        bool, typer.Option("--markdown", help="As docs/reference/configuration.md.")
+        bool, typer.Option("--markdown", help="Print docs/reference/configuration.md.")
     ] = False,
 ) -> None:
-    """Every setting with its default, range and meaning, as a TOML file to start from."""
+    """Print every setting with its default, range and meaning, as a TOML file."""
     from millrace.cli.config import as_markdown, as_toml
 
     print(as_markdown() if markdown else as_toml(), end="")
@@ -386,14 +390,14 @@ BENCHMARKS = (
 
 
 def _add_benchmarks(wanted: str) -> None:
-    """Adds the named benchmark, or all for their help: each imports a good deal."""
+    """Adds the named benchmark, or all for their help: each import takes long."""
     for name in (wanted,) if wanted in BENCHMARKS else BENCHMARKS:
         module = importlib.import_module(f"millrace.bench.{name}.command")
         bench.command(name)(module.command)
 
 
 def main() -> None:
-    """Entry point: benchmarks and the simulator are imported only when asked for."""
+    """Entry point: imports benchmarks and the simulator only for their commands."""
     leave_forks_alone()
     if "bench" in sys.argv[1:2]:
         _add_benchmarks(next(iter(sys.argv[2:]), ""))

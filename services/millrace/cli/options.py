@@ -17,7 +17,9 @@ ConfigPath = Annotated[
 ]
 ReadyFd = Annotated[
     int | None,
-    typer.Option("--ready-fd", hidden=True, help="File descriptor told when serving."),
+    typer.Option(
+        "--ready-fd", hidden=True, help="File descriptor that gets the port when serving."
+    ),
 ]
 Model = Annotated[
     str,
@@ -30,39 +32,39 @@ ModelOrShipped = Annotated[
 ]
 ModelName = Annotated[
     str,
-    typer.Option("--model-name", help="Name clients ask for. Default: the folder's name."),
+    typer.Option("--model-name", help="Model name for clients. Default: the folder's name."),
 ]
 SchedulerAddress = Annotated[
     str, typer.Option("--scheduler", metavar="HOST:PORT", help="The scheduler's address.")
 ]
 Record = Annotated[
     Path | None,
-    typer.Option("--record", metavar="FILE", help="Write the run, for `millrace sim replay`."),
+    typer.Option("--record", metavar="FILE", help="Record the run for `millrace sim replay`."),
 ]
 Host = Annotated[str, typer.Option("--host", help="Address to listen on.")]
 Port = Annotated[int, typer.Option("--port", help="Port to listen on; 0 picks a free one.")]
 InstanceId = Annotated[
-    str, typer.Option("--id", help="Name of this instance. Default: drawn at random.")
+    str, typer.Option("--id", help="Name of this instance. Default: a random name.")
 ]
 Node = Annotated[
     str,
     typer.Option(
         "--node",
         envvar="MILLRACE_NODE",
-        help="Where it stands: groups prefer instances of one node. Default: the host.",
+        help="Node of the instance: SP groups prefer one node. Default: the host's name.",
     ),
 ]
 Revision = Annotated[
     str,
-    typer.Option("--revision", help="Of the model: instances of two revisions exchange nothing."),
+    typer.Option("--revision", help="Model revision: instances of two revisions exchange no KV."),
 ]
 DrainTimeout = Annotated[
     float,
-    typer.Option("--drain-timeout-s", min=0.0, help="At shutdown, for its requests to finish."),
+    typer.Option("--drain-timeout-s", min=0.0, help="Time for open requests at shutdown."),
 ]
 Stages = Annotated[
     int | None,
-    typer.Option("--stages", min=1, help="Stages of an instance, as engine.stages."),
+    typer.Option("--stages", min=1, help="Pipeline stages of an instance, as engine.stages."),
 ]
 PrefillSizes = Annotated[
     str,
@@ -85,25 +87,25 @@ ColocatedRole = Annotated[
     Colocation,
     typer.Option(
         "--role",
-        help="pair: an instance of each, over the same weights; mixed: one whose batches hold "
-        "answers and chunks of prompts together.",
+        help="pair: a prefill and a decode instance that share weights; mixed: one instance whose "
+        "batches hold answers and chunks of prompts.",
     ),
 ]
 KvpSize = Annotated[
     int,
-    typer.Option("--kvp", min=0, help="KVP workers, which hold parts of long requests' KV."),
+    typer.Option("--kvp", min=0, help="KVP workers, which hold shards of long requests' KV."),
 ]
 Devices = Annotated[
     str,
     typer.Option(
         "--devices",
         metavar="0,1,...",
-        help="GPUs for the instances, one each. Default: all that are visible.",
+        help="GPUs for the instances, one GPU each. Default: all visible GPUs.",
     ),
 ]
 ShareDevices = Annotated[
     bool,
-    typer.Option("--share-devices", help="Let instances share GPUs, and split their memory."),
+    typer.Option("--share-devices", help="Let instances share GPUs and split their memory."),
 ]
 Autoscale = Annotated[
     bool, typer.Option("--autoscale", help="Scale pools from LOW to HIGH with the load.")
@@ -111,7 +113,7 @@ Autoscale = Annotated[
 ScaleToZero = Annotated[
     bool,
     typer.Option(
-        "--scale-to-zero", help="Likewise, and idle pools go: the next request waits for them."
+        "--scale-to-zero", help="As --autoscale, and idle pools go to zero: the next request waits."
     ),
 ]
 MaxChunkTokens = Annotated[
@@ -120,13 +122,13 @@ MaxChunkTokens = Annotated[
 ]
 NoProfile = Annotated[
     bool,
-    typer.Option("--no-profile", help="Don't measure the model first when that was never done."),
+    typer.Option("--no-profile", help="Do not measure an unmeasured model at the start."),
 ]
 JsonAnswer = Annotated[
-    Path | None, typer.Option("--json", metavar="PATH", help="Write the answer as JSON, too.")
+    Path | None, typer.Option("--json", metavar="PATH", help="Write the result as JSON, too.")
 ]
 
 
 def with_stages(settings: list[str], stages: int | None) -> list[str]:
-    """The settings with what `--stages` says, if it was given."""
+    """Returns the settings, with the value of `--stages` if it was given."""
     return settings if stages is None else [*settings, f"engine.stages={stages}"]

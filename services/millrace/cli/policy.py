@@ -1,4 +1,4 @@
-"""`millrace policy` and `improvement-rate`: show and change how a running scheduler decides."""
+"""`millrace policy` and `improvement-rate`: show and change a running scheduler's settings."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from millrace.wire.scheduler_client import get_settings, set_improvement_rate, s
 
 
 async def show_or_change_policy(address: str, policy: str, json_path: Path | None) -> None:
-    """Changes to `policy`, unless it is empty, and prints what is in force.
+    """Changes to `policy`, unless it is empty, and prints the settings in force.
 
-    Raises MillraceError without a scheduler, for an unknown policy and for a bad path.
+    Raises MillraceError if no scheduler answers, for an unknown policy and for a bad path.
     """
     if policy:
         found = await set_policy(address, policy)
@@ -26,9 +26,9 @@ async def show_or_change_policy(address: str, policy: str, json_path: Path | Non
 
 
 async def show_or_change_improvement_rate(address: str, wanted: str) -> None:
-    """Changes to `wanted`, a rate or a table, unless it is empty; prints what is in force.
+    """Changes to `wanted`, a rate or a table, unless it is empty; prints the rate in force.
 
-    Raises MillraceError without a scheduler and for a rate or a table that makes no sense.
+    Raises MillraceError if no scheduler answers, and for an invalid rate or table.
     """
     if not wanted:
         print(f"{(await get_settings(address))['improvement_rate']:g}")

@@ -1,4 +1,4 @@
-"""How the process of a command begins and ends: settings, logging, the loop, errors in one line."""
+"""Starts and ends the process of a command: settings, logging, event loop, one-line errors."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
 
 def configure(path: Path | None, settings: list[str], service: str) -> Config:
-    """The config tree, and the process's logging and TLS set up by it.
+    """Returns the config tree; sets up the process's logging and TLS.
 
-    The only reader of the environment.
+    No other function reads the environment.
     """
     from millrace.core.config import load_config
     from millrace.telemetry.log import setup_logging
@@ -40,7 +40,7 @@ def configure(path: Path | None, settings: list[str], service: str) -> Config:
 
 
 def _with_cache(tree: Config) -> Config:
-    """The folder of profiles in the user's cache folder, where no setting names another."""
+    """Sets the folder of profiles to the user's cache folder, unless a setting names a folder."""
     root = os.environ.get("XDG_CACHE_HOME")
     if tree.engine.profile_cache or not root:
         return tree
@@ -49,7 +49,7 @@ def _with_cache(tree: Config) -> Config:
 
 
 def _environment() -> list[str]:
-    """Settings from MILLRACE_SECTION__FIELD variables, such as MILLRACE_STORE__URL."""
+    """Returns the settings of MILLRACE_SECTION__FIELD variables, such as MILLRACE_STORE__URL."""
     return [
         f"{section.lower()}.{key.lower()}={value}"
         for name, value in sorted(os.environ.items())
@@ -59,7 +59,7 @@ def _environment() -> list[str]:
 
 
 def usable_devices(tree: Config, option: str) -> list[str]:
-    """The GPUs that a local stack's instances may use; `option`: what --devices says."""
+    """Returns the GPUs for a local stack's instances; `option` is the value of --devices."""
     from millrace.local.devices import device_names
     from millrace.transfer.transport.nixl.library import torch_cuda
 
@@ -69,8 +69,9 @@ def usable_devices(tree: Config, option: str) -> list[str]:
 
 
 def leave_forks_alone() -> None:
-    """Before gRPC is imported. Our children run a program at once: what it does round a fork, and
-    says of it each time, is for those that go on with its channels.
+    """Turns gRPC's fork handlers off. Call it before gRPC is imported.
+
+    Child processes start another program at once: they never use gRPC's channels.
     """
     os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 
@@ -84,7 +85,7 @@ def run_async(work: Coroutine[None, None, None]) -> None:
 
 @contextlib.contextmanager
 def plain_errors() -> Iterator[None]:
-    """Ends the process with one clear line for an error that a user can mend."""
+    """Ends the process with one clear line for an error that a user can correct."""
     try:
         yield
     except MillraceError as error:
@@ -95,11 +96,11 @@ def plain_errors() -> Iterator[None]:
 
 
 def tell(fd: int | None) -> Callable[[int], None]:
-    """Writes the port to `fd` for the process that started this one, if it still listens."""
+    """Returns a function that writes the port to `fd`, for the parent process."""
 
     def write(port: int) -> None:
         if fd is not None:
-            with contextlib.suppress(BrokenPipeError):  # it is about to end this process
+            with contextlib.suppress(BrokenPipeError):  # the parent is about to end this process
                 os.write(fd, json.dumps({"port": port}).encode() + b"\n")
             os.close(fd)
 
@@ -107,7 +108,7 @@ def tell(fd: int | None) -> Callable[[int], None]:
 
 
 def write_json(path: Path, document: Mapping[str, Any]) -> None:
-    """What a command writes where `--json PATH` says. Raises MillraceError for a bad path."""
+    """Writes a command's result to the path of `--json`. Raises MillraceError for a bad path."""
     import orjson
 
     try:

@@ -29,23 +29,23 @@ from millrace.cli.options import (
 )
 from millrace.cli.process import configure, run_async, tell
 
-#: By command: the module that serves, and the summary in the help.
+#: The serving module and the help's summary, by command.
 _COMMANDS = {
     "prefill": (
         "millrace.prefill.main",
-        "A prefill instance: computes prompts and pushes their KV to decode.",
+        "Run a prefill instance: it computes prompts and pushes their KV to decode.",
     ),
     "decode": (
         "millrace.decode.main",
-        "A decode instance: receives KV and generates tokens in batches.",
+        "Run a decode instance: it receives KV and generates tokens in batches.",
     ),
     "kvp": (
         "millrace.kvp.main",
-        "A KVP worker: holds parts of long requests' KV and attends over them; loads no weights.",
+        "Run a KVP worker: it holds shards of long requests' KV and computes attention over them.",
     ),
     "colocated": (
         "millrace.colocated.main",
-        "Prefill and decode in one process: as a pair of instances, or one that mixes its batches.",
+        "Run prefill and decode in one process: a pair of instances, or one mixed instance.",
     ),
 }
 
@@ -57,7 +57,7 @@ def register(app: typer.Typer) -> None:
 
 
 def _command(name: str, module: str) -> Callable[..., None]:
-    """Returns the function of one command. All take the same options; colocated has --role, too."""
+    """Returns the function of one command. All have the same options; colocated also has --role."""
 
     def command(
         model: Model,
@@ -103,7 +103,7 @@ def _command(name: str, module: str) -> Callable[..., None]:
 
 
 def _hide(command: Callable[..., None], option: str) -> None:
-    """Takes an option away from a command: typer reads the options from the signature."""
+    """Removes an option of a command: typer reads the options from the signature."""
     signature = inspect.signature(command, eval_str=True)
     kept = [one for one in signature.parameters.values() if one.name != option]
     setattr(command, "__signature__", signature.replace(parameters=kept))  # noqa: B010

@@ -18,22 +18,22 @@ class MixedMetrics:
             "millrace_mixed_iteration_seconds", "one forward pass with prefill chunks, and sampling"
         )
         self._predicted_s = registry.histogram(
-            "millrace_mixed_predicted_seconds", "the same, as predicted when it was packed"
+            "millrace_mixed_predicted_seconds", "predicted time of an iteration when it was packed"
         )
         self._ratio = registry.histogram(
             "millrace_mixed_measured_to_predicted_ratio",
-            "of iterations with prefill chunks",
+            "measured over predicted time of iterations with prefill chunks",
             buckets=RATIO_BUCKETS,
         )
         self._chunk_tokens = registry.histogram(
             "millrace_mixed_chunk_tokens", "prompt tokens of an iteration", buckets=TOKEN_BUCKETS
         )
         self._chunks = registry.counter(
-            "millrace_mixed_prompt_chunks_total", "parts of prompts, one each iteration and prompt"
+            "millrace_mixed_prompt_chunks_total", "chunks of prompts in iterations"
         )
         self._yielded = registry.histogram(
             "millrace_mixed_yield_ratio",
-            "share of t_target that a long prefill left to short ones behind it",
+            "share of t_target that a long prefill yielded to shorter prefills",
             buckets=SHARE_BUCKETS,
         )
 

@@ -19,25 +19,27 @@ class DecodeMetrics:
         )
         self.tokens = registry.counter(
             "millrace_decode_generated_tokens_total",
-            "tokens emitted, first ones included",
+            "tokens emitted, first tokens included",
         )
         self.cached_tokens = registry.counter(
-            "millrace_decode_cached_tokens_total", "prompt tokens whose KV was cached here"
+            "millrace_decode_cached_tokens_total",
+            "prompt tokens whose KV was cached at this instance",
         )
         self.join_s = registry.histogram(
-            "millrace_decode_join_seconds", "from a request's first token to its joining the batch"
+            "millrace_decode_join_seconds",
+            "time from a request's first token until it joined the batch",
         )
         self.failed = registry.counter(
             "millrace_decode_failed_requests_total",
-            "requests this instance could not take or go on with",
+            "requests that this instance could not accept or finish",
             ["reason"],
         )
         self.cancelled = registry.counter(
-            "millrace_decode_cancelled_requests_total", "requests given up on command"
+            "millrace_decode_cancelled_requests_total", "requests cancelled by a command"
         )
         self.preempted = registry.counter(
             "millrace_decode_preempted_requests_total",
-            "requests taken out of the batch for want of memory; wait: their KV stays",
+            "requests removed from the batch for lack of memory; wait: their KV stays",
             ["by"],
         )
         self.resumed = registry.counter(

@@ -19,10 +19,10 @@ class Counted(Protocol):
 
 def add_gauges(registry: Registry, role: Counted, memory: KvMemory) -> None:
     registry.gauge_function(
-        "millrace_kv_free_pages", "KV pages nobody holds", lambda: memory.pool.free_pages
+        "millrace_kv_free_pages", "KV pages that no request uses", lambda: memory.pool.free_pages
     )
     registry.gauge_function(
-        "millrace_kv_used_pages", "KV pages held by requests", lambda: memory.pool.used_pages
+        "millrace_kv_used_pages", "KV pages that requests use", lambda: memory.pool.used_pages
     )
     for index, state in enumerate(("running", "waiting")):
         registry.gauge_function(

@@ -15,13 +15,13 @@ from millrace.telemetry.metrics import Registry
 def open_prefix_cache(pool: KvPool, config: EngineConfig, registry: Registry) -> PrefixCache:
     """Opens the pool's prefix cache, which keeps nothing if the settings disable it."""
     evicted = registry.counter(
-        "millrace_kv_evicted_pages_total", "KV pages of the prefix cache that requests took"
+        "millrace_kv_evicted_pages_total", "cached KV pages that were evicted for requests"
     )
     block_tokens = config.block_tokens if config.prefix_cache == "on" else 0
     cache = PrefixCache(pool, block_tokens, evicted=evicted.inc)
     registry.gauge_function(
         "millrace_kv_cached_pages",
-        "KV pages kept for prompts that begin alike, held by requests or not",
+        "KV pages cached for prompts with the same prefix, in use or not",
         lambda: cache.pages,
     )
     return cache

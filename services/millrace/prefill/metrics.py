@@ -27,49 +27,52 @@ class PrefillMetrics:
             "millrace_prefill_cached_tokens_total", "prompt tokens whose KV was cached"
         )
         self.wait_s = registry.histogram(
-            "millrace_prefill_wait_seconds", "from the command to the start of its compute"
+            "millrace_prefill_wait_seconds", "time from the command to the start of its compute"
         )
         self.blocking_s = registry.histogram(
             "millrace_prefill_preemption_blocking_seconds",
-            "from the signal to a running prefill until it has stopped",
+            "time from the signal to a running prefill until it has stopped",
         )
         self.preempted = registry.counter(
-            "millrace_prefill_preempted_tasks_total", "passes left at a boundary for another"
+            "millrace_prefill_preempted_tasks_total",
+            "passes suspended for another prefill",
         )
         self.suspended_s = registry.histogram(
-            "millrace_prefill_suspended_seconds", "from a suspension until the prefill goes on"
+            "millrace_prefill_suspended_seconds",
+            "time from suspension to continuation",
         )
         self.later_stages_s = registry.histogram(
             "millrace_prefill_later_stages_seconds",
-            "from a prompt's last rows' leaving the first stage until its token one is drawn",
+            "time from the first stage's end of a prompt's last rows to its first token",
         )
         self.failed = registry.counter(
             "millrace_prefill_failed_requests_total",
-            "requests this instance could not prefill or hand over",
+            "requests that this instance could not prefill or hand over",
             ["reason"],
         )
         self.cancelled = registry.counter(
-            "millrace_prefill_cancelled_requests_total", "requests given up on command"
+            "millrace_prefill_cancelled_requests_total", "requests cancelled by a command"
         )
         self._gangs = registry.counter(
             "millrace_prefill_group_chunks_total", "chunks computed with other instances"
         )
         self._ring_wait_s = registry.counter(
             "millrace_prefill_ring_wait_seconds_total",
-            "compute standing still until a block of a ring arrived",
+            "compute time spent waiting for blocks of the ring",
         )
         self._history_wait_s = registry.counter(
             "millrace_prefill_history_wait_seconds_total",
-            "compute standing still until history that others gave had arrived",
+            "compute time spent waiting for history from other instances",
         )
         self._ring_bytes = registry.counter(
             "millrace_prefill_ring_bytes_total", "KV written to other prefill instances"
         )
         self._handshake_s = registry.histogram(
-            "millrace_prefill_handshake_seconds", "from asking a decode instance to its grant"
+            "millrace_prefill_handshake_seconds",
+            "time from asking a decode instance to its grant",
         )
         self._transfer_s = registry.histogram(
-            "millrace_prefill_transfer_seconds", "from a request's first KV write to its last"
+            "millrace_prefill_transfer_seconds", "time from a request's first KV write to its last"
         )
         self._sent = registry.counter(
             "millrace_prefill_sent_bytes_total", "KV written to decode instances"
@@ -79,7 +82,7 @@ class PrefillMetrics:
         """Adds the gauge of tasks that have begun and wait in the pool."""
         self._registry.gauge_function(
             "millrace_prefill_suspended_tasks",
-            "prefills that have begun and wait to go on",
+            "suspended prefills",
             lambda: float(pool.suspended),
         )
 

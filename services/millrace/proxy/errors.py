@@ -1,4 +1,4 @@
-"""Errors as clients meet them: an HTTP status and OpenAI's error object."""
+"""The errors that clients get: an HTTP status and OpenAI's error object."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _SHALLOW.maxstring = _SHALLOW.maxother = _SHALLOW.maxlong = 4 * _ECHO_CHARACTERS
 class ApiError(MillraceError):
     """Ends a request with `status` and `{"error": {"message", "type", "param", "code"}}`.
 
-    `param` is the path of the field that is wrong (`messages[2].content`), None where no field is.
+    `param` is the path of the wrong field (`messages[2].content`), or None if no field is wrong.
     `retry_after_s` becomes a Retry-After header.
     """
 
@@ -56,7 +56,7 @@ class ApiError(MillraceError):
         return INVALID if self.status < 500 else SERVER
 
     def body(self) -> bytes:
-        """The JSON document of the error."""
+        """Returns the JSON document of the error."""
         return orjson.dumps(
             {
                 "error": {
@@ -69,7 +69,7 @@ class ApiError(MillraceError):
         )
 
     def headers(self) -> list[tuple[bytes, bytes]]:
-        """Response headers of a reply that is this error alone."""
+        """Returns the headers of a response that holds only this error."""
         headers = [(b"content-type", b"application/json")]
         if self.retry_after_s is not None:
             seconds = max(1, round(self.retry_after_s))
@@ -80,17 +80,17 @@ class ApiError(MillraceError):
 
 
 def bad_field(param: str, message: str, code: str = "invalid_value") -> ApiError:
-    """A 400 that names the field `param`."""
+    """Returns a 400 error that names the field `param`."""
     return ApiError(400, f"Invalid '{param}': {message}", param=param, code=code)
 
 
 def unavailable(message: str) -> ApiError:
-    """A 503: it may go better soon."""
+    """Returns a 503 error: the client may try again soon."""
     return ApiError(503, message, code="unavailable", retry_after_s=RETRY_AFTER_S)
 
 
 def overloaded(message: str) -> ApiError:
-    """A 429: there is too much to do."""
+    """Returns a 429 error: the server has too many requests."""
     return ApiError(429, message, code="overloaded", retry_after_s=RETRY_AFTER_S)
 
 
@@ -102,6 +102,6 @@ def refusal(refused: Refuse) -> ApiError:
 
 
 def shown(value: object) -> str:
-    """`value` of the client's input as it may stand in a message: short, on one line."""
+    """Returns `value` of the client's input as messages show it: short, on one line."""
     text = _SHALLOW.repr(value)
     return text if len(text) <= _ECHO_CHARACTERS else text[: _ECHO_CHARACTERS - 3] + "..."

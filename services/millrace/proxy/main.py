@@ -1,4 +1,4 @@
-"""`millrace proxy`: serves in this process, or in several that share its port, until a signal."""
+"""`millrace proxy`: serves until a signal, in this process or in several that share its port."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ async def serve(
 ) -> None:
     """Serves until SIGTERM or SIGINT, then drains: `config.proxy.drain_timeout_s` at most.
 
-    `model` is a folder or a hub id, `model_name` what clients call it (None: the folder's name),
-    `scheduler` its host:port. `on_ready` gets the HTTP port once connections are accepted; /ready
-    says when requests would succeed. With `config.proxy.workers` above 1 that many processes share
-    the port. Raises ModelError for an unusable model, MillraceError when the port is taken.
+    `model` is a folder or a hub id; `model_name` is the name for clients (None: the folder's name);
+    `scheduler` is a host:port. `on_ready` gets the HTTP port once connections are accepted;
+    /ready reports when requests would succeed. `config.proxy.workers` processes share the port.
+    Raises ModelError for an unusable model, MillraceError if the port is taken.
     """
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()

@@ -9,50 +9,53 @@ from millrace.telemetry.metrics import Registry
 
 
 class ProxyMetrics:
-    """The proxy's metrics. Latencies are seconds since a request's arrival, or between tokens."""
+    """The proxy's metrics. Latencies are in seconds."""
 
     def __init__(self, inflight: Callable[[], float], parked: Callable[[], float]) -> None:
         self.registry = registry = Registry()
         registry.gauge_function(
-            "millrace_proxy_inflight_requests", "Requests submitted and not ended.", inflight
+            "millrace_proxy_inflight_requests",
+            "Requests that are submitted and have not ended.",
+            inflight,
         )
         registry.gauge_function(
             "millrace_proxy_parked_requests",
-            "Of those, requests that wait here until instances are ready.",
+            "Requests in flight that wait in the proxy until instances are ready.",
             parked,
         )
         self.moved = registry.counter(
             "millrace_proxy_moved_requests_total",
-            "Requests that went on at another instance, by why they had to.",
+            "Migrations of requests to another instance, by reason.",
             ("reason",),
         )
         self.requests = registry.counter(
             "millrace_proxy_http_requests_total", "HTTP requests answered.", ("route", "code")
         )
         self.cancelled = registry.counter(
-            "millrace_proxy_cancelled_requests_total", "Requests given up, by reason.", ("reason",)
+            "millrace_proxy_cancelled_requests_total", "Cancelled requests, by reason.", ("reason",)
         )
         self.tokens = registry.counter(
-            "millrace_proxy_generated_tokens_total", "Tokens taken from decode instances."
+            "millrace_proxy_generated_tokens_total", "Tokens received from decode instances."
         )
         self.prompt_tokens = registry.counter(
             "millrace_proxy_prompt_tokens_total", "Prompt tokens of finished requests."
         )
         self.cached_tokens = registry.counter(
-            "millrace_proxy_cached_prompt_tokens_total", "Of those, tokens found in a cache."
+            "millrace_proxy_cached_prompt_tokens_total",
+            "Prompt tokens of finished requests whose KV was found in a cache.",
         )
         self._ttft = registry.histogram(
-            "millrace_proxy_ttft_seconds", "Arrival to first token.", ("slo_class",)
+            "millrace_proxy_ttft_seconds", "Time from arrival to first token.", ("slo_class",)
         )
         self.tbt = registry.histogram(
             "millrace_proxy_tbt_seconds", "Time between a request's tokens."
         )
         self._e2e = registry.histogram(
-            "millrace_proxy_e2e_seconds", "Arrival to last token.", ("slo_class",)
+            "millrace_proxy_e2e_seconds", "Time from arrival to last token.", ("slo_class",)
         )
         self._slo = registry.counter(
             "millrace_proxy_slo_requests_total",
-            "Finished requests with an objective, by whether it was met. TBT is a request's mean.",
+            "Finished requests with an objective, by whether they met it. TBT is a request's mean.",
             ("slo_class", "objective", "met"),
         )
 
@@ -62,7 +65,7 @@ class ProxyMetrics:
         if request.cached_tokens:
             self.cached_tokens.inc(request.cached_tokens)
         first = request.first_token_at
-        assert first is not None  # it ended, so it had a token
+        assert first is not None  # a request that ended had a token
         slo, name = request.slo, request.slo.class_name
         ttft_s = first - request.arrived_at
         self._ttft.labels(name).observe(ttft_s)

@@ -1,4 +1,4 @@
-"""What the proxy must know of a model, read from its folder without loading it."""
+"""Reads the facts that the proxy needs of a model, without loading the model."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _DEFAULT_CONTEXT_TOKENS = 2048
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelCard:
-    """`context_tokens` counts prompt and completion together; ids are below `vocab_size`."""
+    """The facts of one model. `context_tokens` counts prompt and completion; ids < `vocab_size`."""
 
     folder: Path
     vocab_size: int
@@ -28,9 +28,9 @@ class ModelCard:
 
 
 def read_model_card(model: str | Path, max_context_tokens: int = 0) -> ModelCard:
-    """Reads a Hugging Face folder's small files; fetches them first when `model` is a hub id.
+    """Reads the small files of a Hugging Face folder; fetches them first if `model` is a hub id.
 
-    `max_context_tokens` bounds the model's own context (0: does not). Raises ModelError naming the
+    `max_context_tokens` limits the model's own context (0: no limit). Raises ModelError naming the
     file.
     """
     folder = _resolve(model)
@@ -70,7 +70,7 @@ def _resolve(model: str | Path) -> Path:
         return Path(snapshot_download(str(model), allow_patterns=patterns))
     except Exception as error:  # the hub's client raises what its transport raises
         raise ModelError(
-            f"model {model} is no folder, and the hub can't give it: {error}"
+            f"model {model} is no folder, and the hub can't provide it: {error}"
         ) from error
 
 
@@ -86,7 +86,7 @@ def _read_json(path: Path, *, optional: bool = False) -> dict[str, Any]:
     return value
 
 
-def _ids(value: Any) -> tuple[int, ...]:  # noqa: ANN401 - what the file holds
+def _ids(value: Any) -> tuple[int, ...]:  # noqa: ANN401 - the file may hold any JSON
     if isinstance(value, int):
         return (value,)
     return tuple(int(i) for i in value) if isinstance(value, list) else ()

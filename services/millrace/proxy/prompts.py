@@ -1,4 +1,4 @@
-"""From checked requests to token ids."""
+"""Turns checked requests into token ids."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from millrace.proxy.text.tokenizer import TokenArray, Tokenizer
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnginePrompt:
-    """One prompt: int32 [tokens], at least one; its text when that may have to be given back."""
+    """One prompt: int32 [tokens], at least one token; its text if the reply may echo it."""
 
     ids: TokenArray
     text: str = ""
@@ -24,7 +24,7 @@ class EnginePrompt:
 
 
 class PromptReader:
-    """Renders and tokenises. `template` None: the model has no chat template."""
+    """Renders and tokenises prompts. `template` is None if the model has no chat template."""
 
     def __init__(self, limits: Limits, tokenizer: Tokenizer, template: ChatTemplate | None) -> None:
         self._limits = limits
@@ -32,7 +32,7 @@ class PromptReader:
         self._template = template
 
     async def read_chat(self, request: Conversation) -> EnginePrompt:
-        """Raises ApiError when the messages can't be rendered or have no tokens."""
+        """Returns the prompt. Raises ApiError if messages can't be rendered or have no tokens."""
         if self._template is None:
             raise ApiError(
                 400,
@@ -52,7 +52,7 @@ class PromptReader:
         return _checked(EnginePrompt(ids=ids), "messages")
 
     async def read_completion(self, request: CompletionRequest) -> list[EnginePrompt]:
-        """One a prompt, in order. Raises ApiError for a prompt without tokens."""
+        """Returns the request's prompts in order. Raises ApiError for a prompt without tokens."""
         many = len(request.prompts) > 1
         return [
             _checked(await self._read_prompt(prompt, request), f"prompt[{i}]" if many else "prompt")

@@ -1,4 +1,4 @@
-"""One proxy process: how it is put together, serves and ends."""
+"""Assembles one proxy process, serves and shuts down."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ log = logging.getLogger(__name__)
 
 _KEEP_CONNECTION_S = 75
 _BACKLOG = 2048
-#: After the drain's end: for cancelled streams to say so and close.
+#: The time after the drain in which cancelled streams send their error and close.
 _CLOSE_S = 5.0
 
 
 def listen(host: str, port: int, *, shared: bool = False) -> socket.socket:
-    """A bound TCP socket; `shared`: other processes may bind the port too (SO_REUSEPORT).
+    """Returns a bound TCP socket; `shared`: other processes may bind the port, too (SO_REUSEPORT).
 
-    Raises MillraceError when the address can't be had.
+    Raises MillraceError if the address can't be bound.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     bound = socket.socket(family, socket.SOCK_STREAM)
@@ -57,7 +57,7 @@ def listen(host: str, port: int, *, shared: bool = False) -> socket.socket:
 
 
 class _HttpServer(uvicorn.Server):
-    """uvicorn without its signal handlers: the service decides when to stop."""
+    """uvicorn without its signal handlers: the service decides when it stops."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -65,7 +65,7 @@ class _HttpServer(uvicorn.Server):
 
 
 class Proxy:
-    """One proxy process: an HTTP server in front of a gateway."""
+    """One proxy process: an HTTP server before a gateway."""
 
     def __init__(
         self, config: Config, *, model: str, model_name: str | None = None, scheduler: str
@@ -92,7 +92,7 @@ class Proxy:
     async def start(
         self, bound: socket.socket, render_metrics: RenderMetrics | None = None
     ) -> None:
-        """Accepts connections on `bound` when it returns."""
+        """Starts the server, which accepts connections on `bound` when this method returns."""
         self.port = bound.getsockname()[1]
         app = create_app(
             self._services,
@@ -125,7 +125,7 @@ class Proxy:
         log.info("proxy %s serves on port %d", self.gateway.incarnation.id, self.port)
 
     async def render(self, accept: str) -> tuple[bytes, str]:
-        """This process's metrics."""
+        """Returns the metrics of this process."""
         return self.metrics.registry.render(accept)
 
     async def run_until(self, stop: asyncio.Event) -> None:
@@ -139,7 +139,7 @@ class Proxy:
             await self.stop()
 
     async def stop(self) -> None:
-        """Stops accepting, lets streams finish, cancels those that outlast the drain's time."""
+        """Stops accepting, lets streams finish, cancels streams that outlast the drain's time."""
         assert self._server is not None and self._serving is not None, "start() comes first"
         self.gateway.drain()
         self._server.should_exit = True

@@ -1,4 +1,4 @@
-"""Several proxy processes behind one port."""
+"""Runs several proxy processes that share one port."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ log = logging.getLogger(__name__)
 
 _START_TIMEOUT_S = 120.0
 _SIBLING_TIMEOUT_S = 2.0
-#: Metrics whose sum over processes means nothing.
+#: Metrics whose sum over processes has no meaning.
 _NOT_SUMMED = frozenset({"process_start_time_seconds", "process_max_fds"})
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Work:
-    """What a worker process is told. `metrics` is the folder of the workers' metrics sockets."""
+    """The arguments of a worker process. `metrics` is the folder of the metrics sockets."""
 
     index: int
     config: Config
@@ -61,10 +61,10 @@ async def serve_workers(
 
     Raises MillraceError when a worker can't start or ends by itself.
     """
-    # Bound, never listening: keeps the port for the workers, whatever it was asked to be.
+    # Bound, but never listening: keeps the port for the workers, also if port 0 was asked for.
     reserved = listen(config.proxy.host, config.proxy.port, shared=True)
     port = reserved.getsockname()[1]
-    # A mapping proxy does not travel to another process; a plain dict means the same.
+    # A mapping proxy can't be pickled for another process; a plain dict can.
     config = dataclasses.replace(config, slo_classes=dict(config.slo_classes))
     context = multiprocessing.get_context("spawn")
     processes: list[BaseProcess] = []
@@ -97,7 +97,7 @@ async def serve_workers(
 
 
 async def _all_ready(pipes: Sequence[Connection]) -> None:
-    """Raises MillraceError with what the first failing worker says."""
+    """Waits for all workers. Raises MillraceError with the error of the first that fails."""
     for pipe in pipes:
         try:
             ready = await asyncio.to_thread(pipe.poll, _START_TIMEOUT_S)
@@ -143,7 +143,7 @@ async def _worker(work: _Work, ready: Connection) -> None:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGTERM, stop.set)
-    # A terminal's Ctrl-C reaches the whole group; the parent decides.
+    # Ctrl-C in a terminal signals the whole process group; the parent decides when to stop.
     loop.add_signal_handler(signal.SIGINT, lambda: None)
     parent = multiprocessing.parent_process()
     assert parent is not None, "workers are children"
@@ -167,7 +167,7 @@ async def _worker(work: _Work, ready: Connection) -> None:
 
 
 class Siblings:
-    """Lets any worker answer /metrics for all of them: each serves its own on a unix socket."""
+    """Lets any worker answer /metrics for all: each serves its own metrics on a unix socket."""
 
     def __init__(self, proxy: Proxy, folder: Path, index: int, count: int) -> None:
         self._proxy = proxy
@@ -184,7 +184,7 @@ class Siblings:
             await self._server.wait_closed()
 
     async def render(self, accept: str) -> tuple[bytes, str]:
-        """The sum over all workers that answer."""
+        """Returns the sum over all workers that answer."""
         texts = await asyncio.gather(*map(self._ask, self._paths))
         registry = CollectorRegistry()
         registry.register(_Sum([text for text in texts if text]))
@@ -211,7 +211,7 @@ class Siblings:
 
 
 class _Sum(Collector):
-    """Adds up the expositions of several processes, sample by sample."""
+    """Sums the expositions of several processes, sample by sample."""
 
     def __init__(self, texts: Sequence[str]) -> None:
         self._texts = texts

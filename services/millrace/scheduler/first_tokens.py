@@ -1,4 +1,4 @@
-"""Each request's first token against its objective and against what was predicted."""
+"""Compares each request's first token with its objective and with its predicted time."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from millrace.core.request import Request, RequestState
 from millrace.core.scheduler.effects import Place, Record
 from millrace.telemetry.metrics import Registry
 
-#: Predicted over real seconds: 1 is exact, less is a first token later than predicted.
+#: Predicted time over real time: 1 is exact; below 1, the first token came later than predicted.
 RATIO_BUCKETS = (
     *(0.1, 0.2, 0.4, 0.6, 0.8, 0.9, 0.95),
     *(1.0, 1.05, 1.1, 1.25, 1.5, 2.0, 4.0, 8.0),
 )
-#: Prompts up to so many tokens are counted together; longer ones as "more".
+#: Upper bounds of prompt lengths in tokens; longer prompts are counted as "more".
 PROMPTS = {"1k": 1 << 10, "16k": 1 << 14, "128k": 1 << 17}
 
 
@@ -23,7 +23,7 @@ _HAS_TOKEN = frozenset({RequestState.TRANSFERRING, RequestState.DECODING, Reques
 
 @dataclass(slots=True)
 class _Waiting:
-    """A request whose first token is not out; the last placement's time and predicted seconds."""
+    """A request without a first token; the last placement's time and predicted seconds."""
 
     request: Request
     placed_s: float = math.nan
@@ -31,27 +31,27 @@ class _Waiting:
 
 
 class FirstTokens:
-    """Follows every accepted request until its first token is out, or it ends without one.
+    """Follows every accepted request until its first token, or its end without a token.
 
-    One that failed has missed its objective, whenever it did. One that was cancelled without a
-    token counts as neither: nobody waits for it any more.
+    A failed request has missed its objective, at any time. A request that is cancelled without a
+    token counts neither as met nor as missed: no client waits for it.
     """
 
     def __init__(self, registry: Registry) -> None:
         self._waiting: dict[str, _Waiting] = {}
         self._slo = registry.counter(
             "millrace_scheduler_slo_requests_total",
-            "requests with a TTFT objective, by whether it was met",
+            "requests with a TTFT objective, by whether they met it",
             ["slo_class", "met"],
         )
         self._predicted = registry.histogram(
             "millrace_scheduler_predicted_ttft_seconds",
-            "predicted time from placement to first token, by the prompt's length at most",
+            "predicted time from placement to first token, by the bound of the prompt's length",
             ["prompt"],
         )
         self._ratio = registry.histogram(
             "millrace_scheduler_predicted_ttft_ratio",
-            "the same over the real time",
+            "predicted over real time from placement to first token",
             ["prompt"],
             buckets=RATIO_BUCKETS,
         )
@@ -60,12 +60,12 @@ class FirstTokens:
         self._waiting[request.id] = _Waiting(request)
 
     def placed(self, effect: Place, now_s: float) -> None:
-        """A request that is placed again is predicted anew."""
+        """Notes the prediction of a placement; a later placement replaces it."""
         waiting = self._waiting[effect.request_id]
         waiting.placed_s, waiting.predicted_s = now_s, effect.predicted_ttft_s
 
     def expected_s(self, request_id: str) -> float | None:
-        """When the first token is to come, as the last placement predicts; None: not placed."""
+        """Returns when the last placement predicts the first token, in s; None if not placed."""
         waiting = self._waiting.get(request_id)
         if waiting is None or math.isnan(waiting.placed_s):
             return None
@@ -75,7 +75,7 @@ class FirstTokens:
         self._waiting.pop(request_id, None)
 
     def recorded(self, record: Record, now_s: float) -> None:
-        """Hears of every state; the first that has a token, or none to come, is the one counted."""
+        """Takes every state; counts the first state with a token, or an end without a token."""
         waiting = self._waiting.get(record.request_id)
         if waiting is None:
             return

@@ -1,4 +1,4 @@
-"""The log says what the papers' mechanisms are set to, and why one is off."""
+"""Logs which mechanisms of the papers are in force, and why the others are off."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ log = logging.getLogger(__name__)
 
 
 class InForce:
-    """Logs what has changed since it was last asked to."""
+    """Logs the mechanisms that have changed since the last call of `tell`."""
 
     def __init__(self, machine: Machine) -> None:
         self._machine = machine
-        self._told: list[Mechanism] = []
+        self._logged: list[Mechanism] = []
 
     def tell(self) -> None:
-        """Call it when instances came or went."""
+        """Logs the changes. Call it after instances joined or left."""
         found = mechanisms(self._machine)
         for one in found:
-            if one not in self._told:
+            if one not in self._logged:
                 log.info("%s", one)
-        self._told = found
+        self._logged = found

@@ -1,7 +1,7 @@
-"""The scheduler's loop: receive an event, step the machine, carry its effects out.
+"""The scheduler's loop: receives an event, steps the machine, carries its effects out.
 
-Every change of the scheduler's state goes through one queue, and so do the beginnings and ends of
-streams. A command therefore reaches only the incarnation of an instance that it was decided for.
+Every change of the scheduler's state passes through one queue, and so do the beginnings and ends of
+streams. A command therefore reaches only the incarnation for which it was decided.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from millrace.wire.codec.scheduler import command_kind
 
 log = logging.getLogger(__name__)
 
-#: Events that may wait; past this, peers' messages stay unread until the loop has caught up.
+#: The most events in the queue; beyond it, the messages of peers stay unread.
 MAX_EVENTS = 16_384
 
-#: Comes with an event: the peer whose stream began or ended, the request's spec, or the caller who
-#: waits for the answer.
+#: The subject of an event: the peer whose stream began or ended, the request's spec, or the future
+#: of the caller that waits for the answer.
 Subject = Worker | Proxy | messages.EncodedSpec | asyncio.Future[Any] | None
 
-#: Changes that administrators and the operator ask for; the caller hears the old and new value.
+#: Changes that administrators and the operator ask for; the caller gets the old and new value.
 _Change = events.PolicyChanged | events.ImprovementRateChanged | events.InstanceCordoned
 
 _MEMBERSHIP = (
@@ -68,8 +68,8 @@ class SchedulerLoop:
         self._step = recording.around(self.machine.step) if recording else self.machine.step
         self.workers: dict[str, Worker] = {}
         self.draining = False
-        self._now_s = 0.0  # of the step whose effects are carried out
-        self.idle = asyncio.Event()  # no request is under way
+        self._now_s = 0.0  # the time of the step whose effects are carried out
+        self.idle = asyncio.Event()  # set while no request is in flight
         self.idle.set()
         self._proxies: dict[str, Proxy] = {}
         self._in_force = InForce(self.machine)
@@ -77,7 +77,7 @@ class SchedulerLoop:
         self._recorder = recorder
         self._metrics = SchedulerMetrics(registry, self.machine, recorder, self.load)
         registry.gauge_function(
-            "millrace_scheduler_parked_requests", "held back at the proxies", self._parked
+            "millrace_scheduler_parked_requests", "requests parked at the proxies", self._parked
         )
         self._first_tokens = FirstTokens(registry)
         self._inbox: asyncio.Queue[tuple[events.Event | None, Subject]] = asyncio.Queue()
@@ -98,7 +98,7 @@ class SchedulerLoop:
     # ---- receive, step, carry out
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Runs the loop until it is cancelled."""
         while True:
             event, subject = await self._inbox.get()
             if self._inbox.qsize() < MAX_EVENTS:
@@ -109,32 +109,32 @@ class SchedulerLoop:
                 self._take(event)
 
     async def post(self, event: events.Event, subject: Subject = None) -> None:
-        """Queues what a peer said; waits while the queue is full."""
+        """Queues a peer's message; waits while the queue is full."""
         await self._room.wait()
         self.post_now(event, subject)
 
     def post_now(self, event: events.Event | None, subject: Subject = None) -> None:
-        """Queues a stream's begin or end, or a tick. A proxy's begin is no event of the core."""
+        """Queues a stream's begin or end, or a tick. The core has no event for a proxy's begin."""
         self._inbox.put_nowait((event, subject))
         if self._inbox.qsize() >= MAX_EVENTS:
             self._room.clear()
 
     async def set_policy(self, event: events.PolicyChanged) -> str:
-        """Changes the policy after all that was queued before; returns the one until then."""
+        """Changes the policy after all queued events; returns the previous policy."""
         before, _ = await self._change(event)
         return str(before)
 
     async def set_improvement_rate(
         self, event: events.ImprovementRateChanged
     ) -> tuple[float, float]:
-        """Changes the rate after all that was queued before; returns the one until then, and it."""
+        """Changes the rate after all queued events; returns the previous and the new rate."""
         before, now = await self._change(event)
         return before, now
 
     async def set_cordon(self, instance_id: str, *, cordoned: bool) -> bool:
-        """Cordons an instance, or lifts its cordon, after all that was queued before.
+        """Cordons or uncordons an instance after all queued events.
 
-        False when it is not registered.
+        Returns False if the instance is not registered.
         """
         worker = self.workers.get(instance_id)
         if worker is None:
@@ -147,7 +147,7 @@ class SchedulerLoop:
         return draining is not None
 
     async def evict(self, instance_id: str, *, abort: bool) -> bool:
-        """Cordons an instance and has it end what it holds. False when it is not registered."""
+        """Cordons an instance and empties it. Returns False if it is not registered."""
         worker = self.workers.get(instance_id)
         cordoned = await self.set_cordon(instance_id, cordoned=True)
         if not cordoned or self.workers.get(instance_id) is not worker:
@@ -156,7 +156,7 @@ class SchedulerLoop:
         return True
 
     async def _change(self, event: _Change) -> tuple[Any, Any]:
-        """What `_read` says before and after the event."""
+        """Queues a change; returns the value that `_read` gives before and after it."""
         changed: asyncio.Future[tuple[Any, Any]] = asyncio.get_running_loop().create_future()
         await self.post(event, changed)
         return await changed
@@ -178,23 +178,23 @@ class SchedulerLoop:
         else:
             self.idle.set()
 
-    # ---- what the machine needs not know
+    # ---- events that concern the service, too
 
     def _admissible(self, event: events.Event, subject: Subject) -> bool:
-        """Notes the event's subject; False for what must not reach the machine."""
+        """Notes the event's subject; returns False if the machine must not see the event."""
         match event, subject:
             case events.InstanceJoined(), Worker():
                 return self._register(subject)
             case events.InstanceLeft(), Worker():
                 if self.workers.get(subject.id) is not subject:
-                    return False  # another incarnation has taken its place
+                    return False  # a later incarnation is registered
                 del self.workers[subject.id]
                 log.info("%s %s left", subject.card.role, subject.id)
             case events.ProxyLeft(), _:
                 self._proxies.pop(event.proxy_id, None)
             case events.Submitted(request=request), bytes():
                 if request.id in self.machine.requests:
-                    return True  # a double: its spec must not change
+                    return True  # a duplicate: its spec must not change
                 if self.draining:
                     self._refuse(_shutting_down(request.id, request.proxy_id))
                     return False
@@ -221,14 +221,14 @@ class SchedulerLoop:
             waiting.set_result((before, now))
 
     def _policy_changed(self, policy: str) -> None:
-        """Mixed instances order their work themselves."""
+        """Sends the policy to mixed instances, which order their work themselves."""
         self._metrics.policy_changed(policy)
         for worker in self.workers.values():
             if worker.card.role == "mixed":
                 self._command(worker.id, commands.PolicyInForce(name=policy))
 
     def _read(self, event: _Change) -> str | float | None:
-        """Returns the setting that the event changes; None for an instance that is gone."""
+        """Returns the setting that the event changes; None if the instance is gone."""
         match event:
             case events.PolicyChanged():
                 return self.machine.policy
@@ -278,7 +278,7 @@ class SchedulerLoop:
         while True:
             await asyncio.sleep(self.config.heartbeat_s)
             now_s = self.clock()
-            # While the scheduler itself was held up, it is not the workers who were silent.
+            # If the scheduler itself was delayed, the workers were not silent.
             held_up_s = max(now_s - last_s - self.config.heartbeat_s, 0.0)
             last_s = now_s
             for worker in self.workers.values():
@@ -293,7 +293,7 @@ class SchedulerLoop:
             self.post_now(worker.left(), worker)
 
     def close(self) -> None:
-        """Ends every stream after what is queued for it."""
+        """Ends every stream after its queued messages."""
         for proxy in self._proxies.values():
             proxy.outbox.close()
         for worker in self.workers.values():
@@ -301,11 +301,11 @@ class SchedulerLoop:
 
     @property
     def addresses(self) -> dict[str, str]:
-        """The registered instances' addresses, host:port, by instance id."""
+        """Returns the registered instances' addresses (host:port) by instance id."""
         return {worker.id: worker.address for worker in self.workers.values()}
 
     def load(self) -> FleetLoad:
-        """The signals that autoscaling reads, now."""
+        """Returns the present signals for autoscaling."""
         return self._meter.load(self.clock(), self._parked())
 
     def _parked(self) -> int:
@@ -379,13 +379,13 @@ class SchedulerLoop:
             self._metrics.ended(effect)
 
     def _tell_if_queued(self, request_id: str) -> None:
-        """Its proxy must not take the wait for a decode instance's room for silence."""
+        """Tells the proxy that a request waits for room at a decode instance."""
         request = self.machine.requests.get(request_id)
         if request is not None and request.decode_id is None:
             self._update(request.proxy_id, messages.Queued(request_id=request_id))
 
     def tell_progress(self, proxy: Proxy, request_ids: Iterable[str]) -> None:
-        """Answers a proxy that asks how far its requests' prompts are; leaves out what is over."""
+        """Sends a proxy the progress of its requests' prompts; leaves out ended requests."""
         for request_id in request_ids:
             request = self.machine.requests.get(request_id)
             if request is not None and request.proxy_id == proxy.key:

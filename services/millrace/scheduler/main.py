@@ -1,4 +1,4 @@
-"""Wires the scheduler service: server, loop, recorder, metrics, drain."""
+"""Assembles the scheduler service: server, loop, recorder, metrics, drain."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from millrace.wire.server import add_health, bind, create_server
 
 log = logging.getLogger(__name__)
 
-#: For streams to end, and for the last states to be written, after the drain.
+#: The time after the drain in which streams end and the last states are written.
 CLOSE_S = 2.0
 
 
@@ -36,9 +36,9 @@ async def serve(
 ) -> None:
     """Runs the scheduler until SIGTERM or SIGINT, then lets running requests finish.
 
-    `on_ready` gets the port that it listens on; `record` names a file that the run is written to,
-    for `millrace sim replay`. Raises MillraceError when it can't listen, and
-    whatever ends the loop: a scheduler that can't decide must not look alive.
+    `on_ready` gets the port of the server; `record` names the file to which the run is written for
+    `millrace sim replay`. Raises MillraceError if the server can't listen, and every error that
+    ends the loop: a scheduler that can't decide must not seem alive.
     """
     stop = asyncio.Event()
     registry = Registry()
@@ -78,19 +78,19 @@ async def serve(
         await asyncio.wait([work, stopped], return_when=asyncio.FIRST_COMPLETED)
         if work.done():
             stopped.cancel()
-            await work  # raises what went wrong
+            await work  # raises the task's error
         await health.set_serving(False)
         await _drain(loop, recorder, config.scheduler.drain_timeout_s)
 
 
 async def _drain(loop: SchedulerLoop, recorder: Recorder, timeout_s: float) -> None:
-    """Takes no new request, waits for those under way, ends the streams."""
+    """Takes no new request, waits for the requests in flight, ends the streams."""
     loop.draining = True
-    log.info("draining: %d requests are under way", len(loop.machine.requests))
+    log.info("draining: %d requests are in flight", len(loop.machine.requests))
     try:
         await asyncio.wait_for(loop.idle.wait(), timeout_s)
     except TimeoutError:
-        log.warning("%d requests were still under way", len(loop.machine.requests))
+        log.warning("%d requests were still in flight", len(loop.machine.requests))
     loop.close()
     with contextlib.suppress(TimeoutError):
         await asyncio.wait_for(recorder.flushed(), CLOSE_S)

@@ -1,4 +1,4 @@
-"""What the scheduler counts."""
+"""The scheduler's metrics."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from millrace.core.scheduler.machine import Machine
 from millrace.scheduler.recorder import Recorder
 from millrace.telemetry.metrics import Registry
 
-#: Seconds of one step of the machine, from a heartbeat to a round over a large fleet.
+#: Buckets, in seconds, of one step of the machine: from a heartbeat to a round over a large fleet.
 STEP_BUCKETS = (*(1e-6, 5e-6, 1e-5, 2.5e-5, 5e-5, 1e-4), *(2.5e-4, 5e-4, 1e-3, 5e-3, 2.5e-2))
 
-#: A pool's signals that are gauges: field of `PoolLoad`, name, documentation.
+#: The gauges of a pool's signals: field of `PoolLoad`, metric name, help text.
 _POOL = (
     ("draining", "draining_instances", "instances that take no new work"),
-    ("active_requests", "active_requests", "requests placed in the pool, or waiting for it"),
+    ("active_requests", "active_requests", "requests placed in the pool or waiting for it"),
     ("backlog_s", "backlog_seconds", "predicted prefill not yet computed"),
-    ("arriving", "arriving_instances", "so many would be busy with the prefill that arrives"),
-    ("ttft_slo_ratio", "ttft_slo_ratio", "mean TTFT over its objective, worst class"),
-    ("kv_utilisation", "kv_utilisation_ratio", "KV pages held or waited for, over all"),
-    ("tbt_slo_ratio", "tbt_slo_ratio", "mean TBT over its objective, worst class"),
+    ("arriving", "arriving_instances", "instances that the arriving prefill would keep busy"),
+    ("ttft_slo_ratio", "ttft_slo_ratio", "mean TTFT over its objective, of the worst class"),
+    ("kv_utilisation", "kv_utilisation_ratio", "KV pages in use or waited for, over all KV pages"),
+    ("tbt_slo_ratio", "tbt_slo_ratio", "mean TBT over its objective, of the worst class"),
 )
 
 
 class SchedulerMetrics:
-    """Gauges read the machine when they are scraped; counters are told."""
+    """The metrics. Gauges read the machine at every scrape; the loop increments the counters."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class SchedulerMetrics:
         config = machine.config
         self._policy = registry.gauge(
             "millrace_scheduler_policy_info",
-            "1 for how the scheduler decides now",
+            "always 1; the labels give the scheduler's settings in force",
             ["policy", "preemption", "planner"],
         )
         self._decides = {"preemption": config.preemption, "planner": config.planner}
@@ -70,24 +70,44 @@ class SchedulerMetrics:
         for name, documentation, value in (
             (
                 "spread_requests",
-                "requests whose KV several instances hold",
+                "requests whose KV is spread over several instances",
                 lambda: sum(bool(one.shards) for one in machine.requests.values()),
             ),
-            ("queued_requests", "requests no prefill instance has", lambda: machine.queued),
-            ("queued_seconds", "predicted prefill of those", lambda: machine.queued_s),
+            (
+                "queued_requests",
+                "requests that wait for a prefill instance",
+                lambda: machine.queued,
+            ),
+            (
+                "queued_seconds",
+                "predicted prefill time of queued requests",
+                lambda: machine.queued_s,
+            ),
             ("live_requests", "requests that have not ended", lambda: len(machine.requests)),
-            ("ignored_messages", "late, doubled or unknown news", lambda: machine.ignored),
+            ("ignored_messages", "late, duplicate or unknown messages", lambda: machine.ignored),
             (
                 "least_gain_ratio",
-                "gain a larger group must bring",
+                "share by which a larger SP group must cut the TTFT",
                 lambda: machine.improvement_rate,
             ),
-            ("scheduling_rounds", "rounds so far: at arrivals and ends", lambda: machine.rounds),
-            ("prefill_commands", "commands to prefill so far", lambda: machine.commands),
-            ("preempted_tasks", "told to yield while they ran", lambda: machine.preemptions),
-            ("stalled_requests", "taken from prefill that stood still", lambda: machine.stalled),
-            ("unreleased_requests", "never released by workers", lambda: machine.release_timeouts),
-            ("unwritten_requests", "states the store lacks so far", lambda: recorder.buffered),
+            ("scheduling_rounds", "scheduling rounds at arrivals and ends", lambda: machine.rounds),
+            ("prefill_commands", "prefill commands sent", lambda: machine.commands),
+            ("preempted_tasks", "tasks preempted while they ran", lambda: machine.preemptions),
+            (
+                "stalled_requests",
+                "requests planned again because prefill made no progress",
+                lambda: machine.stalled,
+            ),
+            (
+                "unreleased_requests",
+                "requests that workers did not release in time",
+                lambda: machine.release_timeouts,
+            ),
+            (
+                "unwritten_requests",
+                "requests whose state is not written yet",
+                lambda: recorder.buffered,
+            ),
         ):
             registry.gauge_function(f"millrace_scheduler_{name}", documentation, value)
         registry.gauges_by(
@@ -100,7 +120,7 @@ class SchedulerMetrics:
         self._ended.labels(record.state.value).inc()
 
     def policy_changed(self, policy: str) -> None:
-        """Another policy is in force."""
+        """Counts a change of the policy."""
         self._policy.clear()
         self._policy.labels(policy=policy, **self._decides).set(1)
         self._changes.labels(policy).inc()

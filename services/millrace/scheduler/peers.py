@@ -1,4 +1,4 @@
-"""Holds the scheduler's ends of its peers' streams."""
+"""The scheduler's ends of the streams to its peers."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from millrace.core.scheduler.events import InstanceJoined, InstanceLeft
 from millrace.core.scheduler.fleet.cluster import Cluster
 from millrace.wire.fleet_messages import Fleet, ProxyUpdate, WorkerCommand
 
-#: Messages that may wait for one peer. A slower peer is cut off: the end of its stream frees all
-#: that it held, while an unbounded queue would only hide that it is stuck.
+#: The most messages that wait for one peer. The stream of a slower peer is ended, which frees all
+#: its resources; an unbounded queue would only hide that the peer is stuck.
 MAX_OUTBOUND = 16_384
 
 M = TypeVar("M")
@@ -32,7 +32,7 @@ class Outbox(Generic[M]):
         self.failure = ""  # why the stream ends; empty: no failure
 
     def put(self, message: M) -> None:
-        """Queues a message; a full outbox closes instead. Does nothing after the close."""
+        """Queues a message, or closes a full outbox. Does nothing after the close."""
         if self.closed:
             return
         if len(self._messages) >= self._limit:
@@ -63,7 +63,7 @@ class Outbox(Generic[M]):
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Worker:
-    """Holds one registered incarnation of an instance."""
+    """One registered incarnation of an instance."""
 
     card: InstanceJoined
     address: str  # host:port of its gRPC server
@@ -80,16 +80,16 @@ class Worker:
         return Member(incarnation=incarnation, address=self.address)
 
     def left(self) -> InstanceLeft:
-        """Returns the event that tells the core of this incarnation's end."""
+        """Returns the event that reports this incarnation's end to the core."""
         return InstanceLeft(instance_id=self.id, generation=self.card.generation)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Proxy:
-    """Holds one connection of a proxy. Every connection has another `key`."""
+    """One connection of a proxy. Every connection has another `key`."""
 
     key: str
-    parked_requests: int = 0  # as it last said
+    parked_requests: int = 0  # in the proxy's last report
     outbox: Outbox[ProxyUpdate] = field(default_factory=Outbox)
 
 

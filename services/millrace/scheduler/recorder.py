@@ -1,7 +1,7 @@
-"""Writes request states to the store in batches, off the decision path.
+"""Writes request states to the store in batches, outside the decision path.
 
-The store may be slow or away: scheduling goes on, states wait in a bounded buffer, and of each
-request only the last one is kept.
+If the store is slow or unreachable, scheduling continues: states wait in a bounded buffer, which
+keeps only the last state of each request.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from millrace.state.store import RequestStore, StateUpdate, StoreError
 log = logging.getLogger(__name__)
 
 MAX_BUFFERED = 65_536
-#: Ends that are written side by side; each is a round trip of its own.
+#: Ends that are written concurrently; each write is its own round trip.
 FINISHES_AT_ONCE = 64
 RETRY_FIRST_S = 0.1
 RETRY_MOST_S = 5.0
 
 
 class Recorder:
-    """Buffers what `put` takes; `run` writes it until cancelled."""
+    """`put` buffers states; `run` writes them until it is cancelled."""
 
     def __init__(self, store: RequestStore, *, limit: int = MAX_BUFFERED) -> None:
         self._store = store
@@ -31,14 +31,14 @@ class Recorder:
         self._wake = asyncio.Event()
         self._written = asyncio.Event()
         self._written.set()
-        self.dropped = 0  # states lost to a full buffer
+        self.dropped = 0  # states dropped because the buffer was full
 
     @property
     def buffered(self) -> int:
         return len(self._pending)
 
     def put(self, record: Record) -> None:
-        """Never waits. When the buffer is full the oldest state in it is dropped."""
+        """Buffers a state without waiting. A full buffer drops its oldest state."""
         self._pending[record.request_id] = record
         if len(self._pending) > self._limit:
             del self._pending[next(iter(self._pending))]
@@ -68,11 +68,11 @@ class Recorder:
                 self._written.set()
 
     async def flushed(self) -> None:
-        """Returns when all that was put is written."""
+        """Returns once all buffered states are written."""
         await self._written.wait()
 
     async def _write(self, batch: dict[str, Record]) -> None:
-        """Writing a batch twice does no harm: states are set, and the first end stays."""
+        """Writes a batch, which may be written twice: states are set, and the first end stays."""
         updates = [
             StateUpdate(
                 request_id=r.request_id,
@@ -91,7 +91,7 @@ class Recorder:
             await asyncio.gather(*(self._store.finish(r.request_id, r.state.value) for r in some))
 
     def _keep(self, batch: dict[str, Record]) -> None:
-        """Puts a batch back that was not written; newer states of the same requests win."""
+        """Puts back a batch that was not written; newer states of the same requests stay."""
         kept = batch | self._pending
         over = len(kept) - self._limit
         for request_id in list(kept)[: max(over, 0)]:

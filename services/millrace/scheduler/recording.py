@@ -1,7 +1,7 @@
-"""Writes a live run down for `millrace sim replay`: `core.scheduler.recording` gives the form.
+"""Records a live run for `millrace sim replay`; `core.scheduler.recording` defines the format.
 
-Steps are written where they happen: their lines are collected in memory and go to the file when
-there is enough of them, or once a second. A disk that fails ends the recording, never the service.
+The lines of steps are collected in memory and written to the file when enough lines are there, or
+once per second. A disk error ends the recording, never the service.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ Step = Callable[[Event, float], list[Effect]]
 
 
 class Recording:
-    """One file. `around(machine.step)` is the step that also writes.
+    """Records to one file. `around(machine.step)` returns a step that also records.
 
-    A file of that name becomes PATH.old: it may tell why the scheduler had to be started again.
+    An existing file is renamed to PATH.old: it may show why the scheduler was restarted.
     """
 
     def __init__(self, path: Path, config: SchedulerConfig) -> None:
-        """Raises RecordingError when the file can't be written."""
+        """Opens the file. Raises RecordingError if the file can't be written."""
         self.path = path
         self.steps = 0
         self._flushed_s = 0.0
@@ -51,7 +51,7 @@ class Recording:
             raise RecordingError(f"recording {path}: {error}") from error
 
     def around(self, step: Step) -> Step:
-        """`step`, written down: also the event that made it raise."""
+        """Returns a `step` that records its event and effects, also if it raises."""
 
         def recording_step(event: Event, now_s: float) -> list[Effect]:
             line: dict[str, Any] = {"now_s": now_s, "event": recording.plain_event(event)}
@@ -67,7 +67,7 @@ class Recording:
         return recording_step
 
     def close(self) -> None:
-        """Writes what is left. Harmless when called again."""
+        """Writes the rest and closes the file. A second call does nothing."""
         if self._file is not None:
             file, self._file = self._file, None
             try:
@@ -92,7 +92,7 @@ class Recording:
             self.steps += 1
 
     def _give_up(self) -> None:
-        """Closes the file; what is buffered has nowhere to go."""
+        """Closes the file and drops the buffered lines."""
         file, self._file = self._file, None
         if file is not None:
             with contextlib.suppress(OSError):

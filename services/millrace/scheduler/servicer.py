@@ -1,6 +1,6 @@
 """The Scheduler gRPC service: turns streams into events, and outboxes into streams.
 
-Protobuf ends here: the loop sees the core's events and the types of `wire.fleet_messages`.
+The loop sees no protobuf, only the core's events and the types of `wire.fleet_messages`.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ EvictContext = grpc.aio.ServicerContext[
 
 
 class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
-    """One task reads each stream; the handler itself writes it. The first to end ends both."""
+    """Serves streams: a task reads each stream, its handler writes. The first end ends both."""
 
     def __init__(self, loop: SchedulerLoop) -> None:
         self._loop = loop
@@ -69,7 +69,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
     ) -> AsyncIterator[scheduler_pb2.WorkerCommand]:
         first = await self._first(request_iterator)
         if first is None or first.WhichOneof("kind") != "register":
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "a worker registers first")
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "a worker must register first")
         try:
             card = codec.joined(first.register)
         except codec.MessageError as error:
@@ -105,7 +105,9 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
     ) -> AsyncIterator[scheduler_pb2.ProxyUpdate]:
         first = await self._first(request_iterator)
         if first is None or not first.hello.id:
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "a proxy says hello.id first")
+            await context.abort(
+                grpc.StatusCode.INVALID_ARGUMENT, "a proxy must send hello.id first"
+            )
         proxy = Proxy(key=f"{first.hello.id}#{next(self._connections)}")
         log.info("proxy %s connected", proxy.key)
         self._loop.post_now(None, proxy)
@@ -134,7 +136,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
                 case "ask":
                     self._loop.tell_progress(proxy, message.ask.request_ids)
                 case kind:
-                    raise codec.MessageError(f"a connected proxy said {kind or 'nothing'}")
+                    raise codec.MessageError(f"a connected proxy sent {kind or 'nothing'}")
 
     async def _submit(self, spec: common_pb2.RequestSpec, proxy: Proxy) -> None:
         try:
@@ -197,7 +199,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
         return scheduler_pb2.EvictReply()
 
     async def _first(self, messages: AsyncIterator[M]) -> M | None:
-        """The stream's first message, None when none comes within a lease."""
+        """Returns the stream's first message; None if no message comes within a lease."""
         with contextlib.suppress(StopAsyncIteration, TimeoutError):
             return await asyncio.wait_for(anext(messages), self._loop.config.lease_s)
         return None
@@ -206,7 +208,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
 async def _written(
     outbox: Outbox[M], reading: Coroutine[Any, Any, None]
 ) -> AsyncGenerator[M, None]:
-    """The outbox's messages while the peer is read; the end of either ends both."""
+    """Yields the outbox's messages while the peer is read; the end of either ends both."""
     reader = asyncio.create_task(reading)
     reader.add_done_callback(lambda task: _read_end(task, outbox))
     try:
@@ -220,7 +222,7 @@ async def _written(
 
 
 def _read_end(reader: asyncio.Task[None], outbox: Outbox[Any]) -> None:
-    """A peer that makes no sense is told so; one that is gone just leaves."""
+    """Closes the outbox; if reading failed, with the error's text."""
     if not reader.cancelled() and (error := reader.exception()) is not None:
         if not isinstance(error, codec.MessageError):
             log.debug("a stream broke: %r", error)

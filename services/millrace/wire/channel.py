@@ -1,4 +1,4 @@
-"""gRPC channels to peers: the options of `create_server`, TLS as the process's, fast reconnects."""
+"""gRPC channels to peers: options as in `create_server`, the process's TLS, fast reconnects."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from millrace.wire.tls import SERVER_NAME, process_tls
 
 
 def open_channel(address: str, *, max_message_bytes: int = MAX_MESSAGE_BYTES) -> grpc.aio.Channel:
-    """A channel to `address` (host:port). Returns at once; the first call connects.
+    """Returns a channel to `address` (host:port) at once; the first call connects.
 
-    A lost connection is tried again after 100 ms, then ever later up to 2 s, with the certificates
-    of now: who serves for long opens a new channel after a loss (or see `Channels`).
+    A lost connection is tried again after 100 ms, then after growing delays up to 2 s, with the
+    certificates that were read at the opening: a long-lived client opens a new channel after a
+    loss (or uses `Channels`).
     """
     options = channel_options(max_message_bytes)
     if (tls := process_tls()) is None:
@@ -24,16 +25,17 @@ def open_channel(address: str, *, max_message_bytes: int = MAX_MESSAGE_BYTES) ->
 
 
 class Channels:
-    """A channel a peer, opened when first asked for, and anew once certificates were renewed."""
+    """Keeps one channel per peer, opened at its first use and again after renewed certificates."""
 
     def __init__(self) -> None:
         self._open: dict[str, tuple[grpc.aio.Channel, grpc.ChannelCredentials | None]] = {}
-        #: The ones before: calls may be under way on them, until certificates are renewed again.
+        #: Channels with the previous certificates: calls may be in flight on them. They are closed
+        #: when the certificates are renewed again.
         self._earlier: dict[str, grpc.aio.Channel] = {}
         self._closing: set[asyncio.Task[None]] = set()
 
     def to(self, address: str) -> grpc.aio.Channel:
-        """The channel to host:port."""
+        """Returns the channel to host:port."""
         tls = process_tls()
         credentials = None if tls is None else tls.channel_credentials()
         if address in self._open:

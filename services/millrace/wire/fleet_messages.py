@@ -12,8 +12,8 @@ from millrace.core.scheduler import effects, events
 from millrace.core.scheduler.commands import Drain, Member, PolicyInForce, Registered
 from millrace.core.scheduler.fleet.prompt_progress import PromptProgress
 
-#: A `RequestSpec` as its proxy encoded it: once, for the store and for the scheduler. The scheduler
-#: forwards it to the instances unread.
+#: A `RequestSpec` that its proxy encoded once, for the store and for the scheduler. The scheduler
+#: forwards the bytes to the instances without decoding them again.
 EncodedSpec = bytes
 
 
@@ -75,7 +75,7 @@ class Fleet:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """Tells how far the prompt of a request is whose first token is not out."""
+    """Reports how far the prompt of a request without a first token is computed."""
 
     request_id: str
     prompt: PromptProgress
@@ -103,7 +103,7 @@ class SendAdmitDecode:
 class SendRunPrefill:
     """Carries an effect to its prefill instance, which reads it as `commands.RunPrefill`.
 
-    `group` lists every instance of the chunks in the order of the last chunk. `holders` keep the
+    `group` lists every instance of the chunks in the order of the last chunk. `holders` have the
     effect's shards, in order.
     """
 

@@ -1,4 +1,4 @@
-"""A member's client of its leaders' PrefillGroup service."""
+"""The member's client of the PrefillGroup service at its SP group leaders."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from millrace.wire.channel import Channels
 from millrace.wire.codec.group import hand_in_message, join_message, members_of
 from millrace.wire.pb import gang_pb2_grpc
 
-#: A member asks again after this; the scheduler ends a wait that has become pointless.
+#: A member asks again after this time; the scheduler ends a wait that has no purpose any more.
 WAIT_S = 20.0
 
 
 class GroupLeaders:
-    """Leaders by address, one channel each, opened at the first call."""
+    """Calls leaders by address; every leader has one channel, opened at the first call."""
 
     def __init__(self) -> None:
         self._channels = Channels()
 
     async def join(self, address: str, ask: JoinAsk) -> list[GroupMember]:
-        """Returns when all have joined. Raises GroupError when they never will."""
+        """Returns the members once all have joined. Raises GroupError if they can't all join."""
         request = join_message(ask)
         while True:
             try:
@@ -37,7 +37,7 @@ class GroupLeaders:
             return members_of(reply)
 
     async def hand_in(self, address: str, told: HandIn) -> None:
-        """Raises GroupError when the leader does not take it."""
+        """Sends a member's hand-in. Raises GroupError if the leader does not accept it."""
         try:
             reply = await self._stub(address).HandIn(hand_in_message(told), timeout=WAIT_S)
         except grpc.aio.AioRpcError as error:

@@ -22,14 +22,14 @@ from millrace.wire.pb import transfer_pb2, transfer_pb2_grpc
 
 
 class GrpcKvPeer:
-    """One receiver. Every call has a deadline and raises TransferError."""
+    """Calls one receiver. Every call has a deadline and may raise TransferError."""
 
     def __init__(self, address: str, channel: grpc.aio.Channel) -> None:
         self._address = address
         self._stub = transfer_pb2_grpc.KvReceiverStub(channel)
 
     async def handshake(self, ask: HandshakeAsk, *, timeout_s: float) -> HandshakeGrant:
-        """Raises HandshakeRefused, HandshakeQueued, or TransferError if there is no answer."""
+        """Asks for pages. Raises HandshakeRefused, HandshakeQueued; TransferError if unanswered."""
         try:
             reply = await self._stub.Handshake(ask_message(ask), timeout=timeout_s)
         except grpc.aio.AioRpcError as error:
@@ -41,7 +41,7 @@ class GrpcKvPeer:
         return grant_of(reply)
 
     async def finish(self, ticket: Ticket, message: FinishedPrefill, *, timeout_s: float) -> None:
-        """Tells that prefill has finished. Raises TransferError if the receiver refuses."""
+        """Reports a finished prefill. Raises TransferError if the receiver refuses."""
         request = finished_message(ticket, message)
         try:
             reply = await self._stub.FinishPrefill(request, timeout=timeout_s)
@@ -65,7 +65,7 @@ class GrpcKvPeer:
             raise self._error("AbortTransfer", error) from error
 
     async def send_history(self, ask: HistoryAsk, *, timeout_s: float) -> None:
-        """Raises HandshakeRefused, or TransferError if there is no answer."""
+        """Has the receiver send history. Raises HandshakeRefused; TransferError if unanswered."""
         try:
             reply = await self._stub.SendHistory(history_message(ask), timeout=timeout_s)
         except grpc.aio.AioRpcError as error:
@@ -80,13 +80,13 @@ class GrpcKvPeer:
 
 
 class KvPeers:
-    """Peers by address, a channel each, opened when first asked for."""
+    """Receivers by address; every receiver has one channel, opened at its first use."""
 
     def __init__(self) -> None:
         self._channels = Channels()
 
     def to(self, address: str) -> GrpcKvPeer:
-        """The peer at host:port."""
+        """Returns the receiver at host:port."""
         return GrpcKvPeer(address, self._channels.to(address))
 
     async def close(self) -> None:

@@ -1,4 +1,4 @@
-"""An owner's client of a holder's Kvp service: streams that last as long as what they stand for."""
+"""The KV owner's client of a KVP worker's service; every stream holds an attachment or a shard."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ Q = TypeVar("Q")
 M = TypeVar("M")
 
 
-class _News(Generic[Q, M]):
-    """A stream that its reader ends. Cancelling a read ends it, too."""
+class _Reports(Generic[Q, M]):
+    """A stream of messages that its reader ends. Cancelling a read ends the stream, too."""
 
     def __init__(self, name: str, address: str, call: grpc.aio.UnaryStreamCall[Q, M]) -> None:
         self._name = f"{name} at {address}"
         self._call = call
 
     async def first(self, timeout_s: float) -> M:
-        """The first message. Raises TransferError as `next` does, and when it is late."""
+        """Returns the first message. Raises TransferError as `next` does, and after `timeout_s`."""
         try:
             async with asyncio.timeout(timeout_s):
                 return await self.next()
@@ -33,7 +33,7 @@ class _News(Generic[Q, M]):
             raise TransferError(f"{self._name}: no answer within {timeout_s:g} s") from None
 
     async def next(self) -> M:
-        """Raises TransferError when the stream has ended, whatever the reason."""
+        """Returns the next message. Raises TransferError if the stream has ended or failed."""
         try:
             message = await self._call.read()
             if message is not grpc.aio.EOF:  # type: ignore[attr-defined] # stubs lack it
@@ -49,92 +49,92 @@ class _News(Generic[Q, M]):
 
 
 class Attachment:
-    """An owner's place at a holder, until `close`."""
+    """A KV owner's attachment to a KVP worker, until `close`."""
 
     def __init__(
-        self, grant: AttachGrant, news: _News[kvp_pb2.AttachRequest, kvp_pb2.AttachNews]
+        self, grant: AttachGrant, reports: _Reports[kvp_pb2.AttachRequest, kvp_pb2.AttachNews]
     ) -> None:
         self.grant = grant
-        self._news = news
+        self._reports = reports
 
     async def lost(self) -> str:
-        """Returns when the holder has let go of it, or is gone, and says why."""
-        return await _end_of(self._news)
+        """Waits until the KVP worker is gone or has ended the attachment; returns the reason."""
+        return await _end_of(self._reports)
 
     def close(self) -> None:
-        self._news.close()
+        self._reports.close()
 
 
 class HeldShard:
-    """A shard at a holder, until `close`. `number` names it in passes."""
+    """A shard at a KVP worker, until `close`. Decode passes name it by `number`."""
 
     def __init__(
-        self, number: int, address: str, news: _News[kvp_pb2.HoldRequest, kvp_pb2.HoldNews]
+        self, number: int, address: str, reports: _Reports[kvp_pb2.HoldRequest, kvp_pb2.HoldNews]
     ) -> None:
         self.number = number
         self._address = address
-        self._news = news
+        self._reports = reports
 
     async def landed(self) -> None:
-        """Returns once its part of the prompt is there. Raises TransferError when it is lost."""
-        message = await self._news.next()
+        """Returns once the shard's tokens are stored. Raises TransferError if the shard is lost."""
+        message = await self._reports.next()
         if message.failed:
             raise TransferError(f"{self._address}: {message.failed}")
 
     async def lost(self) -> str:
-        """After `landed`: returns when the holder has let go of it, or is gone, and says why."""
+        """Waits, after `landed`, until the shard is lost; returns the reason."""
         try:
             await self.landed()
         except TransferError as error:
             return str(error)
-        return f"{self._address} says twice that all has landed"
+        return f"{self._address} reported twice that the shard has landed"
 
     def close(self) -> None:
-        self._news.close()
+        self._reports.close()
 
 
 class GrpcKvpPeer:
-    """One holder."""
+    """Calls one KVP worker."""
 
     def __init__(self, address: str, channel: grpc.aio.Channel) -> None:
         self._address = address
         self._stub = kvp_pb2_grpc.KvpStub(channel)
 
     async def attach(self, ask: AttachAsk, *, timeout_s: float) -> Attachment:
-        """Raises TransferError when it is refused or not answered in time."""
-        news = _News("Attach", self._address, self._stub.Attach(attach_message(ask)))
-        message = await news.first(timeout_s)
+        """Attaches the owner. Raises TransferError after a refusal or `timeout_s`."""
+        reports = _Reports("Attach", self._address, self._stub.Attach(attach_message(ask)))
+        message = await reports.first(timeout_s)
         if message.refusal:
-            news.close()
+            reports.close()
             raise TransferError(f"{self._address} refused: {message.refusal}")
-        return Attachment(grant_of(message), news)
+        return Attachment(grant_of(message), reports)
 
     async def hold(self, ask: HoldAsk, *, timeout_s: float) -> HeldShard:
-        """Raises TransferError when there is no room for it, or no answer in time."""
-        news = _News("Hold", self._address, self._stub.Hold(hold_message(ask)))
-        message = await news.first(timeout_s)
+        """Asks for a shard. Raises TransferError if there is no room, or no answer in time."""
+        reports = _Reports("Hold", self._address, self._stub.Hold(hold_message(ask)))
+        message = await reports.first(timeout_s)
         if message.WhichOneof("kind") != "opened":
-            news.close()
+            reports.close()
             raise TransferError(f"{self._address} refused: {message.failed or 'it gave no number'}")
-        return HeldShard(message.opened.shard, self._address, news)
+        return HeldShard(message.opened.shard, self._address, reports)
 
 
-async def _end_of(news: _News[Q, M]) -> str:
+async def _end_of(reports: _Reports[Q, M]) -> str:
     try:
         while True:
-            await news.next()
+            await reports.next()
     except TransferError as error:
         return str(error)
 
 
 class KvpPeers:
-    """Holders by address, a channel each, opened when first asked for."""
+    """KVP workers by address; every worker has one channel, opened at its first use."""
 
     def __init__(self) -> None:
         self._channels = Channels()
 
     def to(self, address: str) -> GrpcKvpPeer:
-        """The holder at host:port."""
+        """Returns the KVP worker at host:port."""
         return GrpcKvpPeer(address, self._channels.to(address))
 
     async def close(self) -> None:

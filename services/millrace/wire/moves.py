@@ -4,5 +4,5 @@ from __future__ import annotations
 
 from typing import Final
 
-#: `TokenEvent.error` of a request that is migrated for want of memory.
+#: `TokenEvent.error` of a request that is migrated for lack of memory.
 PREEMPTED: Final = "preempted"

@@ -1,4 +1,4 @@
-"""An asker's client of another instance's TransferProbe service."""
+"""The prober's client of another instance's TransferProbe service."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from millrace.wire.pb import transfer_pb2, transfer_pb2_grpc
 
 
 class ProbeCall:
-    """One probe at the peer. Every read raises TransferError when the stream fails or ends."""
+    """One probe of a peer. Every read raises TransferError if the stream fails or ends."""
 
     def __init__(
         self,
@@ -29,16 +29,16 @@ class ProbeCall:
         self._over = over
 
     async def endpoint(self) -> ProbeEndpoint:
-        """The peer's end, which it says first."""
+        """Returns the peer's endpoint, which is its first message."""
         return endpoint_of((await self._reply()).endpoint)
 
     async def verdict(self) -> None:
-        """Raises TransferError when the peer saw something go wrong."""
+        """Reads the peer's verdict. Raises TransferError if the peer reports an error."""
         if error := (await self._reply()).result.error:
-            raise TransferError(f"there, {error}")
+            raise TransferError(f"at the peer: {error}")
 
     async def end(self) -> None:
-        """Lets the peer free its end. Returns when it has."""
+        """Ends the probe; returns once the peer has freed its endpoint."""
         self._over.set()
         await self._call.code()
 
@@ -50,14 +50,14 @@ class ProbeCall:
             raise TransferError(f"{error.code().name.lower()}: {why}") from error
         if isinstance(reply, transfer_pb2.ProbeReply):
             return reply
-        raise TransferError("it ended the probe")
+        raise TransferError("the peer ended the probe")
 
 
 @asynccontextmanager
 async def probe_call(
     address: str, asker: Incarnation, endpoint: ProbeEndpoint, *, timeout_s: float
 ) -> AsyncIterator[ProbeCall]:
-    """Asks the instance at `address`, and says which end it is to write to."""
+    """Asks the instance at `address` for a probe, and sends the endpoint that it writes to."""
     over = asyncio.Event()
 
     async def requests() -> AsyncIterator[transfer_pb2.ProbeRequest]:
@@ -71,4 +71,4 @@ async def probe_call(
         try:
             yield ProbeCall(stub.Probe(requests(), timeout=timeout_s), over)
         finally:
-            over.set()  # grpc leaves the writer of a failed stream waiting
+            over.set()  # gRPC leaves the writer of a failed stream waiting

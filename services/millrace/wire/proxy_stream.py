@@ -14,7 +14,7 @@ from millrace.wire.pb import scheduler_pb2, scheduler_pb2_grpc
 async def scheduler_updates(
     address: str, proxy: Incarnation, outgoing: AsyncIterator[Sequence[ProxyMessage]]
 ) -> AsyncGenerator[ProxyUpdate, None]:
-    """Connects a proxy to the scheduler at `address`; yields what the scheduler says.
+    """Connects a proxy to the scheduler at `address`; yields the scheduler's updates.
 
     gRPC asks `outgoing` for the next items once all earlier items are written. The caller closes
     the generator. Raises grpc.aio.AioRpcError when the stream fails.

@@ -1,4 +1,4 @@
-"""Calls to a scheduler by those who hold no stream to it: administrators and their tools."""
+"""Calls to a scheduler without a stream: for administrators, tools and the operator."""
 
 from __future__ import annotations
 
@@ -24,30 +24,30 @@ class SchedulerUnavailable(MillraceError):
 
 
 class SchedulerRefused(MillraceError):
-    """The scheduler says what is wrong with the call."""
+    """The scheduler refused the call and gave the reason."""
 
 
 class UnknownInstance(MillraceError):
-    """No instance of that id is registered at the scheduler."""
+    """No instance with this id is registered at the scheduler."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InstanceView:
-    """An instance as the scheduler sees it."""
+    """The scheduler's view of an instance."""
 
     id: str
     role: str  # prefill | decode | mixed
     address: str  # host:port
     draining: bool  # takes no new work: cordoned, or leaving
-    running: int  # requests in compute or in the batch, as it last said, like `waiting`
+    running: int  # requests in compute or in the batch, in its last report (as `waiting`)
     waiting: int
-    held_requests: int  # that hold pages there, or will; draining with 0 of them, it may go
+    held_requests: int  # hold pages there, or will; a draining instance may go at 0
     total_pages: int
     free_pages: int
 
 
 async def get_settings(address: str) -> dict[str, Any]:
-    """`policy`, `preemption`, `planner` and `improvement_rate` in force, and the `policies`.
+    """Returns `policy`, `preemption`, `planner` and `improvement_rate`, and all `policies`.
 
     Raises SchedulerUnavailable.
     """
@@ -63,14 +63,14 @@ async def get_settings(address: str) -> dict[str, Any]:
 
 
 async def get_mechanisms(address: str) -> list[Mechanism]:
-    """What is in force at the scheduler, and what is not. Raises SchedulerUnavailable."""
+    """Returns the mechanisms and whether they are in force. Raises SchedulerUnavailable."""
     async with _stub(address) as stub:
         reply = await stub.GetStatus(scheduler_pb2.StatusRequest(), timeout=TIMEOUT_S)
     return [Mechanism(one.name, one.on, one.detail) for one in reply.mechanisms]
 
 
 async def set_policy(address: str, policy: str) -> dict[str, Any]:
-    """The `policy` in force now, and the one `before`.
+    """Changes the policy; returns the `policy` in force and the policy `before`.
 
     Raises SchedulerRefused for an unknown policy, SchedulerUnavailable.
     """
@@ -81,10 +81,10 @@ async def set_policy(address: str, policy: str) -> dict[str, Any]:
 
 
 async def set_improvement_rate(address: str, wanted: float | str) -> dict[str, Any]:
-    """The `improvement_rate` in force now, and the one `before`.
+    """Changes the rate; returns the `improvement_rate` in force and the rate `before`.
 
-    `wanted` is a rate for good, or a table ARRIVALS_PER_S:RATE,... to look it up in. Raises
-    SchedulerRefused for a rate or a table that makes no sense, SchedulerUnavailable.
+    `wanted` is a fixed rate, or a table ARRIVALS_PER_S:RATE,... of rates by load. Raises
+    SchedulerRefused for an invalid rate or table, SchedulerUnavailable.
     """
     request = (
         scheduler_pb2.SetImprovementRateRequest(rates=wanted)
@@ -97,14 +97,14 @@ async def set_improvement_rate(address: str, wanted: float | str) -> dict[str, A
 
 
 async def get_load(address: str) -> FleetLoad:
-    """The signals of all pools, now. Raises SchedulerUnavailable."""
+    """Returns the present signals of all pools. Raises SchedulerUnavailable."""
     async with _stub(address) as stub:
         reply = await stub.GetLoad(scheduler_pb2.LoadRequest(), timeout=TIMEOUT_S)
     return fleet_load(reply)
 
 
 async def get_instances(address: str) -> list[InstanceView]:
-    """All instances that are registered. Raises SchedulerUnavailable."""
+    """Returns all registered instances. Raises SchedulerUnavailable."""
     async with _stub(address) as stub:
         reply = await stub.GetStatus(scheduler_pb2.StatusRequest(), timeout=TIMEOUT_S)
     return [
@@ -124,7 +124,7 @@ async def get_instances(address: str) -> list[InstanceView]:
 
 
 async def set_cordon(address: str, instance_id: str, cordoned: bool) -> None:
-    """No new work for the instance, or some again; a new life of it is not cordoned.
+    """Cordons or uncordons the instance; its next incarnation is not cordoned.
 
     Raises UnknownInstance, SchedulerUnavailable.
     """
@@ -134,9 +134,9 @@ async def set_cordon(address: str, instance_id: str, cordoned: bool) -> None:
 
 
 async def evict(address: str, instance_id: str, *, abort: bool) -> None:
-    """Cordons the instance and ends what it holds: to go on elsewhere, or with `abort` for good.
+    """Cordons the instance and has its requests migrated or retried; `abort` ends their answers.
 
-    Returns when the instance is told. Raises UnknownInstance, SchedulerUnavailable.
+    Returns once the command is sent. Raises UnknownInstance, SchedulerUnavailable.
     """
     async with _stub(address) as stub:
         request = scheduler_pb2.EvictRequest(instance_id=instance_id, abort=abort)

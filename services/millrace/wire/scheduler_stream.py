@@ -1,4 +1,4 @@
-"""An instance's stream to the scheduler: registration and reports go out, commands come in."""
+"""An instance's stream to the scheduler: sends registration and reports, receives commands."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from millrace.wire.channel import open_channel
 from millrace.wire.codec.instance import command_of, registration_message, report_message
 from millrace.wire.pb import scheduler_pb2, scheduler_pb2_grpc
 
-#: The commands as they come; those of kinds that this version does not know are left out.
+#: The commands in order; commands of unknown kinds are left out.
 SchedulerStream = AsyncIterator[Command]
 
 
 class SchedulerStreamError(MillraceError):
-    """The stream failed. It says what gRPC said."""
+    """The stream failed; the message holds gRPC's code and details."""
 
 
 @asynccontextmanager

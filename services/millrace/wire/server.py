@@ -1,4 +1,4 @@
-"""gRPC servers: bounded messages, keepalive, the standard health service, a bind that explains."""
+"""gRPC servers: bounded messages, keepalive, the standard health service, clear bind errors."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from millrace.wire.tls import process_tls
 
 
 class BindError(MillraceError):
-    """A server can't listen on its address. Names host and port."""
+    """A server can't listen on its address. The error names host and port."""
 
 
 class Health:
-    """What a server says of its services over grpc.health.v1.
+    """The health of a server's services over grpc.health.v1.
 
-    The server as a whole (the empty name) serves for as long as it answers: a liveness probe asks
-    for it. The named services follow `set_serving`, and are unknown before its first call: a
-    readiness probe asks for one of them.
+    The server as a whole (the empty name) is serving while it answers: a liveness probe asks for
+    it. The named services follow `set_serving`, and are unknown before its first call: a
+    readiness probe asks for a named service.
     """
 
     def __init__(self, names: Sequence[str]) -> None:
@@ -31,7 +31,7 @@ class Health:
         self.servicer = health_aio.HealthServicer()
 
     async def set_serving(self, serving: bool) -> None:
-        """Sets the status of the named services; watchers hear of it at once."""
+        """Sets the status of the named services; watchers get it at once."""
         status = (
             health_pb2.HealthCheckResponse.SERVING
             if serving
@@ -42,7 +42,7 @@ class Health:
 
 
 def create_server(*, max_message_bytes: int = MAX_MESSAGE_BYTES) -> grpc.aio.Server:
-    """A grpc.aio server whose peers may ping as often as `open_channel` does."""
+    """Returns a grpc.aio server whose peers may ping as often as `open_channel` does."""
     return grpc.aio.server(options=server_options(max_message_bytes))
 
 
@@ -56,8 +56,8 @@ def add_health(server: grpc.aio.Server, names: Sequence[str]) -> Health:
 def bind(server: grpc.aio.Server, host: str, port: int) -> int:
     """Listens on `host:port` before `server.start()`; returns the real port (`port` 0: a free one).
 
-    Where the process uses TLS, clients must show a certificate that its CA has signed.
-    Raises BindError naming host and port when the address can't be had.
+    If the process uses TLS, clients must show a certificate that its CA has signed. Raises
+    BindError, which names host and port, if the address can't be bound.
     """
     address = host_port(host, port)
     tls = process_tls()

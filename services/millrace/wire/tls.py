@@ -1,9 +1,8 @@
 """Mutual TLS between services: each end shows a certificate that the CA of both has signed.
 
-The files are read again, for every connection that is made from then on, when they have changed:
-those who renew certificates rewrite them under running processes. A connection that is open goes
-on. What is not whole (a key without its certificate yet) waits; the last good files serve until
-then.
+Every new connection uses the present files: they are read again after a change, because
+certificates are renewed under running processes. Open connections stay. While the files are
+incomplete (a new key without its certificate), the last good files stay in use.
 """
 
 from __future__ import annotations
@@ -22,18 +21,18 @@ from millrace.core.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
-#: The DNS name in every service's certificate, and what clients check. Pods come and go and are
-#: reached by their addresses, which no certificate could name beforehand. Who holds one that the
-#: CA has signed belongs to the deployment.
+#: The DNS name in every service's certificate, which clients check. Pods come and go and are
+#: reached by addresses that no certificate can name in advance. Every process with a certificate
+#: that the CA has signed belongs to the deployment.
 SERVER_NAME = "millrace.internal"
 
-#: What tells one content of a file from another: modification time, inode, size.
+#: Identifies the content of a file: modification time, inode, size.
 _Stamp = tuple[tuple[int, int, int], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class _Files:
-    """What the three files held at `stamp`."""
+    """The content of the three files at `stamp`."""
 
     stamp: _Stamp
     server: grpc.ServerCertificateConfiguration
@@ -41,17 +40,17 @@ class _Files:
 
 
 class Tls:
-    """The credentials of both ends, from files. For any thread."""
+    """Makes the credentials of both ends from files. Thread-safe."""
 
     def __init__(self, config: TlsConfig) -> None:
-        """Raises ConfigError naming the file that is missing, unreadable or does not fit."""
+        """Reads the files. Raises ConfigError naming a missing, unreadable or unfit file."""
         self._config = config
         self._lock = threading.Lock()
         self._files = _read(config)
-        self._trouble = ""  # of the latest files; empty: they are in use
+        self._trouble = ""  # the error of the latest files; empty: they are in use
 
     def server_credentials(self) -> grpc.ServerCredentials:
-        """For a server. It asks at every connection for what the files hold then."""
+        """Returns a server's credentials, which use the present files at every connection."""
         return grpc.dynamic_ssl_server_credentials(
             self._current().server,
             lambda: self._current().server,
@@ -59,7 +58,7 @@ class Tls:
         )
 
     def channel_credentials(self) -> grpc.ChannelCredentials:
-        """For a channel that is opened now. The same object for as long as the files are."""
+        """Returns a new channel's credentials; the same object until the files change."""
         return self._current().channel
 
     def _current(self) -> _Files:
@@ -80,16 +79,16 @@ _of_process: Tls | None = None
 
 
 def use_tls(config: TlsConfig) -> None:
-    """Has all servers and channels that this process opens from now on speak as `config` says.
+    """Sets the TLS of all servers and channels that this process opens from now on.
 
-    Plainly where it names no files. Raises ConfigError for files that can't serve.
+    Without files in `config` they use no TLS. Raises ConfigError for unusable files.
     """
     global _of_process
     _of_process = Tls(config) if config.enabled else None
 
 
 def process_tls() -> Tls | None:
-    """What `use_tls` was told; None: connections are not encrypted."""
+    """Returns the TLS set by `use_tls`; None if connections are not encrypted."""
     return _of_process
 
 
@@ -128,7 +127,7 @@ def _read(config: TlsConfig) -> _Files:
 
 
 def _check(config: TlsConfig) -> None:
-    """Raises ConfigError where a peer with the same files would refuse us."""
+    """Raises ConfigError if a peer with the same files would refuse this process."""
     client, server = (
         ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT),
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER),
@@ -137,7 +136,7 @@ def _check(config: TlsConfig) -> None:
     for context in (client, server):
         try:
             context.load_verify_locations(config.ca_file)
-        except OSError as error:  # an SSLError is one; else the file is gone by now
+        except OSError as error:  # an SSLError, or the file has disappeared
             raise _unfit("ca_file", config.ca_file, "it holds no certificate in PEM") from error
         try:
             context.load_cert_chain(config.cert_file, config.key_file, password=b"")
@@ -157,7 +156,7 @@ def _check(config: TlsConfig) -> None:
 
 
 def _shake_hands(client: ssl.SSLContext, server: ssl.SSLContext) -> None:
-    """Within this process. Raises ssl.SSLError when either refuses the other."""
+    """Runs a handshake within this process. Raises ssl.SSLError if an end refuses."""
     to_client, to_server = ssl.MemoryBIO(), ssl.MemoryBIO()
     ends = [
         client.wrap_bio(to_client, to_server, server_hostname=SERVER_NAME),

@@ -1,4 +1,4 @@
-"""Requests wait in the proxy while there is no fleet, and go on in order when there is one."""
+"""Requests wait in the proxy while there is no fleet, and are submitted in order after that."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ async def asleep(stack):
 
 
 async def parked(stack, count=1, **body):
-    """So many requests that wait, in order."""
+    """Returns this many waiting requests, in order."""
     asking = []
     for _ in range(count):
         asking.append(asyncio.create_task(stack.http.post(CHAT, json={**BODY, **body})))

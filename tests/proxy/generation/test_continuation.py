@@ -1,4 +1,4 @@
-"""An answer whose decode instance is gone is migrated, and its client sees nothing of it."""
+"""An answer whose decode instance is gone is migrated without an effect for its client."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ async def stack(tmp_path, monkeypatch):
 
 
 class Answer:
-    """A streamed answer as its client has it."""
+    """A streamed answer that the client received."""
 
     def __init__(self, chunks):
         self.chunks = chunks
@@ -70,7 +70,7 @@ async def undisturbed(stack, body):
 
 
 async def disturbed(stack, body, disturb, after=5, headers=None):
-    """The answer when `disturb(spec)` happens behind `after` tokens a choice; plays the rest."""
+    """Returns the answer if `disturb(spec)` runs after `after` tokens per choice."""
     held = Script(reply=TEXT, hold=asyncio.Event(), hold_after=after)
     many = after * body.get("n", 1)
     stack.fleet.specs.clear()
@@ -120,7 +120,7 @@ async def test_the_client_sees_one_answer(stack, kind):
 
 @pytest.mark.parametrize("after", [1, 8, 14, 15, 16, 17, 19])
 async def test_text_stop_strings_ids_and_log_probabilities_cross_the_seam(stack, after):
-    """Behind 14 to 16 tokens the seam is inside a character, or beside it."""
+    """After 14 to 16 tokens the seam is inside a character, or next to it."""
     body = {**BODY, "logprobs": 2, "return_token_ids": True, "echo": True}
     for stop in ([], ["re, gr"], ["üß"]):
         expected = await undisturbed(stack, {**body, "stop": stop})
@@ -313,7 +313,7 @@ async def test_a_continuation_does_not_wait_for_ever(stack, monkeypatch):
 
 
 async def test_streams_go_on_when_the_scheduler_is_back(stack):
-    """The one that was lost has given them up; its workers have dropped them."""
+    """The lost scheduler has given up the requests, and its workers have dropped them."""
 
     async def restart(spec):
         await stack.fleet.stop_scheduler()

@@ -1,4 +1,4 @@
-"""/admin/scheduler: what it answers, whom it lets in, and what it says to the others."""
+"""/admin/scheduler: its answers, the clients that it accepts, and the errors for others."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ async def stack(tmp_path_factory):
 
 
 def check(response: httpx.Response, status: int, code: str, param: str | None = None) -> str:
-    """Checks an error as OpenAI's clients read it; returns its message."""
+    """Checks the form of an error for OpenAI's clients; returns its message."""
     assert response.status_code == status, response.text
     error = response.json()["error"]
     assert (error["code"], error["param"]) == (code, param)

@@ -1,4 +1,4 @@
-"""docs/reference/api.md names every field that the proxy knows, and what becomes of it."""
+"""docs/reference/api.md lists every field that the proxy knows, and how it is treated."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from millrace.proxy.request.validation import Bodies
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "reference" / "api.md"
 
-#: Refused by more than their kind: alone the values that ask for nothing are let through.
+#: Fields of which only values without an effect are accepted.
 NARROW = {"tools", "response_format", "modalities"}
-#: Served by one of the two endpoints alone; the page says so.
+#: Fields that only one of the two endpoints serves; the page says so.
 BY_ENDPOINT = {"echo": "served"}
 
 
 def documented() -> dict[str, str]:
-    """Each field of the page's table, and whether it is served, ignored or refused."""
+    """Returns each field of the page's table: served, ignored or refused."""
     text = PAGE.read_text()
     table = text[text.index("### What other clients send") : text.index("### Scoring a prompt")]
     found: dict[str, str] = {}

@@ -22,7 +22,7 @@ async def stack(tmp_path):
 
 
 async def events(stack, **fields):
-    """The JSON of every event of a stream; ends with the text after the last "data:"."""
+    """Returns the JSON of a stream's events; the last item is the text after the last "data:"."""
     found = []
     body = {"model": MODEL, "messages": USER, "stream": True, **fields}
     async with stack.http.stream("POST", CHAT, json=body) as response:
@@ -311,7 +311,7 @@ async def test_continuous_usage_is_in_every_chunk_and_counts_its_own_choice(stac
         counts = [
             c["usage"]["completion_tokens"] for c in said if c["choices"][0]["index"] == index
         ]
-        # One token a chunk, the last one the end of sequence; a chat's first chunk is its role.
+        # One token per chunk, the last token the end of sequence; a chat's first chunk is its role.
         assert counts == list(range(0 if path == CHAT else 1, 9))
     for chunk in said:
         usage = chunk["usage"]

@@ -143,7 +143,7 @@ async def test_no_token_with_echo_scores_the_prompt(stack, stream, logprobs):
     body |= {"logprobs": logprobs, "return_token_ids": True, "stop": "h", "stream": stream}
     if stream:
         body["stream_options"] = {"include_usage": True, "continuous_usage_stats": True}
-    # The engine's one token ends the sequence: of that nothing may show.
+    # The engine's one token ends the sequence, and must not be shown.
     stack.fleet.script = Script(token_ids=[1], finish="stop")
     response = await stack.http.post("/v1/completions", json=body)
     assert response.status_code == 200, response.text

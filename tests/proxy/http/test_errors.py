@@ -179,14 +179,14 @@ def nested(levels: int, opening: str, closing: str) -> str:
 
 
 def called(arguments: str) -> str:
-    """A conversation whose assistant called a tool with `arguments`, as JSON."""
+    """Returns a conversation whose assistant called a tool with `arguments`, as JSON."""
     call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": arguments}}
     messages = [*USER, {"role": "assistant", "tool_calls": [call]}, *USER]
     return orjson.dumps(messages).decode()
 
 
-#: Where a body may hold JSON of the client's own: the body's field, its value around the JSON, and
-#: the path that errors name. The levels outside of the JSON that count are given last.
+#: Fields that may hold any JSON of the client: the body's field, its value around the JSON, the
+#: path that errors name, and the counted levels outside the JSON.
 FREE_FORM = {
     "chat_template_kwargs": ('{"deep": @}', "chat_template_kwargs", 1),
     "metadata": ('{"deep": @}', "metadata", 1),
@@ -202,7 +202,7 @@ FREE_FORM = {
         1,
     ),
 }
-#: Where a body may hold no such JSON, however it is nested.
+#: Fields that may not hold such JSON at any depth.
 NOT_FREE_FORM = {
     "response_format": (
         '{"type": "json_schema", "json_schema": {"schema": @}}',

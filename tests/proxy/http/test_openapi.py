@@ -1,4 +1,4 @@
-"""The gateway's own OpenAPI document, and what schemathesis makes of it: no 5xx."""
+"""The gateway's OpenAPI document; requests that schemathesis builds from it get no 5xx."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ PATHS = ["/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"]
 
 @pytest.fixture(scope="module")
 def url(tmp_path_factory) -> Iterator[str]:
-    """A gateway on a loop of its own, beside the fuzzer's thread."""
+    """Runs a gateway on its own event loop, beside the fuzzer's thread."""
     started: Future[tuple[str, asyncio.AbstractEventLoop, asyncio.Event]] = Future()
 
     async def serve() -> None:

@@ -1,4 +1,4 @@
-"""Chat templates render as Hugging Face's do, in a sandbox, and fail as bad requests."""
+"""Chat templates render as with Hugging Face, in a sandbox; their errors are bad requests."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ def test_unfinished_character_ends_as_replacement():
 
 
 def sentencepiece_like() -> Tokenizer:
-    """Byte fallback and ▁ for spaces, as Llama 2's tokenizer decodes."""
+    """A tokenizer with byte fallback and ▁ for spaces, as Llama 2's."""
     words = ["<unk>", "<s>", "</s>", *(f"<0x{b:02X}>" for b in range(256))]
     words += ["▁Hello", "▁world", "!", "▁", "東"]
     tokenizer = Tokenizer(

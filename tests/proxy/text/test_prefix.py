@@ -1,4 +1,4 @@
-"""What a proxy says of prompts that begin alike, and what clients hear of it."""
+"""The blocks that a proxy sends for prompts with a common prefix, and the usage for clients."""
 
 from __future__ import annotations
 

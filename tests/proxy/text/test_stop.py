@@ -1,4 +1,4 @@
-"""Stop strings: the first to end wins, however the text is cut into pieces."""
+"""Stop strings: the first complete stop string wins, for every cut of the text into pieces."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def run(pieces, stops, include=False):
 
 
 def reference(text, stops, include=False):
-    """Character by character: the text is over where the first stop string is complete."""
+    """Scans by character: the text ends where the first stop string is complete."""
     for end in range(1, len(text) + 1):
         done = [stop for stop in stops if text[:end].endswith(stop)]
         if done:

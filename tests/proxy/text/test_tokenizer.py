@@ -1,4 +1,4 @@
-"""Text to ids with the model's own tokenizer.json."""
+"""The model's own tokenizer.json turns text into ids."""
 
 from __future__ import annotations
 

@@ -313,7 +313,7 @@ async def test_what_the_asked_one_finds_wrong_reaches_the_asker(hub, monkeypatch
         reaching.cancel()
         await asyncio.gather(reaching, return_exceptions=True)
         await eventually(lambda: not hub.names)
-    assert "there, waiting for what the peer writes did not end within 0.3 s" in caplog.text
+    assert "at the peer: waiting for what the peer writes did not end within 0.3 s" in caplog.text
     assert "the KV path from d0, which starts" in caplog.text
 
 

@@ -1,4 +1,4 @@
-"""The options of `millrace bench gateway`: what the proxy costs. `gateway_run` measures."""
+"""The options of `millrace bench gateway`, which measures the cost of the proxy."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import typer
 def command(
     model: Annotated[
         Path | None,
-        typer.Option("--model", help="Model folder whose tokenizer to use. Default: a tiny one."),
+        typer.Option("--model", help="Model folder with the tokenizer. Default: a tiny model."),
     ] = None,
     requests: Annotated[int, typer.Option("--requests", min=100, help="Unary requests.")] = 4000,
-    streams: Annotated[int, typer.Option("--streams", min=1, help="Streams side by side.")] = 64,
-    tokens: Annotated[int, typer.Option("--tokens", min=8, help="Tokens a stream.")] = 400,
+    streams: Annotated[int, typer.Option("--streams", min=1, help="Concurrent streams.")] = 64,
+    tokens: Annotated[int, typer.Option("--tokens", min=8, help="Tokens per stream.")] = 400,
     prompt_characters: Annotated[
         int, typer.Option("--prompt-characters", min=1, help="Characters of each prompt.")
     ] = 200,
@@ -23,7 +23,7 @@ def command(
         Path | None, typer.Option("--json", metavar="PATH", help="Write the results as JSON.")
     ] = None,
 ) -> None:
-    """The proxy alone: CPU a request and a streamed token, added latency, streamed tokens/s."""
+    """Measure the proxy alone: CPU per request and per token, added latency, tokens/s."""
     import asyncio
     from dataclasses import asdict
 

@@ -1,7 +1,7 @@
-"""`millrace bench gateway`: measures the cost of the proxy alone, in front of a stub fleet.
+"""`millrace bench gateway`: measures the cost of the proxy alone, with a stub fleet.
 
-The real proxy runs as a process of its own, with the real request store; a scheduler and a decode
-instance in this process answer at once over gRPC. CPU is the proxy process's own (user and system).
+The real proxy runs as its own process, with the real request store; a scheduler and a decode
+instance in this process answer at once over gRPC. CPU is the proxy process's (user and system).
 Latencies are the client's: they include the proxy, the store and gRPC, but no model.
 """
 
@@ -45,7 +45,7 @@ _WARM_UP_REQUESTS = 200
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestCost:
-    """Measures unary chat requests of one token. CPU and latency are in microseconds."""
+    """The cost of unary chat requests of one token. CPU and latency are in microseconds."""
 
     concurrency: int
     requests: int
@@ -57,7 +57,7 @@ class RequestCost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamCost:
-    """Measures concurrent streams of one token per step. `step_ms` 0: no pause between steps."""
+    """The cost of concurrent streams of one token per step. `step_ms` 0: no pause between steps."""
 
     streams: int
     step_ms: float
@@ -74,10 +74,10 @@ class GatewayReport:
 
 
 class _Engine:
-    """Answers for the fleet: a unary request gets its one token at once, streams step together."""
+    """Plays the fleet: answers a unary request with one token at once; streams step together."""
 
     def __init__(self, token_ids: Sequence[int]) -> None:
-        """Streams `token_ids` again and again; every one of them must make text."""
+        """Streams `token_ids` repeatedly; every token must have text."""
         self._token_ids = token_ids
         self.fleet = StubFleet(self._submitted, self._cancelled)
         self._open: dict[str, RequestSpec] = {}
@@ -125,7 +125,7 @@ class _Engine:
 
 
 class _Bench:
-    """One proxy process and its client."""
+    """Measures one proxy process through its client."""
 
     def __init__(self, engine: _Engine, process: psutil.Process, port: int, prompt: str) -> None:
         self._engine = engine
@@ -178,7 +178,7 @@ class _Bench:
         ended = max(post.result().ended_s for post in posts)
         cpu_s = self._cpu_s() - cpu_s
         for post in posts:
-            # Beside the tokens: the opening chunk, the closing one and [DONE].
+            # Beside the tokens: the opening chunk, the closing chunk and [DONE].
             if len(post.result().events) != tokens + 3:
                 raise MillraceError(f"a stream had {len(post.result().events)} events")
         return StreamCost(
@@ -206,7 +206,7 @@ async def run(
     prompt_characters: int = 200,
     on_progress: Callable[[str], None] = lambda _: None,
 ) -> GatewayReport:
-    """Measures; `on_progress` hears of each part. Raises MillraceError if the proxy misbehaves."""
+    """Measures; calls `on_progress` before each part. Raises MillraceError for wrong answers."""
     prompt = (_TEXT * (prompt_characters // len(_TEXT) + 1))[:prompt_characters]
     async with _started(model) as (engine, process, port):
         bench = _Bench(engine, process, port, prompt)
@@ -230,7 +230,7 @@ async def run(
 
 @asynccontextmanager
 async def _started(model: Path | None) -> AsyncIterator[tuple[_Engine, psutil.Process, int]]:
-    """The stub fleet, a private Redis and the proxy process; yields its HTTP port too."""
+    """Starts the stub fleet, a private Redis and the proxy process; yields its HTTP port, too."""
     redis = PrivateRedis()
     with tempfile.TemporaryDirectory(prefix="millrace-bench-") as folder:
         model = model or write_stub_model(Path(folder) / "stub")
@@ -243,7 +243,7 @@ async def _started(model: Path | None) -> AsyncIterator[tuple[_Engine, psutil.Pr
                 "telemetry.log_level=warning",
             ]
         )
-        # The default, a mapping proxy, does not travel to another process.
+        # The default, a mapping proxy, can't be pickled for another process.
         config = dataclasses.replace(config, slo_classes={})
         await engine.fleet.start()
         context = multiprocessing.get_context("spawn")
@@ -284,19 +284,21 @@ def _run_proxy(config: Config, model: str, scheduler: str, ready: Connection) ->
 
 
 def table(report: GatewayReport) -> Table:
-    """The report for a terminal."""
+    """Returns the report as a table for a terminal."""
     shown = Table(title=f"Gateway, prompts of {report.prompt_characters} characters")
     for heading in ("measure", "result", "goal"):
         shown.add_column(heading, justify="left" if heading == "measure" else "right")
     for cost in report.requests:
         at = f"{cost.concurrency} at a time"
-        shown.add_row(f"CPU a request, {at}", f"{cost.cpu_us:.0f} us", f"{GOAL_REQUEST_US:.0f} us")
+        shown.add_row(
+            f"CPU per request, {at}", f"{cost.cpu_us:.0f} us", f"{GOAL_REQUEST_US:.0f} us"
+        )
         shown.add_row(f"added latency p50 / p99, {at}", f"{cost.p50_us:.0f} / {cost.p99_us:.0f} us")
         shown.add_row(f"requests, {at}", f"{cost.requests_per_s:.0f} /s")
     for stream in report.streams:
         pace = f"a step every {stream.step_ms:.0f} ms" if stream.step_ms else "flat out"
         at = f"{stream.streams} streams, {pace}"
         cpu = f"{stream.cpu_us_per_token:.1f} us"
-        shown.add_row(f"CPU a streamed token, {at}", cpu, f"{GOAL_TOKEN_US:.0f} us")
+        shown.add_row(f"CPU per streamed token, {at}", cpu, f"{GOAL_TOKEN_US:.0f} us")
         shown.add_row(f"streamed tokens, {at}", f"{stream.tokens_per_s:.0f} /s")
     return shown

@@ -1,6 +1,6 @@
-"""A scheduler and a decode instance that only play their part: real gRPC, no model.
+"""A stub scheduler and a stub decode instance: real gRPC, no model.
 
-The gateway's bench measures a proxy against them, and the gateway's tests script them.
+The gateway's bench measures a proxy with the stubs, and the gateway's tests script them.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ LEASE_S = 30.0
 
 
 class Outbox(Generic[M]):
-    """Holds the messages to one peer, also while the peer is not connected."""
+    """Queues the messages to one peer, also while the peer is not connected."""
 
     def __init__(self) -> None:
         self._waiting: list[M] = []
         self._ready = asyncio.Event()
-        #: Set while no message waits: gRPC has them all.
+        #: Set while no message waits: gRPC has taken all messages.
         self.taken = asyncio.Event()
 
     def put(self, *messages: M) -> None:
@@ -74,12 +74,12 @@ class StubFleet:
     ) -> None:
         self.on_submit = on_submit
         self.on_cancel = on_cancel
-        #: Announced at hello; change it with `announce`.
+        #: Whether the fleet is ready; sent at hello. `announce` changes it.
         self.ready = True
         self.policy = "fcfs"
         self.improvement_rate = 0.3
-        self.parked_requests = 0  # as a proxy last said
-        #: Answers to proxies that ask how far a prompt is, by the request's id.
+        self.parked_requests = 0  # in a proxy's last report
+        #: Answers to proxies that ask for a prompt's progress, by the request's id.
         self.progress: dict[str, Progress] = {}
         self.decode = Incarnation("decode-0", 1)
         self.scheduler_port = 0
@@ -132,7 +132,7 @@ class StubFleet:
             await server.stop(grace=None)
         self._tokens.clear()
 
-    # -- what a fleet says
+    # -- messages of the fleet
 
     def announce(self, *, ready: bool) -> None:
         """Tells every proxy whether the fleet is ready."""
@@ -155,7 +155,7 @@ class StubFleet:
         )
 
     def queue(self, spec: RequestSpec) -> None:
-        """Says that a request has to wait for a place."""
+        """Reports that a request waits for a decode instance."""
         self._update(spec, Queued(request_id=spec.request_id))
 
     def refuse(
@@ -194,7 +194,7 @@ class StubFleet:
         """Returns when gRPC has taken all events: the proxy reads no faster than that."""
         await self._tokens[proxy_id].taken.wait()
 
-    # -- its streams
+    # -- streams
 
     async def serve_proxy(
         self, proxy: str, messages: AsyncIterator[ProxyMessage]

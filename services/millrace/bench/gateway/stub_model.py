@@ -1,4 +1,4 @@
-"""The small files of a model folder, made up: what a proxy needs where nothing computes."""
+"""Writes the small files of a model folder that a proxy needs, without weights."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ mill grinds what the fields gave: wheat, rye, barley. Zürich, naïve café, 東
 
 
 def stub_tokenizer() -> Tokenizer:
-    """A byte-level BPE of about 400 tokens whose post-processor puts <|bos|> first."""
+    """Returns a byte-level BPE of about 400 tokens; its post-processor puts <|bos|> first."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

@@ -31,11 +31,11 @@ MixName = Annotated[
 ]
 Window = Annotated[
     str,
-    typer.Option("--window", metavar="START_S:END_S", help="Only this part of the trace's times."),
+    typer.Option("--window", metavar="START_S:END_S", help="Use only this time span of the trace."),
 ]
 Rate = Annotated[
     float | None,
-    typer.Option("--rate", help="Poisson arrivals, requests/s. Without it, a trace's own times."),
+    typer.Option("--rate", help="Poisson arrivals, requests/s. Default: the trace's own times."),
 ]
 RateScale = Annotated[float, typer.Option("--rate-scale", help="Divides gaps between arrivals.")]
 SloScale = Annotated[float, typer.Option("--slo-scale", help="Multiplies all objectives.")]
@@ -53,9 +53,9 @@ LongFraction = Annotated[
 ]
 Requests = Annotated[
     int | None,
-    typer.Option("--requests", help="How many. Default: the trace's, or 1000 of a mix."),
+    typer.Option("--requests", help="Number of requests. Default: all of a trace, 1000 of a mix."),
 ]
-Seed = Annotated[int, typer.Option("--seed", help="Of lengths, classes, arrivals and noise.")]
+Seed = Annotated[int, typer.Option("--seed", help="Seed of lengths, classes, arrivals and noise.")]
 ProfileName = Annotated[
     str, typer.Option("--profile", metavar="NAME|FILE.json", help="Model and device of a worker.")
 ]
@@ -75,7 +75,7 @@ Failures = Annotated[
     typer.Option(
         "--failure",
         metavar="AT_S:INSTANCE[:DOWN_S]",
-        help="An instance (p0, d0, m0, k0, ...) dies, and is back after DOWN_S (30); repeatable.",
+        help="An instance (p0, d0, m0, k0, ...) dies and returns after DOWN_S (30 s); repeatable.",
     ),
 ]
 Autoscale = Annotated[
@@ -95,18 +95,20 @@ Settings = Annotated[
         help="Any other setting of scheduler, sim, packing or autoscale; repeatable.",
     ),
 ]
-Json = Annotated[Path | None, typer.Option("--json", metavar="PATH", help="All figures.")]
+Json = Annotated[
+    Path | None, typer.Option("--json", metavar="PATH", help="Write all figures as JSON.")
+]
 POLICY_HELP = f"Order of work: {', '.join(POLICIES)}."
 PLANNER_HELP = f"Placement: {', '.join(PLANNERS)}."
 PREEMPTION_HELP = "Where a running prefill may be stopped: none, chunk, layer, operator."
-BATCH_HELP = "Prompts are computed together up to this many tokens; 0: never."
+BATCH_HELP = "Most tokens of prompts that are computed together; 0: one prompt at a time."
 
 DEFAULT_PROFILE = "llama3-8b-a100-tp1"
-DEFAULTS = SchedulerConfig()  # a simulated scheduler decides as a live one does
+DEFAULTS = SchedulerConfig()  # a simulated scheduler decides as a live scheduler
 
 
 def plain_errors(command: Callable[P, None]) -> Callable[P, None]:
-    """Ends the command with one clear line for an error that a user can mend."""
+    """Ends the command with one clear line for an error that a user can correct."""
 
     @wraps(command)
     def guarded(*args: P.args, **options: P.kwargs) -> None:

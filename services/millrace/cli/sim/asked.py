@@ -1,4 +1,4 @@
-"""What the commands of `millrace sim` do alike with their options."""
+"""Reads the options that several commands of `millrace sim` share."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def systems(
 
 
 def document(name: str, given: dict[str, Any], scenario: Scenario) -> dict[str, Any]:
-    """The head of a JSON document: what was asked for, without the paths of outputs."""
+    """Returns the head of a JSON document: the options, without the paths of outputs."""
     outputs = {"json", "plot", "records", "gantt", "gantt_window", "jobs"}
     asked = {
         option: str(value) if isinstance(value, Path) else value

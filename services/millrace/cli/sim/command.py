@@ -51,7 +51,7 @@ def register(app: typer.Typer) -> None:
     app.command("replay")(replay_command)
     app.command("profile-rates")(rates_command)
     names = ", ".join(EXPERIMENTS) or "none yet"
-    app.command("paper", help=f"One of the papers' experiments: {names}.")(paper)
+    app.command("paper", help=f"Run one of the papers' experiments: {names}.")(paper)
 
 
 @plain_errors
@@ -91,7 +91,7 @@ def run(  # noqa: PLR0913 - every option of the command line is a parameter
     ] = None,
     records: Annotated[
         Path | None,
-        typer.Option("--records", metavar="PATH", help="JSON lines: one request each."),
+        typer.Option("--records", metavar="PATH", help="JSON lines: one per request."),
     ] = None,
     gantt: Annotated[
         Path | None,
@@ -99,10 +99,12 @@ def run(  # noqa: PLR0913 - every option of the command line is a parameter
     ] = None,
     gantt_window: Annotated[
         str,
-        typer.Option("--gantt-window", metavar="START_S:END_S", help="Simulated time it shows."),
+        typer.Option(
+            "--gantt-window", metavar="START_S:END_S", help="Simulated time span of --gantt."
+        ),
     ] = "0:60",
 ) -> None:
-    """Simulates one system on one workload: TTFT, TBT, attainment, goodput, what the engine did.
+    """Simulate one system on one workload: TTFT, TBT, attainment, goodput, engine counters.
 
     Equal options give equal bytes in every file.
     """
@@ -114,10 +116,12 @@ def run(  # noqa: PLR0913 - every option of the command line is a parameter
 
 @plain_errors
 def paper(
-    name: Annotated[str, typer.Argument(help="Which one.")],
+    name: Annotated[str, typer.Argument(help="Name of the experiment.")],
     json: Json = None,
     plot: Annotated[Path | None, typer.Option("--plot", metavar="PATH", help="PNG.")] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Fewer requests, for a look.")] = False,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Fewer requests, for a quick result.")
+    ] = False,
     trace: Trace = None,
 ) -> None:
 

@@ -1,4 +1,4 @@
-"""Reads what `millrace sim` was asked for: clusters, traffic, failures, lists of values."""
+"""Reads the options of `millrace sim`: clusters, traffic, failures, lists of values."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _DEFAULT_T_TARGET_S = 0.05  # Medha's released default
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterOptions:
-    """A cluster as the command line names it; see `SimSpec` for what it means."""
+    """The options of a cluster; `SimSpec` explains their meaning."""
 
     profile: str
     decode_profile: str
@@ -41,7 +41,7 @@ class ClusterOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrafficOptions:
-    """Traffic as the command line names it; see `Traffic` for what it means."""
+    """The options of traffic; `Traffic` explains their meaning."""
 
     trace: Path | None
     mix: str
@@ -68,7 +68,7 @@ class SystemOptions:
 def build_systems(
     cluster: ClusterOptions, traffic: TrafficOptions, systems: SystemOptions
 ) -> dict[str, Scenario]:
-    """A scenario a combination, named by what differs. Raises ConfigError for bad input."""
+    """Returns a scenario per combination, named by its values. Raises ConfigError for bad input."""
     sent = _traffic(traffic)
     axes: list[tuple[str, Sequence[object]]] = [
         ("policy", systems.policies),
@@ -82,7 +82,7 @@ def build_systems(
         parts = [str(v) for (_, of), v in zip(axes, values, strict=True) if len(of) > 1]
         spec = _spec(cluster, chosen, traffic.seed)
         scenario = Scenario(spec=spec, traffic=sent)
-        scenario.traffic.options(spec.profile.model)  # names what can't be had before any run
+        scenario.traffic.options(spec.profile.model)  # raises ConfigError before any run
         found[" ".join(parts) or str(values[0])] = scenario
     return found
 
@@ -134,12 +134,12 @@ def _spec(options: ClusterOptions, chosen: Sequence[str], seed: int) -> SimSpec:
     )
 
 
-#: Fields of SimSpec that have options of their own, or are no numbers.
+#: Fields of SimSpec that have their own options, or are not numbers.
 _OWN = {"profile", "decode_profile", "prefill", "decode", "mixed", "kvp", "spp", "seed"}
 
 
 def _fields(cls: type[Any], table: str, texts: Sequence[str]) -> dict[str, Any]:
-    """FIELD=VALUE texts as values of a dataclass's numeric and text fields."""
+    """Parses FIELD=VALUE texts into values of a dataclass's numeric and text fields."""
     kinds: dict[str, Callable[[str], Any]] = {"int": int, "float": float, "str": str, "bool": _flag}
     known = {
         f.name: kinds[str(f.type)]
@@ -184,7 +184,7 @@ _TARGETS: dict[str, tuple[Targets, ...]] = {
 
 
 def _autoscale(texts: Sequence[str], settings: Sequence[str]) -> AutoscalePlan | None:
-    """POOL:LEAST:MOST texts as a plan with the default targets; None without any."""
+    """Parses POOL:LEAST:MOST texts into a plan with the default targets; None without texts."""
     pools: dict[str, AutoscaleConfig] = {}
     for text in texts:
         pool, *ends = text.split(":")
@@ -203,7 +203,7 @@ def _autoscale(texts: Sequence[str], settings: Sequence[str]) -> AutoscalePlan |
 
 
 def parse_range(text: str, option: str) -> tuple[float, float]:
-    """Two ascending numbers, START:END. Raises ConfigError naming `option`."""
+    """Parses two ascending numbers, START:END. Raises ConfigError naming `option`."""
     numbers = parse_numbers(text.replace(":", ","), option) if text.count(":") == 1 else ()
     if len(numbers) != 2 or not numbers[0] < numbers[1]:
         raise ConfigError(f"{option} {text!r}: write it as START_S:END_S, with START_S < END_S")
@@ -211,7 +211,7 @@ def parse_range(text: str, option: str) -> tuple[float, float]:
 
 
 def parse_numbers(text: str, option: str) -> tuple[float, ...]:
-    """Numbers >= 0 with commas between. Raises ConfigError naming `option`."""
+    """Parses numbers >= 0 with commas between. Raises ConfigError naming `option`."""
     try:
         numbers = tuple(float(part) for part in text.split(",")) if text else ()
     except ValueError:
@@ -222,6 +222,6 @@ def parse_numbers(text: str, option: str) -> tuple[float, ...]:
 
 
 def scheduler_settings(config: SchedulerConfig) -> dict[str, object]:
-    """What of the scheduler's configuration decides, for the JSON document."""
+    """Returns the scheduler's settings that affect decisions, for the JSON document."""
     names = ("policy", "planner", "preemption", "batch_tokens", "fixed_sp", "improvement_rate")
     return {name: getattr(config, name) for name in (*names, "tasks_ahead")}

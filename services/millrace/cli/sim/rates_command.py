@@ -50,9 +50,9 @@ def rates_command(  # noqa: PLR0913 - every option of the command line is a para
     settings: Settings = [],  # noqa: B006 - typer wants a literal default
     json: Json = None,
 ) -> None:
-    """The best improvement rate of each arrival rate, for lengths as a trace or mix has them.
+    """Find the best improvement rate for each arrival rate, with a trace's or mix's lengths.
 
-    Prints it as the settings with which a scheduler, here or live, looks it up.
+    Prints the table as settings for a scheduler, simulated or live.
     """
     given = dict(locals())
     from millrace.cli.sim.rates_run import run_rates

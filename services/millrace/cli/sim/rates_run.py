@@ -17,7 +17,7 @@ from millrace.sim.workload.mixes import LONG_FRACTION
 
 
 def run_rates(given: dict[str, Any]) -> None:
-    """Runs, prints and writes what `given`, the options of the command, asks for."""
+    """Runs the search of `given`, the command's options; prints and writes the result."""
     tried_rps, tried = (
         parse_numbers(given["arrivals"], "--arrivals"),
         parse_numbers(given["rates"], "--rates"),
@@ -30,10 +30,10 @@ def run_rates(given: dict[str, Any]) -> None:
     with progress(console) as shown:
         bar = shown.add_task("runs", total=len(tried_rps) * len(tried), note="")
 
-        def told(arrivals_rps: float, rate: float) -> None:
+        def advance(arrivals_rps: float, rate: float) -> None:
             shown.update(bar, advance=1, note=f"{arrivals_rps:g}/s, improvement rate {rate:g}")
 
-        rows = profile_rates(scenario, tried_rps, tried, told)
+        rows = profile_rates(scenario, tried_rps, tried, advance)
     print_rates(rows, console)
     setting = format_rates(table_of(rows))
     print(f"scheduler.improvement_rate=-1\nscheduler.improvement_rates={setting}")

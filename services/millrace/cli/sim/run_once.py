@@ -24,7 +24,7 @@ _SYSTEM = ("policy", "planner", "preemption", "batch_tokens")
 
 
 def run_once(given: dict[str, Any]) -> None:
-    """Runs, prints and writes what `given`, the options of `millrace sim run`, asks for."""
+    """Runs the simulation of `given`, the command's options; prints and writes the result."""
     records, gantt = given["records"], given["gantt"]
     json, plot = given["json"], given["plot"]
     found = systems(given, *([given[name]] for name in _SYSTEM))
@@ -66,7 +66,7 @@ def _bar(console: Console, what: str, total: int) -> Iterator[Callable[[int, flo
     with progress(console) as shown:
         bar = shown.add_task(what, total=total, note="")
 
-        def told(ended: int, now_s: float) -> None:
+        def advance(ended: int, now_s: float) -> None:
             shown.update(bar, completed=ended, note=f"simulated {now_s:,.0f} s")
 
-        yield told
+        yield advance

@@ -1,4 +1,4 @@
-"""`millrace sim sweep`: the edge of what systems carry."""
+"""`millrace sim sweep`: finds the largest load that systems can carry."""
 
 from __future__ import annotations
 
@@ -76,18 +76,18 @@ def sweep_command(  # noqa: PLR0913
     axis: Annotated[
         str,
         typer.Option(
-            "--axis", help="What changes: rate (of a replayed trace: its scale) or slo-scale."
+            "--axis", help="Swept value: rate (of a replayed trace: its scale) or slo-scale."
         ),
     ] = "rate",
     goal: Annotated[float, typer.Option("--goal", help="Attainment to hold, 0 to 1.")] = 0.9,
     tolerance: Annotated[
-        float, typer.Option("--tolerance", help="The search ends this close, as a share.")
+        float, typer.Option("--tolerance", help="Relative error at which the search ends.")
     ] = 0.02,
     at: Annotated[
         str,
         typer.Option("--at", metavar="V,V,...", help="Full runs at these values, for the plot."),
     ] = "",
-    search: Annotated[bool, typer.Option(help="Look for the edge.")] = True,
+    search: Annotated[bool, typer.Option(help="Search for the edge.")] = True,
     jobs: Annotated[int, typer.Option("--jobs", min=1, help="Processes.")] = 2,
     json: Json = None,
     plot: Annotated[
@@ -97,7 +97,7 @@ def sweep_command(  # noqa: PLR0913
         ),
     ] = None,
 ) -> None:
-    """The largest rate that still meets the goal, or the tightest objectives, by system.
+    """Find the largest rate that still meets the goal, or the tightest objectives, by system.
 
     Every combination of the repeatable options is a system. The search starts at --rate (a replayed
     trace: at --rate-scale), or at --slo-scale; runs stop early once they must fail.

@@ -1,4 +1,4 @@
-"""Looks for the edge of what systems carry, for `millrace sim sweep`."""
+"""Finds the largest load that systems can carry, for `millrace sim sweep`."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ _SYSTEM = ("policy", "planner", "preemption", "batch_tokens")
 
 
 def run_sweep(given: dict[str, Any]) -> None:
-    """Runs, prints and writes what `given`, the options of `millrace sim sweep`, asks for."""
+    """Runs the sweep of `given`, the command's options; prints and writes the result."""
     json, plot = given["json"], given["plot"]
     compared = systems(given, *(given[name] for name in _SYSTEM))
     first = next(iter(compared.values()))
     options = _sweep_options(given, first)
     console = Console()
-    with _runs_bar(console) as told:
-        found = sweep(compared, options, told)
+    with _runs_bar(console) as advance:
+        found = sweep(compared, options, advance)
     print_sweep(found, options, console)
     if json is not None:
         results = {"systems": [result.to_json() for result in found]}

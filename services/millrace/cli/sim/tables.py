@@ -1,4 +1,4 @@
-"""A simulation's figures on the terminal."""
+"""Prints a simulation's figures on the terminal."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from millrace.sim.studies.sweep import SweepOptions, SystemResult
 
 
 def print_report(report: Report, console: Console) -> None:
-    """Prints one run: latencies, classes, what the engine counted, errors by kind."""
+    """Prints one run: latencies, classes, the engine's counters, errors by kind."""
     console.print(
         f"{report.succeeded} of {report.requests} requests succeeded in {report.duration_s:,.1f} "
         f"simulated s: {report.request_rate_rps:.2f} requests/s, "
@@ -32,7 +32,7 @@ def print_report(report: Report, console: Console) -> None:
 
 
 def print_sweep(found: Sequence[SystemResult], options: SweepOptions, console: Console) -> None:
-    """Prints one line a system: where the edge is and TTFT there; then attainment at the points."""
+    """Prints one line per system: its edge and the TTFT there; then attainment at the points."""
     if options.search:
         word = "Smallest SLO scale" if options.axis == "slo-scale" else "Largest rate"
         table = _table(f"{word} that keeps {options.goal:.0%} attainment", "system")
@@ -52,7 +52,7 @@ def print_sweep(found: Sequence[SystemResult], options: SweepOptions, console: C
 
 
 def print_rates(rows: Sequence[RateRow], console: Console) -> None:
-    """Prints one line an arrival rate: its best improvement rate, TTFT with it and with others."""
+    """Prints one line per arrival rate: its best improvement rate, and the TTFT of each rate."""
     table = _table("Best improvement rate", "arrivals/s")
     rates = list(rows[0].mean_ttft_s)
     shown = sorted({rates[0], rates[len(rates) // 2], rates[-1]})

@@ -82,7 +82,7 @@ def load_config(path: Path | None = None, overrides: Iterable[str] = ()) -> Conf
     if path is not None:
         try:
             tree = tomllib.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:  # not to be read, not UTF-8, not TOML
+        except (OSError, ValueError) as error:  # unreadable, not UTF-8 or not TOML
             raise ConfigError(f"config file {path}: {error}") from error
     for override in overrides:
         name, separator, text = override.partition("=")
@@ -95,7 +95,7 @@ def load_config(path: Path | None = None, overrides: Iterable[str] = ()) -> Conf
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """One field of the tree, as people read about it."""
+    """One field of the tree, with its documentation."""
 
     section: str
     name: str
@@ -105,7 +105,7 @@ class Setting:
 
 
 def settings() -> Iterator[Setting]:
-    """Every field of every section, in the order of the tree."""
+    """Yields every field of every section, in the order of the tree."""
     for section, cls in typing.get_type_hints(Config).items():
         if not dataclasses.is_dataclass(cls):
             continue
@@ -136,7 +136,7 @@ def _build(tree: dict[str, Any]) -> Config:
     return Config(**built)
 
 
-def _table(path: str, value: Any) -> dict[str, Any]:  # noqa: ANN401 - whatever a file holds
+def _table(path: str, value: Any) -> dict[str, Any]:  # noqa: ANN401 - a file may hold any value
     if not isinstance(value, dict):
         raise ConfigError(f"{path} is {value!r}; it must be a table")
     return value

@@ -1,4 +1,4 @@
-"""The sections of the configuration: every setting with its range and what it means.
+"""The sections of the configuration: every setting with its range and its meaning.
 
 Every message names the field by its dotted path, the value and the range. Units are in the names.
 """
@@ -74,20 +74,22 @@ class ProxyConfig(_Section):
     )
     max_inflight: int = _setting(4096, _within(1), "requests open at once; more get 429")
     default_ttft_slo_ms: float = _setting(
-        0.0, _within(0, 1e9), "objective where neither header nor class has one; 0: none"
+        0.0, _within(0, 1e9), "TTFT objective if neither header nor class gives one; 0: none"
     )
-    default_tbt_slo_ms: float = _setting(0.0, _within(0, 1e9), "likewise")
+    default_tbt_slo_ms: float = _setting(
+        0.0, _within(0, 1e9), "TBT objective if neither header nor class gives one; 0: none"
+    )
     admin_token: str = _setting(
         "", None, "bearer token of /admin; empty: clients on the proxy's own machine only"
     )
     submit_timeout_s: float = _setting(
-        10.0, _within(0.01), "for the scheduler's answer to a submission"
+        10.0, _within(0.01), "longest wait for the scheduler's answer to a submission"
     )
     park_timeout_s: float = _setting(
-        0.0, _within(0, 86400), "a request waits this long for instances to start; 0: none waits"
+        0.0, _within(0, 86400), "longest wait of a request for instances to start; 0: no wait"
     )
-    max_parked: int = _setting(1024, _within(1), "requests that wait so; more get 429")
-    drain_timeout_s: float = _setting(30.0, _within(0))
+    max_parked: int = _setting(1024, _within(1), "requests that wait for instances; more get 429")
+    drain_timeout_s: float = _setting(30.0, _within(0), "time for open requests at shutdown")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,66 +102,66 @@ class SchedulerConfig(_Section):
     planner: str = _setting(
         "auto",
         _one_of("auto", "least_queue", "fixed_sp", "single_chunk", "esp", "cdsp"),
-        "placement of prefill work. auto: cdsp where times of groups are known, else least_queue",
+        "placement of prefill work. auto: cdsp if times of SP groups are known, else least_queue",
     )
     preemption: str = _setting(
         "operator",
         _one_of("none", "chunk", "layer", "operator"),
-        "where a running prefill yields to one that goes before it",
+        "where a running prefill yields to a prefill that precedes it",
     )
     batch_tokens: int = _setting(
         -1,
         _within(-1),
-        "prompts are computed together up to this many tokens; 0: one by one; -1: as many as fill "
-        "the device, 2048 at most",
+        "most tokens of prompts that are computed together; 0: one prompt at a time; -1: as many "
+        "tokens as fill the device, 2048 at most",
     )
     fixed_sp: int = _setting(8, _within(1, 1024), "SP degree of the planner fixed_sp")
     max_kv_tokens_per_worker: int = _setting(
         0,
         _within(0),
-        "tokens of one request at one decode instance or KVP worker at most, in whole pages; "
-        "0: only what fits no instance is spread",
+        "most tokens of one request at one decode instance or KVP worker, in whole pages; "
+        "0: only requests that fit no instance are spread",
     )
     max_kvp_degree: int = _setting(
-        0, _within(0, 4096), "instances that one request's KV is spread over at most; 0: any number"
+        0, _within(0, 4096), "most instances over which one request's KV is spread; 0: any number"
     )
     decode_reserve: str = _setting(
         "whole",
         _one_of("whole", "grow"),
-        "pages booked at decode. whole: of all tokens a request may come to; grow: of its prompt "
-        "and decode_headroom_tokens, and instances preempt answers when pages run out",
+        "pages reserved at decode. whole: for all tokens that a request may have; grow: for its "
+        "prompt and decode_headroom_tokens, and instances preempt answers when pages run out",
     )
     decode_headroom_tokens: int = _setting(256, _within(1), "see decode_reserve")
     improvement_rate: float = _setting(
-        -1.0, _within(-1, 1), "gain in TTFT that a larger group must bring; below 0: by the load"
+        -1.0, _within(-1, 1), "share by which a larger SP group must cut the TTFT; below 0: by load"
     )
     improvement_rates: str = _setting(
         "",
         _rates,
-        "the gain by arrivals, as `sim profile-rates` found it best: ARRIVALS_PER_S:RATE,...; "
-        "empty: by the seconds of prefill that arrive a second and instance",
+        "improvement rate by arrivals, from `sim profile-rates`: ARRIVALS_PER_S:RATE,...; empty: "
+        "by the seconds of prefill that arrive per second and instance",
     )
     max_queue_requests: int = _setting(1024, _within(1), "queued requests; more get 429")
     max_queue_s: float = _setting(
-        600.0, _within(0.1), "predicted seconds of queued work a prefill instance"
+        600.0, _within(0.1), "predicted seconds of queued work per prefill instance; more get 429"
     )
     tasks_ahead: int = _setting(
-        2, _within(1, 64), "requests an instance holds, the running one included"
+        2, _within(1, 64), "requests at one instance, the running request included"
     )
     max_attempts: int = _setting(
         3,
         _within(1, 100),
-        "prefills of one request, but for those that left decode more to go on from",
+        "prefills of one request, without prefills that left decode more KV to resume from",
     )
-    heartbeat_s: float = _setting(1.0, _within(0.01))
-    lease_s: float = _setting(5.0, _within(0.05), "silence of a peer that counts as its death")
-    request_timeout_s: float = _setting(3600.0, _within(1), "from arrival to the last token")
+    heartbeat_s: float = _setting(1.0, _within(0.01), "interval of the workers' heartbeats")
+    lease_s: float = _setting(5.0, _within(0.05), "silence after which a peer counts as dead")
+    request_timeout_s: float = _setting(
+        3600.0, _within(1), "longest time from arrival to the last token"
+    )
     release_timeout_s: float = _setting(
-        120.0, _within(1), "for a worker to free the pages of a request that it was told to drop"
+        120.0, _within(1), "time for a worker to free the pages of a cancelled request"
     )
-    drain_timeout_s: float = _setting(
-        30.0, _within(0), "at shutdown, for running requests to finish"
-    )
+    drain_timeout_s: float = _setting(30.0, _within(0), "time for running requests at shutdown")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,10 +170,10 @@ class EngineConfig(_Section):
     dtype: str = _setting("auto", _one_of("auto", "float32", "bfloat16"), "auto: the model's own")
     threads: int = _setting(0, _within(0, 4096), "compute threads; 0: all cores of the process")
     tensor_parallel: int = _setting(
-        1, _within(1, 64), "ranks of an instance, each with its share of heads and widths"
+        1, _within(1, 64), "ranks of an instance, which share each layer's heads and widths"
     )
     stages: int = _setting(
-        1, _within(1, 64), "stages of an instance, each with a run of the model's layers"
+        1, _within(1, 64), "pipeline stages of an instance, each with consecutive layers"
     )
     load_format: str = _setting(
         "auto", _one_of("auto", "dummy"), "dummy: random weights from config.json"
@@ -181,37 +183,41 @@ class EngineConfig(_Section):
         _one_of("auto", "cpu", "torch", "triton", "flashinfer", "reference"),
         "auto: the fastest that can run",
     )
-    page_tokens: int = _setting(16, _within(1, 1024))
-    kv_bytes: int = _setting(0, _within(0), "memory of the KV pool; 0: a share of what is free")
+    page_tokens: int = _setting(16, _within(1, 1024), "tokens of a KV page")
+    kv_bytes: int = _setting(0, _within(0), "memory of the KV pool; 0: a share of the free memory")
     device_share: float = _setting(
-        1.0, _within(0.01, 1.0), "of a GPU's memory, where instances share one; weights included"
+        1.0,
+        _within(0.01, 1.0),
+        "share of a GPU's memory, weights included, if instances share a GPU",
     )
-    max_context_tokens: int = _setting(0, _within(0), "0: the model's own")
-    max_chunk_tokens: int = _setting(2048, _within(1), "tokens a forward pass computes at most")
+    max_context_tokens: int = _setting(0, _within(0), "longest context; 0: the model's own")
+    max_chunk_tokens: int = _setting(2048, _within(1), "most tokens of a forward pass")
     max_suspended: int = _setting(
         8,
         _within(1, 1024),
-        "prefills suspended in the middle of a pass at most: each keeps its activations",
+        "most prefills suspended in the middle of a pass: each keeps its activations",
     )
     max_batch: int = _setting(64, _within(1, 4096), "sequences of a decode batch")
     prefix_cache: str = _setting(
-        "on", _one_of("on", "off"), "KV of prompts and answers is kept for others that begin alike"
+        "on",
+        _one_of("on", "off"),
+        "keep KV of prompts and answers for prompts with the same prefix",
     )
     prefix_block_tokens: int = _setting(
         64,
         _within(1, 65536),
-        "tokens of a cached block, rounded up to whole pages; alike fleet-wide",
+        "tokens of a cached block, rounded up to whole pages; equal in the whole fleet",
     )
     swap_bytes: int = _setting(
         0,
         _within(0),
-        "host memory for the KV of preempted answers; where it is full they are computed anew",
+        "host memory for the KV of preempted answers; if it is full, they are computed again",
     )
     profile: str = _setting(
         "auto",
         _profile,
-        "where prefill times come from. auto: what `millrace profile` left in the cache, else a "
-        "brief fit at start; none: the brief fit",
+        "source of prefill times. auto: the profile that `millrace profile` wrote to the cache, or "
+        "else a brief fit at start; none: the brief fit",
     )
     profile_cache: str = _setting(
         "", None, "folder of measured profiles; empty: millrace/profiles in the user's cache folder"
@@ -219,7 +225,7 @@ class EngineConfig(_Section):
 
     @property
     def block_tokens(self) -> int:
-        """Tokens of a block of the prefix cache: whole pages."""
+        """The tokens of a block of the prefix cache: whole pages."""
         return ceil_div(self.prefix_block_tokens, self.page_tokens) * self.page_tokens
 
 
@@ -230,18 +236,20 @@ class MixedConfig(_Section):
     t_target_ms: float = _setting(
         50.0,
         _within(0.1, 1e6),
-        "predicted time of an iteration at most, where no running answer has a TBT objective",
+        "longest predicted time of an iteration if no running answer has a TBT objective",
     )
     chunking: str = _setting(
         "adaptive",
         _one_of("adaptive", "static"),
-        "adaptive: chunks shrink as their history grows; static: static_chunk_tokens an iteration",
+        "adaptive: chunks shrink as their history grows; static: static_chunk_tokens per iteration",
     )
     static_chunk_tokens: int = _setting(512, _within(1), "tokens of a static iteration")
-    min_chunk_tokens: int = _setting(32, _within(1))
-    chunk_step_tokens: int = _setting(32, _within(1), "chunks are multiples of it")
+    min_chunk_tokens: int = _setting(32, _within(1), "smallest chunk, except a prompt's last")
+    chunk_step_tokens: int = _setting(32, _within(1), "chunks are multiples of this")
     long_kv_tokens: int = _setting(
-        262_144, _within(1), "history from which on a prefill is long: one a batch at most"
+        262_144,
+        _within(1),
+        "history from which a prefill is long: a batch has at most one long prefill",
     )
     max_yield: float = _setting(
         0.4,
@@ -256,26 +264,28 @@ class MixedConfig(_Section):
 @dataclass(frozen=True, kw_only=True)
 class TransferConfig(_Section):
     backends: int = _setting(
-        4, _within(1, 1024), "requests that may transfer to one decode instance at once"
+        4, _within(1, 1024), "requests that may transfer to one decode instance at the same time"
     )
     buffer_bytes: int = _setting(
-        0, _within(0), "staging buffer a backend; 0: buffer-free, into the pages themselves"
+        0, _within(0), "staging buffer per backend; 0: no buffer, writes go to the pages directly"
     )
-    handshake_timeout_s: float = _setting(30.0, _within(0.01))
-    transfer_timeout_s: float = _setting(60.0, _within(0.01), "without progress")
+    handshake_timeout_s: float = _setting(30.0, _within(0.01), "longest wait for a handshake")
+    transfer_timeout_s: float = _setting(60.0, _within(0.01), "longest time without progress")
     lease_s: float = _setting(
-        30.0, _within(0.05), "life of a reservation without news from its sender"
+        30.0, _within(0.05), "lifetime of a reservation without a message from its sender"
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class StoreConfig(_Section):
     url: str = _setting(
-        "memory://", None, "redis://, rediss:// or unix:// URL; memory:// inside one process only"
+        "memory://", None, "redis://, rediss:// or unix:// URL; memory:// within one process only"
     )
     key_prefix: str = _setting("millrace")
-    ttl_s: float = _setting(7200.0, _within(1), "life of a record nobody finished")
-    finished_ttl_s: float = _setting(60.0, _within(0), "life of a record after its request ended")
+    ttl_s: float = _setting(7200.0, _within(1), "lifetime of a record whose request has not ended")
+    finished_ttl_s: float = _setting(
+        60.0, _within(0), "lifetime of a record after its request has ended"
+    )
     journal_interval_ms: float = _setting(100.0, _within(1))
 
 
@@ -291,15 +301,15 @@ class TelemetryConfig(_Section):
 
 @dataclass(frozen=True, kw_only=True)
 class TlsConfig(_Section):
-    """PEM files, read again when they change. All are given, or none: then nothing is encrypted."""
+    """PEM files, read again after changes. Set all, or none for connections without encryption."""
 
     ca_file: str = _setting(
-        "", None, "certificates that peers' are signed by; empty, as all three: no TLS"
+        "", None, "CA certificates that sign the peers' certificates; all three empty: no TLS"
     )
     cert_file: str = _setting(
-        "", None, "this process's certificate, with those between it and the CA's"
+        "", None, "this process's certificate, followed by intermediate certificates"
     )
-    key_file: str = _setting("", None, "its private key")
+    key_file: str = _setting("", None, "private key of cert_file")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -319,17 +329,19 @@ class TlsConfig(_Section):
 
 @dataclass(frozen=True, kw_only=True)
 class ScalingConfig(_Section):
-    """Of `millrace up --autoscale`."""
+    """Settings of `millrace up --autoscale`."""
 
-    interval_s: float = _setting(2.0, _within(0.05), "between two decisions")
-    up_step: int = _setting(2, _within(1), "instances that up_period_s adds to a pool at most")
-    up_period_s: float = _setting(15.0, _within(0))
-    down_window_s: float = _setting(30.0, _within(0), "of less load, before a pool shrinks")
-    down_step: int = _setting(1, _within(1), "instances that down_period_s takes at most")
-    down_period_s: float = _setting(15.0, _within(0))
+    interval_s: float = _setting(2.0, _within(0.05), "time between two decisions")
+    up_step: int = _setting(2, _within(1), "most instances that a pool gains within up_period_s")
+    up_period_s: float = _setting(15.0, _within(0), "period of up_step")
+    down_window_s: float = _setting(30.0, _within(0), "time of less load before a pool shrinks")
+    down_step: int = _setting(
+        1, _within(1), "most instances that a pool loses within down_period_s"
+    )
+    down_period_s: float = _setting(15.0, _within(0), "period of down_step")
     idle_s: float = _setting(
-        120.0, _within(0), "without a request, before a pool that may goes to zero"
+        120.0, _within(0), "time without requests before a pool goes to zero, if it may"
     )
     drain_timeout_s: float = _setting(
-        60.0, _within(0), "then what an instance still holds goes on elsewhere"
+        60.0, _within(0), "time for an instance's requests; then they are migrated"
     )

@@ -95,7 +95,7 @@ class SpreadRequests:
         )
         context.registry.gauge_function(
             "millrace_decode_spread_requests",
-            "requests at home here whose KV others hold, too",
+            "requests of this KV owner with KV at other instances",
             lambda: len(self._spread),
         )
         self.spill_pages = engine.pool.allocate(engine.layout.pages_for(pass_tokens))

@@ -19,7 +19,7 @@ class ShardMetrics:
     def __init__(self, registry: Registry, book: ShardBook) -> None:
         registry.gauge_function(
             "millrace_kvp_held_shards",
-            "shards of requests that are at home elsewhere",
+            "shards of requests whose KV owner is another instance",
             lambda: len(book),
         )
         registry.gauge_function(
@@ -28,11 +28,11 @@ class ShardMetrics:
             lambda: sum(len(shard.pages) for shard in book),
         )
         self.lost = registry.counter(
-            "millrace_kvp_lost_shards_total", "shards given up before their owners let go of them"
+            "millrace_kvp_lost_shards_total", "shards lost before their KV owners released them"
         )
         self.layer_s = registry.histogram(
             "millrace_kvp_layer_seconds",
-            "attention of one layer over shards, for one owner",
+            "attention of one layer over shards, for one KV owner",
             buckets=LAYER_BUCKETS,
         )
 

@@ -73,7 +73,7 @@ class KvPath:
         self._numbers = itertools.count(1)
         self._answers = asyncio.Semaphore(ANSWERS_AT_ONCE)
         self._seconds = registry.histogram(
-            "millrace_transfer_probe_seconds", "a probe of the KV path that passed", ["of"]
+            "millrace_transfer_probe_seconds", "time of a successful probe of the KV path", ["of"]
         )
         self._errors = registry.counter(
             "millrace_transfer_probe_errors_total", "probes of the KV path that failed", ["of"]

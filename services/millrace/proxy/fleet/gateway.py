@@ -1,4 +1,4 @@
-"""All requests in flight: gives messages of the scheduler and tokens to their requests."""
+"""Holds all requests in flight; gives them the scheduler's messages and their tokens."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ log = logging.getLogger(__name__)
 WATCH_INTERVAL_S = 0.5
 #: A request that streams while the scheduler is away may be silent for this long.
 ORPHAN_SILENCE_S = 30.0
-#: A request is migrated after so many lost instances. A request that loses more instances is likely
-#: to be the reason for their loss.
+#: A request is migrated after at most this many lost instances. A request that loses more
+#: instances probably causes the losses.
 MOST_LOSSES = 3
-#: A request is migrated at most this often: while a pool is replaced, its next instance may leave,
-#: too. Migrations for want of memory are not counted: each incarnation generates at least a token.
+#: The most migrations of a request: while a pool is replaced, its next instance may leave, too.
+#: Migrations for lack of memory are not counted: each incarnation generates at least one token.
 MOST_MOVES = 16
 
-#: Finish reasons by which an instance says that it will not finish the answer.
+#: Finish reasons of an instance that will not finish the answer.
 _BROKEN_OFF = frozenset({"error", "cancelled", "moved"})
 
 _LOST = "The instance that generated this answer was lost."
@@ -62,7 +62,7 @@ class Gateway:
         self._records = Records(store)
         self._config = config
         self._metrics = metrics
-        self._live: dict[str, ProxyRequest] = {}  # by the id that the services know
+        self._live: dict[str, ProxyRequest] = {}  # by the id that the other services use
         self._scheduler = SchedulerLink(scheduler, incarnation, self)
         self._tokens = TokenLinks(incarnation, self)
         self.prompts = PromptsAhead(self._scheduler.ask_progress)
@@ -71,7 +71,7 @@ class Gateway:
         self._parking = Parking(config, self._load.set)
         self._fleet_ready = False
         self._tasks: list[asyncio.Task[None]] = []
-        #: Set when the process is told to stop: the gateway takes no new request.
+        #: Set when the process shuts down: the gateway takes no new request.
         self.draining = False
 
     # -- start and end
@@ -103,16 +103,16 @@ class Gateway:
 
     @property
     def ready(self) -> bool:
-        """Whether a request would find a fleet that works, or may wait here for a fleet.
+        """Whether the fleet takes requests, or a request may wait here for a fleet.
 
-        Parked requests wake a fleet of no instances: clients must still send them here.
+        Parked requests start an empty fleet: clients must still send them here.
         """
         takes = self._fleet_ready or self._parking.is_open
         return self._scheduler.connected and takes and not self.draining
 
     @property
     def fleet_ready(self) -> bool:
-        """Whether the scheduler has said that its fleet takes requests."""
+        """Whether the scheduler has reported that its fleet takes requests."""
         return self._fleet_ready
 
     @property
@@ -185,7 +185,7 @@ class Gateway:
                 self._offer(request)
 
     def leave(self, request: ProxyRequest, reason: str) -> None:
-        """Ends a request that its client gave up; does nothing to a request that has ended."""
+        """Ends a request whose client left; does nothing to a request that has ended."""
         if not request.has_ended:
             self._metrics.cancelled.labels(reason).inc()
             self._forget(request)
@@ -276,7 +276,7 @@ class Gateway:
                 continue
             if not self._comes_from(request, decode):
                 if request.stage is not Stage.STREAMING and request.decode != decode:
-                    request.keep(decode, event)  # the instance may be the request's next place
+                    request.keep(decode, event)  # the request may be placed at this instance
                 continue
             if event.finish_reason in _BROKEN_OFF:
                 self._broken_off(request, event)
@@ -295,7 +295,7 @@ class Gateway:
         self._metrics.tokens.inc(tokens)
 
     def _broken_off(self, request: ProxyRequest, event: TokenEvent) -> None:
-        """Migrates or fails a request whose instance says that it will not finish the answer."""
+        """Migrates or fails a request whose instance will not finish the answer."""
         detail = event.detail()
         if event.finish_reason == "moved":
             request.note(detail.spans)

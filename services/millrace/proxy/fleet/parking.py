@@ -96,7 +96,7 @@ class LoadReport:
     def __init__(self, send: Callable[[int], None]) -> None:
         self._send = send
         self._parked = 0
-        self._pause: asyncio.TimerHandle | None = None  # there while nothing may be sent
+        self._pause: asyncio.TimerHandle | None = None  # set while no report may be sent
         self._pending = False
 
     def set(self, parked: int) -> None:

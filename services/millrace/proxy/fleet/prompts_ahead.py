@@ -1,4 +1,4 @@
-"""Asks the scheduler how far prompts are, and describes it to the clients that wait.
+"""Asks the scheduler how far prompts are computed, and reports it to the clients that wait.
 
 Only silent streams ask, every KEEPALIVE_S: a request with a short wait costs nothing.
 """
@@ -20,7 +20,7 @@ _OURS = {Stage.PARKED: "parked", Stage.MOVING: "moving"}
 
 
 class PromptsAhead:
-    """Asks for many streams at once, and gives every stream its answers."""
+    """Asks for the progress of many streams in one message, and gives every stream its answers."""
 
     def __init__(self, send: Callable[[Sequence[str]], None]) -> None:
         self._send = send
@@ -33,7 +33,7 @@ class PromptsAhead:
             asked.set_result(progress)
 
     async def describe(self, requests: Sequence[ProxyRequest]) -> str:
-        """Returns one line about the requests whose first token is not out; empty without any.
+        """Returns one line about the requests that have no first token yet; empty if all have one.
 
         A stream has one call at a time: a second question would take the answer to the first.
         """
@@ -58,12 +58,12 @@ class PromptsAhead:
                 self._asked.pop(request_id, None)
 
 
-def _line(waiting: Sequence[ProxyRequest], said: dict[str, Progress]) -> str:
+def _line(waiting: Sequence[ProxyRequest], progress: dict[str, Progress]) -> str:
     """Shows the state of the least advanced request, all tokens together and the longest wait."""
     states, computed, left_s = [], 0, 0.0
     predicted = True
     for request in waiting:
-        if (answer := said.get(request.spec.request_id)) is None:
+        if (answer := progress.get(request.spec.request_id)) is None:
             states.append(_OURS.get(request.stage, "queued"))
             predicted = False
             continue

@@ -20,7 +20,7 @@ ENDINGS_INTERVAL_S = 0.02
 
 
 class Records:
-    """Creates records before their requests go on; writes endings in the background."""
+    """Creates records before their requests are submitted; writes endings in the background."""
 
     def __init__(self, store: RequestStore) -> None:
         self._store = store
@@ -51,7 +51,7 @@ class Records:
         task.add_done_callback(self._background.discard)
 
     async def close(self, timeout_s: float) -> None:
-        """Writes the endings that still wait, for `timeout_s` at most."""
+        """Writes the endings that still wait; takes `timeout_s` at most."""
         self._write_endings()
         if self._background:
             await asyncio.wait(self._background, timeout=timeout_s)
@@ -63,7 +63,7 @@ class Records:
 
 
 async def _logged(work: Coroutine[Any, Any, None]) -> None:
-    """Logs a failure of the store: it fails no request, because records expire by themselves."""
+    """Logs a failure of the store. It fails no request, because records expire by themselves."""
     try:
         await work
     except MillraceError as error:

@@ -106,7 +106,7 @@ class SchedulerLink:
                 reason = "the stream ended"
             except grpc.aio.AioRpcError as error:
                 reason = error.details() or str(error.code())
-            except Exception as error:  # a defect must not cut the proxy off for good
+            except Exception as error:  # a defect must not disconnect the proxy forever
                 log.exception("scheduler %s", self._address)
                 reason = repr(error)
             log.warning("scheduler %s: %s; retrying", self._address, reason)

@@ -26,7 +26,7 @@ class TokenListener(Protocol):
     def on_batch(self, decode: Incarnation, events: Sequence[TokenEvent]) -> None: ...
 
     def on_tokens_lost(self, decode: Incarnation) -> None:
-        """The stream of `decode` broke: events may be missing."""
+        """Reports that the stream of `decode` broke: events may be missing."""
 
 
 class TokenLinks:
@@ -53,7 +53,7 @@ class TokenLinks:
             self._links[decode.incarnation] = asyncio.create_task(self._run(decode))
 
     def prune(self, in_use: set[Incarnation]) -> None:
-        """Ends the streams to instances that left the fleet and serve no request any more."""
+        """Ends the streams to instances that left the fleet and serve no request."""
         for incarnation in self._links.keys() - self._listed - in_use:
             self._links.pop(incarnation).cancel()
 

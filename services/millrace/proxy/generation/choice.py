@@ -1,4 +1,4 @@
-"""One choice of a request: its tokens as they come, its text as it may be shown."""
+"""Turns the tokens of one choice into the text that the client may see."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from millrace.proxy.text.stop import StopScanner
 
 @dataclass(slots=True, kw_only=True)
 class LogprobEntry:
-    """Log probabilities of one token. `offset`: characters of the choice's text before it.
+    """Log probabilities of one token; `offset` counts the characters of the choice before it.
 
     `position` is None for a prompt's first token, which follows nothing.
     """
@@ -25,7 +25,7 @@ class LogprobEntry:
 
 @dataclass(slots=True, kw_only=True)
 class Piece:
-    """What a choice has to show at once."""
+    """The output of a choice that is shown together."""
 
     text: str = ""
     entries: Sequence[LogprobEntry] = ()
@@ -33,7 +33,7 @@ class Piece:
 
 
 class Choice:
-    """Takes tokens in order; cuts at stop strings; holds what must not be shown yet."""
+    """Takes tokens in order, cuts at stop strings, and holds text that may not be shown yet."""
 
     __slots__ = (
         "_detokenizer",
@@ -56,8 +56,8 @@ class Choice:
     def __init__(
         self, index: int, detokenizer: Detokenizer, options: Options, *, start: int = 0
     ) -> None:
-        """`start`: characters that an echoed prompt puts before its text."""
-        #: Its place in the response's `choices`.
+        """`start` counts the characters of an echoed prompt before the choice's text."""
+        #: The index of the choice in the response's `choices`.
         self.index = index
         self._detokenizer = detokenizer
         self._scanner = StopScanner(options.stop, options.include_stop) if options.stop else None
@@ -68,10 +68,10 @@ class Choice:
         self._entries: list[LogprobEntry] = []
         #: Generated tokens so far, a stop token included.
         self.token_count = 0
-        #: When its last token came, on the monotonic clock.
+        #: When the choice's last token came, in seconds on the monotonic clock.
         self.last_token_at: float | None = None
         self.finish_reason: str | None = None
-        #: The stop string or the stop token's id that ended it; None otherwise.
+        #: The stop string or the id of the stop token that ended the choice; None otherwise.
         self.stop_reason: str | int | None = None
         self.decoded_characters = start
         self.shown_characters = start
@@ -82,9 +82,10 @@ class Choice:
         return self._scanner is not None and self._scanner.matched is not None
 
     def feed(self, token_ids: Sequence[int], finish_reason: str, stop_token_id: int) -> str:
-        """Takes the next tokens; returns the text that may be shown now.
+        """Takes the next tokens, and returns the text that may be shown now.
 
-        An empty `finish_reason` goes on. A stop token (`stop_token_id` >= 0) shows no text.
+        The choice continues if `finish_reason` is empty. A stop token (`stop_token_id` >= 0) has no
+        text.
         """
         if self._shows_nothing:
             self.finish_reason = "length"
@@ -113,7 +114,7 @@ class Choice:
         finish_reason: str,
         stop_token_id: int,
     ) -> Piece:
-        """As `feed`, token by token, with each token's log probabilities beside its text."""
+        """Works as `feed`, token by token, and keeps every token's log probabilities."""
         if self._shows_nothing:
             return Piece(text=self.feed(token_ids, finish_reason, stop_token_id))
         text = ""
@@ -133,7 +134,7 @@ class Choice:
         return Piece(text=text, entries=self._take_entries())
 
     def take_ids(self) -> list[int]:
-        """Token ids since the last call."""
+        """Returns the token ids that came since the last call."""
         ids, self.token_ids = self.token_ids, []
         return ids
 
@@ -146,7 +147,7 @@ class Choice:
         return text
 
     def _take_entries(self) -> list[LogprobEntry]:
-        """Entries of tokens whose text begins in what was shown; all of them at a natural end."""
+        """Returns the entries of tokens whose text begins in the shown text; all, at an end."""
         entries = self._entries
         whole = self.shown_characters == self.decoded_characters
         if whole or (self.finish_reason is not None and not self.met_stop_string):

@@ -1,4 +1,4 @@
-"""The next incarnation of a request: the tokens that are left, as a request of its own."""
+"""Builds the next incarnation of a request, which generates the tokens that are left."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gives a prompt back before its completion."""
+"""Echoes a prompt before its completion."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Echo:
     def piece(self, positions: Sequence[PositionLogprobs | None]) -> Piece:
         """Returns the prompt as a piece. `positions`: the prompt's log probabilities, or none.
 
-        The first of them means nothing: no token comes before it.
+        The first position has no meaning, because no token comes before it.
         """
         if not positions:
             return Piece(text=self.text)

@@ -1,7 +1,8 @@
-"""/admin: what administrators see of the scheduler, and change.
+"""The /admin routes: show and change settings of the scheduler.
 
-Guarded by `proxy.admin_token` as a bearer token. Without one, only clients on this machine are let
-in, and none that a reverse proxy here, or a page in somebody's browser, speaks for.
+`proxy.admin_token`, as a bearer token, protects the routes. If no token is set, only clients on the
+proxy's own machine may use them: not a request that a reverse proxy forwards, or that a page in a
+browser makes.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ _MOST_RATES = 4096  # characters
 _ROW = r"[0-9]{1,6}(\.[0-9]{1,6})?:(0(\.[0-9]{1,6})?|1(\.0{1,6})?)"
 _ROWS = f"{_ROW}(,{_ROW})*"
 
-#: A request with one of these comes from further away than its connection.
+#: Headers of a request whose client is not the peer of its connection.
 _RELAYED = (b"forwarded", b"x-forwarded-for", b"origin")
 
 Fields = dict[str, Kind]
@@ -53,7 +54,7 @@ Settings = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class AdminRoute:
-    """One thing that can be seen and changed; the functions take the scheduler's address."""
+    """A setting that can be shown and changed; the functions take the scheduler's address."""
 
     path: str
     fields: Fields
@@ -62,7 +63,7 @@ class AdminRoute:
     change: Callable[[str, Settings], Awaitable[Settings]]  # with the checked fields of the body
 
     def change_schema(self) -> Schema:
-        """Without required fields exactly one of them must be given."""
+        """Returns the body's schema. If no field is required, exactly one field must be given."""
         schema = object_schema(self.fields, self.required)
         if not self.required:
             schema["oneOf"] = [
@@ -74,9 +75,9 @@ class AdminRoute:
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """Rows of arrivals per second and a rate, in any order; checks to a text that ascends.
+    """Checks rows of arrivals per second and a rate, in any order; `check` returns them sorted.
 
-    Of two rows for the same arrivals the last one counts.
+    If two rows have the same arrivals, the last row counts.
     """
 
     def check(self, value: Json, path: str) -> str:
@@ -94,7 +95,7 @@ class Rates:
             "type": "string",
             "maxLength": _MOST_RATES,
             "pattern": f"^{_ROWS}$",
-            "description": "ARRIVALS_PER_S:RATE,... to look it up in.",
+            "description": "Table of rates by arrivals per second, as ARRIVALS_PER_S:RATE,...",
         }
 
 
@@ -125,7 +126,7 @@ POLICY = AdminRoute(
 IMPROVEMENT_RATE = AdminRoute(
     path="/admin/improvement-rate",
     fields={
-        "rate": Number(0.0, 1.0, doc="For good."),
+        "rate": Number(0.0, 1.0, doc="Fixed rate."),
         "rates": Rates(),
     },
     required=(),

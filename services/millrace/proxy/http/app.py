@@ -1,4 +1,4 @@
-"""The HTTP application: FastAPI, with the routes that take bodies as raw ASGI inside it."""
+"""The HTTP application: FastAPI, with raw ASGI for the routes that take bodies."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ Answer = Callable[[Scope, Receive, Send], Awaitable[int]]
 
 
 class RawEndpoint:
-    """A raw ASGI application around an `Answer`: errors become answers, all are counted."""
+    """A raw ASGI application around an `Answer`: sends errors as answers and counts all answers."""
 
     def __init__(self, services: Services, route: str, answer: Answer) -> None:
         self._requests = services.metrics.requests
@@ -64,10 +64,10 @@ class RawEndpoint:
 
 
 class GatewayApp(FastAPI):
-    """FastAPI whose document describes the raw routes too, and which they don't pay for.
+    """FastAPI with raw routes that bypass it; its OpenAPI document describes them, too.
 
-    A POST to one of `raw` goes to it at once: FastAPI's ten layers of middleware and routing cost
-    more than the rest of a request. Anything else, a wrong method included, goes through them.
+    A POST to a route in `raw` bypasses FastAPI: its ten layers of middleware and routing cost more
+    time than the rest of a request. Every other request, a wrong method too, passes through them.
     """
 
     def __init__(self, services: Services, raw: Mapping[str, RawEndpoint]) -> None:
@@ -94,7 +94,7 @@ class GatewayApp(FastAPI):
 
 
 class JsonEndpoint:
-    """A JSON body in, a JSON document out."""
+    """Answers a JSON body with a JSON document."""
 
     def __init__(self, services: Services, handle: Callable[[Any], Awaitable[Json]]) -> None:
         self._max_body_bytes = services.config.proxy.max_body_bytes
@@ -108,7 +108,7 @@ class JsonEndpoint:
 
 
 class TokenEndpoints:
-    """/tokenize and /detokenize."""
+    """The /tokenize and /detokenize endpoints."""
 
     def __init__(self, services: Services) -> None:
         self._services = services
@@ -135,7 +135,7 @@ class TokenEndpoints:
 def create_app(
     services: Services, created: int, render_metrics: RenderMetrics, scheduler: str
 ) -> FastAPI:
-    """`created`: Unix time shown as the model's; `scheduler`: its host:port."""
+    """Builds the application. `created` is the model's Unix time, s; `scheduler` a host:port."""
     tokens = TokenEndpoints(services)
     handlers: dict[str, Answer] = {
         "/v1/chat/completions": GenerateEndpoint(services, chat=True).answer,
@@ -213,5 +213,5 @@ async def _http_error(request: Request, error: Exception) -> Response:
 
 
 async def _internal_error(request: Request, error: Exception) -> Response:
-    """The traceback goes to the log, not to the client."""
+    """Answers 500: the traceback goes to the log, not to the client."""
     return Response(ApiError(500, "Internal error.").body(), 500, media_type="application/json")

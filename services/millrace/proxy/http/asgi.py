@@ -1,4 +1,4 @@
-"""Raw ASGI: reading a bounded body, writing small answers."""
+"""Raw ASGI: reads a bounded body, writes small answers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Send = Callable[[Message], Awaitable[None]]
 
 JSON = [(b"content-type", b"application/json")]
 
-#: How long, and how much of, a refused body is read on so that its sender gets to see the answer.
+#: The time and the bytes for which a refused body is read, so that its sender gets the answer.
 _LINGER_S = 5.0
 _LINGER_BYTES = 1 << 30
 
@@ -28,7 +28,7 @@ class Disconnected(Exception):
 
 
 def header(scope: Scope, name: bytes) -> str | None:
-    """The first value of a header; `name` is lower case."""
+    """Returns the first value of a header, or None; `name` is lower case."""
     for key, value in scope["headers"]:
         if key == name:
             return str(value.decode("latin-1"))
@@ -36,10 +36,10 @@ def header(scope: Scope, name: bytes) -> str | None:
 
 
 async def read_json(scope: Scope, receive: Receive, max_bytes: int) -> Any:  # noqa: ANN401 - any JSON
-    """The decoded body of a request.
+    """Returns the decoded body of a request.
 
     Raises ApiError: 415 for another content type, 413 as soon as the body is known to be too large,
-    400 for what is not JSON. Raises Disconnected when the client leaves.
+    400 for a body that is not JSON. Raises Disconnected when the client leaves.
     """
     content_type = (header(scope, b"content-type") or "").partition(";")[0].strip().lower()
     if content_type != "application/json":
@@ -95,7 +95,7 @@ def too_large(max_bytes: int) -> ApiError:
 
 
 def parse_json(body: bytes) -> Any:  # noqa: ANN401 - any JSON
-    """Raises ApiError (400); names the field when half of a surrogate pair stands in it."""
+    """Decodes a body. Raises ApiError (400), which names a field with half a surrogate pair."""
     try:
         return orjson.loads(body)
     except orjson.JSONDecodeError as error:
@@ -109,7 +109,7 @@ def parse_json(body: bytes) -> Any:  # noqa: ANN401 - any JSON
 
 
 def _surrogate_field(body: bytes) -> str | None:
-    """The path of the first string with a lone surrogate, found with a more lenient parser."""
+    """Returns the path of the first string with a lone surrogate; a lenient parser finds it."""
     try:
         return _find_surrogate(json.loads(body), "")
     except (ValueError, RecursionError):
@@ -138,7 +138,7 @@ async def send_json(
     body: bytes,
     headers: list[tuple[bytes, bytes]] | None = None,
 ) -> None:
-    """One complete JSON answer."""
+    """Sends one complete JSON answer."""
     await send(
         {
             "type": "http.response.start",
@@ -153,7 +153,7 @@ async def send_json(
 
 
 async def send_error(send: Send, receive: Receive, error: ApiError) -> None:
-    """Answers with an error alone. A body that was refused unread is drained for a while first."""
+    """Answers with an error. Reads a refused body for a while before it closes the connection."""
     if error.status != 413:
         await send_json(send, error.status, error.body(), error.headers())
         return

@@ -1,4 +1,4 @@
-"""The two completion endpoints: from a request's bytes to the last byte of its answer."""
+"""The two completion endpoints: read a request, submit it and send its answer."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from millrace.proxy.text.prefix import PromptHasher
 from millrace.proxy.text.tokenizer import Tokenizer
 from millrace.telemetry.otlp import TraceExporter
 
-#: A stream that says nothing gets a comment this often, so that nothing on the way gives it up.
+#: A silent stream gets a comment this often, so that no proxy in between closes the connection.
 KEEPALIVE_S = 10.0
 
 _EVENT_STREAM = [
@@ -42,7 +42,7 @@ _EVENT_STREAM = [
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Services:
-    """What the endpoints work with. `traces` None: nothing collects traces."""
+    """The objects that the endpoints share. `traces` is None if no collector takes traces."""
 
     config: Config
     limits: Limits
@@ -109,7 +109,7 @@ class GenerateEndpoint:
         return [replace(p, blocks=await hasher.blocks(p.ids, options)) for p in prompts], options
 
     def _leave(self, reply: Reply) -> None:
-        """Cancels what is unfinished: the client is gone, or the answer has failed."""
+        """Cancels the unfinished requests: the client is gone, or the answer has failed."""
         for request in reply.progress.requests:
             self._gateway.leave(request, "disconnected")
         reply.progress.fail(ApiError(499, "The client closed the connection."))
@@ -137,7 +137,7 @@ async def _send_whole(reply: WholeReply, send: Send, headers: Headers) -> int:
 async def _send_stream(
     reply: StreamReply, send: Send, headers: Headers, prompts: PromptsAhead
 ) -> int:
-    """Sends whatever is ready in one piece. Raises ApiError while nothing was sent."""
+    """Sends all output that is ready in one piece. Raises ApiError before anything was sent."""
     progress = reply.progress
     keep_alive = _KeepAlive(reply, prompts)
     try:
@@ -164,7 +164,7 @@ async def _send_stream(
 
 
 class _KeepAlive:
-    """Hands a comment to a stream that was silent for one to two intervals."""
+    """Writes a comment to a stream that was silent for one to two intervals."""
 
     def __init__(self, reply: StreamReply, prompts: PromptsAhead) -> None:
         self._reply = reply
@@ -185,8 +185,8 @@ class _KeepAlive:
         self._timer = self._loop.call_later(KEEPALIVE_S, self._tick)
 
     async def _speak(self) -> None:
-        said = await self._prompts.describe(self._reply.progress.requests)
-        self._reply.comment((said or "waiting").encode())
+        text = await self._prompts.describe(self._reply.progress.requests)
+        self._reply.comment((text or "waiting").encode())
 
 
 async def _until_disconnect(receive: Receive) -> None:

@@ -1,4 +1,4 @@
-"""What a request's headers say: objectives, class, trace."""
+"""Reads a request's objectives, class and trace from its headers."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ _TRACEPARENT = re.compile(
 
 
 class Objectives:
-    """Objectives of requests, TTFT and TBT each by itself: the header's, else the class's, else
-    the default of `proxy`. A request without a class is of the class `default`."""
+    """Reads the objectives of requests. TTFT and TBT come from the header, or else from the class,
+    or else from `proxy`. A request without a class has the class `default`."""
 
     def __init__(self, config: Config) -> None:
         proxy = config.proxy
@@ -44,11 +44,11 @@ class Objectives:
 
     @property
     def classes(self) -> list[str]:
-        """Names a request may give."""
+        """The class names that a request may give."""
         return sorted(self._classes)
 
     def read(self, scope: Scope) -> Slo:
-        """Raises ApiError naming the header."""
+        """Returns the request's objectives. Raises ApiError naming the header."""
         slo = self._default
         name = header(scope, CLASS_HEADER.encode())
         if name is not None:
@@ -83,7 +83,7 @@ def _seconds(scope: Scope, name: str) -> float | None:
 
 
 def wants_trace(scope: Scope) -> bool:
-    """Raises ApiError unless the header is absent, 0 or 1."""
+    """Whether the client asks for a trace. Raises ApiError unless the header is absent, 0 or 1."""
     text = header(scope, TRACE_HEADER.encode())
     if text not in (None, "0", "1"):
         raise ApiError(
@@ -96,6 +96,6 @@ def wants_trace(scope: Scope) -> bool:
 
 
 def traceparent(scope: Scope) -> str:
-    """The W3C trace context; empty when absent or malformed (which the standard says to ignore)."""
+    """Returns the W3C trace context; empty if absent or malformed (the standard ignores both)."""
     text = header(scope, b"traceparent") or ""
     return text if _TRACEPARENT.match(text) else ""

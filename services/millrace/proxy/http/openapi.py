@@ -1,4 +1,4 @@
-"""The gateway's OpenAPI 3.1 document. Request bodies come from the tables that check them."""
+"""Builds the gateway's OpenAPI 3.1 document; the tables that check bodies describe them, too."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _NULL: Json = {"type": "null"}
 
 
 def document(bodies: Bodies, classes: Sequence[str], title: str, version: str) -> Json:
-    """The whole document. `classes`: names of objectives' classes."""
+    """Returns the whole document. `classes` are the names of the SLO classes."""
     return {
         "openapi": "3.1.0",
         "info": {"title": title, "version": version},
@@ -62,18 +62,18 @@ def _paths(objectives: list[Json]) -> Json:
         },
         "/metrics": {"get": _got("Prometheus metrics", {"text/plain": {"schema": _STRING}})},
         admin.POLICY.path: _admin(
-            ("How the scheduler decides", "SchedulerSettings"),
-            ("Rank requests by another policy", "PolicyWanted", "PolicyChange"),
+            ("The scheduler's settings", "SchedulerSettings"),
+            ("Change the policy that orders requests", "PolicyWanted", "PolicyChange"),
         ),
         admin.IMPROVEMENT_RATE.path: _admin(
-            ("What a larger group must cut the TTFT by", "ImprovementRate"),
-            ("Ask for another gain", "ImprovementRateWanted", "ImprovementRateChange"),
+            ("The share by which a larger SP group must cut the TTFT", "ImprovementRate"),
+            ("Change the improvement rate", "ImprovementRateWanted", "ImprovementRateChange"),
         ),
     }
 
 
 def _admin(shown: tuple[str, str], changed: tuple[str, str, str]) -> Json:
-    """`shown`: summary and answer; `changed`: summary, body and answer."""
+    """Describes GET by `shown` (summary, answer), PUT by `changed` (summary, body, answer)."""
     refused = {
         "401": _error("The bearer token is not proxy.admin_token"),
         "403": _error("No token is set and the client is on another machine"),
@@ -124,9 +124,11 @@ def _got(summary: str, content: Json, others: Json | None = None) -> Json:
 def _objectives(classes: Sequence[str]) -> list[Json]:
     milliseconds = {"type": "number", "exclusiveMinimum": 0, "maximum": 1e9}
     return [
-        _header(TTFT_HEADER, milliseconds, "Time-to-first-token objective, milliseconds."),
-        _header(TBT_HEADER, milliseconds, "Time-between-tokens objective, milliseconds."),
-        _header(CLASS_HEADER, {"enum": list(classes)}, "Class of objectives."),
+        _header(TTFT_HEADER, milliseconds, "TTFT objective (time to first token), ms."),
+        _header(TBT_HEADER, milliseconds, "TBT objective (time between tokens), ms."),
+        _header(
+            CLASS_HEADER, {"enum": list(classes)}, "SLO class; headers override its objectives."
+        ),
         _header(TRACE_HEADER, {"enum": ["0", "1"]}, "1: explain the TTFT in `millrace`."),
         _header("traceparent", _STRING, "W3C trace context."),
     ]

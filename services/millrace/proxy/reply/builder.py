@@ -23,7 +23,7 @@ from millrace.proxy.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arrival:
-    """Says when and how a request came. `at` is on the monotonic clock, in seconds."""
+    """Describes when and how a request arrived. `at` is in seconds on the monotonic clock."""
 
     at: float
     unix_s: float

@@ -34,7 +34,7 @@ def _after(submitted_s: float, span: Span) -> Span:
 def explain(
     requests: Sequence[ProxyRequest], arrival_unix_s: float, proxy_id: str
 ) -> dict[str, Any]:
-    """Returns the `millrace` object of a response: other prompts than the first go to `more`."""
+    """Returns the `millrace` object of a response; prompts after the first go to `more`."""
     documents = []
     for request in requests:
         document = waterfall(request, arrival_unix_s, proxy_id).to_dict()

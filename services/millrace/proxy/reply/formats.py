@@ -1,6 +1,6 @@
-"""The JSON of OpenAI's two completion APIs: whole documents, and chunks of a stream.
+"""Writes the JSON of OpenAI's two completion APIs: whole documents, and chunks of a stream.
 
-A chunk of plain text is a prefix made once a choice, the text as JSON, and a fixed suffix.
+A chunk of plain text is a prefix made once per choice, the text as JSON, and a fixed suffix.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ Json = dict[str, Any]
 DONE = b"data: [DONE]\n\n"
 _MARK = "\u0000"
 _MARK_JSON = b'"\\u0000"'
-#: JSON has no infinity; OpenAI's API shows impossible tokens like this too.
+#: Stands for minus infinity, which JSON lacks; OpenAI's API shows impossible tokens so, too.
 _LOWEST_LOGPROB = -9999.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Usage:
-    """Token counts of a response; several prompts' are summed."""
+    """Token counts of a response, summed over its prompts."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -44,7 +44,7 @@ class Usage:
 
 @dataclass(slots=True)
 class Whole:
-    """A choice's output gathered for a document."""
+    """A choice's whole output, for a document."""
 
     choice: Choice
     text: list[str]
@@ -56,18 +56,18 @@ class Format(Protocol):
     """One API's JSON, for one response."""
 
     def text_frame(self, index: int) -> tuple[bytes, bytes]:
-        """What goes before and after the JSON string of a chunk of plain text."""
+        """Returns the bytes before and after the JSON string of a chunk of plain text."""
 
     def opening(self, index: int, extra: Json) -> bytes:
-        """The chunk before a choice's first text; empty where the API has none.
+        """Returns the chunk before a choice's first text; empty if the API has none.
 
-        `extra` goes beside `choices`, here and in the other chunks.
+        `extra` holds fields beside `choices`, here and in the other chunks.
         """
 
     def piece(self, index: int, piece: Piece, extra: Json) -> bytes: ...
 
     def closing(self, choice: Choice, extra: Json) -> bytes:
-        """The chunk with the choice's finish reason."""
+        """Returns the chunk with the choice's finish reason."""
 
     def usage(self, usage: Usage, extra: Json) -> bytes: ...
 
@@ -75,7 +75,7 @@ class Format(Protocol):
 
 
 class _Head:
-    """What the chunks and the document of one response share."""
+    """The fields that the chunks and the document of one response share."""
 
     def __init__(self, response_id: str, created: int, model: str, options: Options) -> None:
         self._id, self._created, self._model = response_id, created, model
@@ -243,7 +243,7 @@ class CompletionFormat:
         }
 
     def _alternatives(self, position: PositionLogprobs) -> dict[str, float]:
-        """The likeliest tokens, and the one that stands there."""
+        """Returns the likeliest tokens and the token at this position."""
         tokens = (*position.top, position.chosen)
         return {self._text(token_id): max(value, _LOWEST_LOGPROB) for token_id, value in tokens}
 

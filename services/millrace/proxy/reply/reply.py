@@ -19,7 +19,7 @@ Json = dict[str, Any]
 
 
 class Signal:
-    """Wakes the one task that waits for it; a wake before the wait is not lost."""
+    """Wakes the one task that waits for the signal; a wake before the wait is not lost."""
 
     __slots__ = ("_set", "_waiter")
 
@@ -40,7 +40,7 @@ class Signal:
 
 
 class Progress:
-    """Tracks a response: its requests, their ends, its error. Both kinds of reply share it."""
+    """Tracks a response's requests, their ends and the error. Both kinds of reply use it."""
 
     __slots__ = (
         "_open_requests",
@@ -52,13 +52,13 @@ class Progress:
     )
 
     def __init__(self, explain: Callable[[list[ProxyRequest]], Json] | None) -> None:
-        """`explain` makes the trace of all requests; None when the client asked for none."""
+        """`explain` builds the trace of all requests; None if the client asked for no trace."""
         self.requests: list[ProxyRequest] = []
         self._open_requests = 0
         self.explain = explain
         self.signal = Signal()
         self.error: ApiError | None = None
-        #: Nothing more will be handed in.
+        #: True once all requests have ended or one has failed: no more output comes.
         self.finished = False
 
     def add(self, request: ProxyRequest) -> None:
@@ -66,21 +66,21 @@ class Progress:
         self._open_requests += 1
 
     def done(self) -> None:
-        """One request has ended well."""
+        """Counts one request that has ended without an error."""
         self._open_requests -= 1
         if self._open_requests == 0:
             self.finished = True
         self.signal.wake()
 
     def fail(self, error: ApiError) -> None:
-        """The first error stays."""
+        """Sets the response's error; the first error stays."""
         if not self.finished:
             self.error = error
             self.finished = True
             self.signal.wake()
 
     def choice_usage(self, choice: Choice) -> Usage:
-        """What one choice has taken so far: its own prompt and its own tokens."""
+        """Returns the usage of one choice so far: its own prompt and its own tokens."""
         first = self.requests[0]
         request = self.requests[choice.index // len(first.choices)]
         return Usage(
@@ -97,12 +97,12 @@ class Progress:
         )
 
     def extra(self) -> Json:
-        """What goes beside `choices` at the end."""
+        """Returns the fields beside `choices` at the end."""
         return {"millrace": self.explain(self.requests)} if self.explain else {}
 
 
 class StreamReply:
-    """Server-sent events. Whatever is ready goes out in one piece."""
+    """Gathers server-sent events; all events that are ready are sent in one piece."""
 
     __slots__ = (
         "_continuous_usage",
@@ -116,24 +116,24 @@ class StreamReply:
     )
 
     def __init__(self, fmt: Format, choices: int, options: Options, progress: Progress) -> None:
-        """`choices`: of the whole response."""
+        """`choices` counts the choices of the whole response."""
         self._format = fmt
         self._frames: list[tuple[bytes, bytes] | None] = [None] * choices
         self._open_choices = choices
         self._include_usage = options.include_usage
         self._continuous_usage = options.continuous_usage
         self._out: list[bytes] = []
-        #: Nothing was handed in since this was last set.
+        #: True while no output came since `quiet` was last set.
         self.silent = True
         self.progress = progress
 
     def take(self) -> bytes:
-        """Everything ready; empty when nothing is."""
+        """Returns all output that is ready, or empty bytes."""
         out, self._out = self._out, []
         return out[0] if len(out) == 1 else b"".join(out)
 
     def comment(self, text: bytes) -> None:
-        """A line that clients skip: shows proxies on the way that the connection lives."""
+        """Adds a line that clients skip: it shows proxies in between that the connection lives."""
         self._out.append(b": " + text + b"\n\n")
         self.progress.signal.wake()
 
@@ -160,7 +160,7 @@ class StreamReply:
         self.progress.signal.wake()
 
     def echo(self, choice: Choice, piece: Piece) -> None:
-        """The prompt, before the choice's own text."""
+        """Adds the prompt before the choice's own text."""
         self._open(choice)
         self._out.append(self._format.piece(choice.index, piece, self._usage_so_far(choice)))
 
@@ -190,20 +190,20 @@ class StreamReply:
             self._out.append(self._format.closing(choice, so_far | extra))
 
     def _usage_so_far(self, choice: Choice) -> Json:
-        """What a chunk of this choice shows beside it."""
+        """Returns the usage that a chunk of this choice shows."""
         if not self._continuous_usage:
             return {}
         return {"usage": self.progress.choice_usage(choice).to_dict()}
 
     def _usage_at_start(self, choice: Choice) -> Json:
-        """Beside the chunk that comes before a choice's first token."""
+        """Returns the usage that the chunk before a choice's first token shows."""
         if not self._continuous_usage:
             return {}
         return {"usage": replace(self.progress.choice_usage(choice), completion_tokens=0).to_dict()}
 
 
 class WholeReply:
-    """One JSON document at the end."""
+    """Gathers the output into one JSON document at the end."""
 
     __slots__ = ("_format", "_wholes", "progress")
 
@@ -213,7 +213,7 @@ class WholeReply:
         self.progress = progress
 
     def document(self) -> bytes:
-        """The response's body, once `progress.finished`."""
+        """Returns the response's body. Call it once `progress.finished` is true."""
         wholes = [whole for whole in self._wholes if whole is not None]
         return self._format.document(wholes, self.progress.usage(), self.progress.extra())
 
@@ -227,7 +227,7 @@ class WholeReply:
         whole.token_ids.extend(piece.token_ids)
 
     def echo(self, choice: Choice, piece: Piece) -> None:
-        """The prompt, before the choice's own text."""
+        """Adds the prompt before the choice's own text."""
         self.on_piece(choice, piece)
 
     def on_done(self, request: ProxyRequest) -> None:

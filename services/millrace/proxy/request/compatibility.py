@@ -1,8 +1,8 @@
-"""Fields that clients of OpenAI's API and of vLLM send, and that Millrace does not serve.
+"""Lists fields that clients of OpenAI's API and of vLLM send and Millrace does not serve.
 
-A field without an effect on the answer's tokens is ignored, as vLLM ignores it. A field that asks
-for another answer is refused by name, except for the values that ask for nothing.
-docs/reference/api.md says why.
+A field without an effect on the answer's tokens is ignored, as in vLLM. A field that would change
+the answer is refused by name, except for values without an effect. docs/reference/api.md gives the
+reasons.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from millrace.proxy.request.free_form import AnyObject
 
 _TIERS = ("auto", "default", "flex", "scale", "priority")
 
-#: Of both endpoints.
+#: Fields of both endpoints.
 SHARED: dict[str, Kind] = {
     "user": Ignored(String()),
     "request_id": Ignored(String()),

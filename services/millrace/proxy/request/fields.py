@@ -1,6 +1,6 @@
-"""What a JSON field may hold. Each kind checks a decoded value and says the same as JSON schema.
+"""Kinds of JSON fields: each kind checks a decoded value and describes itself as JSON schema.
 
-`check(value, path)` returns the value as Python code wants it, or raises ApiError naming `path`.
+`check(value, path)` returns the checked value in Python's form, or raises ApiError naming `path`.
 One table of fields per request body is the single source of validation and of the OpenAPI document.
 A null field counts as absent, as OpenAI's clients send it.
 """
@@ -101,7 +101,7 @@ class Boolean:
 
 @dataclass(frozen=True, slots=True)
 class String:
-    """A string of at least `shortest` and at most `longest` characters (None: any)."""
+    """A string of `shortest` to `longest` characters (None: no limit)."""
 
     shortest: int = 0
     longest: int | None = None
@@ -127,7 +127,7 @@ class String:
 
 @dataclass(frozen=True, slots=True)
 class OneOf:
-    """One of a few strings. `why` explains what is missing when others exist elsewhere."""
+    """A string from a fixed list. `why` explains in the error why other strings are refused."""
 
     choices: tuple[str, ...]
     why: str = ""
@@ -213,7 +213,7 @@ class LogitBias:
         bias = Number(-100.0, 100.0)
         checked = {}
         for key, item in value.items():
-            # isdigit alone takes digits of other scripts; 10 digits hold every id there can be.
+            # isdigit alone accepts digits of other scripts; 10 digits hold every possible id.
             if not (key.isascii() and key.isdigit() and len(key) <= 10):
                 raise bad_field(path, f"keys are token ids, got {shown(key)}.")
             if int(key) >= self.vocab_size:
@@ -234,7 +234,7 @@ class LogitBias:
 
 @dataclass(frozen=True, slots=True)
 class Object:
-    """An object with known fields; others are refused by name."""
+    """An object with known fields; unknown fields are refused by name."""
 
     fields: Mapping[str, Kind]
     required: tuple[str, ...] = ()
@@ -251,7 +251,7 @@ class Object:
 
 @dataclass(frozen=True, slots=True)
 class StopStrings:
-    """A non-empty string or an array of up to `most` of them; checks to a tuple."""
+    """A non-empty string or an array of up to `most` strings; `check` returns a tuple."""
 
     most: int
     longest: int
@@ -273,7 +273,7 @@ class StopStrings:
 
 @dataclass(frozen=True, slots=True)
 class Ignored:
-    """A field that is checked and then has no effect, as in vLLM."""
+    """A field that is checked and has no effect, as in vLLM."""
 
     kind: Kind
 
@@ -286,9 +286,9 @@ class Ignored:
 
 @dataclass(frozen=True, slots=True)
 class Unsupported:
-    """A field of OpenAI's or vLLM's that asks for something Millrace does not do.
+    """A field of OpenAI's API or of vLLM that Millrace does not support.
 
-    Values in `harmless` ask for nothing and are let through.
+    Values in `harmless` have no effect and are accepted.
     """
 
     harmless: Sequence[Json] = field(default=())
@@ -306,9 +306,9 @@ class Unsupported:
 def check_fields(
     body: Mapping[str, Json], fields: Mapping[str, Kind], required: Sequence[str], path: str = ""
 ) -> dict[str, Json]:
-    """Checks every field of an object by the table; returns those that are not null.
+    """Checks every field of an object by the table; returns the fields that are not null.
 
-    Raises ApiError for a field the table does not know, one that is wrong, one that is missing.
+    Raises ApiError for an unknown, a wrong or a missing field.
     """
     checked: dict[str, Json] = {}
     for name, value in body.items():
@@ -334,7 +334,7 @@ def check_fields(
 
 
 def object_schema(fields: Mapping[str, Kind], required: Sequence[str] = ()) -> Schema:
-    """JSON schema (OpenAPI 3.1) of an object with exactly these fields."""
+    """Returns the JSON schema (OpenAPI 3.1) of an object with exactly these fields."""
     properties = {}
     for name, kind in fields.items():
         schema = kind.schema()

@@ -1,4 +1,4 @@
-"""Fields whose JSON is the client's own: any shape, with a bound on how deep it is nested."""
+"""Fields that hold any JSON of the client, nested to a limited depth."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from millrace.proxy.errors import ApiError, bad_field
 from millrace.proxy.request.fields import Json, Schema, String, documented, wrong_type
 
-#: Levels of arrays and objects: whatever reads such JSON (a chat template, a log) recurses.
+#: Levels of arrays and objects: readers of such JSON (a chat template, a log) recurse.
 MOST_LEVELS = 100
 
 
 @dataclass(frozen=True, slots=True)
 class AnyObject:
-    """An object with whatever in it, nested MOST_LEVELS deep at most."""
+    """An object with any content, nested MOST_LEVELS deep at most."""
 
     doc: str = ""
 
@@ -30,7 +30,7 @@ class AnyObject:
 
 @dataclass(frozen=True, slots=True)
 class JsonText:
-    """A string that should hold JSON, nested MOST_LEVELS deep at most; any other text is let be."""
+    """A string that should hold JSON, nested MOST_LEVELS deep at most; other text is accepted."""
 
     def check(self, value: Json, path: str) -> str:
         text = String().check(value, path)
@@ -39,7 +39,7 @@ class JsonText:
         except RecursionError:
             raise _too_deep(path) from None
         except ValueError:
-            return text  # models write such arguments; chat templates show them as they are
+            return text  # models write such arguments; chat templates show them unchanged
         return text
 
     def schema(self) -> Schema:

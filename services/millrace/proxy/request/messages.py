@@ -1,4 +1,4 @@
-"""Chat messages: roles, contents, and the shape chat templates read."""
+"""Checks chat messages: roles, contents, and the shape that chat templates read."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ _TOOL_CALL = Object(
 )
 
 
-#: What Anthropic-minded clients put into a part of a message: prefix caching needs no marks here.
+#: A field that clients of Anthropic's API put into a content part: Millrace caches prefixes
+#: without such marks.
 _PART_EXTRAS: dict[str, Kind] = {"cache_control": Ignored(AnyObject())}
 
 
@@ -111,7 +112,7 @@ _FIELDS: dict[str, Kind] = {
 
 @dataclass(frozen=True, slots=True)
 class Messages:
-    """A conversation of at least one message; checks to plain dicts as chat templates read them."""
+    """A conversation of at least one message; `check` returns plain dicts for chat templates."""
 
     def check(self, value: Json, path: str) -> list[dict[str, Json]]:
         if not isinstance(value, list):
@@ -121,11 +122,11 @@ class Messages:
         return [_message(message, f"{path}[{i}]") for i, message in enumerate(value)]
 
     def schema(self) -> Schema:
-        said = object_schema(_FIELDS, ("role", "content"))
+        plain = object_schema(_FIELDS, ("role", "content"))
         called = object_schema(_FIELDS, ("role", "tool_calls"))
         called["properties"]["role"] = {"const": "assistant"}
         called["properties"]["tool_calls"]["minItems"] = 1
-        return {"type": "array", "minItems": 1, "items": {"anyOf": [said, called]}}
+        return {"type": "array", "minItems": 1, "items": {"anyOf": [plain, called]}}
 
 
 def _message(message: Json, path: str) -> dict[str, Json]:

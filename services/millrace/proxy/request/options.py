@@ -1,4 +1,4 @@
-"""What a request asks for, once checked; and what this server allows."""
+"""The options of a checked request, and the limits of this server."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from millrace.proxy.errors import bad_field
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingDefaults:
-    """Sampling where a request says nothing: the model's generation_config, else OpenAI's."""
+    """Sampling defaults for absent fields: the model's generation_config, or else OpenAI's."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -24,7 +24,7 @@ class SamplingDefaults:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """Bounds of a request, from the model and the configuration. All counts are tokens."""
+    """Limits of a request, from the model and the configuration. All counts are tokens."""
 
     model: str
     vocab_size: int
@@ -36,7 +36,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """How to draw tokens. `max_tokens` None: as many as there is room for; 0: see `scores_only`."""
+    """How to draw tokens. `max_tokens` None: as many as fit the context; 0: see `scores_only`."""
 
     max_tokens: int | None
     min_tokens: int
@@ -50,18 +50,18 @@ class Sampling:
     logit_bias: Mapping[int, float]
     seed: int
     stop_token_ids: tuple[int, ...]
-    logprobs: int  # -1: none; k: the chosen token's and the k likeliest
+    logprobs: int  # -1: none; k: the chosen token and the k likeliest tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """What both completion endpoints share. `max_tokens_field` is the name the client used."""
+    """The options of both completion endpoints. `max_tokens_field` is the name the client used."""
 
     sampling: Sampling
     choices: int = 1
     stream: bool = False
     include_usage: bool = False
-    continuous_usage: bool = False  # every chunk of a stream has the usage so far
+    continuous_usage: bool = False  # every chunk of a stream shows the usage so far
     stop: tuple[str, ...] = ()
     include_stop: bool = False
     skip_special_tokens: bool = True
@@ -73,22 +73,22 @@ class Options:
 
     @property
     def scores_only(self) -> bool:
-        """The answer is the echoed prompt alone.
+        """Whether the answer is only the echoed prompt.
 
-        The engine samples a first token with every prefill: the proxy asks for it, shows nothing of
-        it and does not count it.
+        The engine samples a first token with every prefill: the proxy asks for that token, but
+        neither shows nor counts it.
         """
         return self.sampling.max_tokens == 0
 
     @property
     def prompt_logprobs(self) -> int:
-        """Of the prompt's own tokens, as `Sampling.logprobs` counts."""
+        """Log probabilities of the prompt's own tokens, counted as in `Sampling.logprobs`."""
         return self.sampling.logprobs if self.echo else -1
 
     def new_tokens(self, prompt_tokens: int, limits: Limits, prompt_field: str) -> int:
-        """Tokens to generate at most after a prompt of `prompt_tokens`, read from `prompt_field`.
+        """Returns the most tokens to generate after a prompt of `prompt_tokens` in `prompt_field`.
 
-        Raises ApiError (context_length_exceeded) when the prompt leaves no room for what was asked.
+        Raises ApiError (context_length_exceeded) if the requested tokens do not fit.
         """
         room = limits.context_tokens - prompt_tokens
         if room < 1:
@@ -112,7 +112,7 @@ class Options:
 
 
 def read_options(checked: Mapping[str, Any], limits: Limits, logprobs: int) -> Options:
-    """Options from a body whose fields were checked one by one; looks at how they go together."""
+    """Returns the options of a body with checked fields; checks that the fields fit together."""
     get = checked.get
     choices = get("n", 1)
     if get("best_of", choices) != choices:
@@ -164,7 +164,7 @@ def _sampling(
         presence_penalty=get("presence_penalty", 0.0),
         frequency_penalty=get("frequency_penalty", 0.0),
         logit_bias=get("logit_bias", {}),
-        # Clients may give any signed 64-bit seed; the wire's is unsigned.
+        # Clients may give any signed 64-bit seed; the message's field is unsigned.
         seed=random.getrandbits(63) if seed is None else seed & 0xFFFF_FFFF_FFFF_FFFF,
         stop_token_ids=tuple(stop_ids),
         logprobs=logprobs,

@@ -1,7 +1,7 @@
-"""Request bodies: the fields OpenAI's API knows, the common extensions, and what each may hold.
+"""Checks request bodies: the fields of OpenAI's API, common extensions, and their values.
 
-The tables built here are also what the OpenAPI document shows. Fields of other servers that clients
-send, and fields that Millrace can't serve, are in `compatibility`.
+The OpenAPI document shows the same tables. Fields of other servers that clients send, and fields
+that Millrace can't serve, are in `compatibility`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from millrace.proxy.request.options import Limits, Options, read_options
 _MAX_STOPS = 16
 _MAX_STOP_CHARACTERS = 512
 _MAX_STOP_IDS = 1024
-#: Prompts of one completion request.
+#: The most prompts of one completion request.
 MAX_PROMPTS = 256
 
 Prompt = str | list[int]
@@ -47,7 +47,7 @@ Prompt = str | list[int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conversation:
-    """Messages, and how the chat template is to render them."""
+    """Messages, and how the chat template renders them."""
 
     messages: list[dict[str, Any]]
     add_generation_prompt: bool
@@ -71,7 +71,7 @@ class CompletionRequest:
 
 @dataclass(frozen=True, slots=True)
 class Prompts:
-    """A string, strings, token ids or lists of token ids; checks to a list of prompts."""
+    """A string, strings, token ids or lists of token ids; `check` returns a list of prompts."""
 
     vocab_size: int
     context_tokens: int
@@ -103,7 +103,7 @@ class Prompts:
 
 @dataclass(frozen=True, slots=True)
 class ModelName:
-    """Any string here: a wrong one gets a 404 of its own."""
+    """Any string: `check_model` answers an unknown name with a 404."""
 
     name: str
 
@@ -115,7 +115,7 @@ class ModelName:
 
 
 class Bodies:
-    """The request bodies of one server: their tables, made once from its limits."""
+    """Checks the request bodies of one server, by tables that are built once from its limits."""
 
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
@@ -169,7 +169,7 @@ class Bodies:
         )
 
     def read_tokenize(self, body: Json) -> Conversation | CompletionRequest:
-        """Checks what /tokenize is given: messages, or one prompt."""
+        """Checks the body of /tokenize: messages, or one prompt."""
         checked = check_fields(body_object(body), self.tokenize, ())
         self.check_model(checked.get("model", self.limits.model))
         if ("messages" in checked) == ("prompt" in checked):
@@ -183,7 +183,7 @@ class Bodies:
         )
 
     def read_detokenize(self, body: Json) -> tuple[list[int], bool]:
-        """Checks what /detokenize is given: token ids, and whether to skip special ones."""
+        """Checks the body of /detokenize: token ids, and whether to skip special tokens."""
         checked = check_fields(body_object(body), self.detokenize, ("tokens",))
         self.check_model(checked.get("model", self.limits.model))
         return checked["tokens"], checked.get("skip_special_tokens", False)
@@ -200,7 +200,7 @@ class Bodies:
 
 
 def body_object(body: Json) -> dict[str, Json]:
-    """A decoded body that is an object. Raises ApiError for any other."""
+    """Returns a decoded body that is an object. Raises ApiError for other bodies."""
     if not isinstance(body, dict):
         raise ApiError(400, "The request body must be a JSON object.", code="invalid_body")
     return body
@@ -225,7 +225,7 @@ def _conversation(checked: Mapping[str, Json]) -> Conversation:
 
 def _shared_fields(limits: Limits) -> dict[str, Kind]:
     config, vocab_size = limits.config, limits.vocab_size
-    new_tokens = Integer(1, config.max_new_tokens, "Tokens to generate at most.")
+    new_tokens = Integer(1, config.max_new_tokens, "Most tokens to generate.")
     return {
         "model": ModelName(limits.model),
         "max_tokens": new_tokens,
@@ -237,26 +237,26 @@ def _shared_fields(limits: Limits) -> dict[str, Kind]:
         "presence_penalty": Number(-2.0, 2.0),
         "frequency_penalty": Number(-2.0, 2.0),
         "repetition_penalty": Number(0.0, 100.0, above=True, doc="1: off."),
-        "logit_bias": LogitBias(vocab_size, "Token id to what is added to its logit."),
+        "logit_bias": LogitBias(vocab_size, "From token id to the bias added to its logit."),
         "seed": Integer(-(2**63), 2**64 - 1, "Same seed, same output."),
         "min_tokens": Integer(0, config.max_new_tokens),
-        "ignore_eos": Boolean("Go on past the end-of-sequence token."),
+        "ignore_eos": Boolean("Continue after the end-of-sequence token."),
         "stop": StopStrings(_MAX_STOPS, _MAX_STOP_CHARACTERS),
         "stop_token_ids": TokenIds(vocab_size, 0, _MAX_STOP_IDS),
         "include_stop_str_in_output": Boolean(),
         "skip_special_tokens": Boolean("Default: true."),
-        "add_special_tokens": Boolean("What the tokenizer adds, such as a first token."),
+        "add_special_tokens": Boolean("Add the tokenizer's special tokens to the prompt."),
         "return_token_ids": Boolean("Add token_ids to every choice or chunk."),
         "cache_prompt": Boolean(
-            "Default: true. Begin behind what earlier prompts share with this one; keep its KV."
+            "Default: true. Reuse the KV of a prefix of earlier prompts; keep this prompt's KV."
         ),
-        "cache_salt": String(0, 256, "Prompts of other salts share nothing with this one."),
+        "cache_salt": String(0, 256, "Prompts share KV only if their salts are equal."),
         "stream": Boolean("Answer as server-sent events."),
         "stream_options": Object(
             {
-                "include_usage": Boolean("A last chunk with the usage of all choices."),
+                "include_usage": Boolean("Send a last chunk with the usage of all choices."),
                 "continuous_usage_stats": Boolean(
-                    "With include_usage: every chunk has its choice's usage so far."
+                    "With include_usage: every chunk shows its choice's usage so far."
                 ),
                 "include_obfuscation": Ignored(Boolean()),
             }
@@ -276,14 +276,14 @@ def _chat_fields(limits: Limits) -> dict[str, Kind]:
     return {
         "messages": Messages(),
         "max_completion_tokens": Integer(
-            1, limits.config.max_new_tokens, "Newer name of max_tokens; goes before it."
+            1, limits.config.max_new_tokens, "Newer name of max_tokens; takes precedence over it."
         ),
         "logprobs": Boolean(),
         "top_logprobs": Integer(0, limits.config.max_logprobs),
         "add_generation_prompt": Boolean("Default: true."),
-        "continue_final_message": Boolean("Go on in the last message instead of a new one."),
+        "continue_final_message": Boolean("Continue the last message, not a new message."),
         "chat_template_kwargs": AnyObject("Further arguments of the chat template."),
-        "reasoning_effort": String(0, 32, "Given to the chat template."),
+        "reasoning_effort": String(0, 32, "Passed to the chat template."),
         "response_format": Object(
             {
                 "type": OneOf(("text",), " Structured output is not supported by this server."),
@@ -302,10 +302,10 @@ def _completion_fields(limits: Limits) -> dict[str, Kind]:
         "max_tokens": Integer(
             0,
             limits.config.max_new_tokens,
-            "Tokens to generate at most; 0, with echo: the prompt alone is answered.",
+            "Most tokens to generate; 0, with echo: the answer is only the prompt.",
         ),
         "logprobs": Integer(0, limits.config.max_logprobs),
         "best_of": Integer(1, limits.config.max_choices, "Must equal n."),
-        "echo": Boolean("Give the prompt back before the completion."),
+        "echo": Boolean("Echo the prompt before the completion."),
         **COMPLETION,
     }

@@ -1,4 +1,4 @@
-"""Chat templates: a model's own jinja, in a sandbox, with what Hugging Face templates may call."""
+"""Renders chat templates: a model's own jinja in a sandbox, with Hugging Face's functions."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class ChatTemplate:
         continue_final_message: bool = False,
         arguments: Mapping[str, Any] | None = None,
     ) -> str:
-        """The prompt's text. Raises ApiError (400) with the template's own complaint."""
+        """Returns the prompt's text. Raises ApiError (400) with the template's own message."""
         shaped = [self._shape(message) for message in messages]
         if continue_final_message:
             shaped[-1] = {**shaped[-1], "content": shaped[-1]["content"] + _CONTINUED_MARK}
@@ -57,7 +57,7 @@ class ChatTemplate:
             text = self._template.render(values)
         except _TemplateComplaint as error:
             raise _bad_messages(f"the model's chat template says: {error}") from error
-        except Exception as error:  # templates are programs: they fail in every way there is
+        except Exception as error:  # templates are programs: they may raise any error
             raise _bad_messages(
                 f"the model's chat template can't render them: {shown(str(error))}"
             ) from error
@@ -70,7 +70,7 @@ class ChatTemplate:
         if shaped["role"] == "developer" and not self._knows_developer:
             shaped["role"] = "system"
         for call in shaped.get("tool_calls", ()):
-            # Templates expect the arguments as an object, OpenAI's API has them as JSON text.
+            # Templates expect the arguments as an object; OpenAI's API sends them as JSON text.
             function = call["function"]
             try:
                 call["function"] = {**function, "arguments": json.loads(function["arguments"])}
@@ -108,7 +108,7 @@ def _strftime_now(layout: str) -> str:
 
 
 def _tojson(
-    value: Any,  # noqa: ANN401 - whatever a template has
+    value: Any,  # noqa: ANN401 - a template may pass any value
     ensure_ascii: bool = False,
     indent: int | None = None,
     separators: tuple[str, str] | None = None,

@@ -1,4 +1,4 @@
-"""Token ids to text, piece by piece: never half a character, constant work a token."""
+"""Turns token ids into text piece by piece: whole characters, constant work per token."""
 
 from __future__ import annotations
 
@@ -7,26 +7,26 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 _REPLACEMENT = "\ufffd"
-#: Tokens a window may hold without text before it is read as it stands. Four suffice for UTF-8's
-#: longest character of byte tokens; skipped special tokens may stand between them.
+#: The most tokens without text in a window before its text is used unchanged. UTF-8's longest
+#: character takes four byte tokens; skipped special tokens may come between them.
 _MAX_HELD_TOKENS = 16
 
 
 class Detokenizer(Protocol):
-    """Text of one sequence. What `feed` returned, joined, plus `flush`, is the sequence's text."""
+    """Builds one sequence's text: the joined results of `feed`, and then of `flush`."""
 
     def feed(self, token_ids: Sequence[int]) -> str:
-        """Text that became certain with these tokens; empty inside a character."""
+        """Takes tokens, and returns the text that became certain; empty inside a character."""
 
     def flush(self) -> str:
-        """What is left when the sequence is over."""
+        """Returns the rest of the text at the end of the sequence."""
 
 
 class ByteDetokenizer:
-    """For byte-level BPE: a token is its bytes, so the text is one UTF-8 decoding of them all.
+    """Decodes byte-level BPE: tokens are bytes, so the text is their UTF-8 decoding.
 
-    `table[id]` are a token's bytes, empty for what is skipped. Equals the tokenizer's own decoding
-    of the whole sequence, invalid bytes included.
+    `table[id]` holds a token's bytes, empty for skipped tokens. The text equals the tokenizer's own
+    decoding of the whole sequence, invalid bytes included.
     """
 
     __slots__ = ("_decode", "_table")
@@ -46,12 +46,12 @@ class ByteDetokenizer:
 
 
 class WindowDetokenizer:
-    """For any other tokenizer: decodes a short window of tokens and takes what is new in it.
+    """Decodes with any other tokenizer: decodes a short window of tokens and returns its new text.
 
-    The window holds the tokens behind the last text and those since, so that what a decoder does
-    at the start of a text (sentencepiece drops a leading space there) touches both alike.
+    The window holds the tokens of the last text and the tokens since then. A decoder may change the
+    start of a text (sentencepiece drops a leading space), and so changes both decodings alike.
     `context_ids` are the prompt's last tokens. Text that ends in a replacement character waits for
-    the rest of it.
+    the rest of the character.
     """
 
     __slots__ = ("_context", "_context_text", "_decode", "_held")
@@ -87,6 +87,6 @@ class WindowDetokenizer:
             self._context, self._held = self._held, []
             self._context_text = self._decode(self._context)
         else:
-            # Nothing to show in all of them (skipped tokens): they say nothing to what follows.
+            # None of these tokens has text (they are skipped), so they do not affect later text.
             self._held = []
         return new

@@ -1,4 +1,4 @@
-"""Cuts prompts into blocks, so that the services recognise prompts that begin alike."""
+"""Cuts prompts into blocks, so that the services find prompts with a common prefix."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MOST_AT_ONCE_TOKENS = 1 << 15
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptBlocks:
-    """Names the blocks of one prompt. `block_tokens` 0: it shares no KV with other prompts."""
+    """The block hashes of one prompt. `block_tokens` 0: the prompt shares no KV."""
 
     block_tokens: int = 0
     root: int = 0
@@ -29,7 +29,7 @@ NO_BLOCKS = PromptBlocks()
 
 
 class PromptHasher:
-    """Cuts prompts into blocks as the fleet's settings say."""
+    """Cuts prompts into blocks according to the fleet's settings."""
 
     def __init__(self, config: EngineConfig) -> None:
         self._block_tokens = config.block_tokens if config.prefix_cache == "on" else 0
@@ -38,7 +38,7 @@ class PromptHasher:
     async def blocks(self, ids: TokenArray, options: Options) -> PromptBlocks:
         """Returns the blocks of a prompt, int32 [tokens].
 
-        A request for the prompt's log-probabilities has none: all of its prompt must be computed.
+        A request for the prompt's log probabilities has no blocks: its whole prompt is computed.
         """
         block_tokens = self._block_tokens
         if not block_tokens or not options.cache_prompt or options.prompt_logprobs >= 0:
@@ -54,7 +54,7 @@ class PromptHasher:
 
 
 def with_blocks(spec: RequestSpec, prompt_ids: TokenArray) -> RequestSpec:
-    """Returns the spec with the blocks that its prompt, of these ids, has gained at its end."""
+    """Returns the spec with the new blocks at the end of its prompt, which has these ids."""
     block_tokens, known = spec.prefix_block_tokens, spec.prefix_hashes
     if not block_tokens:
         return spec

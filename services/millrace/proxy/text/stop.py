@@ -1,25 +1,25 @@
-"""Stop strings in a stream of text that arrives in pieces."""
+"""Finds stop strings in a stream of text that arrives in pieces."""
 
 from __future__ import annotations
 
 
 class StopScanner:
-    """Lets text through up to the first stop string, wherever token boundaries fall.
+    """Returns text up to the first stop string, which may span several tokens.
 
-    The first stop string is the one whose last character comes first; of several that end there,
-    the longest. What might still become one is held back. A call costs time in proportion to the
-    new text and the longest stop string.
+    The first stop string is the stop string whose last character comes first; if several end there,
+    the longest. Text that may begin a stop string is held back. A call takes time in proportion to
+    the new text and the longest stop string.
     """
 
     def __init__(self, stops: tuple[str, ...], include: bool = False) -> None:
         self._stops = stops
         self._include = include
         self._held = ""
-        #: The stop string that was met; nothing is let through any more.
+        #: The stop string that was met; after it `feed` returns no text.
         self.matched: str | None = None
 
     def feed(self, text: str) -> str:
-        """Takes the next piece; returns what may be shown now."""
+        """Takes the next piece, and returns the text that may be shown now."""
         if self.matched is not None:
             return ""
         text = self._held + text
@@ -40,12 +40,12 @@ class StopScanner:
         return text[: len(text) - keep]
 
     def flush(self) -> str:
-        """What was held back, when the text is over."""
+        """Returns the text that was held back. Call it at the end of the text."""
         held, self._held = self._held, ""
         return held
 
     def _partial(self, text: str) -> int:
-        """Length of the longest end of `text` that begins a stop string."""
+        """Returns the length of the longest suffix of `text` that begins a stop string."""
         best = 0
         for stop in self._stops:
             position = text.find(stop[0], max(0, len(text) - len(stop) + 1))

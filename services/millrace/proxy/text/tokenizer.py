@@ -1,4 +1,4 @@
-"""Text to token ids and back, with the model's own tokenizer."""
+"""Turns text into token ids and back, with the model's own tokenizer."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TokenArray = npt.NDArray[np.int32]
 
 
 class Tokenizer:
-    """One model's tokenizer.json. Raises ModelError when it is missing or damaged."""
+    """One model's tokenizer.json. Raises ModelError if the file is missing or damaged."""
 
     def __init__(self, card: ModelCard) -> None:
         path = card.folder / "tokenizer.json"
@@ -47,13 +47,13 @@ class Tokenizer:
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="tokenise")
 
     def encode(self, text: str, *, add_special_tokens: bool) -> TokenArray:
-        """int32 [tokens]. `add_special_tokens` runs tokenizer.json's post-processor."""
-        # encode_batch_fast leaves offsets out, which are most of the work.
+        """Returns int32 [tokens]. `add_special_tokens` runs tokenizer.json's post-processor."""
+        # encode_batch_fast computes no offsets, which are most of the work.
         encoding = self._raw.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
         return np.array(encoding.ids, dtype=np.int32)
 
     async def encode_async(self, text: str, *, add_special_tokens: bool) -> TokenArray:
-        """As `encode`; long texts leave the event loop free meanwhile."""
+        """Works as `encode`; long texts are encoded on a thread and do not block the event loop."""
         if len(text) <= INLINE_CHARACTERS:
             return self.encode(text, add_special_tokens=add_special_tokens)
         loop = asyncio.get_running_loop()
@@ -62,13 +62,13 @@ class Tokenizer:
         )
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
-        """Text of a whole sequence."""
+        """Returns the text of a whole sequence."""
         return self._raw.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
     def detokenizer(
         self, prompt_ids: TokenArray | None, *, skip_special_tokens: bool
     ) -> Detokenizer:
-        """A detokeniser for what follows `prompt_ids` (None: nothing goes before)."""
+        """Returns a detokeniser for the tokens after `prompt_ids` (None: no prompt)."""
         if self._bytes is not None:
             return ByteDetokenizer(self._shown_bytes if skip_special_tokens else self._bytes)
         context = [] if prompt_ids is None else prompt_ids[-_CONTEXT_TOKENS:].tolist()
@@ -78,7 +78,7 @@ class Tokenizer:
         )
 
     def token_bytes(self, token_id: int) -> bytes:
-        """One token's bytes, as log probabilities show it. Ids beyond the vocabulary are empty."""
+        """Returns a token's bytes as log probabilities show them; empty beyond the vocabulary."""
         if self._bytes is not None:
             return self._bytes[token_id]
         token = self._raw.id_to_token(token_id)
@@ -110,7 +110,7 @@ def _is_byte_level(decoder: object) -> bool:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """Byte-level BPE's alphabet: printable Latin-1 stands for itself, the rest follows U+0100."""
+    """Returns byte-level BPE's alphabet: printable Latin-1 for itself, other bytes from U+0100."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(0x100) if byte not in printable]
     alphabet = {chr(byte): byte for byte in printable}

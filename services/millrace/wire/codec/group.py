@@ -1,4 +1,4 @@
-"""What the members of an SP group tell their leader, to and from the wire."""
+"""Translates the messages between the members of an SP group and their leader."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def join_message(ask: JoinAsk) -> gang_pb2.JoinRequest:
 
 
 def join_of(message: gang_pb2.JoinRequest) -> JoinAsk:
-    """Raises TransferError for a layout that can't be."""
+    """Decodes a member's request to join. Raises TransferError for a bad layout."""
     return JoinAsk(
         request_id=message.request_id,
         attempt=message.attempt,
@@ -37,21 +37,21 @@ def members_message(members: Iterable[GroupMember]) -> gang_pb2.JoinReply:
 
 
 def members_of(reply: gang_pb2.JoinReply) -> list[GroupMember]:
-    """Raises TransferError for a layout that can't be."""
+    """Decodes the members of a group. Raises TransferError for a bad layout."""
     return [_member_of(member) for member in reply.members]
 
 
-def hand_in_message(told: HandIn) -> gang_pb2.HandInRequest:
-    """Without spans: no member has any for the leader to report."""
+def hand_in_message(handed_in: HandIn) -> gang_pb2.HandInRequest:
+    """Encodes a hand-in without spans: members have no spans for the leader to report."""
     return gang_pb2.HandInRequest(
-        request_id=told.request_id,
-        attempt=told.attempt,
-        member=incarnation_message(told.member),
+        request_id=handed_in.request_id,
+        attempt=handed_in.attempt,
+        member=incarnation_message(handed_in.member),
         logprobs=[
             gang_pb2.PromptLogprobsRun(
                 start_token=run.start_token, positions=map(logprobs_message, run.positions)
             )
-            for run in told.logprobs
+            for run in handed_in.logprobs
         ],
     )
 

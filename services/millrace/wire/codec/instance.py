@@ -1,4 +1,4 @@
-"""An instance's stream to the scheduler: commands that come in, reports that go out."""
+"""Translates an instance's messages: commands from the scheduler, and reports to it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from millrace.wire.pb import scheduler_pb2
 
 
 def command_message(command: commands.Command) -> scheduler_pb2.WorkerCommand:
-    """Without its `sequence`, which the sender counts."""
+    """Encodes a command without its `sequence`, which the sender counts."""
     match command:
         case commands.RunPrefill():
             return scheduler_pb2.WorkerCommand(run_prefill=_run_prefill_message(command))
@@ -47,7 +47,7 @@ def command_message(command: commands.Command) -> scheduler_pb2.WorkerCommand:
 
 
 def command_of(message: scheduler_pb2.WorkerCommand) -> commands.Command | None:
-    """None for a command of a kind that a later version of the scheduler has."""
+    """Decodes a command; None for a kind that only a later version of the scheduler has."""
     kind = message.WhichOneof("kind")
     if kind is None:
         return None
@@ -140,31 +140,31 @@ def _order_of(message: scheduler_pb2.Order) -> commands.Order:
 # ---- instance -> scheduler
 
 
-def registration_message(told: reports.Registration) -> scheduler_pb2.WorkerMessage:
-    latency, step = told.latency, told.decode_step
+def registration_message(registration: reports.Registration) -> scheduler_pb2.WorkerMessage:
+    latency, step = registration.latency, registration.decode_step
     return scheduler_pb2.WorkerMessage(
         register=scheduler_pb2.Register(
-            incarnation=incarnation_message(told.incarnation),
-            role=told.role,
-            address=told.address,
-            model=told.model,
-            model_hash=told.model_hash,
-            kv_pages=told.kv_pages,
-            page_tokens=told.page_tokens,
-            max_context_tokens=told.max_context_tokens,
-            max_batch=told.max_batch,
+            incarnation=incarnation_message(registration.incarnation),
+            role=registration.role,
+            address=registration.address,
+            model=registration.model,
+            model_hash=registration.model_hash,
+            kv_pages=registration.kv_pages,
+            page_tokens=registration.page_tokens,
+            max_context_tokens=registration.max_context_tokens,
+            max_batch=registration.max_batch,
             latency=None if latency is None else codec.latency_message(latency.by_sp[1]),
             sp_latency=() if latency is None else codec.sp_latency_messages(latency),
-            node=told.node,
-            kv_layers=told.kv_layers,
+            node=registration.node,
+            kv_layers=registration.kv_layers,
             decode_step=None if step is None else scheduler_pb2.DecodeStepTime(**_fields(step)),
-            block_tokens=told.block_tokens,
+            block_tokens=registration.block_tokens,
         )
     )
 
 
 def registration_of(message: scheduler_pb2.Register) -> reports.Registration:
-    """Raises ConfigError for times that can't be."""
+    """Decodes a registration. Raises ConfigError for impossible times."""
     step = message.decode_step
     return reports.Registration(
         incarnation=incarnation_of(message.incarnation),
@@ -203,7 +203,7 @@ def report_message(report: reports.Report) -> scheduler_pb2.WorkerMessage:
 
 
 def report_of(message: scheduler_pb2.WorkerMessage) -> reports.Report | None:
-    """None for a registration, and for a report of a kind that a later version has."""
+    """Decodes a report; None for a registration and for a kind of a later version."""
     kind = message.WhichOneof("kind")
     if kind == "heartbeat":
         return _heartbeat_of(message.heartbeat)
@@ -247,7 +247,7 @@ def _heartbeat_of(message: scheduler_pb2.Heartbeat) -> reports.Heartbeat:
     )
 
 
-# ---- messages whose fields are plain and have the same names on both sides
+# ---- messages with plain fields that have the same names on both sides
 
 
 def _fields(value: Any) -> dict[str, Any]:  # noqa: ANN401 - any dataclass

@@ -1,4 +1,4 @@
-"""Between what homes and holders agree on and protobuf."""
+"""Translates the messages between KV owners and KVP workers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def attach_message(ask: AttachAsk) -> kvp_pb2.AttachRequest:
 
 
 def attach_of(message: kvp_pb2.AttachRequest) -> AttachAsk:
-    """Raises TransferError for an ask that can't be."""
+    """Decodes a request to attach. Raises TransferError if `max_rows` is 0."""
     if not message.max_rows:
         raise TransferError("a peer sent a bad attachment: max_rows is 0; it must be at least 1")
     return AttachAsk(
@@ -68,11 +68,11 @@ def hold_message(ask: HoldAsk) -> kvp_pb2.HoldRequest:
 
 
 def hold_of(message: kvp_pb2.HoldRequest) -> HoldAsk:
-    """Raises TransferError for an ask that can't be."""
+    """Decodes a request to hold a shard. Raises TransferError for bad token positions."""
     if not 0 < message.start_token < message.end_token:
         raise TransferError(
             f"a peer sent a bad shard: tokens [{message.start_token}, {message.end_token}); it "
-            "must begin behind the home's and hold at least one"
+            "must begin after the KV owner's tokens and hold at least 1 token"
         )
     return HoldAsk(
         request_id=message.request_id,

@@ -1,4 +1,4 @@
-"""Between the scheduler's messages about load and the core's `FleetLoad`."""
+"""Translates between the scheduler's load messages and the core's `FleetLoad`."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _pool_message(pool: PoolLoad) -> scheduler_pb2.PoolLoad:
 
 
 def fleet_load(message: scheduler_pb2.LoadReply) -> FleetLoad:
-    """A signal that is absent was not measured."""
+    """Decodes a fleet's load. An absent signal was not measured."""
     return FleetLoad(
         pools={pool.role: _pool(pool) for pool in message.pools},
         parked_requests=message.parked_requests,

@@ -1,4 +1,4 @@
-"""Ends of probes of the KV path, to and from the wire."""
+"""Translates the endpoints of KV path probes to and from protobuf."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The messages between a proxy and the scheduler, to and from the wire."""
+"""Translates the messages between a proxy and the scheduler."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ from millrace.wire.fleet_messages import (
 )
 from millrace.wire.pb import common_pb2, scheduler_pb2
 
-#: Requests of one SubmitBatch at most: keeps a message far below the wire's bound.
+#: The most requests in one SubmitBatch: keeps a message far below gRPC's size limit.
 MAX_BATCH = 256
 
 
-# ---- what a proxy says
+# ---- proxy -> scheduler
 
 
 def hello(proxy: Incarnation) -> scheduler_pb2.ProxyMessage:
-    """The first message of a proxy's stream."""
+    """Returns the first message of a proxy's stream."""
     return scheduler_pb2.ProxyMessage(hello=incarnation_message(proxy))
 
 
@@ -99,7 +99,7 @@ def cancelled(message: scheduler_pb2.CancelRequest) -> events.CancelRequested:
     )
 
 
-# ---- what the scheduler says
+# ---- scheduler -> proxy
 
 
 def update_message(update: ProxyUpdate) -> scheduler_pb2.ProxyUpdate:
@@ -218,7 +218,7 @@ def _progress_of(message: scheduler_pb2.Progress, _: str) -> Progress:
     )
 
 
-#: The states of a request whose first token is not out.
+#: The states of a request that has no first token yet.
 _STATES = {
     state.value: state
     for state in (RequestState.QUEUED, RequestState.PREFILLING, RequestState.TRANSFERRING)

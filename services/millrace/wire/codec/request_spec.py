@@ -1,4 +1,4 @@
-"""Request specs to and from the wire."""
+"""Translates request specs to and from protobuf."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def spec_of(message: common_pb2.RequestSpec) -> RequestSpec:
 
 
 def slo_of(message: common_pb2.Slo) -> Slo:
-    """Reads objectives; 0 seconds on the wire means that the request has none."""
+    """Decodes objectives; 0 seconds means that the request has no objective."""
     return Slo(
         ttft_s=message.ttft_s or None,
         tbt_s=message.tbt_s or None,

@@ -23,19 +23,19 @@ from millrace.wire.pb import common_pb2, scheduler_pb2
 
 ROLES = ("prefill", "decode", "mixed", "kvp")
 
-#: The roles that run a batch.
+#: The roles that run a decode batch.
 _DECODES = ("decode", "mixed")
 
 
 class MessageError(MillraceError):
-    """A peer sent a message that makes no sense. Names the field, the value and the range."""
+    """A peer sent an invalid message. The error names the field, the value and the range."""
 
 
 # ---- to the scheduler
 
 
 def joined(message: scheduler_pb2.Register) -> events.InstanceJoined:
-    """Decodes a registration. Raises MessageError for one that can't be scheduled on."""
+    """Decodes a registration. Raises MessageError for an instance that can't be scheduled."""
     _require("incarnation.id", message.incarnation.id, bool(message.incarnation.id), "not empty")
     _require("role", message.role, message.role in ROLES, " or ".join(ROLES))
     _require("address", message.address, bool(message.address), "host:port")
@@ -134,7 +134,7 @@ def request(spec: common_pb2.RequestSpec, *, proxy_id: str, now_s: float) -> Req
         slo=slo_of(spec.slo),
         arrival_s=now_s,
         prefix_hashes=tuple(spec.prefix_hashes),
-        resumable=spec.sampling.prompt_logprobs < 0,  # only one attempt sees all of the prompt
+        resumable=spec.sampling.prompt_logprobs < 0,  # only one attempt computes the whole prompt
     )
 
 
@@ -169,7 +169,7 @@ def from_worker(
     kind = message.WhichOneof("kind")
     build = _FROM_WORKER.get(kind or "")
     if build is None:
-        raise MessageError(f"a registered worker said {kind or 'nothing'}")
+        raise MessageError(f"a registered worker sent {kind or 'nothing'}")
     assert kind is not None  # or there would be nothing to build
     event: events.Event = build(getattr(message, kind), instance_id, generation)
     return event
@@ -180,8 +180,8 @@ def _says(event: type) -> Callable[[Any, str, int], events.Event]:
     names = [f.name for f in fields(event) if f.name not in ("instance_id", "generation")]
 
     def build(message: Any, instance_id: str, generation: int) -> events.Event:  # noqa: ANN401
-        said = {name: getattr(message, name) for name in names}
-        found: events.Event = event(instance_id=instance_id, generation=generation, **said)
+        values = {name: getattr(message, name) for name in names}
+        found: events.Event = event(instance_id=instance_id, generation=generation, **values)
         return found
 
     return build
@@ -192,9 +192,9 @@ def _load(
 ) -> events.LoadReported:
     cached = None
     if message.HasField("cached"):
-        told = message.cached
+        blocks = message.cached
         cached = events.CachedBlocks(
-            whole=told.whole, added=tuple(told.added), removed=tuple(told.removed)
+            whole=blocks.whole, added=tuple(blocks.added), removed=tuple(blocks.removed)
         )
     standstill = None
     if message.HasField("standstill"):
@@ -268,7 +268,7 @@ def admit_decode(
     spec: common_pb2.RequestSpec,
     holders: Iterable[scheduler_pb2.Member] = (),
 ) -> scheduler_pb2.WorkerCommand:
-    """Encodes an admission. `holders` keep the effect's shards, in order."""
+    """Encodes an admission. `holders` are the instances of the effect's shards, in order."""
     return scheduler_pb2.WorkerCommand(
         admit_decode=scheduler_pb2.AdmitDecode(
             request=spec,
@@ -287,7 +287,7 @@ def run_prefill(
     holders: Iterable[scheduler_pb2.Member] = (),
 ) -> scheduler_pb2.WorkerCommand:
     """Encodes a plan. `group` lists every instance of the chunks in the order of the last chunk;
-    `holders` keep the effect's shards, in order.
+    `holders` are the instances of the effect's shards, in order.
     """
     return scheduler_pb2.WorkerCommand(
         run_prefill=scheduler_pb2.RunPrefill(

@@ -16,7 +16,7 @@ from millrace.wire.pb import common_pb2, scheduler_pb2
 def status(
     machine: Machine, addresses: Mapping[str, str], now_s: float
 ) -> scheduler_pb2.StatusReply:
-    """Encodes the fleet as the scheduler sees it, and the settings in force.
+    """Encodes the scheduler's view of the fleet, and the settings in force.
 
     `addresses` are host:port by instance id.
     """

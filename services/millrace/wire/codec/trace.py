@@ -1,4 +1,4 @@
-"""Spans to and from the wire."""
+"""Translates spans to and from protobuf."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Between the transfer's own types and protobuf."""
+"""Translates between the types of `transfer` and protobuf."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def ticket_of(
     | transfer_pb2.AbortTransferRequest
     | transfer_pb2.SendHistoryRequest,
 ) -> Ticket:
-    """Whom a request's message is from and for."""
+    """Returns the ticket of a message: the request, its sender and its receiver."""
     return Ticket(
         request_id=message.request_id,
         sender=incarnation_of(message.sender),
@@ -52,7 +52,7 @@ def layout_message(layout: KvLayout) -> transfer_pb2.KvLayout:
 
 
 def layout_of(message: transfer_pb2.KvLayout) -> KvLayout:
-    """Raises TransferError for a layout that can't be."""
+    """Decodes a KV layout. Raises TransferError for an impossible layout."""
     try:
         return KvLayout(
             model_hash=message.model_hash,
@@ -86,7 +86,7 @@ def ask_message(ask: HandshakeAsk) -> transfer_pb2.HandshakeRequest:
 
 
 def ask_of(message: transfer_pb2.HandshakeRequest) -> HandshakeAsk:
-    """Raises TransferError for a layout that can't be."""
+    """Decodes a handshake's request. Raises TransferError for an impossible layout."""
     return HandshakeAsk(
         ticket=ticket_of(message),
         layout=layout_of(message.layout),
@@ -116,7 +116,7 @@ def history_message(ask: HistoryAsk) -> transfer_pb2.SendHistoryRequest:
 
 
 def history_of(message: transfer_pb2.SendHistoryRequest) -> HistoryAsk:
-    """Raises TransferError for a layout that can't be."""
+    """Decodes a request for history. Raises TransferError for an impossible layout."""
     return HistoryAsk(
         ticket=ticket_of(message),
         layout=layout_of(message.layout),
@@ -128,7 +128,7 @@ def history_of(message: transfer_pb2.SendHistoryRequest) -> HistoryAsk:
 
 
 def grant_message(grant: HandshakeGrant) -> transfer_pb2.HandshakeReply:
-    """`backend_id` carries the lease's number; `region` the region's index, little endian."""
+    """Encodes a grant. `backend_id` is the lease's number; `region` its index, little endian."""
     return transfer_pb2.HandshakeReply(
         layout=layout_message(grant.layout),
         pages=grant.pages,
@@ -143,7 +143,7 @@ def grant_message(grant: HandshakeGrant) -> transfer_pb2.HandshakeReply:
 
 
 def grant_of(message: transfer_pb2.HandshakeReply) -> HandshakeGrant:
-    """Raises TransferError for a reply that can't be."""
+    """Decodes a grant. Raises TransferError for an impossible reply."""
     try:
         (region,) = _REGION.unpack(message.region)
     except struct.error as error:

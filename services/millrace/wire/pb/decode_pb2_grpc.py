@@ -45,7 +45,7 @@ class DecodeServicer:
     """Missing associated documentation comment in .proto file."""
 
     def StreamTokens(self, request, context):
-        """One long-lived stream per (proxy, decode instance): a message a decode step for all the proxy's requests.
+        """One long-lived stream per (proxy, decode instance): a message per decode step for all requests of the proxy.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

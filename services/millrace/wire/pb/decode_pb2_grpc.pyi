@@ -15,7 +15,7 @@ GRPC_VERSION: str
 class DecodeStub:
     def __init__(self, channel: _aio.Channel) -> None: ...
     StreamTokens: _aio.UnaryStreamMultiCallable[_decode_pb2.TokenSubscription, _decode_pb2.TokenBatch]
-    """One long-lived stream per (proxy, decode instance): a message a decode step for all the proxy's requests."""
+    """One long-lived stream per (proxy, decode instance): a message per decode step for all requests of the proxy."""
 
 class DecodeServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -24,6 +24,6 @@ class DecodeServicer(metaclass=_abc_1.ABCMeta):
         request: _decode_pb2.TokenSubscription,
         context: _aio.ServicerContext[_decode_pb2.TokenSubscription, _abc.AsyncIterator[_decode_pb2.TokenBatch]],
     ) -> _abc.AsyncIterator[_decode_pb2.TokenBatch]:
-        """One long-lived stream per (proxy, decode instance): a message a decode step for all the proxy's requests."""
+        """One long-lived stream per (proxy, decode instance): a message per decode step for all requests of the proxy."""
 
 def add_DecodeServicer_to_server(servicer: DecodeServicer, server: _aio.Server) -> None: ...

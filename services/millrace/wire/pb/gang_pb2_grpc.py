@@ -26,8 +26,8 @@ if _version_not_supported:
 
 
 class PrefillGroupStub:
-    """What the members of a sequence-parallel group must know of each other before they compute (Tetris section 4.1). The
-    leader of the request, its first instance, serves it; K/V and the words about starts and stops go over the transport.
+    """The data that the members of an SP group exchange before they compute (Tetris section 4.1). The request's first instance
+    is the leader and serves this; K/V and the messages about starts and stops use the transport.
     """
 
     def __init__(self, channel):
@@ -49,19 +49,19 @@ class PrefillGroupStub:
 
 
 class PrefillGroupServicer:
-    """What the members of a sequence-parallel group must know of each other before they compute (Tetris section 4.1). The
-    leader of the request, its first instance, serves it; K/V and the words about starts and stops go over the transport.
+    """The data that the members of an SP group exchange before they compute (Tetris section 4.1). The request's first instance
+    is the leader and serves this; K/V and the messages about starts and stops use the transport.
     """
 
     def Join(self, request, context):
-        """Answered when every member has joined, or with a refusal.
+        """Answers when every member has joined, or with a refusal.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def HandIn(self, request, context):
-        """A member's part of what the leader reports at the end.
+        """A member's results, which the leader reports at the end.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -89,8 +89,8 @@ def add_PrefillGroupServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class PrefillGroup:
-    """What the members of a sequence-parallel group must know of each other before they compute (Tetris section 4.1). The
-    leader of the request, its first instance, serves it; K/V and the words about starts and stops go over the transport.
+    """The data that the members of an SP group exchange before they compute (Tetris section 4.1). The request's first instance
+    is the leader and serves this; K/V and the messages about starts and stops use the transport.
     """
 
     @staticmethod

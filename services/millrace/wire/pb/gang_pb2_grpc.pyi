@@ -13,19 +13,19 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class PrefillGroupStub:
-    """What the members of a sequence-parallel group must know of each other before they compute (Tetris section 4.1). The
-    leader of the request, its first instance, serves it; K/V and the words about starts and stops go over the transport.
+    """The data that the members of an SP group exchange before they compute (Tetris section 4.1). The request's first instance
+    is the leader and serves this; K/V and the messages about starts and stops use the transport.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Join: _aio.UnaryUnaryMultiCallable[_gang_pb2.JoinRequest, _gang_pb2.JoinReply]
-    """Answered when every member has joined, or with a refusal."""
+    """Answers when every member has joined, or with a refusal."""
     HandIn: _aio.UnaryUnaryMultiCallable[_gang_pb2.HandInRequest, _gang_pb2.HandInReply]
-    """A member's part of what the leader reports at the end."""
+    """A member's results, which the leader reports at the end."""
 
 class PrefillGroupServicer(metaclass=_abc_1.ABCMeta):
-    """What the members of a sequence-parallel group must know of each other before they compute (Tetris section 4.1). The
-    leader of the request, its first instance, serves it; K/V and the words about starts and stops go over the transport.
+    """The data that the members of an SP group exchange before they compute (Tetris section 4.1). The request's first instance
+    is the leader and serves this; K/V and the messages about starts and stops use the transport.
     """
 
     @_abc_1.abstractmethod
@@ -34,7 +34,7 @@ class PrefillGroupServicer(metaclass=_abc_1.ABCMeta):
         request: _gang_pb2.JoinRequest,
         context: _aio.ServicerContext[_gang_pb2.JoinRequest, _abc.Awaitable[_gang_pb2.JoinReply]],
     ) -> _abc.Awaitable[_gang_pb2.JoinReply]:
-        """Answered when every member has joined, or with a refusal."""
+        """Answers when every member has joined, or with a refusal."""
 
     @_abc_1.abstractmethod
     def HandIn(
@@ -42,6 +42,6 @@ class PrefillGroupServicer(metaclass=_abc_1.ABCMeta):
         request: _gang_pb2.HandInRequest,
         context: _aio.ServicerContext[_gang_pb2.HandInRequest, _abc.Awaitable[_gang_pb2.HandInReply]],
     ) -> _abc.Awaitable[_gang_pb2.HandInReply]:
-        """A member's part of what the leader reports at the end."""
+        """A member's results, which the leader reports at the end."""
 
 def add_PrefillGroupServicer_to_server(servicer: PrefillGroupServicer, server: _aio.Server) -> None: ...

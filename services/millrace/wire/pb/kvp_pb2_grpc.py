@@ -26,8 +26,8 @@ if _version_not_supported:
 
 
 class KvpStub:
-    """Shards of long requests at an instance that computes attention over them for others (KVP, Mnemosyne section 4.4). KV comes
-    in by KvReceiver; queries and partial results go over the transport.
+    """Shards of long requests at a KVP worker, which computes attention over them for KV owners (KVP, Mnemosyne section 4.4). KV
+    comes by KvReceiver; queries and partial results use the transport.
     """
 
     def __init__(self, channel):
@@ -49,19 +49,19 @@ class KvpStub:
 
 
 class KvpServicer:
-    """Shards of long requests at an instance that computes attention over them for others (KVP, Mnemosyne section 4.4). KV comes
-    in by KvReceiver; queries and partial results go over the transport.
+    """Shards of long requests at a KVP worker, which computes attention over them for KV owners (KVP, Mnemosyne section 4.4). KV
+    comes by KvReceiver; queries and partial results use the transport.
     """
 
     def Hold(self, request, context):
-        """A shard for as long as the stream lives: its end, from either side, frees the pages.
+        """Keeps a shard while the stream is open: its end, from either side, frees the pages.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Attach(self, request, context):
-        """The owner's place in the exchange, one a pair of lives; the end of the stream closes it, and with it the owner's shards.
+        """The owner's attachment to the exchange, one per pair of incarnations. The end of the stream closes it and the owner's shards.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -89,8 +89,8 @@ def add_KvpServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Kvp:
-    """Shards of long requests at an instance that computes attention over them for others (KVP, Mnemosyne section 4.4). KV comes
-    in by KvReceiver; queries and partial results go over the transport.
+    """Shards of long requests at a KVP worker, which computes attention over them for KV owners (KVP, Mnemosyne section 4.4). KV
+    comes by KvReceiver; queries and partial results use the transport.
     """
 
     @staticmethod

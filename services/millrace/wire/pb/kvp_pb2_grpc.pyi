@@ -13,19 +13,19 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class KvpStub:
-    """Shards of long requests at an instance that computes attention over them for others (KVP, Mnemosyne section 4.4). KV comes
-    in by KvReceiver; queries and partial results go over the transport.
+    """Shards of long requests at a KVP worker, which computes attention over them for KV owners (KVP, Mnemosyne section 4.4). KV
+    comes by KvReceiver; queries and partial results use the transport.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Hold: _aio.UnaryStreamMultiCallable[_kvp_pb2.HoldRequest, _kvp_pb2.HoldNews]
-    """A shard for as long as the stream lives: its end, from either side, frees the pages."""
+    """Keeps a shard while the stream is open: its end, from either side, frees the pages."""
     Attach: _aio.UnaryStreamMultiCallable[_kvp_pb2.AttachRequest, _kvp_pb2.AttachNews]
-    """The owner's place in the exchange, one a pair of lives; the end of the stream closes it, and with it the owner's shards."""
+    """The owner's attachment to the exchange, one per pair of incarnations. The end of the stream closes it and the owner's shards."""
 
 class KvpServicer(metaclass=_abc_1.ABCMeta):
-    """Shards of long requests at an instance that computes attention over them for others (KVP, Mnemosyne section 4.4). KV comes
-    in by KvReceiver; queries and partial results go over the transport.
+    """Shards of long requests at a KVP worker, which computes attention over them for KV owners (KVP, Mnemosyne section 4.4). KV
+    comes by KvReceiver; queries and partial results use the transport.
     """
 
     @_abc_1.abstractmethod
@@ -34,7 +34,7 @@ class KvpServicer(metaclass=_abc_1.ABCMeta):
         request: _kvp_pb2.HoldRequest,
         context: _aio.ServicerContext[_kvp_pb2.HoldRequest, _abc.AsyncIterator[_kvp_pb2.HoldNews]],
     ) -> _abc.AsyncIterator[_kvp_pb2.HoldNews]:
-        """A shard for as long as the stream lives: its end, from either side, frees the pages."""
+        """Keeps a shard while the stream is open: its end, from either side, frees the pages."""
 
     @_abc_1.abstractmethod
     def Attach(
@@ -42,6 +42,6 @@ class KvpServicer(metaclass=_abc_1.ABCMeta):
         request: _kvp_pb2.AttachRequest,
         context: _aio.ServicerContext[_kvp_pb2.AttachRequest, _abc.AsyncIterator[_kvp_pb2.AttachNews]],
     ) -> _abc.AsyncIterator[_kvp_pb2.AttachNews]:
-        """The owner's place in the exchange, one a pair of lives; the end of the stream closes it, and with it the owner's shards."""
+        """The owner's attachment to the exchange, one per pair of incarnations. The end of the stream closes it and the owner's shards."""
 
 def add_KvpServicer_to_server(servicer: KvpServicer, server: _aio.Server) -> None: ...

@@ -26,8 +26,8 @@ if _version_not_supported:
 
 
 class SchedulerStub:
-    """Every peer of the scheduler holds one long-lived two-way stream to it. The end of the stream is the peer's
-    departure; there are no calls per request.
+    """Every peer of the scheduler keeps one long-lived two-way stream to the scheduler. The end of the stream means that the
+    peer has left; there are no calls per request.
     """
 
     def __init__(self, channel):
@@ -79,8 +79,8 @@ class SchedulerStub:
 
 
 class SchedulerServicer:
-    """Every peer of the scheduler holds one long-lived two-way stream to it. The end of the stream is the peer's
-    departure; there are no calls per request.
+    """Every peer of the scheduler keeps one long-lived two-way stream to the scheduler. The end of the stream means that the
+    peer has left; there are no calls per request.
     """
 
     def ConnectProxy(self, request_iterator, context):
@@ -183,8 +183,8 @@ def add_SchedulerServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Scheduler:
-    """Every peer of the scheduler holds one long-lived two-way stream to it. The end of the stream is the peer's
-    departure; there are no calls per request.
+    """Every peer of the scheduler keeps one long-lived two-way stream to the scheduler. The end of the stream means that the
+    peer has left; there are no calls per request.
     """
 
     @staticmethod

@@ -13,8 +13,8 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class SchedulerStub:
-    """Every peer of the scheduler holds one long-lived two-way stream to it. The end of the stream is the peer's
-    departure; there are no calls per request.
+    """Every peer of the scheduler keeps one long-lived two-way stream to the scheduler. The end of the stream means that the
+    peer has left; there are no calls per request.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
@@ -28,8 +28,8 @@ class SchedulerStub:
     Evict: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.EvictRequest, _scheduler_pb2.EvictReply]
 
 class SchedulerServicer(metaclass=_abc_1.ABCMeta):
-    """Every peer of the scheduler holds one long-lived two-way stream to it. The end of the stream is the peer's
-    departure; there are no calls per request.
+    """Every peer of the scheduler keeps one long-lived two-way stream to the scheduler. The end of the stream means that the
+    peer has left; there are no calls per request.
     """
 
     @_abc_1.abstractmethod

@@ -26,8 +26,8 @@ if _version_not_supported:
 
 
 class KvReceiverStub:
-    """The receiving side of KV transfers (Tetris section 4.2). Data and its per-(chunk, layer, run) accounting go over
-    the transport; this service carries what must be agreed before and what is said after.
+    """The receiving side of KV transfers (Tetris section 4.2). Data and its accounting per (chunk, layer, run) use the
+    transport; this service carries the agreement before a transfer and the reports after it.
     """
 
     def __init__(self, channel):
@@ -59,8 +59,8 @@ class KvReceiverStub:
 
 
 class KvReceiverServicer:
-    """The receiving side of KV transfers (Tetris section 4.2). Data and its per-(chunk, layer, run) accounting go over
-    the transport; this service carries what must be agreed before and what is said after.
+    """The receiving side of KV transfers (Tetris section 4.2). Data and its accounting per (chunk, layer, run) use the
+    transport; this service carries the agreement before a transfer and the reports after it.
     """
 
     def Handshake(self, request, context):
@@ -82,7 +82,7 @@ class KvReceiverServicer:
         raise NotImplementedError('Method not implemented!')
 
     def SendHistory(self, request, context):
-        """Of what an earlier attempt left: the receiver writes it back to a member of the group that goes on.
+        """The receiver writes the history that an earlier attempt left to a member of the next attempt's SP group.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -120,8 +120,8 @@ def add_KvReceiverServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class KvReceiver:
-    """The receiving side of KV transfers (Tetris section 4.2). Data and its per-(chunk, layer, run) accounting go over
-    the transport; this service carries what must be agreed before and what is said after.
+    """The receiving side of KV transfers (Tetris section 4.2). Data and its accounting per (chunk, layer, run) use the
+    transport; this service carries the agreement before a transfer and the reports after it.
     """
 
     @staticmethod
@@ -234,9 +234,9 @@ class KvReceiver:
 
 
 class TransferProbeStub:
-    """Whether KV can travel between two instances, asked by one that starts. Either side opens an endpoint of the transport for
-    it, with a small buffer where KV lies, writes the pattern that the other wants into the other's buffer and checks its own.
-    The end of the stream frees both; the asker ends it once its own buffer is as it should be.
+    """Checks whether KV can travel between two instances; a starting instance asks. Each side opens an endpoint of the transport
+    with a small buffer in the KV's kind of memory, writes the peer's pattern into the peer's buffer and checks its own buffer.
+    The end of the stream frees both endpoints; the asking instance ends the stream once its own buffer is correct.
     """
 
     def __init__(self, channel):
@@ -253,9 +253,9 @@ class TransferProbeStub:
 
 
 class TransferProbeServicer:
-    """Whether KV can travel between two instances, asked by one that starts. Either side opens an endpoint of the transport for
-    it, with a small buffer where KV lies, writes the pattern that the other wants into the other's buffer and checks its own.
-    The end of the stream frees both; the asker ends it once its own buffer is as it should be.
+    """Checks whether KV can travel between two instances; a starting instance asks. Each side opens an endpoint of the transport
+    with a small buffer in the KV's kind of memory, writes the peer's pattern into the peer's buffer and checks its own buffer.
+    The end of the stream frees both endpoints; the asking instance ends the stream once its own buffer is correct.
     """
 
     def Probe(self, request_iterator, context):
@@ -281,9 +281,9 @@ def add_TransferProbeServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class TransferProbe:
-    """Whether KV can travel between two instances, asked by one that starts. Either side opens an endpoint of the transport for
-    it, with a small buffer where KV lies, writes the pattern that the other wants into the other's buffer and checks its own.
-    The end of the stream frees both; the asker ends it once its own buffer is as it should be.
+    """Checks whether KV can travel between two instances; a starting instance asks. Each side opens an endpoint of the transport
+    with a small buffer in the KV's kind of memory, writes the peer's pattern into the peer's buffer and checks its own buffer.
+    The end of the stream frees both endpoints; the asking instance ends the stream once its own buffer is correct.
     """
 
     @staticmethod

@@ -13,8 +13,8 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class KvReceiverStub:
-    """The receiving side of KV transfers (Tetris section 4.2). Data and its per-(chunk, layer, run) accounting go over
-    the transport; this service carries what must be agreed before and what is said after.
+    """The receiving side of KV transfers (Tetris section 4.2). Data and its accounting per (chunk, layer, run) use the
+    transport; this service carries the agreement before a transfer and the reports after it.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
@@ -22,11 +22,11 @@ class KvReceiverStub:
     FinishPrefill: _aio.UnaryUnaryMultiCallable[_transfer_pb2.FinishPrefillRequest, _transfer_pb2.FinishPrefillReply]
     AbortTransfer: _aio.UnaryUnaryMultiCallable[_transfer_pb2.AbortTransferRequest, _transfer_pb2.AbortTransferReply]
     SendHistory: _aio.UnaryUnaryMultiCallable[_transfer_pb2.SendHistoryRequest, _transfer_pb2.SendHistoryReply]
-    """Of what an earlier attempt left: the receiver writes it back to a member of the group that goes on."""
+    """The receiver writes the history that an earlier attempt left to a member of the next attempt's SP group."""
 
 class KvReceiverServicer(metaclass=_abc_1.ABCMeta):
-    """The receiving side of KV transfers (Tetris section 4.2). Data and its per-(chunk, layer, run) accounting go over
-    the transport; this service carries what must be agreed before and what is said after.
+    """The receiving side of KV transfers (Tetris section 4.2). Data and its accounting per (chunk, layer, run) use the
+    transport; this service carries the agreement before a transfer and the reports after it.
     """
 
     @_abc_1.abstractmethod
@@ -56,23 +56,23 @@ class KvReceiverServicer(metaclass=_abc_1.ABCMeta):
         request: _transfer_pb2.SendHistoryRequest,
         context: _aio.ServicerContext[_transfer_pb2.SendHistoryRequest, _abc.Awaitable[_transfer_pb2.SendHistoryReply]],
     ) -> _abc.Awaitable[_transfer_pb2.SendHistoryReply]:
-        """Of what an earlier attempt left: the receiver writes it back to a member of the group that goes on."""
+        """The receiver writes the history that an earlier attempt left to a member of the next attempt's SP group."""
 
 def add_KvReceiverServicer_to_server(servicer: KvReceiverServicer, server: _aio.Server) -> None: ...
 
 class TransferProbeStub:
-    """Whether KV can travel between two instances, asked by one that starts. Either side opens an endpoint of the transport for
-    it, with a small buffer where KV lies, writes the pattern that the other wants into the other's buffer and checks its own.
-    The end of the stream frees both; the asker ends it once its own buffer is as it should be.
+    """Checks whether KV can travel between two instances; a starting instance asks. Each side opens an endpoint of the transport
+    with a small buffer in the KV's kind of memory, writes the peer's pattern into the peer's buffer and checks its own buffer.
+    The end of the stream frees both endpoints; the asking instance ends the stream once its own buffer is correct.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Probe: _aio.StreamStreamMultiCallable[_transfer_pb2.ProbeRequest, _transfer_pb2.ProbeReply]
 
 class TransferProbeServicer(metaclass=_abc_1.ABCMeta):
-    """Whether KV can travel between two instances, asked by one that starts. Either side opens an endpoint of the transport for
-    it, with a small buffer where KV lies, writes the pattern that the other wants into the other's buffer and checks its own.
-    The end of the stream frees both; the asker ends it once its own buffer is as it should be.
+    """Checks whether KV can travel between two instances; a starting instance asks. Each side opens an endpoint of the transport
+    with a small buffer in the KV's kind of memory, writes the peer's pattern into the peer's buffer and checks its own buffer.
+    The end of the stream frees both endpoints; the asking instance ends the stream once its own buffer is correct.
     """
 
     @_abc_1.abstractmethod
