@@ -84,7 +84,7 @@ def absent_modules(*extras: str) -> set[str]:
         ((), "millrace.cli.main,millrace.scheduler.main,millrace.cli.policy,millrace.cli.config"),
         (
             (),
-            "millrace.wire.scheduler_client,millrace.core.autoscale.rules,millrace.core.autoscale.load",
+            "millrace.wire.clients.scheduler_client,millrace.core.autoscale.rules,millrace.core.autoscale.load",
         ),
         (("engine",), "millrace.cli.main,millrace.prefill.main,millrace.decode.main"),
         (("local",), "millrace.cli.main,millrace.local.up,millrace.cli.chat,millrace.cli.demo"),

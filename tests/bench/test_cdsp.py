@@ -17,7 +17,7 @@ from millrace.bench.cdsp import report as cdsp_report
 from millrace.bench.cdsp import run as cdsp_run
 from millrace.bench.cdsp.live import Mix, Served
 from millrace.profiler.costs import Costs
-from millrace.profiler.group_run import ChunkTime, Run
+from millrace.profiler.groups.run import ChunkTime, Run
 from millrace.profiles import load_profile
 from millrace.sim.workload.workload import plan
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from millrace.wire.scheduler_client import set_cordon
+from millrace.wire.clients.scheduler_client import set_cordon
 from support.command import millrace
 from support.scheduler_peers import scheduler, spec
 

@@ -10,7 +10,7 @@ import orjson
 import pytest
 
 from millrace.local.stack import Stack
-from millrace.wire.scheduler_client import evict, get_instances, set_cordon
+from millrace.wire.clients.scheduler_client import evict, get_instances, set_cordon
 from support.deadlines import HANG_S
 from support.live_stack import complete, eventually, live_stack
 from support.served_model import served_folder

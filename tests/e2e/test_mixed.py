@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from millrace.local.stack import Stack, StackOptions
-from millrace.wire.scheduler_client import evict, get_instances
+from millrace.wire.clients.scheduler_client import evict, get_instances
 from support.deadlines import HANG_S
 from support.live_stack import POOL_BYTES, complete, eventually, greedy_ids, live_stack
 from support.served_model import served_folder

@@ -5,7 +5,7 @@ import asyncio
 import httpx
 import pytest
 
-from millrace.wire.scheduler_client import get_load
+from millrace.wire.clients.scheduler_client import get_load
 from support.deadlines import HANG_S
 from support.live_stack import eventually, greedy_ids, live_stack
 from support.served_model import served_folder

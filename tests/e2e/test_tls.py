@@ -12,7 +12,7 @@ import pytest_asyncio
 
 from millrace.core.config import TlsConfig
 from millrace.local.stack import Stack
-from millrace.wire.scheduler_client import SchedulerUnavailable, get_settings
+from millrace.wire.clients.scheduler_client import SchedulerUnavailable, get_settings
 from millrace.wire.tls import use_tls
 from support.certificates import Authority, needs_openssl, tls_config, tls_settings
 from support.command import millrace

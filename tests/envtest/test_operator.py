@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from millrace.wire.scheduler_client import get_instances
+from millrace.wire.clients.scheduler_client import get_instances
 from support.custom_objects import VERSION
 from support.kube_api import WAIT_S, Object, condition, soon
 from support.operator_world import World, answer

@@ -20,7 +20,7 @@ from millrace.kvp.role import KvpRole
 from millrace.state.memory_store import MemoryStore
 from millrace.transfer.transport.memory import MemoryHub, MemoryTransport
 from millrace.transfer.transport.regions import Memory
-from millrace.wire.kvp_peer import Attachment, GrpcKvpPeer, KvpPeers
+from millrace.wire.clients.kvp_peer import Attachment, GrpcKvpPeer, KvpPeers
 from support.deadlines import HANG_S
 from support.live_stack import eventually
 from support.worker_roles import LiveRole, config, live_roles

@@ -14,7 +14,11 @@ from millrace.core.config import ScalingConfig
 from millrace.core.errors import ConfigError
 from millrace.local.autoscale import EVICTION_S, Autoscale, Decision, Pool
 from millrace.local.scaling import Scaling, parse_sizes
-from millrace.wire.scheduler_client import InstanceView, SchedulerUnavailable, UnknownInstance
+from millrace.wire.clients.scheduler_client import (
+    InstanceView,
+    SchedulerUnavailable,
+    UnknownInstance,
+)
 
 DRAIN_TIMEOUT_S = 10.0
 CONFIG = AutoscaleConfig(

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from millrace.wire import scheduler_client
+from millrace.wire.clients import scheduler_client
 from millrace.wire.pb import scheduler_pb2
 from millrace_operator.run import cluster as around
 from millrace_operator.run.election import LeaseLost

@@ -10,7 +10,11 @@ import pytest
 
 from millrace.core.autoscale.load import FleetLoad, PoolLoad
 from millrace.core.autoscale.rules import AutoscaleConfig, DecodeTargets, PrefillTargets
-from millrace.wire.scheduler_client import InstanceView, SchedulerUnavailable, UnknownInstance
+from millrace.wire.clients.scheduler_client import (
+    InstanceView,
+    SchedulerUnavailable,
+    UnknownInstance,
+)
 from millrace_operator.observed import Instance
 from millrace_operator.run import load
 from millrace_operator.run.load import Schedulers

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from millrace.core.live_request import LiveRequest
-from millrace.core.scheduler.batching import RESERVE, batch
+from millrace.core.scheduler.fleet.batching import RESERVE, batch
 from support.priority import names, request
 
 MS = 1e-3

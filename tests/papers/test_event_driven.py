@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from millrace.core.config import SchedulerConfig
 from millrace.core.live_request import LiveRequest
 from millrace.core.scheduler import events
-from millrace.core.scheduler.batching import batch
+from millrace.core.scheduler.fleet.batching import batch
 from support.core_events import Bench, instance, queues
 from support.prefill_fleet import Fleet
 from support.priority import ranked, request

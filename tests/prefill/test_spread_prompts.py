@@ -17,7 +17,7 @@ from millrace.core.scheduler.commands import KvShard, Member, RunPrefill
 from millrace.prefill.loop import PrefillRole
 from millrace.prefill.sending import targets
 from millrace.transfer.transport.memory import MemoryHub
-from millrace.wire.kv_peer import KvPeers
+from millrace.wire.clients.kv_peer import KvPeers
 from support.kv_holders import Holder, holders
 from support.prefill_pair import SETTINGS, GatedStore
 from support.tiny_models import prompt

@@ -12,7 +12,7 @@ import pytest_asyncio
 
 from millrace import profiles
 from millrace.core.scheduler.planning.plan import PlannedChunk
-from millrace.profiler.conductor import Conductor, ConductorError, FleetOptions
+from millrace.profiler.groups.conductor import Conductor, ConductorError, FleetOptions
 from support.tiny_models import model_folder
 
 SETTINGS = (

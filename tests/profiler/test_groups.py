@@ -12,8 +12,8 @@ from millrace.core.scheduler.planning.plan import PlannedChunk
 from millrace.profiler.accuracy import compare
 from millrace.profiler.command import ProfileOptions
 from millrace.profiler.fitting import build_profile, group_latencies
-from millrace.profiler.group_run import ChunkTime, Run
-from millrace.profiler.groups import MeasuredGroups, devices_of, measure_groups
+from millrace.profiler.groups.measure import MeasuredGroups, devices_of, measure_groups
+from millrace.profiler.groups.run import ChunkTime, Run
 from millrace.profiler.measure import Prefill
 from support.known_law import CHUNK, SUBJECT, measured
 

@@ -6,9 +6,13 @@ import pytest
 
 from millrace.core.autoscale.load import FleetLoad
 from millrace.sim.replay import replay
-from millrace.wire import scheduler_client as client
+from millrace.wire.clients import scheduler_client as client
+from millrace.wire.clients.scheduler_client import (
+    InstanceView,
+    SchedulerUnavailable,
+    UnknownInstance,
+)
 from millrace.wire.pb import scheduler_pb2
-from millrace.wire.scheduler_client import InstanceView, SchedulerUnavailable, UnknownInstance
 from support.scheduler_peers import Net, Proxy, quick, scheduler, spec, until
 
 

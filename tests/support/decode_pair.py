@@ -15,7 +15,7 @@ from millrace.prefill.loop import PrefillRole
 from millrace.state.memory_store import MemoryStore
 from millrace.state.store import StoreError
 from millrace.transfer.transport.memory import MemoryHub
-from millrace.wire.token_stream import token_events
+from millrace.wire.clients.token_stream import token_events
 from support.tiny_models import prompt
 from support.worker_roles import (
     PROXY,

@@ -22,7 +22,7 @@ from millrace.transfer.push.control import ReceiveCallbacks
 from millrace.transfer.push.receive.manager import ReceiveManager
 from millrace.transfer.push.send.manager import SendManager, SendSession
 from millrace.transfer.transport.nixl.transport import NixlTransport
-from millrace.wire.kv_peer import KvPeers
+from millrace.wire.clients.kv_peer import KvPeers
 from millrace.wire.server import bind, create_server
 from support.deadlines import HANG_S
 from support.transfer_peers import ChildPipe

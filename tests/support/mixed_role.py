@@ -23,7 +23,7 @@ from millrace.core.token_events import TokenEvent
 from millrace.instance.host import Role, WorkerContext
 from millrace.state.memory_store import MemoryStore
 from millrace.transfer.transport.memory import MemoryHub
-from millrace.wire.token_stream import token_events
+from millrace.wire.clients.token_stream import token_events
 from support.live_stack import eventually
 from support.tiny_models import prompt
 from support.worker_roles import (

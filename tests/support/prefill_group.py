@@ -16,7 +16,7 @@ from millrace.core.scheduler.effects import ChunkRef
 from millrace.decode.loop import DecodeRole
 from millrace.prefill.loop import PrefillRole
 from millrace.transfer.transport.memory import MemoryHub
-from millrace.wire.token_stream import token_events
+from millrace.wire.clients.token_stream import token_events
 from support.deadlines import HANG_S
 from support.live_stack import eventually
 from support.prefill_pair import GatedStore

@@ -18,7 +18,7 @@ from millrace.decode.loop import DecodeRole
 from millrace.prefill.loop import PrefillRole
 from millrace.state.memory_store import MemoryStore
 from millrace.transfer.transport.memory import MemoryHub
-from millrace.wire.token_stream import token_events
+from millrace.wire.clients.token_stream import token_events
 from support.live_stack import eventually
 from support.worker_roles import (
     PROXY,

@@ -6,7 +6,7 @@ import pytest
 
 from millrace.core.autoscale.load import FleetLoad, PoolLoad
 from millrace.core.autoscale.rules import Context
-from millrace.wire.codec.load import fleet_load, load_message
+from millrace.wire.codec.status import fleet_load, load_message
 from millrace.wire.pb import scheduler_pb2
 
 SIGNALS = ("backlog_s", "arriving", "ttft_slo_ratio", "kv_utilisation", "tbt_slo_ratio")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from millrace.wire.codec.probe import endpoint_message, endpoint_of
+from millrace.wire.codec.transfer import endpoint_message, endpoint_of
 from millrace.wire.pb import transfer_pb2
 from support.messages import filled
 

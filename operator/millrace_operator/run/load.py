@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from millrace.core.autoscale.load import FleetLoad
-from millrace.wire.scheduler_client import (
+from millrace.wire.clients.scheduler_client import (
     SchedulerUnavailable,
     UnknownInstance,
     evict,

@@ -12,7 +12,12 @@ from rich.table import Table
 
 from millrace.cli.process import write_json
 from millrace.core.autoscale.load import FleetLoad
-from millrace.wire.scheduler_client import InstanceView, get_instances, get_load, get_mechanisms
+from millrace.wire.clients.scheduler_client import (
+    InstanceView,
+    get_instances,
+    get_load,
+    get_mechanisms,
+)
 
 #: Column and field of `PoolLoad`; docs/guides/autoscaling.md explains the signals.
 SIGNALS = (

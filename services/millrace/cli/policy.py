@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from millrace.cli.process import write_json
-from millrace.wire.scheduler_client import get_settings, set_improvement_rate, set_policy
+from millrace.wire.clients.scheduler_client import get_settings, set_improvement_rate, set_policy
 
 
 async def show_or_change_policy(address: str, policy: str, json_path: Path | None) -> None:

@@ -13,7 +13,11 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 
 from millrace.core.scheduler.commands import Command, Registered
 from millrace.core.scheduler.reports import Heartbeat, Registration, Report
-from millrace.wire.scheduler_stream import SchedulerStream, SchedulerStreamError, scheduler_stream
+from millrace.wire.clients.scheduler_stream import (
+    SchedulerStream,
+    SchedulerStreamError,
+    scheduler_stream,
+)
 
 log = logging.getLogger(__name__)
 

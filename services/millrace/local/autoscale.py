@@ -22,8 +22,12 @@ from typing import Protocol
 from millrace.core.autoscale import drain
 from millrace.core.autoscale.load import FleetLoad
 from millrace.core.autoscale.rules import AutoscaleConfig, Autoscaler, PoolMetrics, Recommendation
-from millrace.wire import scheduler_client
-from millrace.wire.scheduler_client import InstanceView, SchedulerUnavailable, UnknownInstance
+from millrace.wire.clients import scheduler_client
+from millrace.wire.clients.scheduler_client import (
+    InstanceView,
+    SchedulerUnavailable,
+    UnknownInstance,
+)
 
 log = logging.getLogger(__name__)
 

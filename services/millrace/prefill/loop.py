@@ -41,7 +41,7 @@ from millrace.prefill.sending import open_session, transfer_spans
 from millrace.state.store import StoreError
 from millrace.transfer.push.control import Sending
 from millrace.transfer.push.send.manager import SendManager
-from millrace.wire.kv_peer import KvPeers
+from millrace.wire.clients.kv_peer import KvPeers
 
 log = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from millrace.instance.spans import span
 from millrace.prefill.job import PrefillJob
 from millrace.transfer.push.control import Sending, Target
 from millrace.transfer.push.send.manager import SendManager
-from millrace.wire.kv_peer import KvPeers
+from millrace.wire.clients.kv_peer import KvPeers
 
 
 async def open_session(sender: SendManager, peers: KvPeers, job: PrefillJob) -> Sending:

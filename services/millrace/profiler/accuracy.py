@@ -10,7 +10,7 @@ from statistics import median
 from millrace.core.cost.operators import BatchShape
 from millrace.core.cost.profile import Profile
 from millrace.core.kv.sp_layout import pass_tokens
-from millrace.profiler.groups import MeasuredGroups
+from millrace.profiler.groups.measure import MeasuredGroups
 from millrace.profiler.measure import Case, Measured, Prefill
 from millrace.profiles import decode_step
 from millrace.profiles.eq_1 import rounded

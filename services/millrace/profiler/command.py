@@ -21,9 +21,9 @@ from millrace.core.cost.profile import Profile
 from millrace.core.errors import ConfigError
 from millrace.engine.assembly import open_engine, profile_key
 from millrace.profiler.accuracy import Compared, compare
-from millrace.profiler.conductor import Conductor, FleetOptions
 from millrace.profiler.fitting import Subject, build_profile
-from millrace.profiler.groups import MeasuredGroups, devices_of, measure_groups
+from millrace.profiler.groups.conductor import Conductor, FleetOptions
+from millrace.profiler.groups.measure import MeasuredGroups, devices_of, measure_groups
 from millrace.profiler.measure import Measured, measure
 from millrace.profiler.workload import Workload
 from millrace.profiles.cache import ProfileCache, keyed, require_writable, write_whole

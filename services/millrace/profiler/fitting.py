@@ -24,7 +24,7 @@ from millrace.core.cost.latency import Latency, SpLatency
 from millrace.core.cost.operators import DecodeAttention, OperatorModel, Table
 from millrace.core.cost.profile import Profile
 from millrace.profiler.accuracy import compare, errors
-from millrace.profiler.groups import MeasuredGroups
+from millrace.profiler.groups.measure import MeasuredGroups
 from millrace.profiler.measure import Decode, Far, Measured, Prefill
 from millrace.profiler.mixed_fit import LINEAR, mixed_model
 from millrace.profiler.tables import over_squares, rising, table_of, with_far

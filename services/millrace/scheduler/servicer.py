@@ -20,7 +20,7 @@ from millrace.scheduler.peers import Outbox, Proxy, Worker
 from millrace.wire.codec import proxy as proxy_codec
 from millrace.wire.codec import scheduler as codec
 from millrace.wire.codec import status as status_codec
-from millrace.wire.codec.load import load_message
+from millrace.wire.codec.status import load_message
 from millrace.wire.pb import common_pb2, scheduler_pb2, scheduler_pb2_grpc
 
 log = logging.getLogger(__name__)

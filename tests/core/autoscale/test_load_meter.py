@@ -486,7 +486,7 @@ def test_what_decode_instances_hold_of_each_other_needs_no_kvp_worker():
 
 
 @pytest.mark.parametrize(
-    "module", ["millrace.core.autoscale.load", "millrace.wire.scheduler_client"]
+    "module", ["millrace.core.autoscale.load", "millrace.wire.clients.scheduler_client"]
 )
 def test_who_sizes_pools_needs_neither_torch_nor_numpy(module):
     probe = f"import sys; sys.modules.update(torch=None, numpy=None); import {module}"

@@ -13,7 +13,7 @@ import pytest
 
 from millrace.core.instance.gang import Gang, Message, MessageKind, State
 from millrace.core.instance.stop_point import StopPoint
-from millrace.core.scheduler.stall_watch import StallWatch
+from millrace.core.scheduler.dispatch.stall_watch import StallWatch
 from support.explore import Atlas, Kept, explore
 from support.gang_node import Node, Prompt, Scenario, Scheduler
 from support.gang_world import ACCIDENTS, World

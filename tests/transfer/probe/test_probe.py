@@ -32,8 +32,8 @@ from millrace.transfer.transport.byte_window import ByteWindow
 from millrace.transfer.transport.memory import MemoryHub, MemoryTransport
 from millrace.transfer.transport.nixl.transport import NixlTransport
 from millrace.wire.channel import open_channel
+from millrace.wire.clients.scheduler_client import InstanceView
 from millrace.wire.pb import transfer_pb2, transfer_pb2_grpc
-from millrace.wire.scheduler_client import InstanceView
 from millrace.wire.server import bind, create_server
 from support.deadlines import HANG_S
 from support.live_stack import eventually

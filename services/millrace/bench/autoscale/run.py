@@ -25,7 +25,7 @@ from millrace.local.autoscale import Decision
 from millrace.local.scaling import Scaling, autoscaled
 from millrace.local.stack import Stack, StackOptions
 from millrace.sim.workload.workload import SloClass, TraceRow, WorkloadOptions
-from millrace.wire.scheduler_client import SchedulerUnavailable, get_load
+from millrace.wire.clients.scheduler_client import SchedulerUnavailable, get_load
 
 _ALONE = 8  # prompts alone, to measure one instance's capacity
 _SAMPLE_S = 1.0

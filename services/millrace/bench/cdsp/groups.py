@@ -9,7 +9,7 @@ from statistics import median
 from typing import Any
 
 from millrace.core.scheduler.planning.plan import PlannedChunk
-from millrace.profiler.conductor import Conductor
+from millrace.profiler.groups.conductor import Conductor
 from millrace.profiler.measure import usual
 
 #: (instances that hold the history, instances of the next chunk).

@@ -23,9 +23,9 @@ from millrace.core.config import EngineConfig
 from millrace.core.cost.profile import Profile
 from millrace.core.errors import ConfigError
 from millrace.engine.assembly import open_engine
-from millrace.profiler.conductor import Conductor, FleetOptions
 from millrace.profiler.fitting import Subject, build_profile
-from millrace.profiler.groups import measure_groups
+from millrace.profiler.groups.conductor import Conductor, FleetOptions
+from millrace.profiler.groups.measure import measure_groups
 from millrace.profiler.measure import Measured, measure
 from millrace.profiler.workload import Workload
 from millrace.sim.workload.workload import plan

@@ -37,7 +37,7 @@ from millrace.transfer.transport.nixl.environment import transport_environment
 from millrace.transfer.transport.nixl.transport import NixlTransport
 from millrace.transfer.transport.regions import Memory
 from millrace.transfer.transport.runs import Runs
-from millrace.wire.kv_peer import KvPeers
+from millrace.wire.clients.kv_peer import KvPeers
 
 LAYOUT = KvLayout(
     model_hash="bench",

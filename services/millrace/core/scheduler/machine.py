@@ -44,13 +44,13 @@ from millrace.core.scheduler import events, integrity
 from millrace.core.scheduler.admission import refusal
 from millrace.core.scheduler.dispatch.chunk_progress import ChunkProgress
 from millrace.core.scheduler.dispatch.dispatcher import Dispatcher
+from millrace.core.scheduler.dispatch.event_filter import EventFilter
 from millrace.core.scheduler.dispatch.request_progress import RequestProgress
+from millrace.core.scheduler.dispatch.stall_watch import StallWatch
 from millrace.core.scheduler.effects import Effect
-from millrace.core.scheduler.event_filter import EventFilter
 from millrace.core.scheduler.fleet.cluster import Cluster, Pool
 from millrace.core.scheduler.fleet.instances import DecodeInstance, Instance, PrefillInstance
 from millrace.core.scheduler.request_table import RequestTable, still_needs
-from millrace.core.scheduler.stall_watch import StallWatch
 from millrace.core.scheduler.step_context import StepContext
 
 #: Deadline of the first token of a request without an objective: this many times its prefill alone

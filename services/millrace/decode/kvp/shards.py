@@ -1,8 +1,8 @@
 """Opens and ends the shards that KVP workers hold for spread requests, at the KV owner.
 
-Each shard is a stream to its KVP worker (`wire/kvp_peer.py`). The stream opens when the request is
-admitted and reports when the shard's share of the prompt has landed. When either side ends the
-stream, the lease ends. A lost shard fails only its own request.
+Each shard is a stream to its KVP worker (`wire.clients.kvp_peer`). The stream opens when the
+request is admitted and reports when the shard's share of the prompt has landed. When either side
+ends the stream, the lease ends. A lost shard fails only its own request.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from millrace.instance.shards.shard_host import exchange_shape
 from millrace.instance.spans import span
 from millrace.transfer.kvp.exchange import KvpExchange
 from millrace.transfer.transport.regions import Memory
-from millrace.wire.kvp_peer import GrpcKvpPeer
+from millrace.wire.clients.kvp_peer import GrpcKvpPeer
 
 log = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from millrace.core.kv.kvp_hold import AttachAsk
 from millrace.core.kv.layout import KvLayout
 from millrace.core.kv.transfer import Incarnation
 from millrace.transfer.kvp.exchange import KvpExchange
-from millrace.wire.kvp_peer import Attachment, GrpcKvpPeer, KvpPeers
+from millrace.wire.clients.kvp_peer import Attachment, GrpcKvpPeer, KvpPeers
 
 
 @dataclass(slots=True, eq=False)

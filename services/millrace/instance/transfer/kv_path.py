@@ -35,8 +35,8 @@ from millrace.transfer.probe.pattern import (
 )
 from millrace.transfer.transport.base import Transport
 from millrace.transfer.transport.byte_window import ByteWindow
-from millrace.wire.probe_peer import probe_call
-from millrace.wire.scheduler_client import InstanceView, SchedulerUnavailable, get_instances
+from millrace.wire.clients.probe_peer import probe_call
+from millrace.wire.clients.scheduler_client import InstanceView, SchedulerUnavailable, get_instances
 
 log = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ import grpc
 
 from millrace.core.errors import TransferError
 from millrace.instance.transfer.kv_path import PROBE_TIMEOUT_S, KvPath, endpoint
-from millrace.wire.codec.probe import endpoint_message, endpoint_of
+from millrace.wire.codec.transfer import endpoint_message, endpoint_of
 from millrace.wire.pb import transfer_pb2, transfer_pb2_grpc
 
 ProbeContext = grpc.aio.ServicerContext[

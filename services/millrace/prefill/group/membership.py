@@ -30,8 +30,8 @@ from millrace.prefill.group.servicer import PrefillGroupServicer
 from millrace.prefill.job import PrefillJob
 from millrace.transfer.ring.manager import PeerInfo, RingManager
 from millrace.transfer.transport.base import outcome
-from millrace.wire.group_peer import GroupLeaders
-from millrace.wire.kv_peer import KvPeers
+from millrace.wire.clients.group_peer import GroupLeaders
+from millrace.wire.clients.kv_peer import KvPeers
 
 HISTORY_TIMEOUT_S = 30.0
 

@@ -8,8 +8,8 @@ import grpc
 
 from millrace.core.errors import TransferError
 from millrace.prefill.group.rendezvous import Rendezvous
+from millrace.wire.clients.group_peer import WAIT_S
 from millrace.wire.codec.group import hand_in_of, join_of, members_message
-from millrace.wire.group_peer import WAIT_S
 from millrace.wire.pb import gang_pb2, gang_pb2_grpc
 
 #: Share of a caller's deadline that is reserved for sending the answer.

@@ -16,6 +16,7 @@ import grpc
 from millrace.core.kv.transfer import Incarnation
 from millrace.core.scheduler.effects import Fail, Refuse
 from millrace.core.scheduler.events import CancelRequested
+from millrace.wire.clients.proxy_stream import scheduler_updates
 from millrace.wire.fleet_messages import (
     AskProgress,
     EncodedSpec,
@@ -28,7 +29,6 @@ from millrace.wire.fleet_messages import (
     Queued,
     Submit,
 )
-from millrace.wire.proxy_stream import scheduler_updates
 
 log = logging.getLogger(__name__)
 

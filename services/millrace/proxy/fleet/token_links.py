@@ -12,7 +12,7 @@ from typing import Protocol
 from millrace.core.kv.transfer import Incarnation
 from millrace.core.scheduler.commands import Member
 from millrace.core.token_events import TokenEvent
-from millrace.wire.token_stream import TokenStreamError, token_events
+from millrace.wire.clients.token_stream import TokenStreamError, token_events
 
 log = logging.getLogger(__name__)
 

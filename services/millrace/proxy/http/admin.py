@@ -31,7 +31,7 @@ from millrace.proxy.request.fields import (
     object_schema,
 )
 from millrace.proxy.request.validation import body_object
-from millrace.wire.scheduler_client import (
+from millrace.wire.clients.scheduler_client import (
     SchedulerRefused,
     SchedulerUnavailable,
     get_settings,

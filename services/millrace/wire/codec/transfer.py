@@ -6,6 +6,7 @@ import struct
 
 from millrace.core.errors import ConfigError, TransferError
 from millrace.core.kv.layout import KvLayout
+from millrace.core.kv.probe import ProbeEndpoint
 from millrace.core.kv.sp_layout import Run
 from millrace.core.kv.transfer import (
     HandshakeAsk,
@@ -159,3 +160,11 @@ def grant_of(message: transfer_pb2.HandshakeReply) -> HandshakeGrant:
         buffer_offset=message.buffer_offset,
         buffer_bytes=message.buffer_bytes,
     )
+
+
+def endpoint_message(endpoint: ProbeEndpoint) -> transfer_pb2.ProbeEndpoint:
+    return transfer_pb2.ProbeEndpoint(agent_metadata=endpoint.agent_metadata, seed=endpoint.seed)
+
+
+def endpoint_of(message: transfer_pb2.ProbeEndpoint) -> ProbeEndpoint:
+    return ProbeEndpoint(agent_metadata=message.agent_metadata, seed=message.seed)

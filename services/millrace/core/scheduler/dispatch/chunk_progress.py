@@ -8,7 +8,7 @@ from __future__ import annotations
 from millrace.core.live_request import LiveRequest
 from millrace.core.scheduler import events
 from millrace.core.scheduler.dispatch.dispatcher import Dispatcher
-from millrace.core.scheduler.event_filter import EventFilter
+from millrace.core.scheduler.dispatch.event_filter import EventFilter
 from millrace.core.scheduler.fleet.cluster import ANYONE
 from millrace.core.scheduler.fleet.instances import DecodeInstance
 from millrace.core.scheduler.fleet.run_queue import Task

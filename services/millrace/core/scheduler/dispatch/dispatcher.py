@@ -15,8 +15,8 @@ from millrace.core.cost.correction import band_of
 from millrace.core.kv.pages import pages_for, pages_of_plan
 from millrace.core.live_request import LiveRequest
 from millrace.core.request import Chunk, RequestState
-from millrace.core.scheduler.batching import batch
 from millrace.core.scheduler.dispatch.decode_placement import DecodePlacement
+from millrace.core.scheduler.fleet.batching import batch
 from millrace.core.scheduler.fleet.cluster import Pool
 from millrace.core.scheduler.fleet.instances import Instance, PrefillInstance
 from millrace.core.scheduler.fleet.run_queue import Rank, Task, masks

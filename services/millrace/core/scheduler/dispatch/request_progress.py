@@ -6,7 +6,7 @@ from millrace.core.live_request import LiveRequest
 from millrace.core.request import TRANSITIONS, RequestState
 from millrace.core.scheduler import events
 from millrace.core.scheduler.dispatch.dispatcher import Dispatcher
-from millrace.core.scheduler.event_filter import EventFilter
+from millrace.core.scheduler.dispatch.event_filter import EventFilter
 from millrace.core.scheduler.fleet.instances import DecodeInstance, Instance, PrefillInstance
 from millrace.core.scheduler.request_table import RequestTable, still_needs
 from millrace.core.scheduler.step_context import StepContext

@@ -12,8 +12,8 @@ from millrace.core.cost.latency import SpLatency
 from millrace.core.cost.rates import live_rate
 from millrace.core.kv.pages import Shares
 from millrace.core.live_request import LiveRequest
-from millrace.core.scheduler.batching import filling_tokens
 from millrace.core.scheduler.events import ImprovementRateChanged, InstanceJoined
+from millrace.core.scheduler.fleet.batching import filling_tokens
 from millrace.core.scheduler.fleet.instances import (
     DecodeInstance,
     Instance,

@@ -13,7 +13,7 @@ from millrace.core.autoscale.load import FleetLoad
 from millrace.core.errors import MillraceError
 from millrace.core.scheduler.mechanisms import Mechanism
 from millrace.wire.channel import open_channel
-from millrace.wire.codec.load import fleet_load
+from millrace.wire.codec.status import fleet_load
 from millrace.wire.pb import scheduler_pb2, scheduler_pb2_grpc
 
 TIMEOUT_S = 5.0

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from millrace.core.scheduler.planning.plan import PlannedChunk
-from millrace.profiler.group_run import Run
+from millrace.profiler.groups.run import Run
 from millrace.profiler.measure import HELD_OUT, LEAST_TOKENS, MOST_ROUNDS, Prefill, usual
 
 #: Shorter prompts are hardly worth a group.

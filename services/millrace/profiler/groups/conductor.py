@@ -37,13 +37,13 @@ from millrace.core.scheduler.reports import Draining, Heartbeat, Registration, R
 from millrace.local.private_redis import PrivateRedis
 from millrace.local.service import Service, all_or_first_error
 from millrace.profiler.costs import Costs, read_costs
-from millrace.profiler.group_run import Run, Underway
-from millrace.profiler.servicer import ConductorServicer
+from millrace.profiler.groups.run import Run, Underway
+from millrace.profiler.groups.servicer import ConductorServicer
 from millrace.state.open import open_store
 from millrace.state.store import RequestStore
+from millrace.wire.clients.token_stream import TokenStreamError, token_events
 from millrace.wire.codec.request_spec import encode_spec
 from millrace.wire.server import bind, create_server
-from millrace.wire.token_stream import TokenStreamError, token_events
 
 HOST = "127.0.0.1"
 DECODE = "decode-0"

@@ -13,7 +13,7 @@ from millrace.core.kv.probe import ProbeEndpoint
 from millrace.core.kv.transfer import Incarnation
 from millrace.wire.channel import open_channel
 from millrace.wire.codec.incarnation import incarnation_message
-from millrace.wire.codec.probe import endpoint_message, endpoint_of
+from millrace.wire.codec.transfer import endpoint_message, endpoint_of
 from millrace.wire.pb import transfer_pb2, transfer_pb2_grpc
 
 
