@@ -10,6 +10,6 @@ from millrace.core.live_request import LiveRequest
 
 
 def key(request: LiveRequest, now_s: float) -> tuple[float, ...]:
-    """The deadline, which does not move with time; requests without one come last."""
+    """Returns the deadline, which does not move with time; requests without one come last."""
     del now_s
     return (request.deadline_s,)

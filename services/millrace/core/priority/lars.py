@@ -20,17 +20,17 @@ from millrace.core.priority.slack import slack_s
 
 
 def relative_slack(request: LiveRequest, now_s: float) -> float:
-    """rho_i: slack per second of work; inf without a deadline."""
+    """Returns rho_i: slack per second of work; inf without a deadline."""
     return _per(slack_s(request, now_s), request.predicted_prefill_s)
 
 
 def key(request: LiveRequest, now_s: float) -> tuple[float, ...]:
-    """The slack as a multiple of the whole prefill's predicted seconds."""
+    """Returns the slack as a multiple of the whole prefill's predicted seconds."""
     return (relative_slack(request, now_s),)
 
 
 def key_by_deadline(request: LiveRequest, now_s: float) -> tuple[float, ...]:
-    """The slack as a share of the time from arrival to deadline."""
+    """Returns the slack as a share of the time from arrival to deadline."""
     return (_per(slack_s(request, now_s), request.deadline_s - request.arrival_s),)
 
 
