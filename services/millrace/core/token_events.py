@@ -28,7 +28,7 @@ class TokenEvent(NamedTuple):
     choice: int = 0
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[PositionLogprobs, ...] = ()  # one per token, where they were asked for
-    finish_reason: str = ""  # empty: goes on; stop | length | error | cancelled | moved
+    finish_reason: str = ""  # empty: runs on; stop | length | error | cancelled | moved
     error: str = ""
     stop_token_id: int = -1  # with finish_reason stop; -1: none
     spans: tuple[Span, ...] = ()  # on the request's first event, and on its last

@@ -3,7 +3,7 @@
     rho_i = s_i / w_i_total,  least first
 
 s_i is the slack in seconds and w_i_total the predicted seconds of the request's whole prefill:
-what is done already lowers w_i(t) inside the slack but not the divisor. A second form divides by
+finished work lowers w_i(t) inside the slack but not the divisor. A second form divides by
 the length of the deadline, d_i, as the authors' public code does; it is the policy
 `lars_deadline`. The two agree where every deadline is the same multiple of the work.
 

@@ -38,7 +38,7 @@ MOST_FILLING_TOKENS = 2048
 #: A token of a batch that fills the device costs at most this many times its least cost.
 FILLED = 1.1
 
-#: Share of the head's SLO that has to be left when the batch is done (FlowPrefill's public code).
+#: Share of the head's SLO that must be left when the batch is done (FlowPrefill's public code).
 RESERVE = 0.1
 
 

@@ -138,7 +138,7 @@ def _check_holdings(instance: Instance, table: RequestTable) -> None:
             continue
         request = table.requests.get(request_id)
         if request is None or instance.id not in _named(request):
-            raise IntegrityError(f"{instance.id}: holds {request_id} for nobody")
+            raise IntegrityError(f"{instance.id}: holds {request_id}, which does not need it")
         if isinstance(instance, PrefillInstance):
             card = instance.card
             taken = pages_of_plan(request.chunks, card.page_tokens, card.kv_layers)

@@ -1,6 +1,6 @@
-"""The requests that have not ended: where they wait, what they hold, how they end.
+"""The requests that have not ended: their queues, their holdings, their ends.
 
-Every change of a request's state and every end of what it holds goes through this module, which
+Every change of a request's state and every end of its holdings goes through this module, which
 notes it in the step's effects, in order."""
 
 from __future__ import annotations

@@ -145,7 +145,7 @@ class StagePasses:
         begin = fetch or self._embed(tables.token_ids)
         held = kept.hold(tables.page_table, tables.kv_lens)
         finish(self._steps.run(begin, tables.token_ids, tables.positions, *held))
-        for operator in self.operators:  # a prompt's last row may come so, and its layers are told
+        for operator in self.operators:  # also for a prompt of one row, which reports layers
             yield self._boundaries[operator]
 
     def _run(

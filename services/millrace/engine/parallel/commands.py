@@ -163,7 +163,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decode:
-    """A decode step: arguments as of `Runner.decode`, the page table as what it lacked before."""
+    """A decode step: arguments as of `Runner.decode`, the page table as its changes."""
 
     token_ids: npt.NDArray[np.int64]
     positions: npt.NDArray[np.int64]

@@ -60,7 +60,7 @@ class LaterStages(Protocol):
 
 @dataclass(slots=True, eq=False)
 class PassInFlight:
-    """A pass that has begun, and what its caller is to be told of later stages."""
+    """A pass that has begun, and the reports of later stages for its caller."""
 
     number: int
     name: str
@@ -151,7 +151,7 @@ class InFlight:
         return told
 
     def leave(self, entry: PassInFlight) -> None:
-        """Notes that no caller waits for the pass, which goes on through the later stages."""
+        """Notes that no caller waits for the pass, which continues through the later stages."""
         with self._lock:
             entry.is_wanted = False
             if not entry.to_come:

@@ -27,7 +27,7 @@ class Packed:
 
     @classmethod
     def of(cls, tensor: Tensor) -> Packed:
-        flat = tensor.clone().contiguous().view(-1).view(torch.uint8)  # what it is of may change
+        flat = tensor.clone().contiguous().view(-1).view(torch.uint8)  # the source may change
         return cls(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), flat.numpy())
 
     def tensor(self) -> Tensor:

@@ -122,7 +122,7 @@ class StageLoop:
     # -- on the computing thread
 
     def run(self) -> None:
-        """Computes until `close`. Raises what a pass raises; the stage can't go on after that."""
+        """Computes until `close`. Raises the error of a pass, which ends the stage."""
         while (number := self._await_ready()) is not None:
             self._advance(number)
         for entry in self._entries.values():

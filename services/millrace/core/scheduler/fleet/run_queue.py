@@ -51,7 +51,7 @@ class Task:
     batched: bool = False
     is_alone: bool = False  # a whole prompt that found its members idle
     rank: Rank
-    previous: Task | None = None  # the chunk that has to be finished first
+    previous: Task | None = None  # the chunk that must be finished first
     executed_s: float = 0.0  # in spans already ended
     started_s: float | None = None  # since when it has been computing
     chosen: bool = False  # as far as the scheduler decides, it runs
@@ -82,7 +82,7 @@ class RunQueue:
         self.everyone = 0  # bits of the pool's prefill instances, draining ones too
         self._stale: dict[PrefillInstance, None] = {}  # their queues differ from their last order
 
-    # ---- what comes and goes
+    # ---- adding and removing tasks
 
     def add(self, tasks: Sequence[Task]) -> None:
         """Adds a request's chunks, just sent to their instances."""
