@@ -36,7 +36,7 @@ class Runner(Protocol):
 
     @property
     def in_flight(self) -> InFlight | None:
-        """Returns the passes in later stages, also after their generators ended; None in one stage."""
+        """Returns the passes in later stages, also of ended generators; None in one stage."""
 
     @property
     def processes(self) -> Processes | None:

@@ -56,7 +56,7 @@ class Processes(Protocol):
 
 
 class Passes(Protocol):
-    """What computes passes over one stage's layers. One thread at a time uses it.
+    """The interface that computes passes over one stage's layers. One thread at a time uses it.
 
     EngineDied, from any call, is the end of the stage.
     """

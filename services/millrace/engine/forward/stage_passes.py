@@ -135,7 +135,7 @@ class StagePasses:
         self.pool.copy_page(source, target)
 
     def is_attn(self, number: int) -> bool:
-        """Whether the operator of this number is an ``attn``."""
+        """Returns whether the operator of this number is an ``attn``."""
         return number < len(self.operators) and self.operators[number].name == "attn"
 
     def _step(

@@ -202,12 +202,15 @@ class Follower:
 
     @property
     def _fetch(self) -> Fetch | None:
-        """How a pass gets the rows of the stage before: from rank 0."""
+        """Returns how a pass gets the rows of the stage before: from rank 0."""
         return None if self._stage.is_first else self._ranks.broadcast
 
     def _enters(self, current: _Pass) -> bool:
-        """Whether this rank may begin the pass's next operator. A step of the ring begins only with
-        rank 0: the step waits for other instances, which may have stopped before."""
+        """Returns whether this rank may begin the pass's next operator.
+
+        A step of the ring begins only with rank 0: the step waits for other instances, which may
+        have stopped before.
+        """
         if current.is_ring and self._running.is_attn(current.operators) and not self._ranks.tell():
             return False
         return self._counter.enter(self._shard.rank, current.operators)
@@ -235,7 +238,7 @@ class _Pass:
 
 
 def _leave(state: Activations) -> None:
-    """Does nothing: rank 0 hands out what the pass ends with."""
+    """Does nothing: rank 0 hands out the results of the pass."""
 
 
 def end_with_parent() -> None:

@@ -158,8 +158,10 @@ class Lockstep:
         return False
 
     def _enters(self, current: _Pass) -> bool:
-        """Whether the pass's next operator may begin. For a led operator the other ranks wait for
-        the answer."""
+        """Returns whether the pass's next operator may begin.
+
+        For a led operator the other ranks wait for the answer.
+        """
         enters = self._group.counter.enter(0, current.operators)
         if current.is_led(current.operators):
             self._group.ranks.tell(enters)

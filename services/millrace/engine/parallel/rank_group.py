@@ -227,7 +227,7 @@ class _Told(Exception):
 
 
 def _is_own(cause: BaseException) -> bool:
-    """Whether the error arose at rank 0 itself rather than between it and another."""
+    """Returns whether the error arose at rank 0 itself rather than between it and another."""
     return not isinstance(cause, PeerLost | OSError | EOFError | _Told)
 
 

@@ -48,7 +48,7 @@ class LaterStages(Protocol):
 
     @property
     def count(self) -> int:
-        """How many later stages there are."""
+        """Returns the number of later stages."""
 
     def tell(self, command: Command, stage: int | None = None) -> None:
         """Sends the command to one stage, counted from 0, or to all. Raises StageError when one
@@ -88,7 +88,7 @@ class InFlight:
         self._on_death: Callable[[EngineDied], None] = lambda error: None
 
     def __len__(self) -> int:
-        """How many passes are in the pipeline."""
+        """Returns the number of passes in the pipeline."""
         with self._lock:
             return len(self._passes)
 

@@ -19,7 +19,7 @@ from millrace.engine.parallel.commands import RingPass, Tables
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """A tensor on its way, of any dtype."""
+    """A tensor of any dtype, as bytes of a message."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -37,7 +37,7 @@ class Packed:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A `Partial` on its way."""
+    """A `Partial` as a message."""
 
     rows: Packed | slice
     out: Packed

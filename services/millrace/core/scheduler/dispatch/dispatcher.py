@@ -113,7 +113,7 @@ class Dispatcher:
                 if len(kept) == len(pool.prefill):
                     return
             else:
-                return  # its turn comes first
+                return  # later requests wait for it
 
     def _waits_for(self, request: LiveRequest, pool: Pool, kept: set[str]) -> list[str]:
         """Returns the instances whose pages the request keeps: the freest, where no group has the

@@ -19,7 +19,7 @@ _BEFORE_FIRST_TOKEN = frozenset(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptProgress:
-    """`computed_tokens`: of the prompt. `left_s`: None where nothing predicts the first token."""
+    """Tokens computed, and seconds left (`left_s`); None if nothing predicts the first token."""
 
     state: RequestState
     computed_tokens: int
