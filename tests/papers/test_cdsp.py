@@ -285,7 +285,7 @@ def every_plan(tokens, degrees, size):
 
 def test_it_is_near_the_best_of_all_plans():
     """Small pools, every plan tried. CDSP is a heuristic: chunks end where the next group frees,
-    and where a single chunk would take one instance it looks no further. It is never better than
+    and where a single chunk would take one instance the search ends. It is never better than
     the best, never worse than a single chunk.
     """
     latency = SpLatency(

@@ -145,7 +145,7 @@ def test_growing_as_one_goes_deadlocks_where_reserving_does_not():
         worker = max(left, key=lambda w: left[w])
         left[worker] -= 1
         held[request_id] += 1
-    assert sum(left.values()) == 0 and held == {"a": 4, "b": 4}  # neither can go on
+    assert sum(left.values()) == 0 and held == {"a": 4, "b": 4}  # neither can continue
     bench = fleet(4, 4)
     bench.submit("a", 80, 16)
     bench.submit("b", 80, 16)
@@ -232,7 +232,7 @@ def test_growth_is_monotone_and_adds_up(workers, tokens, data):
     pieces: list[Shard] = []
     for start, end in pairwise(cuts):
         before, after = found.active(start), found.active(end)
-        assert after[: len(before)] == before  # nobody leaves, nobody changes places
+        assert after[: len(before)] == before  # no worker leaves or changes its place
         joined += found.onboarded(start, end)
         assert tuple(joined) == after
         pieces += found.growth(start, end)

@@ -429,7 +429,7 @@ class Node:
         self.rule.forget(names)
         self._said.append(released(self.name, request_id))
 
-    # -- what is seen of it
+    # -- what the world reads
 
     def view(self) -> NodeView:
         ready, waits_in = self._can_compute()

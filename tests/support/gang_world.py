@@ -260,7 +260,7 @@ class World:
                 assert gang.begun <= at, "one is past the stop"
                 assert gang.stop_at in (at, None) or gang.begun == at, "stops differ"
 
-    # -- words
+    # -- messages
 
     def _tell(self, name: str, word: NodeWord) -> None:
         self.nodes[name], said = self.nodes[name].after(word)

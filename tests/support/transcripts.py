@@ -107,7 +107,7 @@ class Narrator:
     def policy(self, name: str) -> list:
         return self.bench.step(events.PolicyChanged(policy=name))
 
-    # ---- what it looks like now
+    # ---- the present state
 
     def shown(self, name: str) -> str:
         machine = self.bench.machine

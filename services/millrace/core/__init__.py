@@ -4,7 +4,7 @@ Live services and the simulator run the same code. A newcomer reads in this orde
 
 1. `request`: what a client asks for, the states of a request, chunks and shards.
    `live_request`: the same request with its progress.
-2. `scheduler.events` and `scheduler.effects`: what the scheduler learns, and what it wants done.
+2. `scheduler.events` and `scheduler.effects`: the inputs and the actions of the scheduler.
    `scheduler.machine`: one event in, effects out; its handlers get a `scheduler.step_context`.
 3. `scheduler.request_table`, `scheduler.fleet.waiting_queue` and `scheduler.fleet.run_queue`: where
    a request waits, and which task runs. `scheduler.fleet.cluster` and `scheduler.fleet.instances`:

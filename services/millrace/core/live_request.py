@@ -1,4 +1,4 @@
-"""A request while it is served: what the client asked, and how far the request is.
+"""A request while it is served: its specification and its progress.
 
 `LiveRequest` is read everywhere and written in this module only: each method below notes one thing
 that happened to the request, and other modules call it. The scheduler keeps one object per request

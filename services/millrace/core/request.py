@@ -1,4 +1,4 @@
-"""What a client asks for, the states of a request, and the pieces that it is cut into."""
+"""The request of a client, the states of a request, and the pieces that it is cut into."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from types import MappingProxyType
 
 
 class RequestState(Enum):
-    """How far a request is, as the scheduler sees it."""
+    """The progress of a request, as the scheduler sees it."""
 
     QUEUED = "queued"  # accepted; no work was sent to a prefill instance yet
     PREFILLING = "prefilling"  # chunks are with prefill instances
@@ -85,7 +85,7 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """What a client asked for. `LiveRequest` holds it together with its progress."""
+    """The request of a client. `LiveRequest` holds it together with its progress."""
 
     id: str
     proxy_id: str

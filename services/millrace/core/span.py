@@ -1,4 +1,4 @@
-"""A bar of a request's TTFT waterfall, as services hand it to each other."""
+"""A bar of a request's TTFT waterfall, as services exchange it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from types import MappingProxyType
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
-    """What one instance did for a request, in seconds since the request's arrival at the proxy."""
+    """One activity of an instance for a request, in seconds since the request's arrival at the
+    proxy.
+    """
 
     name: str  # queued, chunk, kv_transfer, first_decode_step, ...
     start_s: float

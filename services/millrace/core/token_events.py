@@ -1,4 +1,4 @@
-"""What comes out of a request: its first tokens from prefill, and token events from decode."""
+"""The output of a request: its first tokens from prefill, and token events from decode."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from millrace.core.span import Span
 
 
 class PositionLogprobs(NamedTuple):
-    """(id, natural-log probability) of the token at a position, and of the likeliest tokens."""
+    """Holds (id, natural-log probability) of the token at a position, and of the likeliest
+    tokens."""
 
     chosen: tuple[int, float]
     top: Sequence[tuple[int, float]] = ()
@@ -64,7 +65,7 @@ class FirstToken:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FinishedPrefill:
-    """What the leader of a prefill tells the decode instance at the end, beside the KV.
+    """The report of a prefill's leader to the decode instance at the end, beside the KV.
 
     `first_tokens` has one entry per choice; KVP workers get none. None in `prompt_logprobs` stands
     for the prompt's first token.

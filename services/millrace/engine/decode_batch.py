@@ -69,8 +69,8 @@ class Sequence:
     @property
     def own_end(self) -> int:
         """Returns the most tokens that `pages` ever hold."""
-        life = self.prompt_tokens + self.spec.max_tokens - 1
-        return min(life, self.shards[0].start_token) if self.shards else life
+        most = self.prompt_tokens + self.spec.max_tokens - 1
+        return min(most, self.shards[0].start_token) if self.shards else most
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -95,7 +95,7 @@ class TokenOut(NamedTuple):
     choice: int
     token_id: int  # -1 with finish reasons "error" and "lost"
     logprobs: PositionLogprobs | None = None
-    finish_reason: str = ""  # "": goes on; stop | length | error | lost: KV at a KVP worker is gone
+    finish_reason: str = ""  # "": runs on; stop | length | error | lost: KV at a KVP worker is gone
     stop_token_id: int = -1
     error: str = ""
 
@@ -351,6 +351,6 @@ def _check_shards(name: str, sequence: Sequence) -> None:
         if shard.start_token != end or shard.end_token <= end:
             raise ValueError(f"{name}: a shard begins at token {shard.start_token}, not at {end}")
         end = shard.end_token
-    life = sequence.prompt_tokens + sequence.spec.max_tokens - 1
-    if sequence.shards and end < life:
-        raise ValueError(f"{name}: its shards end at token {end}, its life at {life}")
+    needed = sequence.prompt_tokens + sequence.spec.max_tokens - 1
+    if sequence.shards and end < needed:
+        raise ValueError(f"{name}: its shards end at token {end}, not at {needed}")

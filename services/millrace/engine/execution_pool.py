@@ -252,7 +252,7 @@ class ExecutionPool:
             task.since_s = time.perf_counter()
             try:
                 task.resumed()
-                is_left = self._stretch(task) if task.gang is None else self._gang_stretch(task)
+                is_left = self._run_span(task) if task.gang is None else self._run_gang(task)
             except Exception as raised:
                 is_left, error = False, raised
             task.compute_s = task.spent_s()
@@ -269,7 +269,7 @@ class ExecutionPool:
             self._rule.remove(task)
         task.ended(error)
 
-    def _stretch(self, task: PoolTask) -> bool:
+    def _run_span(self, task: PoolTask) -> bool:
         """Runs the task; True when it was left, False when it ended. Raises what the task
         raises."""
         run_ahead = self._run_ahead
@@ -310,9 +310,9 @@ class ExecutionPool:
             self._look = self._rule.first() is not task
             return self._rule.leaves(task, ended)
 
-    def _gang_stretch(self, task: PoolTask) -> bool:
+    def _run_gang(self, task: PoolTask) -> bool:
         """Runs a gang's task, which runs, holds and stops as the gang agrees; returns as
-        `_stretch`.
+        `_run_span`.
         """
         ended: StopPoint | None = None
         while self._may_begin(task, ended):

@@ -36,7 +36,7 @@ class Runner(Protocol):
 
     @property
     def in_flight(self) -> InFlight | None:
-        """Passes that go on in later stages after their generator has ended; None in one stage."""
+        """Returns the passes in later stages, also of ended generators; None in one stage."""
 
     @property
     def processes(self) -> Processes | None:
@@ -46,7 +46,7 @@ class Runner(Protocol):
         """Computes a ragged batch of chunks, yielding after every operator.
 
         The caller may stop at any boundary (`close()`), or leave the generator suspended, run
-        others, and go on. The KV of a layer is in its pages once the layer's ``attn`` was yielded,
+        others, and resume. The KV of a layer is in its pages once the layer's ``attn`` was yielded,
         and of a later stage's layer when the tasks' `on_layer` is called. Rows that no task wants
         are not computed: without logits the pass ends at the last layer's ``attn``. In several
         stages the generator ends when the next pass may begin; where rows are wanted, it yields a

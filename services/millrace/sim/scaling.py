@@ -55,7 +55,7 @@ class Scaling:
         self._meter = LoadMeter(machine, self._clock.now_s, plan.interval_s)
         self._clock.at(plan.interval_s, self._look)
 
-    # ---- what is measured
+    # ---- metrics
 
     def saw(self, event: events.Event, effects: Iterable[Effect]) -> None:
         """Takes in one step of the machine, right after it."""
@@ -85,7 +85,7 @@ class Scaling:
             if not instance.draining and instance.id not in self._draining
         ]
 
-    # ---- what is done
+    # ---- actions
 
     def _look(self, nothing: None) -> None:
         del nothing

@@ -146,7 +146,7 @@ def test_the_fullest_drain_is_cancelled_first_of_equals_the_oldest():
     assert resize(fleet, 6) == Resize(start=2, stay=("b", "a", "c"))
 
 
-# ---- any life of a fleet
+# ---- random histories of a fleet
 
 
 @dataclass

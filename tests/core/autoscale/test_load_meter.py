@@ -251,7 +251,7 @@ def test_nothing_is_kept_of_requests_that_are_over():
     assert b.load().ttft_slo_ratio == pytest.approx(5.0)
     b.cancel("r2")
     b.now_s += WINDOW_S + 1.0
-    assert b.load().ttft_slo_ratio is None  # one that is waited for would look later and later
+    assert b.load().ttft_slo_ratio is None  # a waiting request counts as ever later
 
 
 def test_an_objective_that_prefill_alone_misses_counts_for_nobody():

@@ -100,7 +100,7 @@ def kvp(**targets) -> AutoscaleConfig:
         (Context(tokens=100, final_tokens=1000, growth_tokens_s=5.0), 3),
         (Context(tokens=100, final_tokens=200, growth_tokens_s=5.0), 2),
         (Context(tokens=300, final_tokens=300, home_tokens=100), 2),
-        (Context(tokens=90, final_tokens=90, home_tokens=100), 1),  # at home alone: the minimum
+        (Context(tokens=90, final_tokens=90, home_tokens=100), 1),  # at the KV owner: the minimum
         (Context(tokens=100_000, final_tokens=100_000), 16),
     ],
 )
@@ -171,7 +171,7 @@ def sizes(config: AutoscaleConfig, steps, *, ready: int) -> list[int]:
 
 def test_up_waits_until_the_whole_window_wishes_it():
     config = free(DECODE, up=Direction(window_s=15.0, max_step=99, tolerance=0.0))
-    # A pool of one that is 3.2 times over its target, with one calm sample at 10 s.
+    # A pool of one instance that is 3.2 times over its target, with one calm sample at 10 s.
     used = {0: 2.56, 5: 2.56, 10: 0.8, 15: 2.56, 20: 2.56, 25: 2.56}
     steps = [(at_s, {"kv_utilisation": u}) for at_s, u in used.items()]
     assert sizes(config, steps, ready=1) == [1, 1, 1, 1, 1, 4]
@@ -438,7 +438,7 @@ def test_constant_load_never_flaps(load, first, isolated, start_s):
     fixed=st.floats(0, 0.5),
 )
 def test_constant_decode_load_settles_in_one_direction(used, first, step_s, fixed):
-    """KV in use is `used` replicas' worth; TBT is a fixed part and one that batches add to."""
+    """KV in use is `used` replicas' worth; TBT has a fixed and a batch-dependent part."""
     config = AutoscaleConfig(targets=DECODE, max_replicas=256)
     scaler = Autoscaler(config)
     size, found = first, []

@@ -14,7 +14,7 @@ from millrace.core.config import Config, sections, settings
 
 ROOT = Path(__file__).parents[3]
 OWN = {"config.py", "sections.py", "settings_page.py"}
-#: What the code calls a section beside its name. Attributes of other things do not count.
+#: Other names of a section in the code. Attributes of other things do not count.
 CALLED = {"config", "c", "settings", "tree"}
 
 SECTIONS = {

@@ -86,7 +86,7 @@ def test_on_one_instance_no_larger_set_can_be_in_time(given_rows) -> None:
 @settings(max_examples=200)
 @given(rows)
 def test_the_kept_go_by_deadline_and_the_given_up_behind_them_likewise(given_rows) -> None:
-    requests = drawn(given_rows)  # nobody has waited, so nobody is overdue
+    requests = drawn(given_rows)  # no request has waited, so none is overdue
     late = given_up(requests, 0.0, 1)
     by_deadline = sorted(requests, key=lambda r: (r.deadline_s, r.order))
     kept = [r.id for r in by_deadline if r.id not in late]

@@ -70,7 +70,7 @@ class World(RuleBasedStateMachine):
         self.attempt: dict[str, int] = {}  # as last reported to decode
         self.admitted: dict[tuple[str, str], int] = {}  # (decode instance, request) -> attempt
         self.held: dict[str, set[str]] = {}  # instance -> requests that a correct worker holds
-        self.queues: dict[str, list[tuple[Ref, ...]]] = {}  # prefill instance -> as it was told
+        self.queues: dict[str, list[tuple[Ref, ...]]] = {}  # prefill instance -> its queue
         self.cached: dict[str, set[int]] = {}  # instance -> blocks that it has reported
         self.leaving: set[str] = set()  # instances that said so, and
         self.cordoned: set[str] = set()  # those that others keep new work from
@@ -597,7 +597,7 @@ class World(RuleBasedStateMachine):
             )
         )
 
-    # ---- what workers say of what they hold, so that requests get somewhere
+    # ---- reports of workers about their requests, so that requests advance
 
     @rule(data=st.data(), words=st.integers(1, 6))
     def work_goes_on(self, data: st.DataObject, words: int) -> None:

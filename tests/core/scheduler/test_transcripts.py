@@ -6,7 +6,7 @@ is not indented holds events, parted by `;`, as calls of `support.transcripts.Na
 that these events caused, in order, then the counts that rose (`ignored +1`) and what `show NAME`
 asked for: an instance, a request or `machine`. Of a line that begins with `given` nothing is
 written down. `#` begins a comment. `pytest tests/core/scheduler/test_transcripts.py --rewrite`
-writes what the machine does now in the place of the indented lines: read the diff before you commit
+replaces the indented lines by the machine's present effects: read the diff before you commit
 it.
 """
 

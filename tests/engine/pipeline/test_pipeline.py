@@ -332,7 +332,7 @@ def test_staged_members_of_a_group_compute_what_one_whole_instance_does(
         for stages in ((2, 3, 2) if ranks == 1 else (2,))[: max(sizes)]
     ]
     runners: list[Runner] = [member.runner for member in members]
-    if len(runners) < max(sizes):  # and one that is not staged
+    if len(runners) < max(sizes):  # and one member without stages
         group = pairs(3)[2]
         model = load_ranks(group, five_layers)
         layout = rank_layout(model, 128, page_tokens=8)

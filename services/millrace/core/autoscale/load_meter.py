@@ -82,7 +82,7 @@ class LoadMeter:
         self._paced: dict[str, LiveRequest] = {}  # with a TBT objective
         self._roles = {"prefill", "decode"}  # and mixed, once there was such an instance
 
-    # ---- what is seen
+    # ---- inputs
 
     def saw(self, event: Event, effects: Iterable[Effect], now_s: float) -> None:
         """Takes in one step of the machine, immediately after the step."""
@@ -134,7 +134,7 @@ class LoadMeter:
         seen.append((now_s, ratio))
         _forget(seen, now_s - self._window_s)
 
-    # ---- what is asked
+    # ---- signals
 
     def load(self, now_s: float, parked_requests: int = 0) -> FleetLoad:
         """Returns the load at `now_s`; `parked_requests` are the requests that the proxies hold

@@ -8,7 +8,7 @@ Deviations. (1) Alg. 3 simulates each length again; but the chunks, except the l
 the length, so one walk gives every entry. (2) Line 15 lets the last chunk run past the length; here
 it is cut. (3) Line 16 gives up when no chunk fits t_target, which would leave a length without a
 time; here the least chunk runs, late. (4) Lengths between entries are interpolated, and the walk
-goes on when a longer request is asked for. (5) With SPP the time is divided by the degree
+continues when a longer request is asked for. (5) With SPP the time is divided by the degree
 (Mnemosyne section 4.3, Eq. (8), without the fill of the pipeline).
 """
 

@@ -1,4 +1,4 @@
-"""How the members of a gang start, stop and go on together (FlowPrefill section 5.1).
+"""The protocol by which the members of a gang start, stop and resume together (FlowPrefill 5.1).
 
 A gang is a task that several instances compute at once: a chunk on a group. Inside an operator the
 members wait for each other's keys and values, so they must all run it or none. A member that stops
@@ -17,18 +17,18 @@ instance that it is not linked to yet; it is linked to all members when it gets 
 - Start. A member whose instance has nothing to run before the gang says READY and keeps itself
   free. When all are ready, the leader says START. A member that is to run something else meanwhile
   says WITHDRAW and waits for the leader's answer: RELEASE, or the START that was on its way.
-- Stop. A member that is to run something else says STOP and runs on. The leader says HOLD: nobody
-  begins another operator, and each answers at once HELD with the operators that it has begun, which
-  run on to their ends. The leader agrees the first position that nobody is past and where all may
-  stop, and says GO_TO. All run up to there and leave the task, or to its end where there is no such
-  position. Once said, a stop happens; a gang that comes first again starts again.
+- Stop. A member that is to run something else says STOP and runs on. The leader says HOLD: no
+  member begins another operator, and each answers at once HELD with the operators that it has
+  begun, which run to their ends. The leader picks the first position that no member is past and
+  where all may stop, and says GO_TO. All run up to there and leave the task, or to its end where
+  there is no such position. An agreed stop happens; a gang that comes first again starts again.
 
 The paper has ranks under tensor parallelism suspend only at the same value of a synchronised
 counter. The usual way to agree on it, the proposer's own count plus one, would miss a rank
 that is further on; here the counts are collected first.
 
 A member that has ended the task, or dropped it, says nothing by itself. It answers HELD "after
-every end" to a HOLD: nobody stops then. The scheduler, which hears why a member drops the task,
+every end" to a HOLD: no member stops then. The scheduler, which hears why a member drops the task,
 cancels it at all members. No member ever decides by the time that passed.
 """
 

@@ -1,4 +1,4 @@
-"""What the members of an SP group tell their leader before and after they compute (Tetris §4.1)."""
+"""The messages of an SP group's members to their leader before and after a chunk (Tetris §4.1)."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Standstill:
-    """`prepared`: requests with a task that could run here as far as this instance knows.
+    """A report. `prepared`: requests with a task that could run here, by this instance's knowledge.
 
     `claimed`: the request whose gang the instance keeps itself free for, or which runs here; empty:
     none. `waits_for` says in words, for the log, what the instance waits for.

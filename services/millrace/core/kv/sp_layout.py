@@ -1,4 +1,4 @@
-"""Which instance of a group computes and keeps which tokens of a prompt (Tetris section 4.1).
+"""Decides which member of a group computes and keeps which tokens of a prompt (Tetris section 4.1).
 
 Pure arithmetic on a request's chunks: every member of a group computes it for itself, and all
 members get the same result. A chunk is computed in passes. A pass's tokens are interleaved over the

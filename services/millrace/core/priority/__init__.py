@@ -1,4 +1,4 @@
-"""Orders of work, one module a policy.
+"""Orders of work, one module per policy.
 
 A policy ranks requests: the smaller key goes first, and equal keys go in order of submission. The
 live scheduler, the simulator and an instance that packs its own batches all rank by it.
@@ -18,10 +18,10 @@ PriorityKey = tuple[float, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Policy:
-    """`keys(requests, now_s, instances)`: one key a request, in the order given.
+    """Computes `keys(requests, now_s, instances)`: one key per request, in the order given.
 
-    `instances` is how many prefill instances work through these requests. A `static` policy's keys
-    don't depend on time or on other requests, so they need computing once only.
+    `instances` is how many prefill instances work on these requests. A `static` policy's keys don't
+    depend on time or on other requests, so they are computed only once.
     """
 
     name: str

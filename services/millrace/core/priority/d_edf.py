@@ -13,6 +13,6 @@ from millrace.core.live_request import LiveRequest
 
 
 def key(request: LiveRequest, now_s: float) -> tuple[float, ...]:
-    """(0, deadline) while the deadline is ahead, (1, -deadline) from then on."""
+    """Returns (0, deadline) while the deadline is ahead, (1, -deadline) from then on."""
     deadline_s = request.deadline_s
     return (0.0, deadline_s) if deadline_s > now_s else (1.0, -deadline_s)

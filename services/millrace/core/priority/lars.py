@@ -3,7 +3,7 @@
     rho_i = s_i / w_i_total,  least first
 
 s_i is the slack in seconds and w_i_total the predicted seconds of the request's whole prefill:
-what is done already lowers w_i(t) inside the slack but not the divisor. A second form divides by
+finished work lowers w_i(t) inside the slack but not the divisor. A second form divides by
 the length of the deadline, d_i, as the authors' public code does; it is the policy
 `lars_deadline`. The two agree where every deadline is the same multiple of the work.
 
@@ -20,17 +20,17 @@ from millrace.core.priority.slack import slack_s
 
 
 def relative_slack(request: LiveRequest, now_s: float) -> float:
-    """rho_i: slack per second of work; inf without a deadline."""
+    """Returns rho_i: slack per second of work; inf without a deadline."""
     return _per(slack_s(request, now_s), request.predicted_prefill_s)
 
 
 def key(request: LiveRequest, now_s: float) -> tuple[float, ...]:
-    """The slack as a multiple of the whole prefill's predicted seconds."""
+    """Returns the slack as a multiple of the whole prefill's predicted seconds."""
     return (relative_slack(request, now_s),)
 
 
 def key_by_deadline(request: LiveRequest, now_s: float) -> tuple[float, ...]:
-    """The slack as a share of the time from arrival to deadline."""
+    """Returns the slack as a share of the time from arrival to deadline."""
     return (_per(slack_s(request, now_s), request.deadline_s - request.arrival_s),)
 
 

@@ -1,25 +1,26 @@
 """Millrace's own order: the most requests that can all be in time, and a bounded wait.
 
-1. In time. Taken by deadline, a request is kept if everything kept so far can still be done by
-   then; if not, the kept request with the most work left is given up. What stays is the largest set
-   that can be in time if nothing more arrives (Moore, "An n job, one machine sequencing algorithm
-   for minimizing the number of late jobs", Management Science 15(1), 1968, on remaining work, since
-   preemption makes work already done count). It runs by deadline, which is optimal for a set that
-   can be done in time.
-2. Given up for now. The others use what the first leave free, by deadline. A round later they may
+1. In time. Requests are taken by deadline. A request is kept if all requests kept so far can still
+   be done by then; if not, the kept request with the most work left is given up. The kept requests
+   are the largest set that can be in time if nothing more arrives (Moore, "An n job, one machine
+   sequencing algorithm for minimizing the number of late jobs", Management Science 15(1), 1968, on
+   remaining work, since preemption makes finished work count). The set runs by deadline, which is
+   optimal for a set that can be done in time.
+2. Given up for now. The other requests use the remaining time, by deadline. A round later they may
    be in time after all: nothing is remembered.
-3. Bounded wait. One of the others that has waited `WAIT_BOUND` times its isolated prefill (taken as
-   `LEAST_S` at least) goes before all, the longest since arrival first. The promise is kept as long
-   as the work given up stays under `BACKLOG_S` seconds an instance. Beyond, the pool is overloaded:
-   serving the late first would make the others late too, and nobody would be better off.
+3. Bounded wait. A request among the others that has waited `WAIT_BOUND` times its isolated prefill
+   (at least `LEAST_S`) goes before all, the longest since arrival first. The bound holds as long as
+   the work given up stays under `BACKLOG_S` seconds per instance. Beyond, the pool is overloaded:
+   serving late requests first would make the others late too, and no request would gain.
 
-Against FlowPrefill's S-EDF: that gives up a request only once it is too late for it alone, having
-served it (and delayed others) until then. Against Medha's LARS: relative slack shares lateness
-evenly, which under load makes everybody late. Both leave the wait of what they give up unbounded.
+Against FlowPrefill's S-EDF: S-EDF gives up a request only once it is too late for it alone, after
+it has served the request (and delayed others) until then. Against Medha's LARS: relative slack
+shares lateness evenly, which under load makes all requests late. Both leave the wait of requests
+that they give up unbounded.
 
 Work is counted as seconds times the instances of the group, and a pool is taken to do `SHARE` times
-`instances` such seconds a second: members of a group wait for each other, a suspended request waits
-for its own instance, and requests yet to come with earlier deadlines go before those present.
+`instances` such seconds per second: members of a group wait for each other, a suspended request
+waits for its own instance, and requests yet to come with earlier deadlines go before those present.
 (Goodput in the simulator is flat from 0.6 to 0.8 on the Qwen mix, Tetris's and Mooncake's lengths,
 and up to 2 % less at 0.5 and at 1; with one instance it does not depend on the share.)
 """
@@ -32,10 +33,10 @@ from operator import attrgetter
 
 from millrace.core.live_request import LiveRequest
 
-#: Waits beyond so many times the isolated prefill (of LEAST_S at least) go before everything.
+#: A wait beyond this many times the isolated prefill (at least LEAST_S) goes before everything.
 WAIT_BOUND = 8.0
 LEAST_S = 0.5
-#: Seconds of given-up work an instance up to which the bound holds.
+#: Seconds of given-up work per instance up to which the bound holds.
 BACKLOG_S = 0.5
 #: Share of a pool's instance-seconds that the requests present can count on.
 SHARE = 0.7
@@ -46,7 +47,7 @@ _PROMISED, _IN_TIME, _LATE = 0.0, 1.0, 2.0
 
 
 def keys(requests: Sequence[LiveRequest], now_s: float, instances: int) -> list[tuple[float, ...]]:
-    """(class, deadline) of each request; in the first class (class, arrival)."""
+    """Returns (class, deadline) of each request; in the first class (class, arrival)."""
     late = given_up(requests, now_s, instances)
     if not late:
         return [(_IN_TIME, request.deadline_s) for request in requests]
@@ -66,7 +67,9 @@ def keys(requests: Sequence[LiveRequest], now_s: float, instances: int) -> list[
 def given_up(
     requests: Sequence[LiveRequest], now_s: float, instances: int
 ) -> dict[str, LiveRequest]:
-    """The requests that can't be in time if as many as possible are to be, by id."""
+    """Returns the ids of the requests that can't be in time if as many as possible are to be in
+    time.
+    """
     capacity = SHARE * max(instances, 1)
     late: dict[str, LiveRequest] = {}
     kept: list[tuple[float, int, LiveRequest]] = []  # a heap, most work first
@@ -87,7 +90,7 @@ def given_up(
 
 
 def overdue(request: LiveRequest, now_s: float) -> bool:
-    """Whether the request has waited longer than the bound."""
+    """Returns whether the request has waited longer than the bound."""
     waited_s = now_s - request.arrival_s - request.executed_s
     if request.running_since_s is not None:
         waited_s -= now_s - request.running_since_s

@@ -2,8 +2,8 @@
 
 FlowPrefill section 5.2 (`slack = deadline - current time - predicted TTFT`) and Medha section 4.1
 (`s_i = a_i + d_i - t - w_i(t)`) define the same quantity; `deadline_s` is Medha's a_i + d_i. The
-prediction covers the prefill still to do: work already executed is no longer counted, so the slack
-of a request that computes stays put and that of one that waits falls by a second every second.
+prediction covers the prefill still to do, without executed work. So the slack of a computing
+request stays constant, and the slack of a waiting request falls by a second every second.
 """
 
 from __future__ import annotations
@@ -12,5 +12,7 @@ from millrace.core.live_request import LiveRequest
 
 
 def slack_s(request: LiveRequest, now_s: float) -> float:
-    """Seconds to spare at `now_s`; negative once the deadline is out of reach, inf without one."""
+    """Returns the seconds to spare at `now_s`; negative if the deadline is out of reach, inf
+    without one.
+    """
     return request.deadline_s - now_s - request.remaining_s(now_s)

@@ -1,4 +1,4 @@
-"""Whether a new request may wait in the queue at all."""
+"""Decides whether a new request may wait in the queue at all."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ class Refusal:
 def refusal(
     request: LiveRequest, cluster: Cluster, queued: int, queued_s: float, config: SchedulerConfig
 ) -> Refusal | None:
-    """None when the request is accepted.
+    """Returns None when the request is accepted.
 
-    `queued` and `queued_s` are the requests and the predicted seconds of prefill that wait now.
-    A queue at its limit drains by one request in (mean work of a request) / (prefill instances)
-    seconds: that, and the work beyond the limit, is when to come back.
+    `queued` and `queued_s` are the requests and the predicted seconds of prefill that wait now. A
+    queue at its limit drains by one request in (mean work of a request) / (prefill instances)
+    seconds. Retry-After is this time plus the time of the work beyond the limit.
     """
     pools = cluster.ready_pools()
     if not pools:

@@ -1,4 +1,4 @@
-"""What the scheduler tells an instance, as the instance reads it.
+"""The scheduler's commands to an instance, as the instance reads them.
 
 An effect (`effects`) names instances and requests by id; the command that carries it out brings
 their addresses and the request's spec.
@@ -24,7 +24,8 @@ class Member:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvShard:
-    """Token positions [start_token, end_token) of a request's whole life, at one instance (KVP)."""
+    """Token positions [start_token, end_token) of a request and its answer, at one instance
+    (KVP)."""
 
     holder: Member
     start_token: int
@@ -81,7 +82,7 @@ class Cancel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drain:
-    """End what the instance still holds.
+    """End the requests that the instance still holds.
 
     Other instances take the requests over, unless `abort` ends them with an error.
     """

@@ -1,4 +1,4 @@
-"""What the scheduler wants done.
+"""The scheduler's actions.
 
 Drivers (the live service, the simulator) carry effects out in order.
 """
@@ -92,13 +92,13 @@ class ChunkRef:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Order:
-    """The instance's queue from now on, replacing the one it has.
+    """The instance's queue from now on, replacing its present queue.
 
-    An entry is what one forward pass computes: a chunk, or whole prompts batched together. Entry 0
-    is to run now: whatever else runs is suspended at its next boundary, keeps its state, and
+    An entry is the work of one forward pass: a chunk, or whole prompts batched together. Entry 0
+    must run now: any other running entry is suspended at its next boundary, keeps its state, and
     continues when it is entry 0 again. When an entry ends, the next entry starts without another
-    order. A chunk of a group starts when it is entry 0 at all its members, the chunk before it
-    is finished and all members are free. References to what is finished or gone are skipped.
+    order. A chunk of a group starts when it is entry 0 at all its members, the chunk before it is
+    finished and all members are free. References to finished or dropped work are skipped.
     """
 
     instance_id: str
@@ -121,7 +121,7 @@ class CancelOn:
 class Record:
     """Write the request's new state to the request store, off the decision path.
 
-    `kv_tokens`: the KV of so many first tokens lies at the decode instance.
+    `kv_tokens`: how many first tokens' KV lies at the decode instance.
     """
 
     request_id: str

@@ -1,4 +1,4 @@
-"""What the scheduler learns. `Machine.step(event, now_s)` is the only reader of events.
+"""The inputs of the scheduler. `Machine.step(event, now_s)` is the only reader of events.
 
 Instances are named by id. `generation` tells one incarnation of an instance from the next. Events
 of an earlier incarnation are ignored.
@@ -36,7 +36,7 @@ class InstanceJoined:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InstanceLeft:
-    """An instance's stream ended or its lease lapsed: whatever it held is gone."""
+    """An instance's stream ended or its lease lapsed: all that it held is gone."""
 
     instance_id: str
     generation: int
@@ -44,7 +44,9 @@ class InstanceLeft:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InstanceDraining:
-    """The instance says that it leaves: no new work for it ever; what it has may finish."""
+    """The instance announces that it leaves: it takes no new work ever; its present work may
+    finish.
+    """
 
     instance_id: str
     generation: int
@@ -64,9 +66,9 @@ class InstanceCordoned:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CachedBlocks:
-    """What changed in an instance's prefix cache, as hashes of blocks (`prefix`).
+    """The changes of an instance's prefix cache, as hashes of blocks (`prefix`).
 
-    `whole`: what was `added` is all that there is.
+    `whole`: `added` is the whole content of the cache.
     """
 
     whole: bool = False
@@ -104,16 +106,16 @@ class CancelRequested:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProxyLeft:
-    """A proxy's stream ended: nobody reads its requests any more."""
+    """A proxy's stream ended: no client reads the output of its requests any more."""
 
     proxy_id: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkStarted:
-    """A chunk's group began to compute it, or went on after a suspension.
+    """A chunk's group began to compute it, or continued after a suspension.
 
-    Of a group (`Chunk.instance_ids`) the first instance reports; so for the two events below.
+    The first instance of a group (`Chunk.instance_ids`) reports; so for the two events below.
     """
 
     instance_id: str
@@ -136,7 +138,7 @@ class ChunkFinished:
 class ChunkSuspended:
     """The chunk stopped at a boundary, as ordered; its state is kept.
 
-    `compute_s` is what it has computed so far, over all its spans.
+    `compute_s` is its compute so far, in seconds over all its spans.
     """
 
     instance_id: str
@@ -232,7 +234,7 @@ class ImprovementRateChanged:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tick:
-    """Time passed: deadlines are looked at."""
+    """Time passed: the machine checks deadlines."""
 
 
 Event = (

@@ -69,7 +69,9 @@ def _check_pools(cluster: Cluster) -> None:
 
 
 def _check_run_queue(model_hash: str, run_queue: RunQueue, members: list[Instance]) -> None:
-    """Every task stands once in the ranking and once in each member's queue, and nowhere else."""
+    """Checks that every task stands once in the ranking and once in each member's queue, and
+    nowhere else.
+    """
     ranked = sorted(run_queue.ranked, key=lambda task: task.rank)
     _same(f"run queue of {model_hash}: ranking", run_queue.ranked, ranked)
     of_requests = {id(task) for tasks in run_queue.tasks.values() for task in tasks}
@@ -128,13 +130,15 @@ def _check_freeness(instance: DecodeInstance) -> None:
 
 
 def _check_holdings(instance: Instance, table: RequestTable) -> None:
-    """What counts belongs to a live request that names the instance; the rest is leaving."""
+    """Checks that a counted holding belongs to a live request that names the instance; the rest
+    leaves.
+    """
     for request_id, holding in instance.holdings.items():
         if holding.leaving:
             continue
         request = table.requests.get(request_id)
         if request is None or instance.id not in _named(request):
-            raise IntegrityError(f"{instance.id}: holds {request_id} for nobody")
+            raise IntegrityError(f"{instance.id}: holds {request_id}, which does not need it")
         if isinstance(instance, PrefillInstance):
             card = instance.card
             taken = pages_of_plan(request.chunks, card.page_tokens, card.kv_layers)
@@ -149,7 +153,9 @@ def _check_holdings(instance: Instance, table: RequestTable) -> None:
 
 
 def _check_shards(request: LiveRequest, table: RequestTable) -> None:
-    """They cover the whole request, end to end. KVP workers may let go after the first token."""
+    """Checks that shards cover the request, end to end. KVP workers may free them after the first
+    token.
+    """
     ends = [0, *(shard.end_token for shard in request.shards)]
     starts = [*(shard.start_token for shard in request.shards), ends[-1]]
     _same(f"{request.id}: where its shards begin", starts, ends)
@@ -164,7 +170,7 @@ def _check_shards(request: LiveRequest, table: RequestTable) -> None:
 
 
 def _check_request(request: LiveRequest, table: RequestTable) -> None:
-    """A live request holds what its state says."""
+    """Checks that a live request holds the resources of its state."""
     instances = table.cluster.instances
     decode = instances.get(request.decode_id or "")
     held = decode is not None and table.served(request.id, decode) is request
@@ -189,7 +195,8 @@ def _check_request(request: LiveRequest, table: RequestTable) -> None:
 
 
 def _computing(request: LiveRequest, table: RequestTable) -> set[str]:
-    """Prefill instances that the request still needs: members may have done their part."""
+    """Returns the prefill instances that the request still needs: members may have done their
+    part."""
     run_queue = table.run_queue_of.get(request.id)
     tasks = run_queue.tasks[request.id] if run_queue is not None else ()
     members = {member.id for task in tasks for member in task.members}
@@ -197,7 +204,7 @@ def _computing(request: LiveRequest, table: RequestTable) -> set[str]:
 
 
 def _check_prefix(request: LiveRequest) -> None:
-    """What decode keeps is the beginning of what has landed, and chunks begin after it."""
+    """Checks that decode keeps the beginning of the landed tokens, and chunks begin after it."""
     name, kept = request.id, request.kept_tokens
     if not 0 <= kept <= request.landed_tokens <= request.prompt_tokens:
         raise IntegrityError(
@@ -222,6 +229,6 @@ def _check_waiting_queue(name: str, line: WaitingQueue) -> None:
 
 
 def _named(request: LiveRequest) -> set[str]:
-    """Instances that the request's current attempt goes through."""
+    """Returns the instances of the request's current attempt."""
     ids = {instance_id for chunk in request.chunks for instance_id in chunk.instance_ids}
     return ids.union(request.kv_instance_ids)

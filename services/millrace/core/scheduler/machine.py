@@ -101,64 +101,66 @@ class Machine:
 
     @property
     def requests(self) -> Mapping[str, LiveRequest]:
-        """Requests that have not ended, by id, oldest first."""
+        """Returns the requests that have not ended, by id, oldest first."""
         return self._table.requests
 
     @property
     def ignored(self) -> int:
-        """Events that changed nothing."""
+        """Returns the events that changed nothing."""
         return self._event_filter.ignored
 
     @property
     def policy(self) -> str:
-        """The priority policy in force: `config.policy`, or what it was changed to."""
+        """Returns the priority policy in force: `config.policy`, or its replacement."""
         return self._table.policy.name
 
     @property
     def improvement_rate(self) -> float:
-        """What a larger group must cut the TTFT by now, as a share."""
+        """Returns the share by which a larger group must cut the TTFT now."""
         return self.cluster.improvement_rate
 
     @property
     def queued(self) -> int:
-        """Requests that no prefill instance has yet."""
+        """Returns the requests that no prefill instance has yet."""
         return len(self._table.waiting_queue_of)
 
     @property
     def queued_s(self) -> float:
-        """Predicted seconds of prefill of the queued requests."""
+        """Returns the predicted seconds of prefill of the queued requests."""
         pools = self.cluster.pools.values()
         return self._table.unplaced.work_s + sum(pool.waiting.work_s for pool in pools)
 
     @property
     def rounds(self) -> int:
-        """Scheduling rounds so far."""
+        """Returns the scheduling rounds so far."""
         return self._dispatcher.count
 
     @property
     def commands(self) -> int:
-        """Commands to prefill instances so far."""
+        """Returns the commands to prefill instances so far."""
         return self._dispatcher.commands
 
     @property
     def preemptions(self) -> int:
-        """Running tasks that had to yield, in the pools there are now."""
+        """Returns the running tasks that had to yield, in the present pools."""
         return sum(pool.run_queue.preemptions for pool in self.cluster.pools.values())
 
     @property
     def release_timeouts(self) -> int:
-        """Holdings that were freed without a report of their instance: a worker's defect."""
+        """Returns the holdings freed without a report of their instance: a worker's defect."""
         return self._table.release_timeouts
 
     @property
     def stalled(self) -> int:
-        """Requests taken back from instances that stood still with prepared work: a defect."""
+        """Returns the requests taken back from instances that stood still with prepared work: a
+        defect.
+        """
         return self._stall_watch.stalled
 
     def prefill_work_s(self, request: Request) -> float:
-        """Predicted seconds of one instance that the request takes; 0 where no pool is ready.
+        """Returns the predicted seconds of one instance for the request; 0 where no pool is ready.
 
-        Also of a refused request, which is load, too.
+        Also for a refused request, which is load, too.
         """
         live = LiveRequest(request)
         if ready := self.cluster.ready_pools():

@@ -1,4 +1,4 @@
-"""What the papers bring, as it is in force now; and where it is not, why."""
+"""The papers' mechanisms as they are in force now, and the reason where a mechanism is off."""
 
 from __future__ import annotations
 
@@ -14,19 +14,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Mechanism:
-    """One of them. detail: how it is set where it is on, why not where it is off."""
+    """One mechanism. detail: its setting where it is on, the reason where it is off."""
 
     name: str
     on: bool
     detail: str
 
     def __str__(self) -> str:
-        """A line of a table."""
+        """Returns a line of a table."""
         return f"{self.name:<26}{'on' if self.on else 'off':<5}{self.detail}"
 
 
 def mechanisms(machine: Machine) -> list[Mechanism]:
-    """Of the scheduler and of its pool; of several pools, whose models differ, the largest."""
+    """Returns those of the scheduler and of its pool; of several pools, whose models differ, the
+    largest.
+    """
     found = [
         Mechanism("policy", True, machine.policy),
         _preemption(machine.config.preemption),
@@ -65,7 +67,7 @@ def _of_pool(machine: Machine, pool: Pool) -> Iterator[Mechanism]:
 
 
 def _why_alone(planner: str, pool: Pool) -> str:
-    """Why each prompt goes to one instance; empty where groups can be formed."""
+    """Returns why each prompt goes to one instance; empty where groups can be formed."""
     if planner == "least_queue":
         return f"scheduler.planner is {planner}"
     if len(pool.degrees) > 1 or pool.degrees[0] > 1:

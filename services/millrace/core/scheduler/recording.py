@@ -1,7 +1,7 @@
-"""The written form of what reaches `Machine.step` and of what it answers.
+"""The written form of the events and effects of `Machine.step`.
 
-A recording is JSON, a line a step after one line of head, so that it can be read, searched and cut
-by hand. Values become plain data here and events are built again; files are the drivers' matter.
+A recording is JSON, one line per step after a head line, so that it can be read, searched and cut
+by hand. Values become plain data here and events are built again; drivers handle the files.
 
     {"millrace_recording": 1, "scheduler": {...}}
     {"now_s": 81.25, "event": ["Submitted", {"request": {...}}], "effects": [["Place", {...}], ...]}
@@ -27,7 +27,7 @@ from millrace.core.errors import ConfigError, MillraceError
 from millrace.core.scheduler import events
 from millrace.core.scheduler.effects import Effect
 
-#: Raised by one whenever a reader of the number before would misread what is written now.
+#: Raised by one whenever a reader of the last number would misread the present format.
 FORMAT = 1
 
 _EVENTS: Mapping[str, type] = {kind.__name__: kind for kind in typing.get_args(events.Event)}
@@ -39,13 +39,15 @@ class RecordingError(MillraceError):
 
 
 def head(config: SchedulerConfig) -> dict[str, Any]:
-    """A recording's first line. The settings are whole: a default may change one day."""
+    """Returns a recording's first line. The settings are whole: a default may change one day."""
     section = {f.name: plain(getattr(config, f.name)) for f in dataclasses.fields(config)}
     return {"millrace_recording": FORMAT, "scheduler": section}
 
 
 def config_of(line: Mapping[str, Any]) -> SchedulerConfig:
-    """The settings in a first line. Raises RecordingError for another format or bad settings."""
+    """Returns the settings in a first line. Raises RecordingError for another format or bad
+    settings.
+    """
     if (found := line.get("millrace_recording")) != FORMAT:
         raise RecordingError(f"millrace_recording is {found!r}; this version reads {FORMAT}")
     try:
@@ -56,17 +58,17 @@ def config_of(line: Mapping[str, Any]) -> SchedulerConfig:
 
 
 def plain_event(event: events.Event) -> list[Any]:
-    """The event, with its type's name."""
+    """Returns the event, with its type's name."""
     return [type(event).__name__, plain(event)]
 
 
 def plain_effects(effects: Iterable[Effect]) -> list[list[Any]]:
-    """Effects in order, each with its type's name."""
+    """Returns effects in order, each with its type's name."""
     return [[type(effect).__name__, plain(effect)] for effect in effects]
 
 
 def event_of(data: object) -> events.Event:
-    """The event that `plain_event` wrote. Raises RecordingError."""
+    """Returns the event that `plain_event` wrote. Raises RecordingError."""
     match data:
         case [str(name), dict(fields)] if name in _EVENTS:
             event: events.Event = built(_EVENTS[name], fields, name)
@@ -75,7 +77,7 @@ def event_of(data: object) -> events.Event:
 
 
 def plain(value: Any) -> Any:  # noqa: ANN401 - any value that events, effects and settings hold
-    """Strings, numbers, None, lists, and objects with string keys."""
+    """Returns strings, numbers, None, lists, and objects with string keys."""
     kind = type(value)
     if kind in _SCALARS:
         return value
@@ -103,12 +105,14 @@ def _plain_fields(value: object, kind: type) -> dict[str, Any]:
 
 @cache
 def _defaults(kind: type) -> tuple[tuple[str, Any], ...]:
-    """Names and defaults of the fields that its constructor takes."""
+    """Returns names and defaults of the fields that its constructor takes."""
     return tuple((f.name, f.default) for f in dataclasses.fields(kind) if f.init)
 
 
 def built(wanted: Any, data: Any, path: str) -> Any:  # noqa: ANN401 - a type known at run time
-    """The value of type `wanted` that `plain` wrote. Raises RecordingError naming the field."""
+    """Returns the value of type `wanted` that `plain` wrote. Raises RecordingError naming the
+    field.
+    """
     try:
         if dataclasses.is_dataclass(wanted):
             return _built_dataclass(wanted, data, path)

@@ -1,4 +1,4 @@
-"""What an instance tells the scheduler. The stream says which instance speaks.
+"""An instance's reports to the scheduler. The stream identifies the instance.
 
 The scheduler's side reads the same messages as events (`events`).
 """
@@ -16,7 +16,7 @@ from millrace.core.scheduler.events import CachedBlocks
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Registration:
-    """The first message of an instance: what it is and what it has."""
+    """The first message of an instance: its kind and its resources."""
 
     incarnation: Incarnation
     role: str  # prefill | decode | mixed | kvp
@@ -78,7 +78,7 @@ class RequestReleased:
     """The instance holds nothing of the request any more.
 
     `complete`: a prefill instance has computed and sent all of its part. `attempt`: the last
-    attempt that a decode instance was told of.
+    attempt of which a decode instance was informed.
     """
 
     request_id: str

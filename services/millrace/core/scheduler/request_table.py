@@ -1,6 +1,6 @@
-"""The requests that have not ended: where they wait, what they hold, how they end.
+"""The requests that have not ended: their queues, their holdings, their ends.
 
-Every change of a request's state and every end of what it holds goes through this module, which
+Every change of a request's state and every end of its holdings goes through this module, which
 notes it in the step's effects, in order."""
 
 from __future__ import annotations
@@ -58,12 +58,13 @@ class RequestTable:
     def keys(
         self, requests: Sequence[LiveRequest], now_s: float, instances: int
     ) -> dict[str, PriorityKey]:
-        """The policy's keys by request id."""
+        """Returns the policy's keys by request id."""
         found = self.policy.keys(requests, now_s, instances)
         return {request.id: key for request, key in zip(requests, found, strict=True)}
 
     def rerank(self, pool: Pool, now_s: float) -> None:
-        """Gives new keys to all that waits in the pool, and to all tasks of its instances."""
+        """Gives new keys to all requests that wait in the pool, and to all tasks of its
+        instances."""
         keys = self.keys([*pool.waiting, *pool.run_queue.heads()], now_s, len(pool.prefill))
         pool.waiting.rerank(keys)
         pool.run_queue.rerank(keys)
@@ -83,19 +84,19 @@ class RequestTable:
         self.waiting_queue_of.pop(request.id).remove(request)
 
     def advance(self, step: StepContext, request: LiveRequest, state: RequestState) -> None:
-        """Moves the request to `state`, and has that written down."""
+        """Moves the request to `state`, and records the change."""
         request.advance(state, step.now_s)
         step.record(request)
 
     def learn_on_top(self, request: LiveRequest) -> None:
-        """Corrects what a first token takes on top of computing, once both ends reported it."""
+        """Corrects the predicted overhead of a first token, once both ends reported it."""
         overhead_s = request.take_overhead_s()
         owner = self.cluster.instances.get(request.decode_id or "")
         if overhead_s is not None and owner is not None:
             self.cluster.pool_of(owner).on_top.observe(request.prompt_tokens, overhead_s)
 
     def served(self, request_id: str, instance: Instance) -> LiveRequest | None:
-        """The request, if what the instance holds of it is the attempt that counts."""
+        """Returns the request, if the instance holds its current attempt."""
         holding = instance.holdings.get(request_id)
         return None if holding is None or holding.leaving else self.requests[request_id]
 
@@ -109,7 +110,8 @@ class RequestTable:
         why: str,
         kept_tokens: int = 0,
     ) -> None:
-        """An instance can't do its part: prefills again, unless the first token may be out.
+        """Handles an instance that can't do its part: prefills again, unless the first token may be
+        out.
 
         A lost prefill instance costs the KV that has not landed at decode. Decode reports how much
         it keeps, and if it keeps anything, waits for the next attempt.
@@ -224,7 +226,7 @@ class RequestTable:
         reporter: Instance | None,
         but: Instance | None = None,
     ) -> None:
-        """The request lets go of all instances `but` one."""
+        """Lets the request go at all instances `but` one."""
         if request.state is RequestState.QUEUED:
             self.unqueue(request)
         self.drop_tasks(request)
@@ -239,7 +241,7 @@ class RequestTable:
                 step.cancel(request, instance.id, reason)
 
     def drop_tasks(self, request: LiveRequest) -> bool:
-        """The request computes no more; False when it had nothing left to compute."""
+        """Removes the request's tasks; False when it had nothing left to compute."""
         run_queue = self.run_queue_of.pop(request.id, None)
         if run_queue is None:
             return False
@@ -247,12 +249,14 @@ class RequestTable:
         return True
 
     def computed(self, step: StepContext, request: LiveRequest) -> None:
-        """All of the prompt is computed: the first token is known."""
+        """Notes that all of the prompt is computed: the first token is known."""
         if request.state is RequestState.PREFILLING:
             self.advance(step, request, RequestState.TRANSFERRING)
 
     def did_part(self, request: LiveRequest, instance: Instance) -> None:
-        """A member has nothing of the request any more, which others still compute."""
+        """Notes that a member holds nothing of the request any more, which other members still
+        compute.
+        """
         run_queue = self.run_queue_of.get(request.id)
         if run_queue is not None and isinstance(instance, PrefillInstance):
             run_queue.leave(request.id, instance)
@@ -280,7 +284,8 @@ class RequestTable:
 
 
 def still_needs(request: LiveRequest, instance: Instance) -> bool:
-    """Whether the request can't go on without the instance, whose holding of it is the current one.
+    """Returns whether the request can't continue without the instance, which holds its current
+    attempt.
 
     A prefill instance is done with a request once its cache has landed: the request decodes.
     """

@@ -36,7 +36,7 @@ class StepContext:
     # ---- to proxies
 
     def refuse(self, request: LiveRequest, refusal: Refusal) -> None:
-        """The request is not accepted."""
+        """Tells the proxy that the request is not accepted."""
         self.effects.append(
             Refuse(
                 request_id=request.id,
@@ -48,7 +48,7 @@ class StepContext:
         )
 
     def place(self, request: LiveRequest, decode_id: str, predicted_ttft_s: float) -> None:
-        """The request is accepted, and this instance emits its tokens."""
+        """Tells the proxy that the request is accepted, and which instance emits its tokens."""
         self.effects.append(
             Place(
                 request_id=request.id,
@@ -59,7 +59,7 @@ class StepContext:
         )
 
     def fail(self, request: LiveRequest, message: str, *, resumable: bool) -> None:
-        """The accepted request is over without its answer."""
+        """Tells the proxy that the accepted request is over without its answer."""
         self.effects.append(
             Fail(
                 request_id=request.id,
@@ -72,7 +72,7 @@ class StepContext:
     # ---- to instances
 
     def admit(self, request: LiveRequest) -> None:
-        """The decode instance reserves for the request's next attempt."""
+        """Has the decode instance reserve pages for the request's next attempt."""
         assert request.decode_id is not None  # only placed requests are attempted
         self.effects.append(
             AdmitDecode(
@@ -85,7 +85,7 @@ class StepContext:
         )
 
     def run_prefill(self, request: LiveRequest, instance_id: str) -> None:
-        """The instance computes its part of these chunks."""
+        """Has the instance compute its part of these chunks."""
         assert request.decode_id is not None  # only placed requests are sent
         self.effects.append(
             RunPrefill(
@@ -99,17 +99,17 @@ class StepContext:
         )
 
     def order(self, orders: Iterable[Order]) -> None:
-        """The instances replace their queues."""
+        """Has the instances replace their queues."""
         self.effects += orders
 
     def cancel(self, request: LiveRequest, instance_id: str, reason: str) -> None:
-        """The instance drops the request."""
+        """Has the instance drop the request."""
         self.effects.append(CancelOn(instance_id=instance_id, request_id=request.id, reason=reason))
 
     # ---- to the driver
 
     def record(self, request: LiveRequest) -> None:
-        """The request store learns the request's new state."""
+        """Writes the request's new state to the request store."""
         self.effects.append(
             Record(
                 request_id=request.id,
@@ -120,5 +120,5 @@ class StepContext:
         )
 
     def stalled(self, request_ids: tuple[str, ...], waits: tuple[tuple[str, str], ...]) -> None:
-        """The log says which prepared requests did not begin."""
+        """Logs which prepared requests did not begin."""
         self.effects.append(Stalled(request_ids=request_ids, waits=waits))

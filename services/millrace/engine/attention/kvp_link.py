@@ -27,7 +27,7 @@ from millrace.engine.attention.kvp_owner import Partial
 
 
 class Exchange(Protocol):
-    """`transfer.kvp.exchange.KvpExchange`, for the compute thread."""
+    """The calls of `transfer.kvp.exchange.KvpExchange` that the compute thread makes."""
 
     @property
     def shape(self) -> ExchangeShape: ...

@@ -47,7 +47,7 @@ class DecodeRows:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RaggedTables:
-    """Where a pass's rows and their K/V lie. All tensors are on the host."""
+    """The places of a pass's rows and their K/V. All tensors are on the host."""
 
     token_ids: Tensor  # int64 [n]
     positions: Tensor  # int64 [n]
@@ -61,7 +61,7 @@ class RaggedTables:
 
     @property
     def is_step(self) -> bool:
-        """Whether the pass is a decode step: one row for each sequence, all rows wanted."""
+        """Returns whether the pass is a decode step: one row for each sequence, all rows wanted."""
         return len(self.token_ids) == len(self.kv_lens) == len(self.rows) and not self.remote
 
 

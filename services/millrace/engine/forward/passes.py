@@ -36,7 +36,7 @@ class Boundary:
     """A point between two operators, named by the operator that has just run.
 
     ``layer`` is -1 after ``embed`` and `num_layers` after ``lm_head``. With `awaited` the pass is
-    in later stages of a pipeline, and its generator can't go on before `awaited` is set.
+    in later stages of a pipeline, and its generator can't continue before `awaited` is set.
     """
 
     layer: int
@@ -56,7 +56,7 @@ class Processes(Protocol):
 
 
 class Passes(Protocol):
-    """What computes passes over one stage's layers. One thread at a time uses it.
+    """The interface that computes passes over one stage's layers. One thread at a time uses it.
 
     EngineDied, from any call, is the end of the stage.
     """

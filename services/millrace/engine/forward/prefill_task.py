@@ -50,17 +50,17 @@ class PrefillTask:
 
     @property
     def kv_tokens(self) -> int:
-        """Tokens of KV once this chunk has run."""
+        """Returns the tokens of KV after this chunk has run."""
         return self.history_tokens + len(self.token_ids)
 
     @property
     def own_tokens(self) -> int:
-        """How many of `kv_tokens` lie in `pages`."""
+        """Returns how many of `kv_tokens` lie in `pages`."""
         return min(self.kv_tokens, self.shards[0].start_token) if self.shards else self.kv_tokens
 
     @property
     def is_spread(self) -> bool:
-        """Whether rows of the chunk need KVP workers."""
+        """Returns whether rows of the chunk need KVP workers."""
         return self.own_tokens < self.kv_tokens
 
 

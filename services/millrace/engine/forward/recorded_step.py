@@ -80,7 +80,7 @@ class RecordedSteps:
             if state.scratch is self._scratch:
                 self._scratch = self._new_scratch()  # the old one is the step's now
         else:
-            state.give_all()  # who reads the sums takes nothing
+            state.give_all()  # reading the sums takes no memory
         return state
 
     def _new_scratch(self) -> Scratch | None:
@@ -107,7 +107,7 @@ class RecordedStep:
         self._made_for = _key(page_table, kv_lens)
 
     def fits(self, page_table: Tensor, kv_lens: Tensor) -> bool:
-        """Whether these are the recorded tables, of the same size and at the same address."""
+        """Returns whether these are the recorded tables, of the same size and address."""
         return _key(page_table, kv_lens) == self._made_for
 
     def scratch(self) -> Scratch | None:
@@ -150,7 +150,7 @@ class KeptTables:
 def is_whole(
     calls: list[kernels.NativeCall], operators: list[str], state: Activations, begun: Tensor
 ) -> bool:
-    """Whether the calls of one step are all that its operators did.
+    """Returns whether the calls of one step are all work of its operators.
 
     Experts and torch's own operators record no call. The residual lies where the step has `begun`.
     """

@@ -135,7 +135,7 @@ class StagePasses:
         self.pool.copy_page(source, target)
 
     def is_attn(self, number: int) -> bool:
-        """Whether the operator of this number is an ``attn``."""
+        """Returns whether the operator of this number is an ``attn``."""
         return number < len(self.operators) and self.operators[number].name == "attn"
 
     def _step(
@@ -145,7 +145,7 @@ class StagePasses:
         begin = fetch or self._embed(tables.token_ids)
         held = kept.hold(tables.page_table, tables.kv_lens)
         finish(self._steps.run(begin, tables.token_ids, tables.positions, *held))
-        for operator in self.operators:  # a prompt's last row may come so, and its layers are told
+        for operator in self.operators:  # also for a prompt of one row, which reports layers
             yield self._boundaries[operator]
 
     def _run(

@@ -153,7 +153,7 @@ class PrefixCache:
                 f"prefix cache: {len(self._idle)} blocks are idle, {self._pool.idle_pages} pages"
             )
 
-    # -- what the pool tells
+    # -- calls of the pool
 
     def idle(self, pages: Sequence[int]) -> None:
         """Notes that a request has let go of blocks, which counts as a use.

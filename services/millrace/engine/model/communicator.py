@@ -127,7 +127,7 @@ def _join(store: Store, rank: int, size: int, device: torch.device, timeout: tim
         nccl = ProcessGroupNCCL.Options()
         nccl._timeout = timeout
         return ProcessGroupNCCL(store, rank, size, nccl)
-    # The stubs lack what a group needs to be told its network.
+    # The stubs lack what a group needs to know its network.
     gloo = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     gloo._timeout = timeout
     gloo._devices = [ProcessGroupGloo.create_device(hostname=_LOOPBACK)]

@@ -41,7 +41,7 @@ class Open:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RingPass:
-    """A `RingTask` on its way, without its link: rank and size are its place in the ring."""
+    """A `RingTask` as a message, without its link: rank and size are its place in the ring."""
 
     rank: int
     size: int
@@ -82,7 +82,7 @@ class RingPass:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tables:
-    """`RaggedTables` on their way."""
+    """`RaggedTables` as a message."""
 
     token_ids: npt.NDArray[np.int64]
     positions: npt.NDArray[np.int64]
@@ -163,7 +163,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decode:
-    """A decode step: arguments as of `Runner.decode`, the page table as what it lacked before."""
+    """A decode step: arguments as of `Runner.decode`, the page table as its changes."""
 
     token_ids: npt.NDArray[np.int64]
     positions: npt.NDArray[np.int64]

@@ -59,10 +59,10 @@ class Place:
 
 def follow(place: Place, orders: Connection, counter: StopCounter) -> None:
     """Serves rank 0's orders. Ends with rank 0, when the pipe closes, or after the first error."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal it is for rank 0
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 handles the interrupt of a terminal
     threading.Thread(target=end_with_parent, daemon=True).start()
     try:
-        orders.send(Done(0))  # up; what else can fail is told from here on
+        orders.send(Done(0))  # up; later errors are sent as messages
         with torch.inference_mode():
             follower = Follower(place, orders, counter)
             orders.send(Done(0))
@@ -72,7 +72,7 @@ def follow(place: Place, orders: Connection, counter: StopCounter) -> None:
         return
     except PeerLost as error:
         last_message = Failed(str(error), by_peer=True)
-    except Exception as error:  # whatever the engine raises is for rank 0 to tell
+    except Exception as error:  # rank 0 reports the errors of all ranks
         last_message = Failed(f"{type(error).__name__}: {error}", by_peer=False)
     with suppress(ConnectionError):
         orders.send(last_message)
@@ -202,12 +202,15 @@ class Follower:
 
     @property
     def _fetch(self) -> Fetch | None:
-        """How a pass gets the rows of the stage before: from rank 0."""
+        """Returns how a pass gets the rows of the stage before: from rank 0."""
         return None if self._stage.is_first else self._ranks.broadcast
 
     def _enters(self, current: _Pass) -> bool:
-        """Whether this rank may begin the pass's next operator. A step of the ring begins only with
-        rank 0: the step waits for other instances, which may have stopped before."""
+        """Returns whether this rank may begin the pass's next operator.
+
+        A step of the ring begins only with rank 0: the step waits for other instances, which may
+        have stopped before.
+        """
         if current.is_ring and self._running.is_attn(current.operators) and not self._ranks.tell():
             return False
         return self._counter.enter(self._shard.rank, current.operators)
@@ -235,7 +238,7 @@ class _Pass:
 
 
 def _leave(state: Activations) -> None:
-    """Does nothing: rank 0 hands out what the pass ends with."""
+    """Does nothing: rank 0 hands out the results of the pass."""
 
 
 def end_with_parent() -> None:

@@ -1,6 +1,6 @@
 """Passes that all ranks of a group run together: rank 0 leads, the other ranks follow.
 
-Rank 0's caller decides. While the caller goes on with a pass, the other ranks run the pass too,
+Rank 0's caller decides. While the caller continues a pass, the other ranks run the pass too,
 ahead of rank 0 as far as their collectives allow. Where the caller begins another pass, all ranks
 stop at an operator that none has begun (`StopCounter`), and rank 0 runs up to that operator as
 well. Rank 0 yields the operators that ran so, unasked, when the caller resumes the pass.
@@ -85,7 +85,7 @@ class Lockstep:
             if self._running is current and self._group.failure is None:
                 self.rest()
             if current.told and not current.over:
-                self._dropped.append(current.number)  # told with what is told next
+                self._dropped.append(current.number)  # sent with the next command
                 if self._running is None and self._group.failure is None:
                     self._meet()
 
@@ -101,7 +101,7 @@ class Lockstep:
             return own(hidden)
 
     def rest(self) -> None:
-        """`Processes.rest`; the pass goes on when its caller resumes it."""
+        """`Processes.rest`; the pass continues when its caller resumes it."""
         current = self._running
         if current is None:
             return
@@ -158,8 +158,10 @@ class Lockstep:
         return False
 
     def _enters(self, current: _Pass) -> bool:
-        """Whether the pass's next operator may begin. For a led operator the other ranks wait for
-        the answer."""
+        """Returns whether the pass's next operator may begin.
+
+        For a led operator the other ranks wait for the answer.
+        """
         enters = self._group.counter.enter(0, current.operators)
         if current.is_led(current.operators):
             self._group.ranks.tell(enters)

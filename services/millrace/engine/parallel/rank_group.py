@@ -21,7 +21,7 @@ from millrace.engine.parallel.commands import Done, Failed, Order
 from millrace.engine.parallel.follower import Place, follow
 from millrace.engine.parallel.stop_counter import StopCounter
 
-_START_TIMEOUT_S: Final = 120.0  # importing torch, on a machine where everybody does
+_START_TIMEOUT_S: Final = 120.0  # importing torch, while all ranks do
 _VERDICT_S: Final = 3.0  # within which a rank that failed, and ranks that lost it, say so
 _FAREWELL_S: Final = 5.0
 
@@ -116,7 +116,7 @@ class RankGroup:
                 raise self.fail(error) from error
 
     def hand_over(self, handle: int) -> None:
-        """Gives all ranks the file descriptor that the order just told asks for."""
+        """Gives all ranks the file descriptor that the last order asks for."""
         for pipe, process in zip(self._pipes, self._processes, strict=True):
             try:
                 send_handle(pipe, handle, process.pid)
@@ -227,7 +227,7 @@ class _Told(Exception):
 
 
 def _is_own(cause: BaseException) -> bool:
-    """Whether the error arose at rank 0 itself rather than between it and another."""
+    """Returns whether the error arose at rank 0 itself rather than between it and another."""
     return not isinstance(cause, PeerLost | OSError | EOFError | _Told)
 
 

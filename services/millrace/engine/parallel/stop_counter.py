@@ -1,4 +1,4 @@
-"""Where the ranks of a group stop together (FlowPrefill section 5.1, under tensor parallelism).
+"""The agreed stop of the ranks of a group (FlowPrefill section 5.1, under tensor parallelism).
 
 A rank that stopped where it saw the signal would leave the other ranks in a collective that it
 never joins. So all ranks share counters, and a rank enters its operator there before it begins. A
@@ -52,7 +52,7 @@ class StopCounter:
             self._lock.release()
 
     def begin(self, operator: int) -> None:
-        """Clears the stop; all ranks go on from `operator`. Call it while all ranks rest."""
+        """Clears the stop; all ranks continue from `operator`. Call it while all ranks rest."""
         self._hold()
         try:
             self._cells[:] = [_NEVER] + [operator - 1] * (len(self._cells) - 1)

@@ -48,7 +48,7 @@ class LaterStages(Protocol):
 
     @property
     def count(self) -> int:
-        """How many later stages there are."""
+        """Returns the number of later stages."""
 
     def tell(self, command: Command, stage: int | None = None) -> None:
         """Sends the command to one stage, counted from 0, or to all. Raises StageError when one
@@ -60,7 +60,7 @@ class LaterStages(Protocol):
 
 @dataclass(slots=True, eq=False)
 class PassInFlight:
-    """A pass that has begun, and what its caller is to be told of later stages."""
+    """A pass that has begun, and the reports of later stages for its caller."""
 
     number: int
     name: str
@@ -88,7 +88,7 @@ class InFlight:
         self._on_death: Callable[[EngineDied], None] = lambda error: None
 
     def __len__(self) -> int:
-        """How many passes are in the pipeline."""
+        """Returns the number of passes in the pipeline."""
         with self._lock:
             return len(self._passes)
 
@@ -151,7 +151,7 @@ class InFlight:
         return told
 
     def leave(self, entry: PassInFlight) -> None:
-        """Notes that no caller waits for the pass, which goes on through the later stages."""
+        """Notes that no caller waits for the pass, which continues through the later stages."""
         with self._lock:
             entry.is_wanted = False
             if not entry.to_come:

@@ -19,7 +19,7 @@ from millrace.engine.parallel.commands import RingPass, Tables
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """A tensor on its way, of any dtype."""
+    """A tensor of any dtype, as bytes of a message."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -27,7 +27,7 @@ class Packed:
 
     @classmethod
     def of(cls, tensor: Tensor) -> Packed:
-        flat = tensor.clone().contiguous().view(-1).view(torch.uint8)  # what it is of may change
+        flat = tensor.clone().contiguous().view(-1).view(torch.uint8)  # the source may change
         return cls(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), flat.numpy())
 
     def tensor(self) -> Tensor:
@@ -37,7 +37,7 @@ class Packed:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A `Partial` on its way."""
+    """A `Partial` as a message."""
 
     rows: Packed | slice
     out: Packed

@@ -1,4 +1,4 @@
-"""A model in several stages as one `Runner`: the first stage runs here, the others elsewhere.
+"""A model in several stages as one `Runner`: only the first stage runs in this process.
 
 After the last operator of the first stage, the next pass may begin here while later stages compute
 this one (SPP, Mnemosyne section 4.3). Where logits are wanted, the last stage hands its rows back,

@@ -63,7 +63,7 @@ class _Entry:
 
 
 class StageLoop:
-    """`tell` and `hand` may be called on any threads; `run` is the computing one."""
+    """Computes passes in `run`; `tell` and `hand` may be called on any thread."""
 
     def __init__(self, passes: Passes, out: RowsOut, answer: Callable[[Answer], None]) -> None:
         """`out`: to the next stage, or from the last one back to the first."""
@@ -79,7 +79,7 @@ class StageLoop:
         self._closing = False
 
     def __len__(self) -> int:
-        """How many passes are here or announced."""
+        """Returns how many passes are at this stage or announced."""
         return len(self._entries)
 
     def tell(self, command: Command) -> None:
@@ -122,7 +122,7 @@ class StageLoop:
     # -- on the computing thread
 
     def run(self) -> None:
-        """Computes until `close`. Raises what a pass raises; the stage can't go on after that."""
+        """Computes until `close`. Raises the error of a pass, which ends the stage."""
         while (number := self._await_ready()) is not None:
             self._advance(number)
         for entry in self._entries.values():
@@ -223,7 +223,7 @@ class StageLoop:
         )
 
     def _ways(self, number: int, entry: _Entry) -> tuple[Fetch, Finish]:
-        """How a pass reads its rows, and hands rows on."""
+        """Returns how a pass reads its rows, and hands rows on."""
 
         def fetch(memory: Tensor) -> None:
             handed = entry.handed

@@ -39,7 +39,7 @@ ASSUMPTIONS = (
 #: Curves are scaled to this many times the latency under light load (section 7.2).
 LIMIT_X = 25.0
 
-#: Of a GPU's 80 GB, what the engine may use.
+#: The part of a GPU's 80 GB that the engine may use.
 _USABLE_BYTES = 0.9 * 80e9
 
 #: Where `tetris-rates` put the best improvement rate of each arrival rate.

@@ -23,7 +23,7 @@ Axis = Literal["rate", "slo-scale"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SweepOptions:
-    """What to look for. `points` are extra values of the axis, each run to its end.
+    """The goal of a search. `points` are extra values of the axis, each run to its end.
 
     `start` is where the search begins; `tolerance` how far, as a share, it may end from the edge.
     """

@@ -60,7 +60,7 @@ class ChunkProgress:
             self._dispatcher.dispatch(step)
 
     def _learn(self, task: Task, request: LiveRequest, compute_s: float) -> None:
-        """Corrects what is predicted of the leader. Batches are predicted on the safe side."""
+        """Corrects the predictions for the leader. Batches are predicted on the safe side."""
         if task.batched:
             return
         cluster, leader = self._table.cluster, task.members[0]
@@ -72,7 +72,9 @@ class ChunkProgress:
             self._table.learn_on_top(request)
 
     def _task_of(self, step: StepContext, event: _OfChunk) -> tuple[Task, LiveRequest] | None:
-        """The task that the event means, if its leader reports and the request still needs it."""
+        """Returns the task that the event means, if its leader reports and the request still needs
+        it.
+        """
         instance = self._event_filter.current(event)
         if instance is None:
             return None
@@ -96,6 +98,6 @@ class ChunkProgress:
             self._event_filter.ignored += request is None
 
     def _executed_s(self, request: LiveRequest) -> float:
-        """Predicted seconds of the request's finished chunks."""
+        """Returns the predicted seconds of the request's finished chunks."""
         left = self._table.run_queue_of[request.id].tasks.get(request.id, ())
         return request.predicted_prefill_s - sum(task.predicted_s for task in left)

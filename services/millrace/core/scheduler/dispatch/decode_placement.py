@@ -33,7 +33,9 @@ Send = Callable[[StepContext, LiveRequest, tuple[Chunk, ...], dict[str, int]], N
 
 
 class _Fitting(NamedTuple):
-    """Where a request fits once others left: at one of `owners`, or over a pool of `spread`."""
+    """Where a request fits once the instances are empty: at one of `owners`, or over a pool of
+    `spread`.
+    """
 
     owners: list[DecodeInstance]
     spread: list[Pool]
@@ -77,7 +79,7 @@ class DecodePlacement:
             index += 1
 
     def has_room(self, request: LiveRequest) -> bool:
-        """Whether the request has room anywhere now."""
+        """Returns whether the request has room anywhere now."""
         fitting = _fitting(request, self._cluster.ready_pools())
         return self._spot(request, fitting, ()) is not None
 
@@ -110,7 +112,8 @@ class DecodePlacement:
         owners: list[DecodeInstance],
         able: Callable[[DecodeInstance], bool],
     ) -> _Spot | None:
-        """The instance whose prefix cache saves most, or the freest where none saves much."""
+        """Returns the instance whose prefix cache saves most, or the freest where none saves
+        much."""
         best = owner = freest(owners, able)
         if best is None or owner is None:
             return None
@@ -132,8 +135,11 @@ class DecodePlacement:
         owners: list[DecodeInstance],
         able: Callable[[DecodeInstance], bool],
     ) -> dict[str, int]:
-        """By able instance, what is worth keeping: more than prefill's caches have, for a plain
-        decode instance would have to send its own there first. Others have no entry."""
+        """Returns, by able instance, the cached tokens worth keeping: more than prefill's caches
+        have.
+
+        A plain decode instance would have to send its own tokens to prefill first. Instances
+        without tokens worth keeping have no entry."""
         hashes, length = request.prefix_hashes, request.prompt_tokens
         at_prefill: dict[str, int] = {}  # by model, most
         kept: dict[str, int] = {}
@@ -161,7 +167,7 @@ class DecodePlacement:
         self._hold(request, spot)
         request.place(owner.id, spot.shards, spot.kept_tokens)
         if request.attempt > 1 or spot.kept_tokens or len(self._cluster.pools) > 1:
-            pool.predict(request)  # by the pool that it goes to: it may be another one now
+            pool.predict(request)  # by the pool of its instance: it may be another pool now
         step.place(request, owner.id, self._predicted_ttft_s(request, pool, step.now_s))
         step.admit(request)
         step.record(request)
@@ -185,7 +191,8 @@ class DecodePlacement:
             holder.hold_shard(request.id, shard)
 
     def _predicted_ttft_s(self, request: LiveRequest, pool: Pool, now_s: float) -> float:
-        """Seconds of the work before the request, of its own work, and on top of computing.
+        """Returns the seconds of the work before the request, of its own work, and on top of
+        computing.
 
         With no request before it in the pool's queue, it goes to the instance with the least work
         before it. Else the work of the queue and of all instances is taken to be shared evenly.
@@ -217,7 +224,7 @@ def _fitting(request: LiveRequest, pools: list[Pool]) -> _Fitting:
 
 
 def _kept(request: LiveRequest, fitting: _Fitting, reserved: Collection[str]) -> tuple[str, ...]:
-    """Instances whose pages the request keeps to itself while it waits."""
+    """Returns the instances whose pages the request keeps to itself while it waits."""
     open_to = (one for one in fitting.owners if one.id not in reserved)
     free = [one for one in open_to if one.could_hold(request)]
     if free:

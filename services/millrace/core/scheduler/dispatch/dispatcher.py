@@ -56,21 +56,21 @@ class Dispatcher:
         self._placement = DecodePlacement(table, self._send)
 
     def run(self, step: StepContext) -> None:
-        """Places and dispatches all that has room now."""
+        """Places and dispatches all requests that have room now."""
         self.place(step)
         self.dispatch(step)
 
     def place(self, step: StepContext) -> None:
-        """The first half alone, for what must be placed before more is decided."""
+        """Runs the first half alone, for requests that must be placed before the next decision."""
         if self._table.unplaced:
             self._placement.place(step)
 
     def has_room(self, request: LiveRequest) -> bool:
-        """Whether a decode instance that takes new work has room for the request now."""
+        """Returns whether a decode instance that takes new work has room for the request now."""
         return self._placement.has_room(request)
 
     def room_made(self, step: StepContext, instance: Instance) -> None:
-        """Pages came free: sends requests that waited for them. The running tasks stay."""
+        """Sends requests that waited for pages, after pages came free. The running tasks stay."""
         if self._table.unplaced:
             self.run(step)
         elif isinstance(instance, PrefillInstance):
@@ -79,7 +79,7 @@ class Dispatcher:
                 self._round(step, pool)
 
     def dispatch(self, step: StepContext) -> None:
-        """The second half alone, for events that made room at prefill instances only."""
+        """Runs the second half alone, for events that made room at prefill instances only."""
         for pool in self._cluster.pools.values():
             if pool.waiting or pool.run_queue.ranked:
                 self._round(step, pool)
@@ -113,10 +113,12 @@ class Dispatcher:
                 if len(kept) == len(pool.prefill):
                     return
             else:
-                return  # its turn comes first
+                return  # later requests wait for it
 
     def _waits_for(self, request: LiveRequest, pool: Pool, kept: set[str]) -> list[str]:
-        """Instances whose pages the request keeps: the freest, where no group has the pages now."""
+        """Returns the instances whose pages the request keeps: the freest, where no group has the
+        pages now.
+        """
         others = [one for one in pool.prefill.values() if one.id not in kept]
         shares = pool.shares(request)
         least = min(shares.values())
@@ -128,12 +130,14 @@ class Dispatcher:
     def _plan(
         self, request: LiveRequest, pool: Pool, kept: set[str], now_s: float
     ) -> _Candidate | None:
-        """Chunks of which the first can be taken in now, or None; on no instance that is `kept`.
+        """Returns chunks of which the first can be taken in now, or None; on no instance that is
+        `kept`.
 
-        That is when its instances have a task slot among the tasks that go before the request, and
-        all instances of the plan have the pages that they need. Where they have not, the plan is
-        made again without the instances that lack them, and then for a larger group, whose members
-        need fewer. A request whose plan is not taken in is planned again in the next round.
+        A chunk can be taken in when its instances have a task slot among the tasks that go before
+        the request, and all instances of the plan have the pages that they need. Where they lack
+        pages, the plan is made again without these instances, and then for a larger group, whose
+        members need fewer pages. A request whose plan is not taken in is planned again in the next
+        round.
         """
         instances = list(pool.prefill.values())
         rank: Rank = (pool.waiting.key(request), request.order, 0)
@@ -184,7 +188,8 @@ class Dispatcher:
     def _quickest(
         self, request: LiveRequest, pool: Pool, queue_s: array[float], found: _Candidate
     ) -> _Candidate:
-        """`found`, or one chunk at an instance that has the prompt's first tokens and ends before.
+        """Returns `found`, or one chunk at an instance that has the prompt's first tokens and ends
+        before.
 
         Only the tokens after them are computed, as a chunk with that history: C of Eq. (1).
         """
@@ -210,7 +215,9 @@ class Dispatcher:
         least_sp: int,
         shares: dict[int, int],
     ) -> _Candidate | None:
-        """A plan that its members could take in once all others left; None where there is none."""
+        """Returns a plan that its members could take in once they are empty; None where there is
+        none.
+        """
         found = _candidate(request, pool, pool.plan(request, queue_s, least_sp))
         if all(pages <= pool.prefill[i].card.kv_pages for i, pages in found.pages.items()):
             return found
@@ -220,7 +227,7 @@ class Dispatcher:
     def _start(
         self, step: StepContext, request: LiveRequest, candidate: _Candidate, pool: Pool
     ) -> None:
-        """Sends the request, and others that are computed together with it."""
+        """Sends the request, and the other requests of its batch."""
         key, chunks = pool.waiting.key(request), candidate.chunks
         together = self._batch(request, candidate, pool, step.now_s)
         for one in (request, *together):
@@ -272,7 +279,7 @@ class Dispatcher:
     def _batch(
         self, head: LiveRequest, candidate: _Candidate, pool: Pool, now_s: float
     ) -> list[LiveRequest]:
-        """Requests after `head` in the queue that are computed in one pass with it.
+        """Returns the requests after `head` in the queue that are computed in one pass with it.
 
         Whole prompts on one instance only: a group's pass is laid out for one prompt.
         """

@@ -32,13 +32,13 @@ class EventFilter:
         self._cluster = cluster
 
     def current(self, event: _OfInstance) -> Instance | None:
-        """The instance, unless this is not the incarnation that the scheduler knows."""
+        """Returns the instance; None for an incarnation that the scheduler does not know."""
         instance = self._cluster.current(event.instance_id, event.generation)
         self.ignored += instance is None
         return instance
 
     def holding(self, event: _OfHolding) -> Instance | None:
-        """The instance, if it holds the request."""
+        """Returns the instance, if it holds the request."""
         instance = self.current(event)
         if instance is None or event.request_id in instance.holdings:
             return instance
@@ -46,7 +46,7 @@ class EventFilter:
         return None
 
     def is_of_earlier(self, event: _OfAttempt, request: LiveRequest, instance: Instance) -> bool:
-        """Whether an instance with KV reports about an earlier attempt than the current one."""
+        """Returns whether an instance with KV reports about an earlier attempt."""
         holds = not isinstance(instance, PrefillInstance)
         earlier = holds and 0 < event.attempt < request.attempt
         self.ignored += earlier

@@ -129,7 +129,7 @@ class RequestProgress:
 
 
 def _did_its_part(event: events.RequestReleased, request: LiveRequest, instance: Instance) -> bool:
-    """Whether a member lets go of a request that other members still compute."""
+    """Returns whether a member lets go of a request that other members still compute."""
     return (
         isinstance(instance, PrefillInstance)
         and event.complete
@@ -139,7 +139,7 @@ def _did_its_part(event: events.RequestReleased, request: LiveRequest, instance:
 
 
 def _is_spared(request: LiveRequest, instance: Instance) -> bool:
-    """Whether the request needs the instance no more, which lets go of it by itself.
+    """Returns whether the request needs the instance no more, which lets go of it by itself.
 
     A prefill instance has sent all of a computed prompt by then. The report of a KVP worker may
     overtake the KV owner's report, which tells whether the answer is complete.
@@ -148,5 +148,5 @@ def _is_spared(request: LiveRequest, instance: Instance) -> bool:
 
 
 def _never_computed(request: LiveRequest) -> bool:
-    """Whether decode can't have all of the prompt's KV: no attempt was begun."""
+    """Returns whether decode can't have all of the prompt's KV: no attempt was begun."""
     return request.state is RequestState.QUEUED and not request.continues

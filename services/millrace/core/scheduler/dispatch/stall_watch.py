@@ -1,10 +1,10 @@
-"""The watch over a pool in which work is prepared and nothing begins.
+"""Watches for a pool in which work is prepared and nothing begins.
 
-The protocol of gangs stops in no order of messages (docs/concepts/architecture.md, *Gangs*). The
-watch covers what lies outside of the protocol's assumptions: a lost message, a defect. A task
-stalls when the scheduler chose it to run, all its members have prepared it, and none of them has
-begun an operator of any task for longer than a bound. The bound is `LEAST_S` plus `FACTOR` times
-the longest predicted task that the members hold: an operator is never longer than its task.
+The protocol of gangs stops in no order of messages (docs/design/gangs.md). The watch covers events
+outside of the protocol's assumptions: a lost message, a defect. A task stalls when the scheduler
+chose it to run, all its members have prepared it, and none of them has begun an operator of any
+task for longer than a bound. The bound is `LEAST_S` plus `FACTOR` times the longest predicted task
+that the members hold: an operator is never longer than its task.
 
 The scheduler takes a stalled task back and plans it again, together with the tasks that its members
 keep themselves free for. The instances drop them, and every wait between the instances ends.
@@ -27,14 +27,14 @@ FACTOR: Final = 4.0
 
 
 class StallWatch:
-    """Notes how long each prefill instance has stood still, and takes back what stalls."""
+    """Notes how long each prefill instance has stood still, and takes stalled tasks back."""
 
     def __init__(self, table: RequestTable) -> None:
         self.stalled = 0  # requests that were taken back
         self._table = table
 
     def heard(self, instance: PrefillInstance, event: LoadReported, now_s: float) -> None:
-        """A heartbeat."""
+        """Takes in a heartbeat."""
         before, still = instance.still_since_s, event.standstill
         prepared = () if still is None else still.prepared
         instance.still_since_s = {one: before.get(one, now_s) for one in prepared}
@@ -58,7 +58,7 @@ class StallWatch:
 
     def _take_back(self, step: StepContext, task: Task, run_queue: RunQueue) -> None:
         if not any(request.id in run_queue.tasks for request in task.requests):
-            return  # with another that stalled
+            return  # taken back with another stalled task
         found = {request.id for request in task.requests}
         waits = []
         for member in task.members:
@@ -76,6 +76,7 @@ class StallWatch:
 
 
 def _still_since_s(task: Task, member: PrefillInstance) -> float:
-    """Since when the member stands still with the task prepared; infinite if it does not."""
+    """Returns since when the member stands still with the task prepared; infinite if it does
+    not."""
     since_s = member.still_since_s
     return min(since_s.get(request.id, math.inf) for request in task.requests)

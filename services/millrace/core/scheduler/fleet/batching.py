@@ -1,7 +1,7 @@
 """SLO-aware batching: FlowPrefill section 5.2, Algorithm 1.
 
-When the request H at the head of the order is about to start, waiting requests join it, in order
-of priority, as long as H is in time nonetheless:
+When the request H at the head of the order is about to start, waiting requests join it, in order of
+priority, as long as H is in time nonetheless:
 
     admit r  if  n = N + r.num_tokens < G  and  T_remain > L = predict(n)
 
@@ -13,11 +13,11 @@ Added to the algorithm:
 - Urgency, as in the public code of the paper: a tenth of H's SLO (deadline less arrival) stays in
   reserve. The search ends at the first request that would leave H less; without it every batch
   would be filled until the least error of the prediction costs H its deadline.
-- The other deadlines. The algorithm looks at H's alone, which suffices under S-EDF, where H has
-  the earliest deadline that can be met. Under other policies it need not be, so a request joins
-  only if the batch also ends before its own deadline and before those of the members so far. One
-  whose deadline can't be met any more has nothing to lose: it joins on H's terms. One that could be
-  in time, but not in this batch, is passed over and may head the next one.
+- The other deadlines. The algorithm checks H's alone, which suffices under S-EDF, where H has the
+  earliest deadline that can be met. Under other policies H may not have it, so a request joins only
+  if the batch also ends before its own deadline and before those of the members so far. A request
+  whose deadline can't be met any more has nothing to lose: it joins on H's terms. A request that
+  could be in time, but not in this batch, is passed over and may head the next batch.
 - Candidates are waiting requests only. The algorithm's C also contains the running task E, which
   has its own execution state and can't be merged into another batch.
 
@@ -35,17 +35,17 @@ from millrace.core.priority.slack import slack_s
 
 #: G of the paper, for an A100: more tokens never fill a device.
 MOST_FILLING_TOKENS = 2048
-#: A token of a batch that fills the device costs at most so many times what it does at best.
+#: A token of a batch that fills the device costs at most this many times its least cost.
 FILLED = 1.1
 
-#: Share of the head's SLO that has to be left when the batch is done (FlowPrefill's public code).
+#: Share of the head's SLO that must be left when the batch is done (FlowPrefill's public code).
 RESERVE = 0.1
 
 
 def filling_tokens(latency: Latency) -> int:
-    """G: the fewest tokens that fill the device, which makes no token cheaper by more of them.
+    """Returns G: the fewest tokens that fill the device, beyond which no token becomes cheaper.
 
-    The paper gives 2048 for an A100; elsewhere it is read off the latency model, and 2048 at most.
+    The paper gives 2048 for an A100; elsewhere G is read off the latency model, and 2048 at most.
     """
     counts = [1 << power for power in range(MOST_FILLING_TOKENS.bit_length())]
     each_s = [latency.chunk_s(tokens) / tokens for tokens in counts]
@@ -60,11 +60,11 @@ def batch(
     now_s: float,
     predict: Callable[[int], float],
 ) -> list[LiveRequest]:
-    """`head` and those of `candidates` that join it, in the order given.
+    """Returns `head` and those of `candidates` that join it, in the order given.
 
-    `candidates` are waiting requests in order of priority, none of them `head`. A batch stays
-    under `budget_tokens` (G) tokens; a budget of 0 leaves every request alone. `predict(n)` gives
-    the seconds of a prefill of n tokens and must not fall as n grows.
+    `candidates` are waiting requests in order of priority, none of them `head`. A batch stays under
+    `budget_tokens` (G) tokens; a budget of 0 leaves every request alone. `predict(n)` gives the
+    seconds of a prefill of n tokens and must not fall as n grows.
     """
     members = [head]
     tokens = head.prompt_tokens

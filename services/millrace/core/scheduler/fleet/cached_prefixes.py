@@ -1,9 +1,9 @@
-"""Which first tokens of a prompt an instance has in its prefix cache, by its own reports.
+"""The first tokens of prompts in an instance's prefix cache, by its own reports.
 
 Blocks are named by chained hashes (`kv.prefix`), and a cache evicts no block that another block
 follows. So where block i is cached, the blocks before it are cached, too, and a binary search finds
-the last one. Reports come with heartbeats and are a little old: an instance that has evicted a
-prefix meanwhile computes it, or reports that it can't take the prompt."""
+the last cached block. Reports come with heartbeats and are a little old: an instance that has
+evicted a prefix meanwhile computes it, or reports that it can't take the prompt."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ class CachedPrefixes:
             self._blocks.clear()
 
     def tokens(self, hashes: Sequence[int], prompt_tokens: int) -> int:
-        """First tokens that are there of a prompt with these blocks, but never its last token."""
+        """Returns the cached first tokens of a prompt with these blocks, but never its last
+        token."""
         blocks = self._blocks
         if not blocks or not hashes or hashes[0] not in blocks:
             return 0

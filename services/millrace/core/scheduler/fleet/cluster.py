@@ -1,4 +1,4 @@
-"""All instances, and the pools of those that can work together."""
+"""All instances, and the pools of instances that can work together."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from millrace.core.scheduler.planning import PLANNERS, Planner, PlannerInputs, d
 from millrace.core.scheduler.planning.one_chunk import quickest_chunk
 from millrace.core.scheduler.planning.plan import Plan
 
-#: What a pool's corrections are of: any instance that takes a request.
+#: The key of a pool's corrections, which hold for any instance that takes a request.
 ANYONE = ""
 
 
@@ -63,30 +63,34 @@ class Pool:
 
     @property
     def is_ready(self) -> bool:
-        """Whether new work can be both prefilled and decoded here."""
+        """Returns whether new work can be both prefilled and decoded here."""
         return bool(self.decode) and (bool(self.prefill) or any(self._mixed()))
 
     @property
     def degrees(self) -> tuple[int, ...]:
-        """SP degrees that its planner gives groups, ascending."""
+        """Returns the SP degrees that its planner gives groups, ascending."""
         self._prepare()
         return self._degrees
 
     def shares(self, request: LiveRequest) -> dict[int, int]:
-        """By SP degree, the slots that a group's members need in pages for what is to compute.
+        """Returns, by SP degree, the slots that a group's members need in pages for the rest of the
+        prompt.
 
-        That is as one chunk: growing groups take more of their first members.
+        The rest counts as one chunk: growing groups take more of their first members.
         """
         self._prepare()
         return self._shares.of(request.prompt_tokens - request.kept_tokens, request.kept_tokens)
 
     def least_sp(self, shares: dict[int, int]) -> int:
-        """The smallest degree whose shares every instance can hold; the largest, if none is."""
+        """Returns the smallest degree whose shares every instance can hold; the largest, if none
+        is.
+        """
         fitting = (sp for sp, slots in shares.items() if slots <= self.smallest_slots)
         return next(fitting, self._degrees[-1])
 
     def plan(self, request: LiveRequest, queue_s: array[float], least_sp: int) -> Plan:
-        """A plan of the configured planner over `prefill`, in its order. There must be one."""
+        """Returns a plan of the configured planner over `prefill`, in its order. There must be
+        one."""
         self._prepare()
         history = request.kept_tokens
         assert self._planner is not None
@@ -102,7 +106,7 @@ class Pool:
     def one_chunk(
         self, request: LiveRequest, queue_s: array[float], shares: dict[int, int]
     ) -> Plan | None:
-        """The quickest plan of one chunk whose members can hold their shares at all."""
+        """Returns the quickest plan of one chunk whose members can hold their shares at all."""
         self._prepare()
         assert self._inputs is not None
         able = {
@@ -114,12 +118,12 @@ class Pool:
         return quickest_chunk(inputs, tokens, queue_s, able)
 
     def configure(self, config: SchedulerConfig) -> None:
-        """From now on plans are made by these settings of planners."""
+        """Sets the planners' settings from now on."""
         self._config = config
         self._forget_planner()
 
     def changed(self, instance: Instance) -> None:
-        """The instance takes new work now, or no more."""
+        """Notes that the instance takes new work now, or no more."""
         if instance.draining:
             self.prefill.pop(instance.id, None)
             self.decode.pop(instance.id, None)
@@ -138,9 +142,9 @@ class Pool:
         self._degrees = (1,)
 
     def predict(self, request: LiveRequest) -> None:
-        """Notes what the rest of the request's prefill takes, alone on the idle pool.
+        """Notes the predicted seconds of the rest of the request's prefill, alone on the idle pool.
 
-        As the latency model has it, corrected by what the pool's instances took so far.
+        By the latency model, corrected by the observed times of the pool's instances.
         """
         kept = request.kept_tokens
         prefill_s = self.rest_s(request, kept)
@@ -148,7 +152,8 @@ class Pool:
         request.predict(prefill_s, least * self._rest_s(request, kept, least))
 
     def rest_s(self, request: LiveRequest, kept: int) -> float:
-        """Seconds that what follows `kept` first tokens takes, alone on the idle pool."""
+        """Returns the seconds of the tokens after the first `kept` tokens, alone on the idle
+        pool."""
         self._prepare()
         return min(self._rest_s(request, kept, sp) for sp in self._degrees)
 
@@ -158,14 +163,14 @@ class Pool:
 
     @property
     def latency(self) -> SpLatency:
-        """A pool's instances are taken to be of one kind."""
+        """Returns the latency model; a pool's instances are taken to be of one kind."""
         if self._latency is None:
             some: list[Instance] = [*self.prefill.values(), *self._mixed()]
             self._latency = some[0].card.latency
         return self._latency
 
     def could_prefill(self, request: LiveRequest) -> bool:
-        """Whether a group could take the request once others left."""
+        """Returns whether a group could take the request once it is empty."""
         if not self.prefill:
             return any(self._mixed())
         shares = self.shares(request)
@@ -185,7 +190,9 @@ class Pool:
         return any(d.could_hold(request) for d in owners)
 
     def kv_owners(self) -> list[DecodeInstance]:
-        """Where requests can be placed: mixed instances only, without any prefill instance."""
+        """Returns the instances where requests can be placed: mixed only, without any prefill
+        instance.
+        """
         return list(self.decode.values() if self.prefill else self._mixed())
 
     def _mixed(self) -> Iterator[DecodeInstance]:
@@ -226,22 +233,22 @@ class Cluster:
 
     @property
     def improvement_rate(self) -> float:
-        """What a larger group must cut the TTFT by now."""
+        """Returns the share by which a larger group must cut the TTFT now."""
         return self._config.improvement_rate
 
     @property
     def improvement_source(self) -> str:
-        """How it is found: "by load", "by arrivals" or "fixed"."""
+        """Returns how the rate is found: "by load", "by arrivals" or "fixed"."""
         return self._live_rate.source
 
     def arrived(self, request: LiveRequest, now_s: float) -> None:
-        """A request arrived: as work comes faster, larger groups have to bring more."""
+        """Notes an arrival: as work comes faster, larger groups must bring a larger gain."""
         instances = sum(len(pool.prefill) for pool in self.pools.values())
         self._live_rate.arrived(now_s, request.predicted_work_s / max(instances, 1))
         self._use_rate(now_s)
 
     def change_rate(self, event: ImprovementRateChanged, now_s: float) -> None:
-        """From now on a rate for good, or a table."""
+        """Sets a fixed rate, or a table, from now on."""
         self._live_rate.set_by_hand(event.rate)
         if event.rate is None:
             self._live_rate.replace_table(event.rows)
@@ -255,7 +262,7 @@ class Cluster:
                 pool.configure(self._config)
 
     def current(self, instance_id: str, generation: int) -> Instance | None:
-        """The instance, if this is the incarnation that the scheduler knows."""
+        """Returns the instance, if this is the incarnation that the scheduler knows."""
         instance = self.instances.get(instance_id)
         if instance is None or instance.card.generation != generation:
             return None
@@ -268,7 +275,7 @@ class Cluster:
         return [pool for pool in self.pools.values() if pool.is_ready]
 
     def add(self, card: InstanceJoined) -> Instance:
-        """A new instance that holds nothing. The id must be free."""
+        """Adds a new instance that holds nothing. The id must be free."""
         pool = self.pools.setdefault(card.model_hash, Pool(self._config))
         pool.members += 1
         instance: Instance
@@ -287,12 +294,12 @@ class Cluster:
         return instance
 
     def drain(self, instance: Instance) -> None:
-        """No new work for the instance ever again."""
+        """Stops new work for the instance for ever."""
         instance.leaving = True
         self.cordon(instance, cordoned=True)
 
     def cordon(self, instance: Instance, *, cordoned: bool) -> None:
-        """No new work for the instance, or some again, unless it is leaving."""
+        """Stops new work for the instance, or allows it again unless the instance leaves."""
         instance.draining = cordoned or instance.leaving
         self.pool_of(instance).changed(instance)
 

@@ -1,4 +1,4 @@
-"""Which decode instance takes a request: freeness with virtual usage (Tetris section 5.2).
+"""Ranks decode instances for a request: freeness with virtual usage (Tetris section 5.2).
 
     freeness = (free slots - virtual usage) / active batch size
 
@@ -21,27 +21,28 @@ from typing import Protocol, TypeVar
 
 
 class DecodeRoom(Protocol):
-    """What placement looks at in a decode instance."""
+    """The fields of a decode instance that placement reads."""
 
     @property
     def id(self) -> str: ...
     @property
     def freeness(self) -> float:
-        """Slots that a new request may take, per sequence of the batch."""
+        """Returns the slots that a new request may take, per sequence of the batch."""
 
 
 Room = TypeVar("Room", bound=DecodeRoom)
 
 
 def freeness(free_slots: int, virtual_slots: int, batch_size: int) -> float:
-    """Slots that a new request may take, per sequence of the batch; higher is freer."""
+    """Returns the slots that a new request may take, per sequence of the batch; higher is freer."""
     return (free_slots - virtual_slots) / max(batch_size, 1)
 
 
 def freest(
     instances: Iterable[Room], able: Callable[[Room], bool] = lambda instance: True
 ) -> Room | None:
-    """The able instance with the highest freeness, the least id among equals; None of none.
+    """Returns the able instance with the highest freeness, the least id among equals; None without
+    any.
 
     `able` is asked only of an instance that is freer than all able ones before it.
     """

@@ -23,7 +23,7 @@ from millrace.core.scheduler.fleet.run_queue import Task
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Holding:
-    """What one attempt of a request occupies at one instance."""
+    """The pages and slots of one attempt of a request at one instance."""
 
     pages: int
     sequences: int = 1  # decode: choices, which join the batch together
@@ -64,29 +64,31 @@ class PrefillInstance:
 
     @property
     def free_slots(self) -> int:
-        """Of the free pages, as tokens."""
+        """Returns the free pages, as tokens."""
         return self.free_pages * self.card.page_tokens
 
     def could_hold(self, request: LiveRequest, slots: int) -> bool:
-        """Whether so many slots fit once others left, and no earlier attempt is still here."""
+        """Returns whether so many slots fit once it is empty, and no earlier attempt is still
+        here."""
         return slots <= self.card.kv_pages * self.card.page_tokens and self.takes(request)
 
     def takes(self, request: LiveRequest) -> bool:
-        """Whether the prompt is within its context, and no earlier attempt is still here."""
+        """Returns whether the prompt is within its context, and no earlier attempt is still
+        here."""
         return (
             request.prompt_tokens <= self.card.max_context_tokens
             and request.id not in self.holdings
         )
 
     def heard(self, event: LoadReported) -> None:
-        """A heartbeat."""
+        """Takes in a heartbeat."""
         self.running = event.running
         self.waiting = event.waiting
         if event.cached is not None:
             self.prefixes.heard(event.cached)
 
     def outstanding_s(self, now_s: float) -> float:
-        """Predicted seconds of all tasks; of a running one what remains, at least 0."""
+        """Returns the predicted seconds of all tasks; of a running task the rest, at least 0."""
         return sum(task.remaining_s(now_s) for task in self.queue)
 
     def hold(self, request: LiveRequest, pages: int) -> None:
@@ -120,11 +122,11 @@ class KvpInstance:
 
     @property
     def open_pages(self) -> int:
-        """Pages that nothing holds and nothing has reserved."""
+        """Returns the pages that nothing holds and nothing has reserved."""
         return self.card.kv_pages - self.used_pages
 
     def heard(self, event: LoadReported) -> None:
-        """A heartbeat."""
+        """Takes in a heartbeat."""
         self.running = event.running
         self.waiting = event.waiting
 
@@ -139,9 +141,9 @@ class KvpInstance:
 
 @dataclass(slots=True, eq=False)
 class DecodeInstance:
-    """A decode instance: pages of requests in its batch, and of those on their way to it.
+    """A decode instance: pages of requests in its batch, and of requests on their way to it.
 
-    And pages of shards of other KV owners' requests.
+    It may also hold pages of shards of other KV owners' requests.
     """
 
     card: InstanceJoined
@@ -186,20 +188,22 @@ class DecodeInstance:
 
     @property
     def free_pages(self) -> int:
-        """Pages that no decoding request and no shard holds; those on their way do not count."""
+        """Returns the pages that no decoding request and no shard holds; virtual usage does not
+        count.
+        """
         if self.reported_free_pages is not None:
             return self.open_pages + self.virtual_pages
         return self.card.kv_pages - self.decoding_pages - self.shard_pages
 
     @property
     def open_pages(self) -> int:
-        """Pages that nothing holds and nothing has reserved."""
+        """Returns the pages that nothing holds and nothing has reserved."""
         unbooked = self.card.kv_pages - self.booked_pages
         free = self.reported_free_pages
         return unbooked if free is None or unbooked < free else max(free, 0)
 
     def heard(self, event: LoadReported) -> None:
-        """A heartbeat. Where answers grow, pages are taken that nobody booked."""
+        """Takes in a heartbeat. Where answers grow, they take pages that were not booked."""
         self.running = event.running
         self.waiting = event.waiting
         self.tbt_s = event.tbt_s or self.tbt_s
@@ -210,13 +214,13 @@ class DecodeInstance:
             self.prefixes.heard(event.cached)
 
     def pages_for(self, request: LiveRequest) -> int:
-        """Pages of all that the request may come to, if it is held here alone."""
+        """Returns the pages of the request at its full length, if it is held here alone."""
         return pages_of_request(
             request.prompt_tokens, request.max_new_tokens, request.choices, self.card.page_tokens
         )
 
     def booked_for(self, request: LiveRequest) -> int:
-        """Those of them that are booked."""
+        """Returns how many of these pages are booked."""
         return pages_of_request(
             request.prompt_tokens,
             self._new_tokens(request),
@@ -225,7 +229,8 @@ class DecodeInstance:
         )
 
     def _new_tokens(self, request: LiveRequest) -> int:
-        """Of each choice, those that pages are booked for: all, if there are several.
+        """Returns the tokens per choice that pages are booked for: all, if there are several
+        choices.
 
         Several choices could not be migrated to make room for others.
         """
@@ -235,7 +240,7 @@ class DecodeInstance:
         return headroom
 
     def is_large_enough(self, request: LiveRequest) -> bool:
-        """Whether all of the request fits here once others left."""
+        """Returns whether all of the request fits here once the instance is empty."""
         card = self.card  # as `could_run` and `pages_for`, written out: computed for every arrival
         prompt, new, choices = request.prompt_tokens, request.max_new_tokens, request.choices
         return (
@@ -245,22 +250,25 @@ class DecodeInstance:
         )
 
     def could_run(self, request: LiveRequest) -> bool:
-        """Whether the request is within the context and the batch, wherever its KV is."""
+        """Returns whether the request is within the context and the batch, wherever its KV is."""
         return (
             request.prompt_tokens + request.max_new_tokens <= self.card.max_context_tokens
             and request.choices <= self.card.max_batch
         )
 
     def could_hold(self, request: LiveRequest) -> bool:
-        """Whether the request fits once others left, and no earlier attempt of it is still here."""
+        """Returns whether the request fits once the instance is empty, and no earlier attempt is
+        here.
+        """
         return self.is_large_enough(request) and request.id not in self.holdings
 
     def has_room(self, request: LiveRequest) -> bool:
-        """Whether a request that it could hold has pages, and a pace that holds, now."""
+        """Returns whether a request that it could hold has free pages and an acceptable pace
+        now."""
         card = self.card
         if self.headroom_tokens is not None:
             fits = self.booked_for(request) <= self.open_pages
-        else:  # likewise written out
+        else:  # written out, too
             prompt, new, choices = request.prompt_tokens, request.max_new_tokens, request.choices
             pages = pages_of_request(prompt, new, choices, card.page_tokens)
             fits = pages <= card.kv_pages - self.booked_pages
@@ -272,9 +280,9 @@ class DecodeInstance:
     def keeps_pace(
         self, context_tokens: int, sequences: int = 0, tbt_s: float | None = None
     ) -> bool:
-        """Whether steps with so much more in the batch stay within all TBT objectives and `tbt_s`.
+        """Returns whether steps with so much more in the batch keep all TBT objectives and `tbt_s`.
 
-        A batch that is empty takes whatever comes: nobody else could do better by it.
+        An empty batch takes any request: no other instance could be faster for it.
         """
         step, tightest_s = self.card.decode_step, self.tightest_tbt_s
         if tbt_s is not None and tbt_s < tightest_s:
@@ -318,7 +326,7 @@ class DecodeInstance:
         self._rate()
 
     def start(self, request_id: str) -> None:
-        """The request's cache has landed: its usage is no longer virtual."""
+        """Notes that the request's cache has landed: its usage is no longer virtual."""
         holding = self.holdings[request_id]
         holding.decoding = True
         self.virtual_pages -= holding.pages

@@ -49,7 +49,9 @@ class KvpPlacement:
         self._kvp = kvp
 
     def wanted(self, request: LiveRequest, owners: Iterable[DecodeInstance]) -> bool:
-        """Whether no KV owner may, or could, hold all of the request. Choices are never spread."""
+        """Returns whether no KV owner may, or could, hold all of the request. Choices are never
+        spread.
+        """
         if request.choices > 1:
             return False
         if self._most < request.prompt_tokens + request.max_new_tokens:
@@ -57,30 +59,35 @@ class KvpPlacement:
         return not any(owner.is_large_enough(request) for owner in owners)
 
     def could_hold(self, request: LiveRequest, owners: Iterable[DecodeInstance]) -> bool:
-        """Whether the request fits once others left, and no earlier attempt is in the way."""
+        """Returns whether the request fits once others left, and no earlier attempt is in the
+        way."""
         return self._reserved(request, owners, (), empty=True) is not None
 
     def kept(
         self, request: LiveRequest, owners: Iterable[DecodeInstance], reserved: Collection[str]
     ) -> tuple[str, ...]:
-        """Instances that would hold the request once they are empty; none are `reserved`."""
+        """Returns the instances that would hold the request once empty; none are `reserved`."""
         found = self._reserved(request, owners, reserved, empty=True)
         return () if found is None else found.worker_ids
 
     def find(
         self, request: LiveRequest, owners: Iterable[DecodeInstance], reserved: Collection[str]
     ) -> tuple[Shard, ...]:
-        """Shards that fit now, at instances that are not `reserved`; () where they do not fit."""
+        """Returns shards that fit now, at instances that are not `reserved`; () where they do not
+        fit.
+        """
         found = self._reserved(request, owners, reserved, empty=False)
         return () if found is None else found.shards
 
     def longest_shard(self, owners: Iterable[DecodeInstance]) -> int:
-        """Tokens of the first shard at most, at a KV owner that is empty."""
+        """Returns the tokens of the longest first shard at an empty KV owner."""
         rooms = [self._room(one, empty=True) for one in owners]
         return max((self._shard_tokens(room) for room in rooms), default=0)
 
     def most_tokens(self) -> int:
-        """Tokens of the longest request that could be spread over the pool, were it empty."""
+        """Returns the tokens of the longest request that could be spread over the pool, were it
+        empty.
+        """
         if not self._decode:
             return 0
         holders: list[KvInstance] = [*self._decode.values(), *self._kvp.values()]
@@ -96,7 +103,7 @@ class KvpPlacement:
         *,
         empty: bool,
     ) -> Reservation | None:
-        """With KVP workers alone, if that works; else with decode instances, too.
+        """Returns shards at KVP workers alone, if they fit; else also at decode instances.
 
         The KV owner is the instance that can take the longest shard, so that there is no shorter
         spread; the freest among equals.
@@ -155,7 +162,9 @@ class KvpPlacement:
         sequences: int = 0,
         tbt_s: float | None = None,
     ) -> bool:
-        """Whether it does with the longest shard that fits. A KV owner also gets the sequence."""
+        """Returns whether the pace holds with the longest shard that fits. A KV owner also gets the
+        sequence.
+        """
         tokens = request.prompt_tokens + request.max_new_tokens
         shard = min(self._shard_tokens(self._room(one, empty=False)), tokens)
         return one.keeps_pace(shard, sequences, tbt_s)
@@ -169,5 +178,5 @@ class KvpPlacement:
 
 
 def _is_open(one: KvInstance, request: LiveRequest, reserved: Collection[str]) -> bool:
-    """Whether no waiting request has reserved it, and no earlier attempt is still there."""
+    """Returns whether no waiting request has reserved it, and no earlier attempt is still there."""
     return not (one.id in reserved or request.id in one.holdings)

@@ -1,4 +1,4 @@
-"""How far a prompt is, and when its first token is to be expected.
+"""The progress of a prompt, and the expected time of its first token.
 
 Not from a paper. The time left is the largest of three predictions, since each of them misses
 something. The plan's own seconds (`LiveRequest.remaining_s`) miss the work ahead. The prediction at
@@ -19,7 +19,7 @@ _BEFORE_FIRST_TOKEN = frozenset(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptProgress:
-    """`computed_tokens`: of the prompt. `left_s`: None where nothing predicts the first token."""
+    """Tokens computed, and seconds left (`left_s`); None if nothing predicts the first token."""
 
     state: RequestState
     computed_tokens: int
@@ -29,9 +29,9 @@ class PromptProgress:
 def progress_of(
     request: LiveRequest, now_s: float, expected_s: float | None
 ) -> PromptProgress | None:
-    """The progress of a request whose first token is not out; None of any other.
+    """Returns the progress of a request whose first token is not out; None for any other.
 
-    `expected_s`: when the first token was to come, as predicted at the placement; None: not placed.
+    `expected_s`: predicted time of the first token, as of the placement; None: not placed.
     """
     if request.state not in _BEFORE_FIRST_TOKEN or request.first_token_s is not None:
         return None
@@ -44,7 +44,8 @@ def progress_of(
 
 
 def computed_tokens(request: LiveRequest) -> int:
-    """First tokens of the prompt whose chunks are finished, or whose KV is at decode already."""
+    """Returns the first tokens of the prompt whose chunks are finished, or whose KV is at
+    decode."""
     if request.state is RequestState.TRANSFERRING:
         return request.prompt_tokens
     done = request.kept_tokens
@@ -61,7 +62,7 @@ def _by_plan_s(request: LiveRequest, now_s: float) -> float:
 
 
 def _at_its_pace_s(request: LiveRequest, now_s: float, computed: int) -> float:
-    """What the rest takes if it goes as fast as the tokens that this attempt has computed."""
+    """Returns the seconds of the rest at the pace of the tokens that this attempt has computed."""
     ours = computed - request.kept_tokens
     if request.state is not RequestState.PREFILLING or request.dispatched_s is None or ours <= 0:
         return 0.0

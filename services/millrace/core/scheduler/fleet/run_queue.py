@@ -33,13 +33,13 @@ if TYPE_CHECKING:
 Rank = tuple[PriorityKey, int, int]
 
 #: Queue time that work which would yield adds, per second of it: planners then prefer, among
-#: instances that are equally soon free, the one where the least is disturbed.
+#: instances that are equally soon free, the instance where the least is disturbed.
 YIELDING_WEIGHT = 1e-3
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Task:
-    """What one group computes at a time. `requests[0]` is the head: the task has its rank."""
+    """The unit of work of one group. `requests[0]` is the head: the task has its rank."""
 
     requests: list[LiveRequest]
     chunk: Chunk
@@ -51,7 +51,7 @@ class Task:
     batched: bool = False
     is_alone: bool = False  # a whole prompt that found its members idle
     rank: Rank
-    previous: Task | None = None  # the chunk that has to be finished first
+    previous: Task | None = None  # the chunk that must be finished first
     executed_s: float = 0.0  # in spans already ended
     started_s: float | None = None  # since when it has been computing
     chosen: bool = False  # as far as the scheduler decides, it runs
@@ -82,10 +82,10 @@ class RunQueue:
         self.everyone = 0  # bits of the pool's prefill instances, draining ones too
         self._stale: dict[PrefillInstance, None] = {}  # their queues differ from their last order
 
-    # ---- what comes and goes
+    # ---- adding and removing tasks
 
     def add(self, tasks: Sequence[Task]) -> None:
-        """A request's chunks, just sent to their instances."""
+        """Adds a request's chunks, just sent to their instances."""
         for task in tasks:
             insort(self.ranked, task, key=_rank)
             for request in task.requests:
@@ -112,7 +112,7 @@ class RunQueue:
         return True
 
     def remove(self, request_id: str) -> None:
-        """Forgets what the request has to compute; others of a batch go on."""
+        """Forgets the request's tasks; other requests of a batch continue."""
         for task in self.tasks.pop(request_id, ()):
             head = task.requests[0]
             staying = [r for r in task.requests if r.id != request_id]
@@ -131,7 +131,8 @@ class RunQueue:
         insort(self.ranked, task, key=_rank)
 
     def leave(self, request_id: str, instance: PrefillInstance) -> None:
-        """A member has done its part of the request, whose other members go on."""
+        """Notes that a member has done its part of the request, which other members still
+        compute."""
         for task in self.tasks.get(request_id, ()):
             if instance in task.members:
                 task.members = tuple(one for one in task.members if one is not instance)
@@ -139,7 +140,7 @@ class RunQueue:
                 instance.queue.remove(task)
 
     def forget(self, instance: PrefillInstance) -> None:
-        """The instance is gone, after its requests' tasks."""
+        """Forgets an instance that is gone, after its requests' tasks."""
         self._stale.pop(instance, None)
         self.everyone &= ~instance.bit
 
@@ -159,7 +160,7 @@ class RunQueue:
     # ---- ranks
 
     def heads(self) -> list[LiveRequest]:
-        """The requests whose keys rank the tasks, each once."""
+        """Returns the requests whose keys rank the tasks, each once."""
         return list({task.requests[0].id: task.requests[0] for task in self.ranked}.values())
 
     def rerank(self, keys: dict[str, PriorityKey]) -> None:
@@ -180,7 +181,7 @@ class RunQueue:
                     self._stale[member] = None
 
     def ahead(self, instance: PrefillInstance, rank: Rank) -> int:
-        """Tasks of the instance that go before a request of this rank."""
+        """Returns how many tasks of the instance go before a request of this rank."""
         if self.preemptive:
             return sum(task.rank < rank for task in instance.queue)
         return sum(task.chosen or task.rank < rank for task in instance.queue)
@@ -188,16 +189,16 @@ class RunQueue:
     def queue_s(
         self, instances: Sequence[PrefillInstance], rank: Rank, now_s: float
     ) -> array[float]:
-        """Seconds until each instance is free for a request of this rank.
+        """Returns the seconds until each instance is free for a request of this rank.
 
-        Only work that goes before it counts, each group starting when its last member is free.
-        With preemption a task may be lent a blocked group's member and end earlier than that.
+        Only work that goes before it counts, each group starting when its last member is free. With
+        preemption a task may be lent a blocked group's member and end earlier than that.
         """
         free_s = dict.fromkeys(instances, 0.0)
         yielding_s = dict.fromkeys(instances, 0.0)
         first = bisect_left(self.ranked, rank, key=_rank)
         before, after = self.ranked[:first], self.ranked[first:]
-        if not self.preemptive:  # what runs is not stopped, whatever it ranks
+        if not self.preemptive:  # a running task is not stopped, whatever its rank
             before = [*(t for t in self.ranked if t.chosen), *(t for t in before if not t.chosen)]
             after = [task for task in after if not task.chosen]
         for task in before:
@@ -215,9 +216,10 @@ class RunQueue:
         return array("d", [free_s[one] + yielding_s[one] for one in instances])
 
     def ahead_s(self, instance: PrefillInstance, rank: Rank, now_s: float) -> float:
-        """Seconds of the tasks that the instance holds and that go before this rank.
+        """Returns the seconds of the tasks that the instance holds and that go before this rank.
 
-        What other instances of their groups still do before is left out: `queue_s` has it.
+        Work of other instances of their groups before these tasks is left out: `queue_s` includes
+        it.
         """
         return sum(
             task.remaining_s(now_s)
@@ -225,10 +227,12 @@ class RunQueue:
             if task.rank < rank or (task.chosen and not self.preemptive)
         )
 
-    # ---- who runs
+    # ---- which tasks run
 
     def orders(self) -> list[Order]:
-        """Chooses what runs now and tells every instance whose queue has to change."""
+        """Chooses the tasks that run now and returns an order for every instance whose queue must
+        change.
+        """
         chosen = self._choose()
         for task in chosen:
             for member in task.members:
@@ -257,7 +261,7 @@ class RunQueue:
         for task in self.ranked:
             if task.chosen and not self.preemptive:
                 continue
-            before = task.previous  # as `ready`, written out: looked at for every task and round
+            before = task.previous  # as `ready`, written out: evaluated for every task and round
             if not claimed & task.mask and (before is None or before.finished):
                 chosen.append(task)
                 task.chosen = True

@@ -26,7 +26,7 @@ class WaitingQueue:
         return request_id in self._keys
 
     def __iter__(self) -> Iterator[LiveRequest]:
-        """Requests in order. The queue must not change meanwhile."""
+        """Yields requests in order. The queue must not change meanwhile."""
         return (entry[2] for entry in self._entries)
 
     def __getitem__(self, index: int) -> LiveRequest:
@@ -45,7 +45,9 @@ class WaitingQueue:
         self.work_s = self.work_s - request.predicted_prefill_s if self._entries else 0.0
 
     def work_before_s(self, key: PriorityKey, order: int) -> float:
-        """Predicted seconds before such a request, as if all requests of the queue were alike."""
+        """Returns the predicted seconds before such a request, as if all requests of the queue were
+        alike.
+        """
         count = len(self._entries)
         before = bisect_left(self._entries, (key, order), key=_rank)
         return self.work_s * before / count if count else 0.0

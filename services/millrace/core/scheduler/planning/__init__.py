@@ -1,4 +1,4 @@
-"""Placement of prefill work, one module a strategy.
+"""Placement of prefill work, one module per strategy.
 
 A planner cuts a prompt into chunks and gives each a group of instances. It sees the instances of a
 pool as indices 0..n-1 with a queue time each: the predicted seconds until an instance is free for
@@ -25,16 +25,16 @@ class Planner(Protocol):
     """Plans one request at a time; the machine makes a new one when the pool's members change."""
 
     def plan(self, tokens: int, queue_s: array[float], least_sp: int = 1) -> Plan:
-        """A plan for a prompt of `tokens` (1 or more).
+        """Returns a plan for a prompt of `tokens` (1 or more).
 
-        `queue_s` has one double an instance. Groups of the last chunk have at least `least_sp`
+        `queue_s` has one double per instance. Groups of the last chunk have at least `least_sp`
         members (memory asks for that), unless the pool has none of that size.
         """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannerInputs:
-    """What a planner is built from. `nodes[i]` numbers the node of instance i, from 0.
+    """The inputs of a planner. `nodes[i]` numbers the node of instance i, from 0.
 
     `config.improvement_rate` is a rate, 0 or more: the pool has looked it up. `history`: tokens
     that are computed already, C of Eq. (1) for the first chunk; plans are of the tokens after them.
@@ -66,7 +66,7 @@ PLANNERS: Mapping[str, Callable[[PlannerInputs], Planner]] = MappingProxyType(
 
 
 def degrees_used(inputs: PlannerInputs) -> tuple[int, ...]:
-    """SP degrees that the configured planner gives a group of this pool, ascending."""
+    """Returns the SP degrees that the configured planner gives a group of this pool, ascending."""
     if inputs.config.planner == "least_queue":
         return (1,)
     if inputs.config.planner == "fixed_sp":

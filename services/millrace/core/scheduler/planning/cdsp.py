@@ -1,6 +1,6 @@
 """CDSP: Tetris section 5.1, Algorithms 1 to 3, in C++ (`kernels/planner`).
 
-Decides to the last bit what `cdsp_reference.py` decides, and says less about it: read that one.
+Decides to the last bit as `cdsp_reference.py`, which explains the algorithm: read that module.
 Where the C++ module is not built, `cdsp_reference.py` plans, with a warning.
 """
 
@@ -66,9 +66,9 @@ class InPython:
 
 
 def pool_planner(inputs: PlannerInputs, min_chunk_tokens: int = MIN_CHUNK_TOKENS) -> PoolPlanner:
-    """The planner of a pool: in C++, or in Python with a warning where C++ is not built.
+    """Returns the planner of a pool: in C++, or in Python with a warning where C++ is not built.
 
-    The one in C++ keeps its working memory from plan to plan. It plans from history 0: history
+    The C++ planner keeps its working memory from plan to plan. It plans from history 0: history
     before that adds c C L to any chunk of L tokens (Eq. (1)), so it goes into each segment's b.
     """
     if min_chunk_tokens < 1:
@@ -104,7 +104,8 @@ class Cdsp:
         self._planner = pool_planner(inputs, min_chunk_tokens)
 
     def plan(self, tokens: int, queue_s: array[float], least_sp: int = 1) -> Plan:
-        """Chunks on growing groups. Members are listed in the order they were taken, so each
-        group's list begins with that of the chunk before it and the leader never changes.
+        """Returns chunks on growing groups. Members are listed in the order in which they were
+        taken, so each group's list begins with that of the chunk before it and the leader never
+        changes.
         """
         return self._planner.plan(tokens, queue_s, least_sp, self.improvement_rate)

@@ -40,7 +40,7 @@ from millrace.core.scheduler.planning.plan import Plan, PlannedChunk
 if TYPE_CHECKING:
     from millrace.core.scheduler.planning import PlannerInputs
 
-#: Below this a forward pass no longer fills a GPU, and the fixed cost of a chunk is all it buys.
+#: A shorter forward pass does not fill a GPU, and its gain is less than the fixed cost of a chunk.
 MIN_CHUNK_TOKENS = 512
 
 
@@ -54,7 +54,7 @@ def usable_degrees(inputs: PlannerInputs) -> tuple[int, ...]:
 
 
 def last_degrees(degrees: Sequence[int], least_sp: int) -> tuple[int, ...]:
-    """Those that the last chunk may have."""
+    """Returns the degrees that the last chunk may have."""
     return tuple(sp for sp in degrees if sp >= least_sp) or tuple(degrees[-1:])
 
 
@@ -72,7 +72,7 @@ class Allocation:
 
     @property
     def group(self) -> Group:
-        """Every instance so far: groups hold those before them."""
+        """Returns every instance so far: groups hold those before them."""
         return self.chunks[-1].members if self.chunks else ()
 
     def append(self, tokens: int, group: Group, end_s: float) -> Allocation:
@@ -122,7 +122,7 @@ class _Search:
     def schedule(
         self, left: int, done: Allocation, degrees: Sequence[int], pool: Nodes
     ) -> Allocation:
-        """Algorithm 1: the best allocation found of all tokens."""
+        """Algorithm 1: returns the best allocation found of all tokens."""
         best = self.single_chunk(left, done, degrees, pool)
         pool = within(pool, best.group)
         candidates = [sp for sp in degrees if sp <= len(best.group)]
@@ -140,7 +140,9 @@ class _Search:
     def single_chunk(
         self, left: int, done: Allocation, degrees: Sequence[int], pool: Nodes
     ) -> Allocation:
-        """Algorithm 2: all that is left as one chunk, larger only for a gain above the rate."""
+        """Algorithm 2: returns the rest as one chunk, with a larger group only for a gain above the
+        rate.
+        """
         best, best_ttft_s = None, 0.0
         for sp in degrees:
             if sp not in self._last:
@@ -156,7 +158,9 @@ class _Search:
     def _chunk(
         self, left: int, done: Allocation, current: int, following: int, pool: Nodes
     ) -> Allocation | None:
-        """Algorithm 3: a chunk that fills the time until the next group is free; None: illegal."""
+        """Algorithm 3: returns a chunk that fills the time until the next group is free; None:
+        illegal.
+        """
         group = get_group(pool, done.group, current, self._queue_s)
         next_group = get_group(pool, group, following, self._queue_s)
         start_s = self._start_s(group, done)
@@ -177,5 +181,5 @@ class _Search:
         return done.append(tokens, group, start_s + model.chunk_s(tokens, history))
 
     def _start_s(self, group: Group, done: Allocation) -> float:
-        """T_queue of Algorithms 2 and 3: when the last member is free."""
+        """Returns T_queue of Algorithms 2 and 3: when the last member is free."""
         return max(done.end_s, *(self._queue_s[i] for i in group))

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class Esp:
-    """Algorithm 2 with an improvement rate of 0: any gain will do."""
+    """Algorithm 2 with an improvement rate of 0: any gain suffices."""
 
     def __init__(self, inputs: PlannerInputs) -> None:
         self._planner = pool_planner(inputs)

@@ -24,7 +24,7 @@ def fixed_degree(inputs: PlannerInputs) -> int:
 
 
 class FixedSp:
-    """Instances that are too few for another group at the end of the pool stay idle."""
+    """Plans on fixed groups. Instances at the end of the pool too few for a group stay idle."""
 
     def __init__(self, inputs: PlannerInputs) -> None:
         degree = fixed_degree(inputs)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class LeastQueue:
-    """Ignores nodes and SP degrees."""
+    """Plans one chunk on one instance; ignores nodes and SP degrees."""
 
     def __init__(self, inputs: PlannerInputs) -> None:
         self._latency = inputs.latency

@@ -25,7 +25,8 @@ def quickest_chunk(
     queue_s: array[float],
     able: Mapping[int, Sequence[bool]],
 ) -> Plan | None:
-    """One chunk on the group that ends it first, the smaller one among equals; None without any.
+    """Returns one chunk on the group that ends it first, the smaller among equals; None without
+    any.
 
     `able[sp][i]`: whether instance i can hold its share in a group of `sp`.
     """

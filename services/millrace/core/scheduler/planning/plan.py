@@ -1,4 +1,4 @@
-"""What planners return."""
+"""The results of planners."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class SingleChunk:
-    """`improvement_rate` may be set between two plans."""
+    """Plans by Algorithm 2. `improvement_rate` may be set between two plans."""
 
     def __init__(self, inputs: PlannerInputs) -> None:
         self.improvement_rate = inputs.config.improvement_rate
