@@ -412,7 +412,7 @@ async def test_peers_that_lose_the_thread_are_cut_off_alone():
         with pytest.raises(grpc.aio.AioRpcError, match="a connected proxy sent nothing"):
             await proxy.next("placed")
         silent = net.stub().ConnectProxy()
-        with pytest.raises(grpc.aio.AioRpcError, match=r"a proxy says hello\.id first"):
+        with pytest.raises(grpc.aio.AioRpcError, match=r"a proxy must send hello\.id first"):
             await asyncio.wait_for(silent.read(), HANG_S)
 
 
