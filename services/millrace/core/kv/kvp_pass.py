@@ -76,7 +76,7 @@ def remote_rows(
     """Returns the workers' share of rows at positions [first_position, first_position + num_rows).
 
     A row before a shard sees no token of it. `reach`: the widest sliding window, where every layer
-    has a window; a row at least `reach` tokens after a shard's end sees no token of it either.
+    has a window; a row `reach` or more tokens after a shard's last token sees none of it either.
     """
     end = first_position + num_rows
     found = []

@@ -105,7 +105,7 @@ class KvSwap:
 
 
 def _common_runs(origin: Sequence[int], goal: Sequence[int]) -> list[tuple[int, int, int]]:
-    """Yields (first of `origin`, first of `goal`, length) of runs that are neighbouring in both."""
+    """Returns (first of `origin`, first of `goal`, length) of runs contiguous in both."""
     runs: list[tuple[int, int, int]] = []
     for one, other in zip(origin, goal, strict=True):
         if runs:
