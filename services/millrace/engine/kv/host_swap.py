@@ -58,8 +58,10 @@ class KvSwap:
         return (self.num_pages - self._free.num_pages) * self.page_bytes
 
     def reserve(self, count: int) -> list[int]:
-        """Reserves `count` slots, ascending. Raises CapacityError, and takes nothing, without
-        room."""
+        """Reserves `count` slots, ascending.
+
+        Raises CapacityError, and takes nothing, without room.
+        """
         if count > self._free.num_pages:
             raise CapacityError(f"{count} pages of swap wanted, {self._free.num_pages} are free")
         return self._free.take(count)
