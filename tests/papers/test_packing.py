@@ -113,8 +113,10 @@ def test_a_target_below_the_smallest_chunk_still_makes_progress() -> None:
 
 
 def test_a_history_too_long_for_the_target_advances_beside_others() -> None:
-    """32 tokens after 1 M take 32 ms. At the head they run, late; after other requests they
-    wait."""
+    """32 tokens after 1 M take 32 ms.
+
+    At the head they run, late; after other requests they wait.
+    """
     late, small = (Prompt("late", 2_000_000), 1_000_000), (Prompt("small", 100), 0)
     assert pack(late, small, decodes=8, context=8000) == {"late": 32}
     assert pack(small, late, decodes=8, context=8000) == {"small": 100}

@@ -67,9 +67,7 @@ class Scenario:
         return 600 * (self.prompts.index(prompt) + 1)
 
     def plans(self) -> dict[int, list[tuple[int, tuple[int, ...]]]]:
-        """Returns the planner's answers while all instances live; after that the real planner
-        plans.
-        """
+        """The planner's answers while all instances live; after that the real planner plans."""
         return {
             self.tokens(prompt): [
                 (self.tokens(prompt) // len(prompt.chunks), group) for group in prompt.chunks

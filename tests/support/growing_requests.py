@@ -250,9 +250,7 @@ class GrowingRequests:
         return copying or any(r.ended and r not in self.book.leaving for r in self.book)
 
     def _live(self, name: str, job: Job) -> None:
-        """Returns an attempt of a request: the first, or one that continues after its received
-        tokens.
-        """
+        """An attempt of a request: the first, or one that continues after its received tokens."""
         done = len(job.got[0])
         sampling = SamplingParams(
             max_tokens=job.spec.max_tokens - done,

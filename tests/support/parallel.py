@@ -34,8 +34,7 @@ SPLIT_FOUR_WAYS = {
 
 
 def split_folder(name: str) -> Path:
-    """Returns the folder of a variant with (attention heads, KV heads) that four ranks can
-    share."""
+    """The folder of a variant with (attention heads, KV heads) that four ranks can share."""
     heads, kv_heads = SPLIT_FOUR_WAYS[name]
     variant = VARIANTS[name]
     counts = {"num_attention_heads": heads, "num_key_value_heads": kv_heads}

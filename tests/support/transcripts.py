@@ -184,8 +184,10 @@ def _subject(effect: effects.Effect) -> str:
 
 
 def _merged(phrases: list[Phrase]) -> Iterable[str]:
-    """Writes one phrase for equal effects at several instances. A reason or KV owner is named
-    once."""
+    """Writes one phrase for equal effects at several instances.
+
+    A reason or KV owner is named once.
+    """
     said: set[str] = set()
     for (verb, rest), same in itertools.groupby(phrases, lambda phrase: (phrase[0], phrase[2])):
         told = ",".join(target for _, target, _ in same)

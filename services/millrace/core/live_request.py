@@ -109,25 +109,20 @@ class LiveRequest:
 
     @property
     def kv_instance_ids(self) -> tuple[str, ...]:
-        """Returns the instances that keep its KV to its end: the KV owner first, then the KVP
-        workers.
-        """
+        """The instances that keep its KV to its end: the KV owner first, then the KVP workers."""
         if self.shards:
             return tuple(shard.worker_id for shard in self.shards)
         return () if self.decode_id is None else (self.decode_id,)
 
     def remaining_s(self, now_s: float) -> float:
-        """Returns the predicted seconds of prefill still to compute: executed work counts as
-        done."""
+        """The predicted seconds of prefill still to compute: executed work counts as done."""
         left_s = self.predicted_prefill_s - self.executed_s
         if self.running_since_s is not None:
             left_s -= now_s - self.running_since_s
         return left_s if left_s > 0.0 else 0.0
 
     def remaining_work_s(self, now_s: float) -> float:
-        """Returns the predicted seconds of prefill still to compute, times the instances of the
-        group.
-        """
+        """The predicted seconds of prefill still to compute, times the instances of the group."""
         return self.work_of(self.remaining_s(now_s))
 
     def work_of(self, left_s: float) -> float:

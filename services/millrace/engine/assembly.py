@@ -80,8 +80,10 @@ class Engine(KvMemory):
             self.runner.in_flight.check_integrity()
 
     def when_died(self, call: Callable[[EngineDied], None]) -> None:
-        """Has `call` made, on any thread, when a later stage has died. The next pass finds a dead
-        rank out."""
+        """Has `call` made, on any thread, when a later stage has died.
+
+        The next pass finds a dead rank out.
+        """
         if self.runner.in_flight is not None:
             self.runner.in_flight.when_died(call)
 

@@ -88,8 +88,10 @@ class PausedSequence:
 
 
 class TokenOut(NamedTuple):
-    """The result of a step for one sequence. With a finish reason the sequence has left the
-    batch."""
+    """The result of a step for one sequence.
+
+    With a finish reason the sequence has left the batch.
+    """
 
     request_id: str
     choice: int
@@ -128,9 +130,7 @@ class DecodeBatch:
 
     @property
     def context_tokens(self) -> int:
-        """Returns the context tokens of all sequences, including the tokens that the next step
-        feeds.
-        """
+        """The context tokens of all sequences, including the tokens that the next step feeds."""
         return int(self._kv_lens[: self.size].sum())
 
     def requests(self) -> list[str]:

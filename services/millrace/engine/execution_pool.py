@@ -130,8 +130,9 @@ class ExecutionPool:
             self._rule.finest = finest
 
     def submit(self, task: PoolTask) -> None:
-        """Takes a task in; it runs when it is first. Raises ValueError for a name that the pool
-        has.
+        """Takes a task in; it runs when it is first.
+
+        Raises ValueError for a name that the pool has.
 
         A task that is already unwanted ends as a dropped task does: `drop_unwanted` may have run a
         moment ago.
@@ -142,8 +143,10 @@ class ExecutionPool:
             self._rearranged()
 
     def order(self, names: Sequence[str]) -> None:
-        """Sets the order from now on. Names may be of tasks still to come; tasks not named go
-        last."""
+        """Sets the order from now on.
+
+        Names may be of tasks still to come; tasks not named go last.
+        """
         with self._changing():
             self._rule.order(names)
             self._rearranged()
@@ -164,8 +167,10 @@ class ExecutionPool:
             self._rule.forget(names)
 
     def receive(self, instance_id: str, payload: bytes) -> None:
-        """Takes in a message of another instance's pool. Raises TransferError for any other
-        bytes."""
+        """Takes in a message of another instance's pool.
+
+        Raises TransferError for any other bytes.
+        """
         with self._changing():
             self._rule.receive(instance_id, payload)
             self._rearranged()  # a gang's task may count from now on
@@ -270,8 +275,10 @@ class ExecutionPool:
         task.ended(error)
 
     def _run_span(self, task: PoolTask) -> bool:
-        """Runs the task; True when it was left, False when it ended. Raises what the task
-        raises."""
+        """Runs the task; True when it was left, False when it ended.
+
+        Raises what the task raises.
+        """
         run_ahead = self._run_ahead
         for ended in task.steps:
             self._begun += 1
@@ -342,8 +349,9 @@ class ExecutionPool:
                 return step is Step.BEGIN
 
     def _end_dropped(self) -> None:
-        """Ends waiting tasks that were dropped. On this thread, which owns the memory that this
-        frees.
+        """Ends waiting tasks that were dropped.
+
+        On this thread, which owns the memory that this frees.
         """
         with self._changing():
             tasks = self._rule.tasks.values()

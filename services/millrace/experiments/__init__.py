@@ -83,8 +83,9 @@ def load_experiment(name: str) -> Experiment:
 
 
 def load_traced(name: str) -> TracedExperiment:
-    """Returns the experiment of that name. Raises ConfigError for an experiment that takes no
-    trace.
+    """Returns the experiment of that name.
+
+    Raises ConfigError for an experiment that takes no trace.
     """
     if name not in TRACED:
         raise ConfigError(f"experiment {name!r} takes no --trace; {', '.join(TRACED)} do")

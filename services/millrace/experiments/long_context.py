@@ -64,8 +64,9 @@ NO_KVP = Sharding(shard_tokens=1 << 40, workers=1)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    """A summary of all iterations of a prefill, in seconds. `total_s`: one after the other, one
-    stage.
+    """A summary of all iterations of a prefill, in seconds.
+
+    `total_s`: one after the other, one stage.
     """
 
     total_s: float

@@ -27,8 +27,10 @@ class Finding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """All results of an experiment. `assumptions` say where its setting differs from the
-    paper's."""
+    """All results of an experiment.
+
+    `assumptions` say where its setting differs from the paper's.
+    """
 
     title: str
     assumptions: Sequence[str]

@@ -128,8 +128,9 @@ def _step_of(line: dict[str, Any], where: str) -> tuple[float, Event, list[Any]]
 
 
 class _Lines(Iterator[dict[str, Any]]):
-    """Reads the file's lines as objects. A last line without its end is left out and noted in
-    `cut`.
+    """Reads the file's lines as objects.
+
+    A last line without its end is left out and noted in `cut`.
     """
 
     def __init__(self, path: Path) -> None:

@@ -19,9 +19,7 @@ def observe(corrections: Corrections, *ratios: float, band: Band = SHORT) -> flo
 
 
 def factor(corrections: Corrections, band: Band, instance_id: str = "p0") -> float:
-    """Returns the factor of work of half a second by the profile: so long that overhead is
-    negligible.
-    """
+    """The factor of work of half a second by the profile: so long that overhead is negligible."""
     return corrections.seconds(instance_id, band, 0.5) / 0.5
 
 

@@ -30,9 +30,7 @@ def bench(policy: str, preemption: str = "operator", *, decode_pages: int = 10_0
 
 
 def loaded(policy: str, preemption: str = "operator") -> Bench:
-    """Returns a bench with requests in the run queue, one of them running, and in the waiting
-    queue.
-    """
+    """A bench with requests in the run queue, one of them running, and in the waiting queue."""
     one = bench(policy, preemption)
     for number, (prompt, ttft_s) in enumerate(MIX):
         one.now_s += 0.01

@@ -237,8 +237,7 @@ def boards(draw: st.DrawFn, *, rounds: bool) -> tuple[RunQueue, list[PrefillInst
 
 
 def replay_s(board: RunQueue, ps: list[PrefillInstance], rank) -> list[float]:
-    """Returns when each instance is free of the work before `rank`, by events: in turn, without
-    stops.
+    """When each instance is free of the work before `rank`, by events: in turn, without stops.
 
     An instance computes its first task. A running task comes first where it can't be stopped, else
     all is in the order of ranks, so a group waits for members and they for it.

@@ -137,9 +137,7 @@ class LoadMeter:
     # ---- signals
 
     def load(self, now_s: float, parked_requests: int = 0) -> FleetLoad:
-        """Returns the load at `now_s`; `parked_requests` are the requests that the proxies hold
-        back.
-        """
+        """The load at `now_s`; `parked_requests` are the requests that the proxies hold back."""
         for seen in (self._arrived, self._ttft, self._tbt):
             _forget(seen, now_s - self._window_s)
         self._roles |= {one.card.role for one in self._instances()} - {"kvp"}

@@ -126,8 +126,9 @@ class PrefillTargets:
         _check("targets.ttft_slo_ratio", self.ttft_slo_ratio, 0.05, 1.0)
 
     def wishes(self, m: PoolMetrics, config: AutoscaleConfig) -> list[Wish]:
-        """Returns the wishes. `backlog_s` and `arriving` are sums over the pool; TTFT is of ready
-        replicas.
+        """Returns the wishes.
+
+        `backlog_s` and `arriving` are sums over the pool; TTFT is of ready replicas.
         """
         return [
             *_ratio("backlog of {:.3g} s an instance", m.backlog_s, self.backlog_s, m, config),
@@ -154,8 +155,9 @@ class DecodeTargets:
         _check("targets.tbt_slo_ratio", self.tbt_slo_ratio, 0.05, 1.0)
 
     def wishes(self, m: PoolMetrics, config: AutoscaleConfig) -> list[Wish]:
-        """Returns the wishes. Both signals are of ready replicas: starting replicas share the load
-        later.
+        """Returns the wishes.
+
+        Both signals are of ready replicas: starting replicas share the load later.
         """
         return [
             *_ratio(
@@ -189,8 +191,9 @@ class KvpTargets:
         _check("targets.lead_s", self.lead_s, 0.0, math.inf)
 
     def wishes(self, m: PoolMetrics, config: AutoscaleConfig) -> list[Wish]:
-        """Returns the wishes. The longest request needs its degree in different workers; all need
-        the memory.
+        """Returns the wishes.
+
+        The longest request needs its degree in different workers; all need the memory.
         """
         del config
         sizes = [context.tokens_after(self.lead_s) for context in m.contexts]

@@ -41,9 +41,7 @@ LAST, NEAREST = 64, 9
 
 
 def band_of(end_token: int, sp: int = 1) -> Band:
-    """Returns the band of work that ends with `end_token` (history and own tokens) on a group of
-    `sp`.
-    """
+    """The band of work that ends with `end_token` (history and own tokens) on a group of `sp`."""
     return sp, end_token.bit_length()
 
 
@@ -89,8 +87,9 @@ class CorrectionConfig:
 
 @dataclass(slots=True)
 class _Belief:
-    """A mean and its variance. strange: outliers in a row, negative if they are below the
-    prediction.
+    """A mean and its variance.
+
+    strange: outliers in a row, negative if they are below the prediction.
     """
 
     variance: float
@@ -179,8 +178,7 @@ class Corrections:
         instance.overhead.variance += (config.drift * config.overhead_s) ** 2
 
     def _changed(self, instance: _Instance, of_band: _Belief, off: float) -> _Belief | None:
-        """Returns the belief that changed, if outliers persist: nothing is known of its new
-        value."""
+        """The belief that changed, if outliers persist: nothing is known of its new value."""
         side = 1 if off > 0.0 else -1
         strange = instance.has_strange(side), of_band.has_strange(side)
         if strange[0] >= self._config.persistent:

@@ -85,9 +85,7 @@ class Latency:
         return self._settle(guess, max(start, 1), end, budget_s, history)
 
     def _settle(self, guess: int, low: int, high: int, budget_s: float, history: int) -> int:
-        """Returns the largest count in low..high within the budget, near `guess`; `low` itself
-        fits.
-        """
+        """The largest count in low..high within the budget, near `guess`; `low` itself fits."""
         if self.chunk_s(guess, history) <= budget_s:
             low = guess
             if guess == high or self.chunk_s(guess + 1, history) > budget_s:
@@ -105,8 +103,9 @@ class Latency:
         return low
 
     def scaled(self, factor: float) -> Latency:
-        """Returns the model with times multiplied by `factor`. Raises ConfigError for a negative
-        factor.
+        """Returns the model with times multiplied by `factor`.
+
+        Raises ConfigError for a negative factor.
         """
         return Latency(
             a=self.a * factor,
@@ -197,9 +196,7 @@ def _segments(
 
 
 def _between(left: tuple[int, float], right: tuple[int, float], d: float) -> Segment:
-    """Returns the quadratic through both ends, with the largest curvature up to `d` that never
-    falls.
-    """
+    """The quadratic through both ends, with the largest curvature up to `d` that never falls."""
     (x0, y0), (x1, y1) = left, right
     slope = (y1 - y0) / (x1 - x0)
     bend = min(d, slope / (x1 - x0))
@@ -208,8 +205,7 @@ def _between(left: tuple[int, float], right: tuple[int, float], d: float) -> Seg
 
 
 def _root(a: float, b: float, d: float) -> float:
-    """Returns the larger root of a + b x + d x^2; infinity where the curve never crosses 0
-    upwards."""
+    """The larger root of a + b x + d x^2; infinity where the curve never crosses 0 upwards."""
     if d <= 0.0:
         return -a / b if b > 0.0 else math.inf
     under = max(b * b - 4.0 * d * a, 0.0)

@@ -208,9 +208,7 @@ class OperatorModel:
         return max(self.layer_s(batch, kvp))
 
     def merge_s(self, tokens: int, kvp: int) -> float:
-        """Returns the seconds of one layer's KVP communication for `tokens` query tokens; 0 at
-        degree 1.
-        """
+        """The seconds of one layer's KVP communication for `tokens` query tokens; 0 at degree 1."""
         if kvp <= 1:
             return 0.0
         rounds = 1 + (kvp - 1).bit_length()

@@ -39,8 +39,7 @@ class ChunkLimits:
 def optimal_chunk(
     operators: OperatorModel, history: int, target_s: float, limits: ChunkLimits, kvp: int = 1
 ) -> int:
-    """Returns the most tokens whose pass takes at most `target_s`, or `limits.least`; by binary
-    search.
+    """The most tokens whose pass takes at most `target_s`, or `limits.least`; by binary search.
 
     Alg. 3, line 15 (Alg. 2, line 16 with an empty batch). A pass takes longer the more tokens it
     has, except for the noise of measured tables, at which the search may stop.

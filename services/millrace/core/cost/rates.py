@@ -105,8 +105,10 @@ class RateWindow:
         self._first_s: float | None = None
 
     def arrived(self, now_s: float, work_s: float = 0.0) -> None:
-        """Notes an arrival. work_s: seconds of its prefill, divided by the instances that share
-        it."""
+        """Notes an arrival.
+
+        work_s: seconds of its prefill, divided by the instances that share it.
+        """
         if self._first_s is None:
             self._first_s = now_s
         self._arrivals.append((now_s, work_s))

@@ -247,8 +247,9 @@ class Gang:
         self.state = State.AWAY
 
     def hear(self, sender: str, message: Message) -> None:
-        """Takes in a message of a member. A message that another message has made void changes
-        nothing.
+        """Takes in a message of a member.
+
+        A message that another message has made void changes nothing.
         """
         if message.kind in _TO_LEADER:
             self._lead(sender, message)

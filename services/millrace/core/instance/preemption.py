@@ -80,8 +80,7 @@ class PreemptionRule(Generic[T]):
         return sum(task.begun for task in tasks if task is not self.running)
 
     def first(self) -> T | None:
-        """Returns the first task that could run: it waits for nothing, and all members of its gang
-        have it.
+        """The first task that could run: it waits for nothing, and all members of its gang have it.
 
         Tasks without a rank go last, in the order in which they came."""
         found: T | None = None
@@ -134,8 +133,10 @@ class PreemptionRule(Generic[T]):
         self.settle()
 
     def order(self, names: Sequence[str]) -> None:
-        """Sets the order from now on. Names may be of tasks still to come; tasks not named go
-        last."""
+        """Sets the order from now on.
+
+        Names may be of tasks still to come; tasks not named go last.
+        """
         self._ranks = dict(zip(dict.fromkeys(names), count(), strict=False))
         self._next_rank = len(self._ranks)
         self.settle()
@@ -166,8 +167,9 @@ class PreemptionRule(Generic[T]):
         self.settle()
 
     def receive(self, sender: str, payload: bytes) -> None:
-        """Takes in a message of another instance. Raises TransferError for bytes that no gang
-        sends.
+        """Takes in a message of another instance.
+
+        Raises TransferError for bytes that no gang sends.
         """
         message = Message.decode(payload)
         gang = self._gangs.get(message.key)

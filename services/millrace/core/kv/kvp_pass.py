@@ -76,7 +76,7 @@ def remote_rows(
     """Returns the workers' share of rows at positions [first_position, first_position + num_rows).
 
     A row before a shard sees no token of it. `reach`: the widest sliding window, where every layer
-    has a window; a row at least `reach` tokens after a shard's end sees no token of it either.
+    has a window; a row `reach` or more tokens after a shard's last token sees none of it either.
     """
     end = first_position + num_rows
     found = []
@@ -135,8 +135,9 @@ def pack_table(rows: Sequence[RemoteRows]) -> bytes:
 
 
 def unpack_table(table: bytes | memoryview, max_rows: int) -> list[TableEntry]:
-    """Reads a row table. Raises TransferError for bytes that are no table of at most `max_rows`
-    rows.
+    """Reads a row table.
+
+    Raises TransferError for bytes that are no table of at most `max_rows` rows.
     """
     if len(table) % _ENTRY.size:
         raise TransferError(f"{len(table)} bytes are no row table")
@@ -149,8 +150,10 @@ def unpack_table(table: bytes | memoryview, max_rows: int) -> list[TableEntry]:
 
 
 class Request(NamedTuple):
-    """One layer of a piece of a pass, to its KVP worker. With `entries` it carries the row
-    table."""
+    """One layer of a piece of a pass, to its KVP worker.
+
+    With `entries` it carries the row table.
+    """
 
     piece: int
     layer: int

@@ -63,8 +63,9 @@ class Reservation:
         return tuple(shard.worker_id for shard in self.shards)
 
     def owner(self, position: int) -> str:
-        """Returns the worker that holds a token position. Raises ValueError outside the
-        reservation.
+        """Returns the worker that holds a token position.
+
+        Raises ValueError outside the reservation.
         """
         if not 0 <= position < self.tokens:
             raise ValueError(f"position {position} is outside the {self.tokens} reserved tokens")
@@ -99,8 +100,7 @@ class Reservation:
         )
 
     def onboarded(self, start_token: int, end_token: int) -> tuple[str, ...]:
-        """Returns the workers that join as the context grows from `start_token` to `end_token`
-        tokens.
+        """The workers that join as the context grows from `start_token` to `end_token` tokens.
 
         The worker that serves from token 0 on is never among them.
         """
@@ -165,8 +165,10 @@ def shard_tokens(worker: WorkerRoom, max_kv_tokens_per_worker: int) -> int:
 def _freest_first(
     workers: Iterable[WorkerRoom], max_kv_tokens_per_worker: int, home: str | None
 ) -> list[WorkerRoom]:
-    """Sorts `home` first. Where page sizes differ, the longer shard counts before the free
-    memory."""
+    """Sorts `home` first.
+
+    Where page sizes differ, the longer shard counts before the free memory.
+    """
     return sorted(
         workers,
         key=lambda worker: (

@@ -119,9 +119,7 @@ class KvLayout:
         return self.num_pages * self.page_bytes
 
     def layer_offset(self, layer: int) -> int:
-        """Returns the bytes from a part's beginning to the model's `layer`, which must be in this
-        pool.
-        """
+        """The bytes from a part's beginning to the model's `layer`, which must be in this pool."""
         return (layer - self.layer_start) * self.layer_bytes
 
     @property

@@ -24,8 +24,7 @@ def pages_for(tokens: int, page_tokens: int) -> int:
 def pages_of_request(
     prompt_tokens: int, max_new_tokens: int, choices: int, page_tokens: int
 ) -> int:
-    """Returns the pages that a decode instance reserves for a request from its placement to its
-    end.
+    """The pages that a decode instance reserves for a request from its placement to its end.
 
     With P prompt tokens, G new tokens at most, n choices and T tokens per page:
 
@@ -42,8 +41,7 @@ def pages_of_request(
 
 
 def pages_of_plan(chunks: Sequence[Chunk], page_tokens: int, kv_layers: int) -> dict[str, int]:
-    """Returns the pages that the request takes at each member of its last group, with ring
-    buffers."""
+    """The pages that the request takes at each member of its last group, with ring buffers."""
     last = chunks[-1]
     if len(last.instance_ids) == 1:
         return {last.instance_ids[0]: pages_for(last.start_token + last.num_tokens, page_tokens)}

@@ -30,8 +30,7 @@ def prefix_root(block_tokens: int, salt: str = "") -> int:
 
 
 def block_hashes(token_ids: TokenBytes, block_tokens: int, parent: int) -> list[int]:
-    """Returns the hashes of the whole blocks of `token_ids`, which follow the block `parent` (or
-    root).
+    """The hashes of the whole blocks of `token_ids`, which follow the block `parent` (or root).
 
     Tokens after the last whole block have none. A million tokens take about 20 ms.
     """

@@ -166,8 +166,7 @@ def zigzag(tokens: int, members: int) -> list[tuple[tuple[int, int], tuple[int, 
 
 
 def pass_tokens(tokens: int, members: int, max_chunk_tokens: int) -> list[int]:
-    """Returns the tokens of each pass of a chunk: nearly equal, and at most `max_chunk_tokens` per
-    member.
+    """The tokens of each pass of a chunk: nearly equal, and at most `max_chunk_tokens` per member.
 
     All but the last divide by the members, so that a member's share of the passes together is that
     of the chunk.

@@ -67,9 +67,7 @@ def keys(requests: Sequence[LiveRequest], now_s: float, instances: int) -> list[
 def given_up(
     requests: Sequence[LiveRequest], now_s: float, instances: int
 ) -> dict[str, LiveRequest]:
-    """Returns the ids of the requests that can't be in time if as many as possible are to be in
-    time.
-    """
+    """The ids of the requests that can't be in time if as many as possible are to be in time."""
     capacity = SHARE * max(instances, 1)
     late: dict[str, LiveRequest] = {}
     kept: list[tuple[float, int, LiveRequest]] = []  # a heap, most work first

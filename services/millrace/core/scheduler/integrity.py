@@ -153,8 +153,9 @@ def _check_holdings(instance: Instance, table: RequestTable) -> None:
 
 
 def _check_shards(request: LiveRequest, table: RequestTable) -> None:
-    """Checks that shards cover the request, end to end. KVP workers may free them after the first
-    token.
+    """Checks that shards cover the request, end to end.
+
+    KVP workers may free them after the first token.
     """
     ends = [0, *(shard.end_token for shard in request.shards)]
     starts = [*(shard.start_token for shard in request.shards), ends[-1]]
@@ -195,8 +196,7 @@ def _check_request(request: LiveRequest, table: RequestTable) -> None:
 
 
 def _computing(request: LiveRequest, table: RequestTable) -> set[str]:
-    """Returns the prefill instances that the request still needs: members may have done their
-    part."""
+    """The prefill instances that the request still needs: members may have done their part."""
     run_queue = table.run_queue_of.get(request.id)
     tasks = run_queue.tasks[request.id] if run_queue is not None else ()
     members = {member.id for task in tasks for member in task.members}

@@ -152,9 +152,7 @@ class Machine:
 
     @property
     def stalled(self) -> int:
-        """Returns the requests taken back from instances that stood still with prepared work: a
-        defect.
-        """
+        """The requests taken back from instances that stood still with prepared work: a defect."""
         return self._stall_watch.stalled
 
     def prefill_work_s(self, request: Request) -> float:

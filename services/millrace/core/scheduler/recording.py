@@ -45,8 +45,9 @@ def head(config: SchedulerConfig) -> dict[str, Any]:
 
 
 def config_of(line: Mapping[str, Any]) -> SchedulerConfig:
-    """Returns the settings in a first line. Raises RecordingError for another format or bad
-    settings.
+    """Returns the settings in a first line.
+
+    Raises RecordingError for another format or bad settings.
     """
     if (found := line.get("millrace_recording")) != FORMAT:
         raise RecordingError(f"millrace_recording is {found!r}; this version reads {FORMAT}")
@@ -110,8 +111,9 @@ def _defaults(kind: type) -> tuple[tuple[str, Any], ...]:
 
 
 def built(wanted: Any, data: Any, path: str) -> Any:  # noqa: ANN401 - a type known at run time
-    """Returns the value of type `wanted` that `plain` wrote. Raises RecordingError naming the
-    field.
+    """Returns the value of type `wanted` that `plain` wrote.
+
+    Raises RecordingError naming the field.
     """
     try:
         if dataclasses.is_dataclass(wanted):

@@ -284,8 +284,7 @@ class RequestTable:
 
 
 def still_needs(request: LiveRequest, instance: Instance) -> bool:
-    """Returns whether the request can't continue without the instance, which holds its current
-    attempt.
+    """Whether the request can't continue without the instance, which holds its current attempt.
 
     A prefill instance is done with a request once its cache has landed: the request decodes.
     """

@@ -37,8 +37,9 @@ class PieceViews:
         rows: int,
         new_rows: int,
     ) -> PieceViews:
-        """Builds the views. memory: uint8, laid out by an `ExchangeShape`; ``at``: the pair's
-        offsets.
+        """Builds the views.
+
+        memory: uint8, laid out by an `ExchangeShape`; ``at``: the pair's offsets.
         """
         heads, kv_heads, head_dim = shape.num_q_heads, shape.num_kv_heads, shape.head_dim
         q_at = at[0] + shape.queries_at

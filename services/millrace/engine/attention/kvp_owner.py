@@ -88,8 +88,7 @@ class Remote:
 
 
 def reach_of(windows: Sequence[int | None]) -> int | None:
-    """Returns how far back any layer sees, by the layers' sliding windows; None: to the
-    beginning."""
+    """How far back any layer sees, by the layers' sliding windows; None: to the beginning."""
     widest = 0
     for window in windows:
         if window is None:

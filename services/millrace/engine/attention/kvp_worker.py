@@ -92,8 +92,10 @@ class ShardAttention:
         kept.kv_tokens = max(0, min(end_token, kept.end_token) - kept.start_token)
 
     def close(self, shard: int) -> None:
-        """Closes a shard: nothing reads or writes its pages after this. Harmless without a
-        shard."""
+        """Closes a shard: nothing reads or writes its pages after this.
+
+        Harmless without a shard.
+        """
         self._shards.pop(shard, None)
         for pieces in self._pieces.values():
             for number, piece in pieces.items():

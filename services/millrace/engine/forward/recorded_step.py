@@ -29,8 +29,10 @@ class RecordedSteps:
     def __init__(
         self, model: Model, states: PassStates, operators: Sequence[Operator], *, records: bool
     ) -> None:
-        """operators: of the layers. `records`: False where operators do work that no native call
-        records."""
+        """operators: of the layers.
+
+        `records`: False where operators do work that no native call records.
+        """
         self._model = model
         self._states = states
         self._operators = operators

@@ -58,8 +58,10 @@ class KvSwap:
         return (self.num_pages - self._free.num_pages) * self.page_bytes
 
     def reserve(self, count: int) -> list[int]:
-        """Reserves `count` slots, ascending. Raises CapacityError, and takes nothing, without
-        room."""
+        """Reserves `count` slots, ascending.
+
+        Raises CapacityError, and takes nothing, without room.
+        """
         if count > self._free.num_pages:
             raise CapacityError(f"{count} pages of swap wanted, {self._free.num_pages} are free")
         return self._free.take(count)
@@ -105,7 +107,7 @@ class KvSwap:
 
 
 def _common_runs(origin: Sequence[int], goal: Sequence[int]) -> list[tuple[int, int, int]]:
-    """Yields (first of `origin`, first of `goal`, length) of runs that are neighbouring in both."""
+    """Returns (first of `origin`, first of `goal`, length) of runs contiguous in both."""
     runs: list[tuple[int, int, int]] = []
     for one, other in zip(origin, goal, strict=True):
         if runs:

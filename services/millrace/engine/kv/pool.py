@@ -29,8 +29,9 @@ from millrace.engine.kv.host_memory import host_zeros
 
 
 class PageExtents:
-    """A set of page numbers kept as maximal runs. Each call costs O(log runs) per run that it
-    touches.
+    """A set of page numbers kept as maximal runs.
+
+    Each call costs O(log runs) per run that it touches.
     """
 
     def __init__(self, num_pages: int) -> None:
@@ -295,8 +296,9 @@ class KvPool:
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Allocates zeros. On the host a large pool takes neither start-up time nor memory before its
-    use.
+    """Allocates zeros.
+
+    On the host a large pool takes neither start-up time nor memory before its use.
     """
     if device.type == "cpu":
         return host_zeros(shape, dtype)

@@ -49,8 +49,9 @@ class PrefixCache:
     def __init__(
         self, pool: KvPool, block_tokens: int, evicted: Callable[[int], object] = int
     ) -> None:
-        """`block_tokens`: whole pages; 0: nothing is kept. `evicted` gets the number of evicted
-        pages.
+        """`block_tokens`: whole pages; 0: nothing is kept.
+
+        `evicted` gets the number of evicted pages.
 
         Raises ValueError when a block would end inside a page.
         """
@@ -88,8 +89,7 @@ class PrefixCache:
         return found
 
     def take(self, hashes: Sequence[int]) -> list[int]:
-        """Returns the pages of the first blocks of a sequence that are in the cache, in token
-        order.
+        """The pages of the first blocks of a sequence that are in the cache, in token order.
 
         Each page has one more reference, which the caller frees by `KvPool.free`.
         """

@@ -41,8 +41,9 @@ class Communicator:
     def __init__(
         self, rank: int, size: int, *, device: torch.device, rendezvous: str, timeout_s: float
     ) -> None:
-        """Waits for all `size` ranks. `rendezvous`: the path of a file that no earlier group has
-        used.
+        """Waits for all `size` ranks.
+
+        `rendezvous`: the path of a file that no earlier group has used.
         """
         self.rank = rank
         self.size = size

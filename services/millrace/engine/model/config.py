@@ -84,8 +84,10 @@ class ModelConfig:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Reads a JSON object. Raises ModelError when the file is missing, malformed or something
-    else."""
+    """Reads a JSON object.
+
+    Raises ModelError when the file is missing, malformed or something else.
+    """
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
@@ -189,8 +191,9 @@ def _family(config: Mapping[str, Any], where: str) -> Family:
 
 
 def _max_context(max_positions: int, rope: RopeConfig) -> int:
-    """Returns the tokens a sequence may have. Position interpolation and YaRN extend the trained
-    context.
+    """Returns the tokens a sequence may have.
+
+    Position interpolation and YaRN extend the trained context.
     """
     if rope.kind == "linear":
         return int(max_positions * rope.factor)

@@ -122,8 +122,9 @@ class _Numbers:
         self._where = where
 
     def get(self, name: str, default: float | None = None, *, above: float = 0.0) -> float:
-        """Returns a number. A null counts as absent. Raises ModelError when absent and without a
-        default.
+        """Returns a number.
+
+        A null counts as absent. Raises ModelError when absent and without a default.
         """
         found = [source[name] for source in self._sources if source.get(name) is not None]
         value = found[0] if found else default

@@ -39,8 +39,10 @@ class _Pass:
     over: bool = False
 
     def reach(self, boundary: Boundary) -> None:
-        """Notes that rank 0 has come to a boundary. After o_proj's all-reduce all ranks have run
-        attn."""
+        """Notes that rank 0 has come to a boundary.
+
+        After o_proj's all-reduce all ranks have run attn.
+        """
         if boundary.operator == "attn":
             self.attn = boundary
             return

@@ -133,8 +133,10 @@ class RankGroup:
         return self._answers(timeout_s or self._timeout_s)
 
     def fail(self, cause: BaseException) -> RankError:
-        """Ends the group for an error that rank 0 met. Returns the error that names the rank at
-        fault."""
+        """Ends the group for an error that rank 0 met.
+
+        Returns the error that names the rank at fault.
+        """
         if self.failure is None:
             self.failure = RankError(self._verdict(cause))
             self._end(0.0)

@@ -26,9 +26,7 @@ class StopCounter:
         self._cells = context.RawArray("q", [_NEVER] + [-1] * ranks)
 
     def enter(self, rank: int, operator: int) -> bool:
-        """Returns whether the rank may begin its pass's operator of this number; else it stops
-        there.
-        """
+        """Whether the rank may begin its pass's operator of this number; else it stops there."""
         self._hold()
         try:
             if operator >= self._cells[_STOP_AT]:

@@ -51,8 +51,10 @@ class LaterStages(Protocol):
         """Returns the number of later stages."""
 
     def tell(self, command: Command, stage: int | None = None) -> None:
-        """Sends the command to one stage, counted from 0, or to all. Raises StageError when one
-        has died."""
+        """Sends the command to one stage, counted from 0, or to all.
+
+        Raises StageError when one has died.
+        """
 
     def close(self) -> None:
         """Ends the later stages."""
@@ -101,8 +103,10 @@ class InFlight:
             call(failure)
 
     def check_integrity(self) -> None:
-        """Raises IntegrityError when passes are left. Waits up to a second for answers that are on
-        their way."""
+        """Raises IntegrityError when passes are left.
+
+        Waits up to a second for answers that are on their way.
+        """
         deadline_s = time.monotonic() + _LAST_ANSWERS_S
         while len(self) and time.monotonic() < deadline_s:
             time.sleep(0.01)
@@ -115,8 +119,10 @@ class InFlight:
     def begin(
         self, name: str, on_layer: Callable[[int], None] = lambda layer: None, layers: int = 0
     ) -> PassInFlight:
-        """Enters a pass. `layers`: how many layers of later stages are to report before the pass is
-        through."""
+        """Enters a pass.
+
+        `layers`: how many layers of later stages are to report before the pass is through.
+        """
         entry = PassInFlight(next(self._numbers), name, on_layer, 1 + layers)
         with self._lock:
             self._passes[entry.number] = entry

@@ -128,8 +128,9 @@ class SamplingRow:
 
     @property
     def uniform(self) -> float:
-        """Returns the number in [0, 1) that decides this position. A run of them is drawn at a
-        time.
+        """Returns the number in [0, 1) that decides this position.
+
+        A run of them is drawn at a time.
         """
         run, offset = divmod(self.spec.resumed_tokens + self.output_position, _RUN)
         if self._draws is None or self._run != run:
@@ -148,8 +149,7 @@ class SamplingRow:
 
 
 def finish_reason(spec: SamplingSpec, output_len: int, token_id: int) -> str:
-    """Returns the effect of `token_id`, the `output_len`-th output token (from 1, without resumed
-    tokens).
+    """The effect of `token_id`, the `output_len`-th output token (from 1, without resumed tokens).
 
     "stop": it is a stop id; "length": `max_tokens` is reached; "": the sequence continues. A stop
     id that comes with the last allowed token counts as "stop".

@@ -66,8 +66,9 @@ class System:
     pass_s: float | None = None
 
     def scheduler(self) -> SchedulerConfig:
-        """Returns the settings. Nothing is refused or given up: all requests count, as in the
-        paper.
+        """Returns the settings.
+
+        Nothing is refused or given up: all requests count, as in the paper.
         """
         return SchedulerConfig(
             policy=self.policy,
@@ -103,8 +104,7 @@ QUICK = Size(requests=300, seeds=1, tolerance=0.04, curves=False)
 
 @lru_cache
 def operator_profile(name: str, pass_s: float | None = None) -> Profile:
-    """Returns a shipped profile whose whole prompts take the time of its operator model, as parts
-    do.
+    """A shipped profile whose whole prompts take the time of its operator model, as parts do.
 
     The shipped profile follows Tetris's Table 1, which starts at 4k tokens: below, its fit adds 30
     ms to every prompt that batches and chunks, summed from operators, don't have. Short prompts are
@@ -197,9 +197,7 @@ class Comparison:
     curves: Mapping[str, Sequence[tuple[float, Report]]]
 
     def ratio(self, system: str, other: str) -> float:
-        """Returns how many times better `system` does than `other`: more load, or tighter
-        objectives.
-        """
+        """How many times better `system` does than `other`: more load, or tighter objectives."""
         ours, theirs = self.edges[system].median, self.edges[other].median
         return ours / theirs if self.axis == "rate" else theirs / ours
 
@@ -216,9 +214,7 @@ class Comparison:
         }
 
     def panel(self, title: str) -> Panel:
-        """Returns a chart of attainment over the axis, with upright edges, as in the paper's figure
-        9.
-        """
+        """A chart of attainment over the axis, with upright edges, as in the paper's figure 9."""
         by_rate = self.axis == "rate"
         return Panel(
             title=title,

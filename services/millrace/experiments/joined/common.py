@@ -50,8 +50,10 @@ class Case:
 
 
 def cases(folder: Path | None, quick: bool) -> dict[str, Case]:
-    """Returns the mixes, and the traces found in `folder`. Raises ConfigError when it holds
-    none."""
+    """Returns the mixes, and the traces found in `folder`.
+
+    Raises ConfigError when it holds none.
+    """
 
     def mix(name: str, requests: int, start: float, scale: float, **more: Any) -> Case:  # noqa: ANN401
         count = requests // 4 if quick else requests

@@ -27,8 +27,9 @@ def run(
     quick: bool,
     trace: Path | None = None,
 ) -> None:
-    """Runs the comparison. `trace` is a folder with the Azure and Mooncake traces; without it only
-    mixes.
+    """Runs the comparison.
+
+    `trace` is a folder with the Azure and Mooncake traces; without it only mixes.
     """
     outcome = watched(console, lambda told: measure(trace, quick, told))
     outcome.publish(console, json_path, plot_path)

@@ -221,7 +221,7 @@ def ratio(theirs: float | None, ours: float | None) -> str:
 
 
 def cdf_panel(found: Mapping[str, Sequence[tuple[float, Hour]]], rate: float, title: str) -> Panel:
-    """Charts TTFT's CDF by system at one rate; a curve ends where requests never ended."""
+    """Charts TTFT's CDF by system at one rate; a curve ends where requests got no first token."""
     return Panel(
         title=title,
         x="TTFT (s)",

@@ -162,7 +162,7 @@ def _decodes(found: Found) -> list[Finding]:
 
 
 def _panels(found: Found) -> list[list[Panel]]:
-    """Charts one CDF per rate, as in figure 9b; a curve ends where requests never ended."""
+    """Charts one CDF per rate, as in figure 9b; a curve ends where requests got no first token."""
     rates = [rate for rate, _ in next(iter(found.values()))]
     return [
         [

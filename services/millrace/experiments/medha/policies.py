@@ -85,9 +85,7 @@ def measure(
 
 
 def shared_saving(operators: OperatorModel, tokens: int) -> float:
-    """Returns how many times less a short prompt costs beside a late chunk than in a pass of its
-    own.
-    """
+    """How many times less a short prompt costs beside a late chunk than in a pass of its own."""
     late_s = operators.pass_s(BatchShape(prefills=(LATE_CHUNK,)))
     both_s = operators.pass_s(BatchShape(prefills=(LATE_CHUNK, (tokens, 0))))
     return operators.pass_s(BatchShape(prefills=((tokens, 0),))) / (both_s - late_s)

@@ -76,9 +76,7 @@ def hold_s(model: OperatorModel, tokens: int, stages: int) -> float:
 
 
 def whole_s(profile: Profile, tokens: int, degree: int) -> float:
-    """Returns the time of a prompt in one pass over `degree` servers: divided evenly, plus ring
-    steps.
-    """
+    """The time of a prompt in one pass over `degree` servers: divided evenly, plus ring steps."""
     by_sp = profile.prefill.by_sp
     pass_s = profile.operators.pass_s(BatchShape(prefills=((tokens, 0),)))
     return pass_s / degree + by_sp[degree].a - by_sp[1].a

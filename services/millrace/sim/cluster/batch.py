@@ -33,8 +33,9 @@ _ROUNDING = 1e-6  # of a step
 
 
 class Sequence:
-    """A request in a batch. `spread`: the workers of its context, if it is not all at this
-    instance.
+    """A request in a batch.
+
+    `spread`: the workers of its context, if it is not all at this instance.
     """
 
     __slots__ = ("computed", "end_step", "job", "joined_s", "spread")
@@ -47,9 +48,7 @@ class Sequence:
         self.computed = 0  # tokens with KV, after it has left
 
     def context(self, steps: float) -> float:
-        """Returns the tokens that a step reads of it after so many more steps, its own token
-        included.
-        """
+        """The tokens that a step reads of it after so many more steps, its own token included."""
         plan = self.job.plan
         return plan.input_tokens + plan.output_tokens - (self.end_step - steps)
 

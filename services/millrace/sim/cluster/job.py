@@ -143,8 +143,7 @@ class Task:
 
     @property
     def can_start(self) -> bool:
-        """Returns whether the chunks before it are computed, and none of its requests was given
-        up."""
+        """Whether the chunks before it are computed, and none of its requests was given up."""
         return all(
             attempt.done == chunk.index and not attempt.closed for attempt, chunk in self.parts
         )

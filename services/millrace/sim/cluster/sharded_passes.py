@@ -47,8 +47,7 @@ class LimitedPasses:
 def filled_pass_s(
     operators: OperatorModel, batch: BatchShape, parts: Sequence[int], degrees: list[int]
 ) -> float:
-    """Returns the seconds of a pass whose prefills are each spread over their own number of
-    workers.
+    """The seconds of a pass whose prefills are each spread over their own number of workers.
 
     parts: of each history, tokens at the worker that has most of it.
     """
@@ -63,8 +62,7 @@ def filled_pass_s(
 
 
 def spread_pass_s(operators: OperatorModel, batch: BatchShape, degrees: list[int]) -> float:
-    """Returns the seconds of a pass whose prefills are each spread evenly over their own number of
-    workers.
+    """The seconds of a pass whose prefills are each spread evenly over their own number of workers.
 
     The operator model takes one degree for all: histories are scaled so that one part of each, at
     that degree, has its true length.

@@ -21,8 +21,9 @@ _POINTS = tuple(_GRANULARITY << k for k in range(13))  # to 1 M
 
 
 def mixed_latency(spec: SimSpec) -> SpLatency:
-    """Returns the seconds of whole prompts on one instance's stages. The specification must have
-    `packing`.
+    """Returns the seconds of whole prompts on one instance's stages.
+
+    The specification must have `packing`.
     """
     assert spec.packing is not None  # checked where there are mixed instances
     whole = spec.profile.prefill.by_sp[1]

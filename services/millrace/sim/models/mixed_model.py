@@ -121,8 +121,9 @@ class MixedPool:
         self.changed[instance] = None
 
     def cancel(self, instance: MixedInstance, request_id: str) -> None:
-        """Drops a request; harmless when the instance does not hold it. A running iteration
-        continues.
+        """Drops a request; harmless when the instance does not hold it.
+
+        A running iteration continues.
         """
         prefill = instance.prefills.pop(request_id, None)
         instance.ranked = None
@@ -315,9 +316,7 @@ class MixedPool:
             self._tally.busy("mixed", instance.batch.sync(self._clock.now_s))
 
     def _step_s(self, batch: Batch, context: float) -> float:
-        """Returns the seconds between two tokens of a request: its share of the batch in all
-        stages.
-        """
+        """The seconds between two tokens of a request: its share of the batch in all stages."""
         degree = batch.degree
         decodes = ceil_div(len(batch), self._stages)
         tokens = round(context * degree / self._stages)

@@ -80,8 +80,9 @@ class PrefillPool:
         self.changed[instance] = None
 
     def _batch(self, instance: PrefillInstance, refs: tuple[ChunkRef, ...]) -> Task | None:
-        """Returns the task that computes exactly these, or a new task. A task that has begun stays
-        as it is.
+        """Returns the task that computes exactly these, or a new task.
+
+        A task that has begun stays as it is.
         """
         parts: list[tuple[Attempt, Chunk]] = []
         for ref in refs:
@@ -122,8 +123,9 @@ class PrefillPool:
         self._release(instance, attempt)
 
     def _leave_batch(self, task: Task, attempt: Attempt) -> None:
-        """Removes a request from a batch. The others continue; the pass keeps its length, for all
-        its tokens.
+        """Removes a request from a batch.
+
+        The others continue; the pass keeps its length, for all its tokens.
         """
         task.parts = [part for part in task.parts if part[0] is not attempt]
 

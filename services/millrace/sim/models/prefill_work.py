@@ -62,8 +62,7 @@ class PrefillTimes:
     def boundary_s(
         self, parts: Sequence[Part], sp: int, position_s: float, granularity: str
     ) -> float:
-        """Returns the first point at or after `position_s` where the work may stop; at the latest
-        its end.
+        """The first point at or after `position_s` where the work may stop; at the latest its end.
 
         `granularity` is operator, layer, chunk (a forward pass) or none.
         """
@@ -159,8 +158,7 @@ class PrefillTimes:
         return ends
 
     def _full_end_s(self, passes: int) -> float:
-        """Returns the seconds of so many full passes from token 0; computed once for all
-        requests."""
+        """The seconds of so many full passes from token 0; computed once for all requests."""
         ends, size = self._full_ends, self.max_chunk_tokens
         while len(ends) <= passes:
             ends.append(ends[-1] + self._pass_s(size, (len(ends) - 1) * size))
@@ -199,9 +197,7 @@ class Balancing:
         self._in_node_bytes_s = rates.get("nvlink", spec.kv_bytes_s)
 
     def added_s(self, chunk: Chunk, before: int, *, one_node: bool) -> float:
-        """Returns the seconds by which the chunk takes longer, after a chunk on a group of
-        `before`.
-        """
+        """The seconds by which the chunk takes longer, after a chunk on a group of `before`."""
         sp, history = len(chunk.instance_ids), chunk.start_token
         if sp <= before:
             return 0.0

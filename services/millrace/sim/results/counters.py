@@ -19,8 +19,9 @@ class ScaleEvent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineCounters:
-    """The counts of one run. Seconds are simulated; sums over all requests unless the name says
-    otherwise.
+    """The counts of one run.
+
+    Seconds are simulated; sums over all requests unless the name says otherwise.
     """
 
     duration_s: float  # until the last request ended

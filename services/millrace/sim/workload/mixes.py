@@ -90,8 +90,10 @@ class MixOptions:
 
 
 def table_2(model: str) -> Mapping[str, float]:
-    """Returns FlowPrefill's TTFT objectives (s) of a model. Raises ConfigError where it has
-    none."""
+    """Returns FlowPrefill's TTFT objectives (s) of a model.
+
+    Raises ConfigError where it has none.
+    """
     if model not in TABLE_2_TTFT_S:
         raise ConfigError(
             f"model {model!r}: FlowPrefill's Table 2 has objectives for "

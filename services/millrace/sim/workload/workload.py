@@ -162,8 +162,7 @@ def read_trace(path: Path) -> list[TraceRow]:
 
 
 def cut_window(rows: Sequence[TraceRow], start_s: float, end_s: float) -> list[TraceRow]:
-    """Returns the rows that arrive from `start_s` to `end_s`, both included; arrivals count from
-    `start_s`.
+    """The rows that arrive from `start_s` to `end_s`, both included; arrivals count from `start_s`.
 
     Raises ConfigError when the trace has no times, or none in the window.
     """
@@ -210,8 +209,9 @@ def _mooncake_rows(entries: Iterable[dict[str, Any]]) -> Iterator[TraceRow]:
 
 
 def _qwen_rows(entries: Iterable[dict[str, Any]]) -> Iterator[TraceRow]:
-    """Reads a QwenTrace. A text turn of a chat keeps only the blocks that its parent's prompt
-    lacked.
+    """Reads a QwenTrace.
+
+    A text turn of a chat keeps only the blocks that its parent's prompt lacked.
 
     Turns of the other types, and turns whose parent is not in the file, stay whole.
     """

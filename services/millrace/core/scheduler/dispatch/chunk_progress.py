@@ -72,9 +72,7 @@ class ChunkProgress:
             self._table.learn_on_top(request)
 
     def _task_of(self, step: StepContext, event: _OfChunk) -> tuple[Task, LiveRequest] | None:
-        """Returns the task that the event means, if its leader reports and the request still needs
-        it.
-        """
+        """The task that the event means, if its leader reports and the request still needs it."""
         instance = self._event_filter.current(event)
         if instance is None:
             return None

@@ -112,8 +112,7 @@ class DecodePlacement:
         owners: list[DecodeInstance],
         able: Callable[[DecodeInstance], bool],
     ) -> _Spot | None:
-        """Returns the instance whose prefix cache saves most, or the freest where none saves
-        much."""
+        """The instance whose prefix cache saves most, or the freest where none saves much."""
         best = owner = freest(owners, able)
         if best is None or owner is None:
             return None
@@ -191,8 +190,7 @@ class DecodePlacement:
             holder.hold_shard(request.id, shard)
 
     def _predicted_ttft_s(self, request: LiveRequest, pool: Pool, now_s: float) -> float:
-        """Returns the seconds of the work before the request, of its own work, and on top of
-        computing.
+        """The seconds of the work before the request, of its own work, and on top of computing.
 
         With no request before it in the pool's queue, it goes to the instance with the least work
         before it. Else the work of the queue and of all instances is taken to be shared evenly.

@@ -215,9 +215,7 @@ class Dispatcher:
         least_sp: int,
         shares: dict[int, int],
     ) -> _Candidate | None:
-        """Returns a plan that its members could take in once they are empty; None where there is
-        none.
-        """
+        """A plan that its members could take in once they are empty; None where there is none."""
         found = _candidate(request, pool, pool.plan(request, queue_s, least_sp))
         if all(pages <= pool.prefill[i].card.kv_pages for i, pages in found.pages.items()):
             return found

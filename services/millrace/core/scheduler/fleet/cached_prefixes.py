@@ -35,8 +35,7 @@ class CachedPrefixes:
             self._blocks.clear()
 
     def tokens(self, hashes: Sequence[int], prompt_tokens: int) -> int:
-        """Returns the cached first tokens of a prompt with these blocks, but never its last
-        token."""
+        """The cached first tokens of a prompt with these blocks, but never its last token."""
         blocks = self._blocks
         if not blocks or not hashes or hashes[0] not in blocks:
             return 0

@@ -82,15 +82,15 @@ class Pool:
         return self._shares.of(request.prompt_tokens - request.kept_tokens, request.kept_tokens)
 
     def least_sp(self, shares: dict[int, int]) -> int:
-        """Returns the smallest degree whose shares every instance can hold; the largest, if none
-        is.
-        """
+        """The smallest degree whose shares every instance can hold; the largest, if none is."""
         fitting = (sp for sp, slots in shares.items() if slots <= self.smallest_slots)
         return next(fitting, self._degrees[-1])
 
     def plan(self, request: LiveRequest, queue_s: array[float], least_sp: int) -> Plan:
-        """Returns a plan of the configured planner over `prefill`, in its order. There must be
-        one."""
+        """Returns a plan of the configured planner over `prefill`, in its order.
+
+        There must be one.
+        """
         self._prepare()
         history = request.kept_tokens
         assert self._planner is not None
@@ -152,8 +152,7 @@ class Pool:
         request.predict(prefill_s, least * self._rest_s(request, kept, least))
 
     def rest_s(self, request: LiveRequest, kept: int) -> float:
-        """Returns the seconds of the tokens after the first `kept` tokens, alone on the idle
-        pool."""
+        """The seconds of the tokens after the first `kept` tokens, alone on the idle pool."""
         self._prepare()
         return min(self._rest_s(request, kept, sp) for sp in self._degrees)
 
@@ -190,9 +189,7 @@ class Pool:
         return any(d.could_hold(request) for d in owners)
 
     def kv_owners(self) -> list[DecodeInstance]:
-        """Returns the instances where requests can be placed: mixed only, without any prefill
-        instance.
-        """
+        """The instances where requests can be placed: mixed only, without any prefill instance."""
         return list(self.decode.values() if self.prefill else self._mixed())
 
     def _mixed(self) -> Iterator[DecodeInstance]:

@@ -41,8 +41,7 @@ def freeness(free_slots: int, virtual_slots: int, batch_size: int) -> float:
 def freest(
     instances: Iterable[Room], able: Callable[[Room], bool] = lambda instance: True
 ) -> Room | None:
-    """Returns the able instance with the highest freeness, the least id among equals; None without
-    any.
+    """The able instance with the highest freeness, the least id among equals; None without any.
 
     `able` is asked only of an instance that is freer than all able ones before it.
     """

@@ -68,13 +68,11 @@ class PrefillInstance:
         return self.free_pages * self.card.page_tokens
 
     def could_hold(self, request: LiveRequest, slots: int) -> bool:
-        """Returns whether so many slots fit once it is empty, and no earlier attempt is still
-        here."""
+        """Whether so many slots fit once it is empty, and no earlier attempt is still here."""
         return slots <= self.card.kv_pages * self.card.page_tokens and self.takes(request)
 
     def takes(self, request: LiveRequest) -> bool:
-        """Returns whether the prompt is within its context, and no earlier attempt is still
-        here."""
+        """Whether the prompt is within its context, and no earlier attempt is still here."""
         return (
             request.prompt_tokens <= self.card.max_context_tokens
             and request.id not in self.holdings
@@ -188,9 +186,7 @@ class DecodeInstance:
 
     @property
     def free_pages(self) -> int:
-        """Returns the pages that no decoding request and no shard holds; virtual usage does not
-        count.
-        """
+        """The pages that no decoding request and no shard holds; virtual usage does not count."""
         if self.reported_free_pages is not None:
             return self.open_pages + self.virtual_pages
         return self.card.kv_pages - self.decoding_pages - self.shard_pages
@@ -229,8 +225,7 @@ class DecodeInstance:
         )
 
     def _new_tokens(self, request: LiveRequest) -> int:
-        """Returns the tokens per choice that pages are booked for: all, if there are several
-        choices.
+        """The tokens per choice that pages are booked for: all, if there are several choices.
 
         Several choices could not be migrated to make room for others.
         """
@@ -257,14 +252,11 @@ class DecodeInstance:
         )
 
     def could_hold(self, request: LiveRequest) -> bool:
-        """Returns whether the request fits once the instance is empty, and no earlier attempt is
-        here.
-        """
+        """Whether the request fits once the instance is empty, and no earlier attempt is here."""
         return self.is_large_enough(request) and request.id not in self.holdings
 
     def has_room(self, request: LiveRequest) -> bool:
-        """Returns whether a request that it could hold has free pages and an acceptable pace
-        now."""
+        """Whether a request that it could hold has free pages and an acceptable pace now."""
         card = self.card
         if self.headroom_tokens is not None:
             fits = self.booked_for(request) <= self.open_pages

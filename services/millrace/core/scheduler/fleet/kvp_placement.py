@@ -49,8 +49,9 @@ class KvpPlacement:
         self._kvp = kvp
 
     def wanted(self, request: LiveRequest, owners: Iterable[DecodeInstance]) -> bool:
-        """Returns whether no KV owner may, or could, hold all of the request. Choices are never
-        spread.
+        """Returns whether no KV owner may, or could, hold all of the request.
+
+        Choices are never spread.
         """
         if request.choices > 1:
             return False
@@ -59,8 +60,7 @@ class KvpPlacement:
         return not any(owner.is_large_enough(request) for owner in owners)
 
     def could_hold(self, request: LiveRequest, owners: Iterable[DecodeInstance]) -> bool:
-        """Returns whether the request fits once others left, and no earlier attempt is in the
-        way."""
+        """Whether the request fits once others left, and no earlier attempt is in the way."""
         return self._reserved(request, owners, (), empty=True) is not None
 
     def kept(
@@ -85,9 +85,7 @@ class KvpPlacement:
         return max((self._shard_tokens(room) for room in rooms), default=0)
 
     def most_tokens(self) -> int:
-        """Returns the tokens of the longest request that could be spread over the pool, were it
-        empty.
-        """
+        """The tokens of the longest request that could be spread over the pool, were it empty."""
         if not self._decode:
             return 0
         holders: list[KvInstance] = [*self._decode.values(), *self._kvp.values()]
@@ -162,8 +160,9 @@ class KvpPlacement:
         sequences: int = 0,
         tbt_s: float | None = None,
     ) -> bool:
-        """Returns whether the pace holds with the longest shard that fits. A KV owner also gets the
-        sequence.
+        """Returns whether the pace holds with the longest shard that fits.
+
+        A KV owner also gets the sequence.
         """
         tokens = request.prompt_tokens + request.max_new_tokens
         shard = min(self._shard_tokens(self._room(one, empty=False)), tokens)

@@ -44,8 +44,7 @@ def progress_of(
 
 
 def computed_tokens(request: LiveRequest) -> int:
-    """Returns the first tokens of the prompt whose chunks are finished, or whose KV is at
-    decode."""
+    """The first tokens of the prompt whose chunks are finished, or whose KV is at decode."""
     if request.state is RequestState.TRANSFERRING:
         return request.prompt_tokens
     done = request.kept_tokens

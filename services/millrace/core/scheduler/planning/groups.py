@@ -13,9 +13,7 @@ Nodes = list[list[int]]
 
 
 def by_node(nodes: Sequence[int]) -> Nodes:
-    """Returns the indices of each node's instances, ascending; `nodes[i]` numbers instance i's
-    node.
-    """
+    """The indices of each node's instances, ascending; `nodes[i]` numbers instance i's node."""
     numbers = sorted(set(nodes))
     return [[i for i, node in enumerate(nodes) if node == number] for number in numbers]
 

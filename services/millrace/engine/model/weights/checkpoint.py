@@ -48,8 +48,10 @@ class Shard:
 
     @classmethod
     def open(cls, path: Path) -> Shard:
-        """Opens a file. Raises ModelError when it is missing, truncated or not a safetensors
-        file."""
+        """Opens a file.
+
+        Raises ModelError when it is missing, truncated or not a safetensors file.
+        """
         try:
             size_bytes = path.stat().st_size
             with path.open("rb") as file:
