@@ -96,6 +96,23 @@ async def test_cut_connections_are_opened_again(url: str) -> None:
     await store.close()
 
 
+async def test_a_call_that_is_cancelled_at_any_step_ends_as_cancelled(url: str) -> None:
+    store = RedisStore(StoreConfig(url=url))
+    await store.create("a", spec=b"", prompt_ids=IDS)
+    steps = 0
+    while True:
+        call = asyncio.create_task(store.prompt_ids("a"))
+        for _ in range(steps):
+            await asyncio.sleep(0)
+        if call.done():
+            break
+        call.cancel()
+        assert await asyncio.gather(call, return_exceptions=True) and call.cancelled(), steps
+        steps += 1
+    assert steps > 3 and (await call).tolist() == IDS.tolist()
+    await store.close()
+
+
 async def test_a_restart_of_the_server_is_survived() -> None:
     with tempfile.TemporaryDirectory(prefix="millrace-") as directory:
         server = PrivateRedis()

@@ -221,7 +221,7 @@ class RedisStore:
         """Makes an idempotent call; tries again when the connection was lost."""
         for delay_s in RETRY_DELAYS_S:
             try:
-                return await call()
+                return await _cancellable(call())
             except AuthenticationError:  # a kind of RedisConnectionError that stays
                 break
             except (RedisConnectionError, OSError):
@@ -233,6 +233,22 @@ class RedisStore:
     async def _once(self, call: Callable[[], Awaitable[T]]) -> T:
         """Makes a call that must not be made twice. Raises StoreError when it fails."""
         try:
-            return await call()
+            return await _cancellable(call())
         except (RedisError, OSError) as error:
             raise StoreError(f"request store {self._shown_url}: {error}") from error
+
+
+async def _cancellable(work: Awaitable[T]) -> T:
+    """Awaits `work`. Raises CancelledError for a cancellation that `work` swallowed.
+
+    The client sends through `asyncio.wait_for`. Before Python 3.12 that function returns its result
+    when the task is cancelled in the moment of the result: the task would run on, and whatever it
+    waits for next would never be interrupted.
+    """
+    task = asyncio.current_task()
+    assert task is not None  # a coroutine runs in a task
+    before = task.cancelling()
+    result = await work
+    if task.cancelling() > before:
+        raise asyncio.CancelledError
+    return result
