@@ -23,4 +23,4 @@ async def test_measures_a_real_proxy_process():
     console = Console(width=120)
     with console.capture() as shown:
         console.print(table(report))
-    assert "CPU a streamed token, 4 streams, flat out" in shown.get()
+    assert "CPU per streamed token, 4 streams, flat out" in shown.get()

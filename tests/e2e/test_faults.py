@@ -41,7 +41,9 @@ async def streamed_ids(
         async for line in response.aiter_lines():
             if line.startswith("data: {"):
                 begun.set()
-                for choice in orjson.loads(line[6:])["choices"]:
+                event = orjson.loads(line[6:])
+                assert "choices" in event, event
+                for choice in event["choices"]:
                     found += choice.get("token_ids") or ()
     return found
 

@@ -15,7 +15,7 @@ PLURALS = ("modelservices", "prefillgroups", "decodepools", "kvpworkerpools")
 
 LONG = {"tokensPerWorker": 1024, "maxWorkersPerRequest": 4}
 
-NO_PREFILL = "decode.role decode needs prefill; mixed computes prompts itself and takes none"
+NO_PREFILL = "decode.role decode needs prefill; role mixed computes prompts and allows no prefill"
 
 #: A service of mixed instances.
 MIXED = service(prefill=None, decode={"role": "mixed"})
