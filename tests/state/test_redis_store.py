@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import tempfile
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
+from urllib.parse import quote, unquote
 
 import numpy as np
 import pytest
@@ -93,6 +95,55 @@ async def test_cut_connections_are_opened_again(url: str) -> None:
         await store.append_tokens([tokens("a")])
         await client.client_kill_filter(_type="normal", skipme=True)
         assert (await store.journal("a", 0)).tolist() == [1, 2]
+    await store.close()
+
+
+@asynccontextmanager
+async def cutting(url: str, cuts: int) -> AsyncIterator[str]:
+    """Yields the URL of a door to the server at `url`: it closes the first `cuts` connections when
+    it has read their first bytes.
+    """
+    inner = unquote(url.removeprefix("unix://"))
+    opened = 0
+
+    async def relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while data := await reader.read(1 << 16):
+            writer.write(data)
+        writer.close()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal opened
+        opened += 1
+        if opened <= cuts:
+            await reader.read(1)
+            writer.close()
+            return
+        answers, requests = await asyncio.open_unix_connection(inner)
+        await asyncio.gather(relay(reader, requests), relay(answers, writer))
+
+    async with await asyncio.start_unix_server(serve, door := f"{inner}.door"):
+        yield f"unix://{quote(door)}"
+
+
+@pytest.mark.parametrize("cuts", [1, 2])
+async def test_every_read_outlives_connections_that_are_cut_before_the_answer(
+    url: str, cuts: int
+) -> None:
+    store = RedisStore(StoreConfig(url=url))
+    await store.create("a", spec=b"s", prompt_ids=IDS)
+    await store.append_tokens([tokens("a")])
+    reads: list[Callable[[RedisStore], Awaitable[object]]] = [
+        lambda s: s.prompt_ids("a"),
+        lambda s: s.prompt_slices("a", [(0, 1), (1, len(IDS))]),
+        lambda s: s.journal("a", 0),
+        lambda s: s.get("a"),
+        lambda s: s.set_states([StateUpdate(request_id="a", state="queued", decode_id="")]),
+    ]
+    for read in reads:
+        async with cutting(url, cuts) as door:
+            behind = RedisStore(StoreConfig(url=door))
+            assert repr(await read(behind)) == repr(await read(store))
+            await behind.close()
     await store.close()
 
 

@@ -15,6 +15,7 @@ from millrace.local.stack import Stack, StackOptions
 from support.deadlines import HANG_S
 
 POOL_BYTES = 64 << 20
+MOST_LOG_LINES = 60
 
 
 @asynccontextmanager
@@ -27,7 +28,9 @@ async def live_stack(
     settings: Sequence[str] = (),
     role_settings: Mapping[str, Sequence[str]] | None = None,
 ) -> AsyncIterator[Stack]:
-    """Starts the stack on free ports. Stopping raises when any process ended with an error."""
+    """Starts the stack on free ports. Stopping raises when any process ended with an error. When a
+    test fails, the ends of all logs are printed.
+    """
     options = StackOptions(
         model=str(model),
         model_name="tiny",
@@ -41,7 +44,18 @@ async def live_stack(
         role_settings=role_settings or {},
     )
     async with Stack(options) as stack:
-        yield stack
+        try:
+            yield stack
+        except BaseException:
+            print_logs(stack)
+            raise
+
+
+def print_logs(stack: Stack) -> None:
+    """Prints the last lines of every service's log."""
+    for name, service in stack.services.items():
+        lines = service.log_path.read_text(errors="replace").splitlines()
+        print(f"== {name}", *lines[-MOST_LOG_LINES:], sep="\n")
 
 
 async def complete(client: httpx.AsyncClient, **body: Any) -> dict[str, Any]:

@@ -144,12 +144,18 @@ class RedisStore:
         self, request_id: str, slices: Sequence[tuple[int, int | None]]
     ) -> list[npt.NDArray[np.int32]]:
         key = request_keys(self._prefix, request_id).prompt
-        pipeline = self._client.pipeline(transaction=False)
         for start, stop in slices:
             check_slice(request_id, start, stop)
-            last_byte = -1 if stop is None else stop * ID_DTYPE.itemsize - 1
-            pipeline.getrange(key, start * ID_DTYPE.itemsize, last_byte)
-        results = await self._again(pipeline.execute)
+
+        async def read() -> list[bytes | str | None]:
+            # A pipeline forgets its commands when it fails: every attempt needs one of its own.
+            pipeline = self._client.pipeline(transaction=False)
+            for start, stop in slices:
+                last_byte = -1 if stop is None else stop * ID_DTYPE.itemsize - 1
+                pipeline.getrange(key, start * ID_DTYPE.itemsize, last_byte)
+            return await pipeline.execute()
+
+        results = await self._again(read)
         found = [np.frombuffer(_bytes(one), dtype=ID_DTYPE).astype(np.int32) for one in results]
         for (start, stop), ids in zip(slices, found, strict=True):
             check_found(request_id, start, stop, ids.size)
