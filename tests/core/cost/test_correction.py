@@ -102,6 +102,16 @@ def test_outliers_change_nothing():
     assert observe(corrections, 100.0, 0.01, 100.0, 100.0, 100.0, 100.0) == before
 
 
+def test_an_overhead_of_many_times_the_predicted_time_is_learned_whole():
+    """A pass of a fast device: 0.2 ms by the profile, 4 ms with its messages."""
+    corrections = Corrections()
+    for _ in range(20):
+        corrections.observe("p0", SHORT, predicted_s=2e-4, observed_s=4e-3)
+        corrections.observe("p0", LONG, predicted_s=0.5, observed_s=0.504)
+    assert corrections.seconds("p0", SHORT, 2e-4) == pytest.approx(4e-3, rel=0.1)
+    assert corrections.seconds("p0", LONG, 0.5) == pytest.approx(0.504, rel=0.02)
+
+
 def test_outliers_that_persist_on_one_side_are_believed():
     corrections = Corrections(CorrectionConfig(persistent=3))
     assert observe(corrections, 1.0, 1.0, 1.0, 5.0, 5.0) == pytest.approx(1.0)

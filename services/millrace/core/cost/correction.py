@@ -53,7 +53,7 @@ class CorrectionConfig:
     and of a band of which nothing is known. overhead_s: standard deviation of the seconds that a
     piece of work costs at any length. jitter_s: standard deviation of the seconds by which one
     piece differs from another at random. drift: how far an instance moves from one observation to
-    the next; a band moves a third of it. least, most: bounds of observed over predicted.
+    the next; a band moves a third of it. least, most: bounds of an instance's and a band's factor.
 
     outlier: ratio to the prediction beyond which an observation is ignored. persistent: outliers in
     a row that are believed after all.
@@ -154,7 +154,6 @@ class Corrections:
         if not (0.0 < predicted_s < math.inf and 0.0 < observed_s < math.inf):
             return
         config = self._config
-        seen_s = predicted_s * min(max(observed_s / predicted_s, config.least), config.most)
         noise = config.noise**2 + (config.jitter_s / observed_s) ** 2
         instance = self._instances.get(instance_id)
         if instance is None:
@@ -172,7 +171,9 @@ class Corrections:
             seen = _Seen(instance, of_band, predicted_s, noise)
         else:
             return
-        seen.update(seen_s)
+        seen.update(observed_s)
+        for factor in (instance, of_band):
+            factor.mean = min(max(factor.mean, math.log(config.least)), math.log(config.most))
         instance.variance += config.drift**2
         of_band.variance += (config.drift / 3.0) ** 2
         instance.overhead.variance += (config.drift * config.overhead_s) ** 2
@@ -219,8 +220,8 @@ class _Seen:
         )
         self.total = self._noise + sum(map(mul, self.slopes, self.pulls))
 
-    def update(self, seen_s: float) -> None:
-        """Sets the beliefs to the likeliest values after `seen_s`, by Gauss-Newton steps.
+    def update(self, observed_s: float) -> None:
+        """Sets the beliefs to the likeliest values after `observed_s`, by Gauss-Newton steps.
 
         Far from the mean, one linear step would give the overhead half of the whole error.
         """
@@ -230,7 +231,7 @@ class _Seen:
             moved = sum(
                 s * (mean - old) for s, mean, old in zip(self.slopes, means, before, strict=True)
             )
-            off = math.log(seen_s / self.expected_s) + moved
+            off = math.log(observed_s / self.expected_s) + moved
             means = tuple(
                 old + p / self.total * off for old, p in zip(before, self.pulls, strict=True)
             )
