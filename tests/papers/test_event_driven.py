@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from millrace.core.config import SchedulerConfig
 from millrace.core.live_request import LiveRequest
-from millrace.core.scheduler import events
+from millrace.core.scheduler import events, reports
 from millrace.core.scheduler.fleet.batching import batch
 from support.core_events import Bench, instance, queues
 from support.prefill_fleet import Fleet
@@ -258,7 +258,7 @@ def test_heartbeats_hold_no_round() -> None:
     bench = Bench(instance("p0"), instance("d0"), config=SchedulerConfig(preemption="operator"))
     bench.submit("A", 100)
     before = bench.machine.rounds
-    heartbeat = events.LoadReported(
-        instance_id="p0", generation=1, free_pages=9, running=1, waiting=0
+    heartbeat = events.Reported(
+        instance_id="p0", generation=1, report=reports.Heartbeat(free_pages=9, running=1, waiting=0)
     )
     assert bench.step(heartbeat) == [] and bench.machine.rounds == before

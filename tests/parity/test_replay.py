@@ -32,7 +32,13 @@ def lines(path: Path) -> list[dict]:
 
 
 def events(path: Path) -> set[str]:
-    return {line["event"][0] for line in lines(path)[1:]}
+    return {kind_of(line) for line in lines(path)[1:]}
+
+
+def kind_of(line) -> str:
+    """Returns the name of the event of a step, or of the report in it."""
+    name, fields = line["event"]
+    return fields["report"][0] if name == "Reported" else name
 
 
 def effects(path: Path) -> set[str]:
@@ -212,12 +218,12 @@ def test_a_recording_that_was_cut_short_is_replayed_up_to_there(recording):
     "text, message",
     [
         ("", "millrace_recording is None"),
-        ('{"millrace_recording":7}\n', "millrace_recording is 7; this version reads 1"),
+        ('{"millrace_recording":7}\n', "millrace_recording is 7; this version reads 2"),
         ("[]\n", "line 1: it must be an object"),
         ("{\n", "line 1: "),
-        ('{"millrace_recording":1,"scheduler":{}}\n{"now_s":1}\n', "line 2: no step: KeyError"),
+        ('{"millrace_recording":2,"scheduler":{}}\n{"now_s":1}\n', "line 2: no step: KeyError"),
         (
-            '{"millrace_recording":1,"scheduler":{}}\n{"now_s":1,"event":["X",{}],"effects":[]}\n',
+            '{"millrace_recording":2,"scheduler":{}}\n{"now_s":1,"event":["X",{}],"effects":[]}\n',
             r"line 2: \['X', {}\] is no event",
         ),
     ],
@@ -305,4 +311,4 @@ async def test_real_workers_and_a_death_replay_alike(tmp_path) -> None:
 
 def events_so_far(path: Path) -> set[str]:
     whole = [line for line in path.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]
-    return {json.loads(line)["event"][0] for line in whole[1:]}
+    return {kind_of(json.loads(line)) for line in whole[1:]}

@@ -8,14 +8,8 @@ from contextlib import asynccontextmanager
 
 from millrace.core.config import SchedulerConfig, StoreConfig
 from millrace.core.scheduler import effects
-from millrace.core.scheduler.events import (
-    DecodeStarted,
-    InstanceLeft,
-    PolicyChanged,
-    ProxyLeft,
-    RequestFailed,
-    Submitted,
-)
+from millrace.core.scheduler.events import InstanceLeft, PolicyChanged, ProxyLeft, Submitted
+from millrace.core.scheduler.reports import DecodeStarted, RequestFailed
 from millrace.scheduler.loop import SchedulerLoop
 from millrace.scheduler.peers import Proxy, Worker
 from millrace.scheduler.recorder import Recorder
@@ -25,6 +19,7 @@ from millrace.wire.codec import scheduler as codec
 from millrace.wire.codec.proxy import update_kind
 from millrace.wire.fleet_messages import Fleet, SendRunPrefill
 from millrace.wire.pb.common_pb2 import RequestSpec
+from support.core_events import reported
 from support.scheduler_peers import register, spec
 
 IN_ORDER = {"policy": "fcfs", "preemption": "none"}
@@ -231,9 +226,9 @@ async def test_attainment_by_class_and_predictions_show_in_the_metrics():
         await asyncio.sleep(0.01)
         clock.now_s += 0.5
         for name in ("a", "b"):
-            await loop.post(DecodeStarted(instance_id="d0", generation=1, request_id=name))
-        failed = {"instance_id": "d0", "generation": 1, "request_id": "c"}
-        await loop.post(RequestFailed(**failed, message="no luck", retryable=False))
+            await loop.post(reported("d0", DecodeStarted(request_id=name)))
+        failed = RequestFailed(request_id="c", message="no luck", retryable=False)
+        await loop.post(reported("d0", failed))
         await asyncio.sleep(0.01)
         text = registry.render()[0].decode()
         for line in (

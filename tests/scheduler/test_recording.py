@@ -34,7 +34,7 @@ def test_a_line_a_step_with_its_time_and_effects(tmp_path):
     step(Tick(), 102.0)
     recording.close()
     head, *steps = lines(path)
-    assert head["millrace_recording"] == 1 and head["scheduler"]["tasks_ahead"] == 2
+    assert head["millrace_recording"] == 2 and head["scheduler"]["tasks_ahead"] == 2
     assert [line["now_s"] for line in steps] == [100.0, 100.25, 101.0, 102.0]
     assert [line["event"][0] for line in steps] == ["InstanceJoined"] * 2 + ["Submitted", "Tick"]
     assert [name for name, _ in steps[2]["effects"]] == [type(e).__name__ for e in effects]
@@ -124,7 +124,7 @@ async def test_the_service_records_from_its_start_to_its_drain(tmp_path):
         await asyncio.sleep(0.2)  # four heartbeats: the machine is ticked
     names = [line["event"][0] for line in lines(path)[1:]]
     assert names[0] == "InstanceJoined"
-    assert {"Submitted", "Tick", "LoadReported", "InstanceLeft", "ProxyLeft"} <= set(names)
+    assert {"Submitted", "Tick", "Reported", "InstanceLeft", "ProxyLeft"} <= set(names)
 
 
 async def test_without_the_option_nothing_is_written(tmp_path, monkeypatch):

@@ -8,7 +8,7 @@ from millrace.core.config import SchedulerConfig
 from millrace.core.cost.decode_step import DecodeStepTime
 from millrace.core.cost.latency import Latency, SpLatency
 from millrace.core.request import Request, Slo
-from millrace.core.scheduler import effects, events
+from millrace.core.scheduler import effects, events, reports
 from millrace.core.scheduler.machine import Machine
 
 E = TypeVar("E")
@@ -82,6 +82,15 @@ def request(
     )
 
 
+def reported(instance_id: str, report: reports.Report, generation: int = 1) -> events.Reported:
+    return events.Reported(instance_id=instance_id, generation=generation, report=report)
+
+
+def kind_of(event: events.Event) -> str:
+    """Returns the name of the event's type, or of the report's type."""
+    return type(event.report if isinstance(event, events.Reported) else event).__name__
+
+
 class Bench:
     """Steps a machine, keeps all effects, and checks the machine after every step."""
 
@@ -98,29 +107,25 @@ class Bench:
         self.all += found
         return found
 
+    def report(self, instance_id: str, report: reports.Report) -> list[effects.Effect]:
+        return self.step(reported(instance_id, report))
+
     def submit(self, *args, **kwargs) -> list[effects.Effect]:
         return self.step(request(*args, arrival_s=self.now_s, **kwargs))
 
     def chunk_started(
         self, instance_id: str, request_id: str, index: int = 0
     ) -> list[effects.Effect]:
-        return self.step(
-            events.ChunkStarted(
-                instance_id=instance_id, generation=1, request_id=request_id, chunk_index=index
-            )
+        return self.report(
+            instance_id, reports.ChunkStarted(request_id=request_id, chunk_index=index)
         )
 
     def suspended(
         self, instance_id: str, request_id: str, compute_s: float, index: int = 0
     ) -> list[effects.Effect]:
-        return self.step(
-            events.ChunkSuspended(
-                instance_id=instance_id,
-                generation=1,
-                request_id=request_id,
-                chunk_index=index,
-                compute_s=compute_s,
-            )
+        return self.report(
+            instance_id,
+            reports.ChunkSuspended(request_id=request_id, chunk_index=index, compute_s=compute_s),
         )
 
     def computed(
@@ -132,65 +137,40 @@ class Bench:
         last: bool = True,
         compute_s: float = 0.0,  # 0: nothing is learned from it
     ) -> list[effects.Effect]:
-        return self.step(
-            events.ChunkFinished(
-                instance_id=instance_id,
-                generation=1,
-                request_id=request_id,
-                chunk_index=index,
-                compute_s=compute_s,
-                last=last,
-            )
+        return self.report(
+            instance_id,
+            reports.ChunkFinished(
+                request_id=request_id, chunk_index=index, compute_s=compute_s, last=last
+            ),
         )
 
     def released(
         self, instance_id: str, request_id: str, *, complete: bool = False, attempt: int = 0
     ) -> list[effects.Effect]:
-        return self.step(
-            events.RequestReleased(
-                instance_id=instance_id,
-                generation=1,
-                request_id=request_id,
-                complete=complete,
-                attempt=attempt,
-            )
+        return self.report(
+            instance_id,
+            reports.RequestReleased(request_id=request_id, complete=complete, attempt=attempt),
         )
 
     def landed(self, request_id: str, tokens: int, attempt: int = 1) -> list[effects.Effect]:
         """Decode instance "d0" has the KV of the first tokens."""
-        return self.step(
-            events.PrefixLanded(
-                instance_id="d0",
-                generation=1,
-                request_id=request_id,
-                attempt=attempt,
-                tokens=tokens,
-            )
+        return self.report(
+            "d0", reports.PrefixLanded(request_id=request_id, attempt=attempt, tokens=tokens)
         )
 
     def decoding(
         self, instance_id: str, request_id: str, since_token_s: float = 0.0
     ) -> list[effects.Effect]:
-        return self.step(
-            events.DecodeStarted(
-                instance_id=instance_id,
-                generation=1,
-                request_id=request_id,
-                since_token_s=since_token_s,
-            )
+        return self.report(
+            instance_id, reports.DecodeStarted(request_id=request_id, since_token_s=since_token_s)
         )
 
     def finished(
         self, instance_id: str, request_id: str, reason: str = "stop", tokens: int = 5
     ) -> list[effects.Effect]:
-        return self.step(
-            events.RequestFinished(
-                instance_id=instance_id,
-                generation=1,
-                request_id=request_id,
-                reason=reason,
-                generated_tokens=tokens,
-            )
+        return self.report(
+            instance_id,
+            reports.RequestFinished(request_id=request_id, reason=reason, generated_tokens=tokens),
         )
 
     def failed(
@@ -202,32 +182,27 @@ class Bench:
         attempt: int = 0,
         kept_tokens: int = 0,
     ) -> list[effects.Effect]:
-        return self.step(
-            events.RequestFailed(
-                instance_id=instance_id,
-                generation=1,
+        return self.report(
+            instance_id,
+            reports.RequestFailed(
                 request_id=request_id,
                 message="out of luck",
                 retryable=retryable,
                 attempt=attempt,
                 kept_tokens=kept_tokens,
-            )
+            ),
         )
 
     def died(self, instance_id: str, generation: int = 1) -> list[effects.Effect]:
         return self.step(events.InstanceLeft(instance_id=instance_id, generation=generation))
 
     def drains(self, instance_id: str) -> list[effects.Effect]:
-        return self.step(events.InstanceDraining(instance_id=instance_id, generation=1))
+        return self.report(instance_id, reports.Draining())
 
     def heartbeat(self, instance_id: str, free_pages: int = 100, **fields) -> list[effects.Effect]:
-        return self.step(
-            events.LoadReported(
-                instance_id=instance_id,
-                generation=1,
-                free_pages=free_pages,
-                **{"running": 1, "waiting": 0, **fields},
-            )
+        return self.report(
+            instance_id,
+            reports.Heartbeat(free_pages=free_pages, **{"running": 1, "waiting": 0, **fields}),
         )
 
     def cordon(

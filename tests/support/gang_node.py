@@ -17,9 +17,9 @@ from millrace.core.instance.preemption import PreemptionRule
 from millrace.core.instance.standstill import Standstill
 from millrace.core.instance.stop_point import StopPoint
 from millrace.core.request import RequestState
-from millrace.core.scheduler import effects, events
+from millrace.core.scheduler import effects, events, reports
 from millrace.core.scheduler.machine import Machine
-from support.core_events import groups_of, instance, request
+from support.core_events import groups_of, instance, reported, request
 from support.prefill_fleet import Scripted
 
 Attempt = tuple[str, int]  # request id, number
@@ -123,14 +123,7 @@ class Scheduler:
                 return self._take(request(word.name, tokens, 4, ttft_s=word.ttft_s))
             case Watch(standstills):
                 told = [
-                    events.LoadReported(
-                        instance_id=name,
-                        generation=1,
-                        free_pages=0,
-                        running=0,
-                        waiting=0,
-                        standstill=still,
-                    )
+                    reported(name, reports.Heartbeat(standstill=still))
                     for name, still in standstills
                 ]
                 found = self._take(*told)
@@ -334,7 +327,7 @@ class Node:
             assert task is not None
             task.begun = True
             if task.gang is None or task.gang.me == task.gang.leader:
-                self._say(events.ChunkStarted, task)
+                self._say(reports.ChunkStarted, task)
         if task.dropped:
             self._end(task)
         else:
@@ -354,7 +347,7 @@ class Node:
 
     def _leave(self, task: ModelTask) -> None:
         if task.gang is None or task.gang.me == task.gang.leader:
-            self._say(events.ChunkSuspended, task, compute_s=0.0)
+            self._say(reports.ChunkSuspended, task, compute_s=0.0)
         self.rule.leave(task)
 
     def _end(self, task: ModelTask) -> None:
@@ -365,19 +358,24 @@ class Node:
         chunks = self.jobs[task.request_id].chunks
         is_last = task.chunk + 1 == len(chunks)
         if chunks[task.chunk].instance_ids[0] == self.name:
-            self._say(events.ChunkFinished, task, compute_s=0.0, last=is_last)
+            self._say(reports.ChunkFinished, task, compute_s=0.0, last=is_last)
             if is_last:
-                of_decode = {"instance_id": "d0", "generation": 1, "request_id": task.request_id}
-                self._said.append(events.DecodeStarted(**of_decode))
-                self._said.append(
-                    events.RequestFinished(**of_decode, reason="length", generated_tokens=4)
-                )
+                request_id = task.request_id
+                self._said += [
+                    reported("d0", reports.DecodeStarted(request_id=request_id)),
+                    reported(
+                        "d0",
+                        reports.RequestFinished(
+                            request_id=request_id, reason="length", generated_tokens=4
+                        ),
+                    ),
+                ]
         if not is_last:
             self._submit(task.request_id, task.chunk + 1)
 
     def _say(self, kind: type, task: ModelTask, **more: object) -> None:
-        of_chunk = {"request_id": task.request_id, "chunk_index": task.chunk}
-        self._said.append(kind(instance_id=self.name, generation=1, **of_chunk, **more))
+        report = kind(request_id=task.request_id, chunk_index=task.chunk, **more)
+        self._said.append(reported(self.name, report))
 
     # -- jobs
 
@@ -492,11 +490,9 @@ def _digest_of_gang(gang: Gang | None) -> Digest:
     return (key, here, gang.state, gang.begun, gang.stop_at, gang._asked, ready, held)
 
 
-def released(name: str, request_id: str) -> events.RequestReleased:
-    return events.RequestReleased(instance_id=name, generation=1, request_id=request_id)
+def released(name: str, request_id: str) -> events.Reported:
+    return reported(name, reports.RequestReleased(request_id=request_id))
 
 
-def failed(name: str, request_id: str) -> events.RequestFailed:
-    return events.RequestFailed(
-        instance_id=name, generation=1, request_id=request_id, message="", retryable=True
-    )
+def failed(name: str, request_id: str) -> events.Reported:
+    return reported(name, reports.RequestFailed(request_id=request_id, message="", retryable=True))

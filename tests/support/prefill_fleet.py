@@ -12,11 +12,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from millrace.core.live_request import LiveRequest
-from millrace.core.scheduler import effects, events
+from millrace.core.scheduler import effects, events, reports
 from millrace.core.scheduler.fleet.cluster import Pool
 from millrace.core.scheduler.fleet.instances import PrefillInstance
 from millrace.core.scheduler.planning.plan import Plan, PlannedChunk
-from support.core_events import Bench, request
+from support.core_events import Bench, kind_of, reported, request
 
 Ref = tuple[str, int]  # request, chunk
 Entry = tuple[Ref, ...]
@@ -179,7 +179,7 @@ class Fleet:
             else:
                 self.bench.now_s = ends_s
                 for entry in self.workers.finish(ends_s):
-                    self._said(events.ChunkFinished, entry, compute_s=self._work_of(entry).seconds)
+                    self._said(reports.ChunkFinished, entry, compute_s=self._work_of(entry).seconds)
             self.settle()
         assert not self.bench.machine.requests, "a request was left behind"
 
@@ -191,9 +191,9 @@ class Fleet:
             stopped, started = self.workers.settle(self.bench.now_s)
             for entry in stopped:
                 compute_s = self.workers.executed_s[entry[0]]
-                self._said(events.ChunkSuspended, entry, compute_s=compute_s)
+                self._said(reports.ChunkSuspended, entry, compute_s=compute_s)
             for entry in started:
-                self._said(events.ChunkStarted, entry)
+                self._said(reports.ChunkStarted, entry)
             if not self._words:
                 break
         self.check()
@@ -201,7 +201,7 @@ class Fleet:
     def tell(self, event: events.Event) -> list[effects.Effect]:
         before = self.bench.machine.rounds
         found = self.bench.step(event)
-        kind = type(event).__name__
+        kind = kind_of(event)
         done = self.bench.machine.rounds - before
         self.rounds_for[kind] = self.rounds_for.get(kind, 0) + done
         self.take(found)
@@ -244,35 +244,25 @@ class Fleet:
         leader = self._work_of(entry).members[0]
         ended = []
         for request_id, index in entry:
-            if kind is events.ChunkFinished:
+            if kind is reports.ChunkFinished:
                 last = index + 1 == len(self.chunks[request_id])
                 more["last"] = last
                 ended += [request_id] * last
-            self._words.append(
-                kind(
-                    instance_id=leader,
-                    generation=1,
-                    request_id=request_id,
-                    chunk_index=index,
-                    **more,
-                )
-            )
+            report = kind(request_id=request_id, chunk_index=index, **more)
+            self._words.append(reported(leader, report))
         for request_id in ended:
             self._answered(request_id)
 
     def _answered(self, request_id: str) -> None:
         self.computed_s[request_id] = self.bench.now_s
-        of_decode = {"instance_id": self.decode[request_id], "generation": 1}
-        self._words.append(events.DecodeStarted(request_id=request_id, **of_decode))
+        decode = self.decode[request_id]
+        self._words.append(reported(decode, reports.DecodeStarted(request_id=request_id)))
         for member in self.chunks[request_id][-1].instance_ids:
-            self._words.append(
-                events.RequestReleased(instance_id=member, generation=1, request_id=request_id)
-            )
-        self._words.append(
-            events.RequestFinished(
-                request_id=request_id, reason="length", generated_tokens=4, **of_decode
-            )
+            self._words.append(reported(member, reports.RequestReleased(request_id=request_id)))
+        finished = reports.RequestFinished(
+            request_id=request_id, reason="length", generated_tokens=4
         )
+        self._words.append(reported(decode, finished))
 
 
 def _entry(task) -> Entry:

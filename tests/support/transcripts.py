@@ -15,7 +15,7 @@ from millrace.core.cost.decode_step import DecodeStepTime
 from millrace.core.instance.standstill import Standstill
 from millrace.core.live_request import LiveRequest
 from millrace.core.request import Chunk
-from millrace.core.scheduler import effects, events
+from millrace.core.scheduler import effects, events, reports
 from millrace.core.scheduler.fleet.instances import DecodeInstance, PrefillInstance
 from support.core_events import Bench, groups_of, instance
 from support.prefill_fleet import scripted
@@ -76,7 +76,7 @@ class Narrator:
 
     def caches(self, name: str, blocks: int) -> list:
         """A heartbeat: the instance's prefix cache has so many first blocks of `BLOCKS`."""
-        whole = events.CachedBlocks(whole=True, added=BLOCKS[:blocks])
+        whole = reports.CachedBlocks(whole=True, added=BLOCKS[:blocks])
         return self.bench.heartbeat(name, cached=whole)
 
     def submit(self, *words: Any, prefix: Any = (), **fields: Any) -> list:

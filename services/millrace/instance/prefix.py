@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from millrace.core.config import EngineConfig
 from millrace.core.request_spec import RequestSpec
-from millrace.core.scheduler.events import CachedBlocks
+from millrace.core.scheduler.reports import CachedBlocks
 from millrace.engine.kv.pool import KvPool
 from millrace.engine.kv.prefix_cache import PrefixCache
 from millrace.telemetry.metrics import Registry

@@ -19,6 +19,7 @@ from millrace.core.request import RequestState, Shard
 from millrace.core.scheduler import commands, effects, events
 from millrace.core.scheduler.fleet.prompt_progress import progress_of
 from millrace.core.scheduler.machine import Machine
+from millrace.core.scheduler.reports import Draining
 from millrace.scheduler.first_tokens import FirstTokens
 from millrace.scheduler.in_force import InForce
 from millrace.scheduler.metrics import SchedulerMetrics
@@ -42,12 +43,7 @@ Subject = Worker | Proxy | messages.EncodedSpec | asyncio.Future[Any] | None
 #: Changes that administrators and the operator ask for; the caller gets the old and new value.
 _Change = events.PolicyChanged | events.ImprovementRateChanged | events.InstanceCordoned
 
-_MEMBERSHIP = (
-    events.InstanceJoined,
-    events.InstanceLeft,
-    events.InstanceDraining,
-    events.InstanceCordoned,
-)
+_MEMBERSHIP = (events.InstanceJoined, events.InstanceLeft, events.InstanceCordoned)
 
 
 class SchedulerLoop:
@@ -167,7 +163,7 @@ class SchedulerLoop:
         wanted = self._step(event, start_s)
         self._metrics.step_s.observe(self.clock() - start_s)
         self._meter.saw(event, wanted, start_s)
-        if isinstance(event, _MEMBERSHIP):
+        if isinstance(event, _MEMBERSHIP) or _is_draining(event):
             self._tell_fleet()
         for effect in wanted:
             self._carry[type(effect)](effect)
@@ -406,3 +402,7 @@ class SchedulerLoop:
 def _shutting_down(request_id: str, proxy_id: str) -> effects.Refuse:
     why = {"code": "unavailable", "message": "the scheduler is shutting down"}
     return effects.Refuse(request_id=request_id, proxy_id=proxy_id, retry_after_s=1.0, **why)
+
+
+def _is_draining(event: events.Event) -> bool:
+    return isinstance(event, events.Reported) and isinstance(event.report, Draining)

@@ -20,6 +20,7 @@ from millrace.scheduler.peers import Outbox, Proxy, Worker
 from millrace.wire.codec import proxy as proxy_codec
 from millrace.wire.codec import scheduler as codec
 from millrace.wire.codec import status as status_codec
+from millrace.wire.codec.instance import report_of
 from millrace.wire.codec.status import load_message
 from millrace.wire.pb import common_pb2, scheduler_pb2, scheduler_pb2_grpc
 
@@ -93,10 +94,16 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
     ) -> None:
         async for message in messages:
             worker.seen_s = self._loop.clock()
-            event = codec.from_worker(
-                message, instance_id=worker.id, generation=worker.card.generation
+            report = report_of(message)
+            if report is None:
+                raise codec.MessageError(
+                    f"a registered worker sent {message.WhichOneof('kind') or 'nothing'}"
+                )
+            await self._loop.post(
+                events.Reported(
+                    instance_id=worker.id, generation=worker.card.generation, report=report
+                )
             )
-            await self._loop.post(event)
 
     async def ConnectProxy(
         self,

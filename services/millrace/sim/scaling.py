@@ -17,6 +17,7 @@ from millrace.core.scheduler import events
 from millrace.core.scheduler.effects import Effect
 from millrace.core.scheduler.fleet.instances import Instance
 from millrace.core.scheduler.machine import Machine
+from millrace.core.scheduler.reports import Draining
 from millrace.sim.cluster.spec import AutoscalePlan
 from millrace.sim.cluster.world import World
 from millrace.sim.fleet import Fleet, role_of
@@ -133,9 +134,7 @@ class Scaling:
         if not self._draining:
             self._clock.at(self._clock.now_s + DRAIN_POLL_S, self._poll)
         self._draining[least.id] = least.card.generation
-        self._world.outbox.append(
-            events.InstanceDraining(instance_id=least.id, generation=least.card.generation)
-        )
+        self._world.report(least.id, least.card.generation, Draining())
 
     def _poll(self, nothing: None) -> None:
         """Removes draining instances that are idle, and for which the scheduler has no work."""

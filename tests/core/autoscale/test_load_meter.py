@@ -10,7 +10,7 @@ import pytest
 from millrace.core.autoscale.load import FleetLoad, PoolLoad
 from millrace.core.autoscale.load_meter import LEAST_SPAN_S, WINDOW_S, LoadMeter
 from millrace.core.config import SchedulerConfig
-from millrace.core.scheduler import events
+from millrace.core.scheduler import events, reports
 from millrace.core.scheduler.effects import Effect
 from support.core_events import Bench, groups_of, instance
 
@@ -35,13 +35,10 @@ class Metered(Bench):
 
     def beat(self, instance_id: str, tbt_s: float) -> None:
         self.step(
-            events.LoadReported(
+            events.Reported(
                 instance_id=instance_id,
                 generation=1,
-                free_pages=1,
-                running=1,
-                waiting=0,
-                tbt_s=tbt_s,
+                report=reports.Heartbeat(free_pages=1, running=1, waiting=0, tbt_s=tbt_s),
             )
         )
 
@@ -445,8 +442,10 @@ def test_contexts_are_those_that_a_home_holds_but_a_part_of():
     assert context.tokens_after(0.5) == 480
     request = b.machine.requests["a"]
     b.machine.step(
-        events.ChunkFinished(
-            instance_id="p0", generation=1, request_id="a", chunk_index=0, compute_s=1, last=True
+        events.Reported(
+            instance_id="p0",
+            generation=1,
+            report=reports.ChunkFinished(request_id="a", chunk_index=0, compute_s=1, last=True),
         ),
         b.now_s,
     )

@@ -10,8 +10,8 @@ from millrace.core.config import SchedulerConfig
 from millrace.core.cost.correction import band_of
 from millrace.core.cost.latency import Latency, SpLatency
 from millrace.core.scheduler.effects import Effect, RunPrefill
-from millrace.core.scheduler.events import CachedBlocks
 from millrace.core.scheduler.fleet.cached_prefixes import CachedPrefixes
+from millrace.core.scheduler.reports import CachedBlocks
 from support.core_events import Bench, instance, of
 
 BLOCKS = tuple(range(1000, 1100))

@@ -25,7 +25,7 @@ from millrace.core.cost.latency import Latency, SpLatency
 from millrace.core.live_request import LiveRequest
 from millrace.core.priority import POLICIES
 from millrace.core.request import TRANSITIONS, Request, RequestState, Slo
-from millrace.core.scheduler import effects, events
+from millrace.core.scheduler import effects, events, reports
 from millrace.core.scheduler.fleet.instances import PrefillInstance
 from millrace.core.scheduler.machine import Machine
 from millrace.core.scheduler.planning import PLANNERS
@@ -128,7 +128,7 @@ class World(RuleBasedStateMachine):
 
     def step(self, event: events.Event) -> None:
         # These change predictions only; what that changes shows in the next round.
-        self.settled = not isinstance(event, events.ChunkStarted | events.ChunkSuspended)
+        self.settled = not isinstance(event, reports.ChunkStarted | reports.ChunkSuspended)
         for effect in self.machine.step(event, self.now_s):
             self.see(effect)
 
@@ -309,7 +309,11 @@ class World(RuleBasedStateMachine):
         generation = self.life(instance_id, age)
         if self.machine.cluster.current(instance_id, generation):
             self.leaving.add(instance_id)
-        self.step(events.InstanceDraining(instance_id=instance_id, generation=generation))
+        self.step(
+            events.Reported(
+                instance_id=instance_id, generation=generation, report=reports.Draining()
+            )
+        )
 
     @rule(instance_id=instance_ids, age=ages, cordoned=st.booleans())
     def cordon(self, instance_id: str, age: int, cordoned: bool) -> None:
@@ -337,12 +341,10 @@ class World(RuleBasedStateMachine):
     @rule(instance_id=instance_ids, age=ages, free_pages=st.integers(0, 100))
     def heartbeat(self, instance_id: str, age: int, free_pages: int) -> None:
         self.step(
-            events.LoadReported(
+            events.Reported(
                 instance_id=instance_id,
                 generation=self.life(instance_id, age),
-                free_pages=free_pages,
-                running=1,
-                waiting=2,
+                report=reports.Heartbeat(free_pages=free_pages, running=1, waiting=2),
             )
         )
 
@@ -364,13 +366,15 @@ class World(RuleBasedStateMachine):
             self.cached[instance_id] -= set(removed)
             self.cached[instance_id] = (set() if whole else self.cached[instance_id]) | set(added)
         self.step(
-            events.LoadReported(
+            events.Reported(
                 instance_id=instance_id,
                 generation=self.life(instance_id, age),
-                free_pages=100,
-                running=0,
-                waiting=0,
-                cached=events.CachedBlocks(whole=whole, added=added, removed=removed),
+                report=reports.Heartbeat(
+                    free_pages=100,
+                    running=0,
+                    waiting=0,
+                    cached=reports.CachedBlocks(whole=whole, added=added, removed=removed),
+                ),
             )
         )
 
@@ -460,20 +464,18 @@ class World(RuleBasedStateMachine):
     ) -> None:
         generation = self.life(instance_id, age)
         if started:
-            event: events.Event = events.ChunkStarted(
+            event: events.Event = events.Reported(
                 instance_id=instance_id,
                 generation=generation,
-                request_id=request_id,
-                chunk_index=index,
+                report=reports.ChunkStarted(request_id=request_id, chunk_index=index),
             )
         else:
-            event = events.ChunkFinished(
+            event = events.Reported(
                 instance_id=instance_id,
                 generation=generation,
-                request_id=request_id,
-                chunk_index=index,
-                compute_s=0.1,
-                last=last,
+                report=reports.ChunkFinished(
+                    request_id=request_id, chunk_index=index, compute_s=0.1, last=last
+                ),
             )
         self.step(event)
 
@@ -500,12 +502,12 @@ class World(RuleBasedStateMachine):
             self.held[instance_id].discard(request_id)
             self.unqueue(instance_id, request_id)
         self.step(
-            events.RequestReleased(
+            events.Reported(
                 instance_id=instance_id,
                 generation=generation,
-                request_id=request_id,
-                complete=complete,
-                attempt=attempt,
+                report=reports.RequestReleased(
+                    request_id=request_id, complete=complete, attempt=attempt
+                ),
             )
         )
 
@@ -525,22 +527,24 @@ class World(RuleBasedStateMachine):
         self, instance_id: str, age: int, request_id: str, attempts_ago: int, tokens: int
     ) -> None:
         self.step(
-            events.PrefixLanded(
+            events.Reported(
                 instance_id=instance_id,
                 generation=self.life(instance_id, age),
-                request_id=request_id,
-                attempt=self.told_of(instance_id, request_id, attempts_ago),
-                tokens=tokens,
+                report=reports.PrefixLanded(
+                    request_id=request_id,
+                    attempt=self.told_of(instance_id, request_id, attempts_ago),
+                    tokens=tokens,
+                ),
             )
         )
 
     @rule(instance_id=instance_ids, age=ages, request_id=request_ids)
     def decode_starts(self, instance_id: str, age: int, request_id: str) -> None:
         self.step(
-            events.DecodeStarted(
+            events.Reported(
                 instance_id=instance_id,
                 generation=self.life(instance_id, age),
-                request_id=request_id,
+                report=reports.DecodeStarted(request_id=request_id),
             )
         )
 
@@ -557,12 +561,12 @@ class World(RuleBasedStateMachine):
         if instance_id in DECODES and holding is not None and not holding.is_shard:
             self.held[instance_id].discard(request_id)
         self.step(
-            events.RequestFinished(
+            events.Reported(
                 instance_id=instance_id,
                 generation=generation,
-                request_id=request_id,
-                reason=reason,
-                generated_tokens=3,
+                report=reports.RequestFinished(
+                    request_id=request_id, reason=reason, generated_tokens=3
+                ),
             )
         )
 
@@ -586,14 +590,16 @@ class World(RuleBasedStateMachine):
         if self.machine.cluster.current(instance_id, self.life(instance_id, age)):
             self.unqueue(instance_id, request_id)
         self.step(
-            events.RequestFailed(
+            events.Reported(
                 instance_id=instance_id,
                 generation=self.life(instance_id, age),
-                request_id=request_id,
-                message="out of luck",
-                retryable=retryable,
-                attempt=self.told_of(instance_id, request_id, attempts_ago),
-                kept_tokens=kept_tokens,
+                report=reports.RequestFailed(
+                    request_id=request_id,
+                    message="out of luck",
+                    retryable=retryable,
+                    attempt=self.told_of(instance_id, request_id, attempts_ago),
+                    kept_tokens=kept_tokens,
+                ),
             )
         )
 
@@ -656,12 +662,12 @@ class World(RuleBasedStateMachine):
         self, instance_id: str, age: int, request_id: str, index: int, compute_s: float
     ) -> None:
         self.step(
-            events.ChunkSuspended(
+            events.Reported(
                 instance_id=instance_id,
                 generation=self.life(instance_id, age),
-                request_id=request_id,
-                chunk_index=index,
-                compute_s=compute_s,
+                report=reports.ChunkSuspended(
+                    request_id=request_id, chunk_index=index, compute_s=compute_s
+                ),
             )
         )
 

@@ -11,10 +11,10 @@ from millrace.core.errors import IntegrityError
 from millrace.core.request import Request
 from millrace.core.scheduler.dispatch.decode_placement import LEAST_SAVING
 from millrace.core.scheduler.effects import Place
-from millrace.core.scheduler.events import CachedBlocks
 from millrace.core.scheduler.fleet.freeness import freeness
 from millrace.core.scheduler.fleet.instances import DecodeInstance
 from millrace.core.scheduler.machine import Machine
+from millrace.core.scheduler.reports import CachedBlocks
 from support.core_events import Bench, instance, of, request
 
 BLOCK_TOKENS = 32

@@ -17,7 +17,7 @@ import pytest
 from millrace.core.config import SchedulerConfig
 from millrace.core.cost.latency import Latency, SpLatency
 from millrace.core.request import Request, Slo
-from millrace.core.scheduler import effects, events, recording
+from millrace.core.scheduler import effects, events, recording, reports
 from millrace.core.scheduler.recording import RecordingError, built, plain
 
 EVENTS = typing.get_args(events.Event)
@@ -57,6 +57,21 @@ def test_every_event_comes_back_as_it_was_through_json(kind):
     assert recording.plain_event(again) == written
     names = [f.name for f in dataclasses.fields(kind)]
     assert written == [kind.__name__, written[1]] and list(written[1]) == names
+
+
+@pytest.mark.parametrize("kind", typing.get_args(reports.Report))
+def test_every_report_comes_back_as_it_was_through_json(kind):
+    report = example(kind, itertools.count(11))
+    event = events.Reported(instance_id="p0", generation=3, report=report)
+    written = json.loads(json.dumps(recording.plain_event(event), allow_nan=False))
+    assert recording.event_of(written) == event
+
+
+@pytest.mark.parametrize("report", [["Mood", {}], {}, "Draining", ["Tick", {}]])
+def test_a_report_of_no_known_kind_is_refused(report):
+    fields = {"instance_id": "p0", "generation": 1, "report": report}
+    with pytest.raises(RecordingError, match=r"is no Reported\.report"):
+        recording.event_of(["Reported", fields])
 
 
 @pytest.mark.parametrize("kind", EFFECTS)
@@ -104,14 +119,14 @@ def test_settings_are_written_whole_and_read_again():
 @pytest.mark.parametrize(
     "head, message",
     [
-        ({}, "millrace_recording is None; this version reads 1"),
-        ({"millrace_recording": 2}, "millrace_recording is 2; this version reads 1"),
-        ({"millrace_recording": 1}, "settings: 'scheduler'"),
+        ({}, "millrace_recording is None; this version reads 2"),
+        ({"millrace_recording": 1}, "millrace_recording is 1; this version reads 2"),
+        ({"millrace_recording": 2}, "settings: 'scheduler'"),
         (
-            {"millrace_recording": 1, "scheduler": {"tasks_ahead": 0}},
+            {"millrace_recording": 2, "scheduler": {"tasks_ahead": 0}},
             "settings: scheduler.tasks_ahead is 0; it must be between 1 and 64",
         ),
-        ({"millrace_recording": 1, "scheduler": {"mood": 1}}, "scheduler has no field mood"),
+        ({"millrace_recording": 2, "scheduler": {"mood": 1}}, "scheduler has no field mood"),
     ],
 )
 def test_a_head_that_can_not_be_read_says_why(head, message):

@@ -16,7 +16,7 @@ from millrace.core.config import SchedulerConfig
 from millrace.core.priority import POLICIES
 from millrace.core.request import Slo
 from millrace.core.scheduler.commands import Command, Order
-from millrace.core.scheduler.events import Submitted
+from millrace.core.scheduler.events import Reported, Submitted
 from millrace.core.scheduler.reports import Report
 from millrace.decode.loop import DecodeRole
 from millrace.prefill.loop import PrefillRole
@@ -27,7 +27,7 @@ from millrace.state.memory_store import MemoryStore
 from millrace.telemetry.metrics import Registry
 from millrace.transfer.transport.memory import MemoryHub
 from millrace.wire.codec import scheduler as codec
-from millrace.wire.codec.instance import command_of, report_message
+from millrace.wire.codec.instance import command_of, report_message, report_of
 from millrace.wire.codec.request_spec import spec_message
 from support.deadlines import HANG_S
 from support.scheduler_peers import register
@@ -80,8 +80,12 @@ class Scheduler:
         self.loop.post_now(card, worker)
 
         def tell(said: Report) -> None:
-            about = {"instance_id": card.instance_id, "generation": card.generation}
-            self.loop.post_now(codec.from_worker(report_message(said), **about))
+            report = report_of(report_message(said))
+            assert report is not None
+            event = Reported(
+                instance_id=card.instance_id, generation=card.generation, report=report
+            )
+            self.loop.post_now(event)
 
         role.tell = tell
         return worker

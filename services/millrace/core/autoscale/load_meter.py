@@ -31,7 +31,7 @@ from millrace.core.autoscale.rules import Context
 from millrace.core.live_request import LiveRequest
 from millrace.core.request import Request, RequestState
 from millrace.core.scheduler.effects import Effect, Place, Record, Refuse
-from millrace.core.scheduler.events import Event, RequestFinished, Submitted
+from millrace.core.scheduler.events import Event, Reported, Submitted
 from millrace.core.scheduler.fleet.instances import (
     DecodeInstance,
     Instance,
@@ -39,6 +39,7 @@ from millrace.core.scheduler.fleet.instances import (
     PrefillInstance,
 )
 from millrace.core.scheduler.machine import Machine
+from millrace.core.scheduler.reports import RequestFinished
 
 WINDOW_S = 15.0
 
@@ -283,10 +284,11 @@ class LoadMeter:
 
 def _tbt_of_answer(request: LiveRequest, event: Event, now_s: float) -> list[_Ratio]:
     """Returns the answer's mean TBT; empty if its length is unknown or it has no second token."""
-    if not isinstance(event, RequestFinished) or request.first_token_s is None:
+    report = event.report if isinstance(event, Reported) else None
+    if not isinstance(report, RequestFinished) or request.first_token_s is None:
         return []
     seconds = now_s - request.first_token_s
-    following = event.generated_tokens / request.choices - 1.0
+    following = report.generated_tokens / request.choices - 1.0
     if following <= 0.0 or seconds <= 0.0:
         return []
     return [_over(request.slo.class_name, seconds / following, request.slo.tbt_s)]

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 
 from millrace.core.cost.decode_step import DecodeStepTime
 from millrace.core.cost.latency import SpLatency
-from millrace.core.instance.standstill import Standstill
 from millrace.core.request import Request
+from millrace.core.scheduler.reports import Report
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,13 +43,12 @@ class InstanceLeft:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class InstanceDraining:
-    """The instance announces that it leaves: it takes no new work ever; its present work may
-    finish.
-    """
+class Reported:
+    """A registered instance sent a report."""
 
     instance_id: str
     generation: int
+    report: Report
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,33 +61,6 @@ class InstanceCordoned:
     instance_id: str
     generation: int
     cordoned: bool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CachedBlocks:
-    """The changes of an instance's prefix cache, as hashes of blocks (`prefix`).
-
-    `whole`: `added` is the whole content of the cache.
-    """
-
-    whole: bool = False
-    added: tuple[int, ...] = ()
-    removed: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoadReported:
-    """A heartbeat."""
-
-    instance_id: str
-    generation: int
-    free_pages: int
-    running: int
-    waiting: int
-    #: Decode: from token to token of what runs, since the last heartbeat; 0: no token followed one.
-    tbt_s: float = 0.0
-    cached: CachedBlocks | None = None
-    standstill: Standstill | None = None  # prefill: work is prepared and none has begun
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,109 +81,6 @@ class ProxyLeft:
     """A proxy's stream ended: no client reads the output of its requests any more."""
 
     proxy_id: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChunkStarted:
-    """A chunk's group began to compute it, or continued after a suspension.
-
-    The first instance of a group (`Chunk.instance_ids`) reports; so for the two events below.
-    """
-
-    instance_id: str
-    generation: int
-    request_id: str
-    chunk_index: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChunkFinished:
-    instance_id: str
-    generation: int
-    request_id: str
-    chunk_index: int
-    compute_s: float
-    last: bool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChunkSuspended:
-    """The chunk stopped at a boundary, as ordered; its state is kept.
-
-    `compute_s` is its compute so far, in seconds over all its spans.
-    """
-
-    instance_id: str
-    generation: int
-    request_id: str
-    chunk_index: int
-    compute_s: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RequestReleased:
-    """The instance holds no page of the request any more.
-
-    `complete`, of a prefill instance: all of its part was computed and sent. `attempt`, of a decode
-    instance or a KVP worker: the last attempt that it heard of; 0 names no attempt.
-    """
-
-    instance_id: str
-    generation: int
-    request_id: str
-    complete: bool = False
-    attempt: int = 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PrefixLanded:
-    """Decode has the KV of the first `tokens` tokens in its pages, where it stays."""
-
-    instance_id: str
-    generation: int
-    request_id: str
-    attempt: int
-    tokens: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DecodeStarted:
-    """All KV landed; the request joined the instance's batch, `since_token_s` after the first token
-    went to the proxy.
-    """
-
-    instance_id: str
-    generation: int
-    request_id: str
-    since_token_s: float = 0.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RequestFinished:
-    """Decode emitted the last token (stop | length) or dropped the request (cancelled)."""
-
-    instance_id: str
-    generation: int
-    request_id: str
-    reason: str
-    generated_tokens: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RequestFailed:
-    """An instance could not do its part. After a retryable failure the request is prefilled again.
-
-    Decode names the `attempt` (0: no attempt in particular) and the number of first tokens whose
-    KV it keeps for the next attempt. If it keeps none, it releases the request.
-    """
-
-    instance_id: str
-    generation: int
-    request_id: str
-    message: str
-    retryable: bool
-    attempt: int = 0
-    kept_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -240,20 +109,11 @@ class Tick:
 Event = (
     InstanceJoined
     | InstanceLeft
-    | InstanceDraining
     | InstanceCordoned
-    | LoadReported
+    | Reported
     | Submitted
     | CancelRequested
     | ProxyLeft
-    | ChunkStarted
-    | ChunkFinished
-    | ChunkSuspended
-    | RequestReleased
-    | PrefixLanded
-    | DecodeStarted
-    | RequestFinished
-    | RequestFailed
     | PolicyChanged
     | ImprovementRateChanged
     | Tick

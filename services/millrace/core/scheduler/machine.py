@@ -40,7 +40,7 @@ from typing import Any
 from millrace.core.config import SchedulerConfig
 from millrace.core.live_request import LiveRequest
 from millrace.core.request import Request, RequestState
-from millrace.core.scheduler import events, integrity
+from millrace.core.scheduler import events, integrity, reports
 from millrace.core.scheduler.admission import refusal
 from millrace.core.scheduler.dispatch.chunk_progress import ChunkProgress
 from millrace.core.scheduler.dispatch.dispatcher import Dispatcher
@@ -74,23 +74,26 @@ class Machine:
         self._handlers: dict[type, Callable[[StepContext, Any], None]] = {
             events.InstanceJoined: self._joined,
             events.InstanceLeft: self._left,
-            events.InstanceDraining: self._draining,
             events.InstanceCordoned: self._cordoned,
-            events.LoadReported: self._load,
+            events.Reported: self._reported,
             events.Submitted: self._submitted,
             events.CancelRequested: self._cancel,
             events.ProxyLeft: self._proxy_left,
-            events.ChunkStarted: chunk_progress.started,
-            events.ChunkFinished: chunk_progress.finished,
-            events.ChunkSuspended: chunk_progress.suspended,
-            events.RequestReleased: request_progress.released,
-            events.PrefixLanded: request_progress.prefix_landed,
-            events.DecodeStarted: request_progress.decode_started,
-            events.RequestFinished: request_progress.finished,
-            events.RequestFailed: request_progress.failed,
             events.PolicyChanged: self._policy_changed,
             events.ImprovementRateChanged: self._rate_changed,
             events.Tick: self._tick,
+        }
+        self._report_handlers: dict[type, Callable[[StepContext, Instance, Any], None]] = {
+            reports.Heartbeat: self._heartbeat,
+            reports.Draining: self._draining,
+            reports.ChunkStarted: chunk_progress.started,
+            reports.ChunkFinished: chunk_progress.finished,
+            reports.ChunkSuspended: chunk_progress.suspended,
+            reports.RequestReleased: request_progress.released,
+            reports.PrefixLanded: request_progress.prefix_landed,
+            reports.DecodeStarted: request_progress.decode_started,
+            reports.RequestFinished: request_progress.finished,
+            reports.RequestFailed: request_progress.failed,
         }
 
     def step(self, event: events.Event, now_s: float) -> list[Effect]:
@@ -202,9 +205,13 @@ class Machine:
         self._unplace_unserved(step, pool)
         self.cluster.drop_if_empty(instance.card.model_hash)
 
-    def _draining(self, step: StepContext, event: events.InstanceDraining) -> None:
-        instance = self._event_filter.current(event)
-        if instance is not None and not instance.leaving:
+    def _reported(self, step: StepContext, event: events.Reported) -> None:
+        if (instance := self._event_filter.current(event)) is not None:
+            self._report_handlers[type(event.report)](step, instance, event.report)
+
+    def _draining(self, step: StepContext, instance: Instance, report: reports.Draining) -> None:
+        del report  # it carries nothing
+        if not instance.leaving:
             self.cluster.drain(instance)
             self._make_way(step, instance)
 
@@ -240,17 +247,14 @@ class Machine:
                 if not request.continues:
                     self._table.retry(step, request, "no prefill instance serves this model now")
 
-    def _load(self, step: StepContext, event: events.LoadReported) -> None:
-        if (instance := self._event_filter.current(event)) is not None:
-            instance.heard(event)
-            if isinstance(instance, PrefillInstance):
-                self._stall_watch.heard(instance, event, step.now_s)
-            if isinstance(instance, DecodeInstance) and instance.reported_free_pages is not None:
-                self._dispatcher.room_made(
-                    step, instance
-                )  # it may have more pages than were counted
-            elif isinstance(instance, PrefillInstance) and event.cached and event.cached.added:
-                self._dispatcher.run(step)  # a request may use this prefix
+    def _heartbeat(self, step: StepContext, instance: Instance, report: reports.Heartbeat) -> None:
+        instance.heard(report)
+        if isinstance(instance, PrefillInstance):
+            self._stall_watch.heard(instance, report, step.now_s)
+        if isinstance(instance, DecodeInstance) and instance.reported_free_pages is not None:
+            self._dispatcher.room_made(step, instance)  # more pages may be free than were counted
+        elif isinstance(instance, PrefillInstance) and report.cached and report.cached.added:
+            self._dispatcher.run(step)  # a request may use this prefix
 
     # ---- events of proxies
 

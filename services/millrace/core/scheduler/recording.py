@@ -8,7 +8,8 @@ by hand. Values become plain data here and events are built again; drivers handl
     {"now_s": 81.30, "event": ["Tick", {}], "raised": "IntegrityError: ..."}
 
 The codec follows the dataclasses' fields and needs no change for new ones. A field that has its
-default value is left out. Infinite and undefined floats, which JSON lacks, are written as strings.
+default value is left out. A report is written as an event is, with its type's name. Infinite and
+undefined floats, which JSON lacks, are written as strings.
 """
 
 from __future__ import annotations
@@ -26,11 +27,20 @@ from millrace.core.config import SchedulerConfig
 from millrace.core.errors import ConfigError, MillraceError
 from millrace.core.scheduler import events
 from millrace.core.scheduler.effects import Effect
+from millrace.core.scheduler.reports import Report
 
 #: Raised by one whenever a reader of the last number would misread the present format.
-FORMAT = 1
+FORMAT = 2
 
-_EVENTS: Mapping[str, type] = {kind.__name__: kind for kind in typing.get_args(events.Event)}
+
+def _by_name(union: Any) -> Mapping[str, type]:  # noqa: ANN401 - a type known at run time
+    return {kind.__name__: kind for kind in typing.get_args(union)}
+
+
+_EVENTS = _by_name(events.Event)
+#: Types of fields whose values are written with the names of their types.
+_NAMED: Mapping[Any, Mapping[str, type]] = {Report: _by_name(Report)}
+_OF_NAMED = frozenset(kind for kinds in _NAMED.values() for kind in kinds.values())
 _SCALARS = frozenset({str, int, bool, type(None)})
 
 
@@ -70,11 +80,8 @@ def plain_effects(effects: Iterable[Effect]) -> list[list[Any]]:
 
 def event_of(data: object) -> events.Event:
     """Returns the event that `plain_event` wrote. Raises RecordingError."""
-    match data:
-        case [str(name), dict(fields)] if name in _EVENTS:
-            event: events.Event = built(_EVENTS[name], fields, name)
-            return event
-    raise RecordingError(f"{data!r} is no event")
+    event: events.Event = _built_named(_EVENTS, data, "event")
+    return event
 
 
 def plain(value: Any) -> Any:  # noqa: ANN401 - any value that events, effects and settings hold
@@ -87,7 +94,8 @@ def plain(value: Any) -> Any:  # noqa: ANN401 - any value that events, effects a
     if kind is tuple or kind is list:
         return [plain(item) for item in value]
     if dataclasses.is_dataclass(kind):
-        return _plain_fields(value, kind)
+        fields = _plain_fields(value, kind)
+        return [kind.__name__, fields] if kind in _OF_NAMED else fields
     if isinstance(value, Enum):
         return value.value
     if isinstance(value, Mapping):
@@ -118,6 +126,8 @@ def built(wanted: Any, data: Any, path: str) -> Any:  # noqa: ANN401 - a type kn
     try:
         if dataclasses.is_dataclass(wanted):
             return _built_dataclass(wanted, data, path)
+        if wanted in _NAMED:
+            return _built_named(_NAMED[wanted], data, path)
         origin = typing.get_origin(wanted)
         if origin in (types.UnionType, typing.Union):
             return _built_union(wanted, data, path)
@@ -126,6 +136,13 @@ def built(wanted: Any, data: Any, path: str) -> Any:  # noqa: ANN401 - a type kn
         return _built_scalar(wanted, data)
     except (TypeError, ValueError, AttributeError) as error:
         raise RecordingError(f"{path} is {data!r}: {error}") from error
+
+
+def _built_named(kinds: Mapping[str, type], data: object, path: str) -> Any:  # noqa: ANN401
+    match data:
+        case [str(name), dict(fields)] if name in kinds:
+            return built(kinds[name], fields, name)
+    raise RecordingError(f"{data!r} is no {path}")
 
 
 def _built_dataclass(wanted: Any, data: Any, path: str) -> Any:  # noqa: ANN401

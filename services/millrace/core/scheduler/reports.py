@@ -1,7 +1,4 @@
-"""An instance's reports to the scheduler. The stream identifies the instance.
-
-The scheduler's side reads the same messages as events (`events`).
-"""
+"""An instance's reports to the scheduler, which reads them as `events.Reported`."""
 
 from __future__ import annotations
 
@@ -11,7 +8,6 @@ from millrace.core.cost.decode_step import DecodeStepTime
 from millrace.core.cost.latency import SpLatency
 from millrace.core.instance.standstill import Standstill
 from millrace.core.kv.transfer import Incarnation
-from millrace.core.scheduler.events import CachedBlocks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,17 +31,36 @@ class Registration:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CachedBlocks:
+    """The changes of an instance's prefix cache, as hashes of blocks (`prefix`).
+
+    `whole`: `added` is the whole content of the cache.
+    """
+
+    whole: bool = False
+    added: tuple[int, ...] = ()
+    removed: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Heartbeat:
+    """The instance lives; its load."""
+
     free_pages: int = 0
     running: int = 0  # requests in compute or in the batch
     waiting: int = 0
     tbt_s: float = 0.0  # from token to token since the last heartbeat; 0: no token followed another
     cached: CachedBlocks | None = None  # of the prefix cache, since the last heartbeat
-    standstill: Standstill | None = None
+    standstill: Standstill | None = None  # prefill: work is prepared and none has begun
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkStarted:
+    """A chunk's SP group began to compute it, or continued after a suspension.
+
+    The first instance of a group (`Chunk.instance_ids`) reports this and the two reports below.
+    """
+
     request_id: str
     chunk_index: int = 0
 
@@ -78,7 +93,7 @@ class RequestReleased:
     """The instance holds nothing of the request any more.
 
     `complete`: a prefill instance has computed and sent all of its part. `attempt`: the last
-    attempt of which a decode instance was informed.
+    attempt of which a decode instance or a KVP worker was informed; 0 names no attempt.
     """
 
     request_id: str
@@ -105,8 +120,10 @@ class DecodeStarted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestFinished:
+    """Decode emitted the last token (stop | length) or dropped the request (cancelled | moved)."""
+
     request_id: str
-    reason: str  # stop | length | cancelled | moved
+    reason: str
     generated_tokens: int
 
 
@@ -114,7 +131,8 @@ class RequestFinished:
 class RequestFailed:
     """The instance can't do its part of the request, in one attempt or (attempt 0) at all.
 
-    `kept_tokens`: the first tokens whose KV a decode instance keeps for the next attempt.
+    After a retryable failure the request is prefilled again. `kept_tokens`: the first tokens whose
+    KV a decode instance keeps for the next attempt. With 0 it releases the request.
     """
 
     request_id: str
@@ -126,7 +144,7 @@ class RequestFailed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Draining:
-    """The instance leaves when the requests that it has are done, and wants no new ones."""
+    """The instance leaves when its present requests are done, and never takes new ones."""
 
 
 #: Reports about one request.

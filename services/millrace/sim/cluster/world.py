@@ -6,7 +6,8 @@ from collections.abc import Callable
 from random import Random
 
 from millrace.core.errors import IntegrityError
-from millrace.core.scheduler.events import Event, RequestFinished, RequestReleased
+from millrace.core.scheduler.events import Event, Reported
+from millrace.core.scheduler.reports import Report, RequestFinished, RequestReleased
 from millrace.sim.cluster.batch import Sequence
 from millrace.sim.cluster.clock import Clock
 from millrace.sim.cluster.job import Job
@@ -18,7 +19,7 @@ from millrace.sim.results.timeline import Timeline
 class World:
     """Holds the time, the requests that have not ended, and the reports of the instances.
 
-    Models append their reports to `outbox`; the loop brings the reports to the scheduler once the
+    Models `report`; the loop brings the reports to the scheduler once the
     running callback has returned. `finished(job)` is called when a request has its last token.
     """
 
@@ -58,18 +59,16 @@ class World:
             self.tally.kvp_onboardings += max(workers - job.onboarded, 0)
             job.onboarded = max(workers, job.onboarded)
 
+    def report(self, instance_id: str, generation: int, report: Report) -> None:
+        """Sends an instance's report to the scheduler."""
+        self.outbox.append(Reported(instance_id=instance_id, generation=generation, report=report))
+
     def served(self, instance_id: str, generation: int, job: Job) -> None:
         """Notes that the instance has given the request its last token."""
         self.finished(job)
-        self.outbox.append(
-            RequestFinished(
-                instance_id=instance_id,
-                generation=generation,
-                request_id=job.id,
-                reason="length",
-                generated_tokens=job.plan.output_tokens,
-            )
-        )
+        tokens = job.plan.output_tokens
+        finished = RequestFinished(request_id=job.id, reason="length", generated_tokens=tokens)
+        self.report(instance_id, generation, finished)
         for worker_id in list(self.kvp_workers.get(job.id, ())):
             self.let_go(worker_id, job.id)
 
@@ -93,9 +92,7 @@ class World:
             return
         if not held:
             del self.kvp_workers[request_id]
-        self.outbox.append(
-            RequestReleased(instance_id=worker_id, generation=generation, request_id=request_id)
-        )
+        self.report(worker_id, generation, RequestReleased(request_id=request_id))
 
     def check_empty(self) -> None:
         """Raises IntegrityError when an instance still holds shards."""

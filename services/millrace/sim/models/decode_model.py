@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 
 from millrace.core.errors import IntegrityError
-from millrace.core.scheduler import events
+from millrace.core.scheduler.reports import DecodeStarted, RequestReleased
 from millrace.sim.cluster.batch import Batch
 from millrace.sim.cluster.job import Attempt, Job
 from millrace.sim.cluster.world import World
@@ -82,11 +82,7 @@ class DecodePool:
                 self._plan(instance)
             else:
                 return
-        self._world.outbox.append(
-            events.RequestReleased(
-                instance_id=instance.id, generation=instance.generation, request_id=request_id
-            )
-        )
+        self._world.report(instance.id, instance.generation, RequestReleased(request_id=request_id))
 
     # ---- the batch
 
@@ -96,11 +92,7 @@ class DecodePool:
     def _join(self, instance: DecodeInstance, job: Job) -> None:
         self._world.onboard(job, job.plan.input_tokens)
         instance.batch.join(job, self._clock.now_s)
-        self._world.outbox.append(
-            events.DecodeStarted(
-                instance_id=instance.id, generation=instance.generation, request_id=job.id
-            )
-        )
+        self._world.report(instance.id, instance.generation, DecodeStarted(request_id=job.id))
 
     def _leave(self, instance: DecodeInstance, request_id: str) -> None:
         sequence = instance.batch.leave(request_id)

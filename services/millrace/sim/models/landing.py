@@ -7,7 +7,7 @@ simulator computes one report when an instance dies, and reports it right before
 
 from __future__ import annotations
 
-from millrace.core.scheduler.events import PrefixLanded
+from millrace.core.scheduler.reports import PrefixLanded
 from millrace.sim.cluster.job import Attempt
 from millrace.sim.cluster.world import World
 from millrace.sim.models.prefill_work import PrefillTimes
@@ -37,12 +37,5 @@ class Landing:
             running = self._times.tokens_done(chunk.num_tokens, chunk.start_token, sp, position_s)
         tokens = self._transfers.landed_tokens(attempt, chunk.start_token, running, task.begun_s)
         if tokens > chunks[0].start_token:
-            self._world.outbox.append(
-                PrefixLanded(
-                    instance_id=decode.id,
-                    generation=decode.generation,
-                    request_id=attempt.job.id,
-                    attempt=attempt.number,
-                    tokens=tokens,
-                )
-            )
+            landed = PrefixLanded(request_id=attempt.job.id, attempt=attempt.number, tokens=tokens)
+            self._world.report(decode.id, decode.generation, landed)

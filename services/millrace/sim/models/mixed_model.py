@@ -24,7 +24,7 @@ from millrace.core.instance.packing import Packer, PassModel
 from millrace.core.live_request import LiveRequest
 from millrace.core.priority import POLICIES
 from millrace.core.priority.lars import relative_slack
-from millrace.core.scheduler import events
+from millrace.core.scheduler.reports import ChunkFinished, DecodeStarted, RequestReleased
 from millrace.sim.cluster.batch import Batch
 from millrace.sim.cluster.job import Job
 from millrace.sim.cluster.sharded_passes import LimitedPasses, filled_pass_s, held
@@ -134,11 +134,7 @@ class MixedPool:
         elif prefill is None:
             return
         self.changed[instance] = None
-        self._world.outbox.append(
-            events.RequestReleased(
-                instance_id=instance.id, generation=instance.generation, request_id=request_id
-            )
-        )
+        self._world.report(instance.id, instance.generation, RequestReleased(request_id=request_id))
 
     def settle(self) -> None:
         """Starts the next iterations of the `changed` instances."""
@@ -287,26 +283,18 @@ class MixedPool:
             self._world.timeline.block(
                 instance.id, job.first_start_s, now_s, job.plan.index, "prefill"
             )
-        self._world.outbox.append(
-            events.ChunkFinished(
-                instance_id=instance.id,
-                generation=instance.generation,
-                request_id=job.id,
-                chunk_index=0,
-                compute_s=now_s - job.first_start_s - job.suspended_s,
-                last=True,
-            )
+        compute_s = now_s - job.first_start_s - job.suspended_s
+        self._world.report(
+            instance.id,
+            instance.generation,
+            ChunkFinished(request_id=job.id, compute_s=compute_s, last=True),
         )
         if job.plan.output_tokens == 1:
             self._world.served(instance.id, instance.generation, job)
         else:
             self._sync(instance)
             instance.batch.join(job, now_s)
-            self._world.outbox.append(
-                events.DecodeStarted(
-                    instance_id=instance.id, generation=instance.generation, request_id=job.id
-                )
-            )
+            self._world.report(instance.id, instance.generation, DecodeStarted(request_id=job.id))
         self.changed[instance] = None
 
     # ---- decodes alone

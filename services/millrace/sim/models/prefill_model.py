@@ -9,12 +9,18 @@ time a growing group adds.
 from __future__ import annotations
 
 from collections import deque
+from typing import Any
 
 from millrace.core.errors import IntegrityError
 from millrace.core.instance.stop_point import StopPoint
 from millrace.core.request import Chunk
-from millrace.core.scheduler import events
 from millrace.core.scheduler.effects import CancelOn, ChunkRef, Order, RunPrefill
+from millrace.core.scheduler.reports import (
+    ChunkFinished,
+    ChunkStarted,
+    ChunkSuspended,
+    RequestReleased,
+)
 from millrace.sim.cluster.job import Attempt, Job, Task
 from millrace.sim.cluster.world import World
 from millrace.sim.models.decode_model import DecodePool
@@ -147,13 +153,8 @@ class PrefillPool:
             elif not task.finished:
                 self._leave_batch(task, attempt)
         self.changed[instance] = None
-        self._world.outbox.append(
-            events.RequestReleased(
-                instance_id=instance.id,
-                generation=instance.generation,
-                request_id=job_id,
-                complete=complete,
-            )
+        self._world.report(
+            instance.id, instance.generation, RequestReleased(request_id=job_id, complete=complete)
         )
 
     # ---- what runs
@@ -229,7 +230,7 @@ class PrefillPool:
                 job.idle_since_s = None
             elif job.first_start_s is None:
                 job.first_start_s = now_s
-            self._say(events.ChunkStarted, task, attempt, chunk)
+            self._report(ChunkStarted, task, attempt, chunk)
         end_s = now_s + (task.work_s - task.done_s) * task.factor
         self._clock.at(end_s, self._ended, (task, task.span))
 
@@ -280,7 +281,7 @@ class PrefillPool:
         for attempt, chunk in task.parts:
             attempt.job.idle_since_s = now_s
             if not attempt.closed:
-                self._say(events.ChunkSuspended, task, attempt, chunk, compute_s=task.compute_s)
+                self._report(ChunkSuspended, task, attempt, chunk, compute_s=task.compute_s)
         self._let_go(task)
 
     def _ended(self, what: tuple[Task, int]) -> None:
@@ -306,7 +307,7 @@ class PrefillPool:
         if last:
             job.chunks = len(attempt.chunks)
             job.sp = sp
-        self._say(events.ChunkFinished, task, attempt, chunk, compute_s=task.compute_s, last=last)
+        self._report(ChunkFinished, task, attempt, chunk, compute_s=task.compute_s, last=last)
         if not last:
             for member in attempt.tasks[attempt.done].members:
                 self.changed[member] = None
@@ -399,18 +400,18 @@ class PrefillPool:
                     f"{len(instance.tasks)} tasks are queued"
                 )
 
-    def _say(self, kind: type, task: Task, attempt: Attempt, chunk: Chunk, **more: object) -> None:
+    def _report(
+        self,
+        kind: type[ChunkStarted | ChunkSuspended | ChunkFinished],
+        task: Task,
+        attempt: Attempt,
+        chunk: Chunk,
+        **more: Any,  # noqa: ANN401 - fields of the kind
+    ) -> None:
         """Sends the group's leader's report on one of the task's requests."""
         leader_id = chunk.instance_ids[0]
         leader = task.members[0]
         if leader.id != leader_id:
             leader = next(member for member in task.members if member.id == leader_id)
-        self._world.outbox.append(
-            kind(
-                instance_id=leader_id,
-                generation=leader.generation,
-                request_id=attempt.job.id,
-                chunk_index=chunk.index,
-                **more,
-            )
-        )
+        report = kind(request_id=attempt.job.id, chunk_index=chunk.index, **more)
+        self._world.report(leader_id, leader.generation, report)

@@ -13,7 +13,6 @@ from millrace.core.instance.standstill import Standstill
 from millrace.core.request import Chunk
 from millrace.core.scheduler import commands, reports
 from millrace.core.scheduler.effects import ChunkRef
-from millrace.core.scheduler.events import CachedBlocks
 from millrace.wire.codec import scheduler as codec
 from millrace.wire.codec.incarnation import (
     incarnation_message,
@@ -232,7 +231,7 @@ def _heartbeat_of(message: scheduler_pb2.Heartbeat) -> reports.Heartbeat:
         running=message.running,
         waiting=message.waiting,
         tbt_s=message.tbt_s,
-        cached=CachedBlocks(
+        cached=reports.CachedBlocks(
             whole=cached.whole, added=tuple(cached.added), removed=tuple(cached.removed)
         )
         if message.HasField("cached")

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import fields
 from typing import Any
 
 from millrace.core.cost.decode_step import DecodeStepTime
 from millrace.core.cost.latency import Latency, SpLatency
 from millrace.core.cost.rates import parse_rates
 from millrace.core.errors import ConfigError, MillraceError
-from millrace.core.instance.standstill import Standstill
 from millrace.core.priority import POLICIES
 from millrace.core.request import Chunk, Request, Shard
 from millrace.core.scheduler import effects, events
@@ -160,72 +158,6 @@ def improvement_rate_changed(
             except ConfigError as error:
                 raise MessageError(f"rates is {message.rates!r}: {error}") from None
     raise MessageError("neither rate nor rates is given")
-
-
-def from_worker(
-    message: scheduler_pb2.WorkerMessage, *, instance_id: str, generation: int
-) -> events.Event:
-    """Returns the event of a registered worker's message. Raises MessageError for a bad message."""
-    kind = message.WhichOneof("kind")
-    build = _FROM_WORKER.get(kind or "")
-    if build is None:
-        raise MessageError(f"a registered worker sent {kind or 'nothing'}")
-    assert kind is not None  # or there would be nothing to build
-    event: events.Event = build(getattr(message, kind), instance_id, generation)
-    return event
-
-
-def _says(event: type) -> Callable[[Any, str, int], events.Event]:
-    """Returns a builder of the event from the message whose fields have the same names."""
-    names = [f.name for f in fields(event) if f.name not in ("instance_id", "generation")]
-
-    def build(message: Any, instance_id: str, generation: int) -> events.Event:  # noqa: ANN401
-        values = {name: getattr(message, name) for name in names}
-        found: events.Event = event(instance_id=instance_id, generation=generation, **values)
-        return found
-
-    return build
-
-
-def _load(
-    message: scheduler_pb2.Heartbeat, instance_id: str, generation: int
-) -> events.LoadReported:
-    cached = None
-    if message.HasField("cached"):
-        blocks = message.cached
-        cached = events.CachedBlocks(
-            whole=blocks.whole, added=tuple(blocks.added), removed=tuple(blocks.removed)
-        )
-    standstill = None
-    if message.HasField("standstill"):
-        still = message.standstill
-        standstill = Standstill(
-            prepared=tuple(still.prepared), claimed=still.claimed, waits_for=still.waits_for
-        )
-    return events.LoadReported(
-        instance_id=instance_id,
-        generation=generation,
-        free_pages=message.free_pages,
-        running=message.running,
-        waiting=message.waiting,
-        tbt_s=message.tbt_s,
-        cached=cached,
-        standstill=standstill,
-    )
-
-
-_FROM_WORKER: Mapping[str, Callable[[Any, str, int], events.Event]] = {
-    "heartbeat": _load,
-    "chunk_started": _says(events.ChunkStarted),
-    "chunk_finished": _says(events.ChunkFinished),
-    "chunk_suspended": _says(events.ChunkSuspended),
-    "request_released": _says(events.RequestReleased),
-    "prefix_landed": _says(events.PrefixLanded),
-    "decode_started": _says(events.DecodeStarted),
-    "request_finished": _says(events.RequestFinished),
-    "request_failed": _says(events.RequestFailed),
-    "draining": _says(events.InstanceDraining),
-}
 
 
 def _require(field: str, value: object, holds: bool, wanted: str) -> None:

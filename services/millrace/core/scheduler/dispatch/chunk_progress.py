@@ -6,16 +6,16 @@ whose last chunk is finished has its first token."""
 from __future__ import annotations
 
 from millrace.core.live_request import LiveRequest
-from millrace.core.scheduler import events
 from millrace.core.scheduler.dispatch.dispatcher import Dispatcher
 from millrace.core.scheduler.dispatch.event_filter import EventFilter
 from millrace.core.scheduler.fleet.cluster import ANYONE
-from millrace.core.scheduler.fleet.instances import DecodeInstance
+from millrace.core.scheduler.fleet.instances import DecodeInstance, Instance
 from millrace.core.scheduler.fleet.run_queue import Task
+from millrace.core.scheduler.reports import ChunkFinished, ChunkStarted, ChunkSuspended
 from millrace.core.scheduler.request_table import RequestTable
 from millrace.core.scheduler.step_context import StepContext
 
-_OfChunk = events.ChunkStarted | events.ChunkSuspended | events.ChunkFinished
+_OfChunk = ChunkStarted | ChunkSuspended | ChunkFinished
 
 
 class ChunkProgress:
@@ -28,35 +28,35 @@ class ChunkProgress:
         self._dispatcher = dispatcher
         self._event_filter = event_filter
 
-    def started(self, step: StepContext, event: events.ChunkStarted) -> None:
-        found = self._task_of(step, event)
+    def started(self, step: StepContext, instance: Instance, report: ChunkStarted) -> None:
+        found = self._task_of(step, instance, report)
         if found is not None:
             task, request = found
             if task.started_s is None:
                 task.started_s = step.now_s
             request.start_chunk(step.now_s)
 
-    def suspended(self, step: StepContext, event: events.ChunkSuspended) -> None:
-        found = self._task_of(step, event)
+    def suspended(self, step: StepContext, instance: Instance, report: ChunkSuspended) -> None:
+        found = self._task_of(step, instance, report)
         if found is not None:
             task, request = found
-            task.executed_s = event.compute_s
+            task.executed_s = report.compute_s
             task.started_s = None
-            request.suspend(self._executed_s(request) + event.compute_s)
+            request.suspend(self._executed_s(request) + report.compute_s)
 
-    def finished(self, step: StepContext, event: events.ChunkFinished) -> None:
-        found = self._task_of(step, event)
+    def finished(self, step: StepContext, instance: Instance, report: ChunkFinished) -> None:
+        found = self._task_of(step, instance, report)
         if found is None:
             return
         task, request = found
         run_queue = self._table.run_queue_of[request.id]
         done = run_queue.finish(task, request)
-        request.finish_chunk(event.chunk_index, self._executed_s(request))
+        request.finish_chunk(report.chunk_index, self._executed_s(request))
         if request.chunks_done == len(request.chunks):
             self._table.run_queue_of.pop(request.id)
             self._table.computed(step, request)
         if done:
-            self._learn(task, request, event.compute_s)
+            self._learn(task, request, report.compute_s)
             self._dispatcher.dispatch(step)
 
     def _learn(self, task: Task, request: LiveRequest, compute_s: float) -> None:
@@ -71,26 +71,27 @@ class ChunkProgress:
             request.computed_in_one_span(compute_s)
             self._table.learn_on_top(request)
 
-    def _task_of(self, step: StepContext, event: _OfChunk) -> tuple[Task, LiveRequest] | None:
-        """The task that the event means, if its leader reports and the request still needs it."""
-        instance = self._event_filter.current(event)
-        if instance is None:
-            return None
+    def _task_of(
+        self, step: StepContext, instance: Instance, report: _OfChunk
+    ) -> tuple[Task, LiveRequest] | None:
+        """The task that the report means, if its leader reports and the request still needs it."""
         if isinstance(instance, DecodeInstance) and instance.card.role == "mixed":
-            self._mixed_reported(step, event, instance)
+            self._mixed_reported(step, instance, report)
             return None
-        run_queue = self._table.run_queue_of.get(event.request_id)
+        run_queue = self._table.run_queue_of.get(report.request_id)
         if run_queue is not None:
-            task = run_queue.find(event.request_id, event.chunk_index)
+            task = run_queue.find(report.request_id, report.chunk_index)
             if task is not None and task.members[0] is instance and task.ready:
-                return task, self._table.requests[event.request_id]
+                return task, self._table.requests[report.request_id]
         self._event_filter.ignored += 1
         return None
 
-    def _mixed_reported(self, step: StepContext, event: _OfChunk, instance: DecodeInstance) -> None:
+    def _mixed_reported(
+        self, step: StepContext, instance: DecodeInstance, report: _OfChunk
+    ) -> None:
         """Notes the end of a prefill; a mixed instance orders its own work."""
-        request = self._table.served(event.request_id, instance)
-        if isinstance(event, events.ChunkFinished) and request is not None:
+        request = self._table.served(report.request_id, instance)
+        if isinstance(report, ChunkFinished) and request is not None:
             self._table.computed(step, request)
         else:
             self._event_filter.ignored += request is None

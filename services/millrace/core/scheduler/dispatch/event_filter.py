@@ -6,26 +6,14 @@ from millrace.core.live_request import LiveRequest
 from millrace.core.scheduler import events
 from millrace.core.scheduler.fleet.cluster import Cluster
 from millrace.core.scheduler.fleet.instances import Instance, PrefillInstance
+from millrace.core.scheduler.reports import PrefixLanded, RequestFailed, RequestReleased
 
-_OfHolding = (
-    events.RequestReleased | events.PrefixLanded | events.RequestFinished | events.RequestFailed
-)
-_OfAttempt = events.RequestReleased | events.PrefixLanded | events.RequestFailed
-_OfInstance = (
-    _OfHolding
-    | events.InstanceLeft
-    | events.InstanceDraining
-    | events.InstanceCordoned
-    | events.LoadReported
-    | events.ChunkStarted
-    | events.ChunkFinished
-    | events.ChunkSuspended
-    | events.DecodeStarted
-)
+_OfInstance = events.InstanceLeft | events.InstanceCordoned | events.Reported
+_OfAttempt = RequestReleased | PrefixLanded | RequestFailed
 
 
 class EventFilter:
-    """Finds the instance that an event is from; `ignored` counts events that change nothing."""
+    """Decides which events count; `ignored` counts events that change nothing."""
 
     def __init__(self, cluster: Cluster) -> None:
         self.ignored = 0
@@ -37,17 +25,15 @@ class EventFilter:
         self.ignored += instance is None
         return instance
 
-    def holding(self, event: _OfHolding) -> Instance | None:
-        """Returns the instance, if it holds the request."""
-        instance = self.current(event)
-        if instance is None or event.request_id in instance.holdings:
-            return instance
-        self.ignored += 1
-        return None
+    def is_held(self, request_id: str, instance: Instance) -> bool:
+        """Returns whether the instance holds the request."""
+        held = request_id in instance.holdings
+        self.ignored += not held
+        return held
 
-    def is_of_earlier(self, event: _OfAttempt, request: LiveRequest, instance: Instance) -> bool:
+    def is_of_earlier(self, report: _OfAttempt, request: LiveRequest, instance: Instance) -> bool:
         """Returns whether an instance with KV reports about an earlier attempt."""
         holds = not isinstance(instance, PrefillInstance)
-        earlier = holds and 0 < event.attempt < request.attempt
+        earlier = holds and 0 < report.attempt < request.attempt
         self.ignored += earlier
         return earlier

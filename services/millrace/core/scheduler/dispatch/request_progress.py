@@ -4,10 +4,16 @@ from __future__ import annotations
 
 from millrace.core.live_request import LiveRequest
 from millrace.core.request import TRANSITIONS, RequestState
-from millrace.core.scheduler import events
 from millrace.core.scheduler.dispatch.dispatcher import Dispatcher
 from millrace.core.scheduler.dispatch.event_filter import EventFilter
 from millrace.core.scheduler.fleet.instances import DecodeInstance, Instance, PrefillInstance
+from millrace.core.scheduler.reports import (
+    DecodeStarted,
+    PrefixLanded,
+    RequestFailed,
+    RequestFinished,
+    RequestReleased,
+)
 from millrace.core.scheduler.request_table import RequestTable, still_needs
 from millrace.core.scheduler.step_context import StepContext
 
@@ -27,15 +33,14 @@ class RequestProgress:
         self._dispatcher = dispatcher
         self._event_filter = event_filter
 
-    def released(self, step: StepContext, event: events.RequestReleased) -> None:
-        instance = self._event_filter.holding(event)
-        if instance is None:
+    def released(self, step: StepContext, instance: Instance, report: RequestReleased) -> None:
+        if not self._event_filter.is_held(report.request_id, instance):
             return
-        request = self._table.served(event.request_id, instance)
-        if request is not None and self._event_filter.is_of_earlier(event, request, instance):
+        request = self._table.served(report.request_id, instance)
+        if request is not None and self._event_filter.is_of_earlier(report, request, instance):
             return
-        instance.release(event.request_id)
-        if request is not None and _did_its_part(event, request, instance):
+        instance.release(report.request_id)
+        if request is not None and _did_its_part(report, request, instance):
             self._table.did_part(request, instance)
             self._dispatcher.run(step)
             return
@@ -50,14 +55,13 @@ class RequestProgress:
     def _drop_tasks(self, request: LiveRequest | None) -> bool:
         return request is not None and self._table.drop_tasks(request)
 
-    def prefix_landed(self, step: StepContext, event: events.PrefixLanded) -> None:
-        instance = self._event_filter.holding(event)
-        if instance is None:
+    def prefix_landed(self, step: StepContext, instance: Instance, report: PrefixLanded) -> None:
+        if not self._event_filter.is_held(report.request_id, instance):
             return
-        request = self._table.served(event.request_id, instance)
-        if request is not None and self._event_filter.is_of_earlier(event, request, instance):
+        request = self._table.served(report.request_id, instance)
+        if request is not None and self._event_filter.is_of_earlier(report, request, instance):
             return
-        tokens = min(event.tokens, request.prompt_tokens) if request is not None else 0
+        tokens = min(report.tokens, request.prompt_tokens) if request is not None else 0
         if (
             request is None
             or instance.id != request.decode_id
@@ -69,37 +73,40 @@ class RequestProgress:
         request.land(tokens)
         step.record(request)
 
-    def decode_started(self, step: StepContext, event: events.DecodeStarted) -> None:
-        instance = self._event_filter.current(event)
+    def decode_started(self, step: StepContext, instance: Instance, report: DecodeStarted) -> None:
         request = None
         if isinstance(instance, DecodeInstance):
-            request = self._table.served(event.request_id, instance)
+            request = self._table.served(report.request_id, instance)
         if (
             request is None
-            or event.instance_id != request.decode_id
+            or instance.id != request.decode_id
             or RequestState.DECODING not in TRANSITIONS[request.state]
             or _never_computed(request)
         ):
-            self._event_filter.ignored += instance is not None
+            self._event_filter.ignored += 1
             return
         assert isinstance(instance, DecodeInstance)  # it serves the request
         instance.start(request.id)
         if request.state is RequestState.QUEUED:  # all had landed before the death of prefill
             self._table.unqueue(request)
-        request.start_decode(step.now_s - max(event.since_token_s, 0.0))
+        request.start_decode(step.now_s - max(report.since_token_s, 0.0))
         self._table.advance(step, request, RequestState.DECODING)
         self._table.learn_on_top(request)
 
-    def finished(self, step: StepContext, event: events.RequestFinished) -> None:
-        instance = self._event_filter.holding(event)
-        if not isinstance(instance, DecodeInstance) or instance.holdings[event.request_id].is_shard:
-            self._event_filter.ignored += instance is not None
+    def finished(self, step: StepContext, instance: Instance, report: RequestFinished) -> None:
+        if not self._event_filter.is_held(report.request_id, instance):
             return
-        request = self._table.served(event.request_id, instance)
-        instance.release(event.request_id)
-        computing = event.request_id in self._table.run_queue_of  # prefill's report may be late
+        if (
+            not isinstance(instance, DecodeInstance)
+            or instance.holdings[report.request_id].is_shard
+        ):
+            self._event_filter.ignored += 1
+            return
+        request = self._table.served(report.request_id, instance)
+        instance.release(report.request_id)
+        computing = report.request_id in self._table.run_queue_of  # prefill's report may be late
         if request is not None:
-            if event.reason != "cancelled" and not _never_computed(request):
+            if report.reason != "cancelled" and not _never_computed(request):
                 self._table.end(step, request, RequestState.FINISHED, None)
             else:
                 self._table.lost(step, request, instance, f"decode {instance.id} gave up")
@@ -109,17 +116,16 @@ class RequestProgress:
         else:
             self._dispatcher.room_made(step, instance)
 
-    def failed(self, step: StepContext, event: events.RequestFailed) -> None:
-        instance = self._event_filter.holding(event)
-        if instance is None:
+    def failed(self, step: StepContext, instance: Instance, report: RequestFailed) -> None:
+        if not self._event_filter.is_held(report.request_id, instance):
             return
-        request = self._table.served(event.request_id, instance)
-        if request is not None and self._event_filter.is_of_earlier(event, request, instance):
+        request = self._table.served(report.request_id, instance)
+        if request is not None and self._event_filter.is_of_earlier(report, request, instance):
             return
         if request is not None and still_needs(request, instance):
-            why = f"{instance.card.role} {instance.id}: {event.message}"
-            kept = event.kept_tokens if instance.id == request.decode_id else 0
-            if event.retryable:
+            why = f"{instance.card.role} {instance.id}: {report.message}"
+            kept = report.kept_tokens if instance.id == request.decode_id else 0
+            if report.retryable:
                 self._table.lost(step, request, instance, why, kept)
             else:
                 self._table.fail(step, request, why, None if kept else instance)
@@ -128,11 +134,11 @@ class RequestProgress:
         self._dispatcher.run(step)
 
 
-def _did_its_part(event: events.RequestReleased, request: LiveRequest, instance: Instance) -> bool:
+def _did_its_part(report: RequestReleased, request: LiveRequest, instance: Instance) -> bool:
     """Returns whether a member lets go of a request that other members still compute."""
     return (
         isinstance(instance, PrefillInstance)
-        and event.complete
+        and report.complete
         and request.state is RequestState.PREFILLING
         and instance.id != request.chunks[0].instance_ids[0]
     )

@@ -16,9 +16,9 @@ import math
 from typing import Final
 
 from millrace.core.request import RequestState
-from millrace.core.scheduler.events import LoadReported
 from millrace.core.scheduler.fleet.instances import PrefillInstance
 from millrace.core.scheduler.fleet.run_queue import RunQueue, Task
+from millrace.core.scheduler.reports import Heartbeat
 from millrace.core.scheduler.request_table import RequestTable
 from millrace.core.scheduler.step_context import StepContext
 
@@ -33,9 +33,9 @@ class StallWatch:
         self.stalled = 0  # requests that were taken back
         self._table = table
 
-    def heard(self, instance: PrefillInstance, event: LoadReported, now_s: float) -> None:
+    def heard(self, instance: PrefillInstance, report: Heartbeat, now_s: float) -> None:
         """Takes in a heartbeat."""
-        before, still = instance.still_since_s, event.standstill
+        before, still = instance.still_since_s, report.standstill
         prepared = () if still is None else still.prepared
         instance.still_since_s = {one: before.get(one, now_s) for one in prepared}
         instance.standstill = still

@@ -10,7 +10,8 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 
-from millrace.core.scheduler.events import CachedBlocks, InstanceJoined
+from millrace.core.scheduler.events import InstanceJoined
+from millrace.core.scheduler.reports import CachedBlocks
 
 
 class CachedPrefixes:

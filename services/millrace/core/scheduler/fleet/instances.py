@@ -15,10 +15,11 @@ from millrace.core.instance.standstill import Standstill
 from millrace.core.kv.pages import pages_for, pages_of_request
 from millrace.core.live_request import LiveRequest
 from millrace.core.request import Shard
-from millrace.core.scheduler.events import InstanceJoined, LoadReported
+from millrace.core.scheduler.events import InstanceJoined
 from millrace.core.scheduler.fleet.cached_prefixes import CachedPrefixes
 from millrace.core.scheduler.fleet.freeness import freeness
 from millrace.core.scheduler.fleet.run_queue import Task
+from millrace.core.scheduler.reports import Heartbeat
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -78,12 +79,12 @@ class PrefillInstance:
             and request.id not in self.holdings
         )
 
-    def heard(self, event: LoadReported) -> None:
+    def heard(self, report: Heartbeat) -> None:
         """Takes in a heartbeat."""
-        self.running = event.running
-        self.waiting = event.waiting
-        if event.cached is not None:
-            self.prefixes.heard(event.cached)
+        self.running = report.running
+        self.waiting = report.waiting
+        if report.cached is not None:
+            self.prefixes.heard(report.cached)
 
     def outstanding_s(self, now_s: float) -> float:
         """Returns the predicted seconds of all tasks; of a running task the rest, at least 0."""
@@ -123,10 +124,10 @@ class KvpInstance:
         """Returns the pages that nothing holds and nothing has reserved."""
         return self.card.kv_pages - self.used_pages
 
-    def heard(self, event: LoadReported) -> None:
+    def heard(self, report: Heartbeat) -> None:
         """Takes in a heartbeat."""
-        self.running = event.running
-        self.waiting = event.waiting
+        self.running = report.running
+        self.waiting = report.waiting
 
     def hold_shard(self, request_id: str, shard: Shard) -> None:
         pages = pages_for(shard.num_tokens, self.page_tokens)
@@ -198,16 +199,16 @@ class DecodeInstance:
         free = self.reported_free_pages
         return unbooked if free is None or unbooked < free else max(free, 0)
 
-    def heard(self, event: LoadReported) -> None:
+    def heard(self, report: Heartbeat) -> None:
         """Takes in a heartbeat. Where answers grow, they take pages that were not booked."""
-        self.running = event.running
-        self.waiting = event.waiting
-        self.tbt_s = event.tbt_s or self.tbt_s
+        self.running = report.running
+        self.waiting = report.waiting
+        self.tbt_s = report.tbt_s or self.tbt_s
         if self.headroom_tokens is not None:
-            self.reported_free_pages = event.free_pages
+            self.reported_free_pages = report.free_pages
             self._rate()
-        if event.cached is not None:
-            self.prefixes.heard(event.cached)
+        if report.cached is not None:
+            self.prefixes.heard(report.cached)
 
     def pages_for(self, request: LiveRequest) -> int:
         """Returns the pages of the request at its full length, if it is held here alone."""
