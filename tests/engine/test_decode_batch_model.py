@@ -68,7 +68,7 @@ class Instance:
 
 
 def sampled(**settings):
-    return SamplingSpec(max_tokens=TOKENS, **settings)
+    return SamplingSpec(max_tokens=TOKENS, **{"temperature": 1.0, **settings})
 
 
 JOBS = [

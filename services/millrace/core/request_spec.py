@@ -15,7 +15,8 @@ from millrace.core.request import Slo
 class SamplingParams:
     """How the tokens are chosen. The defaults are greedy, and filter and penalise nothing.
 
-    `stop_token_ids` includes the model's end-of-sequence ids unless the client ignores them.
+    The proxy has checked the ranges. `stop_token_ids` includes the model's end-of-sequence ids
+    unless the client ignores them.
     """
 
     max_tokens: int

@@ -183,7 +183,7 @@ class Workload:
             self._engine.runner, self._engine.pool, self._sampler, max_batch=batch
         )
         for number, pages in enumerate(self._shares(context + steps, batch)):
-            spec = SamplingSpec(max_tokens=steps + 2, seed=number)
+            spec = SamplingSpec(max_tokens=steps + 2, temperature=1.0, seed=number)
             decoding.add(
                 Decoding(
                     request_id=str(number),
@@ -222,7 +222,7 @@ class Workload:
 
     def _sample(self, logits: torch.Tensor) -> None:
         """Draws a token of each row, [n, vocab]."""
-        spec = SamplingSpec(max_tokens=1)
+        spec = SamplingSpec(max_tokens=1, temperature=1.0)
         self._sampler.sample(logits, [SamplingRow.first(spec) for _ in range(len(logits))])
 
     def _apart(self, lengths: Sequence[int]) -> Iterator[Sequence[int]]:

@@ -92,7 +92,7 @@ def same(found: list[PositionLogprobs | None], expected: list[PositionLogprobs |
 @pytest.mark.parametrize("name", list(OPTIONS))
 def test_the_rest_is_what_an_undisturbed_run_gives(runner, name: str) -> None:
     ids = prompt(37, seed=2)
-    spec = SamplingSpec(max_tokens=TOKENS, **OPTIONS[name])
+    spec = SamplingSpec(max_tokens=TOKENS, **{"temperature": 1.0, **OPTIONS[name]})
     tokens, logprobs, reason = generate(runner, ids, spec)
     assert (len(tokens), reason) == (TOKENS, "length")
     for cut in (1, 20, 65, TOKENS - 1):

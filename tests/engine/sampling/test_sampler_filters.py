@@ -85,7 +85,8 @@ def test_top_p_keeps_the_token_that_crosses():
     logits = torch.log(torch.tensor([0.5, 0.3, 0.2]))
     for top_p, kept in [(0.1, {0}), (0.49, {0}), (0.51, {0, 1}), (0.79, {0, 1}), (0.81, {0, 1, 2})]:
         rows = [
-            SamplingRow(SamplingSpec(max_tokens=1, top_p=top_p, seed=seed)) for seed in range(200)
+            SamplingRow(SamplingSpec(max_tokens=1, temperature=1.0, top_p=top_p, seed=seed))
+            for seed in range(200)
         ]
         assert set(Sampler().sample(logits.expand(200, 3), rows).token_ids) == kept
 
@@ -93,7 +94,7 @@ def test_top_p_keeps_the_token_that_crosses():
 def test_top_p_is_a_share_of_what_top_k_left():
     logits = torch.log(torch.tensor([0.4, 0.3, 0.2, 0.1]))
     rows = [
-        SamplingRow(SamplingSpec(max_tokens=1, top_p=0.55, top_k=2, seed=seed))
+        SamplingRow(SamplingSpec(max_tokens=1, temperature=1.0, top_p=0.55, top_k=2, seed=seed))
         for seed in range(200)
     ]
     # Of the two left, the first has 0.57: enough.

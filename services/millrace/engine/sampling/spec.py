@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from types import MappingProxyType
 from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
+from millrace.core.request_spec import SamplingParams
 from millrace.engine.sampling.philox import uniforms
 from millrace.engine.sampling.token_counts import TokenCounts
 
@@ -22,32 +22,15 @@ _RUN: Final = 64
 
 
 @dataclass(frozen=True, kw_only=True)
-class SamplingSpec:
-    """Mirrors proto `SamplingParams`, field by field. Ranges were checked at the proxy.
+class SamplingSpec(SamplingParams):
+    """The sampling settings of one request, with what the sampler derives from them.
 
-    `stop_token_ids` includes the model's end-of-sequence ids unless the client ignores them. Ids
-    outside the vocabulary in `stop_token_ids` or `logit_bias` have no effect.
-
-    The prompt's last `resumed_tokens` were generated in an earlier submission of the request: they
-    count as output, for penalties and for the number that decides a draw. `max_tokens` and
-    `min_tokens` count the tokens after them.
+    Ids outside the vocabulary in `stop_token_ids` or `logit_bias` have no effect. The prompt's last
+    `resumed_tokens` were generated in an earlier submission of the request: they count as output,
+    for penalties and for the number that decides a draw. `max_tokens` and `min_tokens` count the
+    tokens after them.
     """
 
-    max_tokens: int
-    min_tokens: int = 0
-    temperature: float = 1.0  # 0: greedy
-    top_p: float = 1.0
-    top_k: int = 0  # 0: off
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    logit_bias: Mapping[int, float] = field(default_factory=lambda: MappingProxyType({}))
-    seed: int = 0
-    stop_token_ids: tuple[int, ...] = ()
-    n: int = 1
-    logprobs: int = -1  # -1: none; k: the chosen token's and the k likeliest
-    prompt_logprobs: int = -1
     resumed_tokens: int = 0
 
     @cached_property
