@@ -90,7 +90,7 @@ class AdminRoute:
     """A setting that can be shown and changed; the functions take the scheduler's address."""
 
     path: str
-    body: TypeAdapter[Settings]
+    body: TypeAdapter[Any]
     show: Callable[[str], Awaitable[Settings]]
     change: Callable[[str, Settings], Awaitable[Settings]]  # with the fields that the body gives
 

@@ -32,7 +32,7 @@ _WANTED = {
 }
 
 
-def read_body(model: TypeAdapter[dict[str, Any]], body: bytes) -> dict[str, Any]:
+def read_body(model: TypeAdapter[Any], body: bytes) -> dict[str, Any]:
     """Returns the fields that are not null. Raises ApiError (400), which names the wrong field."""
     try:
         checked = model.validator.validate_json(body)
@@ -44,18 +44,19 @@ def read_body(model: TypeAdapter[dict[str, Any]], body: bytes) -> dict[str, Any]
     return {name: value for name, value in checked.items() if value is not None}
 
 
-def _read_again(model: TypeAdapter[dict[str, Any]], body: bytes) -> dict[str, Any]:
-    """Reads a refused body as Python objects: `fields` says why. Returns a body that is right.
+def _read_again(model: TypeAdapter[Any], body: bytes) -> dict[str, Any]:
+    """Reads a refused body as Python objects, which finds the wrong field.
 
-    Pydantic's JSON parser refuses JSON of 200 levels, and 5.0 for an integer.
+    Returns the fields if none is wrong: only the first reading refuses 5.0 for an integer.
     """
     decoded = _parse_json(body)
     if not isinstance(decoded, dict):
         raise ApiError(400, "The request body must be a JSON object.", code="invalid_body")
     try:
-        return model.validate_python(decoded)
+        checked: dict[str, Any] = model.validate_python(decoded)
     except ValidationError as error:
         raise _first_error(error, decoded) from None
+    return checked
 
 
 def _first_error(error: ValidationError, body: dict[str, Any]) -> ApiError:
