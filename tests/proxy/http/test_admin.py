@@ -11,7 +11,8 @@ import pytest_asyncio
 from millrace.core.config import ProxyConfig
 from millrace.core.priority import POLICIES
 from millrace.proxy.errors import ApiError
-from millrace.proxy.http.admin import POLICY, Rates, SchedulerAdmin
+from millrace.proxy.http.admin import IMPROVEMENT_RATE, POLICY, SchedulerAdmin
+from millrace.proxy.request.reading import read_body
 from support.gateway import gateway
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -82,8 +83,9 @@ async def test_the_improvement_rate_is_shown_and_changed(stack):
 
 
 async def test_rows_of_rates_may_come_in_any_order_and_the_last_of_equal_ones_counts():
-    rows = "2:0.4,0.5:0.1,2.0:0.5,0.25:0.3"
-    assert Rates().check(rows, "rates") == "0.250000:0.3,0.500000:0.1,2.000000:0.5"
+    body = b'{"rates": "2:0.4,0.5:0.1,2.0:0.5,0.25:0.3"}'
+    wanted = {"rates": "0.250000:0.3,0.500000:0.1,2.000000:0.5"}
+    assert read_body(IMPROVEMENT_RATE.body, body) == wanted
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,8 @@ import orjson
 import pytest
 
 from millrace.core.span import Span
+from millrace.proxy.request.options import Limits
+from millrace.proxy.request.validation import Bodies
 from support.gateway import MODEL, Script, gateway
 
 USER = [{"role": "user", "content": "hi"}]
@@ -64,6 +66,23 @@ async def test_prompt_is_the_rendered_template(stack):
     await stack.client.chat.completions.create(model=MODEL, messages=messages)
     text = stack.fleet.tokenizer.decode((await stored["ids"]).tolist(), skip_special_tokens=False)
     assert text == "<|bos|><|system|>be brief<|end|><|user|>a\nb<|end|><|assistant|>"
+
+
+def test_templates_see_tool_calls_as_they_were_sent_but_without_nulls():
+    function = {"arguments": "{}", "name": "f"}
+    call = {"type": "function", "function": function, "id": "c"}
+    parts = [{"type": "text", "text": "a"}, {"type": "refusal", "refusal": "b"}]
+    messages = [
+        {"role": "assistant", "content": None, "tool_calls": [{**call, "index": None}]},
+        {"role": "tool", "content": parts, "name": None, "tool_call_id": "c"},
+    ]
+    limits = Limits(model=MODEL, vocab_size=9, context_tokens=9, eos_token_ids=())
+    body = orjson.dumps({"model": MODEL, "messages": messages})
+    first, second = Bodies(limits).read_chat(body).conversation.messages
+    assert first == {"role": "assistant", "content": "", "tool_calls": [call]}
+    assert list(first["tool_calls"][0]) == list(call)
+    assert list(first["tool_calls"][0]["function"]) == list(function)
+    assert second == {"role": "tool", "content": "a\nb", "tool_call_id": "c"}
 
 
 async def test_stream(stack):

@@ -27,6 +27,14 @@ async def test_token_ids_go_as_they_are(stack):
     assert stack.fleet.specs[0].prompt_tokens == 3
 
 
+async def test_whole_numbers_with_a_point_are_integers(stack):
+    body = {"model": MODEL, "prompt": [7.0, 8, 9], "max_tokens": 5.0}
+    response = await stack.http.post("/v1/completions", json=body)
+    assert response.status_code == 200, response.text
+    [spec] = stack.fleet.specs
+    assert (spec.prompt_tokens, spec.sampling.max_tokens) == (3, 5)
+
+
 async def test_without_special_tokens(stack):
     await stack.client.completions.create(
         model=MODEL, prompt="hi", extra_body={"add_special_tokens": False}

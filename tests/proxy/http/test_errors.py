@@ -7,7 +7,7 @@ import orjson
 import pytest
 import pytest_asyncio
 
-from millrace.proxy.request.free_form import MOST_LEVELS
+from millrace.proxy.request.fields import MOST_LEVELS
 from support.gateway import CONTEXT_TOKENS, MODEL, gateway
 
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
@@ -266,6 +266,16 @@ async def test_deep_nesting_elsewhere_names_the_field(stack, field, shape):
 async def test_json_deeper_than_any_parser_goes_is_refused(stack):
     response = await post_with(stack, "metadata", nested(100_000, "[", "]"))
     assert check(response, 400, None)["code"] == "invalid_json"
+
+
+async def test_the_first_wrong_field_is_named_unless_very_many_are_wrong(stack):
+    body = {"temperature": 9, "model": MODEL, **{f"x{i}": 1 for i in range(10_000)}}
+    error = check(await stack.http.post(CHAT, json=body), 400, None)
+    assert (error["code"], "10002 wrong fields" in error["message"]) == ("invalid_body", True)
+    body.pop("x9999"), body.pop("x9998")
+    error = check(await stack.http.post(CHAT, json=body), 400, "temperature")
+    wanted = "Invalid 'temperature': must be at least 0 and at most 2, got 9."
+    assert (error["code"], error["message"]) == ("invalid_value", wanted)
 
 
 @pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", ""])

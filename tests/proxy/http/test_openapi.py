@@ -76,7 +76,8 @@ def test_document_describes_every_route(document):
     }
     chat = document["components"]["schemas"]["ChatRequest"]
     assert chat["required"] == ["model", "messages"]
-    assert chat["properties"]["temperature"]["maximum"] == 2
+    number, null = chat["properties"]["temperature"]["anyOf"]
+    assert (number["minimum"], number["maximum"], null) == (0, 2, {"type": "null"})
     assert chat["additionalProperties"] is False
 
 

@@ -12,25 +12,19 @@ import ipaddress
 import re
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import orjson
+from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, with_config
+from pydantic_core import PydanticCustomError
+from typing_extensions import TypedDict
 
 from millrace.core.config import ProxyConfig
 from millrace.core.priority import POLICIES
-from millrace.proxy.errors import ApiError, bad_field, shown
-from millrace.proxy.http.asgi import JSON, Receive, Scope, Send, header, read_json, send_json
-from millrace.proxy.request.fields import (
-    Json,
-    Kind,
-    Number,
-    OneOf,
-    Schema,
-    String,
-    check_fields,
-    object_schema,
-)
-from millrace.proxy.request.validation import body_object
+from millrace.proxy.errors import ApiError, shown
+from millrace.proxy.http.asgi import JSON, Receive, Scope, Send, header, receive_body, send_json
+from millrace.proxy.request.fields import STRICT, OneOf, Within
+from millrace.proxy.request.reading import read_body
 from millrace.wire.clients.scheduler_client import (
     SchedulerRefused,
     SchedulerUnavailable,
@@ -41,15 +35,54 @@ from millrace.wire.clients.scheduler_client import (
 
 METHODS = ("GET", "PUT")
 
-_MOST_RATES = 4096  # characters
 _ROW = r"[0-9]{1,6}(\.[0-9]{1,6})?:(0(\.[0-9]{1,6})?|1(\.0{1,6})?)"
 _ROWS = f"{_ROW}(,{_ROW})*"
 
 #: Headers of a request whose client is not the peer of its connection.
 _RELAYED = (b"forwarded", b"x-forwarded-for", b"origin")
 
-Fields = dict[str, Kind]
 Settings = dict[str, Any]
+
+
+@with_config(STRICT)
+class PolicyWanted(TypedDict):
+    """The body that changes the policy."""
+
+    policy: Annotated[str, OneOf(*POLICIES)]
+
+
+def _sorted_rows(text: str) -> str:
+    """Returns the rows sorted. If two rows have the same arrivals, the last row counts."""
+    if not re.fullmatch(_ROWS, text):
+        wanted = "write it as ARRIVALS_PER_S:RATE,... with rates 0 to 1"
+        raise PydanticCustomError("invalid_value", f"{wanted}, got {shown(text)}.")
+    rows = dict(row.split(":") for row in text.split(","))
+    by_arrivals = {float(arrivals): rate for arrivals, rate in rows.items()}
+    return ",".join(f"{arrivals:f}:{by_arrivals[arrivals]}" for arrivals in sorted(by_arrivals))
+
+
+_ONE_OF_BOTH: dict[str, Any] = {
+    "oneOf": [
+        {"required": ["rate"], "properties": {"rate": {"type": "number"}}},
+        {"required": ["rates"], "properties": {"rates": {"type": "string"}}},
+    ]
+}
+
+
+@with_config(ConfigDict(**STRICT, json_schema_extra=_ONE_OF_BOTH))
+class ImprovementRateWanted(TypedDict, total=False):
+    """The body that changes the improvement rate: exactly one of the fields is given."""
+
+    rate: Annotated[float | None, Within(0, 1), Field(description="Fixed rate.")]
+    rates: Annotated[
+        Annotated[
+            str,
+            Field(min_length=1, max_length=4096, json_schema_extra={"pattern": f"^{_ROWS}$"}),
+            AfterValidator(_sorted_rows),
+        ]
+        | None,
+        Field(description="Table of rates by arrivals per second, as ARRIVALS_PER_S:RATE,..."),
+    ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,46 +90,9 @@ class AdminRoute:
     """A setting that can be shown and changed; the functions take the scheduler's address."""
 
     path: str
-    fields: Fields
-    required: tuple[str, ...]
+    body: TypeAdapter[Any]
     show: Callable[[str], Awaitable[Settings]]
-    change: Callable[[str, Settings], Awaitable[Settings]]  # with the checked fields of the body
-
-    def change_schema(self) -> Schema:
-        """Returns the body's schema. If no field is required, exactly one field must be given."""
-        schema = object_schema(self.fields, self.required)
-        if not self.required:
-            schema["oneOf"] = [
-                {"required": [name], "properties": {name: kind.schema()}}
-                for name, kind in self.fields.items()
-            ]
-        return schema
-
-
-@dataclass(frozen=True, slots=True)
-class Rates:
-    """Checks rows of arrivals per second and a rate, in any order; `check` returns them sorted.
-
-    If two rows have the same arrivals, the last row counts.
-    """
-
-    def check(self, value: Json, path: str) -> str:
-        text = String(1, _MOST_RATES).check(value, path)
-        if not re.fullmatch(_ROWS, text):
-            raise bad_field(
-                path, f"write it as ARRIVALS_PER_S:RATE,... with rates 0 to 1, got {shown(text)}."
-            )
-        rows = dict(row.split(":") for row in text.split(","))
-        by_arrivals = {float(arrivals): rate for arrivals, rate in rows.items()}
-        return ",".join(f"{arrivals:f}:{by_arrivals[arrivals]}" for arrivals in sorted(by_arrivals))
-
-    def schema(self) -> Schema:
-        return {
-            "type": "string",
-            "maxLength": _MOST_RATES,
-            "pattern": f"^{_ROWS}$",
-            "description": "Table of rates by arrivals per second, as ARRIVALS_PER_S:RATE,...",
-        }
+    change: Callable[[str, Settings], Awaitable[Settings]]  # with the fields that the body gives
 
 
 async def _change_policy(address: str, wanted: Settings) -> Settings:
@@ -118,18 +114,13 @@ async def _change_rate(address: str, wanted: Settings) -> Settings:
 
 POLICY = AdminRoute(
     path="/admin/scheduler",
-    fields={"policy": OneOf(tuple(POLICIES))},
-    required=("policy",),
+    body=TypeAdapter(PolicyWanted),
     show=get_settings,
     change=_change_policy,
 )
 IMPROVEMENT_RATE = AdminRoute(
     path="/admin/improvement-rate",
-    fields={
-        "rate": Number(0.0, 1.0, doc="Fixed rate."),
-        "rates": Rates(),
-    },
-    required=(),
+    body=TypeAdapter(ImprovementRateWanted),
     show=_show_rate,
     change=_change_rate,
 )
@@ -150,7 +141,7 @@ class SchedulerAdmin:
         self._check_allowed(scope)
         try:
             if scope["method"] == "PUT":
-                found = await self._change(await read_json(scope, receive, self._max_body_bytes))
+                found = await self._change(await receive_body(scope, receive, self._max_body_bytes))
             else:
                 found = await self._route.show(self._address)
         except SchedulerUnavailable as error:
@@ -158,8 +149,8 @@ class SchedulerAdmin:
         await send_json(send, 200, orjson.dumps(found), JSON)
         return 200
 
-    async def _change(self, body: object) -> Settings:
-        wanted = check_fields(body_object(body), self._route.fields, self._route.required)
+    async def _change(self, body: bytes) -> Settings:
+        wanted = read_body(self._route.body, body)
         try:
             return await self._route.change(self._address, wanted)
         except SchedulerRefused as error:

@@ -19,7 +19,7 @@ from millrace.proxy.http.asgi import (
     Receive,
     Scope,
     Send,
-    read_json,
+    receive_body,
     send_error,
     send_json,
 )
@@ -96,13 +96,13 @@ class GatewayApp(FastAPI):
 class JsonEndpoint:
     """Answers a JSON body with a JSON document."""
 
-    def __init__(self, services: Services, handle: Callable[[Any], Awaitable[Json]]) -> None:
+    def __init__(self, services: Services, handle: Callable[[bytes], Awaitable[Json]]) -> None:
         self._max_body_bytes = services.config.proxy.max_body_bytes
         self._handle = handle
 
     async def answer(self, scope: Scope, receive: Receive, send: Send) -> int:
         """Returns the status that was sent. Raises ApiError before anything was sent."""
-        document = await self._handle(await read_json(scope, receive, self._max_body_bytes))
+        document = await self._handle(await receive_body(scope, receive, self._max_body_bytes))
         await send_json(send, 200, orjson.dumps(document))
         return 200
 
@@ -113,7 +113,7 @@ class TokenEndpoints:
     def __init__(self, services: Services) -> None:
         self._services = services
 
-    async def tokenize(self, body: object) -> Json:
+    async def tokenize(self, body: bytes) -> Json:
         services = self._services
         request = services.bodies.read_tokenize(body)
         if isinstance(request, Conversation):
@@ -127,7 +127,7 @@ class TokenEndpoints:
             "tokens": ids,
         }
 
-    async def detokenize(self, body: object) -> Json:
+    async def detokenize(self, body: bytes) -> Json:
         ids, skip = self._services.bodies.read_detokenize(body)
         return {"prompt": self._services.tokenizer.decode(ids, skip_special_tokens=skip)}
 

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
-import orjson
-
-from millrace.proxy.errors import ApiError, bad_field
+from millrace.proxy.errors import ApiError
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
@@ -35,11 +32,11 @@ def header(scope: Scope, name: bytes) -> str | None:
     return None
 
 
-async def read_json(scope: Scope, receive: Receive, max_bytes: int) -> Any:  # noqa: ANN401 - any JSON
-    """Returns the decoded body of a request.
+async def receive_body(scope: Scope, receive: Receive, max_bytes: int) -> bytes:
+    """Returns the body of a request, which should be JSON.
 
-    Raises ApiError: 415 for another content type, 413 as soon as the body is known to be too large,
-    400 for a body that is not JSON. Raises Disconnected when the client leaves.
+    Raises ApiError: 415 for another content type, 413 as soon as the body is known to be too large.
+    Raises Disconnected when the client leaves.
     """
     content_type = (header(scope, b"content-type") or "").partition(";")[0].strip().lower()
     if content_type != "application/json":
@@ -56,7 +53,7 @@ async def read_json(scope: Scope, receive: Receive, max_bytes: int) -> Any:  # n
             param="Content-Encoding",
             code="unsupported_media_type",
         )
-    return parse_json(await _read_body(scope, receive, max_bytes))
+    return await _read_body(scope, receive, max_bytes)
 
 
 async def _read_body(scope: Scope, receive: Receive, max_bytes: int) -> bytes:
@@ -92,44 +89,6 @@ def too_large(max_bytes: int) -> ApiError:
     return ApiError(
         413, f"The request body is larger than {max_bytes} bytes.", code="body_too_large"
     )
-
-
-def parse_json(body: bytes) -> Any:  # noqa: ANN401 - any JSON
-    """Decodes a body. Raises ApiError (400), which names a field with half a surrogate pair."""
-    try:
-        return orjson.loads(body)
-    except orjson.JSONDecodeError as error:
-        if "surrogate" in str(error) and (path := _surrogate_field(body)) is not None:
-            raise bad_field(
-                path, "the text holds half of a surrogate pair, which is no character."
-            ) from None
-        raise ApiError(
-            400, f"The request body is not valid JSON: {error}", code="invalid_json"
-        ) from None
-
-
-def _surrogate_field(body: bytes) -> str | None:
-    """Returns the path of the first string with a lone surrogate; a lenient parser finds it."""
-    try:
-        return _find_surrogate(json.loads(body), "")
-    except (ValueError, RecursionError):
-        return None
-
-
-def _find_surrogate(value: Any, path: str) -> str | None:  # noqa: ANN401
-    if isinstance(value, str):
-        return path if any("\ud800" <= c <= "\udfff" for c in value) else None
-    if isinstance(value, dict):
-        for key, item in value.items():
-            if _find_surrogate(key, path) is not None:
-                return path
-            if found := _find_surrogate(item, f"{path}.{key}" if path else key):
-                return found
-    elif isinstance(value, list):
-        for i, item in enumerate(value):
-            if found := _find_surrogate(item, f"{path}[{i}]"):
-                return found
-    return None
 
 
 async def send_json(

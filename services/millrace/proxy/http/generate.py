@@ -15,7 +15,7 @@ from millrace.proxy.http.asgi import (
     Receive,
     Scope,
     Send,
-    read_json,
+    receive_body,
     send_json,
 )
 from millrace.proxy.http.objectives import Objectives, traceparent, wants_trace
@@ -70,7 +70,7 @@ class GenerateEndpoint:
     async def answer(self, scope: Scope, receive: Receive, send: Send) -> int:
         """Returns the status that was sent. Raises ApiError before anything was sent."""
         at, unix_s = time.monotonic(), time.time_ns() / 1e9
-        body = await read_json(scope, receive, self._services.config.proxy.max_body_bytes)
+        body = await receive_body(scope, receive, self._services.config.proxy.max_body_bytes)
         arrival = Arrival(
             at=at,
             unix_s=unix_s,
@@ -95,7 +95,7 @@ class GenerateEndpoint:
             self._leave(reply)
             self._export(reply, arrival)
 
-    async def _read(self, body: object) -> tuple[list[EnginePrompt], Options]:
+    async def _read(self, body: bytes) -> tuple[list[EnginePrompt], Options]:
         services = self._services
         if self._chat:
             chat = services.bodies.read_chat(body)

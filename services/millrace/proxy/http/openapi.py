@@ -1,16 +1,19 @@
-"""Builds the gateway's OpenAPI 3.1 document; the tables that check bodies describe them, too."""
+"""Builds the gateway's OpenAPI 3.1 document; the models of bodies describe them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from millrace.proxy.http import admin
 from millrace.proxy.http.objectives import CLASS_HEADER, TBT_HEADER, TRACE_HEADER, TTFT_HEADER
-from millrace.proxy.request.fields import object_schema
 from millrace.proxy.request.validation import Bodies
 
 Json = dict[str, Any]
+
+_REF = "#/components/schemas/{model}"
 
 _STRING: Json = {"type": "string"}
 _INTEGER: Json = {"type": "integer"}
@@ -147,7 +150,7 @@ def _error(description: str) -> Json:
 
 
 def _ref(name: str) -> Json:
-    return {"$ref": f"#/components/schemas/{name}"}
+    return {"$ref": _REF.format(model=name)}
 
 
 def _object(properties: Json, optional: Json | None = None) -> Json:
@@ -178,18 +181,13 @@ def _schemas(bodies: Bodies) -> Json:
     )
     model = _object({"id": _STRING, "object": _STRING, "created": _INTEGER, "owned_by": _STRING})
     return {
-        "ChatRequest": bodies.chat_schema(),
-        "CompletionRequest": bodies.completion_schema(),
-        "Tokenize": object_schema(bodies.tokenize),
-        "Detokenize": object_schema(bodies.detokenize, ("tokens",)),
+        **_body_schemas(bodies),
         "Error": _object({"error": error}),
         "ImprovementRate": _object({"improvement_rate": _NUMBER}),
         "ImprovementRateChange": _object({"improvement_rate": _NUMBER, "before": _NUMBER}),
-        "ImprovementRateWanted": admin.IMPROVEMENT_RATE.change_schema(),
         "Model": model,
         "Models": _object({"object": _STRING, "data": _array(_ref("Model"))}),
         "PolicyChange": _object({"policy": _STRING, "before": _STRING}),
-        "PolicyWanted": admin.POLICY.change_schema(),
         "SchedulerSettings": _object(
             {
                 "policy": _STRING,
@@ -206,6 +204,16 @@ def _schemas(bodies: Bodies) -> Json:
         ),
         **_completion_schemas(),
     }
+
+
+def _body_schemas(bodies: Bodies) -> Json:
+    adapters = [bodies.chat, bodies.completion, bodies.tokenize, bodies.detokenize]
+    adapters += [route.body for route in admin.ROUTES]
+    _, schemas = TypeAdapter.json_schemas(
+        [(number, "validation", adapter) for number, adapter in enumerate(adapters)],
+        ref_template=_REF,
+    )
+    return dict(schemas["$defs"])
 
 
 def _completion_schemas() -> Json:

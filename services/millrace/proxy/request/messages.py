@@ -1,141 +1,169 @@
-"""Checks chat messages: roles, contents, and the shape that chat templates read."""
+"""The models of chat messages: roles, contents, and the shape that chat templates read."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import Annotated, Any, Literal, NotRequired
 
-from millrace.proxy.errors import bad_field, shown
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+    with_config,
+)
+from pydantic_core import InitErrorDetails, PydanticCustomError
+from typing_extensions import TypedDict
+
+from millrace.proxy.errors import shown
 from millrace.proxy.request.fields import (
+    STRICT,
+    AnyObject,
     Ignored,
-    Integer,
-    Json,
-    Kind,
-    ListOf,
-    Object,
-    Schema,
-    String,
+    JsonText,
+    OneOf,
+    OneType,
     Unsupported,
-    check_fields,
-    object_schema,
-    wrong_type,
-)
-from millrace.proxy.request.free_form import AnyObject, JsonText
-
-ROLES = ("system", "developer", "user", "assistant", "tool", "function")
-
-_TOOL_CALL = Object(
-    {
-        "id": String(),
-        "type": String(),
-        "index": Ignored(Integer(0, 2**31 - 1)),
-        "function": Object({"name": String(), "arguments": JsonText()}, ("name", "arguments")),
-    },
-    ("function",),
+    Within,
+    text_or_array,
 )
 
+_PART_TYPES = ("text", "input_text", "refusal")
 
-#: A field that clients of Anthropic's API put into a content part: Millrace caches prefixes
-#: without such marks.
-_PART_EXTRAS: dict[str, Kind] = {"cache_control": Ignored(AnyObject())}
-
-
-@dataclass(frozen=True, slots=True)
-class Content:
-    """A message's content: a string, or an array of parts of type text, joined by line breaks."""
-
-    def check(self, value: Json, path: str) -> str:
-        if isinstance(value, str):
-            return value
-        if not isinstance(value, list):
-            raise wrong_type(path, "a string or an array of content parts", value)
-        if not value:
-            raise bad_field(path, "must not be empty.", "empty_array")
-        return "\n".join([_part(part, f"{path}[{i}]") for i, part in enumerate(value)])
-
-    def schema(self) -> Schema:
-        fields: dict[str, Kind] = {"type": _TextType(), "text": String(), **_PART_EXTRAS}
-        part = object_schema(fields, ("type", "text"))
-        return {"anyOf": [{"type": "string"}, {"type": "array", "minItems": 1, "items": part}]}
-
-
-@dataclass(frozen=True, slots=True)
-class _TextType:
-    def check(self, value: Json, path: str) -> str:
-        if value not in ("text", "input_text", "refusal"):
-            raise bad_field(
-                path,
-                f"only content parts of type 'text' are supported, got {shown(value)}.",
-                "unsupported_content_type",
-            )
-        return str(value)
-
-    def schema(self) -> Schema:
-        return {"const": "text"}
-
-
-def _part(part: Json, path: str) -> str:
-    if not isinstance(part, dict):
-        raise wrong_type(path, "a content part", part)
-    kind = _TextType().check(part.get("type"), f"{path}.type")
-    name = "refusal" if kind == "refusal" else "text"
-    fields: dict[str, Kind] = {"type": _TextType(), name: String(), **_PART_EXTRAS}
-    return str(check_fields(part, fields, ("type", name), path)[name])
-
-
-@dataclass(frozen=True, slots=True)
-class _Role:
-    def check(self, value: Json, path: str) -> str:
-        if not isinstance(value, str):
-            raise wrong_type(path, "a string", value)
-        if value not in ROLES:
-            raise bad_field(path, f"must be one of {', '.join(ROLES)}, got {shown(value)}.")
-        return value
-
-    def schema(self) -> Schema:
-        return {"type": "string", "enum": list(ROLES)}
-
-
-_FIELDS: dict[str, Kind] = {
-    "role": _Role(),
-    "content": Content(),
-    "name": String(),
-    "refusal": String(),
-    "reasoning_content": String(),
-    "reasoning": String(),
-    "tool_calls": ListOf(_TOOL_CALL),
-    "tool_call_id": String(),
-    "function_call": AnyObject(),
-    "annotations": ListOf(AnyObject()),
-    "audio": Unsupported(),
+#: The JSON schema of the rule that `_read_message` checks.
+_CONTENT_OR_CALLS: dict[str, Any] = {
+    "anyOf": [
+        {"required": ["content"], "properties": {"content": {"not": {"type": "null"}}}},
+        {
+            "required": ["tool_calls"],
+            "properties": {
+                "role": {"const": "assistant"},
+                "tool_calls": {"type": "array", "minItems": 1},
+            },
+        },
+    ]
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Messages:
-    """A conversation of at least one message; `check` returns plain dicts for chat templates."""
-
-    def check(self, value: Json, path: str) -> list[dict[str, Json]]:
-        if not isinstance(value, list):
-            raise wrong_type(path, "an array of messages", value)
-        if not value:
-            raise bad_field(path, "must have at least one message.", "empty_array")
-        return [_message(message, f"{path}[{i}]") for i, message in enumerate(value)]
-
-    def schema(self) -> Schema:
-        plain = object_schema(_FIELDS, ("role", "content"))
-        called = object_schema(_FIELDS, ("role", "tool_calls"))
-        called["properties"]["role"] = {"const": "assistant"}
-        called["properties"]["tool_calls"]["minItems"] = 1
-        return {"type": "array", "minItems": 1, "items": {"anyOf": [plain, called]}}
+def _wrong_field(name: str, kind: str | PydanticCustomError, value: object) -> ValidationError:
+    """Returns the error `kind` (a type of Pydantic's or our own) of the field `name` of `value`."""
+    details = InitErrorDetails(type=kind, loc=(name,), input=value)
+    return ValidationError.from_exception_data("", [details])
 
 
-def _message(message: Json, path: str) -> dict[str, Json]:
-    if not isinstance(message, dict):
-        raise wrong_type(path, "a message object", message)
-    checked = check_fields(message, _FIELDS, ("role",), path)
-    if "content" not in checked:
-        calls = checked.get("tool_calls") or checked.get("function_call") or checked.get("refusal")
-        if not (checked["role"] == "assistant" and calls):
-            raise bad_field(f"{path}.content", "is required.", "missing_required_parameter")
-        checked["content"] = ""
-    return checked
+def _as_sent(value: Any, check: ValidatorFunctionWrapHandler) -> dict[str, Any]:  # noqa: ANN401
+    """Returns the checked fields in the client's order, without nulls: templates show both."""
+    checked = check(value)
+    return {name: checked[name] for name in value if checked[name] is not None}
+
+
+@with_config(STRICT)
+class Function(TypedDict):
+    """The call of a function."""
+
+    name: str
+    arguments: JsonText
+
+
+@with_config(STRICT)
+class ToolCall(TypedDict):
+    """A tool call of the assistant."""
+
+    id: NotRequired[str | None]
+    type: NotRequired[str | None]
+    index: NotRequired[Ignored[Annotated[int, Within(0, 2**31 - 1)]]]
+    function: Annotated[Function, WrapValidator(_as_sent)]
+
+
+def _check_type(part: object) -> object:
+    if isinstance(part, dict) and part.get("type") not in _PART_TYPES:
+        got = shown(part.get("type"))
+        message = f"only content parts of type 'text' are supported, got {got}."
+        raise _wrong_field("type", PydanticCustomError("unsupported_content_type", message), part)
+    return part
+
+
+# Clients of Anthropic's API send `cache_control`: Millrace caches prefixes without such marks.
+
+
+@with_config(STRICT)
+class TextPart(TypedDict):
+    """A part of a message's content."""
+
+    type: Literal["text", "input_text"]
+    text: str
+    cache_control: NotRequired[Ignored[AnyObject]]
+
+
+@with_config(STRICT)
+class RefusalPart(TypedDict):
+    """A part of an assistant's content: the model refused to answer."""
+
+    type: Literal["refusal"]
+    refusal: str
+    cache_control: NotRequired[Ignored[AnyObject]]
+
+
+Part = Annotated[
+    Any,
+    OneType(
+        lambda part: (
+            "refusal" if isinstance(part, dict) and part.get("type") == "refusal" else "text"
+        ),
+        "an object",
+        text=TextPart,
+        refusal=RefusalPart,
+    ),
+    BeforeValidator(_check_type),
+]
+
+
+def _joined(parts: list[Any]) -> str:
+    return "\n".join(part["refusal" if part["type"] == "refusal" else "text"] for part in parts)
+
+
+_Parts = Annotated[list[Part], Field(min_length=1, fail_fast=True), AfterValidator(_joined)]
+
+
+#: A string, or parts of type text, which are joined by line breaks.
+Content = Annotated[
+    Any,
+    OneType(text_or_array, "a string or an array of content parts", text=str, array=_Parts),
+]
+
+
+@with_config(ConfigDict(**STRICT, json_schema_extra=_CONTENT_OR_CALLS))
+class Message(TypedDict):
+    """A message of a conversation."""
+
+    role: Annotated[str, OneOf("system", "developer", "user", "assistant", "tool", "function")]
+    content: NotRequired[Content | None]
+    name: NotRequired[str | None]
+    refusal: NotRequired[str | None]
+    reasoning_content: NotRequired[str | None]
+    reasoning: NotRequired[str | None]
+    tool_calls: NotRequired[
+        Annotated[list[Annotated[ToolCall, WrapValidator(_as_sent)]], Field(fail_fast=True)] | None
+    ]
+    tool_call_id: NotRequired[str | None]
+    function_call: NotRequired[AnyObject | None]
+    annotations: NotRequired[Annotated[list[AnyObject], Field(fail_fast=True)] | None]
+    audio: NotRequired[Annotated[Any, Unsupported()]]
+
+
+def _read_message(checked: Message) -> dict[str, Any]:
+    message = {name: value for name, value in checked.items() if value is not None}
+    if "content" not in message:
+        calls = message.get("tool_calls") or message.get("function_call") or message.get("refusal")
+        if not (message["role"] == "assistant" and calls):
+            raise _wrong_field("content", "missing", checked)
+        message["content"] = ""
+    return message
+
+
+#: A conversation, as plain dicts for chat templates.
+Messages = Annotated[
+    list[Annotated[Message, AfterValidator(_read_message)]], Field(min_length=1, fail_fast=True)
+]

@@ -1,48 +1,26 @@
-"""Checks request bodies: the fields of OpenAI's API, common extensions, and their values.
-
-The OpenAPI document shows the same tables. Fields of other servers that clients send, and fields
-that Millrace can't serve, are in `compatibility`.
-"""
+"""Reads request bodies within the limits of one server: its model, vocabulary and settings."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, Required
+
+from pydantic import AfterValidator, Field
+from pydantic_core import PydanticCustomError
 
 from millrace.proxy.errors import ApiError, bad_field, shown
-from millrace.proxy.request.compatibility import CHAT, COMPLETION, SHARED
-from millrace.proxy.request.fields import (
-    Boolean,
-    Ignored,
-    Integer,
-    Json,
-    Kind,
-    ListOf,
-    LogitBias,
-    Number,
-    Object,
-    OneOf,
-    Schema,
-    StopStrings,
-    String,
-    TokenIds,
-    Unsupported,
-    check_fields,
-    object_schema,
-    wrong_type,
-)
-from millrace.proxy.request.free_form import AnyObject
-from millrace.proxy.request.messages import Messages
+from millrace.proxy.request.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from millrace.proxy.request.fields import OneType, Within, adapter
 from millrace.proxy.request.options import Limits, Options, read_options
+from millrace.proxy.request.reading import read_body
 
-_MAX_STOPS = 16
-_MAX_STOP_CHARACTERS = 512
 _MAX_STOP_IDS = 1024
 #: The most prompts of one completion request.
 MAX_PROMPTS = 256
 
 Prompt = str | list[int]
+_Text = Annotated[str, Field(min_length=1)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,83 +47,49 @@ class CompletionRequest:
     add_special_tokens: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Prompts:
-    """A string, strings, token ids or lists of token ids; `check` returns a list of prompts."""
-
-    vocab_size: int
-    context_tokens: int
-
-    def check(self, value: Json, path: str) -> list[Prompt]:
-        if isinstance(value, str):
-            return [String(1).check(value, path)]
-        if not isinstance(value, list):
-            raise wrong_type(path, "a string or an array", value)
-        if not value:
-            raise bad_field(path, "must not be empty.", "empty_array")
-        ids = TokenIds(self.vocab_size)
-        if not isinstance(value[0], str | list):
-            return [ids.check(value, path)]
-        if len(value) > MAX_PROMPTS:
-            raise bad_field(path, f"must have at most {MAX_PROMPTS} prompts, got {len(value)}.")
-        kind: Kind = String(1) if isinstance(value[0], str) else ids
-        return ListOf(kind).check(value, path)
-
-    def schema(self) -> Schema:
-        ids = TokenIds(self.vocab_size).schema()
-        text = String(1).schema()
-        many = [
-            {"type": "array", "minItems": 1, "maxItems": MAX_PROMPTS, "items": i}
-            for i in (text, ids)
-        ]
-        return {"anyOf": [text, *many, ids]}
-
-
-@dataclass(frozen=True, slots=True)
-class ModelName:
-    """Any string: `check_model` answers an unknown name with a 404."""
-
-    name: str
-
-    def check(self, value: Json, path: str) -> str:
-        return String().check(value, path)
-
-    def schema(self) -> Schema:
-        return {"type": "string", "enum": [self.name]}
-
-
 class Bodies:
-    """Checks the request bodies of one server, by tables that are built once from its limits."""
+    """Reads the request bodies of one server, by models that are built once from its limits."""
 
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
-        shared = _shared_fields(limits)
-        self.chat: dict[str, Kind] = {**_chat_fields(limits), **shared}
-        self.completion: dict[str, Kind] = {**shared, **_completion_fields(limits)}
-        self.tokenize: dict[str, Kind] = {
-            "model": ModelName(limits.model),
-            "prompt": String(1),
-            "messages": Messages(),
-            "add_special_tokens": Boolean("Default: true for a prompt, false for messages."),
-            "add_generation_prompt": Boolean("Default: true."),
-            "continue_final_message": Boolean(),
-            "chat_template_kwargs": AnyObject(),
+        config, vocab_size = limits.config, limits.vocab_size
+        model = Annotated[str, Field(json_schema_extra={"enum": [limits.model]})]
+        shared: dict[str, Any] = {
+            "model": Required[model],
+            "max_tokens": _count(1, config.max_new_tokens, "Most tokens to generate."),
+            "n": _count(1, config.max_choices, "Choices to generate for each prompt."),
+            "min_tokens": _count(0, config.max_new_tokens),
+            "logit_bias": _logit_bias(vocab_size) | None,
+            "stop_token_ids": _token_ids(vocab_size, 0, _MAX_STOP_IDS) | None,
         }
-        self.detokenize: dict[str, Kind] = {
-            "model": ModelName(limits.model),
-            "tokens": TokenIds(limits.vocab_size, 0),
-            "skip_special_tokens": Boolean("Default: false."),
-        }
+        self.chat = adapter(
+            "ChatRequest",
+            ChatBody,
+            **shared,
+            max_completion_tokens=_count(
+                1, config.max_new_tokens, "Newer name of max_tokens; takes precedence over it."
+            ),
+            top_logprobs=_count(0, config.max_logprobs),
+        )
+        scored = "Most tokens to generate; 0, with echo: the answer is only the prompt."
+        self.completion = adapter(
+            "CompletionRequest",
+            CompletionBody,
+            **shared
+            | {
+                "prompt": Required[_prompt(vocab_size)],
+                "max_tokens": _count(0, config.max_new_tokens, scored),
+                "logprobs": _count(0, config.max_logprobs),
+                "best_of": _count(1, config.max_choices, "Must equal n."),
+            },
+        )
+        self.tokenize = adapter("Tokenize", TokenizeBody, model=model | None)
+        tokens = Required[_token_ids(vocab_size, 0)]
+        self.detokenize = adapter("Detokenize", DetokenizeBody, model=model | None, tokens=tokens)
 
-    def chat_schema(self) -> Schema:
-        return object_schema(self.chat, ("model", "messages"))
-
-    def completion_schema(self) -> Schema:
-        return object_schema(self.completion, ("model", "prompt"))
-
-    def read_chat(self, body: Json) -> ChatRequest:
-        """Checks a chat completion's decoded body. Raises ApiError naming the field."""
-        checked = check_fields(body_object(body), self.chat, ("model", "messages"))
+    def read_chat(self, body: bytes) -> ChatRequest:
+        """Checks a chat completion's body. Raises ApiError naming the field."""
+        checked = read_body(self.chat, body)
         self.check_model(checked["model"])
         if checked.get("tools") and checked.get("tool_choice") != "none":
             raise bad_field("tools", "is not supported by this server.", "unsupported_parameter")
@@ -158,19 +102,21 @@ class Bodies:
             options=read_options(checked, self.limits, logprobs),
         )
 
-    def read_completion(self, body: Json) -> CompletionRequest:
-        """Checks a completion's decoded body. Raises ApiError naming the field."""
-        checked = check_fields(body_object(body), self.completion, ("model", "prompt"))
+    def read_completion(self, body: bytes) -> CompletionRequest:
+        """Checks a completion's body. Raises ApiError naming the field."""
+        checked = read_body(self.completion, body)
         self.check_model(checked["model"])
+        prompt = checked["prompt"]
+        alone = isinstance(prompt, str) or isinstance(prompt[0], int)
         return CompletionRequest(
-            prompts=checked["prompt"],
+            prompts=[prompt] if alone else prompt,
             options=read_options(checked, self.limits, checked.get("logprobs", -1)),
             add_special_tokens=checked.get("add_special_tokens", True),
         )
 
-    def read_tokenize(self, body: Json) -> Conversation | CompletionRequest:
+    def read_tokenize(self, body: bytes) -> Conversation | CompletionRequest:
         """Checks the body of /tokenize: messages, or one prompt."""
-        checked = check_fields(body_object(body), self.tokenize, ())
+        checked = read_body(self.tokenize, body)
         self.check_model(checked.get("model", self.limits.model))
         if ("messages" in checked) == ("prompt" in checked):
             raise bad_field("prompt", "give either 'prompt' or 'messages'.")
@@ -182,9 +128,9 @@ class Bodies:
             add_special_tokens=checked.get("add_special_tokens", True),
         )
 
-    def read_detokenize(self, body: Json) -> tuple[list[int], bool]:
+    def read_detokenize(self, body: bytes) -> tuple[list[int], bool]:
         """Checks the body of /detokenize: token ids, and whether to skip special tokens."""
-        checked = check_fields(body_object(body), self.detokenize, ("tokens",))
+        checked = read_body(self.detokenize, body)
         self.check_model(checked.get("model", self.limits.model))
         return checked["tokens"], checked.get("skip_special_tokens", False)
 
@@ -199,14 +145,7 @@ class Bodies:
             )
 
 
-def body_object(body: Json) -> dict[str, Json]:
-    """Returns a decoded body that is an object. Raises ApiError for other bodies."""
-    if not isinstance(body, dict):
-        raise ApiError(400, "The request body must be a JSON object.", code="invalid_body")
-    return body
-
-
-def _conversation(checked: Mapping[str, Json]) -> Conversation:
+def _conversation(checked: Mapping[str, Any]) -> Conversation:
     continued = checked.get("continue_final_message", False)
     prompted = checked.get("add_generation_prompt", not continued)
     if continued and prompted:
@@ -223,89 +162,56 @@ def _conversation(checked: Mapping[str, Json]) -> Conversation:
     )
 
 
-def _shared_fields(limits: Limits) -> dict[str, Kind]:
-    config, vocab_size = limits.config, limits.vocab_size
-    new_tokens = Integer(1, config.max_new_tokens, "Most tokens to generate.")
-    return {
-        "model": ModelName(limits.model),
-        "max_tokens": new_tokens,
-        "n": Integer(1, config.max_choices, "Choices to generate for each prompt."),
-        "temperature": Number(0.0, 2.0, doc="0: greedy."),
-        "top_p": Number(0.0, 1.0, above=True),
-        "top_k": Integer(-1, 2**31 - 1, "0 or -1: off."),
-        "min_p": Number(0.0, 1.0),
-        "presence_penalty": Number(-2.0, 2.0),
-        "frequency_penalty": Number(-2.0, 2.0),
-        "repetition_penalty": Number(0.0, 100.0, above=True, doc="1: off."),
-        "logit_bias": LogitBias(vocab_size, "From token id to the bias added to its logit."),
-        "seed": Integer(-(2**63), 2**64 - 1, "Same seed, same output."),
-        "min_tokens": Integer(0, config.max_new_tokens),
-        "ignore_eos": Boolean("Continue after the end-of-sequence token."),
-        "stop": StopStrings(_MAX_STOPS, _MAX_STOP_CHARACTERS),
-        "stop_token_ids": TokenIds(vocab_size, 0, _MAX_STOP_IDS),
-        "include_stop_str_in_output": Boolean(),
-        "skip_special_tokens": Boolean("Default: true."),
-        "add_special_tokens": Boolean("Add the tokenizer's special tokens to the prompt."),
-        "return_token_ids": Boolean("Add token_ids to every choice or chunk."),
-        "cache_prompt": Boolean(
-            "Default: true. Reuse the KV of a prefix of earlier prompts; keep this prompt's KV."
-        ),
-        "cache_salt": String(0, 256, "Prompts share KV only if their salts are equal."),
-        "stream": Boolean("Answer as server-sent events."),
-        "stream_options": Object(
-            {
-                "include_usage": Boolean("Send a last chunk with the usage of all choices."),
-                "continuous_usage_stats": Boolean(
-                    "With include_usage: every chunk shows its choice's usage so far."
-                ),
-                "include_obfuscation": Ignored(Boolean()),
-            }
-        ),
-        **SHARED,
-    }
+def _count(low: int, high: int, doc: str | None = None) -> Any:  # noqa: ANN401 - a type
+    return Annotated[Annotated[int, Within(low, high)] | None, Field(description=doc)]
 
 
-def _chat_fields(limits: Limits) -> dict[str, Kind]:
-    tool = Object(
-        {
-            "type": String(),
-            "function": AnyObject(),
-        },
-        ("type",),
+def _token_ids(vocab_size: int, fewest: int, most: int | None = None) -> Any:  # noqa: ANN401 - a type
+    token_id = Annotated[int, Within(0, vocab_size - 1)]
+    return Annotated[list[token_id], Field(min_length=fewest, max_length=most, fail_fast=True)]
+
+
+def _logit_bias(vocab_size: int) -> Any:  # noqa: ANN401 - a type
+    def by_id(given: dict[str, float]) -> dict[int, float]:
+        for key in given:
+            # isdigit alone accepts digits of other scripts; 10 digits hold every possible id.
+            if not (key.isascii() and key.isdigit() and len(key) <= 10):
+                wrong = f"keys are token ids, got {shown(key)}."
+                raise PydanticCustomError("invalid_value", wrong)
+            if int(key) >= vocab_size:
+                wrong = f"token id {int(key)} is outside the vocabulary of {vocab_size}."
+                raise PydanticCustomError("invalid_value", wrong)
+        return {int(key): bias for key, bias in given.items()}
+
+    described = Field(
+        description="From token id to the bias added to its logit.",
+        json_schema_extra={"propertyNames": {"pattern": "^[0-9]{1,10}$"}},
     )
-    return {
-        "messages": Messages(),
-        "max_completion_tokens": Integer(
-            1, limits.config.max_new_tokens, "Newer name of max_tokens; takes precedence over it."
-        ),
-        "logprobs": Boolean(),
-        "top_logprobs": Integer(0, limits.config.max_logprobs),
-        "add_generation_prompt": Boolean("Default: true."),
-        "continue_final_message": Boolean("Continue the last message, not a new message."),
-        "chat_template_kwargs": AnyObject("Further arguments of the chat template."),
-        "reasoning_effort": String(0, 32, "Passed to the chat template."),
-        "response_format": Object(
-            {
-                "type": OneOf(("text",), " Structured output is not supported by this server."),
-                "json_schema": Unsupported(),
-            },
-            ("type",),
-        ),
-        "tools": ListOf(tool, doc="Only together with tool_choice 'none'."),
-        **CHAT,
-    }
+    return Annotated[
+        dict[str, Annotated[float, Within(-100, 100)]], described, AfterValidator(by_id)
+    ]
 
 
-def _completion_fields(limits: Limits) -> dict[str, Kind]:
-    return {
-        "prompt": Prompts(limits.vocab_size, limits.context_tokens),
-        "max_tokens": Integer(
-            0,
-            limits.config.max_new_tokens,
-            "Most tokens to generate; 0, with echo: the answer is only the prompt.",
-        ),
-        "logprobs": Integer(0, limits.config.max_logprobs),
-        "best_of": Integer(1, limits.config.max_choices, "Must equal n."),
-        "echo": Boolean("Echo the prompt before the completion."),
-        **COMPLETION,
-    }
+def _prompt(vocab_size: int) -> Any:  # noqa: ANN401 - a type
+    """Returns the type of `prompt`: a string, strings, token ids or lists of token ids."""
+    ids = _token_ids(vocab_size, 1)
+    many = Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)
+    of_type = OneType(
+        _kind_of_prompt,
+        "a string or an array",
+        ids=ids,
+        lists=Annotated[list[ids], many],  # type: ignore[valid-type] # made from the limits
+        text=_Text,
+        texts=Annotated[list[_Text], many],
+    )
+    return Annotated[Any, of_type]
+
+
+def _kind_of_prompt(prompt: object) -> str | None:
+    """Returns the tag of a prompt's type; the first element of an array decides."""
+    if isinstance(prompt, str):
+        return "text"
+    if not isinstance(prompt, list):
+        return None
+    first = prompt[0] if prompt else None
+    return "texts" if isinstance(first, str) else "lists" if isinstance(first, list) else "ids"
