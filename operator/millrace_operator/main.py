@@ -21,7 +21,8 @@ from kubernetes import client
 from millrace.core.config import load_config
 from millrace.core.errors import MillraceError
 from millrace.telemetry.log import setup_logging
-from millrace.telemetry.metrics import Registry, serve_metrics
+from millrace.telemetry.metrics import Registry
+from millrace.telemetry.metrics_server import serve_metrics
 from millrace.wire.tls import use_tls
 from millrace_operator.metrics import OperatorMetrics
 from millrace_operator.run.cluster import Cluster, Parts, scheduler_address

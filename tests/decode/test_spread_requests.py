@@ -47,9 +47,9 @@ def kvp_role(context: WorkerContext) -> KvpRole:
 class Spread:
     """A pair, and the instances that may hold shards for its decode instance."""
 
-    def __init__(self, pair: Pair, holders: Sequence[LiveRole]) -> None:
+    def __init__(self, pair: Pair, workers: Sequence[LiveRole]) -> None:
         self.pair = pair
-        self.holders = holders
+        self.workers = workers
 
     @property
     def used_pages(self) -> list[int]:
@@ -57,13 +57,13 @@ class Spread:
         return [
             len([p for p in range(h.engine.pool.num_pages) if h.engine.pool.references(p)])
             - (h.role.num_spill_pages if h.role.name == "decode" else 0)
-            for h in self.holders
+            for h in self.workers
         ]
 
     def shards(self, *ends: int) -> tuple[KvShard, ...]:
         """Cuts the KV owner's shard at the first end, and each KVP worker's at the next end."""
         starts = (0, *ends)
-        members = [self.pair.decode.member, *(holder.member for holder in self.holders)]
+        members = [self.pair.decode.member, *(worker.member for worker in self.workers)]
         return tuple(
             KvShard(holder=member, start_token=start, end_token=end)
             for member, start, end in zip(members, starts, ends, strict=False)
@@ -87,10 +87,10 @@ class Spread:
         assert self.pair.tokens[request_id, 0] == oracle("llama").greedy(prompt(tokens), new)
 
     async def all_freed(self, *request_ids: str) -> None:
-        for holder in self.holders:
+        for worker in self.workers:
             for request_id in request_ids:
-                await holder.said("request_released", request_id)
-        assert self.used_pages == [0] * len(self.holders)
+                await worker.said("request_released", request_id)
+        assert self.used_pages == [0] * len(self.workers)
 
 
 @asynccontextmanager
@@ -98,14 +98,14 @@ async def spread(*builds: Any) -> AsyncIterator[Spread]:
     store, hub = BrokenStore(SETTINGS.store), MemoryHub()
     prefill = LiveRole(PrefillRole, SETTINGS, name="prefill-0", hub=hub, store=store)
     decode = LiveRole(DecodeRole, SETTINGS, name="decode-0", hub=hub, store=store)
-    holders = [
-        LiveRole(build, SETTINGS, name=f"holder-{i}", hub=hub, store=store)
+    workers = [
+        LiveRole(build, SETTINGS, name=f"worker-{i}", hub=hub, store=store)
         for i, build in enumerate(builds)
     ]
-    async with live_roles(prefill, decode, *holders):
+    async with live_roles(prefill, decode, *workers):
         pair = Pair(store, prefill, decode)
         reader = asyncio.create_task(pair.read_tokens())
-        yield Spread(pair, holders)
+        yield Spread(pair, workers)
         reader.cancel()
         await asyncio.gather(reader, return_exceptions=True)
 
@@ -116,7 +116,7 @@ async def scene() -> AsyncIterator[Spread]:
         yield made
 
 
-async def test_tokens_are_the_models_over_a_home_and_two_kvp_workers(scene: Spread) -> None:
+async def test_tokens_are_the_models_over_an_owner_and_two_kvp_workers(scene: Spread) -> None:
     tokens, new = 5 * PAGE + 3, 2 * PAGE
     await scene.ask("r", tokens, 2 * PAGE, 4 * PAGE, tokens + new, max_tokens=new)
     await scene.answered("r", tokens, new)
@@ -147,17 +147,17 @@ async def test_decode_instances_hold_shards_for_each_other() -> None:
         await scene.all_freed("r")
 
 
-async def test_a_holder_without_room_fails_the_request_before_it_begins(scene: Spread) -> None:
-    holder = scene.holders[1]
-    taken = holder.engine.pool.allocate(holder.engine.pool.free_pages)
+async def test_a_kvp_worker_without_room_fails_the_request_before_it_begins(scene: Spread) -> None:
+    worker = scene.workers[1]
+    taken = worker.engine.pool.allocate(worker.engine.pool.free_pages)
     await scene.admit("r", 70, 2 * PAGE, 4 * PAGE, 8 * PAGE)
     failed = await scene.pair.decode.said("request_failed", "r")
     assert failed.retryable
-    assert "holder-1" in failed.message and "KV pages wanted, 0 are free" in failed.message
+    assert "worker-1" in failed.message and "KV pages wanted, 0 are free" in failed.message
     await scene.pair.decode.said("request_released", "r")
-    for each in scene.holders:
+    for each in scene.workers:
         each.cancel("r")  # as the scheduler does: the owner may not have reached all
-    holder.engine.pool.free(taken)
+    worker.engine.pool.free(taken)
     await scene.all_freed("r")
 
 
@@ -172,11 +172,11 @@ async def test_a_cancelled_request_is_let_go_of_by_all(scene: Spread) -> None:
     await scene.all_freed("runs")
 
 
-async def test_an_answer_whose_holder_goes_moves(scene: Spread) -> None:
+async def test_an_answer_whose_kvp_worker_goes_is_migrated(scene: Spread) -> None:
     await scene.ask("r", 70, 2 * PAGE, 4 * PAGE, 30 * PAGE, max_tokens=400)
     await scene.pair.ask("whole", 21, max_tokens=40)
     await scene.pair.decode.said("decode_started", "r")
-    scene.holders[0].role.on_command(Drain())
+    scene.workers[0].role.on_command(Drain())
     finished = await scene.pair.decode.said("request_finished", "r")
     assert finished.reason == "moved"
     got = scene.pair.tokens["r", 0]
@@ -185,12 +185,12 @@ async def test_an_answer_whose_holder_goes_moves(scene: Spread) -> None:
     await scene.all_freed("r")
 
 
-async def test_a_holder_that_vanishes_costs_its_requests_alone() -> None:
+async def test_a_lost_kvp_worker_costs_its_requests_alone() -> None:
     async with spread(kvp_role, kvp_role) as scene:
         await scene.ask("r", 70, 2 * PAGE, 4 * PAGE, 30 * PAGE, max_tokens=400)
         await scene.pair.ask("whole", 21, max_tokens=40)
         await scene.pair.decode.said("decode_started", "r")
-        await scene.holders[0].server.stop(grace=None)
+        await scene.workers[0].server.stop(grace=None)
         finished = await scene.pair.decode.said("request_finished", "r")
         assert finished.reason == "moved"
         await scene.answered("whole", 21, 40)
@@ -198,12 +198,12 @@ async def test_a_holder_that_vanishes_costs_its_requests_alone() -> None:
 
 
 async def test_the_scheduler_hears_when_a_cancelled_shard_is_free(scene: Spread) -> None:
-    holder = scene.holders[0]
-    holder.cancel("unknown")
-    await holder.said("request_released", "unknown")
+    worker = scene.workers[0]
+    worker.cancel("unknown")
+    await worker.said("request_released", "unknown")
     await scene.admit("r", 70, 2 * PAGE, 4 * PAGE, 8 * PAGE)
     await eventually(lambda: all(scene.used_pages))
-    holder.cancel("r")
+    worker.cancel("r")
     failed = await scene.pair.decode.said("request_failed", "r")
     assert failed.retryable and "the scheduler has cancelled it" in failed.message
     await scene.all_freed("r")

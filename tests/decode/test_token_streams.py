@@ -21,7 +21,7 @@ def tokens(events: list[TokenEvent]) -> list[int]:
 
 
 async def test_all_that_is_ready_comes_in_one_message() -> None:
-    streams = TokenStreams(60, lambda life: None)
+    streams = TokenStreams(60, lambda proxy: None)
     for token in range(3):
         streams.publish(PROXY, event(token))
 
@@ -77,7 +77,7 @@ async def test_a_proxy_that_reads_too_slowly_is_given_up(monkeypatch: pytest.Mon
 
 
 async def test_lives_of_one_proxy_are_apart() -> None:
-    streams = TokenStreams(60, lambda life: None)
+    streams = TokenStreams(60, lambda proxy: None)
     streams.publish(Incarnation("proxy-0", 8), event(8))
     streams.publish(PROXY, event(7))
 

@@ -38,10 +38,9 @@ class Scene:
     def __init__(self, worker: LiveRole, peer: GrpcKvpPeer, transport: MemoryTransport) -> None:
         self.worker = worker
         self.peer = peer
-        life = worker.incarnation
         self.attach_ask = AttachAsk(
             owner=OWNER,
-            holder=Incarnation(life.id, life.generation),
+            holder=worker.incarnation,
             layout=worker.engine.layout,
             max_rows=MAX_ROWS,
             agent_metadata=transport.metadata(),
@@ -119,10 +118,10 @@ async def test_all_an_owner_has_goes_with_its_place(scene: Scene) -> None:
 
 
 async def test_what_is_not_meant_or_does_not_fit_is_refused(scene: Scene) -> None:
-    other_life = Incarnation("kvp-0", 1)
+    other_incarnation = Incarnation("kvp-0", 1)
     other_model = replace(scene.worker.engine.layout, model_hash="another")
     for changes, why in (
-        ({"holder": other_life}, "stale receiver"),
+        ({"holder": other_incarnation}, "stale receiver"),
         ({"layout": other_model}, "model_hash differs"),
         ({"max_rows": 7}, "is 7; it must be 128"),
     ):

@@ -20,10 +20,9 @@ from millrace.core.kv.layout import KvLayout
 from millrace.core.kv.transfer import Incarnation
 from millrace.core.request import Slo
 from millrace.core.request_spec import RequestSpec, SamplingParams
-from millrace.decode.held_pages import HeldPages
 from millrace.decode.memory.request_pages import RequestPages
 from millrace.decode.metrics import DecodeMetrics
-from millrace.decode.request import DecodeRequest
+from millrace.decode.request import DecodeEvent, DecodeRequest, DecodeState
 from millrace.decode.request_table import RequestTable
 from millrace.decode.running import Running
 from millrace.engine.decode_batch import TokenOut
@@ -62,25 +61,25 @@ class _Model(HashingModel):
 class Landings:
     """Replaces `Admissions`: an admitted request's KV is there once `land` is called."""
 
-    def __init__(self, pages: RequestPages, book: RequestTable, tasks: Tasks) -> None:
+    def __init__(self, pages: RequestPages, table: RequestTable, tasks: Tasks) -> None:
         self.pages = pages
         self.prefixes = SimpleNamespace(joined=lambda request: None)
         self.receiver = SimpleNamespace(release=self._quiet)
         self.in_transit: list[DecodeRequest] = []
-        self._book = book
+        self._table = table
         self._tasks = tasks
         self._waiting: dict[str, DecodeRequest] = {}
 
     def admit(self, request: DecodeRequest) -> None:
         self.pages.check(request.spec)
-        self._book.add(request)
+        self._table.add(request)
         self._waiting[request.id] = request
 
     def waiting(self) -> list[DecodeRequest]:
         return [request for request in self._waiting.values() if not request.ended]
 
     def let_in(self, request: DecodeRequest) -> None:
-        request.pages = self.pages.reserve(request.spec, [])
+        request.hold(self.pages.reserve(request.spec, []))
         self.in_transit.append(self._waiting.pop(request.id))
 
     def release(self, request: DecodeRequest) -> None:
@@ -95,7 +94,7 @@ class Landings:
     async def _release(self, request: DecodeRequest) -> None:
         await asyncio.sleep(0)
         self.pages.release(request)
-        self._book.remove(request)
+        self._table.remove(request)
 
 
 class GrowingRequests:
@@ -140,14 +139,14 @@ class GrowingRequests:
             decode_step=step,
         )
         self.tasks = Tasks()
-        self.book = RequestTable()
+        self.table = RequestTable()
         self.metrics = DecodeMetrics(Registry())
         self.landings = Landings(
-            RequestPages(context, may_grow=reserve == "grow"), self.book, self.tasks
+            RequestPages(context, may_grow=reserve == "grow"), self.table, self.tasks
         )
         answers: Any = SimpleNamespace(preempt=self._preempted)
         landings: Any = self.landings
-        self.running = Running(context, self.book, landings, answers, self.metrics, self.tasks)
+        self.running = Running(context, self.table, landings, answers, self.metrics, self.tasks)
         self.jobs: dict[str, Job] = {}
         self.joined: list[str] = []
         self._emitted: list[TokenOut] = []  # of the last step
@@ -179,13 +178,11 @@ class GrowingRequests:
         job = self._job_of[request.id]
         prompt = job.prompt + (job.got[0] if request.spec.resumed_tokens else [])
         self.model.prefill(prompt, request.pages.of_choice(0))
-        request.first_token_ids = [e[len(g)] for e, g in zip(job.expected, job.got, strict=True)]
-        request.first_token_s = request.clock.now_s()
-        request.open_choices = set(range(request.sampling.n))
-        request.landed = True
+        request.start_choices([e[len(g)] for e, g in zip(job.expected, job.got, strict=True)])
+        request.advance(DecodeEvent.KV_LANDED)
         for choice, token in enumerate(request.first_token_ids):
             self._emit(request, choice, token, finish_reason(request.sampling, 1, token))
-        self.book.join_if_ready(request)
+        self.table.join_if_ready(request)
 
     def step(self) -> None:
         """Runs the work between two steps, a step, and meanwhile the output of the last step."""
@@ -196,15 +193,15 @@ class GrowingRequests:
         assert not self.running.batch.lacking()
         emitted, self._emitted = self._emitted, self.running.batch.step()
         for out in emitted:
-            if (request := self.book.live(out.request_id)) is not None:
+            if (request := self.table.live(out.request_id)) is not None:
                 self._emit(request, out.choice, out.token_id, out.finish_reason)
 
     def cancel(self, name: str) -> None:
         """Cancels a request, wherever it is."""
         self.jobs[name].cancelled = True
-        for request in self.book:
+        for request in self.table:
             if self._job_of[request.id] is self.jobs[name]:
-                self.book.leave(request)
+                self.table.leave(request)
 
     async def turn(self) -> None:
         """Lets tasks run a little."""
@@ -221,16 +218,16 @@ class GrowingRequests:
     async def drain(self, rounds: int = 3000) -> None:
         """Steps until no request is left, without new requests."""
         for _ in range(rounds):
-            if not len(self.book):
+            if not len(self.table):
                 return
             self.land()
             self.step()
             await self.settle()
-        raise AssertionError(f"{len(self.book)} requests are left")
+        raise AssertionError(f"{len(self.table)} requests are left")
 
     def check(self) -> None:
         """Raises IntegrityError for any inconsistency."""
-        held = sum(len(request.pages) for request in self.book)
+        held = sum(len(request.pages) for request in self.table)
         self.pool.check_integrity(expected_used=held)
         self.running.check_integrity()
 
@@ -240,14 +237,13 @@ class GrowingRequests:
 
     # -- within
 
-    @property
-    def away(self) -> dict[str, Any]:
-        return self.running._preemption._away
+    def states(self) -> dict[str, DecodeState]:
+        """The state of each request that has not been released."""
+        return {request.id: request.state for request in self.table}
 
     @property
     def _is_busy(self) -> bool:
-        copying = any(one.is_copying for one in self.away.values())
-        return copying or any(r.ended and r not in self.book.leaving for r in self.book)
+        return any(r.is_copying or (r.ended and r not in self.table.leaving) for r in self.table)
 
     def _live(self, name: str, job: Job) -> None:
         """An attempt of a request: the first, or one that continues after its received tokens."""
@@ -272,7 +268,7 @@ class GrowingRequests:
             arrival_unix_s=job.arrival_unix_s,
             slo=Slo(tbt_s=job.tbt_s or None),
         )
-        request = DecodeRequest.of(spec, HeldPages())
+        request = DecodeRequest.of(spec)
         request.prompt_ids = np.array(job.prompt + job.got[0][:done], dtype=np.int32)
         self._job_of[name] = job
         self.landings.admit(request)
@@ -285,10 +281,10 @@ class GrowingRequests:
         if reason:
             request.open_choices.discard(choice)
         if not request.open_choices:
-            self.book.leave(request)
+            self.table.leave(request)
 
     def _preempted(self, request: DecodeRequest) -> None:
-        self.book.leave(request)
+        self.table.leave(request)
         job = self._job_of[request.id]
         assert job.spec.n == 1
         job.lives += 1

@@ -13,7 +13,7 @@ from millrace.decode.kvp.shards import SpreadRequests
 from millrace.decode.memory.prefix import RequestPrefixes
 from millrace.decode.memory.request_pages import RequestPages
 from millrace.decode.metrics import DecodeMetrics
-from millrace.decode.request import DecodeRequest
+from millrace.decode.request import DecodeEvent, DecodeRequest
 from millrace.decode.request_table import RequestTable
 from millrace.engine.decode_batch import DecodeBatch
 from millrace.engine.kv.prefix_cache import PrefixCache
@@ -83,8 +83,8 @@ class MixedAdmissions:
 
     def _admit_whole(self, admit: AdmitDecode) -> None:
         cached = self._cached(admit.request)
-        pages = self._pages.reserve(admit.request, cached)
-        request = DecodeRequest.of(admit.request, pages, admit.attempt)
+        request = DecodeRequest.of(admit.request, admit.attempt)
+        request.hold(self._pages.reserve(admit.request, cached))
         request.cached_tokens = len(cached) * self._page_tokens
         self._metrics.cached_tokens.inc(request.cached_tokens)
         self._table.add(request)
@@ -94,9 +94,8 @@ class MixedAdmissions:
         own, *others = admit.shards
         if why := self.spread.refusal(admit.request):
             raise CapacityError(why)
-        pages = self._pages.reserve_shard(admit.request, own.end_token)
-        request = DecodeRequest.of(admit.request, pages, admit.attempt)
-        request.is_spread = True
+        request = DecodeRequest.of(admit.request, admit.attempt)
+        request.hold(self._pages.reserve_shard(admit.request, own.end_token))
         self._table.add(request)
         self.spread.open(request, others, sent_tokens=0)
 
@@ -135,6 +134,7 @@ class MixedAdmissions:
             joining.popleft()
 
     def _join(self, request: DecodeRequest, batch: DecodeBatch) -> None:
+        request.advance(DecodeEvent.JOINED)
         own = request.pages.own
         for sequence in request.sequences():
             if sequence.choice and request.prompt_tokens % self._page_tokens:

@@ -203,7 +203,7 @@ class MixedRole:
 
     def _tightest_tbt_s(self) -> float | None:
         """Returns the tightest TBT objective of the running requests, if any."""
-        objectives = [r.spec.slo.tbt_s for r in self._table if r.joined and r.spec.slo.tbt_s]
+        objectives = [r.spec.slo.tbt_s for r in self._table if r.spec.slo.tbt_s and r.joined]
         return min(objectives, default=None)
 
     def _take(self, plan: Plan, iteration: Iteration) -> None:

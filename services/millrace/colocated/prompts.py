@@ -15,7 +15,7 @@ from millrace.core.errors import IntegrityError
 from millrace.core.scheduler.reports import ChunkFinished, ChunkStarted
 from millrace.core.token_events import FinishedPrefill, FirstToken
 from millrace.decode.output.output import Output
-from millrace.decode.request import DecodeRequest
+from millrace.decode.request import DecodeEvent, DecodeRequest
 from millrace.decode.request_table import RequestTable
 from millrace.instance.host import WorkerContext
 from millrace.instance.tasks import Tasks
@@ -54,7 +54,7 @@ class Prompts:
 
     def waiting(self) -> list[Prompt]:
         """Lists the prompts that can be computed now; a spread prompt needs all its shards held."""
-        return [p for p in self._prompts.values() if p.request.shards or not p.request.is_spread]
+        return [p for p in self._prompts.values() if p.request.has_shards]
 
     def expect(self, request_id: str) -> None:
         """Fetches the prompt of an admitted request to compute it; ignores any other request."""
@@ -134,10 +134,8 @@ class Prompts:
         del self._prompts[request.id]
         prompt.spans.leave()
         self._send(ChunkFinished(request_id=request.id, compute_s=prompt.compute_s, last=True))
-        request.first_token_ids = outcome.token_ids
-        request.first_token_s = request.clock.now_s()
-        request.open_choices = set(range(len(outcome.token_ids)))
-        request.landed = True
+        request.start_choices(outcome.token_ids)
+        request.advance(DecodeEvent.KV_LANDED)
         self._output.first_tokens(request, _finished(prompt, outcome))
         self._table.join_if_ready(request)
 

@@ -10,13 +10,12 @@ from millrace.core.errors import CapacityError, MillraceError, TransferError
 from millrace.core.scheduler.commands import AdmitDecode
 from millrace.core.scheduler.reports import PrefixLanded, RequestFailed, RequestReleased
 from millrace.core.token_events import FinishedPrefill
-from millrace.decode.held_pages import HeldPages
 from millrace.decode.kvp.shards import SpreadRequests
 from millrace.decode.memory.prefix import RequestPrefixes
 from millrace.decode.memory.request_pages import RequestPages
 from millrace.decode.metrics import DecodeMetrics
 from millrace.decode.output.output import Output
-from millrace.decode.request import DecodeRequest
+from millrace.decode.request import DecodeEvent, DecodeRequest
 from millrace.decode.request_table import RequestTable
 from millrace.instance.host import WorkerContext
 from millrace.instance.shards.shard_table import ShardBook
@@ -98,7 +97,7 @@ class Admissions:
             return
         try:
             self.pages.check(admit.request)
-            request = DecodeRequest.of(admit.request, HeldPages(), admit.attempt)
+            request = DecodeRequest.of(admit.request, admit.attempt)
             if not self.pages.may_grow:
                 self._take_pages(request, admit)
         except TransferError as error:
@@ -116,7 +115,7 @@ class Admissions:
 
     def _take_pages(self, request: DecodeRequest, admit: AdmitDecode) -> None:
         """Reserves the request's pages. Raises TransferError and CapacityError, and takes none."""
-        request.pages = self.pages.reserve(request.spec, self.prefixes.take(admit))
+        request.hold(self.pages.reserve(request.spec, self.prefixes.take(admit)))
         self.prefixes.found(request, admit.kept_tokens)
 
     def _expect(self, request: DecodeRequest) -> None:
@@ -157,8 +156,8 @@ class Admissions:
         except CapacityError as error:
             self._refuse(admit, str(error), "capacity")
             return
-        request = DecodeRequest.of(admit.request, pages, admit.attempt)
-        request.is_spread = True
+        request = DecodeRequest.of(admit.request, admit.attempt)
+        request.hold(pages)
         self._table.add(request)
         end = min(own.end_token, request.prompt_tokens)
         self.receiver.admit(
@@ -205,9 +204,7 @@ class Admissions:
         request = self._table.live(request_id)
         if request is None:
             return
-        request.first_token_ids = [first.token_id for first in finished.first_tokens]
-        request.first_token_s = request.clock.now_s()
-        request.open_choices = set(range(len(finished.first_tokens)))
+        request.start_choices([first.token_id for first in finished.first_tokens])
         request.transfer = next((s for s in finished.spans if s.name == "kv_transfer"), None)
         self._output.first_tokens(request, finished)
         self._table.join_if_ready(request)
@@ -216,7 +213,7 @@ class Admissions:
         request = self._table.live(request_id)
         if request is None:
             return
-        request.landed = True
+        request.advance(DecodeEvent.KV_LANDED)
         now_s = request.clock.now_s()
         if request.transfer is not None:
             end_s = max(now_s, request.transfer.start_s)
@@ -226,10 +223,9 @@ class Admissions:
         self._table.join_if_ready(request)
 
     def _prefix_landed(self, request_id: str, attempt: int, tokens: int) -> None:
-        request = self._table.get(request_id)
-        if request is None or not request.may_go_on:
-            return
-        self._send(PrefixLanded(request_id=request_id, attempt=attempt, tokens=tokens))
+        request = self._table.live(request_id)
+        if request is not None and request.may_continue:
+            self._send(PrefixLanded(request_id=request_id, attempt=attempt, tokens=tokens))
 
     def _receive_failed(
         self, request_id: str, message: str, attempt: int, kept_tokens: int
@@ -239,7 +235,7 @@ class Admissions:
         request = self._table.live(request_id)
         if request is None:
             return
-        if not kept_tokens or not request.may_go_on:
+        if not kept_tokens or not request.may_continue:
             self._output.fail(request, message, "transfer")
             return
         log.warning("request %s: %s; %d tokens are kept", request_id, message, kept_tokens)

@@ -1,14 +1,18 @@
-"""The state of one request at a decode instance."""
+"""One request at a decode instance: its state, and what the instance holds for it."""
 
 from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator
+from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
+from enum import Enum
+from types import MappingProxyType
 
 import numpy as np
 import numpy.typing as npt
 
+from millrace.core.errors import IntegrityError
 from millrace.core.kv.kvp_pass import RemoteShard
 from millrace.core.kv.transfer import Incarnation
 from millrace.core.request_spec import RequestSpec
@@ -21,6 +25,82 @@ from millrace.instance.sampling import sampling_spec
 from millrace.instance.spans import Stopwatch, span
 
 
+class DecodeState(Enum):
+    """The progress of a request at a decode instance, from its admission to its release."""
+
+    WAITING = "waiting"  # has no pages yet
+    RECEIVING = "receiving"  # has pages; its KV arrives (at a mixed instance: is computed)
+    STREAMING = "streaming"  # its first tokens are out; KV still arrives
+    LANDED = "landed"  # all KV is in its pages; the prompt or shards may be missing
+    READY = "ready"  # waits for room in the batch
+    RUNNING = "running"  # in the batch
+    PAUSED = "paused"  # preempted; its KV is in its pages
+    SWAPPING_OUT = "swapping out"  # preempted; its KV is copied to host memory
+    SWAPPED = "swapped"  # preempted; its KV is in host memory
+    SWAPPING_IN = "swapping in"  # preempted; its KV is copied into pages again
+    ENDED_SWAPPING_OUT = "ended while swapping out"
+    ENDED_SWAPPING_IN = "ended while swapping in"
+    ENDED = "ended"  # the KV in its pages may be cached for other requests
+    DISCARDED = "discarded"  # ended; its KV is incomplete, unsound or not in pages
+
+
+class DecodeEvent(Enum):
+    """An event that changes the state of a request at a decode instance."""
+
+    PAGES_RESERVED = "pages reserved"
+    FIRST_TOKENS_SENT = "first tokens sent"
+    KV_LANDED = "KV landed"
+    QUEUED = "queued for the batch"
+    JOINED = "joined the batch"
+    PAUSED = "paused"
+    SWAP_OUT_BEGAN = "swap-out began"
+    SWAP_IN_BEGAN = "swap-in began"
+    COPIED = "copied"
+    ENDED = "ended"
+    SPOILED = "spoiled"  # ended by an error in its KV
+
+
+_S, _E = DecodeState, DecodeEvent
+
+#: Every legal step: a state and an event map to the next state. KV counts as landed only after
+#: prefill's last message, which has the first tokens. A copy to or from host memory runs to its
+#: end, also after the end of its request.
+TRANSITIONS: MappingProxyType[tuple[DecodeState, DecodeEvent], DecodeState] = MappingProxyType(
+    {
+        (_S.WAITING, _E.PAGES_RESERVED): _S.RECEIVING,
+        (_S.RECEIVING, _E.FIRST_TOKENS_SENT): _S.STREAMING,
+        (_S.STREAMING, _E.KV_LANDED): _S.LANDED,
+        (_S.LANDED, _E.QUEUED): _S.READY,
+        (_S.READY, _E.JOINED): _S.RUNNING,
+        (_S.READY, _E.PAUSED): _S.PAUSED,
+        (_S.RUNNING, _E.PAUSED): _S.PAUSED,
+        (_S.PAUSED, _E.JOINED): _S.RUNNING,
+        (_S.PAUSED, _E.SWAP_OUT_BEGAN): _S.SWAPPING_OUT,
+        (_S.SWAPPING_OUT, _E.COPIED): _S.SWAPPED,
+        (_S.SWAPPED, _E.SWAP_IN_BEGAN): _S.SWAPPING_IN,
+        (_S.SWAPPING_IN, _E.COPIED): _S.PAUSED,
+        (_S.ENDED_SWAPPING_OUT, _E.COPIED): _S.DISCARDED,
+        (_S.ENDED_SWAPPING_IN, _E.COPIED): _S.ENDED,
+        **{
+            (state, _E.ENDED): _S.DISCARDED
+            for state in (_S.WAITING, _S.RECEIVING, _S.STREAMING, _S.SWAPPED)
+        },
+        **{(state, _E.ENDED): _S.ENDED for state in (_S.LANDED, _S.READY, _S.RUNNING, _S.PAUSED)},
+        (_S.SWAPPING_OUT, _E.ENDED): _S.ENDED_SWAPPING_OUT,
+        (_S.SWAPPING_IN, _E.ENDED): _S.ENDED_SWAPPING_IN,
+        (_S.RUNNING, _E.SPOILED): _S.DISCARDED,
+        (_S.PAUSED, _E.SPOILED): _S.DISCARDED,
+        (_S.SWAPPING_OUT, _E.SPOILED): _S.ENDED_SWAPPING_OUT,
+    }
+)
+
+_COPYING = (_S.SWAPPING_OUT, _S.SWAPPING_IN, _S.ENDED_SWAPPING_OUT, _S.ENDED_SWAPPING_IN)
+_ENDS = (_S.ENDED, _S.DISCARDED, _S.ENDED_SWAPPING_OUT, _S.ENDED_SWAPPING_IN)
+_WITHOUT_TOKENS = (_S.WAITING, _S.RECEIVING)
+_NOT_QUEUED = (*_WITHOUT_TOKENS, _S.STREAMING, _S.LANDED, _S.DISCARDED)
+_KV_IN_PAGES = (_S.LANDED, _S.READY, _S.RUNNING, _S.PAUSED, _S.ENDED)
+
+
 @dataclass(slots=True, eq=False)
 class DecodeRequest:
     """The instance's record of a request, from its admission to its release."""
@@ -29,9 +109,10 @@ class DecodeRequest:
     sampling: SamplingSpec
     clock: Stopwatch
     proxy: Incarnation
-    pages: HeldPages
     admitted_s: float
     attempt: int = 1
+    state: DecodeState = DecodeState.WAITING  # changed by `advance` only
+    pages: HeldPages = field(default_factory=HeldPages)
     first_token_ids: list[int] = field(default_factory=list)
     first_token_s: float = 0.0
     transfer: Span | None = None  # in flight, as the sender began it
@@ -40,12 +121,8 @@ class DecodeRequest:
     prompt_tail: npt.NDArray[np.int32] | None = None  # after the last whole block
     cached_tokens: int = 0  # first tokens whose KV was cached at admission
     answer_ids: array[int] = field(default_factory=lambda: array("i"))  # of choice 0
-    is_sound: bool = True  # its KV may be cached for other requests
-    is_spread: bool = False  # KVP workers hold the KV after its own pages
+    num_shards: int = 0  # at KVP workers, which hold the KV after its own pages
     shards: tuple[RemoteShard, ...] = ()  # set when the KV of all has landed
-    landed: bool = False
-    joined: bool = False
-    ended: bool = False
     open_choices: set[int] = field(default_factory=set)
     generated_tokens: int = 0
     finish_reason: str = ""
@@ -53,14 +130,13 @@ class DecodeRequest:
     away_since_s: float | None = None  # ready or preempted: out of the batch since then
 
     @staticmethod
-    def of(spec: RequestSpec, pages: HeldPages, attempt: int = 1) -> DecodeRequest:
+    def of(spec: RequestSpec, attempt: int = 1) -> DecodeRequest:
         clock = Stopwatch(spec.arrival_unix_s)
         return DecodeRequest(
             spec=spec,
             sampling=sampling_spec(spec),
             clock=clock,
             proxy=spec.proxy,
-            pages=pages,
             admitted_s=clock.now_s(),
             attempt=attempt,
         )
@@ -74,17 +150,68 @@ class DecodeRequest:
         return self.spec.prompt_tokens
 
     @property
-    def streams(self) -> bool:
-        """Whether tokens may have been sent: the request can't be generated again."""
-        return bool(self.first_token_ids)
+    def ended(self) -> bool:
+        """Whether the request has ended; its memory may still be held."""
+        return self.state in _ENDS
 
     @property
-    def may_go_on(self) -> bool:
+    def streams(self) -> bool:
+        """Whether tokens of the live request are out: it can't be generated again."""
+        return self.state not in _WITHOUT_TOKENS and self.state not in _ENDS
+
+    @property
+    def may_continue(self) -> bool:
         """Whether another attempt may continue after the landed tokens.
 
         A request for prompt log-probabilities begins again: it needs those of the whole prompt.
         """
-        return not self.streams and self.sampling.prompt_logprobs < 0
+        return self.state in _WITHOUT_TOKENS and self.sampling.prompt_logprobs < 0
+
+    @property
+    def joined(self) -> bool:
+        """Whether the request came to the batch: it waits for room, runs, is preempted or ended."""
+        return self.state not in _NOT_QUEUED
+
+    @property
+    def has_kv(self) -> bool:
+        """Whether its pages have the sound KV of the whole prompt (of the KV owner's shard)."""
+        return self.state in _KV_IN_PAGES
+
+    @property
+    def is_copying(self) -> bool:
+        """Whether its KV is being copied to or from host memory."""
+        return self.state in _COPYING
+
+    @property
+    def is_spread(self) -> bool:
+        """Whether KVP workers hold a part of its KV, or will hold it."""
+        return self.num_shards > 0
+
+    @property
+    def has_shards(self) -> bool:
+        """Whether KVP workers hold all shards that the request needs there."""
+        return len(self.shards) == self.num_shards
+
+    def advance(self, event: DecodeEvent) -> None:
+        """Moves to the state after `event`. Raises IntegrityError if `TRANSITIONS` has none."""
+        after = TRANSITIONS.get((self.state, event))
+        if after is None:
+            raise IntegrityError(
+                f"request {self.id}: event {event.value!r} in state {self.state.value!r}"
+            )
+        self.state = after
+
+    def hold(self, pages: HeldPages) -> None:
+        """Notes the pages that were reserved for its admission."""
+        self.pages = pages
+        self.advance(DecodeEvent.PAGES_RESERVED)
+
+    def start_choices(self, first_token_ids: Many[int]) -> None:
+        """Notes the first tokens, one per choice, at the time when they are sent."""
+        self.advance(DecodeEvent.FIRST_TOKENS_SENT)
+        self.first_token_ids = list(first_token_ids)
+        self.first_token_s = self.clock.now_s()
+        self.open_choices = set(range(len(first_token_ids)))
 
     def last_report(self) -> RequestFinished | RequestReleased:
         """The report to the scheduler, after the instance has released everything."""
@@ -98,10 +225,9 @@ class DecodeRequest:
 
     @property
     def can_join(self) -> bool:
-        """Whether decode has all it needs: the KV, the first token, the prompt for penalties."""
+        """Whether decode has all it needs: first token, KV, and the prompt for penalties."""
         has_prompt = self.prompt_ids is not None or not self.sampling.needs_prompt_ids
-        has_kv = self.landed and (bool(self.shards) or not self.is_spread)
-        return has_kv and self.streams and has_prompt and not self.ended
+        return self.state is DecodeState.LANDED and self.has_shards and has_prompt
 
     def stepped(self, instance_id: str, batch: int) -> None:
         """Notes that a step gave the request a token; after the first step, adds its span."""

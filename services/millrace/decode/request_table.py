@@ -6,7 +6,7 @@ import asyncio
 from collections import deque
 from collections.abc import Iterator
 
-from millrace.decode.request import DecodeRequest
+from millrace.decode.request import DecodeEvent, DecodeRequest
 
 
 class RequestTable:
@@ -17,6 +17,7 @@ class RequestTable:
 
     def __init__(self) -> None:
         self._requests: dict[str, DecodeRequest] = {}
+        self._live: dict[str, DecodeRequest] = {}  # those that have not ended
         self._emptied = asyncio.Event()
         self.joining: deque[DecodeRequest] = deque()
         self.leaving: list[DecodeRequest] = []
@@ -35,11 +36,10 @@ class RequestTable:
 
     def live(self, request_id: str) -> DecodeRequest | None:
         """The request, unless it has ended."""
-        request = self._requests.get(request_id)
-        return None if request is None or request.ended else request
+        return self._live.get(request_id)
 
     def add(self, request: DecodeRequest) -> None:
-        self._requests[request.id] = request
+        self._requests[request.id] = self._live[request.id] = request
 
     def remove(self, request: DecodeRequest) -> None:
         """Removes a request after everything that it held was freed."""
@@ -54,16 +54,17 @@ class RequestTable:
 
     def join_if_ready(self, request: DecodeRequest) -> None:
         """Puts the request into the queue for the batch when it has all that decode needs."""
-        if request.can_join and not request.joined:
-            request.joined = True
+        if request.can_join:
+            request.advance(DecodeEvent.QUEUED)
             request.away_since_s = request.clock.now_s()
             self.joining.append(request)
             self.wake.set()
 
-    def leave(self, request: DecodeRequest) -> None:
+    def leave(self, request: DecodeRequest, event: DecodeEvent = DecodeEvent.ENDED) -> None:
         """Ends the request: it leaves the batch before the next step, and its memory is freed."""
-        if not request.ended:
-            request.ended = True
+        if request.id in self._live:
+            request.advance(event)
+            del self._live[request.id]
             self.leaving.append(request)
             self.wake.set()
 

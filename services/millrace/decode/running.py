@@ -11,7 +11,7 @@ from millrace.decode.memory.priority import in_danger
 from millrace.decode.memory.swapping import Preempted, Swapper
 from millrace.decode.metrics import DecodeMetrics
 from millrace.decode.output.output import Output
-from millrace.decode.request import DecodeRequest
+from millrace.decode.request import DecodeEvent, DecodeRequest
 from millrace.decode.request_table import RequestTable
 from millrace.engine.decode_batch import DecodeBatch, TokenOut
 from millrace.engine.kv.host_swap import KvSwap
@@ -120,6 +120,7 @@ class Running:
         joining.extend(request for request in waiting if request.id not in back)
 
     def _enter(self, request: DecodeRequest, preempted: Preempted | None) -> None:
+        request.advance(DecodeEvent.JOINED)
         if preempted is not None:
             self._preemption.back(preempted)
         if preempted is None or not preempted.sequences:

@@ -17,10 +17,10 @@ from millrace.wire.pb import decode_pb2, decode_pb2_grpc
 class DecodeServicer(decode_pb2_grpc.DecodeServicer):
     """Streams each proxy its outbox, one message for all ready events."""
 
-    def __init__(self, streams: TokenStreams, life: Incarnation) -> None:
-        """`life`: this instance's incarnation."""
+    def __init__(self, streams: TokenStreams, incarnation: Incarnation) -> None:
+        """`incarnation`: of this instance."""
         self._streams = streams
-        self._life = life
+        self._incarnation = incarnation
 
     def add_to(self, server: grpc.aio.Server) -> None:
         decode_pb2_grpc.add_DecodeServicer_to_server(self, server)
@@ -32,11 +32,11 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
             decode_pb2.TokenSubscription, AsyncIterator[decode_pb2.TokenBatch]
         ],
     ) -> AsyncIterator[decode_pb2.TokenBatch]:
-        if incarnation_of(request.decode) != self._life:
+        if incarnation_of(request.decode) != self._incarnation:
             # A proxy that wants an earlier incarnation would take tokens and then drop them.
             await context.abort(
                 grpc.StatusCode.FAILED_PRECONDITION,
-                f"this is {self._life.id}, generation {self._life.generation}",
+                f"this is {self._incarnation.id}, generation {self._incarnation.generation}",
             )
         async with aclosing(self._streams.subscribe(incarnation_of(request.proxy))) as batches:
             async for batch in batches:

@@ -7,7 +7,8 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 
 from millrace.core.config import TelemetryConfig
-from millrace.telemetry.metrics import Registry, serve_metrics
+from millrace.telemetry.metrics import Registry
+from millrace.telemetry.metrics_server import serve_metrics
 
 
 @dataclass(slots=True)

@@ -16,7 +16,8 @@ from millrace.scheduler.recorder import Recorder
 from millrace.scheduler.recording import Recording
 from millrace.scheduler.servicer import SchedulerServicer
 from millrace.state.open import open_store
-from millrace.telemetry.metrics import Registry, serve_metrics
+from millrace.telemetry.metrics import Registry
+from millrace.telemetry.metrics_server import serve_metrics
 from millrace.wire.address import host_port
 from millrace.wire.server import add_health, bind, create_server
 

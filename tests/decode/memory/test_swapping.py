@@ -16,7 +16,7 @@ from hypothesis.strategies import integers, sampled_from
 from millrace.core.cost.decode_step import DecodeStepTime
 from millrace.core.errors import CapacityError
 from millrace.decode.memory import priority
-from millrace.decode.memory.swapping import Place
+from millrace.decode.request import DecodeState
 from millrace.engine.sampling.spec import SamplingSpec
 from support.growing_requests import GrowingRequests
 from support.hashing_model import SPECS, greedy, prompt_of
@@ -30,7 +30,7 @@ async def growing(**settings_: Any) -> AsyncIterator[GrowingRequests]:
     await instance.drain()
     assert all(job.is_done for job in instance.jobs.values())
     instance.check()
-    assert not instance.pool.used_pages and not instance.away
+    assert not instance.pool.used_pages
     await instance.close()
 
 
@@ -50,7 +50,7 @@ def runs(instance: GrowingRequests, *names: str) -> Any:
 
 
 def swapped_out(instance: GrowingRequests) -> list[str]:
-    return [name for name, one in instance.away.items() if one.place is Place.HOST]
+    return [name for name, state in instance.states().items() if state is DecodeState.SWAPPED]
 
 
 async def test_the_last_to_arrive_gives_way_and_comes_back() -> None:
@@ -93,8 +93,7 @@ async def test_one_that_finds_nobody_to_give_way_waits_in_its_pages() -> None:
             instance.step()
             await instance.settle()
         assert swapped_out(instance) == ["r1"]
-        [(name, one)] = [(n, o) for n, o in instance.away.items() if o.place is Place.PAGES]
-        assert (name, one.lacking()) == ("r0", {0: 1})
+        assert instance.states()["r0"] is DecodeState.PAUSED
         assert not instance.running.batch.size
     assert instance.joined.index("r2") > instance.joined.index("r0")
 
@@ -106,10 +105,10 @@ async def test_choices_leave_together_and_hold_all_their_pages() -> None:
         instance.ask(prompt_of(1, 6), greedy(40))
         instance.ask(prompt_of(2, 7), sampled)
         await until(instance, runs(instance, "r0", "r1"))
-        assert len(instance.book.get("r1").pages) == 1 + 3 * 3
+        assert len(instance.table.get("r1").pages) == 1 + 3 * 3
         await until(instance, lambda: swapped_out(instance))
         assert swapped_out(instance) == ["r1"]
-        assert len(instance.away["r1"].sequences) == 3
+        assert "r1" not in instance.running.batch.requests()
     assert instance.jobs["r1"].lives == 1
 
 
@@ -128,7 +127,7 @@ async def test_one_that_has_yet_to_join_gives_way_too() -> None:
         instance.ask(prompt_of(2, 7), sampled)  # the batch has no room for both choices
         await until(instance, lambda: swapped_out(instance))
         assert swapped_out(instance) == ["r1"]
-        assert not instance.away["r1"].sequences
+        assert "r1" not in instance.joined
     assert instance.jobs["r1"].lives == 1
 
 
@@ -153,40 +152,48 @@ async def test_one_that_waited_its_share_goes_before_objectives(
         await until(instance, runs(instance, *names))
         await until(instance, lambda: swapped_out(instance))
         urgent = instance.ask(prompt_of(3, 6), greedy(6), tbt_s=1e-6)
-        waiting = [instance.book.get("r2"), instance.book.get(urgent)]
-        ordered = sorted(waiting, key=instance.running._preemption.priority)
+        waiting = [instance.table.get("r2"), instance.table.get(urgent)]
+        ordered = sorted(waiting, key=lambda request: priority.priority_of(request, 0.0))
         assert [request.id for request in ordered] == ["r2", urgent]
 
 
-@pytest.mark.parametrize("place", [Place.LEAVING, Place.HOST, Place.RETURNING, Place.PAGES])
-async def test_cancelled_while_away(place: Place) -> None:
+@pytest.mark.parametrize(
+    "state",
+    [
+        DecodeState.SWAPPING_OUT,
+        DecodeState.SWAPPED,
+        DecodeState.SWAPPING_IN,
+        DecodeState.PAUSED,
+    ],
+)
+async def test_cancelled_while_away(state: DecodeState) -> None:
     async with growing(pages=10, swap_pages=50) as instance:
         names = [instance.ask(prompt_of(1, 6), greedy(24)) for _ in range(3)]
         await until(instance, runs(instance, *names))
         await until(instance, lambda: swapped_out(instance))
-        if place is Place.LEAVING:
+        if state is DecodeState.SWAPPING_OUT:
             await until(instance, runs(instance, "r2"))
             for _ in range(100):
                 instance.step()
-                if "r2" in instance.away and instance.away["r2"].place is Place.LEAVING:
+                if instance.states()["r2"] is DecodeState.SWAPPING_OUT:
                     break
             else:
-                place = Place.HOST  # the second time, it had enough
-        elif place is not Place.HOST:
+                state = DecodeState.SWAPPED  # the second time, it had enough
+        elif state is not DecodeState.SWAPPED:
             for _ in range(100):
                 instance.step()
-                if instance.away["r2"].place is Place.RETURNING:
+                if instance.states()["r2"] is DecodeState.SWAPPING_IN:
                     break
                 await instance.settle()
-            if place is Place.PAGES:
+            if state is DecodeState.PAUSED:
                 await instance.settle()
-                assert instance.away["r2"].place is Place.PAGES
+                assert instance.states()["r2"] is DecodeState.PAUSED
         instance.cancel("r2")
         instance.step()
         await instance.settle()
         instance.step()
-        assert instance.book.live("r2") is None
-        assert "r2" not in instance.away
+        await instance.settle()
+        assert instance.table.get("r2") is None
 
 
 def test_what_could_never_fit_is_refused() -> None:
@@ -202,8 +209,8 @@ def test_what_could_never_fit_is_refused() -> None:
 async def test_whole_reservations_never_make_way() -> None:
     async with growing(pages=10, swap_pages=50, reserve="whole") as instance:
         request = instance.ask(prompt_of(1, 6), greedy(24))
-        instance.landings.let_in(instance.book.get(request))
-        assert len(instance.book.get(request).pages) == 8
+        instance.landings.let_in(instance.table.get(request))
+        assert len(instance.table.get(request).pages) == 8
         await until(instance, runs(instance, request))
     assert instance.running.owed_pages == 0
 
@@ -260,7 +267,7 @@ class Churn(RuleBasedStateMachine):
 
         self.wait(made())
 
-    @precondition(lambda self: self.instance is not None and len(self.instance.book) < 8)
+    @precondition(lambda self: self.instance is not None and len(self.instance.table) < 8)
     @rule(
         length=integers(1, 20),
         spec=sampled_from(SPECS),
@@ -316,7 +323,6 @@ class Churn(RuleBasedStateMachine):
         if self.instance is not None:
             self.wait(self.instance.drain())
             assert all(job.is_done for job in self.instance.jobs.values())
-            assert not self.instance.away
             self.instance.check()
             self.wait(self.instance.close())
         self.loop.close()

@@ -18,7 +18,7 @@ from millrace.core.kv.kvp_pass import RemoteShard
 from millrace.core.kv.transfer import Incarnation
 from millrace.core.request_spec import RequestSpec
 from millrace.core.scheduler.commands import KvShard
-from millrace.decode.kvp.workers import Holders
+from millrace.decode.kvp.workers import KvpWorkers
 from millrace.decode.request import DecodeRequest
 from millrace.engine.attention.kvp_link import ExchangeLink
 from millrace.engine.attention.kvp_memory import exchange_memory
@@ -33,7 +33,7 @@ from millrace.wire.clients.kvp_peer import GrpcKvpPeer
 log = logging.getLogger(__name__)
 
 #: KVP workers of one instance's requests at a time. Only attached workers take memory.
-MOST_HOLDERS = 32
+MOST_KVP_WORKERS = 32
 
 
 @dataclass(slots=True, eq=False)
@@ -64,31 +64,31 @@ class SpreadRequests:
     ) -> None:
         """`pass_tokens`: most tokens of spread requests that a pass computes."""
         engine, transport = context.engine, context.transport
-        self._life = context.incarnation
+        self._incarnation = context.incarnation
         self._layout = engine.layout
         self._on_landed = on_landed
         self._on_lost = on_lost
         self._timeout_s = context.config.transfer.handshake_timeout_s
         self._spread: dict[str, _Spread] = {}
         shape = exchange_shape(engine)
-        memory = exchange_memory(KvpExchange.memory_bytes(shape, MOST_HOLDERS))
+        memory = exchange_memory(KvpExchange.memory_bytes(shape, MOST_KVP_WORKERS))
         loop = asyncio.get_running_loop()
 
-        def report_loss(holder: str, why: str) -> None:
-            loop.call_soon_threadsafe(self._holder_lost, holder, why)
+        def report_loss(worker: str, why: str) -> None:
+            loop.call_soon_threadsafe(self._worker_lost, worker, why)
 
         self._exchange = KvpExchange(
             transport,
             Memory.of_tensor(memory),
             shape,
-            holders=MOST_HOLDERS,
+            holders=MOST_KVP_WORKERS,
             timeout_s=context.config.scheduler.lease_s,
             lease_s=context.config.transfer.lease_s,
             on_lost=report_loss,
         )
-        self._holders = Holders(
+        self._workers = KvpWorkers(
             self._exchange,
-            life=self._life,
+            incarnation=self._incarnation,
             layout=engine.layout,
             metadata=transport.metadata(),
             timeout_s=self._timeout_s,
@@ -113,6 +113,7 @@ class SpreadRequests:
     def open(self, request: DecodeRequest, shards: Sequence[KvShard], sent_tokens: int) -> None:
         """Opens `shards`, those of KVP workers, all at once. Prefill instances send the KV of the
         first `sent_tokens` tokens to them; passes of this instance send the rest."""
+        request.num_shards = len(shards)
         spread = self._spread[request.id] = _Spread(request, sent_tokens)
         spread.tasks = [
             asyncio.create_task(self._keep(spread, index, shard))
@@ -134,39 +135,39 @@ class SpreadRequests:
     async def close_all(self) -> None:
         for spread in list(self._spread.values()):
             await self.close(spread.request)
-        await self._holders.close()
+        await self._workers.close()
 
     # -- one shard
 
     async def _keep(self, spread: _Spread, index: int, shard: KvShard) -> None:
         """Keeps the KVP worker attached until cancelled, for passes in flight even after a loss."""
-        holder = shard.holder.incarnation
+        worker = shard.holder.incarnation
         try:
-            async with self._holders.attached(holder, shard.holder.address) as peer:
-                why = await self._hold(spread, index, holder, peer, shard)
-                self._lose(spread, f"a shard at {holder.id} is lost: {why}")
+            async with self._workers.attached(worker, shard.holder.address) as peer:
+                why = await self._hold(spread, index, worker, peer, shard)
+                self._lose(spread, f"a shard at {worker.id} is lost: {why}")
                 await asyncio.get_running_loop().create_future()
         except TransferError as error:
-            self._lose(spread, f"no shard at {holder.id}: {error}")
+            self._lose(spread, f"no shard at {worker.id}: {error}")
 
     async def _hold(
         self,
         spread: _Spread,
         index: int,
-        holder: Incarnation,
+        worker: Incarnation,
         peer: GrpcKvpPeer,
         shard: KvShard,
     ) -> str:
         """Holds the shard until it is lost; returns the reason."""
         try:
-            ask = self._ask(spread, holder, shard)
+            ask = self._ask(spread, worker, shard)
             held = await peer.hold(ask, timeout_s=self._timeout_s)
         except TransferError as error:
             return str(error)
         try:
             await held.landed()
             landed = RemoteShard(
-                holder=str(holder),
+                holder=str(worker),
                 shard=held.number,
                 start_token=shard.start_token,
                 end_token=shard.end_token,
@@ -178,12 +179,12 @@ class SpreadRequests:
         finally:
             held.close()
 
-    def _ask(self, spread: _Spread, holder: Incarnation, shard: KvShard) -> HoldAsk:
+    def _ask(self, spread: _Spread, worker: Incarnation, shard: KvShard) -> HoldAsk:
         return HoldAsk(
             request_id=spread.request.id,
             attempt=spread.request.attempt,
-            owner=self._life,
-            holder=holder,
+            owner=self._incarnation,
+            holder=worker,
             layout=self._layout,
             start_token=shard.start_token,
             end_token=shard.end_token,
@@ -198,7 +199,7 @@ class SpreadRequests:
             request.spans.append(
                 span(
                     "kvp_shards",
-                    self._life.id,
+                    self._incarnation.id,
                     request.admitted_s,
                     request.clock.now_s(),
                     instances=1 + len(request.shards),
@@ -210,8 +211,8 @@ class SpreadRequests:
         if self._spread.get(spread.request.id) is spread:
             self._on_lost(spread.request, why)
 
-    def _holder_lost(self, holder: str, why: str) -> None:
+    def _worker_lost(self, worker: str, why: str) -> None:
         """Fails the requests with a shard at a KVP worker that a pass or the transport lost."""
         for spread in list(self._spread.values()):
-            if any(shard.holder == holder for shard in spread.landed.values()):
+            if any(shard.holder == worker for shard in spread.landed.values()):
                 self._lose(spread, why)

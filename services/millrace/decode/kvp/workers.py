@@ -16,7 +16,7 @@ from millrace.wire.clients.kvp_peer import Attachment, GrpcKvpPeer, KvpPeers
 
 
 @dataclass(slots=True, eq=False)
-class _Holder:
+class _KvpWorker:
     """A KVP worker. `opened` is done with "" when it is attached, else with the reason why not."""
 
     opened: asyncio.Future[str]
@@ -25,7 +25,7 @@ class _Holder:
     lost: str = ""
 
 
-class Holders:
+class KvpWorkers:
     """Attaches each KVP worker from its first shard until the release of its last shard.
 
     The exchange identifies a KVP worker by `str` of its incarnation.
@@ -35,74 +35,76 @@ class Holders:
         self,
         exchange: KvpExchange,
         *,
-        life: Incarnation,
+        incarnation: Incarnation,
         layout: KvLayout,
         metadata: bytes,
         timeout_s: float,
     ) -> None:
-        """life, layout: of this instance; metadata: of its transport, including the exchange."""
+        """`incarnation`, `layout`: of this instance; `metadata`: of its transport, including the
+        exchange.
+        """
         self._exchange = exchange
-        self._life = life
+        self._incarnation = incarnation
         self._layout = layout
         self._metadata = metadata
         self._timeout_s = timeout_s
         self._peers = KvpPeers()
-        self._holders: dict[Incarnation, _Holder] = {}
+        self._workers: dict[Incarnation, _KvpWorker] = {}
 
     @asynccontextmanager
-    async def attached(self, life: Incarnation, address: str) -> AsyncIterator[GrpcKvpPeer]:
+    async def attached(self, incarnation: Incarnation, address: str) -> AsyncIterator[GrpcKvpPeer]:
         """Attaches the KVP worker; passes may send rows to it meanwhile. Raises TransferError."""
         peer = self._peers.to(address)
-        holder = self._holders.get(life)
-        if holder is None:
+        worker = self._workers.get(incarnation)
+        if worker is None:
             opened: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-            task = asyncio.create_task(self._stay(life, peer, opened))
-            holder = self._holders[life] = _Holder(opened, task)
-        holder.users += 1
+            task = asyncio.create_task(self._stay(incarnation, peer, opened))
+            worker = self._workers[incarnation] = _KvpWorker(opened, task)
+        worker.users += 1
         try:
-            if why := await asyncio.shield(holder.opened) or holder.lost:
+            if why := await asyncio.shield(worker.opened) or worker.lost:
                 raise TransferError(why)
             yield peer
         finally:
-            holder.users -= 1
-            if not holder.users:
-                del self._holders[life]
-                holder.task.cancel()
+            worker.users -= 1
+            if not worker.users:
+                del self._workers[incarnation]
+                worker.task.cancel()
 
     async def close(self) -> None:
         """Detaches all KVP workers, used or not."""
-        tasks = [holder.task for holder in self._holders.values()]
+        tasks = [worker.task for worker in self._workers.values()]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await self._peers.close()
 
     async def _stay(
-        self, life: Incarnation, peer: GrpcKvpPeer, opened: asyncio.Future[str]
+        self, incarnation: Incarnation, peer: GrpcKvpPeer, opened: asyncio.Future[str]
     ) -> None:
         """Stays attached until cancelled."""
         try:
-            attachment = await self._attach(life, peer)
+            attachment = await self._attach(incarnation, peer)
         except (TransferError, CapacityError) as error:
             opened.set_result(str(error))
             return
         try:
             opened.set_result("")
-            holder, why = self._holders[life], await attachment.lost()
-            holder.lost = why
-            self._exchange.lose(str(life), why)
+            worker, why = self._workers[incarnation], await attachment.lost()
+            worker.lost = why
+            self._exchange.lose(str(incarnation), why)
             await asyncio.get_running_loop().create_future()
         finally:
             attachment.close()
-            self._exchange.detach(str(life))
+            self._exchange.detach(str(incarnation))
 
-    async def _attach(self, life: Incarnation, peer: GrpcKvpPeer) -> Attachment:
+    async def _attach(self, incarnation: Incarnation, peer: GrpcKvpPeer) -> Attachment:
         offer = self._exchange.offer()
         try:
             attachment = await peer.attach(
                 AttachAsk(
-                    owner=self._life,
-                    holder=life,
+                    owner=self._incarnation,
+                    holder=incarnation,
                     layout=self._layout,
                     max_rows=self._exchange.shape.max_rows,
                     agent_metadata=self._metadata,
@@ -117,7 +119,7 @@ class Holders:
         grant = attachment.grant
         try:
             await self._exchange.attach(
-                str(life),
+                str(incarnation),
                 offer,
                 metadata=grant.agent_metadata,
                 slot=grant.slot,

@@ -24,15 +24,16 @@ from typing import Final, Protocol
 from millrace.core.errors import IntegrityError
 from millrace.decode.memory.priority import Priority, in_danger, priority_of
 from millrace.decode.memory.request_pages import RequestPages
-from millrace.decode.memory.swapping import Place, Preempted, Swapper, slots_of
+from millrace.decode.memory.swapping import Preempted, Swapper, slots_of
 from millrace.decode.metrics import DecodeMetrics
-from millrace.decode.request import DecodeRequest
+from millrace.decode.request import DecodeEvent, DecodeRequest, DecodeState
 from millrace.decode.request_table import RequestTable
 from millrace.engine.decode_batch import DecodeBatch
 from millrace.instance.spans import span
 
 log = logging.getLogger(__name__)
 
+_OUT_OF_BATCH: Final = (DecodeState.READY, DecodeState.PAUSED)  # with all KV in pages
 _NEWEST_SHARE: Final = 0.2  # weight of the newest absence in the mean
 _MOST_SPANS: Final = 64  # absences that one request's waterfall shows
 
@@ -90,7 +91,7 @@ class Preemption:
         return [
             one
             for one in self._away.values()
-            if one.place is Place.PAGES and not one.request.ended and not one.lacking()
+            if one.request.state is DecodeState.PAUSED and not one.lacking()
         ]
 
     def back(self, preempted: Preempted) -> None:
@@ -109,7 +110,7 @@ class Preemption:
         preempted = self._away.get(request.id)
         if preempted is None:
             return True
-        if preempted.is_copying:
+        if request.is_copying:
             return False
         del self._away[request.id]
         self._swapper.forget(preempted)
@@ -141,13 +142,13 @@ class Preemption:
             return 0
         promised, coming = 0, self._coming()
         for request, lacking in sorted(wants, key=lambda want: self.priority(want[0])):
-            if request.ended or self._is_leaving(request):
+            if request.state not in (DecodeState.RUNNING, DecodeState.PAUSED):
                 continue  # preempted for a request before it
             needed = sum(lacking.values())
             if needed <= self._pages.free - promised:
                 self._grow(request, lacking)
                 continue
-            if request.id not in self._away:
+            if request.state is DecodeState.RUNNING:
                 self._pause(request)
                 self._metrics.preempted.labels("wait").inc()
             promised += needed
@@ -160,7 +161,7 @@ class Preemption:
         for request_id, choice in self._batch.lacking():
             found.setdefault(request_id, {})[choice] = 1
         for request_id, one in self._away.items():
-            if one.place is Place.PAGES and (lacking := one.lacking()):
+            if one.request.state is DecodeState.PAUSED and (lacking := one.lacking()):
                 found[request_id] = lacking
         live = ((self._table.live(request_id), lacking) for request_id, lacking in found.items())
         return [(request, lacking) for request, lacking in live if request is not None]
@@ -177,8 +178,8 @@ class Preemption:
     def _bring_back(self, promised: int) -> None:
         """Hands free pages to swapped and waiting requests, until a request needs too many."""
         spare = self._batch.size  # one per sequence, so that a return preempts nothing at once
-        back = [one for one in self._away.values() if one.place is Place.HOST]
-        swapped = [one.request for one in back if not one.request.ended]
+        away = (one.request for one in self._away.values())
+        swapped = [request for request in away if request.state is DecodeState.SWAPPED]
         for request in sorted(swapped + self._waiting.waiting(), key=self.priority):
             preempted = self._away.get(request.id)
             if preempted is not None:
@@ -196,9 +197,10 @@ class Preemption:
 
     def _wanted(self, preempted: Preempted) -> int:
         """Returns the number of pages that a preempted request needs to come back."""
-        if preempted.place is Place.PAGES:
+        state = preempted.request.state
+        if state is DecodeState.PAUSED:
             return sum(preempted.lacking().values())
-        if preempted.place is Place.RETURNING:
+        if state is DecodeState.SWAPPING_IN:
             return 0
         return preempted.shared_pages + sum(preempted.wanted_pages().values())
 
@@ -224,19 +226,12 @@ class Preemption:
         """Yields requests whose whole KV is in pages here and can leave. Requests of several
         choices can't be migrated and need host memory. A request that has its last token is in no
         batch, and is released soon."""
-        running = set(self._batch.requests()) | self._away.keys()
-        running.update(request.id for request in self._table.joining)
+        batch = set(self._batch.requests())
         for request in self._table:
-            if request.ended or request.is_spread or self._is_leaving(request):
-                continue
             may_leave = request.sampling.n == 1 or len(request.pages) <= self._swapper.free_pages
-            if request.id in running and may_leave:
+            runs = request.state is DecodeState.RUNNING and request.id in batch
+            if (runs or request.state in _OUT_OF_BATCH) and may_leave and not request.is_spread:
                 yield request
-
-    def _is_leaving(self, request: DecodeRequest) -> bool:
-        """Whether the request's KV is not (only) in its pages: copied, or in host memory."""
-        preempted = self._away.get(request.id)
-        return preempted is not None and preempted.place is not Place.PAGES
 
     def _preempt(self, request: DecodeRequest) -> bool:
         """Preempts the request. Returns False when the request can't leave and keeps its pages."""
@@ -257,9 +252,10 @@ class Preemption:
         """Takes a request out of the batch, or out of its waiting queue; its pages stay."""
         preempted = self._away.get(request.id)
         if preempted is None:
-            sequences = self._batch.pause(request.id)
-            if not sequences:
+            if request.state is DecodeState.READY:
                 self._table.joining.remove(request)
+            sequences = self._batch.pause(request.id)
+            request.advance(DecodeEvent.PAUSED)
             grows = self._pages.grows(request.spec)
             preempted = Preempted(request, sequences, self._pages.page_tokens, grows)
             self._away[request.id] = preempted
@@ -268,10 +264,10 @@ class Preemption:
 
     def _coming(self) -> int:
         """Returns the number of pages that copies and releases in flight will free."""
-        leaving = (one for one in self._away.values() if one.place is Place.LEAVING)
-        ended = (request for request in self._table if request.ended)
-        return sum(len(one.request.pages) for one in leaving if not one.request.ended) + sum(
-            len(request.pages) for request in ended
+        return sum(
+            len(request.pages)
+            for request in self._table
+            if request.ended or request.state is DecodeState.SWAPPING_OUT
         )
 
     def _note(self, request: DecodeRequest, since_s: float, kind: str) -> None:

@@ -76,14 +76,14 @@ class RequestPrefixes:
             log.debug("the answer of request %s is not kept: %s", request.id, error)
 
     def keep(self, request: DecodeRequest) -> None:
-        """Caches the blocks of a request that has left the batch, before its pages are freed."""
-        if not (request.landed and request.is_sound and takes_part(request.spec, self.cache)):
+        """Caches the blocks of a request before its pages are freed, if their KV is whole."""
+        if not (request.has_kv and takes_part(request.spec, self.cache)):
             return
-        if 0 not in request.pages.own:  # preempted: its KV is not in pages
+        if 0 not in request.pages.own:  # choice 0 had ended when the others were swapped out
             return
         blocks = list(prompt_blocks(request.spec, self.cache))
         blocks += self._answer_blocks(request, blocks)
-        pages = [*request.pages.shared, *request.pages.own.get(0, ())]  # none, if it was preempted
+        pages = request.pages.of_choice(0)
         self.cache.keep(blocks[: len(pages) * self._page_tokens // self.cache.block_tokens], pages)
 
     def _answer_blocks(self, request: DecodeRequest, prompt: list[int]) -> list[int]:

@@ -6,26 +6,16 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from enum import Enum, auto
 
 from millrace.core.arithmetic import ceil_div
 from millrace.core.errors import CapacityError, IntegrityError
 from millrace.decode.held_pages import HeldPages
 from millrace.decode.memory.request_pages import RequestPages
 from millrace.decode.metrics import DecodeMetrics
-from millrace.decode.request import DecodeRequest
+from millrace.decode.request import DecodeEvent, DecodeRequest, DecodeState
 from millrace.engine.decode_batch import PausedSequence
 from millrace.engine.kv.host_swap import KvSwap
 from millrace.instance.tasks import Tasks
-
-
-class Place(Enum):
-    """Where a preempted request's KV is."""
-
-    PAGES = auto()
-    LEAVING = auto()  # being copied to the host
-    HOST = auto()
-    RETURNING = auto()  # being copied back
 
 
 @dataclass(slots=True, eq=False)
@@ -36,13 +26,8 @@ class Preempted:
     sequences: list[PausedSequence]  # empty: the request has not joined yet
     page_tokens: int
     grows: bool
-    place: Place = Place.PAGES
     slots: list[int] = field(default_factory=list)  # in host memory; one per page that holds KV
     was_swapped: bool = False
-
-    @property
-    def is_copying(self) -> bool:
-        return self.place in (Place.LEAVING, Place.RETURNING)
 
     @property
     def shared_pages(self) -> int:
@@ -129,14 +114,14 @@ class Swapper:
     def begin_out(self, preempted: Preempted) -> bool:
         """Begins to copy the KV to the host; the pages come free after the copy. Returns False
         when the host has no room."""
-        own = preempted.kv_pages()
+        own, request = preempted.kv_pages(), preempted.request
         try:
-            slots = self._swap.reserve(preempted.shared_pages + sum(own.values()))
+            preempted.slots = self._swap.reserve(preempted.shared_pages + sum(own.values()))
         except CapacityError:
             return False
-        preempted.slots, preempted.place = slots, Place.LEAVING
+        request.advance(DecodeEvent.SWAP_OUT_BEGAN)
         preempted.was_swapped = True
-        self._tasks.spawn(self._out(preempted, _with_kv(preempted.request.pages, own)))
+        self._tasks.spawn(self._out(preempted, _with_kv(request.pages, own)))
         return True
 
     def begin_in(self, preempted: Preempted) -> None:
@@ -144,7 +129,7 @@ class Swapper:
         own = preempted.wanted_pages()
         request = preempted.request
         request.pages = self._pages.allocate(preempted.shared_pages, own)
-        preempted.place = Place.RETURNING
+        request.advance(DecodeEvent.SWAP_IN_BEGAN)
         self._tasks.spawn(self._in(preempted, _with_kv(request.pages, preempted.kv_pages())))
 
     def forget(self, preempted: Preempted) -> None:
@@ -164,7 +149,7 @@ class Swapper:
         await self._run(self._swap.swap_out, pages, preempted.slots)
         await self._vacate(preempted.request.id)
         self._pages.release(preempted.request)
-        preempted.place = Place.HOST
+        preempted.request.advance(DecodeEvent.COPIED)
         self._metrics.swapped_bytes.labels("out").inc(len(pages) * self._swap.page_bytes)
         self._wake()
 
@@ -172,7 +157,7 @@ class Swapper:
         await self._run(self._swap.swap_in, preempted.slots, pages)
         self.forget(preempted)
         preempted.move_in()
-        preempted.place = Place.PAGES
+        preempted.request.advance(DecodeEvent.COPIED)
         self._metrics.swapped_bytes.labels("in").inc(len(pages) * self._swap.page_bytes)
         self._wake()
 
@@ -192,8 +177,9 @@ def slots_of(preempted: list[Preempted]) -> int:
     """Counts the host pages of the preempted requests. Raises IntegrityError for a request that
     holds both pages and host memory without a copy in flight."""
     for one in preempted:
-        if one.place is Place.HOST and len(one.request.pages):
-            raise IntegrityError(f"request {one.request.id} is swapped out, and holds pages")
-        if one.place is Place.PAGES and one.slots:
-            raise IntegrityError(f"request {one.request.id} is in its pages, and in host memory")
+        request = one.request
+        if request.state is DecodeState.SWAPPED and len(request.pages):
+            raise IntegrityError(f"request {request.id} is swapped out, and holds pages")
+        if request.has_kv and one.slots:
+            raise IntegrityError(f"request {request.id} is in its pages, and in host memory")
     return sum(len(one.slots) for one in preempted)

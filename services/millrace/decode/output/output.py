@@ -11,7 +11,7 @@ from millrace.core.token_events import FinishedPrefill, TokenDetail, TokenEvent
 from millrace.decode.metrics import DecodeMetrics
 from millrace.decode.output.journal import Journal
 from millrace.decode.output.token_events import first_token_events, step_event
-from millrace.decode.request import DecodeRequest
+from millrace.decode.request import DecodeEvent, DecodeRequest
 from millrace.decode.request_table import RequestTable
 from millrace.decode.token_streams import TokenStreams
 from millrace.engine.decode_batch import TokenOut
@@ -56,7 +56,6 @@ class Output:
                 self.fail(request, out.error, "transfer")
                 continue
             if out.error:
-                request.is_sound = False
                 self.fail(request, out.error, "logits")
                 continue
             request.stepped(self._id, batch)
@@ -105,7 +104,8 @@ class Output:
                 attempt=request.attempt,
             )
         )
-        self._table.leave(request)
+        spoiled = reason == "logits"
+        self._table.leave(request, DecodeEvent.SPOILED if spoiled else DecodeEvent.ENDED)
 
     def move(self, request: DecodeRequest) -> None:
         """Ends the request here. A request with tokens out is migrated: its proxy has the tokens.
@@ -118,7 +118,7 @@ class Output:
         self._move(request, PREEMPTED)
 
     def _move(self, request: DecodeRequest, error: str) -> None:
-        if request.streams and not request.ended:
+        if request.streams:
             request.finish_reason = "moved"
             detail = TokenDetail(error=error, spans=tuple(request.spans))
             event = TokenEvent(request.id, finish_reason="moved", detail=detail)
