@@ -18,7 +18,7 @@ from millrace.wire.clients.scheduler_client import (
 from millrace_operator.observed import Instance
 from millrace_operator.run import load
 from millrace_operator.run.load import Schedulers
-from millrace_operator.run.scaler import Pool, Scaler, View
+from millrace_operator.run.scaler import ScaledPool, Scaler, View
 
 ADDRESS = "chat-scheduler.default.svc:7070"
 
@@ -62,7 +62,7 @@ class World:
         if self.down:
             raise SchedulerUnavailable("no scheduler")
 
-    async def look(self, pool: Pool, after_s: float = 5.0) -> View:
+    async def look(self, pool: ScaledPool, after_s: float = 5.0) -> View:
         self.now_s += after_s
         return await self.scaler.look(pool)
 
@@ -80,9 +80,9 @@ def pool(
     quota: int | None = None,
     heard: Callable[[PoolLoad], PoolLoad] = lambda load: load,
     **config: object,
-) -> Pool:
+) -> ScaledPool:
     targets = (DecodeTargets(),) if role == "decode" else (PrefillTargets(),)
-    return Pool(
+    return ScaledPool(
         uid=uid,
         role=role,
         scheduler=ADDRESS,

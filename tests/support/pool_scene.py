@@ -17,6 +17,7 @@ from millrace_operator.reconcile.actions import (
 )
 from millrace_operator.reconcile.conditions import by_type
 from millrace_operator.reconcile.reconcile import reconcile_pool
+from millrace_operator.spec import parse_pool
 from support.custom_resources import DEFAULTS, SCHEMAS, model_service, pool
 
 NOW_S = 10_000.0
@@ -66,7 +67,7 @@ class Scene:
         self.observed = replace(self.observed, **what)
 
     def look(self) -> list[Any]:
-        return reconcile_pool(self.pool, self.observed, DEFAULTS)
+        return reconcile_pool(parse_pool(self.pool), self.observed, DEFAULTS)
 
     def carry_out(self) -> list[Any]:
         """Runs a pass, with the status and the cordons carried out."""

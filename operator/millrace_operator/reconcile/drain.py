@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from millrace.core.autoscale import drain
-from millrace_operator.observed import Instance, Pod
+from millrace_operator.observed import Instance, Pod, Pool
 from millrace_operator.reconcile.conditions import seconds, timestamp
 
 #: The longest eviction in seconds. Then the pod is deleted: at SIGTERM it drains by itself.
@@ -56,19 +56,16 @@ class Rules:
     now_s: float
 
     @classmethod
-    def of(
-        cls, pool: Mapping[str, Any], instances: Mapping[str, Instance] | None, now_s: float
-    ) -> Rules:
+    def of(cls, pool: Pool, instances: Mapping[str, Instance] | None, now_s: float) -> Rules:
         entries = {
-            (entry["pod"], entry.get("uid", "")): entry
-            for entry in pool.get("status", {}).get("draining", [])
+            (entry["pod"], entry.get("uid", "")): entry for entry in pool.status.get("draining", [])
         }
-        spec = pool["spec"]["drain"]
+        spec = pool.spec.drain
         return cls(
             policy=drain.DrainPolicy(
-                timeout_s=float(spec["timeoutSeconds"]),
+                timeout_s=float(spec.timeout_seconds),
                 eviction_s=EVICTION_S,
-                on_timeout=drain.OnTimeout(spec["onTimeout"]),
+                on_timeout=drain.OnTimeout(spec.on_timeout),
             ),
             known={key: e for key, e in entries.items() if not e.get("returning")},
             back={key: e for key, e in entries.items() if e.get("returning")},
