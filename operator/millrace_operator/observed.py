@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
+from millrace.core.autoscale.drain import Registration
 from millrace.core.autoscale.rules import PoolMetrics, Recommendation
 from millrace_operator.schema.pools import PoolSpec
 from millrace_operator.schema.record import Record
@@ -57,14 +58,6 @@ class Pod:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Instance:
-    """An instance's state, as the scheduler reports it."""
-
-    cordoned: bool
-    held_requests: int  # requests in compute, in the batch, or with a lease on its pages
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Peer:
     """The status of another pool of the service: rollouts of two pools proceed together."""
 
@@ -93,7 +86,9 @@ class ObservedPool:
     service: Object | None  # the ModelService in serviceRef; it may be wrong
     live: Mapping[tuple[str, str], Object] = field(default_factory=dict)  # (kind, name): children
     pods: tuple[Pod, ...] = ()
-    instances: Mapping[str, Instance] | None = None  # by id; None: the scheduler does not answer
+    instances: Mapping[str, Registration] | None = (
+        None  # by id; None: the scheduler does not answer
+    )
     peers: tuple[Peer, ...] = ()
     metrics: PoolMetrics | None = None  # the last sample, of any age
     recommendation: Recommendation | None = None

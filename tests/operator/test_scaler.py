@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
+from millrace.core.autoscale.drain import Registration
 from millrace.core.autoscale.load import FleetLoad, PoolLoad
 from millrace.core.autoscale.rules import AutoscaleConfig, DecodeTargets, PrefillTargets
 from millrace.wire.clients.scheduler_client import (
@@ -15,7 +16,6 @@ from millrace.wire.clients.scheduler_client import (
     SchedulerUnavailable,
     UnknownInstance,
 )
-from millrace_operator.observed import Instance
 from millrace_operator.run import load
 from millrace_operator.run.load import Schedulers
 from millrace_operator.run.scaler import ScaledPool, Scaler, View
@@ -191,7 +191,7 @@ async def test_a_silent_scheduler_is_left_alone_for_a_while(world: World):
 
 
 async def test_instances_are_asked_anew_after_a_change(world: World):
-    expected = {"d-0": Instance(cordoned=True, held_requests=3)}
+    expected = {"d-0": Registration(cordoned=True, held_requests=3)}
     assert await world.schedulers.instances(ADDRESS) == expected
     assert await world.schedulers.instances(ADDRESS) == expected
     await world.schedulers.cordon(ADDRESS, "d-0", cordoned=True)

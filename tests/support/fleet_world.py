@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 
-from millrace.core.autoscale.drain import Cordon, Evict, Uncordon
+from millrace.core.autoscale.drain import Cordon, Evict, Registration, Uncordon
 from millrace.core.autoscale.rules import Autoscaler, PoolMetrics
 from millrace_operator.manifests.naming import REVISION_LABEL, TEMPLATE_LABEL
-from millrace_operator.observed import Instance, ObservedPool, ObservedService, Peer, Pod
+from millrace_operator.observed import ObservedPool, ObservedService, Peer, Pod
 from millrace_operator.reconcile.actions import (
     Action,
     Apply,
@@ -190,11 +190,11 @@ class FleetWorld:
     def _of(self, pool: str) -> list[Node]:
         return sorted((p for p in self.pods if p.pool == pool), key=lambda p: p.ordinal)
 
-    def _instances(self, pool: str) -> dict[str, Instance] | None:
+    def _instances(self, pool: str) -> dict[str, Registration] | None:
         if self.now_s < self.silent_until_s:
             return None
         return {
-            pod.name: Instance(cordoned=pod.cordoned, held_requests=len(pod.requests))
+            pod.name: Registration(cordoned=pod.cordoned, held_requests=len(pod.requests))
             for pod in self._of(pool)
             if pod.ready
         }

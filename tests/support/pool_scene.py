@@ -7,9 +7,9 @@ from typing import Any
 
 import jsonschema
 
-from millrace.core.autoscale.drain import Cordon, Uncordon
+from millrace.core.autoscale.drain import Cordon, Registration, Uncordon
 from millrace.core.autoscale.rules import PoolMetrics, Recommendation
-from millrace_operator.observed import Instance, ObservedPool, Pod
+from millrace_operator.observed import ObservedPool, Pod
 from millrace_operator.reconcile.actions import (
     Apply,
     Report,
@@ -82,7 +82,7 @@ class Scene:
                 self.knows(action.instance_id, replace(known, cordoned=cordoned))
         return actions
 
-    def knows(self, name: str, instance: Instance) -> None:
+    def knows(self, name: str, instance: Registration) -> None:
         self.see(instances={**(self.observed.instances or {}), name: instance})
 
     def pod(self, ordinal: int, **what: Any) -> None:
@@ -94,8 +94,8 @@ class Scene:
         return found["status"], found["reason"]
 
 
-def held(requests: int, *, cordoned: bool = False) -> Instance:
-    return Instance(cordoned=cordoned, held_requests=requests)
+def held(requests: int, *, cordoned: bool = False) -> Registration:
+    return Registration(cordoned=cordoned, held_requests=requests)
 
 
 def kinds(actions: list[Any]) -> list[str]:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from millrace.core.autoscale import drain
-from millrace_operator.observed import Instance, Pod, Pool
+from millrace_operator.observed import Pod, Pool
 from millrace_operator.reconcile.conditions import seconds, timestamp
 
 #: The longest eviction in seconds. Then the pod is deleted: at SIGTERM it drains by itself.
@@ -52,11 +52,13 @@ class Rules:
     policy: drain.DrainPolicy
     known: Mapping[tuple[str, str], Mapping[str, Any]]  # (pod, uid) -> entry of status.draining
     back: Mapping[tuple[str, str], Mapping[str, Any]]  # the entries that say `returning`
-    instances: Mapping[str, Instance] | None
+    instances: Mapping[str, drain.Registration] | None
     now_s: float
 
     @classmethod
-    def of(cls, pool: Pool, instances: Mapping[str, Instance] | None, now_s: float) -> Rules:
+    def of(
+        cls, pool: Pool, instances: Mapping[str, drain.Registration] | None, now_s: float
+    ) -> Rules:
         entries = {
             (entry["pod"], entry.get("uid", "")): entry for entry in pool.status.get("draining", [])
         }
@@ -131,7 +133,7 @@ class Rules:
                     id=pod.name,
                     ready=pod.ready,
                     leaves_since_s=since_s.get(pod.name),
-                    registration=_registration(known.get(pod.name)),
+                    registration=known.get(pod.name),
                 )
                 for pod in pods
                 if not pod.terminating
@@ -140,9 +142,3 @@ class Rules:
             self.now_s,
             scheduler_answers=self.instances is not None,
         )
-
-
-def _registration(found: Instance | None) -> drain.Registration | None:
-    if found is None:
-        return None
-    return drain.Registration(cordoned=found.cordoned, held_requests=found.held_requests)

@@ -17,7 +17,7 @@ from datetime import UTC, datetime
 from functools import partial
 from typing import Any
 
-from millrace.core.autoscale.drain import Cordon, Evict, Uncordon
+from millrace.core.autoscale.drain import Cordon, Evict, Registration, Uncordon
 from millrace.core.errors import MillraceError
 from millrace_operator.manifests.naming import (
     APPLIED,
@@ -27,15 +27,7 @@ from millrace_operator.manifests.naming import (
     scheduler_name,
 )
 from millrace_operator.metrics import OperatorMetrics
-from millrace_operator.observed import (
-    Instance,
-    Object,
-    ObservedPool,
-    ObservedService,
-    Peer,
-    Pool,
-    Service,
-)
+from millrace_operator.observed import Object, ObservedPool, ObservedService, Peer, Pool, Service
 from millrace_operator.reconcile.actions import (
     Action,
     Apply,
@@ -318,7 +310,7 @@ class Cluster:
 
     async def _instances(
         self, namespace: str, service: Object | None
-    ) -> Mapping[str, Instance] | None:
+    ) -> Mapping[str, Registration] | None:
         if service is None:
             return None
         address = self._parts.address(namespace, service["metadata"]["name"])
