@@ -19,7 +19,8 @@ from typer.main import get_command
 from millrace.cli import main as command_line
 from millrace.cli.config import as_markdown
 from millrace.shipped import SHIPPED_MODEL
-from millrace_operator.schema import API_VERSION, definitions
+from millrace_operator.schema import API_VERSION
+from millrace_operator.schema.crds import definitions
 
 FOLDER = Path(__file__).parent
 ROOT = FOLDER.parents[1]

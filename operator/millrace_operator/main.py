@@ -34,7 +34,8 @@ from millrace_operator.run.load import Schedulers
 from millrace_operator.run.queue import Key, Pace, WorkQueue
 from millrace_operator.run.runner import Runner
 from millrace_operator.run.scaler import Scaler
-from millrace_operator.spec import KINDS, Defaults
+from millrace_operator.schema.pools import KINDS
+from millrace_operator.spec import Defaults
 
 log = logging.getLogger(__name__)
 

@@ -1,7 +1,7 @@
-"""The inputs of `reconcile`: the state that the operator observed. Plain data, read by
-`cluster.py`.
+"""The inputs of `reconcile`: the state that the operator observed, read by `cluster.py`.
 
-Objects of the API are dicts as the API server gives them, with defaults filled in.
+The wanted state is parsed. Other objects are dicts as the API server gives them, with defaults
+filled in.
 """
 
 from __future__ import annotations
@@ -9,12 +9,37 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Generic, TypeVar
 
+from millrace.core.autoscale.drain import Registration
 from millrace.core.autoscale.rules import PoolMetrics, Recommendation
+from millrace_operator.schema.pools import PoolSpec
+from millrace_operator.schema.record import Record
+from millrace_operator.schema.service import ModelServiceSpec
 
 #: An object of the API: apiVersion, kind, metadata, spec, status.
 Object = Mapping[str, Any]
+SpecT = TypeVar("SpecT", bound=Record, covariant=True)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resource(Generic[SpecT]):
+    """A custom object with its parsed spec."""
+
+    kind: str
+    metadata: Mapping[str, Any]
+    spec: SpecT
+    given: Mapping[str, Any]  # the spec as the API server gives it
+    status: Mapping[str, Any]
+
+    @property
+    def name(self) -> str:
+        """The object's name."""
+        return str(self.metadata["name"])
+
+
+Service = Resource[ModelServiceSpec]
+Pool = Resource[PoolSpec]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,14 +55,6 @@ class Pod:
     unready_since_s: float = math.inf  # unix seconds since when it is not ready; inf: not known
     terminating: bool = False
     trouble: str = ""  # why it does not start: "Unschedulable: ...", "CrashLoopBackOff: ..."
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Instance:
-    """An instance's state, as the scheduler reports it."""
-
-    cordoned: bool
-    held_requests: int  # requests in compute, in the batch, or with a lease on its pages
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,10 +83,12 @@ class Peer:
 class ObservedPool:
     """The observed state of a PrefillGroup, DecodePool or KVPWorkerPool."""
 
-    service: Object | None  # the ModelService in serviceRef
+    service: Object | None  # the ModelService in serviceRef; it may be wrong
     live: Mapping[tuple[str, str], Object] = field(default_factory=dict)  # (kind, name): children
     pods: tuple[Pod, ...] = ()
-    instances: Mapping[str, Instance] | None = None  # by id; None: the scheduler does not answer
+    instances: Mapping[str, Registration] | None = (
+        None  # by id; None: the scheduler does not answer
+    )
     peers: tuple[Peer, ...] = ()
     metrics: PoolMetrics | None = None  # the last sample, of any age
     recommendation: Recommendation | None = None

@@ -1,15 +1,17 @@
-"""Interprets specs: a pool's kind and autoscaling, and the fields that a spec leaves to the
-operator.
+"""Parses custom objects, and interprets a pool's autoscaling for `core.autoscale.rules`.
 
 The API server has checked types, bounds and enums, and filled in defaults, before anything here
-runs. Everything else that is wrong is an error here, with the field's path and value.
+runs. What is wrong nevertheless is an error here, with the field's path, value and range.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
+
+from pydantic import ValidationError
 
 from millrace.core.autoscale.load import PoolLoad
 from millrace.core.autoscale.rules import (
@@ -21,8 +23,11 @@ from millrace.core.autoscale.rules import (
     Targets,
 )
 from millrace.core.errors import ConfigError, MillraceError
-from millrace_operator.observed import Object
-from millrace_operator.schema import pools
+from millrace_operator.observed import Object, Pool, Resource, Service, SpecT
+from millrace_operator.schema import autoscaling
+from millrace_operator.schema.pools import KINDS, KVPWorkerPoolSpec, PoolSpec
+from millrace_operator.schema.record import structural
+from millrace_operator.schema.service import ModelServiceSpec
 
 
 class SpecError(MillraceError):
@@ -38,31 +43,43 @@ class Defaults:
     redis_secret: str = ""  # name of a Secret in the ModelService's namespace, key `url`
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PoolKind:
-    """A kind of pool: its role, and its section in a ModelService's spec.
-
-    `role` names the section, images and labels; `role_of` gives the instances' role at the
-    scheduler.
-    """
-
-    kind: str
-    plural: str
-    role: str
-
-    def name_in(self, service: str) -> str:
-        """Returns the name of the pool that a ModelService makes from the section."""
-        return f"{service}-{self.role}"
+def parse_service(given: Object) -> Service:
+    """Parses a ModelService. Raises SpecError."""
+    return _parsed(given, ModelServiceSpec)
 
 
-KINDS: Mapping[str, PoolKind] = {
-    kind.kind: kind
-    for kind in (
-        PoolKind(kind="PrefillGroup", plural="prefillgroups", role="prefill"),
-        PoolKind(kind="DecodePool", plural="decodepools", role="decode"),
-        PoolKind(kind="KVPWorkerPool", plural="kvpworkerpools", role="kvp"),
+def parse_pool(given: Object) -> Pool:
+    """Parses a PrefillGroup, DecodePool or KVPWorkerPool. Raises SpecError."""
+    return _parsed(given, KINDS[given["kind"]].spec)
+
+
+def _parsed(given: Object, model: type[SpecT]) -> Resource[SpecT]:
+    try:
+        spec = model.model_validate(given["spec"])
+    except ValidationError as error:
+        raise SpecError(_refusal(model, error)) from error
+    return Resource(
+        kind=given["kind"],
+        metadata=given["metadata"],
+        spec=spec,
+        given=given["spec"],
+        status=given.get("status", {}),
     )
-}
+
+
+def _refusal(model: type[SpecT], error: ValidationError) -> str:
+    """Returns path, value and range of the first wrong field."""
+    first = error.errors()[0]
+    path, node = "spec", structural(model)
+    for step in first["loc"]:
+        path += f".{step}" if isinstance(step, str) else f"[{step}]"
+        node = node.get("properties", {}).get(step) or node.get("items", {})
+    if first["type"] == "missing":
+        return f"{path} is missing"
+    wanted = re.sub("^[A-Z][a-z]+ should ", "", first["msg"])
+    if "minimum" in node:
+        wanted = f"be an integer from {node['minimum']} to {node['maximum']}"
+    return f"{path} is {first['input']!r}; it must {wanted}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,81 +99,57 @@ SIGNALS: Mapping[str, Signal] = {
 }
 
 
-def role_of(pool: Object) -> str:
-    """Returns the role with which the pool's instances register: prefill, decode, mixed or kvp."""
-    return str(pool["spec"].get("role", KINDS[pool["kind"]].role))
+def signals(spec: PoolSpec) -> Mapping[str, str]:
+    """Returns the pool's targets by signal, in the spec's order; none for a KVPWorkerPool."""
+    if (given := spec.autoscaling.metrics) is not None:
+        return {signal.name: signal.target for signal in given}
+    more = autoscaling.PREFILL_TARGETS if spec.role == "mixed" else {}
+    return autoscaling.DECODE_TARGETS | more
 
 
-def signals(pool: Object) -> Sequence[Mapping[str, str]]:
-    """Returns names and targets of the pool's signals; empty for a KVPWorkerPool."""
-    given: Sequence[Mapping[str, str]] | None = pool["spec"]["autoscaling"].get("metrics")
-    if given is not None or pool["kind"] != pools.DECODE.kind:
-        return given or ()
-    more = pools.DECODE.mixed_targets if role_of(pool) == "mixed" else {}
-    targets = {**pools.DECODE.targets, **more}
-    return [{"name": name, "target": target} for name, target in targets.items()]
-
-
-def decimal(path: str, text: str) -> float:
-    """Reads a number given as text. Raises SpecError."""
-    try:
-        return float(text)
-    except ValueError as error:
-        raise SpecError(f"{path} is {text!r}; it must be a decimal number") from error
-
-
-def autoscale_config(pool: Object) -> AutoscaleConfig:
+def autoscale_config(spec: PoolSpec) -> AutoscaleConfig:
     """Returns a pool's limits and targets for the autoscaler. Raises SpecError."""
-    given: Mapping[str, Any] = pool["spec"]["autoscaling"]
-    zero = given["scaleToZero"]
+    given = spec.autoscaling
     try:
         return AutoscaleConfig(
-            targets=_targets(pool),
-            min_replicas=given["minReplicas"],
-            max_replicas=given["maxReplicas"],
-            up=_direction(given["scaleUp"]),
-            down=_direction(given["scaleDown"]),
-            stale_s=float(given["metricsStaleSeconds"]),
-            scale_to_zero=zero["enabled"],
-            idle_s=float(zero["idleSeconds"]),
+            targets=_targets(spec),
+            min_replicas=given.min_replicas,
+            max_replicas=given.max_replicas,
+            up=_direction(given.scale_up),
+            down=_direction(given.scale_down),
+            stale_s=float(given.metrics_stale_seconds),
+            scale_to_zero=given.scale_to_zero.enabled,
+            idle_s=float(given.scale_to_zero.idle_seconds),
         )
     except ConfigError as error:
         raise SpecError(_in_terms_of_the_spec(str(error))) from error
 
 
-def heard(pool: Object, load: PoolLoad) -> PoolLoad:
+def heard(spec: PoolSpec, load: PoolLoad) -> PoolLoad:
     """Removes the signals that the pool's spec does not list from the load."""
-    listed = {signal["name"] for signal in signals(pool)}
+    listed = signals(spec)
     unheard: dict[str, Any] = {s.measured: None for n, s in SIGNALS.items() if n not in listed}
     return replace(load, **unheard)
 
 
-def gpus(spec: Mapping[str, Any]) -> int:
+def gpus(spec: PoolSpec) -> int:
     """Returns the units of spec.gpuResource per instance."""
-    given: int | None = spec.get("gpus")
-    if given is not None:
-        return given
-    return int(spec.get("tensorParallel", 1)) * int(spec.get("stages", 1))
+    return spec.tensor_parallel * spec.stages if spec.gpus is None else spec.gpus
 
 
-def _direction(given: Mapping[str, Any]) -> Direction:
+def _direction(given: autoscaling.Direction) -> Direction:
     return Direction(
-        window_s=float(given["stabilizationWindowSeconds"]),
-        max_step=given["maxStep"],
-        period_s=float(given["periodSeconds"]),
-        tolerance=given.get("tolerancePercent", 0) / 100,
+        window_s=float(given.stabilization_window_seconds),
+        max_step=given.max_step,
+        period_s=float(given.period_seconds),
+        tolerance=given.tolerance_percent / 100,
     )
 
 
-def _targets(pool: Object) -> tuple[Targets, ...]:
-    if pool["kind"] == pools.KVP.kind:
-        return (_kvp_targets(pool["spec"]),)
-    given = {
-        SIGNALS[signal["name"]].target: decimal(
-            f"spec.autoscaling.metrics[{signal['name']}].target", signal["target"]
-        )
-        for signal in signals(pool)
-    }
+def _targets(spec: PoolSpec) -> tuple[Targets, ...]:
+    if isinstance(spec, KVPWorkerPoolSpec):
+        return (_kvp_targets(spec),)
+    given = {SIGNALS[name].target: float(target) for name, target in signals(spec).items()}
     prefill = PrefillTargets(**_of(PrefillTargets, given))
     decode = DecodeTargets(**_of(DecodeTargets, given))
     by_role: Mapping[str, tuple[Targets, ...]] = {
@@ -164,7 +157,7 @@ def _targets(pool: Object) -> tuple[Targets, ...]:
         "decode": (decode,),
         "mixed": (prefill, decode),
     }
-    return by_role[role_of(pool)]
+    return by_role[spec.role]
 
 
 def _of(
@@ -174,13 +167,13 @@ def _of(
     return {name: target for name, target in given.items() if name in names}
 
 
-def _kvp_targets(spec: Mapping[str, Any]) -> KvpTargets:
+def _kvp_targets(spec: KVPWorkerPoolSpec) -> KvpTargets:
     return KvpTargets(
-        tokens_per_worker=spec["tokensPerWorker"],
-        worker_kv_tokens=spec["workerCapacityTokens"],
-        max_workers_per_request=spec["maxWorkersPerRequest"],
-        warm_spares=spec["warmSpares"],
-        lead_s=float(spec["growthLeadSeconds"]),
+        tokens_per_worker=spec.tokens_per_worker,
+        worker_kv_tokens=spec.worker_capacity_tokens,
+        max_workers_per_request=spec.max_workers_per_request,
+        warm_spares=spec.warm_spares,
+        lead_s=float(spec.growth_lead_seconds),
     )
 
 

@@ -10,6 +10,7 @@ import typer
 from millrace.core.config import TlsConfig
 from millrace_operator.main import app, defaults_from
 from millrace_operator.manifests import config_file, naming, objects, pods
+from millrace_operator.spec import parse_pool, parse_service
 from support.chart import NEWEST, PROFILES, ROOT, Object, find, profile, render, values_of
 from support.custom_resources import SCHEMAS, defaulted
 
@@ -30,13 +31,15 @@ def made(name: str) -> list[Object]:
     (service,) = [deepcopy(o) for o in profile(name) if o["kind"] == "ModelService"]
     service["metadata"] |= {"uid": "uid-of-service", "generation": 1}
     context = pods.Context.of(
-        defaulted(SCHEMAS["ModelService"], service), defaults_from(environment(name))
+        parse_service(defaulted(SCHEMAS["ModelService"], service)),
+        defaults_from(environment(name)),
     )
     found = objects.of_service(context)
     for pool in [o for o in found if o["kind"] in SCHEMAS]:
         pool = defaulted(SCHEMAS[pool["kind"]], deepcopy(pool))
         pool["metadata"] |= {"uid": f"uid-of-{pool['kind']}", "generation": 1}
-        found += objects.of_pool(pool, pods.instance(pool, context), 1)
+        parsed = parse_pool(pool)
+        found += objects.of_pool(parsed, pods.instance(parsed, context), 1)
     return found
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,18 @@ import pytest
 from millrace.core.autoscale.load import PoolLoad
 from millrace.core.autoscale.rules import DecodeTargets, PrefillTargets
 from millrace.core.config import ProxyConfig, SchedulerConfig, load_config
-from millrace_operator.schema import definitions
 from millrace_operator.schema.__main__ import files
-from millrace_operator.schema.pools import KINDS as POOL_SCHEMAS
-from millrace_operator.spec import KINDS, SIGNALS, autoscale_config, heard, role_of, signals
+from millrace_operator.schema.crds import definitions
+from millrace_operator.schema.pools import KINDS, PoolSpec
+from millrace_operator.spec import (
+    SIGNALS,
+    SpecError,
+    autoscale_config,
+    heard,
+    parse_pool,
+    parse_service,
+    signals,
+)
 from support.custom_resources import SCHEMAS, defaulted, model_service, pool
 
 FOLDER = Path(__file__).parents[2] / "charts" / "millrace" / "crds"
@@ -103,14 +112,11 @@ def test_printed_columns_exist(kind):
         assert path in known or path == ".metadata.creationTimestamp", path
 
 
-def test_the_operator_and_the_schema_speak_of_the_same_pools_and_signals():
-    assert [(k.kind, k.plural, k.role) for k in POOL_SCHEMAS] == [
-        (k.kind, k.plural, k.role) for k in KINDS.values()
-    ]
-    assert {name for k in POOL_SCHEMAS for name in k.targets} == set(SIGNALS)
-    for schema in POOL_SCHEMAS:
-        spec = SCHEMAS[schema.kind]["properties"]["spec"]["properties"]
-        assert ("role" in spec) == bool(schema.mixed_targets) == (schema.kind == "DecodePool")
+def test_the_autoscaler_knows_every_signal_of_the_schema():
+    autoscaling = SCHEMAS["DecodePool"]["properties"]["spec"]["properties"]["autoscaling"]
+    metrics = autoscaling["properties"]["metrics"]
+    assert set(metrics["items"]["properties"]["name"]["enum"]) == set(SIGNALS)
+    assert metrics["maxItems"] == len(SIGNALS)
 
 
 def test_choices_are_those_of_the_settings():
@@ -125,24 +131,42 @@ def test_choices_are_those_of_the_settings():
     assert parking["maxRequests"]["default"] == ProxyConfig().max_parked
 
 
+def spec_of(kind: str = "DecodePool", **spec: Any) -> PoolSpec:
+    return parse_pool(pool(kind, **spec)).spec
+
+
+@pytest.mark.parametrize("kind", SCHEMAS)
+def test_the_operator_and_the_api_server_fill_in_the_same_defaults(kind):
+    parse = parse_service if kind == "ModelService" else parse_pool
+    filled = model_service(kvp={}) if kind == "ModelService" else pool(kind)
+    least = {"serviceRef": {"name": "chat"}}
+    if kind == "ModelService":
+        model = {"name": "chat", "uri": "/models/chat"}
+        least = {"model": model, "prefill": {}, "decode": {}, "kvp": {}}
+    spec = parse({**filled, "spec": least}).spec
+    assert spec == parse(filled).spec
+    with pytest.raises(ValueError, match="frozen"):
+        spec.replicas = 2
+
+
 @pytest.mark.parametrize("kind", POOLS)
 def test_defaults_make_sense_to_the_autoscaler(kind):
-    config = autoscale_config(pool(kind))
+    config = autoscale_config(spec_of(kind))
     assert config.min_replicas <= config.max_replicas
 
 
 def test_a_decode_pool_follows_the_signals_of_its_role():
-    assert [s["name"] for s in signals(pool())] == ["kvUtilization", "tbtSloRatio"]
-    assert autoscale_config(pool()).targets == (DecodeTargets(),)
-    assert {s["name"] for s in signals(pool(role="mixed"))} == set(SIGNALS)
-    assert autoscale_config(pool(role="mixed")).targets == (PrefillTargets(), DecodeTargets())
+    assert list(signals(spec_of())) == ["kvUtilization", "tbtSloRatio"]
+    assert autoscale_config(spec_of()).targets == (DecodeTargets(),)
+    assert signals(spec_of(role="mixed")).keys() == SIGNALS.keys()
+    assert autoscale_config(spec_of(role="mixed")).targets == (PrefillTargets(), DecodeTargets())
     listed = [{"name": "backlogSeconds", "target": "2"}, {"name": "kvUtilization", "target": "0.5"}]
-    named = pool(role="mixed", autoscaling={"metrics": listed})
+    named = spec_of(role="mixed", autoscaling={"metrics": listed})
     prefill, decode = PrefillTargets(backlog_s=2.0), DecodeTargets(kv_utilisation=0.5)
     assert autoscale_config(named).targets == (prefill, decode)
     load = PoolLoad(role="mixed", backlog_s=1.0, arriving=1.0, kv_utilisation=1.0)
     assert heard(named, load) == PoolLoad(role="mixed", backlog_s=1.0, kv_utilisation=1.0)
-    assert heard(pool(role="mixed"), load) == load
+    assert heard(spec_of(role="mixed"), load) == load
 
 
 def test_three_fields_make_a_service():
@@ -154,24 +178,39 @@ def test_three_fields_make_a_service():
 
 
 def test_what_instances_register_as():
-    roles = [role_of(pool(kind)) for kind in POOLS]
-    assert roles == ["prefill", "decode", "kvp"] and role_of(pool(role="mixed")) == "mixed"
+    roles = [spec_of(kind).role for kind in POOLS]
+    assert roles == ["prefill", "decode", "kvp"] and spec_of(role="mixed").role == "mixed"
 
 
 @pytest.mark.parametrize(
-    "spec, wrong",
+    "spec, field, wrong",
     [
-        ({"prefill": {"tensorParallel": 3}}, "3 is not one of"),
-        ({"prefill": {"gpus": -1}}, "-1 is less than"),
-        ({"decode": {"drain": {"onTimeout": "Kill"}}}, "'Kill' is not one of"),
-        ({"decode": {"role": "pair"}}, "'pair' is not one of"),
-        ({"decode": {"autoscaling": {"mode": "On"}}}, "'On' is not one of"),
-        ({"slo": {"ttftSeconds": "fast"}}, "'fast' does not match"),
-        ({"slo": {"ttftSeconds": 10}}, "10 is not of type 'string'"),
-        ({"model": {"name": "chat"}}, "'uri' is a required property"),
-        ({"redis": {}}, "'secretRef' is a required property"),
+        ({"prefill": {"tensorParallel": 3}}, "prefill.tensorParallel", "3; it must be 1, 2, 4 or"),
+        ({"prefill": {"gpus": -1}}, "prefill.gpus", "-1; it must be an integer from 0 to 64"),
+        ({"prefill": {"gpus": "2"}}, "prefill.gpus", "'2'; it must be an integer from 0 to 64"),
+        ({"decode": {"drain": {"onTimeout": "Kill"}}}, "decode.drain.onTimeout", "'Kill'; it must"),
+        ({"decode": {"role": "pair"}}, "decode.role", "'pair'; it must be 'decode' or 'mixed'"),
+        ({"decode": {"autoscaling": {"mode": "On"}}}, "decode.autoscaling.mode", "'On'; it must"),
+        ({"slo": {"ttftSeconds": "fast"}}, "slo.ttftSeconds", "'fast'; it must match pattern '^[0"),
+        ({"slo": {"ttftSeconds": 10}}, "slo.ttftSeconds", "10; it must be a valid string"),
+        (
+            {"sloClasses": [{"name": "a"}, {"name": "b", "tbtMilliseconds": 0}]},
+            "sloClasses[1].tbtMilliseconds",
+            "0; it must be an integer from 1 to 1000000",
+        ),
+        ({"settings": {"a": 3}}, "settings.a", "3; it must be a valid string"),
+        ({"model": {"name": "chat"}}, "model.uri", "missing"),
+        ({"redis": {}}, "redis.secretRef", "missing"),
     ],
+    ids=str,
 )
-def test_what_is_rejected(spec, wrong):
-    with pytest.raises(jsonschema.ValidationError, match=wrong):
+def test_the_api_server_and_the_operator_reject_the_same(spec, field, wrong):
+    with pytest.raises(jsonschema.ValidationError) as refused:
         jsonschema.validate(model_service(**spec), SCHEMAS["ModelService"])
+    where = refused.value.json_path.removeprefix("$.spec.")
+    if wrong == "missing":
+        where = f"{where}.{field.rpartition('.')[2]}"
+        assert f"'{field.rpartition('.')[2]}' is a required property" in refused.value.message
+    assert where == field
+    with pytest.raises(SpecError, match=re.escape(f"spec.{field} is {wrong}")):
+        parse_service(model_service(**spec))

@@ -14,7 +14,7 @@ from millrace.wire.clients import scheduler_client
 from millrace.wire.pb import scheduler_pb2
 from millrace_operator.run import cluster as around
 from millrace_operator.run.election import LeaseLost
-from support.custom_objects import service
+from support.custom_objects import pool, service
 from support.kube_emulator import Fault, KubeEmulator, kube_emulator
 from support.kube_objects import Object
 from support.live_operator import ROUNDS, hurry, operator, rounds, total
@@ -318,6 +318,29 @@ async def test_what_is_refused_is_told_and_tried_again_slowly(cluster: KubeEmula
         cluster.faults.clear()
         await cluster.until(lambda: ready(cluster))
         assert not _degraded(cluster, "DecodePool", "chat-decode")
+
+
+async def test_a_spec_that_does_not_fit_the_models_is_told(cluster: KubeEmulator):
+    """The API server may have accepted it before an upgrade of the CRDs; the emulator does not
+    check.
+    """
+    wrong = chat()
+    wrong["spec"]["gateway"] = {"port": 0}
+    await cluster.make(wrong)
+    await cluster.make(pool("DecodePool", "own", drain={"timeoutSeconds": -1}))
+    messages = {
+        ("ModelService", "chat"): "spec.gateway.port is 0; it must be an integer from 1 to 65535",
+        ("DecodePool", "own"): (
+            "spec.drain.timeoutSeconds is -1; it must be an integer from 0 to 86400"
+        ),
+    }
+    async with operator(cluster):
+        for key, message in messages.items():
+            await cluster.until(lambda key=key: _degraded(cluster, *key))
+            told = condition(cluster.find(*key), "Degraded")
+            assert (told["reason"], told["message"]) == ("InvalidSpec", message)
+        await cluster.edit("ModelService", "chat", lambda obj: obj["spec"].pop("gateway"))
+        await cluster.until(lambda: ready(cluster))
 
 
 def _degraded(cluster: KubeEmulator, kind: str, name: str) -> bool:

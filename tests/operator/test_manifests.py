@@ -12,10 +12,10 @@ from millrace.cli.main import app
 from millrace.core.config import load_config
 from millrace.core.request import Slo
 from millrace_operator.manifests import objects, pods
-from millrace_operator.manifests.config_file import digest_for, tables, text
+from millrace_operator.manifests.config_file import digest_for, text
 from millrace_operator.manifests.naming import TEMPLATE_LABEL, owner
 from millrace_operator.manifests.pods import Context
-from millrace_operator.spec import Defaults, SpecError
+from millrace_operator.spec import Defaults, SpecError, parse_pool, parse_service
 from support.custom_resources import DEFAULTS, SCHEMAS, defaulted, model_service, pool
 
 EVERYTHING: dict[str, Any] = {
@@ -47,15 +47,20 @@ WEIGHTS: dict[str, dict[str, Any]] = {
 MIXED: dict[str, Any] = {"prefill": None, "decode": {"role": "mixed", "stages": 2, "gpus": 0}}
 
 
+def context_of(defaults: Defaults = DEFAULTS, **spec: Any) -> Context:
+    return Context.of(parse_service(model_service(**spec)), defaults)
+
+
 def all_objects(**spec: Any) -> dict[tuple[str, str], dict[str, Any]]:
     """Returns all objects of a service and its pools, by kind and name."""
-    context = Context.of(model_service(**spec), DEFAULTS)
+    context = context_of(**spec)
     found = objects.of_service(context)
     for manifest in list(found):
         if manifest["kind"] in SCHEMAS:
             child = defaulted(SCHEMAS[manifest["kind"]], manifest)
             child["metadata"]["uid"] = "u"
-            found += objects.of_pool(child, pods.instance(child, context), 2)
+            parsed = parse_pool(child)
+            found += objects.of_pool(parsed, pods.instance(parsed, context), 2)
     return {(m["kind"], m["metadata"]["name"]): m for m in found}
 
 
@@ -237,19 +242,19 @@ def test_children_go_with_their_owner():
     for (kind, name), manifest in all_objects().items():
         (reference,) = manifest["metadata"]["ownerReferences"]
         assert reference["controller"], (kind, name)
-    assert owner(model_service())["blockOwnerDeletion"] is False
+    assert owner(parse_service(model_service()))["blockOwnerDeletion"] is False
 
 
 # ---- changes that make pods new
 
 
 def template_of(child: dict[str, Any], **spec: Any) -> str:
-    made = pods.instance(child, Context.of(model_service(**spec), DEFAULTS))
+    made = pods.instance(parse_pool(child), context_of(**spec))
     return made["metadata"]["labels"][TEMPLATE_LABEL]
 
 
 def revision_of(**spec: Any) -> str:
-    return Context.of(model_service(**spec), DEFAULTS).revision
+    return context_of(**spec).revision
 
 
 def test_the_template_changes_with_what_a_pod_reads_and_with_nothing_else():
@@ -293,16 +298,16 @@ def test_the_revision_changes_with_what_makes_kv():
         ("decode", {"scheduler.decode_headroom_tokens": True, "mixed.t_target_ms": False}),
         ("mixed", {"mixed.t_target_ms": True, "scheduler.max_attempts": False}),
         ("mixed", {"engine.max_batch": True, "scheduler.lease_s": True}),
-        ("kvp", {"transfer.probe_bytes": True, "mixed.t_target_ms": False}),
+        ("kvp", {"transfer.lease_s": True, "mixed.t_target_ms": False}),
         ("prefill", {"scheduler.lease_s": True, "telemetry.log_level": True}),
     ],
 )
 def test_a_role_starts_anew_for_what_it_reads(role, sections):
     values = {"telemetry.log_level": "debug"}
-    before = digest_for(role, tables(model_service()))
+    before = digest_for(role, context_of().tables)
     for path, read in sections.items():
-        changed = model_service(settings={path: values.get(path, "9")})
-        assert (digest_for(role, tables(changed)) != before) == read, path
+        changed = context_of(settings={path: values.get(path, "9")})
+        assert (digest_for(role, changed.tables) != before) == read, path
 
 
 # ---- errors that no server can check
@@ -330,12 +335,12 @@ def test_a_role_starts_anew_for_what_it_reads(role, sections):
 )
 def test_errors_name_the_field(spec, message):
     with pytest.raises(SpecError, match=message):
-        objects.of_service(Context.of(model_service(**spec), DEFAULTS))
+        objects.of_service(context_of(**spec))
 
 
 def test_without_redis_or_images_nothing_is_made():
     with pytest.raises(SpecError, match=r"spec\.redis is missing"):
-        objects.of_service(Context.of(model_service(), Defaults(images={"scheduler": "x"})))
+        objects.of_service(context_of(Defaults(images={"scheduler": "x"})))
     with pytest.raises(SpecError, match="container millrace of scheduler has no image"):
         defaults = Defaults(images={}, redis_secret="redis")
-        objects.of_service(Context.of(model_service(), defaults))
+        objects.of_service(context_of(defaults))

@@ -12,6 +12,7 @@ from millrace_operator.observed import ObservedPool
 from millrace_operator.reconcile.actions import SetReplicas
 from millrace_operator.reconcile.conditions import by_type, timestamp
 from millrace_operator.reconcile.reconcile import reconcile_pool
+from millrace_operator.spec import parse_pool
 from support.custom_resources import DEFAULTS, model_service, pool
 from support.pool_scene import CALM, NAME, NOW_S, Scene, advice, held, kinds, reasons, size
 
@@ -27,7 +28,7 @@ def test_the_first_pass_makes_everything_and_the_first_size():
     first = pool()
     first["metadata"]["annotations"] = {"millrace.dev/initial-replicas": "4"}
     seen = ObservedPool(service=model_service(), recommendation=advice(9), now_s=NOW_S)
-    actions = reconcile_pool(first, seen, DEFAULTS)
+    actions = reconcile_pool(parse_pool(first), seen, DEFAULTS)
     assert kinds(actions) == ["SetReplicas", *["Apply"] * 3, "Report", "SetStatus"]
     assert actions[0] == SetReplicas(replicas=4)
     assert size(actions) == 4
@@ -282,9 +283,9 @@ def test_what_goes_is_left_to_the_garbage_collector():
 
 def test_a_pool_that_its_service_dropped_drains():
     made = {"ownerReferences": [{"uid": "uid-of-chat", "controller": True}]}
-    scene = Scene()
+    scene = Scene(kind="PrefillGroup")
     scene.pool["metadata"] |= made
-    del scene.service["spec"]["decode"]
+    del scene.service["spec"]["prefill"]
     scene.carry_out()
     assert {e["reason"] for e in scene.pool["status"]["draining"]} == {"Retired"}
     assert size(scene.carry_out()) == 0

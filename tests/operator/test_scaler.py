@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
+from millrace.core.autoscale.drain import Registration
 from millrace.core.autoscale.load import FleetLoad, PoolLoad
 from millrace.core.autoscale.rules import AutoscaleConfig, DecodeTargets, PrefillTargets
 from millrace.wire.clients.scheduler_client import (
@@ -15,10 +16,9 @@ from millrace.wire.clients.scheduler_client import (
     SchedulerUnavailable,
     UnknownInstance,
 )
-from millrace_operator.observed import Instance
 from millrace_operator.run import load
 from millrace_operator.run.load import Schedulers
-from millrace_operator.run.scaler import Pool, Scaler, View
+from millrace_operator.run.scaler import ScaledPool, Scaler, View
 
 ADDRESS = "chat-scheduler.default.svc:7070"
 
@@ -62,7 +62,7 @@ class World:
         if self.down:
             raise SchedulerUnavailable("no scheduler")
 
-    async def look(self, pool: Pool, after_s: float = 5.0) -> View:
+    async def look(self, pool: ScaledPool, after_s: float = 5.0) -> View:
         self.now_s += after_s
         return await self.scaler.look(pool)
 
@@ -80,9 +80,9 @@ def pool(
     quota: int | None = None,
     heard: Callable[[PoolLoad], PoolLoad] = lambda load: load,
     **config: object,
-) -> Pool:
+) -> ScaledPool:
     targets = (DecodeTargets(),) if role == "decode" else (PrefillTargets(),)
-    return Pool(
+    return ScaledPool(
         uid=uid,
         role=role,
         scheduler=ADDRESS,
@@ -191,7 +191,7 @@ async def test_a_silent_scheduler_is_left_alone_for_a_while(world: World):
 
 
 async def test_instances_are_asked_anew_after_a_change(world: World):
-    expected = {"d-0": Instance(cordoned=True, held_requests=3)}
+    expected = {"d-0": Registration(cordoned=True, held_requests=3)}
     assert await world.schedulers.instances(ADDRESS) == expected
     assert await world.schedulers.instances(ADDRESS) == expected
     await world.schedulers.cordon(ADDRESS, "d-0", cordoned=True)

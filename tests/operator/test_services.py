@@ -11,6 +11,7 @@ from millrace_operator.observed import ObservedService
 from millrace_operator.reconcile.actions import Apply, Delete, Report, SetStatus
 from millrace_operator.reconcile.conditions import by_type
 from millrace_operator.reconcile.reconcile import reconcile_service
+from millrace_operator.spec import parse_service
 from support.custom_resources import DEFAULTS, SCHEMAS, defaulted, model_service
 
 
@@ -43,7 +44,7 @@ class Scene:
 
     def look(self) -> list[Any]:
         observed = ObservedService(live=self.live, now_s=10_000.0)
-        return reconcile_service(self.service, observed, DEFAULTS)
+        return reconcile_service(parse_service(self.service), observed, DEFAULTS)
 
     def carry_out(self) -> list[Any]:
         actions = self.look()

@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-from millrace_operator.schema import API_VERSION, definitions
+from millrace_operator.schema import API_VERSION
+from millrace_operator.schema.crds import definitions
 from millrace_operator.spec import Defaults
 
 NAMESPACE = "llm"

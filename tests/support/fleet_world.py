@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 
-from millrace.core.autoscale.drain import Cordon, Evict, Uncordon
+from millrace.core.autoscale.drain import Cordon, Evict, Registration, Uncordon
 from millrace.core.autoscale.rules import Autoscaler, PoolMetrics
 from millrace_operator.manifests.naming import REVISION_LABEL, TEMPLATE_LABEL
-from millrace_operator.observed import Instance, ObservedPool, ObservedService, Peer, Pod
+from millrace_operator.observed import ObservedPool, ObservedService, Peer, Pod
 from millrace_operator.reconcile.actions import (
     Action,
     Apply,
@@ -29,7 +29,8 @@ from millrace_operator.reconcile.actions import (
 )
 from millrace_operator.reconcile.conditions import by_type, seconds
 from millrace_operator.reconcile.reconcile import reconcile_pool, reconcile_service
-from millrace_operator.spec import KINDS, autoscale_config
+from millrace_operator.schema.pools import KINDS
+from millrace_operator.spec import autoscale_config, parse_pool, parse_service
 from support.custom_resources import DEFAULTS, SCHEMAS, defaulted, model_service
 
 TICK_S = 5.0
@@ -150,11 +151,12 @@ class FleetWorld:
     def _decide(self, thing: dict[str, Any]) -> list[Action]:
         if thing["kind"] == "ModelService":
             observed = ObservedService(live=self.live, now_s=self.now_s)
-            return reconcile_service(thing, observed, DEFAULTS)
+            return reconcile_service(parse_service(thing), observed, DEFAULTS)
         metrics = self._metrics(thing)
-        name = thing["metadata"]["name"]
+        pool = parse_pool(thing)
+        name = pool.name
         if name not in self.autoscalers:
-            self.autoscalers[name] = Autoscaler(autoscale_config(thing))
+            self.autoscalers[name] = Autoscaler(autoscale_config(pool.spec))
         observed_pool = ObservedPool(
             service=self.service,
             live={k: v for k, v in self.live.items() if k[1] == name},
@@ -165,7 +167,7 @@ class FleetWorld:
             recommendation=self.autoscalers[name].step(metrics, self.now_s),
             now_s=self.now_s,
         )
-        return reconcile_pool(thing, observed_pool, DEFAULTS)
+        return reconcile_pool(pool, observed_pool, DEFAULTS)
 
     def _metrics(self, pool: dict[str, Any]) -> PoolMetrics:
         name, wanted = pool["metadata"]["name"], pool["spec"]["replicas"]
@@ -188,11 +190,11 @@ class FleetWorld:
     def _of(self, pool: str) -> list[Node]:
         return sorted((p for p in self.pods if p.pool == pool), key=lambda p: p.ordinal)
 
-    def _instances(self, pool: str) -> dict[str, Instance] | None:
+    def _instances(self, pool: str) -> dict[str, Registration] | None:
         if self.now_s < self.silent_until_s:
             return None
         return {
-            pod.name: Instance(cordoned=pod.cordoned, held_requests=len(pod.requests))
+            pod.name: Registration(cordoned=pod.cordoned, held_requests=len(pod.requests))
             for pod in self._of(pool)
             if pod.ready
         }

@@ -7,9 +7,9 @@ from typing import Any
 
 import jsonschema
 
-from millrace.core.autoscale.drain import Cordon, Uncordon
+from millrace.core.autoscale.drain import Cordon, Registration, Uncordon
 from millrace.core.autoscale.rules import PoolMetrics, Recommendation
-from millrace_operator.observed import Instance, ObservedPool, Pod
+from millrace_operator.observed import ObservedPool, Pod
 from millrace_operator.reconcile.actions import (
     Apply,
     Report,
@@ -17,6 +17,7 @@ from millrace_operator.reconcile.actions import (
 )
 from millrace_operator.reconcile.conditions import by_type
 from millrace_operator.reconcile.reconcile import reconcile_pool
+from millrace_operator.spec import parse_pool
 from support.custom_resources import DEFAULTS, SCHEMAS, model_service, pool
 
 NOW_S = 10_000.0
@@ -66,7 +67,7 @@ class Scene:
         self.observed = replace(self.observed, **what)
 
     def look(self) -> list[Any]:
-        return reconcile_pool(self.pool, self.observed, DEFAULTS)
+        return reconcile_pool(parse_pool(self.pool), self.observed, DEFAULTS)
 
     def carry_out(self) -> list[Any]:
         """Runs a pass, with the status and the cordons carried out."""
@@ -81,7 +82,7 @@ class Scene:
                 self.knows(action.instance_id, replace(known, cordoned=cordoned))
         return actions
 
-    def knows(self, name: str, instance: Instance) -> None:
+    def knows(self, name: str, instance: Registration) -> None:
         self.see(instances={**(self.observed.instances or {}), name: instance})
 
     def pod(self, ordinal: int, **what: Any) -> None:
@@ -93,8 +94,8 @@ class Scene:
         return found["status"], found["reason"]
 
 
-def held(requests: int, *, cordoned: bool = False) -> Instance:
-    return Instance(cordoned=cordoned, held_requests=requests)
+def held(requests: int, *, cordoned: bool = False) -> Registration:
+    return Registration(cordoned=cordoned, held_requests=requests)
 
 
 def kinds(actions: list[Any]) -> list[str]:

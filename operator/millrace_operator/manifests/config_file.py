@@ -10,8 +10,9 @@ from typing import Any
 
 from millrace.core.config import Config, load_config
 from millrace.core.errors import ConfigError
-from millrace_operator.observed import Object
-from millrace_operator.spec import SpecError, decimal
+from millrace_operator.schema.pools import Kvp
+from millrace_operator.schema.service import ModelServiceSpec, Scheduling, SloClass
+from millrace_operator.spec import SpecError
 
 METRICS_PORT = 9090
 FOLDER = "/etc/millrace"
@@ -54,24 +55,24 @@ _READ = {
 }
 
 Table = dict[str, Any]
+_CANONICAL = json.JSONEncoder(sort_keys=True, separators=(",", ":"))
 
 
-def tables(service: Object) -> dict[str, Table]:
+def tables(spec: ModelServiceSpec) -> dict[str, Table]:
     """Returns the sections of the file. Raises SpecError; `config` also finds values that
     `millrace` would refuse.
     """
-    spec: Mapping[str, Any] = service["spec"]
     found: dict[str, Table] = {
         "proxy": _proxy(spec),
-        "scheduler": _scheduler(spec["scheduling"]) | _spreading(spec.get("kvp")),
+        "scheduler": _scheduler(spec.scheduling) | _spreading(spec.kvp),
         "telemetry": {"metrics_port": METRICS_PORT, "log_format": "json"},
     }
-    if limit := spec["model"]["maxContextTokens"]:
+    if limit := spec.model.max_context_tokens:
         found["engine"] = {"max_context_tokens": limit}
-    if "tls" in spec:
+    if spec.tls is not None:
         files = {"ca_file": "ca.crt", "cert_file": "tls.crt", "key_file": "tls.key"}
         found["tls"] = {name: f"{FOLDER}/tls/{file}" for name, file in files.items()}
-    for path, value in spec.get("settings", {}).items():
+    for path, value in (spec.settings or {}).items():
         section, dot, name = path.partition(".")
         setter = "spec.sloClasses" if section == "slo_classes" else _OWN.get(path)
         if setter is not None:
@@ -129,55 +130,54 @@ def digest_for(role: str, given: Mapping[str, Table]) -> str:
 
 def digest(value: object) -> str:
     """Returns a short hash of plain data, independent of the order of mappings."""
-    canonical = json.dumps(value, sort_keys=True, separators=(",", ":"))
-    return hashlib.sha256(canonical.encode()).hexdigest()[:10]
+    return hashlib.sha256(_CANONICAL.encode(value).encode()).hexdigest()[:10]
 
 
-def _proxy(spec: Mapping[str, Any]) -> Table:
-    slo, parking = spec["slo"], spec["gateway"]["parking"]
+def _proxy(spec: ModelServiceSpec) -> Table:
+    slo, parking = spec.slo, spec.gateway.parking
     return {
-        "default_ttft_slo_ms": 1000 * decimal("spec.slo.ttftSeconds", slo["ttftSeconds"]),
-        "default_tbt_slo_ms": slo["tbtMilliseconds"],
-        "park_timeout_s": parking["timeoutSeconds"],
-        "max_parked": parking["maxRequests"],
+        "default_ttft_slo_ms": 1000 * float(slo.ttft_seconds),
+        "default_tbt_slo_ms": slo.tbt_milliseconds,
+        "park_timeout_s": parking.timeout_seconds,
+        "max_parked": parking.max_requests,
         "drain_timeout_s": GATEWAY_DRAIN_S,
     }
 
 
-def _scheduler(scheduling: Mapping[str, Any]) -> Table:
+def _scheduler(scheduling: Scheduling) -> Table:
     return {
-        "policy": scheduling["policy"],
-        "preemption": scheduling["preemption"],
-        "planner": scheduling["planner"],
-        "fixed_sp": scheduling["maxSpDegree"],
+        "policy": scheduling.policy,
+        "preemption": scheduling.preemption,
+        "planner": scheduling.planner,
+        "fixed_sp": scheduling.max_sp_degree,
     }
 
 
-def _spreading(kvp: Mapping[str, Any] | None) -> Table:
+def _spreading(kvp: Kvp | None) -> Table:
     """Sets the most instances per request: the decode instance that owns the KV holds a part of it,
     too.
     """
     if kvp is None:
         return {}
     return {
-        "max_kv_tokens_per_worker": kvp["tokensPerWorker"],
-        "max_kvp_degree": kvp["maxWorkersPerRequest"] + 1,
+        "max_kv_tokens_per_worker": kvp.tokens_per_worker,
+        "max_kvp_degree": kvp.max_workers_per_request + 1,
     }
 
 
-def _classes(spec: Mapping[str, Any]) -> Table:
-    return {entry["name"]: _class(entry) for entry in spec.get("sloClasses", [])}
+def _classes(spec: ModelServiceSpec) -> Table:
+    return {entry.name: _class(entry) for entry in spec.slo_classes or ()}
 
 
-def _class(entry: Mapping[str, Any]) -> Table:
+def _class(entry: SloClass) -> Table:
     objectives: Table = {}
-    if "ttftSeconds" in entry:
-        path = f"spec.sloClasses[{entry['name']}].ttftSeconds"
-        objectives["ttft_s"] = decimal(path, entry["ttftSeconds"])
+    if (ttft := entry.ttft_seconds) is not None:
+        objectives["ttft_s"] = float(ttft)
         if not objectives["ttft_s"]:
-            raise SpecError(f"{path} is {entry['ttftSeconds']!r}; it must be more than 0")
-    if "tbtMilliseconds" in entry:
-        objectives["tbt_s"] = entry["tbtMilliseconds"] / 1000
+            path = f"spec.sloClasses[{entry.name}].ttftSeconds"
+            raise SpecError(f"{path} is {ttft!r}; it must be more than 0")
+    if entry.tbt_milliseconds is not None:
+        objectives["tbt_s"] = entry.tbt_milliseconds / 1000
     return objectives
 
 

@@ -6,7 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from millrace_operator.manifests.config_file import digest
-from millrace_operator.observed import Object
+from millrace_operator.observed import Resource
+from millrace_operator.schema import API_VERSION
+from millrace_operator.schema.record import Record
 
 MANAGER = "millrace-operator"
 
@@ -54,13 +56,13 @@ def component_selector(service: str, component: str) -> dict[str, str]:
     return {SERVICE_LABEL: service, COMPONENT_LABEL: component}
 
 
-def owner(of: Object) -> dict[str, Any]:
+def owner(of: Resource[Record]) -> dict[str, Any]:
     """Returns the ownerReference by which a child is deleted with its owner."""
     return {
-        "apiVersion": of["apiVersion"],
-        "kind": of["kind"],
-        "name": of["metadata"]["name"],
-        "uid": of["metadata"]["uid"],
+        "apiVersion": API_VERSION,
+        "kind": of.kind,
+        "name": of.name,
+        "uid": of.metadata["uid"],
         "controller": True,
         "blockOwnerDeletion": False,
     }

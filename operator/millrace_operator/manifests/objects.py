@@ -7,9 +7,10 @@ from typing import Any
 
 from millrace_operator.manifests import config_file, naming, pods
 from millrace_operator.manifests.pods import Context
-from millrace_operator.observed import Object
+from millrace_operator.observed import Object, Pool, Resource
 from millrace_operator.schema import API_VERSION
-from millrace_operator.spec import KINDS, PoolKind
+from millrace_operator.schema.pools import KINDS, PoolKind
+from millrace_operator.schema.record import Record
 
 Manifest = dict[str, Any]
 
@@ -24,12 +25,11 @@ def of_service(context: Context) -> list[Manifest]:
         _gateway(context),
         _gateway_budget(context),
     ]
-    wanted = [kind for kind in KINDS.values() if kind.role in context.spec]
-    found += [_pool(context, kind) for kind in wanted]
+    found += [_pool(context, kind) for kind in KINDS.values() if kind.role in context.spec.pools]
     return [naming.stamped(manifest) for manifest in found]
 
 
-def of_pool(pool: Object, template: Mapping[str, Any], replicas: int) -> list[Manifest]:
+def of_pool(pool: Pool, template: Mapping[str, Any], replicas: int) -> list[Manifest]:
     """Returns every object of a pool; `template` comes from `pods.instance`."""
     found = [_headless(pool), _pool_budget(pool), _stateful_set(pool, template, replicas)]
     return [naming.stamped(manifest) for manifest in found]
@@ -48,11 +48,11 @@ def differs(live: Object | None, manifest: Manifest) -> bool:
 
 
 def _metadata(
-    owner: Object, name: str, labels: Mapping[str, str], **more: Mapping[str, str]
+    owner: Resource[Record], name: str, labels: Mapping[str, str], **more: Mapping[str, str]
 ) -> Manifest:
     return {
         "name": name,
-        "namespace": owner["metadata"]["namespace"],
+        "namespace": owner.metadata["namespace"],
         "labels": dict(labels),
         **more,
         "ownerReferences": [naming.owner(owner)],
@@ -105,7 +105,7 @@ def _gateway_service(context: Context) -> Manifest:
             context.service, naming.gateway_name(context.name), naming.labels(context.name, "proxy")
         ),
         naming.component_selector(context.name, "proxy"),
-        [_port("http", context.spec["gateway"]["port"])],
+        [_port("http", context.spec.gateway.port)],
     )
 
 
@@ -136,7 +136,7 @@ def _scheduler(context: Context) -> Manifest:
 
 def _gateway(context: Context) -> Manifest:
     spec = {
-        "replicas": context.spec["gateway"]["replicas"],
+        "replicas": context.spec.gateway.replicas,
         "strategy": {
             "type": "RollingUpdate",
             "rollingUpdate": {"maxSurge": 1, "maxUnavailable": 0},
@@ -165,15 +165,19 @@ def _gateway_budget(context: Context) -> Manifest:
         context.service, naming.gateway_name(context.name), naming.labels(context.name, "proxy")
     )
     # A single pod may be evicted, or a node could never be emptied.
-    least = context.spec["gateway"]["replicas"] - 1
+    least = context.spec.gateway.replicas - 1
     selector = naming.component_selector(context.name, "proxy")
     return _budget(metadata, selector, minAvailable=least)
 
 
 def _pool(context: Context, kind: PoolKind) -> Manifest:
     """Makes a pool without `replicas`: the autoscaler, an HPA or a person sets them."""
-    section = dict(context.spec[kind.role])
-    initial = section.pop("replicas", max(section["autoscaling"]["minReplicas"], 1))
+    section = context.spec.pools[kind.role]
+    initial = section.replicas
+    if initial is None:
+        initial = max(section.autoscaling.min_replicas, 1)
+    # Unparsed, so that the pool also gets the fields of a newer CRD.
+    given = {k: v for k, v in context.service.given[kind.role].items() if k != "replicas"}
     metadata = _metadata(
         context.service,
         kind.name_in(context.name),
@@ -184,21 +188,20 @@ def _pool(context: Context, kind: PoolKind) -> Manifest:
         "apiVersion": API_VERSION,
         "kind": kind.kind,
         "metadata": metadata,
-        "spec": {"serviceRef": {"name": context.name}, **section},
+        "spec": {"serviceRef": {"name": context.name}, **given},
     }
 
 
-def _pool_metadata(pool: Object) -> Manifest:
-    name, service = pool["metadata"]["name"], pool["spec"]["serviceRef"]["name"]
-    labels = naming.labels(service, KINDS[pool["kind"]].role)
-    return _metadata(pool, name, {**labels, naming.POOL_LABEL: name})
+def _pool_metadata(pool: Pool) -> Manifest:
+    labels = naming.labels(pool.spec.service_ref.name, KINDS[pool.kind].role)
+    return _metadata(pool, pool.name, {**labels, **pool_selector(pool)})
 
 
-def pool_selector(pool: Object) -> dict[str, str]:
-    return {naming.POOL_LABEL: pool["metadata"]["name"]}
+def pool_selector(pool: Pool) -> dict[str, str]:
+    return {naming.POOL_LABEL: pool.name}
 
 
-def _headless(pool: Object) -> Manifest:
+def _headless(pool: Pool) -> Manifest:
     return _network_service(
         _pool_metadata(pool),
         pool_selector(pool),
@@ -211,18 +214,18 @@ def _headless(pool: Object) -> Manifest:
     )
 
 
-def _pool_budget(pool: Object) -> Manifest:
+def _pool_budget(pool: Pool) -> Manifest:
     return _budget(_pool_metadata(pool), pool_selector(pool), maxUnavailable=1)
 
 
-def _stateful_set(pool: Object, template: Mapping[str, Any], replicas: int) -> Manifest:
+def _stateful_set(pool: Pool, template: Mapping[str, Any], replicas: int) -> Manifest:
     return {
         "apiVersion": "apps/v1",
         "kind": "StatefulSet",
         "metadata": _pool_metadata(pool),
         "spec": {
             "replicas": replicas,
-            "serviceName": pool["metadata"]["name"],
+            "serviceName": pool.name,
             "podManagementPolicy": "Parallel",
             # The operator deletes old pods itself, one by one, once they are empty.
             "updateStrategy": {"type": "OnDelete"},

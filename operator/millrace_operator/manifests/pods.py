@@ -14,8 +14,10 @@ from typing import Any
 from millrace.core.config import Config, EngineConfig
 from millrace_operator.manifests import config_file, naming, templates
 from millrace_operator.manifests.config_file import Table, digest, digest_for
-from millrace_operator.observed import Object
-from millrace_operator.spec import KINDS, Defaults, SpecError, gpus, role_of
+from millrace_operator.observed import Pool, Service
+from millrace_operator.schema.pools import KINDS, PoolSpec
+from millrace_operator.schema.service import ModelServiceSpec, SecretRef, ServedModel, StoreUrl
+from millrace_operator.spec import Defaults, SpecError, gpus
 
 MODELS = "/models"
 CACHE = "/cache"
@@ -34,39 +36,38 @@ STARTUP_PROBES = 360
 class Context:
     """The values that all pods of a ModelService share. Raises SpecError for a wrong spec."""
 
-    service: Object
+    service: Service
     defaults: Defaults
     tables: Mapping[str, Table]
     config: Config  # the tables as the services read them
     revision: str  # hash of the fields that make two instances' KV differ
 
     @classmethod
-    def of(cls, service: Object, defaults: Defaults) -> Context:
-        tables = config_file.tables(service)
+    def of(cls, service: Service, defaults: Defaults) -> Context:
+        tables = config_file.tables(service.spec)
         config = config_file.config(tables)
         return cls(
             service=service,
             defaults=defaults,
             tables=tables,
             config=config,
-            revision=_revision(service["spec"]["model"], config.engine),
+            revision=_revision(service.spec.model, config.engine),
         )
 
     @property
-    def spec(self) -> Mapping[str, Any]:
-        spec: Mapping[str, Any] = self.service["spec"]
-        return spec
+    def spec(self) -> ModelServiceSpec:
+        return self.service.spec
 
     @property
     def name(self) -> str:
-        return str(self.service["metadata"]["name"])
+        return self.service.name
 
 
-def _revision(model: Mapping[str, Any], engine: EngineConfig) -> str:
+def _revision(model: ServedModel, engine: EngineConfig) -> str:
     return digest(
         {
-            "uri": model["uri"],
-            "revision": model["revision"],
+            "uri": model.uri,
+            "revision": model.revision,
             "dtype": engine.dtype,
             "page_tokens": engine.page_tokens,
             "max_context_tokens": engine.max_context_tokens,
@@ -87,13 +88,13 @@ def scheduler(context: Context) -> dict[str, Any]:
         **_probes("metrics"),
     }
     grace_s = math.ceil(context.config.scheduler.drain_timeout_s) + GOODBYE_S
-    section = context.spec.get("scheduler", {})
-    return _template(context, "scheduler", _pod(context, container, grace_s), section)
+    over = context.spec.scheduler.template
+    return _template(context, "scheduler", _pod(context, container, grace_s), over)
 
 
 def gateway(context: Context) -> dict[str, Any]:
     """Returns the gateway's pod template."""
-    gateway_spec = context.spec["gateway"]
+    gateway_spec = context.spec.gateway
     container = {
         **_container(context, "proxy", {"http": naming.GATEWAY_PORT}),
         "args": [
@@ -104,7 +105,7 @@ def gateway(context: Context) -> dict[str, Any]:
         "env": [
             *_environment(context),
             *_hub_token(context),
-            *_secret("MILLRACE_PROXY__ADMIN_TOKEN", gateway_spec.get("adminTokenSecretRef")),
+            *_secret("MILLRACE_PROXY__ADMIN_TOKEN", gateway_spec.admin_token_secret_ref),
         ],
         "lifecycle": {"preStop": {"sleep": {"seconds": LINGER_S}}},
         **_probes("http"),
@@ -113,27 +114,27 @@ def gateway(context: Context) -> dict[str, Any]:
     grace_s = LINGER_S + math.ceil(drain_s) + GOODBYE_S
     pod = _with_weights(context, _pod(context, container, grace_s))
     pod["topologySpreadConstraints"] = [_spread(_selector(context, "proxy"))]
-    return _template(context, "proxy", pod, gateway_spec)
+    return _template(context, "proxy", pod, gateway_spec.template)
 
 
-def instance(pool: Object, context: Context) -> dict[str, Any]:
+def instance(pool: Pool, context: Context) -> dict[str, Any]:
     """Returns the pod template of a pool's instances, with the labels that rollouts read."""
-    spec, role = pool["spec"], KINDS[pool["kind"]].role
-    drain_s = DAY_S if spec["drain"]["onTimeout"] == "Wait" else spec["drain"]["timeoutSeconds"]
+    spec, role = pool.spec, KINDS[pool.kind].role
+    drain_s = DAY_S if spec.drain.on_timeout == "Wait" else spec.drain.timeout_seconds
     ports = {"grpc": naming.WORKER_PORT, "metrics": config_file.METRICS_PORT}
     container = {
         **_container(context, role, ports),
-        "args": _instance_args(role_of(pool), spec, context, drain_s),
+        "args": _instance_args(spec, context, drain_s),
         "env": [*_environment(context), *_hub_token(context), *_parallel(spec)],
         **_probes("metrics"),
     }
     if devices := gpus(spec):
-        container["resources"] = {"limits": {spec["gpuResource"]: str(devices)}}
+        container["resources"] = {"limits": {spec.gpu_resource: str(devices)}}
     pod = _with_weights(context, _pod(context, container, drain_s + GOODBYE_S))
     _add_volume(pod, "shm", {"emptyDir": {"medium": "Memory"}}, {"mountPath": "/dev/shm"})
-    name = pool["metadata"]["name"]
-    pod |= _placement(spec, {naming.POOL_LABEL: name})
-    template = _template(context, role, pod, spec, {naming.POOL_LABEL: name})
+    own = {naming.POOL_LABEL: pool.name}
+    pod |= _placement(spec.topology_key, own)
+    template = _template(context, role, pod, spec.template, reads=spec.role, more=own)
     template["metadata"]["labels"][naming.REVISION_LABEL] = context.revision
     template["metadata"]["labels"][naming.TEMPLATE_LABEL] = digest(template)
     return template
@@ -143,24 +144,23 @@ _CONFIG_ARGS = ("--config", f"{config_file.FOLDER}/config.toml")
 
 
 def _model_args(context: Context) -> list[str]:
-    model = context.spec["model"]
+    model = context.spec.model
     scheduler_at = f"{naming.scheduler_name(context.name)}:{naming.SCHEDULER_PORT}"
     return [
-        *("--model", model["uri"], "--model-name", model["name"]),
+        *("--model", model.uri, "--model-name", model.name),
         *("--scheduler", scheduler_at),
     ]
 
 
-def _instance_args(role: str, spec: Mapping[str, Any], context: Context, drain_s: int) -> list[str]:
-    stages = spec.get("stages", 1)
-    command = ("colocated", "--role", role) if role == "mixed" else (role,)
+def _instance_args(spec: PoolSpec, context: Context, drain_s: int) -> list[str]:
+    command = ("colocated", "--role", "mixed") if spec.role == "mixed" else (spec.role,)
     return [
         *(*command, *_model_args(context)),
         *("--id", "$(POD_NAME)", "--host", "$(POD_IP)", "--port", str(naming.WORKER_PORT)),
         *("--node", "$(NODE_NAME)", "--revision", context.revision),
         *("--drain-timeout-s", str(drain_s)),
         *_CONFIG_ARGS,
-        *(("--stages", str(stages)) if stages > 1 else ()),
+        *(("--stages", str(spec.stages)) if spec.stages > 1 else ()),
     ]
 
 
@@ -194,9 +194,9 @@ def _pod(context: Context, container: dict[str, Any], grace_s: int) -> dict[str,
     sources: list[dict[str, Any]] = [
         {"configMap": {"name": naming.config_name(context.name), "items": [_as("config.toml")]}}
     ]
-    if "tls" in context.spec:
+    if (tls := context.spec.tls) is not None:
         files = [_as(file, f"tls/{file}") for file in ("ca.crt", "tls.crt", "tls.key")]
-        sources.append({"secret": {"name": context.spec["tls"]["secretName"], "items": files}})
+        sources.append({"secret": {"name": tls.secret_name, "items": files}})
     mount = {"mountPath": config_file.FOLDER, "readOnly": True}
     _add_volume(pod, "config", {"projected": {"sources": sources}}, mount)
     _add_volume(pod, "tmp", {"emptyDir": {}}, {"mountPath": "/tmp"})
@@ -209,8 +209,8 @@ def _as(key: str, path: str = "") -> dict[str, str]:
 
 
 def _cache_size(context: Context) -> dict[str, str]:
-    cache = context.spec.get("weights", {}).get("hub", {}).get("cache", {})
-    return {"sizeLimit": cache["sizeLimit"]} if "sizeLimit" in cache else {}
+    size = context.spec.weights.hub.cache.size_limit
+    return {} if size is None else {"sizeLimit": size}
 
 
 def _add_volume(
@@ -221,26 +221,26 @@ def _add_volume(
 
 
 def _with_weights(context: Context, pod: dict[str, Any]) -> dict[str, Any]:
-    weights = context.spec.get("weights", {})
+    weights = context.spec.weights
     mount: dict[str, Any] = {"mountPath": MODELS, "readOnly": True}
-    if claim := weights.get("persistentVolumeClaim"):
-        source = {"claimName": claim["claimName"], "readOnly": claim["readOnly"]}
-        if claim["subPath"]:
-            mount["subPath"] = claim["subPath"]
+    if claim := weights.persistent_volume_claim:
+        source = {"claimName": claim.claim_name, "readOnly": claim.read_only}
+        if claim.sub_path:
+            mount["subPath"] = claim.sub_path
         _add_volume(pod, "weights", {"persistentVolumeClaim": source}, mount)
-    elif path := weights.get("hostPath"):
-        folder = {"path": path["path"], "type": "Directory"}
+    elif path := weights.host_path:
+        folder = {"path": path.path, "type": "Directory"}
         _add_volume(pod, "weights", {"hostPath": folder}, mount)
-    elif image := weights.get("image"):
-        _add_volume(pod, "weights", {"image": dict(image)}, mount)
+    elif image := weights.image:
+        _add_volume(pod, "weights", {"image": image.model_dump(by_alias=True)}, mount)
     return pod
 
 
 def _environment(context: Context) -> list[dict[str, Any]]:
     """Returns every pod's environment: its identity, its writable folders, and the store."""
-    redis = context.spec.get("redis", {}).get("secretRef")
+    redis = context.spec.redis.secret_ref if context.spec.redis else None
     if redis is None and context.defaults.redis_secret:
-        redis = {"name": context.defaults.redis_secret, "key": "url"}
+        redis = StoreUrl.model_validate({"name": context.defaults.redis_secret})
     if redis is None:
         raise SpecError("spec.redis is missing; the operator has no Redis server of its own")
     fields = {
@@ -258,18 +258,18 @@ def _environment(context: Context) -> list[dict[str, Any]]:
 
 
 def _hub_token(context: Context) -> list[dict[str, Any]]:
-    return _secret("HF_TOKEN", context.spec.get("weights", {}).get("hub", {}).get("secretRef"))
+    return _secret("HF_TOKEN", context.spec.weights.hub.secret_ref)
 
 
-def _secret(name: str, ref: Mapping[str, str] | None) -> list[dict[str, Any]]:
+def _secret(name: str, ref: SecretRef | None) -> list[dict[str, Any]]:
     if ref is None:
         return []
-    source = {"secretKeyRef": {"name": ref["name"], "key": ref["key"]}}
+    source = {"secretKeyRef": {"name": ref.name, "key": ref.key}}
     return [{"name": name, "valueFrom": source}]
 
 
-def _parallel(spec: Mapping[str, Any]) -> list[dict[str, Any]]:
-    ranks = spec.get("tensorParallel", 1)
+def _parallel(spec: PoolSpec) -> list[dict[str, Any]]:
+    ranks = spec.tensor_parallel
     return [{"name": "MILLRACE_ENGINE__TENSOR_PARALLEL", "value": str(ranks)}] if ranks > 1 else []
 
 
@@ -291,14 +291,14 @@ def _probes(port: str) -> dict[str, Any]:
     }
 
 
-def _placement(spec: Mapping[str, Any], selector: Mapping[str, str]) -> dict[str, Any]:
+def _placement(topology_key: str | None, selector: Mapping[str, str]) -> dict[str, Any]:
     """Places prefill instances close together, for their groups; spreads others, against
     failures.
     """
-    if "topologyKey" not in spec:
+    if topology_key is None:
         return {"topologySpreadConstraints": [_spread(selector)]}
     term = {
-        "topologyKey": spec["topologyKey"],
+        "topologyKey": topology_key,
         "labelSelector": {"matchLabels": dict(selector)},
     }
     preferred = [{"weight": 50, "podAffinityTerm": term}]
@@ -324,13 +324,15 @@ def _template(
     context: Context,
     component: str,
     pod: Mapping[str, Any],
-    section: Mapping[str, Any],
+    over: Mapping[str, Any] | None,
+    *,
+    reads: str = "",
     more: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
     """Merges the user's template over ours; the labels of selectors stay ours."""
-    read = digest_for(section.get("role", component), context.tables)
+    read = digest_for(reads or component, context.tables)
     base = {"metadata": {"labels": {}, "annotations": {naming.CONFIG: read}}, "spec": pod}
-    template = templates.merged(base, section.get("template", {}), "spec.template")
+    template = templates.merged(base, over or {}, "spec.template")
     own = {**naming.labels(context.name, component), **(more or {})}
     template["metadata"]["labels"] |= own
     images = [c.get("image") for c in template["spec"]["containers"] if c["name"] == "millrace"]

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from millrace.core.autoscale import drain
-from millrace_operator.observed import Instance, Pod
+from millrace_operator.observed import Pod, Pool
 from millrace_operator.reconcile.conditions import seconds, timestamp
 
 #: The longest eviction in seconds. Then the pod is deleted: at SIGTERM it drains by itself.
@@ -52,23 +52,22 @@ class Rules:
     policy: drain.DrainPolicy
     known: Mapping[tuple[str, str], Mapping[str, Any]]  # (pod, uid) -> entry of status.draining
     back: Mapping[tuple[str, str], Mapping[str, Any]]  # the entries that say `returning`
-    instances: Mapping[str, Instance] | None
+    instances: Mapping[str, drain.Registration] | None
     now_s: float
 
     @classmethod
     def of(
-        cls, pool: Mapping[str, Any], instances: Mapping[str, Instance] | None, now_s: float
+        cls, pool: Pool, instances: Mapping[str, drain.Registration] | None, now_s: float
     ) -> Rules:
         entries = {
-            (entry["pod"], entry.get("uid", "")): entry
-            for entry in pool.get("status", {}).get("draining", [])
+            (entry["pod"], entry.get("uid", "")): entry for entry in pool.status.get("draining", [])
         }
-        spec = pool["spec"]["drain"]
+        spec = pool.spec.drain
         return cls(
             policy=drain.DrainPolicy(
-                timeout_s=float(spec["timeoutSeconds"]),
+                timeout_s=float(spec.timeout_seconds),
                 eviction_s=EVICTION_S,
-                on_timeout=drain.OnTimeout(spec["onTimeout"]),
+                on_timeout=drain.OnTimeout(spec.on_timeout),
             ),
             known={key: e for key, e in entries.items() if not e.get("returning")},
             back={key: e for key, e in entries.items() if e.get("returning")},
@@ -134,7 +133,7 @@ class Rules:
                     id=pod.name,
                     ready=pod.ready,
                     leaves_since_s=since_s.get(pod.name),
-                    registration=_registration(known.get(pod.name)),
+                    registration=known.get(pod.name),
                 )
                 for pod in pods
                 if not pod.terminating
@@ -143,9 +142,3 @@ class Rules:
             self.now_s,
             scheduler_answers=self.instances is not None,
         )
-
-
-def _registration(found: Instance | None) -> drain.Registration | None:
-    if found is None:
-        return None
-    return drain.Registration(cordoned=found.cordoned, held_requests=found.held_requests)

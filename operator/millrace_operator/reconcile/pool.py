@@ -16,7 +16,7 @@ from millrace.core.autoscale.drain import Cordon, Evict, Remove, Uncordon
 from millrace_operator.manifests import objects, pods
 from millrace_operator.manifests.naming import INITIAL, REVISION_LABEL, TEMPLATE_LABEL
 from millrace_operator.manifests.pods import Context
-from millrace_operator.observed import Object, ObservedPool, Pod
+from millrace_operator.observed import Object, ObservedPool, Pod, Pool, Service
 from millrace_operator.reconcile.actions import (
     Action,
     Apply,
@@ -28,23 +28,25 @@ from millrace_operator.reconcile.actions import (
 from millrace_operator.reconcile.drain import Leaving, Rules
 from millrace_operator.reconcile.pool_status import Outcome, Scaled, reports, rolling_out, status
 from millrace_operator.reconcile.rollout import Rollout
-from millrace_operator.spec import KINDS, Defaults, SpecError, autoscale_config
+from millrace_operator.schema.pools import KINDS
+from millrace_operator.spec import Defaults, SpecError, autoscale_config, parse_service
 
 
-def reconcile_pool(pool: Object, observed: ObservedPool, defaults: Defaults) -> list[Action]:
+def reconcile_pool(pool: Pool, observed: ObservedPool, defaults: Defaults) -> list[Action]:
     """Returns the actions for a PrefillGroup, DecodePool or KVPWorkerPool."""
-    service = observed.service
-    if _going(pool) or (service is not None and _going(service)):
+    given = observed.service
+    if "deletionTimestamp" in pool.metadata or (given and "deletionTimestamp" in given["metadata"]):
         return []  # its children are deleted with it, and pods drain at SIGTERM
-    if service is None:
-        name = pool["spec"]["serviceRef"]["name"]
+    if given is None:
+        name = pool.spec.service_ref.name
         problem = Report(
             reason="ServiceNotFound", message=f"there is no ModelService {name}", warning=True
         )
         return _only_status(pool, observed, problem=problem)
-    if service["spec"]["paused"]:
-        return _only_status(pool, observed, paused=True)
     try:
+        service = parse_service(given)
+        if service.spec.paused:
+            return _only_status(pool, observed, paused=True)
         plan = Plan.of(pool, observed, service, defaults)
     except SpecError as error:
         problem = Report(reason="InvalidSpec", message=str(error), warning=True)
@@ -52,20 +54,15 @@ def reconcile_pool(pool: Object, observed: ObservedPool, defaults: Defaults) -> 
     return plan.actions()
 
 
-def _going(thing: Object) -> bool:
-    return "deletionTimestamp" in thing["metadata"]
-
-
 def _only_status(
-    pool: Object, observed: ObservedPool, *, problem: Report | None = None, paused: bool = False
+    pool: Pool, observed: ObservedPool, *, problem: Report | None = None, paused: bool = False
 ) -> list[Action]:
     rules = Rules.of(pool, observed.instances, observed.now_s)
     leaving = rules.still(observed.pods)
-    last = pool.get("status", {})
     outcome = Outcome(
-        wanted=pool["spec"]["replicas"],
-        template=last.get("template", ""),
-        revision=last.get("revision", ""),
+        wanted=pool.spec.replicas,
+        template=pool.status.get("template", ""),
+        revision=pool.status.get("revision", ""),
         leaving=tuple(leaving),
         returning=tuple(rules.returning(observed.pods, leaving)),
         rollout=None,
@@ -75,11 +72,11 @@ def _only_status(
     return _told(pool, observed, outcome)
 
 
-def _told(pool: Object, observed: ObservedPool, outcome: Outcome) -> list[Action]:
+def _told(pool: Pool, observed: ObservedPool, outcome: Outcome) -> list[Action]:
     """Returns Events, and the status if it has changed."""
     found: list[Action] = [*reports(pool, observed, outcome)]
     now = status(pool, observed, outcome)
-    if now != pool.get("status", {}):
+    if now != pool.status:
         found.append(SetStatus(status=now))
     return found
 
@@ -88,7 +85,7 @@ def _told(pool: Object, observed: ObservedPool, outcome: Outcome) -> list[Action
 class Plan:
     """The wanted state of a pool."""
 
-    pool: Object
+    pool: Pool
     observed: ObservedPool
     template: Mapping[str, Any]
     rollout: Rollout
@@ -99,21 +96,21 @@ class Plan:
     scaled: Scaled | None
 
     @classmethod
-    def of(cls, pool: Object, observed: ObservedPool, service: Object, defaults: Defaults) -> Plan:
+    def of(cls, pool: Pool, observed: ObservedPool, service: Service, defaults: Defaults) -> Plan:
         """Makes the plan. Raises SpecError."""
-        autoscale_config(pool)
+        autoscale_config(pool.spec)
         context = Context.of(service, defaults)
         template = pods.instance(pool, context)
         labels = template["metadata"]["labels"]
         retired = _retired(pool, service)
         scaled = None if retired else _scaled(pool, observed)
-        wanted = scaled.replicas if scaled else pool["spec"]["replicas"]
+        wanted = scaled.replicas if scaled else pool.spec.replicas
         rules = Rules.of(pool, observed.instances, observed.now_s)
         rollout = Rollout(
             template=labels[TEMPLATE_LABEL],
             revision=labels[REVISION_LABEL],
             replicas=0 if retired else wanted,
-            max_surge=pool["spec"]["rollout"]["maxSurge"],
+            max_surge=pool.spec.rollout.max_surge,
             pods=observed.pods,
             peers=observed.peers,
             under_way=rolling_out(pool),
@@ -123,7 +120,7 @@ class Plan:
         leaving = _leaving(observed.pods, rollout, rules, "Retired" if retired else "ScaleIn")
         drain = rules.actions(observed.pods, leaving)
         done = {action.instance_id for action in drain if isinstance(action, Remove)}
-        live = observed.live.get(("StatefulSet", pool["metadata"]["name"]))
+        live = observed.live.get(("StatefulSet", pool.name))
         kept = rollout.kept
         wanted_size = max(rollout.size, kept.ordinal + 1 if kept else 0)
         stays = {one.pod.ordinal for one in leaving if one.pod.name not in done}
@@ -184,24 +181,24 @@ class Plan:
         ]
 
 
-def _scaled(pool: Object, observed: ObservedPool) -> Scaled | None:
+def _scaled(pool: Pool, observed: ObservedPool) -> Scaled | None:
     """Returns the pool's new size, if the operator sets it."""
-    initial = pool["metadata"].get("annotations", {}).get(INITIAL)
+    initial = pool.metadata.get("annotations", {}).get(INITIAL)
     advice = observed.recommendation
-    if initial is not None and "observedGeneration" not in pool.get("status", {}):
+    if initial is not None and "observedGeneration" not in pool.status:
         new = Scaled(replicas=int(initial), reason="the initial size")
-    elif advice is not None and pool["spec"]["autoscaling"]["mode"] == "Internal":
+    elif advice is not None and pool.spec.autoscaling.mode == "Internal":
         new = Scaled(replicas=advice.replicas, reason=advice.reason)
     else:
         return None
-    return new if new.replicas != pool["spec"]["replicas"] else None
+    return new if new.replicas != pool.spec.replicas else None
 
 
-def _retired(pool: Object, service: Object) -> bool:
+def _retired(pool: Pool, service: Service) -> bool:
     """Returns whether a ModelService made the pool and does not want it any more."""
-    owners = pool["metadata"].get("ownerReferences", [])
-    made = any(owner.get("uid") == service["metadata"]["uid"] for owner in owners)
-    return made and KINDS[pool["kind"]].role not in service["spec"]
+    owners = pool.metadata.get("ownerReferences", [])
+    made = any(owner.get("uid") == service.metadata["uid"] for owner in owners)
+    return made and KINDS[pool.kind].role not in service.spec.pools
 
 
 def _leaving(existing: Sequence[Pod], rollout: Rollout, rules: Rules, reason: str) -> list[Leaving]:

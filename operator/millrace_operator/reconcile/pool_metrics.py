@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from millrace.core.autoscale.rules import PoolMetrics
-from millrace_operator.observed import Object
+from millrace_operator.schema.pools import PoolSpec
 from millrace_operator.spec import SIGNALS, signals
 
 #: The least value of a signal that is shown: it would decay for hours in the status of an idle
@@ -14,20 +14,16 @@ from millrace_operator.spec import SIGNALS, signals
 LEAST = 0.005
 
 
-def seen(pool: Object, metrics: PoolMetrics) -> list[dict[str, Any]]:
+def seen(spec: PoolSpec, metrics: PoolMetrics) -> list[dict[str, Any]]:
     """Returns signals with their targets, in the spec's order."""
-    followed = signals(pool)
+    followed = signals(spec)
     if not followed:
         return _contexts(metrics)
     measured = _measured(metrics)
     return [
-        {
-            "name": signal["name"],
-            "value": _rounded(measured[signal["name"]]),
-            "target": signal["target"],
-        }
-        for signal in followed
-        if signal["name"] in measured
+        {"name": name, "value": _rounded(measured[name]), "target": target}
+        for name, target in followed.items()
+        if name in measured
     ]
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from millrace.core.autoscale.rules import Recommendation
 from millrace_operator.manifests import objects
-from millrace_operator.observed import Object, ObservedPool, Pod
+from millrace_operator.observed import ObservedPool, Pod, Pool
 from millrace_operator.reconcile import conditions
 from millrace_operator.reconcile.actions import Report
 from millrace_operator.reconcile.conditions import Condition, seconds, timestamp
@@ -52,19 +52,19 @@ class Outcome:
     scaled: Scaled | None = None
 
 
-def rolling_out(pool: Object) -> bool:
+def rolling_out(pool: Pool) -> bool:
     """Returns whether the last status shows a rollout."""
-    last = conditions.by_type(pool.get("status", {})).get("Progressing", {})
+    last = conditions.by_type(pool.status).get("Progressing", {})
     return last.get("reason") == ROLLING_OUT
 
 
-def status(pool: Object, observed: ObservedPool, outcome: Outcome) -> dict[str, Any]:
+def status(pool: Pool, observed: ObservedPool, outcome: Outcome) -> dict[str, Any]:
     """Returns the whole status; equal to the last status as long as nothing has changed."""
-    last = pool.get("status", {})
+    last = pool.status
     there = [pod for pod in observed.pods if not pod.terminating]
     serving = _serving(observed.pods, outcome)
     updated = [pod for pod in there if pod.template == outcome.template]
-    generation = pool["metadata"].get("generation", 0)
+    generation = pool.metadata.get("generation", 0)
     advice = _advice(pool, observed)
     found: dict[str, Any] = {
         "observedGeneration": generation,
@@ -96,13 +96,13 @@ def status(pool: Object, observed: ObservedPool, outcome: Outcome) -> dict[str, 
     return found | _signals(pool, observed, found)
 
 
-def _signals(pool: Object, observed: ObservedPool, found: Mapping[str, Any]) -> dict[str, Any]:
+def _signals(pool: Pool, observed: ObservedPool, found: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the signals, as measured now or as in the last status."""
-    last = pool.get("status", {})
+    last = pool.status
     before = {k: last[k] for k in _SIGNALS if k in last}
     now = dict(before)
     if observed.metrics is not None:
-        now["metrics"] = seen(pool, observed.metrics)
+        now["metrics"] = seen(pool.spec, observed.metrics)
     if observed.recommendation is not None:
         now["recommendationReason"] = observed.recommendation.reason[:512]
     now = {k: v for k, v in now.items() if v != []}
@@ -120,7 +120,7 @@ def _serving(pods: Sequence[Pod], outcome: Outcome) -> list[Pod]:
 
 
 def _conditions(
-    pool: Object, observed: ObservedPool, outcome: Outcome, serving: Sequence[Pod]
+    pool: Pool, observed: ObservedPool, outcome: Outcome, serving: Sequence[Pod]
 ) -> list[Condition]:
     metrics = _metrics_available(observed)
     return [
@@ -169,8 +169,8 @@ def _metrics_available(observed: ObservedPool) -> Condition:
     return Condition("MetricsAvailable", True, "Fresh", "the scheduler reports the pool's load")
 
 
-def _scaling_active(pool: Object, outcome: Outcome, metrics: Condition) -> Condition:
-    mode = pool["spec"]["autoscaling"]["mode"]
+def _scaling_active(pool: Pool, outcome: Outcome, metrics: Condition) -> Condition:
+    mode = pool.spec.autoscaling.mode
     if mode != "Internal":
         who = "an HPA, KEDA or a person sets replicas" if mode == "External" else "it is off"
         return Condition("ScalingActive", False, f"Mode{mode}", who)
@@ -182,14 +182,14 @@ def _scaling_active(pool: Object, outcome: Outcome, metrics: Condition) -> Condi
     return Condition("ScalingActive", True, "ModeInternal", "the operator sets replicas")
 
 
-def _advice(pool: Object, observed: ObservedPool) -> Recommendation | None:
+def _advice(pool: Pool, observed: ObservedPool) -> Recommendation | None:
     """Returns the recommendation; without the steps if no writer follows it, as they would change
     all the time.
     """
-    advice, limits = observed.recommendation, pool["spec"]["autoscaling"]
-    if advice is None or limits["mode"] == "Internal" or advice.limited_by != "step":
+    advice, limits = observed.recommendation, pool.spec.autoscaling
+    if advice is None or limits.mode == "Internal" or advice.limited_by != "step":
         return advice
-    size = min(max(advice.wished, limits["minReplicas"]), limits["maxReplicas"])
+    size = min(max(advice.wished, limits.min_replicas), limits.max_replicas)
     return replace(advice, replicas=size, limited=False, limited_by="")
 
 
@@ -222,13 +222,13 @@ def _trouble(pods: Sequence[Pod]) -> str:
     return found[0] + more if found else ""
 
 
-def reports(pool: Object, observed: ObservedPool, outcome: Outcome) -> list[Report]:
+def reports(pool: Pool, observed: ObservedPool, outcome: Outcome) -> list[Report]:
     """Returns Events for changes since the last status."""
     found = _of_rollout(pool, outcome) + _of_drains(pool, outcome)
     if (scaled := outcome.scaled) is not None:
-        sizes = f"from {pool['spec']['replicas']} to {scaled.replicas}"
+        sizes = f"from {pool.spec.replicas} to {scaled.replicas}"
         found.append(Report(reason="Scaled", message=f"{sizes}: {scaled.reason}"))
-    last = conditions.by_type(pool.get("status", {}))
+    last = conditions.by_type(pool.status)
     limited = _scaling_limited(_advice(pool, observed))
     if limited.reason == "Quota" and last.get("ScalingLimited", {}).get("reason") != "Quota":
         found.append(Report(reason="QuotaLimited", message=limited.message, warning=True))
@@ -238,7 +238,7 @@ def reports(pool: Object, observed: ObservedPool, outcome: Outcome) -> list[Repo
     return found
 
 
-def _of_rollout(pool: Object, outcome: Outcome) -> list[Report]:
+def _of_rollout(pool: Pool, outcome: Outcome) -> list[Report]:
     rollout = outcome.rollout
     if rollout is None or rollout.active == rolling_out(pool):
         return []
@@ -249,8 +249,8 @@ def _of_rollout(pool: Object, outcome: Outcome) -> list[Report]:
     return [Report(reason="RolloutFinished", message=message)]
 
 
-def _of_drains(pool: Object, outcome: Outcome) -> list[Report]:
-    entries = pool.get("status", {}).get("draining", [])
+def _of_drains(pool: Pool, outcome: Outcome) -> list[Report]:
+    entries = pool.status.get("draining", [])
     known = {(e["pod"], e.get("uid")): e for e in entries if not e.get("returning")}
     found = []
     for one in outcome.leaving if outcome.rollout is not None else ():

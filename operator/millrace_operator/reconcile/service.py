@@ -7,27 +7,28 @@ from typing import Any
 
 from millrace_operator.manifests import naming, objects
 from millrace_operator.manifests.pods import Context
-from millrace_operator.observed import Object, ObservedService
+from millrace_operator.observed import Object, ObservedService, Service
 from millrace_operator.reconcile import conditions
 from millrace_operator.reconcile.actions import Action, Apply, Delete, Report, SetStatus
 from millrace_operator.reconcile.conditions import Condition
-from millrace_operator.spec import KINDS, Defaults, PoolKind, SpecError
+from millrace_operator.schema.pools import KINDS, PoolKind
+from millrace_operator.spec import Defaults, SpecError
 
 
 def reconcile_service(
-    service: Object, observed: ObservedService, defaults: Defaults
+    service: Service, observed: ObservedService, defaults: Defaults
 ) -> list[Action]:
     """Returns the actions for a ModelService."""
-    if "deletionTimestamp" in service["metadata"]:
+    if "deletionTimestamp" in service.metadata:
         return []  # the garbage collector deletes the children
-    if service["spec"]["paused"]:
-        return _told(service, observed, revision=_last(service).get("revision", ""))
+    if service.spec.paused:
+        return _told(service, observed, revision=service.status.get("revision", ""))
     try:
         context = Context.of(service, defaults)
         wanted = objects.of_service(context)
     except SpecError as error:
         problem = Report(reason="InvalidSpec", message=str(error), warning=True)
-        revision = _last(service).get("revision", "")
+        revision = service.status.get("revision", "")
         return _told(service, observed, revision=revision, problem=problem)
     changes = [
         Apply(manifest=manifest)
@@ -43,29 +44,24 @@ def reconcile_service(
     ]
 
 
-def _last(service: Object) -> Mapping[str, Any]:
-    status: Mapping[str, Any] = service.get("status", {})
-    return status
-
-
-def _retired(service: Object, observed: ObservedService) -> list[Delete]:
+def _retired(service: Service, observed: ObservedService) -> list[Delete]:
     """Deletes pools that the spec does not name any more, after they have drained."""
     return [
         Delete(kind=kind.kind, name=pool["metadata"]["name"], uid=pool["metadata"]["uid"])
         for kind in KINDS.values()
-        if kind.role not in service["spec"] and (pool := _pool(service, observed, kind))
+        if kind.role not in service.spec.pools and (pool := _pool(service, observed, kind))
         if pool.get("status", {}).get("replicas") == 0
     ]
 
 
-def _pool(service: Object, observed: ObservedService, kind: PoolKind) -> Object | None:
-    return observed.live.get((kind.kind, kind.name_in(service["metadata"]["name"])))
+def _pool(service: Service, observed: ObservedService, kind: PoolKind) -> Object | None:
+    return observed.live.get((kind.kind, kind.name_in(service.name)))
 
 
 def _told(
-    service: Object, observed: ObservedService, *, revision: str, problem: Report | None = None
+    service: Service, observed: ObservedService, *, revision: str, problem: Report | None = None
 ) -> list[Action]:
-    last = _last(service)
+    last = service.status
     now = _status(service, observed, revision, problem)
     found: list[Action] = []
     if problem and conditions.by_type(last).get("Degraded", {}).get("message") != problem.message:
@@ -76,9 +72,9 @@ def _told(
 
 
 def _status(
-    service: Object, observed: ObservedService, revision: str, problem: Report | None
+    service: Service, observed: ObservedService, revision: str, problem: Report | None
 ) -> dict[str, Any]:
-    name, metadata = service["metadata"]["name"], service["metadata"]
+    name, metadata = service.name, service.metadata
     generation = metadata.get("generation", 0)
     pools = {kind.role: _pool(service, observed, kind) for kind in KINDS.values()}
     states = [
@@ -86,7 +82,7 @@ def _status(
         _progressing(service, pools, problem),
         _degraded(pools, problem),
     ]
-    port = service["spec"]["gateway"]["port"]
+    port = service.spec.gateway.port
     return {
         "observedGeneration": generation,
         "phase": _phase(service, pools, *states),
@@ -94,7 +90,7 @@ def _status(
         **{f"{role}Ready": _ready(pool) for role, pool in pools.items() if pool is not None},
         "revision": revision,
         "conditions": conditions.updated(
-            _last(service), states, generation=generation, now_s=observed.now_s
+            service.status, states, generation=generation, now_s=observed.now_s
         ),
     }
 
@@ -104,13 +100,13 @@ def _ready(pool: Object) -> str:
 
 
 def _phase(
-    service: Object,
+    service: Service,
     pools: Mapping[str, Object | None],
     available: Condition,
     progressing: Condition,
     degraded: Condition,
 ) -> str:
-    if service["spec"]["paused"]:
+    if service.spec.paused:
         return "Paused"
     if degraded.status:
         return "Degraded"
@@ -122,10 +118,10 @@ def _phase(
 
 
 def _available(
-    service: Object, observed: ObservedService, pools: Mapping[str, Object | None]
+    service: Service, observed: ObservedService, pools: Mapping[str, Object | None]
 ) -> Condition:
     """Returns whether a new request is answered, if necessary after the pools have woken."""
-    name = service["metadata"]["name"]
+    name = service.name
     for part, child in (
         ("scheduler", naming.scheduler_name(name)),
         ("gateway", naming.gateway_name(name)),
@@ -133,7 +129,7 @@ def _available(
         live = observed.live.get(("Deployment", child), {})
         if not live.get("status", {}).get("availableReplicas"):
             return Condition("Available", False, "NotReady", f"the {part} is not ready")
-    serving = {role: pools[role] for role in ("prefill", "decode") if role in service["spec"]}
+    serving = {role: pools[role] for role in ("prefill", "decode") if role in service.spec.pools}
     for role, pool in serving.items():
         state = _condition(pool, "Available")
         if state.get("status") != "True":
@@ -146,14 +142,14 @@ def _available(
 
 
 def _progressing(
-    service: Object, pools: Mapping[str, Object | None], problem: Report | None
+    service: Service, pools: Mapping[str, Object | None], problem: Report | None
 ) -> Condition:
-    if service["spec"]["paused"]:
+    if service.spec.paused:
         return Condition("Progressing", False, "Paused", "spec.paused is set")
     if problem is not None:
         return Condition("Progressing", False, problem.reason, problem.message)
     for role, pool in pools.items():
-        missing = pool is None and role in service["spec"]
+        missing = pool is None and role in service.spec.pools
         state = _condition(pool, "Progressing")
         if missing or (pool is not None and state.get("status", "True") == "True"):
             message = f"{role}: {state.get('message', 'starting')}"

@@ -17,7 +17,7 @@ from datetime import UTC, datetime
 from functools import partial
 from typing import Any
 
-from millrace.core.autoscale.drain import Cordon, Evict, Uncordon
+from millrace.core.autoscale.drain import Cordon, Evict, Registration, Uncordon
 from millrace.core.errors import MillraceError
 from millrace_operator.manifests.naming import (
     APPLIED,
@@ -27,7 +27,7 @@ from millrace_operator.manifests.naming import (
     scheduler_name,
 )
 from millrace_operator.metrics import OperatorMetrics
-from millrace_operator.observed import Instance, Object, ObservedPool, ObservedService, Peer
+from millrace_operator.observed import Object, ObservedPool, ObservedService, Peer, Pool, Service
 from millrace_operator.reconcile.actions import (
     Action,
     Apply,
@@ -41,8 +41,9 @@ from millrace_operator.run.kube import OPERATOR, RESOURCES, Kube, KubeRefused
 from millrace_operator.run.load import Schedulers
 from millrace_operator.run.queue import Key
 from millrace_operator.run.quota import room
-from millrace_operator.run.scaler import Pool, Scaler, View
-from millrace_operator.spec import KINDS, SpecError, autoscale_config, heard, role_of
+from millrace_operator.run.scaler import ScaledPool, Scaler, View
+from millrace_operator.schema.pools import KINDS
+from millrace_operator.spec import SpecError, autoscale_config, heard
 
 log = logging.getLogger(__name__)
 
@@ -123,21 +124,21 @@ class Cluster:
         """Returns unix seconds."""
         return self._parts.wall()
 
-    async def observe_service(self, service: Object) -> ObservedService:
+    async def observe_service(self, service: Service) -> ObservedService:
         """Observes the objects around a ModelService."""
-        namespace, name = service["metadata"]["namespace"], service["metadata"]["name"]
+        namespace, name = service.metadata["namespace"], service.name
         selector = f"{SERVICE_LABEL}={name},!{POOL_LABEL}"
         lists = [self._kube.list(kind, namespace, selector) for kind in _SERVICE_CHILDREN]
         *children, pools = await asyncio.gather(*lists, self._pools(namespace, name))
         return ObservedService(
-            live=self._live(service, [*children, pools]), now_s=self._parts.wall()
+            live=self._live(service.metadata["uid"], [*children, pools]), now_s=self._parts.wall()
         )
 
-    async def observe_pool(self, pool: Object) -> ObservedPool:
+    async def observe_pool(self, pool: Pool) -> ObservedPool:
         """Observes the objects around a pool, and runs its autoscaler."""
-        namespace, name, uid = (pool["metadata"][part] for part in ("namespace", "name", "uid"))
+        namespace, name, uid = (pool.metadata[part] for part in ("namespace", "name", "uid"))
         found = await self._round(pool)
-        live = self._live(pool, found.children)
+        live = self._live(uid, found.children)
         template = live.get(("StatefulSet", name), {}).get("spec", {}).get("template")
         existing = sum(not finished(pod) for pod in found.pods)
         quota = room(found.quotas, template, existing) if template else None
@@ -160,14 +161,14 @@ class Cluster:
         """Notes a change around the object: it is read again."""
         self._rounds.pop(key, None)
 
-    async def _round(self, pool: Object) -> _Round:
-        namespace, name = pool["metadata"]["namespace"], pool["metadata"]["name"]
-        key = Key(pool["kind"], namespace, name)
+    async def _round(self, pool: Pool) -> _Round:
+        namespace, name = pool.metadata["namespace"], pool.name
+        key = Key(pool.kind, namespace, name)
         now_s = time.monotonic()
         known = self._rounds.get(key)
         if known is not None and now_s - known.read_s < READ_AGAIN_S:
             return known
-        service_name = pool["spec"]["serviceRef"]["name"]
+        service_name = pool.spec.service_ref.name
         selector = f"{POOL_LABEL}={name}"
         reading = self._rounds[key] = _Round(
             service=None, pools=[], quotas=[], pods=[], children=[], read_s=-math.inf
@@ -309,33 +310,33 @@ class Cluster:
 
     async def _instances(
         self, namespace: str, service: Object | None
-    ) -> Mapping[str, Instance] | None:
+    ) -> Mapping[str, Registration] | None:
         if service is None:
             return None
         address = self._parts.address(namespace, service["metadata"]["name"])
         return await self._parts.schedulers.instances(address)
 
     async def _think(
-        self, pool: Object, service: Object | None, quota: int | None
+        self, pool: Pool, service: Object | None, quota: int | None
     ) -> tuple[View | None, str]:
         """Returns the autoscaler's view, and why it has no fresh sample."""
         if service is None:
-            return None, f"there is no ModelService {pool['spec']['serviceRef']['name']}"
+            return None, f"there is no ModelService {pool.spec.service_ref.name}"
         try:
-            config = autoscale_config(pool)
+            config = autoscale_config(pool.spec)
         except SpecError as error:
             return None, str(error)
-        kind, meta = pool["kind"], pool["metadata"]
+        kind, meta = pool.kind, pool.metadata
         view = await self._parts.scaler.look(
-            Pool(
+            ScaledPool(
                 uid=meta["uid"],
-                role=role_of(pool),
-                scheduler=self._address(pool),
+                role=pool.spec.role,
+                scheduler=self._parts.address(meta["namespace"], pool.spec.service_ref.name),
                 config=config,
-                interval_s=float(pool["spec"]["autoscaling"]["intervalSeconds"]),
-                wanted=pool["spec"].get("replicas", 1),
+                interval_s=float(pool.spec.autoscaling.interval_seconds),
+                wanted=pool.spec.replicas,
                 quota=quota,
-                heard=partial(heard, pool),
+                heard=partial(heard, pool.spec),
             )
         )
         gauge = self._parts.metrics.recommended.labels(kind, f"{meta['namespace']}/{meta['name']}")
@@ -348,12 +349,12 @@ class Cluster:
         )
 
     def _live(
-        self, owner: Object, lists: Iterable[Iterable[dict[str, Any]]]
+        self, owner_uid: str, lists: Iterable[Iterable[dict[str, Any]]]
     ) -> dict[tuple[str, str], Object]:
         """Returns objects by kind and name. An object that others changed loses the mark of its
         last apply.
         """
-        applied = self._applied.get(owner["metadata"]["uid"], {})
+        applied = self._applied.get(owner_uid, {})
         return {
             (obj["kind"], obj["metadata"]["name"]): _checked(obj, applied)
             for objects in lists

@@ -18,7 +18,7 @@ import yaml
 
 from millrace.core.errors import MillraceError
 from millrace_operator.run.kube import MILLRACE, OPERATOR, RESOURCES, Kube, KubeError
-from millrace_operator.spec import KINDS
+from millrace_operator.schema.pools import KINDS
 
 log = logging.getLogger(__name__)
 

@@ -23,7 +23,7 @@ from millrace.core.errors import MillraceError
 from millrace_operator.manifests.naming import COMPONENT_LABEL, POOL_LABEL, SERVICE_LABEL
 from millrace_operator.run.kube import MILLRACE, RESOURCES
 from millrace_operator.run.queue import Key
-from millrace_operator.spec import KINDS
+from millrace_operator.schema.pools import KINDS
 
 _POOLS = {kind.role: kind.kind for kind in KINDS.values()}  # by component label
 _CHILDREN = ("StatefulSet", "Deployment", "Pod")

@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+from millrace.core.autoscale.drain import Registration
 from millrace.core.autoscale.load import FleetLoad
 from millrace.wire.clients.scheduler_client import (
     SchedulerUnavailable,
@@ -20,7 +21,6 @@ from millrace.wire.clients.scheduler_client import (
     get_load,
     set_cordon,
 )
-from millrace_operator.observed import Instance
 
 #: Seconds for which a list of instances is reused: for one round of all pools.
 INSTANCES_FRESH_S = 1.0
@@ -47,7 +47,7 @@ class _Scheduler:
 
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     sample: Sample = Sample()
-    instances: Mapping[str, Instance] = field(default_factory=dict)
+    instances: Mapping[str, Registration] = field(default_factory=dict)
     instances_s: float = -float("inf")
     silent_s: float = -float("inf")  # when it last failed to answer
     error: str = ""
@@ -84,7 +84,7 @@ class Schedulers:
                 error="" if fresh else known.error,
             )
 
-    async def instances(self, address: str) -> Mapping[str, Instance] | None:
+    async def instances(self, address: str) -> Mapping[str, Registration] | None:
         """Returns instances by id; None when the scheduler does not answer."""
         known = self._known.setdefault(address, _Scheduler())
         async with known.lock:
@@ -96,7 +96,7 @@ class Schedulers:
                 return None
             known.instances_s = asked_s
             known.instances = {
-                view.id: Instance(cordoned=view.draining, held_requests=view.held_requests)
+                view.id: Registration(cordoned=view.draining, held_requests=view.held_requests)
                 for view in views
             }
             return known.instances

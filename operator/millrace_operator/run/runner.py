@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from millrace.core.errors import MillraceError
 from millrace_operator.metrics import OperatorMetrics
 from millrace_operator.observed import Object
 from millrace_operator.reconcile.actions import Action, SetStatus
@@ -15,7 +16,7 @@ from millrace_operator.reconcile.reconcile import reconcile_pool, reconcile_serv
 from millrace_operator.run.cluster import Cluster, OwnerGone
 from millrace_operator.run.kube import KubeRefused
 from millrace_operator.run.queue import Key
-from millrace_operator.spec import Defaults
+from millrace_operator.spec import Defaults, SpecError, parse_pool, parse_service
 
 #: Seconds between passes. Events report a service's changes; a pass after this time finds missed
 #: changes.
@@ -53,23 +54,43 @@ class Runner:
         obj = await self._cluster.get(key)
         if obj is None:
             return None
-        actions: Sequence[Action]
-        if key.kind == "ModelService":
-            service = await self._cluster.observe_service(obj)
-            actions, again_s = reconcile_service(obj, service, self._defaults), SERVICE_S
-        else:
-            pool = await self._cluster.observe_pool(obj)
-            actions = reconcile_pool(obj, pool, self._defaults)
-            again_s = float(obj["spec"]["autoscaling"]["intervalSeconds"])
+        try:
+            actions, again_s = await self._decide(obj)
+        except SpecError as error:
+            actions, again_s = [self._degraded(obj, (), "InvalidSpec", error)], SERVICE_S
         try:
             await self._cluster.carry_out(obj, actions)
         except KubeRefused as error:
-            status = _degraded(obj, actions, str(error), self._cluster.now_s())
-            await self._cluster.carry_out(obj, [SetStatus(status=status)])
+            await self._cluster.carry_out(obj, [self._degraded(obj, actions, "Refused", error)])
             raise
         except OwnerGone:
             return 0.0  # the next pass forgets it, or finds another object of its name
         return min(again_s, DRAIN_S) if _status(obj, actions).get("draining") else again_s
+
+    async def _decide(self, obj: Object) -> tuple[Sequence[Action], float]:
+        """Returns the actions, and the seconds until the next pass. Raises SpecError."""
+        if obj["kind"] == "ModelService":
+            service = parse_service(obj)
+            around = await self._cluster.observe_service(service)
+            return reconcile_service(service, around, self._defaults), SERVICE_S
+        pool = parse_pool(obj)
+        observed = await self._cluster.observe_pool(pool)
+        actions = reconcile_pool(pool, observed, self._defaults)
+        return actions, float(pool.spec.autoscaling.interval_seconds)
+
+    def _degraded(
+        self, obj: Object, actions: Sequence[Action], reason: str, error: MillraceError
+    ) -> SetStatus:
+        """Returns the status after the actions, with the condition that the object is degraded."""
+        status = _status(obj, actions)
+        [condition] = updated(
+            obj.get("status", {}),
+            [Condition("Degraded", True, reason, str(error))],
+            generation=obj["metadata"]["generation"],
+            now_s=self._cluster.now_s(),
+        )
+        others = [entry for entry in status.get("conditions", []) if entry["type"] != "Degraded"]
+        return SetStatus(status={**status, "conditions": [*others, condition]})
 
 
 def _status(obj: Object, actions: Sequence[Action]) -> Mapping[str, Any]:
@@ -77,16 +98,3 @@ def _status(obj: Object, actions: Sequence[Action]) -> Mapping[str, Any]:
     wanted = [action.status for action in actions if isinstance(action, SetStatus)]
     status: Mapping[str, Any] = wanted[-1] if wanted else obj.get("status", {})
     return status
-
-
-def _degraded(obj: Object, actions: Sequence[Action], message: str, now_s: float) -> dict[str, Any]:
-    """Returns the status with the condition that the API server refuses a change."""
-    status = _status(obj, actions)
-    [condition] = updated(
-        obj.get("status", {}),
-        [Condition("Degraded", True, "Refused", message)],
-        generation=obj["metadata"]["generation"],
-        now_s=now_s,
-    )
-    others = [entry for entry in status.get("conditions", []) if entry["type"] != "Degraded"]
-    return {**status, "conditions": [*others, condition]}

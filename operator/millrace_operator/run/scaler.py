@@ -20,7 +20,7 @@ SHARED = 0.9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pool:
+class ScaledPool:
     """The scaler's inputs for a pool."""
 
     uid: str
@@ -61,7 +61,7 @@ class Scaler:
         self._clock = clock
         self._pools: dict[str, _Memory] = {}
 
-    async def look(self, pool: Pool) -> View:
+    async def look(self, pool: ScaledPool) -> View:
         """Returns the pool's load and size. The size is computed once per interval, not in every
         pass.
 
@@ -101,7 +101,7 @@ class Scaler:
         )
 
 
-def _metrics(pool: Pool, sample: Sample) -> PoolMetrics:
+def _metrics(pool: ScaledPool, sample: Sample) -> PoolMetrics:
     """Returns the sample for the autoscaler; without a measurement it is infinitely old."""
     told = PoolLoad(role=pool.role) if sample.load is None else sample.load.of(pool.role)
     return pool.heard(told).metrics(

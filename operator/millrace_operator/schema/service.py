@@ -2,213 +2,238 @@
 
 from __future__ import annotations
 
-from millrace_operator.schema import pools
-from millrace_operator.schema.fields import (
-    Schema,
-    boolean,
-    choice,
-    decimal,
-    integer,
+from collections.abc import Mapping
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from millrace_operator.schema.pools import Decode, Kvp, Prefill, Section
+from millrace_operator.schema.record import (
+    Decimal,
+    PodTemplate,
+    Port,
+    Record,
+    Text,
+    doc,
+    empty,
     keyed_list,
     pod_template,
-    record,
     rule,
-    secret_key,
-    text,
+    section,
 )
 
-_OBJECTIVES = {
-    "ttftSeconds": "Time to first token, in seconds as a decimal number in quotes.",
-    "tbtMilliseconds": "Time between two tokens, in milliseconds.",
-}
+TTFT = "Time to first token, in seconds as a decimal number in quotes."
+TBT = "Time between two tokens, in milliseconds."
+
+NonEmpty = Annotated[Text, Field(min_length=1)]
+SecretKey = Annotated[NonEmpty, Field(description="Key of the Secret that holds the value.")]
+PullPolicy = Literal["Always", "IfNotPresent", "Never"]
+ModelName = Annotated[Text, Field(description="Model name for clients.")]
+ModelUri = Annotated[
+    str,
+    Field(
+        max_length=1024,
+        description="A hub id (org/name), or an absolute path inside the containers, such as "
+        "/models/llama if weights are mounted.",
+    ),
+]
 
 
-def _model() -> Schema:
-    return record(
-        "The served model.",
-        {
-            "name": text("Model name for clients.", minLength=1),
-            "uri": text(
-                "A hub id (org/name), or an absolute path inside the containers, such as "
-                "/models/llama if weights are mounted.",
-                longest=1024,
-                minLength=1,
-            ),
-            "revision": text(
-                "Any name of the weights' version. A change replaces prefill and decode instances "
-                "in pairs, so that no instance gets KV of other weights.",
-                longest=63,
-                default="",
-            ),
-            "maxContextTokens": integer(
-                "Longest context. 0: the model's own.", 0, 67_108_864, default=0
-            ),
-        },
-        required=("name", "uri"),
-        rules=(
-            rule(
-                "self.uri.startsWith('/') || "
-                "self.uri.matches('^[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9._-]+$')",
-                "model.uri is a hub id (org/name) or an absolute path",
-            ),
+class ServedModel(Record):
+    """The served model."""
+
+    rules = (
+        rule(
+            "self.uri.startsWith('/') || "
+            "self.uri.matches('^[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9._-]+$')",
+            "model.uri is a hub id (org/name) or an absolute path",
         ),
+    )
+    name: ModelName = Field(min_length=1)
+    uri: ModelUri = Field(min_length=1)
+    revision: str = doc(
+        "Any name of the weights' version. A change replaces prefill and decode instances "
+        "in pairs, so that no instance gets KV of other weights.",
+        "",
+        max_length=63,
+    )
+    max_context_tokens: int = doc("Longest context. 0: the model's own.", 0, ge=0, le=67_108_864)
+
+
+class VolumeClaim(Record):
+    """A claim that all nodes can attach at the same time (ReadOnlyMany or ReadWriteMany)."""
+
+    claim_name: NonEmpty = doc("Name of the claim, in the same namespace.")
+    sub_path: str = doc("Mounted folder of the volume.", "", max_length=1024)
+    read_only: bool = doc("Whether the claim is attached read-only.", True)
+
+
+class HostPath(Record):
+    """A folder on every node. The pod security level `restricted` forbids it."""
+
+    path: str = doc("Absolute path on the node.", max_length=1024, pattern="^/")
+
+
+class WeightsImage(Record):
+    """An OCI image or artifact whose files are the weights."""
+
+    reference: str = doc("Image reference.", min_length=1, max_length=1024)
+    pull_policy: PullPolicy = doc("When the image is pulled.", "IfNotPresent")
+
+
+class SecretRef(Record):
+    """A key of a Secret in the same namespace."""
+
+    name: NonEmpty = doc("Name of a Secret in the same namespace.")
+    key: SecretKey
+
+
+class HubToken(SecretRef):
+    """The hub's access token."""
+
+    key: SecretKey = "token"
+
+
+class HubCache(Record):
+    """Volume for the download, which lasts as long as the pod."""
+
+    size_limit: str | None = doc(
+        "Largest size, as a quantity such as 200Gi.",
+        None,
+        max_length=32,
+        pattern=r"^[0-9]+(\.[0-9]+)?([EPTGMk]i?)?$",
     )
 
 
-def _weights() -> Schema:
-    read_only = boolean("Whether the claim is attached read-only.", default=True)
-    sources = {
-        "persistentVolumeClaim": record(
-            "A claim that all nodes can attach at the same time (ReadOnlyMany or ReadWriteMany).",
-            {
-                "claimName": text("Name of the claim, in the same namespace.", minLength=1),
-                "subPath": text("Mounted folder of the volume.", longest=1024, default=""),
-                "readOnly": read_only,
-            },
-            required=("claimName",),
+class Hub(Record):
+    """Downloaded from the model hub by every instance when it starts."""
+
+    secret_ref: HubToken | None = None
+    cache: HubCache = empty(HubCache)
+
+
+class Weights(Record):
+    """Source of the weights, mounted read-only at /models. Without it, model.uri is a path
+    inside the image, or a hub id.
+    """
+
+    rules = (
+        rule(
+            "[has(self.persistentVolumeClaim), has(self.hostPath), has(self.image), "
+            "has(self.hub)].filter(one, one).size() <= 1",
+            "weights takes one of persistentVolumeClaim, hostPath, image, hub",
         ),
-        "hostPath": record(
-            "A folder on every node. The pod security level `restricted` forbids it.",
-            {"path": text("Absolute path on the node.", longest=1024, pattern="^/")},
-            required=("path",),
-        ),
-        "image": record(
-            "An OCI image or artifact whose files are the weights.",
-            {
-                "reference": text("Image reference.", longest=1024, minLength=1),
-                "pullPolicy": choice(
-                    "When the image is pulled.",
-                    "Always",
-                    "IfNotPresent",
-                    "Never",
-                    default="IfNotPresent",
-                ),
-            },
-            required=("reference",),
-        ),
-        "hub": record(
-            "Downloaded from the model hub by every instance when it starts.",
-            {
-                "secretRef": secret_key("The hub's access token.", "token"),
-                "cache": record(
-                    "Volume for the download, which lasts as long as the pod.",
-                    {
-                        "sizeLimit": text(
-                            "Largest size, as a quantity such as 200Gi.",
-                            longest=32,
-                            pattern=r"^[0-9]+(\.[0-9]+)?([EPTGMk]i?)?$",
-                        )
-                    },
-                ),
-            },
-        ),
-    }
-    given = ", ".join(f"has(self.{name})" for name in sources)
-    return record(
-        "Source of the weights, mounted read-only at /models. Without it, model.uri is a path "
-        "inside the image, or a hub id.",
-        sources,
-        rules=(
-            rule(
-                f"[{given}].filter(one, one).size() <= 1",
-                "weights takes one of " + ", ".join(sources),
-            ),
-        ),
+    )
+    persistent_volume_claim: VolumeClaim | None = None
+    host_path: HostPath | None = None
+    image: WeightsImage | None = None
+    hub: Hub = empty(Hub)
+
+
+class Objectives(Record):
+    """Objectives of requests that give neither a class nor objectives."""
+
+    ttft_seconds: Decimal = doc(TTFT, "10")
+    tbt_milliseconds: int = doc(TBT, 100, ge=1, le=1_000_000)
+
+
+class SloClass(Record):
+    """One class; slo gives the objectives that it leaves out."""
+
+    name: str = doc("Name of the class.", min_length=1, max_length=63)
+    ttft_seconds: Decimal | None = doc(TTFT, None)
+    tbt_milliseconds: int | None = doc(TBT, None, ge=1, le=1_000_000)
+
+
+class Scheduling(Record):
+    """How the scheduler orders and places requests."""
+
+    policy: Literal["fcfs", "edf", "d_edf", "s_edf", "lrs", "lars", "lars_deadline", "millrace"] = (
+        doc("Order of requests.", "millrace")
+    )
+    preemption: Literal["none", "chunk", "layer", "operator"] = doc(
+        "Where a running prefill yields to a prefill that precedes it.", "operator"
+    )
+    planner: Literal["auto", "least_queue", "fixed_sp", "single_chunk", "esp", "cdsp"] = doc(
+        "Placement of prefill work on instances and SP groups; auto: cdsp if times of SP "
+        "groups are known, else least_queue.",
+        "auto",
+    )
+    max_sp_degree: int = doc(
+        "Most instances of a group that the planner fixed_sp forms.", 8, ge=1, le=128
     )
 
 
-def _slo() -> dict[str, Schema]:
-    return {
-        "slo": record(
-            "Objectives of requests that give neither a class nor objectives.",
-            {
-                "ttftSeconds": decimal(_OBJECTIVES["ttftSeconds"], default="10"),
-                "tbtMilliseconds": integer(
-                    _OBJECTIVES["tbtMilliseconds"], 1, 1_000_000, default=100
-                ),
-            },
-            default={},
-        ),
-        "sloClasses": keyed_list(
-            "Classes that clients choose by the header x-millrace-class.",
-            "name",
-            32,
-            record(
-                "One class; slo gives the objectives that it leaves out.",
-                {
-                    "name": text("Name of the class.", longest=63, minLength=1),
-                    "ttftSeconds": decimal(_OBJECTIVES["ttftSeconds"]),
-                    "tbtMilliseconds": integer(_OBJECTIVES["tbtMilliseconds"], 1, 1_000_000),
-                },
-                required=("name",),
-            ),
-        ),
-    }
+class StoreUrl(SecretRef):
+    """URL of the server, redis:// or rediss://."""
+
+    key: SecretKey = "url"
 
 
-def _scheduling() -> Schema:
-    return record(
-        "How the scheduler orders and places requests.",
-        {
-            "policy": choice(
-                "Order of requests.",
-                *("fcfs", "edf", "d_edf", "s_edf", "lrs", "lars", "lars_deadline", "millrace"),
-                default="millrace",
-            ),
-            "preemption": choice(
-                "Where a running prefill yields to a prefill that precedes it.",
-                *("none", "chunk", "layer", "operator"),
-                default="operator",
-            ),
-            "planner": choice(
-                "Placement of prefill work on instances and SP groups; auto: cdsp if times of SP "
-                "groups are known, else least_queue.",
-                *("auto", "least_queue", "fixed_sp", "single_chunk", "esp", "cdsp"),
-                default="auto",
-            ),
-            "maxSpDegree": integer(
-                "Most instances of a group that the planner fixed_sp forms.",
-                1,
-                128,
-                default=8,
-            ),
-        },
-        default={},
+class Store(Record):
+    """The Redis server that keeps request state. Default: the server that the chart set up for the
+    operator.
+    """
+
+    secret_ref: StoreUrl
+
+
+class Tls(Record):
+    """Mutual TLS between the services. Certificates carry the DNS name millrace.internal."""
+
+    secret_name: NonEmpty = doc("Secret with the keys ca.crt, tls.crt and tls.key.")
+
+
+class AdminToken(SecretRef):
+    """Bearer token of /admin. Without it, /admin answers only inside the pod."""
+
+    key: SecretKey = "token"
+
+
+class Parking(Record):
+    """Requests that wait while no instance can serve them."""
+
+    timeout_seconds: int = doc(
+        "Longest wait before a request gets 503, s. 0: no wait.", 300, ge=0, le=86400
     )
+    max_requests: int = doc("Most requests that wait at one gateway pod.", 1024, ge=1, le=100_000)
 
 
-def _gateway() -> Schema:
-    return record(
-        "The REST gateway.",
-        {
-            "replicas": integer("Gateway pods.", 1, 100, default=2),
-            "port": integer("Port of the gateway's Service.", 1, 65535, default=80),
-            "adminTokenSecretRef": secret_key(
-                "Bearer token of /admin. Without it, /admin answers only inside the pod.", "token"
-            ),
-            "parking": record(
-                "Requests that wait while no instance can serve them.",
-                {
-                    "timeoutSeconds": integer(
-                        "Longest wait before a request gets 503, s. 0: no wait.",
-                        0,
-                        86400,
-                        default=300,
-                    ),
-                    "maxRequests": integer(
-                        "Most requests that wait at one gateway pod.", 1, 100_000, default=1024
-                    ),
-                },
-                default={},
-            ),
-            "template": pod_template("the gateway"),
-        },
-        default={},
-    )
+class Gateway(Record):
+    """The REST gateway."""
+
+    replicas: int = doc("Gateway pods.", 2, ge=1, le=100)
+    port: Port = doc("Port of the gateway's Service.", 80)
+    admin_token_secret_ref: AdminToken | None = None
+    parking: Parking = section()
+    template: PodTemplate | None = pod_template("the gateway")
 
 
-def _rules() -> tuple[Schema, ...]:
-    return (
+class Scheduler(Record):
+    """The scheduler."""
+
+    template: PodTemplate | None = pod_template("the scheduler")
+
+
+SloClasses = Annotated[
+    tuple[SloClass, ...],
+    keyed_list("Classes that clients choose by the header x-millrace-class.", "name", 32),
+]
+Settings = Annotated[
+    Mapping[str, Annotated[str, Field(max_length=1024, description="The value, as text.")]],
+    Field(
+        max_length=64,
+        description="Further settings of all services, as in docs/reference/configuration.md: "
+        "`section.field: value`.",
+    ),
+]
+Paused = Annotated[bool, Field(description="True: the operator changes nothing.")]
+
+
+class ModelServiceSpec(Record):
+    """The wanted state."""
+
+    rules = (
         rule("self.model.name == oldSelf.model.name", "model.name is immutable"),
         rule(
             "!has(self.kvp) || self.model.maxContextTokens <= "
@@ -230,48 +255,23 @@ def _rules() -> tuple[Schema, ...]:
             "scaleToZero needs gateway.parking.timeoutSeconds above 0",
         ),
     )
+    model: ServedModel
+    weights: Weights = empty(Weights)
+    slo: Objectives = section()
+    slo_classes: SloClasses | None = None
+    scheduling: Scheduling = section()
+    settings: Settings | None = None
+    redis: Store | None = None
+    tls: Tls | None = None
+    gateway: Gateway = section()
+    scheduler: Scheduler = empty(Scheduler)
+    prefill: Prefill | None = None
+    decode: Decode
+    kvp: Kvp | None = None
+    paused: Paused = False
 
-
-def service_spec() -> Schema:
-    return record(
-        "The wanted state.",
-        {
-            "model": _model(),
-            "weights": _weights(),
-            **_slo(),
-            "scheduling": _scheduling(),
-            "settings": {
-                "type": "object",
-                "description": (
-                    "Further settings of all services, as in docs/reference/configuration.md: "
-                    "`section.field: value`."
-                ),
-                "additionalProperties": text("The value, as text.", longest=1024),
-                "maxProperties": 64,
-            },
-            "redis": record(
-                "The Redis server that keeps request state. Default: the server that the chart set "
-                "up for the operator.",
-                {"secretRef": secret_key("URL of the server, redis:// or rediss://.", "url")},
-                required=("secretRef",),
-            ),
-            "tls": record(
-                "Mutual TLS between the services. Certificates carry the DNS name "
-                "millrace.internal.",
-                {
-                    "secretName": text(
-                        "Secret with the keys ca.crt, tls.crt and tls.key.", minLength=1
-                    )
-                },
-                required=("secretName",),
-            ),
-            "gateway": _gateway(),
-            "scheduler": record("The scheduler.", {"template": pod_template("the scheduler")}),
-            "prefill": pools.section(pools.PREFILL),
-            "decode": pools.section(pools.DECODE),
-            "kvp": pools.section(pools.KVP),
-            "paused": boolean("True: the operator changes nothing.", default=False),
-        },
-        required=("model", "decode"),
-        rules=_rules(),
-    )
+    @property
+    def pools(self) -> Mapping[str, Section]:
+        """The wanted pools, by role."""
+        found = {"prefill": self.prefill, "decode": self.decode, "kvp": self.kvp}
+        return {role: pool for role, pool in found.items() if pool is not None}

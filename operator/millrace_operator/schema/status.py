@@ -1,122 +1,107 @@
-"""The status of a ModelService and of a pool."""
+"""The status of a ModelService and of a pool.
+
+The operator writes both as plain data and reads its last status as plain data, so that a status of
+another version never stops it.
+"""
 
 from __future__ import annotations
 
-from millrace_operator.schema.fields import (
-    Schema,
-    count,
-    generation,
-    keyed_list,
-    moment,
-    record,
-    text,
-)
+from typing import Annotated, Literal
+
+from pydantic import Field, WithJsonSchema
+
+from millrace_operator.schema.record import Partial, Record, Text, doc, keyed_list
+
+Moment = Annotated[str, WithJsonSchema({"type": "string", "format": "date-time"})]
+Generation = Annotated[int, Field(json_schema_extra={"format": "int64"})]
+ShortText = Annotated[str, Field(max_length=32)]
+LongText = Annotated[str, Field(max_length=512)]
+
+OBSERVED = "Generation of the spec that this speaks of."
+READY = "Ready and wanted instances, as 2/3"
 
 
-def _conditions(doc: str) -> Schema:
-    condition = record(
-        "One condition.",
-        {
-            "type": text("Type of the condition.", longest=64),
-            "status": {
-                "type": "string",
-                "description": "True, False or Unknown.",
-                "enum": ["True", "False", "Unknown"],
-            },
-            "reason": text("Reason in one word.", longest=128),
-            "message": text("Reason as text.", longest=1024),
-            "lastTransitionTime": moment("Time of the last change of its status."),
-            "observedGeneration": generation("Generation of the spec that was observed."),
-        },
-        required=("type", "status", "reason", "message", "lastTransitionTime"),
+class Condition(Record):
+    """One condition."""
+
+    type: str = doc("Type of the condition.", max_length=64)
+    status: Literal["True", "False", "Unknown"] = doc("True, False or Unknown.")
+    reason: str = doc("Reason in one word.", max_length=128)
+    message: str = doc("Reason as text.", max_length=1024)
+    last_transition_time: Moment = doc("Time of the last change of its status.")
+    observed_generation: Generation | None = doc("Generation of the spec that was observed.", None)
+
+
+class ServiceStatus(Partial):
+    """What there is."""
+
+    observed_generation: Generation = doc(OBSERVED)
+    phase: Literal["Pending", "Ready", "Scaling", "Degraded", "Idle", "Paused"] = doc(
+        "The state in one word."
     )
-    return keyed_list(doc, "type", 16, condition)
+    endpoint: LongText = doc("URL of the gateway inside the cluster.")
+    prefill_ready: ShortText = doc(f"{READY}: prefill.")
+    decode_ready: ShortText = doc(f"{READY}: decode.")
+    kvp_ready: ShortText = doc(f"{READY}: KVP workers.")
+    revision: str = doc("Hash of the served revision of the model.", max_length=63)
+    conditions: tuple[Condition, ...] = keyed_list("Available, Progressing, Degraded.", "type", 16)
 
 
-def service_status() -> Schema:
-    ready = "Ready and wanted instances, as 2/3"
-    return record(
-        "What there is.",
-        {
-            "observedGeneration": generation("Generation of the spec that this speaks of."),
-            "phase": {
-                "type": "string",
-                "description": "The state in one word.",
-                "enum": ["Pending", "Ready", "Scaling", "Degraded", "Idle", "Paused"],
-            },
-            "endpoint": text("URL of the gateway inside the cluster.", longest=512),
-            "prefillReady": text(f"{ready}: prefill.", longest=32),
-            "decodeReady": text(f"{ready}: decode.", longest=32),
-            "kvpReady": text(f"{ready}: KVP workers.", longest=32),
-            "revision": text("Hash of the served revision of the model.", longest=63),
-            "conditions": _conditions("Available, Progressing, Degraded."),
-        },
+class Metric(Record):
+    """One signal."""
+
+    name: str = doc("Name of the signal, as in autoscaling.metrics.", max_length=64)
+    value: ShortText = doc("Measured value per instance.")
+    target: ShortText | None = doc("Target value per instance.", None)
+
+
+class Draining(Record):
+    """An instance that leaves, or whose cordon is not known to be lifted yet."""
+
+    pod: Text = doc("Name of the pod.")
+    uid: str | None = doc("UID of the pod.", None, max_length=64)
+    since: Moment = doc("Time at which it was taken out of service.")
+    reason: ShortText | None = doc("Reason: ScaleIn, Rollout or Retired.", None)
+    timed_out: bool | None = doc("True once drain.timeoutSeconds have passed.", None)
+    removed: bool | None = doc("True once its pod is being deleted.", None)
+    returning: bool | None = doc(
+        "True if it is wanted again and the scheduler can't be reached yet.", None
     )
 
 
-def pool_status() -> Schema:
-    metric = record(
-        "One signal.",
-        {
-            "name": text("Name of the signal, as in autoscaling.metrics.", longest=64),
-            "value": text("Measured value per instance.", longest=32),
-            "target": text("Target value per instance.", longest=32),
-        },
-        required=("name", "value"),
+class PoolStatus(Partial):
+    """What there is."""
+
+    observed_generation: Generation = doc(OBSERVED)
+    replicas: int = doc("All instances, also starting and draining instances.")
+    ready_replicas: int = doc("Instances that take work.")
+    updated_replicas: int = doc("Instances of the current template.")
+    updated_ready_replicas: int = doc("Instances of the current template that take work.")
+    desired_replicas: int = doc("Instances that the signals ask for, within the limits.")
+    draining_replicas: int = doc("Instances that drain.")
+    recommendation_reason: LongText = doc("Reason of desiredReplicas.")
+    limited_by: ShortText = doc(
+        "The limit that keeps desiredReplicas from the signals' number: step, minimum, "
+        "maximum or quota."
     )
-    draining = record(
-        "An instance that leaves, or whose cordon is not known to be lifted yet.",
-        {
-            "pod": text("Name of the pod."),
-            "uid": text("UID of the pod.", longest=64),
-            "since": moment("Time at which it was taken out of service."),
-            "reason": text("Reason: ScaleIn, Rollout or Retired.", longest=32),
-            "timedOut": {
-                "type": "boolean",
-                "description": "True once drain.timeoutSeconds have passed.",
-            },
-            "removed": {"type": "boolean", "description": "True once its pod is being deleted."},
-            "returning": {
-                "type": "boolean",
-                "description": "True if it is wanted again and the scheduler can't be reached yet.",
-            },
-        },
-        required=("pod", "since"),
+    draining: tuple[Draining, ...] = keyed_list("Instances that leave.", "pod", 1000)
+    selector: LongText = doc("Selects the pool's pods; an HPA reads it.")
+    last_scale_time: Moment = doc("Time at which the operator last set spec.replicas.")
+    last_scale_reason: LongText = doc("Reason of that change.")
+    revision: Text = doc("Hash of the wanted revision of the model.")
+    serving_revisions: tuple[Annotated[str, Field(max_length=63, description="One hash.")], ...] = (
+        doc(
+            "Hashes of the revisions of instances that take work.",
+            max_length=16,
+            json_schema_extra={"x-kubernetes-list-type": "set"},
+        )
     )
-    return record(
-        "What there is.",
-        {
-            "observedGeneration": generation("Generation of the spec that this speaks of."),
-            "replicas": count("All instances, also starting and draining instances."),
-            "readyReplicas": count("Instances that take work."),
-            "updatedReplicas": count("Instances of the current template."),
-            "updatedReadyReplicas": count("Instances of the current template that take work."),
-            "desiredReplicas": count("Instances that the signals ask for, within the limits."),
-            "drainingReplicas": count("Instances that drain."),
-            "recommendationReason": text("Reason of desiredReplicas.", longest=512),
-            "limitedBy": text(
-                "The limit that keeps desiredReplicas from the signals' number: step, minimum, "
-                "maximum or quota.",
-                longest=32,
-            ),
-            "draining": keyed_list("Instances that leave.", "pod", 1000, draining),
-            "selector": text("Selects the pool's pods; an HPA reads it.", longest=512),
-            "lastScaleTime": moment("Time at which the operator last set spec.replicas."),
-            "lastScaleReason": text("Reason of that change.", longest=512),
-            "revision": text("Hash of the wanted revision of the model."),
-            "servingRevisions": {
-                "type": "array",
-                "description": "Hashes of the revisions of instances that take work.",
-                "maxItems": 16,
-                "x-kubernetes-list-type": "set",
-                "items": text("One hash.", longest=63),
-            },
-            "template": text("Hash of the wanted pod template."),
-            "metricsTime": moment("Time at which the signals in metrics were measured."),
-            "metrics": keyed_list("Measured signals.", "name", 8, metric),
-            "conditions": _conditions(
-                "Available, Progressing, MetricsAvailable, ScalingActive, ScalingLimited, "
-                "Draining, Degraded."
-            ),
-        },
+    template: Text = doc("Hash of the wanted pod template.")
+    metrics_time: Moment = doc("Time at which the signals in metrics were measured.")
+    metrics: tuple[Metric, ...] = keyed_list("Measured signals.", "name", 8)
+    conditions: tuple[Condition, ...] = keyed_list(
+        "Available, Progressing, MetricsAvailable, ScalingActive, ScalingLimited, "
+        "Draining, Degraded.",
+        "type",
+        16,
     )

@@ -1,7 +1,7 @@
 """The schema of the chart's values: `python -m millrace_operator.schema.values FILE` writes it.
 
-The values of a ModelService have the custom resource's own schema; the other values are described
-here. Helm reads the file as JSON Schema; defaults stand in values.yaml, where users look for them.
+The values of a ModelService are the custom resource's own models. Helm reads the file as JSON
+Schema; defaults stand in values.yaml, where users look for them.
 """
 
 from __future__ import annotations
@@ -9,32 +9,122 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from millrace_operator.schema import pools, service
-from millrace_operator.schema.fields import Schema, boolean, integer, record, text
-from millrace_operator.schema.platform_values import (
-    items,
-    opaque,
-    placement,
-    platform,
-    quantity,
-    texts,
-)
+from pydantic import Field
 
-#: Keywords that JSON Schema does not know, and defaults, which values.yaml has.
-_STRUCTURAL_ONLY = (
-    "default",
-    "x-kubernetes-validations",
-    "x-kubernetes-list-type",
-    "x-kubernetes-list-map-keys",
-    "x-kubernetes-preserve-unknown-fields",
-)
+from millrace_operator.schema import platform_values as platform
+from millrace_operator.schema import service
+from millrace_operator.schema.platform_values import Opaque, Opaques, Pods, Quantity, Texts
+from millrace_operator.schema.pools import Decode, Kvp, Prefill
+from millrace_operator.schema.record import Partial, Schema, Text, doc, structural
+
+
+class PartValues(Pods):
+    """The values that make the pod template of one part of the ModelService."""
+
+    topology_spread_constraints: Opaques = doc(
+        "As of a pod; the default labelSelector selects the pods of this part."
+    )
+    runtime_class_name: Text = doc("RuntimeClass of the pods.")
+    pod_labels: Texts = doc("Labels of the pods.")
+    template: Opaque | None = doc(
+        "A PodTemplateSpec that is merged over the template of the other values."
+    )
+
+
+class Rdma(Partial):
+    """RDMA devices for the transfer of KV."""
+
+    enabled: bool = doc("Whether instances get RDMA devices.")
+    resource: Text = doc("The device plugin's extended resource.", pattern="^[^/]+/[^/]+$")
+    count: int = doc("Units of the resource per instance.", ge=1, le=64)
+    ipc_lock: bool = doc("Adds the capability IPC_LOCK and runs as root, to pin memory.")
+
+
+class HugePages(Partial):
+    """Huge pages, mounted at /dev/hugepages."""
+
+    size: Literal["2Mi", "1Gi"] = doc("Size of a page.")
+    amount: Quantity = doc("Memory in huge pages per instance.")
+
+
+class PoolValues(PartValues):
+    """The values that make the pod template of a pool."""
+
+    rdma: Rdma
+    hugepages: HugePages
+
+
+class PrefillValues(PoolValues, Prefill):
+    __doc__ = Prefill.__doc__
+
+
+class DecodeValues(PoolValues, Decode):
+    __doc__ = Decode.__doc__
+
+
+class KvpValues(PoolValues, Kvp):
+    __doc__ = Kvp.__doc__
+
+    enabled: bool = doc("Whether the release has this pool.")
+
+
+class ModelValues(service.ServedModel):
+    """The served model."""
+
+    name: service.ModelName = ""  # no ModelService
+    uri: Annotated[
+        service.ModelUri, Field(pattern="^(/.*|[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9._-]+)?$")
+    ] = ""
+
+
+class GatewayValues(PartValues, service.Gateway):
+    """The REST gateway."""
+
+
+class SchedulerValues(PartValues):
+    """The scheduler."""
+
+
+class Values(Partial):
+    """Values of the chart millrace."""
+
+    name_override: str = doc(
+        "Name that replaces the release's name.",
+        pattern="^([a-z]([-a-z0-9]{0,38}[a-z0-9])?)?$",
+    )
+    model: ModelValues
+    weights: service.Weights = Field(json_schema_extra={"maxProperties": 1})
+    slo_classes: service.SloClasses
+    slo: service.Objectives
+    scheduling: service.Scheduling
+    settings: service.Settings
+    paused: service.Paused
+    gateway: GatewayValues
+    scheduler: SchedulerValues
+    prefill: PrefillValues
+    decode: DecodeValues
+    kvp: KvpValues
+    image: platform.ImageValues
+    images: platform.Images
+    operator: platform.Operator
+    service_account: platform.ServiceAccount
+    redis: platform.Redis
+    external_redis: platform.ExternalRedis
+    ingress: platform.Ingress
+    http_route: platform.HttpRoute
+    tls: platform.TlsValues
+    network_policy: platform.NetworkPolicy
+    priority_class: platform.PriorityClass
+    monitoring: platform.Monitoring
+    global_: Opaque = doc("Values of a parent chart; not used.", alias="global")
 
 
 def _closed(schema: Schema) -> Schema:
     """Returns JSON Schema that refuses fields which the API server would silently drop."""
-    kept = {name: value for name, value in schema.items() if name not in _STRUCTURAL_ONLY}
+    # JSON Schema does not know Kubernetes' keywords, and values.yaml has the defaults.
+    kept = {k: v for k, v in schema.items() if k != "default" and not k.startswith("x-")}
     if "properties" in kept:
         kept["properties"] = {name: _closed(field) for name, field in kept["properties"].items()}
         kept.setdefault("additionalProperties", False)
@@ -43,83 +133,9 @@ def _closed(schema: Schema) -> Schema:
     return kept
 
 
-def _part() -> dict[str, Schema]:
-    """Returns the values that make the pod template of one part of the ModelService."""
-    return {
-        **placement(),
-        "topologySpreadConstraints": items(
-            "As of a pod; the default labelSelector selects the pods of this part."
-        ),
-        "runtimeClassName": text("RuntimeClass of the pods."),
-        "podLabels": texts("Labels of the pods."),
-        "template": opaque(
-            "A PodTemplateSpec that is merged over the template of the other values."
-        ),
-    }
-
-
-def _pool(kind: pools.Kind) -> Schema:
-    rdma = record(
-        "RDMA devices for the transfer of KV.",
-        {
-            "enabled": boolean("Whether instances get RDMA devices.", default=False),
-            "resource": text("The device plugin's extended resource.", pattern="^[^/]+/[^/]+$"),
-            "count": integer("Units of the resource per instance.", 1, 64),
-            "ipcLock": boolean(
-                "Adds the capability IPC_LOCK and runs as root, to pin memory.", default=True
-            ),
-        },
-    )
-    hugepages = record(
-        "Huge pages, mounted at /dev/hugepages.",
-        {
-            "size": {"type": "string", "description": "Size of a page.", "enum": ["2Mi", "1Gi"]},
-            "amount": quantity("Memory in huge pages per instance."),
-        },
-    )
-    section = pools.section(kind)
-    own = {**section["properties"], "rdma": rdma, "hugepages": hugepages, **_part()}
-    if kind is pools.KVP:
-        own["enabled"] = boolean("Whether the release has this pool.", default=False)
-    return record(section["description"], own)
-
-
-def _service() -> dict[str, Schema]:
-    """Returns the values that make the ModelService."""
-    spec = service.service_spec()["properties"]
-    model, weights, gateway = spec["model"], spec["weights"], spec["gateway"]
-    del model["required"]
-    for name in ("name", "uri"):  # empty: no ModelService
-        del model["properties"][name]["minLength"]
-    model["properties"]["uri"]["pattern"] = "^(/.*|[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9._-]+)?$"
-    weights["maxProperties"] = 1
-    kept = ("sloClasses", "slo", "scheduling", "settings", "paused")
-    return {
-        "model": model,
-        "weights": weights,
-        **{name: spec[name] for name in kept},
-        "gateway": record(gateway["description"], {**gateway["properties"], **_part()}),
-        "scheduler": record(spec["scheduler"]["description"], _part()),
-        **{kind.role: _pool(kind) for kind in pools.KINDS},
-    }
-
-
 def schema() -> dict[str, Any]:
     """Returns values.schema.json."""
-    values = record(
-        "Values of the chart millrace.",
-        {
-            "nameOverride": {
-                "type": "string",
-                "description": "Name that replaces the release's name.",
-                "pattern": "^([a-z]([-a-z0-9]{0,38}[a-z0-9])?)?$",
-            },
-            **_service(),
-            **platform(),
-            "global": opaque("Values of a parent chart; not used."),
-        },
-    )
-    return {"$schema": "http://json-schema.org/draft-07/schema#", **_closed(values)}
+    return {"$schema": "http://json-schema.org/draft-07/schema#", **_closed(structural(Values))}
 
 
 def as_file() -> str:

@@ -52,7 +52,7 @@ class Registration:
     """An instance as the scheduler knows it."""
 
     cordoned: bool
-    held_requests: int
+    held_requests: int  # requests in compute, in the batch, or with a lease on its pages
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
