@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Final
 
-from millrace.core.errors import MillraceError
+from millrace.core.errors import IntegrityError, MillraceError
 from millrace.core.kv.layout import KvLayout
 from millrace.core.kv.sp_layout import RING_BUFFERS, Layout, Run, layout
 from millrace.core.request import Chunk
@@ -19,15 +19,13 @@ from millrace.engine.sampling.spec import SamplingSpec
 from millrace.instance.sampling import sampling_spec
 from millrace.instance.spans import Stopwatch, span
 from millrace.prefill.metrics import PrefillMetrics
+from millrace.prefill.states import TRANSITIONS, PrefillEvent, PrefillState
 from millrace.transfer.push.control import Sending
 from millrace.transfer.ring.manager import GroupLink
 
-PREEMPTED: Final = "preempted"
-LATER_STAGES: Final = "later_stages"  # its pass is there; the first stage has no work
-
 
 class Cancelled(Exception):
-    """Raised in a cancelled job, whose result is no longer wanted."""
+    """Raised in a cancelled job, whose result is no longer wanted; says why."""
 
 
 @dataclass(slots=True, eq=False)
@@ -35,7 +33,8 @@ class PrefillJob:
     """The instance's record of a request, from the command to the release.
 
     ``layout`` is set by the preparation if the job `is_shared`; ``link`` to the other members is
-    set when all have joined.
+    set when all have joined. ``failure``, from the moment when the job is cancelled or fails, says
+    why its result is no longer wanted; the compute thread reads it at every operator.
     """
 
     command: RunPrefill
@@ -50,13 +49,12 @@ class PrefillJob:
     buffers: list[int] = field(default_factory=list)  # pages lent to the ring
     session: Sending | None = None
     link: GroupLink | None = None
-    group_failure: MillraceError | None = None  # why the group failed
-    cancelled: str = ""  # the reason; set from the event loop, read by the compute thread
+    state: PrefillState = PrefillState.PREPARING
+    failure: Cancelled | MillraceError | None = None
     spans: list[Span] = field(default_factory=list)
-    _began: bool = False
     _part_s: float = 0.0  # when the current span of compute began
-    _suspended_s: float | None = None  # since when it is suspended
-    _suspended_why: str = ""
+    _suspended_s: float = 0.0  # when it was suspended last
+    _advancing: threading.Lock = field(default_factory=threading.Lock)
     _waiter: asyncio.Task[None] | None = None
 
     @staticmethod
@@ -122,16 +120,34 @@ class PrefillJob:
             return None
         return self.layout.computed(self.instance_id)
 
+    # -- its state
+
+    def advance(self, event: PrefillEvent) -> PrefillState:
+        """Takes the step of `TRANSITIONS`; returns the state before it. On any thread.
+
+        Raises IntegrityError for an event that the state does not allow.
+        """
+        with self._advancing:
+            before = self.state
+            after = TRANSITIONS.get((before, event))
+            if after is None:
+                raise IntegrityError(
+                    f"request {self.request_id}: event {event.value} in state {before.value}"
+                )
+            self.state = after
+        return before
+
     def cancel(self, reason: str) -> None:
         """Cancels the job: a wait ends at once, a computation within one operator."""
-        if not self.cancelled:
-            self.cancelled = reason
+        if self.advance(PrefillEvent.CANCEL) is not PrefillState.CANCELLED:
+            self.failure = Cancelled(reason)
             self._interrupt()
 
     def fail(self, error: MillraceError) -> None:
-        """Ends the job as `cancel` does, with the error of its failed group."""
-        if self.group_failure is None:
-            self.group_failure = error
+        """Ends the job as `cancel` does, with an error. The first reason to end a job counts."""
+        self.advance(PrefillEvent.FAIL)
+        if self.failure is None:
+            self.failure = error
             self._interrupt()
 
     def _interrupt(self) -> None:
@@ -144,25 +160,20 @@ class PrefillJob:
     def cancellable(self) -> Iterator[None]:
         """Lets `cancel` and `fail` interrupt the block's waits, in the job's own task.
 
-        Raises Cancelled, or the group's failure.
+        Raises the job's failure.
         """
-        if (failure := self.stopped()) is not None:
-            raise failure
+        if self.failure is not None:
+            raise self.failure
         task = self._waiter = asyncio.current_task()
         try:
             yield
         except asyncio.CancelledError:
-            failure = self.stopped()
-            if task is None or failure is None:
+            if task is None or self.failure is None:
                 raise  # the whole process ends
             task.uncancel()
-            raise failure from None
+            raise self.failure from None
         finally:
             self._waiter = None
-
-    def stopped(self) -> Exception | None:
-        """Returns why the result is no longer wanted; None while it is wanted."""
-        return Cancelled() if self.cancelled else self.group_failure
 
     # -- spans of its time in the execution pool
 
@@ -173,22 +184,21 @@ class PrefillJob:
 
     def go_on(self, metrics: PrefillMetrics) -> None:
         """Notes that the compute starts, or resumes after a suspension."""
-        now_s = self.clock.now_s()
-        if not self._began:
-            self._began = True
+        before, now_s = self.advance(PrefillEvent.START), self.clock.now_s()
+        if before is PrefillState.WAITING:
             self.spans.append(span("queued", "scheduler", 0.0, self.received_s))
             self.spans.append(span("waiting", self.instance_id, self.received_s, now_s))
             metrics.wait_s.observe(now_s - self.received_s)
-        elif self._suspended_s is not None:
-            why = self._suspended_why
-            self.spans.append(span(why, self.instance_id, self._suspended_s, now_s))
-            waited = metrics.suspended_s if why == PREEMPTED else metrics.later_stages_s
+        elif before in (PrefillState.PREEMPTED, PrefillState.LATER_STAGES):
+            self.spans.append(span(before.value, self.instance_id, self._suspended_s, now_s))
+            preempted = before is PrefillState.PREEMPTED
+            waited = metrics.suspended_s if preempted else metrics.later_stages_s
             waited.observe(now_s - self._suspended_s)
-        self._suspended_s = None
 
-    def suspend(self, why: str) -> None:
-        """Notes that another task computes until `go_on`. `why`: the name of the span till then."""
-        self._suspended_s, self._suspended_why = self.clock.now_s(), why
+    def suspend(self, event: PrefillEvent) -> None:
+        """Notes that another task computes until `go_on`. `event`: PREEMPT or HAND_ON."""
+        self.advance(event)
+        self._suspended_s = self.clock.now_s()
 
     def begin_part(self) -> None:
         """Notes that a span of compute begins."""

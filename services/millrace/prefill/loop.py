@@ -38,6 +38,7 @@ from millrace.prefill.prefix import PromptPrefixes
 from millrace.prefill.priority_lock import PriorityLock
 from millrace.prefill.prompt import fetch_prompt
 from millrace.prefill.sending import open_session, transfer_spans
+from millrace.prefill.states import PrefillEvent
 from millrace.state.store import StoreError
 from millrace.transfer.push.control import Sending
 from millrace.transfer.push.send.manager import SendManager
@@ -229,11 +230,12 @@ class PrefillRole:
         died: EngineDied | None = None
         try:
             await self._work(job)
-        except Cancelled:
-            reason = job.cancelled
+        except Cancelled as cancelled:
+            reason = str(cancelled)
             self._metrics.cancelled.inc()
         except MillraceError as error:
             reason = str(error)
+            job.fail(error)
             self._report(job, error)
             died = error if isinstance(error, EngineDied) else None
         if reason and job.link is not None:
@@ -247,6 +249,7 @@ class PrefillRole:
         self._membership.end(job)
         self._pool.free(job.pages + job.buffers)
         self._execution.forget(task_names(job))
+        job.advance(PrefillEvent.RELEASE)
         del self._jobs[job.request_id]
         self._changed.set()
         released = RequestReleased(request_id=job.request_id, complete=not reason)
@@ -260,7 +263,9 @@ class PrefillRole:
             prompt_ids, session = await self._prepare(job)
             if job.layout is not None:
                 await self._membership.meet(job)
+        job.advance(PrefillEvent.READY)
         work = await self._run_compute(job, prompt_ids)
+        job.advance(PrefillEvent.END_COMPUTE)
         self._prefixes.keep(job)
         with job.cancellable():
             if job.leads:

@@ -23,8 +23,8 @@ from millrace.engine.sampling.sampler import Sampler
 from millrace.prefill.compute.first_tokens import SamplingError, prompt_logprobs, sample_first
 from millrace.prefill.compute.publish import LayerPublisher
 from millrace.prefill.compute.work import Part, Work, task_name
-from millrace.prefill.job import LATER_STAGES, PREEMPTED
 from millrace.prefill.metrics import PrefillMetrics
+from millrace.prefill.states import PrefillEvent
 from millrace.transfer.ring.chunk_link import Waits
 
 
@@ -105,10 +105,12 @@ class PrefillCompute:
         for chunk in range(work.first_chunk):
             self._report(ChunkFinished(request_id=work.job.request_id, chunk_index=chunk))
 
-    def suspended(self, part: Part, compute_s: float, why: str = PREEMPTED) -> None:
+    def suspended(
+        self, part: Part, compute_s: float, event: PrefillEvent = PrefillEvent.PREEMPT
+    ) -> None:
         """Reports that the chunk was suspended for another task."""
         job = part.work.job
-        job.suspend(why)
+        job.suspend(event)
         if job.leads:
             self._report(
                 ChunkSuspended(
@@ -119,6 +121,7 @@ class PrefillCompute:
     def finished(self, part: Part, compute_s: float, waits: Waits | None = None) -> None:
         """Reports that the part ended its chunk. `waits`: share of `compute_s`, in a group."""
         job = part.work.job
+        job.advance(PrefillEvent.END_CHUNK)
         if job.leads:
             self.metrics.chunks.inc()
             finished = ChunkFinished(
@@ -154,7 +157,7 @@ class Entry:
         self._follow = follow
         self._open = work.of_chunk(chunk)  # parts still to be computed, in their order
         self._now: list[Part] = []  # in the current pass
-        self._in_later_stages = False  # the pass is in later stages; nothing is computed here
+        self._leave_by = PrefillEvent.PREEMPT  # how the pass leaves this stage at its boundary
         self.task = PoolTask(
             name=task_name(work.job.request_id, chunk),
             steps=self._steps(),
@@ -224,8 +227,9 @@ class Entry:
                 if boundary.operator == "attn":
                     for part in parts:
                         self._publish(part, boundary.layer)
-                self._in_later_stages = boundary.awaited is not None
-                yield boundary.awaited or StopPoint.after(boundary.operator)
+                awaited = boundary.awaited
+                self._leave_by = PrefillEvent.HAND_ON if awaited else PrefillEvent.PREEMPT
+                yield awaited or StopPoint.after(boundary.operator)
         for part, task in zip(parts, tasks, strict=True):
             part.work.job.end_part(part.name, tokens=part.tokens, history=part.start)
             if part.error is None:
@@ -266,13 +270,12 @@ class Entry:
             part.work.job.begin_part()
 
     def _suspended(self) -> None:
-        if not self._in_later_stages:
+        if self._leave_by is PrefillEvent.PREEMPT:
             self._compute.metrics.preempted.inc()
         for part in self._now:
             part.work.job.end_part(part.name, tokens=part.tokens, history=part.start)
         for part in self._heads():
-            why = LATER_STAGES if self._in_later_stages else PREEMPTED
-            self._compute.suspended(part, self.task.compute_s, why)
+            self._compute.suspended(part, self.task.compute_s, self._leave_by)
 
     def _ended(self, error: Exception | None) -> None:
         in_flight = self._compute.engine.runner.in_flight

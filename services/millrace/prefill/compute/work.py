@@ -89,8 +89,8 @@ class Work:
 
     def failure(self) -> Exception | None:
         """Returns why the result has no receiver any more; None if it has one."""
-        if (stopped := self.job.stopped()) is not None:
-            return stopped
+        if self.job.failure is not None:
+            return self.job.failure
         return None if self.job.session is None else self.job.session.failure
 
     def _add_alone(self, max_chunk_tokens: int) -> None:
