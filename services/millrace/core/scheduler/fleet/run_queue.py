@@ -41,7 +41,8 @@ YIELDING_WEIGHT = 1e-3
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Task:
-    """The unit of work of one group. `requests[0]` is the head: the task has its rank."""
+    """The scheduler's task: a chunk on its group of instances. An instance computes its share as a
+    `ChunkTask`. `requests[0]` is the head: the task has its rank."""
 
     requests: list[LiveRequest]
     chunk: Chunk
