@@ -11,12 +11,34 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from millrace.engine.execution_pool import Dropped, ExecutionPool, PoolTask, StopPoint
+from millrace.engine.execution_pool import ChunkTask, Dropped, ExecutionPool, StopPoint
 from support.deadlines import HANG_S
 
 CPU = torch.device("cpu")
 LAYERS = 3
 PASS = (*(StopPoint.OPERATOR, StopPoint.OPERATOR, StopPoint.LAYER) * LAYERS,)
+
+
+class WatchedTask(ChunkTask):
+    """Writes its events into the log of `watched`."""
+
+    def __init__(self, watched: Watched, name: str, steps: Generator[StopPoint]) -> None:
+        super().__init__(name, steps)
+        self.watched = watched
+        self.wanted = lambda: True
+
+    def resumed(self) -> None:
+        self.watched.log.append(f"run {self.name}")
+
+    def suspended(self) -> None:
+        self.watched.log.append(f"leave {self.name}")
+
+    def ended(self, error: Exception | None) -> None:
+        self.watched.log.append(f"end {self.name}")
+        self.watched.ends[self.name] = error
+
+    def is_unwanted(self) -> bool:
+        return not self.wanted()
 
 
 class Watched:
@@ -31,7 +53,7 @@ class Watched:
         self.turn = threading.Semaphore(0)  # a step of any task takes one
         self.free = False
 
-    def task(self, name: str, passes: int = 1, *, fails_at: int = -1) -> PoolTask:
+    def task(self, name: str, passes: int = 1, *, fails_at: int = -1) -> WatchedTask:
         def steps() -> Generator[StopPoint]:
             for _ in range(passes):
                 for boundary in (*PASS, StopPoint.PASS):
@@ -46,19 +68,10 @@ class Watched:
                     self.active -= 1
                     yield boundary
 
-        def note(what: str) -> Callable[[], None]:
-            return lambda: self.log.append(f"{what} {name}")
-
-        def ended(error: Exception | None) -> None:
-            self.log.append(f"end {name}")
-            self.ends[name] = error
-
         self.steps[name] = 0
-        return PoolTask(
-            name=name, steps=steps(), resumed=note("run"), suspended=note("leave"), ended=ended
-        )
+        return WatchedTask(self, name, steps())
 
-    def submit(self, name: str, passes: int = 1, *, fails_at: int = -1) -> PoolTask:
+    def submit(self, name: str, passes: int = 1, *, fails_at: int = -1) -> WatchedTask:
         task = self.task(name, passes, fails_at=fails_at)
         self.pool.submit(task)
         return task
@@ -174,7 +187,7 @@ def test_what_nobody_wants_is_ended_though_another_runs_that_yields_to_none() ->
         w.submit("long")
         w.did("run long")
         waiting = w.submit("waiting")
-        waiting.is_unwanted = lambda: True
+        waiting.wanted = lambda: False
         w.pool.drop_unwanted()
         w.go(1)
         w.did("end waiting")
@@ -210,7 +223,7 @@ def test_under_random_orders_every_step_runs_once_and_nothing_is_lost(seed: int)
         unwanted: set[str] = set()
         for i, name in enumerate(names):
             task = w.task(name, passes=draw.randint(1, 6))
-            task.is_unwanted = lambda name=name: name in unwanted
+            task.wanted = lambda name=name: name not in unwanted
             w.pool.submit(task)
             w.pool.order(draw.sample(names, len(names)))
             if draw.random() < 0.2:

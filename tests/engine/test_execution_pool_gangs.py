@@ -15,7 +15,7 @@ import torch
 
 from millrace.core.instance.gang import GangKey, GangSpec
 from millrace.core.instance.stop_point import StopPoint
-from millrace.engine.execution_pool import Dropped, ExecutionPool, PoolTask
+from millrace.engine.execution_pool import ChunkTask, Dropped, ExecutionPool
 
 CPU = torch.device("cpu")
 LIMIT_S = 30.0
@@ -87,7 +87,7 @@ class Job:
             if position < len(self.stops):
                 yield StopPoint(self.stops[position])
 
-    def task(self, me: str, fleet: Fleet) -> PoolTask:
+    def task(self, me: str, fleet: Fleet) -> ChunkTask:
         spec = GangSpec(
             key=self.key,
             members=self.members,
@@ -95,15 +95,26 @@ class Job:
             stops=self.stops,
             last_stop=len(self.stops) - 1,
         )
-        return PoolTask(
-            name=self.name,
-            steps=self.steps(me, fleet),
-            resumed=lambda: None,
-            suspended=lambda: self.left[me].append(self.begun[me]),
-            ended=lambda error: self.ends.__setitem__(me, error),
-            is_unwanted=lambda: self.cancelled,
-            gang=spec if len(self.members) > 1 else None,
-        )
+        return JobTask(self, me, self.steps(me, fleet), spec if len(self.members) > 1 else None)
+
+
+class JobTask(ChunkTask):
+    """A job's task at one member."""
+
+    def __init__(
+        self, job: Job, me: str, steps: Generator[StopPoint], gang: GangSpec | None
+    ) -> None:
+        super().__init__(job.name, steps, gang)
+        self.job, self.me = job, me
+
+    def suspended(self) -> None:
+        self.job.left[self.me].append(self.job.begun[self.me])
+
+    def ended(self, error: Exception | None) -> None:
+        self.job.ends[self.me] = error
+
+    def is_unwanted(self) -> bool:
+        return self.job.cancelled
 
 
 class Fleet:

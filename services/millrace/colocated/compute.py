@@ -10,17 +10,13 @@ from dataclasses import dataclass, field
 import torch
 
 from millrace.colocated.packing import Share
+from millrace.core.token_events import FirstToken
 from millrace.engine.assembly import Engine
 from millrace.engine.decode_batch import DecodeBatch, TokenOut
 from millrace.engine.errors import EngineDied
 from millrace.engine.forward.prefill_task import PrefillTask
 from millrace.engine.sampling.sampler import Sampler
-from millrace.prefill.compute.first_tokens import (
-    PrefillOutcome,
-    SamplingError,
-    prompt_logprobs,
-    sample_first,
-)
+from millrace.prefill.compute.first_tokens import SamplingError, prompt_logprobs, sample_first
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +31,7 @@ class Iteration:
 
     seconds: float = 0.0
     tokens: list[TokenOut] = field(default_factory=list)
-    first_tokens: dict[str, PrefillOutcome] = field(default_factory=dict)
+    first_tokens: dict[str, tuple[FirstToken, ...]] = field(default_factory=dict)
     errors: dict[str, str] = field(default_factory=dict)
     lost: dict[str, str] = field(default_factory=dict)
 

@@ -21,6 +21,7 @@ from millrace.core.config import Config
 from millrace.core.cost.operators import BatchShape, OperatorModel
 from millrace.core.cost.prefill_times import ChunkLimits, PrefillTimes
 from millrace.core.errors import ConfigError
+from millrace.core.instance.group import PromptLogprobsRun
 from millrace.core.instance.packing import Packer, PackingConfig
 from millrace.core.live_request import LiveRequest
 from millrace.core.priority import POLICIES
@@ -28,7 +29,6 @@ from millrace.core.priority.lars import relative_slack
 from millrace.core.request import Request, Slo
 from millrace.core.scheduler.machine import DEADLINE_FACTOR, LEAST_DEADLINE_S
 from millrace.decode.request import DecodeRequest
-from millrace.prefill.compute.first_tokens import LogprobsRun
 
 log = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ class Prompt:
     spans: PromptSpans
     done: int = 0  # tokens whose KV is computed or cached
     compute_s: float = 0.0  # of the iterations that had a chunk of it
-    logprobs: list[LogprobsRun] = field(default_factory=list)
+    logprobs: list[PromptLogprobsRun] = field(default_factory=list)
 
     @property
     def prompt_tokens(self) -> int:

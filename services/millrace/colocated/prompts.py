@@ -19,7 +19,6 @@ from millrace.decode.request import DecodeEvent, DecodeRequest
 from millrace.decode.request_table import RequestTable
 from millrace.instance.host import WorkerContext
 from millrace.instance.tasks import Tasks
-from millrace.prefill.compute.first_tokens import PrefillOutcome
 from millrace.prefill.prompt import fetch_whole
 from millrace.state.store import StoreError
 
@@ -127,28 +126,25 @@ class Prompts:
                 self._through(share, iteration.first_tokens[request.id])
                 yield request
 
-    def _through(self, share: Share, outcome: PrefillOutcome) -> None:
+    def _through(self, share: Share, first_tokens: tuple[FirstToken, ...]) -> None:
         """Ends a computed prompt: sends its first tokens; the request joins the batch if it is not
         complete."""
         prompt, request = share.prompt, share.prompt.request
         del self._prompts[request.id]
         prompt.spans.leave()
         self._send(ChunkFinished(request_id=request.id, compute_s=prompt.compute_s, last=True))
-        request.start_choices(outcome.token_ids)
+        request.start_choices([token.token_id for token in first_tokens])
         request.advance(DecodeEvent.KV_LANDED)
-        self._output.first_tokens(request, _finished(prompt, outcome))
+        self._output.first_tokens(request, _finished(prompt, first_tokens))
         self._table.join_if_ready(request)
 
 
-def _finished(prompt: Prompt, outcome: PrefillOutcome) -> FinishedPrefill:
+def _finished(prompt: Prompt, first_tokens: tuple[FirstToken, ...]) -> FinishedPrefill:
     """Builds the same message as a prefill instance sends."""
-    found = [one for _, run in prompt.logprobs for one in run]
+    found = [one for run in prompt.logprobs for one in run.positions]
     asked = prompt.request.sampling.prompt_logprobs >= 0
     return FinishedPrefill(
-        first_tokens=tuple(
-            FirstToken(token, one)
-            for token, one in zip(outcome.token_ids, outcome.logprobs, strict=True)
-        ),
+        first_tokens=first_tokens,
         spans=tuple(prompt.spans.spans),
         prompt_logprobs=(None, *found) if asked else (),
         cached_tokens=prompt.request.cached_tokens,

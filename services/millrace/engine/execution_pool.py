@@ -19,7 +19,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Final
 
 import torch
@@ -33,32 +32,44 @@ RUN_AHEAD_OPERATORS: Final = 4
 """Operators that the host may have enqueued on a GPU beyond the one that executes."""
 
 
-@dataclass(eq=False, slots=True, kw_only=True)
-class PoolTask:
-    """A computation as a generator that yields, at each boundary, the stop point that has been
-    reached.
+class ChunkTask:
+    """The instance's task: a chunk, as its execution pool computes it.
 
-    The generator may yield a completion instead, after giving back its activations: other tasks run
-    until the completion is set.
+    Its kinds are `LocalChunk` and `RingChunk` (`prefill.compute`). The scheduler's task is the same
+    chunk on all its instances.
 
-    The callbacks run on the pool's thread and return at once. `ended` gets the exception that the
-    generator raised, if any; a dropped task has ended with `Dropped`.
+    ``steps`` computes the chunk: a generator that yields, at each boundary, the stop point that has
+    been reached; a gang's as the stops of ``gang`` say. It may yield a completion instead, after
+    giving back its activations: other tasks run until the completion is set.
+
+    The pool's thread calls the methods, which return at once; any thread calls `is_unwanted`.
     """
 
-    name: str
-    steps: Generator[StopPoint | Completion]
-    resumed: Callable[[], None]  # begins, or continues
-    suspended: Callable[[], None]
-    ended: Callable[[Exception | None], None]
-    is_unwanted: Callable[[], bool] = lambda: False
-    gang: GangSpec | None = None  # `steps` yields as its stops say
-    subject: object = None  # the owner's
-    compute_s: float = 0.0  # over all spans that have ended
-    since_s: float = field(default=0.0, init=False)  # time.perf_counter at the start of the span
-    begun: bool = field(default=False, init=False)
-    mid_pass: bool = field(default=False, init=False)
-    dropped: bool = field(default=False, init=False)
-    awaits: bool = field(default=False, init=False)
+    def __init__(
+        self, name: str, steps: Generator[StopPoint | Completion], gang: GangSpec | None = None
+    ) -> None:
+        self.name = name
+        self.steps = steps
+        self.gang = gang
+        self.compute_s = 0.0  # over all spans that have ended
+        self.since_s = 0.0  # time.perf_counter at the start of the span
+        self.begun = False
+        self.mid_pass = False
+        self.dropped = False
+        self.awaits = False
+
+    def resumed(self) -> None:
+        """Notes that the task begins or continues."""
+
+    def suspended(self) -> None:
+        """Notes that another task may run until `resumed`."""
+
+    def ended(self, error: Exception | None) -> None:
+        """Takes the exception that `steps` raised, if any; `Dropped` if the task was dropped."""
+
+    def is_unwanted(self) -> bool:
+        """Returns whether the task may be dropped."""
+        return False
 
     def spent_s(self) -> float:
         """Returns the seconds of compute so far; called by the task itself."""
@@ -85,7 +96,7 @@ class ExecutionPool:
         `send` takes a payload to another instance's `receive`, payloads to one instance in order.
         It may be called on any thread that called the pool; it returns at once and raises nothing.
         """
-        self._rule: PreemptionRule[PoolTask] = PreemptionRule(most_held)
+        self._rule: PreemptionRule[ChunkTask] = PreemptionRule(most_held)
         self._blocked = blocked
         self._send = send
         self._sending = threading.Lock()
@@ -129,7 +140,7 @@ class ExecutionPool:
         with self._changing():
             self._rule.finest = finest
 
-    def submit(self, task: PoolTask) -> None:
+    def submit(self, task: ChunkTask) -> None:
         """Takes a task in; it runs when it is first.
 
         Raises ValueError for a name that the pool has.
@@ -175,7 +186,7 @@ class ExecutionPool:
             self._rule.receive(instance_id, payload)
             self._rearranged()  # a gang's task may count from now on
 
-    def take(self, names: Sequence[str]) -> list[PoolTask]:
+    def take(self, names: Sequence[str]) -> list[ChunkTask]:
         """Takes out those of the tasks that are in the pool, have no gang and have not begun.
 
         The caller does their work.
@@ -231,7 +242,7 @@ class ExecutionPool:
         while (task := self._next()) is not None:
             self._advance(task)
 
-    def _next(self) -> PoolTask | None:
+    def _next(self) -> ChunkTask | None:
         while True:
             self._end_dropped()
             with self._changed:
@@ -247,7 +258,7 @@ class ExecutionPool:
                 if not any(task.dropped for task in self._rule.tasks.values()):
                     self._changed.wait()
 
-    def _advance(self, task: PoolTask) -> None:
+    def _advance(self, task: ChunkTask) -> None:
         """Runs the task until it ends or must yield."""
         error: Exception | None = None
         if task.dropped:
@@ -274,7 +285,7 @@ class ExecutionPool:
             self._rule.remove(task)
         task.ended(error)
 
-    def _run_span(self, task: PoolTask) -> bool:
+    def _run_span(self, task: ChunkTask) -> bool:
         """Runs the task; True when it was left, False when it ended.
 
         Raises what the task raises.
@@ -291,7 +302,7 @@ class ExecutionPool:
                 return True
         return False
 
-    def _awaits(self, task: PoolTask, awaited: Completion) -> bool:
+    def _awaits(self, task: ChunkTask, awaited: Completion) -> bool:
         """Returns True when the task must be left until its completion is set; False when it is
         set.
         """
@@ -302,14 +313,14 @@ class ExecutionPool:
         task.awaits = False
         return task.dropped
 
-    def _ready(self, task: PoolTask) -> None:
+    def _ready(self, task: ChunkTask) -> None:
         """Notes that the task's completion is set. Called on any thread."""
         with self._changing():
             task.awaits = False
             self._rule.settle()
             self._rearranged()
 
-    def _leaves(self, task: PoolTask, ended: StopPoint) -> bool:
+    def _leaves(self, task: ChunkTask, ended: StopPoint) -> bool:
         self._end_dropped()
         with self._changed:
             if task.dropped:
@@ -317,7 +328,7 @@ class ExecutionPool:
             self._look = self._rule.first() is not task
             return self._rule.leaves(task, ended)
 
-    def _run_gang(self, task: PoolTask) -> bool:
+    def _run_gang(self, task: ChunkTask) -> bool:
         """Runs a gang's task, which runs, holds and stops as the gang agrees; returns as
         `_run_span`.
         """
@@ -332,7 +343,7 @@ class ExecutionPool:
             self._run_ahead.step()
         return True
 
-    def _may_begin(self, task: PoolTask, ended: StopPoint | None) -> bool:
+    def _may_begin(self, task: ChunkTask, ended: StopPoint | None) -> bool:
         while True:
             if self._look:
                 self._look = False
@@ -389,7 +400,7 @@ class RunAhead:
         self._events.clear()
 
 
-def _close(task: PoolTask) -> Exception:
+def _close(task: ChunkTask) -> Exception:
     """Closes a task's generator where it is suspended."""
     task.steps.close()
     return Dropped(task.name)

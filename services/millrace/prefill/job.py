@@ -1,41 +1,62 @@
-"""The state of one request at a prefill instance."""
+"""The state of one request at a prefill instance: one attempt, over all its chunks."""
 
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Final
 
-from millrace.core.errors import MillraceError
+import torch
+
+from millrace.core.errors import IntegrityError, MillraceError
+from millrace.core.instance.group import PromptLogprobsRun
 from millrace.core.kv.layout import KvLayout
-from millrace.core.kv.sp_layout import RING_BUFFERS, Layout, Run, layout
+from millrace.core.kv.sp_layout import (
+    RING_BUFFERS,
+    ChunkShares,
+    Layout,
+    Pass,
+    Run,
+    layout,
+    pass_tokens,
+)
 from millrace.core.request import Chunk
 from millrace.core.scheduler.commands import RunPrefill
 from millrace.core.span import Span
+from millrace.core.token_events import FirstToken
 from millrace.engine.sampling.spec import SamplingSpec
 from millrace.instance.sampling import sampling_spec
 from millrace.instance.spans import Stopwatch, span
 from millrace.prefill.metrics import PrefillMetrics
+from millrace.prefill.states import TRANSITIONS, PrefillEvent, PrefillState
 from millrace.transfer.push.control import Sending
 from millrace.transfer.ring.manager import GroupLink
 
-PREEMPTED: Final = "preempted"
-LATER_STAGES: Final = "later_stages"  # its pass is there; the first stage has no work
+_NO_IDS: Final = torch.empty(0, dtype=torch.int64)
 
 
 class Cancelled(Exception):
-    """Raised in a cancelled job, whose result is no longer wanted."""
+    """Raised in a cancelled job, whose result is no longer wanted; says why."""
 
 
 @dataclass(slots=True, eq=False)
 class PrefillJob:
     """The instance's record of a request, from the command to the release.
 
-    ``layout`` is set by the preparation if the job `is_shared`; ``link`` to the other members is
-    set when all have joined.
+    The preparation sets ``layout`` if the job `is_shared`; ``prompt_ids``, int64 [prompt_tokens] on
+    the CPU, of which a group's member has only the ids of its shards and the id after each shard;
+    and ``passes`` (`cut`). ``link`` to the other members is set when all have joined.
+
+    The compute thread sets ``first_tokens`` at the request's leader, and ``prompt_logprobs``, those
+    of the tokens that this instance computed, if requested, in any order. At the end it calls
+    ``done`` with the error or None.
+
+    ``failure``, from the moment when the job is cancelled or fails, says why its result is no
+    longer wanted; the compute thread reads it at every operator.
     """
 
     command: RunPrefill
@@ -45,18 +66,22 @@ class PrefillJob:
     sampling: SamplingSpec
     received_s: float
     layout: Layout | None = None
+    prompt_ids: torch.Tensor = _NO_IDS
+    passes: Sequence[Sequence[Pass]] = ()  # of each chunk; none where all its tokens are cached
     pages: list[int] = field(default_factory=list)
     cached_tokens: int = 0  # first tokens whose KV was in the prefix cache
     buffers: list[int] = field(default_factory=list)  # pages lent to the ring
     session: Sending | None = None
     link: GroupLink | None = None
-    group_failure: MillraceError | None = None  # why the group failed
-    cancelled: str = ""  # the reason; set from the event loop, read by the compute thread
+    state: PrefillState = PrefillState.PREPARING
+    failure: Cancelled | MillraceError | None = None
     spans: list[Span] = field(default_factory=list)
-    _began: bool = False
-    _part_s: float = 0.0  # when the current span of compute began
-    _suspended_s: float | None = None  # since when it is suspended
-    _suspended_why: str = ""
+    first_tokens: tuple[FirstToken, ...] = ()
+    prompt_logprobs: list[PromptLogprobsRun] = field(default_factory=list)
+    done: Callable[[Exception | None], object] = lambda error: None
+    _pass_s: float = 0.0  # when the current span of compute began
+    _suspended_s: float = 0.0  # when it was suspended last
+    _advancing: threading.Lock = field(default_factory=threading.Lock)
     _waiter: asyncio.Task[None] | None = None
 
     @staticmethod
@@ -122,17 +147,87 @@ class PrefillJob:
             return None
         return self.layout.computed(self.instance_id)
 
+    # -- its chunks and passes
+
+    def cut(self, max_chunk_tokens: int) -> None:
+        """Cuts the chunks into passes, after `found`.
+
+        Cached tokens are not computed. For the receiver of the KV they are pass 0, and the first
+        computed pass is then number 1.
+        """
+        if self.layout is not None:
+            self.passes = [shares.passes for shares in self.layout.chunks]
+            return
+        start, number = self.cached_tokens, 1 if self.cached_tokens else 0
+        passes: list[list[Pass]] = [[] for _ in self.chunks]
+        for chunk, of_chunk in zip(self.chunks, passes, strict=True):
+            left = chunk.start_token + chunk.num_tokens - start
+            for tokens in pass_tokens(left, 1, max_chunk_tokens) if left > 0 else ():
+                of_chunk.append(Pass(number, start, tokens, (), ()))
+                start += tokens
+                number += 1
+        self.passes = passes
+
+    @property
+    def first_chunk(self) -> int:
+        """Returns the index of the first chunk that this instance computes."""
+        if self.layout is not None:
+            return self.layout.first_chunk(self.instance_id)
+        return next(index for index, passes in enumerate(self.passes) if passes)
+
+    @property
+    def num_passes(self) -> int:
+        """Returns the number of passes of the whole request."""
+        return self.passes[-1][-1].number + 1
+
+    def is_last(self, one: Pass) -> bool:
+        """Returns whether the pass is the request's last, which samples the first token."""
+        return one is self.passes[-1][-1]
+
+    def shares(self, chunk: int) -> ChunkShares | None:
+        """Returns the chunk's shares in its group; None when this instance computes it alone from
+        pages in token order."""
+        if self.layout is None:
+            return None
+        shares = self.layout.chunks[chunk]
+        is_plain = len(shares.group) == 1 and not self.layout.chunks[0].chunk.start_token
+        return None if is_plain else shares
+
+    # -- its state
+
+    def advance(self, event: PrefillEvent) -> PrefillState:
+        """Takes the step of `TRANSITIONS`; returns the state before it. On any thread.
+
+        Raises IntegrityError for an event that the state does not allow.
+        """
+        with self._advancing:
+            before = self.state
+            after = TRANSITIONS.get((before, event))
+            if after is None:
+                raise IntegrityError(
+                    f"request {self.request_id}: event {event.value} in state {before.value}"
+                )
+            self.state = after
+        return before
+
     def cancel(self, reason: str) -> None:
         """Cancels the job: a wait ends at once, a computation within one operator."""
-        if not self.cancelled:
-            self.cancelled = reason
+        if self.advance(PrefillEvent.CANCEL) is not PrefillState.CANCELLED:
+            self.failure = Cancelled(reason)
             self._interrupt()
 
     def fail(self, error: MillraceError) -> None:
-        """Ends the job as `cancel` does, with the error of its failed group."""
-        if self.group_failure is None:
-            self.group_failure = error
+        """Ends the job as `cancel` does, with an error. The first reason to end a job counts."""
+        self.advance(PrefillEvent.FAIL)
+        if self.failure is None:
+            self.failure = error
             self._interrupt()
+
+    def unwanted(self) -> Exception | None:
+        """Returns why the result has no receiver any more; None if it has one."""
+        if self.failure is not None:
+            return self.failure
+        return None if self.session is None else self.session.failure
 
     def _interrupt(self) -> None:
         if self.link is not None:
@@ -144,25 +239,20 @@ class PrefillJob:
     def cancellable(self) -> Iterator[None]:
         """Lets `cancel` and `fail` interrupt the block's waits, in the job's own task.
 
-        Raises Cancelled, or the group's failure.
+        Raises the job's failure.
         """
-        if (failure := self.stopped()) is not None:
-            raise failure
+        if self.failure is not None:
+            raise self.failure
         task = self._waiter = asyncio.current_task()
         try:
             yield
         except asyncio.CancelledError:
-            failure = self.stopped()
-            if task is None or failure is None:
+            if task is None or self.failure is None:
                 raise  # the whole process ends
             task.uncancel()
-            raise failure from None
+            raise self.failure from None
         finally:
             self._waiter = None
-
-    def stopped(self) -> Exception | None:
-        """Returns why the result is no longer wanted; None while it is wanted."""
-        return Cancelled() if self.cancelled else self.group_failure
 
     # -- spans of its time in the execution pool
 
@@ -173,32 +263,50 @@ class PrefillJob:
 
     def go_on(self, metrics: PrefillMetrics) -> None:
         """Notes that the compute starts, or resumes after a suspension."""
-        now_s = self.clock.now_s()
-        if not self._began:
-            self._began = True
+        before, now_s = self.advance(PrefillEvent.START), self.clock.now_s()
+        if before is PrefillState.WAITING:
             self.spans.append(span("queued", "scheduler", 0.0, self.received_s))
             self.spans.append(span("waiting", self.instance_id, self.received_s, now_s))
             metrics.wait_s.observe(now_s - self.received_s)
-        elif self._suspended_s is not None:
-            why = self._suspended_why
-            self.spans.append(span(why, self.instance_id, self._suspended_s, now_s))
-            waited = metrics.suspended_s if why == PREEMPTED else metrics.later_stages_s
+        elif before in (PrefillState.PREEMPTED, PrefillState.LATER_STAGES):
+            self.spans.append(span(before.value, self.instance_id, self._suspended_s, now_s))
+            preempted = before is PrefillState.PREEMPTED
+            waited = metrics.suspended_s if preempted else metrics.later_stages_s
             waited.observe(now_s - self._suspended_s)
-        self._suspended_s = None
 
-    def suspend(self, why: str) -> None:
-        """Notes that another task computes until `go_on`. `why`: the name of the span till then."""
-        self._suspended_s, self._suspended_why = self.clock.now_s(), why
+    def suspend(self, event: PrefillEvent) -> None:
+        """Notes that another task computes until `go_on`. `event`: PREEMPT or HAND_ON."""
+        self.advance(event)
+        self._suspended_s = self.clock.now_s()
 
-    def begin_part(self) -> None:
-        """Notes that a span of compute begins."""
-        self._part_s = self.clock.now_s()
+    def begin_pass(self) -> None:
+        """Notes that a pass begins, or resumes after a suspension."""
+        self._pass_s = self.clock.now_s()
 
-    def end_part(self, name: str, **attributes: object) -> None:
-        """Ends the span of compute: the pass has ended, or was suspended at a boundary."""
+    def end_pass(self, one: Pass, **attributes: object) -> None:
+        """Ends the span of the pass, which has ended or was suspended at a boundary."""
+        attributes = {"tokens": one.num_tokens, "history": one.start_token, **attributes}
         now_s = self.clock.now_s()
-        self.spans.append(span(name, self.instance_id, self._part_s, now_s, **attributes))
+        self.spans.append(
+            span(f"chunk {one.number}", self.instance_id, self._pass_s, now_s, **attributes)
+        )
 
     def since_monotonic_s(self, monotonic_s: float) -> float:
         """Converts a time of time.monotonic to seconds since the request's arrival."""
         return self.clock.now_s() - (time.monotonic() - monotonic_s)
+
+
+def task_name(request_id: str, chunk: int) -> str:
+    """Names the pool's task that computes a chunk of a request."""
+    return f"{request_id}/{chunk}"
+
+
+def request_of(task: str) -> str:
+    """Returns the request id in the name of a pool's task."""
+    return task.rpartition("/")[0]
+
+
+def task_names(job: PrefillJob) -> list[str]:
+    """Lists the names of all tasks of the job at this instance."""
+    mine = (chunk.index for chunk in job.chunks if job.instance_id in chunk.instance_ids)
+    return [task_name(job.request_id, index) for index in mine]

@@ -15,29 +15,29 @@ import logging
 from dataclasses import replace
 
 import grpc
-import torch
 
 from millrace.core.errors import CapacityError, MillraceError, TransferError
 from millrace.core.instance.group import GroupError
 from millrace.core.instance.standstill import Standstill
 from millrace.core.scheduler.commands import Cancel, Command, Drain, Order, Registered, RunPrefill
 from millrace.core.scheduler.reports import Heartbeat, Registration, RequestFailed, RequestReleased
-from millrace.core.token_events import FinishedPrefill, FirstToken, PositionLogprobs
+from millrace.core.token_events import FinishedPrefill, PositionLogprobs
 from millrace.engine.errors import EngineDied
-from millrace.engine.execution_pool import ExecutionPool, StopPoint
+from millrace.engine.execution_pool import ChunkTask, ExecutionPool, StopPoint
 from millrace.instance.host import WorkerContext
 from millrace.instance.prefix import cached_blocks
 from millrace.instance.tasks import Tasks
-from millrace.prefill.compute.entry import Entry, PrefillCompute
-from millrace.prefill.compute.gang_entry import GangEntry
-from millrace.prefill.compute.work import Work, request_of, task_name, task_names
+from millrace.prefill.compute.context import PrefillCompute
+from millrace.prefill.compute.local_chunk import LocalChunk
+from millrace.prefill.compute.ring_chunk import RingChunk
 from millrace.prefill.group.membership import Membership
-from millrace.prefill.job import Cancelled, PrefillJob
+from millrace.prefill.job import Cancelled, PrefillJob, request_of, task_name, task_names
 from millrace.prefill.metrics import PrefillMetrics
 from millrace.prefill.prefix import PromptPrefixes
 from millrace.prefill.priority_lock import PriorityLock
 from millrace.prefill.prompt import fetch_prompt
 from millrace.prefill.sending import open_session, transfer_spans
+from millrace.prefill.states import PrefillEvent
 from millrace.state.store import StoreError
 from millrace.transfer.push.control import Sending
 from millrace.transfer.push.send.manager import SendManager
@@ -91,6 +91,8 @@ class PrefillRole:
             context.send_threadsafe,
             self._metrics,
             self._execution,
+            fellows=lambda task: self._together.get(task, ()),
+            submit=self._submit,
         )
 
     @property
@@ -229,11 +231,12 @@ class PrefillRole:
         died: EngineDied | None = None
         try:
             await self._work(job)
-        except Cancelled:
-            reason = job.cancelled
+        except Cancelled as cancelled:
+            reason = str(cancelled)
             self._metrics.cancelled.inc()
         except MillraceError as error:
             reason = str(error)
+            job.fail(error)
             self._report(job, error)
             died = error if isinstance(error, EngineDied) else None
         if reason and job.link is not None:
@@ -247,6 +250,7 @@ class PrefillRole:
         self._membership.end(job)
         self._pool.free(job.pages + job.buffers)
         self._execution.forget(task_names(job))
+        job.advance(PrefillEvent.RELEASE)
         del self._jobs[job.request_id]
         self._changed.set()
         released = RequestReleased(request_id=job.request_id, complete=not reason)
@@ -257,29 +261,32 @@ class PrefillRole:
     async def _work(self, job: PrefillJob) -> None:
         """Prepares, computes and hands over the job. Raises Cancelled and MillraceError."""
         with job.cancellable():
-            prompt_ids, session = await self._prepare(job)
+            session = await self._prepare(job)
             if job.layout is not None:
                 await self._membership.meet(job)
-        work = await self._run_compute(job, prompt_ids)
+        job.advance(PrefillEvent.READY)
+        await self._run_compute(job)
+        job.advance(PrefillEvent.END_COMPUTE)
         self._prefixes.keep(job)
         with job.cancellable():
             if job.leads:
-                logprobs = await self._membership.collect(job, work.prompt_logprobs)
-                await session.finish(self._finished(job, session, work, logprobs))
+                logprobs = await self._membership.collect(job)
+                await session.finish(self._finished(job, session, logprobs))
             else:
-                await self._membership.hand_in(job, work.prompt_logprobs)
+                await self._membership.hand_in(job)
                 await session.finish(None)
 
-    async def _prepare(self, job: PrefillJob) -> tuple[torch.Tensor, Sending]:
-        """Fetches the prompt, reserves pages and opens the handshake."""
+    async def _prepare(self, job: PrefillJob) -> Sending:
+        """Fetches the prompt, reserves pages, cuts the passes and opens the handshake."""
         async with self._prepare_turn.of(job.request_id):
             if job.is_shared:
                 await self._lay_out(job)
-            prompt_ids = await fetch_prompt(self._context.store, job)
+            job.prompt_ids = await fetch_prompt(self._context.store, job)
             await self._reserve(job)
+            job.cut(self._compute.max_chunk_tokens)
             job.session = await open_session(self._sender, self._peers, job)
             self._prefixes.hand_over(job)
-        return prompt_ids, job.session
+        return job.session
 
     async def _lay_out(self, job: PrefillJob) -> None:
         sizes = self._engine.layout.page_tokens, self._compute.max_chunk_tokens
@@ -309,43 +316,35 @@ class PrefillRole:
         job.pages, job.buffers = taken[:own], taken[own:]
         self._prefixes.found(job, cached)
 
-    async def _run_compute(self, job: PrefillJob, prompt_ids: torch.Tensor) -> Work:
+    async def _run_compute(self, job: PrefillJob) -> None:
         """Lets the pool compute the job. `cancel` can't interrupt this wait; the pool ends it."""
         loop = asyncio.get_running_loop()
         done: asyncio.Future[None] = loop.create_future()
-
-        def tell(error: Exception | None) -> None:
-            loop.call_soon_threadsafe(_resolve, done, error)
-
-        work = Work(job, prompt_ids, self._compute.max_chunk_tokens, tell)
+        job.done = lambda error: loop.call_soon_threadsafe(_resolve, done, error)
         try:
             if job.layout is None:
-                self._compute.passed_over(work)
-            self._submit(work, work.first_chunk)
+                self._compute.passed_over(job)
+            self._submit(job, job.first_chunk)
             await done
         except (Cancelled, MillraceError):
             raise
         except Exception as error:
             log.exception("request %s: prefill failed", job.request_id)
             raise ComputeError(f"prefill failed: {error}") from error
-        if job.leads and work.outcome is None:
+        if job.leads and not job.first_tokens:
             raise ComputeError(f"request {job.request_id}: the last chunk gave no logits")
-        return work
 
-    def _submit(self, work: Work, chunk: int) -> None:
+    def _submit(self, job: PrefillJob, chunk: int) -> None:
         """Gives a chunk to the pool after all chunks before it are computed. On any thread."""
-        job, shares = work.job, work.shares(chunk)
-        if shares is not None and job.link is not None:
-            job.link.give(shares)
+        shares = job.shares(chunk)
+        task: ChunkTask
         if shares is None:
-            task = Entry(self._compute, work, chunk, self._fellows, self._submit).task
+            task = LocalChunk(self._compute, job, chunk)
         else:
-            task = GangEntry(self._compute, work, chunk, shares, self._submit).task
+            assert job.link is not None  # all members have joined
+            job.link.give(shares)
+            task = RingChunk(self._compute, job, chunk, shares)
         self._execution.submit(task)
-
-    def _fellows(self, task: str) -> tuple[str, ...]:
-        """Lists the tasks that the scheduler batched with this task."""
-        return self._together.get(task, ())
 
     def _report(self, job: PrefillJob, error: MillraceError) -> None:
         """Reports a failure at once; the release is reported when nothing is in flight any more."""
@@ -359,22 +358,13 @@ class PrefillRole:
         )
 
     def _finished(
-        self,
-        job: PrefillJob,
-        session: Sending,
-        work: Work,
-        logprobs: tuple[PositionLogprobs | None, ...],
+        self, job: PrefillJob, session: Sending, logprobs: tuple[PositionLogprobs | None, ...]
     ) -> FinishedPrefill:
-        outcome = work.outcome
-        assert outcome is not None  # of the leader's last pass
         return FinishedPrefill(
-            first_tokens=tuple(
-                FirstToken(token, found)
-                for token, found in zip(outcome.token_ids, outcome.logprobs, strict=True)
-            ),
+            first_tokens=job.first_tokens,
             spans=(*job.spans, *transfer_spans(job, session)),
             prompt_logprobs=logprobs,
-            total_chunks=work.passes,
+            total_chunks=job.num_passes,
             cached_tokens=job.cached_tokens,
         )
 

@@ -18,7 +18,9 @@ from millrace.core.instance.gang import (
     Step,
     answer_without_task,
 )
+from millrace.core.instance.preemption import PreemptionRule
 from millrace.core.instance.stop_point import StopPoint
+from support.gang_node import ModelTask
 
 KEY = GangKey("r", 1, 2)
 OPERATOR, LAYER, PASS = StopPoint.OPERATOR, StopPoint.LAYER, StopPoint.PASS
@@ -219,3 +221,24 @@ def test_a_task_that_does_not_run_what_its_stops_say_is_found() -> None:
         spec.check(2, LAYER)
     with pytest.raises(IntegrityError, match="nothing"):
         spec.check(6, LAYER)
+
+
+def test_a_gang_keeps_its_turn_from_its_opening_on_also_without_preemption() -> None:
+    """A member that joins at a later chunk has its task while the others compute earlier chunks."""
+    spec = GangSpec(key=KEY, members=("p", "q"), me="q", stops=bytes(STOPS), last_stop=5)
+    gang, first, second = (
+        ModelTask("r/2", spec, "r", 2),
+        ModelTask("s/0", None, "s", 0),
+        ModelTask("t/0", None, "t", 0),
+    )
+    rule: PreemptionRule[ModelTask] = PreemptionRule(0)  # without preemption
+    rule.order([gang.name, first.name, second.name])
+    for task in (gang, first, second):
+        rule.add(task)
+    assert rule.next() is first
+    rule.receive("p", Message(KEY, MessageKind.OPEN).encode())
+    assert not rule.leaves(first, PASS)
+    rule.remove(first)
+    assert rule.next() is None  # the second waits for the gang
+    rule.receive("p", Message(KEY, MessageKind.START).encode())
+    assert rule.next() is gang

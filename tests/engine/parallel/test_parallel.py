@@ -13,7 +13,7 @@ import psutil
 import pytest
 import torch
 
-from millrace.engine.execution_pool import ExecutionPool, PoolTask, StopPoint
+from millrace.engine.execution_pool import ChunkTask, ExecutionPool, StopPoint
 from millrace.engine.forward.local_runner import ModelRunner
 from millrace.engine.forward.passes import Boundary
 from millrace.engine.forward.prefill_task import PrefillTask
@@ -192,21 +192,20 @@ def test_an_execution_pool_preempts_all_ranks(group: RankGroup) -> None:
     ended: queue.Queue[BaseException | None] = queue.Queue()
     left: list[str] = []
 
+    class Chunk(ChunkTask):
+        def suspended(self) -> None:
+            left.append(self.name)
+
+        def ended(self, error: Exception | None) -> None:
+            ended.put(error)
+
     def steps(name: str) -> Generator[StopPoint]:
         for _ in runner.prefill_batch([tasks[name]]):
             yield StopPoint.OPERATOR
         yield StopPoint.PASS
 
     for name in tasks:
-        pool.submit(
-            PoolTask(
-                name=name,
-                steps=steps(name),
-                resumed=lambda: None,
-                suspended=lambda name=name: left.append(name),
-                ended=ended.put,
-            )
-        )
+        pool.submit(Chunk(name, steps(name)))
     rng = random.Random(5)
     while ended.qsize() < len(tasks):
         pool.order(rng.sample(list(tasks), len(tasks)))

@@ -45,10 +45,11 @@ def first_tokens(pair: Pair) -> dict[str, list[int]]:
     role = pair.prefill.role
     finish = role._finished
 
-    def noted(job: Any, session: Any, work: Any, logprobs: Any) -> Any:
-        outcome = work.outcome
-        found[job.request_id] = [*outcome.token_ids, round(outcome.logprobs[0].chosen[1], 3)]
-        return finish(job, session, work, logprobs)
+    def noted(job: Any, session: Any, logprobs: Any) -> Any:
+        tokens = job.first_tokens
+        chosen = tokens[0].logprobs.chosen
+        found[job.request_id] = [*(token.token_id for token in tokens), round(chosen[1], 3)]
+        return finish(job, session, logprobs)
 
     role._finished = noted
     return found

@@ -17,7 +17,7 @@ import torch
 
 from millrace.core.arithmetic import ceil_div
 from millrace.engine.assembly import Engine
-from millrace.engine.execution_pool import ExecutionPool, PoolTask, StopPoint
+from millrace.engine.execution_pool import ChunkTask, ExecutionPool, StopPoint
 from millrace.engine.forward.prefill_task import PrefillTask
 
 _WAIT_S = 120.0  # seconds for a task, before the pool counts as broken
@@ -203,23 +203,26 @@ def _granules(engine: Engine, granularity: str, passes: int) -> int:
     return passes if granularity == "chunk" else passes * engine.layout.num_layers
 
 
+class _Chunk(ChunkTask):
+    """A `ChunkTask` of given steps; `done` is set at its end, with its error."""
+
+    def __init__(self, name: str, steps: Generator[StopPoint]) -> None:
+        super().__init__(name, steps)
+        self.done: Future[None] = Future()
+
+    def ended(self, error: Exception | None) -> None:
+        if error is None:
+            self.done.set_result(None)
+        else:
+            self.done.set_exception(error)
+
+
 def _submit(pool: ExecutionPool, name: str, steps: Generator[StopPoint]) -> Future[None]:
     """Returns a future that is done at the task's end, with the task's error."""
-    done: Future[None] = Future()
-
-    def ended(error: Exception | None) -> None:
-        if error is None:
-            done.set_result(None)
-        else:
-            done.set_exception(error)
-
-    pool.submit(PoolTask(name=name, steps=steps, resumed=_ignore, suspended=_ignore, ended=ended))
-    return done
+    task = _Chunk(name, steps)
+    pool.submit(task)
+    return task.done
 
 
 def _nothing_to_do() -> Generator[StopPoint]:
     yield from ()
-
-
-def _ignore() -> None:
-    pass

@@ -28,7 +28,7 @@ from millrace.core.instance.stop_point import StopPoint
 
 
 class Task(Protocol):
-    """A task as the rule reads it, with the marks that the rule sets."""
+    """A `ChunkTask` as the rule reads it, with the marks that the rule sets."""
 
     @property
     def name(self) -> str: ...

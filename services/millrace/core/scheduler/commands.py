@@ -48,7 +48,7 @@ class Registered:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunPrefill:
-    """Compute these chunks, after what the instance already holds.
+    """The command on the wire: compute these chunks, after all that the instance already holds.
 
     `group` has every instance of the chunks, in the order of the last chunk; empty: this instance
     alone. `shards` say where the KV goes, by position; empty: all of it to `decode`.

@@ -73,7 +73,8 @@ class KvBlock:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class RingTask:
-    """One member's computation in a pass of a group. Tensors lie on the host.
+    """One member's rows in a group's pass of the engine's generator (`Runner.prefill_ring`).
+    Tensors lie on the host.
 
     token_ids, positions: int64 [n], in ascending order; n may be 0. slots: int64 [n], page id *
     page_tokens + row of each token's K/V. ``blocks[s]``: the block of step s; as many as the group

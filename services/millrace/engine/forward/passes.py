@@ -33,7 +33,8 @@ stage begins with, or, of a model in one stage, `logits` and `hidden`."""
 
 @dataclass(frozen=True, slots=True)
 class Boundary:
-    """A point between two operators, named by the operator that has just run.
+    """A point between two operators, which the engine's generator yields, named by the operator
+    that has just run.
 
     ``layer`` is -1 after ``embed`` and `num_layers` after ``lm_head``. With `awaited` the pass is
     in later stages of a pipeline, and its generator can't continue before `awaited` is set.

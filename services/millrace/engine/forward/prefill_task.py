@@ -1,4 +1,4 @@
-"""The task of a forward pass over one chunk of one prompt."""
+"""The rows that one prompt has in a forward pass: an argument of the engine's generator."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def _nothing(layer: int) -> None:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class PrefillTask:
-    """One chunk of one prompt.
+    """The rows of one chunk in a pass of the engine's generator (`Runner.prefill_batch`).
 
     ``token_ids``: int64 [L] of this chunk, L at least 1; ``history_tokens`` of the prompt came
     before it and lie in ``pages`` (all pages of the request, in order) already. After the last

@@ -2,28 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Final, Protocol
 
 import torch
 
-from millrace.core.token_events import PositionLogprobs
+from millrace.core.instance.group import PromptLogprobsRun
+from millrace.core.token_events import FirstToken, PositionLogprobs
 from millrace.engine.sampling.logprobs import position_logprobs
 from millrace.engine.sampling.sampler import Sampler
 from millrace.engine.sampling.spec import SamplingRow, SamplingSpec
 
 LOGPROB_BLOCK_TOKENS: Final = 256
-
-#: The first of some neighbouring positions, and the log-probabilities of each position.
-LogprobsRun = tuple[int, list[PositionLogprobs]]
-
-
-@dataclass(slots=True)
-class PrefillOutcome:
-    """The first token of each choice, with its log-probabilities."""
-
-    token_ids: list[int]
-    logprobs: list[PositionLogprobs | None]
 
 
 class SamplingError(RuntimeError):
@@ -39,7 +28,7 @@ class Projecting(Protocol):
 
 def sample_first(
     sampler: Sampler, spec: SamplingSpec, prompt_ids: torch.Tensor, logits: torch.Tensor
-) -> PrefillOutcome:
+) -> tuple[FirstToken, ...]:
     """Samples the first token of every choice. Raises SamplingError if none can be sampled.
 
     prompt_ids: int64 [prompt_tokens] on the CPU; logits: float32 [vocab] of the last position.
@@ -49,12 +38,12 @@ def sample_first(
     sampled = sampler.sample(logits.expand(spec.n, -1), rows)
     if sampled.errors:
         raise SamplingError(next(iter(sampled.errors.values())))
-    return PrefillOutcome(sampled.token_ids, sampled.logprobs)
+    return tuple(map(FirstToken, sampled.token_ids, sampled.logprobs))
 
 
 def prompt_logprobs(
     runner: Projecting, top: int, prompt_ids: torch.Tensor, start: int, hidden: torch.Tensor
-) -> LogprobsRun:
+) -> PromptLogprobsRun:
     """Computes the log-probabilities of the prompt's own tokens, in blocks of bounded memory.
 
     prompt_ids: int64 [prompt_tokens] on the CPU; hidden: [L, hidden_size] of the positions from
@@ -67,4 +56,4 @@ def prompt_logprobs(
         targets = prompt_ids[after : after + len(rows)].tolist()
         logits = runner.project(rows[: len(targets)])
         found += position_logprobs(logits, targets, [top] * len(targets))
-    return start, found
+    return PromptLogprobsRun(start_token=start, positions=tuple(found))

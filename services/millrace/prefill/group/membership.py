@@ -17,14 +17,12 @@ from millrace.core.instance.group import (
     GroupMember,
     HandIn,
     JoinAsk,
-    PromptLogprobsRun,
 )
 from millrace.core.kv.transfer import HistoryAsk, Ticket
 from millrace.core.scheduler.commands import Member
 from millrace.core.token_events import PositionLogprobs
 from millrace.instance.host import WorkerContext
 from millrace.instance.transfer.transports import transport_name
-from millrace.prefill.compute.first_tokens import LogprobsRun
 from millrace.prefill.group.rendezvous import Rendezvous
 from millrace.prefill.group.servicer import PrefillGroupServicer
 from millrace.prefill.job import PrefillJob
@@ -149,20 +147,18 @@ class Membership:
 
     # -- results for the leader's report
 
-    async def collect(
-        self, job: PrefillJob, own: Sequence[LogprobsRun]
-    ) -> tuple[PositionLogprobs | None, ...]:
+    async def collect(self, job: PrefillJob) -> tuple[PositionLogprobs | None, ...]:
         """Collects the prompt's log-probabilities of all members; none if not requested."""
         if job.sampling.prompt_logprobs < 0:
             return ()
-        runs = _told_runs(own)
+        runs = list(job.prompt_logprobs)
         if len(job.members) > 1:
             for handed_in in await self._rendezvous.handed_in(job):
                 runs += handed_in.logprobs
         runs.sort(key=lambda run: run.start_token)
         return (None, *(one for run in runs for one in run.positions))
 
-    async def hand_in(self, job: PrefillJob, own: Sequence[LogprobsRun]) -> None:
+    async def hand_in(self, job: PrefillJob) -> None:
         """Sends this member's log-probabilities to the leader, if requested."""
         if job.sampling.prompt_logprobs < 0:
             return
@@ -170,7 +166,7 @@ class Membership:
             request_id=job.request_id,
             attempt=job.attempt,
             member=self._life,
-            logprobs=tuple(_told_runs(own)),
+            logprobs=tuple(job.prompt_logprobs),
         )
         await self._leaders.hand_in(_leader(job).address, told)
 
@@ -225,7 +221,3 @@ def _leader(job: PrefillJob) -> Member:
         if member.incarnation.id == job.members[0]:
             return member
     raise TransferError(f"request {job.request_id}: no address of its leader {job.members[0]}")
-
-
-def _told_runs(runs: Sequence[LogprobsRun]) -> list[PromptLogprobsRun]:
-    return [PromptLogprobsRun(start_token=start, positions=tuple(found)) for start, found in runs]

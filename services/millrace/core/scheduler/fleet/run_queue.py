@@ -8,7 +8,9 @@ that need several instances wait for each other in a circle.
 With preemption a task that can't start (a member belongs to a better task, or its earlier chunk is
 not done) claims nothing: later tasks may use its members meanwhile and yield when it can start.
 Without preemption a running task keeps its members, and a waiting task keeps its turn on its
-members, as in the queues of Tetris section 5.1."""
+members here, as in the queues of Tetris section 5.1. The instances follow that order among the
+tasks that all their members have: a member that joins its group at a later chunk runs other tasks
+until the gang opens (`core.instance.gang`)."""
 
 from __future__ import annotations
 
@@ -39,7 +41,8 @@ YIELDING_WEIGHT = 1e-3
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Task:
-    """The unit of work of one group. `requests[0]` is the head: the task has its rank."""
+    """The scheduler's task: a chunk on its group of instances. An instance computes its share as a
+    `ChunkTask`. `requests[0]` is the head: the task has its rank."""
 
     requests: list[LiveRequest]
     chunk: Chunk
