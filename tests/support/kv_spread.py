@@ -28,7 +28,7 @@ from support.kv_group import LocalPeer, PagedKv
 from support.live_stack import eventually
 from support.slow_transport import SlowTransport
 
-CONFIG = TransferConfig(lease_s=2.0, transfer_timeout_s=5.0, handshake_timeout_s=2.0)
+CONFIG = TransferConfig(lease_s=HANG_S, transfer_timeout_s=HANG_S, handshake_timeout_s=HANG_S)
 
 
 @dataclass(frozen=True)

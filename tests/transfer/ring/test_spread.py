@@ -258,7 +258,7 @@ async def test_what_one_holder_refuses_fails_the_whole() -> None:
 
 
 async def test_a_holder_that_dies_fails_the_whole_and_frees_the_others() -> None:
-    config = dataclasses.replace(CONFIG, transfer_timeout_s=0.6)
+    config = dataclasses.replace(CONFIG, transfer_timeout_s=0.6, lease_s=2.0)
     kv = expected_kv(pool(), 1, TOKENS)
     async with spread([pool()], [pool()] * 3, config) as ((sender,), receivers):
         session = await opened(sender, receivers, kv)

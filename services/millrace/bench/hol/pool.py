@@ -21,6 +21,7 @@ from millrace.engine.execution_pool import ChunkTask, ExecutionPool, StopPoint
 from millrace.engine.forward.prefill_task import PrefillTask
 
 _WAIT_S = 120.0  # seconds for a task, before the pool counts as broken
+LEAST_SIGNALS = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,7 +112,8 @@ class LongPrefill:
 def blocking(
     engine: Engine, *, tokens: int, chunk_tokens: int, granularity: str, budget_s: float, seed: int
 ) -> Blocking:
-    """Preempts a prefill of `tokens` at random moments for about `budget_s` seconds.
+    """Preempts a prefill of `tokens` at random moments for about `budget_s` seconds, and at least
+    `LEAST_SIGNALS` times.
 
     The preempting task is empty. The next signal comes after a random time of up to two granules.
     Signals while nothing runs, after the long prompt, don't count.
@@ -128,9 +130,13 @@ def blocking(
         granules = _granules(engine, granularity, ceil_div(tokens, chunk_tokens))
         until_s = time.perf_counter() + budget_s
         number = 0
-        while time.perf_counter() < until_s:
+
+        def goes_on() -> bool:
+            return time.perf_counter() < until_s or len(found) < LEAST_SIGNALS
+
+        while goes_on():
             ended = _submit(pool, f"long {number}", long.timed_steps())
-            while not ended.done() and time.perf_counter() < until_s:
+            while not ended.done() and goes_on():
                 time.sleep(rng.uniform(0.0, 2.0) * alone_s / granules)
                 number += 1
                 pool.order([f"short {number}"])
