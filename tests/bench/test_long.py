@@ -130,9 +130,9 @@ def test_decodes_beside_a_chunk_are_compared_with_the_chunk_alone() -> None:
     assert found["whole"]["same_tokens"] < found["whole"]["same_chunk"]
 
 
-class Home:
-    """A `Home` of `bench/long/kvp.py`: 1 ms per thousand tokens of the largest shard, 2 ms besides,
-    0.5 ms of work per KVP worker, and twice that to wait for it.
+class KvOwner:
+    """A `KvOwner` of `bench/long/kvp.py`: 1 ms per thousand tokens of the largest shard, 2 ms
+    besides, 0.5 ms of work per KVP worker, and twice that to wait for it.
     """
 
     def __init__(self) -> None:
@@ -155,7 +155,7 @@ class Home:
 
 
 def test_shards_divide_attention_and_cost_communication() -> None:
-    rows = long_kvp.token_times(Home(), [40_000], [1, 2, 4], 3, told)  # type: ignore[arg-type]
+    rows = long_kvp.token_times(KvOwner(), [40_000], [1, 2, 4], 3, told)  # type: ignore[arg-type]
     one, two, four = rows
     assert one["communication_s"] == 0.0 and one["recorded_s"] == pytest.approx(0.041)
     assert (two["attention_s"], four["attention_s"]) == pytest.approx((0.02, 0.01))
@@ -165,13 +165,13 @@ def test_shards_divide_attention_and_cost_communication() -> None:
 
 
 def test_workers_join_as_the_context_grows() -> None:
-    home = Home()
+    owner = KvOwner()
     contexts = [5000, 10_000, 15_000, 20_000, 40_000]
-    rows = long_kvp.growth(home, contexts, 10_000, 32, 3, told)  # type: ignore[arg-type]
+    rows = long_kvp.growth(owner, contexts, 10_000, 32, 3, told)  # type: ignore[arg-type]
     assert [row["workers"] for row in rows] == [1, 1, 2, 2, 4]
     assert [row["attention_s"] for row in rows] == pytest.approx([0.005, *[0.01] * 4])
     assert rows[-1]["alone_s"] == pytest.approx(0.042)
-    assert ((10_000, 20_000, 30_000, 40_000), 40_000) in home.asked
+    assert ((10_000, 20_000, 30_000, 40_000), 40_000) in owner.asked
 
 
 def document(tmp_path: Path, *parts: str) -> Any:

@@ -126,11 +126,11 @@ async def killed_while_it_holds(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("prefill", "home"),
+    ("prefill", "owner"),
     [*product(([], ["engine.stages=3"]), (RANKS, STAGES)), (RANKS + STAGES, RANKS + STAGES)],
 )
 async def test_groups_of_prefills_in_stages_and_ranks_into_any_homes(
-    prefill: list[str], home: list[str]
+    prefill: list[str], owner: list[str]
 ) -> None:
     """SP, with PP or both PP and TP in each member, into TP, PP or both times KVP: any prefill
     layout into any decode layout."""
@@ -144,7 +144,7 @@ async def test_groups_of_prefills_in_stages_and_ranks_into_any_homes(
             decode=1,
             kvp=2,
             settings=[*SETTINGS, *groups],
-            role_settings={**ROLES, "prefill": prefill, "decode": [*ROLES["decode"], *home]},
+            role_settings={**ROLES, "prefill": prefill, "decode": [*ROLES["decode"], *owner]},
         ) as stack,
         httpx.AsyncClient(base_url=stack.url, timeout=2 * HANG_S) as client,
     ):
@@ -193,8 +193,8 @@ async def test_a_home_that_dies_ends_its_answer_elsewhere_and_frees_its_holders(
         await asyncio.wait_for(begun.wait(), 30)
         await holder_of_shards(stack)
         instances = await get_instances(f"127.0.0.1:{stack.services['scheduler'].port}")
-        home = next(one.id for one in instances if one.role == "decode" and one.held_requests)
-        process = stack.services[home].process
+        owner = next(one.id for one in instances if one.role == "decode" and one.held_requests)
+        process = stack.services[owner].process
         assert process is not None
         os.kill(process.pid, signal.SIGKILL)
         assert await answer == oracle(MODEL).greedy(lasting, 400)

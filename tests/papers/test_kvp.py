@@ -48,7 +48,7 @@ def test_a_new_worker_joins_once_the_limit_is_reached():
     assert joined == [(), (), (), ("b",), ()]
     assert found.growth(64, 128) == (shard("a", 64, 96), shard("b", 96, 128))
     assert found.active(96) == ("a",) and found.active(97) == ("a", "b")
-    assert [found.owner(p) for p in (0, 95, 96, 159)] == ["a", "a", "b", "b"]
+    assert [found.worker_at(p) for p in (0, 95, 96, 159)] == ["a", "a", "b", "b"]
 
 
 def test_the_freest_come_first_and_equals_by_id():
@@ -65,13 +65,13 @@ def test_the_freer_of_two_that_can_take_a_whole_shard_comes_first():
 
 
 def test_home_takes_the_first_shard_however_little_room_it_has():
-    rooms = [Room("big", 9), Room("home", 1)]
-    assert reserve(40, rooms, 64, home="home").shards == (
-        shard("home", 0, 16),
+    rooms = [Room("big", 9), Room("owner", 1)]
+    assert reserve(40, rooms, 64, owner="owner").shards == (
+        shard("owner", 0, 16),
         shard("big", 16, 40),
     )
-    assert reserve(40, [Room("big", 9), Room("home", 0)], 64, home="home") is None
-    assert reserve(40, [Room("big", 9)], 64, home="home") is None
+    assert reserve(40, [Room("big", 9), Room("owner", 0)], 64, owner="owner") is None
+    assert reserve(40, [Room("big", 9)], 64, owner="owner") is None
 
 
 def test_no_more_workers_than_allowed():
@@ -102,7 +102,7 @@ def test_outside_the_reservation_nothing_has_an_owner():
     found = reserve(20, [Room("a", 4)], 64)
     for wrong in (-1, 20):
         with pytest.raises(ValueError, match="outside the 20 reserved"):
-            found.owner(wrong)
+            found.worker_at(wrong)
     with pytest.raises(ValueError, match=r"\[10, 21\) are outside the 20 reserved"):
         found.growth(10, 21)
 
@@ -129,11 +129,11 @@ def free(bench: Bench) -> dict[str, int]:
 def end(bench: Bench, request_id: str) -> None:
     """Sends all reports of correct instances about a placed request, to its end."""
     request = bench.machine.requests[request_id]
-    home, *holders = request.kv_instance_ids
+    owner, *holders = request.kv_instance_ids
     bench.computed("p0", request_id)
     bench.released("p0", request_id)
-    bench.decoding(home, request_id)
-    bench.finished(home, request_id)
+    bench.decoding(owner, request_id)
+    bench.finished(owner, request_id)
     for holder in holders:
         bench.released(holder, request_id, attempt=request.attempt)
 
@@ -216,7 +216,7 @@ def test_every_position_has_one_owner_and_no_worker_exceeds_its_pages(workers, t
         )
     for position in range(tokens):
         owners = [s.worker_id for s in found.shards if s.start_token <= position < s.end_token]
-        assert owners == [found.owner(position)]
+        assert owners == [found.worker_at(position)]
     assert found.tokens == tokens
     for one in found.shards[:-1]:  # a page has one owner
         assert one.num_tokens % by_id[one.worker_id].page_tokens == 0
@@ -239,7 +239,7 @@ def test_growth_is_monotone_and_adds_up(workers, tokens, data):
     position = 0
     for piece in pieces:  # what each step adds covers all positions once, at their owners
         assert piece.start_token == position < piece.end_token
-        assert found.owner(position) == found.owner(piece.end_token - 1) == piece.worker_id
+        assert found.worker_at(position) == found.worker_at(piece.end_token - 1) == piece.worker_id
         position = piece.end_token
     assert position == tokens
 

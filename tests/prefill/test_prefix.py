@@ -225,7 +225,7 @@ async def test_cached_tokens_go_to_every_holder_of_a_spread_prompt() -> None:
     store, hub, ids = MemoryStore(settings.store), MemoryHub(), prompt(500)
     prefill = LiveRole(PrefillRole, settings, name="prefill-0", hub=hub, store=store)
     made = prefill.engine.layout
-    async with holders(2, hub, made, settings.transfer) as (home, other), live_roles(prefill):
+    async with holders(2, hub, made, settings.transfer) as (owner, other), live_roles(prefill):
 
         async def compute(name: str, *shards: tuple[Holder, int, int]) -> np.ndarray:
             request = with_blocks(spec(name, 500), ids)
@@ -233,19 +233,19 @@ async def test_cached_tokens_go_to_every_holder_of_a_spread_prompt() -> None:
             for holder, start, end in shards:
                 holder.admit(name, 500, (start, end))
             if not shards:
-                home.admit(name, 500)
+                owner.admit(name, 500)
             told = tuple(
                 KvShard(holder=holder.member, start_token=start, end_token=end + 100 * (end == 500))
                 for holder, start, end in shards
             )
-            prefill.role.on_command(run_prefill(request, home.member, shards=told))
-            held = [holder for holder, *_ in shards] or [home]
+            prefill.role.on_command(run_prefill(request, owner.member, shards=told))
+            held = [holder for holder, *_ in shards] or [owner]
             return np.concatenate([await holder.kv(name) for holder in held], axis=3)
 
         whole = await compute("whole")
-        spread = await compute("spread", (home, 0, 130), (other, 130, 500))
-        assert [home.finished[name].cached_tokens for name in ("whole", "spread")] == [0, 448]
+        spread = await compute("spread", (owner, 0, 130), (other, 130, 500))
+        assert [owner.finished[name].cached_tokens for name in ("whole", "spread")] == [0, 448]
         assert (spread[..., :448, :] == whole[..., :448, :]).all()
         assert np.allclose(spread, whole, atol=1e-5)
-        assert home.finished["spread"].first_tokens == home.finished["whole"].first_tokens
+        assert owner.finished["spread"].first_tokens == owner.finished["whole"].first_tokens
         await prefill.said("request_released", "spread")

@@ -99,7 +99,7 @@ class Holder:
         self.transport.close()
 
 
-class Home:
+class KvOwner:
     """A runner with an exchange to KVP workers."""
 
     def __init__(
@@ -171,18 +171,18 @@ class World:
         hub = MemoryHub()
         sizes = {"page_tokens": page_tokens, "max_rows": max_rows, "inline_bytes": inline_bytes}
         self.page_tokens = page_tokens
-        self.home = Home(
-            model, MemoryTransport("home", hub), timeout_s=timeout_s, runner=runner, **sizes
+        self.owner = KvOwner(
+            model, MemoryTransport("owner", hub), timeout_s=timeout_s, runner=runner, **sizes
         )
         self.holders = [
             Holder(f"holder-{i}", model, MemoryTransport(f"holder-{i}", hub), pools=pools, **sizes)
             for i in range(count)
         ]
-        self.slots = [asyncio.run(self.home.attach(holder)) for holder in self.holders]
+        self.slots = [asyncio.run(self.owner.attach(holder)) for holder in self.holders]
 
     @property
     def runner(self) -> Runner:
-        return self.home.runner
+        return self.owner.runner
 
     def spread(
         self, ends: Sequence[int], holders: Sequence[Holder] = ()
@@ -199,16 +199,16 @@ class World:
         )
 
     def check(self) -> None:
-        self.home.exchange.check_integrity(idle=False)
+        self.owner.exchange.check_integrity(idle=False)
         for holder in self.holders:
             holder.check()
 
     def close(self) -> None:
         for holder in self.holders:
-            self.home.exchange.detach(holder.name)
+            self.owner.exchange.detach(holder.name)
         for holder in self.holders:
             holder.close()
-        self.home.transport.close()
+        self.owner.transport.close()
 
 
 @contextmanager

@@ -225,11 +225,11 @@ def _phrase(effect: effects.Effect) -> Phrase:
         case effects.CancelOn():
             return "cancel", effect.instance_id, f"({effect.reason})"
         case effects.Record():
-            home = f"@ {effect.decode_id}" if effect.decode_id else ""
+            decode = f"@ {effect.decode_id}" if effect.decode_id else ""
             return (
                 effect.state.value,
                 "",
-                home + (f" kv={effect.kv_tokens}" * (effect.kv_tokens > 0)),
+                decode + (f" kv={effect.kv_tokens}" * (effect.kv_tokens > 0)),
             )
         case effects.Stalled():
             waits = ", ".join(f"{name} waits for {what}" for name, what in effect.waits)

@@ -18,7 +18,7 @@ def over_the_wire(load: FleetLoad) -> FleetLoad:
 
 def test_every_field_arrives():
     contexts = (
-        Context(tokens=1, final_tokens=2, growth_tokens_s=0.5, home_tokens=4),
+        Context(tokens=1, final_tokens=2, growth_tokens_s=0.5, owner_tokens=4),
         Context(tokens=1 << 40, final_tokens=1 << 41),
     )
     load = FleetLoad(

@@ -63,18 +63,18 @@ def targets(command: RunPrefill, peers: KvPeers, *, leads: bool) -> list[Target]
                 start_token=shard.start_token,
                 end_token=min(at, prompt_tokens),
                 word=(_without_tokens if found else _as_it_is) if leads else None,
-                is_home=not found,
+                is_owner=not found,
             )
         )
     if at < prompt_tokens:
         raise TransferError(
             f"request {request.request_id}: its shards end at token {at} of {prompt_tokens}"
         )
-    home = command.decode.incarnation
-    if command.shards[0].holder.incarnation != home:
+    owner = command.decode.incarnation
+    if command.shards[0].holder.incarnation != owner:
         raise TransferError(
             f"request {request.request_id}: its first shard is at {found[0].receiver[0]}, its "
-            f"KV owner is {home.id}"
+            f"KV owner is {owner.id}"
         )
     return found
 

@@ -360,10 +360,10 @@ def test_an_answer_without_a_second_token_has_no_tbt(tokens, reason):
 
 def test_long_answers_count_while_they_run():
     b = metered("p0", "p1", "d0", "d1")
-    for name, prefill, home, tbt_s in (("a", "p0", "d0", 0.1), ("b", "p1", "d1", 0.2)):
+    for name, prefill, owner, tbt_s in (("a", "p0", "d0", 0.1), ("b", "p1", "d1", 0.2)):
         b.submit(name, 100, tbt_s=tbt_s)
         b.first_token(name, prefill)
-        b.decoding(home, name)
+        b.decoding(owner, name)
     b.beat("d0", 0.05)
     assert b.load("decode").tbt_slo_ratio == pytest.approx(0.5)
     b.beat("d1", 0.3)
@@ -428,7 +428,7 @@ def test_contexts_are_those_that_a_home_holds_but_a_part_of():
     assert (kvp.ready, kvp.draining, kvp.contexts) == (3, 0, ())
     b.cancel("short")
     b.submit("a", 1000, new=120)
-    home = b.machine.cluster.instances["d0"]
+    owner = b.machine.cluster.instances["d0"]
     b.machine.requests["a"].land(300)
 
     def contexts():
@@ -437,7 +437,7 @@ def test_contexts_are_those_that_a_home_holds_but_a_part_of():
         return context
 
     context = contexts()
-    assert (context.tokens, context.final_tokens, context.home_tokens) == (300, 1120, 320)
+    assert (context.tokens, context.final_tokens, context.owner_tokens) == (300, 1120, 320)
     assert context.growth_tokens_s == pytest.approx(1000.0)  # a token a millisecond
     assert context.tokens_after(0.5) == 480
     request = b.machine.requests["a"]
@@ -452,7 +452,7 @@ def test_contexts_are_those_that_a_home_holds_but_a_part_of():
     assert request.first_token_s == 0.0
     b.now_s = 2.0
     assert (contexts().tokens, contexts().growth_tokens_s) == (1000, 0.0)  # no pace is known
-    home.tbt_s = 0.05
+    owner.tbt_s = 0.05
     assert (contexts().tokens, contexts().growth_tokens_s) == (1040, pytest.approx(20.0))
     b.now_s = 60.0
     assert contexts().tokens == 1120
@@ -464,7 +464,7 @@ def test_what_waits_for_workers_is_as_long_as_it_will_get():
     b.submit("a", 600, 40)
     b.submit("b", 601, 39)  # a has half of k0: the other half would do
     b.submit("c", 602, 38)  # no tokens left
-    by_tokens = sorted((context.tokens, context.home_tokens) for context in b.load("kvp").contexts)
+    by_tokens = sorted((context.tokens, context.owner_tokens) for context in b.load("kvp").contexts)
     assert by_tokens == [(0, 320), (0, 320), (640, 320)]
     # Of c only the KV owner's share concerns the decode pool.
     assert b.load("decode").kv_utilisation == pytest.approx(3 * 320 / 1600)

@@ -99,8 +99,8 @@ def kvp(**targets) -> AutoscaleConfig:
         # in 30 s: 100 + 30 x 5
         (Context(tokens=100, final_tokens=1000, growth_tokens_s=5.0), 3),
         (Context(tokens=100, final_tokens=200, growth_tokens_s=5.0), 2),
-        (Context(tokens=300, final_tokens=300, home_tokens=100), 2),
-        (Context(tokens=90, final_tokens=90, home_tokens=100), 1),  # at the KV owner: the minimum
+        (Context(tokens=300, final_tokens=300, owner_tokens=100), 2),
+        (Context(tokens=90, final_tokens=90, owner_tokens=100), 1),  # at the KV owner: the minimum
         (Context(tokens=100_000, final_tokens=100_000), 16),
     ],
 )

@@ -734,7 +734,7 @@ class World(RuleBasedStateMachine):
         request = self.machine.requests.get(request_id)
         if request is None or not request.shards:
             return
-        home, *holders = request.kv_instance_ids
+        owner, *holders = request.kv_instance_ids
         for _ in range(progress):
             self.goes_on(request, data)
         holder = data.draw(st.sampled_from(holders))
@@ -748,7 +748,7 @@ class World(RuleBasedStateMachine):
             case "cordoned":
                 self.cordon(holder, 0, True)
             case "finish":
-                self.finish(home, 0, request_id, "stop")
+                self.finish(owner, 0, request_id, "stop")
 
     def goes_on(self, request: LiveRequest, data: st.DataObject) -> None:
         """Returns the next report of the instance that the request is at."""

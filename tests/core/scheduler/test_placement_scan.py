@@ -41,9 +41,9 @@ def plain_choice(machine: Machine, asked: Request) -> str | None:
     blocks = {one.id: one.prefixes.tokens(asked.prefix_hashes, asked.prompt_tokens) for one in able}
     kept = {name: tokens if tokens >= 64 else 0 for name, tokens in blocks.items()}
     most = max(kept.values())
-    home = min(able, key=by_freeness)
-    if most - kept[home.id] < max(1.0, LEAST_SAVING * asked.prompt_tokens):
-        return home.id
+    owner = min(able, key=by_freeness)
+    if most - kept[owner.id] < max(1.0, LEAST_SAVING * asked.prompt_tokens):
+        return owner.id
     return min((one for one in able if kept[one.id] == most), key=by_freeness).id
 
 

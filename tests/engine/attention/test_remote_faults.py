@@ -84,8 +84,8 @@ def test_a_holder_that_dies_in_the_middle_of_a_pass(scene, layers):
     holder = scene.made.holders[0]
     at_layer(holder, layers, holder.transport.close)
     scene.check(scene.run(), lost_after=layers // 3)
-    assert "holder-0" in scene.made.home.lost
-    assert scene.made.home.exchange.holders()["holder-1"] == ""
+    assert "holder-0" in scene.made.owner.lost
+    assert scene.made.owner.exchange.holders()["holder-1"] == ""
 
 
 def test_those_that_are_left_need_no_holder(scene):
@@ -103,11 +103,11 @@ def test_a_holder_that_does_not_answer_in_time_and_its_late_partial(scene):
     at_layer(holder, 4, lambda: go_on.wait(HANG_S))
     outs = scene.batch.step() + scene.batch.step()
     assert [o.error for o in outs if o.finish_reason] == ["holder-0 did not answer within 0.3 s"]
-    made.home.exchange.detach("holder-0")
-    before = made.home.exchange.offer()
-    made.home.exchange.withdraw(before)
+    made.owner.exchange.detach("holder-0")
+    before = made.owner.exchange.offer()
+    made.owner.exchange.withdraw(before)
     go_on.set()
-    slot = asyncio.run(made.home.attach(holder))
+    slot = asyncio.run(made.owner.attach(holder))
     assert slot != made.slots[0]
     first = int(prefill_long(made.runner, scene.requests[0], (30,)).argmax())
     scene.batch.add(sequence_of(scene.requests[0], "0", first, STEPS))
@@ -126,12 +126,12 @@ def test_a_shard_that_was_let_go_costs_its_request_alone(scene):
     outs = [scene.batch.step() for _ in range(2)]
     ends = {o.request_id: o.finish_reason for step in outs for o in step if o.finish_reason}
     assert ends == {"0": "lost", "3": "length"}
-    assert made.home.exchange.holders() == {"holder-0": "", "holder-1": ""}
+    assert made.owner.exchange.holders() == {"holder-0": "", "holder-1": ""}
 
 
 def test_losing_a_holder_ends_the_wait_at_once(scene):
     holder, go_on = scene.made.holders[0], threading.Event()
-    exchange = scene.made.home.exchange
+    exchange = scene.made.owner.exchange
 
     def lose() -> None:
         exchange.lose("holder-0", "holder-0: its stream broke")

@@ -14,7 +14,7 @@ from millrace.engine.forward.stage_passes import StagePasses
 from millrace.engine.model.loader import load_model
 from millrace.engine.sampling.sampler import Sampler
 from millrace.transfer.transport.nixl.transport import NixlTransport
-from support.kvp_world import Holder, Home, Long, prefill_long, sequence_of
+from support.kvp_world import Holder, KvOwner, Long, prefill_long, sequence_of
 from support.tiny_engine import Request, greedy, make_pool
 from support.tiny_models import model_folder, prompt
 from support.transfer_peers import Child, ChildPipe
@@ -41,17 +41,17 @@ class Pair:
     def __init__(self) -> None:
         folder = model_folder("llama")
         self.child = Child(serve, folder)
-        self.transport = NixlTransport(f"home-{os.getpid()}")
-        self.home = Home(
+        self.transport = NixlTransport(f"owner-{os.getpid()}")
+        self.owner = KvOwner(
             load_model(folder, device="cpu"), self.transport, page_tokens=8, max_rows=16
         )
-        offer = self.home.exchange.offer()
+        offer = self.owner.exchange.offer()
         metadata = self.child.receive()
         slot, region, offset = self.child.ask(
             (self.transport.metadata(), offer.region, offer.offset)
         )
         asyncio.run(
-            self.home.exchange.attach(
+            self.owner.exchange.attach(
                 "holder", offer, metadata=metadata, slot=slot, region=region, offset=offset
             )
         )
@@ -62,7 +62,7 @@ class Pair:
         """
         request = Long.__new__(Long)
         request.tokens = list(tokens)
-        pool = self.home.runner.pool
+        pool = self.owner.runner.pool
         request.pages = pool.allocate(pool.layout.pages_for(end))
         request.shards = ()
         if end < 128:
@@ -80,7 +80,7 @@ class Pair:
 def test_tokens_of_one_instance_until_the_holder_dies():
     pair = Pair()
     try:
-        runner = pair.home.runner
+        runner = pair.owner.runner
         alone = ModelRunner(
             StagePasses(runner.model, make_pool(runner.model, page_tokens=8, num_pages=64))
         )
@@ -98,6 +98,6 @@ def test_tokens_of_one_instance_until_the_holder_dies():
             for out in batch.step():
                 found[out.request_id].append(out.token_id)
         assert found == {"0": [*expected[0][:7], -1], "1": expected[1]}
-        assert list(pair.home.lost) == ["holder"]
+        assert list(pair.owner.lost) == ["holder"]
     finally:
         pair.close()

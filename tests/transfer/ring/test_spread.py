@@ -113,7 +113,7 @@ async def land(split: Split) -> None:
                 if member == 0 and i not in told:  # the first stage's leader does the handshake
                     told.add(i)
                     word = without_token if i else lambda end: end
-                targets.append(receiver.target(word=word, is_home=not i))
+                targets.append(receiver.target(word=word, is_owner=not i))
             runs = [run for _, part in work[member] for run in part]
             session = await sender.open(targets, kv, runs)
             for index, part in work[member]:
@@ -150,8 +150,8 @@ async def opened(sender, receivers, kv, **options):
 def told(receivers) -> list[Target]:
     """The first receiver is the KV owner."""
     first, *others = receivers
-    home = first.target(word=lambda end: end, is_home=True)
-    return [home, *(receiver.target(word=without_token) for receiver in others)]
+    owner = first.target(word=lambda end: end, is_owner=True)
+    return [owner, *(receiver.target(word=without_token) for receiver in others)]
 
 
 def ready(session, first=0, end=2) -> None:

@@ -82,7 +82,7 @@ class _Watched:
         return reply
 
 
-class Home:
+class KvOwner:
     """The KV owner's engine and its exchange with KVP workers."""
 
     def __init__(self, engine: Engine, workers: Sequence[HolderProcess]) -> None:
@@ -91,7 +91,7 @@ class Home:
         layout = engine.layout
         shape = exchange_shape(engine)
         memory = exchange_memory(KvpExchange.memory_bytes(shape, max(len(workers), 1)))
-        self._transport = NixlTransport(f"home-{os.getpid()}")
+        self._transport = NixlTransport(f"kv-owner-{os.getpid()}")
         self._exchange = KvpExchange(
             self._transport,
             Memory.of_tensor(memory),
@@ -189,7 +189,7 @@ class Home:
 
 
 @contextmanager
-def home(model: Path, *, dtype: str, context: int, degree: int) -> Iterator[Home]:
+def kv_owner(model: Path, *, dtype: str, context: int, degree: int) -> Iterator[KvOwner]:
     """Opens an engine for contexts of `context` tokens, and KVP workers for shards of up to half of
     it.
     """
@@ -200,7 +200,7 @@ def home(model: Path, *, dtype: str, context: int, degree: int) -> Iterator[Home
     holding = replace(config, kv_bytes=kv_bytes(room // 2, dtype))
     engine = open_engine(model, config)
     with holders(degree - 1, model, holding) as workers:
-        made = Home(engine, workers)
+        made = KvOwner(engine, workers)
         try:
             asyncio.run(made.attach())
             yield made
@@ -210,7 +210,7 @@ def home(model: Path, *, dtype: str, context: int, degree: int) -> Iterator[Home
 
 
 def token_times(
-    at: Home, contexts: Sequence[int], degrees: Sequence[int], repeats: int, told: Told
+    at: KvOwner, contexts: Sequence[int], degrees: Sequence[int], repeats: int, told: Told
 ) -> list[Document]:
     """Measures the time between tokens of one request by its context and its number of workers."""
     waits_s = {degree: _communication_s(at, degree, 1, repeats) for degree in degrees}
@@ -226,7 +226,12 @@ def token_times(
 
 
 def growth(
-    at: Home, contexts: Sequence[int], most_tokens: int, chunk_tokens: int, repeats: int, told: Told
+    at: KvOwner,
+    contexts: Sequence[int],
+    most_tokens: int,
+    chunk_tokens: int,
+    repeats: int,
+    told: Told,
 ) -> list[Document]:
     """Measures the last chunk of growing contexts, as workers join so that none holds more than
     `most_tokens` (Mnemosyne Figure 19), and the same chunk where the KV owner holds all.
@@ -257,7 +262,7 @@ def _equal(context: int, degree: int) -> list[int]:
     return [context * (number + 1) // degree for number in range(degree)]
 
 
-def _communication_s(at: Home, degree: int, tokens: int, repeats: int) -> float:
+def _communication_s(at: KvOwner, degree: int, tokens: int, repeats: int) -> float:
     """Returns seconds of a pass's attention operators over nearly empty shards, for workers with
     cores of their own; 0 without KVP workers.
     """

@@ -267,6 +267,6 @@ def _growth_panel(found: Document) -> Panel:
         lines={
             "workers join": [(row["context"], 1e3 * row["normalised_s"]) for row in rows],
             "shared cores": [(row["context"], 1e3 * row["wall_s"]) for row in rows],
-            "home alone": [(row["context"], 1e3 * row["alone_s"]) for row in rows],
+            "KV owner alone": [(row["context"], 1e3 * row["alone_s"]) for row in rows],
         },
     )

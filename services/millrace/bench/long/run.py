@@ -203,7 +203,7 @@ def _kvp(model: Path, settings: Settings, told: Told) -> Document:
     grown = [longest * (number + 1) // steps for number in range(steps)]
     told("kvp: starting workers")
     context = max(longest, *settings.contexts)
-    with long_kvp.home(model, dtype=settings.dtype, context=context, degree=degree) as at:
+    with long_kvp.kv_owner(model, dtype=settings.dtype, context=context, degree=degree) as at:
         return {
             "token": long_kvp.token_times(
                 at, settings.contexts, settings.degrees, settings.token_repeats, told

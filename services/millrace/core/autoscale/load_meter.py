@@ -243,7 +243,7 @@ class LoadMeter:
             at_owner = self._waits_to_spread(request)
             if at_owner is None:
                 return None
-            return Context(tokens=final_tokens, final_tokens=final_tokens, home_tokens=at_owner)
+            return Context(tokens=final_tokens, final_tokens=final_tokens, owner_tokens=at_owner)
         instances = self._machine.cluster.instances
         elsewhere = sum(
             shard.num_tokens
@@ -264,7 +264,7 @@ class LoadMeter:
             tokens=tokens,
             final_tokens=final_tokens,
             growth_tokens_s=growth_tokens_s,
-            home_tokens=final_tokens - elsewhere,
+            owner_tokens=final_tokens - elsewhere,
         )
 
     def _waits_to_spread(self, request: LiveRequest) -> int | None:

@@ -54,12 +54,12 @@ class Context:
     tokens: int  # tokens now
     final_tokens: int  # what it may grow to at most
     growth_tokens_s: float = 0.0  # prefill or decode speed
-    home_tokens: int = 0  # of its first positions, held at the decode instance
+    owner_tokens: int = 0  # of its first positions, held at the decode instance
 
     def tokens_after(self, seconds: float) -> int:
         """Returns the tokens of the request that the pool will hold in `seconds`."""
         grown = math.ceil(self.tokens + self.growth_tokens_s * seconds)
-        return max(min(grown, self.final_tokens) - self.home_tokens, 0)
+        return max(min(grown, self.final_tokens) - self.owner_tokens, 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,10 +13,10 @@ Deviations, each with its reason:
 - The memory of the whole request, up to the last token it may emit, is reserved when it is
   admitted, all of it or none. The papers reserve as they grow, which deadlocks: two requests may
   each hold the memory that the other needs next.
-- Shards end at page boundaries, so that a page never has two owners: M is rounded down to pages.
+- Shards end at page boundaries, so that two workers never share a page: M is rounded down to pages.
 - A worker with fewer free pages than M takes a shorter shard. Without this rule a fleet that is
   half full refuses requests for which it has the memory. The degree may then exceed ceil(C / M).
-- The first shard may be tied to a worker (`home`), the decode instance that samples the tokens.
+- The first shard may be tied to the request's KV owner (`owner`), which samples the tokens.
 
 A reservation is for one sequence: requests with several choices are not spread. `kvp_placement` and
 `decode_placement` decide which workers may take part, and which request waits.
@@ -62,7 +62,7 @@ class Reservation:
         """Returns the workers in the order in which they are onboarded."""
         return tuple(shard.worker_id for shard in self.shards)
 
-    def owner(self, position: int) -> str:
+    def worker_at(self, position: int) -> str:
         """Returns the worker that holds a token position.
 
         Raises ValueError outside the reservation.
@@ -121,12 +121,12 @@ def reserve(
     workers: Iterable[WorkerRoom],
     max_kv_tokens_per_worker: int,
     *,
-    home: str | None = None,
+    owner: str | None = None,
     max_workers: int | None = None,
 ) -> Reservation | None:
     """Returns shards for all `tokens` of a request, or None when they do not fit now.
 
-    `home` names the worker that takes the first shard, whatever room the others have; None is
+    `owner` names the worker that takes the first shard, whatever room the others have; None is
     returned, too, when it has no free page. The others follow freest first, the least id among
     equals. If a reservation of at most `max_workers` shards exists, it is found: each worker gives
     as much as it may, and the workers that can give most come first.
@@ -137,14 +137,14 @@ def reserve(
         raise ConfigError(f"kvp: tokens is {tokens}; it must be at least 1")
     shards: list[Shard] = []
     start = 0
-    for worker in _freest_first(workers, max_kv_tokens_per_worker, home):
+    for worker in _freest_first(workers, max_kv_tokens_per_worker, owner):
         room = shard_tokens(worker, max_kv_tokens_per_worker)
         if start == tokens or len(shards) == max_workers or not room:
             break
         end = min(start + room, tokens)
         shards.append(Shard(worker_id=worker.id, start_token=start, end_token=end))
         start = end
-    complete = start == tokens and (home is None or shards[0].worker_id == home)
+    complete = start == tokens and (owner is None or shards[0].worker_id == owner)
     return Reservation(shards=tuple(shards)) if complete else None
 
 
@@ -163,16 +163,16 @@ def shard_tokens(worker: WorkerRoom, max_kv_tokens_per_worker: int) -> int:
 
 
 def _freest_first(
-    workers: Iterable[WorkerRoom], max_kv_tokens_per_worker: int, home: str | None
+    workers: Iterable[WorkerRoom], max_kv_tokens_per_worker: int, owner: str | None
 ) -> list[WorkerRoom]:
-    """Sorts `home` first.
+    """Sorts `owner` first.
 
     Where page sizes differ, the longer shard counts before the free memory.
     """
     return sorted(
         workers,
         key=lambda worker: (
-            worker.id != home,
+            worker.id != owner,
             -shard_tokens(worker, max_kv_tokens_per_worker),
             -worker.free_pages * worker.page_tokens,
             worker.id,

@@ -64,7 +64,7 @@ class Target:
 
     It has the model's `layers`; None where only its answer to the handshake says so. `word` makes
     this receiver's end message from the message of `Sending.finish`; None where another sender
-    reports the end. The KV owner (`is_home`) gets the first token.
+    reports the end. The KV owner (`is_owner`) gets the first token.
     """
 
     peer: KvPeer
@@ -73,7 +73,7 @@ class Target:
     end_token: int
     layers: range | None = None
     word: Callable[[Any], Any] | None = None
-    is_home: bool = False
+    is_owner: bool = False
 
 
 class Sending(Protocol):

@@ -83,7 +83,7 @@ def _pool_message(pool: PoolLoad) -> scheduler_pb2.PoolLoad:
                 tokens=context.tokens,
                 final_tokens=context.final_tokens,
                 growth_tokens_s=context.growth_tokens_s,
-                home_tokens=context.home_tokens,
+                owner_tokens=context.owner_tokens,
             )
             for context in pool.contexts
         ],
@@ -113,7 +113,7 @@ def _pool(message: scheduler_pb2.PoolLoad) -> PoolLoad:
                 tokens=context.tokens,
                 final_tokens=context.final_tokens,
                 growth_tokens_s=context.growth_tokens_s,
-                home_tokens=context.home_tokens,
+                owner_tokens=context.owner_tokens,
             )
             for context in message.contexts
         ),

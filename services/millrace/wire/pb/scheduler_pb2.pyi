@@ -604,16 +604,16 @@ class PoolLoad(_message.Message):
     def __init__(self, role: _Optional[str] = ..., ready: _Optional[int] = ..., draining: _Optional[int] = ..., active_requests: _Optional[int] = ..., backlog_s: _Optional[float] = ..., arriving: _Optional[float] = ..., ttft_slo_ratio: _Optional[float] = ..., kv_utilisation: _Optional[float] = ..., tbt_slo_ratio: _Optional[float] = ..., contexts: _Optional[_Iterable[_Union[KvContext, _Mapping]]] = ...) -> None: ...
 
 class KvContext(_message.Message):
-    __slots__ = ("tokens", "final_tokens", "growth_tokens_s", "home_tokens")
+    __slots__ = ("tokens", "final_tokens", "growth_tokens_s", "owner_tokens")
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     FINAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
     GROWTH_TOKENS_S_FIELD_NUMBER: _ClassVar[int]
-    HOME_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    OWNER_TOKENS_FIELD_NUMBER: _ClassVar[int]
     tokens: int
     final_tokens: int
     growth_tokens_s: float
-    home_tokens: int
-    def __init__(self, tokens: _Optional[int] = ..., final_tokens: _Optional[int] = ..., growth_tokens_s: _Optional[float] = ..., home_tokens: _Optional[int] = ...) -> None: ...
+    owner_tokens: int
+    def __init__(self, tokens: _Optional[int] = ..., final_tokens: _Optional[int] = ..., growth_tokens_s: _Optional[float] = ..., owner_tokens: _Optional[int] = ...) -> None: ...
 
 class SetCordonRequest(_message.Message):
     __slots__ = ("instance_id", "cordoned")

@@ -123,7 +123,7 @@ class KvpPlacement:
                 self._room(one, empty=empty) for one in more if _is_open(one, request, reserved)
             ]
             most = max(self._most, *(room.page_tokens for room in rooms))
-            found = reserve(tokens, rooms, most, home=owner.id, max_workers=self._max_workers)
+            found = reserve(tokens, rooms, most, owner=owner.id, max_workers=self._max_workers)
             if found is not None:
                 break
         return found

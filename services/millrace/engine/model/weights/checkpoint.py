@@ -78,14 +78,14 @@ class Checkpoint:
         """Raises ModelError when a shard that the index names is missing or damaged."""
         self.folder = folder
         self.shards = tuple(Shard.open(path) for path in _shard_paths(folder))
-        self._home = {name: shard for shard in self.shards for name in shard.entries}
+        self._shard_of = {name: shard for shard in self.shards for name in shard.entries}
         self._files: dict[Path, Any] = {}
 
     def __contains__(self, name: str) -> bool:
-        return name in self._home
+        return name in self._shard_of
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._home)
+        return iter(self._shard_of)
 
     def tensor(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         """Returns a read-only view into the file's memory map, in the file's dtype.
@@ -93,7 +93,7 @@ class Checkpoint:
         Raises ModelError when the tensor is missing, has another shape or a dtype that isn't
         served.
         """
-        shard = self._home.get(name)
+        shard = self._shard_of.get(name)
         if shard is None:
             raise ModelError(f"{self.folder}: tensor {name} {list(shape)} is missing")
         entry = shard.entries[name]

@@ -87,7 +87,7 @@ class SpreadSession:
         if message is None or target.word is None:
             await session.finish(None)
             return
-        if target.is_home:
+        if target.is_owner:
             await asyncio.gather(*(other.answered() for other in self._sessions))
             if (failure := self.failure) is not None:
                 raise failure
