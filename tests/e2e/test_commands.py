@@ -12,7 +12,7 @@ from support.deadlines import HANG_S
 
 
 async def test_the_demo_answers_explains_and_ends_clean() -> None:
-    status, text = await millrace("demo", timeout_s=120)
+    status, text = await millrace("demo", timeout_s=3 * HANG_S)
     assert status == 0, text
     assert text.count("time to first token") == 5
     assert text.count("first_decode_step") == 5
@@ -26,7 +26,7 @@ async def test_up_says_what_to_try_and_ends_clean_at_ctrl_c() -> None:
     seen = ""
     try:
         while "Ctrl-C stops everything" not in seen:
-            seen += (await asyncio.wait_for(process.stdout.readline(), 60)).decode()
+            seen += (await asyncio.wait_for(process.stdout.readline(), HANG_S)).decode()
         url = re.search(r"http://127\.0\.0\.1:\d+", seen)
         assert url is not None
         assert "curl " in seen and "from openai import OpenAI" in seen
@@ -40,9 +40,13 @@ async def test_up_says_what_to_try_and_ends_clean_at_ctrl_c() -> None:
             status, said = await millrace("chat", "Who are you?", "--url", url.group(), "--trace")
             assert status == 0
             assert "kv_transfer" in said
+        command = re.search(r"millrace (fleet --scheduler \S+)", seen)
+        assert command is not None
+        status, said = await millrace(*command[1].split())
+        assert status == 0 and "prefill-0" in said and "decode-0" in said
     finally:
         process.send_signal(signal.SIGINT)
-    assert await asyncio.wait_for(process.wait(), 30) == 0
+    assert await asyncio.wait_for(process.wait(), HANG_S) == 0
 
 
 async def test_chat_without_a_gateway_says_so_in_one_line() -> None:

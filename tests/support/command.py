@@ -7,6 +7,8 @@ import os
 import sys
 from collections.abc import Mapping
 
+from support.deadlines import HANG_S
+
 
 async def start(
     *arguments: str, environment: Mapping[str, str] | None = None
@@ -22,7 +24,7 @@ async def start(
 
 
 async def millrace(
-    *arguments: str, environment: Mapping[str, str] | None = None, timeout_s: float = 30.0
+    *arguments: str, environment: Mapping[str, str] | None = None, timeout_s: float = HANG_S
 ) -> tuple[int | None, str]:
     """Exit status and output of a command that ends by itself."""
     process = await start(*arguments, environment=environment)

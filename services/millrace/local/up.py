@@ -41,6 +41,7 @@ async def run_until_stopped(options: StackOptions, scaling: Scaling | None = Non
         for one in await get_mechanisms(stack.scheduler_address):
             console.print(str(one), markup=False, highlight=False, soft_wrap=True)
         print(usage(stack.url, options.model_name or Path(options.model).name))
+        print(f"Fleet: millrace fleet --scheduler {stack.scheduler_address}")
         print(f"Logs: {stack.directory}. Ctrl-C stops everything.", flush=True)
         async with contextlib.AsyncExitStack() as around:
             if scaling is not None:
