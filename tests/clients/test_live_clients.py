@@ -19,6 +19,7 @@ import pytest
 import pytest_asyncio
 
 from millrace.cli.main import SHIPPED_MODEL
+from support.deadlines import HANG_S
 from support.live_stack import live_stack
 from support.request_recorder import Recorder, recorder
 
@@ -102,7 +103,7 @@ async def expected(url: str) -> dict[str, Any]:
         {"role": "user", "content": "What turns the mill?"},
     ]
     body = {"model": MODEL, "messages": messages, "max_tokens": 12, "temperature": 0}
-    async with httpx.AsyncClient(base_url=url, timeout=60, trust_env=False) as client:
+    async with httpx.AsyncClient(base_url=url, timeout=HANG_S, trust_env=False) as client:
         response = await client.post("/v1/chat/completions", json=body)
     assert response.status_code == 200, response.text
     return response.json()

@@ -49,7 +49,7 @@ async def policy(stack: Stack, config: TlsConfig) -> str:
         for name in ("ca_file", "cert_file", "key_file")
     }
     arguments = ("policy", "--scheduler", scheduler(stack))
-    _, output = await millrace(*arguments, environment=named, timeout_s=60)
+    _, output = await millrace(*arguments, environment=named, timeout_s=HANG_S)
     return output
 
 
@@ -84,7 +84,7 @@ async def test_what_starts_after_a_renewal_meets_what_started_before(
     service = stack.services["prefill-0"]
     assert service.process is not None
     service.process.kill()
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(HANG_S):
         while not (service.restarts and service.serving):  # noqa: ASYNC110 - a service has no event
             await asyncio.sleep(0.1)
     await answers(stack, 2)

@@ -12,6 +12,7 @@ import pytest
 from millrace.bench.common.random_model import write_random_llama
 from millrace.engine.forward.recorded_step import RecordedStep
 from millrace.engine.parallel.rank_group import RankGroup
+from support.deadlines import HANG_S
 from support.staged import FIVE_LAYERS, Staged
 
 
@@ -29,7 +30,7 @@ def pairs() -> Iterator[Callable[[int], list[RankGroup]]]:
     started: list[RankGroup] = []
 
     def first(count: int) -> list[RankGroup]:
-        started.extend(RankGroup(2, timeout_s=30.0) for _ in range(count - len(started)))
+        started.extend(RankGroup(2, timeout_s=2 * HANG_S) for _ in range(count - len(started)))
         return started[:count]
 
     yield first

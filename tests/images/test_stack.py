@@ -19,6 +19,7 @@ import pytest
 
 from millrace.local.private_redis import find_redis_server
 from millrace.version import version
+from support.deadlines import HANG_S
 from support.image_runner import Runner, find_runner
 
 pytestmark = [
@@ -68,7 +69,7 @@ def running(log: Path, command: list[str]) -> Iterator[subprocess.Popen[bytes]]:
         for sent in (signal.SIGTERM, signal.SIGKILL):
             with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
                 os.killpg(process.pid, sent)
-                process.wait(60)
+                process.wait(HANG_S)
 
 
 @pytest.fixture(scope="module")

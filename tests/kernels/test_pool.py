@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from millrace_kernels import api, cpu_backend
+from support.deadlines import HANG_S
 
 pytestmark = pytest.mark.skipif(not cpu_backend.AVAILABLE, reason="the C++ module isn't built here")
 
@@ -58,4 +59,4 @@ if child == 0:
     os._exit(0 if (linear(x) == 512).all() else 1)
 assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 """
-    subprocess.run([sys.executable, "-W", "ignore", "-c", script], check=True, timeout=60)
+    subprocess.run([sys.executable, "-W", "ignore", "-c", script], check=True, timeout=HANG_S)

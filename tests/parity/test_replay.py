@@ -289,7 +289,7 @@ async def test_real_workers_and_a_death_replay_alike(tmp_path) -> None:
     recorded.record = path = tmp_path / "run.jsonl"
     async with (
         recorded as stack,
-        httpx.AsyncClient(base_url=stack.url, timeout=60) as client,
+        httpx.AsyncClient(base_url=stack.url, timeout=2 * HANG_S) as client,
     ):
         ids = [prompt(length, length) for length in (1500, 40, 900, 1500, 7, 300)]
         answers = [asyncio.create_task(greedy_ids(client, p, 8)) for p in ids]

@@ -12,6 +12,7 @@ import pytest
 from millrace.bench.gateway.stub_model import write_stub_model
 from millrace.core.config import load_config
 from millrace.proxy.service import Proxy, listen
+from support.deadlines import HANG_S
 from support.gateway import MODEL, until
 from support.scheduler_peers import quick, scheduler
 
@@ -45,7 +46,7 @@ async def served(folder, settings: str = SETTINGS):
         await proxy.start(listen("127.0.0.1", 0))
         url = f"http://127.0.0.1:{proxy.port}"
         try:
-            async with httpx.AsyncClient(base_url=url, timeout=10, trust_env=False) as http:
+            async with httpx.AsyncClient(base_url=url, timeout=HANG_S, trust_env=False) as http:
                 await until(lambda: proxy.gateway.ready)
                 yield proxy, http
         finally:

@@ -196,7 +196,7 @@ async def gateway(
     url = f"http://127.0.0.1:{proxy.port}"
     try:
         async with (
-            httpx.AsyncClient(base_url=url, timeout=10, trust_env=False) as http,
+            httpx.AsyncClient(base_url=url, timeout=HANG_S, trust_env=False) as http,
             httpx.AsyncClient(trust_env=False) as transport,
             openai.AsyncOpenAI(
                 base_url=f"{url}/v1", api_key="none", max_retries=0, http_client=transport

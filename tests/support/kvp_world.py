@@ -28,6 +28,7 @@ from millrace.transfer.kvp.server import KvpServer
 from millrace.transfer.transport.base import INLINE_BYTES, Transport
 from millrace.transfer.transport.memory import MemoryHub, MemoryTransport
 from millrace.transfer.transport.regions import Memory
+from support.deadlines import HANG_S
 from support.tiny_engine import make_pool
 
 
@@ -87,7 +88,7 @@ class Holder:
         return shard
 
     def close_shard(self, shard: int) -> None:
-        self.server.close_shard(shard).result(5)
+        self.server.close_shard(shard).result(HANG_S)
         self.pool.free(self.pages.pop(shard))
 
     def check(self) -> None:

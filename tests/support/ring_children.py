@@ -49,7 +49,7 @@ class _Commands:
 
     def connect(self, others: Sequence[bytes]) -> None:
         for metadata in others:
-            self.transport.connect(metadata).result(10)
+            self.transport.connect(metadata).result(HANG_S)
 
     def prepare(self, request_id: str, chunks: Sequence[Chunk], seed: int) -> PeerInfo:
         job, info = self.node.prepare(request_id, chunks, seed)

@@ -20,6 +20,7 @@ from millrace.wire.channel import Channels, open_channel
 from millrace.wire.server import add_health, bind, create_server
 from millrace.wire.tls import SERVER_NAME, Tls, use_tls
 from support.certificates import Authority, needs_openssl
+from support.deadlines import HANG_S
 
 pytestmark = needs_openssl
 
@@ -61,7 +62,7 @@ async def serving() -> AsyncIterator[str]:
 async def check(channel: grpc.aio.Channel) -> int:
     """Makes one call; raises AioRpcError if the server refuses the connection."""
     stub = health_pb2_grpc.HealthStub(channel)
-    return (await stub.Check(health_pb2.HealthCheckRequest(service="one"), timeout=5)).status
+    return (await stub.Check(health_pb2.HealthCheckRequest(service="one"), timeout=HANG_S)).status
 
 
 async def is_let_in(address: str) -> bool:

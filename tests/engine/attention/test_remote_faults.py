@@ -168,5 +168,5 @@ def test_closing_a_shard_waits_for_what_computes_over_its_pages(scene):
     closed = holder.server.close_shard(scene.requests[0].shards[0].shard)
     assert not closed.done()
     go_on.set()
-    closed.result(5)
+    closed.result(HANG_S)
     stepping.join()

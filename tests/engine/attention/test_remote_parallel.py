@@ -13,6 +13,7 @@ from millrace.engine.kv.step_tables import page_table_of
 from millrace.engine.model.loader import load_model
 from millrace.engine.parallel.rank_group import RankGroup
 from millrace.engine.sampling.sampler import Sampler
+from support.deadlines import HANG_S
 from support.kvp_world import Long, random_cuts, sequence_of, world
 from support.parallel import open_runner, split_folder
 from support.tiny_engine import Request, greedy, make_runner
@@ -27,7 +28,7 @@ def test_ranks_spread_requests_over_holders(name: str) -> None:
     wanted = make_runner(folder)
     expected = greedy(wanted, [Request(wanted, p, steps) for p in prompts], steps)
     model = load_model(folder, device="cpu")
-    group = RankGroup(2, timeout_s=30.0)
+    group = RankGroup(2, timeout_s=2 * HANG_S)
     runner = open_runner(group, folder, num_pages=96)
     try:
         with world(model, 2, page_tokens=16, max_rows=9, runner=runner) as made:

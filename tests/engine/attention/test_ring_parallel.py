@@ -15,6 +15,7 @@ from millrace.engine.forward.passes import Boundary
 from millrace.engine.model.communicator import Communicator
 from millrace.engine.parallel.rank_group import RankGroup
 from millrace.engine.runner import Runner
+from support.deadlines import HANG_S
 from support.parallel import open_runner, split_folder
 from support.ring_group import Member, RingGroup, plan
 from support.tiny_engine import Request, make_runner, prefill
@@ -23,7 +24,7 @@ from support.tiny_models import prompt
 
 @pytest.fixture(scope="module")
 def groups() -> Iterator[list[RankGroup]]:
-    ranks = [RankGroup(2, timeout_s=20.0) for _ in range(2)]
+    ranks = [RankGroup(2, timeout_s=2 * HANG_S) for _ in range(2)]
     yield ranks
     for group in ranks:
         group.close()

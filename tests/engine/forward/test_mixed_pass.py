@@ -14,6 +14,7 @@ from millrace.engine.forward.prefill_task import PrefillTask
 from millrace.engine.kv.step_tables import page_table_of
 from millrace.engine.parallel.rank_group import RankGroup
 from millrace.engine.runner import Runner
+from support.deadlines import HANG_S
 from support.parallel import open_runner, split_folder
 from support.tiny_engine import Request, decode, greedy, make_runner, prefill
 from support.tiny_models import model_folder, prompt
@@ -133,7 +134,7 @@ def test_a_chunk_without_tokens_or_pages_is_refused() -> None:
 
 
 def test_ranks_do_what_one_does() -> None:
-    group = RankGroup(2, timeout_s=30.0)
+    group = RankGroup(2, timeout_s=2 * HANG_S)
     try:
         alone = make_runner(split_folder("mixtral"), num_pages=64)
         split = open_runner(group, split_folder("mixtral"))

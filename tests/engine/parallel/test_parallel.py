@@ -23,6 +23,7 @@ from millrace.engine.model.loader import load_model
 from millrace.engine.parallel.rank_group import RankGroup
 from millrace.transfer.transport.layout import Side, at_layer, layer_runs
 from millrace.transfer.transport.regions import Memory, copy_on_host
+from support.deadlines import HANG_S
 from support.parallel import SPLIT_FOUR_WAYS, open_runner, split_folder, storm
 from support.tiny_engine import Request, decode, greedy, make_pool, make_runner, prefill
 from support.tiny_models import prompt
@@ -30,7 +31,7 @@ from support.tiny_models import prompt
 
 @pytest.fixture(scope="module", params=[2, 4])
 def group(request: pytest.FixtureRequest) -> Iterator[RankGroup]:
-    ranks = RankGroup(request.param, timeout_s=30.0)
+    ranks = RankGroup(request.param, timeout_s=2 * HANG_S)
     yield ranks
     ranks.close()
     assert not any(map(psutil.pid_exists, ranks.pids))

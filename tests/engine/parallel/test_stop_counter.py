@@ -77,7 +77,7 @@ def test_threads_stop_together_and_none_waits_in_a_collective(ranks: int) -> Non
     at = 0
     for round_ in range(100):
         counter.begin(at)
-        barrier = threading.Barrier(ranks, timeout=20)
+        barrier = threading.Barrier(ranks, timeout=HANG_S)
         stops = [-1] * ranks
         jitter = [random.Random(seed + ranks * round_ + rank) for rank in range(ranks)]
 
