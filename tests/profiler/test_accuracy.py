@@ -23,6 +23,9 @@ from millrace.shipped import SHIPPED_MODEL
 
 CHUNK = 2048
 BUSY = 0.15  # share of all cores, used by other processes
+#: Passes of a piece of work on a busy machine: one pass is no longer than a slice of the system's
+#: scheduler, and takes 1.1 to 3 times its time alone, whatever is predicted.
+PASSES = 12
 
 
 def others_s() -> float:
@@ -71,15 +74,15 @@ def test_online_correction_keeps_up_with_a_loaded_machine() -> None:
     latency, corrections = prefill_latency(measured), Corrections()
     draw, errors = random.Random(1), []
     with busy_processes(os.cpu_count() or 1):
-        for _ in range(60):
-            tokens = draw.randrange(600, CHUNK)  # long beside a slice of the system's scheduler
-            modelled_s = latency.chunk_s(tokens, 0)
+        for _ in range(30):
+            tokens = draw.randrange(600, CHUNK)
+            modelled_s = PASSES * latency.chunk_s(tokens, 0)
             predicted_s = corrections.seconds("p", band_of(tokens), modelled_s)
-            taken_s = workload.prefill(tokens, 0).seconds
+            taken_s = sum(workload.prefill(tokens, 0).seconds for _ in range(PASSES))
             errors.append(abs(predicted_s / taken_s - 1.0))
             corrections.observe("p", band_of(tokens), predicted_s=modelled_s, observed_s=taken_s)
     workload.close()
-    assert median(errors[20:]) < 0.15, sorted(errors)
+    assert median(errors[10:]) < 0.15, sorted(errors)
     alone_s = latency.chunk_s(CHUNK, 0)
     loaded_s = corrections.seconds("p", band_of(CHUNK), alone_s)
     assert loaded_s > 1.2 * alone_s  # else the test corrects nothing
