@@ -6,6 +6,7 @@ import logging
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ import torch
 from millrace.core.config import EngineConfig
 from millrace.core.errors import ConfigError
 from millrace.engine.assembly import Engine, open_engine, profile_key
+from millrace.instance import latency
 from millrace.instance.latency import decode_step, prefill_latency
 from millrace.profiles import encode, load_profile
 from millrace.profiles.cache import ProfileCache
@@ -53,6 +55,20 @@ def test_the_cached_profile_of_the_key_is_used(
     assert step_s == pytest.approx(MEASURED.operators.decode_step_s(8, 8192), rel=0.2)
 
 
+def test_no_request_pays_the_costs_of_the_first_pass(
+    engine: Engine, config: EngineConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ProfileCache(config.profile_cache).store(profile_key(engine.folder, config), MEASURED)
+    prefill, decode = Mock(wraps=engine.runner.prefill_batch), Mock(wraps=engine.runner.decode)
+    monkeypatch.setattr(engine.runner, "prefill_batch", prefill)
+    monkeypatch.setattr(engine.runner, "decode", decode)
+    prefill_latency(engine, config)
+    assert (prefill.call_count > 0, decode.call_count) == (True, 0)
+    decode_step(engine, config)
+    assert decode.call_count > 0
+    engine.pool.check_integrity(expected_used=0)
+
+
 def test_decode_steps_are_fitted_briefly(engine: Engine, config: EngineConfig) -> None:
     step = decode_step(engine, replace(config, profile="none"))
     assert 0.0 < step.seconds(1, 64) <= step.seconds(64, 64 * 4096)
@@ -90,8 +106,13 @@ def test_a_named_file_is_used_and_a_bad_one_named(
 
 
 def test_on_devices_of_their_own_groups_that_nobody_measured_are_estimated(
-    engine: Engine, config: EngineConfig, tmp_path: Path, told: pytest.LogCaptureFixture
+    engine: Engine,
+    config: EngineConfig,
+    tmp_path: Path,
+    told: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(latency, "warm_up_prefill", lambda engine: None)  # there is no such device
     path = tmp_path / "profile.json"
     path.write_text(encode(replace(MEASURED, measured_sp=(2,)).to_json()))
     there = replace(engine, device=torch.device("cuda"))

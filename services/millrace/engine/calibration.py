@@ -35,9 +35,7 @@ def calibrate(engine: Engine, max_chunk_tokens: int) -> Latency:
     points: list[tuple[int, float]] = []
     try:
         length, spent_s = min(16, limit), 0.0
-        _prefill_s(
-            engine, length, pages, max_chunk_tokens
-        )  # warm up: the first pass pays one-time costs
+        _prefill_s(engine, length, pages, max_chunk_tokens)  # pays one-time costs
         while length <= limit and spent_s < PREFILL_BUDGET_S:
             points.append((length, _prefill_s(engine, length, pages, max_chunk_tokens)))
             spent_s += points[-1][1]
@@ -48,6 +46,25 @@ def calibrate(engine: Engine, max_chunk_tokens: int) -> Latency:
     finally:
         engine.pool.free(pages)
     return eq_1.latency(*eq_1.fit(points, d=None if pair_s is None else pair_s / 2))
+
+
+def warm_up_prefill(engine: Engine) -> None:
+    """Runs a short prefill, so that no request pays the one-time costs of the first pass."""
+    tokens = min(16, engine.layout.page_tokens, engine.max_context_tokens)
+    pages = engine.pool.allocate(1)
+    try:
+        _prefill_s(engine, tokens, pages, tokens)
+    finally:
+        engine.pool.free(pages)
+
+
+def warm_up_decode(engine: Engine) -> None:
+    """Runs a decode step of one sequence, so that no request pays the costs of the first step."""
+    pages = engine.pool.allocate(1)
+    try:
+        _step_s(engine, 1, 1, pages)
+    finally:
+        engine.pool.free(pages)
 
 
 def _pair_s(engine: Engine, most: int, pages: list[int]) -> float:

@@ -10,7 +10,12 @@ from millrace.core.cost.decode_step import DecodeStepTime
 from millrace.core.cost.latency import Latency, SpLatency
 from millrace.core.cost.profile import Profile
 from millrace.engine.assembly import Engine, profile_key
-from millrace.engine.calibration import calibrate, calibrate_decode
+from millrace.engine.calibration import (
+    calibrate,
+    calibrate_decode,
+    warm_up_decode,
+    warm_up_prefill,
+)
 from millrace.profiles import load_profile
 from millrace.profiles.cache import ProfileCache
 from millrace.profiles.decode_step import fit, of_profile
@@ -37,6 +42,7 @@ def prefill_latency(engine: Engine, config: EngineConfig, passes_at_once: int = 
         one = calibrate(engine, config.max_chunk_tokens).scaled(1 / passes_at_once)
         measured = {}
     else:
+        warm_up_prefill(engine)
         by_sp = profile.prefill.by_sp
         one, measured = by_sp[1], {sp: by_sp[sp] for sp in profile.measured_sp if sp in by_sp}
     guessed: dict[int, Latency] = {}
@@ -56,6 +62,7 @@ def decode_step(engine: Engine, config: EngineConfig) -> DecodeStepTime:
     if profile is None:
         terms = fit(calibrate_decode(engine, config.max_batch))
     else:
+        warm_up_decode(engine)
         terms = of_profile(profile.operators)
     step = DecodeStepTime.of(terms)
     log.info("%s", step)

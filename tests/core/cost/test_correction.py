@@ -96,6 +96,14 @@ def test_noise_of_a_few_short_passes_is_not_drawn_on_to_long_ones():
         assert factor(corrections, LONG) == pytest.approx(1.0, abs=0.3)
 
 
+def test_early_and_late_pieces_count_alike():
+    corrections = Corrections()
+    for _ in range(100):
+        for observed_s in (5e-3 * 1.5, 5e-3 / 1.5):
+            corrections.observe("p0", SHORT, predicted_s=1e-3, observed_s=observed_s)
+    assert corrections.seconds("p0", SHORT, 1e-3) == pytest.approx(5e-3, rel=0.15)
+
+
 def test_outliers_change_nothing():
     corrections = Corrections()
     before = observe(corrections, 1.5, 1.5)

@@ -154,7 +154,6 @@ class Corrections:
         if not (0.0 < predicted_s < math.inf and 0.0 < observed_s < math.inf):
             return
         config = self._config
-        noise = config.noise**2 + (config.jitter_s / observed_s) ** 2
         instance = self._instances.get(instance_id)
         if instance is None:
             instance = _Instance(config.instance**2, overhead=_Belief(config.overhead_s**2))
@@ -162,7 +161,11 @@ class Corrections:
         of_band = instance.bands.get(band)
         if of_band is None:
             of_band = instance.bands[band] = _Belief(config.band**2, instance.of_band(band))
-        off = math.log(observed_s / instance.seconds(band, predicted_s))
+        expected_s = instance.seconds(band, predicted_s)
+        # Jitter is relative to both: relative to `observed_s` alone, late pieces would count more
+        # than early pieces, and predictions would be too long.
+        noise = config.noise**2 + config.jitter_s**2 / (observed_s * expected_s)
+        off = math.log(observed_s / expected_s)
         seen = _Seen(instance, of_band, predicted_s, noise)
         if abs(off) <= math.log(config.outlier) + math.sqrt(seen.total):
             instance.strange = of_band.strange = 0

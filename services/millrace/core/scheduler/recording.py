@@ -3,7 +3,7 @@
 A recording is JSON, one line per step after a head line, so that it can be read, searched and cut
 by hand. Values become plain data here and events are built again; drivers handle the files.
 
-    {"millrace_recording": 1, "scheduler": {...}}
+    {"millrace_recording": 2, "scheduler": {...}}
     {"now_s": 81.25, "event": ["Submitted", {"request": {...}}], "effects": [["Place", {...}], ...]}
     {"now_s": 81.30, "event": ["Tick", {}], "raised": "IntegrityError: ..."}
 
