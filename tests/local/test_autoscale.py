@@ -124,7 +124,7 @@ class Fixture:
             self.world,
             config,
             drain_timeout_s=DRAIN_TIMEOUT_S,
-            told=self.lines.append,
+            report=self.lines.append,
         )
         self.loop = Autoscale(self.world, [self.pool], 1.0, self.decisions.append)
         self.now_s = 0.0
@@ -132,7 +132,7 @@ class Fixture:
     async def look(self, seconds: float = 0.5, times: int = 1) -> None:
         for _ in range(times):
             self.now_s += seconds
-            await self.loop.look(self.now_s)
+            await self.loop.check(self.now_s)
 
     async def shrunk(self, size: int) -> None:
         """Resizes the pool without a load: the tests are about drains."""

@@ -88,14 +88,14 @@ class Receiver(PagedKv):
         self.pages = self.take(self.layout.pages_for(self.shard[1] - self.shard[0]))
         self.manager.admit("r", self.pages, tokens, shard=shard, **options)
 
-    def target(self, *, word=None, **changed: object) -> Target:
+    def target(self, *, final_message=None, **changed: object) -> Target:
         made = Target(
             peer=self.peer,
             receiver=self.identity,
             start_token=self.shard[0],
             end_token=self.shard[1],
             layers=self.layout.layers,
-            word=word,
+            final_message=final_message,
         )
         return dataclasses.replace(made, **changed)
 

@@ -110,7 +110,7 @@ class Staged:
         self.rows = [Rows() for _ in range(count)]
         self.runner = PipelineRunner(passes[0], self.pool, storage, whole, self.rows[0], self)
         self.passes = passes  # of the stages, the first one included
-        self.answer = self.runner.in_flight.hear
+        self.answer = self.runner.in_flight.receive
         self.loops = [
             StageLoop(passes[i + 1], self.rows[i + 1], lambda answer: self.answer(answer))
             for i in range(self.count)
@@ -131,9 +131,9 @@ class Staged:
         except Exception as error:
             self.runner.in_flight.fail(StageError(f"{type(error).__name__}: {error}"))
 
-    def tell(self, command: Command, stage: int | None = None) -> None:
+    def send(self, command: Command, stage: int | None = None) -> None:
         for loop in self.loops if stage is None else [self.loops[stage]]:
-            loop.tell(command)
+            loop.send(command)
 
     def close(self) -> None:
         for loop in self.loops:

@@ -49,7 +49,7 @@ from millrace.instance.latency import prefill_latency
 from millrace.instance.prefix import cached_blocks
 from millrace.instance.shards.kvp_servicer import KvpServicer
 from millrace.instance.shards.shard_host import ShardHost
-from millrace.instance.shards.shard_table import NOBODY, ShardBook
+from millrace.instance.shards.shard_table import NOBODY, ShardTable
 from millrace.instance.spans import Stopwatch
 from millrace.instance.tasks import Tasks, stop_event
 from millrace.instance.transfer.kv_servicer import KvReceiverServicer
@@ -85,7 +85,7 @@ class MixedRole:
         )
         self._prompts = Prompts(context, self._table, self._output, self._packer, self._tasks)
         self._compute = MixedCompute(context.engine, context.config.engine.max_batch)
-        self._hosted = ShardBook()
+        self._hosted = ShardTable()
         self._receiver = ReceiveManager(
             transport=context.transport,
             layout=context.engine.layout,
@@ -117,7 +117,7 @@ class MixedRole:
         KvpServicer(self._host).add_to(server)
 
     def complete_registration(self, base: Registration) -> Registration:
-        self.prefix_cache.tell_all()
+        self.prefix_cache.report_all()
         return replace(
             base,
             kv_pages=base.kv_pages - self.num_spill_pages,

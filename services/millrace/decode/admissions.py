@@ -18,7 +18,7 @@ from millrace.decode.output.output import Output
 from millrace.decode.request import DecodeEvent, DecodeRequest
 from millrace.decode.request_table import RequestTable
 from millrace.instance.host import WorkerContext
-from millrace.instance.shards.shard_table import ShardBook
+from millrace.instance.shards.shard_table import ShardTable
 from millrace.instance.spans import span
 from millrace.instance.tasks import Tasks
 from millrace.transfer.push.control import ReceiveCallbacks
@@ -37,7 +37,7 @@ class Admissions:
         output: Output,
         metrics: DecodeMetrics,
         tasks: Tasks,
-        hosted: ShardBook,
+        hosted: ShardTable,
     ) -> None:
         """`hosted`: shards of other instances' requests, whose KV the same receiver receives."""
         self._id = context.incarnation.id

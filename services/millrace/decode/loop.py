@@ -30,7 +30,7 @@ from millrace.instance.host import WorkerContext
 from millrace.instance.prefix import cached_blocks
 from millrace.instance.shards.kvp_servicer import KvpServicer
 from millrace.instance.shards.shard_host import ShardHost
-from millrace.instance.shards.shard_table import ShardBook
+from millrace.instance.shards.shard_table import ShardTable
 from millrace.instance.tasks import Tasks
 from millrace.instance.transfer.kv_servicer import KvReceiverServicer
 
@@ -50,7 +50,7 @@ class DecodeRole:
         self._table = RequestTable()
         metrics = DecodeMetrics(context.registry)
         self._output = Output(context, self._table, metrics)
-        hosted = self._hosted = ShardBook()
+        hosted = self._hosted = ShardTable()
         self._admissions = Admissions(
             context, self._table, self._output, metrics, self._tasks, hosted
         )
@@ -76,7 +76,7 @@ class DecodeRole:
         KvpServicer(self._host).add_to(server)
 
     def complete_registration(self, base: Registration) -> Registration:
-        self.prefix_cache.tell_all()
+        self.prefix_cache.report_all()
         return replace(
             base,
             kv_pages=base.kv_pages - self.num_spill_pages,

@@ -103,7 +103,7 @@ class ExecutionPool:
         self._run_ahead = RunAhead(device)
         self._signal_s: float | None = None  # when the running task was asked to yield
         self._begun = 0  # operators, of all tasks
-        self._told_begun = 0
+        self._reported_begun = 0
         self._look = False  # the running task must check whether it may still run
         self._closing = False
         self._changed = threading.Condition()
@@ -131,7 +131,7 @@ class ExecutionPool:
         Only one caller may call it, at regular times.
         """
         with self._changed:
-            before, self._told_begun = self._told_begun, self._begun
+            before, self._reported_begun = self._reported_begun, self._begun
             return self._rule.standstill() if before == self._begun else None
 
     def set_granularity(self, finest: StopPoint) -> None:

@@ -87,8 +87,8 @@ class WorkerContext(HostContext):
     def of(
         host: HostContext, engine: Engine, decode_step: DecodeStepTime | None = None
     ) -> WorkerContext:
-        told = {field.name: getattr(host, field.name) for field in fields(HostContext)}
-        return WorkerContext(engine=engine, decode_step=decode_step, **told)
+        shared = {field.name: getattr(host, field.name) for field in fields(HostContext)}
+        return WorkerContext(engine=engine, decode_step=decode_step, **shared)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -285,7 +285,7 @@ async def _prove(
 def open_for(options: WorkerOptions, config: Config, count: int) -> list[Engine]:
     """Opens `count` engines or one staged engine; logs the progress and the result."""
     check_transferable(config.engine, resolve_device(config.engine.device))
-    stages, told = config.engine.stages, {"revision": options.revision}
+    stages, version = config.engine.stages, {"revision": options.revision}
     if stages > 1 and count > 1:
         raise ConfigError(
             f"engine.stages is {stages}; instances that share their weights can have 1"
@@ -293,9 +293,11 @@ def open_for(options: WorkerOptions, config: Config, count: int) -> list[Engine]
     if stages > 1:
         set_environment(options.host)
         progress = _log_progress()
-        engines = [open_staged_engine(options.model, config.engine, options.host, progress, **told)]
+        engines = [
+            open_staged_engine(options.model, config.engine, options.host, progress, **version)
+        ]
     else:
-        engines = open_engines(options.model, config.engine, count, _log_progress(), **told)
+        engines = open_engines(options.model, config.engine, count, _log_progress(), **version)
     log_memory("loaded", engines[0])
     return engines
 

@@ -41,7 +41,9 @@ def prompt_blocks(spec: RequestSpec, cache: PrefixCache) -> Sequence[int]:
 
 def cached_blocks(cache: PrefixCache) -> CachedBlocks | None:
     """Builds a heartbeat's report of the cache; None: nothing has changed."""
-    news = cache.news()
-    if not (news.whole or news.added or news.removed):
+    changes = cache.changes()
+    if not (changes.whole or changes.added or changes.removed):
         return None
-    return CachedBlocks(whole=news.whole, added=tuple(news.added), removed=tuple(news.removed))
+    return CachedBlocks(
+        whole=changes.whole, added=tuple(changes.added), removed=tuple(changes.removed)
+    )

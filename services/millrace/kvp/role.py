@@ -12,7 +12,7 @@ from millrace.engine.assembly import KvMemory
 from millrace.instance.host import HostContext
 from millrace.instance.shards.kvp_servicer import KvpServicer
 from millrace.instance.shards.shard_host import ShardHost
-from millrace.instance.shards.shard_table import NOBODY, ShardBook
+from millrace.instance.shards.shard_table import NOBODY, ShardTable
 from millrace.instance.transfer.kv_servicer import KvReceiverServicer
 from millrace.transfer.push.receive.manager import ReceiveManager
 
@@ -26,16 +26,16 @@ class KvpRole:
 
     def __init__(self, context: HostContext, memory: KvMemory) -> None:
         self._pool = memory.pool
-        self._book = ShardBook()
+        self._table = ShardTable()
         self._receiver = ReceiveManager(
             transport=context.transport,
             layout=memory.layout,
             storage=memory.storage,
             identity=context.incarnation,
             config=context.config.transfer,
-            callbacks=self._book.beside(NOBODY),
+            callbacks=self._table.beside(NOBODY),
         )
-        self._shards = ShardHost(context, memory, self._book, self._receiver)
+        self._shards = ShardHost(context, memory, self._table, self._receiver)
 
     @property
     def kv_region(self) -> int:
@@ -49,7 +49,7 @@ class KvpRole:
         return base
 
     def counts(self) -> tuple[int, int]:
-        return self._book.counts()
+        return self._table.counts()
 
     def heartbeat(self) -> Heartbeat:
         running, waiting = self.counts()
@@ -66,10 +66,10 @@ class KvpRole:
         await self._shards.run()
 
     async def wait_idle(self) -> None:
-        await self._book.wait_idle()
+        await self._table.wait_idle()
 
     async def drop_all(self, reason: str) -> None:
-        log.info("dropping %d shards: %s", len(self._book), reason)
+        log.info("dropping %d shards: %s", len(self._table), reason)
         self._shards.lose_all(reason)
         await self.wait_idle()
 

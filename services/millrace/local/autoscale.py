@@ -116,7 +116,7 @@ class _Drain:
 class Pool:
     """Brings the instances of a connector to a size, and loses no request on the way.
 
-    `core.autoscale.drain` decides which instances leave, and how. `told` gets a line for each
+    `core.autoscale.drain` decides which instances leave, and how. `report` gets a line for each
     change of an instance that a user wants to know.
     """
 
@@ -127,13 +127,13 @@ class Pool:
         config: AutoscaleConfig,
         *,
         drain_timeout_s: float,
-        told: Callable[[str], None] = lambda line: None,
+        report: Callable[[str], None] = lambda line: None,
     ) -> None:
         self.connector = connector
         self.scaler = Autoscaler(config)
         self._scheduler = scheduler
         self._policy = drain.DrainPolicy(timeout_s=drain_timeout_s, eviction_s=EVICTION_S)
-        self._told = told
+        self._report = report
         self._drains: dict[str, _Drain] = {}
         self._cordoned: set[str] = set()  # cordoned by this pool, and not uncordoned again
         self._views: Mapping[str, InstanceView] = {}  # the last answer of the scheduler
@@ -194,7 +194,9 @@ class Pool:
             case drain.Remove():
                 waited = f"drained in {now_s - self._drains.pop(name).since_s:.1f} s"
                 self.connector.stop(name)
-                self._told(f"{name} goes: {waited if answers else 'the scheduler does not answer'}")
+                self._report(
+                    f"{name} goes: {waited if answers else 'the scheduler does not answer'}"
+                )
             case drain.Uncordon():
                 await self._scheduler.set_cordon(name, False)
                 self._cordoned.discard(name)
@@ -205,7 +207,7 @@ class Pool:
             case drain.Evict() if name in self._drains and not self._drains[name].evicted:
                 await self._scheduler.evict(name)
                 self._drains[name].evicted = True
-                self._told(
+                self._report(
                     f"{name} did not drain in {self._policy.timeout_s:g} s: its work "
                     f"({self._views[name].held_requests} requests) is migrated"
                 )
@@ -232,10 +234,10 @@ class Autoscale:
     async def run(self) -> None:
         """Scales until it is cancelled."""
         while True:
-            await self.look(time.monotonic())
+            await self.check(time.monotonic())
             await asyncio.sleep(min(LOOK_EVERY_S, self._interval_s))
 
-    async def look(self, now_s: float) -> None:
+    async def check(self, now_s: float) -> None:
         """Continues started drains, and decides again when the interval is over."""
         instances = await self._instances()
         for pool in self.pools:

@@ -135,8 +135,8 @@ class PrivateRedis:
                             await client.ping()
                             return
                     if (await asyncio.wait({ended}, timeout=0.02))[0]:
-                        words = ended.result().decode(errors="replace").strip()
-                        raise StoreError(f"redis-server ended at once: {words}{self._log_end()}")
+                        output = ended.result().decode(errors="replace").strip()
+                        raise StoreError(f"redis-server ended at once: {output}{self._log_end()}")
         finally:
             ended.cancel()
 

@@ -102,18 +102,18 @@ class LocalConnector:
 async def autoscaled(
     stack: Stack,
     scaling: Scaling,
-    told: Callable[[str], None],
+    report: Callable[[str], None],
     decided: Callable[[Decision], None] = lambda decision: None,
 ) -> AsyncIterator[None]:
     """Scales a stack's pools until the end of the block. Raises there the error that ended the
     scaling.
 
-    told: gets a line whenever a pool changes. decided: gets every decision.
+    report: gets a line whenever a pool changes. decided: gets every decision.
     """
 
     def on_decision(decision: Decision) -> None:
         if decision.recommendation.replicas != decision.size:
-            told(str(decision))
+            report(str(decision))
         decided(decision)
 
     scheduler = SchedulerAt(f"127.0.0.1:{stack.services['scheduler'].port}")
@@ -123,7 +123,7 @@ async def autoscaled(
             scheduler,
             scaling.of(role),
             drain_timeout_s=scaling.config.drain_timeout_s,
-            told=told,
+            report=report,
         )
         for role in scaling.sizes
     ]

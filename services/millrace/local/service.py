@@ -83,11 +83,11 @@ class Service:
             ) from None
         if not line:
             await self.process.wait()
-            raise StartupError(f"{self.name}: {self.last_words()}")
+            raise StartupError(f"{self.name}: {self.last_output()}")
         self.port = orjson.loads(line)["port"]
         self.serving = True
 
-    def last_words(self) -> str:
+    def last_output(self) -> str:
         """Returns the last line of the service's log."""
         lines = self.log_path.read_text(errors="replace").strip().splitlines()
         return lines[-1] if lines else "ended with an empty log"

@@ -262,7 +262,7 @@ class Stack:
         while True:
             if service.process is not None:
                 await service.process.wait()
-            log.warning("%s died (%s); starting it again", service.name, service.last_words())
+            log.warning("%s died (%s); starting it again", service.name, service.last_output())
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, RESTART_MOST_S)
             service.restarts += 1
@@ -309,7 +309,7 @@ async def _end(services: Iterable[Service]) -> None:
 def _complaints(services: Iterable[Service]) -> list[str]:
     """Returns an error line for each service that did not end well."""
     return [
-        f"{s.name} ended with status {s.process.returncode}: {s.last_words()}"
+        f"{s.name} ended with status {s.process.returncode}: {s.last_output()}"
         for s in services
         if s.process is not None and not s.ended_well
     ]

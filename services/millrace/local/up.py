@@ -45,8 +45,8 @@ async def run_until_stopped(options: StackOptions, scaling: Scaling | None = Non
         print(f"Logs: {stack.directory}. Ctrl-C stops everything.", flush=True)
         async with contextlib.AsyncExitStack() as around:
             if scaling is not None:
-                told = partial(console.print, markup=False, highlight=False)
-                await around.enter_async_context(autoscaled(stack, scaling, told))
+                report = partial(console.print, markup=False, highlight=False)
+                await around.enter_async_context(autoscaled(stack, scaling, report))
             await stop.wait()
         console.print("Stopping: running answers finish first.")
     finally:

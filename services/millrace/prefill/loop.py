@@ -91,7 +91,7 @@ class PrefillRole:
             context.send_threadsafe,
             self._metrics,
             self._execution,
-            fellows=lambda task: self._together.get(task, ()),
+            batched_with=lambda task: self._together.get(task, ()),
             submit=self._submit,
         )
 
@@ -103,7 +103,7 @@ class PrefillRole:
         self._membership.attach(server)
 
     def complete_registration(self, base: Registration) -> Registration:
-        self.prefix_cache.tell_all()
+        self.prefix_cache.report_all()
         return replace(
             base,
             kv_layers=self._engine.layout.num_layers,

@@ -55,14 +55,14 @@ def targets(command: RunPrefill, peers: KvPeers, *, leads: bool) -> list[Target]
                 f"request {request.request_id}: a shard is tokens {shard.start_token}.."
                 f"{shard.end_token - 1}; it must begin at token {at}"
             )
-        life, at = shard.holder.incarnation, shard.end_token
+        incarnation, at = shard.holder.incarnation, shard.end_token
         found.append(
             Target(
                 peer=peers.to(shard.holder.address),
-                receiver=life,
+                receiver=incarnation,
                 start_token=shard.start_token,
                 end_token=min(at, prompt_tokens),
-                word=(_without_tokens if found else _as_it_is) if leads else None,
+                final_message=(_without_tokens if found else _as_it_is) if leads else None,
                 is_owner=not found,
             )
         )

@@ -11,13 +11,13 @@ log = logging.getLogger(__name__)
 
 
 class InForce:
-    """Logs the mechanisms that have changed since the last call of `tell`."""
+    """Logs the mechanisms that have changed since the last call of `log_changes`."""
 
     def __init__(self, machine: Machine) -> None:
         self._machine = machine
         self._logged: list[Mechanism] = []
 
-    def tell(self) -> None:
+    def log_changes(self) -> None:
         """Logs the changes. Call it after instances joined or left."""
         found = mechanisms(self._machine)
         for one in found:

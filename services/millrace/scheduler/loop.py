@@ -261,7 +261,7 @@ class SchedulerLoop:
     def _tell_fleet(self) -> None:
         for key in self._proxies:
             self._update(key, self._fleet())
-        self._in_force.tell()
+        self._in_force.log_changes()
 
     def _fleet(self) -> messages.Fleet:
         return fleet(self.machine.cluster, self.workers.values())
@@ -380,7 +380,7 @@ class SchedulerLoop:
         if request is not None and request.decode_id is None:
             self._update(request.proxy_id, messages.Queued(request_id=request_id))
 
-    def tell_progress(self, proxy: Proxy, request_ids: Iterable[str]) -> None:
+    def send_progress(self, proxy: Proxy, request_ids: Iterable[str]) -> None:
         """Sends a proxy the progress of its requests' prompts; leaves out ended requests."""
         for request_id in request_ids:
             request = self.machine.requests.get(request_id)

@@ -141,7 +141,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
                 case "load":
                     proxy.parked_requests = message.load.parked_requests
                 case "ask":
-                    self._loop.tell_progress(proxy, message.ask.request_ids)
+                    self._loop.send_progress(proxy, message.ask.request_ids)
                 case kind:
                     raise codec.MessageError(f"a connected proxy sent {kind or 'nothing'}")
 

@@ -136,8 +136,8 @@ class MemoryStore:
         entry = self._entries.get(request_id)
         return entry if entry is not None and entry.expires_s > self._clock() else None
 
-    def _expire(self, request_id: str, life_s: float) -> None:
-        deadline_s = self._clock() + life_s
+    def _expire(self, request_id: str, ttl_s: float) -> None:
+        deadline_s = self._clock() + ttl_s
         self._entries[request_id].expires_s = deadline_s
         heapq.heappush(self._deadlines, (deadline_s, request_id))
 

@@ -58,10 +58,10 @@ if ARGV[2] ~= '' then redis.call('HSET', KEYS[1], 'decode_id', ARGV[2]) end
 return 1
 """)
 _APPEND = Script("""
-local life = redis.call('PTTL', KEYS[1])
-if life < 0 then return 0 end
+local ttl = redis.call('PTTL', KEYS[1])
+if ttl < 0 then return 0 end
 if redis.call('APPEND', KEYS[2], ARGV[1]) == #ARGV[1] then
-  redis.call('PEXPIRE', KEYS[2], life)
+  redis.call('PEXPIRE', KEYS[2], ttl)
 end
 return 1
 """)

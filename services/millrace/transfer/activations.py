@@ -149,8 +149,8 @@ class ActivationSender:
         header = _HEADER.pack(ROWS_CHANNEL, slot, rows, inline, self._number, inlet.link)
         self._number += 1
         if inline == nbytes:
-            told = header + about + self._bytes[own : own + nbytes].tobytes()
-            sent = self._transport.notify(self._peer, told, urgent=True)
+            message = header + about + self._bytes[own : own + nbytes].tobytes()
+            sent = self._transport.notify(self._peer, message, urgent=True)
         else:
             sent = self._transport.write(
                 self._peer,

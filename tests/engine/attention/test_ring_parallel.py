@@ -47,7 +47,7 @@ def test_ranks_wait_for_a_word_longer_than_for_each_other(tmp_path: Path) -> Non
         )
         if rank == 0:
             time.sleep(1.5)
-        return ranks.tell(rank == 0)
+        return ranks.broadcast_flag(rank == 0)
 
     with ThreadPoolExecutor(2) as threads:
         assert list(threads.map(run, range(2))) == [True, True]

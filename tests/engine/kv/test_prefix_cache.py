@@ -46,11 +46,11 @@ class Scheduler:
         self.knows: set[int] = set()
 
     def hear(self) -> None:
-        news = self._cache.news()
-        if news.whole:
+        changes = self._cache.changes()
+        if changes.whole:
             self.knows.clear()
-        assert not self.knows & set(news.added) and self.knows >= set(news.removed)
-        self.knows = (self.knows | set(news.added)) - set(news.removed)
+        assert not self.knows & set(changes.added) and self.knows >= set(changes.removed)
+        self.knows = (self.knows | set(changes.added)) - set(changes.removed)
 
 
 class CacheMachine(RuleBasedStateMachine):
@@ -112,7 +112,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule()
     def register_anew(self) -> None:
-        self.cache.tell_all()
+        self.cache.report_all()
 
     @invariant()
     def book_agrees(self) -> None:
@@ -229,16 +229,16 @@ def test_blocks_are_whole_pages_and_need_theirs() -> None:
 
 
 def test_long_news_are_told_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefix_cache, "MOST_TOLD", 3)
+    monkeypatch.setattr(prefix_cache, "MOST_CHANGES", 3)
     pool = make_pool()
     cache = PrefixCache(pool, BLOCK)
     scheduler = Scheduler(cache)
     computed(pool, cache, [1, 2, 3, 4, 5])
-    assert cache.news().whole
-    cache.tell_all()
+    assert cache.changes().whole
+    cache.report_all()
     scheduler.hear()
     assert scheduler.knows == {1, 2, 3}
     pool.free(pool.allocate(PAGES))  # all are evicted, two of them before they were reported
     scheduler.hear()
     assert not scheduler.knows
-    assert not cache.news().added
+    assert not cache.changes().added

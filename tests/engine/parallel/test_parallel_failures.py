@@ -93,7 +93,7 @@ def test_a_model_that_can_t_be_split_is_refused_and_a_rank_that_fails_named(star
     runner = open_runner(group, split_folder("mixtral"))  # the group is as good as before
     prefill(runner, Request(runner, prompt(5)))
     group.collect()
-    group.tell(Order(CopyPage(0, 10_000)))
+    group.send(Order(CopyPage(0, 10_000)))
     with pytest.raises(RankError, match="rank 1 failed: IndexError"):
         group.collect()
     assert_ended(group, runner, "rank 1 failed")

@@ -32,10 +32,10 @@ def test_a_pass_given_up_where_it_was_just_handed_on_leaves_nothing_behind(
         threading.Thread(target=lambda: (gate.wait(HANG_S), arrive(handed)), daemon=True).start()
 
     one.rows[1].on_rows = stalled
-    run, tell, dropped = one.passes[1].run, loop.tell, threading.Event()
+    run, send, dropped = one.passes[1].run, loop.send, threading.Event()
 
-    def told(command) -> None:
-        tell(command)
+    def sent(command) -> None:
+        send(command)
         if isinstance(command, Drop):
             dropped.set()
 
@@ -44,7 +44,7 @@ def test_a_pass_given_up_where_it_was_just_handed_on_leaves_nothing_behind(
             assert not handed_on.is_set() or dropped.wait(HANG_S)
             yield boundary
 
-    one.passes[1].run, loop.tell = watched, told
+    one.passes[1].run, loop.send = watched, sent
     task = Request(one.runner, prompt(40)).task(0, 40)
     task.name = "given up"
     steps = one.runner.prefill_batch([task])

@@ -248,7 +248,7 @@ def lease() -> Lease:
         backend=None,
         heard_s=10.0,
         renewed_s=12.0,
-        told_s=12.0,
+        sent_s=12.0,
     )
 
 

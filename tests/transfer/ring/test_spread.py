@@ -109,11 +109,11 @@ async def land(split: Split) -> None:
             for i, receiver in enumerate(receivers):
                 if not meets(sender, receiver):
                     continue
-                word = None
+                final_message = None
                 if member == 0 and i not in told:  # the first stage's leader does the handshake
                     told.add(i)
-                    word = without_token if i else lambda end: end
-                targets.append(receiver.target(word=word, is_owner=not i))
+                    final_message = without_token if i else lambda end: end
+                targets.append(receiver.target(final_message=final_message, is_owner=not i))
             runs = [run for _, part in work[member] for run in part]
             session = await sender.open(targets, kv, runs)
             for index, part in work[member]:
@@ -150,8 +150,8 @@ async def opened(sender, receivers, kv, **options):
 def told(receivers) -> list[Target]:
     """The first receiver is the KV owner."""
     first, *others = receivers
-    owner = first.target(word=lambda end: end, is_owner=True)
-    return [owner, *(receiver.target(word=without_token) for receiver in others)]
+    owner = first.target(final_message=lambda end: end, is_owner=True)
+    return [owner, *(receiver.target(final_message=without_token) for receiver in others)]
 
 
 def ready(session, first=0, end=2) -> None:
@@ -218,7 +218,7 @@ async def test_the_passes_of_a_shard_must_be_those_that_were_announced(numbers, 
     kv = expected_kv(pool(), 1, TOKENS)
     async with spread([pool()], [pool()], config) as ((sender,), (receiver,)):
         receiver.admit(TOKENS, (0, TOKENS))
-        session = await sender.open([receiver.target(word=lambda end: end)], kv)
+        session = await sender.open([receiver.target(final_message=lambda end: end)], kv)
         for number, (start, count) in zip(numbers, ((0, 30), (30, 20)), strict=True):
             for layer in range(LAYERS):
                 session.layer_ready(number, layer, start, count)
@@ -232,7 +232,9 @@ async def test_a_sender_that_means_other_tokens_is_refused_with_both_named(shard
     kv = expected_kv(pool(), 1, TOKENS)
     async with spread([pool()], [pool()]) as ((sender,), (receiver,)):
         receiver.admit(TOKENS, (0, 16))
-        target = receiver.target(start_token=shard[0], end_token=shard[1], word=without_token)
+        target = receiver.target(
+            start_token=shard[0], end_token=shard[1], final_message=without_token
+        )
         session = await sender.open([target], kv)
         ready(session)
         expected = rf"means {shard[0]}\.\.{shard[1] - 1}, the receiver expects 0\.\.15 of 50"
@@ -390,8 +392,8 @@ async def test_a_stage_that_shares_no_layer_with_a_receiver_opens_no_session() -
     async with spread(stages, [pool((0, 1)), pool((1, 4))]) as (senders, receivers):
         for receiver in receivers:
             receiver.admit(TOKENS, (0, TOKENS))
-        told = [receivers[0].target(word=without_token), receivers[1].target()]
-        last = [receivers[0].target(), receivers[1].target(word=lambda end: end)]
+        told = [receivers[0].target(final_message=without_token), receivers[1].target()]
+        last = [receivers[0].target(), receivers[1].target(final_message=lambda end: end)]
         sessions = [
             await sender.open(targets, kv)
             for sender, targets in zip(senders, (told, last), strict=True)
@@ -467,7 +469,9 @@ async def test_what_is_kept_from_the_beginning_need_not_come() -> None:
     async with spread([pool()], [pool()]) as ((sender,), (receiver,)):
         receiver.admit(TOKENS, None, kept_tokens=16)
         receiver.fill(receiver.pages, [Run(0, 16, 0)], kv)
-        session = await sender.open([receiver.target(word=lambda end: end)], kv, [Run(16, 34, 0)])
+        session = await sender.open(
+            [receiver.target(final_message=lambda end: end)], kv, [Run(16, 34, 0)]
+        )
         for number, (start, count) in enumerate(((16, 14), (30, 20))):
             for layer in range(LAYERS):
                 session.layer_ready(number, layer, start, count)

@@ -19,12 +19,12 @@ from itertools import pairwise
 from millrace.core.errors import IntegrityError
 from millrace.engine.kv.pool import KvPool
 
-#: The most hashes in one `news`: the rest waits for the next call.
-MOST_TOLD = 1 << 15
+#: The most hashes in one `changes`: the rest waits for the next call.
+MOST_CHANGES = 1 << 15
 
 
 @dataclass(frozen=True, slots=True)
-class CacheNews:
+class CacheChanges:
     """The changes since the last report. `whole`: every earlier report is void."""
 
     whole: bool
@@ -123,15 +123,15 @@ class PrefixCache:
             if name in self._idle:  # as if it had been taken
                 self._idle.move_to_end(name)
 
-    def news(self) -> CacheNews:
+    def changes(self) -> CacheChanges:
         """Returns the changes since the last call, or the first part of them."""
         whole, self._whole = self._whole, False
-        removed = _first(self._removed, MOST_TOLD)
-        added = _first(self._added, MOST_TOLD - len(removed))
-        return CacheNews(whole, added, removed)
+        removed = _first(self._removed, MOST_CHANGES)
+        added = _first(self._added, MOST_CHANGES - len(removed))
+        return CacheChanges(whole, added, removed)
 
-    def tell_all(self) -> None:
-        """Makes the next news begin again with all blocks: the receiver has forgotten
+    def report_all(self) -> None:
+        """Makes the next changes begin again with all blocks: the receiver has forgotten
         everything."""
         self._whole = True
         self._added = dict.fromkeys(self._blocks)

@@ -65,12 +65,12 @@ class Communicator:
             with _as_peer_lost():
                 self._group.broadcast([x], options).wait()
 
-    def tell(self, word: bool = False) -> bool:
-        """Returns rank 0's message on every rank: the others wait for it as long as rank 0 lives.
+    def broadcast_flag(self, flag: bool = False) -> bool:
+        """Returns rank 0's flag on every rank: the others wait for it as long as rank 0 lives.
 
         On the host alone.
         """
-        x = torch.tensor([word])
+        x = torch.tensor([flag])
         options = BroadcastOptions()
         options.rootRank = 0
         options.timeout = _FOR_EVER

@@ -211,7 +211,11 @@ class Follower:
         A step of the ring begins only with rank 0: the step waits for other instances, which may
         have stopped before.
         """
-        if current.is_ring and self._running.is_attn(current.operators) and not self._ranks.tell():
+        if (
+            current.is_ring
+            and self._running.is_attn(current.operators)
+            and not self._ranks.broadcast_flag()
+        ):
             return False
         return self._counter.enter(self._shard.rank, current.operators)
 

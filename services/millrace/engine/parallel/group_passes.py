@@ -63,7 +63,7 @@ def load_ranks(
     shard.check(ModelConfig.from_folder(folder))
     group.collect()
     load = Load(folder=str(folder), dtype=dtype, load_format=load_format, seed=seed, stage=stage)
-    group.tell(Order(load))
+    group.send(Order(load))
     try:
         loaded = load_model(
             folder,
@@ -113,7 +113,7 @@ class GroupPasses:
         memory = None if whole is None else whole[0]
         self.pool = stage_pool(model, layout, memory)
         if whole is None:
-            self.processes.tell(command)
+            self.processes.send(command)
             self.storage = self.pool.storage[None]
         else:
             self.storage = whole[:, model.layers.start : model.layers.stop]
@@ -168,7 +168,7 @@ class GroupPasses:
         self, token_ids: Tensor, positions: Tensor, page_table: Tensor, kv_lens: Tensor
     ) -> Activations:
         """`Passes.decode`."""
-        self.processes.tell(
+        self.processes.send(
             Decode(
                 token_ids=token_ids.numpy(),
                 positions=positions.numpy(),
@@ -189,14 +189,14 @@ class GroupPasses:
 
     def copy_page(self, source: int, target: int) -> None:
         """`KvPool.copy_page`, on every rank."""
-        self.processes.tell(CopyPage(source, target))
+        self.processes.send(CopyPage(source, target))
         self.pool.copy_page(source, target)
 
     def _share(self, command: Open, layout: KvLayout, handle: int | None) -> Tensor:
         """Has all ranks map the same memory; returns it as `mapped` does."""
         shared = new_memory(layout) if handle is None else handle
         try:
-            self.processes.tell(command)
+            self.processes.send(command)
             self._group.hand_over(shared)
             return mapped(layout, shared)
         finally:

@@ -35,7 +35,7 @@ class _Pass:
     operators: int = 0  # that rank 0 has run
     ahead: deque[Boundary] = field(default_factory=deque)  # to be yielded
     attn: Boundary | None = None  # that rank 0 has run, and the other ranks perhaps not
-    told: bool = False  # the other ranks have begun the pass
+    announced: bool = False  # the other ranks have begun the pass
     over: bool = False
 
     def reach(self, boundary: Boundary) -> None:
@@ -86,18 +86,18 @@ class Lockstep:
         finally:
             if self._running is current and self._group.failure is None:
                 self.rest()
-            if current.told and not current.over:
+            if current.announced and not current.over:
                 self._dropped.append(current.number)  # sent with the next command
                 if self._running is None and self._group.failure is None:
                     self._meet()
 
-    def tell(self, command: Command) -> None:
+    def send(self, command: Command) -> None:
         """Has the other ranks carry out a command, after the commands before."""
         self._tell(command, 0)
 
     def project(self, hidden: Tensor, own: Callable[[Tensor], Tensor]) -> Tensor:
         """Computes logits of rows of hidden at all ranks, at rank 0 by `own`."""
-        self.tell(Project(len(hidden)))
+        self.send(Project(len(hidden)))
         with self.watched():
             self._group.ranks.broadcast(hidden.contiguous())
             return own(hidden)
@@ -137,9 +137,9 @@ class Lockstep:
         return bool(current.ahead)
 
     def _resume(self, current: _Pass) -> None:
-        begin = None if current.told else current.begin()
+        begin = None if current.announced else current.begin()
         self._tell(Run(current.number, begin), current.operators)
-        current.told = True
+        current.announced = True
         self._running = current
 
     def _run_operator(self, current: _Pass) -> bool:
@@ -166,7 +166,7 @@ class Lockstep:
         """
         enters = self._group.counter.enter(0, current.operators)
         if current.is_led(current.operators):
-            self._group.ranks.tell(enters)
+            self._group.ranks.broadcast_flag(enters)
         return enters
 
     def _meet(self) -> None:
@@ -187,4 +187,4 @@ class Lockstep:
             self._operators = 0
             self._group.counter.begin(operators)
             dropped, self._dropped = tuple(self._dropped), []
-            self._group.tell(Order(command, dropped))
+            self._group.send(Order(command, dropped))

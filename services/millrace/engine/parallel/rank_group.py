@@ -104,7 +104,7 @@ class RankGroup:
         """Process ids of ranks 1 and on."""
         return tuple(process.pid or 0 for process in self._processes)
 
-    def tell(self, order: Order) -> None:
+    def send(self, order: Order) -> None:
         """Gives all ranks an order, after they have answered the one before (`collect`)."""
         if self.failure is not None:
             raise self.failure
@@ -168,7 +168,7 @@ class RankGroup:
             except (EOFError, OSError) as error:
                 raise self.fail(error) from error
             if isinstance(answer, Failed):
-                raise self.fail(_Told(pipe, answer))
+                raise self.fail(_RankFailed(pipe, answer))
             assert isinstance(answer, Done)
             found.append(answer.operators)
         return found
@@ -179,13 +179,13 @@ class RankGroup:
         Names a dead rank first, then a rank that sent its error, then a silent rank, and last a
         rank that only lost another.
         """
-        told = {cause.pipe: cause.failed} if isinstance(cause, _Told) else {}
-        self._listen(told)
+        failures = {cause.pipe: cause.failed} if isinstance(cause, _RankFailed) else {}
+        self._listen(failures)
         died, failed, silent = [], [], []
         for rank, (pipe, process) in enumerate(
             zip(self._pipes, self._processes, strict=True), start=1
         ):
-            last_message = told.get(pipe)
+            last_message = failures.get(pipe)
             if last_message is not None and not last_message.by_peer:
                 failed.append(f"rank {rank} failed: {last_message.error}")
             elif last_message is None and process.exitcode is not None:
@@ -198,12 +198,12 @@ class RankGroup:
         causes = died + failed + of_ours + silent + [f"rank 0 lost another: {met}"]
         return f"{self._name}tensor parallelism of {self.size}: {causes[0]}"
 
-    def _listen(self, told: dict[Connection, Failed]) -> None:
+    def _listen(self, failures: dict[Connection, Failed]) -> None:
         """Collects all ranks' last messages, or learns that they are gone, for `_VERDICT_S`."""
         waiting = {
             pipe: process
             for pipe, process in zip(self._pipes, self._processes, strict=True)
-            if pipe not in told
+            if pipe not in failures
         }
         deadline_s = time.monotonic() + _VERDICT_S
         while waiting and (left_s := deadline_s - time.monotonic()) > 0:
@@ -215,11 +215,11 @@ class RankGroup:
                     waiting.pop(pipe).join(_VERDICT_S)
                     continue
                 if isinstance(answer, Failed):
-                    told[pipe] = answer
+                    failures[pipe] = answer
                     del waiting[pipe]
 
 
-class _Told(Exception):
+class _RankFailed(Exception):
     """A rank's last message arrived where an answer was due."""
 
     def __init__(self, pipe: Connection, failed: Failed) -> None:
@@ -230,7 +230,7 @@ class _Told(Exception):
 
 def _is_own(cause: BaseException) -> bool:
     """Returns whether the error arose at rank 0 itself rather than between it and another."""
-    return not isinstance(cause, PeerLost | OSError | EOFError | _Told)
+    return not isinstance(cause, PeerLost | OSError | EOFError | _RankFailed)
 
 
 def _device_of(rank: int, first: torch.device) -> torch.device:

@@ -21,7 +21,7 @@ class SharedLink:
         self.size = size
 
     def history(self, layer: int) -> bool:
-        return self._ranks.tell(self._link is not None and self._link.history(layer))
+        return self._ranks.broadcast_flag(self._link is not None and self._link.history(layer))
 
     def publish(self, layer: int) -> None:
         self._ranks.meet()  # all have written their K/V
@@ -29,7 +29,7 @@ class SharedLink:
             self._link.publish(layer)
 
     def wait(self, step: int) -> bool:
-        return self._ranks.tell(self._link is not None and self._link.wait(step))
+        return self._ranks.broadcast_flag(self._link is not None and self._link.wait(step))
 
     def release(self, step: int) -> None:
         self._ranks.meet()  # all have read the block

@@ -50,7 +50,7 @@ class LaterStages(Protocol):
     def count(self) -> int:
         """Returns the number of later stages."""
 
-    def tell(self, command: Command, stage: int | None = None) -> None:
+    def send(self, command: Command, stage: int | None = None) -> None:
         """Sends the command to one stage, counted from 0, or to all.
 
         Raises StageError when one has died.
@@ -128,11 +128,11 @@ class InFlight:
             self._passes[entry.number] = entry
         return entry
 
-    def tell(self, command: Command, stage: int | None = None) -> None:
+    def send(self, command: Command, stage: int | None = None) -> None:
         """Sends a command. Raises StageError when a stage has died."""
         if self._failure is not None:
             raise self._failure
-        self._stages.tell(command, stage)
+        self._stages.send(command, stage)
 
     def wait(self, entry: PassInFlight, timeout_s: float) -> None:
         """Returns when the pass is through. Raises StageError when a stage has died, or no pass
@@ -149,12 +149,12 @@ class InFlight:
         Raises StageError as `wait` does.
         """
         try:
-            told = self._calls.get(timeout=timeout_s)
+            call = self._calls.get(timeout=timeout_s)
         except queue.Empty:
             raise StageError(f"no later stage has ended a pass for {timeout_s:g} s") from None
-        if told is None or self._failure is not None:
+        if call is None or self._failure is not None:
             raise self._failure or StageError("a stage died")
-        return told
+        return call
 
     def leave(self, entry: PassInFlight) -> None:
         """Notes that no caller waits for the pass, which continues through the later stages."""
@@ -171,7 +171,7 @@ class InFlight:
     def order(self, names: Sequence[str]) -> None:
         """Sets the order of passes in the later stages, by the names of their tasks. Raises
         StageError when a stage has died."""
-        self.tell(PassOrder(tuple(names)))
+        self.send(PassOrder(tuple(names)))
 
     def drop(self, names: Sequence[str]) -> None:
         """Gives up all passes of these names. Returns when none of them writes KV any more."""
@@ -196,7 +196,7 @@ class InFlight:
         """Has the stage drop the pass. Returns whether the stage had the pass."""
         with self._lock:
             waiter = self._dropped = Completion()
-        self.tell(Drop(number, comes), stage)
+        self.send(Drop(number, comes), stage)
         if not waiter.wait(_DROP_TIMEOUT_S):
             raise StageError(f"stage {stage + 1} has not dropped a pass for {_DROP_TIMEOUT_S:g} s")
         if self._failure is not None:
@@ -205,7 +205,7 @@ class InFlight:
 
     # -- for other threads
 
-    def hear(self, answer: Answer) -> None:
+    def receive(self, answer: Answer) -> None:
         """Takes an answer in. Answers that earlier stages sent before this one come first."""
         match answer:
             case LayerDone():

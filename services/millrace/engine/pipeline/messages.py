@@ -65,7 +65,7 @@ class Open:
 class Pass:
     """Rows of this number will be handed on to you. `name`: as in `PassOrder`.
 
-    `is_cut` and `kv_only` as of `Passes.run`. `tells`: answer each layer of the pass
+    `is_cut` and `kv_only` as of `Passes.run`. `reports_layers`: answer each layer of the pass
     with `LayerDone`.
     """
 
@@ -74,7 +74,7 @@ class Pass:
     tables: Tables
     is_cut: bool
     kv_only: bool
-    tells: bool
+    reports_layers: bool
 
 
 @dataclass(frozen=True, slots=True)

@@ -111,7 +111,7 @@ class PipelineRunner:
         tables = mixed_tables(decodes, page_table, tasks, page_tokens, self.remote)
         keeps_all = any(task.want_prompt_logprobs for task in tasks)
         remote = remote_attention(self.remote, tables, self._first.shared)
-        entry = self._begin("", tables, keeps_all=keeps_all, tells=False)
+        entry = self._begin("", tables, keeps_all=keeps_all, reports_layers=False)
         try:
             entry.is_served = remote is not None
             for _ in self._run_first(entry, tables, remote):
@@ -152,7 +152,7 @@ class PipelineRunner:
         keeps_all = any(task.want_prompt_logprobs for task in tasks)
         is_wanted = keeps_all or len(tables.rows) > 0
         entry = self._begin(
-            tasks[0].name, tables, keeps_all=keeps_all, tells=True, on_layer=_all_of(tasks)
+            tasks[0].name, tables, keeps_all=keeps_all, reports_layers=True, on_layer=_all_of(tasks)
         )
         try:
             yield from self._run_first(entry, tables)
@@ -169,11 +169,11 @@ class PipelineRunner:
     def _serve(self, entry: PassInFlight) -> None:
         """Makes later stages' calls until the pass is through."""
         while entry.is_served:
-            told = self.in_flight.next_call(self._timeout_s)
-            if told is entry:
+            call = self.in_flight.next_call(self._timeout_s)
+            if call is entry:
                 entry.is_served = False
-            elif isinstance(told, RemoteCall):
-                self.in_flight.tell(LinkReply(self._call_remote(told)), self._later_of[told.layer])
+            elif isinstance(call, RemoteCall):
+                self.in_flight.send(LinkReply(self._call_remote(call)), self._later_of[call.layer])
         self.in_flight.wait(entry, self._timeout_s)
 
     def _call_remote(self, call: RemoteCall) -> bool | tuple[Part, ...]:
@@ -186,7 +186,7 @@ class PipelineRunner:
     def _ring_steps(self, task: RingTask) -> Generator[Boundary]:
         entry = self.in_flight.begin(task.name)
         try:
-            self.in_flight.tell(RingStart(entry.number, task.name, RingPass.of(task)))
+            self.in_flight.send(RingStart(entry.number, task.name, RingPass.of(task)))
             yield from self._first.ring(task, fetch=None, finish=self._hand_on(entry))
             for stage in range(self._stages.count):
                 while (boundary := self._step(entry, stage, task.link)) is not None:
@@ -202,14 +202,14 @@ class PipelineRunner:
 
     def _step(self, entry: PassInFlight, stage: int, link: RingLink) -> Boundary | None:
         """Runs one operator of a later stage, and makes the stage's calls of the link."""
-        self.in_flight.tell(Step(entry.number), stage)
+        self.in_flight.send(Step(entry.number), stage)
         while True:
-            told = self.in_flight.next_call()
-            if isinstance(told, LinkCall):
-                value = getattr(link, told.method)(told.argument)
-                self.in_flight.tell(LinkReply(bool(value)), stage)
-            elif isinstance(told, Stepped) and told.number == entry.number:
-                return Boundary(told.layer, told.operator) if told.operator else None
+            call = self.in_flight.next_call()
+            if isinstance(call, LinkCall):
+                value = getattr(link, call.method)(call.argument)
+                self.in_flight.send(LinkReply(bool(value)), stage)
+            elif isinstance(call, Stepped) and call.number == entry.number:
+                return Boundary(call.layer, call.operator) if call.operator else None
 
     def _finish_ring(self, entry: PassInFlight, task: RingTask) -> None:
         assert entry.rows is not None  # the task wants rows
@@ -230,11 +230,11 @@ class PipelineRunner:
         tables: RaggedTables,
         *,
         keeps_all: bool,
-        tells: bool,
+        reports_layers: bool,
         on_layer: Callable[[int], None] = lambda layer: None,
     ) -> PassInFlight:
         later = self._layers - self._first.model.layers.stop
-        entry = self.in_flight.begin(name, on_layer, later if tells else 0)
+        entry = self.in_flight.begin(name, on_layer, later if reports_layers else 0)
         kv_only = not (keeps_all or len(tables.rows))
         what = Pass(
             number=entry.number,
@@ -242,9 +242,9 @@ class PipelineRunner:
             tables=Tables.of(tables),
             is_cut=not keeps_all,
             kv_only=kv_only,
-            tells=tells,
+            reports_layers=reports_layers,
         )
-        self.in_flight.tell(what)
+        self.in_flight.send(what)
         return entry
 
     def _run_first(

@@ -63,7 +63,7 @@ class _Entry:
 
 
 class StageLoop:
-    """Computes passes in `run`; `tell` and `hand` may be called on any thread."""
+    """Computes passes in `run`; `send` and `hand` may be called on any thread."""
 
     def __init__(self, passes: Passes, out: RowsOut, answer: Callable[[Answer], None]) -> None:
         """`out`: to the next stage, or from the last one back to the first."""
@@ -75,14 +75,14 @@ class StageLoop:
         self._order: dict[str, int] = {"": -1}
         self._drops: deque[Drop] = deque()
         self._replies: queue.SimpleQueue[LinkReply] = queue.SimpleQueue()
-        self._look = False  # a command or rows have come
+        self._is_notified = False  # a command or rows have come
         self._closing = False
 
     def __len__(self) -> int:
         """Returns how many passes are at this stage or announced."""
         return len(self._entries)
 
-    def tell(self, command: Command) -> None:
+    def send(self, command: Command) -> None:
         if isinstance(command, LinkReply):
             self._replies.put(command)
             return
@@ -116,7 +116,7 @@ class StageLoop:
             self._notice()
 
     def _notice(self) -> None:
-        self._look = True
+        self._is_notified = True
         self._changed.notify()
 
     # -- on the computing thread
@@ -135,15 +135,15 @@ class StageLoop:
             with self._changed:
                 if self._closing:
                     return None
-                self._look = bool(self._drops)
+                self._is_notified = bool(self._drops)
                 if (number := self._first()) is not None:
                     return number
-                if self._look or self._changed.wait(_PATIENCE_S):
+                if self._is_notified or self._changed.wait(_PATIENCE_S):
                     continue
             if self._passes.processes is not None:
                 self._passes.processes.rest()
             with self._changed:
-                if not self._look:
+                if not self._is_notified:
                     self._changed.wait()
 
     def _first(self) -> int | None:
@@ -166,9 +166,9 @@ class StageLoop:
         if entry.steps is None:
             entry.steps = self._begin(what, entry)
         for boundary in entry.steps:
-            if what.tells and boundary.operator == "attn":
+            if what.reports_layers and boundary.operator == "attn":
                 self._answer(LayerDone(number, boundary.layer))
-            if self._look and not self._goes_on(number):
+            if self._is_notified and not self._goes_on(number):
                 return
         with self._changed:
             del self._entries[number]
@@ -204,7 +204,7 @@ class StageLoop:
         with self._changed:
             if self._closing or self._drops:
                 return False
-            self._look = False
+            self._is_notified = False
             return self._first() == number
 
     def _begin(self, what: Pass, entry: _Entry) -> Generator[Boundary]:

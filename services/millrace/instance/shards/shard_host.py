@@ -21,7 +21,7 @@ from millrace.engine.attention.kvp_memory import exchange_memory
 from millrace.engine.attention.kvp_worker import ShardAttention
 from millrace.instance.host import HostContext
 from millrace.instance.shards.shard_metrics import ShardMetrics, TimedShards
-from millrace.instance.shards.shard_table import HeldShard, ShardBook
+from millrace.instance.shards.shard_table import HeldShard, ShardTable
 from millrace.instance.tasks import Tasks
 from millrace.transfer.kvp.server import KvpServer
 from millrace.transfer.push.handshake import stale_receiver
@@ -56,15 +56,15 @@ class ShardHost:
     """
 
     def __init__(
-        self, context: HostContext, memory: KvMemory, book: ShardBook, receiver: ReceiveManager
+        self, context: HostContext, memory: KvMemory, table: ShardTable, receiver: ReceiveManager
     ) -> None:
         self._life = context.incarnation
         self._layout = memory.layout
         self._pool = memory.pool
-        self._book = book
+        self._table = table
         self._receiver = receiver
         self._send = context.send
-        self._metrics = ShardMetrics(context.registry, book)
+        self._metrics = ShardMetrics(context.registry, table)
         shape = exchange_shape(memory)
         exchanged = exchange_memory(KvpServer.memory_bytes(shape, OWNERS))
         attention = ShardAttention(
@@ -119,7 +119,7 @@ class ShardHost:
 
     def detach(self, owner: Incarnation) -> None:
         """Detaches a KV owner and releases its shards."""
-        for shard in self._book.of(owner):
+        for shard in self._table.of(owner):
             self.let_go(shard)
         self._server.detach(self._owners.pop(owner))
 
@@ -130,7 +130,7 @@ class ShardHost:
         self._check_meant(ask)
         if ask.owner not in self._owners:
             raise TransferError(f"{ask.owner} asks for a shard but is not attached")
-        if self._book.get(ask.request_id) is not None:
+        if self._table.get(ask.request_id) is not None:
             raise TransferError(f"request {ask.request_id} has a shard here already")
         pages = self._pool.allocate(self._layout.pages_for(ask.num_tokens))
         try:
@@ -143,7 +143,7 @@ class ShardHost:
         shard = HeldShard(ask, pages, number)
         if not ask.landing_tokens:
             shard.land()  # it has no tokens of the prompt
-        self._book.add(shard)
+        self._table.add(shard)
         return shard
 
     def _receive(self, ask: HoldAsk, pages: list[int]) -> None:
@@ -169,14 +169,14 @@ class ShardHost:
         await asyncio.wrap_future(self._server.close_shard(shard.number))
         await self._receiver.release(shard.ask.request_id)
         self._pool.free(shard.pages)
-        self._book.remove(shard)
+        self._table.remove(shard)
         self._send(RequestReleased(request_id=shard.ask.request_id, attempt=shard.ask.attempt))
 
     # -- for the role
 
     def forget(self, request_id: str) -> None:
         """Drops a cancelled request's shard, if any, and reports the release to the scheduler."""
-        if (shard := self._book.get(request_id)) is None:
+        if (shard := self._table.get(request_id)) is None:
             self._send(RequestReleased(request_id=request_id))
         else:
             self.lose(shard, "the scheduler has cancelled it")
@@ -190,7 +190,7 @@ class ShardHost:
         self.let_go(shard)
 
     def lose_all(self, why: str) -> None:
-        for shard in self._book:
+        for shard in self._table:
             self.lose(shard, why)
 
     def check_integrity(self) -> None:

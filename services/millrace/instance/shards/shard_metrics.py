@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
-from millrace.instance.shards.shard_table import ShardBook
+from millrace.instance.shards.shard_table import ShardTable
 from millrace.telemetry.metrics import Registry
 from millrace.transfer.kvp.server import ShardCompute
 
@@ -16,16 +16,16 @@ LAYER_BUCKETS = tuple(25e-6 * 2**i for i in range(14))
 class ShardMetrics:
     """The metrics of held shards. Safe to use from any thread."""
 
-    def __init__(self, registry: Registry, book: ShardBook) -> None:
+    def __init__(self, registry: Registry, table: ShardTable) -> None:
         registry.gauge_function(
             "millrace_kvp_held_shards",
             "shards of requests whose KV owner is another instance",
-            lambda: len(book),
+            lambda: len(table),
         )
         registry.gauge_function(
             "millrace_kvp_held_pages",
             "KV pages of these shards",
-            lambda: sum(len(shard.pages) for shard in book),
+            lambda: sum(len(shard.pages) for shard in table),
         )
         self.lost = registry.counter(
             "millrace_kvp_lost_shards_total", "shards lost before their KV owners released them"

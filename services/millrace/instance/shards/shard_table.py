@@ -37,7 +37,7 @@ class HeldShard:
             self.lost.set_result(why)
 
 
-class ShardBook:
+class ShardTable:
     """The held shards by request id: at most one per request. For the event loop only."""
 
     def __init__(self) -> None:

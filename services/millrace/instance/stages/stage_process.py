@@ -166,6 +166,6 @@ def _listen(pipe: Connection, loop: StageLoop) -> None:
     """Gives the first stage's commands to the loop, until the first stage is gone."""
     try:
         while True:
-            loop.tell(pipe.recv())
+            loop.send(pipe.recv())
     except (EOFError, OSError):
         loop.close()

@@ -221,7 +221,7 @@ class StageProcesses:
             found.append(answer)
         return found
 
-    def tell(self, command: Command, stage: int | None = None) -> None:
+    def send(self, command: Command, stage: int | None = None) -> None:
         """Sends a command to one stage, or to all. Raises StageError when a stage is gone."""
         chosen = range(self.count) if stage is None else (stage,)
         with self._telling:
@@ -261,9 +261,9 @@ class StageProcesses:
                 last = self._answers(len(self._pipes) - 1, ready)
                 for index in range(len(self._pipes) - 1):
                     for answer in self._answers(index, None if last else ready):
-                        runner.in_flight.hear(answer)
+                        runner.in_flight.receive(answer)
                 for answer in last:
-                    runner.in_flight.hear(answer)
+                    runner.in_flight.receive(answer)
         except StageError as error:
             if not self._closing:
                 log.error("%s", error)

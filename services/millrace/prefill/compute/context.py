@@ -32,17 +32,17 @@ class PrefillCompute:
         report: Callable[[Report], object],
         metrics: PrefillMetrics,
         pool: ExecutionPool,
-        fellows: Callable[[str], Sequence[str]],
+        batched_with: Callable[[str], Sequence[str]],
         submit: Callable[[PrefillJob, int], None],
     ) -> None:
-        """`fellows` names the tasks that the scheduler batched with a task; `submit` gives the pool
-        a chunk of a job, by the chunk's index.
+        """`batched_with` names the tasks that the scheduler batched with a task; `submit` gives the
+        pool a chunk of a job, by the chunk's index.
         """
         self.engine = engine
         self.max_chunk_tokens = max_chunk_tokens
         self.metrics = metrics
         self.pool = pool
-        self.fellows = fellows
+        self.batched_with = batched_with
         self._submit = submit
         self._report = report
         self._sampler = Sampler()

@@ -48,7 +48,7 @@ class LocalChunk(ChunkTask):
                 yield StopPoint.PASS
 
     def _join(self) -> None:
-        for fellow in self._compute.pool.take(self._compute.fellows(self.name)):
+        for fellow in self._compute.pool.take(self._compute.batched_with(self.name)):
             assert isinstance(fellow, LocalChunk)  # groups are not batched
             self._open.append(fellow)
             self._compute.started(fellow._job, fellow._chunk)

@@ -50,7 +50,7 @@ class Membership:
         self._on_broken = on_broken
         self._context = context
         self._layout = context.engine.layout
-        self._life = context.incarnation
+        self._incarnation = context.incarnation
         self._transport = context.transport
         self._peers = peers
         self._region = region
@@ -91,9 +91,9 @@ class Membership:
         own = JoinAsk(
             request_id=job.request_id,
             attempt=job.attempt,
-            leader=self._life if leader is None else leader.incarnation,
+            leader=self._incarnation if leader is None else leader.incarnation,
             member=GroupMember(
-                incarnation=self._life,
+                incarnation=self._incarnation,
                 layout=self._layout,
                 pages=tuple(job.pages),
                 buffer_pages=tuple(job.buffers),
@@ -107,15 +107,15 @@ class Membership:
 
     async def _info(self, member: GroupMember) -> PeerInfo:
         """Connects the transport to the member; returns the member's data for the ring."""
-        life, peer = member.incarnation, self._transport.name
-        if life != self._life:
+        incarnation, peer = member.incarnation, self._transport.name
+        if incarnation != self._incarnation:
             peer = await outcome(self._transport.connect(member.agent_metadata))
-            self._instances.pop(self._names.get(life.id, ""), None)
-            self._names[life.id] = peer
-            self._instances[peer] = life.id
+            self._instances.pop(self._names.get(incarnation.id, ""), None)
+            self._names[incarnation.id] = peer
+            self._instances[peer] = incarnation.id
         return PeerInfo(
-            instance_id=life.id,
-            generation=life.generation,
+            instance_id=incarnation.id,
+            generation=incarnation.generation,
             peer=peer,
             region=self._region,
             pages=member.pages,
@@ -133,7 +133,7 @@ class Membership:
         ask = HistoryAsk(
             ticket=Ticket(
                 request_id=job.request_id,
-                sender=self._life,
+                sender=self._incarnation,
                 receiver=decode.incarnation,
                 attempt=job.attempt,
             ),
@@ -162,13 +162,13 @@ class Membership:
         """Sends this member's log-probabilities to the leader, if requested."""
         if job.sampling.prompt_logprobs < 0:
             return
-        told = HandIn(
+        hand_in = HandIn(
             request_id=job.request_id,
             attempt=job.attempt,
-            member=self._life,
+            member=self._incarnation,
             logprobs=tuple(job.prompt_logprobs),
         )
-        await self._leaders.hand_in(_leader(job).address, told)
+        await self._leaders.hand_in(_leader(job).address, hand_in)
 
     # -- the messages of gangs
 
@@ -176,11 +176,11 @@ class Membership:
         """Sends a gang's message to a member, from any thread. Members wait for each other's
         messages, so a failed message breaks the group.
         """
-        told = self._transport.notify(self._names[instance_id], payload)
-        told.add_done_callback(partial(self._sent, instance_id, payload))
+        sent = self._transport.notify(self._names[instance_id], payload)
+        sent.add_done_callback(partial(self._sent, instance_id, payload))
 
-    def _sent(self, instance_id: str, payload: bytes, told: Future[None]) -> None:
-        if not told.cancelled() and (error := told.exception()) is not None:
+    def _sent(self, instance_id: str, payload: bytes, sent: Future[None]) -> None:
+        if not sent.cancelled() and (error := sent.exception()) is not None:
             key = gang.Message.decode(payload).key
             self._break(key.request_id, key.attempt, f"a message to {instance_id}: {error}")
 

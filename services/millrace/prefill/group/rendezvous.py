@@ -40,8 +40,8 @@ class _Table:
 class Rendezvous:
     """The meeting point at the leader. A table exists from an attempt's first message to `end`."""
 
-    def __init__(self, life: Incarnation) -> None:
-        self._life = life
+    def __init__(self, incarnation: Incarnation) -> None:
+        self._incarnation = incarnation
         self._tables: dict[_Attempt, _Table] = {}
 
     async def join(self, job: PrefillJob, own: JoinAsk) -> list[GroupMember]:
@@ -79,8 +79,8 @@ class Rendezvous:
 
         Raises GroupError when the attempt ends first, TimeoutError after `wait_s` seconds.
         """
-        if ask.leader != self._life:
-            raise GroupError(_stale(ask.leader, self._life))
+        if ask.leader != self._incarnation:
+            raise GroupError(_stale(ask.leader, self._incarnation))
         key = (ask.request_id, ask.attempt)
         table = self._tables.setdefault(key, _Table())
         table.joined[ask.member.incarnation.id] = ask
@@ -98,12 +98,14 @@ class Rendezvous:
             raise GroupError(f"request {ask.request_id} was given up")
         return _roster(table)
 
-    def take(self, told: HandIn) -> None:
+    def take(self, hand_in: HandIn) -> None:
         """Takes a member's result. Raises GroupError if the member is in no group here."""
-        table = self._tables.get((told.request_id, told.attempt))
-        if table is None or told.member.id not in table.joined:
-            raise GroupError(f"request {told.request_id}: {told.member.id} is of no group here")
-        table.handed_in[told.member.id] = told
+        table = self._tables.get((hand_in.request_id, hand_in.attempt))
+        if table is None or hand_in.member.id not in table.joined:
+            raise GroupError(
+                f"request {hand_in.request_id}: {hand_in.member.id} is of no group here"
+            )
+        table.handed_in[hand_in.member.id] = hand_in
         table.wake()
 
     def _table(self, job: PrefillJob) -> _Table:

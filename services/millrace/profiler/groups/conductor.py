@@ -250,7 +250,7 @@ class Conductor:
     def left(self, instance_id: str) -> None:
         """Fails the prompt in flight, because an instance's stream has ended."""
         if self._request is not None:
-            why = self._services[instance_id].last_words()
+            why = self._services[instance_id].last_output()
             self._request.fail(f"{instance_id} is gone: {why}")
             self._request.lets_go(instance_id)
 
@@ -312,7 +312,7 @@ class Conductor:
     async def _stop_services(self) -> None:
         await asyncio.gather(*(service.stop() for service in self._services.values()))
         self._unclean = [
-            f"{one.name} did not end well: {one.last_words()}"
+            f"{one.name} did not end well: {one.last_output()}"
             for one in self._services.values()
             if not one.ended_well
         ]

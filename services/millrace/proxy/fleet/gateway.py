@@ -66,7 +66,7 @@ class Gateway:
         self._scheduler = SchedulerLink(scheduler, incarnation, self)
         self._tokens = TokenLinks(incarnation, self)
         self.prompts = PromptsAhead(self._scheduler.ask_progress)
-        self.on_progress = self.prompts.hear
+        self.on_progress = self.prompts.take
         self._load = LoadReport(self._scheduler.report)
         self._parking = Parking(config, self._load.set)
         self._fleet_ready = False

@@ -26,7 +26,7 @@ class PromptsAhead:
         self._send = send
         self._asked: dict[str, asyncio.Future[Progress]] = {}
 
-    def hear(self, progress: Progress, /) -> None:
+    def take(self, progress: Progress, /) -> None:
         """Takes an answer of the scheduler."""
         asked = self._asked.get(progress.request_id)
         if asked is not None and not asked.done():

@@ -62,9 +62,9 @@ class Outlet:
 class Target:
     """A receiver of a prompt's KV, and the tokens [start_token, end_token) that belong there.
 
-    It has the model's `layers`; None where only its answer to the handshake says so. `word` makes
-    this receiver's end message from the message of `Sending.finish`; None where another sender
-    reports the end. The KV owner (`is_owner`) gets the first token.
+    It has the model's `layers`; None where only its answer to the handshake says so.
+    `final_message` makes this receiver's end message from the message of `Sending.finish`; None
+    where another sender reports the end. The KV owner (`is_owner`) gets the first token.
     """
 
     peer: KvPeer
@@ -72,7 +72,7 @@ class Target:
     start_token: int
     end_token: int
     layers: range | None = None
-    word: Callable[[Any], Any] | None = None
+    final_message: Callable[[Any], Any] | None = None
     is_owner: bool = False
 
 

@@ -88,7 +88,7 @@ class Lease(Writer):
     layout: KvLayout
     backend: int | None
     heard_s: float
-    told_s: float
+    sent_s: float
     copies: int = 0
 
     def lapsed(self, now_s: float, lease_s: float) -> bool:

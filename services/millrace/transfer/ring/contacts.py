@@ -19,7 +19,7 @@ class Contacts:
     def __init__(self, peers: Iterable[str], lease_s: float) -> None:
         now_s = time.monotonic()
         self._heard_s = dict.fromkeys(peers, now_s)
-        self._told_s = dict(self._heard_s)
+        self._sent_s = dict(self._heard_s)
         self._asked: set[str] = set()  # whether this member may still write
         self._lease_s = lease_s
 
@@ -30,22 +30,22 @@ class Contacts:
         return iter(self._heard_s)
 
     def add(self, peer: str) -> None:
-        self._heard_s[peer] = self._told_s[peer] = time.monotonic()
+        self._heard_s[peer] = self._sent_s[peer] = time.monotonic()
 
     def heard(self, peer: str) -> None:
         self._heard_s[peer] = time.monotonic()
         self._asked.discard(peer)
 
-    def told(self, peer: str) -> None:
-        self._told_s[peer] = time.monotonic()
+    def sent(self, peer: str) -> None:
+        self._sent_s[peer] = time.monotonic()
 
     def heard_s(self, peer: str) -> float:
         """Returns when the peer was last heard of, in seconds of time.monotonic."""
         return self._heard_s[peer]
 
-    def told_s(self, peer: str) -> float:
+    def sent_s(self, peer: str) -> float:
         """Returns when the peer was last sent a message, in seconds of time.monotonic."""
-        return self._told_s[peer]
+        return self._sent_s[peer]
 
     def may_write(self, peer: str) -> bool:
         """Returns whether the peer was heard of within `lease_s`."""

@@ -64,7 +64,7 @@ class RingFlow:
     def __init__(self, size: int) -> None:
         self.order = RingOrder(size)
         self._opened = False  # our buffers
-        self._told = -1  # the last credit that we gave
+        self._credited = -1  # the last credit that we gave
         self._credit = -1  # the last credit that we got; -1: the next member's buffers are closed
         self._published = 0  # blocks that the layers published here have to send
         self._sent = 0
@@ -91,7 +91,7 @@ class RingFlow:
 
     def arrived(self, number: int) -> None:
         """Notes that a block lies in its buffer."""
-        if self._told < self.order.freed_before(number) or number in self._arrived:
+        if self._credited < self.order.freed_before(number) or number in self._arrived:
             raise ValueError(f"block {number} came unexpectedly")
         if number < self._left:
             raise ValueError(f"block {number} came twice")
@@ -125,10 +125,10 @@ class RingFlow:
 
     def next_credit(self) -> int | None:
         """Takes the credit to send to the previous member, if it is a new credit."""
-        if not self._opened or self._left == self._told:
+        if not self._opened or self._left == self._credited:
             return None
-        self._told = self._left
-        return self._told
+        self._credited = self._left
+        return self._credited
 
     @property
     def has_all_sent(self) -> bool:
@@ -145,7 +145,7 @@ class RingFlow:
     @property
     def is_open(self) -> bool:
         """Returns whether the previous member was sent the right to write into our buffers."""
-        return self._told >= 0
+        return self._credited >= 0
 
     @property
     def is_idle(self) -> bool:

@@ -162,11 +162,11 @@ class GroupLink:
             self._quarantine = quarantine = Quarantine(
                 self._transport,
                 self._message(RingKind.ABORT),
-                {peer: self._contacts.told_s(peer) for peer in writers},
+                {peer: self._contacts.sent_s(peer) for peer in writers},
                 self._lease_s,
             )
             writes, gifts, peers = list(self._writes), list(self._gifts), list(self._contacts)
-        quarantine.tell(peers)
+        quarantine.ask(peers)
         for write in writes:
             write.cancel()  # writes that the transport has not posted yet
         for gift in gifts:
@@ -190,7 +190,7 @@ class GroupLink:
                         await changed.wait()
                 changed.clear()
                 if self._quarantine is not None:
-                    self._quarantine.look()
+                    self._quarantine.check()
         finally:
             self._wake = lambda: None
         self._listening.close()
@@ -334,10 +334,10 @@ class GroupLink:
         return may
 
     def _tell(self, peer: str, kind: RingKind, chunk: int = 0, number: int = 0) -> None:
-        self._contacts.told(peer)
-        told = self._transport.notify(peer, self._message(kind, chunk, number).encode())
+        self._contacts.sent(peer)
+        sent = self._transport.notify(peer, self._message(kind, chunk, number).encode())
         if kind is not RingKind.DRAINED:  # a peer that waits for it asks again
-            told.add_done_callback(partial(self._told, kind, chunk))
+            sent.add_done_callback(partial(self._on_sent, kind, chunk))
 
     def _message(self, kind: RingKind, chunk: int = 0, number: int = 0) -> RingMessage:
         request_id, attempt = self.key
@@ -372,14 +372,14 @@ class GroupLink:
             self._fail(str(error))
         self.pump()
 
-    def _told(self, kind: RingKind, chunk: int, told: Future[None]) -> None:
+    def _on_sent(self, kind: RingKind, chunk: int, sent: Future[None]) -> None:
         """Fails the group when a message could not be sent: its receiver would wait for ever.
 
         The last credits of a chunk don't count: no block waits for them, and the member may have
         left.
         """
         needed = kind is not RingKind.CREDIT or self._chunks[chunk].may_be_written
-        if needed and not told.cancelled() and (error := told.exception()) is not None:
+        if needed and not sent.cancelled() and (error := sent.exception()) is not None:
             self._fail(str(error))
             self.pump()
 

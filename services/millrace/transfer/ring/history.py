@@ -108,7 +108,7 @@ class Gift:
         self._asked = False
         self._layer = history.peer_layout.layer_start
         self._writes: set[Future[None]] = set()
-        self._stopped = self._told = False
+        self._stopped = self._is_settled = False
         self._failure: TransferError | None = None
         self._pump()
 
@@ -136,8 +136,8 @@ class Gift:
                 self._layer += 1
                 self._writes.add(write)
                 posted.append(write)
-            over = not self._has_more and not self._writes and not self._told
-            self._told = self._told or over
+            over = not self._has_more and not self._writes and not self._is_settled
+            self._is_settled = self._is_settled or over
         for write in posted:
             write.add_done_callback(self._written)
         if over and self._failure is None:

@@ -112,9 +112,9 @@ class RingManager:
         """Keeps a message that came before the link was opened, or after the member gave it up."""
         if message.kind not in _KEPT_EARLY or message.key in self._closed:
             return
-        words = self._early.setdefault(message.key, [])
+        early = self._early.setdefault(message.key, [])
         if message.kind is RingKind.ABORT:
-            words[:] = [word for word in words if word[0] != peer]
-        words.append((peer, message))
+            early[:] = [(sender, kept) for sender, kept in early if sender != peer]
+        early.append((peer, message))
         if len(self._early) > MAX_EARLY:
             del self._early[next(iter(self._early))]

@@ -36,22 +36,22 @@ class Quarantine:
         self._lease_s = lease_s
         self._lock = threading.Lock()
         self._writers = {
-            peer: Writer(peer=peer, renewed_s=told_s) for peer, told_s in writers.items()
+            peer: Writer(peer=peer, renewed_s=sent_s) for peer, sent_s in writers.items()
         }
         self._asked_s = time.monotonic()
 
-    def tell(self, peers: Iterable[str]) -> None:
+    def ask(self, peers: Iterable[str]) -> None:
         """Sends the abort, also to peers that can't be writing. The caller must hold no lock."""
         for peer in peers:
-            told = self._transport.notify(peer, self._abort)
-            told.add_done_callback(partial(self._on_told, peer))
+            sent = self._transport.notify(peer, self._abort)
+            sent.add_done_callback(partial(self._on_sent, peer))
 
     def drained(self, peer: str) -> None:
         with self._lock:
             if peer in self._writers:
                 self._writers[peer].drained = True
 
-    def look(self) -> None:
+    def check(self) -> None:
         """Finds writers that have ended, and asks the others again."""
         now_s = time.monotonic()
         with self._lock:
@@ -63,7 +63,7 @@ class Quarantine:
             if again:
                 self._asked_s = now_s
         if again:
-            self.tell([writer.peer for writer in open_ if not writer.dead])
+            self.ask([writer.peer for writer in open_ if not writer.dead])
 
     def is_over(self) -> bool:
         """Returns whether nothing can land here any more."""
@@ -71,9 +71,9 @@ class Quarantine:
         with self._lock:
             return all(writer.quiet(now_s, self._lease_s) for writer in self._writers.values())
 
-    def _on_told(self, peer: str, told: Future[None]) -> None:
+    def _on_sent(self, peer: str, sent: Future[None]) -> None:
         """Notes a lost writer. Runs on the transport's thread."""
-        if not told.cancelled() and isinstance(told.exception(), PeerLostError):
+        if not sent.cancelled() and isinstance(sent.exception(), PeerLostError):
             with self._lock:
                 if peer in self._writers:
                     self._writers[peer].lose(time.monotonic(), dead=False)

@@ -76,7 +76,7 @@ class Admission:
         self.progress_s = 0.0
         self._total_chunks: int | None = None
         self._pass_ends: dict[int, int] = {}  # for each pass, the tokens that have come so far
-        self._told_tokens = kept_tokens
+        self._reported_tokens = kept_tokens
         self._coverage = Coverage(layout, num_tokens, self.start_token)
         self._coverage.keep(kept_tokens)
 
@@ -136,10 +136,10 @@ class Admission:
         self.senders.clear()
         self._total_chunks = None
         self._pass_ends.clear()
-        self._told_tokens = kept_tokens
+        self._reported_tokens = kept_tokens
         self._coverage.keep(kept_tokens)
 
-    def news(self) -> int:
+    def take_progress(self) -> int:
         """Returns the end of the last whole pass if it was not reported yet and more will come;
         else 0.
 
@@ -147,9 +147,9 @@ class Admission:
         """
         prefix = self.prefix_tokens
         whole = max((end for end in self._pass_ends.values() if end <= prefix), default=0)
-        if not self._told_tokens < whole < self.prompt_tokens:
+        if not self._reported_tokens < whole < self.prompt_tokens:
             return 0
-        self._told_tokens = whole
+        self._reported_tokens = whole
         return whole
 
     @property

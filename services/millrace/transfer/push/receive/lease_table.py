@@ -68,7 +68,7 @@ class LeaseTable:
             backend=backend,
             heard_s=now_s,
             renewed_s=now_s,
-            told_s=now_s,
+            sent_s=now_s,
         )
         admission.leases.append(lease)
         self._leases[lease.number] = (lease, admission)
@@ -112,7 +112,7 @@ class LeaseTable:
             for lease in admission.leases
         )
 
-    def tell(self, lease: Lease, kind: Kind, slot: int = 0) -> None:
+    def send(self, lease: Lease, kind: Kind, slot: int = 0) -> None:
         """Sends a message to the lease's sender, and may find out that the sender is gone."""
         message = Message(
             kind=kind,
@@ -121,19 +121,19 @@ class LeaseTable:
             generation=self._identity.generation,
             slot=slot,
         )
-        lease.told_s = time.monotonic()
+        lease.sent_s = time.monotonic()
         if kind is Kind.RENEW:
-            lease.renewed_s = lease.told_s
+            lease.renewed_s = lease.sent_s
         sent = self._transport.notify(lease.peer, message.encode())
-        sent.add_done_callback(partial(self._on_told, lease.number))
+        sent.add_done_callback(partial(self._on_sent, lease.number))
 
-    def tell_state(self, admission: Admission) -> None:
+    def send_state(self, admission: Admission) -> None:
         """Reports the admission's state to the senders of all its leases."""
         for lease in admission.leases:
             if lease.number in self._leases and lease.lost_s is None:
-                self.tell(lease, _kind_for(lease, admission))
+                self.send(lease, _kind_for(lease, admission))
 
-    def lose_lives(self, sender_id: str, before: int | None = None) -> None:
+    def lose_incarnations(self, sender_id: str, before: int | None = None) -> None:
         """Marks all incarnations of a sender as ended; with `before`, those of lesser
         generations.
         """
@@ -149,8 +149,8 @@ class LeaseTable:
         for lease, admission in list(self._leases.values()):
             if self._transport.is_dead(lease.peer):
                 self._lose(lease, admission, dead=True)
-            elif lease.lost_s is None and now_s - lease.told_s > self._lease_s / RENEWALS:
-                self.tell(lease, _kind_for(lease, admission))
+            elif lease.lost_s is None and now_s - lease.sent_s > self._lease_s / RENEWALS:
+                self.send(lease, _kind_for(lease, admission))
             if lease.lapsed(now_s, self._lease_s):
                 lapsed.append((lease, admission))
         return lapsed
@@ -174,7 +174,7 @@ class LeaseTable:
             self._listening.close()
             self._listening = None
 
-    def _on_told(self, number: int, sent: Future[None]) -> None:
+    def _on_sent(self, number: int, sent: Future[None]) -> None:
         """Notes a lost sender. Runs on the transport's thread."""
         if not sent.cancelled() and isinstance(sent.exception(), PeerLostError):
             self._loop.call_soon_threadsafe(self._unreachable, number)

@@ -129,7 +129,7 @@ class ReceiveManager:
             raise TransferError(f"request {request_id}: {error}") from error
         self._end_claim(claim)
         self._history.stop(admission)
-        self._leases.tell_state(admission)
+        self._leases.send_state(admission)
         self._active.wake(request_id)
 
     async def release(self, request_id: str) -> None:
@@ -146,14 +146,14 @@ class ReceiveManager:
             admission.state = AdmissionState.RELEASED
         self._end_claim(admission.claim)
         self._history.stop(admission)
-        self._leases.tell_state(admission)
+        self._leases.send_state(admission)
         free = self._quarantine[admission] = self._loop.create_future()
         self._settle()
         await asyncio.shield(free)
 
     def sender_lost(self, sender_id: str) -> None:
         """Fences a sender off for the control plane: none of its incarnations will come back."""
-        self._leases.lose_lives(sender_id)
+        self._leases.lose_incarnations(sender_id)
 
     # -- for senders
 
@@ -276,7 +276,7 @@ class ReceiveManager:
         """Returns the admission that a sender means. Raises HandshakeRefused."""
         sender = ask.ticket.sender
         self._fences.check(ask)
-        self._leases.lose_lives(sender.id, before=sender.generation)
+        self._leases.lose_incarnations(sender.id, before=sender.generation)
         return await self._active.wait_for(ask.ticket, deadline_s)
 
     def _grant(self, admission: Admission, lease: Lease) -> HandshakeGrant:
@@ -317,7 +317,7 @@ class ReceiveManager:
         admission.state = AdmissionState.FAILED
         admission.failure = message
         self._end_claim(admission.claim)
-        self._leases.tell_state(admission)
+        self._leases.send_state(admission)
         kept_tokens = admission.kept_tokens if sound else 0
         self._tell.on_failed(admission.request_id, message, admission.attempt, kept_tokens)
 
@@ -380,7 +380,7 @@ class ReceiveManager:
         elif (error := done.exception()) is not None:
             self._fail(admission, f"a staging slot could not be copied: {error}")
         else:
-            self._leases.tell(lease, Kind.SLOT_FREE, message.slot)
+            self._leases.send(lease, Kind.SLOT_FREE, message.slot)
             self._account(lease, admission, message)
         self._settle()
 
@@ -390,7 +390,7 @@ class ReceiveManager:
         except CoverageError as error:
             self._fail(admission, str(error), sound=False)
         else:
-            if tokens := admission.news():
+            if tokens := admission.take_progress():
                 self._tell.on_prefix(admission.request_id, admission.attempt, tokens)
             self._land_if_complete(admission)
 

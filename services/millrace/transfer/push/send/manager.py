@@ -117,7 +117,7 @@ class SendManager:
             (one, self._begin(request_id, attempt, side, one))
             for one in targets
             if (one.layers is None or shared_layers(one.layers, self._layout.layers))
-            and (one.word is not None or side.has_any(one.start_token, one.end_token))
+            and (one.final_message is not None or side.has_any(one.start_token, one.end_token))
         ]
         return SpreadSession(shares)
 

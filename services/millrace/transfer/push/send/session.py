@@ -64,7 +64,7 @@ class SendSession:
         self._called = False  # whether the loop will soon take the queued layers
         self._writes: dict[Future[None], int] = {}
         self._done: deque[Future[None]] = deque()
-        self._told = False  # whether the loop will soon take the ended writes
+        self._notified = False  # whether the loop will soon take the ended writes
         self._free_slots = set(range(SLOTS))
         self._grant: HandshakeGrant | None = None
         self._peer = ""
@@ -286,12 +286,12 @@ class SendSession:
         Both may run at once: then both may wake the loop, but never neither.
         """
         self._done.append(write)
-        if not self._told:
-            self._told = True
+        if not self._notified:
+            self._notified = True
             self._loop.call_soon_threadsafe(self._take_done)
 
     def _take_done(self) -> None:
-        self._told = False  # first: a write that ends from here on wakes the loop again
+        self._notified = False  # first: a write that ends from here on wakes the loop again
         while self._done:
             self._written(self._done.popleft())
         self._say_drained()

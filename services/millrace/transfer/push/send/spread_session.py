@@ -61,7 +61,7 @@ class SpreadSession:
         await asyncio.gather(*(session.opened() for session in self._sessions))
 
     async def finish(self, message: Any | None) -> None:  # noqa: ANN401 - the wire's type
-        """Sends every receiver its message, which `Target.word` makes.
+        """Sends every receiver its message, which `Target.final_message` makes.
 
         The KV owner gets its message after all receivers have answered the handshake, so that a
         refusal is known before the first token is out. It does not wait for receivers that queued
@@ -84,11 +84,11 @@ class SpreadSession:
         await asyncio.gather(*(session.abort(reason) for session in self._sessions))
 
     async def _finish(self, target: Target, session: SendSession, message: Any | None) -> None:  # noqa: ANN401 - as above
-        if message is None or target.word is None:
+        if message is None or target.final_message is None:
             await session.finish(None)
             return
         if target.is_owner:
             await asyncio.gather(*(other.answered() for other in self._sessions))
             if (failure := self.failure) is not None:
                 raise failure
-        await session.finish(target.word(message))
+        await session.finish(target.final_message(message))
