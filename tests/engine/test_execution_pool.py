@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from millrace.engine.execution_pool import ChunkTask, Dropped, ExecutionPool, StopPoint
+from millrace.engine.execution_pool import ChunkTask, ExecutionPool, StopPoint, TaskDropped
 from support.deadlines import HANG_S
 
 CPU = torch.device("cpu")
@@ -191,7 +191,7 @@ def test_what_nobody_wants_is_ended_though_another_runs_that_yields_to_none() ->
         w.pool.drop_unwanted()
         w.go(1)
         w.did("end waiting")
-        assert isinstance(w.ends["waiting"], Dropped)
+        assert isinstance(w.ends["waiting"], TaskDropped)
         assert "end long" not in w.log
 
 
@@ -236,7 +236,7 @@ def test_under_random_orders_every_step_runs_once_and_nothing_is_lost(seed: int)
             if error is None:
                 assert w.steps[name] % 10 == 0
             else:
-                assert isinstance(error, Dropped)
+                assert isinstance(error, TaskDropped)
                 assert name in unwanted
         begun = [entry for entry in w.log if entry.startswith("run")]
         left = [entry for entry in w.log if entry.startswith("leave")]

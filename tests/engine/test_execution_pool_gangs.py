@@ -15,7 +15,7 @@ import torch
 
 from millrace.core.instance.gang import GangKey, GangSpec
 from millrace.core.instance.stop_point import StopPoint
-from millrace.engine.execution_pool import ChunkTask, Dropped, ExecutionPool
+from millrace.engine.execution_pool import ChunkTask, ExecutionPool, TaskDropped
 
 CPU = torch.device("cpu")
 LIMIT_S = 30.0
@@ -199,7 +199,9 @@ def test_overlapping_gangs_end_under_preemptions_on_slow_links(seed: int) -> Non
         )
         for job in jobs:
             if job.name in cancelled:
-                assert all(e is None or isinstance(e, Dropped) for e in job.ends.values()), job.ends
+                assert all(e is None or isinstance(e, TaskDropped) for e in job.ends.values()), (
+                    job.ends
+                )
                 continue
             assert set(job.ends.values()) == {None}, job.ends
             assert set(job.begun.values()) == {len(job.stops)}
@@ -252,7 +254,7 @@ def test_a_pool_waits_for_the_gang_that_is_first_and_is_free_again_when_it_is_dr
         gang.cancelled = True
         fleet.pools["q"].drop_unwanted()
         wait_for(lambda: len(solo.ends) == 1, lambda: solo.begun)
-        assert isinstance(gang.ends["q"], Dropped)
+        assert isinstance(gang.ends["q"], TaskDropped)
     finally:
         fleet.close([gang, solo, long])
 
@@ -266,7 +268,7 @@ def test_a_gang_that_was_cancelled_just_before_it_comes_ends() -> None:
         fleet.pools["q"].drop_unwanted()
         fleet.pools["q"].submit(gang.task("q", fleet))
         wait_for(lambda: "q" in gang.ends, lambda: gang.begun)
-        assert isinstance(gang.ends["q"], Dropped) and gang.begun["q"] == 0
+        assert isinstance(gang.ends["q"], TaskDropped) and gang.begun["q"] == 0
     finally:
         fleet.close([gang])
 

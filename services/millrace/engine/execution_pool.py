@@ -65,7 +65,7 @@ class ChunkTask:
         """Notes that another task may run until `resumed`."""
 
     def ended(self, error: Exception | None) -> None:
-        """Takes the exception that `steps` raised, if any; `Dropped` if the task was dropped."""
+        """Takes the exception that `steps` raised, if any: `TaskDropped` of a dropped task."""
 
     def is_unwanted(self) -> bool:
         """Returns whether the task may be dropped."""
@@ -76,7 +76,7 @@ class ChunkTask:
         return self.compute_s + time.perf_counter() - self.since_s
 
 
-class Dropped(Exception):
+class TaskDropped(Exception):
     """The task was dropped before its end."""
 
 
@@ -403,4 +403,4 @@ class RunAhead:
 def _close(task: ChunkTask) -> Exception:
     """Closes a task's generator where it is suspended."""
     task.steps.close()
-    return Dropped(task.name)
+    return TaskDropped(task.name)

@@ -18,8 +18,8 @@ from millrace.core.kv.layout import KvLayout
 from millrace.core.kv.sp_layout import (
     RING_BUFFERS,
     ChunkShares,
+    GroupPass,
     Layout,
-    Pass,
     Run,
     layout,
     pass_tokens,
@@ -67,7 +67,8 @@ class PrefillJob:
     received_s: float
     layout: Layout | None = None
     prompt_ids: torch.Tensor = _NO_IDS
-    passes: Sequence[Sequence[Pass]] = ()  # of each chunk; none where all its tokens are cached
+    #: Of each chunk; none where all its tokens are cached.
+    passes: Sequence[Sequence[GroupPass]] = ()
     pages: list[int] = field(default_factory=list)
     cached_tokens: int = 0  # first tokens whose KV was in the prefix cache
     buffers: list[int] = field(default_factory=list)  # pages lent to the ring
@@ -159,11 +160,11 @@ class PrefillJob:
             self.passes = [shares.passes for shares in self.layout.chunks]
             return
         start, number = self.cached_tokens, 1 if self.cached_tokens else 0
-        passes: list[list[Pass]] = [[] for _ in self.chunks]
+        passes: list[list[GroupPass]] = [[] for _ in self.chunks]
         for chunk, of_chunk in zip(self.chunks, passes, strict=True):
             left = chunk.start_token + chunk.num_tokens - start
             for tokens in pass_tokens(left, 1, max_chunk_tokens) if left > 0 else ():
-                of_chunk.append(Pass(number, start, tokens, (), ()))
+                of_chunk.append(GroupPass(number, start, tokens, (), ()))
                 start += tokens
                 number += 1
         self.passes = passes
@@ -180,7 +181,7 @@ class PrefillJob:
         """Returns the number of passes of the whole request."""
         return self.passes[-1][-1].number + 1
 
-    def is_last(self, one: Pass) -> bool:
+    def is_last(self, one: GroupPass) -> bool:
         """Returns whether the pass is the request's last, which samples the first token."""
         return one is self.passes[-1][-1]
 
@@ -283,7 +284,7 @@ class PrefillJob:
         """Notes that a pass begins, or resumes after a suspension."""
         self._pass_s = self.clock.now_s()
 
-    def end_pass(self, one: Pass, **attributes: object) -> None:
+    def end_pass(self, one: GroupPass, **attributes: object) -> None:
         """Ends the span of the pass, which has ended or was suspended at a boundary."""
         attributes = {"tokens": one.num_tokens, "history": one.start_token, **attributes}
         now_s = self.clock.now_s()

@@ -8,7 +8,7 @@ import torch
 from millrace.core.errors import ConfigError
 from millrace.engine.model.loader import load_model
 from millrace.engine.model.stage import Stage
-from millrace.engine.model.tp_shard import Shard
+from millrace.engine.model.tp_shard import TpShard
 from support.tiny_models import model_folder
 
 
@@ -52,7 +52,7 @@ def test_a_stage_knows_its_layers_windows_and_experts() -> None:
 
 def test_a_rank_of_a_stage_has_its_share_of_the_stages_layers() -> None:
     stage = load_model(model_folder("llama"), device="cpu", stage=Stage(1, 2))
-    rank = load_model(model_folder("llama"), device="cpu", stage=Stage(1, 2), shard=Shard(1, 2))
+    rank = load_model(model_folder("llama"), device="cpu", stage=Stage(1, 2), shard=TpShard(1, 2))
     assert len(rank.weights.layers) == len(stage.weights.layers)
     theirs = stage.weights.layers[0].down
     assert torch.equal(rank.weights.layers[0].down, theirs[:, theirs.shape[1] // 2 :])

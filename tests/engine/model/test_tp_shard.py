@@ -12,7 +12,7 @@ from millrace.engine.forward.local_runner import ModelRunner
 from millrace.engine.forward.stage_passes import StagePasses
 from millrace.engine.model.config import ModelConfig
 from millrace.engine.model.loader import Model, load_model
-from millrace.engine.model.tp_shard import KvHeads, Shard
+from millrace.engine.model.tp_shard import KvHeads, TpShard
 from millrace.engine.model.weights import checkpoint
 from millrace.engine.model.weights.fused import LayerWeights
 from support.parallel import split_folder
@@ -23,7 +23,7 @@ from support.tiny_models import model_folder
 def shards(name: str, size: int, load_format: str = "auto") -> list[Model]:
     folder = split_folder(name)
     return [
-        load_model(folder, device="cpu", load_format=load_format, shard=Shard(rank, size))
+        load_model(folder, device="cpu", load_format=load_format, shard=TpShard(rank, size))
         for rank in range(size)
     ]
 
@@ -87,14 +87,22 @@ def test_a_tied_head_is_a_view_of_the_ranks_rows() -> None:
 
 
 def test_a_vocabulary_that_does_not_divide_leaves_the_last_ranks_fewer_rows() -> None:
-    assert [Shard(rank, 4).vocabulary(10) for rank in range(4)] == [(0, 3), (3, 6), (6, 9), (9, 10)]
-    assert [Shard(rank, 4).vocabulary(5) for rank in range(4)] == [(0, 2), (2, 4), (4, 5), (5, 5)]
+    assert [TpShard(rank, 4).vocabulary(10) for rank in range(4)] == [
+        (0, 3),
+        (3, 6),
+        (6, 9),
+        (9, 10),
+    ]
+    assert [TpShard(rank, 4).vocabulary(5) for rank in range(4)] == [(0, 2), (2, 4), (4, 5), (5, 5)]
 
 
 def test_heads_are_split_in_order_and_shared_where_ranks_are_more() -> None:
-    assert [Shard(rank, 2).kv_heads(6) for rank in range(2)] == [KvHeads(0, 3, 6), KvHeads(3, 3, 6)]
-    assert [Shard(rank, 4).kv_heads(2).start for rank in range(4)] == [0, 0, 1, 1]
-    assert {Shard(rank, 4).kv_heads(2).count for rank in range(4)} == {1}
+    assert [TpShard(rank, 2).kv_heads(6) for rank in range(2)] == [
+        KvHeads(0, 3, 6),
+        KvHeads(3, 3, 6),
+    ]
+    assert [TpShard(rank, 4).kv_heads(2).start for rank in range(4)] == [0, 0, 1, 1]
+    assert {TpShard(rank, 4).kv_heads(2).count for rank in range(4)} == {1}
 
 
 def test_a_rank_reads_no_more_than_its_part(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,7 +116,7 @@ def test_a_rank_reads_no_more_than_its_part(monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(checkpoint.Checkpoint, "tensor", spy)
     folder = split_folder("llama-linear-biased")
-    rank = load_model(folder, device="cpu", shard=Shard(1, 2))
+    rank = load_model(folder, device="cpu", shard=TpShard(1, 2))
     assert not [name for name in asked if name.endswith(("o_proj.bias", "down_proj.bias"))]
     whole = load_model(folder, device="cpu")
     split = whole.weights.num_bytes - whole.weights.embedding.nbytes
@@ -126,7 +134,7 @@ def test_a_rank_reads_no_more_than_its_part(monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_model_that_does_not_split_is_refused(size: int, change: dict, message: str) -> None:
     config = ModelConfig.from_folder(split_folder("mistral-window"))
     with pytest.raises(ConfigError, match=message):
-        Shard(0, size).check(replace(config, **change))
+        TpShard(0, size).check(replace(config, **change))
 
 
 def test_experts_that_do_not_split_are_refused() -> None:
@@ -134,18 +142,18 @@ def test_experts_that_do_not_split_are_refused() -> None:
     assert config.moe is not None
     odd = replace(config, moe=replace(config.moe, intermediate_size=18))
     with pytest.raises(ConfigError, match="does not divide an expert's width, which is 18"):
-        Shard(0, 4).check(odd)
+        TpShard(0, 4).check(odd)
 
 
 def test_the_loader_refuses_what_does_not_split() -> None:
     with pytest.raises(ConfigError, match="num_key_value_heads, which is 3"):
-        load_model(model_folder("qwen3"), device="cpu", shard=Shard(0, 2))
+        load_model(model_folder("qwen3"), device="cpu", shard=TpShard(0, 2))
 
 
 def test_a_pool_of_other_heads_is_refused() -> None:
     whole, rank = (
         load_model(split_folder("mixtral"), device="cpu", shard=s)
-        for s in (Shard(0, 1), Shard(1, 2))
+        for s in (TpShard(0, 1), TpShard(1, 2))
     )
     with pytest.raises(ModelError, match="head_start is 0, the model needs 2"):
         ModelRunner(StagePasses(rank, make_pool(whole)))

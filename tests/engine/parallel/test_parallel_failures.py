@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from millrace.core.errors import ConfigError
-from millrace.engine.parallel.commands import CopyPage, Order
+from millrace.engine.parallel.commands import CopyPage, Instruction
 from millrace.engine.parallel.group_passes import load_ranks
 from millrace.engine.parallel.rank_group import RankError, RankGroup
 from millrace.engine.runner import Runner
@@ -93,7 +93,7 @@ def test_a_model_that_can_t_be_split_is_refused_and_a_rank_that_fails_named(star
     runner = open_runner(group, split_folder("mixtral"))  # the group is as good as before
     prefill(runner, Request(runner, prompt(5)))
     group.collect()
-    group.send(Order(CopyPage(0, 10_000)))
+    group.send(Instruction(CopyPage(0, 10_000)))
     with pytest.raises(RankError, match="rank 1 failed: IndexError"):
         group.collect()
     assert_ended(group, runner, "rank 1 failed")

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from millrace.core.errors import TransferError
-from millrace.transfer.push.messages import TO_RECEIVER, TO_SENDER, Kind, Message, Part
+from millrace.transfer.push.messages import TO_RECEIVER, TO_SENDER, Kind, Message, WrittenRange
 from millrace.transfer.transport.nixl.environment import transport_environment
 from millrace.transfer.transport.peers import PeerMetadata, ProcessIdentity
 from millrace.transfer.transport.regions import Memory
@@ -28,7 +28,7 @@ messages = st.builds(
     slot=u32,
     parts=st.lists(
         st.builds(
-            Part,
+            WrittenRange,
             chunk=u32,
             layer=st.integers(0, 2**16 - 1),
             start_token=u32,

@@ -27,7 +27,7 @@ from millrace.core.instance.gang import (
 from millrace.core.instance.stop_point import StopPoint
 
 
-class Task(Protocol):
+class Preemptible(Protocol):
     """A `ChunkTask` as the rule reads it, with the marks that the rule sets."""
 
     @property
@@ -46,7 +46,7 @@ _LAST: Final = sys.maxsize
 #: `standstill` describes at most this many tasks.
 MOST_DESCRIBED: Final = 8
 
-T = TypeVar("T", bound=Task)
+T = TypeVar("T", bound=Preemptible)
 
 
 class PreemptionRule(Generic[T]):

@@ -42,7 +42,7 @@ class Run:
 
 
 @dataclass(frozen=True, slots=True)
-class Pass:
+class GroupPass:
     """The tokens that a group computes in one forward pass: `num_tokens` from `start_token` on.
 
     ``runs[r]`` are the tokens that rank r computes, in order (none, where there are fewer tokens
@@ -83,7 +83,7 @@ class ChunkShares:
     """A chunk as its group computes it. ``shares[r]``: rank r's at the end of the chunk."""
 
     chunk: Chunk
-    passes: tuple[Pass, ...]
+    passes: tuple[GroupPass, ...]
     shares: tuple[Share, ...]
     moves: tuple[Move, ...]
 
@@ -355,14 +355,14 @@ def _balance(chunk: Chunk, keepers: dict[str, _Keeper], page_tokens: int) -> lis
 
 def _passes(
     chunk: Chunk, group: Sequence[_Keeper], number: int, max_chunk_tokens: int
-) -> Iterator[Pass]:
+) -> Iterator[GroupPass]:
     start = chunk.start_token
     for tokens in pass_tokens(chunk.num_tokens, len(group), max_chunk_tokens):
         runs = tuple(
             tuple(keeper.add(start + first, count) for first, count in shards if count)
             for keeper, shards in zip(group, zigzag(tokens, len(group)), strict=True)
         )
-        yield Pass(number, start, tokens, runs, tuple(len(k.positions) for k in group))
+        yield GroupPass(number, start, tokens, runs, tuple(len(k.positions) for k in group))
         start += tokens
         number += 1
 

@@ -16,7 +16,7 @@ from millrace.core.errors import ModelError
 from millrace.engine.kv.host_memory import host_zeros
 from millrace.engine.model.config import ModelConfig
 from millrace.engine.model.stage import ALONE, Stage
-from millrace.engine.model.tp_shard import WHOLE, KvHeads, Shard
+from millrace.engine.model.tp_shard import WHOLE, KvHeads, TpShard
 from millrace.engine.model.weights.checkpoint import Checkpoint
 from millrace.engine.model.weights.dummy import RandomWeights
 from millrace.engine.model.weights.fused import (
@@ -86,7 +86,7 @@ def load_model(
     load_format: str = "auto",
     seed: int = 0,
     progress: Callable[[float], None] | None = None,
-    shard: Shard = WHOLE,
+    shard: TpShard = WHOLE,
     stage: Stage = ALONE,
 ) -> Model:
     """Loads a model; arguments as in `EngineConfig`. `progress` gets the share done, 0 to 1.
@@ -184,7 +184,7 @@ _Pieces = dict[str, tuple[WeightSpec | None, WeightSpec]]
 """What is held of each weight (None: nothing), and the weight."""
 
 
-def _pieces(group: dict[str, WeightSpec], config: ModelConfig, shard: Shard | None) -> _Pieces:
+def _pieces(group: dict[str, WeightSpec], config: ModelConfig, shard: TpShard | None) -> _Pieces:
     """Returns (piece, whole) by name. Without `shard` another stage has the group: no piece."""
     if shard is None:
         return {name: (None, spec) for name, spec in group.items()}

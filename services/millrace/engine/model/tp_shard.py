@@ -35,7 +35,7 @@ class KvHeads:
 
 
 @dataclass(frozen=True, slots=True)
-class Shard:
+class TpShard:
     """Rank `rank` of `size`."""
 
     rank: int
@@ -111,7 +111,7 @@ class Shard:
         )
 
 
-WHOLE = Shard(0, 1)
+WHOLE = TpShard(0, 1)
 
 
 def _rows(spec: WeightSpec, spans: Sequence[_Span]) -> WeightSpec:

@@ -190,7 +190,7 @@ Command = Load | Open | Run | Decode | Project | CopyPage
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
+class Instruction:
     """A command, and the numbers of suspended passes to give up first."""
 
     command: Command

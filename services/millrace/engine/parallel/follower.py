@@ -24,7 +24,7 @@ from millrace.engine.model.communicator import Communicator, PeerLost
 from millrace.engine.model.loader import Model, load_model
 from millrace.engine.model.operators import Activations, required
 from millrace.engine.model.stage import ALONE
-from millrace.engine.model.tp_shard import Shard
+from millrace.engine.model.tp_shard import TpShard
 from millrace.engine.parallel.commands import (
     Begin,
     Command,
@@ -32,9 +32,9 @@ from millrace.engine.parallel.commands import (
     Decode,
     Done,
     Failed,
+    Instruction,
     Load,
     Open,
-    Order,
     Project,
     RingPass,
     Run,
@@ -46,7 +46,7 @@ from millrace.engine.parallel.stop_counter import StopCounter
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class RankPlace:
     """A rank's place in its group."""
 
     rank: int
@@ -57,7 +57,7 @@ class Place:
     threads: int
 
 
-def follow(place: Place, orders: Connection, counter: StopCounter) -> None:
+def follow(place: RankPlace, orders: Connection, counter: StopCounter) -> None:
     """Serves rank 0's orders. Ends with rank 0, when the pipe closes, or after the first error."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 handles the interrupt of a terminal
     threading.Thread(target=end_with_parent, daemon=True).start()
@@ -82,12 +82,12 @@ def follow(place: Place, orders: Connection, counter: StopCounter) -> None:
 class Follower:
     """The state of one rank: its part of the model, its pool, its suspended passes."""
 
-    def __init__(self, place: Place, orders: Connection, counter: StopCounter) -> None:
+    def __init__(self, place: RankPlace, orders: Connection, counter: StopCounter) -> None:
         torch.set_num_threads(place.threads)
         self._device = torch.device(place.device)
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
-        self._shard = Shard(place.rank, place.size)
+        self._shard = TpShard(place.rank, place.size)
         self._orders = orders
         self._counter = counter
         self._ranks = Communicator(
@@ -104,7 +104,7 @@ class Follower:
         self._part: StagePasses | None = None
         self._page_table = TableMirror()  # rank 0's
 
-    def obey(self, order: Order) -> int:
+    def obey(self, order: Instruction) -> int:
         """Carries an order out. Returns the operators of `Done`."""
         for number in order.dropped:
             del self._passes[number]

@@ -26,13 +26,13 @@ from millrace.engine.model.config import ModelConfig
 from millrace.engine.model.loader import Model, load_model, resolve_model
 from millrace.engine.model.operators import Activations
 from millrace.engine.model.stage import ALONE, Stage
-from millrace.engine.model.tp_shard import Shard
+from millrace.engine.model.tp_shard import TpShard
 from millrace.engine.parallel.commands import (
     CopyPage,
     Decode,
+    Instruction,
     Load,
     Open,
-    Order,
     RingPass,
     StagePass,
 )
@@ -59,11 +59,11 @@ def load_ranks(
 
     Raises ModelError or ConfigError as `load_model` does, and RankError when another rank fails.
     """
-    folder, shard = resolve_model(model), Shard(0, group.size)
+    folder, shard = resolve_model(model), TpShard(0, group.size)
     shard.check(ModelConfig.from_folder(folder))
     group.collect()
     load = Load(folder=str(folder), dtype=dtype, load_format=load_format, seed=seed, stage=stage)
-    group.send(Order(load))
+    group.send(Instruction(load))
     try:
         loaded = load_model(
             folder,

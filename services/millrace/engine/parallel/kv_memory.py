@@ -15,12 +15,12 @@ from torch import Tensor
 
 from millrace.core.errors import CapacityError
 from millrace.core.kv.layout import KvLayout
-from millrace.engine.model.tp_shard import Shard
+from millrace.engine.model.tp_shard import TpShard
 
 
 def rank_layouts(layout: KvLayout, ranks: int) -> tuple[KvLayout, ...]:
     """Returns each rank's pool layout, given rank 0's."""
-    heads = [Shard(rank, ranks).kv_heads(layout.num_kv_heads) for rank in range(ranks)]
+    heads = [TpShard(rank, ranks).kv_heads(layout.num_kv_heads) for rank in range(ranks)]
     return tuple(replace(layout, head_start=h.start, head_count=h.count) for h in heads)
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from millrace.core.errors import IntegrityError
 from millrace.engine.forward.passes import Boundary
-from millrace.engine.parallel.commands import Begin, Command, Order, Project, Run
+from millrace.engine.parallel.commands import Begin, Command, Instruction, Project, Run
 from millrace.engine.parallel.rank_group import RankError, RankGroup
 
 
@@ -187,4 +187,4 @@ class Lockstep:
             self._operators = 0
             self._group.counter.begin(operators)
             dropped, self._dropped = tuple(self._dropped), []
-            self._group.send(Order(command, dropped))
+            self._group.send(Instruction(command, dropped))

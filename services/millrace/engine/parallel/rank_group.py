@@ -17,8 +17,8 @@ import torch
 from millrace.core.errors import ConfigError
 from millrace.engine.errors import EngineDied
 from millrace.engine.model.communicator import Communicator, PeerLost
-from millrace.engine.parallel.commands import Done, Failed, Order
-from millrace.engine.parallel.follower import Place, follow
+from millrace.engine.parallel.commands import Done, Failed, Instruction
+from millrace.engine.parallel.follower import RankPlace, follow
 from millrace.engine.parallel.stop_counter import StopCounter
 
 _START_TIMEOUT_S: Final = 120.0  # importing torch, while all ranks do
@@ -67,7 +67,7 @@ class RankGroup:
         self._awaited = False  # the ranks have yet to answer
         with TemporaryDirectory(prefix="millrace-ranks-") as folder:
             places = [
-                Place(
+                RankPlace(
                     rank=rank,
                     size=size,
                     device=str(_device_of(rank, self.device)),
@@ -104,7 +104,7 @@ class RankGroup:
         """Process ids of ranks 1 and on."""
         return tuple(process.pid or 0 for process in self._processes)
 
-    def send(self, order: Order) -> None:
+    def send(self, order: Instruction) -> None:
         """Gives all ranks an order, after they have answered the one before (`collect`)."""
         if self.failure is not None:
             raise self.failure

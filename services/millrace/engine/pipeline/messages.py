@@ -36,7 +36,7 @@ class Packed:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class PartialMessage:
     """A `Partial` as a message."""
 
     rows: Packed | slice
@@ -44,7 +44,7 @@ class Part:
     lse: Packed
 
     @classmethod
-    def of(cls, part: Partial) -> Part:
+    def of(cls, part: Partial) -> PartialMessage:
         rows = part.rows if isinstance(part.rows, slice) else Packed.of(part.rows)
         return cls(rows, Packed.of(part.out), Packed.of(part.lse))
 
@@ -62,7 +62,7 @@ class Open:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pass:
+class PassStart:
     """Rows of this number will be handed on to you. `name`: as in `PassOrder`.
 
     `is_cut` and `kv_only` as of `Passes.run`. `reports_layers`: answer each layer of the pass
@@ -79,8 +79,10 @@ class Pass:
 
 @dataclass(frozen=True, slots=True)
 class RingStart:
-    """A pass of an SP group; its rows, if any, come as a `Pass`'s do. Every step of the pass waits
-    for a `Step`, because the step waits for other instances, which may have stopped before.
+    """A pass of an SP group; its rows, if any, come as those of a `PassStart`.
+
+    Every step of the pass waits for a `Step`, because the step waits for other instances, which may
+    have stopped before.
     """
 
     number: int
@@ -99,7 +101,7 @@ class Step:
 class LinkReply:
     """The result of a `LinkCall` or a `RemoteCall`; the parts where the call asked for partials."""
 
-    value: bool | tuple[Part, ...]
+    value: bool | tuple[PartialMessage, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,5 +183,5 @@ class Died:
     error: str
 
 
-Command = Pass | RingStart | Step | LinkReply | PassOrder | Drop
+Command = PassStart | RingStart | Step | LinkReply | PassOrder | Drop
 Answer = LayerDone | LinkCall | RemoteCall | Stepped | Through | Dropped | Died

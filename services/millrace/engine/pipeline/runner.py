@@ -33,8 +33,8 @@ from millrace.engine.pipeline.in_flight import InFlight, LaterStages, PassInFlig
 from millrace.engine.pipeline.messages import (
     LinkCall,
     LinkReply,
-    Part,
-    Pass,
+    PartialMessage,
+    PassStart,
     RemoteCall,
     RingStart,
     Step,
@@ -176,10 +176,10 @@ class PipelineRunner:
                 self.in_flight.send(LinkReply(self._call_remote(call)), self._later_of[call.layer])
         self.in_flight.wait(entry, self._timeout_s)
 
-    def _call_remote(self, call: RemoteCall) -> bool | tuple[Part, ...]:
+    def _call_remote(self, call: RemoteCall) -> bool | tuple[PartialMessage, ...]:
         link = required(self.remote).link
         if call.q is None:
-            return tuple(Part.of(part) for part in link.partials(call.layer))
+            return tuple(PartialMessage.of(part) for part in link.partials(call.layer))
         link.send(call.layer, call.q.tensor(), self.storage[:, call.layer])
         return True
 
@@ -236,7 +236,7 @@ class PipelineRunner:
         later = self._layers - self._first.model.layers.stop
         entry = self.in_flight.begin(name, on_layer, later if reports_layers else 0)
         kv_only = not (keeps_all or len(tables.rows))
-        what = Pass(
+        what = PassStart(
             number=entry.number,
             name=name,
             tables=Tables.of(tables),

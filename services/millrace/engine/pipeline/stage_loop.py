@@ -28,8 +28,8 @@ from millrace.engine.pipeline.messages import (
     Dropped,
     LayerDone,
     LinkReply,
-    Pass,
     PassOrder,
+    PassStart,
     RingStart,
     Step,
     Stepped,
@@ -47,7 +47,7 @@ _PATIENCE_S: Final = 1.0
 class _Entry:
     """A pass at this stage: its command and its rows, which come in either order."""
 
-    what: Pass | RingStart | None = None
+    what: PassStart | RingStart | None = None
     handed: Handed | None = None
     steps: Generator[Boundary] | None = None
     may_step: bool = False  # a ring's pass
@@ -88,7 +88,7 @@ class StageLoop:
             return
         with self._changed:
             match command:
-                case Pass() | RingStart():
+                case PassStart() | RingStart():
                     self._entries.setdefault(command.number, _Entry()).what = command
                 case Step():
                     self._entries[command.number].may_step = True
@@ -207,7 +207,7 @@ class StageLoop:
             self._is_notified = False
             return self._first() == number
 
-    def _begin(self, what: Pass, entry: _Entry) -> Generator[Boundary]:
+    def _begin(self, what: PassStart, entry: _Entry) -> Generator[Boundary]:
         fetch, finish = self._ways(what.number, entry)
         tables, remote = what.tables.unpacked(), None
         if tables.remote:

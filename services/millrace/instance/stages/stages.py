@@ -30,7 +30,7 @@ from millrace.engine.forward.passes import Passes
 from millrace.engine.kv.pool import KvPool
 from millrace.engine.model.config import ModelConfig
 from millrace.engine.model.stage import Stage
-from millrace.engine.model.tp_shard import Shard
+from millrace.engine.model.tp_shard import TpShard
 from millrace.engine.parallel.commands import Load
 from millrace.engine.parallel.kv_memory import mapped, new_memory
 from millrace.engine.parallel.rank_group import RankGroup
@@ -87,7 +87,7 @@ def open_staged_engine(
     shape = KvShape.of(model, config, revision)
     ranks = config.tensor_parallel
     Stage(0, config.stages).check(shape.model)  # before any process is started
-    Shard(0, ranks).check(shape.model)
+    TpShard(0, ranks).check(shape.model)
     cores = config.threads or len(os.sched_getaffinity(0))
     threads = max(1, cores // (config.stages * ranks))
     torch.set_num_threads(threads)

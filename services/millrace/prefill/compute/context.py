@@ -8,7 +8,7 @@ from functools import partial
 
 import torch
 
-from millrace.core.kv.sp_layout import Pass
+from millrace.core.kv.sp_layout import GroupPass
 from millrace.core.scheduler.reports import ChunkFinished, ChunkStarted, ChunkSuspended, Report
 from millrace.engine.assembly import Engine
 from millrace.engine.execution_pool import ChunkTask, ExecutionPool
@@ -65,7 +65,7 @@ class PrefillCompute:
         self.metrics.compute_s.observe(task.spent_s() - spent_s)
         self.metrics.tokens.inc(tokens)
 
-    def publish(self, job: PrefillJob, one: Pass, layer: int, start: int, tokens: int) -> None:
+    def publish(self, job: PrefillJob, one: GroupPass, layer: int, start: int, tokens: int) -> None:
         """Passes a layer of neighbouring tokens of the pass to the job's transfer."""
         if job.session is not None:
             self.publisher.after_device(

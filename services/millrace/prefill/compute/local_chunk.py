@@ -6,7 +6,7 @@ from collections.abc import Generator
 from functools import partial
 
 from millrace.core.instance.stop_point import StopPoint
-from millrace.core.kv.sp_layout import Pass
+from millrace.core.kv.sp_layout import GroupPass
 from millrace.engine.completion import Completion
 from millrace.engine.execution_pool import ChunkTask
 from millrace.engine.forward.prefill_task import PrefillTask
@@ -84,7 +84,7 @@ class LocalChunk(ChunkTask):
         for chunk, task in zip(chunks, tasks, strict=True):
             chunk._take_results(task)
 
-    def _task(self, one: Pass, name: str) -> PrefillTask:
+    def _task(self, one: GroupPass, name: str) -> PrefillTask:
         job, start = self._job, one.start_token
         return PrefillTask(
             token_ids=job.prompt_ids[start : start + one.num_tokens].to(
@@ -111,7 +111,7 @@ class LocalChunk(ChunkTask):
             except SamplingError as error:  # fails this prompt only, not its batch
                 self._error = error
 
-    def _publish(self, one: Pass, layer: int) -> None:
+    def _publish(self, one: GroupPass, layer: int) -> None:
         if self._error is None:
             self._compute.publish(self._job, one, layer, one.start_token, one.num_tokens)
 

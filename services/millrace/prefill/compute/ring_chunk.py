@@ -13,7 +13,7 @@ import torch
 
 from millrace.core.instance.gang import GangKey, GangSpec
 from millrace.core.instance.stop_point import StopPoint
-from millrace.core.kv.sp_layout import ChunkShares, Pass, ring_buffers
+from millrace.core.kv.sp_layout import ChunkShares, GroupPass, ring_buffers
 from millrace.engine.attention.ring import RingTask, ring_task
 from millrace.engine.execution_pool import ChunkTask
 from millrace.engine.model.operators import operator_names
@@ -67,7 +67,7 @@ class RingChunk(ChunkTask):
         self._shares = shares
         self._rank = shares.group.index(job.instance_id)
         self._wants_logprobs = job.sampling.prompt_logprobs >= 0
-        self._pass: Pass | None = None  # the current pass
+        self._pass: GroupPass | None = None  # the current pass
         self._link: ChunkLink | AloneLink
         if len(shares.group) == 1:
             self._link = AloneLink(job.link)
@@ -97,7 +97,7 @@ class RingChunk(ChunkTask):
         self._compute.metrics.waited(self._link.waits)
         self._compute.finished(self._job, self._chunk, self.spent_s(), self._link.waits)
 
-    def _run_pass(self, index: int, one: Pass) -> Generator[StopPoint]:
+    def _run_pass(self, index: int, one: GroupPass) -> Generator[StopPoint]:
         compute, job, runs = self._compute, self._job, one.runs[self._rank]
         task = self._task(index, one)
         boundaries = compute.engine.runner.prefill_ring(task)
@@ -117,7 +117,7 @@ class RingChunk(ChunkTask):
         if task.logits is not None:
             compute.sample(job, task.logits)
 
-    def _task(self, index: int, one: Pass) -> RingTask:
+    def _task(self, index: int, one: GroupPass) -> RingTask:
         job = self._job
         is_last = job.is_last(one)
         task = ring_task(
@@ -135,7 +135,7 @@ class RingChunk(ChunkTask):
         task.want_prompt_logprobs = self._wants_logprobs
         return task
 
-    def _end_pass(self, one: Pass) -> None:
+    def _end_pass(self, one: GroupPass) -> None:
         waited = self._link.waits
         self._job.end_pass(
             one,

@@ -38,7 +38,7 @@ class Kind(IntEnum):
         return TO_RECEIVER if self <= Kind.DRAINED else TO_SENDER
 
 
-class Part(NamedTuple):
+class WrittenRange(NamedTuple):
     """A token range of a layer of a chunk, and the number of its bytes that were written."""
 
     chunk: int
@@ -60,7 +60,7 @@ class Message:
     lease: int
     generation: int
     slot: int = 0
-    parts: tuple[Part, ...] = ()
+    parts: tuple[WrittenRange, ...] = ()
 
     def encode(self) -> bytes:
         header = _HEADER.pack(
@@ -85,7 +85,9 @@ class Message:
                 lease=lease,
                 generation=generation,
                 slot=slot,
-                parts=tuple(map(Part._make, _PART.iter_unpack(payload[_HEADER.size : end]))),
+                parts=tuple(
+                    map(WrittenRange._make, _PART.iter_unpack(payload[_HEADER.size : end]))
+                ),
             )
         except (struct.error, ValueError) as error:
             raise TransferError(f"not a KV notification: {error}") from error

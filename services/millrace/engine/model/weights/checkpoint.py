@@ -38,7 +38,7 @@ class TensorEntry:
 
 
 @dataclass(frozen=True, slots=True)
-class Shard:
+class CheckpointFile:
     """One safetensors file, its header already checked against its size."""
 
     path: Path
@@ -47,7 +47,7 @@ class Shard:
     entries: dict[str, TensorEntry]
 
     @classmethod
-    def open(cls, path: Path) -> Shard:
+    def open(cls, path: Path) -> CheckpointFile:
         """Opens a file.
 
         Raises ModelError when it is missing, truncated or not a safetensors file.
@@ -77,7 +77,7 @@ class Checkpoint:
     def __init__(self, folder: Path) -> None:
         """Raises ModelError when a shard that the index names is missing or damaged."""
         self.folder = folder
-        self.shards = tuple(Shard.open(path) for path in _shard_paths(folder))
+        self.shards = tuple(CheckpointFile.open(path) for path in _shard_paths(folder))
         self._shard_of = {name: shard for shard in self.shards for name in shard.entries}
         self._files: dict[Path, Any] = {}
 
@@ -112,7 +112,7 @@ class Checkpoint:
     def close(self) -> None:
         self._files.clear()
 
-    def _file(self, shard: Shard) -> Any:  # noqa: ANN401 - safetensors has no types for its handle
+    def _file(self, shard: CheckpointFile) -> Any:  # noqa: ANN401 - safetensors has no types for its handle
         if shard.path not in self._files:
             try:
                 self._files[shard.path] = safe_open(shard.path, framework="pt", device="cpu")

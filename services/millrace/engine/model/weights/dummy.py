@@ -11,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from millrace.engine.model.weights.fused import Role, WeightSpec
+from millrace.engine.model.weights.fused import WeightKind, WeightSpec
 
 _BLOCK_ELEMENTS = 4_194_301  # the largest prime below 2^22
 _STANDARD_DEVIATION = 0.02
@@ -58,5 +58,5 @@ class RandomWeights:
             flat[filled : filled + count] = block[self._at : self._at + count]
             filled += count
             self._at = (self._at + count) % _BLOCK_ELEMENTS
-        if spec.role is Role.NORM:
+        if spec.role is WeightKind.NORM:
             weight.mul_(_NORM_SPREAD / _STANDARD_DEVIATION).add_(1.0)

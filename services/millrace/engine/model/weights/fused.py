@@ -15,7 +15,7 @@ import torch
 from millrace.engine.model.config import ModelConfig
 
 
-class Role(Enum):
+class WeightKind(Enum):
     """The kind of a weight, for random initialisation."""
 
     MATRIX = auto()
@@ -24,7 +24,7 @@ class Role(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class TensorPart:
     """One checkpoint tensor and the index of the fused weight that it fills.
 
     ``shape`` is the tensor's; ``source`` is the part of it that is taken, all where that is empty.
@@ -41,8 +41,8 @@ class WeightSpec:
     """One fused weight."""
 
     shape: tuple[int, ...]
-    parts: tuple[Part, ...]
-    role: Role = Role.MATRIX
+    parts: tuple[TensorPart, ...]
+    role: WeightKind = WeightKind.MATRIX
 
     @property
     def elements(self) -> int:
@@ -101,7 +101,7 @@ def outer_specs(config: ModelConfig) -> dict[str, WeightSpec]:
     table = (config.vocab_size, config.hidden_size)
     specs = {
         "embedding": _whole("model.embed_tokens.weight", table),
-        "final_norm": _whole("model.norm.weight", (config.hidden_size,), Role.NORM),
+        "final_norm": _whole("model.norm.weight", (config.hidden_size,), WeightKind.NORM),
     }
     if not config.tie_embeddings:
         specs["lm_head"] = _whole("lm_head.weight", table)
@@ -113,8 +113,8 @@ def layer_specs(config: ModelConfig, layer: int) -> dict[str, WeightSpec]:
     prefix = f"model.layers.{layer}."
     hidden = config.hidden_size
     specs = {
-        "input_norm": _whole(f"{prefix}input_layernorm.weight", (hidden,), Role.NORM),
-        "post_norm": _whole(f"{prefix}post_attention_layernorm.weight", (hidden,), Role.NORM),
+        "input_norm": _whole(f"{prefix}input_layernorm.weight", (hidden,), WeightKind.NORM),
+        "post_norm": _whole(f"{prefix}post_attention_layernorm.weight", (hidden,), WeightKind.NORM),
     }
     specs |= _attention_specs(config, f"{prefix}self_attn.")
     if config.is_moe(layer):
@@ -129,12 +129,12 @@ def _attention_specs(config: ModelConfig, prefix: str) -> dict[str, WeightSpec]:
         "o": _whole(f"{prefix}o_proj.weight", (config.hidden_size, config.q_size)),
     }
     if config.qkv_bias:
-        specs["qkv_bias"] = _rows(prefix, sizes, ".bias", (), Role.BIAS)
+        specs["qkv_bias"] = _rows(prefix, sizes, ".bias", (), WeightKind.BIAS)
     if config.o_bias:
-        specs["o_bias"] = _whole(f"{prefix}o_proj.bias", (config.hidden_size,), Role.BIAS)
+        specs["o_bias"] = _whole(f"{prefix}o_proj.bias", (config.hidden_size,), WeightKind.BIAS)
     if config.qk_norm:
-        specs["q_norm"] = _whole(f"{prefix}q_norm.weight", (config.head_dim,), Role.NORM)
-        specs["k_norm"] = _whole(f"{prefix}k_norm.weight", (config.head_dim,), Role.NORM)
+        specs["q_norm"] = _whole(f"{prefix}q_norm.weight", (config.head_dim,), WeightKind.NORM)
+        specs["k_norm"] = _whole(f"{prefix}k_norm.weight", (config.head_dim,), WeightKind.NORM)
     return specs
 
 
@@ -146,8 +146,8 @@ def _mlp_specs(config: ModelConfig, prefix: str) -> dict[str, WeightSpec]:
         "down": _whole(f"{prefix}down_proj.weight", (hidden, inner)),
     }
     if config.mlp_bias:
-        specs["gate_up_bias"] = _rows(prefix, sizes, ".bias", (), Role.BIAS)
-        specs["down_bias"] = _whole(f"{prefix}down_proj.bias", (hidden,), Role.BIAS)
+        specs["gate_up_bias"] = _rows(prefix, sizes, ".bias", (), WeightKind.BIAS)
+        specs["down_bias"] = _whole(f"{prefix}down_proj.bias", (hidden,), WeightKind.BIAS)
     return specs
 
 
@@ -156,14 +156,16 @@ def _expert_specs(config: ModelConfig, prefix: str) -> dict[str, WeightSpec]:
     assert moe is not None and names is not None  # `is_moe` said so
     hidden, inner, count = config.hidden_size, moe.intermediate_size, moe.num_experts
     block = f"{prefix}{names.block}."
-    gate_up: list[Part] = []
-    down: list[Part] = []
+    gate_up: list[TensorPart] = []
+    down: list[TensorPart] = []
     for e in range(count):
         expert = f"{block}experts.{e}."
         up_rows = slice(inner, 2 * inner)
-        gate_up.append(Part(f"{expert}{names.gate}.weight", (inner, hidden), (e, slice(0, inner))))
-        gate_up.append(Part(f"{expert}{names.up}.weight", (inner, hidden), (e, up_rows)))
-        down.append(Part(f"{expert}{names.down}.weight", (hidden, inner), (e,)))
+        gate_up.append(
+            TensorPart(f"{expert}{names.gate}.weight", (inner, hidden), (e, slice(0, inner)))
+        )
+        gate_up.append(TensorPart(f"{expert}{names.up}.weight", (inner, hidden), (e, up_rows)))
+        down.append(TensorPart(f"{expert}{names.down}.weight", (hidden, inner), (e,)))
     return {
         "router": _whole(f"{block}gate.weight", (count, hidden)),
         "experts_gate_up": WeightSpec((count, 2 * inner, hidden), tuple(gate_up)),
@@ -171,8 +173,8 @@ def _expert_specs(config: ModelConfig, prefix: str) -> dict[str, WeightSpec]:
     }
 
 
-def _whole(tensor: str, shape: tuple[int, ...], role: Role = Role.MATRIX) -> WeightSpec:
-    return WeightSpec(shape, (Part(tensor, shape),), role)
+def _whole(tensor: str, shape: tuple[int, ...], role: WeightKind = WeightKind.MATRIX) -> WeightSpec:
+    return WeightSpec(shape, (TensorPart(tensor, shape),), role)
 
 
 def _rows(
@@ -180,12 +182,12 @@ def _rows(
     sizes: dict[str, int],
     suffix: str,
     tail: tuple[int, ...],
-    role: Role = Role.MATRIX,
+    role: WeightKind = WeightKind.MATRIX,
 ) -> WeightSpec:
     """Returns the spec of several tensors stacked along the first dimension."""
     parts, start = [], 0
     for name, size in sizes.items():
         rows = (slice(start, start + size),)
-        parts.append(Part(f"{prefix}{name}{suffix}", (size, *tail), rows))
+        parts.append(TensorPart(f"{prefix}{name}{suffix}", (size, *tail), rows))
         start += size
     return WeightSpec((start, *tail), tuple(parts), role)

@@ -9,7 +9,7 @@ from enum import Enum
 from millrace.core.kv.layout import KvLayout
 from millrace.core.kv.transfer import Incarnation
 from millrace.transfer.push.handshake import Lease
-from millrace.transfer.push.messages import Part
+from millrace.transfer.push.messages import WrittenRange
 from millrace.transfer.push.receive.coverage import Coverage, CoverageError
 from millrace.transfer.transport.layout import Side, layer_token_bytes, shared_heads
 
@@ -186,7 +186,7 @@ class Admission:
         self._total_chunks = total_chunks
         self.progress_s = now_s
 
-    def check(self, parts: Sequence[Part], lease: Lease) -> None:
+    def check(self, parts: Sequence[WrittenRange], lease: Lease) -> None:
         """Raises CoverageError when a part's bytes do not match its tokens."""
         token_bytes = layer_token_bytes(lease.layout, self.side.layout)
         for part in parts:
@@ -196,7 +196,7 @@ class Admission:
                     f"bytes; they have {part.num_tokens * token_bytes}"
                 )
 
-    def landed(self, parts: Sequence[Part], lease: Lease, now_s: float) -> None:
+    def landed(self, parts: Sequence[WrittenRange], lease: Lease, now_s: float) -> None:
         """Counts each part. Raises CoverageError for a part that came before or can't be."""
         heads = shared_heads(lease.layout, self.side.layout)
         if heads is None:

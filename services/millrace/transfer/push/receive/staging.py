@@ -12,7 +12,7 @@ from millrace.core.arithmetic import ceil_div
 from millrace.core.errors import ConfigError
 from millrace.core.kv.layout import KvLayout
 from millrace.transfer.push.handshake import SLOTS
-from millrace.transfer.push.messages import Message, Part
+from millrace.transfer.push.messages import Message, WrittenRange
 from millrace.transfer.transport.base import Transport
 from millrace.transfer.transport.layout import Side, layer_runs, packed
 from millrace.transfer.transport.regions import HOST, Memory, copy_on_host
@@ -59,7 +59,7 @@ class Staging:
         self._thread.shutdown(wait=True)
 
     def _scatter(
-        self, parts: Sequence[Part], offset: int, sender: KvLayout, receiver: Side
+        self, parts: Sequence[WrittenRange], offset: int, sender: KvLayout, receiver: Side
     ) -> None:
         for part in parts:
             runs = _runs_of(sender, receiver, part.start_token, part.num_tokens)

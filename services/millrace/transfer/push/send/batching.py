@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from millrace.core.kv.transfer import HandshakeGrant
-from millrace.transfer.push.messages import MAX_PARTS, Part
+from millrace.transfer.push.messages import MAX_PARTS, WrittenRange
 from millrace.transfer.push.receive.staging import slot_bytes, slot_offset, slot_tokens
 from millrace.transfer.transport.layout import (
     Side,
@@ -45,7 +45,7 @@ class Ready:
 class Batch:
     """One write: its parts, runs and bytes."""
 
-    parts: tuple[Part, ...]
+    parts: tuple[WrittenRange, ...]
     runs: Runs
 
 
@@ -60,7 +60,7 @@ class PartQueue:
         self._num_tokens = num_tokens
         self._start_token = start_token
         self._ready: deque[Ready] = deque()
-        self._parts: deque[Part] = deque()
+        self._parts: deque[WrittenRange] = deque()
         self._grant: HandshakeGrant | None = None
         self._target: Side
         self._layers: range  # heads that both sides hold
@@ -91,7 +91,7 @@ class PartQueue:
         if (grant := self._grant) is None:
             return None
         room = slot_bytes(grant.buffer_bytes) if grant.buffered else MAX_WRITE_BYTES
-        parts: list[Part] = []
+        parts: list[WrittenRange] = []
         while len(parts) < MAX_PARTS and (part := self._next(grant)) is not None:
             if parts and part.nbytes > room:
                 break
@@ -104,12 +104,12 @@ class PartQueue:
         self._ready.clear()
         self._parts.clear()
 
-    def _next(self, grant: HandshakeGrant) -> Part | None:
+    def _next(self, grant: HandshakeGrant) -> WrittenRange | None:
         while not self._parts and self._ready:
             self._parts.extend(self._cut(self._ready.popleft(), grant))
         return self._parts[0] if self._parts else None
 
-    def _cut(self, ready: Ready, grant: HandshakeGrant) -> Iterator[Part]:
+    def _cut(self, ready: Ready, grant: HandshakeGrant) -> Iterator[WrittenRange]:
         """Cuts a layer of a chunk where a page of either side ends, if pages are small enough.
 
         Yields nothing for a layer that the receiver does not have. Raises ValueError for a layer
@@ -135,10 +135,12 @@ class PartQueue:
             if grant.buffered and at % step and (whole := at - at % step + step) < until:
                 until = whole
             count = until - at
-            yield Part(ready.chunk, ready.layer, first + at, count, count * self._token_bytes)
+            yield WrittenRange(
+                ready.chunk, ready.layer, first + at, count, count * self._token_bytes
+            )
             at = until
 
-    def _runs_of(self, parts: Sequence[Part], grant: HandshakeGrant, slot: int) -> Runs:
+    def _runs_of(self, parts: Sequence[WrittenRange], grant: HandshakeGrant, slot: int) -> Runs:
         """Returns the runs of all parts, in order; layers with the same tokens share their runs."""
         sender, at = self._side.layout, 0
         if grant.buffered:
