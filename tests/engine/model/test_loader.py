@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from millrace.core.errors import ModelError
 from millrace.engine.model.loader import load_model, model_hash, resolve_model
 from millrace.engine.model.stage import Stage
-from millrace.engine.model.tp_shard import TpShard as TpShard
+from millrace.engine.model.tp_shard import TpShard
 from support.tiny_models import model_folder, oracle
 
 SHARDED = "llama-mha-sharded"

@@ -58,5 +58,5 @@ class RandomWeights:
             flat[filled : filled + count] = block[self._at : self._at + count]
             filled += count
             self._at = (self._at + count) % _BLOCK_ELEMENTS
-        if spec.role is WeightKind.NORM:
+        if spec.kind is WeightKind.NORM:
             weight.mul_(_NORM_SPREAD / _STANDARD_DEVIATION).add_(1.0)

@@ -42,7 +42,7 @@ class WeightSpec:
 
     shape: tuple[int, ...]
     parts: tuple[TensorPart, ...]
-    role: WeightKind = WeightKind.MATRIX
+    kind: WeightKind = WeightKind.MATRIX
 
     @property
     def elements(self) -> int:
@@ -173,8 +173,8 @@ def _expert_specs(config: ModelConfig, prefix: str) -> dict[str, WeightSpec]:
     }
 
 
-def _whole(tensor: str, shape: tuple[int, ...], role: WeightKind = WeightKind.MATRIX) -> WeightSpec:
-    return WeightSpec(shape, (TensorPart(tensor, shape),), role)
+def _whole(tensor: str, shape: tuple[int, ...], kind: WeightKind = WeightKind.MATRIX) -> WeightSpec:
+    return WeightSpec(shape, (TensorPart(tensor, shape),), kind)
 
 
 def _rows(
@@ -182,7 +182,7 @@ def _rows(
     sizes: dict[str, int],
     suffix: str,
     tail: tuple[int, ...],
-    role: WeightKind = WeightKind.MATRIX,
+    kind: WeightKind = WeightKind.MATRIX,
 ) -> WeightSpec:
     """Returns the spec of several tensors stacked along the first dimension."""
     parts, start = [], 0
@@ -190,4 +190,4 @@ def _rows(
         rows = (slice(start, start + size),)
         parts.append(TensorPart(f"{prefix}{name}{suffix}", (size, *tail), rows))
         start += size
-    return WeightSpec((start, *tail), tuple(parts), role)
+    return WeightSpec((start, *tail), tuple(parts), kind)
