@@ -9,13 +9,9 @@ KV is transferred to it.
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
-
-import grpc
 
 from millrace.colocated.admissions import MixedAdmissions
 from millrace.colocated.calibration import mixed_batches
@@ -36,109 +32,66 @@ from millrace.core.scheduler.commands import (
     Registered,
     RunPrefill,
 )
-from millrace.core.scheduler.reports import Heartbeat, Registration
+from millrace.core.scheduler.reports import Registration
 from millrace.decode.metrics import DecodeMetrics
 from millrace.decode.output.output import Output
-from millrace.decode.pace import TokenPace
 from millrace.decode.request import DecodeRequest
 from millrace.decode.request_table import RequestTable
-from millrace.decode.servicer import DecodeServicer
-from millrace.engine.kv.prefix_cache import PrefixCache
+from millrace.decode.role import TokenRole
 from millrace.instance.host import Loaded, WorkerContext, WorkerOptions, open_for, serve_role
 from millrace.instance.latency import prefill_latency
-from millrace.instance.prefix import cached_blocks
-from millrace.instance.shards.kvp_servicer import KvpServicer
-from millrace.instance.shards.shard_host import ShardHost
 from millrace.instance.shards.shard_table import NOBODY, ShardTable
 from millrace.instance.spans import Stopwatch
 from millrace.instance.tasks import Tasks, stop_event
-from millrace.instance.transfer.kv_servicer import KvReceiverServicer
 from millrace.instance.vitals import open_vitals
 from millrace.profiles import decode_step
 from millrace.transfer.push.receive.manager import ReceiveManager
 
-log = logging.getLogger(__name__)
 
-
-class MixedRole:
-    """The role of a mixed instance; `_table` has every request that the instance holds."""
+class MixedRole(TokenRole):
+    """The role of a mixed instance."""
 
     name = "mixed"
 
     def __init__(self, context: WorkerContext, operators: OperatorModel) -> None:
         """`operators` predict iterations. Raises ConfigError for contradictory settings."""
-        self._context = context
-        self._pool = context.engine.pool
+        tasks, table, hosted = Tasks(), RequestTable(), ShardTable()
+        metrics = self._decode_metrics = DecodeMetrics(context.registry)
+        self._admissions = MixedAdmissions(context, table, metrics, tasks, self._shard_lost)
+        super().__init__(
+            context,
+            table=table,
+            output=Output(context, table, metrics),
+            hosted=hosted,
+            receiver=ReceiveManager(
+                transport=context.transport,
+                layout=context.engine.layout,
+                storage=context.engine.storage,
+                identity=context.incarnation,
+                config=context.config.transfer,
+                callbacks=hosted.beside(NOBODY),
+            ),
+            spread=self._admissions.spread,
+            prefix_cache=self._admissions.prefix_cache,
+            tasks=tasks,
+        )
         self._operators = operators
-        self._tasks = Tasks()
-        self._pace = TokenPace()
-        self._table = RequestTable()
         self._metrics = MixedMetrics(context.registry)
         self._predictor = Predictor(operators)
-        metrics = self._decode_metrics = DecodeMetrics(context.registry)
-        self._output = Output(context, self._table, metrics)
-        self._admissions = MixedAdmissions(
-            context, self._table, metrics, self._tasks, self._shard_lost
-        )
         self._packer = IterationPacker(
             operators, self._predictor, context.config, self._admissions.most_spread_tokens
         )
-        self._prompts = Prompts(context, self._table, self._output, self._packer, self._tasks)
+        self._prompts = Prompts(context, table, self._output, self._packer, tasks)
         self._compute = MixedCompute(context.engine, context.config.engine.max_batch)
-        self._hosted = ShardTable()
-        self._receiver = ReceiveManager(
-            transport=context.transport,
-            layout=context.engine.layout,
-            storage=context.engine.storage,
-            identity=context.incarnation,
-            config=context.config.transfer,
-            callbacks=self._hosted.beside(NOBODY),
-        )
-        self._host = ShardHost(context, context.engine, self._hosted, self._receiver)
         self._clock = Stopwatch(0.0)  # seconds since the epoch
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="mixed-compute")
 
-    @property
-    def kv_region(self) -> int:
-        return self._receiver.region
-
-    @property
-    def num_spill_pages(self) -> int:
-        """Pages of the pool that the instance reserves for itself, not for requests."""
-        return len(self._admissions.spread.spill_pages)
-
-    @property
-    def prefix_cache(self) -> PrefixCache:
-        return self._admissions.prefix_cache
-
-    def attach(self, server: grpc.aio.Server) -> None:
-        DecodeServicer(self._output.streams, self._context.incarnation).add_to(server)
-        KvReceiverServicer(self._receiver).add_to(server)
-        KvpServicer(self._host).add_to(server)
-
     def complete_registration(self, base: Registration) -> Registration:
-        self.prefix_cache.report_all()
-        return replace(
-            base,
-            kv_pages=base.kv_pages - self.num_spill_pages,
-            max_batch=self._context.config.engine.max_batch,
-            decode_step=DecodeStepTime.of(decode_step.of_profile(self._operators)),
-            block_tokens=self.prefix_cache.block_tokens,
-        )
+        return self.registration(base, DecodeStepTime.of(decode_step.of_profile(self._operators)))
 
     def counts(self) -> tuple[int, int]:
         running = self._table.counts()[0] + self._prompts.begun
         return running, len(self._table) - running
-
-    def heartbeat(self) -> Heartbeat:
-        (running, waiting), tbt_s = self.counts(), self._pace.take_s()
-        return Heartbeat(
-            free_pages=self._pool.free_pages,
-            running=running,
-            waiting=waiting,
-            tbt_s=tbt_s,
-            cached=cached_blocks(self.prefix_cache),
-        )
 
     def on_command(self, command: Command) -> None:
         match command:
@@ -150,25 +103,16 @@ class MixedRole:
                 if name:
                     self._packer.rank_by(name)
             case Cancel(request_id=request_id):
-                self._cancel(request_id)
-            case Drain(abort=abort):
-                self._output.evict(abort=abort)
-                self._host.lose_all("the KVP worker had to release it")
-
-    def _cancel(self, request_id: str) -> None:
-        if (request := self._table.get(request_id)) is not None:
-            self._output.cancel(request)
-        else:
-            self._host.forget(request_id)
+                self.cancel(request_id)
+            case Drain():
+                self.drain(command)
 
     def _shard_lost(self, request: DecodeRequest, why: str) -> None:
         self._output.fail(request, why, "transfer")
 
     async def run(self) -> None:
-        self._tasks.spawn(self._host.run())
-        self._tasks.spawn(self._output.journal.run())
         self._tasks.spawn(self._iterate_forever())
-        await self._tasks.watch()
+        await super().run()
 
     async def _iterate_forever(self) -> None:
         loop = asyncio.get_running_loop()
@@ -223,33 +167,15 @@ class MixedRole:
             self._admissions.release(request)
         self._table.leaving.clear()
 
-    async def wait_idle(self) -> None:
-        while len(self._table) or len(self._hosted):
-            await asyncio.gather(self._table.wait_idle(), self._hosted.wait_idle())
-
-    async def drop_all(self, reason: str) -> None:
-        log.info("dropping %d requests: %s", len(self._table), reason)
-        for request in self._table:
-            self._output.move(request)
-        self._host.lose_all(reason)
-        await self.wait_idle()
-
     def check_integrity(self) -> None:
-        self._pool.check_integrity(expected_used=self.num_spill_pages)
-        self._receiver.check_integrity()
-        self._host.check_integrity()
-        self._admissions.spread.check_integrity()
-        self.prefix_cache.check_integrity()
+        super().check_integrity()
         self._compute.batch.check_integrity()
         self._prompts.check_integrity()
 
     async def close(self) -> None:
         await self._tasks.cancel()
         await asyncio.to_thread(self._thread.shutdown, wait=True)
-        await self._output.journal.flush()
-        await self._admissions.spread.close_all()
-        await self._host.close()
-        await self._receiver.close()
+        await super().close()
 
 
 async def serve(
