@@ -5,6 +5,9 @@ The pass that computes a chunk of a prompt sends its K/V to the KVP workers.
 
 from __future__ import annotations
 
+import asyncio
+from itertools import count
+
 import pytest
 
 from millrace.colocated.mixed import MixedRole
@@ -38,14 +41,24 @@ async def freed(mixed: Mixed, request_id: str) -> None:
 
 @pytest.mark.parametrize("name", ["llama", "mistral-window"])
 async def test_tokens_are_the_models_beside_requests_that_are_whole(name: str) -> None:
+    tokens, new = 9 * PAGE + 3, 2 * PAGE
+    wanted = {90: oracle(name).greedy(prompt(90), 40), 50: oracle(name).greedy(prompt(50), 40)}
     async with mixed_instance(SETTINGS, name=name, holders=[kvp, kvp]) as mixed:
-        tokens, new = 9 * PAGE + 3, 2 * PAGE
-        await mixed.ask("whole", 90, max_tokens=40)
-        await mixed.ask_spread("r", tokens, 2 * PAGE, 6 * PAGE, tokens + new, max_tokens=new)
-        await mixed.ask("later", 50, max_tokens=20)
-        assert await mixed.answer("r") == oracle(name).greedy(prompt(tokens), new)
-        assert await mixed.answer("whole") == oracle(name).greedy(prompt(90), 40)
-        assert await mixed.answer("later") == oracle(name).greedy(prompt(50), 20)
+
+        async def ask_again_and_again(length: int) -> None:
+            """Has the instance decode until the spread request, whose shards take time, ends."""
+            for number in count():
+                await mixed.ask(f"{length}-{number}", length, max_tokens=40)
+                assert await mixed.answer(f"{length}-{number}") == wanted[length]
+                if ("r", 0) in mixed.ends:
+                    return
+
+        with mixed.slowed(0.005):
+            others = [asyncio.create_task(ask_again_and_again(length)) for length in wanted]
+            await eventually(lambda: len(mixed.tokens) >= len(wanted))  # both decode
+            await mixed.ask_spread("r", tokens, 2 * PAGE, 6 * PAGE, tokens + new, max_tokens=new)
+            assert await mixed.answer("r") == oracle(name).greedy(prompt(tokens), new)
+            await asyncio.gather(*others)
         await freed(mixed, "r")
         assert any(
             share.prompt.request.is_spread and plan.shape.decodes
