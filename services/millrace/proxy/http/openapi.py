@@ -1,4 +1,4 @@
-"""Builds the gateway's OpenAPI 3.1 document; the models of bodies describe them."""
+"""Builds the gateway's OpenAPI 3.1 document; the models of bodies and answers describe them."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pydantic import TypeAdapter
 
 from millrace.proxy.http import admin
 from millrace.proxy.http.objectives import CLASS_HEADER, TBT_HEADER, TRACE_HEADER, TTFT_HEADER
+from millrace.proxy.reply.answers import ANSWERS
 from millrace.proxy.request.validation import Bodies
 
 Json = dict[str, Any]
@@ -16,9 +17,6 @@ Json = dict[str, Any]
 _REF = "#/components/schemas/{model}"
 
 _STRING: Json = {"type": "string"}
-_INTEGER: Json = {"type": "integer"}
-_NUMBER: Json = {"type": "number"}
-_NULL: Json = {"type": "null"}
 
 
 def document(bodies: Bodies, classes: Sequence[str], title: str, version: str) -> Json:
@@ -153,151 +151,12 @@ def _ref(name: str) -> Json:
     return {"$ref": _REF.format(model=name)}
 
 
-def _object(properties: Json, optional: Json | None = None) -> Json:
-    return {
-        "type": "object",
-        "properties": {**properties, **(optional or {})},
-        "required": list(properties),
-    }
-
-
-def _array(items: Json) -> Json:
-    return {"type": "array", "items": items}
-
-
-def _nullable(schema: Json) -> Json:
-    return {"anyOf": [schema, _NULL]}
-
-
 def _schemas(bodies: Bodies) -> Json:
-    nullable_string = {"type": ["string", "null"]}
-    error = _object(
-        {
-            "message": _STRING,
-            "type": _STRING,
-            "param": nullable_string,
-            "code": nullable_string,
-        }
-    )
-    model = _object({"id": _STRING, "object": _STRING, "created": _INTEGER, "owned_by": _STRING})
-    return {
-        **_body_schemas(bodies),
-        "Error": _object({"error": error}),
-        "ImprovementRate": _object({"improvement_rate": _NUMBER}),
-        "ImprovementRateChange": _object({"improvement_rate": _NUMBER, "before": _NUMBER}),
-        "Model": model,
-        "Models": _object({"object": _STRING, "data": _array(_ref("Model"))}),
-        "PolicyChange": _object({"policy": _STRING, "before": _STRING}),
-        "SchedulerSettings": _object(
-            {
-                "policy": _STRING,
-                "preemption": _STRING,
-                "planner": _STRING,
-                "improvement_rate": _NUMBER,
-                "policies": _array(_STRING),
-            }
-        ),
-        "Status": _object({"status": _STRING}),
-        "Text": _object({"prompt": _STRING}),
-        "Tokens": _object(
-            {"count": _INTEGER, "max_model_len": _INTEGER, "tokens": _array(_INTEGER)}
-        ),
-        **_completion_schemas(),
-    }
-
-
-def _body_schemas(bodies: Bodies) -> Json:
     adapters = [bodies.chat, bodies.completion, bodies.tokenize, bodies.detokenize]
     adapters += [route.body for route in admin.ROUTES]
+    adapters += map(TypeAdapter, ANSWERS)
     _, schemas = TypeAdapter.json_schemas(
         [(number, "validation", adapter) for number, adapter in enumerate(adapters)],
         ref_template=_REF,
     )
     return dict(schemas["$defs"])
-
-
-def _completion_schemas() -> Json:
-    reason = {"enum": ["stop", "length"]}
-    stop_reason = {"type": ["string", "integer", "null"]}
-    token = {"token": _STRING, "logprob": _NUMBER, "bytes": _array(_INTEGER)}
-    entry = _object({**token, "top_logprobs": _array(_object(token))})
-    chat_logprobs = _object({"content": _array(entry), "refusal": _NULL})
-    text_logprobs = _object(
-        {
-            "tokens": _array(_STRING),
-            "token_logprobs": _array(_nullable(_NUMBER)),
-            "top_logprobs": _nullable(_array(_nullable({"type": "object"}))),
-            "text_offset": _array(_INTEGER),
-        }
-    )
-    message = _object({"role": {"const": "assistant"}, "content": _STRING, "refusal": _NULL})
-    ids = {"token_ids": _array(_INTEGER)}
-    chat_choice = _object(
-        {
-            "index": _INTEGER,
-            "message": message,
-            "logprobs": _nullable(chat_logprobs),
-            "finish_reason": reason,
-            "stop_reason": stop_reason,
-        },
-        ids,
-    )
-    text_choice = _object(
-        {
-            "index": _INTEGER,
-            "text": _STRING,
-            "logprobs": _nullable(text_logprobs),
-            "finish_reason": reason,
-            "stop_reason": stop_reason,
-        },
-        ids,
-    )
-    usage = _object(
-        {
-            "prompt_tokens": _INTEGER,
-            "completion_tokens": _INTEGER,
-            "total_tokens": _INTEGER,
-            "prompt_tokens_details": _object({"cached_tokens": _INTEGER}),
-        }
-    )
-    return {
-        "Usage": usage,
-        "Waterfall": _waterfall(),
-        "ChatCompletion": _response("chat.completion", chat_choice),
-        "Completion": _response("text_completion", text_choice),
-    }
-
-
-def _response(kind: str, choice: Json) -> Json:
-    return _object(
-        {
-            "id": _STRING,
-            "object": {"const": kind},
-            "created": _INTEGER,
-            "model": _STRING,
-            "choices": _array(choice),
-            "usage": _ref("Usage"),
-        },
-        {"millrace": _ref("Waterfall")},
-    )
-
-
-def _waterfall() -> Json:
-    span = _object(
-        {
-            "name": _STRING,
-            "instance_id": _STRING,
-            "start_s": _NUMBER,
-            "end_s": _NUMBER,
-            "attributes": {"type": "object", "additionalProperties": _STRING},
-        }
-    )
-    return _object(
-        {
-            "request_id": _STRING,
-            "arrival_unix_s": _NUMBER,
-            "spans": _array(span),
-            "predicted_ttft_ms": _NUMBER,
-        },
-        {"ttft_ms": _NUMBER, "more": _array(_ref("Waterfall"))},
-    )

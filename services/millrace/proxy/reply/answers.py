@@ -1,0 +1,228 @@
+"""The models of the gateway's answers, from which its OpenAPI document is made.
+
+`formats` and the routes write the answers themselves: a model would cost a second copy of each.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, NotRequired
+
+from typing_extensions import TypedDict
+
+
+class ApiErrorBody(TypedDict):
+    """What went wrong; `param` names the field of the body."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class Error(TypedDict):
+    """The answer to a request that is refused or fails."""
+
+    error: ApiErrorBody
+
+
+class Model(TypedDict):
+    """A served model."""
+
+    id: str
+    object: str
+    created: int
+    owned_by: str
+
+
+class Models(TypedDict):
+    """All served models."""
+
+    object: str
+    data: list[Model]
+
+
+class Status(TypedDict):
+    """The state of the process."""
+
+    status: str
+
+
+class Text(TypedDict):
+    """The text of token ids."""
+
+    prompt: str
+
+
+class Tokens(TypedDict):
+    """The token ids of a text."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+
+
+class SchedulerSettings(TypedDict):
+    """The scheduler's settings, and the policies that it knows."""
+
+    policy: str
+    preemption: str
+    planner: str
+    improvement_rate: float
+    policies: list[str]
+
+
+class PolicyChange(TypedDict):
+    """The policy in force, and the policy before."""
+
+    policy: str
+    before: str
+
+
+class ImprovementRate(TypedDict):
+    """The improvement rate in force."""
+
+    improvement_rate: float
+
+
+class ImprovementRateChange(ImprovementRate):
+    """The improvement rate in force, and the rate before."""
+
+    before: float
+
+
+class PromptTokens(TypedDict):
+    """Tokens of prompts whose KV came from the prefix cache."""
+
+    cached_tokens: int
+
+
+class Usage(TypedDict):
+    """Token counts, summed over the prompts of a request."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokens
+
+
+class LikelyToken(TypedDict):
+    """A token, its log-probability, and its bytes."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class ChosenToken(LikelyToken):
+    """A token of the answer, and the likeliest tokens at its position."""
+
+    top_logprobs: list[LikelyToken]
+
+
+class ChatLogprobs(TypedDict):
+    """The log-probabilities of a chat's choice."""
+
+    content: list[ChosenToken]
+    refusal: None
+
+
+class TextLogprobs(TypedDict):
+    """The log-probabilities of a completion's choice, by position."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, Any] | None] | None
+    text_offset: list[int]
+
+
+class Choice(TypedDict):
+    """One of the answers to a prompt."""
+
+    index: int
+    finish_reason: Literal["stop", "length"]
+    stop_reason: str | int | None
+    token_ids: NotRequired[list[int]]
+
+
+class AssistantMessage(TypedDict):
+    """The assistant's message."""
+
+    role: Literal["assistant"]
+    content: str
+    refusal: None
+
+
+class ChatChoice(Choice):
+    """One of the answers to a conversation."""
+
+    message: AssistantMessage
+    logprobs: ChatLogprobs | None
+
+
+class TextChoice(Choice):
+    """One of the completions of a text."""
+
+    text: str
+    logprobs: TextLogprobs | None
+
+
+class Span(TypedDict):
+    """A part of a request's time, in seconds since its arrival."""
+
+    name: str
+    instance_id: str
+    start_s: float
+    end_s: float
+    attributes: dict[str, str]
+
+
+class Waterfall(TypedDict):
+    """How the time to the first token passed; `more`: that of a request's other prompts."""
+
+    request_id: str
+    arrival_unix_s: float
+    spans: list[Span]
+    predicted_ttft_ms: float
+    ttft_ms: NotRequired[float]
+    more: NotRequired[list[Waterfall]]
+
+
+class Completed(TypedDict):
+    """The fields of both completion endpoints' answers."""
+
+    id: str
+    created: int
+    model: str
+    usage: Usage
+    millrace: NotRequired[Waterfall]
+
+
+class ChatCompletion(Completed):
+    """The answer to a conversation."""
+
+    object: Literal["chat.completion"]
+    choices: list[ChatChoice]
+
+
+class Completion(Completed):
+    """The completion of texts."""
+
+    object: Literal["text_completion"]
+    choices: list[TextChoice]
+
+
+#: Every answer that the document names.
+ANSWERS: tuple[Any, ...] = (
+    ChatCompletion,
+    Completion,
+    Error,
+    ImprovementRate,
+    ImprovementRateChange,
+    Model,
+    Models,
+    PolicyChange,
+    SchedulerSettings,
+    Status,
+    Text,
+    Tokens,
+)
