@@ -196,7 +196,7 @@ SHARDS = (
     Shard(worker_id="d", start_token=0, end_token=32),
     Shard(worker_id="k", start_token=32, end_token=48),
 )
-HOLDERS = [scheduler_pb2.Member(address="h:4"), scheduler_pb2.Member(address="h:5")]
+WORKERS = [scheduler_pb2.Member(address="h:4"), scheduler_pb2.Member(address="h:5")]
 
 
 @pytest.mark.parametrize("whom", ["decode", "prefill"])
@@ -204,14 +204,14 @@ def test_shards_reach_the_wire_with_who_holds_them(whom):
     spec = common_pb2.RequestSpec(request_id="r")
     if whom == "decode":
         admit = effects.AdmitDecode(instance_id="d", request_id="r", shards=SHARDS)
-        sent = codec.admit_decode(admit, spec, HOLDERS).admit_decode.shards
+        sent = codec.admit_decode(admit, spec, WORKERS).admit_decode.shards
     else:
         chunk = Chunk(index=0, start_token=0, num_tokens=9, instance_ids=("p",))
         run = effects.RunPrefill(
             instance_id="p", request_id="r", chunks=(chunk,), decode_id="d", shards=SHARDS
         )
-        sent = codec.run_prefill(run, spec, HOLDERS[0], [], HOLDERS).run_prefill.shards
-    assert [(s.holder.address, s.start_token, s.end_token) for s in sent] == [
+        sent = codec.run_prefill(run, spec, WORKERS[0], [], WORKERS).run_prefill.shards
+    assert [(s.worker.address, s.start_token, s.end_token) for s in sent] == [
         ("h:4", 0, 32),
         ("h:5", 32, 48),
     ]
@@ -232,7 +232,7 @@ COMMANDS = {
             instance_id="d", request_id="r", attempt=2, kept_tokens=3, shards=SHARDS
         ),
         spec=SPEC.SerializeToString(),
-        holders=(MEMBERS["d"], MEMBERS["k"]),
+        workers=(MEMBERS["d"], MEMBERS["k"]),
     ),
     "run_prefill": messages.SendRunPrefill(
         effect=effects.RunPrefill(
@@ -246,7 +246,7 @@ COMMANDS = {
         spec=SPEC.SerializeToString(),
         decode=MEMBERS["d"],
         group=(MEMBERS["p"], MEMBERS["q"]),
-        holders=(MEMBERS["d"], MEMBERS["k"]),
+        workers=(MEMBERS["d"], MEMBERS["k"]),
     ),
     "order": effects.Order(
         instance_id="p", queue=((effects.ChunkRef(request_id="r", chunk_index=1),),)
@@ -283,7 +283,7 @@ def test_commands_name_the_members_and_carry_the_spec():
     assert member_of(run.decode) == MEMBERS["d"]
     assert [member_of(one).incarnation.id for one in run.group] == ["p", "q"]
     for shards in (run.shards, admit.shards):
-        assert [(member_of(s.holder), s.start_token, s.end_token) for s in shards] == [
+        assert [(member_of(s.worker), s.start_token, s.end_token) for s in shards] == [
             (MEMBERS["d"], 0, 32),
             (MEMBERS["k"], 32, 48),
         ]

@@ -91,19 +91,19 @@ ProxyUpdate = Placed | Queued | Fleet | Progress | effects.Refuse | effects.Fail
 class SendAdmitDecode:
     """Carries an effect to its decode instance, which reads it as `commands.AdmitDecode`.
 
-    `holders` keep the effect's shards, in order.
+    `workers` keep the effect's shards, in order.
     """
 
     effect: effects.AdmitDecode
     spec: EncodedSpec
-    holders: tuple[Member, ...] = ()
+    workers: tuple[Member, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SendRunPrefill:
     """Carries an effect to its prefill instance, which reads it as `commands.RunPrefill`.
 
-    `group` lists every instance of the chunks in the order of the last chunk. `holders` have the
+    `group` lists every instance of the chunks in the order of the last chunk. `workers` have the
     effect's shards, in order.
     """
 
@@ -111,7 +111,7 @@ class SendRunPrefill:
     spec: EncodedSpec
     decode: Member
     group: tuple[Member, ...]
-    holders: tuple[Member, ...] = ()
+    workers: tuple[Member, ...] = ()
 
 
 WorkerCommand = (

@@ -105,7 +105,7 @@ def _admit_of(message: scheduler_pb2.AdmitDecode) -> commands.AdmitDecode:
 def _shard_messages(shards: Iterable[commands.KvShard]) -> list[scheduler_pb2.KvShard]:
     return [
         scheduler_pb2.KvShard(
-            holder=member_message(shard.holder),
+            worker=member_message(shard.worker),
             start_token=shard.start_token,
             end_token=shard.end_token,
         )
@@ -116,7 +116,7 @@ def _shard_messages(shards: Iterable[commands.KvShard]) -> list[scheduler_pb2.Kv
 def _shards_of(messages: Iterable[scheduler_pb2.KvShard]) -> tuple[commands.KvShard, ...]:
     return tuple(
         commands.KvShard(
-            holder=member_of(message.holder),
+            worker=member_of(message.worker),
             start_token=message.start_token,
             end_token=message.end_token,
         )

@@ -198,15 +198,15 @@ def registered(command: Registered) -> scheduler_pb2.WorkerCommand:
 def admit_decode(
     effect: effects.AdmitDecode,
     spec: common_pb2.RequestSpec,
-    holders: Iterable[scheduler_pb2.Member] = (),
+    workers: Iterable[scheduler_pb2.Member] = (),
 ) -> scheduler_pb2.WorkerCommand:
-    """Encodes an admission. `holders` are the instances of the effect's shards, in order."""
+    """Encodes an admission. `workers` are the instances of the effect's shards, in order."""
     return scheduler_pb2.WorkerCommand(
         admit_decode=scheduler_pb2.AdmitDecode(
             request=spec,
             attempt=effect.attempt,
             kept_tokens=effect.kept_tokens,
-            shards=_shards(effect.shards, holders),
+            shards=_shards(effect.shards, workers),
         )
     )
 
@@ -216,10 +216,10 @@ def run_prefill(
     spec: common_pb2.RequestSpec,
     decode: scheduler_pb2.Member,
     group: Iterable[scheduler_pb2.Member],
-    holders: Iterable[scheduler_pb2.Member] = (),
+    workers: Iterable[scheduler_pb2.Member] = (),
 ) -> scheduler_pb2.WorkerCommand:
     """Encodes a plan. `group` lists every instance of the chunks in the order of the last chunk;
-    `holders` are the instances of the effect's shards, in order.
+    `workers` are the instances of the effect's shards, in order.
     """
     return scheduler_pb2.WorkerCommand(
         run_prefill=scheduler_pb2.RunPrefill(
@@ -228,14 +228,14 @@ def run_prefill(
             decode=decode,
             attempt=effect.attempt,
             group=group,
-            shards=_shards(effect.shards, holders),
+            shards=_shards(effect.shards, workers),
         )
     )
 
 
 def _admission(command: SendAdmitDecode) -> scheduler_pb2.WorkerCommand:
     spec = common_pb2.RequestSpec.FromString(command.spec)
-    return admit_decode(command.effect, spec, map(member_message, command.holders))
+    return admit_decode(command.effect, spec, map(member_message, command.workers))
 
 
 def _prefill(command: SendRunPrefill) -> scheduler_pb2.WorkerCommand:
@@ -244,18 +244,18 @@ def _prefill(command: SendRunPrefill) -> scheduler_pb2.WorkerCommand:
         common_pb2.RequestSpec.FromString(command.spec),
         member_message(command.decode),
         map(member_message, command.group),
-        map(member_message, command.holders),
+        map(member_message, command.workers),
     )
 
 
 def _shards(
-    shards: Iterable[Shard], holders: Iterable[scheduler_pb2.Member]
+    shards: Iterable[Shard], workers: Iterable[scheduler_pb2.Member]
 ) -> list[scheduler_pb2.KvShard]:
     return [
         scheduler_pb2.KvShard(
-            holder=holder, start_token=shard.start_token, end_token=shard.end_token
+            worker=worker, start_token=shard.start_token, end_token=shard.end_token
         )
-        for shard, holder in zip(shards, holders, strict=True)
+        for shard, worker in zip(shards, workers, strict=True)
     ]
 
 

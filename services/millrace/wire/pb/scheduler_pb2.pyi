@@ -428,14 +428,14 @@ class RunPrefill(_message.Message):
     def __init__(self, request: _Optional[_Union[_common_pb2.RequestSpec, _Mapping]] = ..., chunks: _Optional[_Iterable[_Union[Chunk, _Mapping]]] = ..., decode: _Optional[_Union[Member, _Mapping]] = ..., attempt: _Optional[int] = ..., group: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., shards: _Optional[_Iterable[_Union[KvShard, _Mapping]]] = ...) -> None: ...
 
 class KvShard(_message.Message):
-    __slots__ = ("holder", "start_token", "end_token")
-    HOLDER_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("worker", "start_token", "end_token")
+    WORKER_FIELD_NUMBER: _ClassVar[int]
     START_TOKEN_FIELD_NUMBER: _ClassVar[int]
     END_TOKEN_FIELD_NUMBER: _ClassVar[int]
-    holder: Member
+    worker: Member
     start_token: int
     end_token: int
-    def __init__(self, holder: _Optional[_Union[Member, _Mapping]] = ..., start_token: _Optional[int] = ..., end_token: _Optional[int] = ...) -> None: ...
+    def __init__(self, worker: _Optional[_Union[Member, _Mapping]] = ..., start_token: _Optional[int] = ..., end_token: _Optional[int] = ...) -> None: ...
 
 class Order(_message.Message):
     __slots__ = ("queue",)
