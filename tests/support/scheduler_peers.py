@@ -103,7 +103,6 @@ class Net:
 
 def register(worker_id: str, **card: object) -> scheduler_pb2.Register:
     defaults = {
-        "role": "prefill" if worker_id.startswith("p") else "decode",
         "address": f"127.0.0.1:{worker_id}",
         "model": "tiny",
         "model_hash": "h",
@@ -114,8 +113,10 @@ def register(worker_id: str, **card: object) -> scheduler_pb2.Register:
         "latency": scheduler_pb2.LatencyCoefficients(b=1e-3),
     }
     generation = card.pop("generation", 1)
+    role = card.pop("role", "prefill" if worker_id.startswith("p") else "decode")
     return scheduler_pb2.Register(
         incarnation=common_pb2.Incarnation(id=worker_id, generation=generation),
+        role=scheduler_pb2.Role.Value(f"ROLE_{role}".upper()),
         **{**defaults, **card},
     )
 
@@ -204,7 +205,9 @@ class Worker(Peer):
     async def finished(self, request_id: str) -> None:
         await self.say(
             request_finished=scheduler_pb2.RequestFinished(
-                request_id=request_id, reason="stop", generated_tokens=5
+                request_id=request_id,
+                reason=common_pb2.FINISH_REASON_STOP,
+                generated_tokens=5,
             )
         )
 

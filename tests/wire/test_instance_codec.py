@@ -65,10 +65,12 @@ def test_a_spec_comes_back_as_it_was() -> None:
 
 def test_what_was_not_sent_is_none_or_its_default() -> None:
     assert report_of(scheduler_pb2.WorkerMessage(heartbeat={})) == reports.Heartbeat()
-    told = registration_of(scheduler_pb2.Register())
+    told = registration_of(scheduler_pb2.Register(role=scheduler_pb2.ROLE_PREFILL))
     assert told.latency is None and told.decode_step is None
     assert not registration_message(told).register.HasField("latency")
-    register = scheduler_pb2.Register(latency=scheduler_pb2.LatencyCoefficients(a=1))
+    register = scheduler_pb2.Register(
+        role=scheduler_pb2.ROLE_PREFILL, latency=scheduler_pb2.LatencyCoefficients(a=1)
+    )
     latency = registration_of(register).latency
     assert latency is not None and dict(latency.by_sp) == {1: Latency(a=1, b=0)}
     assert spec_of(common_pb2.RequestSpec()).slo == Slo()

@@ -14,6 +14,7 @@ from millrace.core.request import Chunk, Shard
 from millrace.core.scheduler import commands, effects, events
 from millrace.wire import fleet_messages as messages
 from millrace.wire.codec import scheduler as codec
+from millrace.wire.codec.enums import MessageError
 from millrace.wire.codec.incarnation import member_of
 from millrace.wire.pb import common_pb2, scheduler_pb2
 
@@ -24,7 +25,7 @@ def test_a_registration_carries_all_of_its_card():
     card = codec.joined(
         scheduler_pb2.Register(
             incarnation=common_pb2.Incarnation(id="d", generation=7),
-            role="decode",
+            role=scheduler_pb2.ROLE_DECODE,
             address="h:1",
             model_hash="m",
             kv_pages=2,
@@ -77,7 +78,7 @@ def test_a_registration_carries_all_of_its_card():
 def test_times_of_groups_that_make_no_sense_are_named(groups, message):
     register = scheduler_pb2.Register(
         incarnation=common_pb2.Incarnation(id="p", generation=7),
-        role="prefill",
+        role=scheduler_pb2.ROLE_PREFILL,
         address="h:1",
         model_hash="m",
         kv_pages=2,
@@ -88,7 +89,7 @@ def test_times_of_groups_that_make_no_sense_are_named(groups, message):
             for sp, of in groups
         ],
     )
-    with pytest.raises(codec.MessageError, match=message):
+    with pytest.raises(MessageError, match=message):
         codec.joined(register)
 
 
@@ -103,7 +104,7 @@ def test_times_of_groups_that_make_no_sense_are_named(groups, message):
     ],
 )
 def test_an_improvement_rate_that_makes_no_sense_is_named(wanted, message):
-    with pytest.raises(codec.MessageError, match=message):
+    with pytest.raises(MessageError, match=message):
         codec.improvement_rate_changed(scheduler_pb2.SetImprovementRateRequest(**wanted))
 
 
@@ -118,7 +119,7 @@ def test_an_improvement_rate_is_a_number_or_a_table():
 def test_measured_points_reach_the_scheduler():
     register = scheduler_pb2.Register(
         incarnation=common_pb2.Incarnation(id="p", generation=7),
-        role="prefill",
+        role=scheduler_pb2.ROLE_PREFILL,
         address="h:1",
         model_hash="m",
         kv_pages=2,
@@ -128,7 +129,7 @@ def test_measured_points_reach_the_scheduler():
     )
     assert codec.joined(register).latency == SpLatency(by_sp={1: LATENCY})
     register.latency.points[1].seconds = 0.25
-    with pytest.raises(codec.MessageError, match=r"latency.points has \(64, 0.25\)"):
+    with pytest.raises(MessageError, match=r"latency.points has \(64, 0.25\)"):
         codec.joined(register)
 
 
@@ -157,14 +158,14 @@ def test_an_objective_that_is_no_time_is_named(name, value):
         sampling=common_pb2.SamplingParams(max_tokens=20, n=3),
         slo=common_pb2.Slo(**{name: value}),
     )
-    with pytest.raises(codec.MessageError, match=f"slo.{name} is {value}; it must be 0"):
+    with pytest.raises(MessageError, match=f"slo.{name} is {value}; it must be 0"):
         codec.request(spec, proxy_id="x#1", now_s=12.5)
 
 
 def test_a_known_policy_becomes_an_event_and_an_unknown_one_names_those_there_are():
     wanted = scheduler_pb2.SetPolicyRequest(policy="lars")
     assert codec.policy_changed(wanted) == events.PolicyChanged(policy="lars")
-    with pytest.raises(codec.MessageError, match="policy is 'x'; it must be one of fcfs, edf, "):
+    with pytest.raises(MessageError, match="policy is 'x'; it must be one of fcfs, edf, "):
         codec.policy_changed(scheduler_pb2.SetPolicyRequest(policy="x"))
 
 
@@ -292,7 +293,7 @@ def test_commands_name_the_members_and_carry_the_spec():
 def test_settings_and_cancellations_reach_the_wire_as_they_are():
     told = codec.command_message(COMMANDS["registered"], 1).registered
     assert (told.heartbeat_s, told.lease_s) == (0.5, 9.0)
-    assert (told.preemption, told.policy) == ("operator", "lars")
+    assert (told.preemption, told.policy) == (scheduler_pb2.PREEMPTION_OPERATOR, "lars")
     cancel = codec.command_message(COMMANDS["cancel"], 1).cancel
     assert (cancel.request_id, cancel.reason) == ("r", "the client left")
     assert codec.command_message(COMMANDS["drain"], 1).drain.abort
@@ -303,7 +304,7 @@ def test_settings_and_cancellations_reach_the_wire_as_they_are():
 def test_only_who_decodes_has_a_batch(role, needs_batch):
     message = scheduler_pb2.Register(
         incarnation=common_pb2.Incarnation(id="i", generation=1),
-        role=role,
+        role=codec.ROLES.number[role],
         address="h:1",
         model_hash="m",
         kv_pages=2,
@@ -311,19 +312,21 @@ def test_only_who_decodes_has_a_batch(role, needs_batch):
         max_context_tokens=4,
     )
     if needs_batch:
-        with pytest.raises(codec.MessageError, match="max_batch is 0; it must be at least 1"):
+        with pytest.raises(MessageError, match="max_batch is 0; it must be at least 1"):
             codec.joined(message)
         message.max_batch = 1
     assert codec.joined(message).role == role
-    message.role = "spare"
-    with pytest.raises(codec.MessageError, match="prefill or decode or mixed or kvp"):
-        codec.joined(message)
+    for unknown in (0, 99):
+        message.role = unknown
+        wanted = f"role is {unknown}; it must be prefill or decode or mixed or kvp"
+        with pytest.raises(MessageError, match=wanted):
+            codec.joined(message)
 
 
 def test_blocks_of_a_cache_end_with_pages():
     message = scheduler_pb2.Register(
         incarnation=common_pb2.Incarnation(id="i", generation=1),
-        role="prefill",
+        role=scheduler_pb2.ROLE_PREFILL,
         address="h:1",
         model_hash="m",
         kv_pages=2,
@@ -331,14 +334,14 @@ def test_blocks_of_a_cache_end_with_pages():
         max_context_tokens=4,
         block_tokens=7,
     )
-    with pytest.raises(codec.MessageError, match="block_tokens is 7; it must be a multiple of pa"):
+    with pytest.raises(MessageError, match="block_tokens is 7; it must be a multiple of pa"):
         codec.joined(message)
 
 
 def test_a_step_time_that_makes_no_sense_is_named():
     message = scheduler_pb2.Register(
         incarnation=common_pb2.Incarnation(id="i", generation=1),
-        role="decode",
+        role=scheduler_pb2.ROLE_DECODE,
         address="h:1",
         model_hash="m",
         kv_pages=2,
@@ -347,5 +350,5 @@ def test_a_step_time_that_makes_no_sense_is_named():
         max_batch=1,
         decode_step=scheduler_pb2.DecodeStepTime(per_sequence_s=-1.0),
     )
-    with pytest.raises(codec.MessageError, match=r"decode_step.per_sequence_s is -1.0; it must"):
+    with pytest.raises(MessageError, match=r"decode_step.per_sequence_s is -1.0; it must"):
         codec.joined(message)

@@ -14,6 +14,7 @@ from millrace.core.request import Chunk
 from millrace.core.scheduler import commands, reports
 from millrace.core.scheduler.effects import ChunkRef
 from millrace.wire.codec import scheduler as codec
+from millrace.wire.codec.enums import EnumWords
 from millrace.wire.codec.incarnation import (
     incarnation_message,
     incarnation_of,
@@ -21,7 +22,9 @@ from millrace.wire.codec.incarnation import (
     member_of,
 )
 from millrace.wire.codec.request_spec import spec_message, spec_of
-from millrace.wire.pb import scheduler_pb2
+from millrace.wire.pb import common_pb2, scheduler_pb2
+
+_REASONS = EnumWords(common_pb2.FinishReason, "reason")
 
 # ---- scheduler -> instance
 
@@ -52,6 +55,15 @@ def command_of(message: scheduler_pb2.WorkerCommand) -> commands.Command | None:
         return None
     command: commands.Command = _COMMANDS[kind](getattr(message, kind))
     return command
+
+
+def _registered_of(message: scheduler_pb2.Registered) -> commands.Registered:
+    return commands.Registered(
+        heartbeat_s=message.heartbeat_s,
+        lease_s=message.lease_s,
+        preemption=codec.PREEMPTIONS.word[message.preemption],
+        policy=message.policy,
+    )
 
 
 def _run_prefill_message(command: commands.RunPrefill) -> scheduler_pb2.RunPrefill:
@@ -144,7 +156,7 @@ def registration_message(registration: reports.Registration) -> scheduler_pb2.Wo
     return scheduler_pb2.WorkerMessage(
         register=scheduler_pb2.Register(
             incarnation=incarnation_message(registration.incarnation),
-            role=registration.role,
+            role=codec.ROLES.number[registration.role],
             address=registration.address,
             model=registration.model,
             model_hash=registration.model_hash,
@@ -167,7 +179,7 @@ def registration_of(message: scheduler_pb2.Register) -> reports.Registration:
     step = message.decode_step
     return reports.Registration(
         incarnation=incarnation_of(message.incarnation),
-        role=message.role,
+        role=codec.ROLES.word[message.role],
         address=message.address,
         model=message.model,
         model_hash=message.model_hash,
@@ -197,6 +209,14 @@ def _latency_of(message: scheduler_pb2.LatencyCoefficients) -> Latency:
 def report_message(report: reports.Report) -> scheduler_pb2.WorkerMessage:
     if isinstance(report, reports.Heartbeat):
         return scheduler_pb2.WorkerMessage(heartbeat=_heartbeat_message(report))
+    if isinstance(report, reports.RequestFinished):
+        return scheduler_pb2.WorkerMessage(
+            request_finished=scheduler_pb2.RequestFinished(
+                request_id=report.request_id,
+                reason=_REASONS.number[report.reason],
+                generated_tokens=report.generated_tokens,
+            )
+        )
     kind, message = _MESSAGES[type(report)]
     return scheduler_pb2.WorkerMessage(**cast(Any, {kind: message(**_fields(report))}))
 
@@ -206,6 +226,13 @@ def report_of(message: scheduler_pb2.WorkerMessage) -> reports.Report | None:
     kind = message.WhichOneof("kind")
     if kind == "heartbeat":
         return _heartbeat_of(message.heartbeat)
+    if kind == "request_finished":
+        finished = message.request_finished
+        return reports.RequestFinished(
+            request_id=finished.request_id,
+            reason=_REASONS.word[finished.reason],
+            generated_tokens=finished.generated_tokens,
+        )
     if kind not in _REPORTS:
         return None
     report: reports.Report = _plain(_REPORTS[kind])(getattr(message, kind))
@@ -266,7 +293,6 @@ _REPORTS: Final = MappingProxyType(
         "request_released": reports.RequestReleased,
         "prefix_landed": reports.PrefixLanded,
         "decode_started": reports.DecodeStarted,
-        "request_finished": reports.RequestFinished,
         "request_failed": reports.RequestFailed,
         "draining": reports.Draining,
     }
@@ -276,7 +302,7 @@ _MESSAGES: Final = MappingProxyType(
 )
 _COMMANDS: Final[MappingProxyType[str, Callable[[Any], Any]]] = MappingProxyType(
     {
-        "registered": _plain(commands.Registered),
+        "registered": _registered_of,
         "run_prefill": _run_prefill_of,
         "admit_decode": _admit_of,
         "cancel": _plain(commands.Cancel),

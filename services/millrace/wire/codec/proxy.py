@@ -10,6 +10,7 @@ from millrace.core.request import RequestState
 from millrace.core.scheduler import effects, events
 from millrace.core.scheduler.commands import Member
 from millrace.core.scheduler.fleet.prompt_progress import PromptProgress
+from millrace.wire.codec.enums import EnumWords
 from millrace.wire.codec.incarnation import (
     incarnation_message,
     incarnation_of,
@@ -151,7 +152,7 @@ def _queued_of(message: scheduler_pb2.Queued, _: str) -> Queued:
 def _refused_message(refused: effects.Refuse) -> scheduler_pb2.Refused:
     return scheduler_pb2.Refused(
         request_id=refused.request_id,
-        code=refused.code,
+        code=_CODES.number[refused.code],
         message=refused.message,
         retry_after_s=refused.retry_after_s,
     )
@@ -161,7 +162,7 @@ def _refused_of(message: scheduler_pb2.Refused, proxy_id: str) -> effects.Refuse
     return effects.Refuse(
         request_id=message.request_id,
         proxy_id=proxy_id,
-        code=message.code,
+        code=_CODES.word[message.code],
         message=message.message,
         retry_after_s=message.retry_after_s,
     )
@@ -201,7 +202,7 @@ def _fleet_of(message: scheduler_pb2.Fleet, _: str) -> Fleet:
 def _progress_message(progress: Progress) -> scheduler_pb2.Progress:
     return scheduler_pb2.Progress(
         request_id=progress.request_id,
-        state=progress.prompt.state.value,
+        state=_STATES.number[progress.prompt.state.value],
         computed_tokens=progress.prompt.computed_tokens,
         left_s=progress.prompt.left_s,
     )
@@ -211,18 +212,15 @@ def _progress_of(message: scheduler_pb2.Progress, _: str) -> Progress:
     return Progress(
         request_id=message.request_id,
         prompt=PromptProgress(
-            state=_STATES.get(message.state, RequestState.QUEUED),
+            state=RequestState(_STATES.word.get(message.state, "queued")),
             computed_tokens=message.computed_tokens,
             left_s=message.left_s if message.HasField("left_s") else None,
         ),
     )
 
 
-#: The states of a request that has no first token yet.
-_STATES = {
-    state.value: state
-    for state in (RequestState.QUEUED, RequestState.PREFILLING, RequestState.TRANSFERRING)
-}
+_CODES = EnumWords(scheduler_pb2.RefusalCode, "code")
+_STATES = EnumWords(scheduler_pb2.RequestState, "state")
 
 _ENCODE: Mapping[type, tuple[str, Callable[[Any], Any]]] = {
     Placed: ("placed", _placed_message),

@@ -1,11 +1,62 @@
 from millrace.wire.pb import common_pb2 as _common_pb2
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from collections.abc import Iterable as _Iterable, Mapping as _Mapping
 from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
+
+class RequestState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    REQUEST_STATE_UNSPECIFIED: _ClassVar[RequestState]
+    REQUEST_STATE_QUEUED: _ClassVar[RequestState]
+    REQUEST_STATE_PREFILLING: _ClassVar[RequestState]
+    REQUEST_STATE_TRANSFERRING: _ClassVar[RequestState]
+
+class RefusalCode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    REFUSAL_CODE_UNSPECIFIED: _ClassVar[RefusalCode]
+    REFUSAL_CODE_OVERLOADED: _ClassVar[RefusalCode]
+    REFUSAL_CODE_UNAVAILABLE: _ClassVar[RefusalCode]
+    REFUSAL_CODE_TOO_LARGE: _ClassVar[RefusalCode]
+    REFUSAL_CODE_INVALID: _ClassVar[RefusalCode]
+
+class Role(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    ROLE_UNSPECIFIED: _ClassVar[Role]
+    ROLE_PREFILL: _ClassVar[Role]
+    ROLE_DECODE: _ClassVar[Role]
+    ROLE_MIXED: _ClassVar[Role]
+    ROLE_KVP: _ClassVar[Role]
+
+class Preemption(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    PREEMPTION_UNSPECIFIED: _ClassVar[Preemption]
+    PREEMPTION_NONE: _ClassVar[Preemption]
+    PREEMPTION_CHUNK: _ClassVar[Preemption]
+    PREEMPTION_LAYER: _ClassVar[Preemption]
+    PREEMPTION_OPERATOR: _ClassVar[Preemption]
+REQUEST_STATE_UNSPECIFIED: RequestState
+REQUEST_STATE_QUEUED: RequestState
+REQUEST_STATE_PREFILLING: RequestState
+REQUEST_STATE_TRANSFERRING: RequestState
+REFUSAL_CODE_UNSPECIFIED: RefusalCode
+REFUSAL_CODE_OVERLOADED: RefusalCode
+REFUSAL_CODE_UNAVAILABLE: RefusalCode
+REFUSAL_CODE_TOO_LARGE: RefusalCode
+REFUSAL_CODE_INVALID: RefusalCode
+ROLE_UNSPECIFIED: Role
+ROLE_PREFILL: Role
+ROLE_DECODE: Role
+ROLE_MIXED: Role
+ROLE_KVP: Role
+PREEMPTION_UNSPECIFIED: Preemption
+PREEMPTION_NONE: Preemption
+PREEMPTION_CHUNK: Preemption
+PREEMPTION_LAYER: Preemption
+PREEMPTION_OPERATOR: Preemption
 
 class ProxyMessage(_message.Message):
     __slots__ = ("hello", "submit", "cancel", "load", "ask")
@@ -70,10 +121,10 @@ class Progress(_message.Message):
     COMPUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     LEFT_S_FIELD_NUMBER: _ClassVar[int]
     request_id: str
-    state: str
+    state: RequestState
     computed_tokens: int
     left_s: float
-    def __init__(self, request_id: _Optional[str] = ..., state: _Optional[str] = ..., computed_tokens: _Optional[int] = ..., left_s: _Optional[float] = ...) -> None: ...
+    def __init__(self, request_id: _Optional[str] = ..., state: _Optional[_Union[RequestState, str]] = ..., computed_tokens: _Optional[int] = ..., left_s: _Optional[float] = ...) -> None: ...
 
 class Placed(_message.Message):
     __slots__ = ("request_id", "decode", "decode_address", "predicted_ttft_s", "lease_s")
@@ -102,10 +153,10 @@ class Refused(_message.Message):
     MESSAGE_FIELD_NUMBER: _ClassVar[int]
     RETRY_AFTER_S_FIELD_NUMBER: _ClassVar[int]
     request_id: str
-    code: str
+    code: RefusalCode
     message: str
     retry_after_s: float
-    def __init__(self, request_id: _Optional[str] = ..., code: _Optional[str] = ..., message: _Optional[str] = ..., retry_after_s: _Optional[float] = ...) -> None: ...
+    def __init__(self, request_id: _Optional[str] = ..., code: _Optional[_Union[RefusalCode, str]] = ..., message: _Optional[str] = ..., retry_after_s: _Optional[float] = ...) -> None: ...
 
 class Failed(_message.Message):
     __slots__ = ("request_id", "message", "resumable")
@@ -179,7 +230,7 @@ class Register(_message.Message):
     DECODE_STEP_FIELD_NUMBER: _ClassVar[int]
     BLOCK_TOKENS_FIELD_NUMBER: _ClassVar[int]
     incarnation: _common_pb2.Incarnation
-    role: str
+    role: Role
     address: str
     model: str
     model_hash: str
@@ -193,7 +244,7 @@ class Register(_message.Message):
     sp_latency: _containers.RepeatedCompositeFieldContainer[SpLatency]
     decode_step: DecodeStepTime
     block_tokens: int
-    def __init__(self, incarnation: _Optional[_Union[_common_pb2.Incarnation, _Mapping]] = ..., role: _Optional[str] = ..., address: _Optional[str] = ..., model: _Optional[str] = ..., model_hash: _Optional[str] = ..., kv_pages: _Optional[int] = ..., page_tokens: _Optional[int] = ..., max_context_tokens: _Optional[int] = ..., max_batch: _Optional[int] = ..., latency: _Optional[_Union[LatencyCoefficients, _Mapping]] = ..., node: _Optional[str] = ..., kv_layers: _Optional[int] = ..., sp_latency: _Optional[_Iterable[_Union[SpLatency, _Mapping]]] = ..., decode_step: _Optional[_Union[DecodeStepTime, _Mapping]] = ..., block_tokens: _Optional[int] = ...) -> None: ...
+    def __init__(self, incarnation: _Optional[_Union[_common_pb2.Incarnation, _Mapping]] = ..., role: _Optional[_Union[Role, str]] = ..., address: _Optional[str] = ..., model: _Optional[str] = ..., model_hash: _Optional[str] = ..., kv_pages: _Optional[int] = ..., page_tokens: _Optional[int] = ..., max_context_tokens: _Optional[int] = ..., max_batch: _Optional[int] = ..., latency: _Optional[_Union[LatencyCoefficients, _Mapping]] = ..., node: _Optional[str] = ..., kv_layers: _Optional[int] = ..., sp_latency: _Optional[_Iterable[_Union[SpLatency, _Mapping]]] = ..., decode_step: _Optional[_Union[DecodeStepTime, _Mapping]] = ..., block_tokens: _Optional[int] = ...) -> None: ...
 
 class DecodeStepTime(_message.Message):
     __slots__ = ("base_s", "per_sequence_s", "per_context_token_s")
@@ -339,9 +390,9 @@ class RequestFinished(_message.Message):
     REASON_FIELD_NUMBER: _ClassVar[int]
     GENERATED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     request_id: str
-    reason: str
+    reason: _common_pb2.FinishReason
     generated_tokens: int
-    def __init__(self, request_id: _Optional[str] = ..., reason: _Optional[str] = ..., generated_tokens: _Optional[int] = ...) -> None: ...
+    def __init__(self, request_id: _Optional[str] = ..., reason: _Optional[_Union[_common_pb2.FinishReason, str]] = ..., generated_tokens: _Optional[int] = ...) -> None: ...
 
 class RequestFailed(_message.Message):
     __slots__ = ("request_id", "message", "retryable", "attempt", "kept_tokens")
@@ -389,9 +440,9 @@ class Registered(_message.Message):
     POLICY_FIELD_NUMBER: _ClassVar[int]
     heartbeat_s: float
     lease_s: float
-    preemption: str
+    preemption: Preemption
     policy: str
-    def __init__(self, heartbeat_s: _Optional[float] = ..., lease_s: _Optional[float] = ..., preemption: _Optional[str] = ..., policy: _Optional[str] = ...) -> None: ...
+    def __init__(self, heartbeat_s: _Optional[float] = ..., lease_s: _Optional[float] = ..., preemption: _Optional[_Union[Preemption, str]] = ..., policy: _Optional[str] = ...) -> None: ...
 
 class PolicyInForce(_message.Message):
     __slots__ = ("name",)
@@ -492,7 +543,7 @@ class InstanceStatus(_message.Message):
     QUEUE_S_FIELD_NUMBER: _ClassVar[int]
     HELD_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     incarnation: _common_pb2.Incarnation
-    role: str
+    role: Role
     address: str
     draining: bool
     free_pages: int
@@ -501,7 +552,7 @@ class InstanceStatus(_message.Message):
     waiting: int
     queue_s: float
     held_requests: int
-    def __init__(self, incarnation: _Optional[_Union[_common_pb2.Incarnation, _Mapping]] = ..., role: _Optional[str] = ..., address: _Optional[str] = ..., draining: _Optional[bool] = ..., free_pages: _Optional[int] = ..., total_pages: _Optional[int] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., queue_s: _Optional[float] = ..., held_requests: _Optional[int] = ...) -> None: ...
+    def __init__(self, incarnation: _Optional[_Union[_common_pb2.Incarnation, _Mapping]] = ..., role: _Optional[_Union[Role, str]] = ..., address: _Optional[str] = ..., draining: _Optional[bool] = ..., free_pages: _Optional[int] = ..., total_pages: _Optional[int] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., queue_s: _Optional[float] = ..., held_requests: _Optional[int] = ...) -> None: ...
 
 class StatusReply(_message.Message):
     __slots__ = ("instances", "queued", "prefilling", "decoding", "policy", "preemption", "planner", "policies", "improvement_rate", "mechanisms")
@@ -520,12 +571,12 @@ class StatusReply(_message.Message):
     prefilling: int
     decoding: int
     policy: str
-    preemption: str
+    preemption: Preemption
     planner: str
     policies: _containers.RepeatedScalarFieldContainer[str]
     improvement_rate: float
     mechanisms: _containers.RepeatedCompositeFieldContainer[Mechanism]
-    def __init__(self, instances: _Optional[_Iterable[_Union[InstanceStatus, _Mapping]]] = ..., queued: _Optional[int] = ..., prefilling: _Optional[int] = ..., decoding: _Optional[int] = ..., policy: _Optional[str] = ..., preemption: _Optional[str] = ..., planner: _Optional[str] = ..., policies: _Optional[_Iterable[str]] = ..., improvement_rate: _Optional[float] = ..., mechanisms: _Optional[_Iterable[_Union[Mechanism, _Mapping]]] = ...) -> None: ...
+    def __init__(self, instances: _Optional[_Iterable[_Union[InstanceStatus, _Mapping]]] = ..., queued: _Optional[int] = ..., prefilling: _Optional[int] = ..., decoding: _Optional[int] = ..., policy: _Optional[str] = ..., preemption: _Optional[_Union[Preemption, str]] = ..., planner: _Optional[str] = ..., policies: _Optional[_Iterable[str]] = ..., improvement_rate: _Optional[float] = ..., mechanisms: _Optional[_Iterable[_Union[Mechanism, _Mapping]]] = ...) -> None: ...
 
 class Mechanism(_message.Message):
     __slots__ = ("name", "on", "detail")
@@ -591,7 +642,7 @@ class PoolLoad(_message.Message):
     KV_UTILISATION_FIELD_NUMBER: _ClassVar[int]
     TBT_SLO_RATIO_FIELD_NUMBER: _ClassVar[int]
     CONTEXTS_FIELD_NUMBER: _ClassVar[int]
-    role: str
+    role: Role
     ready: int
     draining: int
     active_requests: int
@@ -601,7 +652,7 @@ class PoolLoad(_message.Message):
     kv_utilisation: float
     tbt_slo_ratio: float
     contexts: _containers.RepeatedCompositeFieldContainer[KvContext]
-    def __init__(self, role: _Optional[str] = ..., ready: _Optional[int] = ..., draining: _Optional[int] = ..., active_requests: _Optional[int] = ..., backlog_s: _Optional[float] = ..., arriving: _Optional[float] = ..., ttft_slo_ratio: _Optional[float] = ..., kv_utilisation: _Optional[float] = ..., tbt_slo_ratio: _Optional[float] = ..., contexts: _Optional[_Iterable[_Union[KvContext, _Mapping]]] = ...) -> None: ...
+    def __init__(self, role: _Optional[_Union[Role, str]] = ..., ready: _Optional[int] = ..., draining: _Optional[int] = ..., active_requests: _Optional[int] = ..., backlog_s: _Optional[float] = ..., arriving: _Optional[float] = ..., ttft_slo_ratio: _Optional[float] = ..., kv_utilisation: _Optional[float] = ..., tbt_slo_ratio: _Optional[float] = ..., contexts: _Optional[_Iterable[_Union[KvContext, _Mapping]]] = ...) -> None: ...
 
 class KvContext(_message.Message):
     __slots__ = ("tokens", "final_tokens", "growth_tokens_s", "owner_tokens")
