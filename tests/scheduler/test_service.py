@@ -27,7 +27,6 @@ async def test_a_request_is_placed_dispatched_and_finished():
         assert (placed.request_id, placed.decode.id, placed.decode.generation) == ("r", "d0", 1)
         assert placed.decode_address == "127.0.0.1:d0"
         assert placed.predicted_ttft_s == pytest.approx(0.1)
-        assert placed.lease_s == 60.0
         assert (await decode.next("admit_decode")).admit_decode.request == wanted
         run = (await prefill.next("run_prefill")).run_prefill
         assert run.request == wanted
@@ -109,7 +108,7 @@ async def test_proxies_hear_of_every_change_of_the_fleet():
         proxy = await net.proxy()
         await net.worker("p0")
         fleet = await proxy.next("fleet")
-        assert (fleet.prefill_count, len(fleet.decode), fleet.ready) == (1, 0, False)
+        assert (len(fleet.decode), fleet.ready) == (0, False)
         decode = await net.worker("d0")
         fleet = await proxy.next("fleet")
         assert fleet.ready and [m.address for m in fleet.decode] == ["127.0.0.1:d0"]
@@ -408,8 +407,8 @@ async def test_peers_that_lose_the_thread_are_cut_off_alone():
         await worker.say(register=register("p0"))
         with pytest.raises(grpc.aio.AioRpcError, match="a registered worker sent register"):
             await worker.read()
-        fleet = await proxy.next("fleet")
-        assert fleet.prefill_count == 0
+        await proxy.next("fleet")
+        assert not (await net.status()).instances
         await proxy.call.write(scheduler_pb2.ProxyMessage())
         with pytest.raises(grpc.aio.AioRpcError, match="a connected proxy sent nothing"):
             await proxy.next("placed")

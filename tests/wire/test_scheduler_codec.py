@@ -225,9 +225,7 @@ MEMBERS = {
     for name in "dkpq"
 }
 COMMANDS = {
-    "registered": commands.Registered(
-        heartbeat_s=0.5, lease_s=9.0, preemption="operator", policy="lars"
-    ),
+    "registered": commands.Registered(heartbeat_s=0.5, preemption="operator", policy="lars"),
     "admit_decode": messages.SendAdmitDecode(
         effect=effects.AdmitDecode(
             instance_id="d", request_id="r", attempt=2, kept_tokens=3, shards=SHARDS
@@ -261,8 +259,7 @@ COMMANDS = {
 @pytest.mark.parametrize("kind", COMMANDS)
 def test_every_command_reaches_the_wire_with_all_its_fields(kind):
     command = COMMANDS[kind]
-    message = codec.command_message(command, 7)
-    assert message.sequence == 7
+    message = codec.command_message(command)
     assert message.WhichOneof("kind") == codec.command_kind(command) == kind
     told = getattr(message, kind)
     names = {field.name for field in told.DESCRIPTOR.fields}
@@ -277,8 +274,8 @@ def test_every_kind_of_command_has_its_codec():
 
 
 def test_commands_name_the_members_and_carry_the_spec():
-    run = codec.command_message(COMMANDS["run_prefill"], 1).run_prefill
-    admit = codec.command_message(COMMANDS["admit_decode"], 2).admit_decode
+    run = codec.command_message(COMMANDS["run_prefill"]).run_prefill
+    admit = codec.command_message(COMMANDS["admit_decode"]).admit_decode
     assert run.request == admit.request == SPEC
     assert (run.attempt, admit.attempt, admit.kept_tokens) == (2, 2, 3)
     assert member_of(run.decode) == MEMBERS["d"]
@@ -291,13 +288,13 @@ def test_commands_name_the_members_and_carry_the_spec():
 
 
 def test_settings_and_cancellations_reach_the_wire_as_they_are():
-    told = codec.command_message(COMMANDS["registered"], 1).registered
-    assert (told.heartbeat_s, told.lease_s) == (0.5, 9.0)
+    told = codec.command_message(COMMANDS["registered"]).registered
+    assert told.heartbeat_s == 0.5
     assert (told.preemption, told.policy) == (scheduler_pb2.PREEMPTION_OPERATOR, "lars")
-    cancel = codec.command_message(COMMANDS["cancel"], 1).cancel
+    cancel = codec.command_message(COMMANDS["cancel"]).cancel
     assert (cancel.request_id, cancel.reason) == ("r", "the client left")
-    assert codec.command_message(COMMANDS["drain"], 1).drain.abort
-    assert codec.command_message(COMMANDS["policy"], 1).policy.name == "edf"
+    assert codec.command_message(COMMANDS["drain"]).drain.abort
+    assert codec.command_message(COMMANDS["policy"]).policy.name == "edf"
 
 
 @pytest.mark.parametrize("role, needs_batch", [("prefill", 0), ("kvp", 0), ("mixed", 1)])

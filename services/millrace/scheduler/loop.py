@@ -246,7 +246,6 @@ class SchedulerLoop:
         worker.outbox.put(
             commands.Registered(
                 heartbeat_s=self.config.heartbeat_s,
-                lease_s=self.config.lease_s,
                 preemption=self.config.preemption,
                 policy=self.machine.policy,
             )
@@ -314,7 +313,6 @@ class SchedulerLoop:
             request_id=effect.request_id,
             decode=self.workers[effect.decode_id].member,
             predicted_ttft_s=effect.predicted_ttft_s,
-            lease_s=self.config.lease_s,
         )
         self._first_tokens.placed(effect, self._now_s)
         self._update(effect.proxy_id, placed)

@@ -81,10 +81,8 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
         try:
             reading = self._read_worker(request_iterator, worker)
             async with contextlib.aclosing(_written(worker.outbox, reading)) as commands:
-                sequence = 0
                 async for command in commands:
-                    sequence += 1
-                    yield codec.command_message(command, sequence)
+                    yield codec.command_message(command)
         finally:
             left = events.InstanceLeft(instance_id=worker.id, generation=card.generation)
             self._loop.post_now(left, worker)

@@ -54,7 +54,6 @@ class Placed:
     request_id: str
     decode: Member
     predicted_ttft_s: float
-    lease_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +68,6 @@ class Fleet:
     """Lists the decode instances. A proxy keeps a token stream open to each."""
 
     decode: tuple[Member, ...]
-    prefill_count: int
     ready: bool  # at least one prefill instance and one decode instance accept work
 
 

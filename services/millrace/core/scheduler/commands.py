@@ -41,7 +41,6 @@ class Registered:
     """
 
     heartbeat_s: float = 0.0
-    lease_s: float = 0.0  # silence longer than this is death
     preemption: str = ""
     policy: str = ""
 

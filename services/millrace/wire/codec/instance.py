@@ -30,7 +30,6 @@ _REASONS = EnumWords(common_pb2.FinishReason, "reason")
 
 
 def command_message(command: commands.Command) -> scheduler_pb2.WorkerCommand:
-    """Encodes a command without its `sequence`, which the sender counts."""
     match command:
         case commands.RunPrefill():
             return scheduler_pb2.WorkerCommand(run_prefill=_run_prefill_message(command))
@@ -60,7 +59,6 @@ def command_of(message: scheduler_pb2.WorkerCommand) -> commands.Command | None:
 def _registered_of(message: scheduler_pb2.Registered) -> commands.Registered:
     return commands.Registered(
         heartbeat_s=message.heartbeat_s,
-        lease_s=message.lease_s,
         preemption=codec.PREEMPTIONS.word[message.preemption],
         policy=message.policy,
     )
@@ -158,7 +156,6 @@ def registration_message(registration: reports.Registration) -> scheduler_pb2.Wo
             incarnation=incarnation_message(registration.incarnation),
             role=codec.ROLES.number[registration.role],
             address=registration.address,
-            model=registration.model,
             model_hash=registration.model_hash,
             kv_pages=registration.kv_pages,
             page_tokens=registration.page_tokens,
@@ -181,7 +178,6 @@ def registration_of(message: scheduler_pb2.Register) -> reports.Registration:
         incarnation=incarnation_of(message.incarnation),
         role=codec.ROLES.word[message.role],
         address=message.address,
-        model=message.model,
         model_hash=message.model_hash,
         kv_pages=message.kv_pages,
         page_tokens=message.page_tokens,

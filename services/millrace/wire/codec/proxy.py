@@ -128,7 +128,6 @@ def _placed_message(placed: Placed) -> scheduler_pb2.Placed:
         decode=incarnation_message(placed.decode.incarnation),
         decode_address=placed.decode.address,
         predicted_ttft_s=placed.predicted_ttft_s,
-        lease_s=placed.lease_s,
     )
 
 
@@ -137,7 +136,6 @@ def _placed_of(message: scheduler_pb2.Placed, _: str) -> Placed:
         request_id=message.request_id,
         decode=Member(incarnation=incarnation_of(message.decode), address=message.decode_address),
         predicted_ttft_s=message.predicted_ttft_s,
-        lease_s=message.lease_s,
     )
 
 
@@ -186,7 +184,6 @@ def _failed_of(message: scheduler_pb2.Failed, proxy_id: str) -> effects.Fail:
 def _fleet_message(fleet: Fleet) -> scheduler_pb2.Fleet:
     return scheduler_pb2.Fleet(
         decode=map(member_message, fleet.decode),
-        prefill_count=fleet.prefill_count,
         ready=fleet.ready,
     )
 
@@ -194,7 +191,6 @@ def _fleet_message(fleet: Fleet) -> scheduler_pb2.Fleet:
 def _fleet_of(message: scheduler_pb2.Fleet, _: str) -> Fleet:
     return Fleet(
         decode=tuple(map(member_of, message.decode)),
-        prefill_count=message.prefill_count,
         ready=message.ready,
     )
 

@@ -170,11 +170,8 @@ def member(register: scheduler_pb2.Register) -> scheduler_pb2.Member:
     return scheduler_pb2.Member(incarnation=register.incarnation, address=register.address)
 
 
-def command_message(command: WorkerCommand, sequence: int) -> scheduler_pb2.WorkerCommand:
-    """Encodes the command number `sequence` to a worker."""
-    message = _ENCODE[type(command)][1](command)
-    message.sequence = sequence
-    return message
+def command_message(command: WorkerCommand) -> scheduler_pb2.WorkerCommand:
+    return _ENCODE[type(command)][1](command)
 
 
 def command_kind(command: WorkerCommand) -> str:
@@ -186,7 +183,6 @@ def registered(command: Registered) -> scheduler_pb2.WorkerCommand:
     return scheduler_pb2.WorkerCommand(
         registered=scheduler_pb2.Registered(
             heartbeat_s=command.heartbeat_s,
-            lease_s=command.lease_s,
             preemption=PREEMPTIONS.number[command.preemption],
             policy=command.policy,
         )

@@ -127,18 +127,16 @@ class Progress(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., state: _Optional[_Union[RequestState, str]] = ..., computed_tokens: _Optional[int] = ..., left_s: _Optional[float] = ...) -> None: ...
 
 class Placed(_message.Message):
-    __slots__ = ("request_id", "decode", "decode_address", "predicted_ttft_s", "lease_s")
+    __slots__ = ("request_id", "decode", "decode_address", "predicted_ttft_s")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     DECODE_FIELD_NUMBER: _ClassVar[int]
     DECODE_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     PREDICTED_TTFT_S_FIELD_NUMBER: _ClassVar[int]
-    LEASE_S_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     decode: _common_pb2.Incarnation
     decode_address: str
     predicted_ttft_s: float
-    lease_s: float
-    def __init__(self, request_id: _Optional[str] = ..., decode: _Optional[_Union[_common_pb2.Incarnation, _Mapping]] = ..., decode_address: _Optional[str] = ..., predicted_ttft_s: _Optional[float] = ..., lease_s: _Optional[float] = ...) -> None: ...
+    def __init__(self, request_id: _Optional[str] = ..., decode: _Optional[_Union[_common_pb2.Incarnation, _Mapping]] = ..., decode_address: _Optional[str] = ..., predicted_ttft_s: _Optional[float] = ...) -> None: ...
 
 class Queued(_message.Message):
     __slots__ = ("request_id",)
@@ -169,14 +167,12 @@ class Failed(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., message: _Optional[str] = ..., resumable: _Optional[bool] = ...) -> None: ...
 
 class Fleet(_message.Message):
-    __slots__ = ("decode", "prefill_count", "ready")
+    __slots__ = ("decode", "ready")
     DECODE_FIELD_NUMBER: _ClassVar[int]
-    PREFILL_COUNT_FIELD_NUMBER: _ClassVar[int]
     READY_FIELD_NUMBER: _ClassVar[int]
     decode: _containers.RepeatedCompositeFieldContainer[Member]
-    prefill_count: int
     ready: bool
-    def __init__(self, decode: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., prefill_count: _Optional[int] = ..., ready: _Optional[bool] = ...) -> None: ...
+    def __init__(self, decode: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., ready: _Optional[bool] = ...) -> None: ...
 
 class Member(_message.Message):
     __slots__ = ("incarnation", "address")
@@ -213,11 +209,10 @@ class WorkerMessage(_message.Message):
     def __init__(self, register: _Optional[_Union[Register, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., chunk_started: _Optional[_Union[ChunkStarted, _Mapping]] = ..., chunk_finished: _Optional[_Union[ChunkFinished, _Mapping]] = ..., request_released: _Optional[_Union[RequestReleased, _Mapping]] = ..., decode_started: _Optional[_Union[DecodeStarted, _Mapping]] = ..., request_finished: _Optional[_Union[RequestFinished, _Mapping]] = ..., request_failed: _Optional[_Union[RequestFailed, _Mapping]] = ..., draining: _Optional[_Union[Draining, _Mapping]] = ..., chunk_suspended: _Optional[_Union[ChunkSuspended, _Mapping]] = ..., prefix_landed: _Optional[_Union[PrefixLanded, _Mapping]] = ...) -> None: ...
 
 class Register(_message.Message):
-    __slots__ = ("incarnation", "role", "address", "model", "model_hash", "kv_pages", "page_tokens", "max_context_tokens", "max_batch", "latency", "node", "kv_layers", "sp_latency", "decode_step", "block_tokens")
+    __slots__ = ("incarnation", "role", "address", "model_hash", "kv_pages", "page_tokens", "max_context_tokens", "max_batch", "latency", "node", "kv_layers", "sp_latency", "decode_step", "block_tokens")
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
-    MODEL_FIELD_NUMBER: _ClassVar[int]
     MODEL_HASH_FIELD_NUMBER: _ClassVar[int]
     KV_PAGES_FIELD_NUMBER: _ClassVar[int]
     PAGE_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -232,7 +227,6 @@ class Register(_message.Message):
     incarnation: _common_pb2.Incarnation
     role: Role
     address: str
-    model: str
     model_hash: str
     kv_pages: int
     page_tokens: int
@@ -244,7 +238,7 @@ class Register(_message.Message):
     sp_latency: _containers.RepeatedCompositeFieldContainer[SpLatency]
     decode_step: DecodeStepTime
     block_tokens: int
-    def __init__(self, incarnation: _Optional[_Union[_common_pb2.Incarnation, _Mapping]] = ..., role: _Optional[_Union[Role, str]] = ..., address: _Optional[str] = ..., model: _Optional[str] = ..., model_hash: _Optional[str] = ..., kv_pages: _Optional[int] = ..., page_tokens: _Optional[int] = ..., max_context_tokens: _Optional[int] = ..., max_batch: _Optional[int] = ..., latency: _Optional[_Union[LatencyCoefficients, _Mapping]] = ..., node: _Optional[str] = ..., kv_layers: _Optional[int] = ..., sp_latency: _Optional[_Iterable[_Union[SpLatency, _Mapping]]] = ..., decode_step: _Optional[_Union[DecodeStepTime, _Mapping]] = ..., block_tokens: _Optional[int] = ...) -> None: ...
+    def __init__(self, incarnation: _Optional[_Union[_common_pb2.Incarnation, _Mapping]] = ..., role: _Optional[_Union[Role, str]] = ..., address: _Optional[str] = ..., model_hash: _Optional[str] = ..., kv_pages: _Optional[int] = ..., page_tokens: _Optional[int] = ..., max_context_tokens: _Optional[int] = ..., max_batch: _Optional[int] = ..., latency: _Optional[_Union[LatencyCoefficients, _Mapping]] = ..., node: _Optional[str] = ..., kv_layers: _Optional[int] = ..., sp_latency: _Optional[_Iterable[_Union[SpLatency, _Mapping]]] = ..., decode_step: _Optional[_Union[DecodeStepTime, _Mapping]] = ..., block_tokens: _Optional[int] = ...) -> None: ...
 
 class DecodeStepTime(_message.Message):
     __slots__ = ("base_s", "per_sequence_s", "per_context_token_s")
@@ -413,8 +407,7 @@ class Draining(_message.Message):
     def __init__(self) -> None: ...
 
 class WorkerCommand(_message.Message):
-    __slots__ = ("sequence", "registered", "run_prefill", "admit_decode", "cancel", "drain", "order", "policy")
-    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("registered", "run_prefill", "admit_decode", "cancel", "drain", "order", "policy")
     REGISTERED_FIELD_NUMBER: _ClassVar[int]
     RUN_PREFILL_FIELD_NUMBER: _ClassVar[int]
     ADMIT_DECODE_FIELD_NUMBER: _ClassVar[int]
@@ -422,7 +415,6 @@ class WorkerCommand(_message.Message):
     DRAIN_FIELD_NUMBER: _ClassVar[int]
     ORDER_FIELD_NUMBER: _ClassVar[int]
     POLICY_FIELD_NUMBER: _ClassVar[int]
-    sequence: int
     registered: Registered
     run_prefill: RunPrefill
     admit_decode: AdmitDecode
@@ -430,19 +422,17 @@ class WorkerCommand(_message.Message):
     drain: Drain
     order: Order
     policy: PolicyInForce
-    def __init__(self, sequence: _Optional[int] = ..., registered: _Optional[_Union[Registered, _Mapping]] = ..., run_prefill: _Optional[_Union[RunPrefill, _Mapping]] = ..., admit_decode: _Optional[_Union[AdmitDecode, _Mapping]] = ..., cancel: _Optional[_Union[CancelRequest, _Mapping]] = ..., drain: _Optional[_Union[Drain, _Mapping]] = ..., order: _Optional[_Union[Order, _Mapping]] = ..., policy: _Optional[_Union[PolicyInForce, _Mapping]] = ...) -> None: ...
+    def __init__(self, registered: _Optional[_Union[Registered, _Mapping]] = ..., run_prefill: _Optional[_Union[RunPrefill, _Mapping]] = ..., admit_decode: _Optional[_Union[AdmitDecode, _Mapping]] = ..., cancel: _Optional[_Union[CancelRequest, _Mapping]] = ..., drain: _Optional[_Union[Drain, _Mapping]] = ..., order: _Optional[_Union[Order, _Mapping]] = ..., policy: _Optional[_Union[PolicyInForce, _Mapping]] = ...) -> None: ...
 
 class Registered(_message.Message):
-    __slots__ = ("heartbeat_s", "lease_s", "preemption", "policy")
+    __slots__ = ("heartbeat_s", "preemption", "policy")
     HEARTBEAT_S_FIELD_NUMBER: _ClassVar[int]
-    LEASE_S_FIELD_NUMBER: _ClassVar[int]
     PREEMPTION_FIELD_NUMBER: _ClassVar[int]
     POLICY_FIELD_NUMBER: _ClassVar[int]
     heartbeat_s: float
-    lease_s: float
     preemption: Preemption
     policy: str
-    def __init__(self, heartbeat_s: _Optional[float] = ..., lease_s: _Optional[float] = ..., preemption: _Optional[_Union[Preemption, str]] = ..., policy: _Optional[str] = ...) -> None: ...
+    def __init__(self, heartbeat_s: _Optional[float] = ..., preemption: _Optional[_Union[Preemption, str]] = ..., policy: _Optional[str] = ...) -> None: ...
 
 class PolicyInForce(_message.Message):
     __slots__ = ("name",)

@@ -48,12 +48,11 @@ class KvLayout(_message.Message):
     def __init__(self, model_hash: _Optional[str] = ..., dtype: _Optional[_Union[Dtype, str]] = ..., num_layers: _Optional[int] = ..., num_kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., page_tokens: _Optional[int] = ..., head_start: _Optional[int] = ..., head_count: _Optional[int] = ..., num_pages: _Optional[int] = ..., parts: _Optional[int] = ..., layer_start: _Optional[int] = ..., model_layers: _Optional[int] = ...) -> None: ...
 
 class HandshakeRequest(_message.Message):
-    __slots__ = ("request_id", "sender", "receiver", "layout", "chunk_index", "start_token", "num_tokens", "agent_metadata", "attempt")
+    __slots__ = ("request_id", "sender", "receiver", "layout", "start_token", "num_tokens", "agent_metadata", "attempt")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     SENDER_FIELD_NUMBER: _ClassVar[int]
     RECEIVER_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
-    CHUNK_INDEX_FIELD_NUMBER: _ClassVar[int]
     START_TOKEN_FIELD_NUMBER: _ClassVar[int]
     NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
     AGENT_METADATA_FIELD_NUMBER: _ClassVar[int]
@@ -62,12 +61,11 @@ class HandshakeRequest(_message.Message):
     sender: _common_pb2.Incarnation
     receiver: _common_pb2.Incarnation
     layout: KvLayout
-    chunk_index: int
     start_token: int
     num_tokens: int
     agent_metadata: bytes
     attempt: int
-    def __init__(self, request_id: _Optional[str] = ..., sender: _Optional[_Union[_common_pb2.Incarnation, _Mapping]] = ..., receiver: _Optional[_Union[_common_pb2.Incarnation, _Mapping]] = ..., layout: _Optional[_Union[KvLayout, _Mapping]] = ..., chunk_index: _Optional[int] = ..., start_token: _Optional[int] = ..., num_tokens: _Optional[int] = ..., agent_metadata: _Optional[bytes] = ..., attempt: _Optional[int] = ...) -> None: ...
+    def __init__(self, request_id: _Optional[str] = ..., sender: _Optional[_Union[_common_pb2.Incarnation, _Mapping]] = ..., receiver: _Optional[_Union[_common_pb2.Incarnation, _Mapping]] = ..., layout: _Optional[_Union[KvLayout, _Mapping]] = ..., start_token: _Optional[int] = ..., num_tokens: _Optional[int] = ..., agent_metadata: _Optional[bytes] = ..., attempt: _Optional[int] = ...) -> None: ...
 
 class HandshakeReply(_message.Message):
     __slots__ = ("refusal", "layout", "pages", "agent_metadata", "region", "backend_id", "buffered", "buffer_offset", "buffer_bytes", "lease_s")
