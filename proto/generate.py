@@ -1,4 +1,4 @@
-"""Generates services/millrace/wire/pb from proto/*.proto.
+"""Generates services/millrace/wire/pb from proto/millrace/v1/*.proto.
 
 `--check` changes nothing and fails when the committed stubs are stale.
 """
@@ -16,12 +16,14 @@ from pathlib import Path
 from grpc_tools import protoc
 
 PROTO_DIR = Path(__file__).resolve().parent
+PACKAGE = "millrace.v1"
+PACKAGE_DIR = PROTO_DIR.joinpath(*PACKAGE.split("."))
 OUTPUT_DIR = PROTO_DIR.parent / "services" / "millrace" / "wire" / "pb"
 HEADER = '"""Generated from proto/ by `make proto`. Do not edit."""\n'
 PLUGIN = "protoc-gen-mypy_grpc"  # of mypy-protobuf: types for the service stubs
 
-#: protoc imports siblings as top-level modules; ours live in a package.
-SIBLING_IMPORT = re.compile(r"^import (\w+_pb2) as (\w+)$", flags=re.MULTILINE)
+#: protoc names Python packages after the proto package. Millrace's stubs lie in one of its own.
+IMPORTS = (f"from {PACKAGE} import ", "from millrace.wire.pb import ")
 
 
 def plugin_path() -> str:
@@ -38,30 +40,32 @@ def generate(output: Path) -> None:
 
     Service stubs are typed for grpc.aio alone; Millrace has no other kind.
     """
-    sources = sorted(PROTO_DIR.glob("*.proto"))
-    status = protoc.main(
-        [
-            "protoc",
-            f"-I{PROTO_DIR}",
-            f"--python_out={output}",
-            f"--pyi_out={output}",
-            f"--grpc_python_out={output}",
-            f"--plugin={PLUGIN}={plugin_path()}",
-            f"--mypy_grpc_out=only_async,quiet:{output}",
-            *map(str, sources),
-        ]
-    )
-    if status != 0:
-        sys.exit(status)
-    for source in sources:
-        if not re.search(r"^service ", source.read_text(), flags=re.MULTILINE):
-            for suffix in (".py", ".pyi"):
-                (output / f"{source.stem}_pb2_grpc{suffix}").unlink()
-    for path in (*output.glob("*_pb2*.py"), *output.glob("*_pb2*.pyi")):
-        path.write_text(
-            SIBLING_IMPORT.sub(r"from millrace.wire.pb import \1 as \2", path.read_text())
+    sources = sorted(PACKAGE_DIR.glob("*.proto"))
+    with tempfile.TemporaryDirectory() as root:
+        status = protoc.main(
+            [
+                "protoc",
+                f"-I{PROTO_DIR}",
+                f"--python_out={root}",
+                f"--pyi_out={root}",
+                f"--grpc_python_out={root}",
+                f"--plugin={PLUGIN}={plugin_path()}",
+                f"--mypy_grpc_out=only_async,quiet:{root}",
+                *map(str, sources),
+            ]
         )
+        if status != 0:
+            sys.exit(status)
+        services = {path.stem for path in sources if has_service(path)}
+        for path in Path(root, *PACKAGE.split(".")).iterdir():
+            stem, _, kind = path.stem.partition("_pb2")
+            if not kind or stem in services:
+                (output / path.name).write_text(path.read_text().replace(*IMPORTS))
     (output / "__init__.py").write_text(HEADER)
+
+
+def has_service(source: Path) -> bool:
+    return re.search(r"^service ", source.read_text(), flags=re.MULTILINE) is not None
 
 
 def stale(fresh: Path) -> list[str]:

@@ -65,7 +65,7 @@ class Spread:
         starts = (0, *ends)
         members = [self.pair.decode.member, *(worker.member for worker in self.workers)]
         return tuple(
-            KvShard(holder=member, start_token=start, end_token=end)
+            KvShard(worker=member, start_token=start, end_token=end)
             for member, start, end in zip(members, starts, ends, strict=False)
         )
 

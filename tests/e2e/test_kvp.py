@@ -72,7 +72,7 @@ async def streamed_ids(
     return got
 
 
-async def holder_of_shards(stack: Stack) -> str:
+async def worker_with_shards(stack: Stack) -> str:
     """A KVP worker that holds something, which its last heartbeats have to tell first."""
     address, found = f"127.0.0.1:{stack.services['scheduler'].port}", ""
 
@@ -100,8 +100,8 @@ async def test_long_contexts_spread_and_a_lost_worker_costs_no_answer() -> None:
         async with asyncio.timeout(5 * HANG_S):
             while not await killed_while_it_holds(stack, client, lasting, undisturbed):
                 pass  # the answer was over before a heartbeat told who holds its shards
-        (holder,) = (name for name, service in stack.services.items() if service.restarts)
-        await eventually(lambda: stack.services[holder].serving)
+        (worker,) = (name for name, service in stack.services.items() if service.restarts)
+        await eventually(lambda: stack.services[worker].serving)
 
 
 async def killed_while_it_holds(
@@ -111,7 +111,7 @@ async def killed_while_it_holds(
     begun = asyncio.Event()
     answer = asyncio.create_task(streamed_ids(client, ids, len(undisturbed), begun))
     await asyncio.wait_for(begun.wait(), HANG_S)
-    holding = asyncio.create_task(holder_of_shards(stack))
+    holding = asyncio.create_task(worker_with_shards(stack))
     await asyncio.wait([answer, holding], return_when=asyncio.FIRST_COMPLETED)
     if in_time := holding.done() and not answer.done():
         name = holding.result()
@@ -159,7 +159,7 @@ async def test_a_worker_that_drains_lets_its_requests_finish() -> None:
         begun = asyncio.Event()
         answer = asyncio.create_task(streamed_ids(client, lasting, 200, begun))
         await asyncio.wait_for(begun.wait(), 30)
-        stack.remove(await holder_of_shards(stack))
+        stack.remove(await worker_with_shards(stack))
         assert await answer == oracle(MODEL).greedy(lasting, 200)
         assert len(stack.instances("kvp")) == 1
 
@@ -172,7 +172,7 @@ async def test_an_evicted_worker_s_answers_go_on_elsewhere() -> None:
         answer = asyncio.create_task(streamed_ids(client, lasting, 400, begun))
         await asyncio.wait_for(begun.wait(), 30)
         scheduler = f"127.0.0.1:{stack.services['scheduler'].port}"
-        await evict(scheduler, await holder_of_shards(stack), abort=False)
+        await evict(scheduler, await worker_with_shards(stack), abort=False)
         assert await answer == oracle(MODEL).greedy(lasting, 400)
 
 
@@ -185,13 +185,13 @@ async def test_decode_instances_hold_for_each_other() -> None:
 
 
 @pytest.mark.slow
-async def test_a_home_that_dies_ends_its_answer_elsewhere_and_frees_its_holders() -> None:
+async def test_an_owner_that_dies_ends_its_answer_elsewhere_and_frees_its_workers() -> None:
     lasting = prompt(800, 13)
     async with stack_of(kvp=2, decode=2) as (stack, client):
         begun = asyncio.Event()
         answer = asyncio.create_task(streamed_ids(client, lasting, 400, begun))
         await asyncio.wait_for(begun.wait(), 30)
-        await holder_of_shards(stack)
+        await worker_with_shards(stack)
         instances = await get_instances(f"127.0.0.1:{stack.services['scheduler'].port}")
         owner = next(one.id for one in instances if one.role == "decode" and one.held_requests)
         process = stack.services[owner].process
@@ -218,7 +218,7 @@ async def test_a_worker_that_answers_no_more_holds_up_nobody_for_long() -> None:
         begun = asyncio.Event()
         answer = asyncio.create_task(streamed_ids(client, lasting, 400, begun))
         await asyncio.wait_for(begun.wait(), 30)
-        process = stack.services[await holder_of_shards(stack)].process
+        process = stack.services[await worker_with_shards(stack)].process
         assert process is not None
         os.kill(process.pid, signal.SIGSTOP)
         try:

@@ -52,7 +52,7 @@ class Scheduler(scheduler_pb2_grpc.SchedulerServicer):
                     continue
                 heard.append(registration_of(message.register))
                 if self.answers:
-                    out.put_nowait(Registered(heartbeat_s=0.02, lease_s=1))
+                    out.put_nowait(Registered(heartbeat_s=0.02))
             out.put_nowait(None)
 
         reading = asyncio.create_task(read())

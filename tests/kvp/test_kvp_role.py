@@ -40,7 +40,7 @@ class Scene:
         self.peer = peer
         self.attach_ask = AttachAsk(
             owner=OWNER,
-            holder=worker.incarnation,
+            worker=worker.incarnation,
             layout=worker.engine.layout,
             max_rows=MAX_ROWS,
             agent_metadata=transport.metadata(),
@@ -51,7 +51,7 @@ class Scene:
             request_id="r",
             attempt=1,
             owner=OWNER,
-            holder=self.attach_ask.holder,
+            worker=self.attach_ask.worker,
             layout=worker.engine.layout,
             start_token=32,
             end_token=100,
@@ -121,7 +121,7 @@ async def test_what_is_not_meant_or_does_not_fit_is_refused(scene: Scene) -> Non
     other_incarnation = Incarnation("kvp-0", 1)
     other_model = replace(scene.worker.engine.layout, model_hash="another")
     for changes, why in (
-        ({"holder": other_incarnation}, "stale receiver"),
+        ({"worker": other_incarnation}, "stale receiver"),
         ({"layout": other_model}, "model_hash differs"),
         ({"max_rows": 7}, "is 7; it must be 128"),
     ):

@@ -129,13 +129,13 @@ def free(bench: Bench) -> dict[str, int]:
 def end(bench: Bench, request_id: str) -> None:
     """Sends all reports of correct instances about a placed request, to its end."""
     request = bench.machine.requests[request_id]
-    owner, *holders = request.kv_instance_ids
+    owner, *workers = request.kv_instance_ids
     bench.computed("p0", request_id)
     bench.released("p0", request_id)
     bench.decoding(owner, request_id)
     bench.finished(owner, request_id)
-    for holder in holders:
-        bench.released(holder, request_id, attempt=request.attempt)
+    for worker in workers:
+        bench.released(worker, request_id, attempt=request.attempt)
 
 
 def test_growing_as_one_goes_deadlocks_where_reserving_does_not():
@@ -173,11 +173,11 @@ def test_short_requests_run_on_the_same_workers():
 def test_integrity_finds_a_leak_and_a_lost_page():
     bench = fleet(4, 4)
     bench.submit("a", 80, 16)
-    holder = bench.machine.cluster.instances["d1"]
-    holder.shard_pages += 1
+    worker = bench.machine.cluster.instances["d1"]
+    worker.shard_pages += 1
     with pytest.raises(IntegrityError, match="d1: pages of shards: kept 3, counted 2"):
         bench.machine.check_integrity()
-    holder.shard_pages = holder.booked_pages = holder.holdings["a"].pages = 1
+    worker.shard_pages = worker.booked_pages = worker.holdings["a"].pages = 1
     with pytest.raises(IntegrityError, match="d1: pages of a: kept 1, counted 2"):
         bench.machine.check_integrity()
 

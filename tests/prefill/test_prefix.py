@@ -235,7 +235,7 @@ async def test_cached_tokens_go_to_every_holder_of_a_spread_prompt() -> None:
             if not shards:
                 owner.admit(name, 500)
             told = tuple(
-                KvShard(holder=holder.member, start_token=start, end_token=end + 100 * (end == 500))
+                KvShard(worker=holder.member, start_token=start, end_token=end + 100 * (end == 500))
                 for holder, start, end in shards
             )
             prefill.role.on_command(run_prefill(request, owner.member, shards=told))

@@ -49,7 +49,7 @@ class Fleet:
             holder = self.holders[number]
             if start < tokens and (admitted is None or number < admitted):
                 holder.admit(request_id, tokens, (start, min(end, tokens)))
-            shards.append(KvShard(holder=holder.member, start_token=start, end_token=end))
+            shards.append(KvShard(worker=holder.member, start_token=start, end_token=end))
         if not cuts:
             self.holders[0].admit(request_id, tokens)
         made, start = [], 0
@@ -142,7 +142,7 @@ async def test_shards_that_are_not_the_prompt_are_refused(shards, pattern) -> No
         chunks=(),
         decode=members["a"],
         shards=tuple(
-            KvShard(holder=members[name], start_token=start, end_token=end)
+            KvShard(worker=members[name], start_token=start, end_token=end)
             for name, start, end in shards
         ),
     )

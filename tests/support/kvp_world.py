@@ -42,7 +42,7 @@ def shape_of(model: Model, max_rows: int) -> ExchangeShape:
     )
 
 
-class Holder:
+class KvpWorker:
     """A KVP worker: pages and a server; K/V of prompts also comes by the exchange."""
 
     def __init__(
@@ -127,7 +127,7 @@ class KvOwner:
             transport,
             Memory.of_tensor(memory),
             shape,
-            holders=3,
+            workers=3,
             timeout_s=timeout_s,
             lease_s=1.0,
             on_lost=self.lost.__setitem__,
@@ -137,15 +137,15 @@ class KvOwner:
         pages = self.runner.pool.allocate(spill_pages)
         self.runner.remote = Remote(link, pages, reach_of(model.config.sliding_windows))
 
-    async def attach(self, holder: Holder) -> int:
+    async def attach(self, worker: KvpWorker) -> int:
         offer = self.exchange.offer()
-        attachment = await holder.server.attach(
+        attachment = await worker.server.attach(
             metadata=self.transport.metadata(), region=offer.region, offset=offer.offset
         )
         await self.exchange.attach(
-            holder.name,
+            worker.name,
             offer,
-            metadata=holder.transport.metadata(),
+            metadata=worker.transport.metadata(),
             slot=attachment.slot,
             region=attachment.region,
             offset=attachment.offset,
@@ -175,40 +175,42 @@ class World:
         self.owner = KvOwner(
             model, MemoryTransport("owner", hub), timeout_s=timeout_s, runner=runner, **sizes
         )
-        self.holders = [
-            Holder(f"holder-{i}", model, MemoryTransport(f"holder-{i}", hub), pools=pools, **sizes)
+        self.workers = [
+            KvpWorker(
+                f"worker-{i}", model, MemoryTransport(f"worker-{i}", hub), pools=pools, **sizes
+            )
             for i in range(count)
         ]
-        self.slots = [asyncio.run(self.owner.attach(holder)) for holder in self.holders]
+        self.slots = [asyncio.run(self.owner.attach(worker)) for worker in self.workers]
 
     @property
     def runner(self) -> Runner:
         return self.owner.runner
 
     def spread(
-        self, ends: Sequence[int], holders: Sequence[Holder] = ()
+        self, ends: Sequence[int], workers: Sequence[KvpWorker] = ()
     ) -> tuple[RemoteShard, ...]:
         """Opens shards at the KVP workers, in order: from ends[0] to ends[1], and so on."""
         return tuple(
             RemoteShard(
-                holder=holder.name,
-                shard=holder.open(start, end),
+                worker=worker.name,
+                shard=worker.open(start, end),
                 start_token=start,
                 end_token=end,
             )
-            for holder, start, end in zip(holders or self.holders, ends, ends[1:], strict=False)
+            for worker, start, end in zip(workers or self.workers, ends, ends[1:], strict=False)
         )
 
     def check(self) -> None:
         self.owner.exchange.check_integrity(idle=False)
-        for holder in self.holders:
-            holder.check()
+        for worker in self.workers:
+            worker.check()
 
     def close(self) -> None:
-        for holder in self.holders:
-            self.owner.exchange.detach(holder.name)
-        for holder in self.holders:
-            holder.close()
+        for worker in self.workers:
+            self.owner.exchange.detach(worker.name)
+        for worker in self.workers:
+            worker.close()
         self.owner.transport.close()
 
 
@@ -230,12 +232,12 @@ class Long:
         made: World,
         tokens: Sequence[int],
         ends: Sequence[int],
-        holders: Sequence[Holder] = (),
+        workers: Sequence[KvpWorker] = (),
     ) -> None:
         """ends: of the KV owner's shard, and of each KVP worker's; none: the world's, in order."""
         self.tokens = list(tokens)
         self.pages = made.runner.pool.allocate(made.runner.pool.layout.pages_for(ends[0]))
-        self.shards = made.spread(ends, holders)
+        self.shards = made.spread(ends, workers)
 
     def task(self, start: int, stop: int, *, want_logits: bool = True) -> PrefillTask:
         return PrefillTask(

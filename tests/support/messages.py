@@ -66,6 +66,9 @@ def _value(field: FieldDescriptor, numbers: itertools.count[int]) -> Any:
     number = next(numbers)
     if field.cpp_type in _INTEGERS:
         return number
+    if field.enum_type is not None:
+        _, *known = field.enum_type.values
+        return known[number % len(known)].number
     if field.cpp_type == FieldDescriptor.CPPTYPE_BOOL:
         return True
     if field.cpp_type == FieldDescriptor.CPPTYPE_STRING:

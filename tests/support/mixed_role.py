@@ -102,7 +102,7 @@ class Mixed:
         await remember(self.store, request, prompt(tokens))
         members = [self.live.member, *(holder.member for holder in self.holders)]
         shards = tuple(
-            KvShard(holder=member, start_token=start, end_token=end)
+            KvShard(worker=member, start_token=start, end_token=end)
             for member, start, end in zip(members, (0, *ends), ends, strict=False)
         )
         self.live.role.on_command(admit_decode(request, shards=shards))

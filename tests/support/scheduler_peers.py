@@ -83,7 +83,7 @@ class Net:
         self._peers.append(worker)
         await worker.call.write(scheduler_pb2.WorkerMessage(register=register(worker_id, **card)))
         first = await worker.next()
-        assert first.sequence == 1 and first.WhichOneof("kind") == "registered"
+        assert first.WhichOneof("kind") == "registered"
         if beats:
             worker.start_beating(first.registered.heartbeat_s)
         return worker
@@ -103,9 +103,7 @@ class Net:
 
 def register(worker_id: str, **card: object) -> scheduler_pb2.Register:
     defaults = {
-        "role": "prefill" if worker_id.startswith("p") else "decode",
         "address": f"127.0.0.1:{worker_id}",
-        "model": "tiny",
         "model_hash": "h",
         "kv_pages": 100,
         "page_tokens": 16,
@@ -114,8 +112,10 @@ def register(worker_id: str, **card: object) -> scheduler_pb2.Register:
         "latency": scheduler_pb2.LatencyCoefficients(b=1e-3),
     }
     generation = card.pop("generation", 1)
+    role = card.pop("role", "prefill" if worker_id.startswith("p") else "decode")
     return scheduler_pb2.Register(
         incarnation=common_pb2.Incarnation(id=worker_id, generation=generation),
+        role=scheduler_pb2.Role.Value(f"ROLE_{role}".upper()),
         **{**defaults, **card},
     )
 
@@ -124,7 +124,6 @@ def spec(request_id: str, prompt_tokens: int = 100, **sampling: object) -> commo
     return common_pb2.RequestSpec(
         request_id=request_id,
         proxy=common_pb2.Incarnation(id="x", generation=1),
-        model="tiny",
         prompt_tokens=prompt_tokens,
         sampling=common_pb2.SamplingParams(**{"max_tokens": 28, "n": 1, "seed": 7, **sampling}),
         traceparent="00-1-2-01",
@@ -151,7 +150,6 @@ class Peer:
 class Worker(Peer):
     def __init__(self, call: grpc.aio.StreamStreamCall, worker_id: str) -> None:
         super().__init__(call, worker_id)
-        self._sequence = 0
         self._writing = asyncio.Lock()
         self._beating: asyncio.Task[None] | None = None
 
@@ -173,11 +171,9 @@ class Worker(Peer):
         await super().cut()
 
     async def next(self, kind: str | None = None) -> scheduler_pb2.WorkerCommand:
-        """The next command; its number must be the one that follows."""
+        """The next command, which must be of the kind."""
         command = await self.read()
         assert isinstance(command, scheduler_pb2.WorkerCommand), command
-        self._sequence += 1
-        assert command.sequence == self._sequence
         assert kind is None or command.WhichOneof("kind") == kind, command
         return command
 
@@ -204,7 +200,9 @@ class Worker(Peer):
     async def finished(self, request_id: str) -> None:
         await self.say(
             request_finished=scheduler_pb2.RequestFinished(
-                request_id=request_id, reason="stop", generated_tokens=5
+                request_id=request_id,
+                reason=common_pb2.FINISH_REASON_STOP,
+                generated_tokens=5,
             )
         )
 

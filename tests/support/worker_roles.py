@@ -208,7 +208,6 @@ def spec(request_id: str, prompt_tokens: int, **sampling: Any) -> RequestSpec:
     return RequestSpec(
         request_id=request_id,
         proxy=PROXY,
-        model="tiny",
         prompt_tokens=prompt_tokens,
         sampling=SamplingParams(**{"max_tokens": 8, **sampling}),
         arrival_unix_s=time.time(),

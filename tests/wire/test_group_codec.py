@@ -1,4 +1,4 @@
-"""Messages from members to their leader: every field survives, or is listed as ignored."""
+"""Messages from members to their leader: every field survives."""
 
 from __future__ import annotations
 
@@ -16,9 +16,6 @@ from millrace.wire.codec.group import (
 from millrace.wire.pb import gang_pb2
 from support.messages import filled
 
-#: No member sends spans, and no leader reads them.
-IGNORED_OF_HAND_INS = {"HandInRequest.spans"}
-
 
 def test_joins_come_back_as_they_were() -> None:
     message = filled(gang_pb2.JoinRequest)
@@ -32,7 +29,7 @@ def test_members_come_back_as_they_were() -> None:
 
 
 def test_hand_ins_come_back_as_they_were() -> None:
-    message = filled(gang_pb2.HandInRequest, unset=IGNORED_OF_HAND_INS)
+    message = filled(gang_pb2.HandInRequest)
     assert hand_in_message(hand_in_of(message)) == message
 
 

@@ -15,7 +15,7 @@ from support.kv_nodes import layout
 
 ATTACH = AttachAsk(
     owner=Incarnation("d0", 2**60),
-    holder=Incarnation("k0", 7),
+    worker=Incarnation("k0", 7),
     layout=layout(),
     max_rows=128,
     agent_metadata=b"meta",
@@ -26,7 +26,7 @@ HOLD = HoldAsk(
     request_id="r",
     attempt=2,
     owner=Incarnation("d0", 5),
-    holder=Incarnation("k0", 7),
+    worker=Incarnation("k0", 7),
     layout=layout(),
     start_token=32,
     end_token=100,

@@ -24,7 +24,6 @@ OTHER = Member(incarnation=Incarnation("decode-1", 2), address="h:2")
 SPEC = RequestSpec(
     request_id="r",
     proxy=Incarnation("proxy-0", (1 << 64) - 1),
-    model="m",
     prompt_tokens=9,
     sampling=SamplingParams(
         max_tokens=1,
@@ -53,13 +52,13 @@ SPEC = RequestSpec(
 )
 
 UPDATES = {
-    "placed": messages.Placed(request_id="r", decode=DECODE, predicted_ttft_s=0.25, lease_s=30.0),
+    "placed": messages.Placed(request_id="r", decode=DECODE, predicted_ttft_s=0.25),
     "queued": messages.Queued(request_id="r"),
     "refused": effects.Refuse(
         request_id="r", proxy_id="x", code="overloaded", message="full", retry_after_s=1.5
     ),
     "failed": effects.Fail(request_id="r", proxy_id="x", message="lost", resumable=True),
-    "fleet": messages.Fleet(decode=(DECODE, OTHER), prefill_count=3, ready=True),
+    "fleet": messages.Fleet(decode=(DECODE, OTHER), ready=True),
     "progress": messages.Progress(
         request_id="r",
         prompt=PromptProgress(state=RequestState.PREFILLING, computed_tokens=4, left_s=0.5),
@@ -84,7 +83,6 @@ def test_an_objective_that_is_not_given_stays_so():
     bare = RequestSpec(
         request_id="r",
         proxy=Incarnation("x", 1),
-        model="m",
         prompt_tokens=1,
         sampling=SamplingParams(max_tokens=1),
     )
@@ -121,9 +119,7 @@ def test_no_prediction_differs_from_no_time(left_s):
 
 
 def test_a_state_that_this_release_lacks_reads_as_queued():
-    message = scheduler_pb2.ProxyUpdate(
-        progress=scheduler_pb2.Progress(request_id="r", state="thinking")
-    )
+    message = scheduler_pb2.ProxyUpdate(progress=scheduler_pb2.Progress(request_id="r", state=99))
     found = codec.update_of(message, proxy_id="x")
     assert found.prompt.state is RequestState.QUEUED
 

@@ -14,6 +14,7 @@ from millrace.core.request import Chunk, Shard
 from millrace.core.scheduler import commands, effects, events
 from millrace.wire import fleet_messages as messages
 from millrace.wire.codec import scheduler as codec
+from millrace.wire.codec.enums import MessageError
 from millrace.wire.codec.incarnation import member_of
 from millrace.wire.pb import common_pb2, scheduler_pb2
 
@@ -24,7 +25,7 @@ def test_a_registration_carries_all_of_its_card():
     card = codec.joined(
         scheduler_pb2.Register(
             incarnation=common_pb2.Incarnation(id="d", generation=7),
-            role="decode",
+            role=scheduler_pb2.ROLE_DECODE,
             address="h:1",
             model_hash="m",
             kv_pages=2,
@@ -77,7 +78,7 @@ def test_a_registration_carries_all_of_its_card():
 def test_times_of_groups_that_make_no_sense_are_named(groups, message):
     register = scheduler_pb2.Register(
         incarnation=common_pb2.Incarnation(id="p", generation=7),
-        role="prefill",
+        role=scheduler_pb2.ROLE_PREFILL,
         address="h:1",
         model_hash="m",
         kv_pages=2,
@@ -88,7 +89,7 @@ def test_times_of_groups_that_make_no_sense_are_named(groups, message):
             for sp, of in groups
         ],
     )
-    with pytest.raises(codec.MessageError, match=message):
+    with pytest.raises(MessageError, match=message):
         codec.joined(register)
 
 
@@ -103,7 +104,7 @@ def test_times_of_groups_that_make_no_sense_are_named(groups, message):
     ],
 )
 def test_an_improvement_rate_that_makes_no_sense_is_named(wanted, message):
-    with pytest.raises(codec.MessageError, match=message):
+    with pytest.raises(MessageError, match=message):
         codec.improvement_rate_changed(scheduler_pb2.SetImprovementRateRequest(**wanted))
 
 
@@ -118,7 +119,7 @@ def test_an_improvement_rate_is_a_number_or_a_table():
 def test_measured_points_reach_the_scheduler():
     register = scheduler_pb2.Register(
         incarnation=common_pb2.Incarnation(id="p", generation=7),
-        role="prefill",
+        role=scheduler_pb2.ROLE_PREFILL,
         address="h:1",
         model_hash="m",
         kv_pages=2,
@@ -128,7 +129,7 @@ def test_measured_points_reach_the_scheduler():
     )
     assert codec.joined(register).latency == SpLatency(by_sp={1: LATENCY})
     register.latency.points[1].seconds = 0.25
-    with pytest.raises(codec.MessageError, match=r"latency.points has \(64, 0.25\)"):
+    with pytest.raises(MessageError, match=r"latency.points has \(64, 0.25\)"):
         codec.joined(register)
 
 
@@ -157,14 +158,14 @@ def test_an_objective_that_is_no_time_is_named(name, value):
         sampling=common_pb2.SamplingParams(max_tokens=20, n=3),
         slo=common_pb2.Slo(**{name: value}),
     )
-    with pytest.raises(codec.MessageError, match=f"slo.{name} is {value}; it must be 0"):
+    with pytest.raises(MessageError, match=f"slo.{name} is {value}; it must be 0"):
         codec.request(spec, proxy_id="x#1", now_s=12.5)
 
 
 def test_a_known_policy_becomes_an_event_and_an_unknown_one_names_those_there_are():
     wanted = scheduler_pb2.SetPolicyRequest(policy="lars")
     assert codec.policy_changed(wanted) == events.PolicyChanged(policy="lars")
-    with pytest.raises(codec.MessageError, match="policy is 'x'; it must be one of fcfs, edf, "):
+    with pytest.raises(MessageError, match="policy is 'x'; it must be one of fcfs, edf, "):
         codec.policy_changed(scheduler_pb2.SetPolicyRequest(policy="x"))
 
 
@@ -196,7 +197,7 @@ SHARDS = (
     Shard(worker_id="d", start_token=0, end_token=32),
     Shard(worker_id="k", start_token=32, end_token=48),
 )
-HOLDERS = [scheduler_pb2.Member(address="h:4"), scheduler_pb2.Member(address="h:5")]
+WORKERS = [scheduler_pb2.Member(address="h:4"), scheduler_pb2.Member(address="h:5")]
 
 
 @pytest.mark.parametrize("whom", ["decode", "prefill"])
@@ -204,14 +205,14 @@ def test_shards_reach_the_wire_with_who_holds_them(whom):
     spec = common_pb2.RequestSpec(request_id="r")
     if whom == "decode":
         admit = effects.AdmitDecode(instance_id="d", request_id="r", shards=SHARDS)
-        sent = codec.admit_decode(admit, spec, HOLDERS).admit_decode.shards
+        sent = codec.admit_decode(admit, spec, WORKERS).admit_decode.shards
     else:
         chunk = Chunk(index=0, start_token=0, num_tokens=9, instance_ids=("p",))
         run = effects.RunPrefill(
             instance_id="p", request_id="r", chunks=(chunk,), decode_id="d", shards=SHARDS
         )
-        sent = codec.run_prefill(run, spec, HOLDERS[0], [], HOLDERS).run_prefill.shards
-    assert [(s.holder.address, s.start_token, s.end_token) for s in sent] == [
+        sent = codec.run_prefill(run, spec, WORKERS[0], [], WORKERS).run_prefill.shards
+    assert [(s.worker.address, s.start_token, s.end_token) for s in sent] == [
         ("h:4", 0, 32),
         ("h:5", 32, 48),
     ]
@@ -224,15 +225,13 @@ MEMBERS = {
     for name in "dkpq"
 }
 COMMANDS = {
-    "registered": commands.Registered(
-        heartbeat_s=0.5, lease_s=9.0, preemption="operator", policy="lars"
-    ),
+    "registered": commands.Registered(heartbeat_s=0.5, preemption="operator", policy="lars"),
     "admit_decode": messages.SendAdmitDecode(
         effect=effects.AdmitDecode(
             instance_id="d", request_id="r", attempt=2, kept_tokens=3, shards=SHARDS
         ),
         spec=SPEC.SerializeToString(),
-        holders=(MEMBERS["d"], MEMBERS["k"]),
+        workers=(MEMBERS["d"], MEMBERS["k"]),
     ),
     "run_prefill": messages.SendRunPrefill(
         effect=effects.RunPrefill(
@@ -246,7 +245,7 @@ COMMANDS = {
         spec=SPEC.SerializeToString(),
         decode=MEMBERS["d"],
         group=(MEMBERS["p"], MEMBERS["q"]),
-        holders=(MEMBERS["d"], MEMBERS["k"]),
+        workers=(MEMBERS["d"], MEMBERS["k"]),
     ),
     "order": effects.Order(
         instance_id="p", queue=((effects.ChunkRef(request_id="r", chunk_index=1),),)
@@ -260,8 +259,7 @@ COMMANDS = {
 @pytest.mark.parametrize("kind", COMMANDS)
 def test_every_command_reaches_the_wire_with_all_its_fields(kind):
     command = COMMANDS[kind]
-    message = codec.command_message(command, 7)
-    assert message.sequence == 7
+    message = codec.command_message(command)
     assert message.WhichOneof("kind") == codec.command_kind(command) == kind
     told = getattr(message, kind)
     names = {field.name for field in told.DESCRIPTOR.fields}
@@ -276,34 +274,34 @@ def test_every_kind_of_command_has_its_codec():
 
 
 def test_commands_name_the_members_and_carry_the_spec():
-    run = codec.command_message(COMMANDS["run_prefill"], 1).run_prefill
-    admit = codec.command_message(COMMANDS["admit_decode"], 2).admit_decode
+    run = codec.command_message(COMMANDS["run_prefill"]).run_prefill
+    admit = codec.command_message(COMMANDS["admit_decode"]).admit_decode
     assert run.request == admit.request == SPEC
     assert (run.attempt, admit.attempt, admit.kept_tokens) == (2, 2, 3)
     assert member_of(run.decode) == MEMBERS["d"]
     assert [member_of(one).incarnation.id for one in run.group] == ["p", "q"]
     for shards in (run.shards, admit.shards):
-        assert [(member_of(s.holder), s.start_token, s.end_token) for s in shards] == [
+        assert [(member_of(s.worker), s.start_token, s.end_token) for s in shards] == [
             (MEMBERS["d"], 0, 32),
             (MEMBERS["k"], 32, 48),
         ]
 
 
 def test_settings_and_cancellations_reach_the_wire_as_they_are():
-    told = codec.command_message(COMMANDS["registered"], 1).registered
-    assert (told.heartbeat_s, told.lease_s) == (0.5, 9.0)
-    assert (told.preemption, told.policy) == ("operator", "lars")
-    cancel = codec.command_message(COMMANDS["cancel"], 1).cancel
+    told = codec.command_message(COMMANDS["registered"]).registered
+    assert told.heartbeat_s == 0.5
+    assert (told.preemption, told.policy) == (scheduler_pb2.PREEMPTION_OPERATOR, "lars")
+    cancel = codec.command_message(COMMANDS["cancel"]).cancel
     assert (cancel.request_id, cancel.reason) == ("r", "the client left")
-    assert codec.command_message(COMMANDS["drain"], 1).drain.abort
-    assert codec.command_message(COMMANDS["policy"], 1).policy.name == "edf"
+    assert codec.command_message(COMMANDS["drain"]).drain.abort
+    assert codec.command_message(COMMANDS["policy"]).policy.name == "edf"
 
 
 @pytest.mark.parametrize("role, needs_batch", [("prefill", 0), ("kvp", 0), ("mixed", 1)])
 def test_only_who_decodes_has_a_batch(role, needs_batch):
     message = scheduler_pb2.Register(
         incarnation=common_pb2.Incarnation(id="i", generation=1),
-        role=role,
+        role=codec.ROLES.number[role],
         address="h:1",
         model_hash="m",
         kv_pages=2,
@@ -311,19 +309,21 @@ def test_only_who_decodes_has_a_batch(role, needs_batch):
         max_context_tokens=4,
     )
     if needs_batch:
-        with pytest.raises(codec.MessageError, match="max_batch is 0; it must be at least 1"):
+        with pytest.raises(MessageError, match="max_batch is 0; it must be at least 1"):
             codec.joined(message)
         message.max_batch = 1
     assert codec.joined(message).role == role
-    message.role = "spare"
-    with pytest.raises(codec.MessageError, match="prefill or decode or mixed or kvp"):
-        codec.joined(message)
+    for unknown in (0, 99):
+        message.role = unknown
+        wanted = f"role is {unknown}; it must be prefill or decode or mixed or kvp"
+        with pytest.raises(MessageError, match=wanted):
+            codec.joined(message)
 
 
 def test_blocks_of_a_cache_end_with_pages():
     message = scheduler_pb2.Register(
         incarnation=common_pb2.Incarnation(id="i", generation=1),
-        role="prefill",
+        role=scheduler_pb2.ROLE_PREFILL,
         address="h:1",
         model_hash="m",
         kv_pages=2,
@@ -331,14 +331,14 @@ def test_blocks_of_a_cache_end_with_pages():
         max_context_tokens=4,
         block_tokens=7,
     )
-    with pytest.raises(codec.MessageError, match="block_tokens is 7; it must be a multiple of pa"):
+    with pytest.raises(MessageError, match="block_tokens is 7; it must be a multiple of pa"):
         codec.joined(message)
 
 
 def test_a_step_time_that_makes_no_sense_is_named():
     message = scheduler_pb2.Register(
         incarnation=common_pb2.Incarnation(id="i", generation=1),
-        role="decode",
+        role=scheduler_pb2.ROLE_DECODE,
         address="h:1",
         model_hash="m",
         kv_pages=2,
@@ -347,5 +347,5 @@ def test_a_step_time_that_makes_no_sense_is_named():
         max_batch=1,
         decode_step=scheduler_pb2.DecodeStepTime(per_sequence_s=-1.0),
     )
-    with pytest.raises(codec.MessageError, match=r"decode_step.per_sequence_s is -1.0; it must"):
+    with pytest.raises(MessageError, match=r"decode_step.per_sequence_s is -1.0; it must"):
         codec.joined(message)

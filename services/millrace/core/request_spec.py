@@ -49,7 +49,6 @@ class RequestSpec:
     proxy: Incarnation
     prompt_tokens: int
     sampling: SamplingParams
-    model: str = ""
     slo: Slo = field(default_factory=Slo)
     arrival_unix_s: float = 0.0
     traceparent: str = ""  # W3C trace context; empty: none

@@ -377,7 +377,6 @@ def _registration(
         incarnation=incarnation,
         role=role,
         address=host_port(options.host, port),
-        model=options.model_name,
         model_hash=memory.layout.model_hash,
         kv_pages=memory.layout.num_pages,
         page_tokens=memory.layout.page_tokens,

@@ -55,10 +55,10 @@ def targets(command: RunPrefill, peers: KvPeers, *, leads: bool) -> list[Target]
                 f"request {request.request_id}: a shard is tokens {shard.start_token}.."
                 f"{shard.end_token - 1}; it must begin at token {at}"
             )
-        incarnation, at = shard.holder.incarnation, shard.end_token
+        incarnation, at = shard.worker.incarnation, shard.end_token
         found.append(
             Target(
-                peer=peers.to(shard.holder.address),
+                peer=peers.to(shard.worker.address),
                 receiver=incarnation,
                 start_token=shard.start_token,
                 end_token=min(at, prompt_tokens),
@@ -71,7 +71,7 @@ def targets(command: RunPrefill, peers: KvPeers, *, leads: bool) -> list[Target]
             f"request {request.request_id}: its shards end at token {at} of {prompt_tokens}"
         )
     owner = command.decode.incarnation
-    if command.shards[0].holder.incarnation != owner:
+    if command.shards[0].worker.incarnation != owner:
         raise TransferError(
             f"request {request.request_id}: its first shard is at {found[0].receiver[0]}, its "
             f"KV owner is {owner.id}"

@@ -246,7 +246,6 @@ class SchedulerLoop:
         worker.outbox.put(
             commands.Registered(
                 heartbeat_s=self.config.heartbeat_s,
-                lease_s=self.config.lease_s,
                 preemption=self.config.preemption,
                 policy=self.machine.policy,
             )
@@ -314,7 +313,6 @@ class SchedulerLoop:
             request_id=effect.request_id,
             decode=self.workers[effect.decode_id].member,
             predicted_ttft_s=effect.predicted_ttft_s,
-            lease_s=self.config.lease_s,
         )
         self._first_tokens.placed(effect, self._now_s)
         self._update(effect.proxy_id, placed)
@@ -330,9 +328,9 @@ class SchedulerLoop:
         self._update(effect.proxy_id, effect)
 
     def _admit(self, effect: effects.AdmitDecode) -> None:
-        spec, holders = self._specs[effect.request_id], self._holders(effect.shards)
+        spec, workers = self._specs[effect.request_id], self._shard_workers(effect.shards)
         self._command(
-            effect.instance_id, messages.SendAdmitDecode(effect=effect, spec=spec, holders=holders)
+            effect.instance_id, messages.SendAdmitDecode(effect=effect, spec=spec, workers=workers)
         )
 
     def _prefill(self, effect: effects.RunPrefill) -> None:
@@ -341,11 +339,11 @@ class SchedulerLoop:
             spec=self._specs[effect.request_id],
             decode=self.workers[effect.decode_id].member,
             group=self._members(effect.chunks[-1].instance_ids),
-            holders=self._holders(effect.shards),
+            workers=self._shard_workers(effect.shards),
         )
         self._command(effect.instance_id, command)
 
-    def _holders(self, shards: Iterable[Shard]) -> tuple[commands.Member, ...]:
+    def _shard_workers(self, shards: Iterable[Shard]) -> tuple[commands.Member, ...]:
         return self._members(shard.worker_id for shard in shards)
 
     def _members(self, instance_ids: Iterable[str]) -> tuple[commands.Member, ...]:

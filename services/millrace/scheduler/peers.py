@@ -102,6 +102,5 @@ def fleet(cluster: Cluster, workers: Iterable[Worker]) -> Fleet:
         decode=tuple(
             worker.member for worker in workers if worker.card.role in ("decode", "mixed")
         ),
-        prefill_count=sum(pool.prefillers for pool in cluster.pools.values()),
         ready=bool(cluster.ready_pools()),
     )

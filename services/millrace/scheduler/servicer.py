@@ -20,6 +20,7 @@ from millrace.scheduler.peers import Outbox, Proxy, Worker
 from millrace.wire.codec import proxy as proxy_codec
 from millrace.wire.codec import scheduler as codec
 from millrace.wire.codec import status as status_codec
+from millrace.wire.codec.enums import MessageError
 from millrace.wire.codec.instance import report_of
 from millrace.wire.codec.status import load_message
 from millrace.wire.pb import common_pb2, scheduler_pb2, scheduler_pb2_grpc
@@ -73,17 +74,15 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "a worker must register first")
         try:
             card = codec.joined(first.register)
-        except codec.MessageError as error:
+        except MessageError as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"register: {error}")
         worker = Worker(card=card, address=first.register.address, seen_s=self._loop.clock())
         self._loop.post_now(card, worker)
         try:
             reading = self._read_worker(request_iterator, worker)
             async with contextlib.aclosing(_written(worker.outbox, reading)) as commands:
-                sequence = 0
                 async for command in commands:
-                    sequence += 1
-                    yield codec.command_message(command, sequence)
+                    yield codec.command_message(command)
         finally:
             left = events.InstanceLeft(instance_id=worker.id, generation=card.generation)
             self._loop.post_now(left, worker)
@@ -96,7 +95,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
             worker.seen_s = self._loop.clock()
             report = report_of(message)
             if report is None:
-                raise codec.MessageError(
+                raise MessageError(
                     f"a registered worker sent {message.WhichOneof('kind') or 'nothing'}"
                 )
             await self._loop.post(
@@ -143,12 +142,12 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
                 case "ask":
                     self._loop.send_progress(proxy, message.ask.request_ids)
                 case kind:
-                    raise codec.MessageError(f"a connected proxy sent {kind or 'nothing'}")
+                    raise MessageError(f"a connected proxy sent {kind or 'nothing'}")
 
     async def _submit(self, spec: common_pb2.RequestSpec, proxy: Proxy) -> None:
         try:
             request = codec.request(spec, proxy_id=proxy.key, now_s=self._loop.clock())
-        except codec.MessageError as error:
+        except MessageError as error:
             refused = effects.Refuse(
                 request_id=spec.request_id,
                 proxy_id=proxy.key,
@@ -171,7 +170,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
     ) -> scheduler_pb2.SetPolicyReply:
         try:
             changed = codec.policy_changed(request)
-        except codec.MessageError as error:
+        except MessageError as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         before = await self._loop.set_policy(changed)
         return scheduler_pb2.SetPolicyReply(before=before, now=changed.policy)
@@ -181,7 +180,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
     ) -> scheduler_pb2.SetImprovementRateReply:
         try:
             changed = codec.improvement_rate_changed(request)
-        except codec.MessageError as error:
+        except MessageError as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         before, now = await self._loop.set_improvement_rate(changed)
         return scheduler_pb2.SetImprovementRateReply(before=before, now=now)
@@ -231,7 +230,7 @@ async def _written(
 def _read_end(reader: asyncio.Task[None], outbox: Outbox[Any]) -> None:
     """Closes the outbox; if reading failed, with the error's text."""
     if not reader.cancelled() and (error := reader.exception()) is not None:
-        if not isinstance(error, codec.MessageError):
+        if not isinstance(error, MessageError):
             log.debug("a stream broke: %r", error)
         outbox.close(str(error))
     outbox.close()

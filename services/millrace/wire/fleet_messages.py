@@ -54,7 +54,6 @@ class Placed:
     request_id: str
     decode: Member
     predicted_ttft_s: float
-    lease_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +68,6 @@ class Fleet:
     """Lists the decode instances. A proxy keeps a token stream open to each."""
 
     decode: tuple[Member, ...]
-    prefill_count: int
     ready: bool  # at least one prefill instance and one decode instance accept work
 
 
@@ -91,19 +89,19 @@ ProxyUpdate = Placed | Queued | Fleet | Progress | effects.Refuse | effects.Fail
 class SendAdmitDecode:
     """Carries an effect to its decode instance, which reads it as `commands.AdmitDecode`.
 
-    `holders` keep the effect's shards, in order.
+    `workers` keep the effect's shards, in order.
     """
 
     effect: effects.AdmitDecode
     spec: EncodedSpec
-    holders: tuple[Member, ...] = ()
+    workers: tuple[Member, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SendRunPrefill:
     """Carries an effect to its prefill instance, which reads it as `commands.RunPrefill`.
 
-    `group` lists every instance of the chunks in the order of the last chunk. `holders` have the
+    `group` lists every instance of the chunks in the order of the last chunk. `workers` have the
     effect's shards, in order.
     """
 
@@ -111,7 +109,7 @@ class SendRunPrefill:
     spec: EncodedSpec
     decode: Member
     group: tuple[Member, ...]
-    holders: tuple[Member, ...] = ()
+    workers: tuple[Member, ...] = ()
 
 
 WorkerCommand = (

@@ -18,13 +18,13 @@ from millrace.core.kv.kvp_pass import (
 )
 
 SHARDS = (
-    RemoteShard(holder="a", shard=1, start_token=10, end_token=20),
-    RemoteShard(holder="b", shard=7, start_token=20, end_token=40),
+    RemoteShard(worker="a", shard=1, start_token=10, end_token=20),
+    RemoteShard(worker="b", shard=7, start_token=20, end_token=40),
 )
 
 
 def rows_of(found: list[RemoteRows]) -> list[tuple[str, int, int, int, int]]:
-    return [(e.holder, e.first_row, e.num_rows, e.first_position, e.new_rows) for e in found]
+    return [(e.worker, e.first_row, e.num_rows, e.first_position, e.new_rows) for e in found]
 
 
 @pytest.mark.parametrize(
@@ -37,7 +37,7 @@ def rows_of(found: list[RemoteRows]) -> list[tuple[str, int, int, int, int]]:
         (0, 40, [("a", 110, 30, 10, 10), ("b", 120, 20, 20, 20)]),
     ],
 )
-def test_rows_at_and_past_a_shard_go_to_its_holder(first, count, expected):
+def test_rows_at_and_past_a_shard_go_to_its_worker(first, count, expected):
     found = remote_rows(SHARDS, first_row=100, first_position=first, num_rows=count)
     assert rows_of(found) == expected
 

@@ -190,16 +190,16 @@ class World(RuleBasedStateMachine):
 
     def spread(self, effect: effects.AdmitDecode) -> None:
         """Checks that every shard is at another instance that takes work, and within the limits."""
-        holders = [shard.worker_id for shard in effect.shards]
-        assert holders[0] == effect.instance_id and len(set(holders)) == len(holders)
-        assert not set(holders) & (self.leaving | self.cordoned | set(PREFILLS))
+        workers = [shard.worker_id for shard in effect.shards]
+        assert workers[0] == effect.instance_id and len(set(workers)) == len(workers)
+        assert not set(workers) & (self.leaving | self.cordoned | set(PREFILLS))
         most, degree = self.config.max_kv_tokens_per_worker, self.config.max_kvp_degree
         assert all(shard.num_tokens <= (most or 400) for shard in effect.shards)
-        assert not degree or len(holders) <= degree
+        assert not degree or len(workers) <= degree
         assert self.machine.requests[effect.request_id].choices == 1
-        for holder in holders[1:]:
-            self.hold(holder, effect.request_id)
-            self.admitted[holder, effect.request_id] = effect.attempt
+        for worker in workers[1:]:
+            self.hold(worker, effect.request_id)
+            self.admitted[worker, effect.request_id] = effect.attempt
 
     def recorded(self, effect: effects.Record) -> None:
         r, state = effect.request_id, effect.state
@@ -726,7 +726,7 @@ class World(RuleBasedStateMachine):
         prompt_tokens=st.integers(65, 300),
         progress=st.integers(0, 4),
     )
-    def a_holder_is_lost(
+    def a_kvp_worker_is_lost(
         self, data: st.DataObject, request_id: str, prompt_tokens: int, progress: int
     ) -> None:
         """Removes a KVP worker of a spread request, at any time."""
@@ -734,19 +734,19 @@ class World(RuleBasedStateMachine):
         request = self.machine.requests.get(request_id)
         if request is None or not request.shards:
             return
-        owner, *holders = request.kv_instance_ids
+        owner, *workers = request.kv_instance_ids
         for _ in range(progress):
             self.goes_on(request, data)
-        holder = data.draw(st.sampled_from(holders))
+        worker = data.draw(st.sampled_from(workers))
         match data.draw(st.sampled_from(["dies", "gives up", "fails", "cordoned", "finish"])):
             case "dies":
-                self.leave(holder, 0)
+                self.leave(worker, 0)
             case "gives up":
-                self.release(holder, 0, request_id)
+                self.release(worker, 0, request_id)
             case "fails":
-                self.fail(holder, 0, request_id, data.draw(st.booleans()))
+                self.fail(worker, 0, request_id, data.draw(st.booleans()))
             case "cordoned":
-                self.cordon(holder, 0, True)
+                self.cordon(worker, 0, True)
             case "finish":
                 self.finish(owner, 0, request_id, "stop")
 

@@ -36,19 +36,19 @@ def run_batch(batch: DecodeBatch) -> dict[str, list[TokenOut]]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize(("holders", "ranks"), [(1, 1), (2, 1), (1, 0)])
+@pytest.mark.parametrize(("workers", "ranks"), [(1, 1), (2, 1), (1, 0)])
 def test_chunks_over_shards_give_the_logits_of_one_instance(
-    name: str, holders: int, ranks: int
+    name: str, workers: int, ranks: int
 ) -> None:
     """`ranks` of a KVP worker; 0: as many as there are KV heads."""
-    rng = random.Random(f"{name} {holders}")
-    tokens = prompt(rng.randrange(70, 140), seed=holders)
+    rng = random.Random(f"{name} {workers}")
+    tokens = prompt(rng.randrange(70, 140), seed=workers)
     model = load_model(model_folder(name), device="cpu")
     pools = ranks or model.config.num_kv_heads
-    with world(model, holders, max_rows=9, pools=pools) as made:
+    with world(model, workers, max_rows=9, pools=pools) as made:
         expected = prefill(alone(made), Request(alone(made), tokens))
         ends = [8 * rng.randrange(1, 6)]
-        for _ in range(holders):
+        for _ in range(workers):
             ends.append(ends[-1] + 8 * rng.randrange(1, 5))
         ends[-1] = max(ends[-1], len(tokens))
         request = Long(made, tokens, ends)
@@ -68,21 +68,21 @@ def test_bfloat16_agrees_within_its_rounding(inline_bytes: int) -> None:
         assert (found - expected).abs().max() < 0.05 * expected.abs().max()
 
 
-@pytest.mark.parametrize(("name", "holders"), [("llama", 1), ("qwen3-layer-types", 2)])
-def test_a_batch_of_long_and_short_sequences_grows_over_boundaries(name: str, holders: int) -> None:
+@pytest.mark.parametrize(("name", "workers"), [("llama", 1), ("qwen3-layer-types", 2)])
+def test_a_batch_of_long_and_short_sequences_grows_over_boundaries(name: str, workers: int) -> None:
     """Some shards begin with generated tokens; some sequences still have all KV at the owner."""
     rng = random.Random(name)
     steps, page = 30, 8
     lengths = [rng.randrange(20, 60) for _ in range(5)]
     prompts = [prompt(length, seed=i) for i, length in enumerate(lengths)]
-    with world(load_model(model_folder(name), device="cpu"), holders) as made:
+    with world(load_model(model_folder(name), device="cpu"), workers) as made:
         runner = alone(made)
         expected = greedy(runner, [Request(runner, p, steps) for p in prompts], steps)
         batch = DecodeBatch(made.runner, made.runner.pool, Sampler(), max_batch=8)
         for i, tokens in enumerate(prompts):
             needed = len(tokens) + steps
-            ends = [page * rng.randrange(1, 8) for _ in range(holders + 1)] if i else []
-            ends = sorted({*ends, page * -(-needed // page)})[: holders + 1] if i else [needed]
+            ends = [page * rng.randrange(1, 8) for _ in range(workers + 1)] if i else []
+            ends = sorted({*ends, page * -(-needed // page)})[: workers + 1] if i else [needed]
             ends[-1] = max(ends[-1], page * -(-needed // page))
             request = Long(made, tokens, ends)
             first = int(

@@ -21,7 +21,7 @@ from support.tiny_models import prompt
 
 
 @pytest.mark.parametrize("name", ["llama3-rope-tied", "qwen2-yarn-window"])
-def test_ranks_spread_requests_over_holders(name: str) -> None:
+def test_ranks_spread_requests_over_workers(name: str) -> None:
     """Chunks that straddle shards, then decodes over a shard's end beside a short sequence."""
     rng, steps, folder = random.Random(name), 12, split_folder(name)
     prompts = [prompt(75, seed=1), prompt(40, seed=2)]

@@ -14,7 +14,7 @@ from millrace.engine.forward.stage_passes import StagePasses
 from millrace.engine.model.loader import load_model
 from millrace.engine.sampling.sampler import Sampler
 from millrace.transfer.transport.nixl.transport import NixlTransport
-from support.kvp_world import Holder, KvOwner, Long, prefill_long, sequence_of
+from support.kvp_world import KvOwner, KvpWorker, Long, prefill_long, sequence_of
 from support.tiny_engine import Request, greedy, make_pool
 from support.tiny_models import model_folder, prompt
 from support.transfer_peers import Child, ChildPipe
@@ -24,15 +24,15 @@ STEPS = 12
 
 def serve(pipe: ChildPipe, folder: Path) -> None:
     """Runs a KVP worker until the pipe closes."""
-    transport = NixlTransport(f"holder-{os.getpid()}")
+    transport = NixlTransport(f"worker-{os.getpid()}")
     model = load_model(folder, device="cpu")
-    holder = Holder("holder", model, transport, page_tokens=8, max_rows=16)
+    worker = KvpWorker("worker", model, transport, page_tokens=8, max_rows=16)
     pipe.say(transport.metadata())
     metadata, region, offset = pipe.hear()
-    attachment = asyncio.run(holder.server.attach(metadata=metadata, region=region, offset=offset))
+    attachment = asyncio.run(worker.server.attach(metadata=metadata, region=region, offset=offset))
     pipe.say((attachment.slot, attachment.region, attachment.offset))
     while True:
-        pipe.say(holder.open(*pipe.hear()))
+        pipe.say(worker.open(*pipe.hear()))
 
 
 class Pair:
@@ -52,7 +52,7 @@ class Pair:
         )
         asyncio.run(
             self.owner.exchange.attach(
-                "holder", offer, metadata=metadata, slot=slot, region=region, offset=offset
+                "worker", offer, metadata=metadata, slot=slot, region=region, offset=offset
             )
         )
 
@@ -68,7 +68,7 @@ class Pair:
         if end < 128:
             shard = self.child.ask((end, 128))
             request.shards = (
-                RemoteShard(holder="holder", shard=shard, start_token=end, end_token=128),
+                RemoteShard(worker="worker", shard=shard, start_token=end, end_token=128),
             )
         return request
 
@@ -77,7 +77,7 @@ class Pair:
         self.transport.close()
 
 
-def test_tokens_of_one_instance_until_the_holder_dies():
+def test_tokens_of_one_instance_until_the_worker_dies():
     pair = Pair()
     try:
         runner = pair.owner.runner
@@ -98,6 +98,6 @@ def test_tokens_of_one_instance_until_the_holder_dies():
             for out in batch.step():
                 found[out.request_id].append(out.token_id)
         assert found == {"0": [*expected[0][:7], -1], "1": expected[1]}
-        assert list(pair.owner.lost) == ["holder"]
+        assert list(pair.owner.lost) == ["worker"]
     finally:
         pair.close()

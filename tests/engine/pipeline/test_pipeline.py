@@ -364,7 +364,7 @@ def test_staged_members_of_a_group_compute_what_one_whole_instance_does(
 
 
 @pytest.mark.parametrize(("count", "ranks"), [(3, 1), (2, 2)])
-def test_a_staged_home_spreads_requests_over_holders(staged, count, ranks) -> None:
+def test_a_staged_owner_spreads_requests_over_workers(staged, count, ranks) -> None:
     """Stages of one instance, shards at two others: chunks of any sizes that straddle shards, then
     decodes over a shard's end beside a short sequence. With ranks it is 3D."""
     rng, steps, folder = random.Random(3), 12, split_folder("qwen3-layer-types")

@@ -93,7 +93,7 @@ class Scheduler:
     async def _command(self, role: ScheduledRole, worker: Worker) -> None:
         while True:
             for sent in await worker.outbox.take():
-                command = command_of(codec.command_message(sent, 0))
+                command = command_of(codec.command_message(sent))
                 assert command is not None
                 self.commands.append(command)
                 role.role.on_command(command)

@@ -407,7 +407,6 @@ def test_what_is_left_of_a_request():
     spec = RequestSpec(
         request_id="r",
         proxy=Incarnation("x", 1),
-        model="m",
         prompt_tokens=10,
         sampling=sampling,
         slo=Slo(ttft_s=1.0, tbt_s=0.5),

@@ -122,7 +122,6 @@ def test_new_blocks_follow_the_known_blocks():
     alone = RequestSpec(
         request_id="r",
         proxy=Incarnation("x", 1),
-        model="m",
         prompt_tokens=40,
         sampling=SamplingParams(max_tokens=1),
     )

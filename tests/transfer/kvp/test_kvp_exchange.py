@@ -63,7 +63,7 @@ class Ends:
 
     def __init__(self, places: int = 2, inline_bytes: int = INLINE_BYTES) -> None:
         hub = MemoryHub()
-        self.owner, self.holder = MemoryTransport("owner", hub), MemoryTransport("holder", hub)
+        self.owner, self.worker = MemoryTransport("owner", hub), MemoryTransport("worker", hub)
         self.sent = np.zeros(KvpExchange.memory_bytes(SHAPE, places), dtype=np.uint8)
         inbox = np.zeros(KvpServer.memory_bytes(SHAPE, places), dtype=np.uint8)
         self.lost: list[tuple[str, str]] = []
@@ -71,15 +71,15 @@ class Ends:
             self.owner,
             Memory.of_array(self.sent),
             SHAPE,
-            holders=places,
+            workers=places,
             timeout_s=2 * HANG_S,
             lease_s=LEASE_S,
-            on_lost=lambda holder, why: self.lost.append((holder, why)),
+            on_lost=lambda worker, why: self.lost.append((worker, why)),
             inline_bytes=inline_bytes,
         )
         self.echo = Echo(inbox)
         self.server = KvpServer(
-            self.holder,
+            self.worker,
             Memory.of_array(inbox),
             SHAPE,
             self.echo,
@@ -98,7 +98,7 @@ class Ends:
             await self.exchange.attach(
                 "h",
                 offer,
-                metadata=self.holder.metadata(),
+                metadata=self.worker.metadata(),
                 slot=attachment.slot,
                 region=attachment.region,
                 offset=attachment.offset,
@@ -133,7 +133,7 @@ def ends(request):
     yield made
     made.server.close()
     made.owner.close()
-    made.holder.close()
+    made.worker.close()
 
 
 @pytest.mark.parametrize(
@@ -168,7 +168,7 @@ def test_each_layer_has_its_answer(ends):
     ends.exchange.begin()
     for layer in range(3):
         reply, word = ends.ask(layer, 40 + layer, entries=int(not layer))
-        assert (reply.holder, reply.missing, reply.lost, word) == ("h", (), "", 40 + layer)
+        assert (reply.worker, reply.missing, reply.lost, word) == ("h", (), "", 40 + layer)
     assert ends.exchange.wait() is None
     ends.echo.missing = (0,)
     reply, word = ends.ask(3, 50)
@@ -184,13 +184,13 @@ def test_rows_that_do_not_fit_what_came_with_them_are_refused(ends, rows, new_ro
     ends.ask(0, 1, entries=1)
     before = ends.echo.memory.copy()
     message = KvpMessage(KvpKind.LAYER, slot, 1, 0, 1, rows, new_rows, entries, b"x" * 48)
-    ends.owner.notify("holder", message.encode()).result(HANG_S)
+    ends.owner.notify("worker", message.encode()).result(HANG_S)
     reply, _ = ends.ask(1, 1)  # the answer to the forged request is the one to it
     assert "48 bytes came with" in reply.lost
     assert (ends.echo.memory == before).all()
 
 
-def test_a_request_that_can_t_be_served_loses_the_holder(ends):
+def test_a_request_that_can_t_be_served_loses_the_worker(ends):
     ends.attach()
     ends.exchange.begin()
     ends.ask(0, 1, entries=1)
@@ -205,9 +205,9 @@ def test_answers_to_what_is_not_waited_for_are_dropped(ends):
     ends.exchange.begin()
     ends.exchange.begin()
     late = KvpMessage(KvpKind.PARTIAL, slot, 1, 0, 0)
-    ends.holder.notify("owner", late.encode()).result(HANG_S)
+    ends.worker.notify("owner", late.encode()).result(HANG_S)
     of_another = KvpMessage(KvpKind.FAILED, slot + 1, 2, 0, 0)
-    ends.holder.notify("owner", of_another.encode()).result(HANG_S)
+    ends.worker.notify("owner", of_another.encode()).result(HANG_S)
     reply, word = ends.ask(0, 7, entries=1)
     assert (reply.lost, word) == ("", 7)
 
@@ -225,13 +225,13 @@ def test_a_place_waits_for_a_peer_that_may_still_write(ends, monkeypatch):
     """No thread handles the server's notifications: the KV owner's two places stay taken."""
     clock = given_to("millrace.transfer", monkeypatch)
     ends.attach()
-    ends.holder.deliver = lambda *_: None
+    ends.worker.deliver = lambda *_: None
     ends.exchange.detach("h")
     ends.attach()
     ends.exchange.detach("h")
     with pytest.raises(CapacityError, match="2 by peers that may still write"):
         ends.exchange.offer()
-    ends.holder.close()  # its process has ended; writes in flight land within the grace
+    ends.worker.close()  # its process has ended; writes in flight land within the grace
     time.sleep(0.05)
     with pytest.raises(CapacityError):
         ends.exchange.offer()
@@ -239,12 +239,12 @@ def test_a_place_waits_for_a_peer_that_may_still_write(ends, monkeypatch):
     ends.exchange.withdraw(ends.exchange.offer())
 
 
-def test_the_holder_may_end_the_exchange(ends):
+def test_the_worker_may_end_the_exchange(ends):
     slot = ends.attach()
     ends.exchange.begin()
     ends.server.detach(slot)
     deadline_s = time.monotonic() + HANG_S
-    while not ends.exchange.holders()["h"] and time.monotonic() < deadline_s:
+    while not ends.exchange.workers()["h"] and time.monotonic() < deadline_s:
         time.sleep(0.01)
     reply, _ = ends.ask(0, 1, entries=1)
     assert reply.lost == "h ended the exchange"
@@ -252,7 +252,7 @@ def test_the_holder_may_end_the_exchange(ends):
     ends.settle()
 
 
-def test_a_holder_that_is_let_go_and_attached_anew_is_lost_to_the_pass_at_hand(ends):
+def test_a_worker_that_is_let_go_and_attached_anew_is_lost_to_the_pass_at_hand(ends):
     ends.attach()
     ends.exchange.begin()
     ends.ask(0, 5, entries=1)
@@ -271,7 +271,7 @@ def test_misuse_is_refused(ends):
     with pytest.raises(TransferError, match="has h already"):
         asyncio.run(
             ends.exchange.attach(
-                "h", offer, metadata=ends.holder.metadata(), slot=9, region=0, offset=0
+                "h", offer, metadata=ends.worker.metadata(), slot=9, region=0, offset=0
             )
         )
     ends.exchange.begin()
@@ -281,4 +281,4 @@ def test_misuse_is_refused(ends):
         ends.exchange.post("h", Request(0, 1, 1, 0))
     small = np.zeros(8, dtype=np.uint8)
     with pytest.raises(ValueError, match="can't hold an exchange"):
-        KvpExchange(ends.owner, Memory.of_array(small), SHAPE, holders=1, timeout_s=1, lease_s=1)
+        KvpExchange(ends.owner, Memory.of_array(small), SHAPE, workers=1, timeout_s=1, lease_s=1)

@@ -35,8 +35,6 @@ from millrace.wire.server import bind, create_server
 
 M = TypeVar("M")
 
-LEASE_S = 30.0
-
 
 class Outbox(Generic[M]):
     """Queues the messages to one peer, also while the peer is not connected."""
@@ -141,7 +139,7 @@ class StubFleet:
             self._updates[proxy].put(self.fleet())
 
     def fleet(self) -> Fleet:
-        return Fleet(decode=(self.member,), prefill_count=1, ready=self.ready)
+        return Fleet(decode=(self.member,), ready=self.ready)
 
     def place(self, spec: RequestSpec, predicted_ttft_s: float = 0.001) -> None:
         self._update(
@@ -150,7 +148,6 @@ class StubFleet:
                 request_id=spec.request_id,
                 decode=self.member,
                 predicted_ttft_s=predicted_ttft_s,
-                lease_s=LEASE_S,
             ),
         )
 

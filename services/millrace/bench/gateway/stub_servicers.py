@@ -12,6 +12,7 @@ from millrace.core.priority import POLICIES
 from millrace.core.token_events import TokenEvent
 from millrace.wire.codec import proxy as proxy_codec
 from millrace.wire.codec import scheduler as codec
+from millrace.wire.codec.enums import MessageError
 from millrace.wire.codec.incarnation import incarnation_of
 from millrace.wire.codec.token_events import batch_message
 from millrace.wire.fleet_messages import ProxyMessage, ProxyUpdate
@@ -66,7 +67,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
     ) -> scheduler_pb2.StatusReply:
         return scheduler_pb2.StatusReply(
             policy=self._fleet.policy,
-            preemption="none",
+            preemption=scheduler_pb2.PREEMPTION_NONE,
             planner="least_queue",
             policies=POLICIES,
             improvement_rate=self._fleet.improvement_rate,
@@ -77,7 +78,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
     ) -> scheduler_pb2.SetPolicyReply:
         try:
             wanted = codec.policy_changed(request).policy
-        except codec.MessageError as error:
+        except MessageError as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         before, self._fleet.policy = self._fleet.policy, wanted
         return scheduler_pb2.SetPolicyReply(before=before, now=wanted)
@@ -87,7 +88,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
     ) -> scheduler_pb2.SetImprovementRateReply:
         try:
             wanted = codec.improvement_rate_changed(request)
-        except codec.MessageError as error:
+        except MessageError as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         before = self._fleet.improvement_rate
         now = wanted.rows[0][1] if wanted.rate is None else wanted.rate

@@ -28,8 +28,8 @@ from typing import Any
 
 import torch
 
-from millrace.bench.long.holder import LEASE_S, HolderProcess, holders
 from millrace.bench.long.model import kv_bytes
+from millrace.bench.long.worker import LEASE_S, WorkerProcess, worker_processes
 from millrace.core.arithmetic import ceil_div
 from millrace.core.config import EngineConfig
 from millrace.core.kv.kvp_pass import RemoteShard, Reply
@@ -85,7 +85,7 @@ class _Watched:
 class KvOwner:
     """The KV owner's engine and its exchange with KVP workers."""
 
-    def __init__(self, engine: Engine, workers: Sequence[HolderProcess]) -> None:
+    def __init__(self, engine: Engine, workers: Sequence[WorkerProcess]) -> None:
         self._engine = engine
         self._workers = workers
         layout = engine.layout
@@ -96,7 +96,7 @@ class KvOwner:
             self._transport,
             Memory.of_tensor(memory),
             shape,
-            holders=max(len(workers), 1),
+            workers=max(len(workers), 1),
             timeout_s=TIMEOUT_S,
             lease_s=LEASE_S,
         )
@@ -127,12 +127,12 @@ class KvOwner:
             self._pass(shards, tokens, context)
         self._attention_s(shards)
         found = [self._pass(shards, tokens, context) for _ in range(repeats)]
-        at_holders_s = self._attention_s(shards) / repeats
+        at_workers_s = self._attention_s(shards) / repeats
         return PassTime(
             wall_s=median(one.wall_s for one in found),
             wait_s=median(one.wait_s for one in found),
             operators_s=median(one.operators_s for one in found),
-            attention_s=at_holders_s or median(one.attention_s for one in found),
+            attention_s=at_workers_s or median(one.attention_s for one in found),
             rest_s=median(one.rest_s for one in found),
         )
 
@@ -199,7 +199,7 @@ def kv_owner(model: Path, *, dtype: str, context: int, degree: int) -> Iterator[
     config = EngineConfig(device="cpu", dtype=dtype, threads=1, kv_bytes=kv_bytes(room, dtype))
     holding = replace(config, kv_bytes=kv_bytes(room // 2, dtype))
     engine = open_engine(model, config)
-    with holders(degree - 1, model, holding) as workers:
+    with worker_processes(degree - 1, model, holding) as workers:
         made = KvOwner(engine, workers)
         try:
             asyncio.run(made.attach())

@@ -20,7 +20,7 @@ class AttachAsk:
     """
 
     owner: Incarnation
-    holder: Incarnation
+    worker: Incarnation
     layout: KvLayout
     max_rows: int
     agent_metadata: bytes
@@ -50,7 +50,7 @@ class HoldAsk:
     request_id: str
     attempt: int
     owner: Incarnation
-    holder: Incarnation
+    worker: Incarnation
     layout: KvLayout
     start_token: int
     end_token: int

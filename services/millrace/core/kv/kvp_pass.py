@@ -28,7 +28,7 @@ class RemoteShard:
     `shard` is the number that the worker gave it when it was opened.
     """
 
-    holder: str
+    worker: str
     shard: int
     start_token: int
     end_token: int
@@ -43,7 +43,7 @@ class RemoteRows:
     kept.
     """
 
-    holder: str
+    worker: str
     shard: int
     first_row: int
     num_rows: int
@@ -86,7 +86,7 @@ def remote_rows(
         if first < last:
             found.append(
                 RemoteRows(
-                    holder=shard.holder,
+                    worker=shard.worker,
                     shard=shard.shard,
                     first_row=first_row + first - first_position,
                     num_rows=last - first,
@@ -168,7 +168,7 @@ class Reply(NamedTuple):
     `missing`: entries of the piece whose shard is gone at the worker. `lost`: why there is no
     answer, and will be none."""
 
-    holder: str
+    worker: str
     missing: tuple[int, ...] = ()
     lost: str = ""
 

@@ -1,4 +1,4 @@
-"""The messages of the two ends of a probe of the KV path (`proto/transfer.proto`)."""
+"""The messages of the two ends of a probe of the KV path (`proto/millrace/v1/transfer.proto`)."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ class KvShard:
     """Token positions [start_token, end_token) of a request and its answer, at one instance
     (KVP)."""
 
-    holder: Member
+    worker: Member
     start_token: int
     end_token: int
 
@@ -41,7 +41,6 @@ class Registered:
     """
 
     heartbeat_s: float = 0.0
-    lease_s: float = 0.0  # silence longer than this is death
     preemption: str = ""
     policy: str = ""
 

@@ -21,7 +21,6 @@ class Registration:
     kv_pages: int
     page_tokens: int
     max_context_tokens: int
-    model: str = ""  # the served name
     max_batch: int = 0  # sequences in a batch
     latency: SpLatency | None = None
     node: str = ""  # empty: a node of its own

@@ -81,7 +81,7 @@ class SpreadRequests:
             transport,
             Memory.of_tensor(memory),
             shape,
-            holders=MOST_KVP_WORKERS,
+            workers=MOST_KVP_WORKERS,
             timeout_s=context.config.scheduler.lease_s,
             lease_s=context.config.transfer.lease_s,
             on_lost=report_loss,
@@ -141,9 +141,9 @@ class SpreadRequests:
 
     async def _keep(self, spread: _Spread, index: int, shard: KvShard) -> None:
         """Keeps the KVP worker attached until cancelled, for passes in flight even after a loss."""
-        worker = shard.holder.incarnation
+        worker = shard.worker.incarnation
         try:
-            async with self._workers.attached(worker, shard.holder.address) as peer:
+            async with self._workers.attached(worker, shard.worker.address) as peer:
                 why = await self._hold(spread, index, worker, peer, shard)
                 self._lose(spread, f"a shard at {worker.id} is lost: {why}")
                 await asyncio.get_running_loop().create_future()
@@ -167,7 +167,7 @@ class SpreadRequests:
         try:
             await held.landed()
             landed = RemoteShard(
-                holder=str(worker),
+                worker=str(worker),
                 shard=held.number,
                 start_token=shard.start_token,
                 end_token=shard.end_token,
@@ -184,7 +184,7 @@ class SpreadRequests:
             request_id=spread.request.id,
             attempt=spread.request.attempt,
             owner=self._incarnation,
-            holder=worker,
+            worker=worker,
             layout=self._layout,
             start_token=shard.start_token,
             end_token=shard.end_token,
@@ -214,5 +214,5 @@ class SpreadRequests:
     def _worker_lost(self, worker: str, why: str) -> None:
         """Fails the requests with a shard at a KVP worker that a pass or the transport lost."""
         for spread in list(self._spread.values()):
-            if any(shard.holder == worker for shard in spread.landed.values()):
+            if any(shard.worker == worker for shard in spread.landed.values()):
                 self._lose(spread, why)

@@ -104,7 +104,7 @@ class KvpWorkers:
             attachment = await peer.attach(
                 AttachAsk(
                     owner=self._incarnation,
-                    holder=incarnation,
+                    worker=incarnation,
                     layout=self._layout,
                     max_rows=self._exchange.shape.max_rows,
                     agent_metadata=self._metadata,

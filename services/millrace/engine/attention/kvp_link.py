@@ -32,8 +32,8 @@ class Exchange(Protocol):
     @property
     def shape(self) -> ExchangeShape: ...
     def begin(self) -> None: ...
-    def at(self, holder: str) -> tuple[int, int] | None: ...
-    def post(self, holder: str, request: Request) -> None: ...
+    def at(self, worker: str) -> tuple[int, int] | None: ...
+    def post(self, worker: str, request: Request) -> None: ...
     def wait(self) -> Reply | None: ...
 
 
@@ -65,40 +65,40 @@ class ExchangeLink:
         """`RemoteLink.begin`."""
         self._exchange.begin()
         self._lost = {}
-        by_holder: dict[str, list[RemoteRows]] = {}
+        by_worker: dict[str, list[RemoteRows]] = {}
         for entry in rows:
-            by_holder.setdefault(entry.holder, []).append(entry)
+            by_worker.setdefault(entry.worker, []).append(entry)
         self._pieces = {}
-        for holder, entries in by_holder.items():
-            at = self._exchange.at(holder)
+        for worker, entries in by_worker.items():
+            at = self._exchange.at(worker)
             if at is None:
-                self._lost |= dict.fromkeys(entries, f"{holder} is not attached")
+                self._lost |= dict.fromkeys(entries, f"{worker} is not attached")
                 continue
             pieces = pieces_of(entries, self._exchange.shape.max_rows)
-            self._pieces[holder] = [self._piece(piece, at, slots) for piece in pieces]
+            self._pieces[worker] = [self._piece(piece, at, slots) for piece in pieces]
 
     def send(self, layer: int, q_nhd: Tensor, kv_layers: Tensor) -> None:
         """`RemoteLink.send`."""
         self._now = layer, q_nhd, kv_layers
-        for holder in self._pieces:
-            self._post(holder, 0)
+        for worker in self._pieces:
+            self._post(worker, 0)
 
     def partials(self, layer: int) -> Iterator[Partial]:
         """`RemoteLink.partials`."""
         numbers = dict.fromkeys(self._pieces, 0)
         while (reply := self._exchange.wait()) is not None:
-            holder = reply.holder
+            worker = reply.worker
             if reply.lost:
-                for piece in self._pieces.pop(holder):
+                for piece in self._pieces.pop(worker):
                     self._lost |= dict.fromkeys(piece.entries, reply.lost)
                 continue
-            piece = self._pieces[holder][numbers[holder]]
+            piece = self._pieces[worker][numbers[worker]]
             for missing in reply.missing:
-                self._lost[piece.entries[missing]] = f"{holder} has let the shard go"
+                self._lost[piece.entries[missing]] = f"{worker} has let the shard go"
             yield Partial(piece.rows, piece.views.out, piece.views.lse)
-            numbers[holder] += 1
-            if numbers[holder] < len(self._pieces[holder]):
-                self._post(holder, numbers[holder])
+            numbers[worker] += 1
+            if numbers[worker] < len(self._pieces[worker]):
+                self._post(worker, numbers[worker])
 
     def end(self) -> Mapping[RemoteRows, str]:
         """`RemoteLink.end`."""
@@ -121,9 +121,9 @@ class ExchangeLink:
             pack_table(entries),
         )
 
-    def _post(self, holder: str, number: int) -> None:
+    def _post(self, worker: str, number: int) -> None:
         layer, q_nhd, kv_layers = self._now
-        piece = self._pieces[holder][number]
+        piece = self._pieces[worker][number]
         views, entries = piece.views, 0
         views.q.copy_(q_nhd[piece.rows])
         if piece.new is not None:
@@ -133,4 +133,4 @@ class ExchangeLink:
             self._bytes[piece.at : end] = np.frombuffer(piece.table, dtype=np.uint8)
             piece.table, entries = b"", len(piece.entries)
         request = Request(number, layer, len(views.q), len(views.kv), entries)
-        self._exchange.post(holder, request)
+        self._exchange.post(worker, request)

@@ -204,7 +204,7 @@ class ShardHost:
 
     def _check_meant(self, ask: AttachAsk | HoldAsk) -> None:
         """Raises TransferError when a message is for another incarnation or another KV layout."""
-        if stale := stale_receiver(ask.holder, self._life):
+        if stale := stale_receiver(ask.worker, self._life):
             raise TransferError(stale)
         if differs := mismatch(ask.layout, self._layout):
             raise TransferError(differs)

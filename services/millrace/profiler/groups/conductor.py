@@ -233,7 +233,6 @@ class Conductor:
         instance.send(
             Registered(
                 heartbeat_s=config.heartbeat_s,
-                lease_s=config.lease_s,
                 preemption=config.preemption,
                 policy=config.policy,
             )

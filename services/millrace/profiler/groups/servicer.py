@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable
-from itertools import count
 from typing import Protocol
 
 import grpc
@@ -72,10 +71,8 @@ class ConductorServicer:
         outbox = self._fleet.joined(registration)
         reading = asyncio.create_task(self._read(registration.incarnation.id, request_iterator))
         try:
-            for sequence in count(1):
-                message = command_message(await outbox.get())
-                message.sequence = sequence
-                yield message
+            while True:
+                yield command_message(await outbox.get())
         finally:
             reading.cancel()
 

@@ -112,7 +112,6 @@ class Builder:
         return RequestSpec(
             request_id=request_id,
             proxy=self._proxy,
-            model=self._limits.model,
             prompt_tokens=prompt_tokens,
             sampling=_sampling_params(
                 options.sampling,

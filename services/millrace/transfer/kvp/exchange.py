@@ -50,7 +50,7 @@ class Offer(NamedTuple):
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Pair:
-    holder: str
+    worker: str
     place: int
     peer: str  # the transport's name
     slot: int
@@ -75,10 +75,10 @@ class KvpExchange:
         memory: Memory,
         shape: ExchangeShape,
         *,
-        holders: int,
+        workers: int,
         timeout_s: float,
         lease_s: float,
-        on_lost: Callable[[str, str], None] = lambda holder, why: None,
+        on_lost: Callable[[str, str], None] = lambda worker, why: None,
         inline_bytes: int = INLINE_BYTES,
     ) -> None:
         """`memory` has `memory_bytes` bytes on the host; the exchange registers it. `timeout_s`
@@ -87,8 +87,8 @@ class KvpExchange:
 
         Raises ValueError when the memory is too small.
         """
-        if memory.nbytes < self.memory_bytes(shape, holders):
-            raise ValueError(f"{memory.nbytes} bytes can't hold an exchange with {holders} workers")
+        if memory.nbytes < self.memory_bytes(shape, workers):
+            raise ValueError(f"{memory.nbytes} bytes can't hold an exchange with {workers} workers")
         self.shape = shape
         self._transport = transport
         self._timeout_s = timeout_s
@@ -96,7 +96,7 @@ class KvpExchange:
         self._inline_bytes = inline_bytes
         self._region = transport.register(memory)
         self._bytes = host_bytes(memory)
-        self._places = Places(transport, holders, lease_s)
+        self._places = Places(transport, workers, lease_s)
         self._lock = threading.Lock()
         self._pairs: dict[str, _Pair] = {}
         self._by_slot: dict[tuple[str, int], _Pair] = {}
@@ -109,9 +109,9 @@ class KvpExchange:
         transport.subscribe(TO_OWNER, self._on_notification)
 
     @staticmethod
-    def memory_bytes(shape: ExchangeShape, holders: int) -> int:
-        """Returns the bytes of memory of an exchange with `holders` KVP workers at once."""
-        return holders * (shape.request_bytes + shape.reply_bytes)
+    def memory_bytes(shape: ExchangeShape, workers: int) -> int:
+        """Returns the bytes of memory of an exchange with `workers` KVP workers at once."""
+        return workers * (shape.request_bytes + shape.reply_bytes)
 
     # -- attaching
 
@@ -128,7 +128,7 @@ class KvpExchange:
         self._places.give(offer.place)
 
     async def attach(
-        self, holder: str, offer: Offer, *, metadata: bytes, slot: int, region: int, offset: int
+        self, worker: str, offer: Offer, *, metadata: bytes, slot: int, region: int, offset: int
     ) -> None:
         """Opens the pair with the KVP worker's answer to `Kvp.Attach`.
 
@@ -137,7 +137,7 @@ class KvpExchange:
         try:
             peer = await outcome(self._transport.connect(metadata))
             pair = _Pair(
-                holder=holder,
+                worker=worker,
                 place=offer.place,
                 peer=peer,
                 slot=slot,
@@ -145,32 +145,32 @@ class KvpExchange:
                 offset=offset,
             )
             with self._lock:
-                if holder in self._pairs:
-                    raise TransferError(f"the exchange has {holder} already")
+                if worker in self._pairs:
+                    raise TransferError(f"the exchange has {worker} already")
                 if not self._pairs:
                     self._listening.enter_context(self._transport.listening())
-                self._pairs[holder] = self._by_slot[peer, slot] = pair
+                self._pairs[worker] = self._by_slot[peer, slot] = pair
         except BaseException:  # also when cancelled
             self._places.give(offer.place)
             raise
 
-    def lose(self, holder: str, why: str) -> None:
+    def lose(self, worker: str, why: str) -> None:
         """Marks a KVP worker as lost: a waiting caller continues without it, at once."""
         with self._lock:
-            pair = self._pairs.get(holder)
+            pair = self._pairs.get(worker)
         if pair is not None:
             self._lose(pair, why)
 
-    def detach(self, holder: str) -> None:
+    def detach(self, worker: str) -> None:
         """Ends a pair, if there is one; the KVP worker may attach again."""
         with self._lock:
-            pair = self._pairs.pop(holder, None)
+            pair = self._pairs.pop(worker, None)
             if pair is None:
                 return
             del self._by_slot[pair.peer, pair.slot]
             if not self._pairs:
                 self._listening.close()
-        pair.lost = pair.lost or f"{holder} was detached"
+        pair.lost = pair.lost or f"{worker} was detached"
         self._events.put((pair, None))
         self._places.leave(pair.place, pair.peer, pair.slot)
         if pair.write is None:
@@ -178,12 +178,12 @@ class KvpExchange:
         else:
             pair.write.add_done_callback(lambda _: self._say_bye(pair))
 
-    def holders(self) -> dict[str, str]:
+    def workers(self) -> dict[str, str]:
         """Returns the attached KVP workers, each with the reason of its loss; empty while it
         works.
         """
         with self._lock:
-            return {holder: pair.lost for holder, pair in self._pairs.items()}
+            return {worker: pair.lost for worker, pair in self._pairs.items()}
 
     # -- a pass
 
@@ -194,27 +194,27 @@ class KvpExchange:
         self._of_pass = {}
         self._number += 1
 
-    def at(self, holder: str) -> tuple[int, int] | None:
+    def at(self, worker: str) -> tuple[int, int] | None:
         """Takes a KVP worker into the pass and returns two offsets in this end's memory: of the
         request to it, as `ExchangeShape` lays it out, and of its partial results. None without such
         a worker.
         """
         with self._lock:
-            pair = self._pairs.get(holder)
+            pair = self._pairs.get(worker)
         if pair is None:
             return None
-        self._of_pass[holder] = pair
+        self._of_pass[worker] = pair
         at = pair.place * (self.shape.request_bytes + self.shape.reply_bytes)
         return at, at + self.shape.request_bytes
 
-    def post(self, holder: str, request: Request) -> None:
+    def post(self, worker: str, request: Request) -> None:
         """Sends the request that lies at the worker's place; `wait` returns its answer or its loss.
 
         Raises TransferError when the worker has not answered the last request yet.
         """
-        pair = self._of_pass[holder]
+        pair = self._of_pass[worker]
         if pair.waiting is not None:
-            raise TransferError(f"{holder} has not answered the last request")
+            raise TransferError(f"{worker} has not answered the last request")
         piece, layer, rows, new_rows, entries = request
         pair.waiting = self._number, piece, layer
         pair.posted_s = time.monotonic()
@@ -254,18 +254,18 @@ class KvpExchange:
                 continue
             if message is not None:
                 if pair.waiting != (message.number, message.piece, message.layer):
-                    log.debug("a late %s of %s", message.kind.name, pair.holder)
+                    log.debug("a late %s of %s", message.kind.name, pair.worker)
                     continue
                 if message.kind is KvpKind.FAILED:
                     self._lose(pair, message.body.decode(errors="replace"))
             pair.waiting = None
             self._outstanding -= 1
             if message is None or message.kind is KvpKind.FAILED:
-                return Reply(pair.holder, lost=pair.lost)
+                return Reply(pair.worker, lost=pair.lost)
             if results := message.results:
                 at = self._reply_at(pair.place)
                 self._bytes[at : at + len(results)] = np.frombuffer(results, dtype=np.uint8)
-            return Reply(pair.holder, message.missing())
+            return Reply(pair.worker, message.missing())
         return None
 
     def check_integrity(self, *, idle: bool) -> None:
@@ -313,22 +313,22 @@ class KvpExchange:
             if pair.waiting is None:
                 continue
             if self._transport.is_dead(pair.peer):
-                self._lose(pair, f"{pair.holder} has ended")
+                self._lose(pair, f"{pair.worker} has ended")
             elif now_s - pair.posted_s > self._timeout_s:
-                self._lose(pair, f"{pair.holder} did not answer within {self._timeout_s:g} s")
+                self._lose(pair, f"{pair.worker} did not answer within {self._timeout_s:g} s")
 
     def _lose(self, pair: _Pair, why: str) -> None:
         with self._lock:
             is_news, pair.lost = not pair.lost, pair.lost or why
         self._events.put((pair, None))
         if is_news:
-            self._on_lost(pair.holder, why)
+            self._on_lost(pair.worker, why)
 
     def _on_written(self, pair: _Pair, write: Future[None]) -> None:
         """Loses the worker when a write failed. Runs on the transport's thread."""
         error = None if write.cancelled() else write.exception()
         if error is not None:
-            self._lose(pair, f"{pair.holder}: {error}")
+            self._lose(pair, f"{pair.worker}: {error}")
 
     def _say_bye(self, pair: _Pair) -> None:
         told = self._transport.notify(pair.peer, KvpMessage(KvpKind.BYE, pair.slot).encode())
@@ -342,6 +342,6 @@ class KvpExchange:
         if message.kind is KvpKind.GONE:
             self._places.drained(*key)
             if pair is not None:
-                self._lose(pair, f"{pair.holder} ended the exchange")
+                self._lose(pair, f"{pair.worker} ended the exchange")
         elif pair is not None:
             self._events.put((pair, message))

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from millrace.core.errors import TransferError
 
 #: First byte of a notification, by which a transport finds its subscriber.
-TO_HOLDER = 5
+TO_WORKER = 5
 TO_OWNER = 6
 
 # channel u8, kind u8, layer u16, slot u32, pass u64, piece u32, rows u32, new rows u32, entries u32
@@ -28,7 +28,7 @@ class KvpKind(IntEnum):
 
     @property
     def channel(self) -> int:
-        return TO_HOLDER if self <= KvpKind.BYE else TO_OWNER
+        return TO_WORKER if self <= KvpKind.BYE else TO_OWNER
 
 
 class KvpMessage(NamedTuple):

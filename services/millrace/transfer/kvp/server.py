@@ -24,7 +24,7 @@ import numpy as np
 from millrace.core.errors import IntegrityError, TransferError
 from millrace.core.kv.kvp_pass import ExchangeShape
 from millrace.transfer.kvp.attentive import next_of
-from millrace.transfer.kvp.messages import TO_HOLDER, KvpKind, KvpMessage, missing_body
+from millrace.transfer.kvp.messages import TO_WORKER, KvpKind, KvpMessage, missing_body
 from millrace.transfer.kvp.places import Places
 from millrace.transfer.transport.base import INLINE_BYTES, Transport, outcome
 from millrace.transfer.transport.regions import Memory, host_bytes
@@ -104,7 +104,7 @@ class KvpServer:
         self._listening = ExitStack()
         self._thread = threading.Thread(target=self._serve, name="kvp-server", daemon=True)
         self._thread.start()
-        transport.subscribe(TO_HOLDER, self._on_notification)
+        transport.subscribe(TO_WORKER, self._on_notification)
 
     @staticmethod
     def memory_bytes(shape: ExchangeShape, owners: int) -> int:

@@ -13,6 +13,7 @@ from millrace.core.autoscale.load import FleetLoad
 from millrace.core.errors import MillraceError
 from millrace.core.scheduler.mechanisms import Mechanism
 from millrace.wire.channel import open_channel
+from millrace.wire.codec.scheduler import PREEMPTIONS, ROLES
 from millrace.wire.codec.status import fleet_load
 from millrace.wire.pb import scheduler_pb2, scheduler_pb2_grpc
 
@@ -55,7 +56,7 @@ async def get_settings(address: str) -> dict[str, Any]:
         reply = await stub.GetStatus(scheduler_pb2.StatusRequest(), timeout=TIMEOUT_S)
     return {
         "policy": reply.policy,
-        "preemption": reply.preemption,
+        "preemption": PREEMPTIONS.word[reply.preemption],
         "planner": reply.planner,
         "improvement_rate": reply.improvement_rate,
         "policies": list(reply.policies),
@@ -110,7 +111,7 @@ async def get_instances(address: str) -> list[InstanceView]:
     return [
         InstanceView(
             id=one.incarnation.id,
-            role=one.role,
+            role=ROLES.word[one.role],
             address=one.address,
             draining=one.draining,
             running=one.running,

@@ -11,6 +11,7 @@ from millrace.core.errors import MillraceError
 from millrace.core.scheduler.commands import Command
 from millrace.core.scheduler.reports import Registration, Report
 from millrace.wire.channel import open_channel
+from millrace.wire.codec.enums import MessageError
 from millrace.wire.codec.instance import command_of, registration_message, report_message
 from millrace.wire.pb import scheduler_pb2, scheduler_pb2_grpc
 
@@ -19,7 +20,7 @@ SchedulerStream = AsyncIterator[Command]
 
 
 class SchedulerStreamError(MillraceError):
-    """The stream failed; the message holds gRPC's code and details."""
+    """The stream failed; the message holds the reason."""
 
 
 @asynccontextmanager
@@ -50,5 +51,7 @@ async def _commands(
         async for message in call:
             if (command := command_of(message)) is not None:
                 yield command
+    except MessageError as error:
+        raise SchedulerStreamError(str(error)) from error
     except grpc.aio.AioRpcError as error:
         raise SchedulerStreamError(error.details() or str(error.code())) from error

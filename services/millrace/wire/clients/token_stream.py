@@ -10,6 +10,7 @@ from millrace.core.errors import MillraceError
 from millrace.core.kv.transfer import Incarnation
 from millrace.core.token_events import TokenEvent
 from millrace.wire.channel import open_channel
+from millrace.wire.codec.enums import MessageError
 from millrace.wire.codec.token_events import events_of, subscription
 from millrace.wire.pb import decode_pb2_grpc
 
@@ -38,6 +39,8 @@ async def token_events(
         try:
             async for batch in call:
                 yield events_of(batch)
+        except MessageError as error:
+            raise TokenStreamError(str(error)) from error
         except grpc.aio.AioRpcError as error:
             raise TokenStreamError(
                 error.details() or str(error.code()),

@@ -42,7 +42,6 @@ def members_of(reply: gang_pb2.JoinReply) -> list[GroupMember]:
 
 
 def hand_in_message(handed_in: HandIn) -> gang_pb2.HandInRequest:
-    """Encodes a hand-in without spans: members have no spans for the leader to report."""
     return gang_pb2.HandInRequest(
         request_id=handed_in.request_id,
         attempt=handed_in.attempt,

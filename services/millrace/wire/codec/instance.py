@@ -14,6 +14,7 @@ from millrace.core.request import Chunk
 from millrace.core.scheduler import commands, reports
 from millrace.core.scheduler.effects import ChunkRef
 from millrace.wire.codec import scheduler as codec
+from millrace.wire.codec.enums import EnumWords
 from millrace.wire.codec.incarnation import (
     incarnation_message,
     incarnation_of,
@@ -21,13 +22,14 @@ from millrace.wire.codec.incarnation import (
     member_of,
 )
 from millrace.wire.codec.request_spec import spec_message, spec_of
-from millrace.wire.pb import scheduler_pb2
+from millrace.wire.pb import common_pb2, scheduler_pb2
+
+_REASONS = EnumWords(common_pb2.FinishReason, "reason")
 
 # ---- scheduler -> instance
 
 
 def command_message(command: commands.Command) -> scheduler_pb2.WorkerCommand:
-    """Encodes a command without its `sequence`, which the sender counts."""
     match command:
         case commands.RunPrefill():
             return scheduler_pb2.WorkerCommand(run_prefill=_run_prefill_message(command))
@@ -52,6 +54,14 @@ def command_of(message: scheduler_pb2.WorkerCommand) -> commands.Command | None:
         return None
     command: commands.Command = _COMMANDS[kind](getattr(message, kind))
     return command
+
+
+def _registered_of(message: scheduler_pb2.Registered) -> commands.Registered:
+    return commands.Registered(
+        heartbeat_s=message.heartbeat_s,
+        preemption=codec.PREEMPTIONS.word[message.preemption],
+        policy=message.policy,
+    )
 
 
 def _run_prefill_message(command: commands.RunPrefill) -> scheduler_pb2.RunPrefill:
@@ -105,7 +115,7 @@ def _admit_of(message: scheduler_pb2.AdmitDecode) -> commands.AdmitDecode:
 def _shard_messages(shards: Iterable[commands.KvShard]) -> list[scheduler_pb2.KvShard]:
     return [
         scheduler_pb2.KvShard(
-            holder=member_message(shard.holder),
+            worker=member_message(shard.worker),
             start_token=shard.start_token,
             end_token=shard.end_token,
         )
@@ -116,7 +126,7 @@ def _shard_messages(shards: Iterable[commands.KvShard]) -> list[scheduler_pb2.Kv
 def _shards_of(messages: Iterable[scheduler_pb2.KvShard]) -> tuple[commands.KvShard, ...]:
     return tuple(
         commands.KvShard(
-            holder=member_of(message.holder),
+            worker=member_of(message.worker),
             start_token=message.start_token,
             end_token=message.end_token,
         )
@@ -144,9 +154,8 @@ def registration_message(registration: reports.Registration) -> scheduler_pb2.Wo
     return scheduler_pb2.WorkerMessage(
         register=scheduler_pb2.Register(
             incarnation=incarnation_message(registration.incarnation),
-            role=registration.role,
+            role=codec.ROLES.number[registration.role],
             address=registration.address,
-            model=registration.model,
             model_hash=registration.model_hash,
             kv_pages=registration.kv_pages,
             page_tokens=registration.page_tokens,
@@ -167,9 +176,8 @@ def registration_of(message: scheduler_pb2.Register) -> reports.Registration:
     step = message.decode_step
     return reports.Registration(
         incarnation=incarnation_of(message.incarnation),
-        role=message.role,
+        role=codec.ROLES.word[message.role],
         address=message.address,
-        model=message.model,
         model_hash=message.model_hash,
         kv_pages=message.kv_pages,
         page_tokens=message.page_tokens,
@@ -197,6 +205,14 @@ def _latency_of(message: scheduler_pb2.LatencyCoefficients) -> Latency:
 def report_message(report: reports.Report) -> scheduler_pb2.WorkerMessage:
     if isinstance(report, reports.Heartbeat):
         return scheduler_pb2.WorkerMessage(heartbeat=_heartbeat_message(report))
+    if isinstance(report, reports.RequestFinished):
+        return scheduler_pb2.WorkerMessage(
+            request_finished=scheduler_pb2.RequestFinished(
+                request_id=report.request_id,
+                reason=_REASONS.number[report.reason],
+                generated_tokens=report.generated_tokens,
+            )
+        )
     kind, message = _MESSAGES[type(report)]
     return scheduler_pb2.WorkerMessage(**cast(Any, {kind: message(**_fields(report))}))
 
@@ -206,6 +222,13 @@ def report_of(message: scheduler_pb2.WorkerMessage) -> reports.Report | None:
     kind = message.WhichOneof("kind")
     if kind == "heartbeat":
         return _heartbeat_of(message.heartbeat)
+    if kind == "request_finished":
+        finished = message.request_finished
+        return reports.RequestFinished(
+            request_id=finished.request_id,
+            reason=_REASONS.word[finished.reason],
+            generated_tokens=finished.generated_tokens,
+        )
     if kind not in _REPORTS:
         return None
     report: reports.Report = _plain(_REPORTS[kind])(getattr(message, kind))
@@ -266,7 +289,6 @@ _REPORTS: Final = MappingProxyType(
         "request_released": reports.RequestReleased,
         "prefix_landed": reports.PrefixLanded,
         "decode_started": reports.DecodeStarted,
-        "request_finished": reports.RequestFinished,
         "request_failed": reports.RequestFailed,
         "draining": reports.Draining,
     }
@@ -276,7 +298,7 @@ _MESSAGES: Final = MappingProxyType(
 )
 _COMMANDS: Final[MappingProxyType[str, Callable[[Any], Any]]] = MappingProxyType(
     {
-        "registered": _plain(commands.Registered),
+        "registered": _registered_of,
         "run_prefill": _run_prefill_of,
         "admit_decode": _admit_of,
         "cancel": _plain(commands.Cancel),

@@ -12,7 +12,7 @@ from millrace.wire.pb import kvp_pb2
 def attach_message(ask: AttachAsk) -> kvp_pb2.AttachRequest:
     return kvp_pb2.AttachRequest(
         owner=incarnation_message(ask.owner),
-        holder=incarnation_message(ask.holder),
+        worker=incarnation_message(ask.worker),
         layout=layout_message(ask.layout),
         max_rows=ask.max_rows,
         agent_metadata=ask.agent_metadata,
@@ -27,7 +27,7 @@ def attach_of(message: kvp_pb2.AttachRequest) -> AttachAsk:
         raise TransferError("a peer sent a bad attachment: max_rows is 0; it must be at least 1")
     return AttachAsk(
         owner=incarnation_of(message.owner),
-        holder=incarnation_of(message.holder),
+        worker=incarnation_of(message.worker),
         layout=layout_of(message.layout),
         max_rows=message.max_rows,
         agent_metadata=message.agent_metadata,
@@ -59,7 +59,7 @@ def hold_message(ask: HoldAsk) -> kvp_pb2.HoldRequest:
         request_id=ask.request_id,
         attempt=ask.attempt,
         owner=incarnation_message(ask.owner),
-        holder=incarnation_message(ask.holder),
+        worker=incarnation_message(ask.worker),
         layout=layout_message(ask.layout),
         start_token=ask.start_token,
         end_token=ask.end_token,
@@ -78,7 +78,7 @@ def hold_of(message: kvp_pb2.HoldRequest) -> HoldAsk:
         request_id=message.request_id,
         attempt=message.attempt or 1,
         owner=incarnation_of(message.owner),
-        holder=incarnation_of(message.holder),
+        worker=incarnation_of(message.worker),
         layout=layout_of(message.layout),
         start_token=message.start_token,
         end_token=message.end_token,

@@ -10,6 +10,7 @@ from millrace.core.request import RequestState
 from millrace.core.scheduler import effects, events
 from millrace.core.scheduler.commands import Member
 from millrace.core.scheduler.fleet.prompt_progress import PromptProgress
+from millrace.wire.codec.enums import EnumWords
 from millrace.wire.codec.incarnation import (
     incarnation_message,
     incarnation_of,
@@ -127,7 +128,6 @@ def _placed_message(placed: Placed) -> scheduler_pb2.Placed:
         decode=incarnation_message(placed.decode.incarnation),
         decode_address=placed.decode.address,
         predicted_ttft_s=placed.predicted_ttft_s,
-        lease_s=placed.lease_s,
     )
 
 
@@ -136,7 +136,6 @@ def _placed_of(message: scheduler_pb2.Placed, _: str) -> Placed:
         request_id=message.request_id,
         decode=Member(incarnation=incarnation_of(message.decode), address=message.decode_address),
         predicted_ttft_s=message.predicted_ttft_s,
-        lease_s=message.lease_s,
     )
 
 
@@ -151,7 +150,7 @@ def _queued_of(message: scheduler_pb2.Queued, _: str) -> Queued:
 def _refused_message(refused: effects.Refuse) -> scheduler_pb2.Refused:
     return scheduler_pb2.Refused(
         request_id=refused.request_id,
-        code=refused.code,
+        code=_CODES.number[refused.code],
         message=refused.message,
         retry_after_s=refused.retry_after_s,
     )
@@ -161,7 +160,7 @@ def _refused_of(message: scheduler_pb2.Refused, proxy_id: str) -> effects.Refuse
     return effects.Refuse(
         request_id=message.request_id,
         proxy_id=proxy_id,
-        code=message.code,
+        code=_CODES.word[message.code],
         message=message.message,
         retry_after_s=message.retry_after_s,
     )
@@ -185,7 +184,6 @@ def _failed_of(message: scheduler_pb2.Failed, proxy_id: str) -> effects.Fail:
 def _fleet_message(fleet: Fleet) -> scheduler_pb2.Fleet:
     return scheduler_pb2.Fleet(
         decode=map(member_message, fleet.decode),
-        prefill_count=fleet.prefill_count,
         ready=fleet.ready,
     )
 
@@ -193,7 +191,6 @@ def _fleet_message(fleet: Fleet) -> scheduler_pb2.Fleet:
 def _fleet_of(message: scheduler_pb2.Fleet, _: str) -> Fleet:
     return Fleet(
         decode=tuple(map(member_of, message.decode)),
-        prefill_count=message.prefill_count,
         ready=message.ready,
     )
 
@@ -201,7 +198,7 @@ def _fleet_of(message: scheduler_pb2.Fleet, _: str) -> Fleet:
 def _progress_message(progress: Progress) -> scheduler_pb2.Progress:
     return scheduler_pb2.Progress(
         request_id=progress.request_id,
-        state=progress.prompt.state.value,
+        state=_STATES.number[progress.prompt.state.value],
         computed_tokens=progress.prompt.computed_tokens,
         left_s=progress.prompt.left_s,
     )
@@ -211,18 +208,15 @@ def _progress_of(message: scheduler_pb2.Progress, _: str) -> Progress:
     return Progress(
         request_id=message.request_id,
         prompt=PromptProgress(
-            state=_STATES.get(message.state, RequestState.QUEUED),
+            state=RequestState(_STATES.word.get(message.state, "queued")),
             computed_tokens=message.computed_tokens,
             left_s=message.left_s if message.HasField("left_s") else None,
         ),
     )
 
 
-#: The states of a request that has no first token yet.
-_STATES = {
-    state.value: state
-    for state in (RequestState.QUEUED, RequestState.PREFILLING, RequestState.TRANSFERRING)
-}
+_CODES = EnumWords(scheduler_pb2.RefusalCode, "code")
+_STATES = EnumWords(scheduler_pb2.RequestState, "state")
 
 _ENCODE: Mapping[type, tuple[str, Callable[[Any], Any]]] = {
     Placed: ("placed", _placed_message),

@@ -22,7 +22,6 @@ def spec_message(spec: RequestSpec) -> common_pb2.RequestSpec:
     return common_pb2.RequestSpec(
         request_id=spec.request_id,
         proxy=incarnation_message(spec.proxy),
-        model=spec.model,
         prompt_tokens=spec.prompt_tokens,
         sampling=_sampling_message(spec.sampling),
         slo=common_pb2.Slo(
@@ -41,7 +40,6 @@ def spec_of(message: common_pb2.RequestSpec) -> RequestSpec:
     return RequestSpec(
         request_id=message.request_id,
         proxy=incarnation_of(message.proxy),
-        model=message.model,
         prompt_tokens=message.prompt_tokens,
         sampling=_sampling_of(message.sampling),
         slo=slo_of(message.slo),

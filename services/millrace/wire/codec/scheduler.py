@@ -9,24 +9,22 @@ from typing import Any
 from millrace.core.cost.decode_step import DecodeStepTime
 from millrace.core.cost.latency import Latency, SpLatency
 from millrace.core.cost.rates import parse_rates
-from millrace.core.errors import ConfigError, MillraceError
+from millrace.core.errors import ConfigError
 from millrace.core.priority import POLICIES
 from millrace.core.request import Chunk, Request, Shard
 from millrace.core.scheduler import effects, events
 from millrace.core.scheduler.commands import Cancel, Drain, Order, PolicyInForce, Registered
+from millrace.wire.codec.enums import EnumWords, MessageError
 from millrace.wire.codec.incarnation import member_message
 from millrace.wire.codec.request_spec import slo_of
 from millrace.wire.fleet_messages import SendAdmitDecode, SendRunPrefill, WorkerCommand
 from millrace.wire.pb import common_pb2, scheduler_pb2
 
-ROLES = ("prefill", "decode", "mixed", "kvp")
+ROLES = EnumWords(scheduler_pb2.Role, "role")
+PREEMPTIONS = EnumWords(scheduler_pb2.Preemption, "preemption", unset="")
 
 #: The roles that run a decode batch.
 _DECODES = ("decode", "mixed")
-
-
-class MessageError(MillraceError):
-    """A peer sent an invalid message. The error names the field, the value and the range."""
 
 
 # ---- to the scheduler
@@ -35,20 +33,20 @@ class MessageError(MillraceError):
 def joined(message: scheduler_pb2.Register) -> events.InstanceJoined:
     """Decodes a registration. Raises MessageError for an instance that can't be scheduled."""
     _require("incarnation.id", message.incarnation.id, bool(message.incarnation.id), "not empty")
-    _require("role", message.role, message.role in ROLES, " or ".join(ROLES))
+    role = ROLES.word[message.role]
     _require("address", message.address, bool(message.address), "host:port")
     _require("model_hash", message.model_hash, bool(message.model_hash), "not empty")
     for name in ("kv_pages", "page_tokens", "max_context_tokens"):
         value = getattr(message, name)
         _require(name, value, value >= 1, "at least 1")
-    if message.role in _DECODES:
+    if role in _DECODES:
         _require("max_batch", message.max_batch, message.max_batch >= 1, "at least 1")
     in_pages = message.block_tokens % message.page_tokens == 0
     _require("block_tokens", message.block_tokens, in_pages, "a multiple of page_tokens")
     return events.InstanceJoined(
         instance_id=message.incarnation.id,
         generation=message.incarnation.generation,
-        role=message.role,
+        role=role,
         kv_pages=message.kv_pages,
         page_tokens=message.page_tokens,
         max_context_tokens=message.max_context_tokens,
@@ -172,11 +170,8 @@ def member(register: scheduler_pb2.Register) -> scheduler_pb2.Member:
     return scheduler_pb2.Member(incarnation=register.incarnation, address=register.address)
 
 
-def command_message(command: WorkerCommand, sequence: int) -> scheduler_pb2.WorkerCommand:
-    """Encodes the command number `sequence` to a worker."""
-    message = _ENCODE[type(command)][1](command)
-    message.sequence = sequence
-    return message
+def command_message(command: WorkerCommand) -> scheduler_pb2.WorkerCommand:
+    return _ENCODE[type(command)][1](command)
 
 
 def command_kind(command: WorkerCommand) -> str:
@@ -188,8 +183,7 @@ def registered(command: Registered) -> scheduler_pb2.WorkerCommand:
     return scheduler_pb2.WorkerCommand(
         registered=scheduler_pb2.Registered(
             heartbeat_s=command.heartbeat_s,
-            lease_s=command.lease_s,
-            preemption=command.preemption,
+            preemption=PREEMPTIONS.number[command.preemption],
             policy=command.policy,
         )
     )
@@ -198,15 +192,15 @@ def registered(command: Registered) -> scheduler_pb2.WorkerCommand:
 def admit_decode(
     effect: effects.AdmitDecode,
     spec: common_pb2.RequestSpec,
-    holders: Iterable[scheduler_pb2.Member] = (),
+    workers: Iterable[scheduler_pb2.Member] = (),
 ) -> scheduler_pb2.WorkerCommand:
-    """Encodes an admission. `holders` are the instances of the effect's shards, in order."""
+    """Encodes an admission. `workers` are the instances of the effect's shards, in order."""
     return scheduler_pb2.WorkerCommand(
         admit_decode=scheduler_pb2.AdmitDecode(
             request=spec,
             attempt=effect.attempt,
             kept_tokens=effect.kept_tokens,
-            shards=_shards(effect.shards, holders),
+            shards=_shards(effect.shards, workers),
         )
     )
 
@@ -216,10 +210,10 @@ def run_prefill(
     spec: common_pb2.RequestSpec,
     decode: scheduler_pb2.Member,
     group: Iterable[scheduler_pb2.Member],
-    holders: Iterable[scheduler_pb2.Member] = (),
+    workers: Iterable[scheduler_pb2.Member] = (),
 ) -> scheduler_pb2.WorkerCommand:
     """Encodes a plan. `group` lists every instance of the chunks in the order of the last chunk;
-    `holders` are the instances of the effect's shards, in order.
+    `workers` are the instances of the effect's shards, in order.
     """
     return scheduler_pb2.WorkerCommand(
         run_prefill=scheduler_pb2.RunPrefill(
@@ -228,14 +222,14 @@ def run_prefill(
             decode=decode,
             attempt=effect.attempt,
             group=group,
-            shards=_shards(effect.shards, holders),
+            shards=_shards(effect.shards, workers),
         )
     )
 
 
 def _admission(command: SendAdmitDecode) -> scheduler_pb2.WorkerCommand:
     spec = common_pb2.RequestSpec.FromString(command.spec)
-    return admit_decode(command.effect, spec, map(member_message, command.holders))
+    return admit_decode(command.effect, spec, map(member_message, command.workers))
 
 
 def _prefill(command: SendRunPrefill) -> scheduler_pb2.WorkerCommand:
@@ -244,18 +238,18 @@ def _prefill(command: SendRunPrefill) -> scheduler_pb2.WorkerCommand:
         common_pb2.RequestSpec.FromString(command.spec),
         member_message(command.decode),
         map(member_message, command.group),
-        map(member_message, command.holders),
+        map(member_message, command.workers),
     )
 
 
 def _shards(
-    shards: Iterable[Shard], holders: Iterable[scheduler_pb2.Member]
+    shards: Iterable[Shard], workers: Iterable[scheduler_pb2.Member]
 ) -> list[scheduler_pb2.KvShard]:
     return [
         scheduler_pb2.KvShard(
-            holder=holder, start_token=shard.start_token, end_token=shard.end_token
+            worker=worker, start_token=shard.start_token, end_token=shard.end_token
         )
-        for shard, holder in zip(shards, holders, strict=True)
+        for shard, worker in zip(shards, workers, strict=True)
     ]
 
 

@@ -12,6 +12,7 @@ from millrace.core.request import RequestState
 from millrace.core.scheduler.fleet.instances import Instance, PrefillInstance
 from millrace.core.scheduler.machine import Machine
 from millrace.core.scheduler.mechanisms import mechanisms
+from millrace.wire.codec.scheduler import PREEMPTIONS, ROLES
 from millrace.wire.pb import common_pb2, scheduler_pb2
 
 
@@ -32,7 +33,7 @@ def status(
         prefilling=states[RequestState.PREFILLING] + states[RequestState.TRANSFERRING],
         decoding=states[RequestState.DECODING],
         policy=machine.policy,
-        preemption=machine.config.preemption,
+        preemption=PREEMPTIONS.number[machine.config.preemption],
         planner=machine.config.planner,
         policies=POLICIES,
         improvement_rate=machine.improvement_rate,
@@ -50,7 +51,7 @@ def _instance(instance: Instance, address: str, now_s: float) -> scheduler_pb2.I
         free_pages, queue_s = instance.open_pages, 0.0
     return scheduler_pb2.InstanceStatus(
         incarnation=common_pb2.Incarnation(id=instance.id, generation=instance.card.generation),
-        role=instance.card.role,
+        role=ROLES.number[instance.card.role],
         address=address,
         draining=instance.draining,
         free_pages=free_pages,
@@ -74,7 +75,7 @@ def load_message(load: FleetLoad) -> scheduler_pb2.LoadReply:
 
 def _pool_message(pool: PoolLoad) -> scheduler_pb2.PoolLoad:
     return scheduler_pb2.PoolLoad(
-        role=pool.role,
+        role=ROLES.number[pool.role],
         ready=pool.ready,
         draining=pool.draining,
         active_requests=pool.active_requests,
@@ -94,7 +95,7 @@ def _pool_message(pool: PoolLoad) -> scheduler_pb2.PoolLoad:
 def fleet_load(message: scheduler_pb2.LoadReply) -> FleetLoad:
     """Decodes a fleet's load. An absent signal was not measured."""
     return FleetLoad(
-        pools={pool.role: _pool(pool) for pool in message.pools},
+        pools={pool.role: pool for pool in map(_pool, message.pools)},
         parked_requests=message.parked_requests,
     )
 
@@ -104,7 +105,7 @@ def _pool(message: scheduler_pb2.PoolLoad) -> PoolLoad:
         name: getattr(message, name) if message.HasField(name) else None for name in _SIGNALS
     }
     return PoolLoad(
-        role=message.role,
+        role=ROLES.word[message.role],
         ready=message.ready,
         draining=message.draining,
         active_requests=message.active_requests,

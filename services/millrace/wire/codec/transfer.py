@@ -14,9 +14,11 @@ from millrace.core.kv.transfer import (
     HistoryAsk,
     Ticket,
 )
+from millrace.wire.codec.enums import EnumWords, MessageError
 from millrace.wire.codec.incarnation import incarnation_message, incarnation_of
 from millrace.wire.pb import transfer_pb2
 
+_DTYPES = EnumWords(transfer_pb2.Dtype, "dtype")
 _REGION = struct.Struct("<I")
 
 
@@ -38,7 +40,7 @@ def ticket_of(
 def layout_message(layout: KvLayout) -> transfer_pb2.KvLayout:
     return transfer_pb2.KvLayout(
         model_hash=layout.model_hash,
-        dtype=layout.dtype,
+        dtype=_DTYPES.number[layout.dtype],
         num_layers=layout.num_layers,
         num_kv_heads=layout.num_kv_heads,
         head_dim=layout.head_dim,
@@ -57,7 +59,7 @@ def layout_of(message: transfer_pb2.KvLayout) -> KvLayout:
     try:
         return KvLayout(
             model_hash=message.model_hash,
-            dtype=message.dtype,
+            dtype=_DTYPES.word[message.dtype],
             num_layers=message.num_layers,
             num_kv_heads=message.num_kv_heads,
             head_dim=message.head_dim,
@@ -69,7 +71,7 @@ def layout_of(message: transfer_pb2.KvLayout) -> KvLayout:
             layer_start=message.layer_start,
             model_layers=message.model_layers,
         )
-    except ConfigError as error:
+    except (ConfigError, MessageError) as error:
         raise TransferError(f"a peer sent a bad KV layout: {error}") from error
 
 

@@ -3,7 +3,7 @@
 import grpc
 import warnings
 
-from millrace.wire.pb import decode_pb2 as decode__pb2
+from millrace.wire.pb import decode_pb2 as millrace_dot_v1_dot_decode__pb2
 
 GRPC_GENERATED_VERSION = '1.85.1'
 GRPC_VERSION = grpc.__version__
@@ -18,7 +18,7 @@ except ImportError:
 if _version_not_supported:
     raise RuntimeError(
         f'The grpc package installed is at version {GRPC_VERSION},'
-        + ' but the generated code in decode_pb2_grpc.py depends on'
+        + ' but the generated code in millrace/v1/decode_pb2_grpc.py depends on'
         + f' grpcio>={GRPC_GENERATED_VERSION}.'
         + f' Please upgrade your grpc module to grpcio>={GRPC_GENERATED_VERSION}'
         + f' or downgrade your generated code using grpcio-tools<={GRPC_VERSION}.'
@@ -36,8 +36,8 @@ class DecodeStub:
         """
         self.StreamTokens = channel.unary_stream(
                 '/millrace.v1.Decode/StreamTokens',
-                request_serializer=decode__pb2.TokenSubscription.SerializeToString,
-                response_deserializer=decode__pb2.TokenBatch.FromString,
+                request_serializer=millrace_dot_v1_dot_decode__pb2.TokenSubscription.SerializeToString,
+                response_deserializer=millrace_dot_v1_dot_decode__pb2.TokenBatch.FromString,
                 _registered_method=True)
 
 
@@ -56,8 +56,8 @@ def add_DecodeServicer_to_server(servicer, server):
     rpc_method_handlers = {
             'StreamTokens': grpc.unary_stream_rpc_method_handler(
                     servicer.StreamTokens,
-                    request_deserializer=decode__pb2.TokenSubscription.FromString,
-                    response_serializer=decode__pb2.TokenBatch.SerializeToString,
+                    request_deserializer=millrace_dot_v1_dot_decode__pb2.TokenSubscription.FromString,
+                    response_serializer=millrace_dot_v1_dot_decode__pb2.TokenBatch.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -85,8 +85,8 @@ class Decode:
             request,
             target,
             '/millrace.v1.Decode/StreamTokens',
-            decode__pb2.TokenSubscription.SerializeToString,
-            decode__pb2.TokenBatch.FromString,
+            millrace_dot_v1_dot_decode__pb2.TokenSubscription.SerializeToString,
+            millrace_dot_v1_dot_decode__pb2.TokenBatch.FromString,
             options,
             channel_credentials,
             insecure,

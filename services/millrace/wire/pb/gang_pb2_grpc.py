@@ -3,7 +3,7 @@
 import grpc
 import warnings
 
-from millrace.wire.pb import gang_pb2 as gang__pb2
+from millrace.wire.pb import gang_pb2 as millrace_dot_v1_dot_gang__pb2
 
 GRPC_GENERATED_VERSION = '1.85.1'
 GRPC_VERSION = grpc.__version__
@@ -18,7 +18,7 @@ except ImportError:
 if _version_not_supported:
     raise RuntimeError(
         f'The grpc package installed is at version {GRPC_VERSION},'
-        + ' but the generated code in gang_pb2_grpc.py depends on'
+        + ' but the generated code in millrace/v1/gang_pb2_grpc.py depends on'
         + f' grpcio>={GRPC_GENERATED_VERSION}.'
         + f' Please upgrade your grpc module to grpcio>={GRPC_GENERATED_VERSION}'
         + f' or downgrade your generated code using grpcio-tools<={GRPC_VERSION}.'
@@ -38,13 +38,13 @@ class PrefillGroupStub:
         """
         self.Join = channel.unary_unary(
                 '/millrace.v1.PrefillGroup/Join',
-                request_serializer=gang__pb2.JoinRequest.SerializeToString,
-                response_deserializer=gang__pb2.JoinReply.FromString,
+                request_serializer=millrace_dot_v1_dot_gang__pb2.JoinRequest.SerializeToString,
+                response_deserializer=millrace_dot_v1_dot_gang__pb2.JoinReply.FromString,
                 _registered_method=True)
         self.HandIn = channel.unary_unary(
                 '/millrace.v1.PrefillGroup/HandIn',
-                request_serializer=gang__pb2.HandInRequest.SerializeToString,
-                response_deserializer=gang__pb2.HandInReply.FromString,
+                request_serializer=millrace_dot_v1_dot_gang__pb2.HandInRequest.SerializeToString,
+                response_deserializer=millrace_dot_v1_dot_gang__pb2.HandInReply.FromString,
                 _registered_method=True)
 
 
@@ -72,13 +72,13 @@ def add_PrefillGroupServicer_to_server(servicer, server):
     rpc_method_handlers = {
             'Join': grpc.unary_unary_rpc_method_handler(
                     servicer.Join,
-                    request_deserializer=gang__pb2.JoinRequest.FromString,
-                    response_serializer=gang__pb2.JoinReply.SerializeToString,
+                    request_deserializer=millrace_dot_v1_dot_gang__pb2.JoinRequest.FromString,
+                    response_serializer=millrace_dot_v1_dot_gang__pb2.JoinReply.SerializeToString,
             ),
             'HandIn': grpc.unary_unary_rpc_method_handler(
                     servicer.HandIn,
-                    request_deserializer=gang__pb2.HandInRequest.FromString,
-                    response_serializer=gang__pb2.HandInReply.SerializeToString,
+                    request_deserializer=millrace_dot_v1_dot_gang__pb2.HandInRequest.FromString,
+                    response_serializer=millrace_dot_v1_dot_gang__pb2.HandInReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -108,8 +108,8 @@ class PrefillGroup:
             request,
             target,
             '/millrace.v1.PrefillGroup/Join',
-            gang__pb2.JoinRequest.SerializeToString,
-            gang__pb2.JoinReply.FromString,
+            millrace_dot_v1_dot_gang__pb2.JoinRequest.SerializeToString,
+            millrace_dot_v1_dot_gang__pb2.JoinReply.FromString,
             options,
             channel_credentials,
             insecure,
@@ -135,8 +135,8 @@ class PrefillGroup:
             request,
             target,
             '/millrace.v1.PrefillGroup/HandIn',
-            gang__pb2.HandInRequest.SerializeToString,
-            gang__pb2.HandInReply.FromString,
+            millrace_dot_v1_dot_gang__pb2.HandInRequest.SerializeToString,
+            millrace_dot_v1_dot_gang__pb2.HandInReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -5,8 +5,8 @@ isort:skip_file
 
 from collections import abc as _abc
 from grpc import aio as _aio
-import abc as _abc_1
 from millrace.wire.pb import gang_pb2 as _gang_pb2
+import abc as _abc_1
 
 
 GRPC_GENERATED_VERSION: str

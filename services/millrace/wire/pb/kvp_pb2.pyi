@@ -8,11 +8,11 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class HoldRequest(_message.Message):
-    __slots__ = ("request_id", "attempt", "owner", "holder", "layout", "start_token", "end_token", "prompt_tokens")
+    __slots__ = ("request_id", "attempt", "owner", "worker", "layout", "start_token", "end_token", "prompt_tokens")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     OWNER_FIELD_NUMBER: _ClassVar[int]
-    HOLDER_FIELD_NUMBER: _ClassVar[int]
+    WORKER_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
     START_TOKEN_FIELD_NUMBER: _ClassVar[int]
     END_TOKEN_FIELD_NUMBER: _ClassVar[int]
@@ -20,12 +20,12 @@ class HoldRequest(_message.Message):
     request_id: str
     attempt: int
     owner: _common_pb2.Incarnation
-    holder: _common_pb2.Incarnation
+    worker: _common_pb2.Incarnation
     layout: _transfer_pb2.KvLayout
     start_token: int
     end_token: int
     prompt_tokens: int
-    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., owner: _Optional[_Union[_common_pb2.Incarnation, _Mapping]] = ..., holder: _Optional[_Union[_common_pb2.Incarnation, _Mapping]] = ..., layout: _Optional[_Union[_transfer_pb2.KvLayout, _Mapping]] = ..., start_token: _Optional[int] = ..., end_token: _Optional[int] = ..., prompt_tokens: _Optional[int] = ...) -> None: ...
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., owner: _Optional[_Union[_common_pb2.Incarnation, _Mapping]] = ..., worker: _Optional[_Union[_common_pb2.Incarnation, _Mapping]] = ..., layout: _Optional[_Union[_transfer_pb2.KvLayout, _Mapping]] = ..., start_token: _Optional[int] = ..., end_token: _Optional[int] = ..., prompt_tokens: _Optional[int] = ...) -> None: ...
 
 class HoldNews(_message.Message):
     __slots__ = ("opened", "landed", "failed")
@@ -48,22 +48,22 @@ class Landed(_message.Message):
     def __init__(self) -> None: ...
 
 class AttachRequest(_message.Message):
-    __slots__ = ("owner", "holder", "layout", "max_rows", "agent_metadata", "region", "offset")
+    __slots__ = ("owner", "worker", "layout", "max_rows", "agent_metadata", "region", "offset")
     OWNER_FIELD_NUMBER: _ClassVar[int]
-    HOLDER_FIELD_NUMBER: _ClassVar[int]
+    WORKER_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
     MAX_ROWS_FIELD_NUMBER: _ClassVar[int]
     AGENT_METADATA_FIELD_NUMBER: _ClassVar[int]
     REGION_FIELD_NUMBER: _ClassVar[int]
     OFFSET_FIELD_NUMBER: _ClassVar[int]
     owner: _common_pb2.Incarnation
-    holder: _common_pb2.Incarnation
+    worker: _common_pb2.Incarnation
     layout: _transfer_pb2.KvLayout
     max_rows: int
     agent_metadata: bytes
     region: int
     offset: int
-    def __init__(self, owner: _Optional[_Union[_common_pb2.Incarnation, _Mapping]] = ..., holder: _Optional[_Union[_common_pb2.Incarnation, _Mapping]] = ..., layout: _Optional[_Union[_transfer_pb2.KvLayout, _Mapping]] = ..., max_rows: _Optional[int] = ..., agent_metadata: _Optional[bytes] = ..., region: _Optional[int] = ..., offset: _Optional[int] = ...) -> None: ...
+    def __init__(self, owner: _Optional[_Union[_common_pb2.Incarnation, _Mapping]] = ..., worker: _Optional[_Union[_common_pb2.Incarnation, _Mapping]] = ..., layout: _Optional[_Union[_transfer_pb2.KvLayout, _Mapping]] = ..., max_rows: _Optional[int] = ..., agent_metadata: _Optional[bytes] = ..., region: _Optional[int] = ..., offset: _Optional[int] = ...) -> None: ...
 
 class AttachNews(_message.Message):
     __slots__ = ("refusal", "slot", "agent_metadata", "region", "offset")

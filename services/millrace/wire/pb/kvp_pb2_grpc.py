@@ -3,7 +3,7 @@
 import grpc
 import warnings
 
-from millrace.wire.pb import kvp_pb2 as kvp__pb2
+from millrace.wire.pb import kvp_pb2 as millrace_dot_v1_dot_kvp__pb2
 
 GRPC_GENERATED_VERSION = '1.85.1'
 GRPC_VERSION = grpc.__version__
@@ -18,7 +18,7 @@ except ImportError:
 if _version_not_supported:
     raise RuntimeError(
         f'The grpc package installed is at version {GRPC_VERSION},'
-        + ' but the generated code in kvp_pb2_grpc.py depends on'
+        + ' but the generated code in millrace/v1/kvp_pb2_grpc.py depends on'
         + f' grpcio>={GRPC_GENERATED_VERSION}.'
         + f' Please upgrade your grpc module to grpcio>={GRPC_GENERATED_VERSION}'
         + f' or downgrade your generated code using grpcio-tools<={GRPC_VERSION}.'
@@ -38,13 +38,13 @@ class KvpStub:
         """
         self.Hold = channel.unary_stream(
                 '/millrace.v1.Kvp/Hold',
-                request_serializer=kvp__pb2.HoldRequest.SerializeToString,
-                response_deserializer=kvp__pb2.HoldNews.FromString,
+                request_serializer=millrace_dot_v1_dot_kvp__pb2.HoldRequest.SerializeToString,
+                response_deserializer=millrace_dot_v1_dot_kvp__pb2.HoldNews.FromString,
                 _registered_method=True)
         self.Attach = channel.unary_stream(
                 '/millrace.v1.Kvp/Attach',
-                request_serializer=kvp__pb2.AttachRequest.SerializeToString,
-                response_deserializer=kvp__pb2.AttachNews.FromString,
+                request_serializer=millrace_dot_v1_dot_kvp__pb2.AttachRequest.SerializeToString,
+                response_deserializer=millrace_dot_v1_dot_kvp__pb2.AttachNews.FromString,
                 _registered_method=True)
 
 
@@ -72,13 +72,13 @@ def add_KvpServicer_to_server(servicer, server):
     rpc_method_handlers = {
             'Hold': grpc.unary_stream_rpc_method_handler(
                     servicer.Hold,
-                    request_deserializer=kvp__pb2.HoldRequest.FromString,
-                    response_serializer=kvp__pb2.HoldNews.SerializeToString,
+                    request_deserializer=millrace_dot_v1_dot_kvp__pb2.HoldRequest.FromString,
+                    response_serializer=millrace_dot_v1_dot_kvp__pb2.HoldNews.SerializeToString,
             ),
             'Attach': grpc.unary_stream_rpc_method_handler(
                     servicer.Attach,
-                    request_deserializer=kvp__pb2.AttachRequest.FromString,
-                    response_serializer=kvp__pb2.AttachNews.SerializeToString,
+                    request_deserializer=millrace_dot_v1_dot_kvp__pb2.AttachRequest.FromString,
+                    response_serializer=millrace_dot_v1_dot_kvp__pb2.AttachNews.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -108,8 +108,8 @@ class Kvp:
             request,
             target,
             '/millrace.v1.Kvp/Hold',
-            kvp__pb2.HoldRequest.SerializeToString,
-            kvp__pb2.HoldNews.FromString,
+            millrace_dot_v1_dot_kvp__pb2.HoldRequest.SerializeToString,
+            millrace_dot_v1_dot_kvp__pb2.HoldNews.FromString,
             options,
             channel_credentials,
             insecure,
@@ -135,8 +135,8 @@ class Kvp:
             request,
             target,
             '/millrace.v1.Kvp/Attach',
-            kvp__pb2.AttachRequest.SerializeToString,
-            kvp__pb2.AttachNews.FromString,
+            millrace_dot_v1_dot_kvp__pb2.AttachRequest.SerializeToString,
+            millrace_dot_v1_dot_kvp__pb2.AttachNews.FromString,
             options,
             channel_credentials,
             insecure,

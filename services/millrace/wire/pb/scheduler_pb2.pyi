@@ -1,11 +1,62 @@
 from millrace.wire.pb import common_pb2 as _common_pb2
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from collections.abc import Iterable as _Iterable, Mapping as _Mapping
 from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
+
+class RequestState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    REQUEST_STATE_UNSPECIFIED: _ClassVar[RequestState]
+    REQUEST_STATE_QUEUED: _ClassVar[RequestState]
+    REQUEST_STATE_PREFILLING: _ClassVar[RequestState]
+    REQUEST_STATE_TRANSFERRING: _ClassVar[RequestState]
+
+class RefusalCode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    REFUSAL_CODE_UNSPECIFIED: _ClassVar[RefusalCode]
+    REFUSAL_CODE_OVERLOADED: _ClassVar[RefusalCode]
+    REFUSAL_CODE_UNAVAILABLE: _ClassVar[RefusalCode]
+    REFUSAL_CODE_TOO_LARGE: _ClassVar[RefusalCode]
+    REFUSAL_CODE_INVALID: _ClassVar[RefusalCode]
+
+class Role(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    ROLE_UNSPECIFIED: _ClassVar[Role]
+    ROLE_PREFILL: _ClassVar[Role]
+    ROLE_DECODE: _ClassVar[Role]
+    ROLE_MIXED: _ClassVar[Role]
+    ROLE_KVP: _ClassVar[Role]
+
+class Preemption(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    PREEMPTION_UNSPECIFIED: _ClassVar[Preemption]
+    PREEMPTION_NONE: _ClassVar[Preemption]
+    PREEMPTION_CHUNK: _ClassVar[Preemption]
+    PREEMPTION_LAYER: _ClassVar[Preemption]
+    PREEMPTION_OPERATOR: _ClassVar[Preemption]
+REQUEST_STATE_UNSPECIFIED: RequestState
+REQUEST_STATE_QUEUED: RequestState
+REQUEST_STATE_PREFILLING: RequestState
+REQUEST_STATE_TRANSFERRING: RequestState
+REFUSAL_CODE_UNSPECIFIED: RefusalCode
+REFUSAL_CODE_OVERLOADED: RefusalCode
+REFUSAL_CODE_UNAVAILABLE: RefusalCode
+REFUSAL_CODE_TOO_LARGE: RefusalCode
+REFUSAL_CODE_INVALID: RefusalCode
+ROLE_UNSPECIFIED: Role
+ROLE_PREFILL: Role
+ROLE_DECODE: Role
+ROLE_MIXED: Role
+ROLE_KVP: Role
+PREEMPTION_UNSPECIFIED: Preemption
+PREEMPTION_NONE: Preemption
+PREEMPTION_CHUNK: Preemption
+PREEMPTION_LAYER: Preemption
+PREEMPTION_OPERATOR: Preemption
 
 class ProxyMessage(_message.Message):
     __slots__ = ("hello", "submit", "cancel", "load", "ask")
@@ -70,24 +121,22 @@ class Progress(_message.Message):
     COMPUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     LEFT_S_FIELD_NUMBER: _ClassVar[int]
     request_id: str
-    state: str
+    state: RequestState
     computed_tokens: int
     left_s: float
-    def __init__(self, request_id: _Optional[str] = ..., state: _Optional[str] = ..., computed_tokens: _Optional[int] = ..., left_s: _Optional[float] = ...) -> None: ...
+    def __init__(self, request_id: _Optional[str] = ..., state: _Optional[_Union[RequestState, str]] = ..., computed_tokens: _Optional[int] = ..., left_s: _Optional[float] = ...) -> None: ...
 
 class Placed(_message.Message):
-    __slots__ = ("request_id", "decode", "decode_address", "predicted_ttft_s", "lease_s")
+    __slots__ = ("request_id", "decode", "decode_address", "predicted_ttft_s")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     DECODE_FIELD_NUMBER: _ClassVar[int]
     DECODE_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     PREDICTED_TTFT_S_FIELD_NUMBER: _ClassVar[int]
-    LEASE_S_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     decode: _common_pb2.Incarnation
     decode_address: str
     predicted_ttft_s: float
-    lease_s: float
-    def __init__(self, request_id: _Optional[str] = ..., decode: _Optional[_Union[_common_pb2.Incarnation, _Mapping]] = ..., decode_address: _Optional[str] = ..., predicted_ttft_s: _Optional[float] = ..., lease_s: _Optional[float] = ...) -> None: ...
+    def __init__(self, request_id: _Optional[str] = ..., decode: _Optional[_Union[_common_pb2.Incarnation, _Mapping]] = ..., decode_address: _Optional[str] = ..., predicted_ttft_s: _Optional[float] = ...) -> None: ...
 
 class Queued(_message.Message):
     __slots__ = ("request_id",)
@@ -102,10 +151,10 @@ class Refused(_message.Message):
     MESSAGE_FIELD_NUMBER: _ClassVar[int]
     RETRY_AFTER_S_FIELD_NUMBER: _ClassVar[int]
     request_id: str
-    code: str
+    code: RefusalCode
     message: str
     retry_after_s: float
-    def __init__(self, request_id: _Optional[str] = ..., code: _Optional[str] = ..., message: _Optional[str] = ..., retry_after_s: _Optional[float] = ...) -> None: ...
+    def __init__(self, request_id: _Optional[str] = ..., code: _Optional[_Union[RefusalCode, str]] = ..., message: _Optional[str] = ..., retry_after_s: _Optional[float] = ...) -> None: ...
 
 class Failed(_message.Message):
     __slots__ = ("request_id", "message", "resumable")
@@ -118,14 +167,12 @@ class Failed(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., message: _Optional[str] = ..., resumable: _Optional[bool] = ...) -> None: ...
 
 class Fleet(_message.Message):
-    __slots__ = ("decode", "prefill_count", "ready")
+    __slots__ = ("decode", "ready")
     DECODE_FIELD_NUMBER: _ClassVar[int]
-    PREFILL_COUNT_FIELD_NUMBER: _ClassVar[int]
     READY_FIELD_NUMBER: _ClassVar[int]
     decode: _containers.RepeatedCompositeFieldContainer[Member]
-    prefill_count: int
     ready: bool
-    def __init__(self, decode: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., prefill_count: _Optional[int] = ..., ready: _Optional[bool] = ...) -> None: ...
+    def __init__(self, decode: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., ready: _Optional[bool] = ...) -> None: ...
 
 class Member(_message.Message):
     __slots__ = ("incarnation", "address")
@@ -162,11 +209,10 @@ class WorkerMessage(_message.Message):
     def __init__(self, register: _Optional[_Union[Register, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., chunk_started: _Optional[_Union[ChunkStarted, _Mapping]] = ..., chunk_finished: _Optional[_Union[ChunkFinished, _Mapping]] = ..., request_released: _Optional[_Union[RequestReleased, _Mapping]] = ..., decode_started: _Optional[_Union[DecodeStarted, _Mapping]] = ..., request_finished: _Optional[_Union[RequestFinished, _Mapping]] = ..., request_failed: _Optional[_Union[RequestFailed, _Mapping]] = ..., draining: _Optional[_Union[Draining, _Mapping]] = ..., chunk_suspended: _Optional[_Union[ChunkSuspended, _Mapping]] = ..., prefix_landed: _Optional[_Union[PrefixLanded, _Mapping]] = ...) -> None: ...
 
 class Register(_message.Message):
-    __slots__ = ("incarnation", "role", "address", "model", "model_hash", "kv_pages", "page_tokens", "max_context_tokens", "max_batch", "latency", "node", "kv_layers", "sp_latency", "decode_step", "block_tokens")
+    __slots__ = ("incarnation", "role", "address", "model_hash", "kv_pages", "page_tokens", "max_context_tokens", "max_batch", "latency", "node", "kv_layers", "sp_latency", "decode_step", "block_tokens")
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
-    MODEL_FIELD_NUMBER: _ClassVar[int]
     MODEL_HASH_FIELD_NUMBER: _ClassVar[int]
     KV_PAGES_FIELD_NUMBER: _ClassVar[int]
     PAGE_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -179,9 +225,8 @@ class Register(_message.Message):
     DECODE_STEP_FIELD_NUMBER: _ClassVar[int]
     BLOCK_TOKENS_FIELD_NUMBER: _ClassVar[int]
     incarnation: _common_pb2.Incarnation
-    role: str
+    role: Role
     address: str
-    model: str
     model_hash: str
     kv_pages: int
     page_tokens: int
@@ -193,7 +238,7 @@ class Register(_message.Message):
     sp_latency: _containers.RepeatedCompositeFieldContainer[SpLatency]
     decode_step: DecodeStepTime
     block_tokens: int
-    def __init__(self, incarnation: _Optional[_Union[_common_pb2.Incarnation, _Mapping]] = ..., role: _Optional[str] = ..., address: _Optional[str] = ..., model: _Optional[str] = ..., model_hash: _Optional[str] = ..., kv_pages: _Optional[int] = ..., page_tokens: _Optional[int] = ..., max_context_tokens: _Optional[int] = ..., max_batch: _Optional[int] = ..., latency: _Optional[_Union[LatencyCoefficients, _Mapping]] = ..., node: _Optional[str] = ..., kv_layers: _Optional[int] = ..., sp_latency: _Optional[_Iterable[_Union[SpLatency, _Mapping]]] = ..., decode_step: _Optional[_Union[DecodeStepTime, _Mapping]] = ..., block_tokens: _Optional[int] = ...) -> None: ...
+    def __init__(self, incarnation: _Optional[_Union[_common_pb2.Incarnation, _Mapping]] = ..., role: _Optional[_Union[Role, str]] = ..., address: _Optional[str] = ..., model_hash: _Optional[str] = ..., kv_pages: _Optional[int] = ..., page_tokens: _Optional[int] = ..., max_context_tokens: _Optional[int] = ..., max_batch: _Optional[int] = ..., latency: _Optional[_Union[LatencyCoefficients, _Mapping]] = ..., node: _Optional[str] = ..., kv_layers: _Optional[int] = ..., sp_latency: _Optional[_Iterable[_Union[SpLatency, _Mapping]]] = ..., decode_step: _Optional[_Union[DecodeStepTime, _Mapping]] = ..., block_tokens: _Optional[int] = ...) -> None: ...
 
 class DecodeStepTime(_message.Message):
     __slots__ = ("base_s", "per_sequence_s", "per_context_token_s")
@@ -339,9 +384,9 @@ class RequestFinished(_message.Message):
     REASON_FIELD_NUMBER: _ClassVar[int]
     GENERATED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     request_id: str
-    reason: str
+    reason: _common_pb2.FinishReason
     generated_tokens: int
-    def __init__(self, request_id: _Optional[str] = ..., reason: _Optional[str] = ..., generated_tokens: _Optional[int] = ...) -> None: ...
+    def __init__(self, request_id: _Optional[str] = ..., reason: _Optional[_Union[_common_pb2.FinishReason, str]] = ..., generated_tokens: _Optional[int] = ...) -> None: ...
 
 class RequestFailed(_message.Message):
     __slots__ = ("request_id", "message", "retryable", "attempt", "kept_tokens")
@@ -362,8 +407,7 @@ class Draining(_message.Message):
     def __init__(self) -> None: ...
 
 class WorkerCommand(_message.Message):
-    __slots__ = ("sequence", "registered", "run_prefill", "admit_decode", "cancel", "drain", "order", "policy")
-    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("registered", "run_prefill", "admit_decode", "cancel", "drain", "order", "policy")
     REGISTERED_FIELD_NUMBER: _ClassVar[int]
     RUN_PREFILL_FIELD_NUMBER: _ClassVar[int]
     ADMIT_DECODE_FIELD_NUMBER: _ClassVar[int]
@@ -371,7 +415,6 @@ class WorkerCommand(_message.Message):
     DRAIN_FIELD_NUMBER: _ClassVar[int]
     ORDER_FIELD_NUMBER: _ClassVar[int]
     POLICY_FIELD_NUMBER: _ClassVar[int]
-    sequence: int
     registered: Registered
     run_prefill: RunPrefill
     admit_decode: AdmitDecode
@@ -379,19 +422,17 @@ class WorkerCommand(_message.Message):
     drain: Drain
     order: Order
     policy: PolicyInForce
-    def __init__(self, sequence: _Optional[int] = ..., registered: _Optional[_Union[Registered, _Mapping]] = ..., run_prefill: _Optional[_Union[RunPrefill, _Mapping]] = ..., admit_decode: _Optional[_Union[AdmitDecode, _Mapping]] = ..., cancel: _Optional[_Union[CancelRequest, _Mapping]] = ..., drain: _Optional[_Union[Drain, _Mapping]] = ..., order: _Optional[_Union[Order, _Mapping]] = ..., policy: _Optional[_Union[PolicyInForce, _Mapping]] = ...) -> None: ...
+    def __init__(self, registered: _Optional[_Union[Registered, _Mapping]] = ..., run_prefill: _Optional[_Union[RunPrefill, _Mapping]] = ..., admit_decode: _Optional[_Union[AdmitDecode, _Mapping]] = ..., cancel: _Optional[_Union[CancelRequest, _Mapping]] = ..., drain: _Optional[_Union[Drain, _Mapping]] = ..., order: _Optional[_Union[Order, _Mapping]] = ..., policy: _Optional[_Union[PolicyInForce, _Mapping]] = ...) -> None: ...
 
 class Registered(_message.Message):
-    __slots__ = ("heartbeat_s", "lease_s", "preemption", "policy")
+    __slots__ = ("heartbeat_s", "preemption", "policy")
     HEARTBEAT_S_FIELD_NUMBER: _ClassVar[int]
-    LEASE_S_FIELD_NUMBER: _ClassVar[int]
     PREEMPTION_FIELD_NUMBER: _ClassVar[int]
     POLICY_FIELD_NUMBER: _ClassVar[int]
     heartbeat_s: float
-    lease_s: float
-    preemption: str
+    preemption: Preemption
     policy: str
-    def __init__(self, heartbeat_s: _Optional[float] = ..., lease_s: _Optional[float] = ..., preemption: _Optional[str] = ..., policy: _Optional[str] = ...) -> None: ...
+    def __init__(self, heartbeat_s: _Optional[float] = ..., preemption: _Optional[_Union[Preemption, str]] = ..., policy: _Optional[str] = ...) -> None: ...
 
 class PolicyInForce(_message.Message):
     __slots__ = ("name",)
@@ -428,14 +469,14 @@ class RunPrefill(_message.Message):
     def __init__(self, request: _Optional[_Union[_common_pb2.RequestSpec, _Mapping]] = ..., chunks: _Optional[_Iterable[_Union[Chunk, _Mapping]]] = ..., decode: _Optional[_Union[Member, _Mapping]] = ..., attempt: _Optional[int] = ..., group: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., shards: _Optional[_Iterable[_Union[KvShard, _Mapping]]] = ...) -> None: ...
 
 class KvShard(_message.Message):
-    __slots__ = ("holder", "start_token", "end_token")
-    HOLDER_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("worker", "start_token", "end_token")
+    WORKER_FIELD_NUMBER: _ClassVar[int]
     START_TOKEN_FIELD_NUMBER: _ClassVar[int]
     END_TOKEN_FIELD_NUMBER: _ClassVar[int]
-    holder: Member
+    worker: Member
     start_token: int
     end_token: int
-    def __init__(self, holder: _Optional[_Union[Member, _Mapping]] = ..., start_token: _Optional[int] = ..., end_token: _Optional[int] = ...) -> None: ...
+    def __init__(self, worker: _Optional[_Union[Member, _Mapping]] = ..., start_token: _Optional[int] = ..., end_token: _Optional[int] = ...) -> None: ...
 
 class Order(_message.Message):
     __slots__ = ("queue",)
@@ -492,7 +533,7 @@ class InstanceStatus(_message.Message):
     QUEUE_S_FIELD_NUMBER: _ClassVar[int]
     HELD_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     incarnation: _common_pb2.Incarnation
-    role: str
+    role: Role
     address: str
     draining: bool
     free_pages: int
@@ -501,7 +542,7 @@ class InstanceStatus(_message.Message):
     waiting: int
     queue_s: float
     held_requests: int
-    def __init__(self, incarnation: _Optional[_Union[_common_pb2.Incarnation, _Mapping]] = ..., role: _Optional[str] = ..., address: _Optional[str] = ..., draining: _Optional[bool] = ..., free_pages: _Optional[int] = ..., total_pages: _Optional[int] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., queue_s: _Optional[float] = ..., held_requests: _Optional[int] = ...) -> None: ...
+    def __init__(self, incarnation: _Optional[_Union[_common_pb2.Incarnation, _Mapping]] = ..., role: _Optional[_Union[Role, str]] = ..., address: _Optional[str] = ..., draining: _Optional[bool] = ..., free_pages: _Optional[int] = ..., total_pages: _Optional[int] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., queue_s: _Optional[float] = ..., held_requests: _Optional[int] = ...) -> None: ...
 
 class StatusReply(_message.Message):
     __slots__ = ("instances", "queued", "prefilling", "decoding", "policy", "preemption", "planner", "policies", "improvement_rate", "mechanisms")
@@ -520,12 +561,12 @@ class StatusReply(_message.Message):
     prefilling: int
     decoding: int
     policy: str
-    preemption: str
+    preemption: Preemption
     planner: str
     policies: _containers.RepeatedScalarFieldContainer[str]
     improvement_rate: float
     mechanisms: _containers.RepeatedCompositeFieldContainer[Mechanism]
-    def __init__(self, instances: _Optional[_Iterable[_Union[InstanceStatus, _Mapping]]] = ..., queued: _Optional[int] = ..., prefilling: _Optional[int] = ..., decoding: _Optional[int] = ..., policy: _Optional[str] = ..., preemption: _Optional[str] = ..., planner: _Optional[str] = ..., policies: _Optional[_Iterable[str]] = ..., improvement_rate: _Optional[float] = ..., mechanisms: _Optional[_Iterable[_Union[Mechanism, _Mapping]]] = ...) -> None: ...
+    def __init__(self, instances: _Optional[_Iterable[_Union[InstanceStatus, _Mapping]]] = ..., queued: _Optional[int] = ..., prefilling: _Optional[int] = ..., decoding: _Optional[int] = ..., policy: _Optional[str] = ..., preemption: _Optional[_Union[Preemption, str]] = ..., planner: _Optional[str] = ..., policies: _Optional[_Iterable[str]] = ..., improvement_rate: _Optional[float] = ..., mechanisms: _Optional[_Iterable[_Union[Mechanism, _Mapping]]] = ...) -> None: ...
 
 class Mechanism(_message.Message):
     __slots__ = ("name", "on", "detail")
@@ -591,7 +632,7 @@ class PoolLoad(_message.Message):
     KV_UTILISATION_FIELD_NUMBER: _ClassVar[int]
     TBT_SLO_RATIO_FIELD_NUMBER: _ClassVar[int]
     CONTEXTS_FIELD_NUMBER: _ClassVar[int]
-    role: str
+    role: Role
     ready: int
     draining: int
     active_requests: int
@@ -601,7 +642,7 @@ class PoolLoad(_message.Message):
     kv_utilisation: float
     tbt_slo_ratio: float
     contexts: _containers.RepeatedCompositeFieldContainer[KvContext]
-    def __init__(self, role: _Optional[str] = ..., ready: _Optional[int] = ..., draining: _Optional[int] = ..., active_requests: _Optional[int] = ..., backlog_s: _Optional[float] = ..., arriving: _Optional[float] = ..., ttft_slo_ratio: _Optional[float] = ..., kv_utilisation: _Optional[float] = ..., tbt_slo_ratio: _Optional[float] = ..., contexts: _Optional[_Iterable[_Union[KvContext, _Mapping]]] = ...) -> None: ...
+    def __init__(self, role: _Optional[_Union[Role, str]] = ..., ready: _Optional[int] = ..., draining: _Optional[int] = ..., active_requests: _Optional[int] = ..., backlog_s: _Optional[float] = ..., arriving: _Optional[float] = ..., ttft_slo_ratio: _Optional[float] = ..., kv_utilisation: _Optional[float] = ..., tbt_slo_ratio: _Optional[float] = ..., contexts: _Optional[_Iterable[_Union[KvContext, _Mapping]]] = ...) -> None: ...
 
 class KvContext(_message.Message):
     __slots__ = ("tokens", "final_tokens", "growth_tokens_s", "owner_tokens")

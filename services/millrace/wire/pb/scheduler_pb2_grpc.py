@@ -3,7 +3,7 @@
 import grpc
 import warnings
 
-from millrace.wire.pb import scheduler_pb2 as scheduler__pb2
+from millrace.wire.pb import scheduler_pb2 as millrace_dot_v1_dot_scheduler__pb2
 
 GRPC_GENERATED_VERSION = '1.85.1'
 GRPC_VERSION = grpc.__version__
@@ -18,7 +18,7 @@ except ImportError:
 if _version_not_supported:
     raise RuntimeError(
         f'The grpc package installed is at version {GRPC_VERSION},'
-        + ' but the generated code in scheduler_pb2_grpc.py depends on'
+        + ' but the generated code in millrace/v1/scheduler_pb2_grpc.py depends on'
         + f' grpcio>={GRPC_GENERATED_VERSION}.'
         + f' Please upgrade your grpc module to grpcio>={GRPC_GENERATED_VERSION}'
         + f' or downgrade your generated code using grpcio-tools<={GRPC_VERSION}.'
@@ -38,43 +38,43 @@ class SchedulerStub:
         """
         self.ConnectProxy = channel.stream_stream(
                 '/millrace.v1.Scheduler/ConnectProxy',
-                request_serializer=scheduler__pb2.ProxyMessage.SerializeToString,
-                response_deserializer=scheduler__pb2.ProxyUpdate.FromString,
+                request_serializer=millrace_dot_v1_dot_scheduler__pb2.ProxyMessage.SerializeToString,
+                response_deserializer=millrace_dot_v1_dot_scheduler__pb2.ProxyUpdate.FromString,
                 _registered_method=True)
         self.ConnectWorker = channel.stream_stream(
                 '/millrace.v1.Scheduler/ConnectWorker',
-                request_serializer=scheduler__pb2.WorkerMessage.SerializeToString,
-                response_deserializer=scheduler__pb2.WorkerCommand.FromString,
+                request_serializer=millrace_dot_v1_dot_scheduler__pb2.WorkerMessage.SerializeToString,
+                response_deserializer=millrace_dot_v1_dot_scheduler__pb2.WorkerCommand.FromString,
                 _registered_method=True)
         self.GetStatus = channel.unary_unary(
                 '/millrace.v1.Scheduler/GetStatus',
-                request_serializer=scheduler__pb2.StatusRequest.SerializeToString,
-                response_deserializer=scheduler__pb2.StatusReply.FromString,
+                request_serializer=millrace_dot_v1_dot_scheduler__pb2.StatusRequest.SerializeToString,
+                response_deserializer=millrace_dot_v1_dot_scheduler__pb2.StatusReply.FromString,
                 _registered_method=True)
         self.SetPolicy = channel.unary_unary(
                 '/millrace.v1.Scheduler/SetPolicy',
-                request_serializer=scheduler__pb2.SetPolicyRequest.SerializeToString,
-                response_deserializer=scheduler__pb2.SetPolicyReply.FromString,
+                request_serializer=millrace_dot_v1_dot_scheduler__pb2.SetPolicyRequest.SerializeToString,
+                response_deserializer=millrace_dot_v1_dot_scheduler__pb2.SetPolicyReply.FromString,
                 _registered_method=True)
         self.SetImprovementRate = channel.unary_unary(
                 '/millrace.v1.Scheduler/SetImprovementRate',
-                request_serializer=scheduler__pb2.SetImprovementRateRequest.SerializeToString,
-                response_deserializer=scheduler__pb2.SetImprovementRateReply.FromString,
+                request_serializer=millrace_dot_v1_dot_scheduler__pb2.SetImprovementRateRequest.SerializeToString,
+                response_deserializer=millrace_dot_v1_dot_scheduler__pb2.SetImprovementRateReply.FromString,
                 _registered_method=True)
         self.GetLoad = channel.unary_unary(
                 '/millrace.v1.Scheduler/GetLoad',
-                request_serializer=scheduler__pb2.LoadRequest.SerializeToString,
-                response_deserializer=scheduler__pb2.LoadReply.FromString,
+                request_serializer=millrace_dot_v1_dot_scheduler__pb2.LoadRequest.SerializeToString,
+                response_deserializer=millrace_dot_v1_dot_scheduler__pb2.LoadReply.FromString,
                 _registered_method=True)
         self.SetCordon = channel.unary_unary(
                 '/millrace.v1.Scheduler/SetCordon',
-                request_serializer=scheduler__pb2.SetCordonRequest.SerializeToString,
-                response_deserializer=scheduler__pb2.SetCordonReply.FromString,
+                request_serializer=millrace_dot_v1_dot_scheduler__pb2.SetCordonRequest.SerializeToString,
+                response_deserializer=millrace_dot_v1_dot_scheduler__pb2.SetCordonReply.FromString,
                 _registered_method=True)
         self.Evict = channel.unary_unary(
                 '/millrace.v1.Scheduler/Evict',
-                request_serializer=scheduler__pb2.EvictRequest.SerializeToString,
-                response_deserializer=scheduler__pb2.EvictReply.FromString,
+                request_serializer=millrace_dot_v1_dot_scheduler__pb2.EvictRequest.SerializeToString,
+                response_deserializer=millrace_dot_v1_dot_scheduler__pb2.EvictReply.FromString,
                 _registered_method=True)
 
 
@@ -136,43 +136,43 @@ def add_SchedulerServicer_to_server(servicer, server):
     rpc_method_handlers = {
             'ConnectProxy': grpc.stream_stream_rpc_method_handler(
                     servicer.ConnectProxy,
-                    request_deserializer=scheduler__pb2.ProxyMessage.FromString,
-                    response_serializer=scheduler__pb2.ProxyUpdate.SerializeToString,
+                    request_deserializer=millrace_dot_v1_dot_scheduler__pb2.ProxyMessage.FromString,
+                    response_serializer=millrace_dot_v1_dot_scheduler__pb2.ProxyUpdate.SerializeToString,
             ),
             'ConnectWorker': grpc.stream_stream_rpc_method_handler(
                     servicer.ConnectWorker,
-                    request_deserializer=scheduler__pb2.WorkerMessage.FromString,
-                    response_serializer=scheduler__pb2.WorkerCommand.SerializeToString,
+                    request_deserializer=millrace_dot_v1_dot_scheduler__pb2.WorkerMessage.FromString,
+                    response_serializer=millrace_dot_v1_dot_scheduler__pb2.WorkerCommand.SerializeToString,
             ),
             'GetStatus': grpc.unary_unary_rpc_method_handler(
                     servicer.GetStatus,
-                    request_deserializer=scheduler__pb2.StatusRequest.FromString,
-                    response_serializer=scheduler__pb2.StatusReply.SerializeToString,
+                    request_deserializer=millrace_dot_v1_dot_scheduler__pb2.StatusRequest.FromString,
+                    response_serializer=millrace_dot_v1_dot_scheduler__pb2.StatusReply.SerializeToString,
             ),
             'SetPolicy': grpc.unary_unary_rpc_method_handler(
                     servicer.SetPolicy,
-                    request_deserializer=scheduler__pb2.SetPolicyRequest.FromString,
-                    response_serializer=scheduler__pb2.SetPolicyReply.SerializeToString,
+                    request_deserializer=millrace_dot_v1_dot_scheduler__pb2.SetPolicyRequest.FromString,
+                    response_serializer=millrace_dot_v1_dot_scheduler__pb2.SetPolicyReply.SerializeToString,
             ),
             'SetImprovementRate': grpc.unary_unary_rpc_method_handler(
                     servicer.SetImprovementRate,
-                    request_deserializer=scheduler__pb2.SetImprovementRateRequest.FromString,
-                    response_serializer=scheduler__pb2.SetImprovementRateReply.SerializeToString,
+                    request_deserializer=millrace_dot_v1_dot_scheduler__pb2.SetImprovementRateRequest.FromString,
+                    response_serializer=millrace_dot_v1_dot_scheduler__pb2.SetImprovementRateReply.SerializeToString,
             ),
             'GetLoad': grpc.unary_unary_rpc_method_handler(
                     servicer.GetLoad,
-                    request_deserializer=scheduler__pb2.LoadRequest.FromString,
-                    response_serializer=scheduler__pb2.LoadReply.SerializeToString,
+                    request_deserializer=millrace_dot_v1_dot_scheduler__pb2.LoadRequest.FromString,
+                    response_serializer=millrace_dot_v1_dot_scheduler__pb2.LoadReply.SerializeToString,
             ),
             'SetCordon': grpc.unary_unary_rpc_method_handler(
                     servicer.SetCordon,
-                    request_deserializer=scheduler__pb2.SetCordonRequest.FromString,
-                    response_serializer=scheduler__pb2.SetCordonReply.SerializeToString,
+                    request_deserializer=millrace_dot_v1_dot_scheduler__pb2.SetCordonRequest.FromString,
+                    response_serializer=millrace_dot_v1_dot_scheduler__pb2.SetCordonReply.SerializeToString,
             ),
             'Evict': grpc.unary_unary_rpc_method_handler(
                     servicer.Evict,
-                    request_deserializer=scheduler__pb2.EvictRequest.FromString,
-                    response_serializer=scheduler__pb2.EvictReply.SerializeToString,
+                    request_deserializer=millrace_dot_v1_dot_scheduler__pb2.EvictRequest.FromString,
+                    response_serializer=millrace_dot_v1_dot_scheduler__pb2.EvictReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -202,8 +202,8 @@ class Scheduler:
             request_iterator,
             target,
             '/millrace.v1.Scheduler/ConnectProxy',
-            scheduler__pb2.ProxyMessage.SerializeToString,
-            scheduler__pb2.ProxyUpdate.FromString,
+            millrace_dot_v1_dot_scheduler__pb2.ProxyMessage.SerializeToString,
+            millrace_dot_v1_dot_scheduler__pb2.ProxyUpdate.FromString,
             options,
             channel_credentials,
             insecure,
@@ -229,8 +229,8 @@ class Scheduler:
             request_iterator,
             target,
             '/millrace.v1.Scheduler/ConnectWorker',
-            scheduler__pb2.WorkerMessage.SerializeToString,
-            scheduler__pb2.WorkerCommand.FromString,
+            millrace_dot_v1_dot_scheduler__pb2.WorkerMessage.SerializeToString,
+            millrace_dot_v1_dot_scheduler__pb2.WorkerCommand.FromString,
             options,
             channel_credentials,
             insecure,
@@ -256,8 +256,8 @@ class Scheduler:
             request,
             target,
             '/millrace.v1.Scheduler/GetStatus',
-            scheduler__pb2.StatusRequest.SerializeToString,
-            scheduler__pb2.StatusReply.FromString,
+            millrace_dot_v1_dot_scheduler__pb2.StatusRequest.SerializeToString,
+            millrace_dot_v1_dot_scheduler__pb2.StatusReply.FromString,
             options,
             channel_credentials,
             insecure,
@@ -283,8 +283,8 @@ class Scheduler:
             request,
             target,
             '/millrace.v1.Scheduler/SetPolicy',
-            scheduler__pb2.SetPolicyRequest.SerializeToString,
-            scheduler__pb2.SetPolicyReply.FromString,
+            millrace_dot_v1_dot_scheduler__pb2.SetPolicyRequest.SerializeToString,
+            millrace_dot_v1_dot_scheduler__pb2.SetPolicyReply.FromString,
             options,
             channel_credentials,
             insecure,
@@ -310,8 +310,8 @@ class Scheduler:
             request,
             target,
             '/millrace.v1.Scheduler/SetImprovementRate',
-            scheduler__pb2.SetImprovementRateRequest.SerializeToString,
-            scheduler__pb2.SetImprovementRateReply.FromString,
+            millrace_dot_v1_dot_scheduler__pb2.SetImprovementRateRequest.SerializeToString,
+            millrace_dot_v1_dot_scheduler__pb2.SetImprovementRateReply.FromString,
             options,
             channel_credentials,
             insecure,
@@ -337,8 +337,8 @@ class Scheduler:
             request,
             target,
             '/millrace.v1.Scheduler/GetLoad',
-            scheduler__pb2.LoadRequest.SerializeToString,
-            scheduler__pb2.LoadReply.FromString,
+            millrace_dot_v1_dot_scheduler__pb2.LoadRequest.SerializeToString,
+            millrace_dot_v1_dot_scheduler__pb2.LoadReply.FromString,
             options,
             channel_credentials,
             insecure,
@@ -364,8 +364,8 @@ class Scheduler:
             request,
             target,
             '/millrace.v1.Scheduler/SetCordon',
-            scheduler__pb2.SetCordonRequest.SerializeToString,
-            scheduler__pb2.SetCordonReply.FromString,
+            millrace_dot_v1_dot_scheduler__pb2.SetCordonRequest.SerializeToString,
+            millrace_dot_v1_dot_scheduler__pb2.SetCordonReply.FromString,
             options,
             channel_credentials,
             insecure,
@@ -391,8 +391,8 @@ class Scheduler:
             request,
             target,
             '/millrace.v1.Scheduler/Evict',
-            scheduler__pb2.EvictRequest.SerializeToString,
-            scheduler__pb2.EvictReply.FromString,
+            millrace_dot_v1_dot_scheduler__pb2.EvictRequest.SerializeToString,
+            millrace_dot_v1_dot_scheduler__pb2.EvictReply.FromString,
             options,
             channel_credentials,
             insecure,

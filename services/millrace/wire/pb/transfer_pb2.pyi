@@ -1,11 +1,23 @@
 from millrace.wire.pb import common_pb2 as _common_pb2
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from collections.abc import Iterable as _Iterable, Mapping as _Mapping
 from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
+
+class Dtype(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    DTYPE_UNSPECIFIED: _ClassVar[Dtype]
+    DTYPE_FLOAT32: _ClassVar[Dtype]
+    DTYPE_BFLOAT16: _ClassVar[Dtype]
+    DTYPE_FLOAT16: _ClassVar[Dtype]
+DTYPE_UNSPECIFIED: Dtype
+DTYPE_FLOAT32: Dtype
+DTYPE_BFLOAT16: Dtype
+DTYPE_FLOAT16: Dtype
 
 class KvLayout(_message.Message):
     __slots__ = ("model_hash", "dtype", "num_layers", "num_kv_heads", "head_dim", "page_tokens", "head_start", "head_count", "num_pages", "parts", "layer_start", "model_layers")
@@ -22,7 +34,7 @@ class KvLayout(_message.Message):
     LAYER_START_FIELD_NUMBER: _ClassVar[int]
     MODEL_LAYERS_FIELD_NUMBER: _ClassVar[int]
     model_hash: str
-    dtype: str
+    dtype: Dtype
     num_layers: int
     num_kv_heads: int
     head_dim: int
@@ -33,15 +45,14 @@ class KvLayout(_message.Message):
     parts: int
     layer_start: int
     model_layers: int
-    def __init__(self, model_hash: _Optional[str] = ..., dtype: _Optional[str] = ..., num_layers: _Optional[int] = ..., num_kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., page_tokens: _Optional[int] = ..., head_start: _Optional[int] = ..., head_count: _Optional[int] = ..., num_pages: _Optional[int] = ..., parts: _Optional[int] = ..., layer_start: _Optional[int] = ..., model_layers: _Optional[int] = ...) -> None: ...
+    def __init__(self, model_hash: _Optional[str] = ..., dtype: _Optional[_Union[Dtype, str]] = ..., num_layers: _Optional[int] = ..., num_kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., page_tokens: _Optional[int] = ..., head_start: _Optional[int] = ..., head_count: _Optional[int] = ..., num_pages: _Optional[int] = ..., parts: _Optional[int] = ..., layer_start: _Optional[int] = ..., model_layers: _Optional[int] = ...) -> None: ...
 
 class HandshakeRequest(_message.Message):
-    __slots__ = ("request_id", "sender", "receiver", "layout", "chunk_index", "start_token", "num_tokens", "agent_metadata", "attempt")
+    __slots__ = ("request_id", "sender", "receiver", "layout", "start_token", "num_tokens", "agent_metadata", "attempt")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     SENDER_FIELD_NUMBER: _ClassVar[int]
     RECEIVER_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
-    CHUNK_INDEX_FIELD_NUMBER: _ClassVar[int]
     START_TOKEN_FIELD_NUMBER: _ClassVar[int]
     NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
     AGENT_METADATA_FIELD_NUMBER: _ClassVar[int]
@@ -50,12 +61,11 @@ class HandshakeRequest(_message.Message):
     sender: _common_pb2.Incarnation
     receiver: _common_pb2.Incarnation
     layout: KvLayout
-    chunk_index: int
     start_token: int
     num_tokens: int
     agent_metadata: bytes
     attempt: int
-    def __init__(self, request_id: _Optional[str] = ..., sender: _Optional[_Union[_common_pb2.Incarnation, _Mapping]] = ..., receiver: _Optional[_Union[_common_pb2.Incarnation, _Mapping]] = ..., layout: _Optional[_Union[KvLayout, _Mapping]] = ..., chunk_index: _Optional[int] = ..., start_token: _Optional[int] = ..., num_tokens: _Optional[int] = ..., agent_metadata: _Optional[bytes] = ..., attempt: _Optional[int] = ...) -> None: ...
+    def __init__(self, request_id: _Optional[str] = ..., sender: _Optional[_Union[_common_pb2.Incarnation, _Mapping]] = ..., receiver: _Optional[_Union[_common_pb2.Incarnation, _Mapping]] = ..., layout: _Optional[_Union[KvLayout, _Mapping]] = ..., start_token: _Optional[int] = ..., num_tokens: _Optional[int] = ..., agent_metadata: _Optional[bytes] = ..., attempt: _Optional[int] = ...) -> None: ...
 
 class HandshakeReply(_message.Message):
     __slots__ = ("refusal", "layout", "pages", "agent_metadata", "region", "backend_id", "buffered", "buffer_offset", "buffer_bytes", "lease_s")

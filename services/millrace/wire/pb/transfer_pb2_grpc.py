@@ -3,7 +3,7 @@
 import grpc
 import warnings
 
-from millrace.wire.pb import transfer_pb2 as transfer__pb2
+from millrace.wire.pb import transfer_pb2 as millrace_dot_v1_dot_transfer__pb2
 
 GRPC_GENERATED_VERSION = '1.85.1'
 GRPC_VERSION = grpc.__version__
@@ -18,7 +18,7 @@ except ImportError:
 if _version_not_supported:
     raise RuntimeError(
         f'The grpc package installed is at version {GRPC_VERSION},'
-        + ' but the generated code in transfer_pb2_grpc.py depends on'
+        + ' but the generated code in millrace/v1/transfer_pb2_grpc.py depends on'
         + f' grpcio>={GRPC_GENERATED_VERSION}.'
         + f' Please upgrade your grpc module to grpcio>={GRPC_GENERATED_VERSION}'
         + f' or downgrade your generated code using grpcio-tools<={GRPC_VERSION}.'
@@ -38,23 +38,23 @@ class KvReceiverStub:
         """
         self.Handshake = channel.unary_unary(
                 '/millrace.v1.KvReceiver/Handshake',
-                request_serializer=transfer__pb2.HandshakeRequest.SerializeToString,
-                response_deserializer=transfer__pb2.HandshakeReply.FromString,
+                request_serializer=millrace_dot_v1_dot_transfer__pb2.HandshakeRequest.SerializeToString,
+                response_deserializer=millrace_dot_v1_dot_transfer__pb2.HandshakeReply.FromString,
                 _registered_method=True)
         self.FinishPrefill = channel.unary_unary(
                 '/millrace.v1.KvReceiver/FinishPrefill',
-                request_serializer=transfer__pb2.FinishPrefillRequest.SerializeToString,
-                response_deserializer=transfer__pb2.FinishPrefillReply.FromString,
+                request_serializer=millrace_dot_v1_dot_transfer__pb2.FinishPrefillRequest.SerializeToString,
+                response_deserializer=millrace_dot_v1_dot_transfer__pb2.FinishPrefillReply.FromString,
                 _registered_method=True)
         self.AbortTransfer = channel.unary_unary(
                 '/millrace.v1.KvReceiver/AbortTransfer',
-                request_serializer=transfer__pb2.AbortTransferRequest.SerializeToString,
-                response_deserializer=transfer__pb2.AbortTransferReply.FromString,
+                request_serializer=millrace_dot_v1_dot_transfer__pb2.AbortTransferRequest.SerializeToString,
+                response_deserializer=millrace_dot_v1_dot_transfer__pb2.AbortTransferReply.FromString,
                 _registered_method=True)
         self.SendHistory = channel.unary_unary(
                 '/millrace.v1.KvReceiver/SendHistory',
-                request_serializer=transfer__pb2.SendHistoryRequest.SerializeToString,
-                response_deserializer=transfer__pb2.SendHistoryReply.FromString,
+                request_serializer=millrace_dot_v1_dot_transfer__pb2.SendHistoryRequest.SerializeToString,
+                response_deserializer=millrace_dot_v1_dot_transfer__pb2.SendHistoryReply.FromString,
                 _registered_method=True)
 
 
@@ -93,23 +93,23 @@ def add_KvReceiverServicer_to_server(servicer, server):
     rpc_method_handlers = {
             'Handshake': grpc.unary_unary_rpc_method_handler(
                     servicer.Handshake,
-                    request_deserializer=transfer__pb2.HandshakeRequest.FromString,
-                    response_serializer=transfer__pb2.HandshakeReply.SerializeToString,
+                    request_deserializer=millrace_dot_v1_dot_transfer__pb2.HandshakeRequest.FromString,
+                    response_serializer=millrace_dot_v1_dot_transfer__pb2.HandshakeReply.SerializeToString,
             ),
             'FinishPrefill': grpc.unary_unary_rpc_method_handler(
                     servicer.FinishPrefill,
-                    request_deserializer=transfer__pb2.FinishPrefillRequest.FromString,
-                    response_serializer=transfer__pb2.FinishPrefillReply.SerializeToString,
+                    request_deserializer=millrace_dot_v1_dot_transfer__pb2.FinishPrefillRequest.FromString,
+                    response_serializer=millrace_dot_v1_dot_transfer__pb2.FinishPrefillReply.SerializeToString,
             ),
             'AbortTransfer': grpc.unary_unary_rpc_method_handler(
                     servicer.AbortTransfer,
-                    request_deserializer=transfer__pb2.AbortTransferRequest.FromString,
-                    response_serializer=transfer__pb2.AbortTransferReply.SerializeToString,
+                    request_deserializer=millrace_dot_v1_dot_transfer__pb2.AbortTransferRequest.FromString,
+                    response_serializer=millrace_dot_v1_dot_transfer__pb2.AbortTransferReply.SerializeToString,
             ),
             'SendHistory': grpc.unary_unary_rpc_method_handler(
                     servicer.SendHistory,
-                    request_deserializer=transfer__pb2.SendHistoryRequest.FromString,
-                    response_serializer=transfer__pb2.SendHistoryReply.SerializeToString,
+                    request_deserializer=millrace_dot_v1_dot_transfer__pb2.SendHistoryRequest.FromString,
+                    response_serializer=millrace_dot_v1_dot_transfer__pb2.SendHistoryReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -139,8 +139,8 @@ class KvReceiver:
             request,
             target,
             '/millrace.v1.KvReceiver/Handshake',
-            transfer__pb2.HandshakeRequest.SerializeToString,
-            transfer__pb2.HandshakeReply.FromString,
+            millrace_dot_v1_dot_transfer__pb2.HandshakeRequest.SerializeToString,
+            millrace_dot_v1_dot_transfer__pb2.HandshakeReply.FromString,
             options,
             channel_credentials,
             insecure,
@@ -166,8 +166,8 @@ class KvReceiver:
             request,
             target,
             '/millrace.v1.KvReceiver/FinishPrefill',
-            transfer__pb2.FinishPrefillRequest.SerializeToString,
-            transfer__pb2.FinishPrefillReply.FromString,
+            millrace_dot_v1_dot_transfer__pb2.FinishPrefillRequest.SerializeToString,
+            millrace_dot_v1_dot_transfer__pb2.FinishPrefillReply.FromString,
             options,
             channel_credentials,
             insecure,
@@ -193,8 +193,8 @@ class KvReceiver:
             request,
             target,
             '/millrace.v1.KvReceiver/AbortTransfer',
-            transfer__pb2.AbortTransferRequest.SerializeToString,
-            transfer__pb2.AbortTransferReply.FromString,
+            millrace_dot_v1_dot_transfer__pb2.AbortTransferRequest.SerializeToString,
+            millrace_dot_v1_dot_transfer__pb2.AbortTransferReply.FromString,
             options,
             channel_credentials,
             insecure,
@@ -220,8 +220,8 @@ class KvReceiver:
             request,
             target,
             '/millrace.v1.KvReceiver/SendHistory',
-            transfer__pb2.SendHistoryRequest.SerializeToString,
-            transfer__pb2.SendHistoryReply.FromString,
+            millrace_dot_v1_dot_transfer__pb2.SendHistoryRequest.SerializeToString,
+            millrace_dot_v1_dot_transfer__pb2.SendHistoryReply.FromString,
             options,
             channel_credentials,
             insecure,
@@ -247,8 +247,8 @@ class TransferProbeStub:
         """
         self.Probe = channel.stream_stream(
                 '/millrace.v1.TransferProbe/Probe',
-                request_serializer=transfer__pb2.ProbeRequest.SerializeToString,
-                response_deserializer=transfer__pb2.ProbeReply.FromString,
+                request_serializer=millrace_dot_v1_dot_transfer__pb2.ProbeRequest.SerializeToString,
+                response_deserializer=millrace_dot_v1_dot_transfer__pb2.ProbeReply.FromString,
                 _registered_method=True)
 
 
@@ -269,8 +269,8 @@ def add_TransferProbeServicer_to_server(servicer, server):
     rpc_method_handlers = {
             'Probe': grpc.stream_stream_rpc_method_handler(
                     servicer.Probe,
-                    request_deserializer=transfer__pb2.ProbeRequest.FromString,
-                    response_serializer=transfer__pb2.ProbeReply.SerializeToString,
+                    request_deserializer=millrace_dot_v1_dot_transfer__pb2.ProbeRequest.FromString,
+                    response_serializer=millrace_dot_v1_dot_transfer__pb2.ProbeReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -301,8 +301,8 @@ class TransferProbe:
             request_iterator,
             target,
             '/millrace.v1.TransferProbe/Probe',
-            transfer__pb2.ProbeRequest.SerializeToString,
-            transfer__pb2.ProbeReply.FromString,
+            millrace_dot_v1_dot_transfer__pb2.ProbeRequest.SerializeToString,
+            millrace_dot_v1_dot_transfer__pb2.ProbeReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -33,7 +33,7 @@ ANSWER_TIMEOUT_S = 60.0
 LEASE_S = 5.0
 
 
-class HolderProcess:
+class WorkerProcess:
     """A KVP worker process as its KV owner sees it. `shard` is its shard now, if any."""
 
     def __init__(self, name: str, model: Path, config: EngineConfig) -> None:
@@ -57,7 +57,7 @@ class HolderProcess:
         """Frees the worker's shard and opens a shard whose first `kv_tokens` tokens are there."""
         shard = self.ask("hold", start_token, end_token, kv_tokens)
         return RemoteShard(
-            holder=self.name, shard=shard, start_token=start_token, end_token=end_token
+            worker=self.name, shard=shard, start_token=start_token, end_token=end_token
         )
 
     def attention_s(self) -> float:
@@ -83,17 +83,19 @@ class HolderProcess:
 
 
 @contextmanager
-def holders(count: int, model: Path, config: EngineConfig) -> Iterator[list[HolderProcess]]:
+def worker_processes(
+    count: int, model: Path, config: EngineConfig
+) -> Iterator[list[WorkerProcess]]:
     """Starts KVP worker processes, which end with the block."""
-    started = [HolderProcess(f"holder-{number}", model, config) for number in range(count)]
+    started = [WorkerProcess(f"worker-{number}", model, config) for number in range(count)]
     try:
         yield started
     finally:
-        for holder in started:
-            holder.kill()
+        for worker in started:
+            worker.kill()
 
 
-class _Holder:
+class _Worker:
     def __init__(self, name: str, model: Path, config: EngineConfig) -> None:
         memory = open_kv_only(model, config)
         self._pool = memory.pool
@@ -143,19 +145,19 @@ class _Holder:
 
 
 def _serve(pipe: Connection, name: str, model: Path, config: EngineConfig) -> None:
-    holder = _Holder(name, model, config)
+    worker = _Worker(name, model, config)
     pipe.send("started")
-    asyncio.run(_obey(pipe, holder))
+    asyncio.run(_obey(pipe, worker))
 
 
-async def _obey(pipe: Connection, holder: _Holder) -> None:
+async def _obey(pipe: Connection, worker: _Worker) -> None:
     while True:
         answer: object
         match await asyncio.to_thread(pipe.recv):
             case "attach", metadata, region, offset:
-                answer = await holder.attach(metadata, region, offset)
+                answer = await worker.attach(metadata, region, offset)
             case "hold", start_token, end_token, kv_tokens:
-                answer = await holder.hold(start_token, end_token, kv_tokens)
+                answer = await worker.hold(start_token, end_token, kv_tokens)
             case _:
-                answer = holder.attention_s()
+                answer = worker.attention_s()
         pipe.send(answer)
