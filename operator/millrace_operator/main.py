@@ -9,14 +9,14 @@ import os
 import signal
 import socket
 import uuid
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from kubernetes import client
+from kubernetes.aio import client
 
 from millrace.core.config import load_config
 from millrace.core.errors import MillraceError
@@ -51,7 +51,8 @@ LEASE_CALL_S = 3.0
 class Options:
     """The operator's options."""
 
-    configuration: Callable[[], client.Configuration]  # read again when a token has expired
+    #: Called at the start, and by kopf again whenever the API server asks for a login.
+    configuration: Callable[[], Awaitable[client.Configuration]]
     defaults: Defaults
     namespaces: tuple[str, ...] = ()  # empty: all namespaces
     lease_namespace: str = "default"
@@ -70,16 +71,14 @@ class Operator:
     handle.
     """
 
-    def __init__(self, options: Options) -> None:
+    def __init__(self, options: Options, configuration: client.Configuration) -> None:
         self._options = options
         self.registry = Registry()
         self._metrics = OperatorMetrics(self.registry)
         self._watching = False
         on_call = self._metrics.count_call
-        self._kube = Kube(options.configuration(), on_call=on_call)
-        self._lease_kube = Kube(
-            options.configuration(), threads=2, timeout_s=LEASE_CALL_S, on_call=on_call
-        )
+        self._kube = Kube(configuration, on_call=on_call)
+        self._lease_kube = Kube(configuration, timeout_s=LEASE_CALL_S, on_call=on_call)
         self.election = Election(
             self._lease_kube,
             namespace=options.lease_namespace,
@@ -110,14 +109,14 @@ class Operator:
         """
         options = self._options
         async with contextlib.AsyncExitStack() as stack:
-            stack.push_async_callback(asyncio.to_thread, self._lease_kube.close)
+            stack.push_async_callback(self._lease_kube.close)
             server = await serve_metrics(
                 options.metrics_port, self.ready, registry=self.registry, host=options.host
             )
             stack.push_async_callback(server.close)
             stack.push_async_callback(self.election.release)
             # Started writes end before another operator leads.
-            stack.push_async_callback(asyncio.to_thread, self._kube.close)
+            stack.push_async_callback(self._kube.close)
             await self.election.acquire()
             self._metrics.leads(True)
             await until_one_ends(self.election.hold(), self._work())
@@ -165,7 +164,8 @@ async def serve(options: Options) -> None:
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    await until_one_ends(Operator(options).run(), stop.wait())
+    operator = Operator(options, await options.configuration())
+    await until_one_ends(operator.run(), stop.wait())
 
 
 def defaults_from(environment: Mapping[str, str]) -> Defaults:

@@ -34,7 +34,7 @@ OWNERS = ("ModelService", "PrefillGroup", "DecodePool")
 async def runner(cluster: KubeEmulator) -> AsyncIterator[Runner]:
     """One operator's parts, without kopf and the queue: the test runs each pass."""
     metrics, schedulers = OperatorMetrics(Registry()), Schedulers()
-    kube = Kube(configuration_of(cluster), threads=8)
+    kube = Kube(configuration_of(cluster), connections=8)
     parts = Parts(
         kube=kube,
         schedulers=schedulers,
@@ -48,7 +48,7 @@ async def runner(cluster: KubeEmulator) -> AsyncIterator[Runner]:
     try:
         yield Runner(Cluster(parts), Defaults(images=images), metrics)
     finally:
-        kube.close()
+        await kube.close()
 
 
 def chat() -> Object:

@@ -33,7 +33,7 @@ async def cluster() -> AsyncIterator[KubeEmulator]:
 async def kube(cluster: KubeEmulator) -> AsyncIterator[Kube]:
     client = Kube(configuration_of(cluster))
     yield client
-    client.close()
+    await client.close()
 
 
 def candidate(kube: Kube, identity: str, clock: Clock) -> Election:

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kubernetes import client
-from kubernetes.config import incluster_config
+from kubernetes.aio.config import incluster_config
 
 from millrace_operator.run.handlers import Touches, make_registry, make_settings
 from millrace_operator.run.kube import load_configuration
@@ -108,7 +107,7 @@ def test_children_concern_whose_labels_they_bear(labels: dict[str, str], touched
 
 def test_kopf_is_only_asked_to_watch():
     """Handlers of changes, daemons and timers would write annotations and finalizers."""
-    registry = make_registry(Touches(lambda key: None), client.Configuration)
+    registry = make_registry(Touches(lambda key: None), load_configuration)
     watched = {str(handler.selector) for handler in registry._watching.get_all_handlers()}
     assert len(watched) == 7
     for others in (registry._changing, registry._spawning, registry._indexing, registry._webhooks):

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 import yaml
-from kubernetes import client
+from kmock import Request
+from kubernetes.aio import client
 
 from millrace.core.errors import MillraceError
 from millrace_operator.run import crds, kube
@@ -22,6 +25,19 @@ SETTINGS = {
 }
 
 
+#: A plugin for credentials: every run makes its token one character longer.
+PLUGIN = """
+import json, pathlib
+runs = pathlib.Path({runs!r})
+runs.write_text((runs.read_text() if runs.exists() else "") + "x")
+status = {{"token": runs.read_text()}}
+if {expires!r}:
+    status["expirationTimestamp"] = {expires!r}
+version = "client.authentication.k8s.io/v1"
+print(json.dumps({{"apiVersion": version, "kind": "ExecCredential", "status": status}}))
+"""
+
+
 @pytest.fixture
 async def cluster() -> AsyncIterator[KubeEmulator]:
     async with kube_emulator() as emulator:
@@ -30,9 +46,9 @@ async def cluster() -> AsyncIterator[KubeEmulator]:
 
 @pytest.fixture
 async def calls(cluster: KubeEmulator) -> AsyncIterator[Kube]:
-    client = Kube(configuration_of(cluster), threads=2)
+    client = Kube(configuration_of(cluster), connections=2)
     yield client
-    client.close()
+    await client.close()
 
 
 def without(manifest: dict[str, object], key: str) -> dict[str, object]:
@@ -120,7 +136,44 @@ async def test_no_answer_is_an_error():
     with pytest.raises(KubeError, match="no answer") as error:
         await calls.get("Pod", "default", "x")
     assert (error.value.status, heard) == (0, [("GET", 0)])
-    calls.close()
+    await calls.close()
+
+
+async def test_a_slow_answer_is_no_answer(cluster: KubeEmulator):
+    answered = asyncio.Event()
+    cluster.before = lambda request: answered.wait()
+    calls = Kube(configuration_of(cluster), timeout_s=0.05)
+    with pytest.raises(KubeError, match="no answer") as error:
+        await calls.get("ConfigMap", "default", "c")
+    assert error.value.status == 0
+    answered.set()
+    await calls.close()
+
+
+async def test_a_started_write_ends_before_the_client_closes(cluster: KubeEmulator):
+    """Another operator may lead once this client is closed."""
+    arrived, answered = asyncio.Event(), asyncio.Event()
+
+    async def before(request: Request) -> None:
+        arrived.set()
+        await answered.wait()
+
+    cluster.before = before
+    calls = Kube(configuration_of(cluster), connections=1)
+    first, second = (
+        asyncio.create_task(calls.apply({**SETTINGS, "metadata": {"name": n, "namespace": "x"}}))
+        for n in "ab"
+    )
+    await arrived.wait()
+    second.cancel()  # it waits for a connection
+    first.cancel()
+    await asyncio.wait([first, second])
+    closing = asyncio.create_task(calls.close())
+    await asyncio.sleep(0)
+    assert not closing.done()
+    answered.set()
+    await closing
+    assert [write[1].rpartition("/")[2] for write in cluster.writes] == ["a"]
 
 
 async def test_crds_are_applied_and_waited_for(
@@ -143,14 +196,35 @@ async def test_crds_are_applied_and_waited_for(
         await crds.wait_until_served(calls)
 
 
-def test_a_kubeconfig_is_read_by_path_and_context(tmp_path: Path):
+@pytest.mark.parametrize(("expires", "tokens"), [("2000-01-01T00:00:00Z", 3), (None, 1)])
+async def test_a_plugins_token_is_renewed_when_it_expires(
+    tmp_path: Path, expires: str | None, tokens: int
+):
+    runs, path, plugin = tmp_path / "runs", tmp_path / "config", tmp_path / "plugin.py"
+    plugin.write_text(PLUGIN.format(runs=str(runs), expires=expires))
+    version = "client.authentication.k8s.io/v1"
+    command = {"apiVersion": version, "command": sys.executable, "args": [str(plugin)]}
+    given = {
+        "clusters": [{"name": "c", "cluster": {"server": "https://c.test"}}],
+        "contexts": [{"name": "c", "context": {"cluster": "c", "user": "u"}}],
+        "users": [{"name": "u", "user": {"exec": command}}],
+        "current-context": "c",
+    }
+    path.write_text(yaml.safe_dump(given))
+    configuration = await load_configuration(str(path))
+    for _ in range(2):
+        token = await configuration.get_api_key_with_prefix("BearerToken")
+    assert token == f"Bearer {'x' * tokens}"
+
+
+async def test_a_kubeconfig_is_read_by_path_and_context(tmp_path: Path):
     path = tmp_path / "config"
     clusters = [{"name": n, "cluster": {"server": f"https://{n}.test"}} for n in ("one", "two")]
     contexts = [{"name": n, "context": {"cluster": n, "user": "u"}} for n in ("one", "two")]
     users = [{"name": "u", "user": {"token": "secret"}}]
     given = {"clusters": clusters, "contexts": contexts, "users": users, "current-context": "one"}
     path.write_text(yaml.safe_dump({"apiVersion": "v1", "kind": "Config", **given}))
-    assert load_configuration(str(path)).host == "https://one.test"
-    assert load_configuration(str(path), "two").host == "https://two.test"
+    assert (await load_configuration(str(path))).host == "https://one.test"
+    assert (await load_configuration(str(path), "two")).host == "https://two.test"
     with pytest.raises(MillraceError, match="no access to a Kubernetes cluster"):
-        load_configuration(str(tmp_path / "nothing"))
+        await load_configuration(str(tmp_path / "nothing"))

@@ -23,7 +23,7 @@ from typing import Any
 import aiohttp.web
 import kmock
 from kmock import KubernetesEmulator, KubernetesError, Request, Server
-from kubernetes import client
+from kubernetes.aio import client
 
 from millrace_operator.run.kube import RESOURCES
 from support.deadlines import HANG_S

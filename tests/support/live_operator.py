@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
+from kubernetes.aio import client
 from prometheus_client.parser import text_string_to_metric_families
 
 from millrace_operator.main import Operator, Options
@@ -41,8 +42,8 @@ def hurry(monkeypatch: pytest.MonkeyPatch) -> None:
 class LiveOperator(Operator):
     """A running operator. `ended` is set when it has ended by itself."""
 
-    def __init__(self, options: Options) -> None:
-        super().__init__(options)
+    def __init__(self, options: Options, configuration: client.Configuration) -> None:
+        super().__init__(options, configuration)
         self.ended = asyncio.Event()
 
     async def run(self) -> None:
@@ -60,8 +61,12 @@ async def operator(
     test.
     """
     roles = ("proxy", "scheduler", "prefill", "decode", "kvp")
+
+    async def configuration() -> client.Configuration:
+        return configuration_of(emulator)
+
     options = Options(
-        configuration=lambda: configuration_of(emulator),
+        configuration=configuration,
         defaults=Defaults(images={role: f"millrace-{role}:1" for role in roles}),
         identity=identity,
         host="127.0.0.1",
@@ -71,7 +76,7 @@ async def operator(
         pace=PACE,
         **more,
     )
-    running = LiveOperator(options)
+    running = LiveOperator(options, configuration_of(emulator))
     task = asyncio.create_task(running.run())
     try:
         yield running

@@ -7,8 +7,8 @@ it and gives up `renew_s` after the last success, before another candidate may t
 times come from a monotonic clock, and an operator that loses the lease ends (LeaseLost) and never
 waits to lead again, so that nothing of the old term can act in a new term.
 
-The package's own `kubernetes.leaderelection` is not used: it sleeps in its thread, can't be
-stopped, keeps the lease when the process ends, and reads the wall clock.
+`kubernetes.aio.leaderelection` is not used: it reads the wall clock, keeps the lease when the
+process ends, and cancels the leader's work without waiting for its end.
 """
 
 from __future__ import annotations

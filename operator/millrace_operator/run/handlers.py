@@ -13,11 +13,11 @@ import asyncio
 import contextlib
 import logging
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any
 
 import kopf
-from kubernetes import client
+from kubernetes.aio import client
 
 from millrace.core.errors import MillraceError
 from millrace_operator.manifests.naming import COMPONENT_LABEL, POOL_LABEL, SERVICE_LABEL
@@ -111,7 +111,7 @@ def _key(kind: str, body: Mapping[str, Any]) -> Key:
 
 
 def make_registry(
-    touches: Touches, configuration: Callable[[], client.Configuration]
+    touches: Touches, configuration: Callable[[], Awaitable[client.Configuration]]
 ) -> kopf.OperatorRegistry:
     """Makes the handlers. kopf calls `configuration` again whenever the API server asks for a
     login.
@@ -120,7 +120,7 @@ def make_registry(
 
     @kopf.on.login(registry=registry)
     async def login(**_: object) -> kopf.ConnectionInfo:
-        return _connection(configuration())
+        return await _connection(await configuration())
 
     @kopf.on.event(MILLRACE, "modelservices", registry=registry)
     async def service(type: str | None, body: kopf.Body, **_: object) -> None:
@@ -163,7 +163,7 @@ def make_settings() -> kopf.OperatorSettings:
 
 async def watch(
     touches: Touches,
-    configuration: Callable[[], client.Configuration],
+    configuration: Callable[[], Awaitable[client.Configuration]],
     *,
     namespaces: Iterable[str],
 ) -> None:
@@ -196,7 +196,7 @@ async def watch(
 
 async def _run_kopf(
     touches: Touches,
-    configuration: Callable[[], client.Configuration],
+    configuration: Callable[[], Awaitable[client.Configuration]],
     namespaces: list[str],
     stop: threading.Event,
 ) -> None:
@@ -219,18 +219,17 @@ async def _run_kopf(
         task.result()
 
 
-def _connection(configuration: client.Configuration) -> kopf.ConnectionInfo:
+async def _connection(configuration: client.Configuration) -> kopf.ConnectionInfo:
     """Converts the `kubernetes` package's settings for kopf."""
-    # "Bearer TOKEN", or "bearer TOKEN" from a service account.
-    header = configuration.get_api_key_with_prefix("BearerToken", alias="authorization") or ""
+    # "Bearer TOKEN", "bearer TOKEN" from a service account, or "Basic USER:PASSWORD".
+    header = await configuration.get_api_key_with_prefix("BearerToken") or ""
+    scheme, _, token = header.partition(" ")
     return kopf.ConnectionInfo(
         server=configuration.host,
         ca_path=configuration.ssl_ca_cert,
-        ca_data=None if configuration.ssl_ca_cert else configuration.ca_cert_data,
         insecure=not configuration.verify_ssl,
-        username=configuration.username or None,
-        password=configuration.password or None,
-        token=header.split(" ")[-1] or None,
+        scheme=scheme.capitalize() or None,
+        token=token or None,
         certificate_path=configuration.cert_file,
         private_key_path=configuration.key_file,
     )

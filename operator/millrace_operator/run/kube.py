@@ -1,22 +1,22 @@
 """Makes the operator's calls to the Kubernetes API.
 
-Objects are dicts as the API server gives them. The `kubernetes` package does authentication, TLS
-and connections; its calls block, so they run in threads of this client. Nothing is retried here:
-the work queue retries, and knows how often an object has failed.
+Objects are dicts as the API server gives them. `kubernetes.aio` does authentication, TLS and
+connections. Nothing is retried here: the work queue retries, and knows how often an object has
+failed.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
-from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
-import urllib3
-from kubernetes import client, config
+import aiohttp
+from kubernetes.aio import client, config
+from kubernetes.aio.config.kube_config import KubeConfigLoader
 
 from millrace.core.errors import MillraceError
 
@@ -30,6 +30,9 @@ TIMEOUT_S = 10.0
 
 #: Objects of one page of a list.
 PAGE = 500
+
+#: Status, headers and body of an answer.
+_Answer = tuple[int, Mapping[str, str], Mapping[str, Any]]
 
 #: Statuses of temporary errors. 409: the object has changed, observe again.
 _RETRYABLE = frozenset({401, 404, 408, 409, 410, 429})
@@ -99,27 +102,37 @@ RESOURCES = {
 }
 
 
-def load_configuration(kubeconfig: str = "", context: str = "") -> client.Configuration:
+async def load_configuration(kubeconfig: str = "", context: str = "") -> client.Configuration:
     """Loads a kubeconfig if one is named, else the pod's service account, else the user's
     kubeconfig.
 
-    Raises MillraceError when there is none.
+    Tokens that expire are renewed during calls. Raises MillraceError when there is none.
     """
     configuration = client.Configuration()
-    kube = partial(
-        config.load_kube_config, client_configuration=configuration, persist_config=False
-    )
+    if not kubeconfig and not context:
+        with contextlib.suppress(config.ConfigException):
+            config.load_incluster_config(configuration)
+            return configuration
     try:
-        if kubeconfig or context:
-            kube(config_file=kubeconfig or None, context=context or None)
-        else:
-            try:
-                config.load_incluster_config(client_configuration=configuration)
-            except config.ConfigException:
-                kube()
+        loader = await config.load_kube_config(
+            kubeconfig or None, context or None, configuration, persist_config=False
+        )
     except config.ConfigException as error:
         raise MillraceError(f"no access to a Kubernetes cluster: {error}") from error
+    if loader.provider or getattr(loader, "exec_plugin_expiry", None):
+        configuration.refresh_api_key_hook = _renewal(loader)
     return configuration
+
+
+def _renewal(loader: KubeConfigLoader) -> Callable[[client.Configuration], Awaitable[None]]:
+    """Returns a hook that asks a kubeconfig's plugin or provider again once its token expires."""
+    lock = asyncio.Lock()
+
+    async def renew(configuration: client.Configuration) -> None:
+        async with lock:
+            await loader.load_and_set(configuration)
+
+    return renew
 
 
 class Kube:
@@ -129,23 +142,23 @@ class Kube:
         self,
         configuration: client.Configuration,
         *,
-        threads: int = 16,
+        connections: int = 16,
         timeout_s: float = TIMEOUT_S,
         on_call: Callable[[str, int], None] = lambda verb, status: None,
     ) -> None:
         """`on_call` gets every answer: the HTTP verb and the status, 0 without an answer."""
-        configuration.retries = False
-        configuration.connection_pool_maxsize = threads
         self._api = client.ApiClient(configuration)
         self._api.user_agent = OPERATOR
-        self._threads = ThreadPoolExecutor(threads, thread_name_prefix="kube")
-        self._timeout_s = timeout_s
+        self._free = asyncio.Semaphore(connections)
+        self._started: set[asyncio.Task[_Answer]] = set()
+        self._timeout = aiohttp.ClientTimeout(sock_connect=timeout_s, sock_read=timeout_s)
         self._on_call = on_call
 
-    def close(self) -> None:
-        """Waits for the started calls and drops the others. It blocks."""
-        self._threads.shutdown(cancel_futures=True)
-        self._api.close()
+    async def close(self) -> None:
+        """Waits for the started calls, also for those whose callers were cancelled."""
+        while self._started:
+            await asyncio.wait(self._started)
+        await self._api.close()
 
     async def get(self, kind: str, namespace: str, name: str) -> dict[str, Any] | None:
         """Returns an object; None when it is missing."""
@@ -225,10 +238,13 @@ class Kube:
         body: Mapping[str, Any] | None = None,
         content_type: str = "application/json",
     ) -> dict[str, Any] | None:
-        send = partial(self._send, verb, path, query or {}, body, content_type)
-        status, headers, answer = await asyncio.get_running_loop().run_in_executor(
-            self._threads, send
-        )
+        async with self._free:
+            send = self._send(verb, path, query or {}, body, content_type)
+            call = asyncio.create_task(send)
+            self._started.add(call)
+            call.add_done_callback(self._started.discard)
+            # A started write ends although its caller is cancelled: `close` waits for it.
+            status, headers, answer = await asyncio.shield(call)
         self._on_call(verb, status)
         if 200 <= status < 300:
             return dict(answer)
@@ -240,30 +256,30 @@ class Kube:
             raise KubeError(message, status=status, retry_after_s=retry_after_s)
         raise KubeRefused(message, status=status)
 
-    def _send(
+    async def _send(
         self,
         verb: str,
         path: str,
         query: Mapping[str, str],
         body: Mapping[str, Any] | None,
         content_type: str,
-    ) -> tuple[int, Mapping[str, str], Mapping[str, Any]]:
+    ) -> _Answer:
         """Returns status, headers and body; without an answer, status 0 and a message with the
         reason.
         """
         headers = {"Accept": "application/json", "Content-Type": content_type}
-        request = self._api.param_serialize(
-            verb,
-            path,
-            query_params=[(name, value) for name, value in query.items() if value],
-            header_params=headers,
-            body=body,
-            auth_settings=["BearerToken"],
-        )
         try:
-            response = self._api.call_api(*request, _request_timeout=self._timeout_s)
-            text = response.read()
-        except (urllib3.exceptions.HTTPError, OSError, client.ApiException) as error:
+            request = await self._api.param_serialize(
+                verb,
+                path,
+                query_params=[(name, value) for name, value in query.items() if value],
+                header_params=headers,
+                body=body,
+                auth_settings=["BearerToken"],
+            )
+            response = await self._api.call_api(*request, _request_timeout=self._timeout)
+            text = await response.read()
+        except (aiohttp.ClientError, OSError, config.ConfigException) as error:
             return 0, {}, {"message": f"no answer: {error}"}
         try:
             answer = json.loads(text)
