@@ -8,6 +8,7 @@ from __future__ import annotations
 import pytest
 
 from millrace.colocated.mixed import MixedRole
+from millrace.core.scheduler.commands import Drain
 from millrace.instance.host import WorkerContext
 from millrace.kvp.role import KvpRole
 from support.live_stack import eventually
@@ -43,9 +44,9 @@ async def test_tokens_are_the_models_beside_requests_that_are_whole(name: str) -
         await mixed.ask("whole", 90, max_tokens=40)
         await mixed.ask_spread("r", tokens, 2 * PAGE, 6 * PAGE, tokens + new, max_tokens=new)
         await mixed.ask("later", 50, max_tokens=20)
-        assert await mixed.answer("r") == oracle(name).greedy(prompt(tokens), new)
-        assert await mixed.answer("whole") == oracle(name).greedy(prompt(90), 40)
-        assert await mixed.answer("later") == oracle(name).greedy(prompt(50), 20)
+        assert await mixed.answered("r") == oracle(name).greedy(prompt(tokens), new)
+        assert await mixed.answered("whole") == oracle(name).greedy(prompt(90), 40)
+        assert await mixed.answered("later") == oracle(name).greedy(prompt(50), 20)
         await freed(mixed, "r")
         assert any(
             share.prompt.request.is_spread and plan.shape.decodes
@@ -57,7 +58,7 @@ async def test_tokens_are_the_models_beside_requests_that_are_whole(name: str) -
 async def test_mixed_instances_hold_shards_for_each_other() -> None:
     async with mixed_instance(SETTINGS, holders=[another]) as mixed:
         await mixed.ask_spread("r", 100, 3 * PAGE, 8 * PAGE, max_tokens=20)
-        assert await mixed.answer("r") == oracle("llama").greedy(prompt(100), 20)
+        assert await mixed.answered("r") == oracle("llama").greedy(prompt(100), 20)
         await freed(mixed, "r")
 
 
@@ -66,7 +67,7 @@ async def test_prompt_logprobs_and_penalties_of_spread_prompts() -> None:
         sampling = {"max_tokens": 6, "repetition_penalty": 2.0, "prompt_logprobs": 0}
         await mixed.ask("whole", 70, **sampling)
         await mixed.ask_spread("r", 70, 2 * PAGE, 5 * PAGE, **sampling)
-        assert await mixed.answer("r") == await mixed.answer("whole")
+        assert await mixed.answered("r") == await mixed.answered("whole")
         told = [
             [round(one.chosen[1], 3) for one in found[1:]]
             for event in mixed.events
@@ -85,12 +86,12 @@ async def test_a_lost_holder_costs_its_request_alone(after_token_one: bool) -> N
             await mixed.live.said("decode_started", "r")
         else:
             await mixed.live.said("chunk_started", "r")
-        mixed.holders[0].role._shards.lose_all("the test wants it")
+        mixed.holders[0].role.on_command(Drain())
         if after_token_one:
             await eventually(lambda: mixed.ends.get(("r", 0)) == "moved")
         else:
             assert (await mixed.live.said("request_failed", "r")).retryable
-        assert await mixed.answer("whole") == oracle("llama").greedy(prompt(30), 300)
+        assert await mixed.answered("whole") == oracle("llama").greedy(prompt(30), 300)
         await freed(mixed, "r")
 
 
