@@ -76,7 +76,7 @@ def unavailable(device: torch.device) -> str:
     if capability < _LEAST_CAPABILITY:
         return f"FlashInfer needs compute capability 8.0, {device} has {capability}"
     try:
-        _flashinfer()
+        flashinfer()
     except (ImportError, OSError, RuntimeError) as error:
         return f"flashinfer can't be imported: {error}"
     return ""
@@ -244,7 +244,7 @@ class FlashInferPlan:
         pieces = pieces_of(checked)
         self._rows = checked.num_tokens
         self._covered = sum(piece.q_len for piece in pieces)
-        store = _store(checked.device)
+        store = store_of(checked.device)
         held: list[tuple[Kind, Wrapper]] = []
         weakref.finalize(self, store.give_back, held)
         self._calls: list[_Call] = []
@@ -336,7 +336,7 @@ class _Store:
         """Returns a wrapper to plan."""
         if idle := self._idle[kind]:
             return idle.pop()
-        package = _flashinfer()
+        package = flashinfer()
         wrapper: Wrapper
         if kind == "prefill":
             wrapper = package.BatchPrefillWithPagedKVCacheWrapper(self.workspace, kv_layout="HND")
@@ -356,10 +356,12 @@ class _Store:
 
 
 @cache
-def _store(device: torch.device) -> _Store:
+def store_of(device: torch.device) -> _Store:
+    """Returns the device's idle wrappers, which all plans share, and their workspace."""
     return _Store(torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=device))
 
 
 @cache
-def _flashinfer() -> ModuleType:
+def flashinfer() -> ModuleType:
+    """Imports the package. Raises what its import raises."""
     return importlib.import_module("flashinfer")

@@ -89,7 +89,7 @@ def main() -> int:
         head_dim = int(rest[0][1:]) if rest else None
         table[name] = _fastest(kernel, before, dtype, _call(kernel, dtype, head_dim))
         print(name, json.dumps(table[name]), flush=True)
-    configs.PATH.write_text(_as_json(table, f"measured on {torch.cuda.get_device_name()}"))
+    configs.PATH.write_text(as_json(table, f"measured on {torch.cuda.get_device_name()}"))
     print(f"wrote {configs.PATH} ({describe()})")
     return 0
 
@@ -169,7 +169,7 @@ def _attention_call(dtype: torch.dtype, head_dim: int, rows: list[int], kv_lens:
     return call
 
 
-def _as_json(table: dict[str, Config], source: str) -> str:
+def as_json(table: dict[str, Config], source: str) -> str:
     """Formats one line per entry, so that a change of an entry changes one line."""
     lines = ",\n".join(f'    "{name}": {json.dumps(table[name])}' for name in sorted(table))
     return f'{{\n  "source": {json.dumps(source)},\n  "configs": {{\n{lines}\n  }}\n}}\n'

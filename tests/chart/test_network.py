@@ -2,9 +2,9 @@
 
 import pytest
 
+from chart.network import OUTSIDE, Pod, allowed
 from millrace_operator.manifests import naming
 from support.chart import Object, find, objects, profile, values_of
-from support.network import OUTSIDE, Pod, allowed
 
 WORKERS = ("prefill", "decode", "kvp")
 

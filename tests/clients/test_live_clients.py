@@ -18,10 +18,10 @@ import httpx
 import pytest
 import pytest_asyncio
 
+from clients.request_recorder import Recorder, recorder
 from millrace.cli.main import SHIPPED_MODEL
 from support.deadlines import HANG_S
 from support.live_stack import live_stack
-from support.request_recorder import Recorder, recorder
 
 ROOT = Path(__file__).resolve().parents[2]
 HERE = Path(__file__).parent

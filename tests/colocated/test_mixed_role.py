@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from millrace.colocated.packing import packing_config
+from millrace.colocated.predictor import Predictor
 from millrace.core.config import SchedulerConfig
 from millrace.core.errors import ConfigError
 from millrace.core.request import Slo
@@ -38,7 +39,7 @@ async def test_a_whole_life() -> None:
             "request_finished",
         ]
         expected = oracle("llama").greedy(prompt(37), 12)
-        assert await mixed.answer("r") == expected
+        assert await mixed.answered("r") == expected
         assert mixed.used_pages == 0
         names = [span.name for span in mixed.spans("r")]
         assert names == ["queued", "waiting", "chunk 0", "first_decode_step"]
@@ -65,19 +66,19 @@ async def test_random_arrivals_give_the_oracles_tokens(name: str, chunking: str)
                 await mixed.ask(f"r{number}", len(ids), ids=ids, max_tokens=9)
                 await asyncio.sleep(chance.choice((0.0, 0.0, 0.02)))
         for number, ids in enumerate(prompts):
-            assert await mixed.answer(f"r{number}") == oracle(name).greedy(ids, 9)
+            assert await mixed.answered(f"r{number}") == oracle(name).greedy(ids, 9)
         assert any(plan.shares and plan.shape.decodes for plan in mixed.plans)
         assert any(len(plan.shares) > 1 for plan in mixed.plans)
 
 
-async def test_chunks_keep_to_t_target() -> None:
+async def test_chunks_keep_to_t_target(monkeypatch: pytest.MonkeyPatch) -> None:
     """10 us per token and 1 ns per pair: 2 ms hold fewer tokens as the history grows."""
     settings = mixed_config({**SMALL_CHUNKS, "t_target_ms": 2.0}, max_chunk_tokens=2048)
     model = operators(token_s=1e-5, pair_s=1e-7)
+    monkeypatch.setattr(Predictor, "observe", lambda *_: None)  # as it was measured
     async with mixed_instance(settings, model) as mixed:
-        mixed.live.role._predictor.observe = lambda *_: None  # as it was measured
         await mixed.ask("r", 600, max_tokens=2)
-        assert await mixed.answer("r") == oracle("llama").greedy(prompt(600), 2)
+        assert await mixed.answered("r") == oracle("llama").greedy(prompt(600), 2)
         sizes = [plan.shares[0].tokens for plan in mixed.plans if plan.shares]
         assert sizes == sorted(sizes, reverse=True) and len(set(sizes)) > 3
         assert all(plan.predicted_s <= 2e-3 or plan.shares[0].tokens == 8 for plan in mixed.plans)
@@ -89,7 +90,7 @@ async def test_the_tightest_objective_of_what_runs_is_t_target() -> None:
         await mixed.ask("free", 20, max_tokens=200)
         await mixed.ask("tight", 20, max_tokens=60, slo=Slo(tbt_s=0.002))
         await mixed.ask("tighter", 20, max_tokens=30, slo=Slo(tbt_s=0.001))
-        await mixed.answer("free")
+        await mixed.answered("free")
     seen = [target_s for target_s, _ in groupby(plan.t_target_s for plan in mixed.plans)]
     assert seen[-1] == 0.05 and set(seen) == {0.05, 0.001, 0.002}
 
@@ -116,8 +117,8 @@ async def test_a_prompt_that_yields_to_others_goes_on_where_it_stopped() -> None
             await mixed.ask("late", 900, slo=Slo(ttft_s=100.0))
             await eventually(lambda: any(plan.shares for plan in mixed.plans))
             await mixed.ask("soon", 60, slo=Slo(ttft_s=1.0))
-            assert await mixed.answer("soon") == oracle("llama").greedy(prompt(60), 8)
-        assert await mixed.answer("late") == oracle("llama").greedy(prompt(900), 8)
+            assert await mixed.answered("soon") == oracle("llama").greedy(prompt(60), 8)
+        assert await mixed.answered("late") == oracle("llama").greedy(prompt(900), 8)
         names = [span.name for span in mixed.spans("late")]
         assert names[:5] == ["queued", "waiting", "chunk 0", "preempted", "chunk 1"]
 
@@ -135,7 +136,7 @@ async def test_a_new_policy_ranks_the_prompts_that_wait() -> None:
             await mixed.ask("late", 900, slo=Slo(ttft_s=100.0))
             await eventually(lambda: any(plan.shares for plan in mixed.plans))
             await mixed.ask("soon", 60, slo=Slo(ttft_s=1.0))
-            await eventually(lambda: len(role._prompts.waiting()) == 2)
+            await eventually(lambda: mixed.waiting == 2)
             until, before = len(mixed.plans), mixed.live.kinds("soon")
             await eventually(lambda: len(mixed.plans) > until + 2)
             assert before == mixed.live.kinds("soon") == []
@@ -143,8 +144,8 @@ async def test_a_new_policy_ranks_the_prompts_that_wait() -> None:
             role.on_command(PolicyInForce(name="edf"))
             await mixed.live.said("chunk_finished", "soon")
             assert "chunk_finished" not in mixed.live.kinds("late")
-        assert await mixed.answer("soon") == oracle("llama").greedy(prompt(60), 8)
-        assert await mixed.answer("late") == oracle("llama").greedy(prompt(900), 8)
+        assert await mixed.answered("soon") == oracle("llama").greedy(prompt(60), 8)
+        assert await mixed.answered("late") == oracle("llama").greedy(prompt(900), 8)
 
 
 # -- every feature of the API
@@ -155,7 +156,7 @@ async def test_choices_share_the_prompt_and_differ() -> None:
         await mixed.ask("r", 37, max_tokens=6, n=3, temperature=0.9, seed=5)
         await mixed.ask("one", 37, max_tokens=6, temperature=0.9, seed=5)
         finished = await mixed.live.said("request_finished", "r")
-        await mixed.answer("one")
+        await mixed.answered("one")
         assert finished.generated_tokens == 18
         await eventually(lambda: all(("r", choice) in mixed.ends for choice in range(3)))
         answers = [mixed.tokens["r", choice] for choice in range(3)]
@@ -167,7 +168,7 @@ async def test_penalties_see_the_prompt() -> None:
     ids = prompt(40)
     async with mixed_instance(mixed_config(SMALL_CHUNKS)) as mixed:
         await mixed.ask("r", 40, max_tokens=10, repetition_penalty=3.0)
-        answer = await mixed.answer("r")
+        answer = await mixed.answered("r")
     plain = oracle("llama").greedy(ids, 10)
     assert answer != plain
     assert len(set(answer)) == 10 and not set(answer) & set(ids)
@@ -178,7 +179,7 @@ async def test_logprobs_of_prompt_and_answer() -> None:
     async with mixed_instance(mixed_config(SMALL_CHUNKS, max_chunk_tokens=64)) as mixed:
         await mixed.ask("other", 90, max_tokens=30)
         await mixed.ask("r", 50, max_tokens=3, logprobs=2, prompt_logprobs=1)
-        await mixed.answer("r")
+        await mixed.answered("r")
         first = next(event for event in mixed.events if event.request_id == "r")
         later = [event for event in mixed.events if event.request_id == "r"][1:]
     found = first.detail().prompt_logprobs
@@ -198,8 +199,8 @@ async def test_stop_tokens_end_an_answer_at_once_or_later() -> None:
     async with mixed_instance(mixed_config()) as mixed:
         await mixed.ask("first", 37, max_tokens=12, stop_token_ids=[expected[0]])
         await mixed.ask("third", 37, max_tokens=12, stop_token_ids=[expected[3]])
-        assert await mixed.answer("first") == expected[:1]
-        assert await mixed.answer("third") == expected[: third + 1]
+        assert await mixed.answered("first") == expected[:1]
+        assert await mixed.answered("third") == expected[: third + 1]
         assert mixed.ends["first", 0] == mixed.ends["third", 0] == "stop"
         await mixed.live.said("request_finished", "first")
         assert "decode_started" not in mixed.live.kinds("first")
@@ -211,10 +212,10 @@ async def test_an_answer_is_continued_token_for_token() -> None:
     ids = prompt(30)
     async with mixed_instance(mixed_config(SMALL_CHUNKS)) as mixed:
         await mixed.ask("whole", 30, max_tokens=12, **sampling)
-        whole = await mixed.answer("whole")
+        whole = await mixed.answered("whole")
         request = replace(spec("rest", 35, max_tokens=7, **sampling), resumed_tokens=5)
         await mixed.submit(request, ids + whole[:5])
-        assert await mixed.answer("rest") == whole[5:]
+        assert await mixed.answered("rest") == whole[5:]
 
 
 async def test_what_prompts_have_in_common_is_computed_once() -> None:
@@ -230,7 +231,7 @@ async def test_what_prompts_have_in_common_is_computed_once() -> None:
                 prefix_hashes=tuple(hashes(ids, cache.block_tokens)),
             )
             await mixed.submit(request, ids)
-            answers.append((ids, await mixed.answer(name)))
+            answers.append((ids, await mixed.answered(name)))
         details = [(event.request_id, event.detail()) for event in mixed.events]
         cached = {name: detail.cached_tokens for name, detail in details if detail.cached_tokens}
         assert cached == {"b": 64, "c": 64}
@@ -261,7 +262,7 @@ async def test_a_cancelled_request_leaves_nothing(at: str) -> None:
         mixed.live.cancel("r")
         await mixed.live.said("request_released", "r")
         if at == "in line":
-            assert await mixed.answer("before") == oracle("llama").greedy(prompt(900), 2)
+            assert await mixed.answered("before") == oracle("llama").greedy(prompt(900), 2)
         await eventually(lambda: mixed.used_pages == 0)
 
 
@@ -295,7 +296,7 @@ async def test_a_prompt_that_can_not_be_computed_fails_alone(
         await mixed.ask("bad", 30, ids=ids)
         failed = await mixed.live.said("request_failed", "bad")
         assert not failed.retryable and "prefill failed" in failed.message
-        assert await mixed.answer("good") == oracle("llama").greedy(prompt(20), 40)
+        assert await mixed.answered("good") == oracle("llama").greedy(prompt(20), 40)
 
 
 async def test_logits_that_are_not_finite_end_their_request(
@@ -346,7 +347,7 @@ async def test_a_lost_scheduler_costs_all_it_holds_and_it_starts_anew() -> None:
         assert mixed.used_pages == 0
         mixed.live.role.check_integrity()
         await mixed.ask("new", 33)
-        assert await mixed.answer("new") == oracle("llama").greedy(prompt(33), 8)
+        assert await mixed.answered("new") == oracle("llama").greedy(prompt(33), 8)
 
 
 async def test_what_it_registers_and_reports() -> None:

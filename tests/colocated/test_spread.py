@@ -11,6 +11,7 @@ from itertools import count
 import pytest
 
 from millrace.colocated.mixed import MixedRole
+from millrace.core.scheduler.commands import Drain
 from millrace.instance.host import WorkerContext
 from millrace.kvp.role import KvpRole
 from support.live_stack import eventually
@@ -49,7 +50,7 @@ async def test_tokens_are_the_models_beside_requests_that_are_whole(name: str) -
             """Has the instance decode until the spread request, whose shards take time, ends."""
             for number in count():
                 await mixed.ask(f"{length}-{number}", length, max_tokens=40)
-                assert await mixed.answer(f"{length}-{number}") == wanted[length]
+                assert await mixed.answered(f"{length}-{number}") == wanted[length]
                 if ("r", 0) in mixed.ends:
                     return
 
@@ -57,7 +58,7 @@ async def test_tokens_are_the_models_beside_requests_that_are_whole(name: str) -
             others = [asyncio.create_task(ask_again_and_again(length)) for length in wanted]
             await eventually(lambda: len(mixed.tokens) >= len(wanted))  # both decode
             await mixed.ask_spread("r", tokens, 2 * PAGE, 6 * PAGE, tokens + new, max_tokens=new)
-            assert await mixed.answer("r") == oracle(name).greedy(prompt(tokens), new)
+            assert await mixed.answered("r") == oracle(name).greedy(prompt(tokens), new)
             await asyncio.gather(*others)
         await freed(mixed, "r")
         assert any(
@@ -70,7 +71,7 @@ async def test_tokens_are_the_models_beside_requests_that_are_whole(name: str) -
 async def test_mixed_instances_hold_shards_for_each_other() -> None:
     async with mixed_instance(SETTINGS, holders=[another]) as mixed:
         await mixed.ask_spread("r", 100, 3 * PAGE, 8 * PAGE, max_tokens=20)
-        assert await mixed.answer("r") == oracle("llama").greedy(prompt(100), 20)
+        assert await mixed.answered("r") == oracle("llama").greedy(prompt(100), 20)
         await freed(mixed, "r")
 
 
@@ -79,7 +80,7 @@ async def test_prompt_logprobs_and_penalties_of_spread_prompts() -> None:
         sampling = {"max_tokens": 6, "repetition_penalty": 2.0, "prompt_logprobs": 0}
         await mixed.ask("whole", 70, **sampling)
         await mixed.ask_spread("r", 70, 2 * PAGE, 5 * PAGE, **sampling)
-        assert await mixed.answer("r") == await mixed.answer("whole")
+        assert await mixed.answered("r") == await mixed.answered("whole")
         told = [
             [round(one.chosen[1], 3) for one in found[1:]]
             for event in mixed.events
@@ -98,12 +99,12 @@ async def test_a_lost_holder_costs_its_request_alone(after_token_one: bool) -> N
             await mixed.live.said("decode_started", "r")
         else:
             await mixed.live.said("chunk_started", "r")
-        mixed.holders[0].role._shards.lose_all("the test wants it")
+        mixed.holders[0].role.on_command(Drain())
         if after_token_one:
             await eventually(lambda: mixed.ends.get(("r", 0)) == "moved")
         else:
             assert (await mixed.live.said("request_failed", "r")).retryable
-        assert await mixed.answer("whole") == oracle("llama").greedy(prompt(30), 300)
+        assert await mixed.answered("whole") == oracle("llama").greedy(prompt(30), 300)
         await freed(mixed, "r")
 
 

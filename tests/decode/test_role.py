@@ -22,8 +22,8 @@ from millrace.state.memory_store import MemoryStore
 from millrace.state.store import StoreError
 from millrace.transfer.transport.memory import MemoryHub
 from support.deadlines import HANG_S
-from support.decode_pair import Pair, live_pair
 from support.live_stack import eventually
+from support.role_pair import Pair, live_pair
 from support.tiny_models import oracle, prompt
 from support.worker_roles import (
     LiveRole,
@@ -55,8 +55,9 @@ async def test_tokens_are_the_models_and_reach_proxy_and_journal(pair: Pair) -> 
     await eventually(lambda: ("r", 0) in pair.ends)
     assert pair.tokens["r", 0] == expected
     assert pair.ends["r", 0] == "length"
-    assert {"kv_handshake", "kv_transfer", "first_decode_step"} <= set(pair.spans["r"])
-    assert len(pair.spans["r"]) == len(set(pair.spans["r"]))
+    spans = [span.name for span in pair.spans("r")]
+    assert {"kv_handshake", "kv_transfer", "first_decode_step"} <= set(spans)
+    assert len(spans) == len(set(spans))
     await asyncio.sleep(0.05)
     assert (await pair.store.journal("r", 0)).tolist() == expected
 
@@ -323,7 +324,8 @@ async def test_what_streams_when_the_instance_lets_go_of_it_moves(
     assert pair.ends == {("streams", 0): "moved"}
     expected = oracle("llama").greedy(prompt(20), len(pair.tokens["streams", 0]))
     assert pair.tokens["streams", 0] == expected
-    assert {"kv_transfer", "first_decode_step"} <= set(pair.spans["streams"])
+    spans = {span.name for span in pair.spans("streams")}
+    assert {"kv_transfer", "first_decode_step"} <= spans
     finished = await pair.decode.said("request_finished", "streams")
     assert finished.reason == "moved"
     assert pair.decode.kinds("waits") == ["request_released"]

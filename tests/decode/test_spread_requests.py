@@ -5,7 +5,6 @@ Tokens equal the model's. After any end of a request, a KVP worker or the owner,
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -20,8 +19,8 @@ from millrace.instance.host import WorkerContext
 from millrace.kvp.role import KvpRole
 from millrace.prefill.loop import PrefillRole
 from millrace.transfer.transport.memory import MemoryHub
-from support.decode_pair import BrokenStore, Pair
 from support.live_stack import eventually
+from support.role_pair import GatedStore, Pair, listening
 from support.tiny_models import oracle, prompt
 from support.worker_roles import (
     LiveRole,
@@ -95,7 +94,7 @@ class Spread:
 
 @asynccontextmanager
 async def spread(*builds: Any) -> AsyncIterator[Spread]:
-    store, hub = BrokenStore(SETTINGS.store), MemoryHub()
+    store, hub = GatedStore(), MemoryHub()
     prefill = LiveRole(PrefillRole, SETTINGS, name="prefill-0", hub=hub, store=store)
     decode = LiveRole(DecodeRole, SETTINGS, name="decode-0", hub=hub, store=store)
     workers = [
@@ -104,10 +103,8 @@ async def spread(*builds: Any) -> AsyncIterator[Spread]:
     ]
     async with live_roles(prefill, decode, *workers):
         pair = Pair(store, prefill, decode)
-        reader = asyncio.create_task(pair.read_tokens())
-        yield Spread(pair, workers)
-        reader.cancel()
-        await asyncio.gather(reader, return_exceptions=True)
+        async with listening(pair):
+            yield Spread(pair, workers)
 
 
 @pytest_asyncio.fixture

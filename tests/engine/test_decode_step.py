@@ -190,7 +190,7 @@ def test_a_recorded_step_refuses_a_length_beyond_its_pages(replayed: list[None])
 
 
 def test_recorded_steps_are_bounded(monkeypatch: pytest.MonkeyPatch, replayed: list[None]) -> None:
-    monkeypatch.setattr(recorded_step, "_MOST_RECORDED", 4)
+    monkeypatch.setattr(recorded_step, "MOST_RECORDED", 4)
     runner, requests = started("llama", "float32", (5,) * 6)
     steps = [Steps(runner, requests[:size], width=1) for size in range(1, 7)]
     for step in steps:

@@ -17,10 +17,10 @@ from pathlib import Path
 import httpx
 import pytest
 
+from images.image_runner import Runner, find_runner
 from millrace.local.private_redis import find_redis_server
 from millrace.version import version
 from support.deadlines import HANG_S
-from support.image_runner import Runner, find_runner
 
 pytestmark = [
     pytest.mark.skipif(

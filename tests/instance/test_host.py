@@ -189,13 +189,13 @@ async def test_over_ipv6_addresses_have_brackets_and_kv_travels(monkeypatch, cap
 
 async def test_the_revision_is_part_of_what_names_the_weights(monkeypatch) -> None:
     seen: list[Registration] = []
-    registration = host_module._registration
+    complete = DecodeRole.complete_registration
 
-    def kept(*arguments: Any) -> Registration:
-        seen.append(registration(*arguments))
+    def kept(role: DecodeRole, base: Registration) -> Registration:
+        seen.append(complete(role, base))
         return seen[-1]
 
-    monkeypatch.setattr(host_module, "_registration", kept)
+    monkeypatch.setattr(DecodeRole, "complete_registration", kept)
     async with scheduler() as net:
         for revision in ("", "r2"):
             async with worker("decode", net, monkeypatch, revision=revision) as decode:

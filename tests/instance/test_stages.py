@@ -86,12 +86,13 @@ def children() -> set[int | None]:
     return {process.pid for process in multiprocessing.active_children()}
 
 
-def pids_of(engine: Engine, others: set[int | None]) -> dict[str, list[int]]:
+def pids_of(others: set[int | None]) -> dict[str, list[int]]:
     """Lists the pids of stages, of their ranks, and of the first stage's ranks. `others`: children
     of this process that were there before.
     """
-    stages = [process.pid for process in engine.runner._stages._processes]
-    own = [pid for pid in children() - others if pid not in stages]
+    found = [child for child in multiprocessing.active_children() if child.pid not in others]
+    own = [child.pid for child in found if child.daemon]  # stages have children of their own
+    stages = [c.pid for c in sorted(found, key=lambda c: c.name) if not c.daemon]
     theirs = [child.pid for pid in stages for child in psutil.Process(pid).children()]
     return {"stage 1": stages, "rank of stage 0": own, "rank of stage 1": theirs}
 
@@ -116,7 +117,7 @@ def test_processes_are_one_engine_until_one_dies(folder, stages, ranks, victim, 
     try:
         request = assert_same_answers(engine, wanted)
         wanted.close()
-        pids = pids_of(engine, others)
+        pids = pids_of(others)
         assert sum(map(len, pids.values())) == stages * ranks - 1
         os.kill(pids[victim][0], signal.SIGKILL)
         task: PrefillTask = request.task(0, 50)

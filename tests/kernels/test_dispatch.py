@@ -24,6 +24,9 @@ from support.attention_calls import Call
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 
+SHAPE = 53
+"""A page size of this file alone."""
+
 needs_cpp = pytest.mark.skipif(not cpu_backend.AVAILABLE, reason="the C++ kernels aren't built")
 
 
@@ -35,7 +38,6 @@ def machine(monkeypatch):
 
     monkeypatch.setattr(flashinfer_backend, "plan", lambda plan: "flashinfer's")
     monkeypatch.setattr(dispatch.trial, "failure", lambda plan, make: "")
-    monkeypatch.setattr(dispatch, "_tried", {})
     monkeypatch.setattr(attention, "plan", lambda plan: "triton's")
 
     def has(*names):
@@ -51,8 +53,9 @@ def machine(monkeypatch):
 
 
 def unplanned(backend="auto", *, device=CUDA, **changes):
-    """A checked plan without a backend."""
-    plan = Call(q_lens=(5,), kv_lens=(9,), head_dim=64, dtype=BF16).plan("reference")
+    """A checked plan without a backend. Trials are remembered by shape: no other test has its."""
+    call = Call(q_lens=(5,), kv_lens=(9,), head_dim=64, page_tokens=SHAPE, dtype=BF16)
+    plan = call.plan("reference")
     return replace(plan, backend=Backend(backend), device=device, **changes)
 
 
@@ -68,17 +71,17 @@ def test_where_flashinfer_fails_its_trial_the_next_one_runs(
 
     def failing(plan, make):
         trials.append((plan, make))
-        return "RuntimeError: Ninja is not installed"
+        return f"RuntimeError: Ninja is not installed {instead}"  # warned of once
 
     monkeypatch.setattr(dispatch.trial, "failure", failing)
-    dispatch._tell_once.cache_clear()
     machine(*has)
+    shape = {"page_tokens": SHAPE + 1 + len(has)}
     for _ in range(2):
-        assert dispatch.with_backend(unplanned()).backend == instead
+        assert dispatch.with_backend(unplanned(**shape)).backend == instead
     assert len(trials) == 1 and trials[0][1]("a plan") == "flashinfer's"
     said = f"attention on cuda runs by {instead}: FlashInfer failed its trial (RuntimeError: Ninja"
     assert caplog.text.count(said) == 1
-    dispatch.with_backend(unplanned(soft_cap=30.0))  # is another module of FlashInfer's
+    dispatch.with_backend(unplanned(soft_cap=30.0, **shape))  # is another module of FlashInfer's
     assert len(trials) == 2
 
 

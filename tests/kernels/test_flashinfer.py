@@ -101,10 +101,10 @@ def played(monkeypatch):
         BatchDecodeWithPagedKVCacheWrapper=making(PlayedDecode),
         made=made,
     )
-    monkeypatch.setattr(flashinfer_backend, "_flashinfer", lambda: package)
-    flashinfer_backend._store.cache_clear()
+    monkeypatch.setattr(flashinfer_backend, "flashinfer", lambda: package)
+    flashinfer_backend.store_of.cache_clear()
     yield package
-    flashinfer_backend._store.cache_clear()
+    flashinfer_backend.store_of.cache_clear()
 
 
 def run(call, out_dtype=torch.float32):
@@ -353,9 +353,9 @@ def test_why_it_is_not_available(monkeypatch):
     def broken():
         raise ImportError("no libcudart")
 
-    monkeypatch.setattr(flashinfer_backend, "_flashinfer", broken)
+    monkeypatch.setattr(flashinfer_backend, "flashinfer", broken)
     assert "can't be imported: no libcudart" in unavailable(CUDA)
-    monkeypatch.setattr(flashinfer_backend, "_flashinfer", lambda: None)
+    monkeypatch.setattr(flashinfer_backend, "flashinfer", lambda: None)
     assert unavailable(CUDA) == ""
 
 

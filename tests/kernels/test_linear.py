@@ -172,8 +172,8 @@ def test_the_choice_of_rows_follows_what_the_processor_can_do(monkeypatch):
         pytest.skip("the C++ module isn't built here")
 
     def most_rows(native: str, amx: bool, dtype: torch.dtype) -> bool:
-        monkeypatch.setattr(cpu_linear._cpu, "instruction_set", lambda: native)
-        monkeypatch.setattr(cpu_linear._cpu, "has_amx", lambda: amx)
+        monkeypatch.setattr(cpu_backend, "variant", lambda: native)
+        monkeypatch.setattr(cpu_backend, "has_amx", lambda: amx)
         return cpu_linear.most_rows(dtype) > 8
 
     assert most_rows("avx2", False, torch.float32)

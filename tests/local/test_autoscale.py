@@ -335,7 +335,7 @@ async def test_whatever_happens_nothing_is_ended_that_holds_requests(seed: int) 
             held = 0 if view.draining and rng.random() < 0.3 else rng.randint(0, 3)
             world.up[name] = replace(view, held_requests=min(held, view.held_requests or held))
         await f.look()
-        draining = set(f.pool._drains)
+        draining = f.pool.draining
         since = {n: since.get(n, f.now_s) for n in draining}
         assert f.pool.size == len(set(world.asked) - draining)
         assert 1 <= f.pool.size <= CONFIG.max_replicas

@@ -8,7 +8,7 @@ import pytest
 
 from millrace.core.errors import ConfigError
 from millrace.engine.assembly import CUDA_POOL_SHARE, cuda_pool_bytes
-from millrace.local.devices import DevicePool, _gpus_there, device_names
+from millrace.local.devices import DevicePool, device_names, gpus_there
 from millrace.local.service import Service
 from millrace.local.stack import Stack, StackOptions
 from support.live_stack import eventually
@@ -80,7 +80,7 @@ def test_shared_devices_are_split_evenly(there, fleet, taken, share) -> None:
 def test_the_devices_are_those_asked_for_or_visible(
     monkeypatch, option, visible, device, cuda, names
 ) -> None:
-    monkeypatch.setattr("millrace.local.devices._gpus_there", lambda: 2)
+    monkeypatch.setattr("millrace.local.devices.gpus_there", lambda: 2)
     assert device_names(option, visible, device=device, torch_cuda=cuda) == names
 
 
@@ -95,7 +95,7 @@ def test_devices_that_can_t_be_used_are_refused() -> None:
 def test_a_machine_s_gpus_are_counted_by_their_files(tmp_path) -> None:
     for name in ("nvidia0", "nvidia3", "nvidiactl", "nvidia-uvm", "null"):
         (tmp_path / name).touch()
-    assert _gpus_there(tmp_path) == 2
+    assert gpus_there(tmp_path) == 2
 
 
 def test_a_share_of_a_device_s_memory_counts_what_the_instance_has_taken() -> None:

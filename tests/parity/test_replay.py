@@ -260,10 +260,10 @@ class RecordedStack(Stack):
 
     record: Path
 
-    def _service(self, name: str, arguments: list[str]) -> Service:
+    def service(self, name: str, arguments: list[str]) -> Service:
         if name == "scheduler":
             arguments += ["--record", str(self.record)]
-        return super()._service(name, arguments)
+        return super().service(name, arguments)
 
 
 async def test_real_workers_and_a_death_replay_alike(tmp_path) -> None:

@@ -16,13 +16,15 @@ from millrace.state.memory_store import MemoryStore
 from millrace.transfer.transport.memory import MemoryHub
 from support.kv_holders import Holder, holders
 from support.live_stack import eventually
-from support.prefix_pair import Listener, PrefixPair, prefix_pair, with_blocks
+from support.role_pair import SHARING, CacheView, Pair, live_pair, with_blocks
 from support.tiny_models import oracle, prompt
 from support.worker_roles import (
     LiveRole,
     admit_decode,
     config,
     live_roles,
+    order,
+    registration,
     remember,
     run_prefill,
     spec,
@@ -30,31 +32,31 @@ from support.worker_roles import (
 
 
 @pytest_asyncio.fixture
-async def pair() -> AsyncIterator[PrefixPair]:
-    async with prefix_pair() as made:
+async def pair() -> AsyncIterator[Pair]:
+    async with live_pair(SHARING) as made:
         yield made
 
 
 async def test_a_prompt_that_came_before_is_computed_from_its_last_block_on(
-    pair: PrefixPair,
+    pair: Pair,
 ) -> None:
     ids = prompt(300)
     expected = oracle("llama").greedy(ids, 8)
     assert await pair.answer("first", ids) == expected
     assert await pair.answer("again", ids) == expected
 
-    assert (pair.cached["first"], pair.cached["again"]) == (0, 256)
+    assert (pair.cached("first"), pair.cached("again")) == (0, 256)
     assert pair.computed("first") == [(0, 150), (150, 150)]
     assert pair.computed("again") == [(256, 44)]
-    assert pair.spans["again"]["cached"].attributes["tokens"] == "256"
-    assert "cached" not in pair.spans["first"]
+    assert pair.span("again", "cached").attributes["tokens"] == "256"
+    assert not [span for span in pair.spans("first") if span.name == "cached"]
     text = pair.prefill.registry.render()[0].decode()
     assert "millrace_prefill_cached_tokens_total 256.0" in text
     assert "millrace_prefill_computed_tokens_total 344.0" in text
     assert "millrace_kv_cached_pages 16.0" in text
 
 
-async def test_the_last_token_is_computed_even_if_all_blocks_are_there(pair: PrefixPair) -> None:
+async def test_the_last_token_is_computed_even_if_all_blocks_are_there(pair: Pair) -> None:
     ids = prompt(256)
     expected = oracle("llama").greedy(ids, 8)
     assert await pair.answer("first", ids) == expected
@@ -62,15 +64,15 @@ async def test_the_last_token_is_computed_even_if_all_blocks_are_there(pair: Pre
     assert pair.computed("again") == [(192, 64)]
 
 
-async def test_prompts_that_part_ways_share_what_they_have_in_common(pair: PrefixPair) -> None:
+async def test_prompts_that_part_ways_share_what_they_have_in_common(pair: Pair) -> None:
     ids = prompt(200)
     await pair.answer("one", ids)
     other = ids[:150] + prompt(150, seed=2)
     assert await pair.answer("other", other) == oracle("llama").greedy(other, 8)
-    assert pair.cached["other"] == 128
+    assert pair.cached("other") == 128
 
 
-async def test_sampled_answers_are_those_without_a_cache(pair: PrefixPair) -> None:
+async def test_sampled_answers_are_those_without_a_cache(pair: Pair) -> None:
     sampling = {
         **{"n": 2, "temperature": 1.2, "top_p": 0.9, "seed": 7, "max_tokens": 12, "logprobs": 2},
         **{"repetition_penalty": 1.3, "presence_penalty": 0.4},
@@ -78,13 +80,13 @@ async def test_sampled_answers_are_those_without_a_cache(pair: PrefixPair) -> No
     ids = prompt(170)
     await pair.answer("first", ids, **sampling)
     await pair.answer("again", ids, **sampling)
-    await eventually(lambda: {("first", 1), ("again", 1)} <= pair.ended)
-    assert pair.cached["again"] == 128
+    await eventually(lambda: {("first", 1), ("again", 1)} <= pair.ends.keys())
+    assert pair.cached("again") == 128
     for choice in range(2):
         assert pair.tokens["again", choice] == pair.tokens["first", choice]
 
 
-async def test_chunks_that_are_cached_are_over_at_once(pair: PrefixPair) -> None:
+async def test_chunks_that_are_cached_are_over_at_once(pair: Pair) -> None:
     """The scheduler waits for the end of each chunk."""
     ids = prompt(300)
     await pair.answer("first", ids)
@@ -108,15 +110,15 @@ async def test_chunks_that_are_cached_are_over_at_once(pair: PrefixPair) -> None
     assert pair.tokens["r", 0] == pair.tokens["first", 0]
 
 
-async def test_who_asks_for_the_prompts_logprobs_gets_all_of_them(pair: PrefixPair) -> None:
+async def test_who_asks_for_the_prompts_logprobs_gets_all_of_them(pair: Pair) -> None:
     ids = prompt(200)
     await pair.answer("first", ids)
     await pair.answer("echo", ids, prompt_logprobs=0)
-    assert pair.cached["echo"] == 0
+    assert pair.cached("echo") == 0
     assert pair.computed("echo") == [(0, 200)]
 
 
-async def test_nothing_is_shared_without_need(pair: PrefixPair) -> None:
+async def test_nothing_is_shared_without_need(pair: Pair) -> None:
     """Covers other salts, other block sizes, and requests that opt out of caching."""
     ids = prompt(200)
     await pair.answer("first", ids)
@@ -129,12 +131,12 @@ async def test_nothing_is_shared_without_need(pair: PrefixPair) -> None:
         await remember(pair.store, request, ids)
         pair.send(request)
         await pair.over(name)
-        assert pair.cached[name] == 0, name
+        assert pair.cached(name) == 0, name
         assert pair.tokens[name, 0] == pair.tokens["first", 0]
     assert len(pair.prefill.role.prefix_cache) == 6  # three of `first`, three of `salted`
 
 
-async def test_a_cancelled_prompt_leaves_nothing(pair: PrefixPair) -> None:
+async def test_a_cancelled_prompt_leaves_nothing(pair: Pair) -> None:
     request = await pair.request("r", prompt(600))
     with pair.prefill.held_before_the_last_chunk():
         pair.send(request)
@@ -145,7 +147,7 @@ async def test_a_cancelled_prompt_leaves_nothing(pair: PrefixPair) -> None:
     assert not len(pair.prefill.role.prefix_cache)
 
 
-async def test_a_cancelled_prompt_that_was_cached_frees_what_it_shared(pair: PrefixPair) -> None:
+async def test_a_cancelled_prompt_that_was_cached_frees_what_it_shared(pair: Pair) -> None:
     ids = prompt(300)
     await pair.answer("first", ids)
     request = await pair.request("r", ids)
@@ -158,10 +160,10 @@ async def test_a_cancelled_prompt_that_was_cached_frees_what_it_shared(pair: Pre
     pair.decode.cancel("r")
     assert pair.prefill.engine.pool.used_pages == 0
     assert await pair.answer("again", ids) == pair.tokens["first", 0]
-    assert pair.cached["again"] == 256
+    assert pair.cached("again") == 256
 
 
-async def test_requests_take_the_pages_that_idle(pair: PrefixPair) -> None:
+async def test_requests_take_the_pages_that_idle(pair: Pair) -> None:
     pool = pair.prefill.engine.pool
     held = pool.allocate(pool.free_pages - 25)
     ids = {seed: prompt(300, seed) for seed in range(3)}
@@ -170,13 +172,13 @@ async def test_requests_take_the_pages_that_idle(pair: PrefixPair) -> None:
         assert answer == oracle("llama").greedy(prompt_ids, 8)
     assert pool.idle_pages > 0
     assert await pair.answer("last", ids[2]) == pair.tokens["r2", 0]
-    assert pair.cached["last"] == 256
+    assert pair.cached("last") == 256
     assert await pair.answer("gone", ids[0]) == pair.tokens["r0", 0]
-    assert pair.cached["gone"] == 0
+    assert pair.cached("gone") == 0
     pool.free(held)
 
 
-async def test_requests_that_wait_for_pages_share_in_the_end(pair: PrefixPair) -> None:
+async def test_requests_that_wait_for_pages_share_in_the_end(pair: Pair) -> None:
     ids = prompt(300)
     await pair.answer("first", ids)
     pool = pair.prefill.engine.pool
@@ -185,14 +187,14 @@ async def test_requests_that_wait_for_pages_share_in_the_end(pair: PrefixPair) -
     await asyncio.sleep(0.05)
     assert not pair.prefill.kinds("r")
     pool.free(held)
-    pair.prefill.role._changed.set()
+    pair.prefill.role.on_command(order("r"))
     await pair.over("r")
     assert pair.tokens["r", 0] == pair.tokens["first", 0]
 
 
-async def test_the_scheduler_hears_what_is_there(pair: PrefixPair) -> None:
-    listener = Listener(pair.prefill)
-    assert listener.register().block_tokens == 64
+async def test_the_scheduler_hears_what_is_there(pair: Pair) -> None:
+    listener = CacheView(pair.prefill)
+    assert registration(pair.prefill).block_tokens == 64
     assert listener.hear() == set()
     ids = prompt(200)
     await pair.answer("first", ids)
@@ -204,19 +206,19 @@ async def test_the_scheduler_hears_what_is_there(pair: PrefixPair) -> None:
     assert listener.hear() == set()
     await pair.answer("again", ids)
     listener.hear()
-    again = Listener(pair.prefill)  # another scheduler
-    again.register()
+    again = CacheView(pair.prefill)  # another scheduler
+    registration(pair.prefill)
     assert again.hear() == listener.blocks == set(blocks)
 
 
 async def test_a_cache_that_is_off_keeps_nothing() -> None:
-    async with prefix_pair(prefix_cache="off") as pair:
-        listener = Listener(pair.prefill)
-        assert listener.register().block_tokens == 0
+    async with live_pair(config(max_chunk_tokens=256, max_batch=4, prefix_cache="off")) as pair:
+        listener = CacheView(pair.prefill)
+        assert registration(pair.prefill).block_tokens == 0
         ids = prompt(200)
         for name in ("first", "again"):
             await pair.answer(name, ids)
-        assert pair.cached["again"] == 0
+        assert pair.cached("again") == 0
         assert not listener.hear()
 
 

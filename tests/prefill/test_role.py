@@ -11,18 +11,16 @@ import pytest
 import pytest_asyncio
 
 from millrace.core.scheduler.commands import Drain
-from millrace.decode.loop import DecodeRole
 from millrace.prefill.loop import PrefillRole
 from millrace.state.store import StoreError
 from millrace.transfer.transport.memory import MemoryHub
 from support.deadlines import HANG_S
 from support.live_stack import eventually
-from support.prefill_pair import SETTINGS, GatedStore, Pair
+from support.role_pair import SETTINGS, GatedStore, Pair, live_pair
 from support.tiny_models import prompt
 from support.worker_roles import (
     LiveRole,
     admit_decode,
-    live_roles,
     order,
     remember,
     run_prefill,
@@ -32,14 +30,11 @@ from support.worker_roles import (
 
 @pytest_asyncio.fixture
 async def pair() -> AsyncIterator[Pair]:
-    store, hub = GatedStore(), MemoryHub()
-    prefill = LiveRole(PrefillRole, SETTINGS, name="prefill-0", hub=hub, store=store)
-    decode = LiveRole(DecodeRole, SETTINGS, name="decode-0", hub=hub, store=store)
-    async with live_roles(prefill, decode):
-        yield Pair(store, prefill, decode)
-        await prefill.role.drop_all("the test is over")
-        assert prefill.role.heartbeat().waiting == 0
-        prefill.role.check_integrity()
+    async with live_pair(SETTINGS) as made:
+        yield made
+        await made.prefill.role.drop_all("the test is over")
+        assert made.prefill.role.heartbeat().waiting == 0
+        made.prefill.role.check_integrity()
 
 
 async def test_a_request_is_computed_handed_over_and_released(pair: Pair) -> None:
@@ -50,7 +45,7 @@ async def test_a_request_is_computed_handed_over_and_released(pair: Pair) -> Non
 
     assert pair.prefill.kinds("r") == ["chunk_started", "chunk_finished", "request_released"]
     assert pair.decode.kinds("r")[-2:] == ["decode_started", "request_finished"]
-    assert pair.used_pages == 0
+    assert pair.prefill.engine.pool.used_pages == 0
     text = pair.prefill.registry.render()[0].decode()
     assert "millrace_prefill_computed_tokens_total 200.0" in text
     assert "millrace_prefill_computed_chunks_total 1.0" in text
@@ -89,13 +84,13 @@ async def test_cancelled_while_it_waits_for_pages(pair: Pair) -> None:
 async def test_a_prepared_request_is_cancelled_while_another_computes(pair: Pair) -> None:
     await pair.ask("long", 3000)
     await pair.prefill.said("chunk_started", "long")
-    before = pair.used_pages
+    before = pair.prefill.engine.pool.used_pages
     await pair.ask("next", 100)
-    await eventually(lambda: pair.used_pages > before)
+    await eventually(lambda: pair.prefill.engine.pool.used_pages > before)
     pair.prefill.cancel("next")
 
     await pair.prefill.said("request_released", "next", 5)
-    assert pair.used_pages == before
+    assert pair.prefill.engine.pool.used_pages == before
     assert "chunk_finished" not in pair.prefill.kinds("long")
     pair.prefill.cancel("long")
     await pair.prefill.said("request_released", "long", 5)
@@ -282,7 +277,7 @@ async def test_drop_all_leaves_nothing(pair: Pair) -> None:
     async with asyncio.timeout(HANG_S):
         await pair.prefill.role.drop_all("the scheduler is gone")
 
-    assert pair.used_pages == 0
+    assert pair.prefill.engine.pool.used_pages == 0
     assert not any(kind == "request_failed" for kind, _ in pair.prefill.messages)
 
 
@@ -298,7 +293,7 @@ async def test_an_instance_lets_go_of_its_requests_and_works_on(pair: Pair, abor
         failed = [m for k, m in pair.prefill.messages if k == "request_failed"]
         assert len(failed) == 4 * abort
         assert not any(message.retryable for message in failed)
-    assert pair.used_pages == 0
+    assert pair.prefill.engine.pool.used_pages == 0
     await pair.ask("r", 20)
     await pair.decode.said("request_finished", "r")
 

@@ -19,7 +19,7 @@ from millrace.prefill.sending import targets
 from millrace.transfer.transport.memory import MemoryHub
 from millrace.wire.clients.kv_peer import KvPeers
 from support.kv_holders import Holder, holders
-from support.prefill_pair import SETTINGS, GatedStore
+from support.role_pair import SETTINGS, GatedStore
 from support.tiny_models import prompt
 from support.worker_roles import LiveRole, live_roles, remember, spec
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import tempfile
 from collections.abc import AsyncIterator
 from importlib import resources
 
 import numpy as np
+import psutil
 import pytest
 import pytest_asyncio
 
@@ -83,13 +86,16 @@ async def test_a_prompt_that_fits_nowhere_is_an_error_and_leaves_nothing(
 
 
 @pytest.mark.slow
-async def test_a_dead_instance_is_named() -> None:
-    with pytest.raises(ConductorError, match="prefill-1 is gone"):
-        async with Conductor(options()) as conductor:
-            process = conductor._services["prefill-1"].process
-            assert process is not None
-            running = asyncio.create_task(conductor.run([PlannedChunk(10_000, (0, 1))]))
-            await asyncio.sleep(0.1)
-            process.kill()
-            await running
-    assert not conductor._directory.exists()
+async def test_a_dead_instance_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = set(psutil.Process().children())
+    with tempfile.TemporaryDirectory() as folder:
+        monkeypatch.setattr(tempfile, "tempdir", folder)
+        with pytest.raises(ConductorError, match="prefill-1 is gone"):
+            async with Conductor(options()) as conductor:
+                started = set(psutil.Process().children()) - before
+                (process,) = (one for one in started if "prefill-1" in one.cmdline())
+                running = asyncio.create_task(conductor.run([PlannedChunk(10_000, (0, 1))]))
+                await asyncio.sleep(0.1)
+                process.kill()
+                await running
+        assert os.listdir(folder) == []

@@ -13,7 +13,8 @@ from millrace.core.scheduler.fleet.prompt_progress import PromptProgress
 from millrace.state.store import StoreError
 from millrace.wire.fleet_messages import Progress
 from support.deadlines import HANG_S
-from support.gateway import MODEL, Script, gateway, until
+from support.gateway import MODEL, Script, gateway
+from support.live_stack import eventually
 
 CHAT = "/v1/chat/completions"
 BODY = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}]}
@@ -52,7 +53,7 @@ async def until_gone(stack, spec):
     async def gone():
         return await stack.state_of(spec.request_id) is None
 
-    await until(gone)
+    await eventually(gone)
 
 
 @pytest.mark.parametrize("body", [BODY, STREAM])
@@ -72,7 +73,7 @@ async def test_finished_requests_are_finished_in_the_store(stack):
     async def finished():
         return await stack.state_of(spec.request_id) == "finished"
 
-    await until(finished)
+    await eventually(finished)
     record = await stack.proxy.store.get(spec.request_id)
     assert record.prompt_tokens == spec.prompt_tokens
     with pytest.raises(StoreError):
@@ -116,7 +117,7 @@ async def test_a_request_that_waits_for_room_is_not_given_up(stack):
 async def test_too_many_at_once(stack):
     stack.fleet.script = Script(hold=asyncio.Event(), hold_after=0)
     asking = [asyncio.create_task(stack.http.post(CHAT, json=BODY)) for _ in range(3)]
-    await until(lambda: len(stack.fleet.specs) == 3)
+    await eventually(lambda: len(stack.fleet.specs) == 3)
     response = await stack.http.post(CHAT, json=BODY)
     assert (response.status_code, error(response)["type"]) == (429, "rate_limit_error")
     assert "retry-after" in response.headers
@@ -170,7 +171,7 @@ async def test_one_prompt_s_failure_cancels_the_others(stack):
     body = {"model": MODEL, "prompt": ["a", "b", "c"]}
     response = await stack.http.post("/v1/completions", json=body)
     assert response.status_code == 500
-    await until(lambda: len(stack.fleet.cancels) == 2)
+    await eventually(lambda: len(stack.fleet.cancels) == 2)
     assert {c.request_id[-2:] for c in stack.fleet.cancels} == {"-0", "-2"}
 
 
@@ -301,7 +302,7 @@ async def test_lost_scheduler(stack):
     assert (await stack.http.get("/ready")).status_code == 503
     assert (await stack.http.get("/health")).status_code == 200
     await stack.fleet.start_scheduler()
-    await until(lambda: stack.proxy.gateway.ready)
+    await eventually(lambda: stack.proxy.gateway.ready)
     stack.fleet.script = Script()
     assert (await stack.http.post(CHAT, json=BODY)).status_code == 200
 
@@ -319,7 +320,7 @@ async def test_streams_outlive_their_scheduler(stack):
 async def test_ready_follows_the_fleet(stack):
     assert (await stack.http.get("/ready")).json() == {"status": "ready"}
     stack.fleet.announce(ready=False)
-    await until(lambda: not stack.proxy.gateway.ready)
+    await eventually(lambda: not stack.proxy.gateway.ready)
     response = await stack.http.get("/ready")
     assert (response.status_code, response.json()) == (503, {"status": "not ready"})
 

@@ -18,7 +18,8 @@ from millrace.core.errors import MillraceError, ModelError
 from millrace.proxy.main import serve
 from millrace.proxy.service import listen
 from support.deadlines import HANG_S
-from support.gateway import MODEL, Fleet, Script, until
+from support.gateway import MODEL, Fleet, Script
+from support.live_stack import eventually
 
 BODY = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}]}
 CHAT = "/v1/chat/completions"
@@ -90,7 +91,7 @@ async def test_drain_has_an_end(tmp_path):
             rest = [line async for line in lines]
         assert "shutting down" in rest[-2]
         await asyncio.wait_for(task, HANG_S)
-        await until(lambda: len(fleet.cancels) == 1)
+        await eventually(lambda: len(fleet.cancels) == 1)
 
 
 async def test_workers_share_a_port_and_their_metrics(tmp_path):
@@ -108,7 +109,7 @@ async def test_workers_share_a_port_and_their_metrics(tmp_path):
                 served += answer.status_code == 200
                 return len({spec.proxy.id for spec in fleet.specs}) == 2
 
-            await until(both_serve)
+            await eventually(both_serve)
             text = (await fresh.get("/metrics")).text
         [line] = [
             line

@@ -13,7 +13,8 @@ from millrace.bench.gateway.stub_model import write_stub_model
 from millrace.core.config import load_config
 from millrace.proxy.service import Proxy, listen
 from support.deadlines import HANG_S
-from support.gateway import MODEL, until
+from support.gateway import MODEL
+from support.live_stack import eventually
 from support.scheduler_peers import quick, scheduler
 
 SETTINGS = """
@@ -47,7 +48,7 @@ async def served(folder, settings: str = SETTINGS):
         url = f"http://127.0.0.1:{proxy.port}"
         try:
             async with httpx.AsyncClient(base_url=url, timeout=HANG_S, trust_env=False) as http:
-                await until(lambda: proxy.gateway.ready)
+                await eventually(lambda: proxy.gateway.ready)
                 yield proxy, http
         finally:
             proxy.gateway.draining = True
@@ -57,11 +58,11 @@ async def served(folder, settings: str = SETTINGS):
 async def submit(proxy: Proxy, http: httpx.AsyncClient, headers: dict[str, str]) -> None:
     """Sends a request, and leaves once the scheduler has placed it: no instance answers."""
     sent = asyncio.create_task(http.post("/v1/chat/completions", json=CHAT_BODY, headers=headers))
-    await until(lambda: any(r.confirmed for r in proxy.gateway.requests) or sent.done())
+    await eventually(lambda: any(r.confirmed for r in proxy.gateway.requests) or sent.done())
     assert not sent.done(), sent.result().text
     sent.cancel()
     await asyncio.wait([sent])
-    await until(lambda: proxy.gateway.inflight == 0)
+    await eventually(lambda: proxy.gateway.inflight == 0)
 
 
 def requests(folder) -> list[dict]:

@@ -13,7 +13,8 @@ from millrace.wire.clients.scheduler_client import (
     UnknownInstance,
 )
 from millrace.wire.pb import scheduler_pb2
-from support.scheduler_peers import Net, Proxy, quick, scheduler, spec, until
+from support.live_stack import eventually
+from support.scheduler_peers import Net, Proxy, quick, scheduler, spec
 
 
 async def held(net: Net) -> dict[str, int]:
@@ -48,7 +49,7 @@ async def test_load_has_every_signal_that_was_measured():
         async def paced() -> bool:
             return (await client.get_load(net.address)).of("decode").tbt_slo_ratio is not None
 
-        await until(paced, "the time between tokens was not heard")
+        await eventually(paced, what="the time between tokens was not heard")
         load = await client.get_load(net.address)
         assert load.of("decode").tbt_slo_ratio == pytest.approx(0.5)
         assert 0.0 < load.of("prefill").ttft_slo_ratio < 1.0
@@ -71,7 +72,7 @@ async def test_parked_requests_are_those_of_all_proxies_that_are_there():
             async def holds() -> bool:
                 return await parked() == count
 
-            await until(holds, f"{count} parked requests, not {await parked()}")
+            await eventually(holds, what=f"{count} parked requests, not {await parked()}")
 
         await parks(first, 2)
         await parks(second, 5)
@@ -112,7 +113,7 @@ async def test_instances_are_seen_with_what_they_hold():
         async def free() -> bool:
             return await held(net) == {"p0": 0, "d0": 0}
 
-        await until(free, "what was released is still held")
+        await eventually(free, what="what was released is still held")
 
 
 async def test_a_cordon_and_its_end_reach_proxies_and_placement():

@@ -14,7 +14,8 @@ from millrace.core.config import SchedulerConfig
 from millrace.core.priority import POLICIES
 from millrace.wire.pb import scheduler_pb2
 from support.deadlines import HANG_S
-from support.scheduler_peers import quick, register, scheduler, spec, until
+from support.live_stack import eventually
+from support.scheduler_peers import quick, register, scheduler, spec
 
 
 async def test_a_request_is_placed_dispatched_and_finished():
@@ -38,9 +39,9 @@ async def test_a_request_is_placed_dispatched_and_finished():
         await prefill.computed("r")
         await prefill.released("r")
         await decode.decoding("r")
-        await until(lambda: _counts(net, (0, 0, 1)), "the request never decoded")
+        await eventually(lambda: _counts(net, (0, 0, 1)), what="the request never decoded")
         await decode.finished("r")
-        await until(lambda: _counts(net, (0, 0, 0)), "the request never ended")
+        await eventually(lambda: _counts(net, (0, 0, 0)), what="the request never ended")
         assert [i.free_pages for i in (await net.status()).instances] == [100, 100]
 
 
@@ -149,7 +150,7 @@ async def test_a_cut_decode_stream_after_the_first_token_fails_the_request():
         await proxy.next("placed")
         await prefill.next("run_prefill")
         await prefill.computed("r")
-        await until(lambda: _free_slot(net), "the chunk's end was not heard")
+        await eventually(lambda: _free_slot(net), what="the chunk's end was not heard")
         await decode.cut()
         failed = await proxy.next("failed")
         assert failed.request_id == "r" and "decode d0 died after the first token" in failed.message
@@ -222,7 +223,7 @@ async def test_a_cut_proxy_stream_cancels_its_requests_and_no_others():
             await worker.next(before)
             cancel = (await worker.next("cancel")).cancel
             assert (cancel.request_id, cancel.reason) == ("r", "its proxy left")
-        await until(lambda: _counts(net, (0, 1, 0)), "the other proxy's request is gone")
+        await eventually(lambda: _counts(net, (0, 1, 0)), what="the other proxy's request is gone")
 
 
 async def test_a_cancel_reaches_both_instances():
@@ -292,7 +293,7 @@ async def test_a_lost_member_costs_what_has_not_landed():
         async def heard() -> bool:
             return 77 in [one.running for one in (await net.status()).instances]
 
-        await until(heard, "what decode said was not heard")
+        await eventually(heard, what="what decode said was not heard")
         await lost.cut()
         assert (await kept.next("cancel")).cancel.request_id == "r"
         again = (await decode.next("admit_decode")).admit_decode
@@ -431,7 +432,7 @@ async def test_sigterm_lets_running_requests_finish_and_takes_no_new_ones():
             answer = await health.Check(asked, timeout=HANG_S)
             return answer.status == health_pb2.HealthCheckResponse.NOT_SERVING
 
-        await until(not_serving, "the drain never began")
+        await eventually(not_serving, what="the drain never began")
         await proxy.submit(spec("late"))
         refused = await proxy.next("refused")
         assert refused.code == scheduler_pb2.REFUSAL_CODE_UNAVAILABLE
@@ -489,7 +490,7 @@ async def test_many_requests_from_two_proxies_all_end_once():
             await proxy.submit(*(spec(f"{proxy.id}{i}", 40) for i in range(count)))
         placed = {(await p.next("placed")).request_id for p in proxies for _ in range(count)}
         assert placed == {f"{name}{i}" for name in "xy" for i in range(count)}
-        await until(lambda: _counts(net, (0, 0, 0)), "some request never ended")
+        await eventually(lambda: _counts(net, (0, 0, 0)), what="some request never ended")
         assert seen == placed
         assert all(i.free_pages == 100 for i in (await net.status()).instances)
         for task in tasks:

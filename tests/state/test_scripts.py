@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 from redis.asyncio import Redis
+from redis.asyncio.client import Pipeline
 from redis.exceptions import RedisError, ResponseError
 
 from millrace.state import scripts
@@ -29,6 +30,19 @@ def append(text: bytes) -> ScriptCall:
     return ScriptCall(APPEND, (b"k",), (text,))
 
 
+def round_trips(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Notes the number of calls of each round trip from now on."""
+    trips: list[int] = []
+    execute = Pipeline.execute
+
+    async def counted(pipe: Pipeline, **options: bool) -> list[int | Exception]:
+        trips.append(len(pipe))
+        return await execute(pipe, **options)
+
+    monkeypatch.setattr(Pipeline, "execute", counted)
+    return trips
+
+
 async def test_answers_find_their_callers_in_order(client: Redis) -> None:
     runner = ScriptRunner(client)
     results = await asyncio.gather(
@@ -42,15 +56,9 @@ async def test_answers_find_their_callers_in_order(client: Redis) -> None:
 
 
 async def test_callers_share_round_trips(client: Redis, monkeypatch: pytest.MonkeyPatch) -> None:
-    runner, trips = ScriptRunner(client), []
-    pipeline = runner._pipeline
-
-    async def counted(calls: list[ScriptCall]) -> list[int | Exception]:
-        trips.append(len(calls))
-        return await pipeline(calls)
-
+    runner = ScriptRunner(client)
     await runner.run([append(b"a")])
-    monkeypatch.setattr(runner, "_pipeline", counted)
+    trips = round_trips(monkeypatch)
     await asyncio.gather(*(runner.run([append(b"a")]) for _ in range(100)))
     assert trips == [100]
     monkeypatch.setattr(scripts, "MAX_BATCH_CALLS", 30)
@@ -86,8 +94,10 @@ async def test_large_groups_do_not_hold_up_small_ones(
 ) -> None:
     monkeypatch.setattr(scripts, "LARGE_BYTES", 100)
     runner = ScriptRunner(client)
-    assert await runner.run([append(b"x" * 101)]) == [101]
-    assert runner._sender is None
+    await runner.run([append(b"x")])
+    trips = round_trips(monkeypatch)
+    await asyncio.gather(*(runner.run([append(b"x" * count)]) for count in (1, 101, 1)))
+    assert sorted(trips) == [1, 2]
 
 
 async def test_a_lost_server_fails_every_waiting_caller(client: Redis) -> None:

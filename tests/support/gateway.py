@@ -7,7 +7,6 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import httpx
 import openai
@@ -22,6 +21,7 @@ from millrace.core.span import Span
 from millrace.core.token_events import PositionLogprobs, TokenDetail, TokenEvent
 from millrace.proxy.service import Proxy, listen
 from support.deadlines import HANG_S
+from support.live_stack import eventually
 
 MODEL = "tiny"
 CONTEXT_TOKENS = 2048
@@ -155,11 +155,11 @@ class Stack:
 
     async def placed(self) -> None:
         """Returns when the proxy knows where its requests are."""
-        await until(lambda: any(r.confirmed for r in self.proxy.gateway.requests))
+        await eventually(lambda: any(r.confirmed for r in self.proxy.gateway.requests))
 
     async def begun(self) -> None:
         """Returns when the proxy has a token of a request."""
-        await until(lambda: any(r.completion_tokens for r in self.proxy.gateway.requests))
+        await eventually(lambda: any(r.completion_tokens for r in self.proxy.gateway.requests))
 
     async def state_of(self, request_id: str) -> str | None:
         """As the store has it."""
@@ -168,18 +168,8 @@ class Stack:
 
     async def idle(self) -> None:
         """Returns when the proxy holds no request any more; or fails."""
-        await until(lambda: self.proxy.gateway.inflight == 0)
+        await eventually(lambda: self.proxy.gateway.inflight == 0)
         self.proxy.gateway.check_integrity()
-
-
-async def until(holds: Callable[[], Any], timeout_s: float = HANG_S) -> None:
-    """Returns once `holds()` (plain or async). Raises AssertionError when time is up."""
-    for _ in range(round(timeout_s / 0.005)):
-        value = holds()
-        if await value if asyncio.iscoroutine(value) else value:
-            return
-        await asyncio.sleep(0.005)
-    raise AssertionError(f"it never came to hold within {timeout_s:g} s")
 
 
 @asynccontextmanager
@@ -203,7 +193,7 @@ async def gateway(
             ) as client,
         ):
             stack = Stack(proxy, fleet, http, client)
-            await until(lambda: proxy.gateway.ready)
+            await eventually(lambda: proxy.gateway.ready)
             yield stack
             await stack.idle()
     finally:

@@ -20,10 +20,10 @@ from millrace.core.kv.sp_layout import layout as lay_out
 from millrace.core.request import Chunk
 from millrace.transfer.push.control import ReceiveCallbacks
 from millrace.transfer.push.receive.manager import ReceiveManager
-from millrace.transfer.push.send.manager import SendManager, SendSession
+from millrace.transfer.push.send.manager import SendSession
 from millrace.transfer.transport.memory import MemoryHub
 from support.deadlines import HANG_S
-from support.kv_nodes import Pool
+from support.kv_nodes import KvReceiver, KvSender
 from support.live_stack import eventually
 from support.slow_transport import SlowTransport
 
@@ -32,7 +32,10 @@ MAX_CHUNK_TOKENS = 24
 
 
 class LocalPeer:
-    """The receiver's control side without a wire; it ignores senders that are not `alive`."""
+    """The receiver's control side without a wire; it ignores senders that are not `alive`.
+
+    The content of `finish` is the number of passes, or has it as `passes`.
+    """
 
     def __init__(self, manager: ReceiveManager) -> None:
         self.manager = manager
@@ -48,8 +51,9 @@ class LocalPeer:
 
     async def finish(self, ticket, message, *, timeout_s):
         self.check()
+        passes = getattr(message, "passes", message)
         refusal = await self.manager.finish(
-            ticket, total_chunks=message, message=message, wait_s=timeout_s
+            ticket, total_chunks=passes, message=message, wait_s=timeout_s
         )
         if refusal:
             raise TransferError(refusal)
@@ -63,66 +67,15 @@ class LocalPeer:
         await self.manager.send_history(ask, timeout_s)
 
 
-class PagedKv:
-    """A pool, its free pages, and its tokens as single views."""
-
-    def __init__(self, made: KvLayout) -> None:
-        self.layout = made
-        self.pool = Pool(made)
-        self.free = set(range(made.num_pages))
-        shape = (made.parts, made.num_layers, made.num_pages, 2, made.part_heads)
-        self._rows = self.pool.array.reshape(*shape, made.page_tokens, made.head_dim)
-
-    def take(self, count: int) -> list[int]:
-        pages = random.sample(sorted(self.free), count)
-        self.free.difference_update(pages)
-        return pages
-
-    def slot(self, pages: Sequence[int], slot: int) -> np.ndarray:
-        """Returns writable KV of a token, [parts, layers, 2, heads of a part, head_dim]."""
-        page, row = divmod(slot, self.layout.page_tokens)
-        return self._rows[:, :, pages[page], :, :, row]
-
-    def of_token(self, kv: np.ndarray, token: int) -> np.ndarray:
-        """Returns this pool's part of kv [layers, 2, heads, tokens, head_dim] of the whole
-        model.
-        """
-        made = self.layout
-        layers = slice(made.layer_start, made.layer_end)
-        heads = kv[layers, :, made.head_start : made.head_end, token]
-        split = heads.reshape(made.num_layers, 2, made.parts, made.part_heads, made.head_dim)
-        return split.transpose(2, 0, 1, 3, 4)
-
-    def fill(self, pages: Sequence[int], runs: Sequence[Run], kv: np.ndarray) -> None:
-        for run in runs:
-            for i in range(run.num_tokens):
-                self.slot(pages, run.slot + i)[:] = self.of_token(kv, run.start_token + i)
-
-    def holds(self, pages: Sequence[int], runs: Sequence[Run], kv: np.ndarray) -> bool:
-        return all(
-            (self.slot(pages, run.slot + i) == self.of_token(kv, run.start_token + i)).all()
-            for run in runs
-            for i in range(run.num_tokens)
-        )
-
-
-class Member(PagedKv):
+class Member(KvSender):
     """The sending side of a prefill instance."""
 
     def __init__(
         self, name: str, hub: MemoryHub, made: KvLayout, config: TransferConfig, peer: LocalPeer
     ) -> None:
-        super().__init__(made)
+        super().__init__((name, 5), SlowTransport(name, hub), made, config)
         self.name = name
         self.peer = peer
-        self.transport = SlowTransport(name, hub)
-        self.sender = SendManager(
-            transport=self.transport,
-            layout=made,
-            storage=self.pool,
-            identity=(name, 5),
-            config=config,
-        )
 
     async def send(
         self, request_id: str, laid: Layout, kv: np.ndarray, *, attempt: int = 1, pause_s=0.0
@@ -132,7 +85,7 @@ class Member(PagedKv):
         pages = self.take(laid.pages[self.name])
         runs = laid.computed(self.name)
         self.fill(pages, runs, kv)
-        session = await self.sender.open(
+        session = await self.manager.open(
             request_id,
             peer=self.peer,
             receiver=RECEIVER,
@@ -172,39 +125,27 @@ class Member(PagedKv):
         self.peer.alive = False
         self.transport.close()
 
-    async def close(self) -> None:
-        await self.sender.close()
-        self.transport.close()
 
-
-class KvGroup(PagedKv):
-    """Yields the receiver with its pages, and `members` by name. Call `close` at the end."""
+class KvGroup(KvReceiver):
+    """The receiver with its pages, and `members` by name. Call `close` at the end."""
 
     def __init__(
         self, config: TransferConfig, made: KvLayout, members: dict[str, KvLayout]
     ) -> None:
-        super().__init__(made)
         hub = MemoryHub()
-        self.transport = SlowTransport("decode-0", hub)
+        callbacks = ReceiveCallbacks(
+            on_first_tokens=lambda i, message: None,
+            on_landed=self._landed,
+            on_prefix=self._prefix_landed,
+            on_failed=lambda i, *failure: self.say(i, "failed", *failure),
+        )
+        super().__init__(RECEIVER, SlowTransport("decode-0", hub), made, config, callbacks)
         self.events: dict[str, asyncio.Queue[tuple]] = {}
         self.landed: set[str] = set()
         self.prefixes: list[tuple[str, int, int]] = []
         self.on_prefix: Callable[[], None] = lambda: None
-        self.receiver = ReceiveManager(
-            transport=self.transport,
-            layout=made,
-            storage=self.pool,
-            identity=RECEIVER,
-            config=config,
-            callbacks=ReceiveCallbacks(
-                on_first_tokens=lambda i, message: None,
-                on_landed=self._landed,
-                on_prefix=self._prefix_landed,
-                on_failed=lambda i, *failure: self.say(i, "failed", *failure),
-            ),
-        )
         self.members = {
-            name: Member(name, hub, layout, config, LocalPeer(self.receiver))
+            name: Member(name, hub, layout, config, LocalPeer(self.manager))
             for name, layout in members.items()
         }
 
@@ -225,7 +166,7 @@ class KvGroup(PagedKv):
 
     def admit(self, request_id: str, tokens: int, attempt: int = 1) -> list[int]:
         pages = self.take(self.layout.pages_for(tokens))
-        self.receiver.admit(request_id, pages, tokens, attempt)
+        self.manager.admit(request_id, pages, tokens, attempt)
         return pages
 
     def start(
@@ -238,19 +179,15 @@ class KvGroup(PagedKv):
         ]
 
     async def release(self, request_id: str, pages: list[int]) -> None:
-        await self.receiver.release(request_id)
+        await self.manager.release(request_id)
         self.free.update(pages)
 
     async def close(self) -> None:
-        """Raises IntegrityError when anything was left behind."""
-        await eventually(lambda: not self.receiver.num_leases)
-        self.receiver.check_integrity()
+        await eventually(lambda: not self.manager.num_leases)
         assert len(self.free) == self.layout.num_pages
         for member in self.members.values():
-            member.sender.check_integrity()
             await member.close()
-        await self.receiver.close()
-        self.transport.close()
+        await super().close()
 
 
 def planned(

@@ -14,43 +14,27 @@ from millrace.core.kv.layout import KvLayout
 from millrace.core.kv.transfer import Incarnation
 from millrace.core.scheduler.commands import Member
 from millrace.core.token_events import FinishedPrefill
-from millrace.instance.transfer.kv_servicer import KvReceiverServicer
 from millrace.transfer.push.control import ReceiveCallbacks
-from millrace.transfer.push.receive.manager import ReceiveManager
 from millrace.transfer.transport.memory import MemoryHub, MemoryTransport
-from millrace.wire.server import bind, create_server
 from support.deadlines import HANG_S
-from support.kv_nodes import Pool, read
+from support.kv_nodes import ServedReceiver, read
 
 
-class Holder:
+class Holder(ServedReceiver):
     """A receiver on `made`'s pages. `finished` has the end message of each request."""
 
     def __init__(self, name: str, hub: MemoryHub, made: KvLayout, config: TransferConfig) -> None:
-        self.layout = made
-        self.pool = Pool(made)
-        self.life = Incarnation(name, 7)
-        self.transport = MemoryTransport(name, hub)
         self.finished: dict[str, FinishedPrefill] = {}
         self._ended: dict[str, asyncio.Future[str]] = {}
         self._shards: dict[str, tuple[list[int], int]] = {}
-        self._next_page = 0
-        self.manager = ReceiveManager(
-            transport=self.transport,
-            layout=made,
-            storage=self.pool,
-            identity=(name, 7),
-            config=config,
-            callbacks=ReceiveCallbacks(
-                on_first_tokens=self.finished.__setitem__,
-                on_landed=lambda i: self._ended[i].set_result("landed"),
-                on_prefix=lambda i, attempt, tokens: None,
-                on_failed=lambda i, message, attempt, kept: self._ended[i].set_result(message),
-            ),
+        callbacks = ReceiveCallbacks(
+            on_first_tokens=self.finished.__setitem__,
+            on_landed=lambda i: self._ended[i].set_result("landed"),
+            on_prefix=lambda i, attempt, tokens: None,
+            on_failed=lambda i, message, attempt, kept: self._ended[i].set_result(message),
         )
-        self.server = create_server()
-        KvReceiverServicer(self.manager).add_to(self.server)
-        self.address = f"127.0.0.1:{bind(self.server, '127.0.0.1', 0)}"
+        self.life = Incarnation(name, 7)
+        super().__init__(self.life, MemoryTransport(name, hub), made, config, callbacks)
 
     @property
     def member(self) -> Member:
@@ -58,8 +42,7 @@ class Holder:
 
     def admit(self, request_id: str, tokens: int, shard: tuple[int, int] | None = None) -> None:
         count = shard[1] - shard[0] if shard else tokens
-        first, self._next_page = self._next_page, self._next_page + self.layout.pages_for(count)
-        pages = list(range(first, self._next_page))
+        pages = self.take(self.layout.pages_for(count))
         self._ended[request_id] = asyncio.get_running_loop().create_future()
         self._shards[request_id] = pages, count
         self.manager.admit(request_id, pages, tokens, shard=shard)
@@ -77,10 +60,7 @@ class Holder:
     async def close(self) -> None:
         for request_id in self._shards:
             await self.manager.release(request_id)
-        self.manager.check_integrity()
-        await self.server.stop(grace=None)
-        await self.manager.close()
-        self.transport.close()
+        await super().close()
 
 
 @asynccontextmanager

@@ -8,6 +8,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
+import random
+from collections.abc import Sequence
 from typing import Any
 
 import grpc
@@ -16,15 +18,18 @@ import numpy as np
 from millrace.core.config import TransferConfig
 from millrace.core.errors import TransferError
 from millrace.core.kv.layout import KvLayout
+from millrace.core.kv.sp_layout import Run
 from millrace.core.token_events import FinishedPrefill, FirstToken
 from millrace.instance.transfer.kv_servicer import KvReceiverServicer
 from millrace.transfer.push.control import ReceiveCallbacks
 from millrace.transfer.push.receive.manager import ReceiveManager
 from millrace.transfer.push.send.manager import SendManager, SendSession
+from millrace.transfer.transport.base import Transport
 from millrace.transfer.transport.nixl.transport import NixlTransport
 from millrace.wire.clients.kv_peer import KvPeers
 from millrace.wire.server import bind, create_server
 from support.deadlines import HANG_S
+from support.live_stack import eventually
 from support.transfer_peers import ChildPipe
 
 _numbers = itertools.count(1)
@@ -88,6 +93,119 @@ class Pool:
         return self.array.flags.c_contiguous
 
 
+class PagedKv:
+    """A pool, its free pages, and its tokens as single views."""
+
+    def __init__(self, made: KvLayout) -> None:
+        self.layout = made
+        self.pool = Pool(made)
+        self.free = set(range(made.num_pages))
+        shape = (made.parts, made.num_layers, made.num_pages, 2, made.part_heads)
+        self._rows = self.pool.array.reshape(*shape, made.page_tokens, made.head_dim)
+
+    def take(self, count: int) -> list[int]:
+        pages = random.sample(sorted(self.free), count)
+        self.free.difference_update(pages)
+        return pages
+
+    def slot(self, pages: Sequence[int], slot: int) -> np.ndarray:
+        """Returns writable KV of a token, [parts, layers, 2, heads of a part, head_dim]."""
+        page, row = divmod(slot, self.layout.page_tokens)
+        return self._rows[:, :, pages[page], :, :, row]
+
+    def of_token(self, kv: np.ndarray, token: int) -> np.ndarray:
+        """Returns this pool's part of kv [layers, 2, heads, tokens, head_dim] of the whole
+        model.
+        """
+        made = self.layout
+        layers = slice(made.layer_start, made.layer_end)
+        heads = kv[layers, :, made.head_start : made.head_end, token]
+        split = heads.reshape(made.num_layers, 2, made.parts, made.part_heads, made.head_dim)
+        return split.transpose(2, 0, 1, 3, 4)
+
+    def fill(self, pages: Sequence[int], runs: Sequence[Run], kv: np.ndarray) -> None:
+        for run in runs:
+            for i in range(run.num_tokens):
+                self.slot(pages, run.slot + i)[:] = self.of_token(kv, run.start_token + i)
+
+    def holds(self, pages: Sequence[int], runs: Sequence[Run], kv: np.ndarray) -> bool:
+        return all(
+            (self.slot(pages, run.slot + i) == self.of_token(kv, run.start_token + i)).all()
+            for run in runs
+            for i in range(run.num_tokens)
+        )
+
+
+class KvReceiver(PagedKv):
+    """A pool and its ReceiveManager."""
+
+    def __init__(
+        self,
+        identity: tuple[str, int],
+        transport: Transport,
+        made: KvLayout,
+        config: TransferConfig,
+        callbacks: ReceiveCallbacks,
+    ) -> None:
+        super().__init__(made)
+        self.identity, self.transport = identity, transport
+        self.manager = ReceiveManager(
+            transport=transport,
+            layout=made,
+            storage=self.pool,
+            identity=identity,
+            config=config,
+            callbacks=callbacks,
+        )
+
+    async def close(self) -> None:
+        """Raises IntegrityError when anything was left behind."""
+        await eventually(lambda: not self.manager.num_leases)
+        self.manager.check_integrity()
+        await self.manager.close()
+        await asyncio.to_thread(self.transport.close)
+
+
+class KvSender(PagedKv):
+    """A pool and its SendManager."""
+
+    def __init__(
+        self,
+        identity: tuple[str, int],
+        transport: Transport,
+        made: KvLayout,
+        config: TransferConfig,
+    ) -> None:
+        super().__init__(made)
+        self.identity, self.transport = identity, transport
+        self.manager = SendManager(
+            transport=transport,
+            layout=made,
+            storage=self.pool,
+            identity=identity,
+            config=config,
+        )
+
+    async def close(self) -> None:
+        self.manager.check_integrity()
+        await self.manager.close()
+        await asyncio.to_thread(self.transport.close)
+
+
+class ServedReceiver(KvReceiver):
+    """A receiver with its gRPC service, once it is started."""
+
+    def __init__(self, *receiver: Any) -> None:
+        super().__init__(*receiver)
+        self.server: grpc.aio.Server = create_server()
+        KvReceiverServicer(self.manager).add_to(self.server)
+        self.address = f"127.0.0.1:{bind(self.server, '127.0.0.1', 0)}"
+
+    async def close(self) -> None:
+        await self.server.stop(grace=None)
+        await super().close()
+
+
 def expected_kv(made: KvLayout, seed: int, tokens: int) -> np.ndarray:
     """Returns the KV of a prompt, float32 [layers, 2, heads of the model, tokens, head_dim]."""
     shape = (made.num_layers, 2, made.num_kv_heads, tokens, made.head_dim)
@@ -117,35 +235,23 @@ def pages_of(made: KvLayout, tokens: int, seed: int) -> list[int]:
     return order[: made.pages_for(tokens)].tolist()
 
 
-class ReceiverNode:
+class ReceiverNode(ServedReceiver):
     """The transfer parts of a decode instance. `events` lists the calls of its callbacks."""
 
     def __init__(
         self, made: KvLayout, config: TransferConfig, *, node_id: str = "decode-0", generation=7
     ) -> None:
-        self.layout = made
-        self.pool = Pool(made)
-        self.identity = (node_id, generation)
-        self.transport = NixlTransport(f"{node_id}-{os.getpid()}-{next(_numbers)}")
         self.events: asyncio.Queue[tuple[str, ...]] = asyncio.Queue()
-        self.manager = ReceiveManager(
-            transport=self.transport,
-            layout=made,
-            storage=self.pool,
-            identity=self.identity,
-            config=config,
-            callbacks=ReceiveCallbacks(
-                on_first_tokens=lambda i, m: self.events.put_nowait(
-                    ("first", i, str([t.token_id for t in m.first_tokens]))
-                ),
-                on_landed=lambda i: self.events.put_nowait(("landed", i)),
-                on_prefix=lambda i, attempt, tokens: None,
-                on_failed=lambda i, message, *kept: self.events.put_nowait(("failed", i, message)),
+        said = self.events.put_nowait
+        callbacks = ReceiveCallbacks(
+            on_first_tokens=lambda i, m: said(
+                ("first", i, str([t.token_id for t in m.first_tokens]))
             ),
+            on_landed=lambda i: said(("landed", i)),
+            on_prefix=lambda i, attempt, tokens: None,
+            on_failed=lambda i, message, *kept: said(("failed", i, message)),
         )
-        self.server: grpc.aio.Server = create_server()
-        KvReceiverServicer(self.manager).add_to(self.server)
-        self.address = f"127.0.0.1:{bind(self.server, '127.0.0.1', 0)}"
+        super().__init__((node_id, generation), nixl(node_id), made, config, callbacks)
 
     async def start(self) -> ReceiverNode:
         await self.server.start()
@@ -155,30 +261,15 @@ class ReceiverNode:
         async with asyncio.timeout(timeout_s):
             return await self.events.get()
 
-    async def close(self) -> None:
-        await self.server.stop(grace=None)
-        await self.manager.close()
-        await asyncio.to_thread(self.transport.close)
 
-
-class SenderNode:
+class SenderNode(KvSender):
     """The transfer parts of a prefill instance."""
 
     def __init__(
         self, made: KvLayout, config: TransferConfig, *, node_id: str = "prefill-0", generation=5
     ) -> None:
-        self.layout = made
-        self.pool = Pool(made)
-        self.identity = (node_id, generation)
-        self.transport = NixlTransport(f"{node_id}-{os.getpid()}-{next(_numbers)}")
+        super().__init__((node_id, generation), nixl(node_id), made, config)
         self.peers = KvPeers()
-        self.manager = SendManager(
-            transport=self.transport,
-            layout=made,
-            storage=self.pool,
-            identity=self.identity,
-            config=config,
-        )
 
     async def open(
         self,
@@ -204,20 +295,16 @@ class SenderNode:
         await session.finish(first_tokens(len(chunks)))
 
     async def close(self) -> None:
-        await self.manager.close()
+        await super().close()
         await self.peers.close()
-        await asyncio.to_thread(self.transport.close)
+
+
+def nixl(node_id: str) -> NixlTransport:
+    return NixlTransport(f"{node_id}-{os.getpid()}-{next(_numbers)}")
 
 
 def first_tokens(total_chunks: int) -> FinishedPrefill:
     return FinishedPrefill(first_tokens=(FirstToken(11),), total_chunks=total_chunks)
-
-
-async def granted(session: SendSession) -> None:
-    """Returns once the session's handshake was granted."""
-    async with asyncio.timeout(HANG_S):
-        while not session.timings.granted_s:  # noqa: ASYNC110 - a session has no event for it
-            await asyncio.sleep(0.005)
 
 
 # -- children: commands come over the pipe as (method's name, arguments)
@@ -262,7 +349,8 @@ class _SenderCommands:
         self._sessions[request_id] = await self._node.open(request_id, *where)
 
     async def granted(self, request_id: str) -> None:
-        await granted(self._sessions[request_id])
+        timings = self._sessions[request_id].timings
+        await eventually(lambda: timings.granted_s)
 
     async def layers(self, request_id: str, chunk: int, start: int, count: int) -> None:
         for layer in range(self._node.layout.num_layers):

@@ -80,7 +80,7 @@ async def greedy_ids(
     return answer["choices"][0]["token_ids"]
 
 
-async def eventually(check: Any, timeout_s: float = HANG_S) -> None:
+async def eventually(check: Any, timeout_s: float = HANG_S, *, what: str = "") -> None:
     """Waits until `check()` (plain or async) is true; fails after a while with its last value and
     with what all tasks and threads of this process wait for.
     """
@@ -94,5 +94,5 @@ async def eventually(check: Any, timeout_s: float = HANG_S) -> None:
             return
         if loop.time() >= deadline_s:
             print(stacks())
-            raise AssertionError(f"still {value!r} after {timeout_s:g} s")
-        await asyncio.sleep(0.02)
+            raise AssertionError(f"{what or 'it'}: still {value!r} after {timeout_s:g} s")
+        await asyncio.sleep(0.01)

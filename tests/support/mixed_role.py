@@ -2,32 +2,30 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
-from millrace.colocated.compute import Iteration
+import pytest
+
+from millrace.colocated.compute import Iteration, MixedCompute
 from millrace.colocated.mixed import MixedRole
-from millrace.colocated.packing import Plan, Share
+from millrace.colocated.packing import IterationPacker, Plan, Share
+from millrace.colocated.prompts import Prompt
 from millrace.core.config import Config
 from millrace.core.config.sections import MixedConfig
 from millrace.core.cost.operators import DecodeAttention, OperatorModel, Table
 from millrace.core.request import Slo
 from millrace.core.request_spec import RequestSpec
 from millrace.core.scheduler.commands import KvShard
-from millrace.core.span import Span
-from millrace.core.token_events import TokenEvent
 from millrace.instance.host import Role, WorkerContext
 from millrace.state.memory_store import MemoryStore
 from millrace.transfer.transport.memory import MemoryHub
-from millrace.wire.clients.token_stream import token_events
-from support.live_stack import eventually
+from support.role_pair import Proxy, listening
 from support.tiny_models import prompt
 from support.worker_roles import (
-    PROXY,
     LiveRole,
     admit_decode,
     config,
@@ -65,17 +63,14 @@ def mixed_config(mixed: dict[str, Any] | None = None, **engine: Any) -> Config:
     return replace(config(**engine), mixed=MixedConfig(**(mixed or {})))
 
 
-@dataclass
-class Mixed:
+class Mixed(Proxy):
     """The instance, its proxy and its scheduler. `plans` are the iterations' so far."""
 
-    store: MemoryStore
-    live: LiveRole
-    holders: list[LiveRole]
-    tokens: dict[tuple[str, int], list[int]] = field(default_factory=dict)
-    ends: dict[tuple[str, int], str] = field(default_factory=dict)
-    events: list[TokenEvent] = field(default_factory=list)
-    plans: list[Plan] = field(default_factory=list)
+    def __init__(self, store: MemoryStore, live: LiveRole, holders: Sequence[LiveRole]) -> None:
+        super().__init__(live)
+        self.store, self.live, self.holders = store, live, holders
+        self.plans: list[Plan] = []
+        self.waiting = 0  # prompts that the last iteration could compute
 
     async def ask(
         self,
@@ -111,45 +106,15 @@ class Mixed:
     @contextmanager
     def slowed(self, seconds: float) -> Iterator[None]:
         """Each iteration takes this much longer: nothing ends before a test has seen it."""
-        compute = self.live.role._compute
-        run = compute.run
+        run = MixedCompute.run
 
-        def slow(shares: Sequence[Share]) -> Iteration:
+        def slow(compute: MixedCompute, shares: Sequence[Share]) -> Iteration:
             time.sleep(seconds)
-            return run(shares)
+            return run(compute, shares)
 
-        compute.run = slow
-        try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(MixedCompute, "run", slow)
             yield
-        finally:
-            compute.run = run
-
-    async def answer(self, request_id: str) -> list[int]:
-        """All tokens of choice 0, once the proxy has its end."""
-        await eventually(lambda: (request_id, 0) in self.ends)
-        return self.tokens[request_id, 0]
-
-    def spans(self, request_id: str) -> list[Span]:
-        mine = [event for event in self.events if event.request_id == request_id]
-        return [span for event in mine for span in event.detail().spans]
-
-    @property
-    def used_pages(self) -> int:
-        """Of requests."""
-        return self.live.engine.pool.used_pages - self.live.role.num_spill_pages
-
-    async def read_tokens(self) -> None:
-        address, life = self.live.address, self.live.incarnation
-        async for events in token_events(address, proxy=PROXY, decode=life):
-            for event in events:
-                self._take(event)
-
-    def _take(self, event: TokenEvent) -> None:
-        key = (event.request_id, event.choice)
-        self.events.append(event)
-        self.tokens.setdefault(key, []).extend(event.token_ids)
-        if event.finish_reason:
-            self.ends[key] = event.finish_reason
 
 
 @asynccontextmanager
@@ -169,19 +134,16 @@ async def mixed_instance(
     model_name = name
     live = role("mixed-0", lambda context: MixedRole(context, predicted))
     others = [role(f"holder-{number}", build) for number, build in enumerate(holders)]
-    async with live_roles(live, *others):
-        mixed = Mixed(store, live, others)
-        packer = live.role._packer
-        pack = packer.pack
+    mixed, pack = Mixed(store, live, others), IterationPacker.pack
 
-        def noted(*args: Any, **told: Any) -> Plan:
-            plan = pack(*args, **told)
-            if plan.shape.decodes or plan.shares:
-                mixed.plans.append(plan)
-            return plan
+    def noted(packer: IterationPacker, prompts: Sequence[Prompt], *args: Any, **named: Any) -> Plan:
+        plan = pack(packer, prompts, *args, **named)
+        mixed.waiting = len(prompts)
+        if plan.shape.decodes or plan.shares:
+            mixed.plans.append(plan)
+        return plan
 
-        packer.pack = noted
-        reader = asyncio.create_task(mixed.read_tokens())
-        yield mixed
-        reader.cancel()
-        await asyncio.gather(reader, return_exceptions=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(IterationPacker, "pack", noted)
+        async with live_roles(live, *others), listening(mixed):
+            yield mixed

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -16,12 +15,11 @@ from millrace.core.scheduler.effects import ChunkRef
 from millrace.decode.loop import DecodeRole
 from millrace.prefill.loop import PrefillRole
 from millrace.transfer.transport.memory import MemoryHub
-from millrace.wire.clients.token_stream import token_events
 from support.deadlines import HANG_S
 from support.live_stack import eventually
-from support.prefill_pair import GatedStore
+from support.role_pair import GatedStore, Proxy, listening
 from support.tiny_models import prompt
-from support.worker_roles import PROXY, LiveRole, live_roles, remember, spec
+from support.worker_roles import LiveRole, live_roles, remember, spec
 
 #: Tokens of a chunk, and the prefill instances that compute it by their numbers, leader first.
 Plan = Sequence[tuple[int, Sequence[int]]]
@@ -32,6 +30,7 @@ class Group:
     store: GatedStore
     prefills: list[LiveRole]
     decode: LiveRole
+    proxy: Proxy
 
     async def ask(self, request_id: str, plan: Plan, **sampling: Any) -> None:
         """Submits a prompt whose chunks are computed as planned."""
@@ -76,26 +75,13 @@ class Group:
             for role in self.prefills:
                 role.role.heartbeat()  # the next one tells of the time since this one
                 waits = role.role.heartbeat().standstill
-                error.add_note(f"{role.incarnation.id}: {list(role.role._jobs)}, {waits}")
+                error.add_note(f"{role.incarnation.id}: {role.role.counts()} jobs, {waits}")
             raise
-        emitted = self.decode.messages
-        count = next(
-            m.generated_tokens
-            for kind, m in emitted
-            if kind == "request_finished" and m.request_id == request_id
-        )
-        found: list[int] = []
-        async with asyncio.timeout(HANG_S):
-            while len(found) < count:
-                found = (await self.store.journal(request_id, 0)).tolist()
-                await asyncio.sleep(0.01)
-        return found
+        return await self.proxy.answered(request_id)
 
-    async def released(self, *request_ids: str, timeout_s: float = HANG_S) -> None:
-        """Nothing of these requests is left at any prefill instance."""
-        names = set(request_ids)
-        for role in self.prefills:
-            await eventually(lambda role=role: not names & set(role.role._jobs), timeout_s)
+    async def idle(self, timeout_s: float = HANG_S) -> None:
+        """Waits until all prefill instances have released every request."""
+        await eventually(lambda: not any(sum(r.role.counts()) for r in self.prefills), timeout_s)
 
 
 @asynccontextmanager
@@ -113,21 +99,6 @@ async def group_of(
     async with live_roles(*prefills, decode):
         for role in prefills:
             role.role.on_command(Registered(preemption="operator"))
-        async with listening(decode):
-            yield Group(store, prefills, decode)
-
-
-@asynccontextmanager
-async def listening(decode: LiveRole) -> AsyncIterator[None]:
-    """A proxy that takes its tokens and does nothing with them."""
-
-    async def read() -> None:
-        async for _ in token_events(decode.address, proxy=PROXY, decode=decode.incarnation):
-            pass
-
-    reading = asyncio.create_task(read())
-    try:
-        yield
-    finally:
-        reading.cancel()
-        await asyncio.gather(reading, return_exceptions=True)
+        group = Group(store, prefills, decode, Proxy(decode))
+        async with listening(group.proxy):
+            yield group

@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
-import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -23,14 +22,6 @@ def quick(**scheduler: object) -> Config:
     """Settings with short times; tests of silence shorten the lease, too."""
     defaults = {"heartbeat_s": 0.05, "lease_s": 60.0, "drain_timeout_s": 0.2}
     return Config(scheduler=SchedulerConfig(**{**defaults, **scheduler}))
-
-
-async def until(condition: Callable[[], Awaitable[bool]], what: str) -> None:
-    """Polls an awaitable condition; fails with `what` after HANG_S."""
-    deadline_s = time.monotonic() + HANG_S
-    while not await condition():
-        assert time.monotonic() < deadline_s, what
-        await asyncio.sleep(0.01)
 
 
 @asynccontextmanager

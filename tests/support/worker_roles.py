@@ -78,8 +78,8 @@ class LiveRole:
                 transport=self.transport,
                 store=store,
                 registry=self.registry,
-                send=self._take,
-                send_threadsafe=lambda m: loop.call_soon_threadsafe(self._take, m),
+                send=self.take,
+                send_threadsafe=lambda m: loop.call_soon_threadsafe(self.take, m),
             )
         )
         self.server = create_server()
@@ -91,7 +91,8 @@ class LiveRole:
     def member(self) -> Member:
         return Member(incarnation=self.incarnation, address=self.address)
 
-    def _take(self, report: Report) -> None:
+    def take(self, report: Report) -> None:
+        """Plays the scheduler's end of the stream."""
         self.messages.append((kind_of(report), report))
 
     def kinds(self, request_id: str) -> list[str]:
@@ -109,8 +110,8 @@ class LiveRole:
 
     def has_shaken_hands(self, request_id: str) -> bool:
         """Of a prefill role: the receiver has granted this request's transfer."""
-        job = self.role._jobs.get(request_id)
-        return job is not None and job.session is not None and job.session.timings.granted_s > 0
+        session = self.role.sending(request_id)
+        return session is not None and session.timings.granted_s > 0
 
     @contextmanager
     def held_before_the_last_chunk(self) -> Iterator[None]:

@@ -69,9 +69,19 @@ def instruction_set(name: str) -> Iterator[None]:
         _cpu.use_instruction_set(before)
 
 
+def variant() -> str:
+    """Returns the instruction set in use."""
+    return _cpu.instruction_set()
+
+
+def has_amx() -> bool:
+    """Returns whether the processor has a matrix unit (AMX)."""
+    return _cpu.has_amx()
+
+
 def describe() -> str:
     """Returns the variant in use, for `describe_backends`."""
-    return f"C++ {_cpu.instruction_set()}" if AVAILABLE else "C++ not built"
+    return f"C++ {variant()}" if AVAILABLE else "C++ not built"
 
 
 def attention_rows(plan: AttentionPlan) -> int:
@@ -81,7 +91,7 @@ def attention_rows(plan: AttentionPlan) -> int:
     (oneDNN) are several times as fast as any vector instruction, so torch computes chunks, unless
     some of them need a mask.
     """
-    if plan.dtype is not torch.bfloat16 or not _cpu.has_amx() or plan.soft_cap:
+    if plan.dtype is not torch.bfloat16 or not has_amx() or plan.soft_cap:
         return ALL_ROWS
     rows = (stop - start for start, stop, _ in plan.sequences)
     chunks = [index for index, count in enumerate(rows) if count > _AMX_ROWS]

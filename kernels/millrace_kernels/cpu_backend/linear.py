@@ -27,9 +27,11 @@ def most_rows(dtype: torch.dtype) -> int:
     processor without a matrix unit (AMX). With AVX-512 torch's float32 product is as good, and on
     other processors torch uses the vendor's library.
     """
-    native = _cpu.instruction_set()
+    native = cpu_backend.variant()
     if dtype == torch.bfloat16:
-        return _SKINNY_ROWS if native == "portable" or _cpu.has_amx() else cpu_backend.ALL_ROWS
+        return (
+            _SKINNY_ROWS if native == "portable" or cpu_backend.has_amx() else cpu_backend.ALL_ROWS
+        )
     return cpu_backend.ALL_ROWS if native == "avx2" else _SKINNY_ROWS
 
 
@@ -37,7 +39,7 @@ def most_assignments() -> int:
     """Returns the most assignments (rows of x times experts of each) that C++ runs. Torch makes
     many small calls per expert, so C++ runs them always, if it uses the processor's vectors.
     """
-    return _SKINNY_ROWS if _cpu.instruction_set() == "portable" else cpu_backend.ALL_ROWS
+    return _SKINNY_ROWS if cpu_backend.variant() == "portable" else cpu_backend.ALL_ROWS
 
 
 def _shape(*tensors: Tensor) -> str:

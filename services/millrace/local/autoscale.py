@@ -139,6 +139,11 @@ class Pool:
         self._views: Mapping[str, InstanceView] = {}  # the last answer of the scheduler
 
     @property
+    def draining(self) -> frozenset[str]:
+        """Returns the ids of the instances that are leaving."""
+        return frozenset(self._drains)
+
+    @property
     def size(self) -> int:
         """Returns the number of instances that take work or will: draining instances don't
         count.

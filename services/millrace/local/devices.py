@@ -88,7 +88,7 @@ def device_names(option: str, visible: str | None, *, device: str, torch_cuda: s
     if option or visible is not None:
         names = [name.strip() for name in (option or visible or "").split(",") if name.strip()]
     else:
-        names = [str(i) for i in range(_gpus_there())]
+        names = [str(i) for i in range(gpus_there())]
     if device.startswith("cuda:"):  # one device, by its index
         place = int(device.removeprefix("cuda:"))
         names = names[place : place + 1]
@@ -97,7 +97,7 @@ def device_names(option: str, visible: str | None, *, device: str, torch_cuda: s
     return names
 
 
-def _gpus_there(folder: Path = _DEVICE_FILES) -> int:
+def gpus_there(folder: Path = _DEVICE_FILES) -> int:
     """Returns the number of NVIDIA GPUs of this machine or container, by their device files."""
     names = (path.name.removeprefix("nvidia") for path in folder.glob("nvidia*"))
     return sum(name.isdecimal() for name in names)

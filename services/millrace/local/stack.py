@@ -166,7 +166,7 @@ class Stack:
             redis_url = await self._redis.start(self.directory)
         common = _set(f"store.url={redis_url}") + o.common_arguments
         self._progress("starting the scheduler")
-        scheduler = self._service("scheduler", ["scheduler", *common, "--port", "0"])
+        scheduler = self.service("scheduler", ["scheduler", *common, "--port", "0"])
         await scheduler.start(o.start_timeout_s)
         scheduler.arguments[scheduler.arguments.index("--port") + 1] = str(scheduler.port)
         address = self.scheduler_address
@@ -175,7 +175,7 @@ class Stack:
         workers = [self._instance(role) for role, count in o.fleet.items() for _ in range(count)]
         for worker in workers:
             self._give_devices(worker)
-        proxy = self._service("proxy", ["proxy", *peers, "--host", o.host, "--port", str(o.port)])
+        proxy = self.service("proxy", ["proxy", *peers, "--host", o.host, "--port", str(o.port)])
         fleet = ", ".join(f"{count} {role}" for role, count in o.fleet.items())
         self._progress(f"loading {o.model}: {fleet}")
         await all_or_first_error(w.start(o.start_timeout_s) for w in [*workers, proxy])
@@ -236,9 +236,10 @@ class Stack:
         arguments = [role, *self._workers, "--id", name, *self.options.engine_settings(role)]
         if role == "colocated":
             arguments += ["--role", self.options.colocation]
-        return self._service(name, arguments)
+        return self.service(name, arguments)
 
-    def _service(self, name: str, arguments: list[str]) -> Service:
+    def service(self, name: str, arguments: list[str]) -> Service:
+        """Makes a service of the stack that runs `millrace` with these arguments."""
         return self.supervise(Service(name, arguments, self.directory / f"{name}.log"))
 
     def _give_devices(self, service: Service) -> None:

@@ -135,6 +135,13 @@ class PrefillRole:
             waits_for=waits_for,
         )
 
+    def sending(self, request_id: str) -> Sending | None:
+        """Returns the session that sends a request's KV; None before it is open and after the
+        release.
+        """
+        job = self._jobs.get(request_id)
+        return None if job is None else job.session
+
     async def wait_idle(self) -> None:
         while self._jobs:
             self._changed.clear()

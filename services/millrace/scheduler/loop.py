@@ -79,7 +79,7 @@ class SchedulerLoop:
         self._inbox: asyncio.Queue[tuple[events.Event | None, Subject]] = asyncio.Queue()
         self._room = asyncio.Event()
         self._room.set()
-        self._carry: Mapping[type, Callable[[Any], None]] = {
+        self.handlers: Mapping[type, Callable[[Any], None]] = {
             effects.Place: self._place,
             effects.Refuse: self._refuse,
             effects.Fail: self._fail,
@@ -166,7 +166,7 @@ class SchedulerLoop:
         if isinstance(event, _MEMBERSHIP) or _is_draining(event):
             self._tell_fleet()
         for effect in wanted:
-            self._carry[type(effect)](effect)
+            self.handlers[type(effect)](effect)
         if isinstance(event, events.Submitted):
             self._tell_if_queued(event.request.id)
         if self.machine.requests:

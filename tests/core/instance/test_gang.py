@@ -6,6 +6,7 @@ from collections import deque
 
 import pytest
 
+from core.instance.gang_node import ModelTask
 from millrace.core.errors import IntegrityError, TransferError
 from millrace.core.instance.gang import (
     CHANNEL,
@@ -20,7 +21,6 @@ from millrace.core.instance.gang import (
 )
 from millrace.core.instance.preemption import PreemptionRule
 from millrace.core.instance.stop_point import StopPoint
-from support.gang_node import ModelTask
 
 KEY = GangKey("r", 1, 2)
 OPERATOR, LAYER, PASS = StopPoint.OPERATOR, StopPoint.LAYER, StopPoint.PASS

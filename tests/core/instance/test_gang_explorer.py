@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Hashable
+from dataclasses import replace
 
 import pytest
 
+from core.instance.gang_explorer import Atlas, Kept, explore
+from core.instance.gang_node import Node, Prompt, Scenario, Scheduler
+from core.instance.gang_world import ACCIDENTS, World
 from millrace.core.instance.gang import Gang, Message, MessageKind, State
 from millrace.core.instance.stop_point import StopPoint
 from millrace.core.scheduler.dispatch.stall_watch import StallWatch
-from support.explore import Atlas, Kept, explore
-from support.gang_node import Node, Prompt, Scenario, Scheduler
-from support.gang_world import ACCIDENTS, World
 
 #: Each goes before those above it, and shares an instance with each.
 THREE = (
@@ -106,27 +107,30 @@ class _Forgetful(Atlas):
         return _Anew(self, part)
 
 
-def _start_and_remember_who_was_ready(gang: Gang) -> None:
-    if len(gang._ready) == len(gang.spec.members):
-        gang._say_all(MessageKind.START)
-        gang._start()
+def _start_and_remember_who_was_ready(gang: Gang, sender: str, message: Message) -> None:
+    had_started = gang.has_started
+    HEAR(gang, sender, message)
+    if gang.has_started and not had_started and gang.spec.me == gang.spec.leader:
+        gang.ready.update(gang.spec.members)
 
 
-def _agree_on_own_count(gang: Gang) -> None:
-    if len(gang._held) == len(gang.spec.members):
-        position = gang.spec.stop_from(gang.begun, gang.finest())
-        gang._say_all(MessageKind.GO_TO, position)
-        gang._go_to(position)
+def _agree_on_own_count(gang: Gang, sender: str, message: Message) -> None:
+    if message.kind is MessageKind.HELD:
+        message = replace(message, value=gang.begun, finest=gang.finest())
+    HEAR(gang, sender, message)
 
 
 def _withdraw_without_answer(gang: Gang) -> None:
+    WITHDRAW(gang)
     gang.state = State.AWAY
-    gang._ready.discard(gang.spec.me)
-    gang._to_leader(MessageKind.WITHDRAW)
 
 
 def _call_nobody(gang: Gang) -> None:
-    gang._to_leader(MessageKind.HERE)
+    here = Message(gang.spec.key, MessageKind.HERE)
+    if gang.spec.me == gang.spec.leader:
+        gang.hear(gang.spec.me, here)
+    else:
+        gang.say(gang.spec.leader, here)
 
 
 def _say_nothing_on_entering(gang: Gang) -> None:
@@ -145,14 +149,14 @@ def _say_nothing(message: Message) -> None:
     return None
 
 
-ENTER = Gang.enter
+ENTER, HEAR, WITHDRAW = Gang.enter, Gang.hear, Gang.withdraw
 
 
 @pytest.mark.parametrize(
     ("where", "defect"),
     [
-        (f"{GANG}._agree_if_all_held", _agree_on_own_count),
-        (f"{GANG}._start_if_all_ready", _start_and_remember_who_was_ready),
+        (f"{GANG}.hear", _agree_on_own_count),
+        (f"{GANG}.hear", _start_and_remember_who_was_ready),
         (f"{GANG}.enter", _call_nobody),
         (f"{GANG}.enter", _say_nothing_on_entering),
         (f"{GANG}.enter", _open_from_the_beginning),

@@ -1,7 +1,7 @@
 """Plays the transcripts in `transcripts/`: events in, effects out, as text.
 
 A case begins with `== title`; events before a file's first case begin every case of it. A line that
-is not indented holds events, parted by `;`, as calls of `support.transcripts.Narrator` or
+is not indented holds events, parted by `;`, as calls of `core.scheduler.narrator.Narrator` or
 `support.core_events.Bench`: `submit a 100 ttft_s=2.0`. The indented lines below it are all effects
 that these events caused, in order, then the counts that rose (`ignored +1`) and what `show NAME`
 asked for: an instance, a request or `machine`. Of a line that begins with `given` nothing is
@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from support.transcripts import Narrator
+from core.scheduler.narrator import Narrator
 
 FOLDER = Path(__file__).parent / "transcripts"
 

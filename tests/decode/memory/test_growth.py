@@ -15,12 +15,14 @@ import pytest
 from millrace.core.config import Config
 from millrace.core.cost.decode_step import DecodeStepTime
 from millrace.core.scheduler.commands import Drain
+from millrace.decode import token_streams
+from millrace.decode.loop import DecodeRole
+from millrace.instance.host import WorkerContext
 from millrace.proxy.generation.continuation import continuation
-from support.decode_pair import Pair, live_pair
 from support.live_stack import eventually
+from support.role_pair import Pair, live_pair
 from support.tiny_models import oracle, prompt
 from support.worker_roles import (
-    PROXY,
     admit_decode,
     config,
     registration,
@@ -128,10 +130,12 @@ async def test_a_drain_moves_who_is_in_host_memory_too() -> None:
             assert tokens == oracle("llama").greedy(prompt(30), 200)[: len(tokens)], name
 
 
-async def test_a_proxy_that_is_gone_takes_its_swapped_requests_along() -> None:
+async def test_a_proxy_that_is_gone_takes_its_swapped_requests_along(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     async with asking(settings(swap_pages=100)) as asker:
         await filled(asker)
-        asker.pair.decode.role._output._proxy_gone(PROXY)
+        monkeypatch.setattr(token_streams, "MOST_WAITING_EVENTS", 0)  # it reads too slowly
         await asker.pair.decode.role.wait_idle()
         assert asker.pair.used_pages == 0
         kinds = {kind for kind, _ in asker.pair.decode.messages}
@@ -142,7 +146,8 @@ async def test_the_waterfall_shows_the_absence() -> None:
     async with asking(settings(swap_pages=100)) as asker:
         asked = [asker.answer(f"r{i}", 30, max_tokens=100) for i in range(4)]
         await asyncio.gather(*asked)
-        assert any("preempted" in spans for spans in asker.pair.spans.values())
+        spans = [span for i in range(4) for span in asker.pair.spans(f"r{i}")]
+        assert any(span.name == "preempted" for span in spans)
         name = "millrace_decode_swapped_bytes_total"
         out, back = (asker.count(name, direction=way) for way in ("out", "in"))
         assert out == back > 0 and out % PAGE_BYTES == 0
@@ -168,7 +173,10 @@ async def test_what_could_never_fit_is_refused_at_once() -> None:
 async def test_the_instance_says_how_long_its_steps_take() -> None:
     step = DecodeStepTime(base_s=0.1, per_sequence_s=0.02, per_context_token_s=0.003)
     async with asking(settings()) as asker:
-        role = asker.pair.decode.role
         assert registration(asker.pair.decode).decode_step is None
-        role._context = replace(role._context, decode_step=step)
-        assert registration(asker.pair.decode).decode_step == step
+
+    def timed(context: WorkerContext) -> DecodeRole:
+        return DecodeRole(replace(context, decode_step=step))
+
+    async with live_pair(config(), settings(), build=timed) as pair:
+        assert registration(pair.decode).decode_step == step

@@ -8,65 +8,59 @@ import pytest
 import pytest_asyncio
 
 from support.live_stack import eventually
-from support.prefix_pair import Listener, PrefixPair, prefix_pair
+from support.role_pair import SHARING, CacheView, Pair, live_pair
 from support.tiny_models import oracle, prompt
-from support.worker_roles import admit_decode
+from support.worker_roles import admit_decode, config, registration
 
 
 @pytest_asyncio.fixture
-async def pair() -> AsyncIterator[PrefixPair]:
-    async with prefix_pair() as made:
+async def pair() -> AsyncIterator[Pair]:
+    async with live_pair(SHARING) as made:
         yield made
 
 
-def used_pages(pair: PrefixPair) -> int:
-    """Counts the pages of requests at decode, without the instance's own pages."""
-    role = pair.decode.role
-    return pair.decode.engine.pool.used_pages - role.num_spill_pages
-
-
-def forget(pair: PrefixPair) -> None:
+def forget(pair: Pair) -> None:
     """Evicts prefill's own cache."""
     pool = pair.prefill.engine.pool
     pool.free(pool.allocate(pool.free_pages))
 
 
-async def test_a_request_begins_with_what_an_earlier_one_left(pair: PrefixPair) -> None:
+async def test_a_request_begins_with_what_an_earlier_one_left(pair: Pair) -> None:
     ids = prompt(300)
     expected = oracle("llama").greedy(ids, 8)
     assert await pair.answer("first", ids) == expected
     forget(pair)
     assert await pair.answer("again", ids, kept=256) == expected
-    assert pair.cached["again"] == 256
+    assert pair.cached("again") == 256
     assert pair.computed("again") == [(256, 44)]
-    cached = pair.spans["again"]["cached"]
+    cached = pair.span("again", "cached")
     assert (cached.instance_id, cached.attributes["tokens"]) == ("decode-0", "256")
     text = pair.decode.registry.render()[0].decode()
     assert "millrace_decode_cached_tokens_total 256.0" in text
 
 
-async def test_the_next_turn_of_a_conversation_begins_behind_the_answer(pair: PrefixPair) -> None:
+async def test_the_next_turn_of_a_conversation_begins_behind_the_answer(pair: Pair) -> None:
     """Prompt and answer end within blocks; the last token of the answer has no KV."""
     ids = prompt(100)
     answer = await pair.answer("first", ids, max_tokens=93)
     turn = ids + answer + prompt(40, seed=1)
-    listener = Listener(pair.decode)
+    listener = CacheView(pair.decode)
     kept = [h in listener.hear() for h in (await pair.request("probe", turn)).prefix_hashes]
     assert kept == [True, True, True]  # 192 of 193 tokens
 
     second = await pair.answer("second", turn, kept=192)
     assert second == oracle("llama").greedy(turn, 8)
-    assert pair.cached["second"] == 192
+    assert pair.cached("second") == 192
 
 
-async def test_a_short_prompt_and_its_answer_are_kept_too(pair: PrefixPair) -> None:
+async def test_a_short_prompt_and_its_answer_are_kept_too(pair: Pair) -> None:
     ids = prompt(20)
     answer = await pair.answer("first", ids, max_tokens=60)
     turn = ids + answer + prompt(30, seed=1)
     assert await pair.answer("second", turn, kept=64) == oracle("llama").greedy(turn, 8)
 
 
-async def test_answers_with_penalties_and_several_choices(pair: PrefixPair) -> None:
+async def test_answers_with_penalties_and_several_choices(pair: Pair) -> None:
     """Of several choices, only choice 0's answer is kept. Shared pages are never written."""
     sampling = {
         **{"n": 3, "temperature": 1.1, "seed": 11, "max_tokens": 60},
@@ -74,23 +68,23 @@ async def test_answers_with_penalties_and_several_choices(pair: PrefixPair) -> N
     }
     ids = prompt(75)
     await pair.answer("first", ids, **sampling)
-    await eventually(lambda: len(pair.ended) == 3)
+    await eventually(lambda: len(pair.ends) == 3)
     turn = ids + pair.tokens["first", 0] + prompt(40, seed=1)
     await pair.answer("plain", turn, **sampling)
     await pair.answer("kept", turn, kept=128, **sampling)
     await pair.answer("more", turn, kept=128, **sampling)
-    await eventually(lambda: len(pair.ended) == 12)
+    await eventually(lambda: len(pair.ends) == 12)
     for choice in range(3):
         assert pair.tokens["kept", choice] == pair.tokens["plain", choice]
         assert pair.tokens["more", choice] == pair.tokens["plain", choice]
 
 
-async def test_several_requests_share_pages_at_once(pair: PrefixPair) -> None:
+async def test_several_requests_share_pages_at_once(pair: Pair) -> None:
     ids = prompt(200)
     expected = await pair.answer("first", ids, max_tokens=40)
     for i in range(3):
         pair.send(await pair.request(f"r{i}", ids, max_tokens=40), kept=192)
-    assert used_pages(pair) == 12 + 3 * 3
+    assert pair.used_pages == 12 + 3 * 3
     pair.decode.role.prefix_cache.check_integrity()
     for i in range(3):
         await pair.over(f"r{i}")
@@ -98,7 +92,7 @@ async def test_several_requests_share_pages_at_once(pair: PrefixPair) -> None:
 
 
 @pytest.mark.parametrize("kept", [256, 192, 100])
-async def test_what_is_not_there_cannot_be_kept(pair: PrefixPair, kept: int) -> None:
+async def test_what_is_not_there_cannot_be_kept(pair: Pair, kept: int) -> None:
     """Kept tokens that were evicted, never cached, or are no whole blocks."""
     await pair.answer("first", prompt(200))
     pool = pair.decode.engine.pool
@@ -109,10 +103,10 @@ async def test_what_is_not_there_cannot_be_kept(pair: PrefixPair, kept: int) -> 
     assert pair.decode.kinds("r") == ["request_failed", "request_released"]
     failed = await pair.decode.said("request_failed", "r")
     assert failed.retryable and not failed.kept_tokens
-    assert used_pages(pair) == 0
+    assert pair.used_pages == 0
 
 
-async def test_no_room_for_the_rest_gives_back_what_was_taken(pair: PrefixPair) -> None:
+async def test_no_room_for_the_rest_gives_back_what_was_taken(pair: Pair) -> None:
     ids = prompt(200)
     await pair.answer("first", ids)
     pool = pair.decode.engine.pool
@@ -122,12 +116,12 @@ async def test_no_room_for_the_rest_gives_back_what_was_taken(pair: PrefixPair) 
     pool.free(taken)
     pair.decode.role.on_command(admit_decode(request, kept_tokens=192))
     assert pair.decode.kinds("r") == ["request_failed", "request_released"]
-    assert used_pages(pair) == len(held)
+    assert pair.used_pages == len(held)
     pool.free(held)
     assert await pair.answer("again", ids, kept=192) == pair.tokens["first", 0]
 
 
-async def test_a_cancelled_answer_leaves_what_was_computed(pair: PrefixPair) -> None:
+async def test_a_cancelled_answer_leaves_what_was_computed(pair: Pair) -> None:
     ids = prompt(100)
     pair.send(await pair.request("r", ids, max_tokens=500))
     await eventually(lambda: len(pair.tokens.get(("r", 0), [])) > 100)
@@ -138,18 +132,18 @@ async def test_a_cancelled_answer_leaves_what_was_computed(pair: PrefixPair) -> 
     assert await pair.answer("next", turn, kept=192) == oracle("llama").greedy(turn, 8)
 
 
-async def test_a_prompt_that_did_not_land_leaves_nothing(pair: PrefixPair) -> None:
+async def test_a_prompt_that_did_not_land_leaves_nothing(pair: Pair) -> None:
     with pair.prefill.held_before_the_last_chunk():
         pair.send(await pair.request("r", prompt(600)))
         await pair.decode.said("prefix_landed", "r")
         pair.decode.cancel("r")
         await pair.decode.said("request_released", "r")
     await pair.prefill.said("request_released", "r")
-    assert not Listener(pair.decode).hear()
+    assert not CacheView(pair.decode).hear()
 
 
 async def test_an_attempt_that_fails_behind_cached_tokens_is_gone_on_from(
-    pair: PrefixPair,
+    pair: Pair,
 ) -> None:
     ids = prompt(900)
     await pair.answer("first", ids)
@@ -164,13 +158,13 @@ async def test_an_attempt_that_fails_behind_cached_tokens_is_gone_on_from(
     await pair.prefill.said("request_released", "r")
     pair.decode.cancel("r")
     await pair.decode.said("request_released", "r")
-    assert used_pages(pair) == 0
+    assert pair.used_pages == 0
     assert await pair.answer("again", ids, kept=256) == pair.tokens["first", 0]
 
 
-async def test_the_scheduler_hears_what_is_there(pair: PrefixPair) -> None:
-    listener = Listener(pair.decode)
-    assert listener.register().block_tokens == 64
+async def test_the_scheduler_hears_what_is_there(pair: Pair) -> None:
+    listener = CacheView(pair.decode)
+    assert registration(pair.decode).block_tokens == 64
     assert listener.hear() == set()
     ids = prompt(200)
     await pair.answer("first", ids)
@@ -181,11 +175,11 @@ async def test_the_scheduler_hears_what_is_there(pair: PrefixPair) -> None:
 @pytest.mark.slow
 async def test_ranks_share_the_book_of_cached_pages() -> None:
     """A page number names the same page of every rank."""
-    async with prefix_pair(tensor_parallel=2) as pair:
+    async with live_pair(config(max_chunk_tokens=256, max_batch=4, tensor_parallel=2)) as pair:
         ids = prompt(300)
         first = await pair.answer("first", ids, max_tokens=30)
         assert first == oracle("llama").greedy(ids, 30)
         assert await pair.answer("again", ids, max_tokens=30) == first
-        assert pair.cached["again"] == 256
+        assert pair.cached("again") == 256
         turn = ids + first
         assert await pair.answer("turn", turn, kept=320) == oracle("llama").greedy(turn, 8)

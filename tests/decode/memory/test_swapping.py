@@ -13,12 +13,12 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from hypothesis.strategies import integers, sampled_from
 
+from decode.memory.growing_requests import GrowingRequests
 from millrace.core.cost.decode_step import DecodeStepTime
 from millrace.core.errors import CapacityError
 from millrace.decode.memory import priority
 from millrace.decode.request import DecodeState
 from millrace.engine.sampling.spec import SamplingSpec
-from support.growing_requests import GrowingRequests
 from support.hashing_model import SPECS, greedy, prompt_of
 
 

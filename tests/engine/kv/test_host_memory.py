@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from millrace.core.kv.layout import KvLayout
-from millrace.engine.kv import host_memory
 from millrace.engine.kv.host_memory import HUGE_PAGE_BYTES, host_zeros
 from millrace.engine.kv.pool import KvPool
 from millrace.engine.model.loader import load_model
@@ -42,11 +41,11 @@ def test_a_view_keeps_the_memory_and_its_end_frees_it(monkeypatch: pytest.Monkey
     class Map(mmap.mmap):
         """A mapping to which weak references can point."""
 
-    def mapped(nbytes: int) -> Map:
-        maps.append(weakref.ref(memory := Map(-1, nbytes)))
+    def mapped(fileno: int, nbytes: int, flags: int) -> Map:
+        maps.append(weakref.ref(memory := Map(fileno, nbytes, flags)))
         return memory
 
-    monkeypatch.setattr(host_memory, "_map", mapped)
+    monkeypatch.setattr(mmap, "mmap", mapped)
     view = host_zeros((4, HUGE_PAGE_BYTES), torch.uint8)[2, 5:]
     gc.collect()
     assert maps[0]() is not None

@@ -42,8 +42,7 @@ def test_the_table_stays_where_it_is_until_it_widens() -> None:
 
 def test_another_devices_copy_follows_by_deltas() -> None:
     chance = random.Random(1)
-    table = PageTable(4)
-    table._is_host = False  # as if attention read on another device
+    table = PageTable(4, shared=False)  # as if attention read on another device
     for _ in range(60):
         row = chance.randrange(4)
         table.put(row, [chance.randrange(90) for _ in range(chance.randint(0, 30))])
@@ -70,8 +69,7 @@ class Copies(TorchDispatchMode):
 
 
 def test_a_copy_takes_what_has_changed_and_no_more() -> None:
-    table = PageTable(8)
-    table._is_host = False  # as if attention read on another device
+    table = PageTable(8, shared=False)  # as if attention read on another device
     table.put(7, list(range(1000)))
     with Copies() as whole:
         table.copy_of(table.first(8))
@@ -91,8 +89,7 @@ def test_passes_over_a_batchs_table_read_its_copy() -> None:
     runner = make_runner(model_folder("llama"))
     request = Request(runner, prompt(20), room=4)
     request.tokens.append(int(prefill(runner, request).argmax()))
-    table = PageTable(2)
-    table._is_host = False
+    table = PageTable(2, shared=False)
     runner.states.page_table = table
     table.put(0, request.pages)
     view = table.first(1)

@@ -69,8 +69,8 @@ def test_a_pass_after_another_takes_no_new_memory(
     stopped.close()
     run()
     assert not taken
-    idle = runner.passes._scratch
-    assert idle is not None and sum(map(len, idle._spare.values())) <= 7
+    scratch = runner.passes.scratch
+    assert scratch is not None and scratch.idle <= 7
 
 
 def test_a_step_after_another_takes_no_new_memory(taken: list[tuple[int, ...]]) -> None:
@@ -92,7 +92,7 @@ def test_a_step_after_another_takes_no_new_memory(taken: list[tuple[int, ...]]) 
 def suspended(runner: ModelRunner, tokens: int, operator: str) -> int:
     """Returns the bytes that a pass holds after `operator` of its second layer."""
     tables = prompt_tables([Request(runner, prompt(tokens)).task(0, tokens)], page_tokens=16)
-    state = runner.states.ragged(tables, runner.passes._scratch, is_cut=True)
+    state = runner.states.ragged(tables, runner.passes.scratch, is_cut=True)
     for step in runner.passes.operators:
         step.run(state)
         if (step.layer, step.name) == (1, operator):

@@ -197,7 +197,7 @@ def test_tuning_without_a_gpu_says_so_and_writes_the_file_as_it_is(capsys):
         assert tune.main() == 1
         assert "tune: torch finds no CUDA device" in capsys.readouterr().err
     source = json.loads(configs.PATH.read_text())["source"]
-    assert tune._as_json(dict(configs.committed()), source) == configs.PATH.read_text()
+    assert tune.as_json(dict(configs.committed()), source) == configs.PATH.read_text()
 
 
 def test_importing_the_package_does_not_import_triton():

@@ -44,8 +44,8 @@ class ScheduledRole(LiveRole):
 
     tell: Callable[[Report], None] | None = None
 
-    def _take(self, report: Report) -> None:
-        super()._take(report)
+    def take(self, report: Report) -> None:
+        super().take(report)
         assert self.tell is not None
         self.tell(report)
 

@@ -11,48 +11,41 @@ import pytest
 import pytest_asyncio
 
 from millrace.core.scheduler.commands import Registered
-from millrace.decode.loop import DecodeRole
+from millrace.core.token_events import FinishedPrefill
 from millrace.engine.forward.passes import Boundary
 from millrace.engine.forward.prefill_task import PrefillTask
-from millrace.prefill.loop import PrefillRole
-from millrace.transfer.transport.memory import MemoryHub
 from support.deadlines import HANG_S
 from support.live_stack import eventually
-from support.prefill_pair import GatedStore, Pair
-from support.worker_roles import LiveRole, batches, config, live_roles, order
+from support.role_pair import Pair, finished_messages, live_pair
+from support.worker_roles import batches, config, order
 
 LONG, SHORT = 1500, 40
 
 
 @pytest_asyncio.fixture(params=["llama", "mixtral"])
 async def pair(request: pytest.FixtureRequest) -> AsyncIterator[Pair]:
-    store, hub = GatedStore(), MemoryHub()
-    shared: dict[str, Any] = {"hub": hub, "store": store, "model": request.param}
-    settings = config(max_chunk_tokens=500)
-    prefill = LiveRole(PrefillRole, settings, name="prefill-0", **shared)
-    decode = LiveRole(DecodeRole, settings, name="decode-0", **shared)
-    async with live_roles(prefill, decode):
-        yield Pair(store, prefill, decode)
+    async with live_pair(config(max_chunk_tokens=500), model=request.param) as made:
+        yield made
+
+
+@pytest.fixture
+def finished(monkeypatch: pytest.MonkeyPatch) -> dict[str, FinishedPrefill]:
+    return finished_messages(monkeypatch)
 
 
 def yields_at(pair: Pair, granularity: str) -> None:
     pair.prefill.role.on_command(Registered(preemption=granularity))
 
 
-def first_tokens(pair: Pair) -> dict[str, list[int]]:
-    """Records prefill's first tokens by request; call this before the requests are sent."""
-    found: dict[str, list[int]] = {}
-    role = pair.prefill.role
-    finish = role._finished
-
-    def noted(job: Any, session: Any, logprobs: Any) -> Any:
-        tokens = job.first_tokens
-        chosen = tokens[0].logprobs.chosen
-        found[job.request_id] = [*(token.token_id for token in tokens), round(chosen[1], 3)]
-        return finish(job, session, logprobs)
-
-    role._finished = noted
-    return found
+def first_tokens(finished: dict[str, FinishedPrefill]) -> dict[str, list[int]]:
+    """Returns prefill's first tokens and the first one's log-probability, by request."""
+    return {
+        name: [
+            *(token.token_id for token in message.first_tokens),
+            round(message.first_tokens[0].logprobs.chosen[1], 3),
+        ]
+        for name, message in finished.items()
+    }
 
 
 @contextmanager
@@ -81,9 +74,8 @@ def kinds(pair: Pair, request_id: str) -> list[str]:
 
 @pytest.mark.parametrize("granularity", ["operator", "layer", "chunk"])
 async def test_a_short_one_passes_a_long_one_and_both_get_their_tokens(
-    pair: Pair, granularity: str
+    pair: Pair, finished: dict[str, FinishedPrefill], granularity: str
 ) -> None:
-    tokens = first_tokens(pair)
     sampling: dict[str, Any] = {"temperature": 0.8, "seed": 5, "n": 2, "logprobs": 1}
     for name, length in (("alone", LONG), ("quiet", SHORT)):
         await pair.ask(name, length, **sampling)
@@ -98,6 +90,7 @@ async def test_a_short_one_passes_a_long_one_and_both_get_their_tokens(
     for name in ("short", "long"):
         await pair.prefill.said("request_released", name)
 
+    tokens = first_tokens(finished)
     assert tokens["long"] == tokens["alone"]
     assert tokens["short"] == tokens["quiet"]
     assert kinds(pair, "long") == [
@@ -107,8 +100,8 @@ async def test_a_short_one_passes_a_long_one_and_both_get_their_tokens(
     said = [(kind, m.request_id) for kind, m in pair.prefill.messages]
     assert said.index(("chunk_finished", "short")) < said.index(("chunk_finished", "long"))
     suspended = await pair.prefill.said("chunk_suspended", "long")
-    finished = await pair.prefill.said("chunk_finished", "long")
-    assert 0 < suspended.compute_s < finished.compute_s
+    ended = await pair.prefill.said("chunk_finished", "long")
+    assert 0 < suspended.compute_s < ended.compute_s
     text = pair.prefill.registry.render()[0].decode()
     assert "millrace_prefill_preempted_tasks_total 1.0" in text
     assert "millrace_prefill_preemption_blocking_seconds_count 1.0" in text
@@ -143,8 +136,9 @@ async def test_a_suspended_one_is_cancelled_while_another_computes(pair: Pair) -
     assert "chunk_finished" in kinds(pair, "second")
 
 
-async def test_batched_prompts_are_one_pass_with_the_tokens_of_each_alone(pair: Pair) -> None:
-    tokens = first_tokens(pair)
+async def test_batched_prompts_are_one_pass_with_the_tokens_of_each_alone(
+    pair: Pair, finished: dict[str, FinishedPrefill]
+) -> None:
     names = ("a", "b", "c")
     for index, name in enumerate(names):
         await pair.ask(f"{name}-alone", SHORT + index, logprobs=0)
@@ -160,14 +154,16 @@ async def test_batched_prompts_are_one_pass_with_the_tokens_of_each_alone(pair: 
     for name in names:
         await pair.prefill.said("request_released", name)
 
+    tokens = first_tokens(finished)
     assert passes(pair) - before == 3 + 1  # the long prompt's passes, and one of all three
     for name in names:
         assert tokens[name] == tokens[f"{name}-alone"]
         assert kinds(pair, name) == ["chunk_started", "chunk_finished", "request_released"]
 
 
-async def test_a_cancelled_one_leaves_its_batch_and_the_others_go_on(pair: Pair) -> None:
-    tokens = first_tokens(pair)
+async def test_a_cancelled_one_leaves_its_batch_and_the_others_go_on(
+    pair: Pair, finished: dict[str, FinishedPrefill]
+) -> None:
     await pair.ask("b-alone", 400, logprobs=0)
     await pair.prefill.said("request_released", "b-alone")
     with passes_held(pair) as permits:
@@ -183,6 +179,7 @@ async def test_a_cancelled_one_leaves_its_batch_and_the_others_go_on(pair: Pair)
     for name in ("a", "b"):
         await pair.prefill.said("request_released", name)
 
+    tokens = first_tokens(finished)
     assert tokens["b"] == tokens["b-alone"]
     assert kinds(pair, "a") == ["chunk_started", "request_released"]
 
@@ -192,7 +189,7 @@ async def test_a_cancelled_one_may_come_again(pair: Pair) -> None:
     yields_at(pair, "operator")
     for _ in range(2):
         pair.prefill.messages.clear()
-        pair.store._entries.clear()
+        await pair.store.delete("r")
         await pair.ask("r", LONG)
         await pair.prefill.said("chunk_started", "r")
         pair.prefill.cancel("r")

@@ -11,10 +11,11 @@ import torch
 from millrace.core.kv.prefix import block_hashes, prefix_root
 from millrace.core.kv.sp_layout import PAD, layout
 from millrace.core.request import Chunk
-from millrace.prefill.prefix import leading_pages
+from millrace.prefill.job import PrefillJob
+from millrace.prefill.prefix import PromptPrefixes, leading_pages
 from support.live_stack import eventually
 from support.prefill_group import Group, Plan, group_of
-from support.prefix_pair import BLOCK, prefix_pair, with_blocks
+from support.role_pair import BLOCK, SHARING, live_pair, with_blocks
 from support.tiny_models import oracle, prompt
 from support.worker_roles import config, remember, spec
 
@@ -29,7 +30,7 @@ async def ask(group: Group, name: str, plan: Plan) -> list[int]:
     group.admit(request)
     group.run(request, plan)
     answer = await group.tokens(name)
-    await group.released(name)
+    await group.idle()
     return answer
 
 
@@ -64,7 +65,7 @@ def kept_kv(group: Group, instance: int, tokens: int) -> torch.Tensor:
 async def test_what_follows_tokens_that_decode_kept_is_kept_with_them() -> None:
     ids = prompt(400)
     expected = oracle("llama").greedy(ids, 8)
-    async with prefix_pair() as pair:
+    async with live_pair(SHARING) as pair:
         assert await pair.answer("first", ids[:300]) == oracle("llama").greedy(ids[:300], 8)
         pool = pair.prefill.engine.pool
         pool.free(pool.allocate(pool.free_pages))  # prefill forgets
@@ -76,7 +77,7 @@ async def test_what_follows_tokens_that_decode_kept_is_kept_with_them() -> None:
 
 async def test_blocks_that_are_there_already_stay_when_decode_gives_them_again() -> None:
     ids = prompt(400)
-    async with prefix_pair() as pair:
+    async with live_pair(SHARING) as pair:
         await pair.answer("first", ids[:300])
         cache, pool = pair.prefill.role.prefix_cache, pair.prefill.engine.pool
         before = cache.take(hashes(300))
@@ -162,13 +163,13 @@ async def test_what_decode_wrote_back_is_kept_by_the_next_attempts_leader(
             await eventually(lambda: landed(group) >= 1000)
             for role in group.prefills[:2]:
                 role.cancel("r")
-        await group.released("r")
+        await group.idle()
         assert cached(group, tokens) == [0, 0, 0]
         kept = landed(group)
         group.admit(request, attempt=2, kept=kept)
         group.run(request, [(tokens - kept, members)], attempt=2, start=kept)
         assert await group.tokens("r") == expected
-        await group.released("r")
+        await group.idle()
         found = cached(group, tokens)
         if len(members) > 1:  # half of the fetched tokens, whole pages
             assert found.pop(left) == -(-kept // PAGE // 2) * PAGE // BLOCK * BLOCK
@@ -188,23 +189,25 @@ async def test_a_group_that_falls_apart_leaves_nothing() -> None:
         await group.prefills[0].said("chunk_finished", "r")
         group.prefills[1].cancel("r")
         await group.prefills[0].said("request_failed", "r")
-        await group.released("r")
+        await group.idle()
         group.decode.cancel("r")
         assert cached(group, 2000) == [0, 0]
         assert all(role.engine.pool.used_pages == 0 for role in group.prefills)
 
 
-async def test_what_a_group_computed_while_it_ended_is_not_kept() -> None:
+async def test_what_a_group_computed_while_it_ended_is_not_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """After an abort ends a wait, compute runs with missing rows until it sees the abort."""
-    async with group_of(2, config(max_chunk_tokens=256)) as group:
-        role = group.prefills[0].role
-        compute = role._run_compute
+    keep = PromptPrefixes.keep
 
-        async def ended_meanwhile(job):
-            await compute(job)
+    def ended_meanwhile(prefixes: PromptPrefixes, job: PrefillJob) -> None:
+        if job.leads:
             job.link.abort()
+        keep(prefixes, job)
 
-        role._run_compute = ended_meanwhile
+    monkeypatch.setattr(PromptPrefixes, "keep", ended_meanwhile)
+    async with group_of(2, config(max_chunk_tokens=256)) as group:
         ids = prompt(900)
         request = with_blocks(spec("r", 900), ids)
         await remember(group.store, request, ids)
@@ -214,7 +217,7 @@ async def test_what_a_group_computed_while_it_ended_is_not_kept() -> None:
         assert cached(group, 900) == [0, 0]
         group.prefills[1].cancel("r")
         group.decode.cancel("r")
-        await group.released("r")
+        await group.idle()
 
 
 @pytest.mark.parametrize("start", [0, 40, 160])

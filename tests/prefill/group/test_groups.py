@@ -13,6 +13,7 @@ from millrace.core.instance import gang
 from millrace.transfer.transport.base import PeerLostError
 from support.live_stack import eventually
 from support.prefill_group import Group, Plan, group_of
+from support.role_pair import finished_messages
 from support.worker_roles import LiveRole, config, spec
 
 SETTINGS = config(max_chunk_tokens=64)
@@ -45,7 +46,7 @@ async def test_any_plan_gives_the_tokens_of_one_alone(model: str) -> None:
                 name, plan = f"{tokens}-{number}", random_plan(rng, 4, tokens)
                 await group.ask(name, plan)
                 assert await group.tokens(name) == expected, plan
-                await group.released(name)
+                await group.idle()
 
 
 async def test_members_read_their_own_shards_of_the_prompt_alone() -> None:
@@ -56,31 +57,18 @@ async def test_members_read_their_own_shards_of_the_prompt_alone() -> None:
         assert read == 400
 
 
-async def test_prompt_logprobs_come_from_all_members() -> None:
+async def test_prompt_logprobs_come_from_all_members(monkeypatch: pytest.MonkeyPatch) -> None:
+    finished = finished_messages(monkeypatch)
     async with group_of(3, SETTINGS) as group:
-        expected = await finish_message(group, "one", [(250, [0])])
-        found = await finish_message(group, "many", [(100, [1, 0]), (150, [1, 0, 2])])
+        plans = {"one": [(250, [0])], "many": [(100, [1, 0]), (150, [1, 0, 2])]}
+        for name, plan in plans.items():
+            await group.ask(name, plan, prompt_logprobs=0)
+            await group.tokens(name)
+        expected, found = (finished[name].prompt_logprobs for name in plans)
         assert len(found) == len(expected) == 250
         for one, other in zip(found[1:], expected[1:], strict=True):
             assert one.chosen[0] == other.chosen[0]
             assert one.chosen[1] == pytest.approx(other.chosen[1], abs=1e-4)
-
-
-async def finish_message(group: Group, name: str, plan: Plan) -> list:
-    """Returns the prompt's log-probabilities from the leader's final message."""
-    role, found = group.prefills[plan[0][1][0]].role, []
-    finish = role._finished
-
-    def noted(*args):
-        message = finish(*args)
-        found.append(message)
-        return message
-
-    role._finished = noted
-    await group.ask(name, plan, prompt_logprobs=0)
-    await group.tokens(name)
-    role._finished = finish
-    return list(found[0].prompt_logprobs)
 
 
 async def test_a_short_request_passes_a_gang_and_both_get_their_tokens() -> None:
@@ -124,7 +112,7 @@ async def test_overlapping_gangs_in_changing_orders_get_their_tokens() -> None:
             await asyncio.sleep(rng.random() * 0.05)
         for name in plans:
             assert await group.tokens(name) == lengths[int(name.split("-")[1])]
-        await group.released(*plans)
+        await group.idle()
 
 
 @pytest.mark.parametrize("cancelled_first", [0, 1])
@@ -135,7 +123,7 @@ async def test_a_cancelled_gang_leaves_nothing(cancelled_first: int) -> None:
         group.prefills[cancelled_first].cancel("r")
         group.prefills[1 - cancelled_first].cancel("r")
         group.decode.cancel("r")
-        await group.released("r")
+        await group.idle()
         assert all(role.engine.pool.used_pages == 0 for role in group.prefills)
         await group.ask("next", [(300, [1, 0])])
         await group.tokens("next")
@@ -151,7 +139,7 @@ async def test_members_may_be_tensor_parallel() -> None:
         group.order(0, ("short", 0), ("long", 1))
         assert await group.tokens("short") == expected_short
         assert await group.tokens("long") == expected
-        await group.released("long", "short")
+        await group.idle()
 
 
 @pytest.mark.parametrize(
@@ -167,7 +155,7 @@ async def test_members_that_differ_are_refused_by_name(other: dict, named: str) 
         failed = await group.prefills[0].said("request_failed", "r")
         assert named in failed.message
         await group.prefills[1].said("request_failed", "r")
-        await group.released("r")
+        await group.idle()
         group.decode.cancel("r")
 
 
@@ -179,7 +167,7 @@ async def test_a_member_that_gives_up_ends_its_group_without_a_word_of_the_sched
         for other in (0, 2):
             failed = await group.prefills[other].said("request_failed", "r")
             assert failed.retryable
-        await group.released("r")
+        await group.idle()
         group.decode.cancel("r")
         assert all(role.engine.pool.used_pages == 0 for role in group.prefills)
 
@@ -198,13 +186,13 @@ async def test_a_leader_that_is_linked_late_delays_no_other_prompt_and_stops_nob
 
             patch.setattr(leader.transport, "connect", late)
             await group.ask("gang", [(300, [0, 1])])
-            await eventually(lambda: other.role._execution.standstill() is not None)
+            await eventually(lambda: other.role.heartbeat().standstill is not None)
             await group.ask("short", [(20, [1])])
             group.order(1, ("short", 0), ("gang", 0))
             assert await group.tokens("short") == expected_short
             linked.set_result(connect(of_other).result())
             assert await group.tokens("gang") == expected
-        await group.released("gang", "short")
+        await group.idle()
 
 
 async def test_a_giver_that_was_never_linked_keeps_nobody_from_letting_go() -> None:
@@ -214,10 +202,10 @@ async def test_a_giver_that_was_never_linked_keeps_nobody_from_letting_go() -> N
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(giver.transport, "connect", lambda metadata: Future())
             await group.ask("r", [(100, [0]), (200, [0, 1])])
-            await eventually(lambda: receiver.role._execution.standstill() is not None)
+            await eventually(lambda: receiver.role.heartbeat().standstill is not None)
             for role in (giver, receiver, group.decode):
                 role.cancel("r")
-            await group.released("r")
+            await group.idle()
 
 
 async def test_a_message_that_cannot_be_sent_breaks_its_group() -> None:
@@ -229,7 +217,7 @@ async def test_a_message_that_cannot_be_sent_breaks_its_group() -> None:
             told = await other.said("request_failed", "r")
         assert "a message to prefill-0: prefill-0 is gone" in told.message
         assert told.retryable and (await leader.said("request_failed", "r")).retryable
-        await group.released("r")
+        await group.idle()
         group.decode.cancel("r")
 
 
@@ -252,7 +240,7 @@ async def test_who_links_to_a_group_that_was_given_up_gives_up_too() -> None:
             late.set_result(connect(theirs).result())
             told = await leader.said("request_failed", "r")
         assert told.retryable and "prefill-1 gave up" in told.message
-        await group.released("r")
+        await group.idle()
         group.decode.cancel("r")
 
 
@@ -296,7 +284,7 @@ async def test_instances_tell_what_they_wait_for_when_nothing_begins() -> None:
         assert "r/0 waits for START of prefill-0" in found[1].waits_for
         for role in (*group.prefills, group.decode):
             role.cancel("r")
-        await group.released("r")
+        await group.idle()
 
 
 @pytest.mark.parametrize("members", [[1, 0], [2]])
@@ -309,7 +297,7 @@ async def test_another_attempt_goes_on_from_what_landed_at_decode(members: list[
         landed = (await group.decode.said("prefix_landed", "r")).tokens
         for role in group.prefills[:2]:
             role.cancel("r")
-        await group.released("r")
+        await group.idle()
         said = [m for kind, m in group.decode.messages if kind == "prefix_landed"]
         landed = max(m.tokens for m in said if m.request_id == "r")
         assert 0 < landed < tokens
@@ -321,7 +309,7 @@ async def test_another_attempt_goes_on_from_what_landed_at_decode(members: list[
         plan = [(rest // 2, members), (rest - rest // 2, larger)]
         group.run(request, plan, attempt=2, start=landed)
         assert await group.tokens("r") == expected
-        await group.released("r")
+        await group.idle()
 
 
 async def test_with_prompt_logprobs_nothing_is_gone_on_from() -> None:

@@ -7,7 +7,8 @@ import asyncio
 import pytest
 
 from millrace.proxy.fleet.parking import LoadReport
-from support.gateway import MODEL, Script, gateway, until
+from support.gateway import MODEL, Script, gateway
+from support.live_stack import eventually
 
 CHAT = "/v1/chat/completions"
 BODY = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}]}
@@ -31,7 +32,7 @@ def answer(response):
 
 async def asleep(stack):
     stack.fleet.announce(ready=False)
-    await until(lambda: not stack.proxy.gateway.fleet_ready)
+    await eventually(lambda: not stack.proxy.gateway.fleet_ready)
 
 
 async def parked(stack, count=1, **body):
@@ -39,7 +40,7 @@ async def parked(stack, count=1, **body):
     asking = []
     for _ in range(count):
         asking.append(asyncio.create_task(stack.http.post(CHAT, json={**BODY, **body})))
-        await until(lambda: stack.proxy.gateway.parked == len(asking))
+        await eventually(lambda: stack.proxy.gateway.parked == len(asking))
     return asking
 
 
@@ -48,12 +49,12 @@ async def test_requests_wait_for_a_fleet_and_go_on_in_order(stack):
     asking = await parked(stack, 3)
     waiting = [r.request_id for r in stack.proxy.gateway.requests]
     assert not stack.fleet.specs
-    await until(lambda: stack.fleet.parked_requests == 3)
+    await eventually(lambda: stack.fleet.parked_requests == 3)
     assert "millrace_proxy_parked_requests 3.0" in (await stack.http.get("/metrics")).text
     stack.fleet.announce(ready=True)
     assert [answer(response) for response in await asyncio.gather(*asking)] == ["Hello there"] * 3
     assert [spec.request_id for spec in stack.fleet.specs] == waiting
-    await until(lambda: stack.fleet.parked_requests == 0)
+    await eventually(lambda: stack.fleet.parked_requests == 0)
 
 
 async def test_a_stream_that_waits_is_traced(stack):
@@ -61,7 +62,7 @@ async def test_a_stream_that_waits_is_traced(stack):
     asking = asyncio.create_task(
         stack.http.post(CHAT, json=BODY, headers={"x-millrace-trace": "1"})
     )
-    await until(lambda: stack.proxy.gateway.parked == 1)
+    await eventually(lambda: stack.proxy.gateway.parked == 1)
     stack.fleet.announce(ready=True)
     spans = {span["name"]: span for span in (await asking).json()["millrace"]["spans"]}
     assert spans["parked"]["instance_id"] == stack.proxy.gateway.incarnation.id
@@ -88,7 +89,7 @@ async def test_a_request_of_several_prompts_waits_as_one_or_not_at_all(stack):
     assert stack.proxy.gateway.parked == 0
     body["prompt"].pop()
     asking = asyncio.create_task(stack.http.post("/v1/completions", json=body))
-    await until(lambda: stack.proxy.gateway.parked == 3)
+    await eventually(lambda: stack.proxy.gateway.parked == 3)
     stack.fleet.announce(ready=True)
     assert len((await asking).json()["choices"]) == 3
 
@@ -108,10 +109,10 @@ async def test_a_client_that_leaves_is_forgotten(stack):
     [asking] = await parked(stack)
     [request] = stack.proxy.gateway.requests
     asking.cancel()
-    await until(lambda: stack.proxy.gateway.parked == 0)
+    await eventually(lambda: stack.proxy.gateway.parked == 0)
     await stack.idle()
     stack.fleet.announce(ready=True)
-    await until(lambda: stack.proxy.gateway.fleet_ready)
+    await eventually(lambda: stack.proxy.gateway.fleet_ready)
     assert (await stack.http.post(CHAT, json=BODY)).status_code == 200
     assert len(stack.fleet.specs) == 1
     assert await stack.proxy.store.get(request.request_id) is None
@@ -124,7 +125,7 @@ async def test_a_refusal_for_want_of_instances_is_no_end(stack):
 
     stack.fleet.script = Script(on_submit=refuse)
     asking = asyncio.create_task(stack.http.post(CHAT, json=BODY))
-    await until(lambda: stack.proxy.gateway.parked == 1)
+    await eventually(lambda: stack.proxy.gateway.parked == 1)
     stack.fleet.script = Script()
     stack.fleet.announce(ready=True)
     assert answer(await asking) == "Hello there"
@@ -154,22 +155,22 @@ async def test_a_proxy_is_ready_while_it_can_wake_a_fleet(stack):
     await asleep(stack)
     assert (await stack.http.get("/ready")).status_code == 200
     await stack.fleet.stop_scheduler()
-    await until(lambda: not stack.proxy.gateway.ready)
+    await eventually(lambda: not stack.proxy.gateway.ready)
     assert (await stack.http.get("/ready")).status_code == 503
     assert (await stack.http.post(CHAT, json=BODY)).status_code == 503
     await stack.fleet.start_scheduler()
-    await until(lambda: stack.proxy.gateway.ready)
+    await eventually(lambda: stack.proxy.gateway.ready)
 
 
 async def test_what_waits_outlives_its_scheduler_which_is_told_again(stack):
     await asleep(stack)
     [asking] = await parked(stack)
-    await until(lambda: stack.fleet.parked_requests == 1)
+    await eventually(lambda: stack.fleet.parked_requests == 1)
     await stack.fleet.stop_scheduler()
-    await until(lambda: not stack.proxy.gateway.ready)
+    await eventually(lambda: not stack.proxy.gateway.ready)
     stack.fleet.parked_requests = 0
     await stack.fleet.start_scheduler()
-    await until(lambda: stack.fleet.parked_requests == 1)
+    await eventually(lambda: stack.fleet.parked_requests == 1)
     stack.fleet.announce(ready=True)
     assert answer(await asking) == "Hello there"
 
@@ -183,9 +184,9 @@ async def test_load_is_told_once_a_while_and_ends_right(monkeypatch):
     for parked_now in (1, 2, 3):
         report.set(parked_now)
     assert told == [1]
-    await until(lambda: told == [1, 3])
+    await eventually(lambda: told == [1, 3])
     report.repeat()
-    await until(lambda: told == [1, 3, 3])
+    await eventually(lambda: told == [1, 3, 3])
     report.set(0)
     report.close()
     await asyncio.sleep(0.1)

@@ -16,7 +16,8 @@ from millrace.proxy.generation.continuation import continuation
 from millrace.state.store import StoreError
 from millrace.wire.moves import PREEMPTED
 from support.deadlines import HANG_S
-from support.gateway import MODEL, Script, gateway, until
+from support.gateway import MODEL, Script, gateway
+from support.live_stack import eventually
 
 COMPLETIONS = "/v1/completions"
 TEXT = "Hello there, grüße"
@@ -76,12 +77,12 @@ async def disturbed(stack, body, disturb, after=5, headers=None):
     stack.fleet.specs.clear()
     stack.fleet.script = held
     asking = asyncio.create_task(ask(stack, body, headers))
-    await until(lambda: stack.proxy.gateway.inflight > 0 and tokens_of(stack) == many)
+    await eventually(lambda: stack.proxy.gateway.inflight > 0 and tokens_of(stack) == many)
     stack.fleet.script = Script(reply=TEXT)
     found = disturb(stack.fleet.specs[0])
     if found is not None:
         await found
-    await until(lambda: len(stack.fleet.specs) > 1 or asking.done())
+    await eventually(lambda: len(stack.fleet.specs) > 1 or asking.done())
     held.hold.set()  # the earlier incarnation still sends tokens: nobody reads them
     return await asyncio.wait_for(asking, HANG_S)
 
@@ -115,7 +116,7 @@ async def test_the_client_sees_one_answer(stack, kind):
     spans = [span["name"] for span in answer.trace["spans"]]
     assert spans.count("moved") == 1
     assert answer.trace["request_id"] == first.request_id
-    await until(lambda: first.request_id in {c.request_id for c in stack.fleet.cancels})
+    await eventually(lambda: first.request_id in {c.request_id for c in stack.fleet.cancels})
 
 
 @pytest.mark.parametrize("after", [1, 8, 14, 15, 16, 17, 19])
@@ -142,7 +143,7 @@ async def test_the_next_incarnation_has_the_prompt_and_what_was_generated(stack)
     body = {**BODY, "max_tokens": 30, "min_tokens": 8, "logprobs": 1, "echo": True}
     headers = {"x-millrace-ttft-slo-ms": "500", "x-millrace-tbt-slo-ms": "50"}
     asking = asyncio.create_task(disturbed(stack, body, move, headers=headers))
-    await until(lambda: len(stack.fleet.specs) == 2)
+    await eventually(lambda: len(stack.fleet.specs) == 2)
     first, second = stack.fleet.specs
     stored = await stack.proxy.store.prompt_ids(second.request_id)
     assert stored.size == second.prompt_tokens == first.prompt_tokens + 5
@@ -167,7 +168,7 @@ async def until_finished(stack, spec, state):
     async def holds():
         return await stack.state_of(spec.request_id) == state
 
-    await until(holds)
+    await eventually(holds)
 
 
 async def test_a_continuation_is_continued(stack):
@@ -178,7 +179,7 @@ async def test_a_continuation_is_continued(stack):
         stack.fleet.move(spec)
 
     asking = asyncio.create_task(disturbed(stack, BODY, move))
-    await until(lambda: tokens_of(stack) == 9)
+    await eventually(lambda: tokens_of(stack) == 9)
     stack.fleet.script = Script(reply=TEXT)
     stack.fleet.move(stack.fleet.specs[1])
     assert (await asking).text == TEXT
@@ -193,11 +194,11 @@ async def test_prompts_of_one_request_move_each_for_itself(stack):
     stack.fleet.specs.clear()
     stack.fleet.script = held
     asking = asyncio.create_task(ask(stack, body))
-    await until(lambda: tokens_of(stack) == 10)
+    await eventually(lambda: tokens_of(stack) == 10)
     stack.fleet.script = Script(reply=TEXT)
     [moved] = [spec for spec in stack.fleet.specs if spec.request_id.endswith("-1")]
     stack.fleet.move(moved)
-    await until(lambda: len(stack.fleet.specs) == 3)
+    await eventually(lambda: len(stack.fleet.specs) == 3)
     held.hold.set()
     answer = await asking
     assert stack.fleet.specs[2].request_id == f"{moved.request_id}.1"
@@ -288,13 +289,13 @@ async def test_a_continuation_waits_until_there_is_a_fleet(stack):
     asking = asyncio.create_task(
         disturbed(stack, BODY, lambda spec: (stack.fleet.announce(ready=False), None)[1])
     )
-    await until(lambda: bool(stack.fleet.specs) and not stack.proxy.gateway.ready)
+    await eventually(lambda: bool(stack.fleet.specs) and not stack.proxy.gateway.ready)
     stack.fleet.move(stack.fleet.specs[0])
-    await until(lambda: stack.proxy.gateway.parked == 1)
-    await until(lambda: stack.fleet.parked_requests == 1)
+    await eventually(lambda: stack.proxy.gateway.parked == 1)
+    await eventually(lambda: stack.fleet.parked_requests == 1)
     stack.fleet.announce(ready=True)
     assert (await asking).text == TEXT
-    await until(lambda: stack.fleet.parked_requests == 0)
+    await eventually(lambda: stack.fleet.parked_requests == 0)
 
 
 async def test_a_continuation_does_not_wait_for_ever(stack, monkeypatch):
@@ -303,9 +304,9 @@ async def test_a_continuation_does_not_wait_for_ever(stack, monkeypatch):
     held = Script(reply=TEXT, hold=asyncio.Event(), hold_after=3)
     stack.fleet.script = held
     asking = asyncio.create_task(ask(stack, BODY))
-    await until(lambda: tokens_of(stack) == 3)
+    await eventually(lambda: tokens_of(stack) == 3)
     stack.fleet.announce(ready=False)
-    await until(lambda: not stack.proxy.gateway.ready)
+    await eventually(lambda: not stack.proxy.gateway.ready)
     stack.fleet.move(stack.fleet.specs[0])
     answer = await asking
     assert "0.2 s" in answer.error["message"]
@@ -317,7 +318,7 @@ async def test_streams_go_on_when_the_scheduler_is_back(stack):
 
     async def restart(spec):
         await stack.fleet.stop_scheduler()
-        await until(lambda: not stack.proxy.gateway.ready)
+        await eventually(lambda: not stack.proxy.gateway.ready)
         await stack.fleet.start_scheduler()
 
     assert (await disturbed(stack, BODY, restart)).text == TEXT
@@ -326,20 +327,20 @@ async def test_streams_go_on_when_the_scheduler_is_back(stack):
 async def test_an_answer_that_moves_while_the_scheduler_is_away_waits_for_it(stack):
     async def restart(spec):
         await stack.fleet.stop_scheduler()
-        await until(lambda: not stack.proxy.gateway.ready)
+        await eventually(lambda: not stack.proxy.gateway.ready)
         stack.fleet.move(spec)
-        await until(lambda: stack.proxy.gateway.parked == 1)
+        await eventually(lambda: stack.proxy.gateway.parked == 1)
         await stack.fleet.start_scheduler()
 
     assert (await disturbed(stack, BODY, restart)).text == TEXT
-    await until(lambda: stack.proxy.gateway.parked == 0)
+    await eventually(lambda: stack.proxy.gateway.parked == 0)
 
 
 async def test_a_continuation_that_the_scheduler_takes_with_it_moves_again(stack):
     async def restart(spec):
         stack.fleet.script = Script(on_submit=stack.fleet.place)
         stack.fleet.move(spec)
-        await until(lambda: len(stack.fleet.specs) == 2)
+        await eventually(lambda: len(stack.fleet.specs) == 2)
         await stack.fleet.stop_scheduler()
         stack.fleet.script = Script(reply=TEXT)
         await stack.fleet.start_scheduler()
@@ -359,7 +360,7 @@ async def test_a_client_that_leaves_in_between_leaves_nothing(stack):
 
     stack.fleet.script = Script(reply=TEXT, hold=asyncio.Event(), hold_after=5)
     asking = asyncio.create_task(ask(stack, BODY))
-    await until(lambda: tokens_of(stack) == 5)
+    await eventually(lambda: tokens_of(stack) == 5)
     stack.proxy.store.create = slow
     stack.fleet.move(stack.fleet.specs[0])
     await writing.wait()
@@ -373,7 +374,7 @@ async def test_a_client_that_leaves_in_between_leaves_nothing(stack):
     async def gone():
         return await stack.state_of(f"{spec.request_id}.1") is None
 
-    await until(gone)
+    await eventually(gone)
     assert len(stack.fleet.specs) == 1
 
 

@@ -16,7 +16,8 @@ from millrace.core.kv.transfer import Incarnation
 from millrace.core.request_spec import RequestSpec, SamplingParams
 from millrace.proxy.request.options import Options, Sampling
 from millrace.proxy.text.prefix import MOST_AT_ONCE_TOKENS, PromptHasher, with_blocks
-from support.gateway import MODEL, Script, gateway, until
+from support.gateway import MODEL, Script, gateway
+from support.live_stack import eventually
 
 COMPLETIONS = "/v1/completions"
 IDS = [5 + i % 50 for i in range(200)]
@@ -87,7 +88,7 @@ async def test_the_next_incarnation_has_the_blocks_of_what_was_generated(stack):
     body = {**BODY, "prompt": IDS[:115], "max_tokens": 30}
     asking = asyncio.create_task(stack.http.post(COMPLETIONS, json=body))
     gateway = stack.proxy.gateway
-    await until(lambda: sum(r.completion_tokens for r in gateway.requests) == 20)
+    await eventually(lambda: sum(r.completion_tokens for r in gateway.requests) == 20)
     stack.fleet.script = Script(token_ids=tokens, finish="length")
     stack.fleet.move(stack.fleet.specs[0])
     await asking

@@ -62,7 +62,7 @@ async def begun(group: KvGroup) -> tuple[Member, SendSession]:
     """Member a's session, with one write in flight until its gate opens, and one queued write."""
     member = group.members["a"]
     member.transport.gate.clear()
-    session = await member.sender.open(
+    session = await member.manager.open(
         "r", peer=member.peer, receiver=RECEIVER, prompt_tokens=40, pages=list(range(10))
     )
     await session.opened()
@@ -97,8 +97,8 @@ async def test_a_session_ends_though_who_aborts_it_is_cancelled():
         await aborting
     with pytest.raises(TransferError, match="given up"):
         await session.finish(None)
-    assert member.sender.num_sessions
+    assert member.manager.num_sessions
     member.transport.gate.set()
-    await eventually(lambda: not member.sender.num_sessions)
+    await eventually(lambda: not member.manager.num_sessions)
     await group.release("r", pages)
     await group.close()

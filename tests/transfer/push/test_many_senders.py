@@ -69,7 +69,7 @@ async def test_a_member_that_is_done_early_may_go(build):
     kv, laid = expected_kv(group.layout, 1, 96), planned([(96, NAMES[:2])], 4)
     pages = group.admit("r", 96)
     await group.members["b"].send("r", laid, kv)
-    await eventually(lambda: not group.receiver.num_leases)
+    await eventually(lambda: not group.manager.num_leases)
     group.members["b"].die()
     await asyncio.sleep(0.4)  # several times the upkeep
     assert group.events == {}
@@ -89,7 +89,7 @@ async def test_one_write_waits_while_another_moves_and_the_rest_goes_in_a_third(
     pages, sent_from = group.admit("r", 16), member.take(4)
     member.fill(sent_from, whole(16), kv)
     member.transport.gate.clear()
-    session = await member.sender.open(
+    session = await member.manager.open(
         "r",
         peer=member.peer,
         receiver=RECEIVER,
@@ -149,7 +149,7 @@ async def fail_midway(group: KvGroup, kv: np.ndarray) -> tuple[list[int], int]:
 
     def die() -> None:
         group.on_prefix = lambda: None
-        next(m for m in group.members.values() if m.sender.num_sessions).die()
+        next(m for m in group.members.values() if m.manager.num_sessions).die()
 
     group.on_prefix = die
     sending = group.start("r", laid, kv, pause_s=0.02)
@@ -166,7 +166,7 @@ async def test_another_attempt_goes_on_from_what_has_landed(build, config):
     group = build(config)
     kv = expected_kv(group.layout, 1, 100)
     pages, kept = await fail_midway(group, kv)
-    group.receiver.rewind("r", 2, kept)
+    group.manager.rewind("r", 2, kept)
     laid = planned([(100 - kept, ("c", "d"))], 4, start=kept)
     await asyncio.gather(*group.start("r", laid, kv, attempt=2))
     assert await group.event("r") == ("landed",)
@@ -178,7 +178,7 @@ async def test_what_is_not_kept_is_expected_anew(build):
     group = build()
     kv, other = (expected_kv(group.layout, seed, 100) for seed in (1, 2))
     pages, kept = await fail_midway(group, kv)
-    group.receiver.rewind("r", 2, 13)
+    group.manager.rewind("r", 2, 13)
     laid = planned([(87, ("c", "d"))], 4, start=13)
     await asyncio.gather(*group.start("r", laid, other, attempt=2))
     assert await group.event("r") == ("landed",)
@@ -196,7 +196,7 @@ async def test_an_attempt_that_is_over_is_refused_and_a_later_one_waits_for_its_
     later = asyncio.create_task(group.members["a"].send("r", laid, kv, attempt=2))
     await asyncio.sleep(0.1)
     assert not later.done()
-    group.receiver.rewind("r", 2, 0)
+    group.manager.rewind("r", 2, 0)
     await later
     assert await group.event("r") == ("landed",)
     await group.release("r", pages)
@@ -217,7 +217,7 @@ async def test_an_attempt_begins_while_the_one_before_still_drains_at_the_same_s
     member.transport.gate.clear()
     stale = asyncio.create_task(member.send("r", laid, kv))
     await eventually(lambda: member.transport.posted)
-    group.receiver.rewind("r", 2, 0)
+    group.manager.rewind("r", 2, 0)
     again = asyncio.create_task(member.send("r", laid, kv, attempt=2))
     await asyncio.sleep(0.1)
     assert not again.done()
@@ -240,19 +240,19 @@ async def test_a_rewind_that_cannot_be(build):
         ("s", 2, 0, "request s is not admitted"),
     ):
         with pytest.raises(TransferError, match=pattern):
-            group.receiver.rewind(request_id, attempt, kept)
+            group.manager.rewind(request_id, attempt, kept)
     kv = expected_kv(group.layout, 1, 40)
     await group.members["a"].send("r", planned([(40, ("a",))], 4), kv)
     assert await group.event("r") == ("landed",)
     with pytest.raises(TransferError, match="it has landed"):
-        group.receiver.rewind("r", 2, 40)
+        group.manager.rewind("r", 2, 40)
     await group.release("r", pages)
 
 
 async def test_tokens_of_another_member_fail_the_transfer(build):
     group = build()
     pages = group.admit("r", 40)
-    session = await group.members["a"].sender.open(
+    session = await group.members["a"].manager.open(
         "r",
         peer=group.members["a"].peer,
         receiver=RECEIVER,
@@ -297,7 +297,7 @@ async def test_history_comes_back_layer_by_layer(build, parts, theirs):
         RING_CHANNEL, lambda _, payload: arrived.append(RingMessage.decode(payload).number)
     )
     pages, kept = await fail_midway(group, kv)
-    group.receiver.rewind("r", 2, kept)
+    group.manager.rewind("r", 2, kept)
     runs = [Run(0, 5, 0), Run(20, 12, 8)]
     await asker.peer.send_history(history_ask(group, runs), timeout_s=HANG_S)
     await eventually(lambda: len(arrived) == group.layout.num_layers)
@@ -312,7 +312,7 @@ async def test_history_that_has_not_landed_is_refused(build):
     ask = group.members["c"].peer.send_history
     with pytest.raises(HandshakeRefused, match="not admitted here for attempt 2"):
         await ask(history_ask(group, [Run(0, 4, 0)]), timeout_s=0.05)
-    group.receiver.rewind("r", 2, kept)
+    group.manager.rewind("r", 2, kept)
     refused = (
         ([Run(0, 4, 0), Run(kept, 1, 4)], 2, f"first {kept + 1} tokens, {kept} have landed"),
         ([Run(0, 4, 18)], 2, "leaves the 5 pages"),
@@ -335,7 +335,7 @@ async def test_pages_are_kept_while_history_is_read_from_them(build):
     asker = group.members["c"]
     asker.transport.subscribe(RING_CHANNEL, lambda *_: None)
     pages, kept = await fail_midway(group, kv)
-    group.receiver.rewind("r", 2, kept)
+    group.manager.rewind("r", 2, kept)
     group.transport.gate.clear()
     await asker.peer.send_history(history_ask(group, [Run(0, 12, 0)]), timeout_s=HANG_S)
     release = asyncio.create_task(group.release("r", pages))
@@ -373,7 +373,7 @@ class Storm:
                 task.cancel()
             given_up += sending
             kept, attempt = self.rng.choice([found, found // 2]), attempt + 1
-            self.group.receiver.rewind(name, attempt, kept)
+            self.group.manager.rewind(name, attempt, kept)
         assert self.group.holds(pages, whole(tokens), kv)
         await self.group.release(name, pages)
         await asyncio.gather(*sending)

@@ -20,11 +20,11 @@ from support.kv_nodes import (
     expected_kv,
     fill,
     first_tokens,
-    granted,
     layout,
     pages_of,
     read,
 )
+from support.live_stack import eventually
 
 CONFIG = TransferConfig(lease_s=2.0, transfer_timeout_s=2.0, handshake_timeout_s=5.0)
 
@@ -124,7 +124,7 @@ async def test_fewer_backends_than_senders_serve_all_in_order(build, backends):
         fill(sender.pool, sender.layout, pages, expected_kv(to.layout, n, tokens))
         sessions.append(await sender.open(f"r{n}", to.address, to.identity, pages, tokens))
         if n < backends:
-            await granted(sessions[n])
+            await eventually(lambda n=n: sessions[n].timings.granted_s)
         else:
             await asyncio.sleep(0.2)  # so that the order of first handshakes is known
     assert [bool(s.timings.granted_s) for s in sessions] == [n < backends for n in range(4)]
@@ -357,7 +357,7 @@ async def test_a_sender_the_control_plane_gave_up_is_fenced(build):
     to, from_ = await build(ReceiverNode, layout()), await build(SenderNode, layout())
     session = await started(from_, to)
     session.layer_ready(0, 0, 0, 50)
-    await granted(session)
+    await eventually(lambda: session.timings.granted_s)
     to.manager.sender_lost("prefill-0")
     await failed_with(to, "prefill-0 is gone")
     releasing = asyncio.create_task(to.manager.release("r"))

@@ -18,8 +18,8 @@ from millrace.transfer.transport.regions import Memory
 from millrace.transfer.transport.runs import Runs
 from support.clocks import given_to
 from support.deadlines import HANG_S
-from support.ring_nodes import FREE, RingNode, chunks_of, pool_layout
 from support.slow_transport import SlowTransport
+from transfer.ring.ring_nodes import FREE, RingNode, chunks_of, pool_layout
 
 TOKENS = 30
 LEASE_S = 10 * HANG_S  # over when the clock skips it

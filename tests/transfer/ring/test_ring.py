@@ -16,8 +16,8 @@ from millrace.transfer.transport.memory import MemoryHub
 from millrace.transfer.writer import GRACE_S
 from support.clocks import given_to
 from support.deadlines import HANG_S
-from support.ring_nodes import RingNode, chunks_of, pool_layout, random_pause
 from support.slow_transport import SlowTransport
+from transfer.ring.ring_nodes import RingNode, chunks_of, pool_layout, random_pause
 
 NAMES = ("a", "b", "c", "d")
 LEASE_S = 10 * HANG_S  # over when the clock skips it

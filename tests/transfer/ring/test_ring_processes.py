@@ -11,8 +11,8 @@ import time
 import pytest
 
 from millrace.core.config import TransferConfig
-from support.ring_children import Processes
-from support.ring_nodes import chunks_of, pool_layout
+from transfer.ring.ring_children import Processes
+from transfer.ring.ring_nodes import chunks_of, pool_layout
 
 NAMES = ("a", "b", "c", "d")
 CONFIG = TransferConfig(lease_s=1.0)

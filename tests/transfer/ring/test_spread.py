@@ -18,8 +18,8 @@ from millrace.transfer.push.control import Target
 from millrace.transfer.ring.messages import RING_CHANNEL, RingMessage
 from support.deadlines import HANG_S
 from support.kv_nodes import expected_kv, layout
-from support.kv_spread import CONFIG, End, meets, spread, without_token
 from support.live_stack import eventually
+from transfer.ring.kv_spread import CONFIG, End, meets, spread, without_token
 
 LAYERS, HEADS = 4, 4
 BUFFERED = dataclasses.replace(CONFIG, buffer_bytes=24_000, backends=1)

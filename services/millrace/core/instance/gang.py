@@ -195,10 +195,10 @@ class Gang:
     begun: int = 0  # operators, in all rounds: from a start to its stop
     stop_at: int | None = None  # as agreed in this round
     is_open: bool = False  # all members have the task
-    _here: set[str] = field(default_factory=set)  # the leader's: members that have the task
-    _asked: bool = False  # for a stop, in this round
-    _ready: set[str] = field(default_factory=set)  # the leader's, as of this round
-    _held: dict[str, Message] = field(default_factory=dict)  # the leader's
+    here: set[str] = field(default_factory=set)  # the leader's: members that have the task
+    asked: bool = False  # for a stop, in this round
+    ready: set[str] = field(default_factory=set)  # the leader's, as of this round
+    held: dict[str, Message] = field(default_factory=dict)  # the leader's
 
     @property
     def has_started(self) -> bool:
@@ -221,15 +221,15 @@ class Gang:
         """Notes that a task comes before the gang, for which this member has been ready."""
         if self.spec.me == self.spec.leader:
             self.state = State.AWAY
-            self._ready.discard(self.spec.me)
+            self.ready.discard(self.spec.me)
         else:
             self.state = State.WITHDRAWN
             self._to_leader(MessageKind.WITHDRAW)
 
     def ask_stop(self) -> None:
         """Notes that a task comes before the gang, which has started."""
-        if self.state is State.RUNNING and self.stop_at is None and not self._asked:
-            self._asked = True
+        if self.state is State.RUNNING and self.stop_at is None and not self.asked:
+            self.asked = True
             self._to_leader(MessageKind.STOP)
 
     def begin(self) -> Step:
@@ -259,14 +259,14 @@ class Gang:
     def waits_for(self) -> str:
         """Returns what this member waits for, in words."""
         if not self.is_open:
-            return self._waits("OPEN", self._here, "HERE")
+            return self._waits("OPEN", self.here, "HERE")
         match self.state:
             case State.READY:
-                return self._waits("START", self._ready, "READY")
+                return self._waits("START", self.ready, "READY")
             case State.WITHDRAWN:
                 return f"RELEASE of {self.spec.leader}"
             case State.HOLDING:
-                return self._waits("GO_TO", self._held, "HELD")
+                return self._waits("GO_TO", self.held, "HELD")
             case State.RUNNING:
                 return f"operator {self.begun - 1} to end"
             case State.AWAY:
@@ -298,7 +298,7 @@ class Gang:
 
     def _start(self) -> None:
         self.state = State.RUNNING
-        self.stop_at, self._asked = None, False
+        self.stop_at, self.asked = None, False
 
     def _go_to(self, position: int) -> None:
         self.state = State.RUNNING
@@ -309,28 +309,28 @@ class Gang:
     def _lead(self, sender: str, message: Message) -> None:
         match message.kind:
             case MessageKind.HERE:
-                self._here.add(sender)
+                self.here.add(sender)
                 self._open_if_all_here()
             case MessageKind.READY:
-                self._ready.add(sender)
+                self.ready.add(sender)
                 self._start_if_all_ready()
-            case MessageKind.WITHDRAW if sender in self._ready:  # else START is on its way
-                self._ready.discard(sender)
+            case MessageKind.WITHDRAW if sender in self.ready:  # else START is on its way
+                self.ready.discard(sender)
                 self._say(sender, MessageKind.RELEASE)
             case MessageKind.STOP:
                 self._hold_all()
             case MessageKind.HELD if self.state is State.HOLDING:
-                self._held[sender] = message
+                self.held[sender] = message
                 self._agree_if_all_held()
 
     def _open_if_all_here(self) -> None:
-        if not self.is_open and len(self._here) == len(self.spec.members):
+        if not self.is_open and len(self.here) == len(self.spec.members):
             self._say_all(MessageKind.OPEN)
             self.is_open = True
 
     def _start_if_all_ready(self) -> None:
-        if len(self._ready) == len(self.spec.members):
-            self._ready.clear()
+        if len(self.ready) == len(self.spec.members):
+            self.ready.clear()
             self._say_all(MessageKind.START)
             self._start()
 
@@ -339,15 +339,15 @@ class Gang:
             return  # it is being agreed, or was
         if self.spec.stop_from(self.begun, self.finest()) == len(self.spec.stops):
             return  # too late, or not here
-        self._held.clear()
+        self.held.clear()
         self._say_all(MessageKind.HOLD)
         self.state = State.HOLDING
         self._to_leader(MessageKind.HELD, self.begun)
 
     def _agree_if_all_held(self) -> None:
-        if len(self._held) == len(self.spec.members):
-            begun = max(held.value for held in self._held.values())
-            finest = max(held.finest for held in self._held.values())
+        if len(self.held) == len(self.spec.members):
+            begun = max(held.value for held in self.held.values())
+            finest = max(held.finest for held in self.held.values())
             position = self.spec.stop_from(begun, finest)
             self._say_all(MessageKind.GO_TO, position)
             self._go_to(position)

@@ -61,11 +61,11 @@ class PreemptionRule(Generic[T]):
         self.running: T | None = None
         self.finest = StopPoint.END
         self.outgoing: deque[tuple[str, bytes]] = deque()
-        self._ranks: dict[str, int] = {}
+        self.ranks: dict[str, int] = {}  # places in the owner's order, by name
+        self.claimant: T | None = None  # the gang's task that nothing else may run beside
         self._next_rank = 0
         self._most_held = most_held
         self._gangs: dict[GangKey, Gang] = {}
-        self._claimant: T | None = None  # the gang's task that nothing else may run beside
 
     @property
     def held(self) -> int:
@@ -85,7 +85,7 @@ class PreemptionRule(Generic[T]):
         Tasks without a rank go last, in the order in which they came."""
         found: T | None = None
         least = _LAST + 1
-        ranks, gangs = self._ranks, self._gangs
+        ranks, gangs = self.ranks, self._gangs
         for name, task in self.tasks.items():  # written out: asked after every message
             rank = ranks.get(name, _LAST)
             if rank >= least or task.awaits:
@@ -102,7 +102,7 @@ class PreemptionRule(Generic[T]):
         prepared = [task.name for task in self.tasks.values() if not task.awaits]
         if not prepared:
             return None
-        at_work, first = self.running or self._claimant, self.first()
+        at_work, first = self.running or self.claimant, self.first()
         described = self._described(at_work)
         waits = [f"{task.name} waits for {self._waits_for(task)}" for task in described]
         if at_work is not None and first is not None and first is not at_work:
@@ -116,7 +116,7 @@ class PreemptionRule(Generic[T]):
         return list(self.tasks.values())[:MOST_DESCRIBED] if at_work is None else [at_work]
 
     def _waits_for(self, task: T) -> str:
-        gang = self._gang_of(task)
+        gang = self.gang_of(task)
         return "its operator to end" if gang is None else gang.waits_for()
 
     # -- calls of the owner
@@ -137,8 +137,8 @@ class PreemptionRule(Generic[T]):
 
         Names may be of tasks still to come; tasks not named go last.
         """
-        self._ranks = dict(zip(dict.fromkeys(names), count(), strict=False))
-        self._next_rank = len(self._ranks)
+        self.ranks = dict(zip(dict.fromkeys(names), count(), strict=False))
+        self._next_rank = len(self.ranks)
         self.settle()
 
     def append(self, names: Sequence[str]) -> None:
@@ -146,22 +146,22 @@ class PreemptionRule(Generic[T]):
         beginning, whenever the tasks come.
         """
         for name in names:
-            self._ranks.setdefault(name, self._next_rank)
+            self.ranks.setdefault(name, self._next_rank)
             self._next_rank += 1
         self.settle()
 
     def forget(self, names: Sequence[str]) -> None:
         """Notes that no tasks of these names will come any more."""
         for name in names:
-            self._ranks.pop(name, None)
+            self.ranks.pop(name, None)
 
     def remove(self, task: T) -> None:
         """Removes a task that is over or is taken out."""
         del self.tasks[task.name]
         if task.gang is not None:
             del self._gangs[task.gang.key]
-        if task is self._claimant:
-            self._claimant = None
+        if task is self.claimant:
+            self.claimant = None
         if task is self.running:
             self.running = None
         self.settle()
@@ -186,15 +186,15 @@ class PreemptionRule(Generic[T]):
     @property
     def upcoming(self) -> T | None:
         """Returns the task that `next` returns, now or when its gang has started."""
-        return self._claimant or self.first()
+        return self.claimant or self.first()
 
     def next(self) -> T | None:
         """Returns the task to run now; None while there is none, or while a gang is waited for."""
         task = self.upcoming
-        gang = self._gang_of(task)
+        gang = self.gang_of(task)
         if gang is not None and not gang.has_started:
             return None
-        self.running, self._claimant = task, None
+        self.running, self.claimant = task, None
         return task
 
     def leaves(self, task: T, ended: StopPoint) -> bool:
@@ -208,7 +208,7 @@ class PreemptionRule(Generic[T]):
 
         Raises IntegrityError when `ended` is not what the gang's stops say.
         """
-        gang = self._gang_of(task)
+        gang = self.gang_of(task)
         assert gang is not None
         if ended is not None:
             gang.spec.check(gang.begun, ended)
@@ -220,7 +220,7 @@ class PreemptionRule(Generic[T]):
     def leave(self, task: T) -> None:
         """Notes that the task stopped at a point where it may stop."""
         self.running = None
-        gang = self._gang_of(task)
+        gang = self.gang_of(task)
         if gang is not None:
             gang.leave()
         self.settle()
@@ -228,14 +228,14 @@ class PreemptionRule(Generic[T]):
     def settle(self) -> None:
         """Sends the gangs the messages that follow from the order."""
         first = self.first()
-        at_work = self._gang_of(self.running or self._claimant)
-        if at_work is not None and at_work is not self._gang_of(first):
+        at_work = self.gang_of(self.running or self.claimant)
+        if at_work is not None and at_work is not self.gang_of(first):
             self._yield(at_work)
-        if self._claimant is not None and at_work is not None and at_work.state is State.AWAY:
-            self._claimant = None
-        gang = self._gang_of(first)
-        if gang is not None and self.running is None and self._claimant is None:
-            self._claimant = first
+        if self.claimant is not None and at_work is not None and at_work.state is State.AWAY:
+            self.claimant = None
+        gang = self.gang_of(first)
+        if gang is not None and self.running is None and self.claimant is None:
+            self.claimant = first
             gang.be_ready()
 
     def _yield(self, gang: Gang) -> None:
@@ -244,12 +244,13 @@ class PreemptionRule(Generic[T]):
         elif self.finest < StopPoint.END:
             gang.ask_stop()
 
-    def _gang_of(self, task: T | None) -> Gang | None:
+    def gang_of(self, task: T | None) -> Gang | None:
+        """Returns this member's side of the task's gang; None for a task without one."""
         return None if task is None or task.gang is None else self._gangs[task.gang.key]
 
     def _finest_here(self) -> StopPoint:
         """Returns the finest point where the running task may stop now."""
-        at_work = self.running or self._claimant
+        at_work = self.running or self.claimant
         held = sum(task.mid_pass for task in self.tasks.values() if task is not at_work)
         return self.finest if held < self._most_held else max(self.finest, StopPoint.PASS)
 

@@ -14,7 +14,7 @@ from millrace.engine.model.operators import Activations, Operator
 from millrace.engine.model.scratch import Scratch
 from millrace_kernels import api as kernels
 
-_MOST_RECORDED: Final = 16
+MOST_RECORDED: Final = 16
 """Batch sizes whose step is kept recorded."""
 
 Begin = Callable[[Tensor], None]
@@ -76,7 +76,7 @@ class RecordedSteps:
             for operator in self._operators:
                 operator.run(state)
         if self._records and is_whole(calls, self._names, state, begun):
-            if len(self._recorded) == _MOST_RECORDED:
+            if len(self._recorded) == MOST_RECORDED:
                 del self._recorded[next(iter(self._recorded))]  # the oldest
             self._recorded[size] = RecordedStep(state, calls, page_table, kv_lens)
             if state.scratch is self._scratch:

@@ -79,7 +79,7 @@ class StagePasses:
             for op in self.operators
         }
         # On other devices torch's allocator keeps memory itself.
-        self._scratch = Scratch(model.dtype) if model.device.type == "cpu" else None
+        self.scratch = Scratch(model.dtype) if model.device.type == "cpu" else None
 
     def run(
         self,
@@ -95,7 +95,7 @@ class StagePasses:
         if self._tables is not None and tables.is_step:
             return self._step(self._tables, tables, fetch, finish)
         is_last = self.stage.is_last
-        state = self.states.ragged(tables, self._scratch, is_cut=is_cut and is_last)
+        state = self.states.ragged(tables, self.scratch, is_cut=is_cut and is_last)
         state.remote = remote
         operators = self._kv_only() if kv_only and is_last else self.operators
         return self._run(state, operators, fetch, finish)
@@ -110,7 +110,7 @@ class StagePasses:
         operators = self._kv_only() if is_last and not task.wants_rows else self.operators
         if not len(task.token_ids):
             return self._serve(ring, operators)
-        return self._run(self.states.ring(task, ring, self._scratch), operators, fetch, finish)
+        return self._run(self.states.ring(task, ring, self.scratch), operators, fetch, finish)
 
     def decode(
         self, token_ids: Tensor, positions: Tensor, page_table: Tensor, kv_lens: Tensor

@@ -29,10 +29,15 @@ class PageTable:
     entries.
     """
 
-    def __init__(self, rows: int, device: torch.device | str = "cpu") -> None:
-        """`device`: the device where attention reads the table."""
+    def __init__(
+        self, rows: int, device: torch.device | str = "cpu", *, shared: bool | None = None
+    ) -> None:
+        """`device`: the device where attention reads the table.
+
+        `shared`: attention reads the host's table itself; by default on a CPU, and only there.
+        """
         self._device = torch.device(device)
-        self._is_host = self._device.type == "cpu"
+        self._is_host = self._device.type == "cpu" if shared is None else shared
         self._host: Entries = np.zeros((rows, _FIRST_WIDTH), dtype=np.int32)
         self._copy: Tensor | None = None  # on another device
         self._changed: list[npt.NDArray[np.int64]] = []  # flat indices that the copy lacks

@@ -23,6 +23,11 @@ class Scratch:
         self._rows = 0
         self._spare: dict[int, list[Tensor]] = {}  # by width
 
+    @property
+    def idle(self) -> int:
+        """Returns the number of tensors that were given back and lie idle."""
+        return sum(map(len, self._spare.values()))
+
     def take(self, rows: int, width: int) -> Tensor:
         """Returns [rows, width] with undefined content."""
         if rows != self._rows:

@@ -157,7 +157,7 @@ class StageProcesses:
             )
             ours, theirs = context.Pipe()
             # Not a daemon: its ranks are its child processes.
-            process = context.Process(target=serve_stage, args=(place, theirs))
+            process = context.Process(target=serve_stage, args=(place, theirs), name=place.name)
             process.start()
             theirs.close()
             self._pipes.append(ours)

@@ -434,8 +434,9 @@ class Node:
             ready=ready,
             waits_in=waits_in,
             gangs={
-                key: GangView(gang.begun, gang.stop_at, gang.state is State.HOLDING)
-                for key, gang in self.rule._gangs.items()
+                gang.spec.key: GangView(gang.begun, gang.stop_at, gang.state is State.HOLDING)
+                for gang in map(self.rule.gang_of, self.rule.tasks.values())
+                if gang is not None
             },
             jobs={name: job.attempt for name, job in self.jobs.items()},
             meeting={name: self._members(name) for name in sorted(self.meeting)},
@@ -457,10 +458,10 @@ class Node:
     def _can_compute(self) -> tuple[bool, tuple[GangSpec, str, int] | None]:
         task = self.rule.running
         if task is None:
-            task = self.rule._claimant or self.rule.first()
-            gang = self.rule._gang_of(task)
+            task = self.rule.upcoming
+            gang = self.rule.gang_of(task)
             return task is not None and (gang is None or gang.has_started), None
-        gang = self.rule._gang_of(task)
+        gang = self.rule.gang_of(task)
         if task.dropped or gang is None:
             return True, None
         if self.inside:
@@ -470,11 +471,11 @@ class Node:
     def digest(self) -> Digest:
         rule = self.rule
         tasks = tuple(
-            (t.name, t.at, t.begun, t.mid_pass, t.dropped, *_digest_of_gang(rule._gang_of(t)))
+            (t.name, t.at, t.begun, t.mid_pass, t.dropped, *_digest_of_gang(rule.gang_of(t)))
             for t in rule.tasks.values()
         )
-        at_work = tuple(t and t.name for t in (rule.running, rule._claimant))
-        ranks = tuple(sorted(rule._ranks, key=rule._ranks.__getitem__))
+        at_work = tuple(t and t.name for t in (rule.running, rule.claimant))
+        ranks = tuple(sorted(rule.ranks, key=rule.ranks.__getitem__))
         jobs = tuple((name, job.attempt, job.chunks) for name, job in sorted(self.jobs.items()))
         ended = tuple(sorted(self.ended))
         links = tuple(sorted(self.meeting)), tuple(sorted(self.peers))
@@ -484,10 +485,10 @@ class Node:
 def _digest_of_gang(gang: Gang | None) -> Digest:
     if gang is None:
         return ()
-    held = tuple(sorted((m, h.value, h.finest) for m, h in gang._held.items()))
-    key, ready = gang.spec.key, tuple(sorted(gang._ready))
-    here = gang.is_open or tuple(sorted(gang._here))
-    return (key, here, gang.state, gang.begun, gang.stop_at, gang._asked, ready, held)
+    held = tuple(sorted((m, h.value, h.finest) for m, h in gang.held.items()))
+    key, ready = gang.spec.key, tuple(sorted(gang.ready))
+    here = gang.is_open or tuple(sorted(gang.here))
+    return (key, here, gang.state, gang.begun, gang.stop_at, gang.asked, ready, held)
 
 
 def released(name: str, request_id: str) -> events.Reported:

@@ -16,8 +16,8 @@ from millrace.core.request import Chunk
 from millrace.transfer.ring.manager import PeerInfo
 from millrace.transfer.transport.nixl.transport import NixlTransport
 from support.deadlines import HANG_S
-from support.ring_nodes import Job, RingNode, random_pause
 from support.transfer_peers import Child, ChildPipe
+from transfer.ring.ring_nodes import Job, RingNode, random_pause
 
 
 class _Work:

@@ -15,17 +15,15 @@ from dataclasses import dataclass
 import numpy as np
 
 from millrace.core.config import TransferConfig
-from millrace.core.errors import TransferError
 from millrace.core.kv.layout import KvLayout
 from millrace.core.kv.sp_layout import Run
 from millrace.transfer.push.control import ReceiveCallbacks, Target
-from millrace.transfer.push.receive.manager import ReceiveManager
-from millrace.transfer.push.send.manager import SendManager, SpreadSession
+from millrace.transfer.push.send.manager import SpreadSession
 from millrace.transfer.transport.layout import shared_heads
 from millrace.transfer.transport.memory import MemoryHub
 from support.deadlines import HANG_S
-from support.kv_group import LocalPeer, PagedKv
-from support.live_stack import eventually
+from support.kv_group import LocalPeer
+from support.kv_nodes import KvReceiver, KvSender
 from support.slow_transport import SlowTransport
 
 CONFIG = TransferConfig(lease_s=HANG_S, transfer_timeout_s=HANG_S, handshake_timeout_s=HANG_S)
@@ -43,42 +41,22 @@ def without_token(end: End) -> End:
     return dataclasses.replace(end, token=None)
 
 
-class _Peer(LocalPeer):
-    """A sender's peer whose finish carries an `End`."""
-
-    async def finish(self, ticket, message, *, timeout_s):
-        self.check()
-        refusal = await self.manager.finish(
-            ticket, total_chunks=message.passes, message=message, wait_s=timeout_s
-        )
-        if refusal:
-            raise TransferError(refusal)
-
-
-class Receiver(PagedKv):
+class Receiver(KvReceiver):
     """A receiver. `events` lists the calls of its callbacks."""
 
     def __init__(
         self, name: str, hub: MemoryHub, made: KvLayout, config: TransferConfig = CONFIG
     ) -> None:
-        super().__init__(made)
-        self.identity = (name, 7)
-        self.transport = SlowTransport(name, hub)
         self.events: asyncio.Queue[tuple] = asyncio.Queue()
-        self.manager = ReceiveManager(
-            transport=self.transport,
-            layout=made,
-            storage=self.pool,
-            identity=self.identity,
-            config=config,
-            callbacks=ReceiveCallbacks(
-                on_first_tokens=lambda i, end: self.events.put_nowait(("finished", end.token)),
-                on_landed=lambda i: self.events.put_nowait(("landed",)),
-                on_prefix=lambda i, attempt, tokens: self.events.put_nowait(("prefix", tokens)),
-                on_failed=lambda i, *failure: self.events.put_nowait(("failed", *failure)),
-            ),
+        said = self.events.put_nowait
+        callbacks = ReceiveCallbacks(
+            on_first_tokens=lambda i, end: said(("finished", end.token)),
+            on_landed=lambda i: said(("landed",)),
+            on_prefix=lambda i, attempt, tokens: said(("prefix", tokens)),
+            on_failed=lambda i, *failure: said(("failed", *failure)),
         )
-        self.peer = _Peer(self.manager)
+        super().__init__((name, 7), SlowTransport(name, hub), made, config, callbacks)
+        self.peer = LocalPeer(self.manager)
         self.shard = (0, 0)
         self.pages: list[int] = []
 
@@ -123,27 +101,16 @@ class Receiver(PagedKv):
         """Raises IntegrityError when anything was left behind."""
         if self.pages:
             await self.release()
-        await eventually(lambda: not self.manager.num_leases)
-        self.manager.check_integrity()
-        await self.manager.close()
-        self.transport.close()
+        await super().close()
 
 
-class Sender(PagedKv):
+class Sender(KvSender):
     """Makes a sender of `runs` of the prompt, in any order of its slots; None: all of it."""
 
     def __init__(
         self, name: str, hub: MemoryHub, made: KvLayout, config: TransferConfig = CONFIG
     ) -> None:
-        super().__init__(made)
-        self.transport = SlowTransport(name, hub)
-        self.manager = SendManager(
-            transport=self.transport,
-            layout=made,
-            storage=self.pool,
-            identity=(name, 5),
-            config=config,
-        )
+        super().__init__((name, 5), SlowTransport(name, hub), made, config)
 
     async def open(
         self,
@@ -160,11 +127,6 @@ class Sender(PagedKv):
         return await self.manager.open_spread(
             "r", targets, prompt_tokens=tokens, pages=pages, attempt=attempt, runs=runs
         )
-
-    async def close(self) -> None:
-        self.manager.check_integrity()
-        await self.manager.close()
-        self.transport.close()
 
 
 def meets(sender: Sender, receiver: Receiver) -> bool:

@@ -11,11 +11,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 from typing import Protocol
 
-from millrace.core.instance.gang import GangKey, Message, MessageKind
-from millrace.core.instance.preemption import PreemptionRule
-from millrace.core.instance.stop_point import StopPoint
-from millrace.core.scheduler import effects, events
-from support.gang_node import (
+from core.instance.gang_node import (
     Compute,
     Fail,
     Hear,
@@ -33,6 +29,10 @@ from support.gang_node import (
     Stopped,
     Watch,
 )
+from millrace.core.instance.gang import GangKey, Message, MessageKind
+from millrace.core.instance.preemption import PreemptionRule
+from millrace.core.instance.stop_point import StopPoint
+from millrace.core.scheduler import effects, events
 
 Move = tuple[str, ...]
 

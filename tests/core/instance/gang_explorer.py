@@ -26,6 +26,8 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Any
 
+from core.instance.gang_node import Node, Scenario, Scheduler
+from core.instance.gang_world import ACCIDENTS, Move, World
 from millrace.core.config import SchedulerConfig
 from millrace.core.cost.latency import SpLatency
 from millrace.core.instance.gang import GangSpec
@@ -33,8 +35,6 @@ from millrace.core.priority import Policy
 from millrace.core.scheduler.effects import RunPrefill
 from millrace.core.scheduler.events import InstanceJoined
 from millrace.core.scheduler.planning.single_chunk import SingleChunk
-from support.gang_node import Node, Scenario, Scheduler
-from support.gang_world import ACCIDENTS, Move, World
 
 _SHARED: dict[int, object] = {}  # parts that never change are not copied
 _UNCHANGING = (Policy, SchedulerConfig, SpLatency, InstanceJoined, Scenario, GangSpec, RunPrefill)
