@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 from pathlib import Path
@@ -15,6 +14,7 @@ from millrace.core.scheduler.machine import Machine
 from millrace.core.scheduler.recording import RecordingError
 from millrace.scheduler.recording import Recording
 from support.core_events import instance, request
+from support.live_stack import eventually
 from support.scheduler_peers import quick, scheduler, spec
 
 CONFIG = SchedulerConfig()
@@ -22,6 +22,11 @@ CONFIG = SchedulerConfig()
 
 def lines(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def names(path: Path) -> list[str]:
+    """The names of the recorded events."""
+    return [line["event"][0] for line in lines(path)[1:]]
 
 
 def test_a_line_a_step_with_its_time_and_effects(tmp_path):
@@ -121,10 +126,9 @@ async def test_the_service_records_from_its_start_to_its_drain(tmp_path):
         proxy = await net.proxy()
         await proxy.submit(spec("r"))
         await proxy.next("placed")
-        await asyncio.sleep(0.2)  # four heartbeats: the machine is ticked
-    names = [line["event"][0] for line in lines(path)[1:]]
-    assert names[0] == "InstanceJoined"
-    assert {"Submitted", "Tick", "Reported", "InstanceLeft", "ProxyLeft"} <= set(names)
+        await eventually(lambda: "Tick" in names(path))
+    assert names(path)[0] == "InstanceJoined"
+    assert {"Submitted", "Tick", "Reported", "InstanceLeft", "ProxyLeft"} <= set(names(path))
 
 
 async def test_without_the_option_nothing_is_written(tmp_path, monkeypatch):
