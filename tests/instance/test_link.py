@@ -12,7 +12,7 @@ from millrace.core.scheduler.commands import Cancel, Command, Registered
 from millrace.core.scheduler.reports import Heartbeat, Registration, Report, RequestReleased
 from millrace.instance import link as link_module
 from millrace.instance.link import WorkerLink
-from millrace.wire.codec.instance import command_message, registration_of, report_of
+from millrace.wire.codec import instance as codec
 from millrace.wire.pb import scheduler_pb2_grpc
 from millrace.wire.server import bind, create_server
 from support.deadlines import HANG_S
@@ -48,9 +48,9 @@ class Scheduler(scheduler_pb2_grpc.SchedulerServicer):
         async def read() -> None:
             async for message in request_iterator:
                 if not message.HasField("register"):
-                    heard.append(report_of(message))
+                    heard.append(codec.REPORTS.decode(message))
                     continue
-                heard.append(registration_of(message.register))
+                heard.append(codec.REGISTRATION.decode(message.register))
                 if self.answers:
                     out.put_nowait(Registered(heartbeat_s=0.02))
             out.put_nowait(None)
@@ -58,7 +58,7 @@ class Scheduler(scheduler_pb2_grpc.SchedulerServicer):
         reading = asyncio.create_task(read())
         try:
             while (command := await out.get()) is not None:
-                yield command_message(command)
+                yield codec.COMMANDS.encode(command)
         finally:
             reading.cancel()
 

@@ -141,7 +141,7 @@ async def test_a_retried_request_goes_before_what_its_new_instance_holds():
         await asyncio.sleep(0.01)
         commands = await left.outbox.take()
         assert kinds(commands) == ["registered", *["run_prefill"] * 3, "order"]
-        assert commands[-2].effect.request_id == "a"
+        assert RequestSpec.FromString(commands[-2].request).request_id == "a"
         order = [entry[0].request_id for entry in commands[-1].queue]
         assert order == ["b", "a", "d"]
         text = registry.render()[0].decode()
@@ -165,7 +165,7 @@ async def test_a_double_keeps_the_first_spec_even_while_draining():
         loop.post_now(ProxyLeft(proxy_id="x#1"))
         await asyncio.wait_for(loop.idle.wait(), 5)
         (run,) = [c for c in await prefill.outbox.take() if isinstance(c, SendRunPrefill)]
-        assert RequestSpec.FromString(run.spec).prompt_tokens == 100
+        assert RequestSpec.FromString(run.request).prompt_tokens == 100
 
 
 async def test_a_change_of_policy_waits_its_turn_and_shows_in_the_metrics():

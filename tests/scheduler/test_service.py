@@ -12,7 +12,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from millrace.core.config import SchedulerConfig
 from millrace.core.priority import POLICIES
-from millrace.wire.pb import scheduler_pb2
+from millrace.wire.pb import common_pb2, scheduler_pb2
 from support.deadlines import HANG_S
 from support.live_stack import eventually
 from support.scheduler_peers import quick, register, scheduler, spec
@@ -25,8 +25,9 @@ async def test_a_request_is_placed_dispatched_and_finished():
         wanted = spec("r", 100)
         await proxy.submit(wanted)
         placed = await proxy.next("placed")
-        assert (placed.request_id, placed.decode.id, placed.decode.generation) == ("r", "d0", 1)
-        assert placed.decode_address == "127.0.0.1:d0"
+        assert placed.request_id == "r"
+        assert placed.decode.incarnation == common_pb2.Incarnation(id="d0", generation=1)
+        assert placed.decode.address == "127.0.0.1:d0"
         assert placed.predicted_ttft_s == pytest.approx(0.1)
         assert (await decode.next("admit_decode")).admit_decode.request == wanted
         run = (await prefill.next("run_prefill")).run_prefill
@@ -72,14 +73,17 @@ async def test_a_proxy_hears_how_far_its_prompts_are():
         await other.call.write(scheduler_pb2.ProxyMessage(ask=ask))  # not its requests
         await proxy.call.write(scheduler_pb2.ProxyMessage(ask=ask))
         first, second = await proxy.next("progress"), await proxy.next("progress")
-        assert (first.request_id, first.computed_tokens) == ("first", 0)
-        assert first.state == scheduler_pb2.REQUEST_STATE_PREFILLING
-        assert 0.0 <= first.left_s <= 0.1  # as placed: 100 tokens of 1 ms
-        assert (second.request_id, second.state) == ("second", scheduler_pb2.REQUEST_STATE_QUEUED)
-        assert not second.HasField("left_s")  # it has no place
+        assert (first.request_id, first.prompt.computed_tokens) == ("first", 0)
+        assert first.prompt.state == scheduler_pb2.REQUEST_STATE_PREFILLING
+        assert 0.0 <= first.prompt.left_s <= 0.1  # as placed: 100 tokens of 1 ms
+        assert (second.request_id, second.prompt.state) == (
+            "second",
+            scheduler_pb2.REQUEST_STATE_QUEUED,
+        )
+        assert not second.prompt.HasField("left_s")  # it has no place
         landed = scheduler_pb2.PrefixLanded(request_id="first", attempt=1, tokens=40)
         await decode.say(prefix_landed=landed)
-        while (await _asked(proxy, "first")).computed_tokens != 40:
+        while (await _asked(proxy, "first")).prompt.computed_tokens != 40:
             pass
         await prefill.computed("first")
         await prefill.released("first")
@@ -131,11 +135,11 @@ async def test_a_cut_prefill_stream_sends_its_requests_elsewhere():
         await first.next("run_prefill")
         second = await net.worker("p1")
         await first.cut()
-        old = decodes.pop(placed.decode.id)
+        old = decodes.pop(placed.decode.incarnation.id)
         await old.next("admit_decode")
         assert (await old.next("cancel")).cancel.request_id == "r"
         (new,) = decodes.values()
-        assert (await proxy.next("placed")).decode.id == new.id
+        assert (await proxy.next("placed")).decode.incarnation.id == new.id
         assert (await new.next("admit_decode")).admit_decode.request.request_id == "r"
         run = (await second.next("run_prefill")).run_prefill
         assert run.decode.incarnation.id == new.id
@@ -177,7 +181,7 @@ async def test_a_silent_worker_is_taken_for_dead_when_its_lease_lapses():
             await silent.read()
         await decode.released("r")
         other = await net.worker("p1")
-        assert (await proxy.next("placed")).decode.id == "d0"
+        assert (await proxy.next("placed")).decode.incarnation.id == "d0"
         assert (await other.next("run_prefill")).run_prefill.request.request_id == "r"
 
 
@@ -258,12 +262,14 @@ async def test_every_policy_is_served():
         ]
 
 
-TWICE_AS_FAST = [scheduler_pb2.SpLatency(sp=2, latency=scheduler_pb2.LatencyCoefficients(b=5e-4))]
+TWICE_AS_FAST = scheduler_pb2.SpLatency(
+    by_sp={1: scheduler_pb2.Latency(b=1e-3), 2: scheduler_pb2.Latency(b=5e-4)}
+)
 
 
 async def test_a_groups_members_are_told_of_each_other():
     async with scheduler(quick(planner="esp")) as net:
-        card = {"sp_latency": TWICE_AS_FAST, "node": "n", "kv_layers": 4}
+        card = {"latency": TWICE_AS_FAST, "node": "n", "kv_layers": 4}
         members = [await net.worker(name, generation=7, **card) for name in ("p0", "p1")]
         decode = await net.worker("d0")
         proxy = await net.proxy()
@@ -280,7 +286,7 @@ async def test_a_groups_members_are_told_of_each_other():
 
 async def test_a_lost_member_costs_what_has_not_landed():
     async with scheduler(quick(planner="esp")) as net:
-        lost, kept = [await net.worker(p, sp_latency=TWICE_AS_FAST) for p in ("p1", "p0")]
+        lost, kept = [await net.worker(p, latency=TWICE_AS_FAST) for p in ("p1", "p0")]
         decode = await net.worker("d0", beats=False)
         proxy = await net.proxy()
         await proxy.submit(spec("r", 320, prompt_logprobs=-1))
@@ -306,7 +312,7 @@ async def test_a_lost_member_costs_what_has_not_landed():
 
 async def test_the_improvement_rate_is_changed_while_it_runs():
     async with scheduler(quick(planner="single_chunk", improvement_rate=0.9)) as net:
-        workers = [await net.worker(name, sp_latency=TWICE_AS_FAST) for name in ("p0", "p1")]
+        workers = [await net.worker(name, latency=TWICE_AS_FAST) for name in ("p0", "p1")]
         await net.worker("d0")
         proxy = await net.proxy()
         wanted = scheduler_pb2.SetImprovementRateRequest(rate=0.1)
@@ -386,8 +392,8 @@ async def test_refusals_say_why():
         ({"register": register("d0", max_batch=0)}, "max_batch is 0; it must be at least 1"),
         ({"register": register("p0", model_hash="")}, "model_hash is ''; it must be not empty"),
         (
-            {"register": register("p0", latency=scheduler_pb2.LatencyCoefficients(b=-1))},
-            "latency.b is -1.0; it must be 0 or more",
+            {"register": register("p0", latency={"by_sp": {1: scheduler_pb2.Latency(b=-1)}})},
+            "latency.by_sp[1].b is -1.0; it must be finite and 0 or more",
         ),
     ],
 )

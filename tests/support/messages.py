@@ -43,12 +43,12 @@ def _fill(message: Any, numbers: itertools.count[int], unset: frozenset[str], on
     for field in descriptor.fields:
         if f"{descriptor.name}.{field.name}" in unset:
             continue
-        if field.containing_oneof is not None and field.name != oneof:
+        group = field.containing_oneof
+        if group is not None and group.name != f"_{field.name}" and field.name != oneof:
             continue
         target = getattr(message, field.name)
         if field.message_type is not None and field.message_type.GetOptions().map_entry:
-            key, value = field.message_type.fields
-            target[_value(key, numbers)] = _value(value, numbers)
+            _fill_map(target, field.message_type, numbers, unset)
         elif field.is_repeated:
             for _ in range(2):
                 if field.message_type is None:
@@ -60,6 +60,17 @@ def _fill(message: Any, numbers: itertools.count[int], unset: frozenset[str], on
             _fill(target, numbers, unset, oneof)
         else:
             setattr(message, field.name, _value(field, numbers))
+
+
+def _fill_map(
+    target: Any, entry: Descriptor, numbers: itertools.count[int], unset: frozenset[str]
+) -> None:
+    key, value = entry.fields
+    if value.message_type is None:
+        target[_value(key, numbers)] = _value(value, numbers)
+    else:
+        for known in (1, next(numbers)):
+            _fill(target[known], numbers, unset, "")
 
 
 def _value(field: FieldDescriptor, numbers: itertools.count[int]) -> Any:

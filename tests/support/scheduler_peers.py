@@ -100,7 +100,7 @@ def register(worker_id: str, **card: object) -> scheduler_pb2.Register:
         "page_tokens": 16,
         "max_context_tokens": 4096,
         "max_batch": 64,
-        "latency": scheduler_pb2.LatencyCoefficients(b=1e-3),
+        "latency": scheduler_pb2.SpLatency(by_sp={1: scheduler_pb2.Latency(b=1e-3)}),
     }
     generation = card.pop("generation", 1)
     role = card.pop("role", "prefill" if worker_id.startswith("p") else "decode")

@@ -6,7 +6,7 @@ import pytest
 
 from millrace.core.errors import TransferError
 from millrace.wire.codec.enums import EnumWords, MessageError
-from millrace.wire.codec.instance import command_of, report_of
+from millrace.wire.codec.instance import COMMANDS, REPORTS
 from millrace.wire.codec.proxy import update_of
 from millrace.wire.codec.token_events import events_of
 from millrace.wire.codec.transfer import layout_message, layout_of
@@ -32,10 +32,10 @@ def test_the_zero_has_a_word_only_where_the_field_may_be_unset() -> None:
 def test_messages_with_a_value_of_a_later_release_are_refused() -> None:
     finished = scheduler_pb2.WorkerMessage(request_finished={"reason": 99})
     with pytest.raises(MessageError, match="reason is 99; it must be stop or length"):
-        report_of(finished)
+        REPORTS.decode(finished)
     registered = scheduler_pb2.WorkerCommand(registered={"preemption": 99})
     with pytest.raises(MessageError, match="preemption is 99; it must be none or chunk or layer"):
-        command_of(registered)
+        COMMANDS.decode(registered)
     refused = scheduler_pb2.ProxyUpdate(refused={"code": 99})
     with pytest.raises(MessageError, match="code is 99; it must be overloaded or unavailable or"):
         update_of(refused, proxy_id="x")

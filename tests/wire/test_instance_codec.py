@@ -10,14 +10,7 @@ from millrace.core.cost.latency import Latency
 from millrace.core.kv.transfer import Incarnation
 from millrace.core.request import Slo
 from millrace.core.scheduler import commands, reports
-from millrace.wire.codec.instance import (
-    command_message,
-    command_of,
-    registration_message,
-    registration_of,
-    report_message,
-    report_of,
-)
+from millrace.wire.codec.instance import COMMANDS, REGISTRATION, REPORTS, registration_message
 from millrace.wire.codec.request_spec import encode_spec, spec_message, spec_of
 from millrace.wire.pb import common_pb2, scheduler_pb2
 from support.messages import filled
@@ -30,26 +23,26 @@ def kinds(message: Any) -> list[str]:
 @pytest.mark.parametrize("kind", kinds(scheduler_pb2.WorkerCommand))
 def test_commands_come_back_as_they_were(kind: str) -> None:
     message = filled(scheduler_pb2.WorkerCommand, oneof=kind)
-    command = command_of(message)
+    command = COMMANDS.decode(message)
     assert command is not None
-    assert command_message(command) == message
-    assert command_of(command_message(command)) == command
+    assert COMMANDS.encode(command) == message
+    assert COMMANDS.decode(COMMANDS.encode(command)) == command
 
 
 @pytest.mark.parametrize("kind", [k for k in kinds(scheduler_pb2.WorkerMessage) if k != "register"])
 def test_reports_come_back_as_they_were(kind: str) -> None:
     message = filled(scheduler_pb2.WorkerMessage, oneof=kind)
-    report = report_of(message)
+    report = REPORTS.decode(message)
     assert report is not None
-    assert report_message(report) == message
-    assert report_of(report_message(report)) == report
+    assert REPORTS.encode(report) == message
+    assert REPORTS.decode(REPORTS.encode(report)) == report
 
 
 def test_a_registration_comes_back_as_it_was() -> None:
     message = filled(scheduler_pb2.WorkerMessage, oneof="register")
-    told = registration_of(message.register)
+    told = REGISTRATION.decode(message.register)
     assert registration_message(told) == message
-    assert registration_of(registration_message(told).register) == told
+    assert REGISTRATION.decode(registration_message(told).register) == told
 
 
 def test_a_spec_comes_back_as_it_was() -> None:
@@ -61,26 +54,27 @@ def test_a_spec_comes_back_as_it_was() -> None:
 
 
 def test_what_was_not_sent_is_none_or_its_default() -> None:
-    assert report_of(scheduler_pb2.WorkerMessage(heartbeat={})) == reports.Heartbeat()
-    told = registration_of(scheduler_pb2.Register(role=scheduler_pb2.ROLE_PREFILL))
+    assert REPORTS.decode(scheduler_pb2.WorkerMessage(heartbeat={})) == reports.Heartbeat()
+    told = REGISTRATION.decode(scheduler_pb2.Register(role=scheduler_pb2.ROLE_PREFILL))
     assert told.latency is None and told.decode_step is None
     assert not registration_message(told).register.HasField("latency")
     register = scheduler_pb2.Register(
-        role=scheduler_pb2.ROLE_PREFILL, latency=scheduler_pb2.LatencyCoefficients(a=1)
+        role=scheduler_pb2.ROLE_PREFILL,
+        latency=scheduler_pb2.SpLatency(by_sp={1: scheduler_pb2.Latency(a=1)}),
     )
-    latency = registration_of(register).latency
+    latency = REGISTRATION.decode(register).latency
     assert latency is not None and dict(latency.by_sp) == {1: Latency(a=1, b=0)}
     assert spec_of(common_pb2.RequestSpec()).slo == Slo()
 
 
 def test_attempts_count_from_one() -> None:
     for kind in ("run_prefill", "admit_decode"):
-        command = command_of(scheduler_pb2.WorkerCommand(**{kind: {}}))
+        command = COMMANDS.decode(scheduler_pb2.WorkerCommand(**{kind: {}}))
         assert isinstance(command, commands.RunPrefill | commands.AdmitDecode)
         assert command.attempt == 1
 
 
 def test_messages_of_unknown_kinds_are_none() -> None:
-    assert command_of(scheduler_pb2.WorkerCommand()) is None
-    assert report_of(scheduler_pb2.WorkerMessage()) is None
-    assert report_of(scheduler_pb2.WorkerMessage(register={})) is None
+    assert COMMANDS.decode(scheduler_pb2.WorkerCommand()) is None
+    assert REPORTS.decode(scheduler_pb2.WorkerMessage()) is None
+    assert REPORTS.decode(scheduler_pb2.WorkerMessage(register={})) is None

@@ -36,17 +36,17 @@ HOLD = HoldAsk(
 
 def test_asks_and_grants_come_back_as_they_were() -> None:
     grant = AttachGrant(slot=9, agent_metadata=b"theirs", region=1, offset=4096)
-    assert kvp_codec.attach_of(kvp_codec.attach_message(ATTACH)) == ATTACH
-    assert kvp_codec.hold_of(kvp_codec.hold_message(HOLD)) == HOLD
-    assert kvp_codec.grant_of(kvp_codec.grant_message(grant)) == grant
+    assert kvp_codec.attach_of(kvp_codec.ATTACH.encode(ATTACH)) == ATTACH
+    assert kvp_codec.hold_of(kvp_codec.HOLD.encode(HOLD)) == HOLD
+    assert kvp_codec.GRANT.decode(kvp_codec.GRANT.encode(grant)) == grant
 
 
 def test_asks_that_can_t_be_are_named() -> None:
-    message = kvp_codec.attach_message(replace(ATTACH, max_rows=0))
+    message = kvp_codec.ATTACH.encode(replace(ATTACH, max_rows=0))
     with pytest.raises(TransferError, match="max_rows is 0"):
         kvp_codec.attach_of(message)
     for start, end in ((0, 10), (10, 10)):
-        message = kvp_codec.hold_message(replace(HOLD, start_token=start, end_token=end))
+        message = kvp_codec.HOLD.encode(replace(HOLD, start_token=start, end_token=end))
         with pytest.raises(TransferError, match=rf"tokens \[{start}, {end}\)"):
             kvp_codec.hold_of(message)
     with pytest.raises(TransferError, match="bad KV layout"):

@@ -119,7 +119,9 @@ def test_no_prediction_differs_from_no_time(left_s):
 
 
 def test_a_state_that_this_release_lacks_reads_as_queued():
-    message = scheduler_pb2.ProxyUpdate(progress=scheduler_pb2.Progress(request_id="r", state=99))
+    message = scheduler_pb2.ProxyUpdate(
+        progress=scheduler_pb2.Progress(request_id="r", prompt={"state": 99})
+    )
     found = codec.update_of(message, proxy_id="x")
     assert found.prompt.state is RequestState.QUEUED
 

@@ -10,15 +10,18 @@ import pytest
 from millrace.core.cost.decode_step import DecodeStepTime
 from millrace.core.cost.latency import Latency, SpLatency
 from millrace.core.kv.transfer import Incarnation
-from millrace.core.request import Chunk, Shard
+from millrace.core.request import Chunk
 from millrace.core.scheduler import commands, effects, events
 from millrace.wire import fleet_messages as messages
 from millrace.wire.codec import scheduler as codec
+from millrace.wire.codec.derive import derive
 from millrace.wire.codec.enums import MessageError
-from millrace.wire.codec.incarnation import member_of
+from millrace.wire.codec.incarnation import MEMBER
 from millrace.wire.pb import common_pb2, scheduler_pb2
 
 LATENCY = Latency(a=1, b=2, c=3, d=4, points=((16, 0.5), (64, 0.5), (100, 2.0)))
+LATENCIES = SpLatency(by_sp={1: Latency(a=1, b=2, c=3, d=4), 2: Latency(b=1), 8: LATENCY})
+_LATENCIES = derive(SpLatency, scheduler_pb2.SpLatency)
 
 
 def test_a_registration_carries_all_of_its_card():
@@ -32,17 +35,13 @@ def test_a_registration_carries_all_of_its_card():
             page_tokens=3,
             max_context_tokens=4,
             max_batch=5,
-            latency=scheduler_pb2.LatencyCoefficients(a=1, b=2, c=3, d=4),
+            latency=_LATENCIES.encode(LATENCIES),
             node="n",
             kv_layers=6,
             block_tokens=9,
             decode_step=scheduler_pb2.DecodeStepTime(
                 base_s=0.5, per_sequence_s=0.25, per_context_token_s=0.125
             ),
-            sp_latency=[
-                scheduler_pb2.SpLatency(sp=2, latency=scheduler_pb2.LatencyCoefficients(b=1)),
-                scheduler_pb2.SpLatency(sp=8, latency=codec.latency_message(LATENCY)),
-            ],
         )
     )
     assert card == events.InstanceJoined(
@@ -54,25 +53,22 @@ def test_a_registration_carries_all_of_its_card():
         max_context_tokens=4,
         max_batch=5,
         model_hash="m",
-        latency=SpLatency(
-            by_sp={1: Latency(a=1, b=2, c=3, d=4), 2: Latency(b=1), 8: LATENCY},
-        ),
+        latency=LATENCIES,
         node="n",
         kv_layers=6,
         decode_step=DecodeStepTime.of((0.5, 0.25, 0.125)),
         block_tokens=9,
     )
-    groups = codec.sp_latency_messages(card.latency)
-    assert [(group.sp, group.latency.b) for group in groups] == [(2, 1), (8, LATENCY.b)]
 
 
 @pytest.mark.parametrize(
     "groups, message",
     [
-        ([(1, {"b": 1})], r"sp_latency\[0\].sp is 1; it must be at least 2"),
-        ([(2, {"b": 1}), (2, {"b": 1})], r"sp_latency\[1\].sp is 2; it must be there once"),
-        ([(4, {"c": -1})], r"sp_latency\[0\].latency.c is -1.0; it must be 0 or more"),
-        ([(4, {"d": math.nan})], r"sp_latency\[0\].latency.d is nan; it must be 0 or more"),
+        ({}, r"latency.by_sp has the degrees \(\); they must start with 1"),
+        ({2: {"b": 1}}, r"latency.by_sp has the degrees \(2,\); they must start with 1"),
+        ({0: {"b": 1}, 1: {}}, r"latency.by_sp has the degrees \(0, 1\); they must start with 1"),
+        ({1: {}, 4: {"c": -1}}, r"latency.by_sp\[4\].c is -1.0; it must be finite and 0 or more"),
+        ({1: {"d": math.nan}}, r"latency.by_sp\[1\].d is nan; it must be finite and 0 or more"),
     ],
 )
 def test_times_of_groups_that_make_no_sense_are_named(groups, message):
@@ -84,10 +80,9 @@ def test_times_of_groups_that_make_no_sense_are_named(groups, message):
         kv_pages=2,
         page_tokens=3,
         max_context_tokens=4,
-        sp_latency=[
-            scheduler_pb2.SpLatency(sp=sp, latency=scheduler_pb2.LatencyCoefficients(**of))
-            for sp, of in groups
-        ],
+        latency=scheduler_pb2.SpLatency(
+            by_sp={sp: scheduler_pb2.Latency(**of) for sp, of in groups.items()}
+        ),
     )
     with pytest.raises(MessageError, match=message):
         codec.joined(register)
@@ -125,11 +120,11 @@ def test_measured_points_reach_the_scheduler():
         kv_pages=2,
         page_tokens=3,
         max_context_tokens=4,
-        latency=codec.latency_message(LATENCY),
+        latency=_LATENCIES.encode(SpLatency(by_sp={1: LATENCY})),
     )
     assert codec.joined(register).latency == SpLatency(by_sp={1: LATENCY})
-    register.latency.points[1].seconds = 0.25
-    with pytest.raises(MessageError, match=r"latency.points has \(64, 0.25\)"):
+    register.latency.by_sp[1].points[1].seconds = 0.25
+    with pytest.raises(MessageError, match=r"latency.by_sp\[1\].points has \(64, 0.25\)"):
         codec.joined(register)
 
 
@@ -171,51 +166,13 @@ def test_a_known_policy_becomes_an_event_and_an_unknown_one_names_those_there_ar
 
 def test_an_order_reaches_the_wire_entry_by_entry():
     a, b, c = (effects.ChunkRef(request_id=name, chunk_index=i) for i, name in enumerate("abc"))
-    sent = codec.order(effects.Order(instance_id="p0", queue=((c,), (a, b)))).order
+    sent = codec.command_message(effects.Order(instance_id="p0", queue=((c,), (a, b)))).order
     assert [[(ref.request_id, ref.chunk_index) for ref in e.chunks] for e in sent.queue] == [
         [("c", 2)],
         [("a", 0), ("b", 1)],
     ]
-    empty = codec.order(effects.Order(instance_id="p0", queue=()))
+    empty = codec.command_message(effects.Order(instance_id="p0", queue=()))
     assert empty.WhichOneof("kind") == "order" and not empty.order.queue
-
-
-def test_chunks_reach_the_wire_as_planned():
-    chunk = Chunk(index=1, start_token=8, num_tokens=9, instance_ids=("p0", "p1"))
-    effect = effects.RunPrefill(instance_id="p0", request_id="r", chunks=(chunk,), decode_id="d")
-    decode = scheduler_pb2.Member(address="h:1")
-    spec = common_pb2.RequestSpec(request_id="r")
-    group = [scheduler_pb2.Member(address="h:2"), scheduler_pb2.Member(address="h:3")]
-    sent = codec.run_prefill(effect, spec, decode, group).run_prefill
-    assert sent.request == spec and sent.decode == decode
-    assert [(c.index, c.start_token, c.num_tokens, list(c.instance_ids)) for c in sent.chunks] == [
-        (1, 8, 9, ["p0", "p1"])
-    ]
-
-
-SHARDS = (
-    Shard(worker_id="d", start_token=0, end_token=32),
-    Shard(worker_id="k", start_token=32, end_token=48),
-)
-WORKERS = [scheduler_pb2.Member(address="h:4"), scheduler_pb2.Member(address="h:5")]
-
-
-@pytest.mark.parametrize("whom", ["decode", "prefill"])
-def test_shards_reach_the_wire_with_who_holds_them(whom):
-    spec = common_pb2.RequestSpec(request_id="r")
-    if whom == "decode":
-        admit = effects.AdmitDecode(instance_id="d", request_id="r", shards=SHARDS)
-        sent = codec.admit_decode(admit, spec, WORKERS).admit_decode.shards
-    else:
-        chunk = Chunk(index=0, start_token=0, num_tokens=9, instance_ids=("p",))
-        run = effects.RunPrefill(
-            instance_id="p", request_id="r", chunks=(chunk,), decode_id="d", shards=SHARDS
-        )
-        sent = codec.run_prefill(run, spec, WORKERS[0], [], WORKERS).run_prefill.shards
-    assert [(s.worker.address, s.start_token, s.end_token) for s in sent] == [
-        ("h:4", 0, 32),
-        ("h:5", 32, 48),
-    ]
 
 
 PREFILLED = Chunk(index=0, start_token=0, num_tokens=9, instance_ids=("p", "q"))
@@ -224,28 +181,22 @@ MEMBERS = {
     name: commands.Member(incarnation=Incarnation(name, 1 << 63), address=f"h:{name}")
     for name in "dkpq"
 }
+SHARDS = (
+    commands.KvShard(worker=MEMBERS["d"], start_token=0, end_token=32),
+    commands.KvShard(worker=MEMBERS["k"], start_token=32, end_token=48),
+)
 COMMANDS = {
     "registered": commands.Registered(heartbeat_s=0.5, preemption="operator", policy="lars"),
     "admit_decode": messages.SendAdmitDecode(
-        effect=effects.AdmitDecode(
-            instance_id="d", request_id="r", attempt=2, kept_tokens=3, shards=SHARDS
-        ),
-        spec=SPEC.SerializeToString(),
-        workers=(MEMBERS["d"], MEMBERS["k"]),
+        request=SPEC.SerializeToString(), attempt=2, kept_tokens=3, shards=SHARDS
     ),
     "run_prefill": messages.SendRunPrefill(
-        effect=effects.RunPrefill(
-            instance_id="p",
-            request_id="r",
-            chunks=(PREFILLED,),
-            decode_id="d",
-            attempt=2,
-            shards=SHARDS,
-        ),
-        spec=SPEC.SerializeToString(),
+        request=SPEC.SerializeToString(),
+        chunks=(PREFILLED,),
         decode=MEMBERS["d"],
+        attempt=2,
         group=(MEMBERS["p"], MEMBERS["q"]),
-        workers=(MEMBERS["d"], MEMBERS["k"]),
+        shards=SHARDS,
     ),
     "order": effects.Order(
         instance_id="p", queue=((effects.ChunkRef(request_id="r", chunk_index=1),),)
@@ -278,10 +229,13 @@ def test_commands_name_the_members_and_carry_the_spec():
     admit = codec.command_message(COMMANDS["admit_decode"]).admit_decode
     assert run.request == admit.request == SPEC
     assert (run.attempt, admit.attempt, admit.kept_tokens) == (2, 2, 3)
-    assert member_of(run.decode) == MEMBERS["d"]
-    assert [member_of(one).incarnation.id for one in run.group] == ["p", "q"]
+    assert [(c.index, c.start_token, c.num_tokens, list(c.instance_ids)) for c in run.chunks] == [
+        (0, 0, 9, ["p", "q"])
+    ]
+    assert MEMBER.decode(run.decode) == MEMBERS["d"]
+    assert [MEMBER.decode(one).incarnation.id for one in run.group] == ["p", "q"]
     for shards in (run.shards, admit.shards):
-        assert [(member_of(s.worker), s.start_token, s.end_token) for s in shards] == [
+        assert [(MEMBER.decode(s.worker), s.start_token, s.end_token) for s in shards] == [
             (MEMBERS["d"], 0, 32),
             (MEMBERS["k"], 32, 48),
         ]

@@ -11,15 +11,14 @@ from millrace.core.token_events import (
     TokenEvent,
 )
 from millrace.wire.codec.token_events import (
+    FINISHED,
     batch_message,
     events_of,
-    finished_message,
-    finished_of,
     logprobs_message,
     logprobs_of,
     subscription,
 )
-from millrace.wire.codec.transfer import ticket_of
+from millrace.wire.codec.transfer import TICKET
 from millrace.wire.pb import decode_pb2, transfer_pb2
 from support.messages import filled
 
@@ -66,16 +65,17 @@ def test_a_subscription_names_both_incarnations() -> None:
 
 def test_the_end_of_a_prefill_comes_back_as_it_was() -> None:
     message = filled(transfer_pb2.FinishPrefillRequest)
-    finished = finished_of(message)
-    assert finished_message(ticket_of(message), finished) == message
-    assert finished_of(finished_message(ticket_of(message), finished)) == finished
+    assert TICKET.encode(TICKET.decode(message.ticket)) == message.ticket
+    finished = FINISHED.decode(message.finished)
+    assert FINISHED.encode(finished) == message.finished
+    assert FINISHED.decode(FINISHED.encode(finished)) == finished
 
 
 def test_positions_without_log_probabilities_are_none() -> None:
     assert logprobs_of(logprobs_message(None)) is None
     found = PositionLogprobs((5, -0.5))
     assert logprobs_of(logprobs_message(found)) == found
-    message = transfer_pb2.FinishPrefillRequest(first_tokens=[{"token_id": 3}])
-    assert finished_of(message).first_tokens == (FirstToken(3),)
+    message = transfer_pb2.FinishedPrefill(first_tokens=[{"token_id": 3}])
+    assert FINISHED.decode(message).first_tokens == (FirstToken(3),)
     event = TokenEvent("r", token_ids=[], detail=TokenDetail(prompt_logprobs=(None, found)))
     assert over_the_wire([event]) == [event]

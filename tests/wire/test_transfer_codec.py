@@ -10,10 +10,8 @@ from millrace.core.errors import TransferError
 from millrace.core.kv.layout import KvLayout
 from millrace.core.kv.transfer import HandshakeAsk, HandshakeGrant, Incarnation, Ticket
 from millrace.wire.codec.transfer import (
-    ask_message,
-    ask_of,
-    grant_message,
-    grant_of,
+    GRANT,
+    HANDSHAKE,
     layout_message,
     layout_of,
 )
@@ -57,8 +55,8 @@ def test_asks_and_grants() -> None:
     ask = HandshakeAsk(
         ticket=ticket, layout=LAYOUT, start_token=160, num_tokens=70, agent_metadata=b"a"
     )
-    assert ask_of(ask_message(ask)) == ask
+    assert HANDSHAKE.decode(HANDSHAKE.encode(ask)) == ask
     grant = HandshakeGrant(
-        lease=4, layout=LAYOUT, pages=[3, 1, 2], agent_metadata=b"b", region=1, lease_s=2.5
+        lease=4, layout=LAYOUT, pages=(3, 1, 2), agent_metadata=b"b", region=1, lease_s=2.5
     )
-    assert grant_of(grant_message(grant)) == grant
+    assert GRANT.decode(GRANT.encode(grant)) == grant

@@ -328,23 +328,34 @@ class SchedulerLoop:
         self._update(effect.proxy_id, effect)
 
     def _admit(self, effect: effects.AdmitDecode) -> None:
-        spec, workers = self._specs[effect.request_id], self._shard_workers(effect.shards)
-        self._command(
-            effect.instance_id, messages.SendAdmitDecode(effect=effect, spec=spec, workers=workers)
-        )
-
-    def _prefill(self, effect: effects.RunPrefill) -> None:
-        command = messages.SendRunPrefill(
-            effect=effect,
-            spec=self._specs[effect.request_id],
-            decode=self.workers[effect.decode_id].member,
-            group=self._members(effect.chunks[-1].instance_ids),
-            workers=self._shard_workers(effect.shards),
+        command = messages.SendAdmitDecode(
+            request=self._specs[effect.request_id],
+            attempt=effect.attempt,
+            kept_tokens=effect.kept_tokens,
+            shards=self._shards(effect.shards),
         )
         self._command(effect.instance_id, command)
 
-    def _shard_workers(self, shards: Iterable[Shard]) -> tuple[commands.Member, ...]:
-        return self._members(shard.worker_id for shard in shards)
+    def _prefill(self, effect: effects.RunPrefill) -> None:
+        command = messages.SendRunPrefill(
+            request=self._specs[effect.request_id],
+            chunks=effect.chunks,
+            decode=self.workers[effect.decode_id].member,
+            attempt=effect.attempt,
+            group=self._members(effect.chunks[-1].instance_ids),
+            shards=self._shards(effect.shards),
+        )
+        self._command(effect.instance_id, command)
+
+    def _shards(self, shards: Iterable[Shard]) -> tuple[commands.KvShard, ...]:
+        return tuple(
+            commands.KvShard(
+                worker=self.workers[shard.worker_id].member,
+                start_token=shard.start_token,
+                end_token=shard.end_token,
+            )
+            for shard in shards
+        )
 
     def _members(self, instance_ids: Iterable[str]) -> tuple[commands.Member, ...]:
         return tuple(self.workers[instance_id].member for instance_id in instance_ids)

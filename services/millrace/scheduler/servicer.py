@@ -21,7 +21,7 @@ from millrace.wire.codec import proxy as proxy_codec
 from millrace.wire.codec import scheduler as codec
 from millrace.wire.codec import status as status_codec
 from millrace.wire.codec.enums import MessageError
-from millrace.wire.codec.instance import report_of
+from millrace.wire.codec.instance import REPORTS
 from millrace.wire.codec.status import load_message
 from millrace.wire.pb import common_pb2, scheduler_pb2, scheduler_pb2_grpc
 
@@ -93,7 +93,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
     ) -> None:
         async for message in messages:
             worker.seen_s = self._loop.clock()
-            report = report_of(message)
+            report = REPORTS.decode(message)
             if report is None:
                 raise MessageError(
                     f"a registered worker sent {message.WhichOneof('kind') or 'nothing'}"

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from millrace.core.request import Chunk
 from millrace.core.scheduler import effects, events
-from millrace.core.scheduler.commands import Drain, Member, PolicyInForce, Registered
+from millrace.core.scheduler.commands import Drain, KvShard, Member, PolicyInForce, Registered
 from millrace.core.scheduler.fleet.prompt_progress import PromptProgress
 
 #: A `RequestSpec` that its proxy encoded once, for the store and for the scheduler. The scheduler
@@ -87,29 +88,24 @@ ProxyUpdate = Placed | Queued | Fleet | Progress | effects.Refuse | effects.Fail
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SendAdmitDecode:
-    """Carries an effect to its decode instance, which reads it as `commands.AdmitDecode`.
+    """Carries an effect to its decode instance, which reads it as `commands.AdmitDecode`."""
 
-    `workers` keep the effect's shards, in order.
-    """
-
-    effect: effects.AdmitDecode
-    spec: EncodedSpec
-    workers: tuple[Member, ...] = ()
+    request: EncodedSpec
+    attempt: int
+    kept_tokens: int
+    shards: tuple[KvShard, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SendRunPrefill:
-    """Carries an effect to its prefill instance, which reads it as `commands.RunPrefill`.
+    """Carries an effect to its prefill instance, which reads it as `commands.RunPrefill`."""
 
-    `group` lists every instance of the chunks in the order of the last chunk. `workers` have the
-    effect's shards, in order.
-    """
-
-    effect: effects.RunPrefill
-    spec: EncodedSpec
+    request: EncodedSpec
+    chunks: tuple[Chunk, ...]
     decode: Member
+    attempt: int
     group: tuple[Member, ...]
-    workers: tuple[Member, ...] = ()
+    shards: tuple[KvShard, ...] = ()
 
 
 WorkerCommand = (

@@ -27,7 +27,7 @@ from millrace.state.memory_store import MemoryStore
 from millrace.telemetry.metrics import Registry
 from millrace.transfer.transport.memory import MemoryHub
 from millrace.wire.codec import scheduler as codec
-from millrace.wire.codec.instance import command_of, report_message, report_of
+from millrace.wire.codec.instance import COMMANDS, REPORTS
 from millrace.wire.codec.request_spec import spec_message
 from support.deadlines import HANG_S
 from support.scheduler_peers import register
@@ -80,7 +80,7 @@ class Scheduler:
         self.loop.post_now(card, worker)
 
         def tell(said: Report) -> None:
-            report = report_of(report_message(said))
+            report = REPORTS.decode(REPORTS.encode(said))
             assert report is not None
             event = Reported(
                 instance_id=card.instance_id, generation=card.generation, report=report
@@ -93,7 +93,7 @@ class Scheduler:
     async def _command(self, role: ScheduledRole, worker: Worker) -> None:
         while True:
             for sent in await worker.outbox.take():
-                command = command_of(codec.command_message(sent))
+                command = COMMANDS.decode(codec.command_message(sent))
                 assert command is not None
                 self.commands.append(command)
                 role.role.on_command(command)

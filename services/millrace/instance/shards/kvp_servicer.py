@@ -9,7 +9,7 @@ import grpc
 
 from millrace.core.errors import MillraceError
 from millrace.instance.shards.shard_host import ShardHost
-from millrace.wire.codec.kvp import attach_of, grant_message, hold_of
+from millrace.wire.codec.kvp import GRANT, attach_of, hold_of
 from millrace.wire.pb import kvp_pb2, kvp_pb2_grpc
 
 
@@ -25,16 +25,18 @@ class KvpServicer(kvp_pb2_grpc.KvpServicer):
     async def Attach(
         self,
         request: kvp_pb2.AttachRequest,
-        context: grpc.aio.ServicerContext[kvp_pb2.AttachRequest, AsyncIterator[kvp_pb2.AttachNews]],
-    ) -> AsyncIterator[kvp_pb2.AttachNews]:
+        context: grpc.aio.ServicerContext[
+            kvp_pb2.AttachRequest, AsyncIterator[kvp_pb2.AttachReply]
+        ],
+    ) -> AsyncIterator[kvp_pb2.AttachReply]:
         try:
             ask = attach_of(request)
             grant = await self._host.attach(ask)
         except MillraceError as error:
-            yield kvp_pb2.AttachNews(refusal=str(error))
+            yield kvp_pb2.AttachReply(refusal=str(error))
             return
         try:
-            yield grant_message(grant)
+            yield kvp_pb2.AttachReply(grant=GRANT.encode(grant))
             await asyncio.get_running_loop().create_future()  # until the KV owner ends it
         finally:
             self._host.detach(ask.owner)
@@ -42,17 +44,17 @@ class KvpServicer(kvp_pb2_grpc.KvpServicer):
     async def Hold(
         self,
         request: kvp_pb2.HoldRequest,
-        context: grpc.aio.ServicerContext[kvp_pb2.HoldRequest, AsyncIterator[kvp_pb2.HoldNews]],
-    ) -> AsyncIterator[kvp_pb2.HoldNews]:
+        context: grpc.aio.ServicerContext[kvp_pb2.HoldRequest, AsyncIterator[kvp_pb2.HoldReply]],
+    ) -> AsyncIterator[kvp_pb2.HoldReply]:
         try:
             shard = self._host.hold(hold_of(request))
         except MillraceError as error:
-            yield kvp_pb2.HoldNews(failed=str(error))
+            yield kvp_pb2.HoldReply(failed=str(error))
             return
         try:
-            yield kvp_pb2.HoldNews(opened=kvp_pb2.Opened(shard=shard.number))
+            yield kvp_pb2.HoldReply(opened=kvp_pb2.Opened(shard=shard.number))
             if await self._host.landed(shard):
-                yield kvp_pb2.HoldNews(landed=kvp_pb2.Landed())
-            yield kvp_pb2.HoldNews(failed=await asyncio.shield(shard.lost))
+                yield kvp_pb2.HoldReply(landed=kvp_pb2.Landed())
+            yield kvp_pb2.HoldReply(failed=await asyncio.shield(shard.lost))
         finally:
             self._host.let_go(shard)

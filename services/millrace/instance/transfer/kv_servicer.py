@@ -10,8 +10,8 @@ import grpc
 from millrace.core.errors import TransferError
 from millrace.core.kv.transfer import HandshakeQueued
 from millrace.transfer.push.receive.manager import ReceiveManager
-from millrace.wire.codec.token_events import finished_of
-from millrace.wire.codec.transfer import ask_of, grant_message, history_of, ticket_of
+from millrace.wire.codec.token_events import FINISHED
+from millrace.wire.codec.transfer import GRANT, HANDSHAKE, HISTORY, TICKET
 from millrace.wire.pb import transfer_pb2, transfer_pb2_grpc
 
 #: The deadline if the caller set none.
@@ -37,12 +37,12 @@ class KvReceiverServicer(transfer_pb2_grpc.KvReceiverServicer):
         ],
     ) -> transfer_pb2.HandshakeReply:
         try:
-            grant = await self._manager.handshake(ask_of(request), _wait_s(context))
+            grant = await self._manager.handshake(HANDSHAKE.decode(request), _wait_s(context))
         except HandshakeQueued as queued:
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(queued))
         except TransferError as error:
             return transfer_pb2.HandshakeReply(refusal=str(error))
-        return grant_message(grant)
+        return transfer_pb2.HandshakeReply(grant=GRANT.encode(grant))
 
     async def FinishPrefill(
         self,
@@ -52,9 +52,9 @@ class KvReceiverServicer(transfer_pb2_grpc.KvReceiverServicer):
         ],
     ) -> transfer_pb2.FinishPrefillReply:
         refusal = await self._manager.finish(
-            ticket_of(request),
-            total_chunks=request.total_chunks,
-            message=finished_of(request),
+            TICKET.decode(request.ticket),
+            total_chunks=request.finished.total_chunks,
+            message=FINISHED.decode(request.finished),
             wait_s=_wait_s(context),
         )
         return transfer_pb2.FinishPrefillReply(refusal=refusal)
@@ -66,7 +66,8 @@ class KvReceiverServicer(transfer_pb2_grpc.KvReceiverServicer):
             transfer_pb2.AbortTransferRequest, Awaitable[transfer_pb2.AbortTransferReply]
         ],
     ) -> transfer_pb2.AbortTransferReply:
-        self._manager.abort(ticket_of(request), reason=request.reason, drained=request.drained)
+        ticket = TICKET.decode(request.ticket)
+        self._manager.abort(ticket, reason=request.reason, drained=request.drained)
         return transfer_pb2.AbortTransferReply()
 
     async def SendHistory(
@@ -77,7 +78,7 @@ class KvReceiverServicer(transfer_pb2_grpc.KvReceiverServicer):
         ],
     ) -> transfer_pb2.SendHistoryReply:
         try:
-            await self._manager.send_history(history_of(request), _wait_s(context))
+            await self._manager.send_history(HISTORY.decode(request), _wait_s(context))
         except TransferError as error:
             return transfer_pb2.SendHistoryReply(refusal=str(error))
         return transfer_pb2.SendHistoryReply()

@@ -10,7 +10,7 @@ import grpc
 
 from millrace.core.errors import TransferError
 from millrace.instance.transfer.kv_path import PROBE_TIMEOUT_S, KvPath, endpoint
-from millrace.wire.codec.transfer import endpoint_message, endpoint_of
+from millrace.wire.codec.transfer import ENDPOINT
 from millrace.wire.pb import transfer_pb2, transfer_pb2_grpc
 
 ProbeContext = grpc.aio.ServicerContext[
@@ -37,8 +37,8 @@ class ProbeServicer(transfer_pb2_grpc.TransferProbeServicer):
                 end = await stack.enter_async_context(self._path.answering(asker))
             except TransferError as error:
                 await context.abort(grpc.StatusCode.UNAVAILABLE, str(error))
-            yield transfer_pb2.ProbeReply(endpoint=endpoint_message(endpoint(end)))
-            error_text = await self._path.answer(end, endpoint_of(request.endpoint), asker)
+            yield transfer_pb2.ProbeReply(endpoint=ENDPOINT.encode(endpoint(end)))
+            error_text = await self._path.answer(end, ENDPOINT.decode(request.endpoint), asker)
             yield transfer_pb2.ProbeReply(result=transfer_pb2.ProbeResult(error=error_text))
             async for _ in request_iterator:  # this end must live until the asker has checked
                 pass

@@ -9,7 +9,7 @@ import grpc
 from millrace.core.errors import TransferError
 from millrace.prefill.group.rendezvous import Rendezvous
 from millrace.wire.clients.group_peer import WAIT_S
-from millrace.wire.codec.group import hand_in_of, join_of, members_message
+from millrace.wire.codec.group import HAND_IN, JOIN, MEMBER
 from millrace.wire.pb import gang_pb2, gang_pb2_grpc
 
 #: Share of a caller's deadline that is reserved for sending the answer.
@@ -33,12 +33,12 @@ class PrefillGroupServicer(gang_pb2_grpc.PrefillGroupServicer):
         left_s = context.time_remaining()
         wait_s = WAIT_S if left_s is None else left_s * (1 - ANSWER_SHARE)
         try:
-            members = await self._rendezvous.join_member(join_of(request), wait_s)
+            members = await self._rendezvous.join_member(JOIN.decode(request), wait_s)
         except TimeoutError:
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "not all have joined yet")
         except TransferError as error:
             return gang_pb2.JoinReply(refusal=str(error))
-        return members_message(members)
+        return gang_pb2.JoinReply(members=map(MEMBER.encode, members))
 
     async def HandIn(
         self,
@@ -46,7 +46,7 @@ class PrefillGroupServicer(gang_pb2_grpc.PrefillGroupServicer):
         context: grpc.aio.ServicerContext[gang_pb2.HandInRequest, Awaitable[gang_pb2.HandInReply]],
     ) -> gang_pb2.HandInReply:
         try:
-            self._rendezvous.take(hand_in_of(request))
+            self._rendezvous.take(HAND_IN.decode(request))
         except TransferError as error:
             return gang_pb2.HandInReply(refusal=str(error))
         return gang_pb2.HandInReply()

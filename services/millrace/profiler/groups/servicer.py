@@ -11,7 +11,7 @@ import grpc
 
 from millrace.core.scheduler.commands import Command
 from millrace.core.scheduler.reports import Registration, Report
-from millrace.wire.codec.instance import command_message, registration_of, report_of
+from millrace.wire.codec.instance import COMMANDS, REGISTRATION, REPORTS
 from millrace.wire.pb import scheduler_pb2
 
 WorkerContext = grpc.aio.ServicerContext[
@@ -67,12 +67,12 @@ class ConductorServicer:
         request_iterator: AsyncIterator[scheduler_pb2.WorkerMessage],
         context: WorkerContext,
     ) -> AsyncIterator[scheduler_pb2.WorkerCommand]:
-        registration = registration_of((await anext(request_iterator)).register)
+        registration = REGISTRATION.decode((await anext(request_iterator)).register)
         outbox = self._fleet.joined(registration)
         reading = asyncio.create_task(self._read(registration.incarnation.id, request_iterator))
         try:
             while True:
-                yield command_message(await outbox.get())
+                yield COMMANDS.encode(await outbox.get())
         finally:
             reading.cancel()
 
@@ -81,6 +81,6 @@ class ConductorServicer:
     ) -> None:
         with contextlib.suppress(grpc.aio.AioRpcError, asyncio.CancelledError):
             async for message in messages:
-                if (report := report_of(message)) is not None:
+                if (report := REPORTS.decode(message)) is not None:
                     self._fleet.hear(instance_id, report)
         self._fleet.left(instance_id)

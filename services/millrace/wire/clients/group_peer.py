@@ -6,7 +6,7 @@ import grpc
 
 from millrace.core.instance.group import GroupError, GroupMember, HandIn, JoinAsk
 from millrace.wire.channel import Channels
-from millrace.wire.codec.group import hand_in_message, join_message, members_of
+from millrace.wire.codec.group import HAND_IN, JOIN, MEMBER
 from millrace.wire.pb import gang_pb2_grpc
 
 #: A member asks again after this time; the scheduler ends a wait that has no purpose any more.
@@ -21,7 +21,7 @@ class GroupLeaders:
 
     async def join(self, address: str, ask: JoinAsk) -> list[GroupMember]:
         """Returns the members once all have joined. Raises GroupError if they can't all join."""
-        request = join_message(ask)
+        request = JOIN.encode(ask)
         while True:
             try:
                 reply = await self._stub(address).Join(request, timeout=WAIT_S)
@@ -34,12 +34,12 @@ class GroupLeaders:
                 raise _error("Join", address, error) from error
             if reply.refusal:
                 raise GroupError(reply.refusal)
-            return members_of(reply)
+            return list(map(MEMBER.decode, reply.members))
 
     async def hand_in(self, address: str, told: HandIn) -> None:
         """Sends a member's hand-in. Raises GroupError if the leader does not accept it."""
         try:
-            reply = await self._stub(address).HandIn(hand_in_message(told), timeout=WAIT_S)
+            reply = await self._stub(address).HandIn(HAND_IN.encode(told), timeout=WAIT_S)
         except grpc.aio.AioRpcError as error:
             raise _error("HandIn", address, error) from error
         if reply.refusal:

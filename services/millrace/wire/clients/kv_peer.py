@@ -15,9 +15,8 @@ from millrace.core.kv.transfer import (
 )
 from millrace.core.token_events import FinishedPrefill
 from millrace.wire.channel import Channels
-from millrace.wire.codec.incarnation import incarnation_message
-from millrace.wire.codec.token_events import finished_message
-from millrace.wire.codec.transfer import ask_message, grant_of, history_message
+from millrace.wire.codec.token_events import FINISHED
+from millrace.wire.codec.transfer import GRANT, HANDSHAKE, HISTORY, TICKET
 from millrace.wire.pb import transfer_pb2, transfer_pb2_grpc
 
 
@@ -31,18 +30,20 @@ class GrpcKvPeer:
     async def handshake(self, ask: HandshakeAsk, *, timeout_s: float) -> HandshakeGrant:
         """Asks for pages. Raises HandshakeRefused, HandshakeQueued; TransferError if unanswered."""
         try:
-            reply = await self._stub.Handshake(ask_message(ask), timeout=timeout_s)
+            reply = await self._stub.Handshake(HANDSHAKE.encode(ask), timeout=timeout_s)
         except grpc.aio.AioRpcError as error:
             if error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED:
                 raise HandshakeQueued(error.details() or "queued") from error
             raise self._error("Handshake", error) from error
         if reply.refusal:
             raise HandshakeRefused(reply.refusal)
-        return grant_of(reply)
+        return GRANT.decode(reply.grant)
 
     async def finish(self, ticket: Ticket, message: FinishedPrefill, *, timeout_s: float) -> None:
         """Reports a finished prefill. Raises TransferError if the receiver refuses."""
-        request = finished_message(ticket, message)
+        request = transfer_pb2.FinishPrefillRequest(
+            ticket=TICKET.encode(ticket), finished=FINISHED.encode(message)
+        )
         try:
             reply = await self._stub.FinishPrefill(request, timeout=timeout_s)
         except grpc.aio.AioRpcError as error:
@@ -52,12 +53,7 @@ class GrpcKvPeer:
 
     async def abort(self, ticket: Ticket, *, reason: str, drained: bool, timeout_s: float) -> None:
         message = transfer_pb2.AbortTransferRequest(
-            request_id=ticket.request_id,
-            sender=incarnation_message(ticket.sender),
-            receiver=incarnation_message(ticket.receiver),
-            reason=reason,
-            drained=drained,
-            attempt=ticket.attempt,
+            ticket=TICKET.encode(ticket), reason=reason, drained=drained
         )
         try:
             await self._stub.AbortTransfer(message, timeout=timeout_s)
@@ -67,7 +63,7 @@ class GrpcKvPeer:
     async def send_history(self, ask: HistoryAsk, *, timeout_s: float) -> None:
         """Has the receiver send history. Raises HandshakeRefused; TransferError if unanswered."""
         try:
-            reply = await self._stub.SendHistory(history_message(ask), timeout=timeout_s)
+            reply = await self._stub.SendHistory(HISTORY.encode(ask), timeout=timeout_s)
         except grpc.aio.AioRpcError as error:
             raise self._error("SendHistory", error) from error
         if reply.refusal:

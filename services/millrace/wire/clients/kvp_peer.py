@@ -10,7 +10,7 @@ import grpc
 from millrace.core.errors import TransferError
 from millrace.core.kv.kvp_hold import AttachAsk, AttachGrant, HoldAsk
 from millrace.wire.channel import Channels
-from millrace.wire.codec.kvp import attach_message, grant_of, hold_message
+from millrace.wire.codec.kvp import ATTACH, GRANT, HOLD
 from millrace.wire.pb import kvp_pb2, kvp_pb2_grpc
 
 Q = TypeVar("Q")
@@ -52,7 +52,7 @@ class Attachment:
     """A KV owner's attachment to a KVP worker, until `close`."""
 
     def __init__(
-        self, grant: AttachGrant, reports: _Reports[kvp_pb2.AttachRequest, kvp_pb2.AttachNews]
+        self, grant: AttachGrant, reports: _Reports[kvp_pb2.AttachRequest, kvp_pb2.AttachReply]
     ) -> None:
         self.grant = grant
         self._reports = reports
@@ -69,7 +69,7 @@ class HeldShard:
     """A shard at a KVP worker, until `close`. Decode passes name it by `number`."""
 
     def __init__(
-        self, number: int, address: str, reports: _Reports[kvp_pb2.HoldRequest, kvp_pb2.HoldNews]
+        self, number: int, address: str, reports: _Reports[kvp_pb2.HoldRequest, kvp_pb2.HoldReply]
     ) -> None:
         self.number = number
         self._address = address
@@ -102,16 +102,16 @@ class GrpcKvpPeer:
 
     async def attach(self, ask: AttachAsk, *, timeout_s: float) -> Attachment:
         """Attaches the owner. Raises TransferError after a refusal or `timeout_s`."""
-        reports = _Reports("Attach", self._address, self._stub.Attach(attach_message(ask)))
+        reports = _Reports("Attach", self._address, self._stub.Attach(ATTACH.encode(ask)))
         message = await reports.first(timeout_s)
         if message.refusal:
             reports.close()
             raise TransferError(f"{self._address} refused: {message.refusal}")
-        return Attachment(grant_of(message), reports)
+        return Attachment(GRANT.decode(message.grant), reports)
 
     async def hold(self, ask: HoldAsk, *, timeout_s: float) -> HeldShard:
         """Asks for a shard. Raises TransferError if there is no room, or no answer in time."""
-        reports = _Reports("Hold", self._address, self._stub.Hold(hold_message(ask)))
+        reports = _Reports("Hold", self._address, self._stub.Hold(HOLD.encode(ask)))
         message = await reports.first(timeout_s)
         if message.WhichOneof("kind") != "opened":
             reports.close()

@@ -13,7 +13,7 @@ from millrace.core.kv.probe import ProbeEndpoint
 from millrace.core.kv.transfer import Incarnation
 from millrace.wire.channel import open_channel
 from millrace.wire.codec.incarnation import incarnation_message
-from millrace.wire.codec.transfer import endpoint_message, endpoint_of
+from millrace.wire.codec.transfer import ENDPOINT
 from millrace.wire.pb import transfer_pb2, transfer_pb2_grpc
 
 
@@ -30,7 +30,7 @@ class ProbeCall:
 
     async def endpoint(self) -> ProbeEndpoint:
         """Returns the peer's endpoint, which is its first message."""
-        return endpoint_of((await self._reply()).endpoint)
+        return ENDPOINT.decode((await self._reply()).endpoint)
 
     async def verdict(self) -> None:
         """Reads the peer's verdict. Raises TransferError if the peer reports an error."""
@@ -62,7 +62,7 @@ async def probe_call(
 
     async def requests() -> AsyncIterator[transfer_pb2.ProbeRequest]:
         yield transfer_pb2.ProbeRequest(
-            asker=incarnation_message(asker), endpoint=endpoint_message(endpoint)
+            asker=incarnation_message(asker), endpoint=ENDPOINT.encode(endpoint)
         )
         await over.wait()
 

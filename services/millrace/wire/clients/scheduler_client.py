@@ -14,7 +14,7 @@ from millrace.core.errors import MillraceError
 from millrace.core.scheduler.mechanisms import Mechanism
 from millrace.wire.channel import open_channel
 from millrace.wire.codec.scheduler import PREEMPTIONS, ROLES
-from millrace.wire.codec.status import fleet_load
+from millrace.wire.codec.status import MECHANISM, fleet_load
 from millrace.wire.pb import scheduler_pb2, scheduler_pb2_grpc
 
 TIMEOUT_S = 5.0
@@ -67,7 +67,7 @@ async def get_mechanisms(address: str) -> list[Mechanism]:
     """Returns the mechanisms and whether they are in force. Raises SchedulerUnavailable."""
     async with _stub(address) as stub:
         reply = await stub.GetStatus(scheduler_pb2.StatusRequest(), timeout=TIMEOUT_S)
-    return [Mechanism(one.name, one.on, one.detail) for one in reply.mechanisms]
+    return list(map(MECHANISM.decode, reply.mechanisms))
 
 
 async def set_policy(address: str, policy: str) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from millrace.core.scheduler.commands import Command
 from millrace.core.scheduler.reports import Registration, Report
 from millrace.wire.channel import open_channel
 from millrace.wire.codec.enums import MessageError
-from millrace.wire.codec.instance import command_of, registration_message, report_message
+from millrace.wire.codec.instance import COMMANDS, REPORTS, registration_message
 from millrace.wire.pb import scheduler_pb2, scheduler_pb2_grpc
 
 #: The commands in order; commands of unknown kinds are left out.
@@ -32,7 +32,7 @@ async def scheduler_stream(
     async def messages() -> AsyncIterator[scheduler_pb2.WorkerMessage]:
         yield registration_message(registration)
         async for report in reports:
-            yield report_message(report)
+            yield REPORTS.encode(report)
 
     async with open_channel(address) as channel:
         call = scheduler_pb2_grpc.SchedulerStub(channel).ConnectWorker(messages())
@@ -49,7 +49,7 @@ async def _commands(
 ) -> AsyncGenerator[Command]:
     try:
         async for message in call:
-            if (command := command_of(message)) is not None:
+            if (command := COMMANDS.decode(message)) is not None:
                 yield command
     except MessageError as error:
         raise SchedulerStreamError(str(error)) from error

@@ -6,14 +6,16 @@ from collections import Counter
 from collections.abc import Mapping
 
 from millrace.core.autoscale.load import FleetLoad, PoolLoad
-from millrace.core.autoscale.rules import Context
 from millrace.core.priority import POLICIES
 from millrace.core.request import RequestState
 from millrace.core.scheduler.fleet.instances import Instance, PrefillInstance
 from millrace.core.scheduler.machine import Machine
-from millrace.core.scheduler.mechanisms import mechanisms
+from millrace.core.scheduler.mechanisms import Mechanism, mechanisms
+from millrace.wire.codec.derive import derive
 from millrace.wire.codec.scheduler import PREEMPTIONS, ROLES
 from millrace.wire.pb import common_pb2, scheduler_pb2
+
+MECHANISM = derive(Mechanism, scheduler_pb2.Mechanism)
 
 
 def status(
@@ -37,10 +39,7 @@ def status(
         planner=machine.config.planner,
         policies=POLICIES,
         improvement_rate=machine.improvement_rate,
-        mechanisms=(
-            scheduler_pb2.Mechanism(name=one.name, on=one.on, detail=one.detail)
-            for one in mechanisms(machine)
-        ),
+        mechanisms=map(MECHANISM.encode, mechanisms(machine)),
     )
 
 
@@ -63,60 +62,18 @@ def _instance(instance: Instance, address: str, now_s: float) -> scheduler_pb2.I
     )
 
 
-_SIGNALS = ("backlog_s", "arriving", "ttft_slo_ratio", "kv_utilisation", "tbt_slo_ratio")
+#: An absent signal was not measured.
+_POOL = derive(PoolLoad, scheduler_pb2.PoolLoad)
 
 
 def load_message(load: FleetLoad) -> scheduler_pb2.LoadReply:
     return scheduler_pb2.LoadReply(
-        pools=[_pool_message(pool) for pool in load.pools.values()],
-        parked_requests=load.parked_requests,
-    )
-
-
-def _pool_message(pool: PoolLoad) -> scheduler_pb2.PoolLoad:
-    return scheduler_pb2.PoolLoad(
-        role=ROLES.number[pool.role],
-        ready=pool.ready,
-        draining=pool.draining,
-        active_requests=pool.active_requests,
-        contexts=[
-            scheduler_pb2.KvContext(
-                tokens=context.tokens,
-                final_tokens=context.final_tokens,
-                growth_tokens_s=context.growth_tokens_s,
-                owner_tokens=context.owner_tokens,
-            )
-            for context in pool.contexts
-        ],
-        **{name: getattr(pool, name) for name in _SIGNALS},
+        pools=map(_POOL.encode, load.pools.values()), parked_requests=load.parked_requests
     )
 
 
 def fleet_load(message: scheduler_pb2.LoadReply) -> FleetLoad:
-    """Decodes a fleet's load. An absent signal was not measured."""
     return FleetLoad(
-        pools={pool.role: pool for pool in map(_pool, message.pools)},
+        pools={pool.role: pool for pool in map(_POOL.decode, message.pools)},
         parked_requests=message.parked_requests,
-    )
-
-
-def _pool(message: scheduler_pb2.PoolLoad) -> PoolLoad:
-    signals = {
-        name: getattr(message, name) if message.HasField(name) else None for name in _SIGNALS
-    }
-    return PoolLoad(
-        role=ROLES.word[message.role],
-        ready=message.ready,
-        draining=message.draining,
-        active_requests=message.active_requests,
-        contexts=tuple(
-            Context(
-                tokens=context.tokens,
-                final_tokens=context.final_tokens,
-                growth_tokens_s=context.growth_tokens_s,
-                owner_tokens=context.owner_tokens,
-            )
-            for context in message.contexts
-        ),
-        **signals,
     )

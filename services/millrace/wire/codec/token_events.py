@@ -5,45 +5,34 @@ from __future__ import annotations
 from collections.abc import Iterable
 from functools import partial
 
-from millrace.core.kv.transfer import Incarnation, Ticket
+from millrace.core.kv.transfer import Incarnation
+from millrace.core.span import Span
 from millrace.core.token_events import (
     NO_DETAIL,
     FinishedPrefill,
-    FirstToken,
     PositionLogprobs,
     TokenDetail,
     TokenEvent,
 )
+from millrace.wire.codec.derive import Codec, derive
 from millrace.wire.codec.enums import EnumWords
 from millrace.wire.codec.incarnation import incarnation_message
-from millrace.wire.codec.trace import span_to_wire, spans_from_wire, spans_to_wire
 from millrace.wire.pb import common_pb2, decode_pb2, transfer_pb2
 
 FINISH_REASONS = EnumWords(common_pb2.FinishReason, "finish_reason", unset="")
 
 
+LOGPROBS = derive(PositionLogprobs, common_pb2.PositionLogprobs)
+SPAN = derive(Span, common_pb2.Span)
+
+
 def logprobs_message(found: PositionLogprobs | None) -> common_pb2.PositionLogprobs:
     """None, which stands for a position without log-probabilities, is an empty message."""
-    if found is None:
-        return common_pb2.PositionLogprobs()
-    return common_pb2.PositionLogprobs(
-        chosen=common_pb2.TokenLogprob(token_id=found.chosen[0], logprob=found.chosen[1]),
-        top=[common_pb2.TokenLogprob(token_id=i, logprob=p) for i, p in found.top],
-    )
+    return common_pb2.PositionLogprobs() if found is None else LOGPROBS.encode(found)
 
 
 def logprobs_of(message: common_pb2.PositionLogprobs) -> PositionLogprobs | None:
-    if not message.HasField("chosen"):
-        return None
-    return present_logprobs_of(message)
-
-
-def present_logprobs_of(message: common_pb2.PositionLogprobs) -> PositionLogprobs:
-    """For a position that has log-probabilities."""
-    return PositionLogprobs(
-        chosen=(message.chosen.token_id, message.chosen.logprob),
-        top=tuple((one.token_id, one.logprob) for one in message.top),
-    )
+    return LOGPROBS.decode(message) if message.HasField("chosen") else None
 
 
 # ---- decode -> proxy
@@ -79,11 +68,11 @@ def batch_message(events: Iterable[TokenEvent]) -> decode_pb2.TokenBatch:
 
 def _add_detail(message: decode_pb2.TokenEvent, detail: TokenDetail) -> None:
     if detail.logprobs:
-        message.logprobs.extend(map(logprobs_message, detail.logprobs))
+        message.logprobs.extend(map(LOGPROBS.encode, detail.logprobs))
     if detail.error:
         message.error = detail.error
     if detail.spans:
-        message.spans.extend(map(span_to_wire, detail.spans))
+        message.spans.extend(map(SPAN.encode, detail.spans))
     if detail.prompt_logprobs:
         message.prompt_logprobs.extend(map(logprobs_message, detail.prompt_logprobs))
     if detail.cached_tokens:
@@ -113,9 +102,9 @@ def events_of(batch: decode_pb2.TokenBatch) -> list[TokenEvent]:
 
 def _detail_of(message: decode_pb2.TokenEvent) -> TokenDetail:
     return TokenDetail(
-        logprobs=tuple(map(present_logprobs_of, message.logprobs)),
+        logprobs=tuple(map(LOGPROBS.decode, message.logprobs)),
         error=message.error,
-        spans=tuple(spans_from_wire(message.spans)),
+        spans=tuple(map(SPAN.decode, message.spans)),
         prompt_logprobs=tuple(map(logprobs_of, message.prompt_logprobs)),
         cached_tokens=message.cached_tokens,
     )
@@ -123,40 +112,8 @@ def _detail_of(message: decode_pb2.TokenEvent) -> TokenDetail:
 
 # ---- prefill -> decode
 
-
-def finished_message(
-    ticket: Ticket, finished: FinishedPrefill
-) -> transfer_pb2.FinishPrefillRequest:
-    return transfer_pb2.FinishPrefillRequest(
-        request_id=ticket.request_id,
-        sender=incarnation_message(ticket.sender),
-        receiver=incarnation_message(ticket.receiver),
-        attempt=ticket.attempt,
-        first_tokens=[_first_token_message(first) for first in finished.first_tokens],
-        spans=spans_to_wire(finished.spans),
-        prompt_logprobs=map(logprobs_message, finished.prompt_logprobs),
-        total_chunks=finished.total_chunks,
-        cached_tokens=finished.cached_tokens,
-    )
-
-
-def finished_of(message: transfer_pb2.FinishPrefillRequest) -> FinishedPrefill:
-    """All of the message but its ticket, which `ticket_of` reads."""
-    return FinishedPrefill(
-        total_chunks=message.total_chunks,
-        first_tokens=tuple(
-            FirstToken(
-                first.token_id,
-                logprobs_of(first.logprobs) if first.HasField("logprobs") else None,
-            )
-            for first in message.first_tokens
-        ),
-        spans=tuple(spans_from_wire(message.spans)),
-        prompt_logprobs=tuple(map(logprobs_of, message.prompt_logprobs)),
-        cached_tokens=message.cached_tokens,
-    )
-
-
-def _first_token_message(first: FirstToken) -> transfer_pb2.FirstToken:
-    logprobs = None if first.logprobs is None else logprobs_message(first.logprobs)
-    return transfer_pb2.FirstToken(token_id=first.token_id, logprobs=logprobs)
+FINISHED = derive(
+    FinishedPrefill,
+    transfer_pb2.FinishedPrefill,
+    prompt_logprobs=Codec(PositionLogprobs, logprobs_message, logprobs_of),
+)

@@ -27,7 +27,7 @@ class HoldRequest(_message.Message):
     prompt_tokens: int
     def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., owner: _Optional[_Union[_common_pb2.Incarnation, _Mapping]] = ..., worker: _Optional[_Union[_common_pb2.Incarnation, _Mapping]] = ..., layout: _Optional[_Union[_transfer_pb2.KvLayout, _Mapping]] = ..., start_token: _Optional[int] = ..., end_token: _Optional[int] = ..., prompt_tokens: _Optional[int] = ...) -> None: ...
 
-class HoldNews(_message.Message):
+class HoldReply(_message.Message):
     __slots__ = ("opened", "landed", "failed")
     OPENED_FIELD_NUMBER: _ClassVar[int]
     LANDED_FIELD_NUMBER: _ClassVar[int]
@@ -65,16 +65,22 @@ class AttachRequest(_message.Message):
     offset: int
     def __init__(self, owner: _Optional[_Union[_common_pb2.Incarnation, _Mapping]] = ..., worker: _Optional[_Union[_common_pb2.Incarnation, _Mapping]] = ..., layout: _Optional[_Union[_transfer_pb2.KvLayout, _Mapping]] = ..., max_rows: _Optional[int] = ..., agent_metadata: _Optional[bytes] = ..., region: _Optional[int] = ..., offset: _Optional[int] = ...) -> None: ...
 
-class AttachNews(_message.Message):
-    __slots__ = ("refusal", "slot", "agent_metadata", "region", "offset")
+class AttachReply(_message.Message):
+    __slots__ = ("refusal", "grant")
     REFUSAL_FIELD_NUMBER: _ClassVar[int]
+    GRANT_FIELD_NUMBER: _ClassVar[int]
+    refusal: str
+    grant: AttachGrant
+    def __init__(self, refusal: _Optional[str] = ..., grant: _Optional[_Union[AttachGrant, _Mapping]] = ...) -> None: ...
+
+class AttachGrant(_message.Message):
+    __slots__ = ("slot", "agent_metadata", "region", "offset")
     SLOT_FIELD_NUMBER: _ClassVar[int]
     AGENT_METADATA_FIELD_NUMBER: _ClassVar[int]
     REGION_FIELD_NUMBER: _ClassVar[int]
     OFFSET_FIELD_NUMBER: _ClassVar[int]
-    refusal: str
     slot: int
     agent_metadata: bytes
     region: int
     offset: int
-    def __init__(self, refusal: _Optional[str] = ..., slot: _Optional[int] = ..., agent_metadata: _Optional[bytes] = ..., region: _Optional[int] = ..., offset: _Optional[int] = ...) -> None: ...
+    def __init__(self, slot: _Optional[int] = ..., agent_metadata: _Optional[bytes] = ..., region: _Optional[int] = ..., offset: _Optional[int] = ...) -> None: ...

@@ -39,12 +39,12 @@ class KvpStub:
         self.Hold = channel.unary_stream(
                 '/millrace.v1.Kvp/Hold',
                 request_serializer=millrace_dot_v1_dot_kvp__pb2.HoldRequest.SerializeToString,
-                response_deserializer=millrace_dot_v1_dot_kvp__pb2.HoldNews.FromString,
+                response_deserializer=millrace_dot_v1_dot_kvp__pb2.HoldReply.FromString,
                 _registered_method=True)
         self.Attach = channel.unary_stream(
                 '/millrace.v1.Kvp/Attach',
                 request_serializer=millrace_dot_v1_dot_kvp__pb2.AttachRequest.SerializeToString,
-                response_deserializer=millrace_dot_v1_dot_kvp__pb2.AttachNews.FromString,
+                response_deserializer=millrace_dot_v1_dot_kvp__pb2.AttachReply.FromString,
                 _registered_method=True)
 
 
@@ -73,12 +73,12 @@ def add_KvpServicer_to_server(servicer, server):
             'Hold': grpc.unary_stream_rpc_method_handler(
                     servicer.Hold,
                     request_deserializer=millrace_dot_v1_dot_kvp__pb2.HoldRequest.FromString,
-                    response_serializer=millrace_dot_v1_dot_kvp__pb2.HoldNews.SerializeToString,
+                    response_serializer=millrace_dot_v1_dot_kvp__pb2.HoldReply.SerializeToString,
             ),
             'Attach': grpc.unary_stream_rpc_method_handler(
                     servicer.Attach,
                     request_deserializer=millrace_dot_v1_dot_kvp__pb2.AttachRequest.FromString,
-                    response_serializer=millrace_dot_v1_dot_kvp__pb2.AttachNews.SerializeToString,
+                    response_serializer=millrace_dot_v1_dot_kvp__pb2.AttachReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -109,7 +109,7 @@ class Kvp:
             target,
             '/millrace.v1.Kvp/Hold',
             millrace_dot_v1_dot_kvp__pb2.HoldRequest.SerializeToString,
-            millrace_dot_v1_dot_kvp__pb2.HoldNews.FromString,
+            millrace_dot_v1_dot_kvp__pb2.HoldReply.FromString,
             options,
             channel_credentials,
             insecure,
@@ -136,7 +136,7 @@ class Kvp:
             target,
             '/millrace.v1.Kvp/Attach',
             millrace_dot_v1_dot_kvp__pb2.AttachRequest.SerializeToString,
-            millrace_dot_v1_dot_kvp__pb2.AttachNews.FromString,
+            millrace_dot_v1_dot_kvp__pb2.AttachReply.FromString,
             options,
             channel_credentials,
             insecure,

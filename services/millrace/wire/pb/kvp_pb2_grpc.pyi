@@ -18,9 +18,9 @@ class KvpStub:
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
-    Hold: _aio.UnaryStreamMultiCallable[_kvp_pb2.HoldRequest, _kvp_pb2.HoldNews]
+    Hold: _aio.UnaryStreamMultiCallable[_kvp_pb2.HoldRequest, _kvp_pb2.HoldReply]
     """Keeps a shard while the stream is open: its end, from either side, frees the pages."""
-    Attach: _aio.UnaryStreamMultiCallable[_kvp_pb2.AttachRequest, _kvp_pb2.AttachNews]
+    Attach: _aio.UnaryStreamMultiCallable[_kvp_pb2.AttachRequest, _kvp_pb2.AttachReply]
     """The owner's attachment to the exchange, one per pair of incarnations. The end of the stream closes it and the owner's shards."""
 
 class KvpServicer(metaclass=_abc_1.ABCMeta):
@@ -32,16 +32,16 @@ class KvpServicer(metaclass=_abc_1.ABCMeta):
     def Hold(
         self,
         request: _kvp_pb2.HoldRequest,
-        context: _aio.ServicerContext[_kvp_pb2.HoldRequest, _abc.AsyncIterator[_kvp_pb2.HoldNews]],
-    ) -> _abc.AsyncIterator[_kvp_pb2.HoldNews]:
+        context: _aio.ServicerContext[_kvp_pb2.HoldRequest, _abc.AsyncIterator[_kvp_pb2.HoldReply]],
+    ) -> _abc.AsyncIterator[_kvp_pb2.HoldReply]:
         """Keeps a shard while the stream is open: its end, from either side, frees the pages."""
 
     @_abc_1.abstractmethod
     def Attach(
         self,
         request: _kvp_pb2.AttachRequest,
-        context: _aio.ServicerContext[_kvp_pb2.AttachRequest, _abc.AsyncIterator[_kvp_pb2.AttachNews]],
-    ) -> _abc.AsyncIterator[_kvp_pb2.AttachNews]:
+        context: _aio.ServicerContext[_kvp_pb2.AttachRequest, _abc.AsyncIterator[_kvp_pb2.AttachReply]],
+    ) -> _abc.AsyncIterator[_kvp_pb2.AttachReply]:
         """The owner's attachment to the exchange, one per pair of incarnations. The end of the stream closes it and the owner's shards."""
 
 def add_KvpServicer_to_server(servicer: KvpServicer, server: _aio.Server) -> None: ...

@@ -115,28 +115,32 @@ class ProxyUpdate(_message.Message):
     def __init__(self, placed: _Optional[_Union[Placed, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., failed: _Optional[_Union[Failed, _Mapping]] = ..., fleet: _Optional[_Union[Fleet, _Mapping]] = ..., queued: _Optional[_Union[Queued, _Mapping]] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ...) -> None: ...
 
 class Progress(_message.Message):
-    __slots__ = ("request_id", "state", "computed_tokens", "left_s")
+    __slots__ = ("request_id", "prompt")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    prompt: PromptProgress
+    def __init__(self, request_id: _Optional[str] = ..., prompt: _Optional[_Union[PromptProgress, _Mapping]] = ...) -> None: ...
+
+class PromptProgress(_message.Message):
+    __slots__ = ("state", "computed_tokens", "left_s")
     STATE_FIELD_NUMBER: _ClassVar[int]
     COMPUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     LEFT_S_FIELD_NUMBER: _ClassVar[int]
-    request_id: str
     state: RequestState
     computed_tokens: int
     left_s: float
-    def __init__(self, request_id: _Optional[str] = ..., state: _Optional[_Union[RequestState, str]] = ..., computed_tokens: _Optional[int] = ..., left_s: _Optional[float] = ...) -> None: ...
+    def __init__(self, state: _Optional[_Union[RequestState, str]] = ..., computed_tokens: _Optional[int] = ..., left_s: _Optional[float] = ...) -> None: ...
 
 class Placed(_message.Message):
-    __slots__ = ("request_id", "decode", "decode_address", "predicted_ttft_s")
+    __slots__ = ("request_id", "decode", "predicted_ttft_s")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     DECODE_FIELD_NUMBER: _ClassVar[int]
-    DECODE_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     PREDICTED_TTFT_S_FIELD_NUMBER: _ClassVar[int]
     request_id: str
-    decode: _common_pb2.Incarnation
-    decode_address: str
+    decode: Member
     predicted_ttft_s: float
-    def __init__(self, request_id: _Optional[str] = ..., decode: _Optional[_Union[_common_pb2.Incarnation, _Mapping]] = ..., decode_address: _Optional[str] = ..., predicted_ttft_s: _Optional[float] = ...) -> None: ...
+    def __init__(self, request_id: _Optional[str] = ..., decode: _Optional[_Union[Member, _Mapping]] = ..., predicted_ttft_s: _Optional[float] = ...) -> None: ...
 
 class Queued(_message.Message):
     __slots__ = ("request_id",)
@@ -209,7 +213,7 @@ class WorkerMessage(_message.Message):
     def __init__(self, register: _Optional[_Union[Register, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., chunk_started: _Optional[_Union[ChunkStarted, _Mapping]] = ..., chunk_finished: _Optional[_Union[ChunkFinished, _Mapping]] = ..., request_released: _Optional[_Union[RequestReleased, _Mapping]] = ..., decode_started: _Optional[_Union[DecodeStarted, _Mapping]] = ..., request_finished: _Optional[_Union[RequestFinished, _Mapping]] = ..., request_failed: _Optional[_Union[RequestFailed, _Mapping]] = ..., draining: _Optional[_Union[Draining, _Mapping]] = ..., chunk_suspended: _Optional[_Union[ChunkSuspended, _Mapping]] = ..., prefix_landed: _Optional[_Union[PrefixLanded, _Mapping]] = ...) -> None: ...
 
 class Register(_message.Message):
-    __slots__ = ("incarnation", "role", "address", "model_hash", "kv_pages", "page_tokens", "max_context_tokens", "max_batch", "latency", "node", "kv_layers", "sp_latency", "decode_step", "block_tokens")
+    __slots__ = ("incarnation", "role", "address", "model_hash", "kv_pages", "page_tokens", "max_context_tokens", "max_batch", "latency", "node", "kv_layers", "decode_step", "block_tokens")
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
@@ -221,7 +225,6 @@ class Register(_message.Message):
     LATENCY_FIELD_NUMBER: _ClassVar[int]
     NODE_FIELD_NUMBER: _ClassVar[int]
     KV_LAYERS_FIELD_NUMBER: _ClassVar[int]
-    SP_LATENCY_FIELD_NUMBER: _ClassVar[int]
     DECODE_STEP_FIELD_NUMBER: _ClassVar[int]
     BLOCK_TOKENS_FIELD_NUMBER: _ClassVar[int]
     incarnation: _common_pb2.Incarnation
@@ -232,13 +235,12 @@ class Register(_message.Message):
     page_tokens: int
     max_context_tokens: int
     max_batch: int
-    latency: LatencyCoefficients
+    latency: SpLatency
     node: str
     kv_layers: int
-    sp_latency: _containers.RepeatedCompositeFieldContainer[SpLatency]
     decode_step: DecodeStepTime
     block_tokens: int
-    def __init__(self, incarnation: _Optional[_Union[_common_pb2.Incarnation, _Mapping]] = ..., role: _Optional[_Union[Role, str]] = ..., address: _Optional[str] = ..., model_hash: _Optional[str] = ..., kv_pages: _Optional[int] = ..., page_tokens: _Optional[int] = ..., max_context_tokens: _Optional[int] = ..., max_batch: _Optional[int] = ..., latency: _Optional[_Union[LatencyCoefficients, _Mapping]] = ..., node: _Optional[str] = ..., kv_layers: _Optional[int] = ..., sp_latency: _Optional[_Iterable[_Union[SpLatency, _Mapping]]] = ..., decode_step: _Optional[_Union[DecodeStepTime, _Mapping]] = ..., block_tokens: _Optional[int] = ...) -> None: ...
+    def __init__(self, incarnation: _Optional[_Union[_common_pb2.Incarnation, _Mapping]] = ..., role: _Optional[_Union[Role, str]] = ..., address: _Optional[str] = ..., model_hash: _Optional[str] = ..., kv_pages: _Optional[int] = ..., page_tokens: _Optional[int] = ..., max_context_tokens: _Optional[int] = ..., max_batch: _Optional[int] = ..., latency: _Optional[_Union[SpLatency, _Mapping]] = ..., node: _Optional[str] = ..., kv_layers: _Optional[int] = ..., decode_step: _Optional[_Union[DecodeStepTime, _Mapping]] = ..., block_tokens: _Optional[int] = ...) -> None: ...
 
 class DecodeStepTime(_message.Message):
     __slots__ = ("base_s", "per_sequence_s", "per_context_token_s")
@@ -251,14 +253,19 @@ class DecodeStepTime(_message.Message):
     def __init__(self, base_s: _Optional[float] = ..., per_sequence_s: _Optional[float] = ..., per_context_token_s: _Optional[float] = ...) -> None: ...
 
 class SpLatency(_message.Message):
-    __slots__ = ("sp", "latency")
-    SP_FIELD_NUMBER: _ClassVar[int]
-    LATENCY_FIELD_NUMBER: _ClassVar[int]
-    sp: int
-    latency: LatencyCoefficients
-    def __init__(self, sp: _Optional[int] = ..., latency: _Optional[_Union[LatencyCoefficients, _Mapping]] = ...) -> None: ...
+    __slots__ = ("by_sp",)
+    class BySpEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: int
+        value: Latency
+        def __init__(self, key: _Optional[int] = ..., value: _Optional[_Union[Latency, _Mapping]] = ...) -> None: ...
+    BY_SP_FIELD_NUMBER: _ClassVar[int]
+    by_sp: _containers.MessageMap[int, Latency]
+    def __init__(self, by_sp: _Optional[_Mapping[int, Latency]] = ...) -> None: ...
 
-class LatencyCoefficients(_message.Message):
+class Latency(_message.Message):
     __slots__ = ("a", "b", "c", "d", "points")
     A_FIELD_NUMBER: _ClassVar[int]
     B_FIELD_NUMBER: _ClassVar[int]

@@ -47,49 +47,61 @@ class KvLayout(_message.Message):
     model_layers: int
     def __init__(self, model_hash: _Optional[str] = ..., dtype: _Optional[_Union[Dtype, str]] = ..., num_layers: _Optional[int] = ..., num_kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., page_tokens: _Optional[int] = ..., head_start: _Optional[int] = ..., head_count: _Optional[int] = ..., num_pages: _Optional[int] = ..., parts: _Optional[int] = ..., layer_start: _Optional[int] = ..., model_layers: _Optional[int] = ...) -> None: ...
 
-class HandshakeRequest(_message.Message):
-    __slots__ = ("request_id", "sender", "receiver", "layout", "start_token", "num_tokens", "agent_metadata", "attempt")
+class Ticket(_message.Message):
+    __slots__ = ("request_id", "sender", "receiver", "attempt")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     SENDER_FIELD_NUMBER: _ClassVar[int]
     RECEIVER_FIELD_NUMBER: _ClassVar[int]
-    LAYOUT_FIELD_NUMBER: _ClassVar[int]
-    START_TOKEN_FIELD_NUMBER: _ClassVar[int]
-    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    AGENT_METADATA_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     sender: _common_pb2.Incarnation
     receiver: _common_pb2.Incarnation
+    attempt: int
+    def __init__(self, request_id: _Optional[str] = ..., sender: _Optional[_Union[_common_pb2.Incarnation, _Mapping]] = ..., receiver: _Optional[_Union[_common_pb2.Incarnation, _Mapping]] = ..., attempt: _Optional[int] = ...) -> None: ...
+
+class HandshakeRequest(_message.Message):
+    __slots__ = ("ticket", "layout", "start_token", "num_tokens", "agent_metadata")
+    TICKET_FIELD_NUMBER: _ClassVar[int]
+    LAYOUT_FIELD_NUMBER: _ClassVar[int]
+    START_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    AGENT_METADATA_FIELD_NUMBER: _ClassVar[int]
+    ticket: Ticket
     layout: KvLayout
     start_token: int
     num_tokens: int
     agent_metadata: bytes
-    attempt: int
-    def __init__(self, request_id: _Optional[str] = ..., sender: _Optional[_Union[_common_pb2.Incarnation, _Mapping]] = ..., receiver: _Optional[_Union[_common_pb2.Incarnation, _Mapping]] = ..., layout: _Optional[_Union[KvLayout, _Mapping]] = ..., start_token: _Optional[int] = ..., num_tokens: _Optional[int] = ..., agent_metadata: _Optional[bytes] = ..., attempt: _Optional[int] = ...) -> None: ...
+    def __init__(self, ticket: _Optional[_Union[Ticket, _Mapping]] = ..., layout: _Optional[_Union[KvLayout, _Mapping]] = ..., start_token: _Optional[int] = ..., num_tokens: _Optional[int] = ..., agent_metadata: _Optional[bytes] = ...) -> None: ...
 
 class HandshakeReply(_message.Message):
-    __slots__ = ("refusal", "layout", "pages", "agent_metadata", "region", "backend_id", "buffered", "buffer_offset", "buffer_bytes", "lease_s")
+    __slots__ = ("refusal", "grant")
     REFUSAL_FIELD_NUMBER: _ClassVar[int]
+    GRANT_FIELD_NUMBER: _ClassVar[int]
+    refusal: str
+    grant: HandshakeGrant
+    def __init__(self, refusal: _Optional[str] = ..., grant: _Optional[_Union[HandshakeGrant, _Mapping]] = ...) -> None: ...
+
+class HandshakeGrant(_message.Message):
+    __slots__ = ("lease", "layout", "pages", "agent_metadata", "region", "lease_s", "buffered", "buffer_offset", "buffer_bytes")
+    LEASE_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
     PAGES_FIELD_NUMBER: _ClassVar[int]
     AGENT_METADATA_FIELD_NUMBER: _ClassVar[int]
     REGION_FIELD_NUMBER: _ClassVar[int]
-    BACKEND_ID_FIELD_NUMBER: _ClassVar[int]
+    LEASE_S_FIELD_NUMBER: _ClassVar[int]
     BUFFERED_FIELD_NUMBER: _ClassVar[int]
     BUFFER_OFFSET_FIELD_NUMBER: _ClassVar[int]
     BUFFER_BYTES_FIELD_NUMBER: _ClassVar[int]
-    LEASE_S_FIELD_NUMBER: _ClassVar[int]
-    refusal: str
+    lease: int
     layout: KvLayout
     pages: _containers.RepeatedScalarFieldContainer[int]
     agent_metadata: bytes
-    region: bytes
-    backend_id: int
+    region: int
+    lease_s: float
     buffered: bool
     buffer_offset: int
     buffer_bytes: int
-    lease_s: float
-    def __init__(self, refusal: _Optional[str] = ..., layout: _Optional[_Union[KvLayout, _Mapping]] = ..., pages: _Optional[_Iterable[int]] = ..., agent_metadata: _Optional[bytes] = ..., region: _Optional[bytes] = ..., backend_id: _Optional[int] = ..., buffered: _Optional[bool] = ..., buffer_offset: _Optional[int] = ..., buffer_bytes: _Optional[int] = ..., lease_s: _Optional[float] = ...) -> None: ...
+    def __init__(self, lease: _Optional[int] = ..., layout: _Optional[_Union[KvLayout, _Mapping]] = ..., pages: _Optional[_Iterable[int]] = ..., agent_metadata: _Optional[bytes] = ..., region: _Optional[int] = ..., lease_s: _Optional[float] = ..., buffered: _Optional[bool] = ..., buffer_offset: _Optional[int] = ..., buffer_bytes: _Optional[int] = ...) -> None: ...
 
 class FirstToken(_message.Message):
     __slots__ = ("token_id", "logprobs")
@@ -99,27 +111,27 @@ class FirstToken(_message.Message):
     logprobs: _common_pb2.PositionLogprobs
     def __init__(self, token_id: _Optional[int] = ..., logprobs: _Optional[_Union[_common_pb2.PositionLogprobs, _Mapping]] = ...) -> None: ...
 
-class FinishPrefillRequest(_message.Message):
-    __slots__ = ("request_id", "sender", "receiver", "first_tokens", "spans", "prompt_logprobs", "total_chunks", "cached_tokens", "attempt")
-    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
-    SENDER_FIELD_NUMBER: _ClassVar[int]
-    RECEIVER_FIELD_NUMBER: _ClassVar[int]
+class FinishedPrefill(_message.Message):
+    __slots__ = ("total_chunks", "first_tokens", "spans", "prompt_logprobs", "cached_tokens")
+    TOTAL_CHUNKS_FIELD_NUMBER: _ClassVar[int]
     FIRST_TOKENS_FIELD_NUMBER: _ClassVar[int]
     SPANS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
-    TOTAL_CHUNKS_FIELD_NUMBER: _ClassVar[int]
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
-    request_id: str
-    sender: _common_pb2.Incarnation
-    receiver: _common_pb2.Incarnation
+    total_chunks: int
     first_tokens: _containers.RepeatedCompositeFieldContainer[FirstToken]
     spans: _containers.RepeatedCompositeFieldContainer[_common_pb2.Span]
     prompt_logprobs: _containers.RepeatedCompositeFieldContainer[_common_pb2.PositionLogprobs]
-    total_chunks: int
     cached_tokens: int
-    attempt: int
-    def __init__(self, request_id: _Optional[str] = ..., sender: _Optional[_Union[_common_pb2.Incarnation, _Mapping]] = ..., receiver: _Optional[_Union[_common_pb2.Incarnation, _Mapping]] = ..., first_tokens: _Optional[_Iterable[_Union[FirstToken, _Mapping]]] = ..., spans: _Optional[_Iterable[_Union[_common_pb2.Span, _Mapping]]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[_common_pb2.PositionLogprobs, _Mapping]]] = ..., total_chunks: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., attempt: _Optional[int] = ...) -> None: ...
+    def __init__(self, total_chunks: _Optional[int] = ..., first_tokens: _Optional[_Iterable[_Union[FirstToken, _Mapping]]] = ..., spans: _Optional[_Iterable[_Union[_common_pb2.Span, _Mapping]]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[_common_pb2.PositionLogprobs, _Mapping]]] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
+
+class FinishPrefillRequest(_message.Message):
+    __slots__ = ("ticket", "finished")
+    TICKET_FIELD_NUMBER: _ClassVar[int]
+    FINISHED_FIELD_NUMBER: _ClassVar[int]
+    ticket: Ticket
+    finished: FinishedPrefill
+    def __init__(self, ticket: _Optional[_Union[Ticket, _Mapping]] = ..., finished: _Optional[_Union[FinishedPrefill, _Mapping]] = ...) -> None: ...
 
 class FinishPrefillReply(_message.Message):
     __slots__ = ("refusal",)
@@ -128,20 +140,14 @@ class FinishPrefillReply(_message.Message):
     def __init__(self, refusal: _Optional[str] = ...) -> None: ...
 
 class AbortTransferRequest(_message.Message):
-    __slots__ = ("request_id", "sender", "receiver", "reason", "drained", "attempt")
-    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
-    SENDER_FIELD_NUMBER: _ClassVar[int]
-    RECEIVER_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("ticket", "reason", "drained")
+    TICKET_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
     DRAINED_FIELD_NUMBER: _ClassVar[int]
-    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
-    request_id: str
-    sender: _common_pb2.Incarnation
-    receiver: _common_pb2.Incarnation
+    ticket: Ticket
     reason: str
     drained: bool
-    attempt: int
-    def __init__(self, request_id: _Optional[str] = ..., sender: _Optional[_Union[_common_pb2.Incarnation, _Mapping]] = ..., receiver: _Optional[_Union[_common_pb2.Incarnation, _Mapping]] = ..., reason: _Optional[str] = ..., drained: _Optional[bool] = ..., attempt: _Optional[int] = ...) -> None: ...
+    def __init__(self, ticket: _Optional[_Union[Ticket, _Mapping]] = ..., reason: _Optional[str] = ..., drained: _Optional[bool] = ...) -> None: ...
 
 class AbortTransferReply(_message.Message):
     __slots__ = ()
@@ -158,26 +164,20 @@ class TokenRun(_message.Message):
     def __init__(self, start_token: _Optional[int] = ..., num_tokens: _Optional[int] = ..., slot: _Optional[int] = ...) -> None: ...
 
 class SendHistoryRequest(_message.Message):
-    __slots__ = ("request_id", "attempt", "sender", "receiver", "layout", "pages", "runs", "agent_metadata", "region")
-    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
-    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
-    SENDER_FIELD_NUMBER: _ClassVar[int]
-    RECEIVER_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("ticket", "layout", "pages", "runs", "agent_metadata", "region")
+    TICKET_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
     PAGES_FIELD_NUMBER: _ClassVar[int]
     RUNS_FIELD_NUMBER: _ClassVar[int]
     AGENT_METADATA_FIELD_NUMBER: _ClassVar[int]
     REGION_FIELD_NUMBER: _ClassVar[int]
-    request_id: str
-    attempt: int
-    sender: _common_pb2.Incarnation
-    receiver: _common_pb2.Incarnation
+    ticket: Ticket
     layout: KvLayout
     pages: _containers.RepeatedScalarFieldContainer[int]
     runs: _containers.RepeatedCompositeFieldContainer[TokenRun]
     agent_metadata: bytes
     region: int
-    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., sender: _Optional[_Union[_common_pb2.Incarnation, _Mapping]] = ..., receiver: _Optional[_Union[_common_pb2.Incarnation, _Mapping]] = ..., layout: _Optional[_Union[KvLayout, _Mapping]] = ..., pages: _Optional[_Iterable[int]] = ..., runs: _Optional[_Iterable[_Union[TokenRun, _Mapping]]] = ..., agent_metadata: _Optional[bytes] = ..., region: _Optional[int] = ...) -> None: ...
+    def __init__(self, ticket: _Optional[_Union[Ticket, _Mapping]] = ..., layout: _Optional[_Union[KvLayout, _Mapping]] = ..., pages: _Optional[_Iterable[int]] = ..., runs: _Optional[_Iterable[_Union[TokenRun, _Mapping]]] = ..., agent_metadata: _Optional[bytes] = ..., region: _Optional[int] = ...) -> None: ...
 
 class SendHistoryReply(_message.Message):
     __slots__ = ("refusal",)

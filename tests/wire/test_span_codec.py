@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from millrace.core.span import Span
-from millrace.wire.codec.trace import spans_from_wire, spans_to_wire
+from millrace.wire.codec.token_events import SPAN
 from millrace.wire.pb import common_pb2
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]))
@@ -22,5 +22,5 @@ SPANS = st.builds(
 
 @given(st.lists(SPANS, max_size=4))
 def test_round_trip(spans: list[Span]) -> None:
-    sent = [message.SerializeToString() for message in spans_to_wire(spans)]
-    assert spans_from_wire(map(common_pb2.Span.FromString, sent)) == spans
+    sent = [SPAN.encode(span).SerializeToString() for span in spans]
+    assert [SPAN.decode(common_pb2.Span.FromString(one)) for one in sent] == spans
