@@ -15,6 +15,7 @@ from kubernetes.aio import client
 from millrace.core.errors import MillraceError
 from millrace_operator.run import crds, kube
 from millrace_operator.run.kube import Kube, KubeError, KubeRefused, load_configuration
+from millrace_operator.schema import API_VERSION
 from support.kube_emulator import Fault, KubeEmulator, configuration_of, kube_emulator
 
 SETTINGS = {
@@ -25,7 +26,7 @@ SETTINGS = {
 }
 
 
-#: A plugin for credentials: every run makes its token one character longer.
+#: A plugin for credentials: every run makes a token that is longer by a character.
 PLUGIN = """
 import json, pathlib
 runs = pathlib.Path({runs!r})
@@ -92,7 +93,7 @@ async def test_a_delete_means_that_very_object(cluster: KubeEmulator, calls: Kub
 
 async def test_a_replica_count_is_the_autoscalers(cluster: KubeEmulator, calls: Kube):
     pool = {"spec": {"serviceRef": {"name": "chat"}}, "metadata": {"name": "p"}}
-    await cluster.make({"apiVersion": kube.MILLRACE, "kind": "DecodePool", **pool})
+    await cluster.make({"apiVersion": API_VERSION, "kind": "DecodePool", **pool})
     await calls.scale("DecodePool", "default", "p", 3)
     assert cluster.find("DecodePool", "p")["spec"]["replicas"] == 3
     assert cluster.writes[-1][2] == "millrace-autoscaler"
@@ -101,13 +102,13 @@ async def test_a_replica_count_is_the_autoscalers(cluster: KubeEmulator, calls: 
 
 async def test_a_status_goes_to_the_object_it_was_made_for(cluster: KubeEmulator, calls: Kube):
     pool = {"spec": {"serviceRef": {"name": "chat"}}, "metadata": {"name": "p"}}
-    made = await cluster.make({"apiVersion": kube.MILLRACE, "kind": "DecodePool", **pool})
+    made = await cluster.make({"apiVersion": API_VERSION, "kind": "DecodePool", **pool})
     await calls.patch_status(made, {"replicas": 1, "revision": "r"})
     await calls.patch_status(made, {"replicas": 2})
     assert cluster.find("DecodePool", "p")["status"] == {"replicas": 2}
     await cluster.remove("DecodePool", "p")
     await calls.patch_status(made, {"replicas": 3})  # gone: the result has no reader
-    await cluster.make({"apiVersion": kube.MILLRACE, "kind": "DecodePool", **pool})
+    await cluster.make({"apiVersion": API_VERSION, "kind": "DecodePool", **pool})
     with pytest.raises(KubeError):
         await calls.patch_status(made, {"replicas": 3})
 
