@@ -118,7 +118,7 @@ class Operator:
             # Started writes end before another operator leads.
             stack.push_async_callback(self._kube.close)
             await self.election.acquire()
-            self._metrics.leads(True)
+            self._metrics.leading.set(1.0)
             await until_one_ends(self.election.hold(), self._work())
 
     def ready(self) -> bool:

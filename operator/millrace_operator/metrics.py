@@ -37,13 +37,10 @@ class OperatorMetrics:
         self.load_errors = registry.counter(
             "millrace_operator_scheduler_errors_total", "Calls that a scheduler did not answer"
         )
-        self._leading = registry.gauge(
+        self.leading = registry.gauge(
             "millrace_operator_leader_info", "1 for the operator that acts, 0 for a standby"
         )
         self._registry = registry
-
-    def leads(self, leads: bool) -> None:
-        self._leading.set(float(leads))
 
     def count_call(self, verb: str, status: int) -> None:
         """Counts an answer; for `Kube`'s `on_call`."""

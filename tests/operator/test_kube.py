@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import ssl
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import aiohttp.web
 import pytest
 import yaml
 from kmock import Request
 from kubernetes.aio import client
 
 from millrace.core.errors import MillraceError
+from millrace.wire.tls import SERVER_NAME
 from millrace_operator.run import crds, kube
 from millrace_operator.run.kube import Kube, KubeError, KubeRefused, load_configuration
+from millrace_operator.schema import API_VERSION
+from support.certificates import Authority, needs_openssl
 from support.kube_emulator import Fault, KubeEmulator, configuration_of, kube_emulator
 
 SETTINGS = {
@@ -25,7 +30,7 @@ SETTINGS = {
 }
 
 
-#: A plugin for credentials: every run makes its token one character longer.
+#: A plugin for credentials: every run makes a token that is longer by a character.
 PLUGIN = """
 import json, pathlib
 runs = pathlib.Path({runs!r})
@@ -92,7 +97,7 @@ async def test_a_delete_means_that_very_object(cluster: KubeEmulator, calls: Kub
 
 async def test_a_replica_count_is_the_autoscalers(cluster: KubeEmulator, calls: Kube):
     pool = {"spec": {"serviceRef": {"name": "chat"}}, "metadata": {"name": "p"}}
-    await cluster.make({"apiVersion": kube.MILLRACE, "kind": "DecodePool", **pool})
+    await cluster.make({"apiVersion": API_VERSION, "kind": "DecodePool", **pool})
     await calls.scale("DecodePool", "default", "p", 3)
     assert cluster.find("DecodePool", "p")["spec"]["replicas"] == 3
     assert cluster.writes[-1][2] == "millrace-autoscaler"
@@ -101,13 +106,13 @@ async def test_a_replica_count_is_the_autoscalers(cluster: KubeEmulator, calls: 
 
 async def test_a_status_goes_to_the_object_it_was_made_for(cluster: KubeEmulator, calls: Kube):
     pool = {"spec": {"serviceRef": {"name": "chat"}}, "metadata": {"name": "p"}}
-    made = await cluster.make({"apiVersion": kube.MILLRACE, "kind": "DecodePool", **pool})
+    made = await cluster.make({"apiVersion": API_VERSION, "kind": "DecodePool", **pool})
     await calls.patch_status(made, {"replicas": 1, "revision": "r"})
     await calls.patch_status(made, {"replicas": 2})
     assert cluster.find("DecodePool", "p")["status"] == {"replicas": 2}
     await cluster.remove("DecodePool", "p")
     await calls.patch_status(made, {"replicas": 3})  # gone: the result has no reader
-    await cluster.make({"apiVersion": kube.MILLRACE, "kind": "DecodePool", **pool})
+    await cluster.make({"apiVersion": API_VERSION, "kind": "DecodePool", **pool})
     with pytest.raises(KubeError):
         await calls.patch_status(made, {"replicas": 3})
 
@@ -228,3 +233,50 @@ async def test_a_kubeconfig_is_read_by_path_and_context(tmp_path: Path):
     assert (await load_configuration(str(path), "two")).host == "https://two.test"
     with pytest.raises(MillraceError, match="no access to a Kubernetes cluster"):
         await load_configuration(str(tmp_path / "nothing"))
+
+
+@needs_openssl
+@pytest.mark.parametrize("trusted", [True, False])
+async def test_both_sides_show_certificates(tmp_path: Path, trusted: bool):
+    """A kubeconfig's CA checks the API server, and its client certificate names the operator."""
+    names = []
+
+    async def answer(request: aiohttp.web.BaseRequest) -> aiohttp.web.Response:
+        certificate = request.get_extra_info("peercert")
+        names.append(dict(*certificate["subject"])["commonName"])
+        return aiohttp.web.json_response(SETTINGS, headers={"Connection": "close"})
+
+    server = Authority(tmp_path / "ca").issue(tmp_path / "server")
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=server.ca_file)
+    context.load_cert_chain(server.cert_file, server.key_file)
+    context.verify_mode = ssl.CERT_REQUIRED
+    runner = aiohttp.web.ServerRunner(aiohttp.web.Server(answer))
+    await runner.setup()
+    await aiohttp.web.TCPSite(runner, "127.0.0.1", 0, ssl_context=context).start()
+    host, port = runner.addresses[0]
+
+    other = Authority(tmp_path / "other").issue(tmp_path / "stranger")
+    ca = server.ca_file if trusted else other.ca_file
+    api = {"server": f"https://{host}:{port}", "tls-server-name": SERVER_NAME}
+    user = {"client-certificate": server.cert_file, "client-key": server.key_file}
+    given = {
+        "clusters": [{"name": "c", "cluster": {**api, "certificate-authority": ca}}],
+        "contexts": [{"name": "c", "context": {"cluster": "c", "user": "u"}}],
+        "users": [{"name": "u", "user": user}],
+        "current-context": "c",
+    }
+    path = tmp_path / "config"
+    path.write_text(yaml.safe_dump(given))
+    configuration = await load_configuration(str(path))
+    configuration.disable_strict_ssl_verification = True  # they have no key identifiers
+    calls = Kube(configuration)
+    try:
+        if trusted:
+            assert await calls.get("ConfigMap", "default", "c") == SETTINGS
+        else:
+            with pytest.raises(KubeError, match=r"no answer.*CERTIFICATE_VERIFY_FAILED"):
+                await calls.get("ConfigMap", "default", "c")
+    finally:
+        await calls.close()
+        await runner.cleanup()
+    assert names == ["millrace"] * trusted

@@ -11,7 +11,7 @@ from millrace.core.autoscale.drain import Cordon, Evict, Uncordon
 from millrace_operator.observed import ObservedPool
 from millrace_operator.reconcile.actions import SetReplicas
 from millrace_operator.reconcile.conditions import by_type, timestamp
-from millrace_operator.reconcile.reconcile import reconcile_pool
+from millrace_operator.reconcile.pool import reconcile_pool
 from millrace_operator.spec import parse_pool
 from support.custom_resources import DEFAULTS, model_service, pool
 from support.pool_scene import CALM, NAME, NOW_S, Scene, advice, held, kinds, reasons, size

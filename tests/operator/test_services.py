@@ -10,7 +10,7 @@ import pytest
 from millrace_operator.observed import ObservedService
 from millrace_operator.reconcile.actions import Apply, Delete, Report, SetStatus
 from millrace_operator.reconcile.conditions import by_type
-from millrace_operator.reconcile.reconcile import reconcile_service
+from millrace_operator.reconcile.service import reconcile_service
 from millrace_operator.spec import parse_service
 from support.custom_resources import DEFAULTS, SCHEMAS, defaulted, model_service
 

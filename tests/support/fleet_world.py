@@ -28,7 +28,8 @@ from millrace_operator.reconcile.actions import (
     SetStatus,
 )
 from millrace_operator.reconcile.conditions import by_type, seconds
-from millrace_operator.reconcile.reconcile import reconcile_pool, reconcile_service
+from millrace_operator.reconcile.pool import reconcile_pool
+from millrace_operator.reconcile.service import reconcile_service
 from millrace_operator.schema.pools import KINDS
 from millrace_operator.spec import autoscale_config, parse_pool, parse_service
 from support.custom_resources import DEFAULTS, SCHEMAS, defaulted, model_service

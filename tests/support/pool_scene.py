@@ -16,7 +16,7 @@ from millrace_operator.reconcile.actions import (
     SetStatus,
 )
 from millrace_operator.reconcile.conditions import by_type
-from millrace_operator.reconcile.reconcile import reconcile_pool
+from millrace_operator.reconcile.pool import reconcile_pool
 from millrace_operator.spec import parse_pool
 from support.custom_resources import DEFAULTS, SCHEMAS, model_service, pool
 

@@ -80,7 +80,9 @@ def tables(spec: ModelServiceSpec) -> dict[str, Table]:
         if not dot:
             raise SpecError(f"spec.settings[{path}]: write it as section.field")
         found.setdefault(section, {})[name] = value
-    return found | ({"slo_classes": classes} if (classes := _classes(spec)) else {})
+    if spec.slo_classes:
+        found["slo_classes"] = {entry.name: _class(entry) for entry in spec.slo_classes}
+    return found
 
 
 def config(given: Mapping[str, Table]) -> Config:
@@ -163,10 +165,6 @@ def _spreading(kvp: Kvp | None) -> Table:
         "max_kv_tokens_per_worker": kvp.tokens_per_worker,
         "max_kvp_degree": kvp.max_workers_per_request + 1,
     }
-
-
-def _classes(spec: ModelServiceSpec) -> Table:
-    return {entry.name: _class(entry) for entry in spec.slo_classes or ()}
 
 
 def _class(entry: SloClass) -> Table:

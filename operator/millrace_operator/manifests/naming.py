@@ -28,16 +28,9 @@ WORKER_PORT = 7071
 GATEWAY_PORT = 8080
 
 
-def scheduler_name(service: str) -> str:
-    return f"{service}-scheduler"
-
-
-def gateway_name(service: str) -> str:
-    return f"{service}-proxy"
-
-
-def config_name(service: str) -> str:
-    return f"{service}-config"
+def part_name(service: str, component: str) -> str:
+    """Returns the name of a ModelService's objects of a component: config, scheduler or proxy."""
+    return f"{service}-{component}"
 
 
 def labels(service: str, component: str) -> dict[str, str]:

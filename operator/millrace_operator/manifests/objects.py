@@ -35,8 +35,18 @@ def of_pool(pool: Pool, template: Mapping[str, Any], replicas: int) -> list[Mani
     return [naming.stamped(manifest) for manifest in found]
 
 
-def differs(live: Object | None, manifest: Manifest) -> bool:
-    """Returns whether an object must be applied: it is missing, or differs from the last apply."""
+def changed(live: Mapping[tuple[str, str], Object], wanted: list[Manifest]) -> list[Manifest]:
+    """Returns the wanted objects that must be applied: they are missing from `live`, which has
+    objects by kind and name, or differ from the last apply.
+    """
+    return [
+        manifest
+        for manifest in wanted
+        if _differs(live.get((manifest["kind"], manifest["metadata"]["name"])), manifest)
+    ]
+
+
+def _differs(live: Object | None, manifest: Manifest) -> bool:
     if live is None:
         return True
     applied = live["metadata"].get("annotations", {}).get(naming.APPLIED)
@@ -59,12 +69,16 @@ def _metadata(
     }
 
 
+def _part_metadata(context: Context, component: str) -> Manifest:
+    name = naming.part_name(context.name, component)
+    return _metadata(context.service, name, naming.labels(context.name, component))
+
+
 def _config_map(context: Context) -> Manifest:
-    labels = naming.labels(context.name, "config")
     return {
         "apiVersion": "v1",
         "kind": "ConfigMap",
-        "metadata": _metadata(context.service, naming.config_name(context.name), labels),
+        "metadata": _part_metadata(context, "config"),
         "data": {"config.toml": config_file.text(context.tables)},
     }
 
@@ -86,36 +100,25 @@ def _port(name: str, port: int) -> Manifest:
 
 def _scheduler_service(context: Context) -> Manifest:
     return _network_service(
-        _metadata(
-            context.service,
-            naming.scheduler_name(context.name),
-            naming.labels(context.name, "scheduler"),
-        ),
+        _part_metadata(context, "scheduler"),
         naming.component_selector(context.name, "scheduler"),
-        [
-            _port("grpc", naming.SCHEDULER_PORT),
-            _port("metrics", config_file.METRICS_PORT),
-        ],
+        [_port("grpc", naming.SCHEDULER_PORT), _port("metrics", config_file.METRICS_PORT)],
     )
 
 
 def _gateway_service(context: Context) -> Manifest:
     return _network_service(
-        _metadata(
-            context.service, naming.gateway_name(context.name), naming.labels(context.name, "proxy")
-        ),
+        _part_metadata(context, "proxy"),
         naming.component_selector(context.name, "proxy"),
         [_port("http", context.spec.gateway.port)],
     )
 
 
-def _deployment(
-    context: Context, component: str, name: str, spec: Mapping[str, object]
-) -> Manifest:
+def _deployment(context: Context, component: str, spec: Mapping[str, object]) -> Manifest:
     return {
         "apiVersion": "apps/v1",
         "kind": "Deployment",
-        "metadata": _metadata(context.service, name, naming.labels(context.name, component)),
+        "metadata": _part_metadata(context, component),
         "spec": {
             "selector": {"matchLabels": naming.component_selector(context.name, component)},
             "revisionHistoryLimit": 3,
@@ -131,7 +134,7 @@ def _scheduler(context: Context) -> Manifest:
         "strategy": {"type": "Recreate"},
         "template": pods.scheduler(context),
     }
-    return _deployment(context, "scheduler", naming.scheduler_name(context.name), spec)
+    return _deployment(context, "scheduler", spec)
 
 
 def _gateway(context: Context) -> Manifest:
@@ -143,7 +146,7 @@ def _gateway(context: Context) -> Manifest:
         },
         "template": pods.gateway(context),
     }
-    return _deployment(context, "proxy", naming.gateway_name(context.name), spec)
+    return _deployment(context, "proxy", spec)
 
 
 def _budget(metadata: Manifest, selector: Mapping[str, str], **limit: int) -> Manifest:
@@ -161,13 +164,10 @@ def _budget(metadata: Manifest, selector: Mapping[str, str], **limit: int) -> Ma
 
 
 def _gateway_budget(context: Context) -> Manifest:
-    metadata = _metadata(
-        context.service, naming.gateway_name(context.name), naming.labels(context.name, "proxy")
-    )
     # A single pod may be evicted, or a node could never be emptied.
     least = context.spec.gateway.replicas - 1
     selector = naming.component_selector(context.name, "proxy")
-    return _budget(metadata, selector, minAvailable=least)
+    return _budget(_part_metadata(context, "proxy"), selector, minAvailable=least)
 
 
 def _pool(context: Context, kind: PoolKind) -> Manifest:
@@ -205,10 +205,7 @@ def _headless(pool: Pool) -> Manifest:
     return _network_service(
         _pool_metadata(pool),
         pool_selector(pool),
-        [
-            _port("grpc", naming.WORKER_PORT),
-            _port("metrics", config_file.METRICS_PORT),
-        ],
+        [_port("grpc", naming.WORKER_PORT), _port("metrics", config_file.METRICS_PORT)],
         clusterIP="None",
         publishNotReadyAddresses=True,
     )

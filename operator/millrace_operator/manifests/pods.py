@@ -113,7 +113,7 @@ def gateway(context: Context) -> dict[str, Any]:
     drain_s = context.config.proxy.drain_timeout_s
     grace_s = LINGER_S + math.ceil(drain_s) + GOODBYE_S
     pod = _with_weights(context, _pod(context, container, grace_s))
-    pod["topologySpreadConstraints"] = [_spread(_selector(context, "proxy"))]
+    pod["topologySpreadConstraints"] = [_spread(naming.component_selector(context.name, "proxy"))]
     return _template(context, "proxy", pod, gateway_spec.template)
 
 
@@ -145,7 +145,7 @@ _CONFIG_ARGS = ("--config", f"{config_file.FOLDER}/config.toml")
 
 def _model_args(context: Context) -> list[str]:
     model = context.spec.model
-    scheduler_at = f"{naming.scheduler_name(context.name)}:{naming.SCHEDULER_PORT}"
+    scheduler_at = f"{naming.part_name(context.name, 'scheduler')}:{naming.SCHEDULER_PORT}"
     return [
         *("--model", model.uri, "--model-name", model.name),
         *("--scheduler", scheduler_at),
@@ -191,9 +191,8 @@ def _pod(context: Context, container: dict[str, Any], grace_s: int) -> dict[str,
             "seccompProfile": {"type": "RuntimeDefault"},
         },
     }
-    sources: list[dict[str, Any]] = [
-        {"configMap": {"name": naming.config_name(context.name), "items": [_as("config.toml")]}}
-    ]
+    config_map = {"name": naming.part_name(context.name, "config"), "items": [_as("config.toml")]}
+    sources: list[dict[str, Any]] = [{"configMap": config_map}]
     if (tls := context.spec.tls) is not None:
         files = [_as(file, f"tls/{file}") for file in ("ca.crt", "tls.crt", "tls.key")]
         sources.append({"secret": {"name": tls.secret_name, "items": files}})
@@ -314,10 +313,6 @@ def _spread(selector: Mapping[str, str]) -> dict[str, Any]:
         "whenUnsatisfiable": "ScheduleAnyway",
         "labelSelector": {"matchLabels": dict(selector)},
     }
-
-
-def _selector(context: Context, component: str) -> dict[str, str]:
-    return naming.component_selector(context.name, component)
 
 
 def _template(

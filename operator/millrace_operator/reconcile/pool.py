@@ -7,9 +7,8 @@ scheduler hears of it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Sequence, Set
+from dataclasses import replace
 
 from millrace.core.autoscale.drain import Action as DrainAction
 from millrace.core.autoscale.drain import Cordon, Evict, Remove, Uncordon
@@ -47,11 +46,10 @@ def reconcile_pool(pool: Pool, observed: ObservedPool, defaults: Defaults) -> li
         service = parse_service(given)
         if service.spec.paused:
             return _only_status(pool, observed, paused=True)
-        plan = Plan.of(pool, observed, service, defaults)
+        return _actions(pool, observed, service, defaults)
     except SpecError as error:
         problem = Report(reason="InvalidSpec", message=str(error), warning=True)
         return _only_status(pool, observed, problem=problem)
-    return plan.actions()
 
 
 def _only_status(
@@ -81,104 +79,83 @@ def _told(pool: Pool, observed: ObservedPool, outcome: Outcome) -> list[Action]:
     return found
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
-    """The wanted state of a pool."""
+def _actions(
+    pool: Pool, observed: ObservedPool, service: Service, defaults: Defaults
+) -> list[Action]:
+    """Returns the actions for a correct pool of a service that is not paused. Raises SpecError."""
+    autoscale_config(pool.spec)
+    template = pods.instance(pool, Context.of(service, defaults))
+    labels = template["metadata"]["labels"]
+    retired = _retired(pool, service)
+    scaled = None if retired else _scaled(pool, observed)
+    wanted = scaled.replicas if scaled else pool.spec.replicas
+    rules = Rules.of(pool, observed.instances, observed.now_s)
+    rollout = Rollout(
+        template=labels[TEMPLATE_LABEL],
+        revision=labels[REVISION_LABEL],
+        replicas=0 if retired else wanted,
+        max_surge=pool.spec.rollout.max_surge,
+        pods=observed.pods,
+        peers=observed.peers,
+        under_way=rolling_out(pool),
+        doubted=rules.doubted(observed.pods),
+        now_s=observed.now_s,
+    )
+    leaving = _leaving(observed.pods, rollout, rules, "Retired" if retired else "ScaleIn")
+    drain = rules.actions(observed.pods, leaving)
+    size, leaving = _removals(pool, observed, rollout, leaving, drain)
+    outcome = Outcome(
+        wanted=rollout.replicas,
+        template=rollout.template,
+        revision=rollout.revision,
+        leaving=tuple(leaving),
+        returning=tuple(rules.returning(observed.pods, leaving)),
+        rollout=rollout,
+        scaled=scaled,
+    )
+    changed = objects.changed(observed.live, objects.of_pool(pool, template, size))
+    return [
+        *([SetReplicas(replicas=scaled.replicas)] if scaled else []),
+        *(action for action in drain if isinstance(action, Uncordon)),
+        *(Apply(manifest=manifest) for manifest in changed),
+        *_deletions(leaving),
+        *_told(pool, observed, outcome),
+        *(action for action in drain if isinstance(action, Cordon | Evict)),
+    ]
 
-    pool: Pool
-    observed: ObservedPool
-    template: Mapping[str, Any]
-    rollout: Rollout
-    rules: Rules
-    size: int  # of the StatefulSet
-    leaving: Sequence[Leaving]
-    drain: Sequence[DrainAction]
-    scaled: Scaled | None
 
-    @classmethod
-    def of(cls, pool: Pool, observed: ObservedPool, service: Service, defaults: Defaults) -> Plan:
-        """Makes the plan. Raises SpecError."""
-        autoscale_config(pool.spec)
-        context = Context.of(service, defaults)
-        template = pods.instance(pool, context)
-        labels = template["metadata"]["labels"]
-        retired = _retired(pool, service)
-        scaled = None if retired else _scaled(pool, observed)
-        wanted = scaled.replicas if scaled else pool.spec.replicas
-        rules = Rules.of(pool, observed.instances, observed.now_s)
-        rollout = Rollout(
-            template=labels[TEMPLATE_LABEL],
-            revision=labels[REVISION_LABEL],
-            replicas=0 if retired else wanted,
-            max_surge=pool.spec.rollout.max_surge,
-            pods=observed.pods,
-            peers=observed.peers,
-            under_way=rolling_out(pool),
-            doubted=rules.doubted(observed.pods),
-            now_s=observed.now_s,
+def _removals(
+    pool: Pool,
+    observed: ObservedPool,
+    rollout: Rollout,
+    leaving: Sequence[Leaving],
+    drain: Sequence[DrainAction],
+) -> tuple[int, list[Leaving]]:
+    """Returns the StatefulSet's size, and the leaving pods with those marked that it removes."""
+    done = {action.instance_id for action in drain if isinstance(action, Remove)}
+    kept = rollout.kept
+    size = _size(
+        observed.live.get(("StatefulSet", pool.name)),
+        stays={one.pod.ordinal for one in leaving if one.pod.name not in done},
+        wanted=max(rollout.size, kept.ordinal + 1 if kept else 0),
+    )
+    marked = [
+        replace(
+            one,
+            removed=one.pod.name in done and (one.pod.ordinal >= size or one.reason == "Rollout"),
         )
-        leaving = _leaving(observed.pods, rollout, rules, "Retired" if retired else "ScaleIn")
-        drain = rules.actions(observed.pods, leaving)
-        done = {action.instance_id for action in drain if isinstance(action, Remove)}
-        live = observed.live.get(("StatefulSet", pool.name))
-        kept = rollout.kept
-        wanted_size = max(rollout.size, kept.ordinal + 1 if kept else 0)
-        stays = {one.pod.ordinal for one in leaving if one.pod.name not in done}
-        size = _size(live, stays, wanted_size)
-        return cls(
-            pool=pool,
-            observed=observed,
-            template=template,
-            rollout=rollout,
-            rules=rules,
-            size=size,
-            leaving=[
-                replace(
-                    one,
-                    removed=one.pod.name in done
-                    and (one.pod.ordinal >= size or one.reason == "Rollout"),
-                )
-                for one in leaving
-            ],
-            drain=drain,
-            scaled=scaled,
-        )
+        for one in leaving
+    ]
+    return size, marked
 
-    def actions(self) -> list[Action]:
-        outcome = Outcome(
-            wanted=self.rollout.replicas,
-            template=self.rollout.template,
-            revision=self.rollout.revision,
-            leaving=tuple(self.leaving),
-            returning=tuple(self.rules.returning(self.observed.pods, self.leaving)),
-            rollout=self.rollout,
-            scaled=self.scaled,
-        )
-        return [
-            *([SetReplicas(replicas=self.scaled.replicas)] if self.scaled else []),
-            *(action for action in self.drain if isinstance(action, Uncordon)),
-            *self._applies(),
-            *self._deletions(),
-            *_told(self.pool, self.observed, outcome),
-            *(action for action in self.drain if isinstance(action, Cordon | Evict)),
-        ]
 
-    def _applies(self) -> list[Apply]:
-        wanted = objects.of_pool(self.pool, self.template, self.size)
-        live = self.observed.live
-        return [
-            Apply(manifest=manifest)
-            for manifest in wanted
-            if objects.differs(live.get((manifest["kind"], manifest["metadata"]["name"])), manifest)
-        ]
-
-    def _deletions(self) -> list[Delete]:
-        """Deletes drained old pods, so that their successors start."""
-        return [
-            Delete(kind="Pod", name=one.pod.name, uid=one.pod.uid)
-            for one in self.leaving
-            if one.removed and one.reason == "Rollout"
-        ]
+def _deletions(leaving: Sequence[Leaving]) -> list[Delete]:
+    """Deletes drained old pods, so that their successors start."""
+    return [
+        Delete(kind="Pod", name=one.pod.name, uid=one.pod.uid)
+        for one in leaving
+        if one.removed and one.reason == "Rollout"
+    ]
 
 
 def _scaled(pool: Pool, observed: ObservedPool) -> Scaled | None:

@@ -45,11 +45,6 @@ class Rollout:
     now_s: float
 
     @property
-    def surge(self) -> int:
-        """Returns the number of extra instances now."""
-        return self.max_surge if self.active else 0
-
-    @property
     def active(self) -> bool:
         """Returns True while an old instance is left, and until all new instances are ready."""
         if not self.replicas:
@@ -60,7 +55,7 @@ class Rollout:
     @property
     def size(self) -> int:
         """Returns the StatefulSet's size, without pods that still drain."""
-        return self.replicas + self.surge
+        return self.replicas + (self.max_surge if self.active else 0)
 
     @property
     def kept(self) -> Pod | None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from millrace_operator.manifests import naming, objects
+from millrace_operator.manifests import objects
+from millrace_operator.manifests.naming import part_name
 from millrace_operator.manifests.pods import Context
 from millrace_operator.observed import Object, ObservedService, Service
 from millrace_operator.reconcile import conditions
@@ -30,15 +31,8 @@ def reconcile_service(
         problem = Report(reason="InvalidSpec", message=str(error), warning=True)
         revision = service.status.get("revision", "")
         return _told(service, observed, revision=revision, problem=problem)
-    changes = [
-        Apply(manifest=manifest)
-        for manifest in wanted
-        if objects.differs(
-            observed.live.get((manifest["kind"], manifest["metadata"]["name"])), manifest
-        )
-    ]
     return [
-        *changes,
+        *(Apply(manifest=manifest) for manifest in objects.changed(observed.live, wanted)),
         *_retired(service, observed),
         *_told(service, observed, revision=context.revision),
     ]
@@ -86,7 +80,7 @@ def _status(
     return {
         "observedGeneration": generation,
         "phase": _phase(service, pools, *states),
-        "endpoint": f"http://{naming.gateway_name(name)}.{metadata['namespace']}.svc:{port}",
+        "endpoint": f"http://{part_name(name, 'proxy')}.{metadata['namespace']}.svc:{port}",
         **{f"{role}Ready": _ready(pool) for role, pool in pools.items() if pool is not None},
         "revision": revision,
         "conditions": conditions.updated(
@@ -121,12 +115,8 @@ def _available(
     service: Service, observed: ObservedService, pools: Mapping[str, Object | None]
 ) -> Condition:
     """Returns whether a new request is answered, if necessary after the pools have woken."""
-    name = service.name
-    for part, child in (
-        ("scheduler", naming.scheduler_name(name)),
-        ("gateway", naming.gateway_name(name)),
-    ):
-        live = observed.live.get(("Deployment", child), {})
+    for part, component in (("scheduler", "scheduler"), ("gateway", "proxy")):
+        live = observed.live.get(("Deployment", part_name(service.name, component)), {})
         if not live.get("status", {}).get("availableReplicas"):
             return Condition("Available", False, "NotReady", f"the {part} is not ready")
     serving = {role: pools[role] for role in ("prefill", "decode") if role in service.spec.pools}

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -21,10 +20,11 @@ from millrace.core.autoscale.drain import Cordon, Evict, Registration, Uncordon
 from millrace.core.errors import MillraceError
 from millrace_operator.manifests.naming import (
     APPLIED,
+    MANAGER,
     POOL_LABEL,
     SCHEDULER_PORT,
     SERVICE_LABEL,
-    scheduler_name,
+    part_name,
 )
 from millrace_operator.metrics import OperatorMetrics
 from millrace_operator.observed import Object, ObservedPool, ObservedService, Peer, Pool, Service
@@ -37,7 +37,7 @@ from millrace_operator.reconcile.actions import (
     SetStatus,
 )
 from millrace_operator.reconcile.pod_state import finished, pods_of
-from millrace_operator.run.kube import OPERATOR, RESOURCES, Kube, KubeRefused
+from millrace_operator.run.kube import RESOURCES, Kube, KubeRefused, micro_time
 from millrace_operator.run.load import Schedulers
 from millrace_operator.run.queue import Key
 from millrace_operator.run.quota import room
@@ -69,7 +69,7 @@ class OwnerGone(MillraceError):
 
 def scheduler_address(namespace: str, service: str) -> str:
     """Returns a scheduler's address inside the cluster."""
-    return f"{scheduler_name(service)}.{namespace}.svc:{SCHEDULER_PORT}"
+    return f"{part_name(service, 'scheduler')}.{namespace}.svc:{SCHEDULER_PORT}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,6 +109,7 @@ class Cluster:
         self._applied: dict[str, dict[str, dict[str, Any]]] = {}
         self._uids: dict[Key, str] = {}
         self._rounds: dict[Key, _Round] = {}
+        self._unchanged: set[Key] = set()  # since their last read began
         self._posted: dict[tuple[str, str, str], float] = {}  # posted Events, by time
 
     async def get(self, key: Key) -> dict[str, Any] | None:
@@ -160,6 +161,7 @@ class Cluster:
     def changed(self, key: Key) -> None:
         """Notes a change around the object: it is read again."""
         self._rounds.pop(key, None)
+        self._unchanged.discard(key)
 
     async def _round(self, pool: Pool) -> _Round:
         namespace, name = pool.metadata["namespace"], pool.name
@@ -170,9 +172,7 @@ class Cluster:
             return known
         service_name = pool.spec.service_ref.name
         selector = f"{POOL_LABEL}={name}"
-        reading = self._rounds[key] = _Round(
-            service=None, pools=[], quotas=[], pods=[], children=[], read_s=-math.inf
-        )
+        self._unchanged.add(key)
         service, pools, quotas, pods, *children = await asyncio.gather(
             self._kube.get("ModelService", namespace, service_name),
             self._pools(namespace, service_name),
@@ -188,7 +188,7 @@ class Cluster:
             children=children,
             read_s=now_s,
         )
-        if self._rounds.get(key) is reading:  # nothing changed during the reads
+        if key in self._unchanged:  # during the reads
             self._rounds[key] = found
         return found
 
@@ -274,7 +274,6 @@ class Cluster:
         if event in self._posted:
             return
         self._posted[event] = now_s
-        now = datetime.now(UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")
         about = {name: meta[name] for name in ("name", "namespace", "uid")}
         manifest = {
             "apiVersion": RESOURCES["Event"].api_version,
@@ -283,12 +282,12 @@ class Cluster:
                 "name": f"{meta['name']}.{uuid.uuid4().hex[:16]}",
                 "namespace": meta["namespace"],
             },
-            "eventTime": now,
+            "eventTime": micro_time(),
             "type": "Warning" if report.warning else "Normal",
             "reason": report.reason,
             "action": "Reconcile",
             "note": report.message[:1024],
-            "reportingController": f"millrace.dev/{OPERATOR}",
+            "reportingController": f"millrace.dev/{MANAGER}",
             "reportingInstance": self._parts.identity,
             "regarding": {"apiVersion": obj["apiVersion"], "kind": obj["kind"], **about},
         }
@@ -388,7 +387,7 @@ def _is_child(obj: Object, owner: Object) -> bool:
     if controllers := _controllers(obj):
         return controllers == [owner["metadata"]["uid"]]
     labels = obj["metadata"].get("labels", {})
-    return bool(labels.get("app.kubernetes.io/managed-by") == OPERATOR)
+    return bool(labels.get("app.kubernetes.io/managed-by") == MANAGER)
 
 
 def _controllers(obj: Object) -> list[str]:

@@ -17,13 +17,11 @@ from typing import Any
 import yaml
 
 from millrace.core.errors import MillraceError
-from millrace_operator.run.kube import MILLRACE, OPERATOR, RESOURCES, Kube, KubeError
-from millrace_operator.schema.pools import KINDS
+from millrace_operator.manifests.naming import MANAGER
+from millrace_operator.run.kube import RESOURCES, Kube, KubeError
+from millrace_operator.schema import API_VERSION
 
 log = logging.getLogger(__name__)
-
-#: The resources that the operator needs.
-_KINDS = ("ModelService", *KINDS)
 
 RETRY_S = 2.0
 WAIT_S = 60.0
@@ -50,7 +48,7 @@ async def apply_crds(kube: Kube, manifests: Sequence[Mapping[str, Any]]) -> None
 
 async def _apply(kube: Kube, manifest: Mapping[str, Any]) -> None:
     there = await kube.get(manifest["kind"], "", manifest["metadata"]["name"])
-    await kube.apply(manifest, _applier(there) if there else OPERATOR)
+    await kube.apply(manifest, _applier(there) if there else MANAGER)
 
 
 def _applier(crd: Mapping[str, Any]) -> str:
@@ -60,17 +58,17 @@ def _applier(crd: Mapping[str, Any]) -> str:
         for entry in crd["metadata"].get("managedFields", ())
         if "f:versions" in entry["fieldsV1"].get("f:spec", {})
     )
-    return next(owners, OPERATOR)
+    return next(owners, MANAGER)
 
 
 async def wait_until_served(kube: Kube) -> None:
     """Raises MillraceError when the API server does not serve the operator's kinds in time."""
-    wanted = {RESOURCES[kind].plural for kind in _KINDS}
+    wanted = {one.plural for one in RESOURCES.values() if one.api_version == API_VERSION}
 
     async def ask() -> None:
-        if missing := wanted - await kube.served(MILLRACE):
+        if missing := wanted - await kube.served(API_VERSION):
             names = ", ".join(sorted(missing))
-            raise KubeError(f"the cluster does not serve {names} of {MILLRACE}")
+            raise KubeError(f"the cluster does not serve {names} of {API_VERSION}")
 
     await _patiently(ask)
 

@@ -19,11 +19,10 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from typing import Any
 
 from millrace.core.errors import MillraceError
-from millrace_operator.run.kube import RESOURCES, Kube, KubeError
+from millrace_operator.run.kube import RESOURCES, Kube, KubeError, micro_time
 
 log = logging.getLogger(__name__)
 
@@ -157,7 +156,7 @@ class Election:
 
     def _record(self, lease: Mapping[str, Any] | None) -> dict[str, Any]:
         """Returns the lease with this candidate as its holder."""
-        now = datetime.now(UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")
+        now = micro_time()
         spec: dict[str, Any] = dict(lease.get("spec") or {}) if lease else {}
         if _holder(lease or {}) != self._identity:
             spec["acquireTime"] = now

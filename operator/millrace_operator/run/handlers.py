@@ -21,7 +21,7 @@ from kubernetes.aio import client
 
 from millrace.core.errors import MillraceError
 from millrace_operator.manifests.naming import COMPONENT_LABEL, POOL_LABEL, SERVICE_LABEL
-from millrace_operator.run.kube import MILLRACE, RESOURCES
+from millrace_operator.run.kube import RESOURCES
 from millrace_operator.run.queue import Key
 from millrace_operator.schema.pools import KINDS
 
@@ -122,13 +122,13 @@ def make_registry(
     async def login(**_: object) -> kopf.ConnectionInfo:
         return await _connection(await configuration())
 
-    @kopf.on.event(MILLRACE, "modelservices", registry=registry)
+    @kopf.on.event(*_selector("ModelService"), registry=registry)
     async def service(type: str | None, body: kopf.Body, **_: object) -> None:
         touches.service(type, body)
 
     for kind in KINDS:
 
-        @kopf.on.event(MILLRACE, RESOURCES[kind].plural, registry=registry, param=kind)
+        @kopf.on.event(*_selector(kind), registry=registry, param=kind)
         async def pool(type: str | None, body: kopf.Body, param: str = "", **_: object) -> None:
             touches.pool(param, type, body)
 

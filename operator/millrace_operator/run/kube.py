@@ -12,6 +12,7 @@ import contextlib
 import json
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from typing import Any
 
 import aiohttp
@@ -19,10 +20,12 @@ from kubernetes.aio import client, config
 from kubernetes.aio.config.kube_config import KubeConfigLoader
 
 from millrace.core.errors import MillraceError
+from millrace_operator.manifests.naming import MANAGER
+from millrace_operator.schema import API_VERSION
+from millrace_operator.schema.pools import KINDS
 
-#: Field manager of the objects that the operator applies, and of the replicas that its autoscaler
-#: sets.
-OPERATOR = "millrace-operator"
+#: Field manager of the replicas that the operator's autoscaler sets; MANAGER is that of the objects
+#: that the operator applies.
 AUTOSCALER = "millrace-autoscaler"
 
 #: Timeout in seconds, to connect and between two packets of an answer.
@@ -80,13 +83,8 @@ class Resource:
         return root + "/".join([*parts, *filter(None, [self.plural, name, subresource])])
 
 
-MILLRACE = "millrace.dev/v1alpha1"
-
 RESOURCES = {
-    "ModelService": Resource(MILLRACE, "modelservices"),
-    "PrefillGroup": Resource(MILLRACE, "prefillgroups"),
-    "DecodePool": Resource(MILLRACE, "decodepools"),
-    "KVPWorkerPool": Resource(MILLRACE, "kvpworkerpools"),
+    **{kind: Resource(API_VERSION, f"{kind.lower()}s") for kind in ("ModelService", *KINDS)},
     "StatefulSet": Resource("apps/v1", "statefulsets"),
     "Deployment": Resource("apps/v1", "deployments"),
     "Pod": Resource("v1", "pods"),
@@ -148,7 +146,7 @@ class Kube:
     ) -> None:
         """`on_call` gets every answer: the HTTP verb and the status, 0 without an answer."""
         self._api = client.ApiClient(configuration)
-        self._api.user_agent = OPERATOR
+        self._api.user_agent = MANAGER
         self._free = asyncio.Semaphore(connections)
         self._started: set[asyncio.Task[_Answer]] = set()
         self._timeout = aiohttp.ClientTimeout(sock_connect=timeout_s, sock_read=timeout_s)
@@ -177,7 +175,7 @@ class Kube:
             if not token:
                 return [{"apiVersion": resource.api_version, "kind": kind} | item for item in items]
 
-    async def apply(self, manifest: Mapping[str, Any], manager: str = OPERATOR) -> dict[str, Any]:
+    async def apply(self, manifest: Mapping[str, Any], manager: str = MANAGER) -> dict[str, Any]:
         """Applies a whole object on the server side with force; returns the object as it is now."""
         return _found(await self._apply(manifest, "", manager))
 
@@ -205,13 +203,13 @@ class Kube:
     async def create(self, manifest: Mapping[str, Any]) -> dict[str, Any]:
         """Makes an object. If it exists: KubeError, 409."""
         path = RESOURCES[manifest["kind"]].path(manifest["metadata"]["namespace"])
-        return _found(await self._call("POST", path, {"fieldManager": OPERATOR}, manifest))
+        return _found(await self._call("POST", path, {"fieldManager": MANAGER}, manifest))
 
     async def replace(self, manifest: Mapping[str, Any]) -> dict[str, Any]:
         """Replaces an object. If it has changed since `manifest` was read: KubeError, 409."""
         meta = manifest["metadata"]
         path = RESOURCES[manifest["kind"]].path(meta["namespace"], meta["name"])
-        return _found(await self._call("PUT", path, {"fieldManager": OPERATOR}, manifest))
+        return _found(await self._call("PUT", path, {"fieldManager": MANAGER}, manifest))
 
     async def served(self, api_version: str) -> frozenset[str]:
         """Returns the plural names of a group and version's resources; empty when it is not
@@ -221,7 +219,7 @@ class Kube:
         return frozenset(entry["name"] for entry in answer.get("resources", []))
 
     async def _apply(
-        self, manifest: Mapping[str, Any], subresource: str, manager: str = OPERATOR
+        self, manifest: Mapping[str, Any], subresource: str, manager: str = MANAGER
     ) -> dict[str, Any] | None:
         meta = manifest["metadata"]
         path = RESOURCES[manifest["kind"]].path(
@@ -286,6 +284,11 @@ class Kube:
         except ValueError:  # from a proxy or load balancer before the API server
             answer = {"message": text[:200].decode(errors="replace")}
         return response.status, response.headers, answer if isinstance(answer, dict) else {}
+
+
+def micro_time() -> str:
+    """Returns the time now as the API's MicroTime."""
+    return datetime.now(UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")
 
 
 def _found(answer: dict[str, Any] | None) -> dict[str, Any]:

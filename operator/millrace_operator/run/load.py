@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from millrace.core.autoscale.drain import Registration
@@ -78,11 +78,7 @@ class Schedulers:
                 if load is not None:
                     known.sample = Sample(load=load, sampled_s=asked_s)
             fresh = self._clock() - known.sample.sampled_s < fresh_s
-            return Sample(
-                load=known.sample.load,
-                sampled_s=known.sample.sampled_s,
-                error="" if fresh else known.error,
-            )
+            return replace(known.sample, error="" if fresh else known.error)
 
     async def instances(self, address: str) -> Mapping[str, Registration] | None:
         """Returns instances by id; None when the scheduler does not answer."""

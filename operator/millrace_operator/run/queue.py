@@ -122,8 +122,9 @@ class WorkQueue:
         try:
             again_s = await self._reconcile(key)
         except Exception as error:  # one object's error must not end the work on others
-            again_s = self._retry_s(entry, error)
-            entry.not_before_s = _now() + self._floor_s(again_s, error)
+            entry.failures += 1
+            again_s, floor_s = self._retry_s(entry.failures, error)
+            entry.not_before_s = _now() + floor_s
             _report(key, error, again_s)
         else:
             entry.failures = 0
@@ -135,23 +136,19 @@ class WorkQueue:
         if entry.due_s is not None:  # touched during the pass
             entry.due_s = max(entry.due_s, entry.not_before_s)
         if again_s is not None:
-            self._wake(entry, _now() + max(again_s * self._spreading(), self._pace.gap_s))
+            spread = 1.0 + self._pace.jitter * self._spread()
+            self._wake(entry, _now() + max(again_s * spread, self._pace.gap_s))
         elif entry.due_s is None:
             del self._entries[key]
 
-    def _retry_s(self, entry: _Entry, error: Exception) -> float:
-        entry.failures += 1
-        doubled_s = self._pace.first_retry_s * 2.0 ** min(entry.failures - 1, 30)
+    def _retry_s(self, failures: int, error: Exception) -> tuple[float, float]:
+        """Returns the seconds until the next attempt, and those before which no event can bring it
+        forward.
+        """
+        pace = self._pace
+        wait_s = min(pace.first_retry_s * 2.0 ** min(failures - 1, 30), pace.last_retry_s)
         asked_s = error.retry_after_s if isinstance(error, KubeError) else 0.0
-        return max(min(doubled_s, self._pace.last_retry_s), asked_s)
-
-    def _floor_s(self, retry_s: float, error: Exception) -> float:
-        """Returns the seconds for which no event can bring the next attempt forward."""
-        asked_s = error.retry_after_s if isinstance(error, KubeError) else 0.0
-        return max(min(retry_s, self._pace.event_retry_s), asked_s)
-
-    def _spreading(self) -> float:
-        return 1.0 + self._pace.jitter * self._spread()
+        return max(wait_s, asked_s), max(min(wait_s, pace.event_retry_s), asked_s)
 
 
 def _now() -> float:

@@ -12,7 +12,8 @@ from millrace_operator.metrics import OperatorMetrics
 from millrace_operator.observed import Object
 from millrace_operator.reconcile.actions import Action, SetStatus
 from millrace_operator.reconcile.conditions import Condition, updated
-from millrace_operator.reconcile.reconcile import reconcile_pool, reconcile_service
+from millrace_operator.reconcile.pool import reconcile_pool
+from millrace_operator.reconcile.service import reconcile_service
 from millrace_operator.run.cluster import Cluster, OwnerGone
 from millrace_operator.run.kube import KubeRefused
 from millrace_operator.run.queue import Key

@@ -72,33 +72,29 @@ class Scaler:
         metrics = _metrics(pool, sample)
         now_s = self._clock()
         memory = self._pools.get(pool.uid)
-        if memory is None or memory.autoscaler.config != pool.config:
-            autoscaler = Autoscaler(pool.config)
-        elif now_s - memory.stepped_s < fresh_s and pool.wanted in memory.expected:
-            return self._view(sample, metrics, memory.recommendation, now_s)
-        else:
-            autoscaler = memory.autoscaler
-        recommendation = autoscaler.step(metrics, now_s)
-        if sample.load is None:
-            recommendation = replace(recommendation, reason="no metrics yet")
-        expected = (pool.wanted, recommendation.replicas)
-        self._pools[pool.uid] = _Memory(autoscaler, now_s, recommendation, expected)
-        return self._view(sample, metrics, recommendation, now_s)
+        if memory is not None and memory.autoscaler.config != pool.config:
+            memory = None
+        if (
+            memory is None
+            or now_s - memory.stepped_s >= fresh_s
+            or pool.wanted not in memory.expected
+        ):
+            autoscaler = memory.autoscaler if memory else Autoscaler(pool.config)
+            recommendation = autoscaler.step(metrics, now_s)
+            if sample.load is None:
+                recommendation = replace(recommendation, reason="no metrics yet")
+            expected = (pool.wanted, recommendation.replicas)
+            memory = self._pools[pool.uid] = _Memory(autoscaler, now_s, recommendation, expected)
+        return View(
+            metrics=None if sample.load is None else metrics,
+            recommendation=memory.recommendation,
+            age_s=now_s - sample.sampled_s,
+            error=sample.error,
+        )
 
     def forget(self, uid: str) -> None:
         """Forgets a deleted pool."""
         self._pools.pop(uid, None)
-
-    @staticmethod
-    def _view(
-        sample: Sample, metrics: PoolMetrics, recommendation: Recommendation, now_s: float
-    ) -> View:
-        return View(
-            metrics=None if sample.load is None else metrics,
-            recommendation=recommendation,
-            age_s=now_s - sample.sampled_s,
-            error=sample.error,
-        )
 
 
 def _metrics(pool: ScaledPool, sample: Sample) -> PoolMetrics:
