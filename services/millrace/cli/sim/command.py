@@ -50,7 +50,7 @@ def register(app: typer.Typer) -> None:
     app.command("sweep")(sweep_command)
     app.command("replay")(replay_command)
     app.command("profile-rates")(rates_command)
-    names = ", ".join(EXPERIMENTS) or "none yet"
+    names = ", ".join(EXPERIMENTS)
     app.command("paper", help=f"Run one of the papers' experiments: {names}.")(paper)
 
 

@@ -10,7 +10,7 @@ all results are synthetic. As in the paper, a rate changes the gaps and not the 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from types import MappingProxyType
@@ -20,14 +20,13 @@ from millrace.core.config import SchedulerConfig
 from millrace.core.cost.latency import SpLatency
 from millrace.core.cost.operators import BatchShape
 from millrace.core.cost.profile import Profile
+from millrace.experiments.outcome import Told
 from millrace.profiles import load_profile
 from millrace.sim.cluster.spec import SimSpec
 from millrace.sim.results.plots import Panel
 from millrace.sim.results.report import Report, RequestRecord
 from millrace.sim.scenario import Scenario, Traffic, Watch, simulate
 from millrace.sim.studies.sweep import Axis, SweepOptions, SystemResult, sweep
-
-Told = Callable[[str], None]
 
 #: The paper's models that there is a profile for; there is none for Qwen2.5-14B and Qwen3-30B-A3B.
 MODELS: Mapping[str, str] = MappingProxyType(
@@ -100,6 +99,10 @@ class Size:
 
 FULL = Size()
 QUICK = Size(requests=300, seeds=1, tolerance=0.04, curves=False)
+
+
+def size_of(quick: bool) -> Size:
+    return QUICK if quick else FULL
 
 
 @lru_cache
@@ -217,10 +220,10 @@ class Comparison:
         """A chart of attainment over the axis, with upright edges, as in the paper's figure 9."""
         by_rate = self.axis == "rate"
         return Panel(
-            title=title,
-            x="request rate (1/s)" if by_rate else "SLO scale",
-            y="TTFT attainment (%)",
-            lines={
+            title,
+            "request rate (1/s)" if by_rate else "SLO scale",
+            "TTFT attainment (%)",
+            {
                 name: [(x, 100 * report.total.attainment) for x, report in curve]
                 for name, curve in self.curves.items()
             },

@@ -223,10 +223,10 @@ def ratio(theirs: float | None, ours: float | None) -> str:
 def cdf_panel(found: Mapping[str, Sequence[tuple[float, Hour]]], rate: float, title: str) -> Panel:
     """Charts TTFT's CDF by system at one rate; a curve ends where requests got no first token."""
     return Panel(
-        title=title,
-        x="TTFT (s)",
-        y="requests (%)",
-        lines={
+        title,
+        "TTFT (s)",
+        "requests (%)",
+        {
             name: [
                 (ttft_s, 5.0 * step)
                 for step, ttft_s in enumerate(dict(hours)[rate].ttft_cdf_s)

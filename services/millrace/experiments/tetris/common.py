@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib.resources import files
@@ -27,8 +27,6 @@ from millrace.sim.results.report import Report
 from millrace.sim.scenario import Scenario, Traffic, simulate
 
 TRACES = ("short", "medium", "long")
-
-Told = Callable[[str], None]
 
 #: Printed with every result.
 ASSUMPTIONS = (

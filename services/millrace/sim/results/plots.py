@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +50,7 @@ def draw_attainment(
     _save(draw, path, (7.0, 4.4))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Panel:
     """One of a figure's charts: lines by name, each of (x, y) points.
 
@@ -61,10 +61,28 @@ class Panel:
     x: str
     y: str
     lines: Mapping[str, Sequence[tuple[float, float]]]
+    _: KW_ONLY
     log_x: bool = False
     log_y: bool = False
     mark: float | None = None
     edges: Mapping[str, float] = field(default_factory=dict)
+
+
+def points(
+    rows: Iterable[Mapping[str, Any]], x: str, y: str, scale: float = 1.0
+) -> list[tuple[float, float]]:
+    """Returns a line of a panel: `x` of each row, and `scale` times its `y`."""
+    return [(row[x], scale * row[y]) for row in rows]
+
+
+def lines_by(
+    rows: Iterable[Mapping[str, Any]], name: str, x: str, y: str, scale: float = 1.0
+) -> dict[str, list[tuple[float, float]]]:
+    """Returns a panel's lines: rows whose `name`, a template of fields, is equal make a line."""
+    found: dict[str, list[tuple[float, float]]] = {}
+    for row in rows:
+        found.setdefault(name.format_map(row), []).extend(points([row], x, y, scale))
+    return found
 
 
 def draw_panels(rows: Sequence[Sequence[Panel]], path: Path) -> None:
