@@ -8,6 +8,7 @@ import os
 import tempfile
 import time
 from collections.abc import Callable, Mapping
+from contextlib import closing
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -24,11 +25,10 @@ from millrace.core.config import EngineConfig
 from millrace.core.cost.profile import Profile
 from millrace.core.errors import ConfigError
 from millrace.engine.assembly import open_engine
-from millrace.profiler.fitting import Subject, build_profile
+from millrace.profiler.fitting import Subject, build_profile, measured_alone
 from millrace.profiler.groups.conductor import Conductor, FleetOptions
 from millrace.profiler.groups.measure import measure_groups
-from millrace.profiler.measure import Measured, measure
-from millrace.profiler.workload import Workload
+from millrace.profiler.measure import Measured
 from millrace.sim.workload.workload import plan
 
 Told = Callable[[str], None]
@@ -106,23 +106,13 @@ def _one_instance(model: Path, settings: Settings, told: Told) -> tuple[Subject,
     config = EngineConfig(
         device="cpu", dtype="float32", threads=settings.threads, kv_bytes=settings.kv_bytes
     )
-    engine = open_engine(model, config)
-    workload = Workload(engine, max_chunk_tokens=config.max_chunk_tokens, max_batch=1)
-    try:
-        measured = measure(workload, settings.operators_s)
-    finally:
-        workload.close()
-        engine.close()
-    subject = Subject(
-        model=model.name,
-        device=engine.device.type,
-        dtype=engine.layout.dtype,
-        threads=settings.threads,
-        layers=engine.layout.num_layers,
-        kv_bytes_per_token=engine.layout.bytes_per_token,
-        max_chunk_tokens=config.max_chunk_tokens,
-    )
-    return subject, measured
+    with closing(open_engine(model, config)) as engine:
+        return measured_alone(
+            engine,
+            settings.operators_s,
+            threads=settings.threads,
+            max_chunk_tokens=config.max_chunk_tokens,
+        )
 
 
 async def _groups(

@@ -221,6 +221,7 @@ def print_report(report: Report, classes: Sequence[SloClass], console: Console) 
         "{attainment:.1%} | {goodput_rps:.2f} | {ttft_ms[p50]:,.0f} | {ttft_ms[p99]:,.0f}",
         (_class_row(slo, report.classes[slo.name]) for slo in classes),
         left=1,
+        tight=True,
     )
     console.print(by_class)
     for kind, count in report.errors.items():

@@ -19,7 +19,6 @@ from millrace.bench.hol import pool as hol_pool
 from millrace.bench.hol import simulated as hol_sim
 from millrace.bench.hol.command import Settings
 from millrace.bench.hol.live import Interrupted, LiveSystem, Served
-from millrace.bench.hol.profile import measure_profile
 from millrace.bench.hol.search import Goodput, found, goodput
 from millrace.bench.hol.systems import FCFS, NAMES, OURS, WHOLE_TOKENS, System, systems
 from millrace.bench.hol.traffic import (
@@ -35,6 +34,7 @@ from millrace.core.config import EngineConfig
 from millrace.core.cost.profile import Profile
 from millrace.core.errors import ConfigError
 from millrace.engine.assembly import Engine, open_engine
+from millrace.profiler.fitting import build_profile, measured_alone
 
 _LONG_MULTIPLE = 12.8  # objective of the long prompt over its isolated TTFT: a file's
 _SIM_TOLERANCE, _SIM_STEP, _SIM_RUNS = 0.03, 2.0, 40
@@ -76,7 +76,11 @@ async def run(settings: Settings, told: Told = lambda what: None) -> dict[str, A
                     f"hold prompts of at most {most_tokens}"
                 )
         told("measuring a profile")
-        profile = measure_profile(engine, settings.profile_s, threads)
+        profile = build_profile(
+            *measured_alone(
+                engine, settings.profile_s, threads=threads, max_chunk_tokens=WHOLE_TOKENS
+            )
+        )
         profile_path = Path(folder) / "profile.json"
         profile_path.write_text(json.dumps(profile.to_json()))
         document |= _in_process(engine, settings, blocking_tokens, told)

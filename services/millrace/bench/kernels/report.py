@@ -29,6 +29,7 @@ def print_tables(report: dict[str, Any], console: Console) -> None:
         "{judged}",
         rows,
         left=3,
+        tight=True,
         caption="\n".join(_chunk_line(one, report["goal_chunks"]) for one in report["chunks"]),
     )
     console.print(made)

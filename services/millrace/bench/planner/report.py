@@ -36,6 +36,7 @@ def print_tables(report: dict[str, Any], console: Console) -> None:
         "{mean_last_sp:.1f}",
         rows,
         left=2,
+        tight=True,
     )
     console.print(made)
 

@@ -29,13 +29,12 @@ SYSTEMS = {
 
 def measure(quick: bool, told: Told) -> Outcome:
     """Attainment and throughput by rate."""
-    size = fp.size_of(quick)
-    found: dict[str, dict[float, fp.Load]] = {}
-    for name, system in SYSTEMS.items():
-        for rate in RATES_RPS:
-            told(f"{name}, {rate:g}/s")
-            of = fp.scenario(system, _MODEL, rate, replace(size, requests=REQUESTS), mix=_MIX)
-            found.setdefault(name, {})[rate] = fp.load(of)
+    size = replace(fp.size_of(quick), requests=REQUESTS)
+
+    def load(system: fp.System, rate_rps: float) -> fp.Load:
+        return fp.load(fp.scenario(system, _MODEL, rate_rps, size, mix=_MIX))
+
+    found = fp.by_rate(SYSTEMS, RATES_RPS, told, load)
     findings = [
         Finding(
             f"throughput of FlowPrefill over that of {other}, least and most over the rates",

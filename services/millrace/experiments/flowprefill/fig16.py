@@ -16,7 +16,6 @@ from millrace.experiments.flowprefill import common as fp
 from millrace.experiments.outcome import Finding, Outcome, Told
 from millrace.sim.cluster.spec import SimSpec
 from millrace.sim.results.plots import Panel
-from millrace.sim.results.report import Report
 from millrace.sim.scenario import Scenario, Traffic, simulate
 
 _MODEL = "Llama-3-8B"
@@ -60,11 +59,9 @@ SYSTEMS = {
 def measure(quick: bool, told: Told) -> Outcome:
     """TTFT and TBT attainment by rate."""
     size = fp.size_of(quick)
-    found: dict[str, dict[float, Report]] = {}
-    for name, system in SYSTEMS.items():
-        for rate in RATES_RPS:
-            told(f"{name}, {rate:g}/s")
-            found.setdefault(name, {})[rate] = simulate(system.scenario(rate, size))
+    found = fp.by_rate(
+        SYSTEMS, RATES_RPS, told, lambda system, rate: simulate(system.scenario(rate, size))
+    )
     attained = {
         name: {
             rate: (report.total.ttft_attainment, report.total.tbt_attainment)

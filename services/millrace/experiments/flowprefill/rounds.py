@@ -24,11 +24,7 @@ COUNTERS = ("rounds", "commands", "preemptions")
 def measure(quick: bool, told: Told) -> Outcome:
     """Counts by rate, each divided by the number of requests."""
     size = fp.size_of(quick)
-    found: dict[str, dict[float, dict[str, float]]] = {}
-    for name, system in SYSTEMS.items():
-        for rate in RATES_RPS:
-            told(f"{name}, {rate:g}/s")
-            found.setdefault(name, {})[rate] = counts(system, rate, size)
+    found = fp.by_rate(SYSTEMS, RATES_RPS, told, lambda one, rate: counts(one, rate, size))
     most = {
         name: max(by[name] for by_rate in found.values() for by in by_rate.values())
         for name in COUNTERS

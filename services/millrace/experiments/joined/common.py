@@ -21,6 +21,7 @@ from typing import Any
 from millrace.core.config import SchedulerConfig
 from millrace.core.errors import ConfigError
 from millrace.core.instance.packing import PackingConfig
+from millrace.experiments import unlimited
 from millrace.experiments.outcome import Finding, Outcome, Told
 from millrace.profiles import load_profile
 from millrace.sim.cluster.spec import SimSpec
@@ -86,13 +87,7 @@ def scheduler(**fields: Any) -> SchedulerConfig:  # noqa: ANN401
     """Returns the settings. Nothing is refused or given up: all requests count. Settings not named
     are off, or fixed.
     """
-    return SchedulerConfig(
-        **{"batch_tokens": 0, "improvement_rate": 0.3, **fields},
-        max_queue_requests=10**9,
-        max_queue_s=1e9,
-        request_timeout_s=1e9,
-        release_timeout_s=1e9,
-    )
+    return unlimited.scheduler(**{"batch_tokens": 0, "improvement_rate": 0.3, **fields})
 
 
 def in_order(**fields: Any) -> SchedulerConfig:  # noqa: ANN401

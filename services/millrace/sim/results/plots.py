@@ -99,19 +99,6 @@ def draw_panels(rows: Sequence[Sequence[Panel]], path: Path) -> None:
     _save(draw, path, (4.2 * max(map(len, rows)) + 0.4, 3.4 * len(rows) + 0.2))
 
 
-def draw_ttft_cdf(reports: Mapping[str, Report], path: Path) -> None:
-    """Draws a PNG of TTFT's cumulative distribution, a line per system; failures never arrive."""
-
-    def draw(figure: Any) -> None:  # noqa: ANN401
-        axes = figure.subplots()
-        for number, (name, report) in enumerate(reports.items()):
-            _cdf(axes, report.total, name, f"C{number % 10}")
-        axes.set(title="Time to first token")
-        _finish_cdf(axes)
-
-    _save(draw, path, (7.0, 4.4))
-
-
 def draw_run(report: Report, path: Path) -> None:
     """Draws a PNG of one run: TTFT's CDF by class on the left, attainment by class on the right."""
 
@@ -125,15 +112,6 @@ def draw_run(report: Report, path: Path) -> None:
         right.set(title="Requests within their objectives")
 
     _save(draw, path, (11.0, 4.4))
-
-
-def draw_classes(reports: Mapping[str, Report], path: Path) -> None:
-    """Draws a PNG of attainment by class, a bar per system."""
-
-    def draw(figure: Any) -> None:  # noqa: ANN401
-        _class_bars(figure.subplots(), reports)
-
-    _save(draw, path, (7.0, 4.4))
 
 
 def draw_board(blocks: Sequence[Block], path: Path) -> None:

@@ -42,8 +42,10 @@ def table(
     *,
     left: int = 0,
     caption: str = "",
+    tight: bool = False,
 ) -> Table:
     """Makes a table of rows, whose `left` first columns are flush left, others flush right.
+    One space is between columns of a `tight` table, else two.
 
     headings: with " | " between. template: the cells with " | " between, each text with fields as
     in `str.format`. A format may begin with a unit: `{wait_s:ms.1f}` shows milliseconds, `us`,
@@ -56,7 +58,8 @@ def table(
         title_justify="left",
         caption_justify="left",
         box=SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
+        padding=(0, 0 if tight else 1, 0, 0),
+        pad_edge=False,
     )
     for number, heading in enumerate(headings.split(" | ")):
         made.add_column(heading, justify="left" if number < left else "right", no_wrap=True)
