@@ -10,17 +10,11 @@ from rich.console import Console
 
 from millrace.bench.autoscale import report as autoscale_report
 from millrace.bench.autoscale import run as autoscale_run
-from millrace.bench.autoscale.run import Phase, RequestsLostError, Settings
+from millrace.bench.autoscale.run import RequestsLostError, Settings
 from millrace.bench.common.report import RequestRecord, summarise
 from millrace.sim.workload.workload import SloClass
 
-SETTINGS = Settings(
-    phases=(
-        Phase(name="calm", load=0.5, seconds=100.0),
-        Phase(name="peak", load=2.0, seconds=100.0),
-        Phase(name="calm again", load=0.5, seconds=100.0),
-    )
-)
+SETTINGS = Settings(calm=0.5, peak=2.0, calm_s=100.0, peak_s=100.0, after_s=100.0)
 CLASSES = [SloClass(name=phase.name, ttft_s=1.0) for phase in SETTINGS.phases]
 
 

@@ -11,6 +11,7 @@ from rich.console import Console
 
 from millrace.bench.decode import run as decode
 from millrace.bench.decode.command import command
+from millrace.bench.decode.report import print_tables
 from millrace.core.errors import MillraceError
 
 TINY = {
@@ -83,7 +84,7 @@ async def test_a_whole_run(monkeypatch):
     assert found["stack_tokens_per_s"] == 40.0 and found["bare_tokens_per_s"] > 0
     assert report["ratio"] == found["stack_tokens_per_s"] / found["bare_tokens_per_s"]
     console = Console(record=True, width=160, file=io.StringIO())
-    console.print(decode.as_table(report))
+    print_tables(report, console)
     assert f"ratio {report['ratio']:.3f}" in console.export_text()
 
 

@@ -13,12 +13,13 @@ import typer
 from rich.console import Console
 
 from millrace.bench.common.machine_limits import gemm_flops_per_s, read_bytes_per_s
-from millrace.bench.common.random_model import LLAMA_100M, write_random_llama
+from millrace.bench.common.models import LLAMA_100M
+from millrace.bench.common.random_model import write_random_llama
 from millrace.bench.engine import run as engine
 from millrace.bench.engine.command import command
 from millrace.bench.engine.llama_cpp import LlamaCppEngine, write_gguf
 from millrace.bench.engine.model_costs import decode_step_bytes, prefill_flops
-from millrace.bench.engine.report import as_table, draw
+from millrace.bench.engine.report import draw, print_tables
 from millrace.core.errors import MillraceError
 
 TINY = {
@@ -66,7 +67,7 @@ def settings(**changes) -> engine.Settings:
 def test_a_whole_report(tmp_path, against):
     calls = []
     report = engine.run(
-        settings(against=against), threads=1, on_progress=lambda *call: calls.append(call)
+        settings(against=against, threads=1), on_progress=lambda *call: calls.append(call)
     )
     assert json.loads(json.dumps(report)) == report
     seen = [tuple(result["case"].values()) for result in report["results"]]
@@ -92,7 +93,7 @@ def test_a_whole_report(tmp_path, against):
     assert {call[1] for call in calls} == {8} and [call[0] for call in calls][-1] == 7
 
     console = Console(record=True, width=120, file=io.StringIO())
-    console.print(as_table(report))
+    print_tables(report, console)
     text = console.export_text()
     assert text.count("prefill ") == 4 and text.count("decode ") == 4
     draw(report, tmp_path / "ratios.png")
@@ -106,7 +107,7 @@ def test_without_time_each_engine_still_runs_once():
 
 def test_threads_are_put_back():
     before = torch.get_num_threads()
-    report = engine.run(settings(dtypes=["float32"], prefill_tokens=(5,)), threads=before + 1)
+    report = engine.run(settings(dtypes=["float32"], prefill_tokens=(5,), threads=before + 1))
     assert report["machine"]["threads"] == before + 1
     assert torch.get_num_threads() == before
 
@@ -115,7 +116,7 @@ def test_engines_that_disagree_are_never_compared(tmp_path):
     write_random_llama(tmp_path, TINY)
     ours = engine.MillraceEngine(tmp_path, "float32", 64)
     other = engine.TransformersEngine(tmp_path, "float32")
-    prompt = settings().prompt(30)
+    prompt = engine.prompt_of(settings(), 30)
     with torch.inference_mode():
         assert engine.check_agreement(ours, other, "float32", prompt) < 1e-4
         other._model.model.layers[1].mlp.down_proj.weight.mul_(300)

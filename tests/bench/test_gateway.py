@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
-
 from rich.console import Console
 
-from millrace.bench.gateway.run import run, table
+from millrace.bench.gateway.report import print_tables
+from millrace.bench.gateway.run import Settings, run
 
 
 async def test_measures_a_real_proxy_process():
-    report = await run(requests=60, streams=4, tokens=32, prompt_characters=100)
-    assert [cost.concurrency for cost in report.requests] == [1, 32]
-    for cost in report.requests:
-        assert cost.requests_per_s > 0
-        assert 0 < cost.p50_us <= cost.p99_us
-    paced, flat_out = report.streams
-    assert (paced.step_ms, flat_out.step_ms) == (25.0, 0.0)
-    assert (paced.tokens, flat_out.tokens) == (4 * 8, 4 * 32)
-    assert flat_out.tokens_per_s > 0
-    assert asdict(report)["requests"][0]["cpu_us"] >= 0
+    report = await run(Settings(requests=60, streams=4, tokens=32, prompt_characters=100))
+    assert [cost["concurrency"] for cost in report["requests"]] == [1, 32]
+    for cost in report["requests"]:
+        assert cost["requests_per_s"] > 0
+        assert 0 < cost["p50_us"] <= cost["p99_us"]
+    paced, flat_out = report["streams"]
+    assert (paced["step_ms"], flat_out["step_ms"]) == (25.0, 0.0)
+    assert (paced["tokens"], flat_out["tokens"]) == (4 * 8, 4 * 32)
+    assert flat_out["tokens_per_s"] > 0
+    assert report["requests"][0]["cpu_us"] >= 0
     console = Console(width=120)
     with console.capture() as shown:
-        console.print(table(report))
+        print_tables(report, console)
     assert "CPU per streamed token, 4 streams, flat out" in shown.get()

@@ -11,10 +11,10 @@ import torch
 import typer
 from rich.console import Console
 
-from millrace.bench.common.choices import KERNELS
 from millrace.bench.kernels import run as kernels
 from millrace.bench.kernels.case import Case, Sides, Sizes
-from millrace.bench.kernels.command import command
+from millrace.bench.kernels.command import KERNELS, command
+from millrace.bench.kernels.report import draw, print_tables
 from millrace.core.errors import MillraceError
 
 SETTINGS = kernels.Settings
@@ -54,7 +54,7 @@ def settings(**changes) -> kernels.Settings:
 
 def test_a_whole_report(tmp_path):
     calls = []
-    report = kernels.run(settings(), threads=1, on_progress=lambda *call: calls.append(call))
+    report = kernels.run(settings(threads=1), on_progress=lambda *call: calls.append(call))
     assert json.loads(json.dumps(report))["results"] == report["results"]
     assert {result["kernel"] for result in report["results"]} == set(KERNELS)
     for result in report["results"]:
@@ -72,11 +72,11 @@ def test_a_whole_report(tmp_path):
     assert [call[:2] for call in calls] == [(done, total) for done in range(total + 1)]
 
     console = Console(record=True, width=80, file=io.StringIO())
-    console.print(kernels.as_table(report))
+    print_tables(report, console)
     text = console.export_text()
     assert text.count("fp32") + text.count("bf16") == len(report["results"]) + 2
     assert text.count("attention after 100") == 2 and "…" not in text
-    kernels.draw(report, tmp_path / "kernels.png")
+    draw(report, tmp_path / "kernels.png")
     assert (tmp_path / "kernels.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -86,8 +86,8 @@ def test_only_what_is_named_runs(tmp_path):
     assert report["chunks"] == []
     report = kernels.run(settings(names=["chunks"], dtypes=["float32"]))
     assert report["results"] == [] and len(report["chunks"]) == 1
-    kernels.as_table(report)
-    kernels.draw(report, tmp_path / "none.png")
+    print_tables(report, Console(file=io.StringIO()))
+    draw(report, tmp_path / "none.png")
 
 
 @pytest.mark.parametrize(
@@ -139,7 +139,7 @@ def test_long_calls_are_timed_once(monkeypatch, budget_s, samples, ran):
 
 def test_threads_are_put_back():
     before = torch.get_num_threads()
-    report = kernels.run(settings(names=["silu_mul"]), threads=before + 1)
+    report = kernels.run(settings(names=["silu_mul"], threads=before + 1))
     assert report["machine"]["threads"] == before + 1
     assert torch.get_num_threads() == before
 

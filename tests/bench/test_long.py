@@ -184,7 +184,7 @@ def document(tmp_path: Path, *parts: str) -> Any:
 
 
 def test_mixed_batches_of_an_engine_from_end_to_end(tmp_path: Path) -> None:
-    found, said = document(tmp_path, *long_run.LONG_MIXED_PARTS)
+    found, said = document(tmp_path, *long_run.MIXED_PARTS)
     assert found["benchmark"] == "long" and 1 <= found["predictor"]["batches"] <= 4
     assert set(found["chunking"]["ways"]) == {
         "adaptive 64",

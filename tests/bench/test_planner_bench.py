@@ -10,12 +10,15 @@ from rich.console import Console
 
 from millrace.bench.planner import run as planner
 from millrace.bench.planner.command import command
+from millrace.bench.planner.report import draw, print_tables
 
 
 def test_a_whole_report(tmp_path):
     steps = []
     settings = planner.Settings(max_sp=(8, 16), trials=20, passes=2)
-    report = planner.run(settings, on_progress=lambda done, total: steps.append((done, total)))
+    report = planner.run(
+        settings, on_progress=lambda done, total, what: steps.append((done, total))
+    )
     assert json.loads(json.dumps(report))["results"] == report["results"]
     assert [(r["model"], r["max_sp"], r["gc"]) for r in report["results"]] == [
         (model, max_sp, state)
@@ -29,17 +32,18 @@ def test_a_whole_report(tmp_path):
         assert 0 < result["median_avg_us"] <= result["median_max_us"]
         assert result["mean_chunks"] >= 1 and 1 <= result["mean_last_sp"] <= result["max_sp"]
     console = Console(record=True, width=80, file=io.StringIO())
-    console.print(planner.as_table(report))
+    print_tables(report, console)
     text = console.export_text()
     assert text.count("scaling") == 4 and "86.8" in text
-    planner.draw(report, tmp_path / "planner.png")
+    draw(report, tmp_path / "planner.png")
     assert (tmp_path / "planner.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_trials_are_drawn_from_the_seed_and_within_the_settings():
     settings = planner.Settings(trials=50, queue_s=2.0)
-    trials = settings.trials_of(16)
-    assert trials == settings.trials_of(16) != planner.Settings(trials=50, seed=1).trials_of(16)
+    trials = planner.trials_of(settings, 16)
+    others = planner.trials_of(planner.Settings(trials=50, seed=1), 16)
+    assert trials == planner.trials_of(settings, 16) != others
     for tokens, queue_s in trials:
         assert 4096 <= tokens <= 190 * 1024
         assert len(queue_s) == 16 and 0 <= min(queue_s) <= max(queue_s) <= 2.0

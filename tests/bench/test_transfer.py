@@ -7,18 +7,14 @@ import json
 
 from rich.console import Console
 
-from millrace.bench.transfer.report import as_tables
-from millrace.bench.transfer.run import run
+from millrace.bench.transfer.report import print_tables
+from millrace.bench.transfer.run import Settings, run
 
 
 def test_a_small_run_reports_every_case():
     steps = []
     report = run(
-        sizes_mib=(2,),
-        repeats=1,
-        in_flight=2,
-        overlap_mib=2,
-        layer_ms=0.2,
+        Settings(sizes_mib=(2,), repeats=1, in_flight=2, overlap_mib=2, layer_ms=0.2),
         on_progress=lambda done, total, what: steps.append((done, total, what)),
     )
     assert json.loads(json.dumps(report)) == report
@@ -36,6 +32,5 @@ def test_a_small_run_reports_every_case():
     assert all(o["at_end_ms"] > 0 and o["compute_ms"] > 0 for o in report["overlap"])
     assert [done for done, _, _ in steps] == list(range(5)) and steps[-1][1] == 5
     console = Console(width=120, record=True, file=io.StringIO())
-    for table in as_tables(report):
-        console.print(table)
+    print_tables(report, console)
     assert "buffer-free" in console.export_text()

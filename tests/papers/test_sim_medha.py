@@ -151,7 +151,7 @@ def test_capacity_ends_at_the_first_rate_that_fails(busy):
 
 @pytest.mark.parametrize("module", [medha_convoy, medha_policies])
 def test_its_document_and_plot(module, tmp_path):
-    outcome = module.measure(lambda _: None, (0.75,), 65.0)
+    outcome = module.compare(lambda _: None, (0.75,), 65.0)
     document, plot = tmp_path / "found.json", tmp_path / "found.png"
     outcome.publish(Console(quiet=True), document, plot)
     found = json.loads(document.read_text())
@@ -166,7 +166,7 @@ def test_short_requests_may_come_from_a_trace(tmp_path):
     drawn = Load(qps=1.0, long_fraction=0.1, trace=trace).scenario(medha.medha()).requests()
     tokens = {request.slo.name: request.input_tokens for request in islice(drawn, 100)}
     assert tokens["short"] == 16 and tokens["long"] > 100_000
-    assert load_traced("medha-convoy").run is medha_convoy.run
+    assert load_traced("medha-convoy").measure is medha_convoy.measure
     with pytest.raises(ConfigError, match="takes no --trace; medha-convoy"):
         load_traced("mnemosyne-kvp")
 

@@ -41,7 +41,7 @@ def cdsp(rate):
 
 def test_table_1_is_reproduced_exactly():
     """ "Prefill latency": every time, and the best SP degree of every length (in bold)."""
-    results = measure_table_1().results
+    results = measure_table_1(False, print).results
     best = {4: 4, 8: 4, 16: 8, 32: 16, 64: 16, 128: 16, 256: 16}
     assert results["best_sp"] == {k * 1024: sp for k, sp in best.items()}
     for sp, row in TABLE_1.items():

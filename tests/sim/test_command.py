@@ -241,8 +241,11 @@ def test_bad_input_is_named(tmp_path, monkeypatch, words, named):
 
 def test_an_experiment_is_run_by_name(monkeypatch, tmp_path):
     (tmp_path / "made_up_experiment.py").write_text(
-        "def run(console, json_path, plot_path, quick):\n"
-        "    console.print(f'ran {json_path} {plot_path} {quick}')\n"
+        "class measure:\n"
+        "    def __init__(self, quick, told):\n"
+        "        self.quick = quick\n"
+        "    def publish(self, console, json_path, plot_path):\n"
+        "        console.print(f'ran {json_path} {plot_path} {self.quick}')\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr(experiments, "EXPERIMENTS", {"table-9": "made_up_experiment"})

@@ -4,7 +4,7 @@ PNG."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,11 @@ from rich.table import Table
 from millrace.sim.results.plots import Panel, draw_panels
 from millrace.sim.results.report import write_json
 
+#: Takes the last progress text of a measurement.
+Told = Callable[[str], None]
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+
+@dataclass(frozen=True, slots=True)
 class Finding:
     """One figure: its name, the paper's value and ours, as text."""
 
@@ -36,7 +39,7 @@ class Outcome:
     assumptions: Sequence[str]
     findings: Sequence[Finding]
     results: Mapping[str, Any]  # for the JSON document: plain values only
-    panels: Sequence[Sequence[Panel]] = field(default_factory=tuple)  # rows of charts
+    panels: Sequence[Sequence[Panel]] = ()  # rows of charts; without any, nothing is drawn
 
     def publish(self, console: Console, json_path: Path | None, plot_path: Path | None) -> None:
         """Prints the results and writes the requested files. Raises ConfigError for a bad path."""
@@ -54,14 +57,8 @@ class Outcome:
             document = asdict(self)
             del document["panels"]
             write_json(json_path, _short(document))
-        if plot_path is not None:
+        if plot_path is not None and self.panels:
             draw_panels(self.panels, plot_path)
-
-
-def watched(console: Console, measure: Callable[[Callable[[str], None]], Outcome]) -> Outcome:
-    """Runs `measure(told)`, and shows its last progress text on the terminal meanwhile."""
-    with console.status("") as status:
-        return measure(status.update)
 
 
 def _short(value: Any) -> Any:  # noqa: ANN401 - a JSON value

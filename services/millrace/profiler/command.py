@@ -7,7 +7,7 @@ import json
 import math
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -121,16 +121,13 @@ def _measure(options: ProfileOptions, config: EngineConfig) -> tuple[Measured, S
             max_batch=config.max_batch,
             max_tokens=options.max_tokens,
         )
-        try:
-            task = bar.tasks[0].id
+        task = bar.tasks[0].id
+        with closing(engine), closing(workload):
             measured = measure(
                 workload,
                 options.budget_s / 2 if options.sp else options.budget_s,
                 lambda share: bar.update(task, completed=share),
             )
-        finally:
-            workload.close()
-            engine.close()
     return measured, subject
 
 

@@ -16,6 +16,7 @@ The tables come from passes that were timed at operator boundaries:
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from statistics import median
 from types import MappingProxyType
@@ -23,12 +24,13 @@ from types import MappingProxyType
 from millrace.core.cost.latency import Latency, SpLatency
 from millrace.core.cost.operators import DecodeAttention, OperatorModel, Table
 from millrace.core.cost.profile import Profile
+from millrace.engine.assembly import Engine
 from millrace.profiler.accuracy import compare, errors
 from millrace.profiler.groups.measure import MeasuredGroups
-from millrace.profiler.measure import Decode, Far, Measured, Prefill
+from millrace.profiler.measure import Decode, Far, Measured, Prefill, measure
 from millrace.profiler.mixed_fit import LINEAR, mixed_model
 from millrace.profiler.tables import over_squares, rising, table_of, with_far
-from millrace.profiler.workload import Timing
+from millrace.profiler.workload import Timing, Workload
 from millrace.profiles import eq_1, load_profile
 from millrace.profiles.degrees import REFERENCE, estimated
 from millrace.profiles.eq_1 import rounded
@@ -49,6 +51,28 @@ class Subject:
     max_chunk_tokens: int
     tp: int = 1
     is_accelerated: bool = False  # each instance has its own devices
+
+
+def measured_alone(
+    engine: Engine, budget_s: float, *, threads: int, max_chunk_tokens: int
+) -> tuple[Subject, Measured]:
+    """Measures an engine in this process for about `budget_s` seconds, one prompt per pass.
+
+    A pass has at most `max_chunk_tokens`.
+    """
+    workload = Workload(engine, max_chunk_tokens=max_chunk_tokens, max_batch=1)
+    with closing(workload):
+        measured = measure(workload, budget_s)
+    subject = Subject(
+        model=engine.folder.name,
+        device=engine.device.type,
+        dtype=engine.layout.dtype,
+        threads=threads,
+        layers=engine.layout.num_layers,
+        kv_bytes_per_token=engine.layout.bytes_per_token,
+        max_chunk_tokens=max_chunk_tokens,
+    )
+    return subject, measured
 
 
 def build_profile(

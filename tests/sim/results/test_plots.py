@@ -12,9 +12,7 @@ from millrace.sim.results.plots import (
     Curve,
     draw_attainment,
     draw_board,
-    draw_classes,
     draw_run,
-    draw_ttft_cdf,
 )
 from millrace.sim.results.report import Collector, RequestRecord
 from millrace.sim.results.timeline import Block
@@ -70,33 +68,18 @@ def test_attainment_against_rate(tmp_path, figures):
     assert list(axes.get_lines()[1].get_ydata()) == pytest.approx([90.0, 20.0])
 
 
-def test_a_cdf_ends_below_all_when_requests_failed(tmp_path, figures):
-    draw_ttft_cdf({"ours": report(1), "fcfs": report(1, failing=50)}, tmp_path / "c.png")
-    ours, fcfs = figures[0].axes[0].get_lines()
-    assert ours.get_ydata()[-1] == pytest.approx(100)
-    assert fcfs.get_ydata()[-1] == pytest.approx(75)
-    assert figures[0].axes[0].get_xlabel() == "TTFT (ms)"
-
-
-def test_bars_by_class(tmp_path, figures):
-    reports = {"ours": report(1), "fcfs": report(2, failing=100)}
-    draw_classes(reports, tmp_path / "b.png")
-    axes = figures[0].axes[0]
-    assert [label.get_text() for label in axes.get_xticklabels()] == ["all", "book", "chat"]
-    heights = [bar.get_height() for bar in axes.patches]
-    wanted = [
-        100 * found.attainment
-        for one in reports.values()
-        for found in (one.total, one.classes["book"], one.classes["chat"])
-    ]
-    assert heights == pytest.approx(wanted)
-
-
 def test_one_run(tmp_path, figures):
-    draw_run(report(3), tmp_path / "r.png")
+    """A class's CDF ends below 100 % where requests failed; bars are of all, and by class."""
+    found = report(3, failing=100)
+    draw_run(found, tmp_path / "r.png")
     left, right = figures[0].axes
-    assert len(left.get_lines()) == 2
-    assert len(right.patches) == 3
+    ends = [line.get_ydata()[-1] for line in left.get_lines()]
+    wanted = [100 * one.succeeded / one.requests for one in found.classes.values()]
+    assert ends == pytest.approx(wanted) and max(ends) < 100
+    assert left.get_xlabel() == "TTFT (ms)"
+    assert [label.get_text() for label in right.get_xticklabels()] == ["all", "book", "chat"]
+    shares = [one.attainment for one in (found.total, found.classes["book"], found.classes["chat"])]
+    assert [bar.get_height() for bar in right.patches] == pytest.approx([100 * s for s in shares])
 
 
 def test_a_board_puts_blocks_where_they_belong(tmp_path, figures):

@@ -13,54 +13,68 @@ adds less capacity than on a machine of its own, and its start takes time from t
 
 from __future__ import annotations
 
-from functools import partial
-from pathlib import Path
-from typing import Annotated
+from dataclasses import dataclass, field
 
-import typer
-
-from millrace.bench.common.options import measure
+from millrace.bench.common.options import command as made
+from millrace.bench.common.options import option
+from millrace.core.config import ScalingConfig
 
 
-def command(  # noqa: PLR0913 - every option of the command line is a parameter
-    calm: Annotated[
-        float, typer.Option("--calm", min=0.01, help="Load of one instance's capacity.")
-    ] = 0.3,
-    peak: Annotated[float, typer.Option("--peak", min=0.01, help="Likewise.")] = 1.4,
-    calm_s: Annotated[
-        float, typer.Option("--calm-s", min=1.0, help="Seconds of the first calm.")
-    ] = 10.0,
-    peak_s: Annotated[float, typer.Option("--peak-s", min=1.0)] = 35.0,
-    after_s: Annotated[
-        float, typer.Option("--after-s", min=1.0, help="Seconds of the second calm.")
-    ] = 60.0,
-    most: Annotated[int, typer.Option("--most", min=2, help="Prefill instances at most.")] = 2,
-    slo: Annotated[
-        float, typer.Option("--slo", min=1.0, help="TTFT objective, in TTFTs of a prompt alone.")
-    ] = 5.0,
-    prompt_tokens: Annotated[int, typer.Option("--prompt-tokens", min=16)] = 768,
-    seed: Annotated[int, typer.Option("--seed", help="Of arrivals, lengths and prompts.")] = 0,
-    json_path: Annotated[
-        Path | None, typer.Option("--json", metavar="PATH", help="Write the report as JSON.")
-    ] = None,
-    plot: Annotated[
-        Path | None,
-        typer.Option("--plot", metavar="PATH", help="PNG: load, backlog, instances, attainment."),
-    ] = None,
-) -> None:
-    """Autoscaling beside fixed sizes: SLO attainment and instance-seconds in calm and peak."""
-    from millrace.bench.autoscale.report import draw, print_tables
-    from millrace.bench.autoscale.run import Phase, Settings, run
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Phase:
+    """A phase of the load. `load` is a share of one prefill instance's capacity."""
 
-    settings = Settings(
-        phases=(
-            Phase(name="calm", load=calm, seconds=calm_s),
-            Phase(name="peak", load=peak, seconds=peak_s),
-            Phase(name="calm again", load=calm, seconds=after_s),
-        ),
-        most=most,
-        slo_factor=slo,
-        prompt_tokens=prompt_tokens,
-        seed=seed,
+    name: str
+    load: float
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """most: prefill instances. slo_factor: TTFT objective over the TTFT of a prompt alone.
+
+    Prompts are uniform between half of `prompt_tokens` and one and a half times as many.
+    """
+
+    calm: float = option(0.3, "--calm", min=0.01, help="Load of one instance's capacity.")
+    peak: float = option(1.4, "--peak", min=0.01, help="Likewise.")
+    calm_s: float = option(10.0, "--calm-s", min=1.0, help="Seconds of the first calm.")
+    peak_s: float = option(35.0, "--peak-s", min=1.0)
+    after_s: float = option(60.0, "--after-s", min=1.0, help="Seconds of the second calm.")
+    most: int = option(2, "--most", min=2, help="Prefill instances at most.")
+    slo_factor: float = option(
+        5.0, "--slo", min=1.0, help="TTFT objective, in TTFTs of a prompt alone."
     )
-    measure(partial(run, settings), print_tables, draw, json_path, plot)
+    prompt_tokens: int = option(768, "--prompt-tokens", min=16)
+    output_tokens: int = 8
+    threads: int = 1
+    kv_bytes: int = 1 << 30  # decode holds all waiting requests: only prefill is scaled
+    seed: int = option(0, "--seed", help="Of arrivals, lengths and prompts.")
+    scaling: ScalingConfig = field(
+        default_factory=lambda: ScalingConfig(
+            interval_s=1.0, up_period_s=5.0, down_window_s=6.0, down_period_s=5.0
+        )
+    )
+
+    @property
+    def phases(self) -> tuple[Phase, Phase, Phase]:
+        return (
+            Phase(name="calm", load=self.calm, seconds=self.calm_s),
+            Phase(name="peak", load=self.peak, seconds=self.peak_s),
+            Phase(name="calm again", load=self.calm, seconds=self.after_s),
+        )
+
+    def systems(self) -> dict[str, tuple[int, int]]:
+        """Returns least and most prefill instances, by name."""
+        return {
+            "fixed, 1": (1, 1),
+            f"autoscaled, 1 to {self.most}": (1, self.most),
+            f"fixed, {self.most}": (self.most, self.most),
+        }
+
+
+command = made(
+    Settings,
+    "Autoscaling beside fixed sizes: SLO attainment and instance-seconds in calm and peak.",
+    plot="PNG: load, backlog, instances, attainment.",
+)

@@ -4,43 +4,49 @@ document.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.table import Table
 
 from millrace.sim.results.plots import Panel, draw_panels
+from millrace.sim.results.tables import table
 
-Document = Mapping[str, Any]
+Document = dict[str, Any]
 Points = list[tuple[float, float]]
 
 
 def print_tables(document: Document, console: Console) -> None:
     """Prints one line per system, and the decisions of the autoscaled system."""
     phases = [phase["name"] for phase in document["settings"]["phases"]]
-    table = Table(
-        title=f"First tokens within {document['ttft_slo_s']:.2f} s, % of the requests of a phase",
-        title_justify="left",
-        box=SIMPLE_HEAD,
-    )
-    table.add_column("prefill instances")
-    for heading in (*phases, "all", "TTFT p99, s", "instance-seconds", "of the most"):
-        table.add_column(heading, justify="right")
     most_s = document["systems"][-1]["instance_s"]
-    for system in document["systems"]:
-        found = system["results"]
-        table.add_row(
-            system["name"],
-            *(_attained(found["classes"][name]) for name in phases),
-            _attained(found["total"]),
-            f"{found['total']['ttft_ms']['p99'] / 1e3:.2f}",
-            f"{system['instance_s']:.0f}",
-            f"{system['instance_s'] / most_s:.2f}",
-        )
-    console.print(table)
+    rows = [
+        one
+        | {
+            "share": one["instance_s"] / most_s,
+            "p99_s": one["results"]["total"]["ttft_ms"]["p99"] / 1e3,
+            "in time": {
+                name: _attained(found)
+                for name, found in [
+                    ("all", one["results"]["total"]),
+                    *one["results"]["classes"].items(),
+                ]
+            },
+        }
+        for one in document["systems"]
+    ]
+    columns = [*phases, "all"]
+    made = table(
+        f"First tokens within {document['ttft_slo_s']:.2f} s, % of the requests of a phase",
+        f"prefill instances | {' | '.join(columns)} | TTFT p99, s | instance-seconds | of the most",
+        "{name} | "
+        + "".join(f"{{in time[{name}]}} | " for name in columns)
+        + "{p99_s:.2f} | {instance_s:.0f} | {share:.2f}",
+        rows,
+        left=1,
+    )
+    console.print(made)
     for system in document["systems"]:
         for line in system["lines"]:
             console.print(f"  {line}", markup=False, highlight=False)
@@ -57,26 +63,21 @@ def draw(document: Document, path: Path) -> None:
     draw_panels(
         [
             [
+                Panel("load", "s", "requests/s", {"offered": _points(document["offered"])}),
                 Panel(
-                    title="load",
-                    x="s",
-                    y="requests/s",
-                    lines={"offered": _points(document["offered"])},
-                ),
-                Panel(
-                    title="backlog",
-                    x="s",
-                    y="predicted seconds of prefill",
-                    lines={s["name"]: _sampled(s["samples"], "backlog_s") for s in systems},
+                    "backlog",
+                    "s",
+                    "predicted seconds of prefill",
+                    {s["name"]: _sampled(s["samples"], "backlog_s") for s in systems},
                 ),
             ],
             [
-                Panel(title="prefill instances", x="s", y="", lines=_sizes(systems)),
+                Panel("prefill instances", "s", "", _sizes(systems)),
                 Panel(
-                    title="first tokens in time",
-                    x="s, when sent",
-                    y="%",
-                    lines={
+                    "first tokens in time",
+                    "s, when sent",
+                    "%",
+                    {
                         s["name"]: [(at_s, 100 * share) for at_s, share in s["attainment"]]
                         for s in systems
                     },

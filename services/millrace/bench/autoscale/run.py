@@ -9,17 +9,18 @@ import statistics
 import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from millrace.bench.autoscale.command import Settings
 from millrace.bench.common.load_test import ServeOptions
 from millrace.bench.common.load_test import run as send
 from millrace.bench.common.machine_limits import describe_machine
-from millrace.bench.common.random_model import LLAMA_27M, write_random_model
+from millrace.bench.common.models import LLAMA_27M
+from millrace.bench.common.random_model import write_random_model
 from millrace.bench.common.report import RequestRecord, summarise
-from millrace.core.config import ScalingConfig
 from millrace.core.errors import MillraceError
 from millrace.local.autoscale import Decision
 from millrace.local.scaling import Scaling, autoscaled
@@ -37,45 +38,6 @@ Told = Callable[[str], None]
 
 class RequestsLostError(MillraceError):
     """Requests failed, or their answers were cut short."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Phase:
-    """A phase of the load. `load` is a share of one prefill instance's capacity."""
-
-    name: str
-    load: float
-    seconds: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
-    """most: prefill instances. slo_factor: TTFT objective over the TTFT of a prompt alone.
-
-    Prompts are uniform between half of `prompt_tokens` and one and a half times as many.
-    """
-
-    phases: tuple[Phase, ...]
-    most: int = 2
-    slo_factor: float = 5.0
-    prompt_tokens: int = 768
-    output_tokens: int = 8
-    threads: int = 1
-    kv_bytes: int = 1 << 30  # decode holds all waiting requests: only prefill is scaled
-    seed: int = 0
-    scaling: ScalingConfig = field(
-        default_factory=lambda: ScalingConfig(
-            interval_s=1.0, up_period_s=5.0, down_window_s=6.0, down_period_s=5.0
-        )
-    )
-
-    def systems(self) -> dict[str, tuple[int, int]]:
-        """Returns least and most prefill instances, by name."""
-        return {
-            "fixed, 1": (1, 1),
-            f"autoscaled, 1 to {self.most}": (1, self.most),
-            f"fixed, {self.most}": (self.most, self.most),
-        }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,7 +68,7 @@ async def run(settings: Settings, told: Told = lambda what: None) -> dict[str, A
     assert served is not None
     return {
         "benchmark": "autoscale",
-        "settings": asdict(settings),
+        "settings": asdict(settings) | {"phases": [asdict(phase) for phase in settings.phases]},
         "machine": describe_machine(),
         "alone_s": served.alone_s,
         "ttft_slo_s": settings.slo_factor * served.alone_s,

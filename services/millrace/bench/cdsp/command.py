@@ -13,59 +13,102 @@ not show its gain on other machines.
 
 from __future__ import annotations
 
-from functools import partial
-from pathlib import Path
-from typing import Annotated
+from dataclasses import dataclass, replace
 
-import typer
+from millrace.bench.common.options import LESS, option, read_names, read_numbers
+from millrace.bench.common.options import command as made
 
-from millrace.bench.common.choices import CDSP_PARTS
-from millrace.bench.common.options import measure, names, numbers
+PARTS = ("sp", "balancing", "ring", "load")
+
+#: (instances that hold the history, instances of the next chunk).
+GROWTHS = ((1, 2), (1, 4), (2, 4))
 
 
-def command(  # noqa: PLR0913 - every option of the command line is a parameter
-    parts: Annotated[
-        str, typer.Option("--parts", metavar="NAME,...", help="Of " + ", ".join(CDSP_PARTS) + ".")
-    ] = ",".join(CDSP_PARTS),
-    threads: Annotated[int, typer.Option("--threads", min=1, help="Of each instance.")] = 1,
-    lengths: Annotated[
-        str, typer.Option("--lengths", metavar="TOKENS,...", help="Prompts of the part sp.")
-    ] = "512,1024,2048,4096",
-    sp: Annotated[
-        str, typer.Option("--sp", metavar="N,...", help="Instances a prompt; 1 is measured too.")
-    ] = "2,3,4",
-    rounds: Annotated[
-        int, typer.Option("--rounds", min=1, help="Of the parts sp and balancing.")
-    ] = 3,
-    instances: Annotated[
-        int,
-        typer.Option("--instances", min=0, help="Under load; 0: as many as have cores, 2 to 4."),
-    ] = 0,
-    requests: Annotated[int, typer.Option("--requests", min=4, help="Of every load.")] = 48,
-    quick: Annotated[
-        bool, typer.Option("--quick", help="A look, no figures to quote: less of everything.")
-    ] = False,
-    json_path: Annotated[
-        Path | None, typer.Option("--json", metavar="PATH", help="Write the report as JSON.")
-    ] = None,
-    plot: Annotated[
-        Path | None,
-        typer.Option("--plot", metavar="PATH", help="PNG: TTFT by degree, balancing, load."),
-    ] = None,
-) -> None:
-    """Sequence-parallel groups: TTFT by degree, what they cost, and CDSP under load."""
-    from millrace.bench.cdsp.report import draw, print_tables
-    from millrace.bench.cdsp.run import Settings, run
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """parts: of `PARTS`. threads: per instance. lengths, degrees: prompts on groups of these
+    sizes, `rounds` times each. chunk_tokens, shares: a chunk, its history as shares of it.
+    instances: the number under load, 0: as many as have cores of their own, 2 to 4; loads: as
+    shares of their capacity. operators_s, profile_s: seconds of measuring in this process, and
+    live.
+    """
 
-    settings = Settings(
-        parts=tuple(names(parts, CDSP_PARTS)),
-        threads=threads,
-        lengths=numbers(lengths, "--lengths"),
-        degrees=tuple(sorted({1, *numbers(sp, "--sp")})),
-        rounds=rounds,
-        instances=instances,
-        requests=requests,
+    parts: tuple[str, ...] = option(
+        PARTS,
+        "--parts",
+        read=read_names(*PARTS),
+        metavar="NAME,...",
+        help="Of " + ", ".join(PARTS) + ".",
     )
-    if quick:
-        settings = settings.quick()
-    measure(partial(run, settings), print_tables, draw, json_path, plot)
+    threads: int = option(1, "--threads", min=1, help="Of each instance.")
+    kv_bytes: int = 1 << 29
+    lengths: tuple[int, ...] = option(
+        (512, 1024, 2048, 4096),
+        "--lengths",
+        read=read_numbers(),
+        metavar="TOKENS,...",
+        help="Prompts of the part sp.",
+    )
+    degrees: tuple[int, ...] = option(
+        (1, 2, 3, 4),
+        "--sp",
+        read=read_numbers(1),
+        shown="2,3,4",
+        metavar="N,...",
+        help="Instances a prompt; 1 is measured too.",
+    )
+    rounds: int = option(3, "--rounds", min=1, help="Of the parts sp and balancing.")
+    chunk_tokens: int = 768
+    shares: tuple[float, ...] = (0.25, 1.0, 2.0)
+    growths: tuple[tuple[int, int], ...] = GROWTHS
+    ring_mib: tuple[int, ...] = (16,)
+    ring_members: tuple[int, ...] = (2, 4)
+    ring_repeats: int = 5
+    instances: int = option(
+        0, "--instances", min=0, help="Under load; 0: as many as have cores, 2 to 4."
+    )
+    loads: tuple[float, ...] = (0.4, 0.7)
+    short_tokens: int = 96
+    long_tokens: int = 2048
+    requests: int = option(48, "--requests", min=4, help="Of every load.")
+    seed: int = 0
+    operators_s: float = 6.0
+    profile_s: float = 20.0
+
+    def quick(self) -> Settings:
+        """Returns settings for a short run: its figures are not to be quoted."""
+        return replace(
+            self,
+            lengths=self.lengths[:3],
+            rounds=1,
+            shares=self.shares[1:2],
+            ring_repeats=2,
+            loads=self.loads[-1:],
+            requests=min(self.requests, 16),
+            operators_s=min(self.operators_s, 2.0),
+            profile_s=min(self.profile_s, 6.0),
+        )
+
+    @property
+    def group_degrees(self) -> tuple[int, ...]:
+        """Returns the degrees that the instances under load can form: powers of two, and all of
+        them.
+        """
+        powers = {1 << bits for bits in range(1, self.instances.bit_length())}
+        return tuple(sorted(powers | {self.instances}))
+
+    @property
+    def fleet(self) -> int:
+        """Returns the number of prefill instances that the parts need together."""
+        needed = [self.instances] if "load" in self.parts else []
+        needed += self.degrees if "sp" in self.parts else ()
+        needed += [new for _, new in self.growths] if "balancing" in self.parts else []
+        return max(needed, default=0)
+
+
+command = made(
+    Settings,
+    "Sequence-parallel groups: TTFT by degree, what they cost, and CDSP under load.",
+    plot="PNG: TTFT by degree, balancing, load.",
+    quick=LESS,
+)

@@ -12,9 +12,6 @@ from millrace.core.scheduler.planning.plan import PlannedChunk
 from millrace.profiler.groups.conductor import Conductor
 from millrace.profiler.measure import usual
 
-#: (instances that hold the history, instances of the next chunk).
-GROWTHS = ((1, 2), (1, 4), (2, 4))
-
 Told = Callable[[str], None]
 
 

@@ -4,95 +4,91 @@ document.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from millrace.sim.results.plots import Panel, draw_panels
+from millrace.sim.results.plots import Panel, draw_panels, lines_by
+from millrace.sim.results.tables import table
 
 #: Tetris section 7.5: the most that cache balancing added, and the mean that transfers added.
 PAPER_BALANCING, PAPER_HANDSHAKE = 0.018, 0.021
 #: As a share of bare NIXL writes of the same bytes.
 RING_GOAL = 0.8
 
-Document = Mapping[str, Any]
+Document = dict[str, Any]
 
 
 def print_tables(document: Document, console: Console) -> None:
     """Prints all measurements, one table per part."""
     if "sp" in document:
-        console.print(_ttft(document["sp"]))
-        console.print(_parts(document["sp"]))
-        console.print(_work(document["sp"]))
+        for made in _sp(document["sp"]):
+            console.print(made)
         _print_handshake(document["handshake"], console)
     if "balancing" in document:
-        console.print(_balancing(document["balancing"]))
+        made = table(
+            f"Cache balancing: a chunk after moves over the same without (paper: "
+            f"{PAPER_BALANCING:.1%} at most)",
+            "history | chunk | instances | moves, ms | without, ms | overhead | waits",
+            "{history} | {tokens} | {from} to {to} | {moved_s:ms.1f} | {still_s:ms.1f} | "
+            "{overhead:+.1%} | {wait_share:.2%}",
+            document["balancing"],
+        )
+        console.print(made)
     if "ring" in document:
-        console.print(_ring(document["ring"]))
+        made = table(
+            f"Ring exchange over bare NIXL writes (goal {RING_GOAL})",
+            "members | block MiB | ours GB/s | bare GB/s | ratio",
+            "{members} | {block_bytes:MiB.0f} | {bytes_per_s:GB.2f} | {bare_bytes_per_s:GB.2f} | "
+            "{ratio:.2f}",
+            document["ring"],
+        )
+        console.print(made)
     if "load" in document:
         console.print(_load(document["load"]))
 
 
-def _table(title: str, *headings: str) -> Table:
-    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for heading in headings:
-        table.add_column(heading, justify="right", no_wrap=True)
-    return table
-
-
-def _ttft(rows: Sequence[Document]) -> Table:
-    """Makes a table as Tetris Table 1: one line per degree, one column per length."""
+def _sp(rows: Sequence[Document]) -> list[Table]:
+    """Makes a table as Tetris Table 1, with one line per degree and one column per length; then the
+    parts of the leader's TTFT, and the work of all members.
+    """
     lengths = sorted({row["tokens"] for row in rows})
-    table = _table("TTFT, ms (over one instance's)", "SP", *map(str, lengths))
-    by_case = {(row["sp"], row["tokens"]): row for row in rows}
-    for sp in sorted({row["sp"] for row in rows}):
-        cells = []
-        for tokens in lengths:
-            row = by_case[sp, tokens]
-            cells.append(f"{1e3 * row['ttft_s']:.0f} ({_times(row.get('speedup'))})")
-        table.add_row(str(sp), *cells)
-    return table
-
-
-def _parts(rows: Sequence[Document]) -> Table:
-    table = _table(
-        "Of the leader's TTFT, ms; landing: until decode has all K/V",
-        *("tokens", "SP", "start", "compute", "ring wait", "history", "landing"),
-    )
+    names = [f"{tokens} tokens" for tokens in lengths]
+    by_sp: dict[int, dict[str, Any]] = {}
     for row in rows:
-        figures = (
-            row["start_s"],
-            row["compute_s"] - row["ring_wait_s"] - row["history_wait_s"],
-            row["ring_wait_s"],
-            row["history_wait_s"],
-            row["landing_s"],
-        )
-        table.add_row(
-            str(row["tokens"]), str(row["sp"]), *(f"{1e3 * seconds:.1f}" for seconds in figures)
-        )
-    return table
-
-
-def _work(rows: Sequence[Document]) -> Table:
-    table = _table(
-        "All members together; more than one instance does for the prompt",
-        *("tokens", "SP", "compute, ms", "more", "CPU, ms", "more", "ring MiB"),
-    )
-    for row in rows:
-        table.add_row(
-            str(row["tokens"]),
-            str(row["sp"]),
-            f"{1e3 * row['members_s']:.0f}",
-            _percent(row.get("compute_overhead")),
-            f"{1e3 * row['cpu_s']:.0f}",
-            _percent(row.get("cpu_overhead")),
-            f"{row['ring_bytes'] / 2**20:.1f}",
-        )
-    return table
+        by_sp.setdefault(row["sp"], {"sp": row["sp"]})[f"{row['tokens']} tokens"] = {
+            "speedup": None,
+            **row,
+        }
+    own = [
+        row | {"own_s": row["compute_s"] - row["ring_wait_s"] - row["history_wait_s"]}
+        for row in rows
+    ]
+    return [
+        table(
+            "TTFT, ms (over one instance's)",
+            " | ".join(["SP", *map(str, lengths)]),
+            " | ".join(["{sp}", *(f"{{{n}[ttft_s]:ms.0f}} ({{{n}[speedup]:.2f}})" for n in names)]),
+            [by_sp[sp] for sp in sorted(by_sp)],
+        ),
+        table(
+            "Of the leader's TTFT, ms; landing: until decode has all K/V",
+            "tokens | SP | start | compute | ring wait | history | landing",
+            "{tokens} | {sp} | {start_s:ms.1f} | {own_s:ms.1f} | {ring_wait_s:ms.1f} | "
+            "{history_wait_s:ms.1f} | {landing_s:ms.1f}",
+            own,
+        ),
+        table(
+            "All members together; more than one instance does for the prompt",
+            "tokens | SP | compute, ms | more | CPU, ms | more | ring MiB",
+            "{tokens} | {sp} | {members_s:ms.0f} | {compute_overhead?:+.1%} | {cpu_s:ms.0f} | "
+            "{cpu_overhead?:+.1%} | {ring_bytes:MiB.1f}",
+            rows,
+        ),
+    ]
 
 
 def _print_handshake(found: Document, console: Console) -> None:
@@ -104,135 +100,48 @@ def _print_handshake(found: Document, console: Console) -> None:
     )
 
 
-def _balancing(rows: Sequence[Document]) -> Table:
-    table = _table(
-        f"Cache balancing: a chunk after moves over the same without (paper: "
-        f"{PAPER_BALANCING:.1%} at most)",
-        *("history", "chunk", "instances", "moves, ms", "without, ms", "overhead", "waits"),
-    )
-    for row in rows:
-        table.add_row(
-            str(row["history"]),
-            str(row["tokens"]),
-            f"{row['from']} to {row['to']}",
-            f"{1e3 * row['moved_s']:.1f}",
-            f"{1e3 * row['still_s']:.1f}",
-            _percent(row["overhead"]),
-            f"{row['wait_share']:.2%}",
-        )
-    return table
-
-
-def _ring(rates: Sequence[Document]) -> Table:
-    table = _table(
-        f"Ring exchange over bare NIXL writes (goal {RING_GOAL})",
-        *("members", "block MiB", "ours GB/s", "bare GB/s", "ratio"),
-    )
-    for rate in rates:
-        table.add_row(
-            str(rate["members"]),
-            f"{rate['block_bytes'] / 2**20:.0f}",
-            f"{rate['bytes_per_s'] / 1e9:.2f}",
-            f"{rate['bare_bytes_per_s'] / 1e9:.2f}",
-            f"{rate['ratio']:.2f}",
-        )
-    return table
-
-
 def _load(load: Document) -> Table:
-    table = _table(
+    return table(
         f"TTFT under load, {load['instances']} prefill instances, over that of cdsp",
-        *("load", "planner", "mean, ms", "p99, ms", "mean", "p99", "sim mean, ms", "mean", "p99"),
+        "load | planner | mean, ms | p99, ms | mean | p99 | sim mean, ms | mean | p99",
+        "{load:.0%} | {planner} | {live[mean_s]:ms.0f} | {live[p99_s]:ms.0f} | "
+        "{live[mean_ratio]:.2f} | {live[p99_ratio]:.2f} | {sim[mean_s]:ms.0f} | "
+        "{sim[mean_ratio]:.2f} | {sim[p99_ratio]:.2f}",
+        (
+            {"load": run["load"], "planner": name, "live": own, "sim": run["simulated"][name]}
+            for run in load["runs"]
+            for name, own in run["live"].items()
+        ),
     )
-    for run in load["runs"]:
-        for planner, own in run["live"].items():
-            in_sim = run["simulated"][planner]
-            table.add_row(
-                f"{run['load']:.0%}",
-                planner,
-                f"{1e3 * own['mean_s']:.0f}",
-                f"{1e3 * own['p99_s']:.0f}",
-                f"{own['mean_ratio']:.2f}",
-                f"{own['p99_ratio']:.2f}",
-                f"{1e3 * in_sim['mean_s']:.0f}",
-                f"{in_sim['mean_ratio']:.2f}",
-                f"{in_sim['p99_ratio']:.2f}",
-            )
-    return table
-
-
-def _times(ratio: float | None) -> str:
-    return "" if ratio is None else f"{ratio:.2f}"
-
-
-def _percent(share: float | None) -> str:
-    return "" if share is None else f"{share:+.1%}"
 
 
 def draw(document: Document, path: Path) -> None:
     """Writes a PNG: TTFT by degree and its parts, balancing, TTFT under load."""
     panels = []
     if "sp" in document:
-        panels += [_ttft_panel(document["sp"]), _wait_panel(document["sp"])]
+        panels += _sp_panels(document["sp"])
     if "balancing" in document:
-        panels.append(_balancing_panel(document["balancing"]))
+        rows = [row | {"share": row["history"] / row["tokens"]} for row in document["balancing"]]
+        lines = lines_by(rows, "{from} to {to}", "share", "overhead", 100)
+        balancing = ("cache balancing", "history over the chunk", "overhead (%)")
+        panels.append(Panel(*balancing, lines, mark=100 * PAPER_BALANCING))
     if "load" in document:
         panels.append(_load_panel(document["load"]))
     draw_panels([panels[i : i + 2] for i in range(0, len(panels), 2)], path)
 
 
-def _by_degree(rows: Sequence[Document]) -> dict[str, list[Document]]:
-    found: dict[str, list[Document]] = {}
-    for row in rows:
-        found.setdefault(f"SP {row['sp']}", []).append(row)
-    return found
-
-
-def _ttft_panel(rows: Sequence[Document]) -> Panel:
-    return Panel(
-        title="TTFT",
-        x="prompt (tokens)",
-        y="ms",
-        lines={
-            name: [(row["tokens"], 1e3 * row["ttft_s"]) for row in own]
-            for name, own in _by_degree(rows).items()
-        },
-        log_x=True,
-        log_y=True,
-    )
-
-
-def _wait_panel(rows: Sequence[Document]) -> Panel:
-    return Panel(
-        title="waits of the leader, of its compute",
-        x="prompt (tokens)",
-        y="%",
-        lines={
-            name: [
-                (
-                    row["tokens"],
-                    100 * (row["ring_wait_s"] + row["history_wait_s"]) / row["compute_s"],
-                )
-                for row in own
-            ]
-            for name, own in _by_degree(rows).items()
-        },
-        log_x=True,
-    )
-
-
-def _balancing_panel(rows: Sequence[Document]) -> Panel:
-    lines: dict[str, list[tuple[float, float]]] = {}
-    for row in rows:
-        line = lines.setdefault(f"{row['from']} to {row['to']}", [])
-        line.append((row["history"] / row["tokens"], 100 * row["overhead"]))
-    return Panel(
-        title="cache balancing",
-        x="history over the chunk",
-        y="overhead (%)",
-        lines=lines,
-        mark=100 * PAPER_BALANCING,
-    )
+def _sp_panels(rows: Sequence[Document]) -> list[Panel]:
+    waits = [
+        row | {"waits": (row["ring_wait_s"] + row["history_wait_s"]) / row["compute_s"]}
+        for row in rows
+    ]
+    ttft = lines_by(rows, "SP {sp}", "tokens", "ttft_s", 1e3)
+    waiting = lines_by(waits, "SP {sp}", "tokens", "waits", 100)
+    x = "prompt (tokens)"
+    return [
+        Panel("TTFT", x, "ms", ttft, log_x=True, log_y=True),
+        Panel("waits of the leader, of its compute", x, "%", waiting, log_x=True),
+    ]
 
 
 def _load_panel(load: Document) -> Panel:
@@ -242,4 +151,4 @@ def _load_panel(load: Document) -> Panel:
             lines[name] = [
                 (100 * run["load"], 1e3 * run[side][planner]["mean_s"]) for run in load["runs"]
             ]
-    return Panel(title="mean TTFT under load", x="load (%)", y="ms", lines=lines)
+    return Panel("mean TTFT under load", "load (%)", "ms", lines)

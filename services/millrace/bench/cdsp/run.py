@@ -8,95 +8,35 @@ import os
 import tempfile
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from contextlib import closing
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from millrace.bench.cdsp import groups as cdsp_groups
 from millrace.bench.cdsp import live as cdsp_live
+from millrace.bench.cdsp.command import Settings
 from millrace.bench.cdsp.live import CDSP, PLANNERS, Mix, Served
-from millrace.bench.common.choices import CDSP_PARTS
 from millrace.bench.common.machine_limits import describe_machine
-from millrace.bench.common.random_model import LLAMA_27M, write_random_model
+from millrace.bench.common.models import LLAMA_27M, kv_bytes
+from millrace.bench.common.random_model import write_random_model
 from millrace.bench.transfer import ring
 from millrace.core.config import EngineConfig
 from millrace.core.cost.profile import Profile
 from millrace.core.errors import ConfigError
 from millrace.engine.assembly import open_engine
-from millrace.profiler.fitting import Subject, build_profile
+from millrace.profiler.fitting import Subject, build_profile, measured_alone
 from millrace.profiler.groups.conductor import Conductor, FleetOptions
 from millrace.profiler.groups.measure import measure_groups
-from millrace.profiler.measure import Measured, measure
-from millrace.profiler.workload import Workload
+from millrace.profiler.measure import Measured
 from millrace.sim.workload.workload import plan
 
 Told = Callable[[str], None]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
-    """parts: of `CDSP_PARTS`. threads: per instance. lengths, degrees: prompts on groups of these
-    sizes, `rounds` times each. chunk_tokens, shares: a chunk, its history as shares of it.
-    instances: the number under load, 0: as many as have cores of their own, 2 to 4; loads: as
-    shares of their capacity. operators_s, profile_s: seconds of measuring in this process, and
-    live.
-    """
-
-    parts: tuple[str, ...] = CDSP_PARTS
-    threads: int = 1
-    kv_bytes: int = 1 << 29
-    lengths: tuple[int, ...] = (512, 1024, 2048, 4096)
-    degrees: tuple[int, ...] = (1, 2, 3, 4)
-    rounds: int = 3
-    chunk_tokens: int = 768
-    shares: tuple[float, ...] = (0.25, 1.0, 2.0)
-    growths: tuple[tuple[int, int], ...] = cdsp_groups.GROWTHS
-    ring_mib: tuple[int, ...] = (16,)
-    ring_members: tuple[int, ...] = (2, 4)
-    ring_repeats: int = 5
-    instances: int = 0
-    loads: tuple[float, ...] = (0.4, 0.7)
-    short_tokens: int = 96
-    long_tokens: int = 2048
-    requests: int = 48
-    seed: int = 0
-    operators_s: float = 6.0
-    profile_s: float = 20.0
-
-    def quick(self) -> Settings:
-        """Returns settings for a short run: its figures are not to be quoted."""
-        return replace(
-            self,
-            lengths=self.lengths[:3],
-            rounds=1,
-            shares=self.shares[1:2],
-            ring_repeats=2,
-            loads=self.loads[-1:],
-            requests=min(self.requests, 16),
-            operators_s=min(self.operators_s, 2.0),
-            profile_s=min(self.profile_s, 6.0),
-        )
-
-    @property
-    def group_degrees(self) -> tuple[int, ...]:
-        """Returns the degrees that the instances under load can form: powers of two, and all of
-        them.
-        """
-        powers = {1 << bits for bits in range(1, self.instances.bit_length())}
-        return tuple(sorted(powers | {self.instances}))
-
-    @property
-    def fleet(self) -> int:
-        """Returns the number of prefill instances that the parts need together."""
-        needed = [self.instances] if "load" in self.parts else []
-        needed += self.degrees if "sp" in self.parts else ()
-        needed += [new for _, new in self.growths] if "balancing" in self.parts else []
-        return max(needed, default=0)
-
-
 def resolved(settings: Settings) -> Settings:
     """Fills in the number of instances. Raises ConfigError for prompts that don't fit the KV."""
-    token_bytes = _token_bytes(LLAMA_27M)
+    token_bytes = kv_bytes(LLAMA_27M, 1, "float32")
     longest = max(
         *settings.lengths,
         settings.long_tokens,
@@ -140,12 +80,6 @@ async def run(settings: Settings, told: Told = lambda what: None) -> dict[str, A
     return document
 
 
-def _token_bytes(config: Mapping[str, Any]) -> int:
-    """Returns the bytes of K/V of a token in float32, all layers."""
-    head_dim = config["hidden_size"] // config["num_attention_heads"]
-    return int(8 * config["num_hidden_layers"] * config["num_key_value_heads"] * head_dim)
-
-
 def _engine_settings(settings: Settings) -> list[str]:
     return [
         "engine.device=cpu",
@@ -172,23 +106,13 @@ def _one_instance(model: Path, settings: Settings, told: Told) -> tuple[Subject,
     config = EngineConfig(
         device="cpu", dtype="float32", threads=settings.threads, kv_bytes=settings.kv_bytes
     )
-    engine = open_engine(model, config)
-    workload = Workload(engine, max_chunk_tokens=config.max_chunk_tokens, max_batch=1)
-    try:
-        measured = measure(workload, settings.operators_s)
-    finally:
-        workload.close()
-        engine.close()
-    subject = Subject(
-        model=model.name,
-        device=engine.device.type,
-        dtype=engine.layout.dtype,
-        threads=settings.threads,
-        layers=engine.layout.num_layers,
-        kv_bytes_per_token=engine.layout.bytes_per_token,
-        max_chunk_tokens=config.max_chunk_tokens,
-    )
-    return subject, measured
+    with closing(open_engine(model, config)) as engine:
+        return measured_alone(
+            engine,
+            settings.operators_s,
+            threads=settings.threads,
+            max_chunk_tokens=config.max_chunk_tokens,
+        )
 
 
 async def _groups(

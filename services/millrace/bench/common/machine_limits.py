@@ -8,7 +8,8 @@ from __future__ import annotations
 import os
 import platform
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -20,6 +21,17 @@ READ_BYTES = 512 << 20
 """Bytes far beyond any cache."""
 
 _ROW = 4096  # columns of the matrix that the readers see in the bytes
+
+
+@contextmanager
+def torch_threads(count: int | None) -> Iterator[None]:
+    """Lets torch compute with `count` threads until the block ends; None: as many as before."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count or before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def describe_machine() -> dict[str, Any]:

@@ -11,30 +11,6 @@ import torch
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-LLAMA_100M = {
-    "vocab_size": 32_000,
-    "hidden_size": 768,
-    "intermediate_size": 2048,
-    "num_hidden_layers": 12,
-    "num_attention_heads": 12,
-    "num_key_value_heads": 4,
-    "max_position_embeddings": 32_768,
-    "tie_word_embeddings": True,
-}
-"""A Llama of about 100 million parameters, in the terms of config.json."""
-
-LLAMA_27M = {
-    "vocab_size": 4096,
-    "hidden_size": 384,
-    "intermediate_size": 1024,
-    "num_hidden_layers": 16,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 16_384,
-    "tie_word_embeddings": True,
-}
-"""A Llama of 27 million parameters: several whole stacks of it fit on one machine."""
-
 _STANDARD_DEVIATION = 0.02
 
 
@@ -50,7 +26,7 @@ def write_random_model(folder: Path, config: Mapping[str, Any]) -> Path:
 def write_random_llama(folder: Path, config: Mapping[str, Any], dtype: str = "float32") -> int:
     """Writes config.json and model.safetensors to `folder`; returns the number of parameters.
 
-    config: as in `LLAMA_100M`. Matrices ~ N(0, 0.02), norms 1; the same weights in every run.
+    config: as `models.LLAMA_100M`. Matrices ~ N(0, 0.02), norms 1; the same weights in every run.
     """
     generator = torch.Generator().manual_seed(0)
     weights = {}

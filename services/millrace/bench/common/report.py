@@ -16,10 +16,9 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.table import Table
 
+from millrace.sim.results.tables import table
 from millrace.sim.workload.workload import SloClass
 
 PERCENTILES = (50, 90, 99)
@@ -200,20 +199,31 @@ def print_report(report: Report, classes: Sequence[SloClass], console: Console) 
         f"{report.request_rate_rps:.2f} requests/s, {report.input_tokens_per_s:,.0f} input and "
         f"{report.output_tokens_per_s:,.0f} output tokens/s"
     )
-    latency = Table("", title="Milliseconds", title_justify="left", box=SIMPLE_HEAD)
-    for heading in ("mean", *(f"p{p}" for p in PERCENTILES), "max"):
-        latency.add_column(heading, justify="right")
     total = report.total
-    for name, found in (
-        ("TTFT", total.ttft_ms),
-        ("TBT", total.tbt_ms),
-        ("TBT, a stream's mean", total.mean_tbt_ms),
-        ("E2E", total.e2e_ms),
-    ):
-        figures = (found.mean, found.p50, found.p90, found.p99, found.max)
-        latency.add_row(name, *(f"{value:,.1f}" for value in figures))
+    kinds = {
+        "TTFT": total.ttft_ms,
+        "TBT": total.tbt_ms,
+        "TBT, a stream's mean": total.mean_tbt_ms,
+        "E2E": total.e2e_ms,
+    }
+    latency = table(
+        "Milliseconds",
+        " | mean | p50 | p90 | p99 | max",
+        "{name} | {mean:,.1f} | {p50:,.1f} | {p90:,.1f} | {p99:,.1f} | {max:,.1f}",
+        ({"name": name, **asdict(found)} for name, found in kinds.items()),
+        left=1,
+    )
     console.print(latency)
-    console.print(_class_table(report, classes))
+    by_class = table(
+        "Share that met its objectives, and TTFT in ms",
+        "class | n | TTFT | met | TBT | met | both | goodput/s | p50 | p99",
+        "{name} | {requests} | {ttft} | {ttft_met:.1%} | {tbt} | {tbt_met:.1%} | "
+        "{attainment:.1%} | {goodput_rps:.2f} | {ttft_ms[p50]:,.0f} | {ttft_ms[p99]:,.0f}",
+        (_class_row(slo, report.classes[slo.name]) for slo in classes),
+        left=1,
+        tight=True,
+    )
+    console.print(by_class)
     for kind, count in report.errors.items():
         console.print(f"[red]{count} x {kind}[/red]  {report.error_examples[kind][:200]}")
     if report.short_outputs:
@@ -228,28 +238,14 @@ def print_report(report: Report, classes: Sequence[SloClass], console: Console) 
         )
 
 
-def _class_table(report: Report, classes: Sequence[SloClass]) -> Table:
-    title = "Share that met its objectives, and TTFT in ms"
-    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=0, pad_edge=False)
-    table.add_column("class", min_width=8)
-    headings = ("n", "TTFT", "met", "TBT", "met", "both", "goodput/s", "p50", "p99")
-    for heading in headings:
-        table.add_column(heading, justify="right", no_wrap=True, min_width=len(heading) + 2)
-    for slo in classes:
-        found = report.classes[slo.name]
-        table.add_row(
-            slo.name,
-            str(found.requests),
-            _objective(slo.ttft_s),
-            "" if slo.ttft_s is None else f"{found.ttft_attainment:.1%}",
-            _objective(slo.tbt_s),
-            "" if slo.tbt_s is None else f"{found.tbt_attainment:.1%}",
-            f"{found.attainment:.1%}",
-            f"{found.goodput_rps:.2f}",
-            f"{found.ttft_ms.p50:,.0f}",
-            f"{found.ttft_ms.p99:,.0f}",
-        )
-    return table
+def _class_row(slo: SloClass, found: ClassReport) -> dict[str, Any]:
+    return asdict(found) | {
+        "name": slo.name,
+        "ttft": _objective(slo.ttft_s),
+        "ttft_met": None if slo.ttft_s is None else found.ttft_attainment,
+        "tbt": _objective(slo.tbt_s),
+        "tbt_met": None if slo.tbt_s is None else found.tbt_attainment,
+    }
 
 
 def _objective(seconds: float | None) -> str:

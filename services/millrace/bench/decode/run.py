@@ -23,45 +23,25 @@ import socket
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import orjson
 import psutil
-from rich.table import Table
 
-from millrace.bench.common.random_model import LLAMA_100M, write_random_model
+from millrace.bench.common.models import kv_bytes
+from millrace.bench.common.random_model import write_random_model
 from millrace.bench.common.sse_client import Response, SseClient
 from millrace.bench.decode.bare import BareDecode
+from millrace.bench.decode.command import Settings
 from millrace.bench.decode.window import Costs, Sample, Window, costs_of, length_for, window_of
 from millrace.core.errors import MillraceError
 from millrace.local.stack import Stack, StackOptions
 
 SAMPLE_EVERY_S = 0.5
 _WARM_UP_TOKENS = 16
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
-    """threads: compute threads of the decode instance and of the bare engine; 0: half the cores."""
-
-    batch: int = 8
-    prompt_tokens: int = 512
-    steps: int = 256
-    rounds: int = 3
-    threads: int = 0
-    prefill_threads: int = 0  # 0: as `threads`
-    dtype: str = "bfloat16"
-    model: Mapping[str, Any] = field(default_factory=lambda: LLAMA_100M)
-
-    def kv_bytes(self, output_tokens: int) -> int:
-        """Returns the bytes of a pool for all sequences, with a few spare pages each."""
-        head_dim = self.model["hidden_size"] // self.model["num_attention_heads"]
-        a_token = 2 * self.model["num_hidden_layers"] * self.model["num_key_value_heads"] * head_dim
-        tokens = self.prompt_tokens + output_tokens + 64
-        return int(self.batch * tokens * a_token * (4 if self.dtype == "float32" else 2))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,7 +88,12 @@ async def run(
                     folder,
                     dtype=settings.dtype,
                     threads=threads,
-                    kv_bytes=settings.kv_bytes(output_tokens),
+                    kv_bytes=kv_bytes(
+                        settings.model,
+                        # A few spare pages each.
+                        settings.batch * (settings.prompt_tokens + output_tokens + 64),
+                        settings.dtype,
+                    ),
                 )
                 rounds = [
                     await _round(served, bare, settings, number, on_progress)
@@ -255,32 +240,3 @@ def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
-
-
-def as_table(report: Mapping[str, Any]) -> Table:
-    """Makes a table with a row per round: both rates, their ratio, and the stack's costs."""
-    settings = report["settings"]
-    table = Table(
-        title=f"decode, {settings['batch']} x {settings['prompt_tokens']} tokens of context, "
-        f"{settings['dtype']}, {settings['threads']} threads",
-        title_justify="left",
-        caption=f"medians: {report['stack_tokens_per_s']:.1f} of "
-        f"{report['bare_tokens_per_s']:.1f} tokens/s, ratio {report['ratio']:.3f}",
-        caption_justify="left",
-    )
-    for heading in ("stack tok/s", "bare tok/s", "ratio", "bare step ms", "step ms", "between ms"):
-        table.add_column(heading, justify="right")
-    table.add_column("CPU ms a step, by process")
-    for found in report["rounds"]:
-        stack, bare, costs = found["stack_tokens_per_s"], found["bare_tokens_per_s"], found["costs"]
-        cells = [
-            f"{stack:.1f}",
-            f"{bare:.1f}",
-            f"{stack / bare:.3f}",
-            f"{found['bare_step_ms']:.2f}",
-        ]
-        if costs is not None:
-            cells += [f"{costs['step_ms']:.2f}", f"{costs['between_steps_ms']:.2f}"]
-            cells.append(", ".join(f"{n} {ms:.1f}" for n, ms in costs["cpu_ms"].items()))
-        table.add_row(*cells)
-    return table

@@ -1,41 +1,33 @@
-"""Shows the results of `millrace bench engine` as a table and as a picture."""
+"""Prints the results of `millrace bench engine` as a table and draws them."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-from rich.box import SIMPLE_HEAD
-from rich.table import Table
+from rich.console import Console
+
+from millrace.sim.results.tables import judged, table
 
 
-def as_table(report: dict[str, Any]) -> Table:
-    """Makes a table of the report's results, one row per case; ratios below 1 in red."""
-    table = Table(
-        title=f"tokens/s, medians; {report['machine']['threads']} threads",
-        title_justify="left",
-        caption=_limits(report),
-        caption_justify="left",
-        box=SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
-    )
+def print_tables(report: dict[str, Any], console: Console) -> None:
+    """Prints one row per case; ratios below 1 in red."""
     others = report["against"]
-    table.add_column("phase")
-    table.add_column("dtype")
-    for heading in ("size", "millrace", "of limit"):
-        table.add_column(heading, justify="right")
-    for other in others:
-        table.add_column(other, justify="right")
-        table.add_column("ratio", justify="right")
-    for result in report["results"]:
-        case, rates = result["case"], result["tokens_per_s"]
-        cells = [case["phase"], case["dtype"], f"{case['batch']} x {case['tokens']}"]
-        cells += [f"{rates['millrace']:.1f}", f"{result['machine_share']:.0%}"]
-        for other in others:
-            ratio = result["ratios"][other]
-            cells += [f"{rates[other]:.1f}", f"[{'green' if ratio >= 1 else 'red'}]{ratio:.2f}"]
-        table.add_row(*cells)
-    return table
+    rows = [
+        one | {"judged": {name: judged(ratio, ratio >= 1) for name, ratio in one["ratios"].items()}}
+        for one in report["results"]
+    ]
+    made = table(
+        f"tokens/s, medians; {report['machine']['threads']} threads",
+        "phase | dtype | size | millrace | of limit" + "".join(f" | {o} | ratio" for o in others),
+        "{case[phase]} | {case[dtype]} | {case[batch]} x {case[tokens]} | "
+        "{tokens_per_s[millrace]:.1f} | {machine_share:.0%}"
+        + "".join(f" | {{tokens_per_s[{o}]:.1f}} | {{judged[{o}]}}" for o in others),
+        rows,
+        left=2,
+        caption=_limits(report),
+    )
+    console.print(made)
 
 
 def _limits(report: dict[str, Any]) -> str:

@@ -24,7 +24,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -35,8 +35,10 @@ from millrace.bench.common.machine_limits import (
     describe_machine,
     gemm_flops_per_s,
     read_bytes_per_s,
+    torch_threads,
 )
-from millrace.bench.common.random_model import LLAMA_100M, write_random_llama
+from millrace.bench.common.random_model import write_random_llama
+from millrace.bench.engine.command import Settings
 from millrace.bench.engine.llama_cpp import LlamaCppEngine, write_gguf
 from millrace.bench.engine.model_costs import decode_step_bytes, prefill_flops
 from millrace.bench.engine.timed_engines import (
@@ -48,7 +50,6 @@ from millrace.bench.engine.timed_engines import (
 from millrace.core.errors import MillraceError
 
 OURS = "millrace"
-OTHERS = ("transformers", "llama.cpp")
 
 _AGREEMENT_TOKENS = 300
 _LOGIT_TOLERANCE = {"float32": 5e-3, "bfloat16": 0.2}
@@ -89,53 +90,39 @@ class Limits:
     read_bytes_per_s: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
-    """The cases to measure: every prefill length, and every decode batch at every context
-    length.
-    """
+def cases(settings: Settings, dtype: str) -> list[Case]:
+    """Returns the cases of one dtype, in the order they run."""
+    prefill = [
+        Case(phase="prefill", dtype=dtype, batch=1, tokens=tokens)
+        for tokens in settings.prefill_tokens
+    ]
+    return prefill + [
+        Case(phase="decode", dtype=dtype, batch=batch, tokens=tokens)
+        for batch in settings.batches
+        for tokens in settings.contexts
+    ]
 
-    against: Sequence[str] = OTHERS
-    dtypes: Sequence[str] = ("float32", "bfloat16")
-    prefill_tokens: Sequence[int] = (512, 2048, 8192)
-    batches: Sequence[int] = (1, 8)
-    contexts: Sequence[int] = (512, 2048)
-    steps: int = 24
-    repeats: int = 3
-    budget_s: float = 5.0
-    model: Mapping[str, Any] = field(default_factory=lambda: LLAMA_100M)
 
-    def cases(self, dtype: str) -> list[Case]:
-        """Returns the cases of one dtype, in the order they run."""
-        prefill = [
-            Case(phase="prefill", dtype=dtype, batch=1, tokens=tokens)
-            for tokens in self.prefill_tokens
-        ]
-        return prefill + [
-            Case(phase="decode", dtype=dtype, batch=batch, tokens=tokens)
-            for batch in self.batches
-            for tokens in self.contexts
-        ]
+def pool_tokens(settings: Settings) -> int:
+    """Returns the KV tokens that the largest case needs, each sequence in pages of its own."""
+    decode = max(settings.contexts) + settings.steps + 1 + PAGE_TOKENS
+    return max(_AGREEMENT_TOKENS, *settings.prefill_tokens, max(settings.batches) * decode)
 
-    @property
-    def pool_tokens(self) -> int:
-        """Returns the KV tokens that the largest case needs, each sequence in pages of its own."""
-        decode = max(self.contexts) + self.steps + 1 + PAGE_TOKENS
-        return max(_AGREEMENT_TOKENS, *self.prefill_tokens, max(self.batches) * decode)
 
-    def prompt(self, tokens: int) -> Tensor:
-        """Returns random token ids, int64 [tokens]."""
-        return torch.randint(self.model["vocab_size"], (tokens,))
+def prompt_of(settings: Settings, tokens: int) -> Tensor:
+    """Returns random token ids, int64 [tokens]."""
+    return torch.randint(settings.model["vocab_size"], (tokens,))
 
-    def machine_share(self, case: Case, tokens_per_s: float, limits: Limits) -> float:
-        """Returns a rate's share of the machine's limit."""
-        if case.phase == "prefill":
-            flops = prefill_flops(self.model, case.tokens) / case.tokens
-            return flops * tokens_per_s / limits.gemm_flops_per_s
-        element_bytes = getattr(torch, case.dtype).itemsize
-        context = case.tokens + self.steps // 2
-        read = decode_step_bytes(self.model, case.batch, context, element_bytes)
-        return read * (tokens_per_s / case.batch) / limits.read_bytes_per_s
+
+def machine_share(settings: Settings, case: Case, tokens_per_s: float, limits: Limits) -> float:
+    """Returns a rate's share of the machine's limit."""
+    if case.phase == "prefill":
+        flops = prefill_flops(settings.model, case.tokens) / case.tokens
+        return flops * tokens_per_s / limits.gemm_flops_per_s
+    element_bytes = getattr(torch, case.dtype).itemsize
+    context = case.tokens + settings.steps // 2
+    read = decode_step_bytes(settings.model, case.batch, context, element_bytes)
+    return read * (tokens_per_s / case.batch) / limits.read_bytes_per_s
 
 
 def tokens_per_s(case: Case, engine: Engine, settings: Settings) -> float:
@@ -144,7 +131,7 @@ def tokens_per_s(case: Case, engine: Engine, settings: Settings) -> float:
     Decode ends early, between two steps, when the budget is spent.
     """
     if case.phase == "prefill":
-        prompt = settings.prompt(case.tokens)
+        prompt = prompt_of(settings, case.tokens)
         started = time.perf_counter()
         engine.prefill(prompt)
         return case.tokens / (time.perf_counter() - started)
@@ -201,23 +188,20 @@ class _Turns:
 def run(
     settings: Settings,
     *,
-    threads: int | None = None,
     on_progress: Callable[[int, int, str], None] = lambda done, total, what: None,
 ) -> dict[str, Any]:
     """Measures every case and returns the report as one JSON-ready document.
 
-    threads: torch's own choice when None. on_progress(cases done, in total, the running step) is
+    on_progress(cases done, in total, the running step) is
     called before each repetition. Raises MillraceError when the engines' logits disagree or one of
     the others is not installed.
     """
-    threads_before = torch.get_num_threads()
-    torch.set_num_threads(threads or threads_before)
-    cases = {dtype: settings.cases(dtype) for dtype in settings.dtypes}
-    total = sum(map(len, cases.values()))
+    cases_of = {dtype: cases(settings, dtype) for dtype in settings.dtypes}
+    total = sum(map(len, cases_of.values()))
     results: list[Result] = []
     limits: dict[str, Limits] = {}
     differences: dict[str, dict[str, float]] = {}
-    try:
+    with torch_threads(settings.threads):
         with tempfile.TemporaryDirectory() as name, torch.inference_mode():
             parameters = write_random_llama(Path(name), settings.model)
             read = read_bytes_per_s()
@@ -227,12 +211,12 @@ def run(
                 limits[dtype] = Limits(gemm_flops_per_s=gemm, read_bytes_per_s=read)
                 with ExitStack() as stack:
                     engines = _open_engines(Path(name), dtype, settings, stack)
-                    prompt = settings.prompt(_AGREEMENT_TOKENS)
+                    prompt = prompt_of(settings, _AGREEMENT_TOKENS)
                     differences[dtype] = {
                         other: check_agreement(engines[OURS], engines[other], dtype, prompt)
                         for other in settings.against
                     }
-                    for case in cases[dtype]:
+                    for case in cases_of[dtype]:
                         found = _compare(
                             case,
                             engines,
@@ -241,8 +225,6 @@ def run(
                         )
                         results.append(_result(case, found, settings, limits[dtype]))
         machine = describe_machine()
-    finally:
-        torch.set_num_threads(threads_before)
     return {
         "benchmark": "engine",
         "against": list(settings.against),
@@ -260,7 +242,7 @@ def run(
 def _open_engines(
     folder: Path, dtype: str, settings: Settings, stack: ExitStack
 ) -> dict[str, Engine]:
-    engines: dict[str, Engine] = {OURS: MillraceEngine(folder, dtype, settings.pool_tokens)}
+    engines: dict[str, Engine] = {OURS: MillraceEngine(folder, dtype, pool_tokens(settings))}
     for name in settings.against:
         if name == "transformers":
             engines[name] = TransformersEngine(folder, dtype)
@@ -297,5 +279,5 @@ def _result(
         tokens_per_s=medians,
         repetitions={name: len(rates) for name, rates in found.items()},
         ratios={name: medians[OURS] / rate for name, rate in medians.items() if name != OURS},
-        machine_share=settings.machine_share(case, medians[OURS], limits),
+        machine_share=machine_share(settings, case, medians[OURS], limits),
     )

@@ -14,17 +14,18 @@ import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import orjson
 import psutil
 import uvloop
-from rich.table import Table
 from tokenizers import Tokenizer
 
 from millrace.bench.common.sse_client import SseClient
+from millrace.bench.gateway.command import Settings
 from millrace.bench.gateway.stub_fleet import StubFleet
 from millrace.bench.gateway.stub_model import write_stub_model
 from millrace.core.config import Config, load_config
@@ -64,13 +65,6 @@ class StreamCost:
     tokens: int
     cpu_us_per_token: float
     tokens_per_s: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GatewayReport:
-    prompt_characters: int
-    requests: list[RequestCost]
-    streams: list[StreamCost]
 
 
 class _Engine:
@@ -198,34 +192,35 @@ class _Bench:
 
 
 async def run(
-    *,
-    model: Path | None = None,
-    requests: int = 4000,
-    streams: int = 64,
-    tokens: int = 400,
-    prompt_characters: int = 200,
-    on_progress: Callable[[str], None] = lambda _: None,
-) -> GatewayReport:
-    """Measures; calls `on_progress` before each part. Raises MillraceError for wrong answers."""
-    prompt = (_TEXT * (prompt_characters // len(_TEXT) + 1))[:prompt_characters]
-    async with _started(model) as (engine, process, port):
+    settings: Settings, told: Callable[[str], None] = lambda what: None
+) -> dict[str, Any]:
+    """Measures and returns the document. Raises MillraceError for wrong answers."""
+    characters = settings.prompt_characters
+    prompt = (_TEXT * (characters // len(_TEXT) + 1))[:characters]
+    async with _started(settings.model) as (engine, process, port):
         bench = _Bench(engine, process, port, prompt)
         try:
             await bench.wait_ready()
-            on_progress("warming up")
+            told("warming up")
             await bench.requests(8, _WARM_UP_REQUESTS)
             unary = []
             for concurrency, share in ((1, 2), (32, 1)):
-                on_progress(f"requests, {concurrency} at a time")
-                unary.append(await bench.requests(concurrency, requests // share))
+                told(f"requests, {concurrency} at a time")
+                unary.append(await bench.requests(concurrency, settings.requests // share))
             streamed = []
             for step_s in (0.025, 0.0):
-                on_progress(f"{streams} streams, " + ("paced" if step_s else "as fast as they go"))
-                length = tokens if step_s == 0 else tokens // 4
-                streamed.append(await bench.streams(streams, length, step_s))
+                pace = "paced" if step_s else "as fast as they go"
+                told(f"{settings.streams} streams, {pace}")
+                length = settings.tokens if step_s == 0 else settings.tokens // 4
+                streamed.append(await bench.streams(settings.streams, length, step_s))
         finally:
             bench.close()
-    return GatewayReport(prompt_characters=prompt_characters, requests=unary, streams=streamed)
+    return {
+        "prompt_characters": characters,
+        "requests": [asdict(cost) for cost in unary],
+        "streams": [asdict(cost) for cost in streamed],
+        "goals": {"cpu_us_per_request": GOAL_REQUEST_US, "cpu_us_per_token": GOAL_TOKEN_US},
+    }
 
 
 @asynccontextmanager
@@ -281,24 +276,3 @@ def _run_proxy(config: Config, model: str, scheduler: str, ready: Connection) ->
         runner.run(
             serve(config, model=model, model_name="stub", scheduler=scheduler, on_ready=ready.send)
         )
-
-
-def table(report: GatewayReport) -> Table:
-    """Returns the report as a table for a terminal."""
-    shown = Table(title=f"Gateway, prompts of {report.prompt_characters} characters")
-    for heading in ("measure", "result", "goal"):
-        shown.add_column(heading, justify="left" if heading == "measure" else "right")
-    for cost in report.requests:
-        at = f"{cost.concurrency} at a time"
-        shown.add_row(
-            f"CPU per request, {at}", f"{cost.cpu_us:.0f} us", f"{GOAL_REQUEST_US:.0f} us"
-        )
-        shown.add_row(f"added latency p50 / p99, {at}", f"{cost.p50_us:.0f} / {cost.p99_us:.0f} us")
-        shown.add_row(f"requests, {at}", f"{cost.requests_per_s:.0f} /s")
-    for stream in report.streams:
-        pace = f"a step every {stream.step_ms:.0f} ms" if stream.step_ms else "flat out"
-        at = f"{stream.streams} streams, {pace}"
-        cpu = f"{stream.cpu_us_per_token:.1f} us"
-        shown.add_row(f"CPU per streamed token, {at}", cpu, f"{GOAL_TOKEN_US:.0f} us")
-        shown.add_row(f"streamed tokens, {at}", f"{stream.tokens_per_s:.0f} /s")
-    return shown

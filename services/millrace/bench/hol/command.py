@@ -19,102 +19,83 @@ predicts.
 
 from __future__ import annotations
 
-import math
-from functools import partial
-from pathlib import Path
-from typing import Annotated
+from dataclasses import dataclass, replace
 
-import typer
+from millrace.bench.common.options import command as made
+from millrace.bench.common.options import option, read_dtype, read_names, read_rates, read_seeds
+from millrace.bench.hol.systems import FCFS, NAMES, OURS
 
-from millrace.bench.common.options import measure, names
-from millrace.bench.hol.systems import NAMES
+_QUICK = (FCFS, "edf-small", OURS)
 
 
-def command(  # noqa: PLR0913 - every option of the command line is a parameter
-    model: Annotated[
-        str,
-        typer.Option("--model", metavar="FOLDER", help="Default: a random Llama, 27M parameters."),
-    ] = "",
-    dtype: Annotated[str, typer.Option("--dtype", help="float32 or bfloat16.")] = "float32",
-    threads: Annotated[
-        int, typer.Option("--threads", min=0, help="Of each engine; 0: half the cores.")
-    ] = 0,
-    scale: Annotated[
-        float,
-        typer.Option("--scale", min=1.0, help="Prompts and chunks are the paper's over this."),
-    ] = 20.0,
-    slo_scale: Annotated[
-        float, typer.Option("--slo-scale", min=0.01, help="Times all objectives.")
-    ] = 1.0,
-    systems: Annotated[
-        str, typer.Option("--systems", metavar="NAME,...", help="Of " + ", ".join(NAMES) + ".")
-    ] = ",".join(NAMES),
-    rates: Annotated[
-        str,
-        typer.Option("--rates", metavar="RATE,...", help="Requests/s; default: a search."),
-    ] = "",
-    tolerance: Annotated[
-        float, typer.Option("--tolerance", min=0.01, help="The search's, as a share.")
-    ] = 0.12,
-    requests: Annotated[int, typer.Option("--requests", min=10, help="Of every run.")] = 100,
-    seeds: Annotated[
-        str, typer.Option("--seeds", metavar="SEED,...", help="A draw of requests each.")
-    ] = "0",
-    long_tokens: Annotated[
-        int, typer.Option("--long-tokens", min=64, help="Of the prompt that short ones meet.")
-    ] = 2048,
-    quick: Annotated[
-        bool,
-        typer.Option("--quick", help="A look, no figures to quote: three systems, short runs."),
-    ] = False,
-    json_path: Annotated[
-        Path | None, typer.Option("--json", metavar="PATH", help="Write the report as JSON.")
-    ] = None,
-    plot: Annotated[
-        Path | None,
-        typer.Option("--plot", metavar="PATH", help="PNG: attainment by rate and class, blocking."),
-    ] = None,
-) -> None:
-    """Head-of-line blocking: goodput by system, live and simulated, and what preemption costs."""
-    from millrace.bench.hol.report import draw, print_tables
-    from millrace.bench.hol.run import Settings, run
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """model: a folder, "" for the random model. threads: per engine; 0: half the cores.
 
-    if dtype not in ("float32", "bfloat16"):
-        raise typer.BadParameter(f"{dtype!r} is not one of float32, bfloat16")
-    settings = Settings(
-        model=model,
-        dtype=dtype,
-        threads=threads,
-        scale=scale,
-        slo_scale=slo_scale,
-        systems=tuple(names(systems, NAMES)),
-        rates=_rates(rates),
-        tolerance=tolerance,
-        requests=requests,
-        seeds=_seeds(seeds),
-        long_tokens=long_tokens,
+    rates: requests/s to run every system at; without any, each system's goodput is searched: in
+    steps of the factor `step` and then within 1 + `tolerance`, `most_runs` runs at most. Runs have
+    `requests` requests, drawn again for each of `seeds`. repeats: of an isolated TTFT; shorts:
+    short prompts during long prompts. profile_s and blocking_s (per granularity) are budgets in
+    seconds.
+    """
+
+    model: str = option(
+        "", "--model", metavar="FOLDER", help="Default: a random Llama, 27M parameters."
     )
-    if quick:
-        settings = settings.quick()
-    measure(partial(run, settings), print_tables, draw, json_path, plot)
+    dtype: str = option("float32", "--dtype", read=read_dtype, help="float32 or bfloat16.")
+    threads: int = option(0, "--threads", min=0, help="Of each engine; 0: half the cores.")
+    kv_bytes: int = 1 << 29
+    scale: float = option(
+        20.0, "--scale", min=1.0, help="Prompts and chunks are the paper's over this."
+    )
+    slo_scale: float = option(1.0, "--slo-scale", min=0.01, help="Times all objectives.")
+    systems: tuple[str, ...] = option(
+        NAMES,
+        "--systems",
+        read=read_names(*NAMES),
+        metavar="NAME,...",
+        help="Of " + ", ".join(NAMES) + ".",
+    )
+    rates: tuple[float, ...] = option(
+        (), "--rates", read=read_rates, metavar="RATE,...", help="Requests/s; default: a search."
+    )
+    tolerance: float = option(0.12, "--tolerance", min=0.01, help="The search's, as a share.")
+    requests: int = option(100, "--requests", min=10, help="Of every run.")
+    seeds: tuple[int, ...] = option(
+        (0,), "--seeds", read=read_seeds, metavar="SEED,...", help="A draw of requests each."
+    )
+    long_tokens: int = option(
+        2048, "--long-tokens", min=64, help="Of the prompt that short ones meet."
+    )
+    step: float = 1.25
+    most_runs: int = 5
+    repeats: int = 7
+    shorts: int = 12
+    profile_s: float = 30.0
+    blocking_s: float = 6.0
+    check_rounds: int = 20
+
+    def quick(self) -> Settings:
+        """Returns settings for a short run: its figures are not to be quoted."""
+        return replace(
+            self,
+            systems=_QUICK if self.systems == NAMES else self.systems,
+            requests=min(self.requests, 30),
+            tolerance=0.6,
+            step=1.5,
+            most_runs=3,
+            repeats=3,
+            shorts=4,
+            long_tokens=min(self.long_tokens, 1024),
+            profile_s=9.0,
+            blocking_s=1.5,
+            check_rounds=4,
+        )
 
 
-def _rates(text: str) -> tuple[float, ...]:
-    """Returns ascending requests/s. Raises BadParameter."""
-    try:
-        found = sorted(float(part) for part in text.split(",")) if text else []
-    except ValueError:
-        found = [math.nan]
-    if not all(0.0 < rate < math.inf for rate in found):
-        raise typer.BadParameter(f"--rates {text!r}: write numbers above 0 with commas between")
-    return tuple(found)
-
-
-def _seeds(text: str) -> tuple[int, ...]:
-    """Raises BadParameter."""
-    try:
-        return tuple(dict.fromkeys(int(part) for part in text.split(",")))
-    except ValueError:
-        raise typer.BadParameter(
-            f"--seeds {text!r}: write whole numbers with commas between"
-        ) from None
+command = made(
+    Settings,
+    "Head-of-line blocking: goodput by system, live and simulated, and what preemption costs.",
+    plot="PNG: attainment by rate and class, blocking.",
+    quick="A look, no figures to quote: three systems, short runs.",
+)

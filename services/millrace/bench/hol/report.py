@@ -8,22 +8,22 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
 from millrace.bench.hol.traffic import GOAL
-from millrace.sim.results.plots import Panel, draw_panels
+from millrace.sim.results.plots import Panel, draw_panels, points
+from millrace.sim.results.tables import table
 
-Document = Mapping[str, Any]
+Document = dict[str, Any]
 
 
 def print_tables(document: Document, console: Console) -> None:
     """Prints all measurements, one table per part."""
-    console.print(_classes(document))
-    console.print(_goodput(document))
-    console.print(_at_edge(document))
-    for name, one in document["goodput"].items():
+    goodput = document["goodput"]
+    for made in (_classes(document), *_goodput(document)):
+        console.print(made)
+    for name, one in goodput.items():
         for run in one["runs"]:
             for error, count in run["errors"].items():
                 console.print(f"[red]{name} at {run['rate_rps']:.3g}/s: {count} x {error}[/red]")
@@ -37,100 +37,74 @@ def print_tables(document: Document, console: Console) -> None:
     console.print(_interrupted(document))
 
 
-def _table(title: str, *headings: str) -> Table:
-    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for number, heading in enumerate(headings):
-        table.add_column(heading, justify="right" if number else "left", no_wrap=True)
-    return table
+def _named(found: Mapping[str, Document]) -> list[dict[str, Any]]:
+    return [{"name": name, **one} for name, one in found.items()]
 
 
 def _classes(document: Document) -> Table:
-    table = _table(
+    return table(
         "Classes: TTFT alone, and the objective, ms",
-        *("class", "mean tokens", "alone", "times", "objective"),
+        "class | mean tokens | alone | times | objective",
+        "{name} | {mean_tokens} | {isolated_ms:.1f} | {multiple:.1f} | {objective_ms:.0f}",
+        _named(document["classes"]),
+        left=1,
     )
-    for name, one in document["classes"].items():
-        table.add_row(
-            name,
-            str(one["mean_tokens"]),
-            f"{one['isolated_ms']:.1f}",
-            f"{one['multiple']:.1f}",
-            f"{one['objective_ms']:.0f}",
-        )
-    return table
 
 
-def _goodput(document: Document) -> Table:
-    settings = document["settings"]
-    table = _table(
-        f"Goodput: highest rate tried with {GOAL:.0%} in time, {settings['requests']} requests",
-        *("system", "live 1/s", "over fcfs", "simulated 1/s", "over fcfs", "drift"),
-    )
-    table.caption = "drift: a text's TTFT alone on this stack over the first one's"
-    table.caption_justify = "left"
-    for name, one in document["goodput"].items():
-        table.add_row(
-            name,
-            _rate(one["live_rps"]),
-            _times(one["live_ratio"]),
-            _rate(one["simulated_rps"]),
-            _times(one["simulated_ratio"]),
-            f"{one['isolated_drift']:.2f}",
-        )
-    return table
-
-
-def _at_edge(document: Document) -> Table:
-    classes = list(document["classes"])
-    table = _table("In time at the live goodput, %", "system", *classes)
-    for name, one in document["goodput"].items():
-        shares = one["by_class_at_edge"]
-        table.add_row(name, *(f"{100 * shares[c]:.0f}" if c in shares else "" for c in classes))
-    return table
+def _goodput(document: Document) -> list[Table]:
+    classes, rows = list(document["classes"]), _named(document["goodput"])
+    for row in rows:
+        row |= {
+            f"{side} rate": f"{row[f'{side}_rps']:.2f}" if row[f"{side}_rps"] else "none"
+            for side in ("live", "simulated")
+        }
+        row |= {f"share of {name}": share for name, share in row["by_class_at_edge"].items()}
+    return [
+        table(
+            f"Goodput: highest rate tried with {GOAL:.0%} in time, "
+            f"{document['settings']['requests']} requests",
+            "system | live 1/s | over fcfs | simulated 1/s | over fcfs | drift",
+            "{name} | {live rate} | {live_ratio:.2f} | {simulated rate} | "
+            "{simulated_ratio:.2f} | {isolated_drift:.2f}",
+            rows,
+            left=1,
+            caption="drift: a text's TTFT alone on this stack over the first one's",
+        ),
+        table(
+            "In time at the live goodput, %",
+            " | ".join(["system", *classes]),
+            "{name}" + "".join(f" | {{share of {name}?:%.0f}}" for name in classes),
+            rows,
+            left=1,
+        ),
+    ]
 
 
 def _blocking(document: Document) -> Table:
-    table = _table(
+    return table(
         f"Blocking: signal to effect in a prefill of {document['settings']['blocking_tokens']} "
         "tokens, ms, beside the longest operator",
-        *("stops after", "pass", "n", "median", "mean", "p99", "longest", "operator"),
+        "stops after | pass | n | median | mean | p99 | longest | operator",
+        "{granularity} | {chunk_tokens} | {signals} | {median_ms:.2f} | {mean_ms:.2f} | "
+        "{p99_ms:.2f} | {longest_ms:.2f} | {longest_operator_ms:.2f}",
+        document["blocking"],
+        left=1,
     )
-    for one in document["blocking"]:
-        figures = ("median_ms", "mean_ms", "p99_ms", "longest_ms", "longest_operator_ms")
-        table.add_row(
-            one["granularity"],
-            str(one["chunk_tokens"]),
-            str(one["signals"]),
-            *(f"{one[figure]:.2f}" for figure in figures),
-        )
-    return table
 
 
 def _interrupted(document: Document) -> Table:
-    settings = document["settings"]
-    table = _table(
-        f"TTFT of a short prompt that arrives while one of {settings['long_tokens']} tokens is "
-        "computed, ms",
-        *("system", "n", "alone", "median", "longest", "over alone"),
+    rows = [
+        one | {"n": len(one["ttft_ms"]), "longest_ms": max(one["ttft_ms"])}
+        for one in _named(document["interrupted"])
+    ]
+    return table(
+        f"TTFT of a short prompt that arrives while one of {document['settings']['long_tokens']} "
+        "tokens is computed, ms",
+        "system | n | alone | median | longest | over alone",
+        "{name} | {n} | {isolated_ms:.1f} | {median_ms:.1f} | {longest_ms:.1f} | {ratio:.2f}",
+        rows,
+        left=1,
     )
-    for name, one in document["interrupted"].items():
-        table.add_row(
-            name,
-            str(len(one["ttft_ms"])),
-            f"{one['isolated_ms']:.1f}",
-            f"{one['median_ms']:.1f}",
-            f"{max(one['ttft_ms']):.1f}",
-            f"{one['ratio']:.2f}",
-        )
-    return table
-
-
-def _rate(rate_rps: float) -> str:
-    return f"{rate_rps:.2f}" if rate_rps else "none"
-
-
-def _times(ratio: float | None) -> str:
-    return "" if ratio is None else f"{ratio:.2f}"
 
 
 def draw(document: Document, path: Path) -> None:
@@ -149,11 +123,11 @@ def draw(document: Document, path: Path) -> None:
 
 def _attainment(title: str, goodput: Document, runs: str, edge: str) -> Panel:
     return Panel(
-        title=f"all requests, {title}",
-        x="request rate (1/s)",
-        y="TTFT attainment (%)",
-        lines={
-            name: [(run["rate_rps"], 100 * run["total"]) for run in _first_seed(one[runs])]
+        f"all requests, {title}",
+        "request rate (1/s)",
+        "TTFT attainment (%)",
+        {
+            name: points(_first_seed(one[runs]), "rate_rps", "total", 100)
             for name, one in goodput.items()
         },
         log_x=True,
@@ -165,10 +139,10 @@ def _attainment(title: str, goodput: Document, runs: str, edge: str) -> Panel:
 def _by_class(system: str, one: Document, classes: list[str]) -> Panel:
     runs = _first_seed(one["runs"])
     return Panel(
-        title=f"{system}, live",
-        x="request rate (1/s)",
-        y="TTFT attainment (%)",
-        lines={
+        f"{system}, live",
+        "request rate (1/s)",
+        "TTFT attainment (%)",
+        {
             name: [
                 (run["rate_rps"], 100 * run["by_class"][name])
                 for run in runs
@@ -184,10 +158,10 @@ def _by_class(system: str, one: Document, classes: list[str]) -> Panel:
 def _blocking_panel(document: Document) -> Panel:
     found = {f"{one['granularity']} {one['chunk_tokens']}": one for one in document["blocking"]}
     return Panel(
-        title="blocking time",
-        x="share of signals (%)",
-        y="signal to effect (ms)",
-        lines={
+        "blocking time",
+        "share of signals (%)",
+        "signal to effect (ms)",
+        {
             name: [(10 * number, ms) for number, ms in enumerate(one["deciles_ms"])]
             for name, one in found.items()
         },

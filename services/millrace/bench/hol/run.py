@@ -8,16 +8,17 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from millrace.bench.common.machine_limits import describe_machine
-from millrace.bench.common.random_model import LLAMA_27M, write_random_model
+from millrace.bench.common.models import LLAMA_27M
+from millrace.bench.common.random_model import write_random_model
 from millrace.bench.hol import pool as hol_pool
 from millrace.bench.hol import simulated as hol_sim
+from millrace.bench.hol.command import Settings
 from millrace.bench.hol.live import Interrupted, LiveSystem, Served
-from millrace.bench.hol.profile import measure_profile
 from millrace.bench.hol.search import Goodput, found, goodput
 from millrace.bench.hol.systems import FCFS, NAMES, OURS, WHOLE_TOKENS, System, systems
 from millrace.bench.hol.traffic import (
@@ -33,62 +34,13 @@ from millrace.core.config import EngineConfig
 from millrace.core.cost.profile import Profile
 from millrace.core.errors import ConfigError
 from millrace.engine.assembly import Engine, open_engine
+from millrace.profiler.fitting import build_profile, measured_alone
 
 _LONG_MULTIPLE = 12.8  # objective of the long prompt over its isolated TTFT: a file's
 _SIM_TOLERANCE, _SIM_STEP, _SIM_RUNS = 0.03, 2.0, 40
-_QUICK = (FCFS, "edf-small", OURS)
 _START = (0.2, 1.6)  # a search begins within these shares of the capacity, independent of `sim`
 
 Told = Callable[[str], None]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
-    """model: a folder, "" for the random model. threads: per engine; 0: half the cores.
-
-    rates: requests/s to run every system at; without any, each system's goodput is searched: in
-    steps of the factor `step` and then within 1 + `tolerance`, `most_runs` runs at most. Runs have
-    `requests` requests, drawn again for each of `seeds`. repeats: of an isolated TTFT; shorts:
-    short prompts during long prompts. profile_s and blocking_s (per granularity) are budgets in
-    seconds.
-    """
-
-    model: str = ""
-    dtype: str = "float32"
-    threads: int = 0
-    kv_bytes: int = 1 << 29
-    scale: float = 20.0
-    slo_scale: float = 1.0
-    systems: tuple[str, ...] = NAMES
-    rates: tuple[float, ...] = ()
-    requests: int = 100
-    seeds: tuple[int, ...] = (0,)
-    tolerance: float = 0.12
-    step: float = 1.25
-    most_runs: int = 5
-    repeats: int = 7
-    shorts: int = 12
-    long_tokens: int = 2048
-    profile_s: float = 30.0
-    blocking_s: float = 6.0
-    check_rounds: int = 20
-
-    def quick(self) -> Settings:
-        """Returns settings for a short run: its figures are not to be quoted."""
-        return replace(
-            self,
-            systems=_QUICK if self.systems == NAMES else self.systems,
-            requests=min(self.requests, 30),
-            tolerance=0.6,
-            step=1.5,
-            most_runs=3,
-            repeats=3,
-            shorts=4,
-            long_tokens=min(self.long_tokens, 1024),
-            profile_s=9.0,
-            blocking_s=1.5,
-            check_rounds=4,
-        )
 
 
 async def run(settings: Settings, told: Told = lambda what: None) -> dict[str, Any]:
@@ -124,7 +76,11 @@ async def run(settings: Settings, told: Told = lambda what: None) -> dict[str, A
                     f"hold prompts of at most {most_tokens}"
                 )
         told("measuring a profile")
-        profile = measure_profile(engine, settings.profile_s, threads)
+        profile = build_profile(
+            *measured_alone(
+                engine, settings.profile_s, threads=threads, max_chunk_tokens=WHOLE_TOKENS
+            )
+        )
         profile_path = Path(folder) / "profile.json"
         profile_path.write_text(json.dumps(profile.to_json()))
         document |= _in_process(engine, settings, blocking_tokens, told)

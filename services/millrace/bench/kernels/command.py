@@ -2,55 +2,60 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-from typing import Annotated
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import typer
+from millrace.bench.common.options import DTYPES, option, read_names
+from millrace.bench.common.options import command as made
 
-from millrace.bench.common.choices import DTYPES, KERNEL_NAMES
-from millrace.bench.common.options import names
+if TYPE_CHECKING:
+    from millrace.bench.kernels.case import Sizes
+
+KERNELS = (
+    "prefill",
+    "decode",
+    "ring",
+    "merge",
+    "rope_write_kv",
+    "add_rms_norm",
+    "silu_mul",
+    "linear",
+    "after_norm",
+    "after_silu",
+    "experts",
+    "sample",
+)
+CHUNKS = "chunks"
+NAMES = (*KERNELS, CHUNKS)
 
 
-def command(
-    only: Annotated[
-        str, typer.Option("--only", metavar="NAMES", help=f"Of {', '.join(KERNEL_NAMES)}.")
-    ] = ",".join(KERNEL_NAMES),
-    dtypes: Annotated[
-        str, typer.Option("--dtypes", help="Comma-separated: float32, bfloat16.")
-    ] = ",".join(DTYPES),
-    budget_s: Annotated[float, typer.Option("--budget-s", min=0.0, help="Seconds a case.")] = 0.5,
-    threads: Annotated[
-        int | None, typer.Option("--threads", min=1, help="Default: as many as torch takes.")
-    ] = None,
-    json_path: Annotated[
-        Path | None, typer.Option("--json", metavar="PATH", help="Write the report as JSON.")
-    ] = None,
-    plot: Annotated[
-        Path | None, typer.Option("--plot", metavar="PATH", help="Write the shares as a PNG.")
-    ] = None,
-) -> None:
-    """Each kernel's speed on the CPU beside torch's own way and the machine's peaks."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """The measurements. `budget_s`: seconds per case, unless its first calls take longer.
 
-    from millrace.bench.kernels.run import Settings, as_table, draw, run
+    sizes: the shapes; None: those of `Sizes`.
+    """
 
-    settings = Settings(
-        names=names(only, KERNEL_NAMES), dtypes=names(dtypes, DTYPES), budget_s=budget_s
+    names: Sequence[str] = option(
+        NAMES, "--only", read=read_names(*NAMES), metavar="NAMES", help=f"Of {', '.join(NAMES)}."
     )
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    with Progress(*columns, TimeElapsedColumn(), console=Console(stderr=True)) as progress:
-        bar = progress.add_task("loading")
-        report = run(
-            settings,
-            threads=threads,
-            on_progress=lambda done, total, what: progress.update(
-                bar, completed=done, total=total, description=what
-            ),
-        )
-    Console().print(as_table(report))
-    if json_path is not None:
-        json_path.write_text(json.dumps(report, indent=2) + "\n")
-    if plot is not None:
-        draw(report, plot)
+    dtypes: Sequence[str] = option(
+        DTYPES, "--dtypes", read=read_names(*DTYPES), help="Comma-separated: float32, bfloat16."
+    )
+    budget_s: float = option(0.5, "--budget-s", min=0.0, help="Seconds a case.")
+    threads: int | None = option(
+        None, "--threads", kind=int | None, min=1, help="Default: as many as torch takes."
+    )
+    sizes: Sizes | None = None
+    peak_side: int = 2048
+    read_bytes: int = 512 * 2**20
+    chunk_rows: tuple[int, int] = (32, 2048)
+    chunk_history: int = 65536
+
+
+command = made(
+    Settings,
+    "Each kernel's speed on the CPU beside torch's own way and the machine's peaks.",
+    plot="Write the shares as a PNG.",
+)

@@ -16,23 +16,21 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from rich.box import SIMPLE_HEAD
-from rich.table import Table
 from torch import Tensor
 
-from millrace.bench.common.choices import CHUNKS, KERNEL_NAMES
 from millrace.bench.common.machine_limits import (
     describe_machine,
     gemm_flops_per_s,
     read_bytes_per_s,
+    torch_threads,
 )
 from millrace.bench.kernels.attention_cases import PagedKv, attention_cases
 from millrace.bench.kernels.case import DTYPES, Case, Item, Sizes
+from millrace.bench.kernels.command import CHUNKS, Settings
 from millrace.bench.kernels.row_cases import row_cases
 from millrace.core.errors import MillraceError
 from millrace_kernels import api
@@ -41,33 +39,8 @@ GOAL_CHUNKS = 1.25
 """The most that a token of a small chunk may cost, in costs of a token of a large chunk."""
 
 _SAMPLES = 15
-_SHORT = {"float32": "fp32", "bfloat16": "bf16"}
 _TOLERANCE = {"float32": 2e-3, "bfloat16": 5e-2}
 """The largest allowed difference of the sides' results, relative to the largest value."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
-    """The measurements. `budget_s`: seconds per case, unless its first calls take longer."""
-
-    names: Sequence[str] = KERNEL_NAMES
-    dtypes: Sequence[str] = tuple(DTYPES)
-    sizes: Sizes = field(default_factory=Sizes)
-    budget_s: float
-    peak_side: int = 2048
-    read_bytes: int = 512 * 2**20
-    chunk_rows: tuple[int, int] = (32, 2048)
-    chunk_history: int = 65536
-
-    def cases(self) -> list[Case]:
-        """Returns the cases, in the order they run."""
-        return [
-            case
-            for dtype in self.dtypes
-            for cases in (attention_cases, row_cases)
-            for case in cases(self.sizes, dtype)
-            if case.kernel in self.names
-        ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,37 +72,42 @@ class Result:
     ratio: float
 
 
+def cases_of(settings: Settings) -> list[Case]:
+    """Returns the cases, in the order they run."""
+    return [
+        case
+        for dtype in settings.dtypes
+        for cases in (attention_cases, row_cases)
+        for case in cases(settings.sizes or Sizes(), dtype)
+        if case.kernel in settings.names
+    ]
+
+
 def run(
     settings: Settings,
     *,
-    threads: int | None = None,
     on_progress: Callable[[int, int, str], None] = lambda done, total, what: None,
 ) -> dict[str, Any]:
     """Measures every case and returns the report as one JSON-ready document.
 
-    threads: torch's own choice when None. on_progress(cases done, in total, the running step) is
+    on_progress(cases done, in total, the running step) is
     called before each case. Raises MillraceError when a kernel's result differs from torch's.
     """
-    threads_before = torch.get_num_threads()
-    torch.set_num_threads(threads or threads_before)
-    cases = settings.cases()
+    cases = cases_of(settings)
     chunked = settings.dtypes if CHUNKS in settings.names else ()
     total = 1 + len(cases) + len(chunked)
     results: list[Result] = []
-    try:
-        with torch.inference_mode():
-            on_progress(0, total, "the machine's peaks")
-            peaks = measure_peaks(settings)
-            for done, case in enumerate(cases, 1):
-                on_progress(done, total, f"{case.kernel} {case.dtype} {case.shape}")
-                results.append(_compare(case, peaks, settings.budget_s))
-            chunks: list[dict[str, Any]] = []
-            for dtype in chunked:
-                on_progress(1 + len(cases) + len(chunks), total, f"chunks {dtype}")
-                chunks.append(measure_chunks(settings, dtype))
-            machine = describe_machine()
-    finally:
-        torch.set_num_threads(threads_before)
+    with torch_threads(settings.threads), torch.inference_mode():
+        on_progress(0, total, "the machine's peaks")
+        peaks = measure_peaks(settings)
+        for done, case in enumerate(cases, 1):
+            on_progress(done, total, f"{case.kernel} {case.dtype} {case.shape}")
+            results.append(_compare(case, peaks, settings.budget_s))
+        chunks: list[dict[str, Any]] = []
+        for dtype in chunked:
+            on_progress(1 + len(cases) + len(chunks), total, f"chunks {dtype}")
+            chunks.append(measure_chunks(settings, dtype))
+        machine = describe_machine()
     on_progress(total, total, "done")
     return {
         "benchmark": "kernels",
@@ -228,11 +206,11 @@ def measure_chunks(settings: Settings, dtype: str) -> dict[str, Any]:
     """Returns attention's microseconds per token in small and in large chunks over one long
     history.
     """
-    calls = []
+    calls, sizes = [], settings.sizes or Sizes()
     for rows in settings.chunk_rows:
         kv_len = settings.chunk_history + rows
-        paged = PagedKv(settings.sizes, dtype, batch=1, q_len=rows, kv_len=kv_len)
-        plan, layer, q_nhd, scale = paged.plan(), paged.layer(), paged.q_nhd, settings.sizes.scale
+        paged = PagedKv(sizes, dtype, batch=1, q_len=rows, kv_len=kv_len)
+        plan, layer, q_nhd, scale = paged.plan(), paged.layer(), paged.q_nhd, sizes.scale
         calls.append(
             lambda plan=plan, q=q_nhd, kv=layer, scale=scale: api.run_attention(
                 plan, q, kv, scale=scale
@@ -249,81 +227,3 @@ def measure_chunks(settings: Settings, dtype: str) -> dict[str, Any]:
         "us_per_token": (small_us, large_us),
         "ratio": small_us / large_us,
     }
-
-
-def as_table(report: dict[str, Any]) -> Table:
-    """Makes a table, one row per case: rates, ours as a share of the peak, and ours over the
-    other's.
-    """
-    peaks = report["peaks"]
-    rates = [f"{rate / 1e9:.0f} GFLOP/s {kind}" for kind, rate in peaks["flops_per_s"].items()]
-    title = (
-        f"Medians; {report['machine']['threads']} threads. "
-        f"Peaks: {', '.join(rates)}, {peaks['bytes_per_s'] / 1e9:.1f} GB/s.\n"
-        "The other way is torch's, of after_norm and after_silu the pieces they join."
-    )
-    table = Table(title=title, box=SIMPLE_HEAD, padding=0, pad_edge=False)
-    table.title_justify = table.caption_justify = "left"
-    for heading in ("kernel", "shape", ""):
-        table.add_column(heading, no_wrap=True)
-    for heading in ("millrace", "other", "", "share", "ratio"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    for result in report["results"]:
-        table.add_row(
-            result["kernel"],
-            result["shape"],
-            _SHORT[result["dtype"]],
-            f"{result['ours']:.1f}",
-            f"{result['other']:.1f}",
-            result["unit"],
-            f"{result['ours_share']:.0%}",
-            _judged(result["ratio"], result["ratio"] >= 1),
-        )
-    table.caption = "\n".join(_chunk_line(chunks) for chunks in report["chunks"])
-    return table
-
-
-def _judged(ratio: float, good: bool) -> str:
-    return f"[{'green' if good else 'red'}]{ratio:.2f}[/]"
-
-
-def _chunk_line(chunks: dict[str, Any]) -> str:
-    (small, large), (small_us, large_us) = chunks["rows"], chunks["us_per_token"]
-    ratio = _judged(chunks["ratio"], chunks["ratio"] <= GOAL_CHUNKS)
-    return (
-        f"{_SHORT[chunks['dtype']]} attention after {chunks['history']}: {small_us:.0f} µs a token "
-        f"in chunks of {small}, {large_us:.0f} of {large}: {ratio}"
-    )
-
-
-def draw(report: dict[str, Any], path: Path) -> None:
-    """Writes a PNG: bars of the share of peak, ours beside the other, one panel per dtype."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    panels = [
-        (dtype, rows)
-        for dtype in report["peaks"]["flops_per_s"]
-        if (rows := [result for result in report["results"] if result["dtype"] == dtype])
-    ]
-    height = 1.5 + 0.24 * max((len(rows) for _, rows in panels), default=1)
-    figure, grid = pyplot.subplots(
-        1, max(1, len(panels)), figsize=(7 * max(1, len(panels)), height), squeeze=False
-    )
-    for axes, (dtype, rows) in zip(grid[0], panels, strict=False):
-        places = range(len(rows))
-        for side, shift, label in (("ours", -0.2, "Millrace"), ("other", 0.2, "other way")):
-            shares = [result[f"{side}_share"] for result in rows]
-            axes.barh([place + shift for place in places], shares, 0.38, label=label)
-        labels = [f"{result['kernel']} {result['shape']}" for result in rows]
-        axes.set_yticks(places, labels, fontsize=7)
-        axes.margins(y=0.01)
-        axes.invert_yaxis()
-        axes.axvline(1, color="grey", linestyle=":")
-        axes.set(xlabel="share of peak", title=dtype, xlim=(0, 1.5))
-        axes.legend(fontsize=8)
-    figure.tight_layout()
-    figure.savefig(path, dpi=150)
-    pyplot.close(figure)

@@ -16,66 +16,106 @@ times and communication, and shown beside the measured time (`kvp.py`).
 
 from __future__ import annotations
 
-from functools import partial
-from pathlib import Path
-from typing import Annotated
+from dataclasses import dataclass, replace
 
-import typer
+from millrace.bench.common.options import LESS, option, read_dtype, read_names, read_numbers
+from millrace.bench.common.options import command as made
 
-from millrace.bench.common.choices import LONG_PARTS
-from millrace.bench.common.options import measure, names, numbers
+#: Parts on one engine, and all parts.
+MIXED_PARTS = ("predictor", "chunking", "batching")
+PARTS = (*MIXED_PARTS, "spp", "kvp")
 
 
-def command(  # noqa: PLR0913 - every option of the command line is a parameter
-    parts: Annotated[
-        str, typer.Option("--parts", metavar="NAME,...", help="Of " + ", ".join(LONG_PARTS) + ".")
-    ] = ",".join(LONG_PARTS),
-    dtype: Annotated[str, typer.Option("--dtype", help="float32 or bfloat16.")] = "bfloat16",
-    threads: Annotated[
-        int, typer.Option("--threads", min=0, help="Of the engine; 0: all cores. Of kvp: 1 each.")
-    ] = 0,
-    prompt_tokens: Annotated[
-        int, typer.Option("--prompt-tokens", min=1024, max=65_536, help="Of the long prompt.")
-    ] = 24_576,
-    static: Annotated[
-        str, typer.Option("--static", metavar="TOKENS,...", help="Static chunks.")
-    ] = "128,512,2048",
-    chunk_tokens: Annotated[
-        int, typer.Option("--chunk-tokens", min=64, max=2048, help="Of the part batching.")
-    ] = 512,
-    degrees: Annotated[
-        str, typer.Option("--kvp", metavar="N,...", help="Workers of a context.")
-    ] = "1,2,4",
-    contexts: Annotated[
-        str, typer.Option("--contexts", metavar="TOKENS,...", help="Of the part kvp.")
-    ] = "4096,8192,16384,32768,65536",
-    quick: Annotated[
-        bool, typer.Option("--quick", help="A look, no figures to quote: less of everything.")
-    ] = False,
-    json_path: Annotated[
-        Path | None, typer.Option("--json", metavar="PATH", help="Write the report as JSON.")
-    ] = None,
-    plot: Annotated[
-        Path | None,
-        typer.Option("--plot", metavar="PATH", help="PNG: errors, iterations, decodes, shards."),
-    ] = None,
-) -> None:
-    """Long contexts: predictions, adaptive chunks, decodes beside a prefill, stages, KVP."""
-    from millrace.bench.long.report import draw, print_tables
-    from millrace.bench.long.run import Settings, run
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """parts: of `PARTS`. threads: per engine, 0: all cores. prompt_tokens: of the long prompt.
 
-    if dtype not in ("float32", "bfloat16"):
-        raise typer.BadParameter(f"{dtype!r} is not one of float32, bfloat16")
-    settings = Settings(
-        parts=tuple(names(parts, LONG_PARTS)),
-        dtype=dtype,
-        threads=threads,
-        prompt_tokens=prompt_tokens,
-        static=numbers(static, "--static"),
-        chunk_tokens=chunk_tokens,
-        degrees=tuple(sorted({1, *numbers(degrees, "--kvp")})),
-        contexts=numbers(contexts, "--contexts"),
+    Predictor: profile_s seconds of measuring, `batches` random batches, `rounds` times each.
+    Chunking: the static chunks' tokens, with `decodes` on `context_tokens` each beside them.
+    Batching: `short_decodes` on `short_context_tokens` each beside chunks of `chunk_tokens`, at
+    `histories` histories, `batching_rounds` times. Spp: a prompt in chunks through each number of
+    stages.
+    """
+
+    parts: tuple[str, ...] = option(
+        PARTS,
+        "--parts",
+        read=read_names(*PARTS),
+        metavar="NAME,...",
+        help="Of " + ", ".join(PARTS) + ".",
     )
-    if quick:
-        settings = settings.quick()
-    measure(partial(run, settings), print_tables, draw, json_path, plot)
+    dtype: str = option("bfloat16", "--dtype", read=read_dtype, help="float32 or bfloat16.")
+    threads: int = option(
+        0, "--threads", min=0, help="Of the engine; 0: all cores. Of kvp: 1 each."
+    )
+    prompt_tokens: int = option(
+        24_576, "--prompt-tokens", min=1024, max=65_536, help="Of the long prompt."
+    )
+    profile_s: float = 20.0
+    batches: int = 60
+    rounds: int = 3
+    most_decodes: int = 32
+    static: tuple[int, ...] = option(
+        (128, 512, 2048),
+        "--static",
+        read=read_numbers(),
+        metavar="TOKENS,...",
+        help="Static chunks.",
+    )
+    decodes: int = 8
+    context_tokens: int = 512
+    short_decodes: int = 32
+    short_context_tokens: int = 256
+    chunk_tokens: int = option(
+        512, "--chunk-tokens", min=64, max=2048, help="Of the part batching."
+    )
+    histories: int = 5
+    batching_rounds: int = 9
+    degrees: tuple[int, ...] = option(
+        (1, 2, 4), "--kvp", read=read_numbers(1), metavar="N,...", help="Workers of a context."
+    )
+    contexts: tuple[int, ...] = option(
+        (4096, 8192, 16_384, 32_768, 65_536),
+        "--contexts",
+        read=read_numbers(),
+        metavar="TOKENS,...",
+        help="Of the part kvp.",
+    )
+    token_repeats: int = 15
+    most_tokens: int = 12_288
+    growth_steps: int = 8
+    growth_chunk_tokens: int = 32
+    growth_repeats: int = 3
+    stages: tuple[int, ...] = (1, 2, 4)
+    stage_prompt_tokens: int = 8192
+    stage_chunk_tokens: int = 256
+    stage_repeats: int = 3
+
+    def quick(self) -> Settings:
+        """Returns settings for a short run: its figures are not to be quoted."""
+        return replace(
+            self,
+            prompt_tokens=min(self.prompt_tokens, 8192),
+            profile_s=min(self.profile_s, 5.0),
+            batches=min(self.batches, 20),
+            rounds=1,
+            static=self.static[::2],
+            histories=3,
+            batching_rounds=3,
+            contexts=self.contexts[1:4:2],
+            token_repeats=5,
+            most_tokens=min(self.most_tokens, 4096),
+            growth_steps=4,
+            growth_repeats=1,
+            stages=self.stages[:2],
+            stage_prompt_tokens=4096,
+            stage_repeats=1,
+        )
+
+
+command = made(
+    Settings,
+    "Long contexts: predictions, adaptive chunks, decodes beside a prefill, stages, KVP.",
+    plot="PNG: errors, iterations, decodes, shards.",
+    quick=LESS,
+)

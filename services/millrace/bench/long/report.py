@@ -4,43 +4,36 @@ document.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from millrace.sim.results.plots import Panel, draw_panels
+from millrace.sim.results.plots import Panel, draw_panels, points
+from millrace.sim.results.tables import table
 
 #: Goals: median error of predictions, and the relative cost of decodes for an iteration.
 PREDICTOR_GOAL, BATCHING_GOAL = 0.1, 1.1
 
-Document = Mapping[str, Any]
+Document = dict[str, Any]
 Lines = dict[str, list[tuple[float, float]]]
+
+#: Cells of a pass's parts.
+_PARTS = "{attention_s:ms.1f} | {communication_s:ms.1f} | {rest_s:ms.1f} | {normalised_s:ms.1f}"
 
 
 def print_tables(document: Document, console: Console) -> None:
     """Prints all measurements, one table per part."""
     if "predictor" in document:
         _print_predictor(document["predictor"], console)
-    if "chunking" in document:
-        console.print(_chunking(document["chunking"]))
-    if "batching" in document:
-        console.print(_batching(document["batching"]))
-    if "spp" in document:
-        console.print(_stages(document["spp"]))
+    for name, made in (("chunking", _chunking), ("batching", _batching), ("spp", _stages)):
+        if name in document:
+            console.print(made(document[name]))
     if "kvp" in document:
         console.print(_token(document["kvp"]["token"]))
         console.print(_growth(document["kvp"]))
-
-
-def _table(title: str, *headings: str) -> Table:
-    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for heading in headings:
-        table.add_column(heading, justify="right", no_wrap=True)
-    return table
 
 
 def _print_predictor(found: Document, console: Console) -> None:
@@ -54,143 +47,97 @@ def _print_predictor(found: Document, console: Console) -> None:
 
 
 def _chunking(found: Document) -> Table:
-    table = _table(
+    return table(
         f"A prompt of {found['prompt_tokens']} tokens beside {found['decodes']} decodes; target: "
         "what the static chunk takes at the end; ratio: static over adaptive",
-        *("chunks", "passes", "p50, ms", "p99, ms", "of target", "growth"),
-        *("whole, s", "ratio"),
+        "chunks | passes | p50, ms | p99, ms | of target | growth | whole, s | ratio",
+        "{name} | {iterations} | {p50_s:ms.1f} | {p99_s:ms.1f} | {p99_over_target:.2f} | "
+        "{growth:.2f} | {total_s:.1f} | {over_adaptive?:.2f}",
+        [{"name": name, **way} for name, way in found["ways"].items()],
     )
-    for name, way in found["ways"].items():
-        table.add_row(
-            name,
-            str(way["iterations"]),
-            _ms(way["p50_s"]),
-            _ms(way["p99_s"]),
-            f"{way['p99_over_target']:.2f}",
-            f"{way['growth']:.2f}",
-            f"{way['total_s']:.1f}",
-            f"{way['over_adaptive']:.2f}" if "over_adaptive" in way else "",
-        )
-    return table
 
 
 def _batching(found: Document) -> Table:
     each = found["context_tokens"] // found["decodes"]
-    table = _table(
+    kinds = ("same_tokens", "same_chunk")
+    rows = [row | {kind: row[kind] / row["alone"] for kind in kinds} for row in found["rows"]]
+    return table(
         f"{found['decodes']} decodes of {each} tokens beside a chunk of "
         f"{found['chunk_tokens']}, over the chunk alone (goal {BATCHING_GOAL})",
-        *("history", "alone, ms", "same tokens", "same chunk"),
+        "history | alone, ms | same tokens | same chunk",
+        "{history} | {alone:ms.1f} | {same_tokens:.3f} | {same_chunk:.3f}",
+        [*rows, {"history": "all", "alone": None, **found["whole"]}],
     )
-    for row in found["rows"]:
-        table.add_row(
-            str(row["history"]),
-            _ms(row["alone"]),
-            f"{row['same_tokens'] / row['alone']:.3f}",
-            f"{row['same_chunk'] / row['alone']:.3f}",
-        )
-    whole = found["whole"]
-    table.add_row("all", "", f"{whole['same_tokens']:.3f}", f"{whole['same_chunk']:.3f}")
-    return table
 
 
 def _stages(found: Document) -> Table:
-    table = _table(
+    return table(
         f"A prompt of {found['prompt_tokens']} tokens in chunks of {found['chunk_tokens']} through "
         f"stages of one thread, on {found['cores']} cores; efficiency: of the cores in use",
-        *("stages", "prompt, s", "chunk, ms", "speed-up", "efficiency"),
+        "stages | prompt, s | chunk, ms | speed-up | efficiency",
+        "{stages} | {prompt_s:.2f} | {chunk_s:ms.1f} | {speedup:.2f} | {efficiency:.2f}",
+        found["rows"],
     )
-    for row in found["rows"]:
-        table.add_row(
-            str(row["stages"]),
-            f"{row['prompt_s']:.2f}",
-            _ms(row["chunk_s"]),
-            f"{row['speedup']:.2f}",
-            f"{row['efficiency']:.2f}",
-        )
-    return table
 
 
 def _token(rows: Sequence[Document]) -> Table:
-    table = _table(
+    alone = {row["context"]: row["normalised_s"] for row in rows if row["kvp"] == 1}
+    return table(
         "Time between tokens of one request, ms: attention over the largest shard, communication, "
         "the rest; their sum is for workers with cores of their own, clock for all on these",
-        *("context", "KVP", "attn", "comm", "rest", "sum", "ratio", "clock", "recorded"),
+        "context | KVP | attn | comm | rest | sum | ratio | clock | recorded",
+        f"{{context}} | {{kvp}} | {_PARTS} | {{ratio?:.2f}} | {{wall_s:ms.1f}} | "
+        "{recorded_s?:ms.1f}",
+        (
+            {"ratio": row["normalised_s"] / alone[row["context"]], **row}
+            if row["context"] in alone
+            else row
+            for row in rows
+        ),
     )
-    alone = {row["context"]: row["normalised_s"] for row in rows if row["kvp"] == 1}
-    for row in rows:
-        table.add_row(
-            str(row["context"]),
-            str(row["kvp"]),
-            *_parts(row),
-            _over(row["normalised_s"], alone.get(row["context"])),
-            _ms(row["wall_s"]),
-            _ms(row["recorded_s"]) if "recorded_s" in row else "",
-        )
-    return table
 
 
 def _growth(found: Document) -> Table:
-    table = _table(
+    rows = found["growth"]
+    return table(
         f"A chunk of {found['chunk_tokens']} at the end of a context that grows, ms: workers join "
         f"at {found['most_tokens']} tokens each; alone: the KV owner holds all",
-        *("context", "workers", "attn", "comm", "rest", "sum", "ratio", "clock", "alone", "ratio"),
+        "context | workers | attn | comm | rest | sum | ratio | clock | alone | ratio",
+        f"{{context}} | {{workers}} | {_PARTS} | {{ratio:.2f}} | {{wall_s:ms.1f}} | "
+        "{alone_s:ms.1f} | {alone:.2f}",
+        (
+            row
+            | {
+                "ratio": row["normalised_s"] / rows[0]["normalised_s"],
+                "alone": row["alone_s"] / rows[0]["alone_s"],
+            }
+            for row in rows
+        ),
     )
-    rows = found["growth"]
-    for row in rows:
-        table.add_row(
-            str(row["context"]),
-            str(row["workers"]),
-            *_parts(row),
-            _over(row["normalised_s"], rows[0]["normalised_s"]),
-            _ms(row["wall_s"]),
-            _ms(row["alone_s"]),
-            _over(row["alone_s"], rows[0]["alone_s"]),
-        )
-    return table
-
-
-def _parts(row: Document) -> list[str]:
-    names = ("attention_s", "communication_s", "rest_s", "normalised_s")
-    return [_ms(row[name]) for name in names]
-
-
-def _ms(seconds: float) -> str:
-    return f"{1e3 * seconds:.1f}"
-
-
-def _over(seconds: float, first_s: float | None) -> str:
-    return "" if first_s is None else f"{seconds / first_s:.2f}"
 
 
 def draw(document: Document, path: Path) -> None:
     """Writes a PNG: errors, iterations over a prefill, decodes beside it, shards."""
-    panels = []
-    if "predictor" in document:
-        panels.append(_error_panel(document["predictor"]))
-    if "chunking" in document:
-        panels += _chunking_panels(document["chunking"])
-    if "batching" in document:
-        panels.append(_batching_panel(document["batching"]))
-    if "spp" in document:
-        panels.append(_stages_panel(document["spp"]))
-    if "kvp" in document:
-        panels += [*_token_panels(document["kvp"]["token"]), _growth_panel(document["kvp"])]
+    panels: list[Panel] = []
+    for name, made in (
+        ("predictor", _error_panels),
+        ("chunking", _chunking_panels),
+        ("batching", _batching_panels),
+        ("spp", _stages_panels),
+        ("kvp", _kvp_panels),
+    ):
+        if name in document:
+            panels += made(document[name])
     draw_panels([panels[i : i + 3] for i in range(0, len(panels), 3)], path)
 
 
-def _error_panel(found: Document) -> Panel:
+def _error_panels(found: Document) -> list[Panel]:
     lines: Lines = {}
     for name, key in (("by the profile", "error"), ("corrected", "corrected_error")):
         errors = sorted(100 * abs(point[key]) for point in found["points"])
-        shares = [100 * (number + 1) / len(errors) for number in range(len(errors))]
-        lines[name] = list(zip(errors, shares, strict=True))
-    return Panel(
-        title="mixed batches predicted",
-        x="error (%)",
-        y="batches as near, or nearer (%)",
-        lines=lines,
-        mark=50.0,
-    )
+        lines[name] = [(error, 100 * (n + 1) / len(errors)) for n, error in enumerate(errors)]
+    labels = ("mixed batches predicted", "error (%)", "batches as near, or nearer (%)")
+    return [Panel(*labels, lines, mark=50.0)]
 
 
 def _chunking_panels(found: Document) -> list[Panel]:
@@ -199,74 +146,56 @@ def _chunking_panels(found: Document) -> list[Panel]:
     for name, way in found["ways"].items():
         times[name] = [(done, 1e3 * seconds) for done, _, seconds in way["points"]]
         chunks[name] = [(done, tokens) for done, tokens, _ in way["points"]]
+    x = "prompt tokens done"
     return [
-        Panel(
-            title="iteration, beside decodes",
-            x="prompt tokens done",
-            y="ms",
-            lines=times,
-            log_y=True,
-        ),
-        Panel(title="chunk", x="prompt tokens done", y="tokens", lines=chunks, log_y=True),
+        Panel("iteration, beside decodes", x, "ms", times, log_y=True),
+        Panel("chunk", x, "tokens", chunks, log_y=True),
     ]
 
 
-def _batching_panel(found: Document) -> Panel:
-    return Panel(
-        title=f"{found['decodes']} decodes beside a chunk",
-        x="history (tokens)",
-        y="iteration over the chunk alone",
-        lines={
-            name: [(row["history"], row[kind] / row["alone"]) for row in found["rows"]]
-            for name, kind in (("same tokens", "same_tokens"), ("same chunk", "same_chunk"))
-        },
-        mark=BATCHING_GOAL,
-    )
+def _batching_panels(found: Document) -> list[Panel]:
+    lines = {
+        name: [(row["history"], row[kind] / row["alone"]) for row in found["rows"]]
+        for name, kind in (("same tokens", "same_tokens"), ("same chunk", "same_chunk"))
+    }
+    title = f"{found['decodes']} decodes beside a chunk"
+    y = "iteration over the chunk alone"
+    return [Panel(title, "history (tokens)", y, lines, mark=BATCHING_GOAL)]
 
 
-def _stages_panel(found: Document) -> Panel:
-    rows = found["rows"]
-    return Panel(
-        title=f"{found['prompt_tokens']} tokens through stages",
-        x="stages",
-        y="over one stage",
-        lines={
-            "speed-up": [(row["stages"], row["speedup"]) for row in rows],
-            "efficiency": [(row["stages"], row["efficiency"]) for row in rows],
-        },
-        mark=1.0,
-    )
+def _stages_panels(found: Document) -> list[Panel]:
+    lines = {
+        name: points(found["rows"], "stages", kind)
+        for name, kind in (("speed-up", "speedup"), ("efficiency", "efficiency"))
+    }
+    title = f"{found['prompt_tokens']} tokens through stages"
+    return [Panel(title, "stages", "over one stage", lines, mark=1.0)]
 
 
-def _token_panels(rows: Sequence[Document]) -> list[Panel]:
-    together: Lines = {}
-    parts: Lines = {}
+def _kvp_panels(found: Document) -> list[Panel]:
+    rows = found["token"]
     longest = max(row["context"] for row in rows)
+    together: Lines = {}
     for row in rows:
-        name = f"KVP {row['kvp']}"
-        together.setdefault(name, []).append((row["context"], 1e3 * row["normalised_s"]))
-        on_clock = together.setdefault(f"{name}, shared cores", [])
-        on_clock.append((row["context"], 1e3 * row["wall_s"]))
-        if row["context"] == longest:
-            for part in ("attention", "communication", "rest"):
-                parts.setdefault(part, []).append((row["kvp"], 1e3 * row[f"{part}_s"]))
+        for name, key in (("KVP {kvp}", "normalised_s"), ("KVP {kvp}, shared cores", "wall_s")):
+            line = together.setdefault(name.format_map(row), [])
+            line += points([row], "context", key, 1e3)
+    of_longest = [row for row in rows if row["context"] == longest]
+    parts = {
+        part: points(of_longest, "kvp", f"{part}_s", 1e3)
+        for part in ("attention", "communication", "rest")
+    }
+    growth = {
+        name: points(found["growth"], "context", key, 1e3)
+        for name, key in (
+            ("workers join", "normalised_s"),
+            ("shared cores", "wall_s"),
+            ("KV owner alone", "alone_s"),
+        )
+    }
+    x, joining = "context (tokens)", f"chunk of {found['chunk_tokens']} as workers join"
     return [
-        Panel(
-            title="time between tokens", x="context (tokens)", y="ms", lines=together, log_x=True
-        ),
-        Panel(title=f"of a context of {longest}", x="KVP", y="ms", lines=parts),
+        Panel("time between tokens", x, "ms", together, log_x=True),
+        Panel(f"of a context of {longest}", "KVP", "ms", parts),
+        Panel(joining, x, "ms", growth),
     ]
-
-
-def _growth_panel(found: Document) -> Panel:
-    rows = found["growth"]
-    return Panel(
-        title=f"chunk of {found['chunk_tokens']} as workers join",
-        x="context (tokens)",
-        y="ms",
-        lines={
-            "workers join": [(row["context"], 1e3 * row["normalised_s"]) for row in rows],
-            "shared cores": [(row["context"], 1e3 * row["wall_s"]) for row in rows],
-            "KV owner alone": [(row["context"], 1e3 * row["alone_s"]) for row in rows],
-        },
-    )

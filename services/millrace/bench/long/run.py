@@ -5,15 +5,15 @@ from __future__ import annotations
 import asyncio
 import tempfile
 import time
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict
 from pathlib import Path
 
-from millrace.bench.common.choices import LONG_MIXED_PARTS, LONG_PARTS
 from millrace.bench.common.machine_limits import describe_machine
 from millrace.bench.common.random_model import write_random_model
 from millrace.bench.long import kvp as long_kvp
 from millrace.bench.long import mixed as long_mixed
 from millrace.bench.long import spp as long_spp
+from millrace.bench.long.command import MIXED_PARTS, Settings
 from millrace.bench.long.mixed import Document, Told
 from millrace.bench.long.model import LONG_LLAMA_27M, kv_bytes
 from millrace.core.config import EngineConfig
@@ -25,70 +25,7 @@ from millrace.profiler.workload import Workload
 from millrace.profiles import load_profile
 from millrace.profiles.degrees import REFERENCE
 
-#: Parts on one engine; the rest runs on several.
-
 MAX_CHUNK_TOKENS = 2048
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
-    """parts: of `LONG_PARTS`. threads: per engine, 0: all cores. prompt_tokens: of the long prompt.
-
-    Predictor: profile_s seconds of measuring, `batches` random batches, `rounds` times each.
-    Chunking: the static chunks' tokens, with `decodes` on `context_tokens` each beside them.
-    Batching: `short_decodes` on `short_context_tokens` each beside chunks of `chunk_tokens`, at
-    `histories` histories, `batching_rounds` times. Spp: a prompt in chunks through each number of
-    stages.
-    """
-
-    parts: tuple[str, ...] = LONG_PARTS
-    dtype: str = "bfloat16"
-    threads: int = 0
-    prompt_tokens: int = 24_576
-    profile_s: float = 20.0
-    batches: int = 60
-    rounds: int = 3
-    most_decodes: int = 32
-    static: tuple[int, ...] = (128, 512, 2048)
-    decodes: int = 8
-    context_tokens: int = 512
-    short_decodes: int = 32
-    short_context_tokens: int = 256
-    chunk_tokens: int = 512
-    histories: int = 5
-    batching_rounds: int = 9
-    degrees: tuple[int, ...] = (1, 2, 4)
-    contexts: tuple[int, ...] = (4096, 8192, 16_384, 32_768, 65_536)
-    token_repeats: int = 15
-    most_tokens: int = 12_288
-    growth_steps: int = 8
-    growth_chunk_tokens: int = 32
-    growth_repeats: int = 3
-    stages: tuple[int, ...] = (1, 2, 4)
-    stage_prompt_tokens: int = 8192
-    stage_chunk_tokens: int = 256
-    stage_repeats: int = 3
-
-    def quick(self) -> Settings:
-        """Returns settings for a short run: its figures are not to be quoted."""
-        return replace(
-            self,
-            prompt_tokens=min(self.prompt_tokens, 8192),
-            profile_s=min(self.profile_s, 5.0),
-            batches=min(self.batches, 20),
-            rounds=1,
-            static=self.static[::2],
-            histories=3,
-            batching_rounds=3,
-            contexts=self.contexts[1:4:2],
-            token_repeats=5,
-            most_tokens=min(self.most_tokens, 4096),
-            growth_steps=4,
-            growth_repeats=1,
-            stages=self.stages[:2],
-            stage_prompt_tokens=4096,
-            stage_repeats=1,
-        )
 
 
 async def run(settings: Settings, told: Told = lambda what: None) -> Document:
@@ -97,7 +34,7 @@ async def run(settings: Settings, told: Told = lambda what: None) -> Document:
     document: Document = {"benchmark": "long", "settings": asdict(settings)}
     with tempfile.TemporaryDirectory() as folder:
         model = write_random_model(Path(folder), LONG_LLAMA_27M)
-        if set(settings.parts) & set(LONG_MIXED_PARTS):
+        if set(settings.parts) & set(MIXED_PARTS):
             document |= await asyncio.to_thread(_mixed, model, settings, told)
         if "spp" in settings.parts:
             document["spp"] = await asyncio.to_thread(

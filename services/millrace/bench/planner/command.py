@@ -2,49 +2,28 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-from typing import Annotated
+from collections.abc import Sequence
+from dataclasses import dataclass
 
-import typer
+from millrace.bench.common.options import command as made
+from millrace.bench.common.options import option
 
 
-def command(
-    trials: Annotated[int, typer.Option("--trials", min=1, help="Plans a pool.")] = 1000,
-    passes: Annotated[int, typer.Option("--passes", min=1, help="Times each is repeated.")] = 5,
-    queue_s: Annotated[
-        float, typer.Option("--queue-s", min=0.0, help="Longest queue time, seconds.")
-    ] = 1.0,
-    improvement_rate: Annotated[float, typer.Option("--improvement-rate", min=0.0, max=1.0)] = 0.05,
-    seed: Annotated[int, typer.Option("--seed", help="Of the trials.")] = 0,
-    json_path: Annotated[
-        Path | None, typer.Option("--json", metavar="PATH", help="Write the report as JSON.")
-    ] = None,
-    plot: Annotated[
-        Path | None, typer.Option("--plot", metavar="PATH", help="Write the bars as a PNG.")
-    ] = None,
-) -> None:
-    """Cost of one CDSP plan for pools of 8 to 128 instances (Tetris Table 2)."""
-    from rich.console import Console
-    from rich.progress import Progress
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """Lengths are uniform within `tokens`, each queue time within 0 to `queue_s` seconds."""
 
-    from millrace.bench.planner.run import Settings, as_table, draw, run
+    max_sp: Sequence[int] = (8, 16, 32, 64, 128)
+    trials: int = option(1000, "--trials", min=1, help="Plans a pool.")
+    passes: int = option(5, "--passes", min=1, help="Times each is repeated.")
+    tokens: tuple[int, int] = (4 * 1024, 190 * 1024)
+    queue_s: float = option(1.0, "--queue-s", min=0.0, help="Longest queue time, seconds.")
+    improvement_rate: float = option(0.05, "--improvement-rate", min=0.0, max=1.0)
+    seed: int = option(0, "--seed", help="Of the trials.")
 
-    settings = Settings(
-        trials=trials,
-        passes=passes,
-        queue_s=queue_s,
-        improvement_rate=improvement_rate,
-        seed=seed,
-    )
-    with Progress(console=Console(stderr=True)) as progress:
-        bar = progress.add_task("planning")
-        report = run(
-            settings,
-            on_progress=lambda done, total: progress.update(bar, completed=done, total=total),
-        )
-    Console().print(as_table(report))
-    if json_path is not None:
-        json_path.write_text(json.dumps(report, indent=2) + "\n")
-    if plot is not None:
-        draw(report, plot)
+
+command = made(
+    Settings,
+    "Cost of one CDSP plan for pools of 8 to 128 instances (Tetris Table 2).",
+    plot="Write the bars as a PNG.",
+)

@@ -26,12 +26,9 @@ import time
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
-from rich.box import SIMPLE_HEAD
-from rich.table import Table
-
+from millrace.bench.planner.command import Settings
 from millrace.core.config import SchedulerConfig
 from millrace.core.cost.latency import Latency, SpLatency
 from millrace.core.scheduler.planning import PLANNERS, Planner, PlannerInputs
@@ -53,28 +50,16 @@ GOAL_US = (22.0, 86.0)
 Trial = tuple[int, "array[float]"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
-    """Lengths are uniform within `tokens`, each queue time within 0 to `queue_s` seconds."""
-
-    max_sp: Sequence[int] = (8, 16, 32, 64, 128)
-    trials: int = 1000
-    passes: int = 5
-    tokens: tuple[int, int] = (4 * 1024, 190 * 1024)
-    queue_s: float = 1.0
-    improvement_rate: float = 0.05
-    seed: int = 0
-
-    def trials_of(self, instances: int) -> list[Trial]:
-        """Returns the trials of one pool, equal for every model."""
-        rng = random.Random(f"{self.seed} {instances}")
-        return [
-            (
-                rng.randint(*self.tokens),
-                array("d", [rng.uniform(0.0, self.queue_s) for _ in range(instances)]),
-            )
-            for _ in range(self.trials)
-        ]
+def trials_of(settings: Settings, instances: int) -> list[Trial]:
+    """Returns the trials of one pool, equal for every model."""
+    rng = random.Random(f"{settings.seed} {instances}")
+    return [
+        (
+            rng.randint(*settings.tokens),
+            array("d", [rng.uniform(0.0, settings.queue_s) for _ in range(instances)]),
+        )
+        for _ in range(settings.trials)
+    ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,7 +87,9 @@ def models() -> dict[str, SpLatency]:
 
 
 def run(
-    settings: Settings, *, on_progress: Callable[[int, int], None] = lambda done, total: None
+    settings: Settings,
+    *,
+    on_progress: Callable[[int, int, str], None] = lambda done, total, what: None,
 ) -> dict[str, Any]:
     """Measures every pool and model; the report is one JSON-ready document."""
     results: list[Result] = []
@@ -110,15 +97,15 @@ def run(
     for model, latency in models().items():
         for max_sp in settings.max_sp:
             planner = _planner(latency, max_sp, settings)
-            trials = settings.trials_of(max_sp)
+            trials = trials_of(settings, max_sp)
             for state, quiet in (("off", _frozen), ("on", contextlib.nullcontext)):
-                on_progress(len(results), total)
+                on_progress(len(results), total, "planning")
                 _one_pass(planner, trials)  # warms the caches up
                 with quiet():
                     passes = [_one_pass(planner, trials) for _ in range(settings.passes)]
                 plans = [planner.plan(*trial) for trial in trials]
                 results.append(_result(model, max_sp, state, passes, plans))
-    on_progress(total, total)
+    on_progress(total, total, "planning")
     return {
         "benchmark": "planner",
         "machine": {
@@ -177,66 +164,3 @@ def _result(
         mean_chunks=sum(len(plan.chunks) for plan in plans) / count,
         mean_last_sp=sum(len(plan.chunks[-1].members) for plan in plans) / count,
     )
-
-
-def as_table(report: dict[str, Any]) -> Table:
-    """Makes a table, one row per model, pool and collector state, as average / maximum, with the
-    paper's.
-    """
-    goal_us = report["goal_us"]
-    title = f"Microseconds a plan, average / maximum; goal {goal_us[0]:g} / {goal_us[1]:g}"
-    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=0, pad_edge=False)
-    for heading in ("model", "gc"):
-        table.add_column(heading, min_width=len(heading) + 1)
-    for heading in ("max SP", "first pass", "median pass", "paper", "chunks", "SP"):
-        table.add_column(heading, justify="right", no_wrap=True, min_width=len(heading) + 2)
-    for result in report["results"]:
-        paper_us = report["paper_us"].get(str(result["max_sp"]))
-        table.add_row(
-            result["model"],
-            result["gc"],
-            str(result["max_sp"]),
-            _pair((result["avg_us"], result["max_us"]), goal_us),
-            _pair((result["median_avg_us"], result["median_max_us"]), goal_us),
-            "" if paper_us is None else f"{paper_us[0]} / {paper_us[1]}",
-            f"{result['mean_chunks']:.1f}",
-            f"{result['mean_last_sp']:.1f}",
-        )
-    return table
-
-
-def _pair(found_us: tuple[float, float], goal_us: tuple[float, float]) -> str:
-    """Formats a pair, in red where the goal is missed."""
-    return " / ".join(
-        f"[{'green' if found <= goal else 'red'}]{found:.1f}[/]"
-        for found, goal in zip(found_us, goal_us, strict=True)
-    )
-
-
-def draw(report: dict[str, Any], path: Path) -> None:
-    """Writes a PNG: bars of the median pass, collector off, beside the paper's Table 2."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    sizes = report["settings"]["max_sp"]
-    series = {"paper": [report["paper_us"].get(str(sp), (0.0, 0.0)) for sp in sizes]}
-    for result in report["results"]:
-        if result["gc"] == "off":
-            pair = (result["median_avg_us"], result["median_max_us"])
-            series.setdefault(f"Millrace, {result['model']}", []).append(pair)
-    figure, axes = pyplot.subplots(1, 2, figsize=(10, 4), layout="constrained")
-    for which, (title, goal) in enumerate(
-        zip(("average", "maximum"), report["goal_us"], strict=True)
-    ):
-        for number, (label, pairs) in enumerate(series.items()):
-            places = [index + (number - 1) * 0.27 for index in range(len(sizes))]
-            bars = axes[which].bar(places, [pair[which] for pair in pairs], 0.27, label=label)
-            axes[which].bar_label(bars, fmt="%.0f", fontsize=7)
-        axes[which].axhline(goal, color="grey", linestyle=":")
-        axes[which].set_xticks(range(len(sizes)), [str(sp) for sp in sizes])
-        axes[which].set(title=title, xlabel="largest SP degree", ylabel="µs a plan")
-    axes[0].legend(fontsize=8)
-    figure.savefig(path, dpi=150)
-    pyplot.close(figure)

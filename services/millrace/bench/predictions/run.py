@@ -21,6 +21,7 @@ from typing import Any
 
 import httpx
 
+from millrace.bench.predictions.command import Settings
 from millrace.core.config import load_config
 from millrace.core.errors import MillraceError
 from millrace.local.stack import Stack, StackOptions
@@ -34,29 +35,6 @@ WARM = 3
 SPIN = "while True: pass"
 
 Told = Callable[[str], None]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
-    """The values of the options."""
-
-    lengths: tuple[int, ...]
-    repeats: int
-    long_tokens: int
-    busy: int
-    prefill: int
-    threads: int
-    budget_s: float
-
-    def order(self) -> list[int]:
-        """Returns the lengths of all prompts of a pass, mixed."""
-        found = [
-            length
-            for length in self.lengths
-            for _ in range(min(self.repeats, max(1, self.long_tokens // length)))
-        ]
-        random.Random(0).shuffle(found)
-        return found
 
 
 @dataclass(frozen=True, slots=True)

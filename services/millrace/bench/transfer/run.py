@@ -21,10 +21,11 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
-import torch
 import uvloop
 
+from millrace.bench.common.machine_limits import torch_threads
 from millrace.bench.transfer.bare import BareWriter
+from millrace.bench.transfer.command import Settings
 from millrace.bench.transfer.load import LayerProduct
 from millrace.bench.transfer.receiver import MIB, Expected, Receiver, receiver_process
 from millrace.core.config import TransferConfig
@@ -92,13 +93,8 @@ class Overlap:
 
 
 def run(
+    settings: Settings,
     *,
-    sizes_mib: Sequence[int] = (8, 64, 256),
-    repeats: int = 5,
-    in_flight: int = 4,
-    overlap_mib: int = 64,
-    layer_ms: float = 4.0,
-    threads: int = 1,
     on_progress: Callable[[int, int, str], None] = lambda done, total, what: None,
 ) -> dict[str, Any]:
     """Measures everything and returns the report as one JSON-ready document.
@@ -108,23 +104,19 @@ def run(
     """
     for name, value in transport_environment("127.0.0.1").items():
         os.environ.setdefault(name, value)
-    tokens = max(in_flight * max(sizes_mib), overlap_mib) * MIB // LAYOUT.bytes_per_token
+    most_mib = max(settings.in_flight * max(settings.sizes_mib), settings.overlap_mib)
+    tokens = most_mib * MIB // LAYOUT.bytes_per_token
     layout = replace(LAYOUT, num_pages=LAYOUT.pages_for(tokens))
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        with receiver_process(layout) as receiver:
-            bench = _Bench(layout, receiver, repeats, in_flight, on_progress)
-            rates, overlaps = uvloop.run(bench.measure(sizes_mib, overlap_mib, layer_ms))
-    finally:
-        torch.set_num_threads(before)
+    with torch_threads(settings.threads), receiver_process(layout) as receiver:
+        bench = _Bench(layout, receiver, settings, on_progress)
+        rates, overlaps = uvloop.run(bench.measure())
     return {
         "benchmark": "transfer",
         "cpus": os.cpu_count(),
-        "threads": threads,
+        "threads": settings.threads,
         "layout": asdict(layout),
-        "repeats": repeats,
-        "in_flight": in_flight,
+        "repeats": settings.repeats,
+        "in_flight": settings.in_flight,
         "rates": [asdict(rate) for rate in rates],
         "overlap": [asdict(overlap) for overlap in overlaps],
     }
@@ -137,22 +129,21 @@ class _Bench:
         self,
         layout: KvLayout,
         receiver: Receiver,
-        repeats: int,
-        in_flight: int,
+        settings: Settings,
         on_progress: Callable[[int, int, str], None],
     ) -> None:
         self._layout = layout
         self._receiver = receiver
-        self._repeats = repeats
-        self._in_flight = in_flight
+        self._settings = settings
+        self._repeats = settings.repeats
+        self._in_flight = settings.in_flight
         self._on_progress = on_progress
         self._sent = 0
         self._pool = KvPool(layout).storage.fill_(1)  # memory in use, as a prompt's is
         self._bare = BareWriter(Memory.of_tensor(self._pool), receiver.pool, receiver.bare_metadata)
 
-    async def measure(
-        self, sizes_mib: Sequence[int], overlap_mib: int, layer_ms: float
-    ) -> tuple[list[Rate], list[Overlap]]:
+    async def measure(self) -> tuple[list[Rate], list[Overlap]]:
+        settings = self._settings
         transport = NixlTransport(f"bench-sender-{os.getpid()}")
         self._peers = KvPeers()
         self._manager = SendManager(
@@ -164,7 +155,7 @@ class _Bench:
         )
         cases = [
             (size * MIB, pages, mode)
-            for size in sizes_mib
+            for size in settings.sizes_mib
             for pages, mode in (
                 ("contiguous", "buffer-free"),
                 ("scattered", "buffer-free"),
@@ -175,9 +166,9 @@ class _Bench:
         self._done = 0
         try:
             rates = [await self._rate(*case) for case in cases]
-            product = LayerProduct(layer_ms)
+            product = LayerProduct(settings.layer_ms)
             overlaps = [
-                await self._overlap(overlap_mib * MIB, mode, product)
+                await self._overlap(settings.overlap_mib * MIB, mode, product)
                 for mode in self._receiver.addresses
             ]
         finally:

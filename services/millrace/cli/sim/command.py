@@ -7,36 +7,7 @@ from typing import Annotated
 
 import typer
 
-from millrace.cli.sim.arguments import (
-    BATCH_HELP,
-    DEFAULT_PROFILE,
-    DEFAULTS,
-    PLANNER_HELP,
-    POLICY_HELP,
-    PREEMPTION_HELP,
-    Autoscale,
-    Decode,
-    DecodeProfile,
-    Failures,
-    Json,
-    Kvp,
-    LongFraction,
-    Mixed,
-    MixName,
-    Prefill,
-    ProfileName,
-    Rate,
-    RateScale,
-    Requests,
-    Seed,
-    Settings,
-    SloClasses,
-    SloScale,
-    Spp,
-    Trace,
-    Window,
-    plain_errors,
-)
+from millrace.cli.sim import arguments as of
 from millrace.cli.sim.rates_command import rates_command
 from millrace.cli.sim.replay_command import command as replay_command
 from millrace.cli.sim.sweep_command import sweep_command
@@ -50,41 +21,41 @@ def register(app: typer.Typer) -> None:
     app.command("sweep")(sweep_command)
     app.command("replay")(replay_command)
     app.command("profile-rates")(rates_command)
-    names = ", ".join(EXPERIMENTS) or "none yet"
+    names = ", ".join(EXPERIMENTS)
     app.command("paper", help=f"Run one of the papers' experiments: {names}.")(paper)
 
 
-@plain_errors
+@of.plain_errors
 def run(  # noqa: PLR0913 - every option of the command line is a parameter
-    trace: Trace = None,
-    mix: MixName = "",
-    window: Window = "",
-    rate: Rate = None,
-    rate_scale: RateScale = 1.0,
-    slo_scale: SloScale = 1.0,
-    slo_class: SloClasses = [],  # noqa: B006 - typer wants a literal default
-    long_fraction: LongFraction = LONG_FRACTION,
-    requests: Requests = None,
-    seed: Seed = 0,
-    profile: ProfileName = DEFAULT_PROFILE,
-    decode_profile: DecodeProfile = "",
-    prefill: Prefill = 4,
-    decode: Decode = 2,
-    mixed: Mixed = 0,
-    kvp: Kvp = 0,
-    spp: Spp = 1,
-    failure: Failures = [],  # noqa: B006
-    autoscale: Autoscale = [],  # noqa: B006
-    policy: Annotated[str, typer.Option("--policy", help=POLICY_HELP)] = DEFAULTS.policy,
-    planner: Annotated[str, typer.Option("--planner", help=PLANNER_HELP)] = DEFAULTS.planner,
+    trace: of.Trace = None,
+    mix: of.MixName = "",
+    window: of.Window = "",
+    rate: of.Rate = None,
+    rate_scale: of.RateScale = 1.0,
+    slo_scale: of.SloScale = 1.0,
+    slo_class: of.SloClasses = [],  # noqa: B006 - typer wants a literal default
+    long_fraction: of.LongFraction = LONG_FRACTION,
+    requests: of.Requests = None,
+    seed: of.Seed = 0,
+    profile: of.ProfileName = of.DEFAULT_PROFILE,
+    decode_profile: of.DecodeProfile = "",
+    prefill: of.Prefill = 4,
+    decode: of.Decode = 2,
+    mixed: of.Mixed = 0,
+    kvp: of.Kvp = 0,
+    spp: of.Spp = 1,
+    failure: of.Failures = [],  # noqa: B006
+    autoscale: of.Autoscale = [],  # noqa: B006
+    policy: Annotated[str, typer.Option("--policy", help=of.POLICY_HELP)] = of.DEFAULTS.policy,
+    planner: Annotated[str, typer.Option("--planner", help=of.PLANNER_HELP)] = of.DEFAULTS.planner,
     preemption: Annotated[
-        str, typer.Option("--preemption", help=PREEMPTION_HELP)
-    ] = DEFAULTS.preemption,
+        str, typer.Option("--preemption", help=of.PREEMPTION_HELP)
+    ] = of.DEFAULTS.preemption,
     batch_tokens: Annotated[
-        int, typer.Option("--batch-tokens", help=BATCH_HELP)
-    ] = DEFAULTS.batch_tokens,
-    settings: Settings = [],  # noqa: B006
-    json: Json = None,
+        int, typer.Option("--batch-tokens", help=of.BATCH_HELP)
+    ] = of.DEFAULTS.batch_tokens,
+    settings: of.Settings = [],  # noqa: B006
+    json: of.Json = None,
     plot: Annotated[
         Path | None,
         typer.Option("--plot", metavar="PATH", help="PNG: TTFT's CDF and attainment by class."),
@@ -114,15 +85,15 @@ def run(  # noqa: PLR0913 - every option of the command line is a parameter
     run_once(given)
 
 
-@plain_errors
+@of.plain_errors
 def paper(
     name: Annotated[str, typer.Argument(help="Name of the experiment.")],
-    json: Json = None,
+    json: of.Json = None,
     plot: Annotated[Path | None, typer.Option("--plot", metavar="PATH", help="PNG.")] = None,
     quick: Annotated[
         bool, typer.Option("--quick", help="Fewer requests, for a quick result.")
     ] = False,
-    trace: Trace = None,
+    trace: of.Trace = None,
 ) -> None:
 
     from rich.console import Console

@@ -5,9 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from millrace.core.autoscale.rules import AutoscaleConfig, DecodeTargets, PrefillTargets, Targets
@@ -23,88 +21,43 @@ _TABLES = ("scheduler", "sim", "packing", "autoscale")
 _DEFAULT_T_TARGET_S = 0.05  # Medha's released default
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ClusterOptions:
-    """The options of a cluster; `SimSpec` explains their meaning."""
-
-    profile: str
-    decode_profile: str
-    prefill: int
-    decode: int
-    mixed: int
-    kvp: int
-    spp: int
-    failures: Sequence[str]
-    autoscale: Sequence[str]
-    settings: Sequence[str]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrafficOptions:
-    """The options of traffic; `Traffic` explains their meaning."""
-
-    trace: Path | None
-    mix: str
-    window: str
-    rate: float | None
-    rate_scale: float
-    slo_scale: float
-    slo_classes: Sequence[str]
-    long_fraction: float
-    requests: int | None
-    seed: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SystemOptions:
-    """Values of the scheduler's choices; every combination is a system."""
-
-    policies: Sequence[str]
-    planners: Sequence[str]
-    preemptions: Sequence[str]
-    batch_tokens: Sequence[int]
+#: The scheduler's choices; every combination of their values is a system.
+AXES = ("policy", "planner", "preemption", "batch_tokens")
 
 
 def build_systems(
-    cluster: ClusterOptions, traffic: TrafficOptions, systems: SystemOptions
+    given: Mapping[str, Any], axes: Mapping[str, Sequence[object]]
 ) -> dict[str, Scenario]:
-    """Returns a scenario per combination, named by its values. Raises ConfigError for bad input."""
-    sent = _traffic(traffic)
-    axes: list[tuple[str, Sequence[object]]] = [
-        ("policy", systems.policies),
-        ("planner", systems.planners),
-        ("preemption", systems.preemptions),
-        ("batch_tokens", systems.batch_tokens),
-    ]
+    """Returns a scenario per combination of the values of `axes`, named by its values.
+
+    given: the options of clusters and traffic; `SimSpec` and `Traffic` explain their meaning.
+    Raises ConfigError for bad input.
+    """
+    sent = _traffic(given)
     found: dict[str, Scenario] = {}
-    for values in itertools.product(*(values for _, values in axes)):
-        chosen = [f"scheduler.{name}={v}" for (name, _), v in zip(axes, values, strict=True)]
-        parts = [str(v) for (_, of), v in zip(axes, values, strict=True) if len(of) > 1]
-        spec = _spec(cluster, chosen, traffic.seed)
+    for values in itertools.product(*axes.values()):
+        chosen = dict(zip(axes, values, strict=True))
+        parts = [str(value) for name, value in chosen.items() if len(axes[name]) > 1]
+        spec = _spec(given, [f"scheduler.{name}={value}" for name, value in chosen.items()])
         scenario = Scenario(spec=spec, traffic=sent)
         scenario.traffic.options(spec.profile.model)  # raises ConfigError before any run
         found[" ".join(parts) or str(values[0])] = scenario
     return found
 
 
-def _traffic(options: TrafficOptions) -> Traffic:
+def _traffic(given: Mapping[str, Any]) -> Traffic:
+    names = ("trace", "mix", "rate_scale", "slo_scale", "long_fraction", "requests", "seed")
     return Traffic(
-        trace=options.trace,
-        mix=options.mix,
-        window_s=parse_range(options.window, "--window") if options.window else None,
-        rate_rps=options.rate,
-        rate_scale=options.rate_scale,
-        slo_scale=options.slo_scale,
-        slo_classes=tuple(SloClass.parse(text) for text in options.slo_classes),
-        long_fraction=options.long_fraction,
-        requests=options.requests,
-        seed=options.seed,
+        window_s=parse_range(given["window"], "--window") if given["window"] else None,
+        rate_rps=given["rate"],
+        slo_classes=tuple(SloClass.parse(text) for text in given["slo_class"]),
+        **{name: given[name] for name in names},
     )
 
 
-def _spec(options: ClusterOptions, chosen: Sequence[str], seed: int) -> SimSpec:
+def _spec(given: Mapping[str, Any], chosen: Sequence[str]) -> SimSpec:
     tables: dict[str, list[str]] = {name: [] for name in _TABLES}
-    for setting in options.settings:
+    for setting in given["settings"]:
         table, dot, rest = setting.partition(".")
         if not dot or table not in tables:
             raise ConfigError(
@@ -113,24 +66,18 @@ def _spec(options: ClusterOptions, chosen: Sequence[str], seed: int) -> SimSpec:
         tables[table].append(rest)
     scheduler = load_config(None, [*chosen, *(f"scheduler.{text}" for text in tables["scheduler"])])
     packing = _fields(PackingConfig, "packing", tables["packing"])
-    decode = options.decode_profile
-    given = _fields(SimSpec, "sim", tables["sim"])
+    if given["mixed"]:
+        packing = {"t_target_s": _DEFAULT_T_TARGET_S} | packing
+    decode = given["decode_profile"]
     return SimSpec(
-        profile=load_profile(options.profile),
+        profile=load_profile(given["profile"]),
         decode_profile=load_profile(decode) if decode else None,
-        prefill=options.prefill,
-        decode=options.decode,
-        mixed=options.mixed,
-        kvp=options.kvp,
-        spp=options.spp,
-        packing=PackingConfig(**({"t_target_s": _DEFAULT_T_TARGET_S} | packing))
-        if options.mixed
-        else None,
-        failures=tuple(map(_failure, options.failures)),
-        autoscale=_autoscale(options.autoscale, tables["autoscale"]),
+        packing=PackingConfig(**packing) if given["mixed"] else None,
+        failures=tuple(map(_failure, given["failure"])),
+        autoscale=_autoscale(given["autoscale"], tables["autoscale"]),
         scheduler=scheduler.scheduler,
-        seed=seed,
-        **given,
+        **{name: given[name] for name in ("prefill", "decode", "mixed", "kvp", "spp", "seed")},
+        **_fields(SimSpec, "sim", tables["sim"]),
     )
 
 

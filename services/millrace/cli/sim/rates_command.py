@@ -6,29 +6,14 @@ from typing import Annotated
 
 import typer
 
-from millrace.cli.sim.arguments import (
-    DEFAULT_PROFILE,
-    PLANNER_HELP,
-    Decode,
-    DecodeProfile,
-    Json,
-    MixName,
-    Prefill,
-    ProfileName,
-    Requests,
-    Seed,
-    Settings,
-    Trace,
-    Window,
-    plain_errors,
-)
+from millrace.cli.sim import arguments as of
 
 
-@plain_errors
+@of.plain_errors
 def rates_command(  # noqa: PLR0913 - every option of the command line is a parameter
-    trace: Trace = None,
-    mix: MixName = "",
-    window: Window = "",
+    trace: of.Trace = None,
+    mix: of.MixName = "",
+    window: of.Window = "",
     arrivals: Annotated[
         str, typer.Option("--arrivals", metavar="R,R,...", help="Arrival rates, requests/s.")
     ] = "0.5,1,1.5,2,2.5,3,3.5,4",
@@ -40,15 +25,15 @@ def rates_command(  # noqa: PLR0913 - every option of the command line is a para
             help="Improvement rates to try, 0 to 1. Default: 0.05,0.1,...,0.75.",
         ),
     ] = "",
-    requests: Requests = None,
-    seed: Seed = 0,
-    profile: ProfileName = DEFAULT_PROFILE,
-    decode_profile: DecodeProfile = "",
-    prefill: Prefill = 16,
-    decode: Decode = 2,
-    planner: Annotated[str, typer.Option("--planner", help=PLANNER_HELP)] = "cdsp",
-    settings: Settings = [],  # noqa: B006 - typer wants a literal default
-    json: Json = None,
+    requests: of.Requests = None,
+    seed: of.Seed = 0,
+    profile: of.ProfileName = of.DEFAULT_PROFILE,
+    decode_profile: of.DecodeProfile = "",
+    prefill: of.Prefill = 16,
+    decode: of.Decode = 2,
+    planner: Annotated[str, typer.Option("--planner", help=of.PLANNER_HELP)] = "cdsp",
+    settings: of.Settings = [],  # noqa: B006 - typer wants a literal default
+    json: of.Json = None,
 ) -> None:
     """Find the best improvement rate for each arrival rate, with a trace's or mix's lengths.
 

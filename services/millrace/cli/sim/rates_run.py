@@ -7,8 +7,8 @@ from typing import Any
 
 from rich.console import Console
 
-from millrace.cli.sim.asked import document, progress, systems
-from millrace.cli.sim.options import parse_numbers
+from millrace.cli.sim.asked import document, progress
+from millrace.cli.sim.options import AXES, build_systems, parse_numbers
 from millrace.cli.sim.tables import print_rates
 from millrace.core.cost.rates import format_rates
 from millrace.sim.results.report import write_json
@@ -24,7 +24,8 @@ def run_rates(given: dict[str, Any]) -> None:
     )
     absent = {"rate": 1.0, "rate_scale": 1.0, "slo_scale": 1.0, "slo_class": [], "failure": []}
     absent |= {"mixed": 0, "kvp": 0, "spp": 1, "long_fraction": LONG_FRACTION, "autoscale": []}
-    found = systems(given | absent, ["fcfs"], [given["planner"]], ["none"], [0])
+    values = (["fcfs"], [given["planner"]], ["none"], [0])
+    found = build_systems(given | absent, dict(zip(AXES, values, strict=True)))
     scenario = next(iter(found.values()))
     console = Console()
     with progress(console) as shown:

@@ -11,8 +11,8 @@ from typing import Any
 
 from rich.console import Console
 
-from millrace.cli.sim.asked import document, progress, systems
-from millrace.cli.sim.options import parse_range
+from millrace.cli.sim.asked import document, progress
+from millrace.cli.sim.options import AXES, build_systems, parse_range
 from millrace.cli.sim.tables import print_report
 from millrace.core.errors import ConfigError
 from millrace.sim.results.plots import draw_board, draw_run
@@ -20,14 +20,12 @@ from millrace.sim.results.report import RequestRecord, write_json
 from millrace.sim.results.timeline import Timeline
 from millrace.sim.scenario import Watch, simulate
 
-_SYSTEM = ("policy", "planner", "preemption", "batch_tokens")
-
 
 def run_once(given: dict[str, Any]) -> None:
     """Runs the simulation of `given`, the command's options; prints and writes the result."""
     records, gantt = given["records"], given["gantt"]
     json, plot = given["json"], given["plot"]
-    found = systems(given, *([given[name]] for name in _SYSTEM))
+    found = build_systems(given, {name: [given[name]] for name in AXES})
     scenario = next(iter(found.values()))
     console = Console()
     with ExitStack() as stack:

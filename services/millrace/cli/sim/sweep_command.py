@@ -7,72 +7,43 @@ from typing import Annotated
 
 import typer
 
-from millrace.cli.sim.arguments import (
-    BATCH_HELP,
-    DEFAULT_PROFILE,
-    DEFAULTS,
-    PLANNER_HELP,
-    POLICY_HELP,
-    PREEMPTION_HELP,
-    Autoscale,
-    Decode,
-    DecodeProfile,
-    Failures,
-    Json,
-    Kvp,
-    LongFraction,
-    Mixed,
-    MixName,
-    Prefill,
-    ProfileName,
-    Rate,
-    RateScale,
-    Requests,
-    Seed,
-    Settings,
-    SloClasses,
-    SloScale,
-    Spp,
-    Trace,
-    Window,
-    plain_errors,
-)
+from millrace.cli.sim import arguments as of
 from millrace.sim.workload.mixes import LONG_FRACTION
 
-Policies = Annotated[list[str], typer.Option("--policy", help=POLICY_HELP + " Repeatable.")]
-Planners = Annotated[list[str], typer.Option("--planner", help=PLANNER_HELP + " Repeatable.")]
+Policies = Annotated[list[str], typer.Option("--policy", help=of.POLICY_HELP + " Repeatable.")]
+Planners = Annotated[list[str], typer.Option("--planner", help=of.PLANNER_HELP + " Repeatable.")]
 Preemptions = Annotated[
-    list[str], typer.Option("--preemption", help=PREEMPTION_HELP + " Repeatable.")
+    list[str], typer.Option("--preemption", help=of.PREEMPTION_HELP + " Repeatable.")
 ]
-Budgets = Annotated[list[int], typer.Option("--batch-tokens", help=BATCH_HELP + " Repeatable.")]
+Budgets = Annotated[list[int], typer.Option("--batch-tokens", help=of.BATCH_HELP + " Repeatable.")]
 
 
-@plain_errors
+@of.plain_errors
 def sweep_command(  # noqa: PLR0913
-    trace: Trace = None,
-    mix: MixName = "",
-    window: Window = "",
-    rate: Rate = None,
-    rate_scale: RateScale = 1.0,
-    slo_scale: SloScale = 1.0,
-    slo_class: SloClasses = [],  # noqa: B006
-    long_fraction: LongFraction = LONG_FRACTION,
-    requests: Requests = None,
-    seed: Seed = 0,
-    profile: ProfileName = DEFAULT_PROFILE,
-    decode_profile: DecodeProfile = "",
-    prefill: Prefill = 4,
-    decode: Decode = 2,
-    mixed: Mixed = 0,
-    kvp: Kvp = 0,
-    spp: Spp = 1,
-    failure: Failures = [],  # noqa: B006
-    autoscale: Autoscale = [],  # noqa: B006
-    policy: Policies = [DEFAULTS.policy],  # noqa: B006
-    planner: Planners = [DEFAULTS.planner],  # noqa: B006
-    preemption: Preemptions = [DEFAULTS.preemption],  # noqa: B006
-    batch_tokens: Budgets = [DEFAULTS.batch_tokens],  # noqa: B006
-    settings: Settings = [],  # noqa: B006
+    trace: of.Trace = None,
+    mix: of.MixName = "",
+    window: of.Window = "",
+    rate: of.Rate = None,
+    rate_scale: of.RateScale = 1.0,
+    slo_scale: of.SloScale = 1.0,
+    slo_class: of.SloClasses = [],  # noqa: B006
+    long_fraction: of.LongFraction = LONG_FRACTION,
+    requests: of.Requests = None,
+    seed: of.Seed = 0,
+    profile: of.ProfileName = of.DEFAULT_PROFILE,
+    decode_profile: of.DecodeProfile = "",
+    prefill: of.Prefill = 4,
+    decode: of.Decode = 2,
+    mixed: of.Mixed = 0,
+    kvp: of.Kvp = 0,
+    spp: of.Spp = 1,
+    failure: of.Failures = [],  # noqa: B006
+    autoscale: of.Autoscale = [],  # noqa: B006
+    policy: Policies = [of.DEFAULTS.policy],  # noqa: B006
+    planner: Planners = [of.DEFAULTS.planner],  # noqa: B006
+    preemption: Preemptions = [of.DEFAULTS.preemption],  # noqa: B006
+    batch_tokens: Budgets = [of.DEFAULTS.batch_tokens],  # noqa: B006
+    settings: of.Settings = [],  # noqa: B006
     axis: Annotated[
         str,
         typer.Option(
@@ -89,7 +60,7 @@ def sweep_command(  # noqa: PLR0913
     ] = "",
     search: Annotated[bool, typer.Option(help="Search for the edge.")] = True,
     jobs: Annotated[int, typer.Option("--jobs", min=1, help="Processes.")] = 2,
-    json: Json = None,
+    json: of.Json = None,
     plot: Annotated[
         Path | None,
         typer.Option(

@@ -9,8 +9,8 @@ from typing import Any
 
 from rich.console import Console
 
-from millrace.cli.sim.asked import document, progress, systems
-from millrace.cli.sim.options import parse_numbers
+from millrace.cli.sim.asked import document, progress
+from millrace.cli.sim.options import AXES, build_systems, parse_numbers
 from millrace.cli.sim.tables import print_sweep
 from millrace.core.errors import ConfigError
 from millrace.sim.results.plots import Curve, draw_attainment
@@ -18,13 +18,11 @@ from millrace.sim.results.report import write_json
 from millrace.sim.scenario import Scenario
 from millrace.sim.studies.sweep import Axis, SweepOptions, SystemResult, sweep
 
-_SYSTEM = ("policy", "planner", "preemption", "batch_tokens")
-
 
 def run_sweep(given: dict[str, Any]) -> None:
     """Runs the sweep of `given`, the command's options; prints and writes the result."""
     json, plot = given["json"], given["plot"]
-    compared = systems(given, *(given[name] for name in _SYSTEM))
+    compared = build_systems(given, {name: given[name] for name in AXES})
     first = next(iter(compared.values()))
     options = _sweep_options(given, first)
     console = Console()

@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from typing import Any
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.table import Table
 
 from millrace.sim.results.counters import EngineCounters
-from millrace.sim.results.histogram import Distribution
-from millrace.sim.results.report import ClassReport, Report
+from millrace.sim.results.report import Report
+from millrace.sim.results.tables import as_text, table
 from millrace.sim.studies.rate_profile import RateRow
 from millrace.sim.studies.sweep import SweepOptions, SystemResult
+
+#: The rows of a run's distributions: name, field, format.
+_DISTRIBUTIONS = (
+    ("TTFT, ms", "ttft_s", "ms,.0f"),
+    ("TBT, a request's mean, ms", "tbt_s", "ms,.1f"),
+    ("E2E, ms", "e2e_s", "ms,.0f"),
+    ("TTFT / prefill alone", "slowdown", ",.2f"),
+    ("waiting / prefill alone", "wait_multiple", ",.2f"),
+    ("longest suspension, ms", "longest_suspension_s", "ms,.0f"),
+)
 
 
 def print_report(report: Report, console: Console) -> None:
@@ -23,8 +33,30 @@ def print_report(report: Report, console: Console) -> None:
         f"{report.input_tokens_per_s:,.0f} input and {report.output_tokens_per_s:,.0f} output "
         "tokens/s"
     )
-    console.print(_latencies(report.total))
-    console.print(_classes(report))
+    latencies = []
+    for name, field, form in _DISTRIBUTIONS:
+        found = asdict(getattr(report.total, field))
+        latencies.append({"name": name, **{key: as_text(x, form) for key, x in found.items()}})
+    console.print(
+        table(
+            "All that succeeded",
+            " | mean | p50 | p90 | p99 | max",
+            "{name} | {mean} | {p50} | {p90} | {p99} | {max}",
+            latencies,
+            left=1,
+        )
+    )
+    rows = {"all": report.total} | report.classes if len(report.classes) > 1 else report.classes
+    console.print(
+        table(
+            "Share that met its objectives",
+            "class | n | TTFT met | TBT met | both | goodput/s | TTFT p50 ms | p99 ms",
+            "{name} | {requests:,} | {ttft_attainment:.1%} | {tbt_attainment:.1%} | "
+            "{attainment:.1%} | {goodput_rps:.2f} | {ttft_s[p50]:ms,.0f} | {ttft_s[p99]:ms,.0f}",
+            ({"name": name, **asdict(found)} for name, found in rows.items()),
+            left=1,
+        )
+    )
     if report.engine is not None:
         console.print(_engine(report.engine, report.requests))
     for kind, count in report.errors.items():
@@ -35,89 +67,57 @@ def print_sweep(found: Sequence[SystemResult], options: SweepOptions, console: C
     """Prints one line per system: its edge and the TTFT there; then attainment at the points."""
     if options.search:
         word = "Smallest SLO scale" if options.axis == "slo-scale" else "Largest rate"
-        table = _table(f"{word} that keeps {options.goal:.0%} attainment", "system")
-        for heading in ("edge", "attained", "goodput/s", "TTFT p50 ms", "p99 ms"):
-            table.add_column(heading, justify="right")
-        for result in found:
-            table.add_row(result.name, *_edge(result))
-        console.print(table)
+        edges = table(
+            f"{word} that keeps {options.goal:.0%} attainment",
+            "system | edge | attained | goodput/s | TTFT p50 ms | p99 ms",
+            "{name} | {edge} | {attainment?:.1%} | {goodput_rps?:.2f} | {p50?:ms,.0f} | "
+            "{p99?:ms,.0f}",
+            map(_edge, found),
+            left=1,
+        )
+        console.print(edges)
     if options.points:
-        table = _table(f"Attainment by {options.axis}", "system")
-        for value in options.points:
-            table.add_column(f"{value:g}", justify="right", no_wrap=True)
-        for result in found:
-            by_value = {value: report.total.attainment for value, report in result.curve}
-            table.add_row(result.name, *(f"{by_value[v]:.1%}" for v in options.points))
-        console.print(table)
+        attained = table(
+            f"Attainment by {options.axis}",
+            " | ".join(["system", *(f"{value:g}" for value in options.points)]),
+            " | ".join(["{system}", *(f"{{{n}:.1%}}" for n in range(len(options.points)))]),
+            ({"system": one.name, **_numbered(_attained(one, options))} for one in found),
+            left=1,
+        )
+        console.print(attained)
 
 
 def print_rates(rows: Sequence[RateRow], console: Console) -> None:
     """Prints one line per arrival rate: its best improvement rate, and the TTFT of each rate."""
-    table = _table("Best improvement rate", "arrivals/s")
     rates = list(rows[0].mean_ttft_s)
     shown = sorted({rates[0], rates[len(rates) // 2], rates[-1]})
-    for heading in ("best", "mean TTFT s", *(f"with {rate:g}" for rate in shown)):
-        table.add_column(heading, justify="right")
-    for row in rows:
-        means_s = [row.mean_ttft_s[rate] for rate in (row.best, *shown)]
-        texts = (f"{seconds:.3f}" for seconds in means_s)
-        table.add_row(f"{row.arrivals_rps:g}", f"{row.best:g}", *texts)
-    console.print(table)
+    made = table(
+        "Best improvement rate",
+        " | ".join(["arrivals/s | best | mean TTFT s", *(f"with {rate:g}" for rate in shown)]),
+        "{arrivals_rps:g} | {best:g}" + "".join(f" | {{{n}:.3f}}" for n in range(1 + len(shown))),
+        (
+            asdict(row) | _numbered(row.mean_ttft_s[rate] for rate in (row.best, *shown))
+            for row in rows
+        ),
+        left=1,
+    )
+    console.print(made)
 
 
-def _edge(result: SystemResult) -> list[str]:
+def _attained(one: SystemResult, options: SweepOptions) -> list[float]:
+    by_value = dict(one.curve)
+    return [by_value[value].total.attainment for value in options.points]
+
+
+def _numbered(values: Iterable[float]) -> dict[str, float]:
+    return {str(number): value for number, value in enumerate(values)}
+
+
+def _edge(result: SystemResult) -> dict[str, Any]:
     if result.edge is None or result.at_edge is None:
-        return ["none"]
-    total = result.at_edge.total
-    return [
-        f"{result.edge:.4g}",
-        f"{total.attainment:.1%}",
-        f"{total.goodput_rps:.2f}",
-        *(f"{1e3 * value:,.0f}" for value in (total.ttft_s.p50, total.ttft_s.p99)),
-    ]
-
-
-def _table(title: str, first: str) -> Table:
-    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
-    table.add_column(first, no_wrap=True)
-    return table
-
-
-def _latencies(total: ClassReport) -> Table:
-    table = _table("All that succeeded", "")
-    for heading in ("mean", "p50", "p90", "p99", "max"):
-        table.add_column(heading, justify="right")
-
-    def row(name: str, found: Distribution, factor: float, digits: int) -> None:
-        figures = (found.mean, found.p50, found.p90, found.p99, found.max)
-        table.add_row(name, *(f"{value * factor:,.{digits}f}" for value in figures))
-
-    row("TTFT, ms", total.ttft_s, 1e3, 0)
-    row("TBT, a request's mean, ms", total.tbt_s, 1e3, 1)
-    row("E2E, ms", total.e2e_s, 1e3, 0)
-    row("TTFT / prefill alone", total.slowdown, 1.0, 2)
-    row("waiting / prefill alone", total.wait_multiple, 1.0, 2)
-    row("longest suspension, ms", total.longest_suspension_s, 1e3, 0)
-    return table
-
-
-def _classes(report: Report) -> Table:
-    table = _table("Share that met its objectives", "class")
-    for heading in ("n", "TTFT met", "TBT met", "both", "goodput/s", "TTFT p50 ms", "p99 ms"):
-        table.add_column(heading, justify="right")
-    rows = {"all": report.total} | report.classes if len(report.classes) > 1 else report.classes
-    for name, found in rows.items():
-        table.add_row(
-            name,
-            f"{found.requests:,}",
-            f"{found.ttft_attainment:.1%}",
-            f"{found.tbt_attainment:.1%}",
-            f"{found.attainment:.1%}",
-            f"{found.goodput_rps:.2f}",
-            f"{1e3 * found.ttft_s.p50:,.0f}",
-            f"{1e3 * found.ttft_s.p99:,.0f}",
-        )
-    return table
+        return {"name": result.name, "edge": "none"}
+    total = asdict(result.at_edge.total)
+    return {"name": result.name, "edge": f"{result.edge:.4g}", **total, **total["ttft_s"]}
 
 
 def _engine(found: EngineCounters, requests: int) -> str:

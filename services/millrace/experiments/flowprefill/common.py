@@ -14,12 +14,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 from millrace.core.config import SchedulerConfig
 from millrace.core.cost.latency import SpLatency
 from millrace.core.cost.operators import BatchShape
 from millrace.core.cost.profile import Profile
+from millrace.experiments import unlimited
+from millrace.experiments.outcome import Told
 from millrace.profiles import load_profile
 from millrace.sim.cluster.spec import SimSpec
 from millrace.sim.results.plots import Panel
@@ -27,7 +29,8 @@ from millrace.sim.results.report import Report, RequestRecord
 from millrace.sim.scenario import Scenario, Traffic, Watch, simulate
 from millrace.sim.studies.sweep import Axis, SweepOptions, SystemResult, sweep
 
-Told = Callable[[str], None]
+S = TypeVar("S")
+T = TypeVar("T")
 
 #: The paper's models that there is a profile for; there is none for Qwen2.5-14B and Qwen3-30B-A3B.
 MODELS: Mapping[str, str] = MappingProxyType(
@@ -70,16 +73,24 @@ class System:
 
         Nothing is refused or given up: all requests count, as in the paper.
         """
-        return SchedulerConfig(
+        return unlimited.scheduler(
             policy=self.policy,
             preemption=self.preemption,
             batch_tokens=self.batch_tokens,
             tasks_ahead=self.tasks_ahead,
-            max_queue_requests=10**9,
-            max_queue_s=1e9,
-            request_timeout_s=1e9,
-            release_timeout_s=1e9,
         )
+
+
+def by_rate(
+    systems: Mapping[str, S], rates_rps: Iterable[float], told: Told, run: Callable[[S, float], T]
+) -> dict[str, dict[float, T]]:
+    """Runs every system at every rate. Returns the results by system and rate."""
+
+    def one(name: str, rate_rps: float) -> T:
+        told(f"{name}, {rate_rps:g}/s")
+        return run(systems[name], rate_rps)
+
+    return {name: {rate: one(name, rate) for rate in rates_rps} for name in systems}
 
 
 DISTSERVE = System(policy="fcfs", preemption="none")
@@ -100,6 +111,10 @@ class Size:
 
 FULL = Size()
 QUICK = Size(requests=300, seeds=1, tolerance=0.04, curves=False)
+
+
+def size_of(quick: bool) -> Size:
+    return QUICK if quick else FULL
 
 
 @lru_cache
@@ -217,10 +232,10 @@ class Comparison:
         """A chart of attainment over the axis, with upright edges, as in the paper's figure 9."""
         by_rate = self.axis == "rate"
         return Panel(
-            title=title,
-            x="request rate (1/s)" if by_rate else "SLO scale",
-            y="TTFT attainment (%)",
-            lines={
+            title,
+            "request rate (1/s)" if by_rate else "SLO scale",
+            "TTFT attainment (%)",
+            {
                 name: [(x, 100 * report.total.attainment) for x, report in curve]
                 for name, curve in self.curves.items()
             },

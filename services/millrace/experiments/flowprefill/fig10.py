@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
-
-from rich.console import Console
 
 from millrace.experiments.flowprefill import common as fp
-from millrace.experiments.outcome import Finding, Outcome, watched
+from millrace.experiments.outcome import Finding, Outcome, Told
 
 _MODEL = "Llama-3-8B"  # as in all of the paper's ablations
 _RATE_RPS = 5.0  # of the SLO axis: two thirds of what one instance can do, so that some are late
@@ -19,15 +16,16 @@ SYSTEMS = {
 }
 
 
-def measure(size: fp.Size, told: fp.Told) -> Outcome:
+def measure(quick: bool, told: Told) -> Outcome:
     """Both sides of the figure."""
+    size = fp.size_of(quick)
     size = replace(size, seeds=1)
     rates = (2.0, 4.0, 6.0, 8.0, 10.0, 12.0, 14.0)
     scales = (0.2, 0.3, 0.4, 0.5, 0.6, 0.8, 1.0)
     by_rate = fp.compare(SYSTEMS, _MODEL, "rate", _RATE_RPS, size, told, points=rates)
     by_scale = fp.compare(SYSTEMS, _MODEL, "slo-scale", _RATE_RPS, size, told, points=scales)
     findings = [
-        Finding(what=what.format(name), paper="", ours=f"{edge.median:.2f}")
+        Finding(what.format(name), "", f"{edge.median:.2f}")
         for what, found in (
             ("goodput of {} (1/s)", by_rate),
             ("smallest SLO scale of {} at " + f"{_RATE_RPS:g}/s", by_scale),
@@ -39,9 +37,9 @@ def measure(size: fp.Size, told: fp.Told) -> Outcome:
         assumptions=fp.ASSUMPTIONS,
         findings=[
             Finding(
-                what="order of goodput",
-                paper="S-EDF > D-EDF > EDF",
-                ours=" > ".join(
+                "order of goodput",
+                "S-EDF > D-EDF > EDF",
+                " > ".join(
                     sorted(SYSTEMS, key=lambda name: by_rate.edges[name].median, reverse=True)
                 ),
             ),
@@ -50,9 +48,3 @@ def measure(size: fp.Size, told: fp.Told) -> Outcome:
         results={"rate": by_rate.to_json(), "slo-scale": by_scale.to_json()},
         panels=[[by_rate.panel("by rate"), by_scale.panel(f"by SLO scale, at {_RATE_RPS:g}/s")]],
     )
-
-
-def run(console: Console, json_path: Path | None, plot_path: Path | None, quick: bool) -> None:
-    """See `papers.Experiment`."""
-    size = fp.QUICK if quick else fp.FULL
-    watched(console, lambda told: measure(size, told)).publish(console, json_path, plot_path)

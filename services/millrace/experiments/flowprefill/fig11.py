@@ -18,12 +18,9 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
-
-from rich.console import Console
 
 from millrace.experiments.flowprefill import common as fp
-from millrace.experiments.outcome import Finding, Outcome, watched
+from millrace.experiments.outcome import Finding, Outcome, Told
 from millrace.sim.results.plots import Panel
 from millrace.sim.scenario import simulate
 
@@ -49,8 +46,9 @@ SYSTEMS = {
 Draws = Mapping[float, Mapping[str, Sequence[float]]]
 
 
-def measure(size: fp.Size, told: fp.Told) -> Outcome:
+def measure(quick: bool, told: Told) -> Outcome:
     """Attainment by rate and throughput, by budget and cost of a pass."""
+    size = fp.size_of(quick)
     size = replace(size, requests=size.requests // 2, seeds=2 * size.seeds)
     draws: dict[str, Draws] = {}
     floods: dict[str, dict[str, fp.Load]] = {}
@@ -76,10 +74,10 @@ def measure(size: fp.Size, told: fp.Told) -> Outcome:
         panels=[
             [
                 Panel(
-                    title=f"attainment, {label}",
-                    x="request rate (1/s)",
-                    y="TTFT attainment (%)",
-                    lines={
+                    f"attainment, {label}",
+                    "request rate (1/s)",
+                    "TTFT attainment (%)",
+                    {
                         name: [
                             (rate, 100 * statistics.mean(by_name[name]))
                             for rate, by_name in draws[label].items()
@@ -91,10 +89,10 @@ def measure(size: fp.Size, told: fp.Told) -> Outcome:
             ],
             [
                 Panel(
-                    title="throughput without end of work",
-                    x="budget (tokens)",
-                    y="requests/s",
-                    lines={
+                    "throughput without end of work",
+                    "budget (tokens)",
+                    "requests/s",
+                    {
                         label: [
                             (one.batch_tokens, by_name[name].requests_per_s)
                             for name, one in SYSTEMS.items()
@@ -132,18 +130,17 @@ def _findings(
             gain = flooded.requests_per_s / none_rps - 1
             rows.append(
                 Finding(
-                    what=f"{label}, budget {name}: throughput (1/s), passes a request",
-                    paper="" if name == _NONE else "more than none",
-                    ours=f"{flooded.requests_per_s:.2f} ({gain:+.1%}), "
-                    f"{flooded.passes_per_request:.2f}",
+                    f"{label}, budget {name}: throughput (1/s), passes a request",
+                    "" if name == _NONE else "more than none",
+                    f"{flooded.requests_per_s:.2f} ({gain:+.1%}), {flooded.passes_per_request:.2f}",
                 )
             )
         for rate, by_name in by_rate.items():
             rows += [
                 Finding(
-                    what=f"{label}, budget {name} at {rate:g}/s: attainment, less that of none",
-                    paper="" if name == _NONE else "more than none",
-                    ours=_less(by_name[name], by_name[_NONE]),
+                    f"{label}, budget {name} at {rate:g}/s: attainment, less that of none",
+                    "" if name == _NONE else "more than none",
+                    _less(by_name[name], by_name[_NONE]),
                 )
                 for name in SYSTEMS
             ]
@@ -155,9 +152,3 @@ def _less(ours: Sequence[float], theirs: Sequence[float]) -> str:
     gaps = [100 * (one - other) for one, other in zip(ours, theirs, strict=True)]
     error = statistics.stdev(gaps) / len(gaps) ** 0.5
     return f"{statistics.mean(ours):.1%} ({statistics.mean(gaps):+.2f} +- {error:.2f})"
-
-
-def run(console: Console, json_path: Path | None, plot_path: Path | None, quick: bool) -> None:
-    """See `papers.Experiment`."""
-    size = fp.QUICK if quick else fp.FULL
-    watched(console, lambda told: measure(size, told)).publish(console, json_path, plot_path)

@@ -14,13 +14,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
-
-from rich.console import Console
 
 from millrace.core.cost.operators import BatchShape
 from millrace.experiments.flowprefill import common as fp
-from millrace.experiments.outcome import Finding, Outcome, watched
+from millrace.experiments.outcome import Finding, Outcome, Told
 from millrace.sim.results.histogram import Distribution
 from millrace.sim.results.plots import Panel
 from millrace.sim.scenario import simulate
@@ -35,8 +32,9 @@ RATES_RPS = {"Llama-3-8B": (3.0, 6.0), "Llama-3-70B": (1.2, 2.4)}
 Blocking = Mapping[tuple[str, int], Distribution]
 
 
-def measure(size: fp.Size, told: fp.Told) -> Outcome:
+def measure(quick: bool, told: Told) -> Outcome:
     """Blocking times of both models at two rates, and ratios by length."""
+    size = fp.size_of(quick)
     found: dict[str, Blocking] = {}
     for model, rates in RATES_RPS.items():
         for rate in rates:
@@ -57,9 +55,9 @@ def measure(size: fp.Size, told: fp.Told) -> Outcome:
         findings=[row for at, one in found.items() for row in _rows(at, one)]
         + [
             Finding(
-                what=f"{model}: layer / operator by a pass's operators, 1k to 32k tokens",
-                paper="3.5-4.2",
-                ours=f"{min(ratios.values()):.2f}-{max(ratios.values()):.2f}",
+                f"{model}: layer / operator by a pass's operators, 1k to 32k tokens",
+                "3.5-4.2",
+                f"{min(ratios.values()):.2f}-{max(ratios.values()):.2f}",
             )
             for model, ratios in expected.items()
         ],
@@ -76,10 +74,10 @@ def measure(size: fp.Size, told: fp.Told) -> Outcome:
         panels=[
             [
                 Panel(
-                    title=model,
-                    x="request rate (1/s)",
-                    y="mean blocking time (ms)",
-                    lines={
+                    model,
+                    "request rate (1/s)",
+                    "mean blocking time (ms)",
+                    {
                         boundary: [
                             (rate, 1e3 * found[f"{model} at {rate:g}/s"][boundary, 2].mean)
                             for rate in rates
@@ -115,19 +113,15 @@ def _rows(at: str, by: Blocking) -> list[Finding]:
     operator, layer = by["operator", 2], by["layer", 2]
     return [
         Finding(
-            what=f"{at}: mean blocking, operator / layer / chunk (ms)",
-            paper="all below 4.5 (operator)",
-            ours=" / ".join(f"{1e3 * by[boundary, 2].mean:.2f}" for boundary in BOUNDARIES),
+            f"{at}: mean blocking, operator / layer / chunk (ms)",
+            "all below 4.5 (operator)",
+            " / ".join(f"{1e3 * by[boundary, 2].mean:.2f}" for boundary in BOUNDARIES),
         ),
+        Finding(f"{at}: longest blocking at operators (ms)", "4.5", f"{1e3 * operator.max:.2f}"),
         Finding(
-            what=f"{at}: longest blocking at operators (ms)",
-            paper="4.5",
-            ours=f"{1e3 * operator.max:.2f}",
-        ),
-        Finding(
-            what=f"{at}: layer / operator, means (none held ahead)",
-            paper="3.5-4.2",
-            ours=f"{layer.mean / operator.mean:.2f} "
+            f"{at}: layer / operator, means (none held ahead)",
+            "3.5-4.2",
+            f"{layer.mean / operator.mean:.2f} "
             f"({by['layer', 1].mean / by['operator', 1].mean:.2f})",
         ),
     ]
@@ -141,9 +135,3 @@ def _ms(found: Distribution) -> dict[str, float]:
         "p99": 1e3 * found.p99,
         "max": 1e3 * found.max,
     }
-
-
-def run(console: Console, json_path: Path | None, plot_path: Path | None, quick: bool) -> None:
-    """See `papers.Experiment`."""
-    size = fp.QUICK if quick else fp.FULL
-    watched(console, lambda told: measure(size, told)).publish(console, json_path, plot_path)

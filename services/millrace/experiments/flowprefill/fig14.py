@@ -9,12 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
-
-from rich.console import Console
 
 from millrace.experiments.flowprefill import common as fp
-from millrace.experiments.outcome import Finding, Outcome, watched
+from millrace.experiments.outcome import Finding, Outcome, Told
 from millrace.sim.results.plots import Panel
 
 _MODEL = "Llama-3-8B"
@@ -30,28 +27,28 @@ SYSTEMS = {
 }
 
 
-def measure(size: fp.Size, told: fp.Told) -> Outcome:
+def measure(quick: bool, told: Told) -> Outcome:
     """Attainment and throughput by rate."""
-    found: dict[str, dict[float, fp.Load]] = {}
-    for name, system in SYSTEMS.items():
-        for rate in RATES_RPS:
-            told(f"{name}, {rate:g}/s")
-            of = fp.scenario(system, _MODEL, rate, replace(size, requests=REQUESTS), mix=_MIX)
-            found.setdefault(name, {})[rate] = fp.load(of)
+    size = replace(fp.size_of(quick), requests=REQUESTS)
+
+    def load(system: fp.System, rate_rps: float) -> fp.Load:
+        return fp.load(fp.scenario(system, _MODEL, rate_rps, size, mix=_MIX))
+
+    found = fp.by_rate(SYSTEMS, RATES_RPS, told, load)
     findings = [
         Finding(
-            what=f"throughput of FlowPrefill over that of {other}, least and most over the rates",
-            paper="comparable",
-            ours="{:.3f}-{:.3f}".format(*_extremes(found[_OURS], found[other])),
+            f"throughput of FlowPrefill over that of {other}, least and most over the rates",
+            "comparable",
+            "{:.3f}-{:.3f}".format(*_extremes(found[_OURS], found[other])),
         )
         for other in SYSTEMS
         if other != _OURS
     ]
     findings += [
         Finding(
-            what=f"attainment at 8, 10 and 12/s: {name}",
-            paper="FlowPrefill ahead",
-            ours=", ".join(f"{by_rate[rate].attainment:.1%}" for rate in (8.0, 10.0, 12.0)),
+            f"attainment at 8, 10 and 12/s: {name}",
+            "FlowPrefill ahead",
+            ", ".join(f"{by_rate[rate].attainment:.1%}" for rate in (8.0, 10.0, 12.0)),
         )
         for name, by_rate in found.items()
     ]
@@ -69,10 +66,10 @@ def measure(size: fp.Size, told: fp.Told) -> Outcome:
         panels=[
             [
                 Panel(
-                    title=title,
-                    x="request rate (1/s)",
-                    y=label,
-                    lines={
+                    title,
+                    "request rate (1/s)",
+                    label,
+                    {
                         name: [(rate, factor * getattr(one, field)) for rate, one in by.items()]
                         for name, by in found.items()
                     },
@@ -91,9 +88,3 @@ def _extremes(
 ) -> tuple[float, float]:
     ratios = [ours[rate].requests_per_s / theirs[rate].requests_per_s for rate in RATES_RPS]
     return min(ratios), max(ratios)
-
-
-def run(console: Console, json_path: Path | None, plot_path: Path | None, quick: bool) -> None:
-    """See `papers.Experiment`."""
-    size = fp.QUICK if quick else fp.FULL
-    watched(console, lambda told: measure(size, told)).publish(console, json_path, plot_path)

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
-
-from rich.console import Console
 
 from millrace.experiments.flowprefill import common as fp
-from millrace.experiments.outcome import Finding, Outcome, watched
+from millrace.experiments.outcome import Finding, Outcome, Told
 from millrace.sim.scenario import simulate
 
 _MODEL = "Llama-3-8B"
@@ -23,8 +20,9 @@ SYSTEMS = {
 }
 
 
-def measure(size: fp.Size, told: fp.Told) -> Outcome:
+def measure(quick: bool, told: Told) -> Outcome:
     """Goodput by chunk size, for both costs of a pass, and the longest blocking time."""
+    size = fp.size_of(quick)
     size = replace(size, seeds=1)
     rates = (4.0, 6.0, 8.0, 10.0, 12.0)
     found: dict[str, fp.Comparison] = {}
@@ -38,9 +36,9 @@ def measure(size: fp.Size, told: fp.Told) -> Outcome:
         assumptions=(*fp.ASSUMPTIONS, fp.PASSES_ASSUMPTION),
         findings=[
             Finding(
-                what=f"{label}, {name}: goodput (1/s), longest blocking at 6/s (ms)",
-                paper="best in between" if name == "chunks of 4K" else "",
-                ours=f"{edge.median:.2f}, {longest_ms[label][name]:.1f}",
+                f"{label}, {name}: goodput (1/s), longest blocking at 6/s (ms)",
+                "best in between" if name == "chunks of 4K" else "",
+                f"{edge.median:.2f}, {longest_ms[label][name]:.1f}",
             )
             for label, one in found.items()
             for name, edge in one.edges.items()
@@ -58,9 +56,3 @@ def longest_blocking_ms(system: fp.System, size: fp.Size) -> float:
     engine = simulate(fp.scenario(system, _MODEL, _BLOCKING_RPS, size)).engine
     assert engine is not None  # a run has counters
     return 1e3 * engine.blocking_s.max
-
-
-def run(console: Console, json_path: Path | None, plot_path: Path | None, quick: bool) -> None:
-    """See `papers.Experiment`."""
-    size = fp.QUICK if quick else fp.FULL
-    watched(console, lambda told: measure(size, told)).publish(console, json_path, plot_path)

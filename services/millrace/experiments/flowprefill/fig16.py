@@ -10,16 +10,12 @@ is the same instance in order of arrival with 2,048 tokens per iteration.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
-
-from rich.console import Console
 
 from millrace.core.instance.packing import PackingConfig
 from millrace.experiments.flowprefill import common as fp
-from millrace.experiments.outcome import Finding, Outcome, watched
+from millrace.experiments.outcome import Finding, Outcome, Told
 from millrace.sim.cluster.spec import SimSpec
 from millrace.sim.results.plots import Panel
-from millrace.sim.results.report import Report
 from millrace.sim.scenario import Scenario, Traffic, simulate
 
 _MODEL = "Llama-3-8B"
@@ -60,13 +56,12 @@ SYSTEMS = {
 }
 
 
-def measure(size: fp.Size, told: fp.Told) -> Outcome:
+def measure(quick: bool, told: Told) -> Outcome:
     """TTFT and TBT attainment by rate."""
-    found: dict[str, dict[float, Report]] = {}
-    for name, system in SYSTEMS.items():
-        for rate in RATES_RPS:
-            told(f"{name}, {rate:g}/s")
-            found.setdefault(name, {})[rate] = simulate(system.scenario(rate, size))
+    size = fp.size_of(quick)
+    found = fp.by_rate(
+        SYSTEMS, RATES_RPS, told, lambda system, rate: simulate(system.scenario(rate, size))
+    )
     attained = {
         name: {
             rate: (report.total.ttft_attainment, report.total.tbt_attainment)
@@ -83,9 +78,9 @@ def measure(size: fp.Size, told: fp.Told) -> Outcome:
         ),
         findings=[
             Finding(
-                what=f"TTFT / TBT attainment at {rate:g}/s: {name}",
-                paper="TBT up to 1.6 x vLLM's" if name == _BOTH else "",
-                ours="{:.1%} / {:.1%}".format(*by_rate[rate]),
+                f"TTFT / TBT attainment at {rate:g}/s: {name}",
+                "TBT up to 1.6 x vLLM's" if name == _BOTH else "",
+                "{:.1%} / {:.1%}".format(*by_rate[rate]),
             )
             for rate in RATES_RPS
             for name, by_rate in attained.items()
@@ -104,10 +99,10 @@ def measure(size: fp.Size, told: fp.Told) -> Outcome:
         panels=[
             [
                 Panel(
-                    title=title,
-                    x="request rate (1/s)",
-                    y=f"{title} attainment (%)",
-                    lines={
+                    title,
+                    "request rate (1/s)",
+                    f"{title} attainment (%)",
+                    {
                         name: [(rate, 100 * both[place]) for rate, both in by_rate.items()]
                         for name, by_rate in attained.items()
                     },
@@ -117,9 +112,3 @@ def measure(size: fp.Size, told: fp.Told) -> Outcome:
             ]
         ],
     )
-
-
-def run(console: Console, json_path: Path | None, plot_path: Path | None, quick: bool) -> None:
-    """See `papers.Experiment`."""
-    size = fp.QUICK if quick else fp.FULL
-    watched(console, lambda told: measure(size, told)).publish(console, json_path, plot_path)

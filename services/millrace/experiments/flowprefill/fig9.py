@@ -8,12 +8,9 @@ memory shows how far this limits FlowPrefill. The baselines' goodput lies below 
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
-
-from rich.console import Console
 
 from millrace.experiments.flowprefill import common as fp
-from millrace.experiments.outcome import Finding, Outcome, watched
+from millrace.experiments.outcome import Finding, Outcome, Told
 
 _OURS = "FlowPrefill"
 
@@ -37,10 +34,11 @@ _RATIOS = {
 }
 
 
-def measure(size: fp.Size, told: fp.Told, models: tuple[str, ...] = tuple(fp.MODELS)) -> Outcome:
+def measure(quick: bool, told: Told) -> Outcome:
     """Both rows of the figure for each model."""
+    size = fp.size_of(quick)
     found: dict[str, dict[str, fp.Comparison]] = {}
-    for model in models:
+    for model in fp.MODELS:
         rate = RATES_RPS[model]
         rates = [rate * step for step in (0.25, 0.5, 0.75, 1, 1.5, 2, 2.5, 3, 3.5, 4)]
         scales = (0.2, 0.3, 0.4, 0.6, 0.8, 1.0, 1.5, 2.0, 3.0)
@@ -63,7 +61,7 @@ def measure(size: fp.Size, told: fp.Told, models: tuple[str, ...] = tuple(fp.MOD
 
 def _goodputs(found: dict[str, dict[str, fp.Comparison]]) -> list[Finding]:
     return [
-        Finding(what=f"{model}: goodput of {name} (1/s)", paper="", ours=f"{edge.median:.2f}")
+        Finding(f"{model}: goodput of {name} (1/s)", "", f"{edge.median:.2f}")
         for model, by_axis in found.items()
         for name, edge in by_axis["rate"].edges.items()
     ]
@@ -73,16 +71,8 @@ def _ratios(found: dict[str, dict[str, fp.Comparison]]) -> list[Finding]:
     words = {"rate": "times the goodput of", "slo-scale": "times tighter objectives than"}
     return [
         Finding(
-            what=f"{model}: {words[axis]} {other}",
-            paper=paper,
-            ours=f"{by_axis[axis].ratio(_OURS, other):.2f}",
+            f"{model}: {words[axis]} {other}", paper, f"{by_axis[axis].ratio(_OURS, other):.2f}"
         )
         for model, by_axis in found.items()
         for (axis, other), paper in _RATIOS.items()
     ]
-
-
-def run(console: Console, json_path: Path | None, plot_path: Path | None, quick: bool) -> None:
-    """See `papers.Experiment`."""
-    size = fp.QUICK if quick else fp.FULL
-    watched(console, lambda told: measure(size, told)).publish(console, json_path, plot_path)

@@ -7,12 +7,9 @@ prefill scheduler takes no part, is left out.
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
-
-from rich.console import Console
 
 from millrace.experiments.flowprefill import common as fp
-from millrace.experiments.outcome import Finding, Outcome, watched
+from millrace.experiments.outcome import Finding, Outcome, Told
 from millrace.sim.results.plots import Panel
 from millrace.sim.scenario import simulate
 
@@ -24,13 +21,10 @@ SYSTEMS = {"batching 2K": fp.FLOWPREFILL, "no batching": replace(fp.FLOWPREFILL,
 COUNTERS = ("rounds", "commands", "preemptions")
 
 
-def measure(size: fp.Size, told: fp.Told) -> Outcome:
+def measure(quick: bool, told: Told) -> Outcome:
     """Counts by rate, each divided by the number of requests."""
-    found: dict[str, dict[float, dict[str, float]]] = {}
-    for name, system in SYSTEMS.items():
-        for rate in RATES_RPS:
-            told(f"{name}, {rate:g}/s")
-            found.setdefault(name, {})[rate] = counts(system, rate, size)
+    size = fp.size_of(quick)
+    found = fp.by_rate(SYSTEMS, RATES_RPS, told, lambda one, rate: counts(one, rate, size))
     most = {
         name: max(by[name] for by_rate in found.values() for by in by_rate.values())
         for name in COUNTERS
@@ -39,24 +33,22 @@ def measure(size: fp.Size, told: fp.Told) -> Outcome:
         title="FlowPrefill section 6.4: scheduling rounds and commands, Llama-3-8B",
         assumptions=(*fp.ASSUMPTIONS, f"at {', '.join(f'{rate:g}' for rate in RATES_RPS)}/s"),
         findings=[
-            Finding(what="rounds a request, most", paper="at most 2", ours=f"{most['rounds']:.3f}"),
+            Finding("rounds a request, most", "at most 2", f"{most['rounds']:.3f}"),
             Finding(
-                what="commands a request (submit, preempt, resume), most",
-                paper="fewer than rounds",
-                ours=f"{most['commands']:.3f}",
+                "commands a request (submit, preempt, resume), most",
+                "fewer than rounds",
+                f"{most['commands']:.3f}",
             ),
-            Finding(
-                what="preemptions a request, most", paper="", ours=f"{most['preemptions']:.3f}"
-            ),
+            Finding("preemptions a request, most", "", f"{most['preemptions']:.3f}"),
         ],
         results=found,
         panels=[
             [
                 Panel(
-                    title=name,
-                    x="request rate (1/s)",
-                    y="a request",
-                    lines={
+                    name,
+                    "request rate (1/s)",
+                    "a request",
+                    {
                         counter: [(rate, by[counter]) for rate, by in by_rate.items()]
                         for counter in COUNTERS
                     },
@@ -79,9 +71,3 @@ def counts(system: fp.System, rate_rps: float, size: fp.Size) -> dict[str, float
         "commands": engine.commands * each - 1,
         "preemptions": engine.preemptions * each,
     }
-
-
-def run(console: Console, json_path: Path | None, plot_path: Path | None, quick: bool) -> None:
-    """See `papers.Experiment`."""
-    size = fp.QUICK if quick else fp.FULL
-    watched(console, lambda told: measure(size, told)).publish(console, json_path, plot_path)

@@ -21,7 +21,8 @@ from typing import Any
 from millrace.core.config import SchedulerConfig
 from millrace.core.errors import ConfigError
 from millrace.core.instance.packing import PackingConfig
-from millrace.experiments.outcome import Finding, Outcome
+from millrace.experiments import unlimited
+from millrace.experiments.outcome import Finding, Outcome, Told
 from millrace.profiles import load_profile
 from millrace.sim.cluster.spec import SimSpec
 from millrace.sim.results.plots import Panel
@@ -35,8 +36,6 @@ PREFILLS = 8
 TOLERANCE = 0.04
 #: Shorter prefills count as this long where a wait is divided by them.
 LEAST_S = 0.5
-
-Told = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,13 +87,7 @@ def scheduler(**fields: Any) -> SchedulerConfig:  # noqa: ANN401
     """Returns the settings. Nothing is refused or given up: all requests count. Settings not named
     are off, or fixed.
     """
-    return SchedulerConfig(
-        **{"batch_tokens": 0, "improvement_rate": 0.3, **fields},
-        max_queue_requests=10**9,
-        max_queue_s=1e9,
-        request_timeout_s=1e9,
-        release_timeout_s=1e9,
-    )
+    return unlimited.scheduler(**{"batch_tokens": 0, "improvement_rate": 0.3, **fields})
 
 
 def in_order(**fields: Any) -> SchedulerConfig:  # noqa: ANN401
@@ -260,7 +253,7 @@ def panel(results: Mapping[str, Mapping[str, Any]], title: str) -> Panel:
     }
     named = [f"{number} {name}" for number, name in enumerate(results, 1)]
     kinds = "\n".join(", ".join(named[start : start + 3]) for start in range(0, len(named), 3))
-    return Panel(title=title, x=kinds, y=f"goodput / {ours}'s", lines=lines)
+    return Panel(title, kinds, f"goodput / {ours}'s", lines)
 
 
 def compare(
@@ -291,9 +284,7 @@ def compare(
         best = max(others, key=lambda system: loads[system])
         ratio = loads[ours] / loads[best] if loads[best] else float("inf")
         said = ", ".join(f"{system} {load:.3g}" for system, load in loads.items())
-        findings.append(
-            Finding(what=f"{name}: {said}", paper=best_is + best, ours=f"{ratio:.2f} x it")
-        )
+        findings.append(Finding(f"{name}: {said}", best_is + best, f"{ratio:.2f} x it"))
     results = {
         name: {system: edges[name, system].to_json() for system in systems} for name in found
     }

@@ -9,15 +9,14 @@ from __future__ import annotations
 from functools import partial
 from pathlib import Path
 
-from rich.console import Console
-
 from millrace.experiments.joined import common as joined
-from millrace.experiments.outcome import Outcome, watched
+from millrace.experiments.outcome import Outcome, Told
 
 POLICIES = ("fcfs", "edf", "d_edf", "s_edf", "lrs", "lars", "millrace")
 
 
-def measure(folder: Path | None, quick: bool, told: joined.Told) -> Outcome:
+def measure(quick: bool, told: Told, folder: Path | None = None) -> Outcome:
+    """Compares them. `folder` has the Azure and Mooncake traces; without it, only mixes."""
     return joined.compare(
         joined.cases(folder, quick),
         {name: partial(joined.policy, name) for name in POLICIES},
@@ -25,18 +24,3 @@ def measure(folder: Path | None, quick: bool, told: joined.Told) -> Outcome:
         title="Goodput at 90 % attainment by policy, all else equal (requests/s; traces: scale)",
         best_is="best of the papers: ",
     )
-
-
-def run(
-    console: Console,
-    json_path: Path | None,
-    plot_path: Path | None,
-    quick: bool,
-    trace: Path | None = None,
-) -> None:
-    """Runs the comparison.
-
-    `trace` is a folder with the Azure and Mooncake traces; without it only mixes.
-    """
-    outcome = watched(console, lambda told: measure(trace, quick, told))
-    outcome.publish(console, json_path, plot_path)

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path
-
-from rich.console import Console
 
 from millrace.core.cost.operators import OperatorModel
 from millrace.core.instance.packing import PackingConfig
 from millrace.experiments import long_context as mn
-from millrace.experiments.outcome import Finding, Outcome, watched
+from millrace.experiments.outcome import Finding, Outcome, Told
 from millrace.sim.results.plots import Panel
 
 #: Decodes in every iteration beside the long prefill.
@@ -44,8 +41,9 @@ def compare(model: OperatorModel, chunk: int) -> Pair:
     return Pair(static=static, adaptive=mn.summary(list(mn.passes(model, held, TOKENS, BESIDE))))
 
 
-def measure(told: Callable[[str], None], chunks: Sequence[int]) -> Outcome:
+def measure(quick: bool, told: Told) -> Outcome:
     """Measures every chunk size, on eight H100s and on eight A100s."""
+    chunks = (128, 512) if quick else CHUNKS
     found: dict[str, dict[int, Pair]] = {}
     for profile in (mn.H100, mn.A100):
         told(profile)
@@ -69,12 +67,12 @@ def measure(told: Callable[[str], None], chunks: Sequence[int]) -> Outcome:
 def _gains(found: Found) -> list[Finding]:
     return [
         Finding(
-            what=(
+            (
                 f"{name}: TTFT with chunks of {chunk}, times that of adaptive ones "
                 f"at the same P95 TBT ({1e3 * pair.static.p95_s:.0f} ms)"
             ),
-            paper="above 1",
-            ours=f"{pair.gain:.2f}",
+            "above 1",
+            f"{pair.gain:.2f}",
         )
         for name, pairs in found.items()
         for chunk, pair in pairs.items()
@@ -87,25 +85,25 @@ def _against_paper(pairs: Mapping[int, Pair]) -> list[Finding]:
         small, large = pairs[32].static, pairs[4096].static
         findings.append(
             Finding(
-                what="H100: TTFT of chunk 32, times that of 4096",
-                paper="1.75",
-                ours=f"{small.total_s / large.total_s:.2f}",
+                "H100: TTFT of chunk 32, times that of 4096",
+                "1.75",
+                f"{small.total_s / large.total_s:.2f}",
             )
         )
         more = small.iterations - large.iterations
         findings.append(
             Finding(
-                what="H100: what each further iteration costs (ms)",
-                paper="",
-                ours=f"{1e3 * (small.total_s - large.total_s) / more:.1f}",
+                "H100: what each further iteration costs (ms)",
+                "",
+                f"{1e3 * (small.total_s - large.total_s) / more:.1f}",
             )
         )
     if 512 in pairs:
         findings.append(
             Finding(
-                what="H100: last iteration with chunk 512 (ms)",
-                paper="250",
-                ours=f"{1e3 * pairs[512].static.worst_s:.0f}",
+                "H100: last iteration with chunk 512 (ms)",
+                "250",
+                f"{1e3 * pairs[512].static.worst_s:.0f}",
             )
         )
     return findings
@@ -113,19 +111,12 @@ def _against_paper(pairs: Mapping[int, Pair]) -> list[Finding]:
 
 def _panel(name: str, pairs: Mapping[int, Pair]) -> Panel:
     return Panel(
-        title=name,
-        x="P95 TBT (ms)",
-        y="TTFT (s)",
-        lines={
+        name,
+        "P95 TBT (ms)",
+        "TTFT (s)",
+        {
             "static": [(1e3 * p.static.p95_s, p.static.total_s) for p in pairs.values()],
             "adaptive": [(1e3 * p.adaptive.p95_s, p.adaptive.total_s) for p in pairs.values()],
         },
         log_x=True,
     )
-
-
-def run(console: Console, json_path: Path | None, plot_path: Path | None, quick: bool) -> None:
-    """See `papers.Experiment`."""
-    chunks = (128, 512) if quick else CHUNKS
-    outcome = watched(console, lambda told: measure(told, chunks))
-    outcome.publish(console, json_path, plot_path)

@@ -20,6 +20,7 @@ from millrace.core.config import SchedulerConfig
 from millrace.core.cost.latency import SpLatency
 from millrace.core.cost.profile import Profile
 from millrace.core.instance.packing import PackingConfig
+from millrace.experiments import unlimited
 from millrace.profiles import load_profile
 from millrace.sim.cluster.spec import SimSpec
 from millrace.sim.loop import Simulation
@@ -43,16 +44,8 @@ ASSUMPTIONS = (
 
 def scheduler(policy: str, **fields: Any) -> SchedulerConfig:  # noqa: ANN401 - a setting's own type
     """Returns the settings. Nothing is refused or given up: all requests count."""
-    return SchedulerConfig(
-        policy=policy,
-        preemption="none",
-        batch_tokens=0,
-        tasks_ahead=64,
-        max_queue_requests=10**9,
-        max_queue_s=1e9,
-        request_timeout_s=1e9,
-        release_timeout_s=1e9,
-        **fields,
+    return unlimited.scheduler(
+        policy=policy, preemption="none", batch_tokens=0, tasks_ahead=64, **fields
     )
 
 
@@ -223,10 +216,10 @@ def ratio(theirs: float | None, ours: float | None) -> str:
 def cdf_panel(found: Mapping[str, Sequence[tuple[float, Hour]]], rate: float, title: str) -> Panel:
     """Charts TTFT's CDF by system at one rate; a curve ends where requests got no first token."""
     return Panel(
-        title=title,
-        x="TTFT (s)",
-        y="requests (%)",
-        lines={
+        title,
+        "TTFT (s)",
+        "requests (%)",
+        {
             name: [
                 (ttft_s, 5.0 * step)
                 for step, ttft_s in enumerate(dict(hours)[rate].ttft_cdf_s)

@@ -8,11 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from rich.console import Console
-
 from millrace.experiments.medha import common as medha
 from millrace.experiments.medha.common import Hour, Load, Spread
-from millrace.experiments.outcome import Finding, Outcome, watched
+from millrace.experiments.outcome import Finding, Outcome, Told
 from millrace.sim.cluster.spec import SimSpec
 from millrace.sim.results.plots import Panel
 
@@ -38,8 +36,14 @@ Found = Mapping[str, Sequence[tuple[float, Hour]]]  # by system: (QPS, hour)
 ByShare = Mapping[str, Mapping[float, Sequence[Hour]]]  # by system and share of long ones
 
 
-def measure(
-    told: Callable[[str], None],
+def measure(quick: bool, told: Told, trace: Path | None = None) -> Outcome:
+    if quick:
+        return compare(told, (0.25, FIGURE_1_QPS), 900.0, trace, SEEDS[:1])
+    return compare(told, QPS, medha.HOUR_S, trace)
+
+
+def compare(
+    told: Told,
     qps: Sequence[float],
     window_s: float,
     trace: Path | None = None,
@@ -99,9 +103,9 @@ def _ratios(found: ByShare) -> list[Finding]:
     }
     return [
         Finding(
-            what=f"{share:.0%} long: {what} of short requests' TTFT, times {than}",
-            paper=papers.get((share, what), ""),
-            ours=_range(found[THEIRS][share], others, what),
+            f"{share:.0%} long: {what} of short requests' TTFT, times {than}",
+            papers.get((share, what), ""),
+            _range(found[THEIRS][share], others, what),
         )
         for share in FRACTIONS
         for than, others in (
@@ -141,9 +145,9 @@ def _capacities(found: Found) -> list[Finding]:
     papers = {OURS: "1.25", THEIRS: "0.25"}
     return [
         Finding(
-            what=f"{name}: largest rate with P90 TTFT within {ACCEPTABLE_S:g} s (1/s)",
-            paper=papers.get(name, ""),
-            ours=f"{capacity(hours):g}",
+            f"{name}: largest rate with P90 TTFT within {ACCEPTABLE_S:g} s (1/s)",
+            papers.get(name, ""),
+            f"{capacity(hours):g}",
         )
         for name, hours in found.items()
     ]
@@ -153,9 +157,9 @@ def _decodes(found: Found) -> list[Finding]:
     papers = {OURS: "even", "Sarathi-2048": "up to 1,000"}
     return [
         Finding(
-            what=f"{name}: P99 TBT at {hours[-1][0]:g} requests/s (ms)",
-            paper=papers.get(name, ""),
-            ours="-" if hours[-1][1].tbt_p99_s is None else f"{1e3 * hours[-1][1].tbt_p99_s:.0f}",
+            f"{name}: P99 TBT at {hours[-1][0]:g} requests/s (ms)",
+            papers.get(name, ""),
+            "-" if hours[-1][1].tbt_p99_s is None else f"{1e3 * hours[-1][1].tbt_p99_s:.0f}",
         )
         for name, hours in found.items()
     ]
@@ -171,21 +175,3 @@ def _panels(found: Found) -> list[list[Panel]]:
         ]
         for start in range(0, len(rates), 2)
     ]
-
-
-def run(
-    console: Console,
-    json_path: Path | None,
-    plot_path: Path | None,
-    quick: bool,
-    trace: Path | None = None,
-) -> None:
-    """See `papers.Experiment`."""
-
-    def full(told: Callable[[str], None]) -> Outcome:
-        return measure(told, QPS, medha.HOUR_S, trace)
-
-    def look(told: Callable[[str], None]) -> Outcome:
-        return measure(told, (0.25, FIGURE_1_QPS), 900.0, trace, SEEDS[:1])
-
-    watched(console, look if quick else full).publish(console, json_path, plot_path)

@@ -6,12 +6,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from rich.console import Console
-
 from millrace.core.cost.operators import BatchShape, OperatorModel
 from millrace.experiments.medha import common as medha
 from millrace.experiments.medha.common import Hour, Load
-from millrace.experiments.outcome import Finding, Outcome, watched
+from millrace.experiments.outcome import Finding, Outcome, Told
 from millrace.sim.cluster.spec import SimSpec
 
 OURS, SINGLE = "Medha", "LARS"
@@ -39,8 +37,13 @@ SHORT_PROMPTS = (128, 512, 2048)
 Found = Mapping[str, Sequence[tuple[float, Hour]]]
 
 
-def measure(
-    told: Callable[[str], None], qps: Sequence[float], window_s: float, trace: Path | None = None
+def measure(quick: bool, told: Told, trace: Path | None = None) -> Outcome:
+    rates, window_s = ((0.25, 0.75), 600.0) if quick else (QPS, WINDOW_S)
+    return compare(told, rates, window_s, trace)
+
+
+def compare(
+    told: Told, qps: Sequence[float], window_s: float, trace: Path | None = None
 ) -> Outcome:
     """Measures every policy at every rate."""
     found: dict[str, list[tuple[float, Hour]]] = {}
@@ -95,9 +98,9 @@ def _shorts(found: Found) -> list[Finding]:
     ours = dict(found[OURS])
     return [
         Finding(
-            what=f"{rate:g}/s: {what} of short requests' TTFT under {name}, times Medha's",
-            paper="" if name != SINGLE or what != "median" else "up to 1.8",
-            ours=medha.ratio(_quantile(hour, what), _quantile(ours[rate], what)),
+            f"{rate:g}/s: {what} of short requests' TTFT under {name}, times Medha's",
+            "" if name != SINGLE or what != "median" else "up to 1.8",
+            medha.ratio(_quantile(hour, what), _quantile(ours[rate], what)),
         )
         for name, hours in found.items()
         if name != OURS
@@ -113,9 +116,9 @@ def _quantile(hour: Hour, what: str) -> float | None:
 def _longs(found: Found) -> list[Finding]:
     return [
         Finding(
-            what=f"{hours[-1][0]:g}/s: long requests that ended under {name}",
-            paper="",
-            ours=f"{hours[-1][1].long.ended} of {hours[-1][1].long.requests}",
+            f"{hours[-1][0]:g}/s: long requests that ended under {name}",
+            "",
+            f"{hours[-1][1].long.ended} of {hours[-1][1].long.requests}",
         )
         for name, hours in found.items()
     ]
@@ -124,10 +127,10 @@ def _longs(found: Found) -> list[Finding]:
 def _others_batched(found: Found, batched: Mapping[str, Hour]) -> list[Finding]:
     return [
         Finding(
-            what=f"{BATCHED_QPS:g}/s: {what} of short requests' TTFT under {name}, times the same "
+            f"{BATCHED_QPS:g}/s: {what} of short requests' TTFT under {name}, times the same "
             "with multi-prefill batching",
-            paper="",
-            ours=medha.ratio(_quantile(single, what), _quantile(batched[name], what)),
+            "",
+            medha.ratio(_quantile(single, what), _quantile(batched[name], what)),
         )
         for name in batched
         for rate, single in found[name]
@@ -140,29 +143,16 @@ def _batching(found: Found, saving: Mapping[int, float]) -> list[Finding]:
     ours, single = found[OURS][-1][1], found[SINGLE][-1][1]
     return [
         Finding(
-            what="prompt tokens a second at the highest rate, times LARS alone",
-            paper="1.8",
-            ours=f"{ours.prefill_tokens_s / single.prefill_tokens_s:.2f}",
+            "prompt tokens a second at the highest rate, times LARS alone",
+            "1.8",
+            f"{ours.prefill_tokens_s / single.prefill_tokens_s:.2f}",
         ),
         *(
             Finding(
-                what=f"a {tokens}-token prompt beside a late chunk: times cheaper than alone",
-                paper="",
-                ours=f"{times:.2f}",
+                f"a {tokens}-token prompt beside a late chunk: times cheaper than alone",
+                "",
+                f"{times:.2f}",
             )
             for tokens, times in saving.items()
         ),
     ]
-
-
-def run(
-    console: Console,
-    json_path: Path | None,
-    plot_path: Path | None,
-    quick: bool,
-    trace: Path | None = None,
-) -> None:
-    """See `papers.Experiment`."""
-    rates, window_s = ((0.25, 0.75), 600.0) if quick else (QPS, WINDOW_S)
-    outcome = watched(console, lambda told: measure(told, rates, window_s, trace))
-    outcome.publish(console, json_path, plot_path)

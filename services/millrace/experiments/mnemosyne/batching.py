@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
-from rich.console import Console
-
 from millrace.core.cost.operators import OPERATORS, BatchShape, OperatorModel
 from millrace.experiments import long_context as mn
-from millrace.experiments.outcome import Finding, Outcome
+from millrace.experiments.outcome import Finding, Outcome, Told
 from millrace.sim.results.plots import Panel
 
 CHUNKS = (32, 64, 128, 256, 512, 1024, 2048)
@@ -44,7 +40,7 @@ def increase(model: OperatorModel, chunk: int, decodes: int) -> float:
     return pass_s(decodes) / pass_s(0) - 1.0
 
 
-def measure() -> Outcome:
+def measure(quick: bool, told: Told) -> Outcome:
     model = mn.operators(mn.H100)
     large = mn.operators(mn.LARGE_H100)
     added = {
@@ -60,17 +56,17 @@ def measure() -> Outcome:
         findings=[
             *(
                 Finding(
-                    what=f"chunk {chunk}: 128 decodes lengthen the iteration by",
-                    paper="at most 5 %",
-                    ours=f"{by_decodes[128]:.1%}",
+                    f"chunk {chunk}: 128 decodes lengthen the iteration by",
+                    "at most 5 %",
+                    f"{by_decodes[128]:.1%}",
                 )
                 for chunk, by_decodes in added.items()
             ),
             *(
                 Finding(
-                    what=f"attention of 1M tokens in chunks of {chunk}, more than of 2048",
-                    paper="11 %" if chunk == 32 else "",
-                    ours=f"{attention[chunk] / attention[2048] - 1:.1%}",
+                    f"attention of 1M tokens in chunks of {chunk}, more than of 2048",
+                    "11 %" if chunk == 32 else "",
+                    f"{attention[chunk] / attention[2048] - 1:.1%}",
                 )
                 for chunk in CHUNKS[:-1]
             ),
@@ -79,28 +75,22 @@ def measure() -> Outcome:
         panels=[
             [
                 Panel(
-                    title="Decodes beside a chunk of a 1M prefill",
-                    x="decodes",
-                    y="longer iteration (%)",
-                    lines={
+                    "Decodes beside a chunk of a 1M prefill",
+                    "decodes",
+                    "longer iteration (%)",
+                    {
                         f"chunk {chunk}": [(n, 100 * share) for n, share in row.items()]
                         for chunk, row in added.items()
                     },
                     mark=5.0,
                 ),
                 Panel(
-                    title="Attention of 1M tokens, 70B on eight H100s",
-                    x="chunk (tokens)",
-                    y="seconds",
-                    lines={"attention": list(attention.items())},
+                    "Attention of 1M tokens, 70B on eight H100s",
+                    "chunk (tokens)",
+                    "seconds",
+                    {"attention": list(attention.items())},
                     log_x=True,
                 ),
             ]
         ],
     )
-
-
-def run(console: Console, json_path: Path | None, plot_path: Path | None, quick: bool) -> None:
-    """See `papers.Experiment`. It is quick as it is."""
-    del quick
-    measure().publish(console, json_path, plot_path)

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
-from pathlib import Path
-
-from rich.console import Console
 
 from millrace.core.cost.operators import OperatorModel
 from millrace.core.instance.packing import PackingConfig
 from millrace.experiments import long_context as mn
-from millrace.experiments.outcome import Finding, Outcome, watched
+from millrace.experiments.outcome import Finding, Outcome, Told
 from millrace.sim.results.plots import Panel
 
 #: Figure 17's contexts, and a row up to them.
@@ -62,11 +59,12 @@ def grow(
     )
 
 
-def measure(told: Callable[[str], None], contexts: Sequence[int], growth_tokens: int) -> Outcome:
+def measure(quick: bool, told: Told) -> Outcome:
     """Decode steps by context and degree; a growing prefill with and without KVP."""
+    growth_tokens = mn.MILLION if quick else GROWTH_TOKENS
     model = mn.operators(mn.H100)
     steps = {
-        degree: [(context, mn.step_s(model, context, STAGES, degree)) for context in contexts]
+        degree: [(context, mn.step_s(model, context, STAGES, degree)) for context in CONTEXTS]
         for degree in DEGREES
     }
     static = mn.static(GROWTH_CHUNK, mn.Beside())
@@ -108,9 +106,9 @@ def _steps(steps: Mapping[int, Sequence[tuple[int, float]]]) -> list[Finding]:
     }
     findings = [
         Finding(
-            what=f"{context / mn.MILLION:g}M tokens: decode step with {degree} workers, to one's",
-            paper=papers.get((degree, context), ""),
-            ours=f"{rows[degree][context] / rows[1][context] - 1:.0%}",
+            f"{context / mn.MILLION:g}M tokens: decode step with {degree} workers, to one's",
+            papers.get((degree, context), ""),
+            f"{rows[degree][context] / rows[1][context] - 1:.0%}",
         )
         for degree in DEGREES[1:]
         for context in rows[1]
@@ -118,9 +116,9 @@ def _steps(steps: Mapping[int, Sequence[tuple[int, float]]]) -> list[Finding]:
     longest = max(rows[1])
     findings += [
         Finding(
-            what=f"{longest / mn.MILLION:g}M tokens: decode step with {degree} workers (ms)",
-            paper={(2, 10 * mn.MILLION): "about 33"}.get((degree, longest), ""),
-            ours=f"{1e3 * rows[degree][longest]:.0f}",
+            f"{longest / mn.MILLION:g}M tokens: decode step with {degree} workers (ms)",
+            {(2, 10 * mn.MILLION): "about 33"}.get((degree, longest), ""),
+            f"{1e3 * rows[degree][longest]:.0f}",
         )
         for degree in DEGREES
     ]
@@ -133,14 +131,14 @@ def _growths(growths: Mapping[str, Growth]) -> list[Finding]:
         for name, growth in growths.items()
         for finding in (
             Finding(
-                what=f"{name}: longest iteration over the median one",
-                paper="near 1" if name.endswith("KVP") else "",
-                ours=f"{growth.unevenness:.2f}",
+                f"{name}: longest iteration over the median one",
+                "near 1" if name.endswith("KVP") else "",
+                f"{growth.unevenness:.2f}",
             ),
             Finding(
-                what=f"{name}: TTFT (s), longest iteration (ms)",
-                paper="",
-                ours=f"{growth.ttft_s:.0f}, {1e3 * growth.worst_s:.0f}",
+                f"{name}: TTFT (s), longest iteration (ms)",
+                "",
+                f"{growth.ttft_s:.0f}, {1e3 * growth.worst_s:.0f}",
             ),
         )
     ]
@@ -148,10 +146,10 @@ def _growths(growths: Mapping[str, Growth]) -> list[Finding]:
 
 def _step_panel(steps: Mapping[int, Sequence[tuple[int, float]]]) -> Panel:
     return Panel(
-        title="Decode step",
-        x="context (M tokens)",
-        y="TBT (ms)",
-        lines={
+        "Decode step",
+        "context (M tokens)",
+        "TBT (ms)",
+        {
             f"KVP {degree}": [(tokens / mn.MILLION, 1e3 * step_s) for tokens, step_s in row]
             for degree, row in steps.items()
         },
@@ -161,18 +159,11 @@ def _step_panel(steps: Mapping[int, Sequence[tuple[int, float]]]) -> Panel:
 
 def _growth_panel(growths: Mapping[str, Growth]) -> Panel:
     return Panel(
-        title="Iterations of a growing prefill",
-        x="tokens done (M)",
-        y="iteration (ms)",
-        lines={
+        "Iterations of a growing prefill",
+        "tokens done (M)",
+        "iteration (ms)",
+        {
             name: [(tokens / mn.MILLION, 1e3 * seconds) for tokens, seconds in growth.curve]
             for name, growth in growths.items()
         },
     )
-
-
-def run(console: Console, json_path: Path | None, plot_path: Path | None, quick: bool) -> None:
-    """See `papers.Experiment`."""
-    tokens = mn.MILLION if quick else GROWTH_TOKENS
-    outcome = watched(console, lambda told: measure(told, CONTEXTS, tokens))
-    outcome.publish(console, json_path, plot_path)

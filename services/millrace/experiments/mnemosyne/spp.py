@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path
-
-from rich.console import Console
 
 from millrace.core.cost.operators import BatchShape, OperatorModel
 from millrace.core.cost.profile import Profile
 from millrace.core.instance.packing import PackingConfig
 from millrace.experiments import long_context as mn
 from millrace.experiments.medha import common as medha
-from millrace.experiments.outcome import Finding, Outcome, watched
+from millrace.experiments.outcome import Finding, Outcome, Told
 from millrace.profiles import load_profile
 from millrace.sim.cluster.spec import SimSpec
 from millrace.sim.loop import Simulation
@@ -85,8 +82,9 @@ def whole_s(profile: Profile, tokens: int, degree: int) -> float:
 Found = Mapping[int, Mapping[int, Prefill]]  # by tokens and stages
 
 
-def measure(told: Callable[[str], None], lengths: Sequence[int], stages: Sequence[int]) -> Outcome:
+def measure(quick: bool, told: Told) -> Outcome:
     """Measures every length on every pipeline, and decode steps at 2M tokens."""
+    lengths, stages = ((mn.MILLION,), (1, 16)) if quick else (TOKENS, STAGES)
     profile = load_profile(mn.H100)
     model = profile.operators
     found: dict[int, dict[int, Prefill]] = {}
@@ -130,36 +128,28 @@ def _prefills(found: Found) -> list[Finding]:
         at, length = row[most], f"{tokens / mn.MILLION:g}M tokens, {_GPUS * most} GPUs"
         papers = {(mn.MILLION, 16): "14", (10 * mn.MILLION, 16): "636"}
         findings += [
-            Finding(
-                what=f"{length}: TTFT (s)",
-                paper=papers.get((tokens, most), ""),
-                ours=f"{at.ttft_s:.1f}",
-            ),
-            Finding(
-                what=f"{length}: scaling efficiency",
-                paper="above 80 %",
-                ours=f"{at.efficiency:.0%}",
-            ),
-            Finding(what=f"{length}: MFU", paper="", ours=f"{at.mfu:.0%}"),
+            Finding(f"{length}: TTFT (s)", papers.get((tokens, most), ""), f"{at.ttft_s:.1f}"),
+            Finding(f"{length}: scaling efficiency", "above 80 %", f"{at.efficiency:.0%}"),
+            Finding(f"{length}: MFU", "", f"{at.mfu:.0%}"),
         ]
     row = found[mn.MILLION]
     most = max(row)
     return [
         *findings,
         Finding(
-            what=f"1M tokens, {_GPUS * most} GPUs: time with context parallelism, times SPP's",
-            paper="1.64",
-            ours=f"{row[most].whole_s / row[most].ttft_s:.2f}",
+            f"1M tokens, {_GPUS * most} GPUs: time with context parallelism, times SPP's",
+            "1.64",
+            f"{row[most].whole_s / row[most].ttft_s:.2f}",
         ),
         Finding(
-            what="1M tokens, 8 GPUs: a newcomer waits at most, whole prompt (s)",
-            paper="120",
-            ours=f"{row[1].whole_s:.0f}",
+            "1M tokens, 8 GPUs: a newcomer waits at most, whole prompt (s)",
+            "120",
+            f"{row[1].whole_s:.0f}",
         ),
         Finding(
-            what=f"1M tokens, {_GPUS * most} GPUs: a newcomer waits at most, SPP (ms)",
-            paper="62",
-            ours=f"{1e3 * row[most].hold_s:.0f}",
+            f"1M tokens, {_GPUS * most} GPUs: a newcomer waits at most, SPP (ms)",
+            "62",
+            f"{1e3 * row[most].hold_s:.0f}",
         ),
     ]
 
@@ -168,9 +158,9 @@ def _steps(steps_s: Mapping[int, float]) -> list[Finding]:
     papers = {8: "16 %"}  # Medha, appendix B.1
     return [
         Finding(
-            what=f"decode step at 2M tokens: longer with {count} stages than with one by",
-            paper=papers.get(count, ""),
-            ours=f"{step_s / steps_s[1] - 1:.0%}",
+            f"decode step at 2M tokens: longer with {count} stages than with one by",
+            papers.get(count, ""),
+            f"{step_s / steps_s[1] - 1:.0%}",
         )
         for count, step_s in steps_s.items()
         if count > 1
@@ -185,26 +175,17 @@ def _times(found: Found) -> Panel:
     lines["1M, context parallelism"] = [
         (_GPUS * n, one.whole_s) for n, one in found[mn.MILLION].items()
     ]
-    return Panel(
-        title="Prefill alone", x="GPUs", y="TTFT (s)", lines=lines, log_x=True, log_y=True, mark=30
-    )
+    return Panel("Prefill alone", "GPUs", "TTFT (s)", lines, log_x=True, log_y=True, mark=30)
 
 
 def _efficiencies(found: Found) -> Panel:
     return Panel(
-        title="Scaling efficiency",
-        x="stages of eight GPUs",
-        y="% of linear",
-        lines={
+        "Scaling efficiency",
+        "stages of eight GPUs",
+        "% of linear",
+        {
             f"{tokens / mn.MILLION:g}M": [(n, 100 * one.efficiency) for n, one in row.items()]
             for tokens, row in found.items()
         },
         mark=80.0,
     )
-
-
-def run(console: Console, json_path: Path | None, plot_path: Path | None, quick: bool) -> None:
-    """See `papers.Experiment`."""
-    lengths, stages = ((mn.MILLION,), (1, 16)) if quick else (TOKENS, STAGES)
-    outcome = watched(console, lambda told: measure(told, lengths, stages))
-    outcome.publish(console, json_path, plot_path)

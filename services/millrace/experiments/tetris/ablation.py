@@ -7,12 +7,12 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from millrace.core.config import SchedulerConfig
+from millrace.experiments.outcome import Told
 from millrace.experiments.tetris.common import (
     TETRIS,
     Point,
     Size,
     Testbed,
-    Told,
     point,
     scenario,
     shipped_rates,
@@ -42,11 +42,11 @@ class Ablation:
     def panel(self, title: str, which: str) -> Panel:
         """Charts slowdown by load."""
         return Panel(
-            title=f"{title}: {which}",
-            x="requests/s",
-            y="TTFT / Tetris",
+            f"{title}: {which}",
+            "requests/s",
+            "TTFT / Tetris",
+            {name: self.slowdowns(name, which) for name in self.variants},
             mark=1.0,
-            lines={name: self.slowdowns(name, which) for name in self.variants},
         )
 
 

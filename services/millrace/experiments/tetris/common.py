@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib.resources import files
@@ -21,14 +21,13 @@ from typing import Any
 
 from millrace.core.config import SchedulerConfig
 from millrace.core.cost.rates import ImprovementRates, format_rates
+from millrace.experiments import unlimited
 from millrace.profiles import load_profile
 from millrace.sim.cluster.spec import SimSpec
 from millrace.sim.results.report import Report
 from millrace.sim.scenario import Scenario, Traffic, simulate
 
 TRACES = ("short", "medium", "long")
-
-Told = Callable[[str], None]
 
 #: Printed with every result.
 ASSUMPTIONS = (
@@ -126,16 +125,8 @@ def systems(testbed: Testbed, trace: str) -> dict[str, SchedulerConfig]:
 
 def scheduler(**fields: Any) -> SchedulerConfig:  # noqa: ANN401 - a setting's own type
     """Returns settings for all systems as in the paper: planned at arrival, in order, no limits."""
-    return SchedulerConfig(
-        policy="fcfs",
-        preemption="none",
-        batch_tokens=0,
-        tasks_ahead=64,
-        max_queue_requests=1_000_000,
-        max_queue_s=1e9,
-        request_timeout_s=1e9,
-        release_timeout_s=1e9,
-        **fields,
+    return unlimited.scheduler(
+        policy="fcfs", preemption="none", batch_tokens=0, tasks_ahead=64, **fields
     )
 
 

@@ -7,13 +7,10 @@ Sixteen instances of Llama-3-8B on two nodes, planned by the shipped planners wi
 from __future__ import annotations
 
 from array import array
-from pathlib import Path
-
-from rich.console import Console
 
 from millrace.core.scheduler.planning import PLANNERS, PlannerInputs
 from millrace.core.scheduler.planning.plan import Plan
-from millrace.experiments.outcome import Finding, Outcome
+from millrace.experiments.outcome import Finding, Outcome, Told
 from millrace.experiments.tetris.common import scheduler
 from millrace.experiments.tetris.table1 import PROFILE, K
 from millrace.profiles import load_profile
@@ -53,30 +50,26 @@ def _after(done: Plan, queue_s: array[float]) -> array[float]:
     return left_s
 
 
-def measure() -> Outcome:
+def measure(quick: bool, told: Told) -> Outcome:
     """Both examples."""
     greedy, reserved = two_requests("esp"), two_requests("cdsp")
     wide, narrow, chunked = map(long_behind_short, ("esp", "fixed_sp", "cdsp"))
     pairs = (("greedy (ESP)", greedy, "1.53, 1.84"), ("reserved (CDSP)", reserved, "1.58, 1.31"))
     findings = [
-        Finding(what=f"32k and 16k TTFT, {name} (s)", paper=paper, ours=_ttfts(plans))
+        Finding(f"32k and 16k TTFT, {name} (s)", paper, _ttfts(plans))
         for name, plans, paper in pairs
     ]
     before_s, after_s = ([p.ttft_s for p in plans] for plans in (greedy, reserved))
     saved_s = [(sum(before_s) - sum(after_s)) / 2, max(before_s) - max(after_s)]
     findings += [
         Finding(
-            what="average and longest TTFT less by (s)",
-            paper="0.24, 0.26",
-            ours=", ".join(f"{s:.2f}" for s in saved_s),
+            "average and longest TTFT less by (s)",
+            "0.24, 0.26",
+            ", ".join(f"{s:.2f}" for s in saved_s),
         ),
-        Finding(what="128k at SP 16, eight idle first (s)", paper="2.62", ours=_ttfts([wide])),
-        Finding(what="128k at SP 8 on the idle eight (s)", paper="3.96", ours=_ttfts([narrow])),
-        Finding(
-            what="128k in CDSP's chunks " + _chunks(chunked),
-            paper="none given",
-            ours=_ttfts([chunked]),
-        ),
+        Finding("128k at SP 16, eight idle first (s)", "2.62", _ttfts([wide])),
+        Finding("128k at SP 8 on the idle eight (s)", "3.96", _ttfts([narrow])),
+        Finding("128k in CDSP's chunks " + _chunks(chunked), "none given", _ttfts([chunked])),
     ]
     named: dict[str, tuple[Plan, ...]] = {"greedy": greedy, "reserved": reserved}
     named |= {"long_sp16": (wide,), "long_sp8": (narrow,), "long_cdsp": (chunked,)}
@@ -99,9 +92,3 @@ def _chunks(found: Plan) -> str:
 def _plain(found: Plan) -> dict[str, object]:
     chunks = [{"tokens": c.num_tokens, "sp": len(c.members)} for c in found.chunks]
     return {"ttft_s": found.ttft_s, "chunks": chunks}
-
-
-def run(console: Console, json_path: Path | None, plot_path: Path | None, quick: bool) -> None:
-    """See `papers.Experiment`."""
-    del quick, plot_path  # nothing is simulated, nor is there a curve
-    measure().publish(console, json_path, None)

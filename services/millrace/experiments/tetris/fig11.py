@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
-from rich.console import Console
-
-from millrace.experiments.outcome import Finding, Outcome, watched
+from millrace.experiments.outcome import Finding, Outcome, Told
 from millrace.experiments.tetris.ablation import Ablation, ablation
-from millrace.experiments.tetris.common import ASSUMPTIONS, QUICK, Size, Told, cases, scheduler
+from millrace.experiments.tetris.common import ASSUMPTIONS, QUICK, Size, cases, scheduler
 
 RATES = (0.1, 0.3, 0.5, 0.7)
 SIZE = Size(duration_s=300.0, stride=2)
@@ -40,9 +36,9 @@ def measure(quick: bool, told: Told) -> Outcome:
 def _findings(where: str, one: Ablation) -> list[Finding]:
     rows = [
         Finding(
-            what=f"{where}: {name}",
-            paper="",
-            ours=" ".join(f"{ratio:.2f}" for _, ratio in one.slowdowns(name, "mean")),
+            f"{where}: {name}",
+            "",
+            " ".join(f"{ratio:.2f}" for _, ratio in one.slowdowns(name, "mean")),
         )
         for name in one.variants
     ]
@@ -54,14 +50,5 @@ def _findings(where: str, one: Ablation) -> list[Finding]:
     ]
     return [
         *rows,
-        Finding(
-            what=f"{where}: best fixed",
-            paper="about 1",
-            ours=" ".join(f"{ratio:.2f}" for ratio in best),
-        ),
+        Finding(f"{where}: best fixed", "about 1", " ".join(f"{ratio:.2f}" for ratio in best)),
     ]
-
-
-def run(console: Console, json_path: Path | None, plot_path: Path | None, quick: bool) -> None:
-    """See `papers.Experiment`."""
-    watched(console, lambda told: measure(quick, told)).publish(console, json_path, plot_path)

@@ -6,18 +6,13 @@ the gain of chunks from the gain of adjusting the rate.
 
 from __future__ import annotations
 
-from pathlib import Path
-
-from rich.console import Console
-
-from millrace.experiments.outcome import Finding, Outcome, watched
+from millrace.experiments.outcome import Finding, Outcome, Told
 from millrace.experiments.tetris.ablation import ablation
 from millrace.experiments.tetris.common import (
     ASSUMPTIONS,
     FULL,
     QUICK,
     SINGLE_CHUNK,
-    Told,
     cases,
     scheduler,
     systems,
@@ -55,9 +50,9 @@ def measure(quick: bool, told: Told) -> Outcome:
         assumptions=ASSUMPTIONS,
         findings=[
             Finding(
-                what=f"{key}, {trace}: largest {which.upper()} slowdown{of}",
-                paper=_PAPER[key, which] if name == SINGLE_CHUNK else "",
-                ours="{1:.2f} at {0:g}/s".format(
+                f"{key}, {trace}: largest {which.upper()} slowdown{of}",
+                _PAPER[key, which] if name == SINGLE_CHUNK else "",
+                "{1:.2f} at {0:g}/s".format(
                     *max(one.slowdowns(name, which), key=lambda pair: pair[1])
                 ),
             )
@@ -71,8 +66,3 @@ def measure(quick: bool, told: Told) -> Outcome:
             for case, one in found.items()
         ],
     )
-
-
-def run(console: Console, json_path: Path | None, plot_path: Path | None, quick: bool) -> None:
-    """See `papers.Experiment`."""
-    watched(console, lambda told: measure(quick, told)).publish(console, json_path, plot_path)

@@ -10,13 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
-
-from rich.console import Console
 
 from millrace.core.arithmetic import ceil_div
 from millrace.core.request import Chunk
-from millrace.experiments.outcome import Finding, Outcome, watched
+from millrace.experiments.outcome import Finding, Outcome, Told
 from millrace.experiments.tetris.common import (
     ASSUMPTIONS,
     FULL,
@@ -25,7 +22,6 @@ from millrace.experiments.tetris.common import (
     TETRIS,
     Size,
     Testbed,
-    Told,
     cases,
     loaded,
     scenario,
@@ -150,20 +146,20 @@ def measure(quick: bool, told: Told) -> Outcome:
         panels=[
             [
                 Panel(
-                    title=f"{key}: balancing, chunk of {CHUNK_TOKENS[key] // K}k",
-                    x="history / chunk",
-                    y="added to the chunk (%)",
-                    lines={
+                    f"{key}: balancing, chunk of {CHUNK_TOKENS[key] // K}k",
+                    "history / chunk",
+                    "added to the chunk (%)",
+                    {
                         name: [(share, 100 * added) for share, added in rows]
                         for name, rows in grown[key].items()
                     },
                 ),
                 Panel(
-                    title=f"{key}: transfer, SP {testbed.prefill}",
-                    x="prompt (k tokens)",
-                    y="added to the prefill (%)",
+                    f"{key}: transfer, SP {testbed.prefill}",
+                    "prompt (k tokens)",
+                    "added to the prefill (%)",
+                    {"": [(length, 100 * added) for length, added in alone[key]]},
                     log_x=True,
-                    lines={"": [(length, 100 * added) for length, added in alone[key]]},
                 ),
             ]
             for key, testbed in TESTBEDS.items()
@@ -178,26 +174,22 @@ def _findings(
 ) -> list[Finding]:
     found = [
         Finding(
-            what=f"{key}: balancing, {name}",
-            paper="at most 1.8%",
-            ours=f"{max(added for _, added in rows):.2%}",
+            f"{key}: balancing, {name}", "at most 1.8%", f"{max(added for _, added in rows):.2%}"
         )
         for key, by_growth in grown.items()
         for name, rows in by_growth.items()
     ]
     found += [
         Finding(
-            what=f"{key}: transfer, idle",
-            paper="0.6-11.8%, mean 2.1%",
-            ours=_range([added for _, added in rows]),
+            f"{key}: transfer, idle", "0.6-11.8%, mean 2.1%", _range([added for _, added in rows])
         )
         for key, rows in alone.items()
     ]
     found += [
         Finding(
-            what=f"{case}: {one['half_backends']:g} backends for {one['backends']:g}",
-            paper="1.5-5.4%, mean 3.8%",
-            ours=f"{one['half'] - one['enough']:.1%}",
+            f"{case}: {one['half_backends']:g} backends for {one['backends']:g}",
+            "1.5-5.4%, mean 3.8%",
+            f"{one['half'] - one['enough']:.1%}",
         )
         for case, one in loaded.items()
     ]
@@ -207,8 +199,3 @@ def _findings(
 def _range(shares: list[float]) -> str:
     mean = sum(shares) / len(shares)
     return f"{min(shares):.2%}-{max(shares):.2%}, mean {mean:.2%}"
-
-
-def run(console: Console, json_path: Path | None, plot_path: Path | None, quick: bool) -> None:
-    """See `papers.Experiment`."""
-    watched(console, lambda told: measure(quick, told)).publish(console, json_path, plot_path)

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from pathlib import Path
 
-from rich.console import Console
-
-from millrace.experiments.outcome import Finding, Outcome, watched
+from millrace.experiments.outcome import Finding, Outcome, Told
 from millrace.experiments.tetris.common import (
     ASSUMPTIONS,
     FULL,
@@ -16,7 +13,6 @@ from millrace.experiments.tetris.common import (
     SINGLE_CHUNK,
     TETRIS,
     Point,
-    Told,
     cases,
     systems,
 )
@@ -64,12 +60,12 @@ def _findings(key: str, trace: str, test: LoadTest) -> list[Finding]:
     best = test.best(baselines)
     gain = test.curves[TETRIS].capacity_rps / test.curves[best].capacity_rps - 1
     carried = [
-        Finding(what=f"{where}: {name} carries (1/s)", paper="", ours=f"{curve.capacity_rps:.2f}")
+        Finding(f"{where}: {name} carries (1/s)", "", f"{curve.capacity_rps:.2f}")
         for name, curve in test.curves.items()
     ]
     return [
         *carried,
-        Finding(what=f"{where}: Tetris over {best}", paper=_GAIN[key], ours=f"{gain:.0%}"),
+        Finding(f"{where}: Tetris over {best}", _GAIN[key], f"{gain:.0%}"),
     ]
 
 
@@ -80,17 +76,12 @@ def _panel(title: str, test: LoadTest, which: str) -> Panel:
         return (found.p50_s if which == "p50" else found.p99_s) / (LIMIT_X * light_s)
 
     return Panel(
-        title=f"{title}: {which.upper()}",
-        x="requests/s",
-        y=f"TTFT / {LIMIT_X:g}x light load",
-        mark=1.0,
-        lines={
+        f"{title}: {which.upper()}",
+        "requests/s",
+        f"TTFT / {LIMIT_X:g}x light load",
+        {
             name: [(p.rate_rps, scaled(p)) for p in curve.points if scaled(p) < 2.0]
             for name, curve in test.curves.items()
         },
+        mark=1.0,
     )
-
-
-def run(console: Console, json_path: Path | None, plot_path: Path | None, quick: bool) -> None:
-    """See `papers.Experiment`."""
-    watched(console, lambda told: measure(quick, told)).publish(console, json_path, plot_path)

@@ -8,19 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
-from millrace.experiments.outcome import Finding, Outcome, watched
+from millrace.experiments.outcome import Finding, Outcome, Told
 from millrace.experiments.tetris.common import (
     ASSUMPTIONS,
     FULL,
     QUICK,
     SINGLE_CHUNK,
     TETRIS,
-    Told,
     cases,
     loaded,
     scenario,
@@ -113,9 +109,9 @@ def _findings(key: str, trace: str, one: Critical) -> list[Finding]:
     paper = _PAPER[key]
     times = [
         Finding(
-            what=f"{key}, {trace}: {which.upper()} below {one.best}'s at {share:.0%} of its load",
-            paper=paper[which] if share == 1.0 else "",
-            ours=f"{one.ratio(share, one.best, which):.2f}",
+            f"{key}, {trace}: {which.upper()} below {one.best}'s at {share:.0%} of its load",
+            paper[which] if share == 1.0 else "",
+            f"{one.ratio(share, one.best, which):.2f}",
         )
         for which in ("p50", "p99")
         for share in SHARES
@@ -125,29 +121,24 @@ def _findings(key: str, trace: str, one: Critical) -> list[Finding]:
     return [
         *times,
         Finding(
-            what=f"{key}, {trace}: throughput over the baselines'",
-            paper=paper["throughput"],
-            ours=f"{min(gains):.2f}-{max(gains):.2f}",
+            f"{key}, {trace}: throughput over the baselines'",
+            paper["throughput"],
+            f"{min(gains):.2f}-{max(gains):.2f}",
         ),
     ]
 
 
 def _panel(title: str, reports: Mapping[str, Report]) -> Panel:
     return Panel(
-        title=title,
-        x="TTFT (s)",
-        y="requests (%)",
-        log_x=True,
-        lines={
+        title,
+        "TTFT (s)",
+        "requests (%)",
+        {
             name: [
                 (seconds, 100 * share)
                 for share, seconds in zip(CDF_SHARES, report.total.ttft_quantiles_s, strict=True)
             ]
             for name, report in reports.items()
         },
+        log_x=True,
     )
-
-
-def run(console: Console, json_path: Path | None, plot_path: Path | None, quick: bool) -> None:
-    """See `papers.Experiment`."""
-    watched(console, lambda told: measure(quick, told)).publish(console, json_path, plot_path)

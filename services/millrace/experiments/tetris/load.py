@@ -13,12 +13,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from millrace.core.config import SchedulerConfig
+from millrace.experiments.outcome import Told
 from millrace.experiments.tetris.common import (
     LIMIT_X,
     Point,
     Size,
     Testbed,
-    Told,
     point,
     scenario,
 )

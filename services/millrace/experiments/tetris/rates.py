@@ -9,16 +9,11 @@ paper's curves end too.
 
 from __future__ import annotations
 
-from pathlib import Path
-
-from rich.console import Console
-
-from millrace.experiments.outcome import Finding, Outcome, watched
+from millrace.experiments.outcome import Finding, Outcome, Told
 from millrace.experiments.tetris.common import (
     ASSUMPTIONS,
     LIMIT_X,
     Testbed,
-    Told,
     cases,
     scenario,
     scheduler,
@@ -43,11 +38,7 @@ def measure(quick: bool, told: Told) -> Outcome:
         title="Tetris: best improvement rate by arrival rate",
         assumptions=(*ASSUMPTIONS, "best: least mean TTFT"),
         findings=[
-            Finding(
-                what=f"{name}: {row.arrivals_rps:g}/s",
-                paper="0.05-0.75",
-                ours=f"{row.best:g}",
-            )
+            Finding(f"{name}: {row.arrivals_rps:g}/s", "0.05-0.75", f"{row.best:g}")
             for name, rows in labelled
             for row in rows
         ],
@@ -60,10 +51,10 @@ def measure(quick: bool, told: Told) -> Outcome:
         panels=[
             [
                 Panel(
-                    title=f"{key}, {trace}",
-                    x="requests/s",
-                    y="best improvement rate",
-                    lines={"": [(row.arrivals_rps, row.best) for row in rows]},
+                    f"{key}, {trace}",
+                    "requests/s",
+                    "best improvement rate",
+                    {"": [(row.arrivals_rps, row.best) for row in rows]},
                 )
                 for trace, rows in by.items()
             ]
@@ -90,8 +81,3 @@ def profiled(testbed: Testbed, trace: str, told: Told, quick: bool = False) -> l
 
 def _best_s(row: RateRow) -> float:
     return row.mean_ttft_s[row.best]
-
-
-def run(console: Console, json_path: Path | None, plot_path: Path | None, quick: bool) -> None:
-    """See `papers.Experiment`."""
-    watched(console, lambda told: measure(quick, told)).publish(console, json_path, plot_path)

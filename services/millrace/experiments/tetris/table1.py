@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from types import MappingProxyType
 
-from rich.console import Console
-
-from millrace.experiments.outcome import Finding, Outcome
+from millrace.experiments.outcome import Finding, Outcome, Told
 from millrace.profiles import load_profile
 from millrace.sim.results.plots import Panel
 
@@ -29,7 +26,7 @@ TABLE_1: Mapping[int, Mapping[int, float]] = MappingProxyType(
 LENGTHS = (4, 8, 16, 32, 64, 128, 256)
 
 
-def measure() -> Outcome:
+def measure(quick: bool, told: Told) -> Outcome:
     """Returns our times at the table's lengths, the best degree at each, and those of section
     2.4."""
     latency = load_profile(PROFILE).prefill
@@ -44,15 +41,15 @@ def measure() -> Outcome:
         for length, seconds in row.items()
     )
     findings = [
-        Finding(what=f"best SP at {length}k", paper=str(paper_best[length]), ours=str(best[length]))
+        Finding(f"best SP at {length}k", str(paper_best[length]), str(best[length]))
         for length in LENGTHS
     ]
     over = [ours[16][length] / ours[best[length]][length] for length in (4, 8)]
     gap_s = ours[2][256] - ours[16][256]
     findings += [
-        Finding(what="largest difference of a time", paper="", ours=f"{off:.1%}"),
-        Finding(what="SP 16 over the best at 4k, 8k", paper="up to 3x", ours=_times(over)),
-        Finding(what="SP 2 minus SP 16 at 256k (s)", paper="43.05", ours=f"{gap_s:.2f}"),
+        Finding("largest difference of a time", "", f"{off:.1%}"),
+        Finding("SP 16 over the best at 4k, 8k", "up to 3x", _times(over)),
+        Finding("SP 2 minus SP 16 at 256k (s)", "43.05", f"{gap_s:.2f}"),
     ]
     return Outcome(
         title="Tetris Table 1: prefill time of Llama-3-8B on A100 by SP degree",
@@ -68,12 +65,12 @@ def measure() -> Outcome:
         panels=[
             [
                 Panel(
-                    title="Llama-3-8B on A100",
-                    x="prompt (k tokens)",
-                    y="prefill (s)",
+                    "Llama-3-8B on A100",
+                    "prompt (k tokens)",
+                    "prefill (s)",
+                    {f"SP {sp}": list(row.items()) for sp, row in ours.items()},
                     log_x=True,
                     log_y=True,
-                    lines={f"SP {sp}": list(row.items()) for sp, row in ours.items()},
                 )
             ]
         ],
@@ -89,9 +86,3 @@ def _best(table: Mapping[int, Mapping[int, float]]) -> dict[int, int]:
 
 def _times(ratios: list[float]) -> str:
     return ", ".join(f"{ratio:.2f}x" for ratio in ratios)
-
-
-def run(console: Console, json_path: Path | None, plot_path: Path | None, quick: bool) -> None:
-    """See `papers.Experiment`."""
-    del quick  # nothing is simulated
-    measure().publish(console, json_path, plot_path)

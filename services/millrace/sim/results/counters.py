@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 from millrace.sim.results.histogram import Distribution, Histogram
 
@@ -84,18 +84,11 @@ class Tally:
         self.alive_s[role] = self.alive_s.get(role, 0.0) + seconds
 
     def counters(self, duration_s: float, events: int) -> EngineCounters:
+        numbers = (one.name for one in fields(self) if one.type in ("int", "float"))
+        sums = {name: getattr(self, name) for name in numbers}
         return EngineCounters(
             duration_s=duration_s,
-            requests=self.requests,
-            finished=self.finished,
-            refused=self.refused,
-            failed=self.failed,
             events=events,
-            steps=self.steps,
-            rounds=self.rounds,
-            commands=self.commands,
-            chunks=self.chunks,
-            preemptions=self.preemptions,
             blocking_s=self.blocking.distribution(),
             busy_share={
                 role: self.busy_s.get(role, 0.0) / alive_s if alive_s > 0 else 0.0
@@ -103,14 +96,6 @@ class Tally:
                 if role != "kvp"  # their work is part of their KV owners' steps
             },
             instance_seconds=dict(sorted(self.alive_s.items())),
-            prefill_tokens=self.prefill_tokens,
-            balancing_s=self.balancing_s,
-            handshake_s=self.handshake_s,
-            transfer_wait_s=self.transfer_wait_s,
-            transfer_tail_s=self.transfer_tail_s,
-            decode_wait_s=self.decode_wait_s,
-            longest_step_s=self.longest_step_s,
-            kvp_onboardings=self.kvp_onboardings,
-            instance_failures=self.instance_failures,
             scale_events=tuple(self.scale_events),
+            **sums,
         )

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +50,7 @@ def draw_attainment(
     _save(draw, path, (7.0, 4.4))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Panel:
     """One of a figure's charts: lines by name, each of (x, y) points.
 
@@ -61,10 +61,28 @@ class Panel:
     x: str
     y: str
     lines: Mapping[str, Sequence[tuple[float, float]]]
+    _: KW_ONLY
     log_x: bool = False
     log_y: bool = False
     mark: float | None = None
     edges: Mapping[str, float] = field(default_factory=dict)
+
+
+def points(
+    rows: Iterable[Mapping[str, Any]], x: str, y: str, scale: float = 1.0
+) -> list[tuple[float, float]]:
+    """Returns a line of a panel: `x` of each row, and `scale` times its `y`."""
+    return [(row[x], scale * row[y]) for row in rows]
+
+
+def lines_by(
+    rows: Iterable[Mapping[str, Any]], name: str, x: str, y: str, scale: float = 1.0
+) -> dict[str, list[tuple[float, float]]]:
+    """Returns a panel's lines: rows whose `name`, a template of fields, is equal make a line."""
+    found: dict[str, list[tuple[float, float]]] = {}
+    for row in rows:
+        found.setdefault(name.format_map(row), []).extend(points([row], x, y, scale))
+    return found
 
 
 def draw_panels(rows: Sequence[Sequence[Panel]], path: Path) -> None:
@@ -81,19 +99,6 @@ def draw_panels(rows: Sequence[Sequence[Panel]], path: Path) -> None:
     _save(draw, path, (4.2 * max(map(len, rows)) + 0.4, 3.4 * len(rows) + 0.2))
 
 
-def draw_ttft_cdf(reports: Mapping[str, Report], path: Path) -> None:
-    """Draws a PNG of TTFT's cumulative distribution, a line per system; failures never arrive."""
-
-    def draw(figure: Any) -> None:  # noqa: ANN401
-        axes = figure.subplots()
-        for number, (name, report) in enumerate(reports.items()):
-            _cdf(axes, report.total, name, f"C{number % 10}")
-        axes.set(title="Time to first token")
-        _finish_cdf(axes)
-
-    _save(draw, path, (7.0, 4.4))
-
-
 def draw_run(report: Report, path: Path) -> None:
     """Draws a PNG of one run: TTFT's CDF by class on the left, attainment by class on the right."""
 
@@ -107,15 +112,6 @@ def draw_run(report: Report, path: Path) -> None:
         right.set(title="Requests within their objectives")
 
     _save(draw, path, (11.0, 4.4))
-
-
-def draw_classes(reports: Mapping[str, Report], path: Path) -> None:
-    """Draws a PNG of attainment by class, a bar per system."""
-
-    def draw(figure: Any) -> None:  # noqa: ANN401
-        _class_bars(figure.subplots(), reports)
-
-    _save(draw, path, (7.0, 4.4))
 
 
 def draw_board(blocks: Sequence[Block], path: Path) -> None:

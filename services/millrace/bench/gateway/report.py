@@ -1,0 +1,37 @@
+"""Prints the results of `millrace bench gateway` as a table."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from rich.console import Console
+
+from millrace.sim.results.tables import table
+
+
+def print_tables(report: dict[str, Any], console: Console) -> None:
+    """Prints one row per figure, with its goal if there is one."""
+    made = table(
+        f"Gateway, prompts of {report['prompt_characters']} characters",
+        "measure | result | goal",
+        "{0} | {1} | {2}",
+        (dict(zip("012", row, strict=True)) for row in _rows(report)),
+        left=1,
+    )
+    console.print(made)
+
+
+def _rows(report: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
+    goals = report["goals"]
+    for cost in report["requests"]:
+        at, goal = f"{cost['concurrency']} at a time", f"{goals['cpu_us_per_request']:.0f} us"
+        yield f"CPU per request, {at}", f"{cost['cpu_us']:.0f} us", goal
+        latency = f"{cost['p50_us']:.0f} / {cost['p99_us']:.0f} us"
+        yield f"added latency p50 / p99, {at}", latency, ""
+        yield f"requests, {at}", f"{cost['requests_per_s']:.0f} /s", ""
+    for stream in report["streams"]:
+        pace = f"a step every {stream['step_ms']:.0f} ms" if stream["step_ms"] else "flat out"
+        at, goal = f"{stream['streams']} streams, {pace}", f"{goals['cpu_us_per_token']:.0f} us"
+        yield f"CPU per streamed token, {at}", f"{stream['cpu_us_per_token']:.1f} us", goal
+        yield f"streamed tokens, {at}", f"{stream['tokens_per_s']:.0f} /s", ""
