@@ -30,6 +30,7 @@ from millrace.wire.address import host_port
 from millrace.wire.pb import scheduler_pb2
 from support.deadlines import HANG_S
 from support.live_stack import eventually
+from support.metrics import total
 from support.scheduler_peers import Net, scheduler
 from support.tiny_models import model_folder
 
@@ -75,10 +76,10 @@ class Worker:
             except httpx.TransportError:
                 return 0
 
-    async def metric(self, name: str) -> float:
+    async def metric(self, name: str, **labels: str) -> float:
         async with httpx.AsyncClient(timeout=HANG_S) as client:
             text = (await client.get(f"{self.metrics}/metrics")).text
-        return float(next(line for line in text.splitlines() if line.startswith(name)).split()[-1])
+        return total(text, name, **labels)
 
     async def serving(self) -> Worker:
         await asyncio.wait(
@@ -124,7 +125,7 @@ async def test_health_answers_while_weights_load_and_ready_waits_for_all(monkeyp
         loaded.set()
         await decode.serving()
         assert await decode.get("/ready") == 200
-        assert await decode.metric('millrace_transfer_probe_seconds_count{of="loopback"}') == 1
+        assert await decode.metric("millrace_transfer_probe_seconds_count", of="loopback") == 1
         decode.stop.set()
         await asyncio.wait_for(decode.task, HANG_S)
         assert not await instances(net)
@@ -143,7 +144,7 @@ async def test_it_registers_once_a_peer_passed_its_probe(monkeypatch, caplog) ->
         await decode.serving()
         await prefill.serving()
         assert await prefill.get("/ready") == 200
-        assert await prefill.metric('millrace_transfer_probe_errors_total{of="peer"}') >= 1
+        assert await prefill.metric("millrace_transfer_probe_errors_total", of="peer") >= 1
         assert sorted(await instances(net)) == ["dead", "decode-0", "prefill-0"]
 
 
@@ -164,7 +165,7 @@ async def test_a_crash_in_its_own_probe_does_not_end_it(monkeypatch, caplog) -> 
     async with scheduler() as net, worker("decode", net, monkeypatch) as decode:
         await decode.serving()
         assert await decode.get("/ready") == 200
-        assert await decode.metric('millrace_transfer_probe_seconds_count{of="loopback"}') == 1
+        assert await decode.metric("millrace_transfer_probe_seconds_count", of="loopback") == 1
     assert died and died != [os.getpid()]
     assert "the probe's process was ended" in caplog.text
 

@@ -20,6 +20,7 @@ from millrace.proxy.service import listen
 from support.deadlines import HANG_S
 from support.gateway import MODEL, Fleet, Script
 from support.live_stack import eventually
+from support.metrics import total
 
 BODY = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}]}
 CHAT = "/v1/chat/completions"
@@ -111,14 +112,8 @@ async def test_workers_share_a_port_and_their_metrics(tmp_path):
 
             await eventually(both_serve)
             text = (await fresh.get("/metrics")).text
-        [line] = [
-            line
-            for line in text.splitlines()
-            if line.startswith("millrace_proxy_http_requests_total{")
-            and 'code="200"' in line
-            and CHAT in line
-        ]
-        assert float(line.split()[-1]) == served
+        counted = {"code": "200", "route": CHAT}
+        assert total(text, "millrace_proxy_http_requests_total", **counted) == served
 
 
 async def test_a_taken_port_is_named(tmp_path):

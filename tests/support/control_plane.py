@@ -99,10 +99,6 @@ class ControlPlane:
         }
         return str(self.api.call("POST", path, request)["status"]["token"])
 
-    def api_of(self, kubeconfig: Path) -> Api:
-        """Returns calls as the user of a kubeconfig."""
-        return Api(_configuration(kubeconfig))
-
     def write_kubeconfig(
         self, name: str, user: Mapping[str, Any], namespace: str = "default"
     ) -> Path:

@@ -26,15 +26,14 @@ from kmock import KubernetesEmulator, KubernetesError, Request, Server
 from kubernetes.aio import client
 
 from millrace_operator.run.kube import RESOURCES
+from support.custom_resources import SCHEMAS, defaulted
 from support.deadlines import HANG_S
+from support.kube_api import condition
 from support.kube_objects import (
     Object,
-    apply_defaults,
     bare,
-    crd_schemas,
     drop_unapplied,
     is_chosen,
-    is_ready,
     merge,
     pod_of,
 )
@@ -69,7 +68,6 @@ class KubeEmulator(KubernetesEmulator):
         self._events: list[tuple[int, str, Object]] = []
         self._version = 100
         self._news = asyncio.Condition()
-        self._schemas = crd_schemas()
         for kind, resource in RESOURCES.items():
             name = kmock.resource(f"{resource.api_version}/{resource.plural}")
             info = self.resources[name]
@@ -246,8 +244,8 @@ class KubeEmulator(KubernetesEmulator):
         meta = new["metadata"]
         key = (new["kind"], meta.get("namespace", ""), meta["name"])
         old = self._store.get(key)
-        if new["kind"] in self._schemas:
-            apply_defaults(new, self._schemas[new["kind"]])
+        if new["kind"] in SCHEMAS:
+            new = defaulted(SCHEMAS[new["kind"]], new)
         if old is not None and bare(old) == bare(new):
             return old
         new = copy.deepcopy(new)
@@ -314,7 +312,7 @@ class KubeEmulator(KubernetesEmulator):
         for pod_name in wanted - owned.keys():
             await self.make(pod_of(pod_name, obj, ready=self.ready_pods(pod_name)))
         ready = [pod for pod in self.all("Pod") if pod["metadata"]["name"] in wanted]
-        count = sum(is_ready(pod) for pod in ready)
+        count = sum(condition(pod, "Ready") == "True" for pod in ready)
         if ("StatefulSet", namespace, name) in self._store:
             current = self._store["StatefulSet", namespace, name]
             status = {"replicas": len(wanted), "readyReplicas": count}

@@ -10,15 +10,16 @@ from typing import Any
 
 import pytest
 from kubernetes.aio import client
-from prometheus_client.parser import text_string_to_metric_families
 
 from millrace_operator.main import Operator, Options
 from millrace_operator.run import crds, handlers, load, runner
 from millrace_operator.run.election import Terms
 from millrace_operator.run.queue import Pace
 from millrace_operator.spec import Defaults
+from support import metrics
 from support.deadlines import HANG_S
 from support.kube_emulator import KubeEmulator, configuration_of
+from support.live_stack import eventually
 
 TERMS = Terms(lease_s=2 * HANG_S, renew_s=80.0, retry_s=0.05)
 PACE = Pace(gap_s=0.02, first_retry_s=0.02, last_retry_s=0.5, event_retry_s=0.1)
@@ -87,20 +88,10 @@ async def operator(
 
 
 def total(running: Operator, metric: str, **labels: str) -> float:
-    """Returns the sum of a counter's series with these labels."""
-    return sum(
-        sample.value
-        for family in text_string_to_metric_families(running.registry.render()[0].decode())
-        for sample in family.samples
-        if sample.name == metric and labels.items() <= sample.labels.items()
-    )
+    return metrics.total(running.registry, metric, **labels)
 
 
 async def rounds(running: Operator, count: int) -> None:
     """Waits until the operator has made `count` more passes."""
     wanted = total(running, ROUNDS) + count
-    async with asyncio.timeout(HANG_S):
-        while True:
-            if total(running, ROUNDS) >= wanted:
-                return
-            await asyncio.sleep(0.01)
+    await eventually(lambda: total(running, ROUNDS) >= wanted)

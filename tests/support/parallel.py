@@ -9,15 +9,13 @@ from pathlib import Path
 
 import torch
 
-from millrace.core.kv.layout import KvLayout
 from millrace.engine.forward.local_runner import ModelRunner
 from millrace.engine.forward.passes import Boundary
 from millrace.engine.forward.prefill_task import PrefillTask
-from millrace.engine.model.loader import Model
 from millrace.engine.parallel.group_passes import GroupPasses, load_ranks
 from millrace.engine.parallel.rank_group import RankGroup
 from millrace.engine.runner import Runner
-from support.tiny_engine import Request, decode, prefill
+from support.tiny_engine import Request, decode, layout_of, prefill
 from support.tiny_models import VARIANTS, model_folder, prompt
 
 #: Every family, window, bias, tied embedding and mixture; qwen2 has one head per rank at 2.
@@ -46,22 +44,7 @@ def open_runner(
     group: RankGroup, folder: Path, *, dtype: str = "float32", num_pages: int = 64, **load: str
 ) -> ModelRunner:
     model = load_ranks(group, folder, dtype=dtype, **load)
-    return ModelRunner(GroupPasses(group, model, rank_layout(model, num_pages)))
-
-
-def rank_layout(model: Model, num_pages: int, page_tokens: int = 16) -> KvLayout:
-    config, heads = model.config, model.kv_heads
-    return KvLayout(
-        model_hash=model.hash,
-        dtype=str(model.dtype).removeprefix("torch."),
-        num_layers=config.num_layers,
-        num_kv_heads=heads.total,
-        head_dim=config.head_dim,
-        page_tokens=page_tokens,
-        head_start=heads.start,
-        head_count=heads.count,
-        num_pages=num_pages,
-    )
+    return ModelRunner(GroupPasses(group, model, layout_of(model, num_pages)))
 
 
 @dataclass(eq=False)

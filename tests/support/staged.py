@@ -27,7 +27,7 @@ from millrace.engine.pipeline.rows import Handed
 from millrace.engine.pipeline.runner import PipelineRunner
 from millrace.engine.pipeline.stage_loop import StageLoop
 from support.deadlines import HANG_S
-from support.parallel import rank_layout
+from support.tiny_engine import layout_of
 
 FIVE_LAYERS = {
     "vocab_size": 320,
@@ -90,7 +90,7 @@ class Staged:
         ]
         whole = ModelConfig.from_folder(folder)
         layout = replace(
-            rank_layout(models[0], num_pages, page_tokens),
+            layout_of(models[0], num_pages, page_tokens),
             num_layers=whole.num_layers,
             model_layers=whole.num_layers,
         )

@@ -15,7 +15,7 @@ from copy import deepcopy
 from datetime import UTC, datetime
 from types import TracebackType
 
-from support.kube_api import Api, Object, Refused
+from support.kube_api import Api, Object, Refused, condition
 
 NODE = "stand-in"
 
@@ -91,7 +91,7 @@ class StandInNodes:
                 self._bind(pod)
         elif spec["nodeName"] == NODE:
             ready = self.ready(name)
-            if ready != _is_ready(pod):
+            if ready != (condition(pod, "Ready") == "True"):
                 self._api.merge(pod, {"status": _running(pod, ready)}, "status", manager=NODE)
 
     def _bind(self, pod: Object) -> None:
@@ -121,7 +121,7 @@ class StandInNodes:
         for name in pods.keys() - set(wanted):
             if not pods[name]["metadata"].get("deletionTimestamp"):
                 self._api.delete(pods[name])
-        ready = sum(_is_ready(pod) for pod in pods.values())
+        ready = sum(condition(pod, "Ready") == "True" for pod in pods.values())
         self._say(
             stateful_set,
             {"replicas": len(pods), "readyReplicas": ready, "availableReplicas": ready},
@@ -164,11 +164,6 @@ def _controller(owner: Object) -> Object:
         "controller": True,
         "blockOwnerDeletion": True,
     }
-
-
-def _is_ready(pod: Object) -> bool:
-    conditions = pod.get("status", {}).get("conditions", [])
-    return any(c["type"] == "Ready" and c["status"] == "True" for c in conditions)
 
 
 def _running(pod: Object, ready: bool) -> Object:

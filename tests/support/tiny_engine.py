@@ -16,20 +16,24 @@ from millrace.engine.kv.pool import KvPool
 from millrace.engine.model.loader import Model, load_model
 
 
-def make_pool(model: Model, *, page_tokens: int = 16, num_pages: int = 64) -> KvPool:
-    config = model.config
-    layout = KvLayout(
+def layout_of(model: Model, num_pages: int, page_tokens: int = 16) -> KvLayout:
+    """Returns the layout of a pool for a model, or for a rank's heads of it."""
+    config, heads = model.config, model.kv_heads
+    return KvLayout(
         model_hash=model.hash,
         dtype=str(model.dtype).removeprefix("torch."),
         num_layers=config.num_layers,
-        num_kv_heads=config.num_kv_heads,
+        num_kv_heads=heads.total,
         head_dim=config.head_dim,
         page_tokens=page_tokens,
-        head_start=0,
-        head_count=config.num_kv_heads,
+        head_start=heads.start,
+        head_count=heads.count,
         num_pages=num_pages,
     )
-    return KvPool(layout, model.device)
+
+
+def make_pool(model: Model, *, page_tokens: int = 16, num_pages: int = 64) -> KvPool:
+    return KvPool(layout_of(model, num_pages, page_tokens), model.device)
 
 
 def make_runner(

@@ -29,9 +29,8 @@ def most_rows(dtype: torch.dtype) -> int:
     """
     native = cpu_backend.variant()
     if dtype == torch.bfloat16:
-        return (
-            _SKINNY_ROWS if native == "portable" or cpu_backend.has_amx() else cpu_backend.ALL_ROWS
-        )
+        is_slower = native == "portable" or cpu_backend.has_amx()
+        return _SKINNY_ROWS if is_slower else cpu_backend.ALL_ROWS
     return cpu_backend.ALL_ROWS if native == "avx2" else _SKINNY_ROWS
 
 

@@ -20,6 +20,7 @@ from millrace.decode.loop import DecodeRole
 from millrace.instance.host import WorkerContext
 from millrace.proxy.generation.continuation import continuation
 from support.live_stack import eventually
+from support.metrics import total
 from support.role_pair import Pair, live_pair
 from support.tiny_models import oracle, prompt
 from support.worker_roles import (
@@ -74,10 +75,7 @@ class Asker:
             self.pair.decode.role.on_command(admit_decode(request))
 
     def count(self, name: str, **labels: str) -> float:
-        wanted = "".join(f'{{{k}="{v}"}}' for k, v in labels.items())
-        text = self.pair.decode.registry.render()[0].decode()
-        lines = [line for line in text.splitlines() if line.startswith(f"{name}{wanted} ")]
-        return sum(float(line.split()[-1]) for line in lines)
+        return total(self.pair.decode.registry, name, **labels)
 
     def preempted(self, by: str) -> float:
         return self.count("millrace_decode_preempted_requests_total", by=by)

@@ -23,9 +23,9 @@ from millrace.engine.runner import Runner
 from millrace.engine.sampling.sampler import Sampler
 from support.deadlines import HANG_S
 from support.kvp_world import Long, random_cuts, sequence_of, world
-from support.parallel import rank_layout, split_folder, storm
+from support.parallel import split_folder, storm
 from support.ring_group import Member, RingGroup, plan
-from support.tiny_engine import Request, decode, greedy, make_runner, prefill
+from support.tiny_engine import Request, decode, greedy, layout_of, make_runner, prefill
 from support.tiny_models import model_folder, prompt
 
 
@@ -335,7 +335,7 @@ def test_staged_members_of_a_group_compute_what_one_whole_instance_does(
     if len(runners) < max(sizes):  # and one member without stages
         group = pairs(3)[2]
         model = load_ranks(group, five_layers)
-        layout = rank_layout(model, 128, page_tokens=8)
+        layout = layout_of(model, 128, page_tokens=8)
         runners.append(ModelRunner(GroupPasses(group, model, layout)))
     others: list[torch.Tensor] = []
 

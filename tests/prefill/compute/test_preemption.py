@@ -16,6 +16,7 @@ from millrace.engine.forward.passes import Boundary
 from millrace.engine.forward.prefill_task import PrefillTask
 from support.deadlines import HANG_S
 from support.live_stack import eventually
+from support.metrics import total
 from support.role_pair import Pair, finished_messages, live_pair
 from support.worker_roles import batches, config, order
 
@@ -197,8 +198,4 @@ async def test_a_cancelled_one_may_come_again(pair: Pair) -> None:
 
 
 def passes(pair: Pair) -> int:
-    text = pair.prefill.registry.render()[0].decode()
-    (line,) = (
-        x for x in text.splitlines() if x.startswith("millrace_prefill_compute_seconds_count")
-    )
-    return int(float(line.split()[1]))
+    return int(total(pair.prefill.registry, "millrace_prefill_compute_seconds_count"))

@@ -37,6 +37,7 @@ from millrace.wire.pb import transfer_pb2, transfer_pb2_grpc
 from millrace.wire.server import bind, create_server
 from support.deadlines import HANG_S
 from support.live_stack import eventually
+from support.metrics import total
 from support.scheduler_peers import Net, scheduler
 
 SIZE = 4096
@@ -222,10 +223,8 @@ class Node:
 
         return probe_end(transport, window(size), seed=seed, size=size)
 
-    def count(self, metric: str) -> float:
-        text = self.registry.render()[0].decode()
-        lines = [line for line in text.splitlines() if line.startswith(metric)]
-        return sum(float(line.rpartition(" ")[2]) for line in lines)
+    def count(self, metric: str, **labels: str) -> float:
+        return total(self.registry, metric, **labels)
 
 
 @contextlib.asynccontextmanager
@@ -251,7 +250,7 @@ async def test_an_instance_that_starts_probes_those_that_are_there(hub) -> None:
         await join(net, "p0", p0.address)
         await p1.path.reach_peers(net.address, "prefill")
         assert (len(d0.opened), len(p0.opened), len(p1.opened)) == (1, 1, 2)
-        assert p1.count('millrace_transfer_probe_seconds_count{of="peer"}') == 2
+        assert p1.count("millrace_transfer_probe_seconds_count", of="peer") == 2
         await eventually(lambda: not hub.names)
 
 
