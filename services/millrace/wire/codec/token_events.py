@@ -21,7 +21,6 @@ from millrace.wire.pb import common_pb2, decode_pb2, transfer_pb2
 
 FINISH_REASONS = EnumWords(common_pb2.FinishReason, "finish_reason", unset="")
 
-
 LOGPROBS = derive(PositionLogprobs, common_pb2.PositionLogprobs)
 SPAN = derive(Span, common_pb2.Span)
 
