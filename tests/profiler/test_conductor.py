@@ -87,15 +87,16 @@ async def test_a_prompt_that_fits_nowhere_is_an_error_and_leaves_nothing(
 
 @pytest.mark.slow
 async def test_a_dead_instance_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = set(psutil.Process().children())
+    wanted, before = options(), set(psutil.Process().children())
     with tempfile.TemporaryDirectory() as folder:
         monkeypatch.setattr(tempfile, "tempdir", folder)
-        with pytest.raises(ConductorError, match="prefill-1 is gone"):
-            async with Conductor(options()) as conductor:
+        # The conductor notices its end, or the other member of its group reports it.
+        with pytest.raises(ConductorError, match=r"prefill-1(-\d+)? is gone"):
+            async with Conductor(wanted) as conductor:
                 started = set(psutil.Process().children()) - before
                 (process,) = (one for one in started if "prefill-1" in one.cmdline())
                 running = asyncio.create_task(conductor.run([PlannedChunk(10_000, (0, 1))]))
                 await asyncio.sleep(0.1)
                 process.kill()
                 await running
-        assert os.listdir(folder) == []
+        assert not [name for name in os.listdir(folder) if name.startswith("millrace-")]
