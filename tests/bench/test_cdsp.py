@@ -154,7 +154,7 @@ def test_prompts_that_do_not_fit_are_refused():
     [
         ({"parts": "sp,gpu"}, "'gpu' is not one of"),
         ({"lengths": "10,x"}, "--lengths '10,x'"),
-        ({"sp": "0"}, "--sp '0'"),
+        ({"degrees": "0"}, "--sp '0'"),
     ],
 )
 def test_options_that_make_no_sense(arguments, message):

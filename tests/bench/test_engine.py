@@ -176,8 +176,8 @@ def test_costs_of_a_model_counted_by_hand():
     [
         ({"against": "transformers,other"}, "'other' is not one of transformers, llama.cpp"),
         ({"dtypes": "float16"}, "'float16' is not one of"),
-        ({"prefill": "512,x"}, "not a list of numbers"),
-        ({"contexts": "0"}, "at least 1"),
+        ({"prefill_tokens": "512,x"}, "--prefill '512,x'"),
+        ({"contexts": "0"}, "--contexts '0'"),
     ],
 )
 def test_options_that_make_no_sense(arguments, message):

@@ -113,7 +113,7 @@ def test_a_share_is_of_the_bound_that_is_longer(monkeypatch, flops, moved_bytes,
 
 
 def test_sides_that_disagree_are_never_compared():
-    first = next(case for case in settings().cases() if case.kernel == "silu_mul")
+    first = next(case for case in kernels.cases_of(settings()) if case.kernel == "silu_mul")
     sides = first.make()
     wrong = replace(first, make=lambda: Sides(sides.ours, lambda: sides.other() * 1.01))
     peaks = kernels.Peaks(flops_per_s={"float32": 1e10}, bytes_per_s=1e10)
@@ -145,15 +145,21 @@ def test_threads_are_put_back():
 
 
 def test_the_command_writes_both_files(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(kernels, "Settings", lambda **chosen: settings(**chosen))
+    run = kernels.run
+
+    def small(asked, **progress):
+        chosen = {name: getattr(asked, name) for name in ("names", "dtypes", "budget_s")}
+        return run(settings(**chosen), **progress)
+
+    monkeypatch.setattr(kernels, "run", small)
     paths = {"json_path": tmp_path / "k.json", "plot": tmp_path / "k.png"}
-    command(only="merge, silu_mul", dtypes="float32", budget_s=0.001, **paths)
+    command(names="merge, silu_mul", dtypes="float32", budget_s=0.001, **paths)
     report = json.loads((tmp_path / "k.json").read_text())
     assert [result["kernel"] for result in report["results"]] == ["merge", "silu_mul"]
     assert (tmp_path / "k.png").exists() and "silu_mul" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("arguments", [{"only": "linear,other"}, {"dtypes": "other"}])
+@pytest.mark.parametrize("arguments", [{"names": "linear,other"}, {"dtypes": "other"}])
 def test_options_that_make_no_sense(arguments):
     with pytest.raises(typer.BadParameter, match="'other' is not one of"):
         command(**arguments)

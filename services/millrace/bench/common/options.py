@@ -129,6 +129,7 @@ def command(
     given = {one.name: one.metadata for one in fields(settings) if one.metadata}
 
     def run(**values: Any) -> None:  # noqa: ANN401
+        signature.bind_partial(**values)  # typer gives all, a test some
         asked = {name: one["read"](values[name]) for name, one in given.items() if name in values}
         chosen = settings(**asked)
         if values.get("quick"):
@@ -144,7 +145,8 @@ def command(
     declared = {name: one["option"] for name, one in given.items()}
     declared |= {name: one for name, one in outputs.items() if kept[name]}
     parameters = [one.replace(name=name) for name, one in declared.items()]
-    setattr(run, "__signature__", inspect.Signature(parameters))  # noqa: B010 - typer reads it
+    signature = inspect.Signature(parameters)
+    setattr(run, "__signature__", signature)  # noqa: B010 - typer reads it
     run.__annotations__ = {one.name: one.annotation for one in parameters}
     run.__doc__ = summary
     return run
