@@ -23,7 +23,14 @@ STREAM = {**BODY, "stream": True}
 
 @pytest.fixture
 async def stack(tmp_path):
-    async with gateway(tmp_path, "proxy.submit_timeout_s=1", "proxy.max_inflight=3") as running:
+    async with gateway(tmp_path, "proxy.max_inflight=3") as running:
+        yield running
+
+
+@pytest.fixture
+async def impatient(tmp_path):
+    """A gateway that waits for one second for the scheduler's answer to a submission."""
+    async with gateway(tmp_path, "proxy.submit_timeout_s=1") as running:
         yield running
 
 
@@ -101,17 +108,17 @@ async def test_refusals(stack, code, status, retry, body):
     assert response.headers.get("retry-after") == retry
 
 
-async def test_a_request_that_waits_for_room_is_not_given_up(stack):
+async def test_a_request_that_waits_for_room_is_not_given_up(impatient):
     """The scheduler has answered: a long wait for a decode instance is not silence."""
 
     def submitted(spec):
-        stack.fleet.queue(spec)
-        asyncio.get_running_loop().call_later(1.7, stack.fleet.place, spec)
-        asyncio.get_running_loop().call_later(1.7, stack.fleet.play_later, spec)
+        impatient.fleet.queue(spec)
+        asyncio.get_running_loop().call_later(1.7, impatient.fleet.place, spec)
+        asyncio.get_running_loop().call_later(1.7, impatient.fleet.play_later, spec)
 
-    stack.fleet.script = Script(on_submit=submitted)
-    response = await stack.http.post(CHAT, json=BODY)
-    assert response.status_code == 200 and not stack.fleet.cancels
+    impatient.fleet.script = Script(on_submit=submitted)
+    response = await impatient.http.post(CHAT, json=BODY)
+    assert response.status_code == 200 and not impatient.fleet.cancels
 
 
 async def test_too_many_at_once(stack):
@@ -175,12 +182,12 @@ async def test_one_prompt_s_failure_cancels_the_others(stack):
     assert {c.request_id[-2:] for c in stack.fleet.cancels} == {"-0", "-2"}
 
 
-async def test_no_answer_in_time(stack):
-    stack.fleet.script = Script(on_submit=lambda spec: None)
-    response = await stack.http.post(CHAT, json=BODY)
+async def test_no_answer_in_time(impatient):
+    impatient.fleet.script = Script(on_submit=lambda spec: None)
+    response = await impatient.http.post(CHAT, json=BODY)
     assert response.status_code == 503
     assert "did not answer" in error(response)["message"]
-    await asyncio.wait_for(stack.fleet.cancelled.wait(), HANG_S)
+    await asyncio.wait_for(impatient.fleet.cancelled.wait(), HANG_S)
 
 
 async def test_placed_again_before_the_first_token(stack):
@@ -277,16 +284,16 @@ async def test_broken_token_stream_waits_for_a_new_place(stack):
     assert (await asking).json()["choices"][0]["message"]["content"] == "Hello there"
 
 
-async def test_broken_token_stream_without_a_new_place_is_submitted_anew(stack):
-    stack.fleet.script = Script(on_submit=stack.fleet.place)
-    asking = asyncio.create_task(stack.http.post(CHAT, json=BODY))
-    await stack.placed()
-    await stack.fleet.stop_decode()
-    stack.fleet.script = Script()
-    await asyncio.wait_for(stack.fleet.cancelled.wait(), HANG_S)
-    await stack.fleet.start_decode()
+async def test_broken_token_stream_without_a_new_place_is_submitted_anew(impatient):
+    impatient.fleet.script = Script(on_submit=impatient.fleet.place)
+    asking = asyncio.create_task(impatient.http.post(CHAT, json=BODY))
+    await impatient.placed()
+    await impatient.fleet.stop_decode()
+    impatient.fleet.script = Script()
+    await asyncio.wait_for(impatient.fleet.cancelled.wait(), HANG_S)
+    await impatient.fleet.start_decode()
     assert (await asking).json()["choices"][0]["message"]["content"] == "Hello there"
-    first, second = stack.fleet.specs
+    first, second = impatient.fleet.specs
     assert (second.prompt_tokens, second.resumed_tokens) == (first.prompt_tokens, 0)
 
 

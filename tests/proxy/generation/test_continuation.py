@@ -29,7 +29,7 @@ TRACED = {"x-millrace-trace": "1"}
 async def stack(tmp_path, monkeypatch):
     monkeypatch.setattr("millrace.proxy.fleet.gateway.WATCH_INTERVAL_S", 0.05)
     monkeypatch.setattr("millrace.proxy.fleet.parking.REPORT_INTERVAL_S", 0.05)
-    async with gateway(tmp_path, "proxy.submit_timeout_s=1") as running:
+    async with gateway(tmp_path) as running:
         yield running
 
 
