@@ -125,7 +125,7 @@ def autoscale_config(spec: PoolSpec) -> AutoscaleConfig:
         raise SpecError(_in_terms_of_the_spec(str(error))) from error
 
 
-def heard(spec: PoolSpec, load: PoolLoad) -> PoolLoad:
+def followed(spec: PoolSpec, load: PoolLoad) -> PoolLoad:
     """Removes the signals that the pool's spec does not list from the load."""
     listed = signals(spec)
     unheard: dict[str, Any] = {s.measured: None for n, s in SIGNALS.items() if n not in listed}

@@ -62,12 +62,12 @@ class Fleet:
         ]
 
 
-def told(what):
+def announce(what):
     pass
 
 
 def test_degrees_are_compared_with_one_instance():
-    rows = asyncio.run(cdsp_groups.scaling(Fleet(), [100, 1000], [1, 4], 2, told))
+    rows = asyncio.run(cdsp_groups.scaling(Fleet(), [100, 1000], [1, 4], 2, announce))
     by_case = {(row["tokens"], row["sp"]): row for row in rows}
     four = by_case[1000, 4]
     assert four["speedup"] == pytest.approx(1.01 / 0.26)
@@ -82,7 +82,7 @@ def test_degrees_are_compared_with_one_instance():
 
 def test_balancing_is_what_a_grown_group_takes_more():
     rows = asyncio.run(
-        cdsp_groups.balancing(Fleet(moved=1.02), 100, [0.5, 2.0], [(1, 2), (2, 4)], 3, told)
+        cdsp_groups.balancing(Fleet(moved=1.02), 100, [0.5, 2.0], [(1, 2), (2, 4)], 3, announce)
     )
     assert [(row["history"], row["from"], row["to"]) for row in rows] == [
         (50, 1, 2),

@@ -53,7 +53,7 @@ FEW = replace(
 )
 
 
-def told(what: str) -> None:
+def announce(what: str) -> None:
     pass
 
 
@@ -91,7 +91,7 @@ def test_the_predictor_is_off_by_what_the_engine_takes_more() -> None:
         30, most_tokens=512, most_history=4096, most_decodes=8, seed=1
     )
     measured = type("Measured", (), {"spent_s": 1.0})()
-    found = long_mixed.predictor(Engine(1.25), MODEL, measured, batches, 2, told)  # type: ignore[arg-type]
+    found = long_mixed.predictor(Engine(1.25), MODEL, measured, batches, 2, announce)  # type: ignore[arg-type]
     assert found["median_error"] == pytest.approx(0.2)
     assert found["p90_error"] == pytest.approx(0.2)
     assert found["spread"] == 0.0
@@ -105,7 +105,7 @@ def test_adaptive_chunks_keep_iterations_level_and_static_ones_do_not() -> None:
         prompt_tokens=1 << 19,
         static=(128, 2048),
         contexts=(512,) * 8,
-        told=told,
+        announce=announce,
     )
     adaptive, small, large = found["ways"].values()
     last = BatchShape(prefills=((128, (1 << 19) - 128),), decodes=8, decode_context_tokens=8 * 512)
@@ -123,7 +123,7 @@ def test_decodes_beside_a_chunk_are_compared_with_the_chunk_alone() -> None:
         histories=long_mixed.histories_of(8192, 512, 3),
         contexts=(256,) * 32,
         rounds=3,
-        told=told,
+        announce=announce,
     )
     assert [row["history"] for row in found["rows"]] == [0, 3840, 7680]
     assert found["whole"]["same_chunk"] > 1.0
@@ -155,7 +155,7 @@ class KvOwner:
 
 
 def test_shards_divide_attention_and_cost_communication() -> None:
-    rows = long_kvp.token_times(KvOwner(), [40_000], [1, 2, 4], 3, told)  # type: ignore[arg-type]
+    rows = long_kvp.token_times(KvOwner(), [40_000], [1, 2, 4], 3, announce)  # type: ignore[arg-type]
     one, two, four = rows
     assert one["communication_s"] == 0.0 and one["recorded_s"] == pytest.approx(0.041)
     assert (two["attention_s"], four["attention_s"]) == pytest.approx((0.02, 0.01))
@@ -167,7 +167,7 @@ def test_shards_divide_attention_and_cost_communication() -> None:
 def test_workers_join_as_the_context_grows() -> None:
     owner = KvOwner()
     contexts = [5000, 10_000, 15_000, 20_000, 40_000]
-    rows = long_kvp.growth(owner, contexts, 10_000, 32, 3, told)  # type: ignore[arg-type]
+    rows = long_kvp.growth(owner, contexts, 10_000, 32, 3, announce)  # type: ignore[arg-type]
     assert [row["workers"] for row in rows] == [1, 1, 2, 2, 4]
     assert [row["attention_s"] for row in rows] == pytest.approx([0.005, *[0.01] * 4])
     assert rows[-1]["alone_s"] == pytest.approx(0.042)

@@ -19,7 +19,7 @@ from millrace_operator.spec import (
     SIGNALS,
     SpecError,
     autoscale_config,
-    heard,
+    followed,
     parse_pool,
     parse_service,
     signals,
@@ -165,8 +165,8 @@ def test_a_decode_pool_follows_the_signals_of_its_role():
     prefill, decode = PrefillTargets(backlog_s=2.0), DecodeTargets(kv_utilisation=0.5)
     assert autoscale_config(named).targets == (prefill, decode)
     load = PoolLoad(role="mixed", backlog_s=1.0, arriving=1.0, kv_utilisation=1.0)
-    assert heard(named, load) == PoolLoad(role="mixed", backlog_s=1.0, kv_utilisation=1.0)
-    assert heard(spec_of(role="mixed"), load) == load
+    assert followed(named, load) == PoolLoad(role="mixed", backlog_s=1.0, kv_utilisation=1.0)
+    assert followed(spec_of(role="mixed"), load) == load
 
 
 def test_three_fields_make_a_service():

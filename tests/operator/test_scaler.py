@@ -64,7 +64,7 @@ class World:
 
     async def look(self, pool: ScaledPool, after_s: float = 5.0) -> View:
         self.now_s += after_s
-        return await self.scaler.look(pool)
+        return await self.scaler.view(pool)
 
 
 @pytest.fixture
@@ -78,7 +78,7 @@ def pool(
     role: str = "decode",
     wanted: int = 2,
     quota: int | None = None,
-    heard: Callable[[PoolLoad], PoolLoad] = lambda load: load,
+    followed: Callable[[PoolLoad], PoolLoad] = lambda load: load,
     **config: object,
 ) -> ScaledPool:
     targets = (DecodeTargets(),) if role == "decode" else (PrefillTargets(),)
@@ -90,7 +90,7 @@ def pool(
         interval_s=5.0,
         wanted=wanted,
         quota=quota,
-        heard=heard,
+        followed=followed,
     )
 
 
@@ -98,9 +98,9 @@ async def test_one_call_an_interval_serves_all_pools(world: World):
     pools = [pool("a"), pool("b", role="prefill"), pool("c")]
     for _ in range(4):
         world.now_s += 5.0
-        await asyncio.gather(*(world.scaler.look(one) for one in pools))
+        await asyncio.gather(*(world.scaler.view(one) for one in pools))
         world.now_s += 0.3
-        await asyncio.gather(*(world.scaler.look(one) for one in pools))
+        await asyncio.gather(*(world.scaler.view(one) for one in pools))
         world.now_s -= 0.3
     assert world.calls == ["load"] * 4
 
@@ -176,7 +176,7 @@ async def test_parked_requests_wake_a_pool(world: World):
 
 async def test_signals_that_are_not_followed_have_no_say(world: World):
     world.pools["decode"] = PoolLoad(role="decode", ready=2, kv_utilisation=1.0)
-    deaf = pool(heard=lambda load: PoolLoad(role=load.role, ready=load.ready))
+    deaf = pool(followed=lambda load: PoolLoad(role=load.role, ready=load.ready))
     assert (await world.look(deaf)).recommendation.replicas == 2
 
 

@@ -71,7 +71,7 @@ def test_tetris_carries_more_than_the_best_baseline():
     configs = paper.systems(TESTBEDS["70b"], "short")
     compared = {name: configs[name] for name in (TETRIS, LOONGSERVE)}
     size = paper.Size(duration_s=200.0, least=60, stride=2, tolerance=0.05)
-    test = load_test(TESTBEDS["70b"], "short", compared, size=size, told=lambda text: None)
+    test = load_test(TESTBEDS["70b"], "short", compared, size=size, announce=lambda text: None)
     best = test.best([LOONGSERVE])
     assert test.curves[TETRIS].capacity_rps > 1.2 * test.curves[best].capacity_rps
     rates_rps = [point.rate_rps for point in test.curves[TETRIS].points]

@@ -242,7 +242,7 @@ def test_bad_input_is_named(tmp_path, monkeypatch, words, named):
 def test_an_experiment_is_run_by_name(monkeypatch, tmp_path):
     (tmp_path / "made_up_experiment.py").write_text(
         "class measure:\n"
-        "    def __init__(self, quick, told):\n"
+        "    def __init__(self, quick, announce):\n"
         "        self.quick = quick\n"
         "    def publish(self, console, json_path, plot_path):\n"
         "        console.print(f'ran {json_path} {plot_path} {self.quick}')\n"

@@ -49,8 +49,8 @@ def _pod(obj: Object, ordinal: int) -> Pod:
     meta, status = obj["metadata"], obj.get("status", {})
     labels = meta.get("labels", {})
     terminating = "deletionTimestamp" in meta
-    told: Mapping[str, Any] = by_type(status).get("Ready", {})
-    ready = told.get("status") == "True"
+    condition: Mapping[str, Any] = by_type(status).get("Ready", {})
+    ready = condition.get("status") == "True"
     return Pod(
         name=meta["name"],
         uid=meta["uid"],
@@ -58,7 +58,7 @@ def _pod(obj: Object, ordinal: int) -> Pod:
         template=labels.get(TEMPLATE_LABEL, ""),
         revision=labels.get(REVISION_LABEL, ""),
         ready=ready and not terminating and not finished(obj),
-        unready_since_s=seconds(told.get("lastTransitionTime") or meta["creationTimestamp"]),
+        unready_since_s=seconds(condition.get("lastTransitionTime") or meta["creationTimestamp"]),
         terminating=terminating,
         trouble="" if ready or terminating else next(_troubles(status), "")[:_LONGEST],
     )

@@ -67,10 +67,10 @@ def _only_status(
         problem=problem,
         paused=paused,
     )
-    return _told(pool, observed, outcome)
+    return _status_actions(pool, observed, outcome)
 
 
-def _told(pool: Pool, observed: ObservedPool, outcome: Outcome) -> list[Action]:
+def _status_actions(pool: Pool, observed: ObservedPool, outcome: Outcome) -> list[Action]:
     """Returns Events, and the status if it has changed."""
     found: list[Action] = [*reports(pool, observed, outcome)]
     now = status(pool, observed, outcome)
@@ -119,7 +119,7 @@ def _actions(
         *(action for action in drain if isinstance(action, Uncordon)),
         *(Apply(manifest=manifest) for manifest in changed),
         *_deletions(leaving),
-        *_told(pool, observed, outcome),
+        *_status_actions(pool, observed, outcome),
         *(action for action in drain if isinstance(action, Cordon | Evict)),
     ]
 

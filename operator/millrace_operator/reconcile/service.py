@@ -23,18 +23,18 @@ def reconcile_service(
     if "deletionTimestamp" in service.metadata:
         return []  # the garbage collector deletes the children
     if service.spec.paused:
-        return _told(service, observed, revision=service.status.get("revision", ""))
+        return _status_actions(service, observed, revision=service.status.get("revision", ""))
     try:
         context = Context.of(service, defaults)
         wanted = objects.of_service(context)
     except SpecError as error:
         problem = Report(reason="InvalidSpec", message=str(error), warning=True)
         revision = service.status.get("revision", "")
-        return _told(service, observed, revision=revision, problem=problem)
+        return _status_actions(service, observed, revision=revision, problem=problem)
     return [
         *(Apply(manifest=manifest) for manifest in objects.changed(observed.live, wanted)),
         *_retired(service, observed),
-        *_told(service, observed, revision=context.revision),
+        *_status_actions(service, observed, revision=context.revision),
     ]
 
 
@@ -52,7 +52,7 @@ def _pool(service: Service, observed: ObservedService, kind: PoolKind) -> Object
     return observed.live.get((kind.kind, kind.name_in(service.name)))
 
 
-def _told(
+def _status_actions(
     service: Service, observed: ObservedService, *, revision: str, problem: Report | None = None
 ) -> list[Action]:
     last = service.status

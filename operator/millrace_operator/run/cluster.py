@@ -43,7 +43,7 @@ from millrace_operator.run.queue import Key
 from millrace_operator.run.quota import room
 from millrace_operator.run.scaler import ScaledPool, Scaler, View
 from millrace_operator.schema.pools import KINDS
-from millrace_operator.spec import SpecError, autoscale_config, heard
+from millrace_operator.spec import SpecError, autoscale_config, followed
 
 log = logging.getLogger(__name__)
 
@@ -326,7 +326,7 @@ class Cluster:
         except SpecError as error:
             return None, str(error)
         kind, meta = pool.kind, pool.metadata
-        view = await self._parts.scaler.look(
+        view = await self._parts.scaler.view(
             ScaledPool(
                 uid=meta["uid"],
                 role=pool.spec.role,
@@ -335,7 +335,7 @@ class Cluster:
                 interval_s=float(pool.spec.autoscaling.interval_seconds),
                 wanted=pool.spec.replicas,
                 quota=quota,
-                heard=partial(heard, pool.spec),
+                followed=partial(followed, pool.spec),
             )
         )
         gauge = self._parts.metrics.recommended.labels(kind, f"{meta['namespace']}/{meta['name']}")

@@ -30,7 +30,7 @@ class ScaledPool:
     interval_s: float
     wanted: int  # its spec.replicas
     quota: int | None  # replicas that the namespace's quotas have room for
-    heard: Callable[[PoolLoad], PoolLoad]  # removes the signals that the pool does not follow
+    followed: Callable[[PoolLoad], PoolLoad]  # removes the signals that the pool does not follow
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +61,7 @@ class Scaler:
         self._clock = clock
         self._pools: dict[str, _Memory] = {}
 
-    async def look(self, pool: ScaledPool) -> View:
+    async def view(self, pool: ScaledPool) -> View:
         """Returns the pool's load and size. The size is computed once per interval, not in every
         pass.
 
@@ -99,8 +99,8 @@ class Scaler:
 
 def _metrics(pool: ScaledPool, sample: Sample) -> PoolMetrics:
     """Returns the sample for the autoscaler; without a measurement it is infinitely old."""
-    told = PoolLoad(role=pool.role) if sample.load is None else sample.load.of(pool.role)
-    return pool.heard(told).metrics(
+    load = PoolLoad(role=pool.role) if sample.load is None else sample.load.of(pool.role)
+    return pool.followed(load).metrics(
         sampled_s=sample.sampled_s if sample.load else -math.inf,
         parked_requests=sample.load.parked_requests if sample.load else 0,
         size=pool.wanted,

@@ -1,8 +1,8 @@
 """The papers' experiments, one module each, run by `millrace sim paper NAME`.
 
-A module has `measure(quick, told)`, which returns an `Outcome`. `quick` cuts the number of requests
-for a first impression, and for tests. `measure` of a traced experiment also takes the path of a
-trace; without it, lengths are the shipped ones.
+A module has `measure(quick, announce)`, which returns an `Outcome`. `quick` cuts the number of
+requests for a first impression, and for tests. `measure` of a traced experiment also takes the path
+of a trace; without it, lengths are the shipped ones.
 """
 
 from __future__ import annotations

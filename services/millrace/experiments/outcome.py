@@ -16,7 +16,7 @@ from millrace.sim.results.plots import Panel, draw_panels
 from millrace.sim.results.report import write_json
 
 #: Takes the last progress text of a measurement.
-Told = Callable[[str], None]
+Announce = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)

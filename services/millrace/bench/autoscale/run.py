@@ -33,7 +33,7 @@ _SAMPLE_S = 1.0
 _BIN_S = 10.0  # seconds, of attainment and load over time
 _TOKEN_IDS = (0, LLAMA_27M["vocab_size"] - 1)
 
-Told = Callable[[str], None]
+Announce = Callable[[str], None]
 
 
 class RequestsLostError(MillraceError):
@@ -49,7 +49,7 @@ class Served:
     rows: list[TraceRow]
 
 
-async def run(settings: Settings, told: Told = lambda what: None) -> dict[str, Any]:
+async def run(settings: Settings, announce: Announce = lambda what: None) -> dict[str, Any]:
     """Measures and returns the document. Raises MillraceError, also when a request is lost."""
     begun_s = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
@@ -57,13 +57,13 @@ async def run(settings: Settings, told: Told = lambda what: None) -> dict[str, A
         served: Served | None = None
         systems = []
         for name, sizes in settings.systems().items():
-            told(f"{name}: starting the stack")
+            announce(f"{name}: starting the stack")
             async with Stack(_stack_options(model, settings, sizes[0])) as stack:
                 if served is None:
-                    told("a prompt alone")
+                    announce("a prompt alone")
                     served = _served(settings, await _alone_s(stack, settings))
                 seconds = sum(phase.seconds for phase in settings.phases)
-                told(f"{name}: {len(served.rows)} requests in {seconds:.0f} s")
+                announce(f"{name}: {len(served.rows)} requests in {seconds:.0f} s")
                 systems.append({"name": name, **await _system(stack, settings, served, sizes)})
     assert served is not None
     return {

@@ -12,7 +12,7 @@ from millrace.core.scheduler.planning.plan import PlannedChunk
 from millrace.profiler.groups.conductor import Conductor
 from millrace.profiler.measure import usual
 
-Told = Callable[[str], None]
+Announce = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +65,11 @@ def typical(samples: Sequence[Sample]) -> dict[str, float]:
 
 
 async def scaling(
-    conductor: Conductor, lengths: Sequence[int], degrees: Sequence[int], rounds: int, told: Told
+    conductor: Conductor,
+    lengths: Sequence[int],
+    degrees: Sequence[int],
+    rounds: int,
+    announce: Announce,
 ) -> list[dict[str, Any]]:
     """Returns a row for every length and SP degree, which take turns in a new order in each
     round.
@@ -76,7 +80,7 @@ async def scaling(
         await conductor.run([PlannedChunk(min(lengths), tuple(range(sp)))])  # the members connect
     order = random.Random(0)
     for number in range(rounds):
-        told(f"SP degrees {', '.join(map(str, degrees))}, round {number + 1} of {rounds}")
+        announce(f"SP degrees {', '.join(map(str, degrees))}, round {number + 1} of {rounds}")
         for tokens, sp in order.sample(cases, len(cases)):
             plan = [PlannedChunk(tokens, tuple(range(sp)))]
             samples[tokens, sp].append(await sample(conductor, plan))
@@ -108,7 +112,7 @@ async def balancing(
     shares: Sequence[float],
     growths: Sequence[tuple[int, int]],
     rounds: int,
-    told: Told,
+    announce: Announce,
 ) -> list[dict[str, Any]]:
     """Measures the extra time of a chunk on a grown group for the moves of history before it.
 
@@ -118,7 +122,7 @@ async def balancing(
     history.
     """
     rows: list[dict[str, Any]] = []
-    told(f"cache balancing before chunks of {tokens} tokens")
+    announce(f"cache balancing before chunks of {tokens} tokens")
     for share in shares:
         history = max(1, round(share * tokens))
         for old, new in growths:

@@ -34,7 +34,7 @@ LONG_SHARE = 0.2
 
 _ALONE = 6  # short prompts alone, to measure the TTFT beyond prefill
 
-Told = Callable[[str], None]
+Announce = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,12 +111,12 @@ def figures(ttft_s: Sequence[float]) -> dict[str, float]:
 
 
 async def live(
-    planner: str, served: Served, mix: Mix, rates_rps: Sequence[float], told: Told
+    planner: str, served: Served, mix: Mix, rates_rps: Sequence[float], announce: Announce
 ) -> dict[str, Any]:
     """Returns TTFTs at every rate on a stack of its own, and the median of a short prompt alone on
     it.
     """
-    told(f"{planner}: starting the stack")
+    announce(f"{planner}: starting the stack")
     options = StackOptions(
         model=served.model,
         prefill=served.instances,
@@ -134,7 +134,7 @@ async def live(
         alone_s = await _send(stack.url, served, short, concurrency=1)
         runs = []
         for rate_rps in rates_rps:
-            told(f"{planner}: {mix.requests} requests at {rate_rps:.2g} requests/s")
+            announce(f"{planner}: {mix.requests} requests at {rate_rps:.2g} requests/s")
             runs.append(figures(await _send(stack.url, served, mix.at(rate_rps))))
     return {"alone_s": median(alone_s), "runs": runs}
 

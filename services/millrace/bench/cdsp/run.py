@@ -31,7 +31,7 @@ from millrace.profiler.groups.measure import measure_groups
 from millrace.profiler.measure import Measured
 from millrace.sim.workload.workload import plan
 
-Told = Callable[[str], None]
+Announce = Callable[[str], None]
 
 
 def resolved(settings: Settings) -> Settings:
@@ -54,7 +54,7 @@ def resolved(settings: Settings) -> Settings:
     return replace(settings, instances=instances)
 
 
-async def run(settings: Settings, told: Told = lambda what: None) -> dict[str, Any]:
+async def run(settings: Settings, announce: Announce = lambda what: None) -> dict[str, Any]:
     """Measures and returns the document. Raises MillraceError for impossible settings."""
     begun_s = time.perf_counter()
     settings = resolved(settings)
@@ -66,16 +66,16 @@ async def run(settings: Settings, told: Told = lambda what: None) -> dict[str, A
     with tempfile.TemporaryDirectory() as folder:
         model = write_random_model(Path(folder), LLAMA_27M)
         if "ring" in settings.parts:
-            document["ring"] = await asyncio.to_thread(_ring, settings, told)
-        one = _one_instance(model, settings, told) if "load" in settings.parts else None
+            document["ring"] = await asyncio.to_thread(_ring, settings, announce)
+        one = _one_instance(model, settings, announce) if "load" in settings.parts else None
         if settings.fleet:
-            groups, profile = await _groups(model, settings, one, told)
+            groups, profile = await _groups(model, settings, one, announce)
             document |= groups
             if profile is not None:
                 path = Path(folder) / "profile.json"
                 path.write_text(json.dumps(profile.to_json()))
                 document["profile"] = profile.to_json()
-                document["load"] = await _load(model, path, profile, settings, told)
+                document["load"] = await _load(model, path, profile, settings, announce)
     document["took_s"] = time.perf_counter() - begun_s
     return document
 
@@ -90,19 +90,19 @@ def _engine_settings(settings: Settings) -> list[str]:
     ]
 
 
-def _ring(settings: Settings, told: Told) -> list[dict[str, Any]]:
+def _ring(settings: Settings, announce: Announce) -> list[dict[str, Any]]:
     rates = ring.measure(
         members=settings.ring_members,
         block_mib=settings.ring_mib,
         repeats=settings.ring_repeats,
-        on_progress=lambda what: told(f"ring: {what}"),
+        on_progress=lambda what: announce(f"ring: {what}"),
     )
     return [asdict(rate) for rate in rates]
 
 
-def _one_instance(model: Path, settings: Settings, told: Told) -> tuple[Subject, Measured]:
+def _one_instance(model: Path, settings: Settings, announce: Announce) -> tuple[Subject, Measured]:
     """Measures one instance alone, as `millrace profile` does."""
-    told("measuring a profile: operators")
+    announce("measuring a profile: operators")
     config = EngineConfig(
         device="cpu", dtype="float32", threads=settings.threads, kv_bytes=settings.kv_bytes
     )
@@ -116,7 +116,7 @@ def _one_instance(model: Path, settings: Settings, told: Told) -> tuple[Subject,
 
 
 async def _groups(
-    model: Path, settings: Settings, one: tuple[Subject, Measured] | None, told: Told
+    model: Path, settings: Settings, one: tuple[Subject, Measured] | None, announce: Announce
 ) -> tuple[dict[str, Any], Profile | None]:
     """Runs the conductor's measurements; also returns the profile if the load needs one."""
     found: dict[str, Any] = {}
@@ -126,9 +126,9 @@ async def _groups(
         prefill=settings.fleet,
         settings=[*_engine_settings(settings), "engine.profile=none"],
     )
-    async with Conductor(fleet, told) as conductor:
+    async with Conductor(fleet, announce) as conductor:
         if one is not None:
-            told("measuring a profile: one instance and groups")
+            announce("measuring a profile: one instance and groups")
             subject, measured = one
             groups = await measure_groups(
                 conductor.run,
@@ -140,7 +140,7 @@ async def _groups(
             profile = build_profile(subject, measured, groups)
         if "sp" in settings.parts:
             found["sp"] = await cdsp_groups.scaling(
-                conductor, settings.lengths, settings.degrees, settings.rounds, told
+                conductor, settings.lengths, settings.degrees, settings.rounds, announce
             )
             found["handshake"] = cdsp_groups.handshakes(found["sp"])
         if "balancing" in settings.parts:
@@ -150,13 +150,13 @@ async def _groups(
                 settings.shares,
                 settings.growths,
                 settings.rounds,
-                told,
+                announce,
             )
     return found, profile
 
 
 async def _load(
-    model: Path, profile_path: Path, profile: Profile, settings: Settings, told: Told
+    model: Path, profile_path: Path, profile: Profile, settings: Settings, announce: Announce
 ) -> dict[str, Any]:
     """Runs every planner at every load, live and simulated; TTFT over that of CDSP."""
     served = Served(
@@ -176,13 +176,14 @@ async def _load(
     capacity_rps = mix.capacity_rps(profile, settings.instances)
     rates_rps = [load * capacity_rps for load in settings.loads]
     live = {
-        planner: await cdsp_live.live(planner, served, mix, rates_rps, told) for planner in PLANNERS
+        planner: await cdsp_live.live(planner, served, mix, rates_rps, announce)
+        for planner in PLANNERS
     }
     beyond_s = max(live[CDSP]["alone_s"] - profile.prefill.isolated_s(mix.short_tokens), 0.0)
     runs = []
     for number, (load, rate_rps) in enumerate(zip(settings.loads, rates_rps, strict=True)):
         requests = list(plan(mix.at(rate_rps)))
-        told(f"simulating {rate_rps:.2g} requests/s")
+        announce(f"simulating {rate_rps:.2g} requests/s")
         in_sim = {
             planner: cdsp_live.simulated(planner, served, profile, requests, beyond_s)
             for planner in PLANNERS

@@ -1,7 +1,7 @@
 """Makes the command of a benchmark from its settings, and runs it.
 
 A benchmark's package has three modules: `command.py` with the settings, which imports no engine, so
-that `--help` is fast; `run.py` with `run(settings, told)`, which returns the document, or
+that `--help` is fast; `run.py` with `run(settings, announce)`, which returns the document, or
 `run(settings, on_progress)` where the steps are counted; `report.py` with `print_tables`, `draw`.
 """
 
@@ -158,14 +158,14 @@ def progress_lines(console: Console) -> Callable[[str], None]:
     """
     last = ""
 
-    def told(what: str) -> None:
+    def announce(what: str) -> None:
         nonlocal last
         begun = what.partition(" (")[0]
         if begun != last:
             last = begun
             console.print(begun)
 
-    return told
+    return announce
 
 
 def measure(package: str, settings: object, json_path: Path | None, plot: Path | None) -> None:
@@ -195,12 +195,12 @@ def measure(package: str, settings: object, json_path: Path | None, plot: Path |
 
 
 def _awaited(run: Any, settings: object, console: Console) -> Document:  # noqa: ANN401
-    """Runs `run(settings, told)` with the present step on the terminal."""
+    """Runs `run(settings, announce)` with the present step on the terminal."""
     import uvloop
 
     with console.status("starting") as status:
-        told = status.update if console.is_terminal else progress_lines(console)
-        document: Document = uvloop.run(run(settings, told))
+        announce = status.update if console.is_terminal else progress_lines(console)
+        document: Document = uvloop.run(run(settings, announce))
     return document
 
 

@@ -192,7 +192,7 @@ class _Bench:
 
 
 async def run(
-    settings: Settings, told: Callable[[str], None] = lambda what: None
+    settings: Settings, announce: Callable[[str], None] = lambda what: None
 ) -> dict[str, Any]:
     """Measures and returns the document. Raises MillraceError for wrong answers."""
     characters = settings.prompt_characters
@@ -201,16 +201,16 @@ async def run(
         bench = _Bench(engine, process, port, prompt)
         try:
             await bench.wait_ready()
-            told("warming up")
+            announce("warming up")
             await bench.requests(8, _WARM_UP_REQUESTS)
             unary = []
             for concurrency, share in ((1, 2), (32, 1)):
-                told(f"requests, {concurrency} at a time")
+                announce(f"requests, {concurrency} at a time")
                 unary.append(await bench.requests(concurrency, settings.requests // share))
             streamed = []
             for step_s in (0.025, 0.0):
                 pace = "paced" if step_s else "as fast as they go"
-                told(f"{settings.streams} streams, {pace}")
+                announce(f"{settings.streams} streams, {pace}")
                 length = settings.tokens if step_s == 0 else settings.tokens // 4
                 streamed.append(await bench.streams(settings.streams, length, step_s))
         finally:

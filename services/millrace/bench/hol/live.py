@@ -59,10 +59,10 @@ class Interrupted:
 class LiveSystem:
     """async with LiveSystem(system, served) as live: ..."""
 
-    def __init__(self, system: System, served: Served, told: Callable[[str], None]) -> None:
+    def __init__(self, system: System, served: Served, announce: Callable[[str], None]) -> None:
         self._system = system
         self._served = served
-        self._told = told
+        self._announce = announce
         self._client: SseClient | None = None
         settings = [
             f"engine.dtype={served.dtype}",
@@ -84,7 +84,7 @@ class LiveSystem:
         )
 
     async def __aenter__(self) -> LiveSystem:
-        self._told(f"{self._system.name}: starting the stack")
+        self._announce(f"{self._system.name}: starting the stack")
         await self._stack.__aenter__()
         self._client = SseClient(self._stack.url)
         return self
@@ -98,7 +98,7 @@ class LiveSystem:
         """Returns median TTFTs in seconds of prompts alone in the stack, by name; they take
         turns.
         """
-        self._told(f"{self._system.name}: {', '.join(tokens)} alone")
+        self._announce(f"{self._system.name}: {', '.join(tokens)} alone")
         turns = itertools.cycle(
             TraceRow(arrival_s=None, input_tokens=count, output_tokens=1, class_name=name)
             for name, count in tokens.items()
@@ -127,7 +127,7 @@ class LiveSystem:
 
         async def look() -> None:
             while not watch.is_over(now_s := time.perf_counter() - begun_s):
-                self._told(
+                self._announce(
                     f"{self._system.name}: {rate_rps:.3g} requests/s ({now_s:.0f} of "
                     f"{watch.planned[-1].arrival_s:.0f} s)"
                 )
@@ -154,7 +154,7 @@ class LiveSystem:
         rng = random.Random(f"{seed}/interrupted")
         ttft_s: list[float] = []
         while len(ttft_s) < repeats:
-            self._told(f"{self._system.name}: short prompts during a long one")
+            self._announce(f"{self._system.name}: short prompts during a long one")
             rows = [TraceRow(arrival_s=0.0, input_tokens=long[0], output_tokens=1)]
             rows[0] = replace(rows[0], class_name=_LONG)
             at_s = 0.0

@@ -40,10 +40,10 @@ _LONG_MULTIPLE = 12.8  # objective of the long prompt over its isolated TTFT: a 
 _SIM_TOLERANCE, _SIM_STEP, _SIM_RUNS = 0.03, 2.0, 40
 _START = (0.2, 1.6)  # a search begins within these shares of the capacity, independent of `sim`
 
-Told = Callable[[str], None]
+Announce = Callable[[str], None]
 
 
-async def run(settings: Settings, told: Told = lambda what: None) -> dict[str, Any]:
+async def run(settings: Settings, announce: Announce = lambda what: None) -> dict[str, Any]:
     """Measures and returns the document. Raises MillraceError for prompts that don't fit."""
     begun_s = time.perf_counter()
     threads = settings.threads or max(1, len(os.sched_getaffinity(0)) // 2)
@@ -75,7 +75,7 @@ async def run(settings: Settings, told: Told = lambda what: None) -> dict[str, A
                     f"{option} is {tokens} tokens; the model and {settings.kv_bytes} bytes of KV "
                     f"hold prompts of at most {most_tokens}"
                 )
-        told("measuring a profile")
+        announce("measuring a profile")
         profile = build_profile(
             *measured_alone(
                 engine, settings.profile_s, threads=threads, max_chunk_tokens=WHOLE_TOKENS
@@ -83,7 +83,7 @@ async def run(settings: Settings, told: Told = lambda what: None) -> dict[str, A
         )
         profile_path = Path(folder) / "profile.json"
         profile_path.write_text(json.dumps(profile.to_json()))
-        document |= _in_process(engine, settings, blocking_tokens, told)
+        document |= _in_process(engine, settings, blocking_tokens, announce)
         del engine
         served = Served(
             model=str(model),
@@ -93,7 +93,9 @@ async def run(settings: Settings, told: Told = lambda what: None) -> dict[str, A
             kv_bytes=settings.kv_bytes,
             token_ids=token_ids,
         )
-        document |= await _Comparison(settings, served, profile, most_tokens, told).run(compared)
+        document |= await _Comparison(settings, served, profile, most_tokens, announce).run(
+            compared
+        )
     document["profile"] = profile.to_json()
     document["took_s"] = time.perf_counter() - begun_s
     return document
@@ -107,7 +109,7 @@ def _model(model: str, folder: Path) -> tuple[Path | str, tuple[int, int] | None
 
 
 def _in_process(
-    engine: Engine, settings: Settings, blocking_tokens: int, told: Told
+    engine: Engine, settings: Settings, blocking_tokens: int, announce: Announce
 ) -> dict[str, Any]:
     """Runs the parts over the execution pool alone: chunks as in the systems that stop after
     them.
@@ -117,7 +119,7 @@ def _in_process(
     cases += [("chunk", one.chunk_tokens) for one in of_chunks if one.preemption == "chunk"]
     blocking = []
     for granularity, chunk_tokens in cases:
-        told(f"blocking time: stops after a{'n' * (granularity[0] == 'o')} {granularity}")
+        announce(f"blocking time: stops after a{'n' * (granularity[0] == 'o')} {granularity}")
         blocking.append(
             hol_pool.blocking(
                 engine,
@@ -128,7 +130,7 @@ def _in_process(
                 seed=settings.seeds[0],
             )
         )
-    told("cost of checks")
+    announce("cost of checks")
     tokens = mean_tokens(settings.scale)["file"]
     checks = hol_pool.checks(engine, tokens=tokens, rounds=settings.check_rounds)
     return {"blocking": [asdict(one) for one in blocking], "checks": asdict(checks)}
@@ -138,13 +140,18 @@ class _Comparison:
     """Compares the systems, live and simulated."""
 
     def __init__(
-        self, settings: Settings, served: Served, profile: Profile, most_tokens: int, told: Told
+        self,
+        settings: Settings,
+        served: Served,
+        profile: Profile,
+        most_tokens: int,
+        announce: Announce,
     ) -> None:
         self._settings = settings
         self._served = served
         self._profile = profile
         self._most_tokens = most_tokens
-        self._told = told
+        self._announce = announce
         self._tokens = mean_tokens(settings.scale)
         self._isolated_s: dict[str, float] = {}
         self._traffic: Traffic | None = None
@@ -156,7 +163,7 @@ class _Comparison:
         drift: dict[str, float] = {}
         interrupted: dict[str, Interrupted] = {}
         for system in compared:
-            async with LiveSystem(system, self._served, self._told) as stack:
+            async with LiveSystem(system, self._served, self._announce) as stack:
                 text_s = await self._isolate(stack)
                 drift[system.name] = text_s / self._isolated_s["text"]
                 simulated[system.name] = [await self._simulated(system, s) for s in self._seeds]
@@ -224,7 +231,7 @@ class _Comparison:
         async def one(rate_rps: float) -> Attainment:
             return self._simulate(system, rate_rps, seed)
 
-        self._told(f"{system.name}: simulating")
+        self._announce(f"{system.name}: simulating")
         return await goodput(
             one, 1.0, tolerance=_SIM_TOLERANCE, step=_SIM_STEP, most_runs=_SIM_RUNS
         )

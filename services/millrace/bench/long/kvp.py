@@ -44,7 +44,7 @@ from millrace.transfer.transport.nixl.environment import transport_environment
 from millrace.transfer.transport.nixl.transport import NixlTransport
 from millrace.transfer.transport.regions import Memory
 
-Told = Callable[[str], None]
+Announce = Callable[[str], None]
 Document = dict[str, Any]
 
 TIMEOUT_S = 30.0
@@ -210,13 +210,13 @@ def kv_owner(model: Path, *, dtype: str, context: int, degree: int) -> Iterator[
 
 
 def token_times(
-    at: KvOwner, contexts: Sequence[int], degrees: Sequence[int], repeats: int, told: Told
+    at: KvOwner, contexts: Sequence[int], degrees: Sequence[int], repeats: int, announce: Announce
 ) -> list[Document]:
     """Measures the time between tokens of one request by its context and its number of workers."""
     waits_s = {degree: _communication_s(at, degree, 1, repeats) for degree in degrees}
     rows = []
     for context in contexts:
-        told(f"kvp: a token of a context of {context}")
+        announce(f"kvp: a token of a context of {context}")
         recorded_s = at.recorded_s(context, repeats)
         for degree in degrees:
             taken = at.passes(_equal(context, degree), 1, context, repeats)
@@ -231,7 +231,7 @@ def growth(
     most_tokens: int,
     chunk_tokens: int,
     repeats: int,
-    told: Told,
+    announce: Announce,
 ) -> list[Document]:
     """Measures the last chunk of growing contexts, as workers join so that none holds more than
     `most_tokens` (Mnemosyne Figure 19), and the same chunk where the KV owner holds all.
@@ -239,7 +239,7 @@ def growth(
     rows = []
     waits_s = {1: 0.0}
     for context in contexts:
-        told(f"kvp: workers join (a context of {context})")
+        announce(f"kvp: workers join (a context of {context})")
         workers = ceil_div(context, most_tokens)
         if workers not in waits_s:
             waits_s[workers] = _communication_s(at, workers, chunk_tokens, repeats)

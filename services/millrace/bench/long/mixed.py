@@ -20,7 +20,7 @@ from millrace.core.instance.packing import Packer, PackingConfig
 from millrace.profiler.measure import Measured, usual
 from millrace.profiler.workload import Workload
 
-Told = Callable[[str], None]
+Announce = Callable[[str], None]
 Document = dict[str, Any]
 
 #: About how many iterations per way the document keeps.
@@ -79,7 +79,7 @@ def predictor(
     measured: Measured,
     batches: Sequence[Batch],
     rounds: int,
-    told: Told,
+    announce: Announce,
 ) -> Document:
     """Runs every batch `rounds` times, in rounds over all batches. Predictions come from the
     profile alone, and corrected by earlier batches, as in a mixed instance.
@@ -91,7 +91,7 @@ def predictor(
     ]
     taken_s: list[list[float]] = [[] for _ in fitting]
     for number in range(rounds):
-        told(f"predictor: random mixed batches (round {number + 1} of {rounds})")
+        announce(f"predictor: random mixed batches (round {number + 1} of {rounds})")
         for batch, times in zip(fitting, taken_s, strict=True):
             times.append(workload.mixed_s(batch.chunks, batch.contexts))
     corrected = Predictor(model)
@@ -148,7 +148,7 @@ def chunking(
     prompt_tokens: int,
     static: Sequence[int],
     contexts: Sequence[int],
-    told: Told,
+    announce: Announce,
 ) -> Document:
     """Runs a long prompt in static and in adaptive chunks beside the same decodes (Mnemosyne Figure
     8).
@@ -173,7 +173,7 @@ def chunking(
     while running := [name for name, one in prompts.items() if one.done < prompt_tokens]:
         name = min(running, key=lambda name: prompts[name].done)
         now = prompts[name]
-        told(f"chunking: a prompt of {prompt_tokens} tokens ({now.done} done)")
+        announce(f"chunking: a prompt of {prompt_tokens} tokens ({now.done} done)")
         ((_, tokens),) = now.packer.pack(len(contexts), sum(contexts), [(now, now.done)], _no_slack)
         batch = Batch(chunks=((tokens, now.done),), contexts=tuple(contexts))
         taken_s = workload.mixed_s(batch.chunks, contexts)
@@ -232,7 +232,7 @@ def batching(
     histories: Sequence[int],
     contexts: Sequence[int],
     rounds: int,
-    told: Told,
+    announce: Announce,
 ) -> Document:
     """Measures an iteration of `chunk_tokens` with and without decodes in it (Mnemosyne Figure 22).
 
@@ -242,7 +242,7 @@ def batching(
     """
     rows = []
     for history in histories:
-        told(f"batching: decodes beside a prefill (history of {history})")
+        announce(f"batching: decodes beside a prefill (history of {history})")
         taken_s: dict[str, list[float]] = {"alone": [], "same_tokens": [], "same_chunk": []}
         for order in _turns(rounds):
             for kind in order:

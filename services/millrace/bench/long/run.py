@@ -14,7 +14,7 @@ from millrace.bench.long import kvp as long_kvp
 from millrace.bench.long import mixed as long_mixed
 from millrace.bench.long import spp as long_spp
 from millrace.bench.long.command import MIXED_PARTS, Settings
-from millrace.bench.long.mixed import Document, Told
+from millrace.bench.long.mixed import Announce, Document
 from millrace.bench.long.model import LONG_LLAMA_27M, kv_bytes
 from millrace.core.config import EngineConfig
 from millrace.core.cost.operators import OperatorModel
@@ -28,14 +28,14 @@ from millrace.profiles.degrees import REFERENCE
 MAX_CHUNK_TOKENS = 2048
 
 
-async def run(settings: Settings, told: Told = lambda what: None) -> Document:
+async def run(settings: Settings, announce: Announce = lambda what: None) -> Document:
     """Measures and returns the document. Raises MillraceError for impossible settings."""
     begun_s = time.perf_counter()
     document: Document = {"benchmark": "long", "settings": asdict(settings)}
     with tempfile.TemporaryDirectory() as folder:
         model = write_random_model(Path(folder), LONG_LLAMA_27M)
         if set(settings.parts) & set(MIXED_PARTS):
-            document |= await asyncio.to_thread(_mixed, model, settings, told)
+            document |= await asyncio.to_thread(_mixed, model, settings, announce)
         if "spp" in settings.parts:
             document["spp"] = await asyncio.to_thread(
                 long_spp.stages,
@@ -45,16 +45,16 @@ async def run(settings: Settings, told: Told = lambda what: None) -> Document:
                 prompt_tokens=settings.stage_prompt_tokens,
                 chunk_tokens=settings.stage_chunk_tokens,
                 repeats=settings.stage_repeats,
-                told=told,
+                announce=announce,
             )
         if "kvp" in settings.parts:
-            document["kvp"] = await asyncio.to_thread(_kvp, model, settings, told)
+            document["kvp"] = await asyncio.to_thread(_kvp, model, settings, announce)
     document["machine"] = describe_machine()
     document["took_s"] = time.perf_counter() - begun_s
     return document
 
 
-def _mixed(model: Path, settings: Settings, told: Told) -> Document:
+def _mixed(model: Path, settings: Settings, announce: Announce) -> Document:
     config = EngineConfig(
         device="cpu",
         dtype=settings.dtype,
@@ -73,8 +73,8 @@ def _mixed(model: Path, settings: Settings, told: Told) -> Document:
     found: Document = {}
     try:
         if set(settings.parts) & {"predictor", "chunking"}:
-            predicted, measured = _model(engine, workload, settings, told)
-            found |= _predicted(workload, predicted, measured, settings, told)
+            predicted, measured = _model(engine, workload, settings, announce)
+            found |= _predicted(workload, predicted, measured, settings, announce)
         if "batching" in settings.parts:
             found["batching"] = long_mixed.batching(
                 workload,
@@ -84,7 +84,7 @@ def _mixed(model: Path, settings: Settings, told: Told) -> Document:
                 ),
                 contexts=(settings.short_context_tokens,) * settings.short_decodes,
                 rounds=settings.batching_rounds,
-                told=told,
+                announce=announce,
             )
     finally:
         workload.close()
@@ -93,10 +93,10 @@ def _mixed(model: Path, settings: Settings, told: Told) -> Document:
 
 
 def _model(
-    engine: Engine, workload: Workload, settings: Settings, told: Told
+    engine: Engine, workload: Workload, settings: Settings, announce: Announce
 ) -> tuple[OperatorModel, Measured]:
     """Fits the model as `millrace profile` does."""
-    told("measuring a profile")
+    announce("measuring a profile")
     measured = measure(workload, settings.profile_s)
     found = mixed_model(measured, engine.layout.num_layers, load_profile(REFERENCE).operators)
     assert found is not None  # there is room for decodes
@@ -108,7 +108,7 @@ def _predicted(
     model: OperatorModel,
     measured: Measured,
     settings: Settings,
-    told: Told,
+    announce: Announce,
 ) -> Document:
     found: Document = {}
     if "predictor" in settings.parts:
@@ -119,7 +119,7 @@ def _predicted(
             most_decodes=settings.most_decodes,
         )
         found["predictor"] = long_mixed.predictor(
-            workload, model, measured, batches, settings.rounds, told
+            workload, model, measured, batches, settings.rounds, announce
         )
     if "chunking" in settings.parts:
         found["chunking"] = long_mixed.chunking(
@@ -128,22 +128,22 @@ def _predicted(
             prompt_tokens=settings.prompt_tokens,
             static=settings.static,
             contexts=(settings.context_tokens,) * settings.decodes,
-            told=told,
+            announce=announce,
         )
     return found
 
 
-def _kvp(model: Path, settings: Settings, told: Told) -> Document:
+def _kvp(model: Path, settings: Settings, announce: Announce) -> Document:
     degree = max(settings.degrees)
     longest = settings.most_tokens * degree
     steps = settings.growth_steps
     grown = [longest * (number + 1) // steps for number in range(steps)]
-    told("kvp: starting workers")
+    announce("kvp: starting workers")
     context = max(longest, *settings.contexts)
     with long_kvp.kv_owner(model, dtype=settings.dtype, context=context, degree=degree) as at:
         return {
             "token": long_kvp.token_times(
-                at, settings.contexts, settings.degrees, settings.token_repeats, told
+                at, settings.contexts, settings.degrees, settings.token_repeats, announce
             ),
             "growth": long_kvp.growth(
                 at,
@@ -151,7 +151,7 @@ def _kvp(model: Path, settings: Settings, told: Told) -> Document:
                 settings.most_tokens,
                 settings.growth_chunk_tokens,
                 settings.growth_repeats,
-                told,
+                announce,
             ),
             "most_tokens": settings.most_tokens,
             "chunk_tokens": settings.growth_chunk_tokens,

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from millrace.bench.long.mixed import Document, Told
+from millrace.bench.long.mixed import Announce, Document
 from millrace.bench.long.model import kv_bytes
 from millrace.core.config import EngineConfig
 from millrace.engine.assembly import Engine, open_engine
@@ -35,7 +35,7 @@ def stages(
     prompt_tokens: int,
     chunk_tokens: int,
     repeats: int,
-    told: Told,
+    announce: Announce,
 ) -> Document:
     """Returns seconds of a prompt and of its first chunk alone, by stages; the best of several
     runs.
@@ -43,7 +43,7 @@ def stages(
     cores = len(os.sched_getaffinity(0))
     rows: list[Document] = []
     for degree in degrees:
-        told(f"spp: {degree} stages" if degree > 1 else "spp: one stage")
+        announce(f"spp: {degree} stages" if degree > 1 else "spp: one stage")
         config = EngineConfig(
             device="cpu",
             dtype=dtype,

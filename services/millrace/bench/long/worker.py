@@ -50,8 +50,8 @@ class WorkerProcess:
         """Attaches the worker to the exchange. `metadata` is the KV owner's transport's."""
         self._hear(START_TIMEOUT_S)  # the process has started
         offer = exchange.offer()
-        told = self.ask("attach", metadata, offer.region, offer.offset)
-        await exchange.attach(self.name, offer, **told)
+        attached = self.ask("attach", metadata, offer.region, offer.offset)
+        await exchange.attach(self.name, offer, **attached)
 
     def hold(self, start_token: int, end_token: int, kv_tokens: int) -> RemoteShard:
         """Frees the worker's shard and opens a shard whose first `kv_tokens` tokens are there."""

@@ -34,7 +34,7 @@ IDS = (10, 1500)
 WARM = 3
 SPIN = "while True: pass"
 
-Told = Callable[[str], None]
+Announce = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class Asked:
         return self.predicted_s / self.real_s - 1.0
 
 
-async def run(settings: Settings, told: Told) -> dict[str, Any]:
+async def run(settings: Settings, announce: Announce) -> dict[str, Any]:
     """Measures and returns the report. Raises MillraceError when a request fails."""
     with tempfile.TemporaryDirectory(prefix="millrace-") as folder:
         model = _widened(Path(folder) / "millrace-tiny", max(settings.lengths) + 64)
@@ -65,9 +65,9 @@ async def run(settings: Settings, told: Told) -> dict[str, Any]:
             settings=[profiles],
             profile=load_config(None, [profiles]).engine,
         )
-        told("measuring the model")
+        announce("measuring the model")
         await measure_first(options, settings.budget_s)
-        told("starting the stack")
+        announce("starting the stack")
         async with (
             Stack(options) as stack,
             httpx.AsyncClient(base_url=stack.url, timeout=None) as client,
@@ -75,10 +75,10 @@ async def run(settings: Settings, told: Told) -> dict[str, Any]:
             draw = random.Random(1)
             for _ in range(WARM):
                 await _ask(client, draw, min(settings.lengths))
-            passes = {"idle": await _pass(client, settings, draw, told, "idle")}
+            passes = {"idle": await _pass(client, settings, draw, announce, "idle")}
             if settings.busy:
                 with busy_processes(settings.busy):
-                    found = await _pass(client, settings, draw, told, "busy")
+                    found = await _pass(client, settings, draw, announce, "busy")
                 passes["busy"] = found
     return {
         "settings": asdict(settings),
@@ -108,11 +108,15 @@ def summary(found: Sequence[Asked]) -> dict[str, Any]:
 
 
 async def _pass(
-    client: httpx.AsyncClient, settings: Settings, draw: random.Random, told: Told, name: str
+    client: httpx.AsyncClient,
+    settings: Settings,
+    draw: random.Random,
+    announce: Announce,
+    name: str,
 ) -> list[Asked]:
     order, found = settings.order(), []
     for number, tokens in enumerate(order, 1):
-        told(f"{name} ({number} of {len(order)}: {tokens} tokens)")
+        announce(f"{name} ({number} of {len(order)}: {tokens} tokens)")
         found.append(await _ask(client, draw, tokens))
     return found
 

@@ -21,7 +21,7 @@ from millrace.core.cost.latency import SpLatency
 from millrace.core.cost.operators import BatchShape
 from millrace.core.cost.profile import Profile
 from millrace.experiments import unlimited
-from millrace.experiments.outcome import Told
+from millrace.experiments.outcome import Announce
 from millrace.profiles import load_profile
 from millrace.sim.cluster.spec import SimSpec
 from millrace.sim.results.plots import Panel
@@ -82,12 +82,15 @@ class System:
 
 
 def by_rate(
-    systems: Mapping[str, S], rates_rps: Iterable[float], told: Told, run: Callable[[S, float], T]
+    systems: Mapping[str, S],
+    rates_rps: Iterable[float],
+    announce: Announce,
+    run: Callable[[S, float], T],
 ) -> dict[str, dict[float, T]]:
     """Runs every system at every rate. Returns the results by system and rate."""
 
     def one(name: str, rate_rps: float) -> T:
-        told(f"{name}, {rate_rps:g}/s")
+        announce(f"{name}, {rate_rps:g}/s")
         return run(systems[name], rate_rps)
 
     return {name: {rate: one(name, rate) for rate in rates_rps} for name in systems}
@@ -250,7 +253,7 @@ def compare(
     axis: Axis,
     rate_rps: float,
     size: Size,
-    told: Told,
+    announce: Announce,
     *,
     points: Iterable[float] = (),
     mix: str = "qwen",
@@ -274,7 +277,7 @@ def compare(
         }
 
         def on_run(name: str, value: float, draw: int = seed) -> None:
-            told(f"{model}, draw {draw}, {name}: {axis} {value:.3g}")
+            announce(f"{model}, draw {draw}, {name}: {axis} {value:.3g}")
 
         for result in sweep(scenarios, options, on_run):
             found[result.name].append(result)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from millrace.experiments.flowprefill import common as fp
-from millrace.experiments.outcome import Finding, Outcome, Told
+from millrace.experiments.outcome import Announce, Finding, Outcome
 
 _MODEL = "Llama-3-8B"  # as in all of the paper's ablations
 _RATE_RPS = 5.0  # of the SLO axis: two thirds of what one instance can do, so that some are late
@@ -16,14 +16,14 @@ SYSTEMS = {
 }
 
 
-def measure(quick: bool, told: Told) -> Outcome:
+def measure(quick: bool, announce: Announce) -> Outcome:
     """Both sides of the figure."""
     size = fp.size_of(quick)
     size = replace(size, seeds=1)
     rates = (2.0, 4.0, 6.0, 8.0, 10.0, 12.0, 14.0)
     scales = (0.2, 0.3, 0.4, 0.5, 0.6, 0.8, 1.0)
-    by_rate = fp.compare(SYSTEMS, _MODEL, "rate", _RATE_RPS, size, told, points=rates)
-    by_scale = fp.compare(SYSTEMS, _MODEL, "slo-scale", _RATE_RPS, size, told, points=scales)
+    by_rate = fp.compare(SYSTEMS, _MODEL, "rate", _RATE_RPS, size, announce, points=rates)
+    by_scale = fp.compare(SYSTEMS, _MODEL, "slo-scale", _RATE_RPS, size, announce, points=scales)
     findings = [
         Finding(what.format(name), "", f"{edge.median:.2f}")
         for what, found in (

@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from millrace.experiments.flowprefill import common as fp
-from millrace.experiments.outcome import Finding, Outcome, Told
+from millrace.experiments.outcome import Announce, Finding, Outcome
 from millrace.sim.results.plots import Panel
 from millrace.sim.scenario import simulate
 
@@ -46,7 +46,7 @@ SYSTEMS = {
 Draws = Mapping[float, Mapping[str, Sequence[float]]]
 
 
-def measure(quick: bool, told: Told) -> Outcome:
+def measure(quick: bool, announce: Announce) -> Outcome:
     """Attainment by rate and throughput, by budget and cost of a pass."""
     size = fp.size_of(quick)
     size = replace(size, requests=size.requests // 2, seeds=2 * size.seeds)
@@ -54,7 +54,7 @@ def measure(quick: bool, told: Told) -> Outcome:
     floods: dict[str, dict[str, fp.Load]] = {}
     for label, pass_s in fp.PASSES.items():
         systems = {name: replace(one, pass_s=pass_s) for name, one in SYSTEMS.items()}
-        told(label)
+        announce(label)
         draws[label] = {
             rate: {name: attainments(one, rate, size) for name, one in systems.items()}
             for rate in RATES_RPS

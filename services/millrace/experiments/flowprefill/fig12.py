@@ -17,7 +17,7 @@ from dataclasses import replace
 
 from millrace.core.cost.operators import BatchShape
 from millrace.experiments.flowprefill import common as fp
-from millrace.experiments.outcome import Finding, Outcome, Told
+from millrace.experiments.outcome import Announce, Finding, Outcome
 from millrace.sim.results.histogram import Distribution
 from millrace.sim.results.plots import Panel
 from millrace.sim.scenario import simulate
@@ -32,14 +32,14 @@ RATES_RPS = {"Llama-3-8B": (3.0, 6.0), "Llama-3-70B": (1.2, 2.4)}
 Blocking = Mapping[tuple[str, int], Distribution]
 
 
-def measure(quick: bool, told: Told) -> Outcome:
+def measure(quick: bool, announce: Announce) -> Outcome:
     """Blocking times of both models at two rates, and ratios by length."""
     size = fp.size_of(quick)
     found: dict[str, Blocking] = {}
     for model, rates in RATES_RPS.items():
         for rate in rates:
             at = f"{model} at {rate:g}/s"
-            told(at)
+            announce(at)
             found[at] = {
                 (boundary, ahead): blocking(model, boundary, rate, size, ahead)
                 for ahead in (2, 1)

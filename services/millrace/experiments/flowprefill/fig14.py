@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from millrace.experiments.flowprefill import common as fp
-from millrace.experiments.outcome import Finding, Outcome, Told
+from millrace.experiments.outcome import Announce, Finding, Outcome
 from millrace.sim.results.plots import Panel
 
 _MODEL = "Llama-3-8B"
@@ -27,14 +27,14 @@ SYSTEMS = {
 }
 
 
-def measure(quick: bool, told: Told) -> Outcome:
+def measure(quick: bool, announce: Announce) -> Outcome:
     """Attainment and throughput by rate."""
     size = replace(fp.size_of(quick), requests=REQUESTS)
 
     def load(system: fp.System, rate_rps: float) -> fp.Load:
         return fp.load(fp.scenario(system, _MODEL, rate_rps, size, mix=_MIX))
 
-    found = fp.by_rate(SYSTEMS, RATES_RPS, told, load)
+    found = fp.by_rate(SYSTEMS, RATES_RPS, announce, load)
     findings = [
         Finding(
             f"throughput of FlowPrefill over that of {other}, least and most over the rates",

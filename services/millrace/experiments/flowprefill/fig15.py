@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from millrace.experiments.flowprefill import common as fp
-from millrace.experiments.outcome import Finding, Outcome, Told
+from millrace.experiments.outcome import Announce, Finding, Outcome
 from millrace.sim.scenario import simulate
 
 _MODEL = "Llama-3-8B"
@@ -20,7 +20,7 @@ SYSTEMS = {
 }
 
 
-def measure(quick: bool, told: Told) -> Outcome:
+def measure(quick: bool, announce: Announce) -> Outcome:
     """Goodput by chunk size, for both costs of a pass, and the longest blocking time."""
     size = fp.size_of(quick)
     size = replace(size, seeds=1)
@@ -29,7 +29,7 @@ def measure(quick: bool, told: Told) -> Outcome:
     longest_ms: dict[str, dict[str, float]] = {}
     for label, pass_s in fp.PASSES.items():
         systems = {name: replace(one, pass_s=pass_s) for name, one in SYSTEMS.items()}
-        found[label] = fp.compare(systems, _MODEL, "rate", _RATE_RPS, size, told, points=rates)
+        found[label] = fp.compare(systems, _MODEL, "rate", _RATE_RPS, size, announce, points=rates)
         longest_ms[label] = {name: longest_blocking_ms(one, size) for name, one in systems.items()}
     return Outcome(
         title="FlowPrefill figure 15: with chunked prefill, Llama-3-8B",

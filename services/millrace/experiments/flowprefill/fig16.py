@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from millrace.core.instance.packing import PackingConfig
 from millrace.experiments.flowprefill import common as fp
-from millrace.experiments.outcome import Finding, Outcome, Told
+from millrace.experiments.outcome import Announce, Finding, Outcome
 from millrace.sim.cluster.spec import SimSpec
 from millrace.sim.results.plots import Panel
 from millrace.sim.scenario import Scenario, Traffic, simulate
@@ -56,11 +56,11 @@ SYSTEMS = {
 }
 
 
-def measure(quick: bool, told: Told) -> Outcome:
+def measure(quick: bool, announce: Announce) -> Outcome:
     """TTFT and TBT attainment by rate."""
     size = fp.size_of(quick)
     found = fp.by_rate(
-        SYSTEMS, RATES_RPS, told, lambda system, rate: simulate(system.scenario(rate, size))
+        SYSTEMS, RATES_RPS, announce, lambda system, rate: simulate(system.scenario(rate, size))
     )
     attained = {
         name: {

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from millrace.experiments.flowprefill import common as fp
-from millrace.experiments.outcome import Finding, Outcome, Told
+from millrace.experiments.outcome import Announce, Finding, Outcome
 
 _OURS = "FlowPrefill"
 
@@ -34,7 +34,7 @@ _RATIOS = {
 }
 
 
-def measure(quick: bool, told: Told) -> Outcome:
+def measure(quick: bool, announce: Announce) -> Outcome:
     """Both rows of the figure for each model."""
     size = fp.size_of(quick)
     found: dict[str, dict[str, fp.Comparison]] = {}
@@ -44,8 +44,10 @@ def measure(quick: bool, told: Told) -> Outcome:
         scales = (0.2, 0.3, 0.4, 0.6, 0.8, 1.0, 1.5, 2.0, 3.0)
         one = replace(size, seeds=1)
         found[model] = {
-            "rate": fp.compare(SYSTEMS, model, "rate", rate, size, told, points=rates),
-            "slo-scale": fp.compare(SYSTEMS, model, "slo-scale", rate, one, told, points=scales),
+            "rate": fp.compare(SYSTEMS, model, "rate", rate, size, announce, points=rates),
+            "slo-scale": fp.compare(
+                SYSTEMS, model, "slo-scale", rate, one, announce, points=scales
+            ),
         }
     return Outcome(
         title="FlowPrefill figure 9: TTFT attainment by request rate and SLO scale",

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from millrace.experiments.flowprefill import common as fp
-from millrace.experiments.outcome import Finding, Outcome, Told
+from millrace.experiments.outcome import Announce, Finding, Outcome
 from millrace.sim.results.plots import Panel
 from millrace.sim.scenario import simulate
 
@@ -21,10 +21,10 @@ SYSTEMS = {"batching 2K": fp.FLOWPREFILL, "no batching": replace(fp.FLOWPREFILL,
 COUNTERS = ("rounds", "commands", "preemptions")
 
 
-def measure(quick: bool, told: Told) -> Outcome:
+def measure(quick: bool, announce: Announce) -> Outcome:
     """Counts by rate, each divided by the number of requests."""
     size = fp.size_of(quick)
-    found = fp.by_rate(SYSTEMS, RATES_RPS, told, lambda one, rate: counts(one, rate, size))
+    found = fp.by_rate(SYSTEMS, RATES_RPS, announce, lambda one, rate: counts(one, rate, size))
     most = {
         name: max(by[name] for by_rate in found.values() for by in by_rate.values())
         for name in COUNTERS

@@ -22,7 +22,7 @@ from millrace.core.config import SchedulerConfig
 from millrace.core.errors import ConfigError
 from millrace.core.instance.packing import PackingConfig
 from millrace.experiments import unlimited
-from millrace.experiments.outcome import Finding, Outcome, Told
+from millrace.experiments.outcome import Announce, Finding, Outcome
 from millrace.profiles import load_profile
 from millrace.sim.cluster.spec import SimSpec
 from millrace.sim.results.plots import Panel
@@ -187,7 +187,7 @@ class Edge:
 
 
 def measure(
-    jobs: Mapping[tuple[str, str], tuple[Case, SimSpec]], told: Told, processes: int = 2
+    jobs: Mapping[tuple[str, str], tuple[Case, SimSpec]], announce: Announce, processes: int = 2
 ) -> dict[tuple[str, str], Edge]:
     """Finds the edge of each (case, system), side by side in a few processes."""
     with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
@@ -195,7 +195,7 @@ def measure(
         found = {}
         for key, result in running.items():
             found[key] = result.result()
-            told(f"{len(found)} of {len(jobs)} searches: {' / '.join(key)}")
+            announce(f"{len(found)} of {len(jobs)} searches: {' / '.join(key)}")
     return found
 
 
@@ -259,7 +259,7 @@ def panel(results: Mapping[str, Mapping[str, Any]], title: str) -> Panel:
 def compare(
     found: Mapping[str, Case],
     systems: Mapping[str, Callable[[Case], SimSpec]],
-    told: Told,
+    announce: Announce,
     *,
     title: str,
     assumptions: Sequence[str] = (),
@@ -275,7 +275,7 @@ def compare(
             for name, case in found.items()
             for system, spec in systems.items()
         },
-        told,
+        announce,
     )
     *others, ours = systems
     findings = []

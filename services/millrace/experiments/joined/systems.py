@@ -5,15 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 
 from millrace.experiments.joined import common as joined
-from millrace.experiments.outcome import Outcome, Told
+from millrace.experiments.outcome import Announce, Outcome
 
 
-def measure(quick: bool, told: Told, folder: Path | None = None) -> Outcome:
+def measure(quick: bool, announce: Announce, folder: Path | None = None) -> Outcome:
     """Compares them. `folder` has the Azure and Mooncake traces; without it, only mixes."""
     return joined.compare(
         joined.cases(folder, quick),
         joined.SYSTEMS,
-        told,
+        announce,
         title="Goodput at 90 % attainment by system (requests/s; traces: scale of their times)",
         assumptions=["16 A100s each: 8 for prefill and 8 for decode, or all for both"],
     )

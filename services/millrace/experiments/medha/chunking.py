@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from millrace.core.cost.operators import OperatorModel
 from millrace.core.instance.packing import PackingConfig
 from millrace.experiments import long_context as mn
-from millrace.experiments.outcome import Finding, Outcome, Told
+from millrace.experiments.outcome import Announce, Finding, Outcome
 from millrace.sim.results.plots import Panel
 
 #: Decodes in every iteration beside the long prefill.
@@ -41,12 +41,12 @@ def compare(model: OperatorModel, chunk: int) -> Pair:
     return Pair(static=static, adaptive=mn.summary(list(mn.passes(model, held, TOKENS, BESIDE))))
 
 
-def measure(quick: bool, told: Told) -> Outcome:
+def measure(quick: bool, announce: Announce) -> Outcome:
     """Measures every chunk size, on eight H100s and on eight A100s."""
     chunks = (128, 512) if quick else CHUNKS
     found: dict[str, dict[int, Pair]] = {}
     for profile in (mn.H100, mn.A100):
-        told(profile)
+        announce(profile)
         model = mn.operators(profile)
         found[profile] = {chunk: compare(model, chunk) for chunk in chunks}
     return Outcome(

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from millrace.experiments.medha import common as medha
 from millrace.experiments.medha.common import Hour, Load, Spread
-from millrace.experiments.outcome import Finding, Outcome, Told
+from millrace.experiments.outcome import Announce, Finding, Outcome
 from millrace.sim.cluster.spec import SimSpec
 from millrace.sim.results.plots import Panel
 
@@ -36,14 +36,14 @@ Found = Mapping[str, Sequence[tuple[float, Hour]]]  # by system: (QPS, hour)
 ByShare = Mapping[str, Mapping[float, Sequence[Hour]]]  # by system and share of long ones
 
 
-def measure(quick: bool, told: Told, trace: Path | None = None) -> Outcome:
+def measure(quick: bool, announce: Announce, trace: Path | None = None) -> Outcome:
     if quick:
-        return compare(told, (0.25, FIGURE_1_QPS), 900.0, trace, SEEDS[:1])
-    return compare(told, QPS, medha.HOUR_S, trace)
+        return compare(announce, (0.25, FIGURE_1_QPS), 900.0, trace, SEEDS[:1])
+    return compare(announce, QPS, medha.HOUR_S, trace)
 
 
 def compare(
-    told: Told,
+    announce: Announce,
     qps: Sequence[float],
     window_s: float,
     trace: Path | None = None,
@@ -54,12 +54,12 @@ def compare(
     by_share: dict[str, dict[float, list[Hour]]] = {}
     for name, build in SYSTEMS.items():
         for rate in qps:
-            told(f"{name}, {rate:g} requests/s")
+            announce(f"{name}, {rate:g} requests/s")
             load = Load(qps=rate, window_s=window_s, trace=trace)
             by_qps.setdefault(name, []).append((rate, medha.run_hour(build(), load)))
     for name in (OURS, THEIRS):
         for share in FRACTIONS:
-            told(f"{name}, {share:.0%} long")
+            announce(f"{name}, {share:.0%} long")
             load = Load(qps=FIGURE_1_QPS, long_fraction=share, window_s=window_s, trace=trace)
             by_share.setdefault(name, {})[share] = [
                 medha.run_hour(SYSTEMS[name](), replace(load, seed=seed)) for seed in seeds

@@ -9,7 +9,7 @@ from pathlib import Path
 from millrace.core.cost.operators import BatchShape, OperatorModel
 from millrace.experiments.medha import common as medha
 from millrace.experiments.medha.common import Hour, Load
-from millrace.experiments.outcome import Finding, Outcome, Told
+from millrace.experiments.outcome import Announce, Finding, Outcome
 from millrace.sim.cluster.spec import SimSpec
 
 OURS, SINGLE = "Medha", "LARS"
@@ -37,24 +37,24 @@ SHORT_PROMPTS = (128, 512, 2048)
 Found = Mapping[str, Sequence[tuple[float, Hour]]]
 
 
-def measure(quick: bool, told: Told, trace: Path | None = None) -> Outcome:
+def measure(quick: bool, announce: Announce, trace: Path | None = None) -> Outcome:
     rates, window_s = ((0.25, 0.75), 600.0) if quick else (QPS, WINDOW_S)
-    return compare(told, rates, window_s, trace)
+    return compare(announce, rates, window_s, trace)
 
 
 def compare(
-    told: Told, qps: Sequence[float], window_s: float, trace: Path | None = None
+    announce: Announce, qps: Sequence[float], window_s: float, trace: Path | None = None
 ) -> Outcome:
     """Measures every policy at every rate."""
     found: dict[str, list[tuple[float, Hour]]] = {}
     for name, build in SYSTEMS.items():
         for rate in qps:
-            told(f"{name}, {rate:g} requests/s")
+            announce(f"{name}, {rate:g} requests/s")
             hour = medha.run_hour(build(), Load(qps=rate, window_s=window_s, trace=trace))
             found.setdefault(name, []).append((rate, hour))
     batched: dict[str, Hour] = {}
     for name, policy in BATCHED.items():
-        told(f"{name} with multi-prefill batching")
+        announce(f"{name} with multi-prefill batching")
         load = Load(qps=BATCHED_QPS, window_s=window_s, trace=trace)
         batched[name] = medha.run_hour(medha.medha(policy), load)
     saving = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from millrace.core.cost.operators import OPERATORS, BatchShape, OperatorModel
 from millrace.experiments import long_context as mn
-from millrace.experiments.outcome import Finding, Outcome, Told
+from millrace.experiments.outcome import Announce, Finding, Outcome
 from millrace.sim.results.plots import Panel
 
 CHUNKS = (32, 64, 128, 256, 512, 1024, 2048)
@@ -40,7 +40,7 @@ def increase(model: OperatorModel, chunk: int, decodes: int) -> float:
     return pass_s(decodes) / pass_s(0) - 1.0
 
 
-def measure(quick: bool, told: Told) -> Outcome:
+def measure(quick: bool, announce: Announce) -> Outcome:
     model = mn.operators(mn.H100)
     large = mn.operators(mn.LARGE_H100)
     added = {

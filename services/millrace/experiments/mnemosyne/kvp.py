@@ -9,7 +9,7 @@ from itertools import pairwise
 from millrace.core.cost.operators import OperatorModel
 from millrace.core.instance.packing import PackingConfig
 from millrace.experiments import long_context as mn
-from millrace.experiments.outcome import Finding, Outcome, Told
+from millrace.experiments.outcome import Announce, Finding, Outcome
 from millrace.sim.results.plots import Panel
 
 #: Figure 17's contexts, and a row up to them.
@@ -59,7 +59,7 @@ def grow(
     )
 
 
-def measure(quick: bool, told: Told) -> Outcome:
+def measure(quick: bool, announce: Announce) -> Outcome:
     """Decode steps by context and degree; a growing prefill with and without KVP."""
     growth_tokens = mn.MILLION if quick else GROWTH_TOKENS
     model = mn.operators(mn.H100)
@@ -76,7 +76,7 @@ def measure(quick: bool, told: Told) -> Outcome:
         ("adaptive chunks, one worker", adaptive, mn.NO_KVP),
         ("adaptive chunks, KVP", adaptive, GROWTH),
     ):
-        told(name)
+        announce(name)
         growths[name] = grow(model, packing, sharding, growth_tokens)
     return Outcome(
         title="Mnemosyne figures 17 to 19: KV parallelism, Llama-3-8B on H100s",

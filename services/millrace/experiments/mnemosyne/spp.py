@@ -10,7 +10,7 @@ from millrace.core.cost.profile import Profile
 from millrace.core.instance.packing import PackingConfig
 from millrace.experiments import long_context as mn
 from millrace.experiments.medha import common as medha
-from millrace.experiments.outcome import Finding, Outcome, Told
+from millrace.experiments.outcome import Announce, Finding, Outcome
 from millrace.profiles import load_profile
 from millrace.sim.cluster.spec import SimSpec
 from millrace.sim.loop import Simulation
@@ -82,7 +82,7 @@ def whole_s(profile: Profile, tokens: int, degree: int) -> float:
 Found = Mapping[int, Mapping[int, Prefill]]  # by tokens and stages
 
 
-def measure(quick: bool, told: Told) -> Outcome:
+def measure(quick: bool, announce: Announce) -> Outcome:
     """Measures every length on every pipeline, and decode steps at 2M tokens."""
     lengths, stages = ((mn.MILLION,), (1, 16)) if quick else (TOKENS, STAGES)
     profile = load_profile(mn.H100)
@@ -91,7 +91,7 @@ def measure(quick: bool, told: Told) -> Outcome:
     for tokens in lengths:
         single_s = prefill_s(tokens, 1)
         for count in stages:
-            told(f"{tokens / mn.MILLION:g}M tokens, {count} stages")
+            announce(f"{tokens / mn.MILLION:g}M tokens, {count} stages")
             ttft_s = prefill_s(tokens, count)
             found.setdefault(tokens, {})[count] = Prefill(
                 ttft_s=ttft_s,

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from millrace.core.config import SchedulerConfig
-from millrace.experiments.outcome import Told
+from millrace.experiments.outcome import Announce
 from millrace.experiments.tetris.common import (
     TETRIS,
     Point,
@@ -57,7 +57,7 @@ def ablation(
     variants: Mapping[str, SchedulerConfig],
     *,
     size: Size,
-    told: Told,
+    announce: Announce,
 ) -> Ablation:
     """Runs all variants at every rate of the shipped table, up to saturation."""
     rates_rps = [
@@ -67,7 +67,7 @@ def ablation(
     def points(name: str, config: SchedulerConfig) -> Iterator[Point]:
         of = scenario(testbed, trace, config)
         for rate_rps in rates_rps:
-            told(f"{testbed.name}, {trace}: {name} at {rate_rps:g}/s")
+            announce(f"{testbed.name}, {trace}: {name} at {rate_rps:g}/s")
             yield point(of, rate_rps, size)
 
     return Ablation(

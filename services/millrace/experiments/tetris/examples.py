@@ -10,7 +10,7 @@ from array import array
 
 from millrace.core.scheduler.planning import PLANNERS, PlannerInputs
 from millrace.core.scheduler.planning.plan import Plan
-from millrace.experiments.outcome import Finding, Outcome, Told
+from millrace.experiments.outcome import Announce, Finding, Outcome
 from millrace.experiments.tetris.common import scheduler
 from millrace.experiments.tetris.table1 import PROFILE, K
 from millrace.profiles import load_profile
@@ -50,7 +50,7 @@ def _after(done: Plan, queue_s: array[float]) -> array[float]:
     return left_s
 
 
-def measure(quick: bool, told: Told) -> Outcome:
+def measure(quick: bool, announce: Announce) -> Outcome:
     """Both examples."""
     greedy, reserved = two_requests("esp"), two_requests("cdsp")
     wide, narrow, chunked = map(long_behind_short, ("esp", "fixed_sp", "cdsp"))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from millrace.experiments.outcome import Finding, Outcome, Told
+from millrace.experiments.outcome import Announce, Finding, Outcome
 from millrace.experiments.tetris.ablation import Ablation, ablation
 from millrace.experiments.tetris.common import ASSUMPTIONS, QUICK, Size, cases, scheduler
 
@@ -10,14 +10,14 @@ RATES = (0.1, 0.3, 0.5, 0.7)
 SIZE = Size(duration_s=300.0, stride=2)
 
 
-def measure(quick: bool, told: Told) -> Outcome:
+def measure(quick: bool, announce: Announce) -> Outcome:
     """Each fixed rate at every load."""
     variants = {
         f"rate {rate:g}": scheduler(planner="cdsp", improvement_rate=rate) for rate in RATES
     }
     found = {
         (key, trace): ablation(
-            key, testbed, trace, variants, size=QUICK if quick else SIZE, told=told
+            key, testbed, trace, variants, size=QUICK if quick else SIZE, announce=announce
         )
         for key, testbed, trace in cases(quick)
     }

@@ -6,7 +6,7 @@ the gain of chunks from the gain of adjusting the rate.
 
 from __future__ import annotations
 
-from millrace.experiments.outcome import Finding, Outcome, Told
+from millrace.experiments.outcome import Announce, Finding, Outcome
 from millrace.experiments.tetris.ablation import ablation
 from millrace.experiments.tetris.common import (
     ASSUMPTIONS,
@@ -29,7 +29,7 @@ _PAPER = {
 FIXED = f"{SINGLE_CHUNK}, rate 0.1"
 
 
-def measure(quick: bool, told: Told) -> Outcome:
+def measure(quick: bool, announce: Announce) -> Outcome:
     """Both at every load, with the same table of improvement rates."""
     found = {
         (key, trace): ablation(
@@ -41,7 +41,7 @@ def measure(quick: bool, told: Told) -> Outcome:
                 FIXED: scheduler(planner="single_chunk", improvement_rate=0.1),
             },
             size=QUICK if quick else FULL,
-            told=told,
+            announce=announce,
         )
         for key, testbed, trace in cases(quick)
     }

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from millrace.core.arithmetic import ceil_div
 from millrace.core.request import Chunk
-from millrace.experiments.outcome import Finding, Outcome, Told
+from millrace.experiments.outcome import Announce, Finding, Outcome
 from millrace.experiments.tetris.common import (
     ASSUMPTIONS,
     FULL,
@@ -130,13 +130,13 @@ def _idle(testbed: Testbed) -> Scenario:
     return scenario(testbed, "short", config)
 
 
-def measure(quick: bool, told: Told) -> Outcome:
+def measure(quick: bool, announce: Announce) -> Outcome:
     """Measures all three parts."""
     grown = {key: balancing(key, testbed) for key, testbed in TESTBEDS.items()}
     alone = {key: transfer(testbed) for key, testbed in TESTBEDS.items()}
     loaded: dict[str, dict[str, float]] = {}
     for key, testbed, trace in cases(quick):
-        told(f"{testbed.name}, {trace}: transfers under load")
+        announce(f"{testbed.name}, {trace}: transfers under load")
         loaded[f"{key}, {trace}"] = halved(key, testbed, trace, QUICK if quick else FULL)
     return Outcome(
         title="Tetris figure 14: overheads of cache balancing and transfer",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict
 
-from millrace.experiments.outcome import Finding, Outcome, Told
+from millrace.experiments.outcome import Announce, Finding, Outcome
 from millrace.experiments.tetris.common import (
     ASSUMPTIONS,
     FULL,
@@ -22,14 +22,14 @@ from millrace.sim.results.plots import Panel
 _GAIN = {"8b": "20-45 %", "70b": "21-43 %"}
 
 
-def measure(quick: bool, told: Told) -> Outcome:
+def measure(quick: bool, announce: Announce) -> Outcome:
     """Curves and edges of Tetris and its baselines on every testbed and trace."""
     found: dict[str, dict[str, LoadTest]] = {}
     size = QUICK if quick else FULL
     for key, testbed, trace in cases(quick):
         configs = systems(testbed, trace)
         del configs[SINGLE_CHUNK]
-        test = load_test(testbed, trace, configs, size=size, told=told)
+        test = load_test(testbed, trace, configs, size=size, announce=announce)
         found.setdefault(key, {})[trace] = test
     return Outcome(
         title="Tetris figure 8: TTFT against load",

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from millrace.experiments.outcome import Finding, Outcome, Told
+from millrace.experiments.outcome import Announce, Finding, Outcome
 from millrace.experiments.tetris.common import (
     ASSUMPTIONS,
     FULL,
@@ -69,14 +69,14 @@ class Critical:
         }
 
 
-def measure(quick: bool, told: Told) -> Outcome:
+def measure(quick: bool, announce: Announce) -> Outcome:
     """Measures distributions at the critical load of the best baseline, and a little below it."""
     found: dict[tuple[str, str], Critical] = {}
     size = QUICK if quick else FULL
     for key, testbed, trace in cases(quick):
         configs = systems(testbed, trace)
         del configs[SINGLE_CHUNK]
-        test = load_test(testbed, trace, configs, size=size, told=told)
+        test = load_test(testbed, trace, configs, size=size, announce=announce)
         best = test.best([name for name in configs if name != TETRIS])
         runs = {name: scenario(testbed, trace, config) for name, config in configs.items()}
         at_rps = test.curves[best].capacity_rps

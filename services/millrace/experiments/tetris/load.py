@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from millrace.core.config import SchedulerConfig
-from millrace.experiments.outcome import Told
+from millrace.experiments.outcome import Announce
 from millrace.experiments.tetris.common import (
     LIMIT_X,
     Point,
@@ -52,7 +52,7 @@ def load_test(
     configs: Mapping[str, SchedulerConfig],
     *,
     size: Size,
-    told: Told,
+    announce: Announce,
 ) -> LoadTest:
     """Runs every system at rising rates until a rate is not carried, then searches the edge."""
     step_rps = testbed.steps_rps[trace] * size.stride
@@ -66,7 +66,7 @@ def load_test(
 
     curves = {}
     for name, of in runs.items():
-        told(f"{testbed.name}, {trace}: {name}")
+        announce(f"{testbed.name}, {trace}: {name}")
         points = [light[name]]
         points += _rising(of, step_rps, size, carried)
         edge = max((found.rate_rps for found in points if carried(found)), default=0.0)

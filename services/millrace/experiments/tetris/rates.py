@@ -9,7 +9,7 @@ paper's curves end too.
 
 from __future__ import annotations
 
-from millrace.experiments.outcome import Finding, Outcome, Told
+from millrace.experiments.outcome import Announce, Finding, Outcome
 from millrace.experiments.tetris.common import (
     ASSUMPTIONS,
     LIMIT_X,
@@ -25,11 +25,11 @@ SEED = 1
 REQUESTS = 600
 
 
-def measure(quick: bool, told: Told) -> Outcome:
+def measure(quick: bool, announce: Announce) -> Outcome:
     """Finds tables of all testbeds and traces."""
     found: dict[str, dict[str, list[RateRow]]] = {}
     for key, testbed, trace in cases(quick):
-        rows = profiled(testbed, trace, told, quick)
+        rows = profiled(testbed, trace, announce, quick)
         found.setdefault(key, {})[trace] = rows
     labelled = [
         (f"{key}, {trace}", rows) for key, by in found.items() for trace, rows in by.items()
@@ -63,7 +63,9 @@ def measure(quick: bool, told: Told) -> Outcome:
     )
 
 
-def profiled(testbed: Testbed, trace: str, told: Told, quick: bool = False) -> list[RateRow]:
+def profiled(
+    testbed: Testbed, trace: str, announce: Announce, quick: bool = False
+) -> list[RateRow]:
     """Returns rows up to saturation; for a quick run two, with three rates each."""
     step_rps = testbed.steps_rps[trace]
     of = scenario(
@@ -74,7 +76,7 @@ def profiled(testbed: Testbed, trace: str, told: Told, quick: bool = False) -> l
     rows: list[RateRow] = []
     while not rows or _best_s(rows[-1]) < LIMIT_X * _best_s(rows[0]):
         rate_rps = round(step_rps * (len(rows) + 1), 6)
-        told(f"{testbed.name}, {trace}: {rate_rps:g}/s")
+        announce(f"{testbed.name}, {trace}: {rate_rps:g}/s")
         rows += profile_rates(of, [rate_rps])
     return rows
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from millrace.experiments.outcome import Finding, Outcome, Told
+from millrace.experiments.outcome import Announce, Finding, Outcome
 from millrace.profiles import load_profile
 from millrace.sim.results.plots import Panel
 
@@ -26,7 +26,7 @@ TABLE_1: Mapping[int, Mapping[int, float]] = MappingProxyType(
 LENGTHS = (4, 8, 16, 32, 64, 128, 256)
 
 
-def measure(quick: bool, told: Told) -> Outcome:
+def measure(quick: bool, announce: Announce) -> Outcome:
     """Returns our times at the table's lengths, the best degree at each, and those of section
     2.4."""
     latency = load_profile(PROFILE).prefill

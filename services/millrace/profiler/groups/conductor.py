@@ -98,10 +98,10 @@ class Conductor:
     """
 
     def __init__(
-        self, options: FleetOptions, told: Callable[[str], None] = lambda what: None
+        self, options: FleetOptions, announce: Callable[[str], None] = lambda what: None
     ) -> None:
         self.options = options
-        self._told = told
+        self._announce = announce
         self._directory = Path()
         self._stack = contextlib.AsyncExitStack()
         self._services: dict[str, Service] = {}
@@ -266,7 +266,7 @@ class Conductor:
         port, *metrics_ports = _free_ports(1 + self.options.prefill)
         self._metrics_ports = dict(zip(self.prefill_ids, metrics_ports, strict=True))
         names = [*self.prefill_ids, DECODE]
-        self._told(f"starting {len(names)} instances")
+        self._announce(f"starting {len(names)} instances")
         self._stack.push_async_callback(self._stop_services)
         for number, name in enumerate(names):
             service = self._service(name, number, f"{HOST}:{port}", url)

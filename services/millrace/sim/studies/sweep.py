@@ -78,15 +78,15 @@ def sweep(
         if options.search:
             tasks.append(_Task(name, _search(scenario, options)))
         tasks += [_Task(name, _point(scenario, options.axis, value)) for value in options.points]
-    told = on_run or (lambda name, value: None)
+    announce = on_run or (lambda name, value: None)
     if options.jobs == 1:
         for task in tasks:
             while task.next is not None:
                 value = task.next.value
                 task.take(_run(task.next))
-                told(task.system, value)
+                announce(task.system, value)
     else:
-        _in_processes(tasks, options.jobs, told)
+        _in_processes(tasks, options.jobs, announce)
     return [_result(name, tasks) for name in systems]
 
 
@@ -166,7 +166,9 @@ def _search(scenario: Scenario, options: SweepOptions) -> _Steps:
     return _Found(edge=1 / edge if by_scale else edge, at_edge=reports[edge], trials=tuple(trials))
 
 
-def _in_processes(tasks: Sequence[_Task], jobs: int, told: Callable[[str, float], None]) -> None:
+def _in_processes(
+    tasks: Sequence[_Task], jobs: int, announce: Callable[[str, float], None]
+) -> None:
     """Keeps `jobs` processes busy. A new interpreter each: threads here must not be forked."""
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(max_workers=jobs, mp_context=context) as pool:
@@ -179,7 +181,7 @@ def _in_processes(tasks: Sequence[_Task], jobs: int, told: Callable[[str, float]
                     task = running.pop(done)
                     value = 0.0 if task.next is None else task.next.value
                     task.take(done.result())
-                    told(task.system, value)
+                    announce(task.system, value)
                     if task.next is not None:
                         running[pool.submit(_run, task.next)] = task
         finally:

@@ -1,6 +1,6 @@
 """The requests of a load test or a simulation: lengths, arrivals and classes from one seed.
 
-Trace files, plain or gzip, are told apart by their first line:
+Trace files, plain or gzip, are announce apart by their first line:
 
 - Azure LLM inference: CSV with TIMESTAMP, ContextTokens, GeneratedTokens;
 - Mooncake: JSON lines with timestamp (ms), input_length, output_length;

@@ -229,8 +229,8 @@ class KvpExchange:
         table_bytes = entries * self.shape.entry_bytes
         if nbytes + table_bytes <= self._inline_bytes:
             body = self._body(pair, nbytes, table_bytes)
-            told = message._replace(body=body).encode()
-            pair.write = self._transport.notify(pair.peer, told, urgent=True)
+            payload = message._replace(body=body).encode()
+            pair.write = self._transport.notify(pair.peer, payload, urgent=True)
         else:
             pair.write = self._transport.write(
                 pair.peer,
@@ -331,8 +331,8 @@ class KvpExchange:
             self._lose(pair, f"{pair.worker}: {error}")
 
     def _say_bye(self, pair: _Pair) -> None:
-        told = self._transport.notify(pair.peer, KvpMessage(KvpKind.BYE, pair.slot).encode())
-        self._places.watch(pair.peer, pair.slot, told)
+        sent = self._transport.notify(pair.peer, KvpMessage(KvpKind.BYE, pair.slot).encode())
+        self._places.watch(pair.peer, pair.slot, sent)
 
     def _on_notification(self, peer: str, payload: bytes) -> None:
         """Handles a KVP worker's notification, on the transport's thread."""

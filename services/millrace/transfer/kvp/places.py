@@ -55,9 +55,9 @@ class Places:
             if (left := self._leaving.get((peer, slot))) is not None:
                 left[1].drained = True
 
-    def watch(self, peer: str, slot: int, told: Future[None]) -> None:
-        """Watches `told`, the sending of a notification to the leaving peer, for a lost peer."""
-        told.add_done_callback(partial(self._on_told, (peer, slot)))
+    def watch(self, peer: str, slot: int, sent: Future[None]) -> None:
+        """Watches `sent`, the sending of a notification to the leaving peer, for a lost peer."""
+        sent.add_done_callback(partial(self._on_sent, (peer, slot)))
 
     def check_integrity(self, *, idle: bool) -> None:
         """Raises IntegrityError when a place was lost, or with `idle` when one is lent."""
@@ -80,9 +80,9 @@ class Places:
                 del self._leaving[key]
                 self._free.append(place)
 
-    def _on_told(self, key: tuple[str, int], told: Future[None]) -> None:
+    def _on_sent(self, key: tuple[str, int], sent: Future[None]) -> None:
         """Notes a lost peer. Runs on the transport's thread."""
-        if not told.cancelled() and isinstance(told.exception(), PeerLostError):
+        if not sent.cancelled() and isinstance(sent.exception(), PeerLostError):
             with self._lock:
                 if (left := self._leaving.get(key)) is not None:
                     left[1].lose(time.monotonic(), dead=False)

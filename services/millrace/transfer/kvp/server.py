@@ -219,26 +219,26 @@ class KvpServer:
         except Exception as error:  # else the KV owner waits for its deadline
             log.warning("a piece of %s failed", owner.peer, exc_info=True)
             reason = str(error).encode()
-            told = message._replace(kind=KvpKind.FAILED, entries=0, body=reason).encode()
-            self._transport.notify(owner.peer, told)
+            answer = message._replace(kind=KvpKind.FAILED, entries=0, body=reason).encode()
+            self._transport.notify(owner.peer, answer)
             return
         self._answer(owner, message, missing)
 
     def _answer(self, owner: _Owner, message: KvpMessage, missing: Sequence[int]) -> None:
-        told = message._replace(
+        answer = message._replace(
             kind=KvpKind.PARTIAL, entries=len(missing), body=missing_body(missing)
         )
         nbytes = self._shape.returned_bytes(message.rows)
         if nbytes <= self._inline_bytes:
             at = self._at(owner)[1]
-            body = told.body + self._bytes[at : at + nbytes].tobytes()
-            inline = told._replace(body=body).encode()
+            body = answer.body + self._bytes[at : at + nbytes].tobytes()
+            inline = answer._replace(body=body).encode()
             owner.write = self._transport.notify(owner.peer, inline, urgent=True)
             return
         owner.write = self._transport.write(
             owner.peer,
             self._runs(owner, nbytes),
-            told.encode(),
+            answer.encode(),
             region=self._region,
             peer_region=owner.region,
             urgent=True,
@@ -292,8 +292,8 @@ class KvpServer:
         return runs
 
     def _say_gone(self, owner: _Owner) -> None:
-        told = self._transport.notify(owner.peer, KvpMessage(KvpKind.GONE, owner.slot).encode())
-        self._places.watch(owner.peer, owner.slot, told)
+        sent = self._transport.notify(owner.peer, KvpMessage(KvpKind.GONE, owner.slot).encode())
+        self._places.watch(owner.peer, owner.slot, sent)
 
     def _on_notification(self, peer: str, payload: bytes) -> None:
         """Handles a KV owner's notification, on the transport's thread."""

@@ -36,10 +36,10 @@ class GroupLeaders:
                 raise GroupError(reply.refusal)
             return list(map(MEMBER.decode, reply.members))
 
-    async def hand_in(self, address: str, told: HandIn) -> None:
+    async def hand_in(self, address: str, hand_in: HandIn) -> None:
         """Sends a member's hand-in. Raises GroupError if the leader does not accept it."""
         try:
-            reply = await self._stub(address).HandIn(HAND_IN.encode(told), timeout=WAIT_S)
+            reply = await self._stub(address).HandIn(HAND_IN.encode(hand_in), timeout=WAIT_S)
         except grpc.aio.AioRpcError as error:
             raise _error("HandIn", address, error) from error
         if reply.refusal:
