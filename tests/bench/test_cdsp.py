@@ -196,7 +196,8 @@ def test_a_whole_run_and_its_report(monkeypatch, tmp_path):
         (900, 1),
         (900, 2),
     ]
-    assert all(row["compute_s"] > 0 and row["cpu_s"] > 0 for row in document["sp"])
+    assert all(row["compute_s"] > 0 for row in document["sp"])
+    assert any(row["cpu_s"] > 0 for row in document["sp"])  # counted in ticks of 10 ms
     assert document["profile"]["measured_sp"] == [2]
     (balancing,) = document["balancing"]
     assert balancing["moved_s"] > 0 and balancing["wait_share"] < 1
