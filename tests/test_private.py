@@ -30,15 +30,6 @@ ALLOWED = {
     "support/kube_emulator.py": {"_handle"},
 }
 
-#: Tests of the simulator and of benches that still read internals. None is to be added.
-REMAINING = {
-    "bench/test_engine.py": {"_model"},
-    "bench/test_kernels.py": {"_compare"},
-    "sim/models/test_prefill_model.py": {"_times"},
-    "sim/results/test_report.py": {"_buckets", "_classes"},
-    "sim/test_loop.py": {"_clock", "_heap", "_world"},
-}
-
 ACCESSORS = frozenset({"getattr", "setattr", "delattr", "hasattr", "object"})
 
 
@@ -90,7 +81,7 @@ def private_uses(path: Path) -> Iterator[str]:
     """Yields the places where a file uses a private name that is not its own."""
     tree = ast.parse(path.read_text())
     where = path.relative_to(TESTS).as_posix()
-    allowed = PUBLIC | own_names(tree) | ALLOWED.get(where, set()) | REMAINING.get(where, set())
+    allowed = PUBLIC | own_names(tree) | ALLOWED.get(where, set())
     for line, name in used_names(tree):
         if is_private(name) and name not in allowed:
             yield f"{where}:{line}: {name}"

@@ -119,7 +119,7 @@ def test_engines_that_disagree_are_never_compared(tmp_path):
     prompt = engine.prompt_of(settings(), 30)
     with torch.inference_mode():
         assert engine.check_agreement(ours, other, "float32", prompt) < 1e-4
-        other._model.model.layers[1].mlp.down_proj.weight.mul_(300)
+        other.model.model.layers[1].mlp.down_proj.weight.mul_(300)
         with pytest.raises(MillraceError, match="float32 logits differ"):
             engine.check_agreement(ours, other, "float32", prompt)
 

@@ -106,7 +106,7 @@ def test_a_share_is_of_the_bound_that_is_longer(monkeypatch, flops, moved_bytes,
         make=lambda: Sides(lambda: one, lambda: one),
     )
     peaks = kernels.Peaks(flops_per_s={"float32": 1e10}, bytes_per_s=1e10)
-    result = kernels._compare(case, peaks, 1.0)
+    result = kernels.compare(case, peaks, 1.0)
     assert (result.unit, result.ratio) == (unit, 2.0)
     assert (result.ours, result.other) == pytest.approx((rate, rate / 2))
     assert (result.ours_share, result.other_share) == pytest.approx((share, share / 2))
@@ -118,7 +118,7 @@ def test_sides_that_disagree_are_never_compared():
     wrong = replace(first, make=lambda: Sides(sides.ours, lambda: sides.other() * 1.01))
     peaks = kernels.Peaks(flops_per_s={"float32": 1e10}, bytes_per_s=1e10)
     with pytest.raises(MillraceError, match=r"silu_mul float32 .3 rows of 64. differs by"):
-        kernels._compare(wrong, peaks, 0.001)
+        kernels.compare(wrong, peaks, 0.001)
 
 
 @pytest.mark.parametrize(("budget_s", "samples", "ran"), [(2.0, 1, 1), (2.5, 1, 3), (12.0, 2, 4)])

@@ -257,13 +257,13 @@ def test_nothing_of_a_request_is_kept_after_its_end():
 
     def requests() -> Iterator[PlannedRequest]:
         for request in poisson(600, 20.0):
-            live.append(len(simulation._world.jobs) + len(simulation.machine.requests))
+            live.append(len(simulation.world.jobs) + len(simulation.machine.requests))
             yield request
 
     simulation = Simulation(SPECS["preempting"], requests(), Collector())
     simulation.run()
     assert max(live[300:]) <= 2 * max(live[:300]) + 20
-    assert len(simulation._clock._heap) == 0
+    assert simulation.clock.next_s is None
 
 
 def test_blocks_of_one_instance_never_overlap():

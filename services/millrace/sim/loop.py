@@ -52,18 +52,18 @@ class Simulation:
         self._progress = progress
         self._stop = stop
         self._stopped = False
-        self._world = World(spec, timeline)
-        self._clock = self._world.clock
-        self._tally = self._world.tally
-        self._fleet = Fleet(self._world)
-        self._faults = Faults(self._world, self._fleet)
+        self.world = World(spec, timeline)
+        self.clock = self.world.clock
+        self._tally = self.world.tally
+        self._fleet = Fleet(self.world)
+        self._faults = Faults(self.world, self._fleet)
         self._scaling: Scaling | None = None
         if spec.autoscale is not None:
-            self._scaling = Scaling(self._world, self._fleet, self.machine, spec.autoscale)
+            self._scaling = Scaling(self.world, self._fleet, self.machine, spec.autoscale)
         self._slos: dict[SloClass, Slo] = {}
         self._tick_rounds = 0
         self._ticking = False
-        self._world.finished = self._finished
+        self.world.finished = self._finished
 
     def run(self) -> EngineCounters:
         """Simulates until all requests have ended.
@@ -74,28 +74,28 @@ class Simulation:
         for card in self._fleet.start():
             self._step(card)
         self._arrive_next()
-        while not self._stopped and (self._world.jobs or self._next is not None):
-            self._clock.run_next()
+        while not self._stopped and (self.world.jobs or self._next is not None):
+            self.clock.run_next()
             self._settle()
-        duration_s = self._clock.now_s
+        duration_s = self.clock.now_s
         self._faults.over = True
         if self._scaling is not None:
             self._scaling.over = True
         self._fleet.close(duration_s)
-        while not self._stopped and self._clock.next_s is not None:
-            self._clock.run_next()
+        while not self._stopped and self.clock.next_s is not None:
+            self.clock.run_next()
             self._settle()
         if not self._stopped:
             self._check_empty()
         self._tally.rounds = self.machine.rounds - self._tick_rounds
-        return self._tally.counters(duration_s, self._clock.ran)
+        return self._tally.counters(duration_s, self.clock.ran)
 
     # ---- arrivals
 
     def _arrive_next(self) -> None:
         self._next = next(self._requests, None)
         if self._next is not None:
-            self._clock.at(self._next.arrival_s, self._arrive)
+            self.clock.at(self._next.arrival_s, self._arrive)
 
     def _arrive(self, nothing: None) -> None:
         del nothing
@@ -116,11 +116,11 @@ class Simulation:
             arrival_s=plan.arrival_s,
         )
         job = Job(plan, request, self._fleet.isolated_s(plan.input_tokens))
-        self._world.jobs[request.id] = job
+        self.world.jobs[request.id] = job
         self._arrive_next()
         if not self._ticking:
             self._ticking = True
-            self._clock.at(self._clock.now_s + self._spec.scheduler.heartbeat_s, self._tick)
+            self.clock.at(self.clock.now_s + self._spec.scheduler.heartbeat_s, self._tick)
         effects = self._step(events.Submitted(request=request))
         job.live = self.machine.requests.get(request.id)
         self._carry_out(effects)
@@ -128,18 +128,18 @@ class Simulation:
     def _tick(self, nothing: None) -> None:
         """Lets the machine check deadlines while there are requests."""
         del nothing
-        self._ticking = bool(self._world.jobs)
+        self._ticking = bool(self.world.jobs)
         before = self.machine.rounds
         self._carry_out(self._step(events.Tick()))
         self._tick_rounds += self.machine.rounds - before
         if self._ticking:
-            self._clock.at(self._clock.now_s + self._spec.scheduler.heartbeat_s, self._tick)
+            self.clock.at(self.clock.now_s + self._spec.scheduler.heartbeat_s, self._tick)
 
     # ---- between machine and models
 
     def _step(self, event: events.Event) -> list[fx.Effect]:
         self._tally.steps += 1
-        effects = self.machine.step(event, self._clock.now_s)
+        effects = self.machine.step(event, self.clock.now_s)
         if self._scaling is not None:
             self._scaling.saw(event, effects)
         return effects
@@ -147,12 +147,12 @@ class Simulation:
     def _settle(self) -> None:
         """Brings reports to the machine and lets instances continue, until nothing changes."""
         control_s = self._spec.control_s
-        world = self._world
+        world = self.world
         while True:
             if world.outbox:
                 reports, world.outbox = world.outbox, []
                 if control_s > 0.0:
-                    self._clock.at(self._clock.now_s + control_s, self._hear, reports)
+                    self.clock.at(self.clock.now_s + control_s, self._hear, reports)
                 else:
                     self._hear(reports)
             elif not self._fleet.settle():
@@ -178,7 +178,7 @@ class Simulation:
             return
         self._tally.commands += len(commands)
         if self._spec.control_s > 0.0:
-            self._clock.at(self._clock.now_s + self._spec.control_s, self._fleet.deliver, commands)
+            self.clock.at(self.clock.now_s + self._spec.control_s, self._fleet.deliver, commands)
         else:
             self._fleet.deliver(commands)
 
@@ -186,9 +186,9 @@ class Simulation:
 
     def _finished(self, job: Job) -> None:
         """Notes that the request has its last token."""
-        if self._world.jobs.pop(job.id, None) is None:
+        if self.world.jobs.pop(job.id, None) is None:
             return
-        plan, now_s = job.plan, self._clock.now_s
+        plan, now_s = job.plan, self.clock.now_s
         assert job.first_token_s is not None and job.first_start_s is not None
         tokens = plan.output_tokens
         tbt_s = (now_s - job.first_token_s) / (tokens - 1) if tokens > 1 else None
@@ -201,7 +201,7 @@ class Simulation:
         self._add(record)
 
     def _fail(self, request_id: str, error: str) -> None:
-        job = self._world.jobs.pop(request_id, None)
+        job = self.world.jobs.pop(request_id, None)
         if job is not None:
             self._tally.failed += 1
             record = self._record(job)
@@ -230,7 +230,7 @@ class Simulation:
         self._collector.add(record)
         ended = self._tally.finished + self._tally.failed
         if self._progress is not None and ended % PROGRESS_EVERY == 0:
-            self._progress(ended, self._clock.now_s)
+            self._progress(ended, self.clock.now_s)
         if self._stop is not None and self._stop(self._collector):
             self._stopped = True
 

@@ -257,7 +257,7 @@ def test_a_batch_is_computed_at_once_and_reported_one_by_one():
     bench.until(9.0)
     for name in "ab":
         assert bench.time_of(reports.ChunkFinished, name) == pytest.approx(
-            bench.fleet.prefill._times.work_s([(300, 0), (200, 0)], 1)
+            bench.fleet.prefill.times.work_s([(300, 0), (200, 0)], 1)
         )
     assert bench.world.tally.chunks == 1
 
@@ -356,5 +356,5 @@ def test_noise_stretches_compute_but_not_on_average():
 
 
 def test_the_feed_forward_part_is_what_balancing_hides_behind():
-    times = Bench().fleet.prefill._times
+    times = Bench().fleet.prefill.times
     assert times.feed_forward_s(4000, 0, 4) == pytest.approx(1000 * (LINEAR_S[2] + LINEAR_S[3]))

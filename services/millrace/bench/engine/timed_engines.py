@@ -99,26 +99,26 @@ class TransformersEngine:
     def __init__(self, folder: Path, dtype: str) -> None:
         transformers = _transformers()
         transformers.utils.logging.disable_progress_bar()
-        self._model = transformers.AutoModelForCausalLM.from_pretrained(
+        self.model = transformers.AutoModelForCausalLM.from_pretrained(
             folder, dtype=getattr(torch, dtype), attn_implementation="sdpa"
         ).eval()
         self._new_cache = transformers.DynamicCache
 
     def prefill(self, prompt: Tensor) -> Tensor:
-        out = self._model(input_ids=prompt[None], use_cache=True, logits_to_keep=1)
+        out = self.model(input_ids=prompt[None], use_cache=True, logits_to_keep=1)
         logits: Tensor = out.logits[0, -1]
         return logits
 
     def start_decode(self, batch: int, context_tokens: int) -> Callable[[Tensor], Tensor]:
-        config = self._model.config
+        config = self.model.config
         cache = self._new_cache(config=config)
         shape = (batch, config.num_key_value_heads, context_tokens, config.head_dim)
         for layer in range(config.num_hidden_layers):
-            keys, values = torch.randn(2, *shape).to(self._model.dtype)
+            keys, values = torch.randn(2, *shape).to(self.model.dtype)
             cache.update(keys, values, layer)
 
         def step(token_ids: Tensor) -> Tensor:
-            out = self._model(input_ids=token_ids[:, None], past_key_values=cache, use_cache=True)
+            out = self.model(input_ids=token_ids[:, None], past_key_values=cache, use_cache=True)
             chosen: Tensor = out.logits[:, -1].argmax(-1)
             return chosen
 

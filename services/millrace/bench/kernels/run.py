@@ -102,7 +102,7 @@ def run(
         peaks = measure_peaks(settings)
         for done, case in enumerate(cases, 1):
             on_progress(done, total, f"{case.kernel} {case.dtype} {case.shape}")
-            results.append(_compare(case, peaks, settings.budget_s))
+            results.append(compare(case, peaks, settings.budget_s))
         chunks: list[dict[str, Any]] = []
         for dtype in chunked:
             on_progress(1 + len(cases) + len(chunks), total, f"chunks {dtype}")
@@ -166,7 +166,7 @@ def measure_peaks(settings: Settings) -> Peaks:
     return Peaks(flops_per_s=flops_per_s, bytes_per_s=read_bytes_per_s(settings.read_bytes))
 
 
-def _compare(case: Case, peaks: Peaks, budget_s: float) -> Result:
+def compare(case: Case, peaks: Peaks, budget_s: float) -> Result:
     sides = case.make()
     samples = measure(
         (sides.ours, sides.other), budget_s, lambda results: _check_agreement(case, *results)

@@ -41,10 +41,10 @@ class PrefillPool:
         self._decode = decode
         self._granularity = world.spec.scheduler.preemption
         self._finest = StopPoint.of(self._granularity)
-        self._times = PrefillTimes(world.spec.profile, world.spec.max_chunk_tokens)
-        self._balancing = Balancing(world.spec, self._times)
+        self.times = PrefillTimes(world.spec.profile, world.spec.max_chunk_tokens)
+        self._balancing = Balancing(world.spec, self.times)
         self._transfers = Transfers(world.spec, world.clock, world.tally, self._landed)
-        self._landing = Landing(world, self._times, self._transfers)
+        self._landing = Landing(world, self.times, self._transfers)
         self.changed: dict[PrefillInstance, None] = {}  # to be settled
 
     # ---- commands
@@ -239,7 +239,7 @@ class PrefillPool:
         task.begun_s = self._clock.now_s
         chunk = task.parts[0][1]
         sp = len(task.members)
-        task.work_s = self._times.work_s(task.sequences, sp)
+        task.work_s = self.times.work_s(task.sequences, sp)
         if chunk.index:
             before = len(task.parts[0][0].chunks[chunk.index - 1].instance_ids)
             one_node = len({member.node for member in task.members}) == 1
@@ -260,7 +260,7 @@ class PrefillPool:
         task.signals += 1
         assert task.started_s is not None  # it runs
         position_s = task.done_s + (now_s - task.started_s) / task.factor
-        boundary_s = self._times.boundary_s(
+        boundary_s = self.times.boundary_s(
             task.sequences, len(task.members), position_s, self._granularity
         )
         # Balancing comes on top of the profile's seconds: a stop in that rest is at the very end.
@@ -312,7 +312,7 @@ class PrefillPool:
             for member in attempt.tasks[attempt.done].members:
                 self.changed[member] = None
         if job.plan.output_tokens > 1:
-            tokens = self._times.last_pass_tokens(chunk.num_tokens, sp)
+            tokens = self.times.last_pass_tokens(chunk.num_tokens, sp)
             self._transfers.chunk_computed(attempt, chunk, task.begun_s, tokens)
         if last:
             job.first_token_s = self._clock.now_s
