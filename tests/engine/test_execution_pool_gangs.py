@@ -275,7 +275,7 @@ def test_a_gang_that_was_cancelled_just_before_it_comes_ends() -> None:
 
 def test_close_ends_a_member_that_holds_for_a_leader_that_is_silent() -> None:
     fleet = Fleet("pq", random.Random(0), slowest_s=0.0)
-    gang, other = Job(0, ("p", "q"), bytes(4000)), Job(1, ("q",), b"\2")
+    gang, other = Job(0, ("p", "q"), bytes(400_000)), Job(1, ("q",), b"\2")
     for pool in fleet.pools.values():
         pool.set_granularity(StopPoint.OPERATOR)
         pool.order([other.name, gang.name])

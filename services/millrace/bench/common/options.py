@@ -217,5 +217,5 @@ def _counted(run: Any, settings: object, console: Console) -> Document:  # noqa:
                 bar, completed=done, total=total, description=what
             ),
         )
-        progress.update(bar, description="done")
+        progress.update(bar, completed=progress.tasks[bar].total, description="done")
     return document
