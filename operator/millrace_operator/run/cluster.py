@@ -109,7 +109,7 @@ class Cluster:
         self._applied: dict[str, dict[str, dict[str, Any]]] = {}
         self._uids: dict[Key, str] = {}
         self._rounds: dict[Key, _Round] = {}
-        self._unchanged: set[Key] = set()  # since their last read began
+        self._reading: set[Key] = set()  # being read, and unchanged since the read began
         self._posted: dict[tuple[str, str, str], float] = {}  # posted Events, by time
 
     async def get(self, key: Key) -> dict[str, Any] | None:
@@ -161,7 +161,7 @@ class Cluster:
     def changed(self, key: Key) -> None:
         """Notes a change around the object: it is read again."""
         self._rounds.pop(key, None)
-        self._unchanged.discard(key)
+        self._reading.discard(key)
 
     async def _round(self, pool: Pool) -> _Round:
         namespace, name = pool.metadata["namespace"], pool.name
@@ -172,7 +172,7 @@ class Cluster:
             return known
         service_name = pool.spec.service_ref.name
         selector = f"{POOL_LABEL}={name}"
-        self._unchanged.add(key)
+        self._reading.add(key)
         service, pools, quotas, pods, *children = await asyncio.gather(
             self._kube.get("ModelService", namespace, service_name),
             self._pools(namespace, service_name),
@@ -188,7 +188,8 @@ class Cluster:
             children=children,
             read_s=now_s,
         )
-        if key in self._unchanged:  # during the reads
+        if key in self._reading:
+            self._reading.remove(key)
             self._rounds[key] = found
         return found
 
