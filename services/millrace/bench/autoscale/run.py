@@ -8,7 +8,7 @@ import random
 import statistics
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -19,6 +19,7 @@ from millrace.bench.common.load_test import ServeOptions
 from millrace.bench.common.load_test import run as send
 from millrace.bench.common.machine_limits import describe_machine
 from millrace.bench.common.models import LLAMA_27M
+from millrace.bench.common.options import Announce
 from millrace.bench.common.random_model import write_random_model
 from millrace.bench.common.report import RequestRecord, summarise
 from millrace.core.errors import MillraceError
@@ -32,8 +33,6 @@ _ALONE = 8  # prompts alone, to measure one instance's capacity
 _SAMPLE_S = 1.0
 _BIN_S = 10.0  # seconds, of attainment and load over time
 _TOKEN_IDS = (0, LLAMA_27M["vocab_size"] - 1)
-
-Announce = Callable[[str], None]
 
 
 class RequestsLostError(MillraceError):

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from statistics import median
 from typing import Any
 
+from millrace.bench.common.options import Announce
 from millrace.core.scheduler.planning.plan import PlannedChunk
 from millrace.profiler.groups.conductor import Conductor
 from millrace.profiler.measure import usual
-
-Announce = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,13 +6,14 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
 from millrace.bench.common.load_test import ServeOptions, run
+from millrace.bench.common.options import Announce
 from millrace.core.config import load_config
 from millrace.core.cost.profile import Profile
 from millrace.core.errors import MillraceError
@@ -33,8 +34,6 @@ PLANNERS = (CDSP, "single_chunk", "fixed_sp")
 LONG_SHARE = 0.2
 
 _ALONE = 6  # short prompts alone, to measure the TTFT beyond prefill
-
-Announce = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

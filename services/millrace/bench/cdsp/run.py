@@ -7,7 +7,7 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -19,6 +19,7 @@ from millrace.bench.cdsp.command import Settings
 from millrace.bench.cdsp.live import CDSP, PLANNERS, Mix, Served
 from millrace.bench.common.machine_limits import describe_machine
 from millrace.bench.common.models import LLAMA_27M, kv_bytes
+from millrace.bench.common.options import Announce
 from millrace.bench.common.random_model import write_random_model
 from millrace.bench.transfer import ring
 from millrace.core.config import EngineConfig
@@ -30,8 +31,6 @@ from millrace.profiler.groups.conductor import Conductor, FleetOptions
 from millrace.profiler.groups.measure import measure_groups
 from millrace.profiler.measure import Measured
 from millrace.sim.workload.workload import plan
-
-Announce = Callable[[str], None]
 
 
 def resolved(settings: Settings) -> Settings:

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 Document = dict[str, Any]
+#: Takes the present step of a benchmark, as text.
+Announce = Callable[[str], None]
 T = TypeVar("T")
 
 LESS = "A look, no figures to quote: less of everything."
@@ -152,7 +154,7 @@ def command(
     return run
 
 
-def progress_lines(console: Console) -> Callable[[str], None]:
+def progress_lines(console: Console) -> Announce:
     """Prints progress without a terminal: a line whenever another step begins, without its
     seconds.
     """

@@ -37,6 +37,7 @@ from millrace.bench.common.machine_limits import (
     read_bytes_per_s,
     torch_threads,
 )
+from millrace.bench.common.options import Announce
 from millrace.bench.common.random_model import write_random_llama
 from millrace.bench.engine.command import Settings
 from millrace.bench.engine.llama_cpp import LlamaCppEngine, write_gguf
@@ -259,7 +260,7 @@ def _compare(
     case: Case,
     engines: Mapping[str, Engine],
     settings: Settings,
-    announce: Callable[[str], None],
+    announce: Announce,
 ) -> dict[str, list[float]]:
     """Returns tokens/s of each engine's repetitions of a case; the engines take turns."""
     turns = {name: _Turns(case, engine, settings) for name, engine in engines.items()}

@@ -12,7 +12,7 @@ import dataclasses
 import multiprocessing
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
@@ -24,6 +24,7 @@ import psutil
 import uvloop
 from tokenizers import Tokenizer
 
+from millrace.bench.common.options import Announce
 from millrace.bench.common.sse_client import SseClient
 from millrace.bench.gateway.command import Settings
 from millrace.bench.gateway.stub_fleet import StubFleet
@@ -191,9 +192,7 @@ class _Bench:
         return float(times.user + times.system)
 
 
-async def run(
-    settings: Settings, announce: Callable[[str], None] = lambda what: None
-) -> dict[str, Any]:
+async def run(settings: Settings, announce: Announce = lambda what: None) -> dict[str, Any]:
     """Measures and returns the document. Raises MillraceError for wrong answers."""
     characters = settings.prompt_characters
     prompt = (_TEXT * (characters // len(_TEXT) + 1))[:characters]

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from millrace.bench.common.load_test import ServeOptions, run
+from millrace.bench.common.options import Announce
 from millrace.bench.common.report import RequestRecord
 from millrace.bench.common.sse_client import SseClient
 from millrace.bench.hol.systems import System
@@ -59,7 +60,7 @@ class Interrupted:
 class LiveSystem:
     """async with LiveSystem(system, served) as live: ..."""
 
-    def __init__(self, system: System, served: Served, announce: Callable[[str], None]) -> None:
+    def __init__(self, system: System, served: Served, announce: Announce) -> None:
         self._system = system
         self._served = served
         self._announce = announce

@@ -7,13 +7,14 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from millrace.bench.common.machine_limits import describe_machine
 from millrace.bench.common.models import LLAMA_27M
+from millrace.bench.common.options import Announce
 from millrace.bench.common.random_model import write_random_model
 from millrace.bench.hol import pool as hol_pool
 from millrace.bench.hol import simulated as hol_sim
@@ -39,8 +40,6 @@ from millrace.profiler.fitting import build_profile, measured_alone
 _LONG_MULTIPLE = 12.8  # objective of the long prompt over its isolated TTFT: a file's
 _SIM_TOLERANCE, _SIM_STEP, _SIM_RUNS = 0.03, 2.0, 40
 _START = (0.2, 1.6)  # a search begins within these shares of the capacity, independent of `sim`
-
-Announce = Callable[[str], None]
 
 
 async def run(settings: Settings, announce: Announce = lambda what: None) -> dict[str, Any]:

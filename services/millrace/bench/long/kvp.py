@@ -18,7 +18,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -28,6 +28,7 @@ from typing import Any
 
 import torch
 
+from millrace.bench.common.options import Announce
 from millrace.bench.long.model import kv_bytes
 from millrace.bench.long.worker import LEASE_S, WorkerProcess, worker_processes
 from millrace.core.arithmetic import ceil_div
@@ -44,7 +45,6 @@ from millrace.transfer.transport.nixl.environment import transport_environment
 from millrace.transfer.transport.nixl.transport import NixlTransport
 from millrace.transfer.transport.regions import Memory
 
-Announce = Callable[[str], None]
 Document = dict[str, Any]
 
 TIMEOUT_S = 30.0

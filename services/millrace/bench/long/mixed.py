@@ -9,18 +9,18 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median, quantiles
 from typing import Any
 
+from millrace.bench.common.options import Announce
 from millrace.colocated.predictor import Predictor
 from millrace.core.cost.operators import BatchShape, OperatorModel
 from millrace.core.instance.packing import Packer, PackingConfig
 from millrace.profiler.measure import Measured, usual
 from millrace.profiler.workload import Workload
 
-Announce = Callable[[str], None]
 Document = dict[str, Any]
 
 #: About how many iterations per way the document keeps.

@@ -9,12 +9,13 @@ from dataclasses import asdict
 from pathlib import Path
 
 from millrace.bench.common.machine_limits import describe_machine
+from millrace.bench.common.options import Announce
 from millrace.bench.common.random_model import write_random_model
 from millrace.bench.long import kvp as long_kvp
 from millrace.bench.long import mixed as long_mixed
 from millrace.bench.long import spp as long_spp
 from millrace.bench.long.command import MIXED_PARTS, Settings
-from millrace.bench.long.mixed import Announce, Document
+from millrace.bench.long.mixed import Document
 from millrace.bench.long.model import LONG_LLAMA_27M, kv_bytes
 from millrace.core.config import EngineConfig
 from millrace.core.cost.operators import OperatorModel

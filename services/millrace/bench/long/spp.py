@@ -17,7 +17,8 @@ from pathlib import Path
 
 import torch
 
-from millrace.bench.long.mixed import Announce, Document
+from millrace.bench.common.options import Announce
+from millrace.bench.long.mixed import Document
 from millrace.bench.long.model import kv_bytes
 from millrace.core.config import EngineConfig
 from millrace.engine.assembly import Engine, open_engine

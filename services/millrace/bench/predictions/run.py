@@ -12,7 +12,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -21,6 +21,7 @@ from typing import Any
 
 import httpx
 
+from millrace.bench.common.options import Announce
 from millrace.bench.predictions.command import Settings
 from millrace.core.config import load_config
 from millrace.core.errors import MillraceError
@@ -33,8 +34,6 @@ IDS = (10, 1500)
 #: Prompts that are not counted: their requests connect the instances.
 WARM = 3
 SPIN = "while True: pass"
-
-Announce = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
