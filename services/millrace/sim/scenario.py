@@ -119,7 +119,7 @@ class Traffic:
             mix_options = MixOptions(model=model, long_fraction=self.long_fraction, short_rows=rows)
             mix = build_mix(self.mix, mix_options)
             known = mix.slo_classes
-            options = replace(options, draw_row=mix.row_draw())
+            options = replace(options, draw_row=mix.row_draw(), gaps=mix.gaps)
         elif any(row.class_name for row in rows) and model in TABLE_2_TTFT_S:
             table = TABLE_2_TTFT_S[model]
             known = tuple(SloClass(name=name, ttft_s=ttft_s) for name, ttft_s in table.items())

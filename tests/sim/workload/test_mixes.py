@@ -120,12 +120,80 @@ def test_mixed_reaches_from_a_hundred_tokens_to_a_million():
     assert 900_000 < max(lengths) <= 1_000_000
 
 
+def gaps(name, count):
+    """The gaps of a mix in units of the mean gap, and its requests."""
+    mix = build_mix(name, MixOptions())
+    options = WorkloadOptions(
+        draw_row=mix.row_draw(), classes=mix.slo_classes, gaps=mix.gaps, rate_rps=4.0, seed=3
+    )
+    found = list(itertools.islice(plan(options), count))
+    return [(b.arrival_s - a.arrival_s) * 4 for a, b in itertools.pairwise(found)], found
+
+
+@pytest.mark.parametrize("name", ["bursts", "diurnal"])
+def test_gaps_of_a_mix_keep_the_mean_rate(name):
+    found, _ = gaps(name, 60_000)
+    assert statistics.mean(found) == pytest.approx(1.0, rel=0.03)
+
+
+def test_a_third_of_bursts_comes_at_three_times_the_rate():
+    # A Poisson process puts 1 to 2 % of its windows of 50 requests below 0.72 mean gaps.
+    found, _ = gaps("bursts", 60_000)
+    windows = [statistics.mean(found[at : at + 50]) for at in range(0, len(found), 50)]
+    assert sum(mean < 0.72 for mean in windows) / len(windows) == pytest.approx(0.33, abs=0.08)
+    assert quantile(windows, 0.1) == pytest.approx(1 / 3, rel=0.15)
+
+
+def test_a_day_has_its_chats_at_noon_and_its_documents_at_midnight():
+    found, requests = gaps("diurnal", 50_000)
+
+    def at_quarter(quarter):  # 250 requests around the top or bottom; the sine is 0.9 there
+        first = 1000 * quarter // 4 - 125
+        spans = [range(day + first, day + first + 250) for day in range(0, 49_000, 1000)]
+        indices = [index for span in spans for index in span]
+        kinds = [requests[index].slo.name for index in indices]
+        rate = 1 / statistics.mean(found[index] for index in indices)
+        return rate, kinds.count("document") / len(kinds)
+
+    noon, midnight = at_quarter(1), at_quarter(3)
+    assert noon[0] / midnight[0] == pytest.approx(1.54 / 0.46, rel=0.1)
+    assert midnight[1] / noon[1] == pytest.approx(7.8 / 4.2, rel=0.2)
+
+
+def test_a_heavy_tail_has_one_percent_of_a_million_tokens():
+    rows = drawn("heavy-tail")
+    lengths = [row.input_tokens for row in rows if row.class_name == "prompt"]
+    assert statistics.median(lengths) == pytest.approx(1_000, rel=0.05)
+    assert quantile(lengths, 0.9) == pytest.approx(8_000, rel=0.05)
+    assert max(lengths) == 128_000
+    million = [row.input_tokens for row in rows if row.class_name == "million"]
+    assert set(million) == {1_000_000}
+    assert len(million) / COUNT == pytest.approx(0.01, rel=0.15)
+
+
+def test_agents_open_with_a_document_and_go_on_with_short_turns():
+    rows = drawn("agents")
+    assert rows[0].class_name == "document"
+    turns = [row.input_tokens for row in rows if row.class_name == "turn"]
+    documents = [row.input_tokens for row in rows if row.class_name == "document"]
+    # 1/16 open a session; of the others, 1/25 prefill a whole session again.
+    assert len(documents) / COUNT == pytest.approx(1 / 16 + 15 / 16 / 25, rel=0.05)
+    assert statistics.median(turns) == pytest.approx(600, rel=0.05)
+    assert min(documents) >= 16_000
+    # An evicted session has grown beyond its document.
+    assert max(documents) > 128_000
+
+
 @pytest.mark.parametrize("name", MIXES)
 def test_the_seed_alone_settles_a_mix(name):
     def shape(seed, rate):
         mix = build_mix(name, MixOptions())
         options = WorkloadOptions(
-            draw_row=mix.row_draw(), classes=mix.slo_classes, rate_rps=rate, seed=seed
+            draw_row=mix.row_draw(),
+            classes=mix.slo_classes,
+            gaps=mix.gaps,
+            rate_rps=rate,
+            seed=seed,
         )
         return [
             (r.input_tokens, r.output_tokens, r.slo) for r in itertools.islice(plan(options), 50)

@@ -1,18 +1,23 @@
 """Synthetic workloads by name, where the papers' own traces were not published.
 
-Lengths follow the published moments, arrivals are Poisson at the given rate. Results from them must
-be called synthetic. Output lengths that no paper gives are drawn from the moments of the Azure 2023
-conversation trace (mean 211, standard deviation 163; CC-BY-4.0, Splitwise, ISCA 2024).
+Lengths follow the published moments, arrivals are Poisson at the given rate unless the mix has gaps
+of its own. Results from them must be called synthetic. Output lengths that no paper gives are drawn
+from the moments of the Azure 2023 conversation trace (mean 211, standard deviation 163; CC-BY-4.0,
+Splitwise, ISCA 2024).
 """
 
 from __future__ import annotations
 
+import itertools
+import math
 import random
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from millrace.core.errors import ConfigError
+from millrace.sim.workload.arrivals import Gaps, bursts, day
 from millrace.sim.workload.lengths import (
     SHAREGPT_INPUT,
     SHAREGPT_OUTPUT,
@@ -23,7 +28,7 @@ from millrace.sim.workload.lengths import (
     mixture,
     truncated_lognormal,
 )
-from millrace.sim.workload.workload import Draw, SloClass, TraceRow, lognormal
+from millrace.sim.workload.workload import Draw, RowDraw, SloClass, TraceRow, lognormal
 
 #: FlowPrefill, Table 2: TTFT objectives in seconds by model and class.
 TABLE_2_TTFT_S: Mapping[str, Mapping[str, float]] = MappingProxyType(
@@ -36,6 +41,18 @@ TABLE_2_TTFT_S: Mapping[str, Mapping[str, float]] = MappingProxyType(
 
 LONG_TOKENS = (128_000, 1_000_000)  # Medha, figure 8's long requests
 LONG_FRACTION = 0.05
+
+#: Prompts of our own classes, in tokens, log-uniform: each eight times as long as the one before.
+CLASS_TOKENS: Mapping[str, tuple[int, int]] = MappingProxyType(
+    {
+        "chat": (100, 2_000),
+        "retrieval": (2_000, 16_000),
+        "document": (16_000, 128_000),
+        "book": LONG_TOKENS,
+    }
+)
+DAY_REQUESTS = 1_000
+AGENT_SESSIONS = 40
 
 _CHAT_OUTPUT = lognormal(211.1, 162.9)
 
@@ -51,16 +68,24 @@ class MixClass:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mix:
-    """A workload of several kinds of request, drawn one by one."""
+    """A workload of several kinds of request, drawn one by one.
+
+    gaps: between arrivals; None: Poisson. rows: draws requests that depend on those before them;
+    None: each is drawn by the classes' weights alone.
+    """
 
     classes: tuple[MixClass, ...]
+    gaps: Gaps | None = None
+    rows: Callable[[], RowDraw] | None = None
 
     @property
     def slo_classes(self) -> tuple[SloClass, ...]:
         return tuple(kind.slo for kind in self.classes)
 
-    def row_draw(self) -> Callable[[random.Random], TraceRow]:
-        """Draws the next request: its class by weight, then its lengths."""
+    def row_draw(self) -> RowDraw:
+        """Draws the next request: by `rows`, or its class by weight and then its lengths."""
+        if self.rows is not None:
+            return self.rows()
         choose = mixture([kind.slo.weight for kind in self.classes])
         classes = self.classes
 
@@ -199,18 +224,103 @@ def _mixed(options: MixOptions) -> Mix:
     it, and shares that give every class a good part of the prefill work.
     """
     del options
-    kinds = (
-        ("chat", 68.0, (100, 2_000)),
-        ("retrieval", 25.0, (2_000, 16_000)),
-        ("document", 6.0, (16_000, 128_000)),
-        ("book", 1.0, LONG_TOKENS),
-    )
-    return Mix(
-        classes=tuple(
-            MixClass(slo=SloClass(name=name, weight=weight), input_tokens=log_uniform(*range_))
-            for name, weight, range_ in kinds
+    return Mix(classes=_log_uniform_classes(chat=68.0, retrieval=25.0, document=6.0, book=1.0))
+
+
+def _log_uniform_classes(**percents: float) -> tuple[MixClass, ...]:
+    """Returns our own classes by their share, in percent."""
+    return tuple(
+        MixClass(
+            slo=SloClass(name=name, weight=percent), input_tokens=log_uniform(*CLASS_TOKENS[name])
         )
+        for name, percent in percents.items()
     )
+
+
+def _bursts(options: MixOptions) -> Mix:
+    """Ours: the mix of chats, retrieval and documents, of which a third comes in bursts.
+
+    In a burst of 100 requests on average they come at three times the mean rate.
+    """
+    del options
+    return Mix(
+        classes=_log_uniform_classes(chat=70.0, retrieval=25.0, document=5.0),
+        gaps=bursts(calm=200, burst=100, factor=3.0),
+    )
+
+
+def _diurnal(options: MixOptions) -> Mix:
+    """Ours: a day of 1,000 requests. Its rate swings by 60 % around the middle, chats most at noon.
+
+    Half as many documents come at noon as at midnight, when they are read in bulk.
+    """
+    del options
+    noon = _log_uniform_classes(chat=75.0, retrieval=21.0, document=4.0)
+    midnight = _log_uniform_classes(chat=51.0, retrieval=41.0, document=8.0)
+    by_noon, by_midnight = Mix(classes=noon).row_draw(), Mix(classes=midnight).row_draw()
+
+    def rows() -> RowDraw:
+        indices = itertools.count()
+
+        def draw(rng: random.Random) -> TraceRow:
+            share_of_noon = (1 + math.sin(2 * math.pi * next(indices) / DAY_REQUESTS)) / 2
+            return (by_noon if rng.random() < share_of_noon else by_midnight)(rng)
+
+        return draw
+
+    return Mix(classes=noon, gaps=day(DAY_REQUESTS, swing=0.6), rows=rows)
+
+
+def _heavy_tail(options: MixOptions) -> Mix:
+    """Ours: lognormal prompts (median 1,000 tokens, P90 8,000, at most 128k), and 1 % of 1M."""
+    del options
+    draw = lognormal_by_quantiles(1_000, 8_000)
+    prompt = MixClass(
+        slo=SloClass(name="prompt", weight=99.0),
+        input_tokens=lambda rng: min(128_000, draw(rng)),
+    )
+    million = MixClass(
+        slo=SloClass(name="million", weight=1.0), input_tokens=lambda rng: LONG_TOKENS[1]
+    )
+    return Mix(classes=(prompt, million))
+
+
+def _agents(options: MixOptions) -> Mix:
+    """Ours: agents that read a document of 16k to 128k tokens and then take turns on it.
+
+    One request in 16 opens a session. A turn prefills what the last answer and its tools added
+    (lognormal, median 600 tokens, P90 4,000), or, one time in 25, all of its session again, because
+    its KV was evicted. 40 sessions are open at a time.
+    """
+    del options
+    document = MixClass(slo=SloClass(name="document"), input_tokens=log_uniform(16_000, 128_000))
+    turn = MixClass(slo=SloClass(name="turn"), input_tokens=lognormal_by_quantiles(600, 4_000))
+
+    def rows() -> RowDraw:
+        sessions: deque[int] = deque(maxlen=AGENT_SESSIONS)  # tokens of each; the oldest ends
+
+        def draw(rng: random.Random) -> TraceRow:
+            if not sessions or rng.random() < 1 / 16:
+                sessions.append(document.input_tokens(rng))
+                return row(rng, document, sessions[-1])
+            place = rng.randrange(len(sessions))
+            added = turn.input_tokens(rng)
+            sessions[place] += added
+            if rng.random() < 1 / 25:
+                return row(rng, document, sessions[place])
+            return row(rng, turn, added)
+
+        return draw
+
+    def row(rng: random.Random, kind: MixClass, tokens: int) -> TraceRow:
+        return TraceRow(
+            arrival_s=None,
+            input_tokens=tokens,
+            output_tokens=kind.output_tokens(rng),
+            class_name=kind.slo.name,
+        )
+
+    return Mix(classes=(document, turn), rows=rows)
 
 
 #: Every mix by name.
@@ -224,6 +334,10 @@ MIXES: Mapping[str, Callable[[MixOptions], Mix]] = MappingProxyType(
         "tetris-long": _tetris("long", 16, 190, 50.1),
         "medha-mix": _medha_mix,
         "mixed": _mixed,
+        "agents": _agents,
+        "heavy-tail": _heavy_tail,
+        "bursts": _bursts,
+        "diurnal": _diurnal,
     }
 )
 

@@ -1,6 +1,6 @@
 """The requests of a load test or a simulation: lengths, arrivals and classes from one seed.
 
-Trace files, plain or gzip, are announce apart by their first line:
+Trace files, plain or gzip, are told apart by their first line:
 
 - Azure LLM inference: CSV with TIMESTAMP, ContextTokens, GeneratedTokens;
 - Mooncake: JSON lines with timestamp (ms), input_length, output_length;
@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from millrace.core.errors import ConfigError
+from millrace.sim.workload.arrivals import Gaps
 
 Draw = Callable[[random.Random], int]
 
@@ -92,7 +93,8 @@ class PlannedRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkloadOptions:
-    """How to draw a workload. Without `rate_rps`, arrivals are the trace's, or left open.
+    """How to draw a workload. Without `rate_rps`, arrivals are the trace's, or left open; with it
+    they are Poisson, or have `gaps` in units of the mean gap.
 
     Rows come from `trace`, or one by one from `draw_row`. A row's class is the class of `classes`
     with its name (a class without objectives when there is none); rows without a name draw theirs
@@ -102,6 +104,7 @@ class WorkloadOptions:
     trace: Sequence[TraceRow] = ()
     draw_row: RowDraw | None = None
     rate_rps: float | None = None
+    gaps: Gaps | None = None
     open_arrivals: bool = False  # send whenever a slot is free, even if the trace has times
     rate_scale: float = 1.0
     input_tokens: Draw | None = None  # None: the trace's
@@ -252,10 +255,11 @@ def plan(options: WorkloadOptions) -> Iterator[PlannedRequest]:
     rows = _row_source(options, random.Random(f"{options.seed}/rows"))
     by_name = {slo.name: slo for slo in options.classes}
     sums = list(itertools.accumulate(slo.weight for slo in options.classes))
+    gap_s = _gaps_s(options, gaps)
     elapsed_s = 0.0
     for index, row in enumerate(itertools.islice(rows, options.requests)):
         if options.rate_rps is not None:
-            elapsed_s += gaps.expovariate(options.rate_rps)
+            elapsed_s += next(gap_s)
         elif not options.open_arrivals and row.arrival_s is not None:
             elapsed_s = row.arrival_s
         arrival_s = elapsed_s / options.rate_scale
@@ -277,6 +281,16 @@ def plan(options: WorkloadOptions) -> Iterator[PlannedRequest]:
             output_tokens=min(output_tokens, options.max_output_tokens or output_tokens),
             slo=slo,
         )
+
+
+def _gaps_s(options: WorkloadOptions, rng: random.Random) -> Iterator[float]:
+    """Yields gaps between arrivals at the mean rate of `options`, which must have one."""
+    rate_rps = options.rate_rps or 0.0
+    if options.gaps is not None:
+        for gap in options.gaps(rng):
+            yield gap / rate_rps
+    while True:
+        yield rng.expovariate(rate_rps)
 
 
 def _row_source(options: WorkloadOptions, rng: random.Random) -> Iterator[TraceRow]:
