@@ -6,7 +6,7 @@ from hypothesis import given
 from millrace.core.live_request import LiveRequest
 from millrace.core.priority import POLICIES
 from support.lars_example import finish_times
-from support.priority import any_requests, names, ranked, request
+from support.priority import any_requests, keys_of, names, ranked, request
 
 
 def test_the_soonest_deadline_goes_first() -> None:
@@ -27,10 +27,12 @@ def test_equal_deadlines_keep_the_order_of_submission() -> None:
 
 
 def test_keys_stay_as_time_passes() -> None:
-    assert POLICIES["edf"].static
     requests = [request(deadline_s=2.0, work_s=1.0, running_since_s=0.0)]
-    keys = POLICIES["edf"].keys
-    assert keys(requests, 0.0, 1) == keys(requests, 100.0, 4)
+    assert keys_of("edf", requests, 0.0, 1) == keys_of("edf", requests, 100.0, 4)
+    ranking = POLICIES["edf"]().ranking()
+    for one in (*requests, request("other", deadline_s=1.0)):
+        ranking.add(one, 0.0)
+    assert ranking.update(100.0, 4) == {}
 
 
 def test_medhas_scenario() -> None:

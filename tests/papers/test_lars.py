@@ -9,7 +9,7 @@ from millrace.core.live_request import LiveRequest
 from millrace.core.priority import POLICIES
 from millrace.core.priority.lars import relative_slack
 from support.lars_example import finish_times
-from support.priority import any_requests, names, ranked, request
+from support.priority import any_requests, keys_of, names, ranked, request
 
 
 def test_the_papers_two_relative_slacks() -> None:
@@ -45,7 +45,7 @@ def test_medhas_scenario_with_slack_over_the_deadlines_length() -> None:
 
 def test_the_deadlines_length_is_counted_from_arrival() -> None:
     r = request(arrival_s=10.0, deadline_s=14.0, work_s=1.0)
-    assert POLICIES["lars_deadline"].keys([r], 11.0, 1) == [((14.0 - 11.0 - 1.0) / 4.0,)]
+    assert keys_of("lars_deadline", [r], 11.0) == [((14.0 - 11.0 - 1.0) / 4.0,)]
 
 
 @pytest.mark.parametrize("policy", ["lars", "lars_deadline"])
@@ -63,7 +63,7 @@ def test_without_work_there_is_all_or_no_slack() -> None:
 
 def test_a_deadline_at_arrival_divides_by_nothing() -> None:
     r = request(arrival_s=1.0, deadline_s=1.0, work_s=1.0)
-    assert POLICIES["lars_deadline"].keys([r], 1.0, 1) == [(-math.inf,)]
+    assert keys_of("lars_deadline", [r], 1.0) == [(-math.inf,)]
 
 
 @given(any_requests())
@@ -80,7 +80,7 @@ def test_any_order_is_by_the_quotient(requests: list[LiveRequest]) -> None:
 @given(requests=any_requests())
 def test_every_policy_ranks_anything(policy: str, requests: list[LiveRequest]) -> None:
     """One key per request, of one length, never NaN: sorting by it is an order."""
-    keys = POLICIES[policy].keys(requests, 0.0, 3)
+    keys = keys_of(policy, requests, 0.0, 3)
     assert len(keys) == len(requests)
     assert len({len(key) for key in keys}) <= 1
     assert not any(math.isnan(part) for key in keys for part in key)

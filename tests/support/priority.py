@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from hypothesis import strategies as st
 
 from millrace.core.live_request import LiveRequest
-from millrace.core.priority import POLICIES
+from millrace.core.priority import POLICIES, PriorityKey
 from support.live_requests import live_request
 
 
@@ -35,10 +35,23 @@ def request(
     )
 
 
+#: Policies whose keys don't change with time.
+STATIC = frozenset({"fcfs", "edf"})
+
+
+def keys_of(
+    policy: str, requests: Sequence[LiveRequest], now_s: float, instances: int = 1
+) -> list[PriorityKey]:
+    """Returns one key per request, in the order given."""
+    ranking = POLICIES[policy]().ranking()
+    keys = {request.id: ranking.add(request, now_s) for request in requests}
+    keys.update(ranking.update(now_s, instances))
+    return [keys[request.id] for request in requests]
+
+
 def ranked(policy: str, requests: Sequence[LiveRequest], now_s: float = 0.0) -> list[LiveRequest]:
     """Sorts the highest priority first, as every user of a policy sorts."""
-    keys = POLICIES[policy].keys(requests, now_s, 1)
-    assert len(keys) == len(requests)
+    keys = keys_of(policy, requests, now_s)
     return [r for _, _, r in sorted(zip(keys, (r.order for r in requests), requests, strict=True))]
 
 

@@ -101,7 +101,7 @@ class MixedRole(TokenRole):
                 self._prompts.expect(spec.request_id)
             case Registered(policy=name) | PolicyInForce(name=name):
                 if name:
-                    self._packer.rank_by(name)
+                    self._packer.rank_by(name, self._clock.now_s())
             case Cancel(request_id=request_id):
                 self.cancel(request_id)
             case Drain():
@@ -157,7 +157,7 @@ class MixedRole(TokenRole):
             self._pace.stepped(time.perf_counter())
             self._decode_metrics.batch.observe(plan.shape.decodes)
             self._decode_metrics.step_s.observe(iteration.seconds)
-        for request in self._prompts.take(plan, iteration):
+        for request in self._prompts.take(plan, iteration, self._clock.now_s()):
             self._admissions.keep_prefix(request)
 
     def _let_out(self) -> None:

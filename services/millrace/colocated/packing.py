@@ -23,10 +23,11 @@ from millrace.core.cost.prefill_times import ChunkLimits, PrefillTimes
 from millrace.core.errors import ConfigError
 from millrace.core.instance.group import PromptLogprobsRun
 from millrace.core.instance.packing import Packer, PackingConfig
+from millrace.core.instance.prompt_order import PromptOrder
 from millrace.core.live_request import LiveRequest
 from millrace.core.priority import POLICIES
 from millrace.core.priority.lars import relative_slack
-from millrace.core.request import Request, Slo
+from millrace.core.request import Request
 from millrace.core.scheduler.machine import DEADLINE_FACTOR, LEAST_DEADLINE_S
 from millrace.decode.request import DecodeRequest
 
@@ -126,7 +127,7 @@ class IterationPacker:
         self._packer = Packer(predictor, self._config)
         self._most_tokens = config.engine.max_chunk_tokens
         self._most_spread_tokens = most_spread_tokens
-        self._policy = POLICIES[config.scheduler.policy]
+        self._order = PromptOrder(config.scheduler.policy)
         self._times = PrefillTimes(
             operators,
             target_s=self._config.t_target_s,
@@ -134,12 +135,14 @@ class IterationPacker:
             limits=_limits(self._config),
         )
 
-    def rank_by(self, policy: str) -> None:
-        """Ranks prompts by this policy from the next iteration on, if the policy is known."""
+    def rank_by(self, policy: str, now_s: float) -> None:
+        """Ranks prompts by this policy from now on, if the policy is known."""
+        if policy == self._order.policy:
+            return
         if policy in POLICIES:
-            self._policy = POLICIES[policy]
+            self._order.rank_by(policy, now_s)
         else:  # from a scheduler of another version
-            log.warning("policy %r is unknown: %s stays", policy, self._policy.name)
+            log.warning("policy %r is unknown: %s stays", policy, self._order.policy)
 
     def standing(self, request: DecodeRequest, order: int) -> LiveRequest:
         """Builds the policy's view of the `order`th prompt, before any computation."""
@@ -152,7 +155,7 @@ class IterationPacker:
             prompt_tokens=request.prompt_tokens,
             max_new_tokens=spec.sampling.max_tokens,
             choices=spec.sampling.n,
-            slo=Slo(ttft_s=spec.slo.ttft_s, tbt_s=spec.slo.tbt_s),
+            slo=spec.slo,
             arrival_s=spec.arrival_unix_s,
         )
         found = LiveRequest(asked)
@@ -166,6 +169,10 @@ class IterationPacker:
         total, standing = prompt.prompt_tokens, prompt.standing
         left = self._times.remaining_s(total, prompt.done) / self._times.total_s(total)
         standing.suspend(standing.predicted_prefill_s * (1.0 - left))
+
+    def computed(self, prompt: Prompt, now_s: float) -> None:
+        """Notes that the prompt has its first token; `now_s` is since the epoch."""
+        self._order.computed(prompt.standing, now_s)
 
     def pack(
         self,
@@ -194,7 +201,7 @@ class IterationPacker:
         packed = packer.pack(
             decodes,
             context_tokens,
-            [(prompt.standing, prompt.done) for prompt in self._ranked(prompts, now_s)],
+            [(prompt.standing, prompt.done) for prompt in self._ranked(by_id, now_s)],
             slack,
         )
         shares = self._within_pass([Share(by_id[one.id], tokens) for one, tokens in packed])
@@ -211,10 +218,12 @@ class IterationPacker:
             yielded=yielded,
         )
 
-    def _ranked(self, prompts: Sequence[Prompt], now_s: float) -> list[Prompt]:
-        keys = self._policy.keys([prompt.standing for prompt in prompts], now_s, 1)
-        order = sorted(range(len(prompts)), key=lambda i: (keys[i], prompts[i].standing.order))
-        return [prompts[i] for i in order]
+    def _ranked(self, by_id: dict[str, Prompt], now_s: float) -> list[Prompt]:
+        self._order.keep_only(by_id)
+        for prompt in by_id.values():
+            if prompt.standing not in self._order:
+                self._order.add(prompt.standing, now_s)
+        return [by_id[one.id] for one in self._order.ordered(now_s)]
 
     def _within_pass(self, shares: list[Share]) -> list[Share]:
         """Cuts the shares to the tokens that a pass may have."""

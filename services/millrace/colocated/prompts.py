@@ -107,7 +107,7 @@ class Prompts:
                 self._send(ChunkStarted(request_id=prompt.request.id))
             prompt.spans.takes_part(prompt.done)
 
-    def take(self, plan: Plan, iteration: Iteration) -> Iterator[DecodeRequest]:
+    def take(self, plan: Plan, iteration: Iteration, now_s: float) -> Iterator[DecodeRequest]:
         """Applies an iteration's results. Yields the requests that have their first tokens now."""
         for share in plan.shares:
             prompt = share.prompt
@@ -123,6 +123,7 @@ class Prompts:
             elif (why := iteration.lost.get(request.id)) is not None:
                 self._output.fail(request, why, "transfer")
             elif is_last:
+                self._packer.computed(prompt, now_s)
                 self._through(share, iteration.first_tokens[request.id])
                 yield request
 

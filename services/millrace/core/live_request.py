@@ -43,6 +43,7 @@ class LiveRequest:
         "executed_s",
         "first_token_s",
         "id",
+        "in_time",
         "kept_tokens",
         "landed_tokens",
         "max_new_tokens",
@@ -87,6 +88,7 @@ class LiveRequest:
         self.landed_tokens = 0  # first tokens whose KV decode has, by its last report
         self.dispatched_s: float | None = None
         self.first_token_s: float | None = None
+        self.in_time: bool | None = None  # its first token, as soon as that is known
         self.token_out_s: float | None = None  # when decode sent the first token to the proxy
         #: Seconds of its prefill, if that was one span that waited for no other task.
         self.computed_alone_s: float | None = None
@@ -137,6 +139,10 @@ class LiveRequest:
         """Notes that the request may wait in the queue."""
         self.order = order
         self.deadline_s = deadline_s
+
+    def judge(self, in_time: bool) -> None:
+        """Notes whether its first token came by its deadline, or can't any more."""
+        self.in_time = in_time
 
     def predict(self, prefill_s: float, work_s: float) -> None:
         """Notes the predicted seconds of its prefill, and the same times instances."""

@@ -30,6 +30,7 @@ from millrace.core.scheduler.fleet.instances import PrefillInstance
 from millrace.core.scheduler.machine import Machine
 from millrace.core.scheduler.planning import PLANNERS
 from millrace.core.scheduler.request_table import MIN_KEPT_TOKENS
+from support.priority import STATIC
 
 PREFILLS = ("p0", "p1", "p2")
 DECODES = ("d0", "d1", "d2")
@@ -820,7 +821,7 @@ class World(RuleBasedStateMachine):
         Where a policy's keys change with the last decision (a plan replaces the prediction of
         slack), another round may find more, but not for ever.
         """
-        looks = 1 if POLICIES[self.machine.policy].static else len(REQUESTS) + 1
+        looks = 1 if self.machine.policy in STATIC else len(REQUESTS) + 1
         for _ in range(looks):
             found = self.machine.step(events.Tick(), self.now_s)
             for effect in found:

@@ -15,6 +15,7 @@ from millrace.core.scheduler import recording
 from millrace.core.scheduler.events import PolicyChanged
 from millrace.core.scheduler.machine import Machine
 from support.core_events import Bench, groups_of, instance
+from support.priority import keys_of
 
 #: Prompt tokens (1 ms each) and TTFT objective: every policy orders these in its own way.
 MIX = [(4000, 30.0), (100, 20.0), (2000, 2.5), (300, 0.35), (1000, None), (700, 9.0), (50, 1.0)]
@@ -49,7 +50,7 @@ def test_all_that_waits_and_runs_is_ranked_by_the_new_policy(before: str, after:
     assert one.machine.policy == after
     requests = [*pool.waiting, *pool.run_queue.heads()]
     assert {r.id for r in requests} == {f"r{number}" for number in range(len(MIX))}
-    keys = dict(zip(requests, POLICIES[after].keys(requests, one.now_s, 1), strict=True))
+    keys = dict(zip(requests, keys_of(after, requests, one.now_s), strict=True))
     waiting = list(pool.waiting)
     assert waiting == sorted(waiting, key=lambda r: (keys[r], r.order))
     for task in pool.run_queue.ranked:

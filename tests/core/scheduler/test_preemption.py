@@ -12,6 +12,7 @@ from millrace.core.scheduler.effects import Order
 from millrace.core.scheduler.planning import PLANNERS
 from support.core_events import Bench, groups_of, instance, of
 from support.prefill_fleet import Fleet
+from support.priority import STATIC
 
 
 def config(**more) -> SchedulerConfig:
@@ -97,7 +98,7 @@ def test_workers_that_do_as_told_bring_everyone_to_an_end(
     assert counts["submit"] == counts["finish"]
     preempted = counts.get("preempt", 0)
     assert preempted == counts.get("resume", 0) <= one.machine.preemptions
-    if POLICIES[policy].static:  # or an order may be taken back before it is carried out
+    if policy in STATIC:  # or an order may be taken back before it is carried out
         assert preempted == one.machine.preemptions
     if preemption == "none":
         assert "preempt" not in counts

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from millrace.core.cost.correction import band_of
+from millrace.core.live_request import LiveRequest
 from millrace.core.request import Chunk
 from millrace.core.scheduler.fleet.instances import PrefillInstance
 from millrace.core.scheduler.fleet.run_queue import YIELDING_WEIGHT, RunQueue, Task, masks
@@ -20,8 +21,15 @@ from support.prefill_fleet import Work, Workers
 BEHIND = ((math.inf,), 10**9, 0)  # a rank that goes after all others
 
 
+class NoRanking:
+    """Tests give tasks their ranks themselves."""
+
+    def remove(self, request: LiveRequest) -> None:
+        """Knows no requests."""
+
+
 def pool(count: int, *, preemptive: bool) -> tuple[RunQueue, list[PrefillInstance]]:
-    board = RunQueue(preemptive=preemptive)
+    board = RunQueue(NoRanking(), preemptive=preemptive)
     found = [PrefillInstance(instance(f"p{i}"), 1 << i) for i in range(count)]
     board.everyone = (1 << count) - 1
     return board, found

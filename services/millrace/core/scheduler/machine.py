@@ -115,7 +115,7 @@ class Machine:
     @property
     def policy(self) -> str:
         """Returns the priority policy in force: `config.policy`, or its replacement."""
-        return self._table.policy.name
+        return self.cluster.policy.name
 
     @property
     def improvement_rate(self) -> float:

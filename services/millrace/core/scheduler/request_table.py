@@ -11,11 +11,10 @@ from itertools import count
 
 from millrace.core.config import SchedulerConfig
 from millrace.core.live_request import LiveRequest
-from millrace.core.priority import POLICIES, PriorityKey
 from millrace.core.request import RequestState
 from millrace.core.scheduler.fleet.cluster import Cluster, Pool
 from millrace.core.scheduler.fleet.instances import Holding, Instance, PrefillInstance
-from millrace.core.scheduler.fleet.run_queue import RunQueue
+from millrace.core.scheduler.fleet.run_queue import RunQueue, Task
 from millrace.core.scheduler.fleet.waiting_queue import WaitingQueue
 from millrace.core.scheduler.step_context import StepContext
 
@@ -34,13 +33,13 @@ class RequestTable:
         self.cluster = cluster
         self.requests: dict[str, LiveRequest] = {}  # oldest first
         self.by_proxy: dict[str, dict[str, None]] = {}
-        self.unplaced = WaitingQueue()
+        self._unplaced_ranking = cluster.policy.ranking()
+        self.unplaced = WaitingQueue(self._unplaced_ranking)
         self.waiting_queue_of: dict[str, WaitingQueue] = {}  # of every queued request
         self.run_queue_of: dict[str, RunQueue] = {}  # requests with something left to compute
         self.release_timeouts = 0  # holdings freed without a report of their instance
         self._leaving: deque[tuple[float, Instance, Holding, str]] = deque()
         self._orders = count()
-        self.policy = POLICIES[config.policy]
 
     # ---- the table and the queues
 
@@ -52,40 +51,40 @@ class RequestTable:
         self.enqueue(step, request, self.unplaced)
 
     def enqueue(self, step: StepContext, request: LiveRequest, line: WaitingQueue) -> None:
-        line.add(request, self.keys([request], step.now_s, 1)[request.id])
+        line.add(request, step.now_s)
         self.waiting_queue_of[request.id] = line
 
-    def keys(
-        self, requests: Sequence[LiveRequest], now_s: float, instances: int
-    ) -> dict[str, PriorityKey]:
-        """Returns the policy's keys by request id."""
-        found = self.policy.keys(requests, now_s, instances)
-        return {request.id: key for request, key in zip(requests, found, strict=True)}
-
-    def rerank(self, pool: Pool, now_s: float) -> None:
-        """Gives new keys to all requests that wait in the pool, and to all tasks of its
-        instances."""
-        keys = self.keys([*pool.waiting, *pool.run_queue.heads()], now_s, len(pool.prefill))
-        pool.waiting.rerank(keys)
-        pool.run_queue.rerank(keys)
-
     def rerank_unplaced(self, now_s: float) -> None:
-        keys = self.keys(list(self.unplaced), now_s, len(self.cluster.instances))
+        """Gives the requests that wait to be placed the keys that they have now."""
+        keys = self._unplaced_ranking.update(now_s, len(self.cluster.instances))
         self.unplaced.rerank(keys)
 
     def change_policy(self, name: str, now_s: float) -> None:
         """Ranks everything again at once, since keys of two policies can't be compared."""
-        self.policy = POLICIES[name]
-        self.rerank_unplaced(now_s)
-        for pool in self.cluster.pools.values():
-            self.rerank(pool, now_s)
+        self.cluster.rank_by(name, now_s)
+        self._unplaced_ranking = self.cluster.policy.ranking()
+        self.unplaced.rank_by(self._unplaced_ranking, now_s)
 
     def unqueue(self, request: LiveRequest) -> None:
         self.waiting_queue_of.pop(request.id).remove(request)
 
+    def start(self, pool: Pool, tasks: Sequence[Task]) -> None:
+        """Moves the requests of a plan's tasks from the pool's queue to its instances."""
+        head, *others = tasks[0].requests
+        pool.waiting.send(head)
+        for request in others:
+            pool.waiting.remove(request)
+        for request in tasks[0].requests:
+            del self.waiting_queue_of[request.id]
+            self.run_queue_of[request.id] = pool.run_queue
+        pool.run_queue.add(tasks)
+
     def advance(self, step: StepContext, request: LiveRequest, state: RequestState) -> None:
         """Moves the request to `state`, and records the change."""
+        had_token = request.first_token_s is not None
         request.advance(state, step.now_s)
+        if request.first_token_s is not None and not had_token:
+            self.cluster.policy.first_token(request, step.now_s)
         step.record(request)
 
     def learn_on_top(self, request: LiveRequest) -> None:

@@ -83,6 +83,22 @@ def cases(folder: Path | None, quick: bool) -> dict[str, Case]:
     return found
 
 
+def further_cases(quick: bool) -> dict[str, Case]:
+    """Returns agents with long documents, rare prompts of a million tokens, bursts, and a day."""
+    return {
+        name: Case(
+            traffic=Traffic(
+                mix=name,
+                rate_rps=1.0,
+                requests=750 if quick else 3000,
+                slo_scale=SLO_SCALE,
+            ),
+            start=start,
+        )
+        for name, start in (("agents", 5.0), ("heavy-tail", 1.0), ("bursts", 9.0), ("diurnal", 7.0))
+    }
+
+
 def scheduler(**fields: Any) -> SchedulerConfig:  # noqa: ANN401
     """Returns the settings. Nothing is refused or given up: all requests count. Settings not named
     are off, or fixed.
@@ -263,12 +279,8 @@ def compare(
     *,
     title: str,
     assumptions: Sequence[str] = (),
-    best_is: str = "",
 ) -> Outcome:
-    """Computes the goodput of each system on each case; the last of `systems` is ours.
-
-    `best_is` goes before the name of the best of the others.
-    """
+    """Computes the goodput of each system on each case; the last of `systems` is ours."""
     edges = measure(
         {
             (name, system): (case, spec(case))
@@ -284,7 +296,7 @@ def compare(
         best = max(others, key=lambda system: loads[system])
         ratio = loads[ours] / loads[best] if loads[best] else float("inf")
         said = ", ".join(f"{system} {load:.3g}" for system, load in loads.items())
-        findings.append(Finding(f"{name}: {said}", best_is + best, f"{ratio:.2f} x it"))
+        findings.append(Finding(f"{name}: {said}", best, f"{ratio:.2f} x it"))
     results = {
         name: {system: edges[name, system].to_json() for system in systems} for name in found
     }

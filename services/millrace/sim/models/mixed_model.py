@@ -21,8 +21,8 @@ from millrace.core.arithmetic import ceil_div
 from millrace.core.cost.operators import BatchShape
 from millrace.core.errors import IntegrityError
 from millrace.core.instance.packing import Packer, PassModel
+from millrace.core.instance.prompt_order import PromptOrder
 from millrace.core.live_request import LiveRequest
-from millrace.core.priority import POLICIES
 from millrace.core.priority.lars import relative_slack
 from millrace.core.scheduler.reports import ChunkFinished, DecodeStarted, RequestReleased
 from millrace.sim.cluster.batch import Batch
@@ -70,19 +70,19 @@ class MixedInstance:
         "generation",
         "id",
         "leaving",
+        "order",
         "plans",
         "prefills",
-        "ranked",
         "running",
     )
 
-    def __init__(self, instance_id: str, generation: int) -> None:
+    def __init__(self, instance_id: str, generation: int, policy: str) -> None:
         self.id = instance_id
         self.generation = generation
         self.alive = True
         self.batch = Batch()
         self.prefills: dict[str, Prefill] = {}
-        self.ranked: list[Prefill] | None = None  # in order, until requests join or leave
+        self.order = PromptOrder(policy)  # of `prefills`
         self.leaving: dict[str, Prefill] = {}  # computed, their last iteration is in the pipeline
         self.running: list[tuple[Prefill, int]] | None = None  # the iteration in stage 1
         self.alone = False  # decodes continue as a fluid
@@ -100,7 +100,7 @@ class MixedPool:
         spec = world.spec
         self._operators = spec.profile.operators
         self._stages = spec.spp
-        self._policy = POLICIES[spec.scheduler.policy]
+        self._policy = spec.scheduler.policy
         model: PassModel = self._operators
         if most := spec.scheduler.max_kv_tokens_per_worker:
             pages = max(most // spec.page_tokens, 1)
@@ -114,8 +114,8 @@ class MixedPool:
 
     def run(self, instance: MixedInstance, job: Job) -> None:
         """Takes in a prompt to compute, and then to decode."""
-        instance.prefills[job.id] = Prefill(job)
-        instance.ranked = None
+        prefill = instance.prefills[job.id] = Prefill(job)
+        instance.order.add(prefill.request, self._clock.now_s)
         job.attempts += 1
         job.chunks = 0
         self.changed[instance] = None
@@ -126,7 +126,8 @@ class MixedPool:
         A running iteration continues.
         """
         prefill = instance.prefills.pop(request_id, None)
-        instance.ranked = None
+        if prefill is not None:
+            instance.order.remove(prefill.request)
         prefill = prefill or instance.leaving.pop(request_id, None)
         if request_id in instance.batch.members:
             self._sync(instance)
@@ -174,21 +175,15 @@ class MixedPool:
     def _pack(self, instance: MixedInstance) -> list[tuple[Prefill, int]]:
         assert self._packer is not None  # the specification has one if there are mixed instances
         now_s = self._clock.now_s
-        if instance.ranked is None or not self._policy.static:
-            instance.ranked = self._rank(list(instance.prefills.values()))
+        ordered = instance.order.ordered(now_s)
         decodes, context = self._decodes(instance)
         packed = self._packer.pack(
             decodes,
             context,
-            [(prefill.request, prefill.done) for prefill in instance.ranked],
+            [(request, instance.prefills[request.id].done) for request in ordered],
             lambda request: relative_slack(request, now_s),
         )
         return [(instance.prefills[request.id], tokens) for request, tokens in packed]
-
-    def _rank(self, waiting: list[Prefill]) -> list[Prefill]:
-        keys = self._policy.keys([prefill.request for prefill in waiting], self._clock.now_s, 1)
-        order = sorted(range(len(waiting)), key=lambda i: (keys[i], waiting[i].request.order))
-        return [waiting[i] for i in order]
 
     def _decodes(self, instance: MixedInstance) -> tuple[int, int]:
         """Returns the sequences of an iteration, and the context that they read."""
@@ -260,7 +255,7 @@ class MixedPool:
             request.suspend(request.predicted_prefill_s * share)
             return
         del instance.prefills[job.id]
-        instance.ranked = None
+        instance.order.computed(request, self._clock.now_s)
         instance.leaving[job.id] = prefill
         if self._stages == 1:
             self._prefilled((instance, prefill))
@@ -328,7 +323,7 @@ class MixedPool:
     # ---- incarnations
 
     def join(self, instance_id: str, generation: int) -> None:
-        self.instances[instance_id] = MixedInstance(instance_id, generation)
+        self.instances[instance_id] = MixedInstance(instance_id, generation, self._policy)
 
     def leave(self, instance: MixedInstance) -> None:
         """Removes an instance that dies, with all it held."""
@@ -337,7 +332,6 @@ class MixedPool:
         for request_id in list(instance.batch.members):
             self._world.left_batch(instance.id, instance.batch.leave(request_id))
         instance.prefills.clear()
-        instance.ranked = None
         instance.leaving.clear()
 
     def is_idle(self, instance: MixedInstance) -> bool:

@@ -60,8 +60,7 @@ class DecodePlacement:
     def place(self, step: StepContext) -> None:
         """Places all requests that have room now."""
         unplaced = self._table.unplaced
-        if not self._table.policy.static and len(unplaced) > 1:
-            self._table.rerank_unplaced(step.now_s)
+        self._table.rerank_unplaced(step.now_s)
         pools = self._cluster.ready_pools()
         reserved: set[str] = set()
         index = waiting = 0
@@ -198,7 +197,7 @@ class DecodePlacement:
         own_s = request.predicted_prefill_s + pool.on_top.seconds(request.prompt_tokens)
         if not pool.waiting and any(not prefill.queue for prefill in pool.prefill.values()):
             return own_s
-        key = self._table.keys([request], now_s, len(pool.prefill))[request.id]
+        key = pool.ranking.key(request, now_s)
         rank: Rank = (key, request.order, 0)
         ahead_s = [
             pool.run_queue.ahead_s(prefill, rank, now_s) for prefill in pool.prefill.values()

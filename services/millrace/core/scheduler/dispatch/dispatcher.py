@@ -86,8 +86,7 @@ class Dispatcher:
 
     def _round(self, step: StepContext, pool: Pool) -> None:
         self.count += 1
-        if not self._table.policy.static and len(pool.waiting) + len(pool.run_queue.ranked) > 1:
-            self._table.rerank(pool, step.now_s)
+        pool.rerank(step.now_s)
         self._dispatch(step, pool)
         orders = pool.run_queue.orders()
         self.commands += len(orders)
@@ -228,8 +227,6 @@ class Dispatcher:
         """Sends the request, and the other requests of its batch."""
         key, chunks = pool.waiting.key(request), candidate.chunks
         together = self._batch(request, candidate, pool, step.now_s)
-        for one in (request, *together):
-            self._table.unqueue(one)
         tasks: list[Task] = []
         for chunk in chunks:
             members = tuple(pool.prefill[instance_id] for instance_id in chunk.instance_ids)
@@ -256,6 +253,7 @@ class Dispatcher:
                     previous=tasks[-1] if tasks else None,
                 )
             )
+        self._table.start(pool, tasks)
         request.predict(
             sum(task.predicted_s for task in tasks),
             sum(task.predicted_s * len(task.members) for task in tasks),
@@ -270,9 +268,6 @@ class Dispatcher:
             )
             card = pool.prefill[alone.instance_ids[0]].card
             self._send(step, other, (alone,), pages_of_plan((alone,), card.page_tokens, 0))
-        for one in (request, *together):
-            self._table.run_queue_of[one.id] = pool.run_queue
-        pool.run_queue.add(tasks)
 
     def _batch(
         self, head: LiveRequest, candidate: _Candidate, pool: Pool, now_s: float

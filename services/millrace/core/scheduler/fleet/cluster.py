@@ -12,6 +12,7 @@ from millrace.core.cost.latency import SpLatency
 from millrace.core.cost.rates import live_rate
 from millrace.core.kv.pages import Shares
 from millrace.core.live_request import LiveRequest
+from millrace.core.priority import POLICIES, Ranking
 from millrace.core.scheduler.events import ImprovementRateChanged, InstanceJoined
 from millrace.core.scheduler.fleet.batching import filling_tokens
 from millrace.core.scheduler.fleet.instances import (
@@ -38,7 +39,7 @@ class Pool:
     ones too. An instance of role "mixed" is among `decode` and prefills what it is given itself.
     """
 
-    def __init__(self, config: SchedulerConfig) -> None:
+    def __init__(self, config: SchedulerConfig, ranking: Ranking) -> None:
         self.prefill: dict[str, PrefillInstance] = {}
         self.decode: dict[str, DecodeInstance] = {}
         self.kvp: dict[str, KvpInstance] = {}
@@ -47,8 +48,9 @@ class Pool:
         self.corrections = Corrections()
         self.on_top = OnTop()
         self.lacks_pages = False  # in the last round an instance lacked the pages for a request
-        self.waiting = WaitingQueue()  # placed, waiting to be sent to prefill instances
-        self.run_queue = RunQueue(preemptive=config.preemption != "none")
+        self.ranking = ranking  # of the requests in both queues
+        self.waiting = WaitingQueue(ranking)  # placed, waiting to be sent to prefill instances
+        self.run_queue = RunQueue(ranking, preemptive=config.preemption != "none")
         self._config = config
         self._inputs: PlannerInputs | None = None
         self._planner: Planner | None = None
@@ -116,6 +118,20 @@ class Pool:
         inputs = replace(self._inputs, history=request.kept_tokens)
         tokens = request.prompt_tokens - request.kept_tokens
         return quickest_chunk(inputs, tokens, queue_s, able)
+
+    def rerank(self, now_s: float) -> None:
+        """Gives the requests that wait in the pool, and the tasks of its instances, the keys that
+        they have now.
+        """
+        keys = self.ranking.update(now_s, len(self.prefill))
+        self.waiting.rerank(keys)
+        self.run_queue.rerank(keys)
+
+    def rank_by(self, ranking: Ranking, now_s: float) -> None:
+        """Ranks all requests by another policy from now on."""
+        self.ranking = ranking
+        self.waiting.rank_by(ranking, now_s)
+        self.run_queue.rank_by(ranking, now_s)
 
     def configure(self, config: SchedulerConfig) -> None:
         """Sets the planners' settings from now on."""
@@ -220,6 +236,7 @@ class Cluster:
     """All instances by id, and by the hash of the model that they serve."""
 
     def __init__(self, config: SchedulerConfig) -> None:
+        self.policy = POLICIES[config.policy]()
         self.instances: dict[str, Instance] = {}
         self.pools: dict[str, Pool] = {}
         self.corrections = Corrections()
@@ -271,9 +288,21 @@ class Cluster:
     def ready_pools(self) -> list[Pool]:
         return [pool for pool in self.pools.values() if pool.is_ready]
 
+    def _pool(self, model_hash: str) -> Pool:
+        pool = self.pools.get(model_hash)
+        if pool is None:
+            pool = self.pools[model_hash] = Pool(self._config, self.policy.ranking())
+        return pool
+
+    def rank_by(self, policy: str, now_s: float) -> None:
+        """Ranks all requests in pools by another policy from now on."""
+        self.policy = POLICIES[policy]()
+        for pool in self.pools.values():
+            pool.rank_by(self.policy.ranking(), now_s)
+
     def add(self, card: InstanceJoined) -> Instance:
         """Adds a new instance that holds nothing. The id must be free."""
-        pool = self.pools.setdefault(card.model_hash, Pool(self._config))
+        pool = self._pool(card.model_hash)
         pool.members += 1
         instance: Instance
         if card.role == "prefill":

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from operator import attrgetter
@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 
 from millrace.core.cost.correction import Band
 from millrace.core.live_request import LiveRequest
-from millrace.core.priority import PriorityKey
+from millrace.core.priority import PriorityKey, Ranking
 from millrace.core.request import Chunk
 from millrace.core.scheduler.effects import ChunkRef, Order
 
@@ -77,7 +77,11 @@ _rank = attrgetter("rank")
 class RunQueue:
     """The tasks that a pool's prefill instances hold, best first."""
 
-    def __init__(self, *, preemptive: bool) -> None:
+    def __init__(self, ranking: Ranking, *, preemptive: bool) -> None:
+        """The requests that head tasks are in `ranking` when these are added, and leave it with
+        their last one.
+        """
+        self._ranking = ranking
         self.preemptive = preemptive
         self.ranked: list[Task] = []
         self.tasks: dict[str, list[Task]] = {}  # request id -> its unfinished tasks, in order
@@ -116,7 +120,8 @@ class RunQueue:
 
     def remove(self, request_id: str) -> None:
         """Forgets the request's tasks; other requests of a batch continue."""
-        for task in self.tasks.pop(request_id, ()):
+        tasks = self.tasks.pop(request_id, ())
+        for task in tasks:
             head = task.requests[0]
             staying = [r for r in task.requests if r.id != request_id]
             if not staying:
@@ -125,12 +130,15 @@ class RunQueue:
             task.requests = staying
             if head is not staying[0]:
                 staying[0].take_over(head)
-                self._replace(task, staying[0].order)
+                self._replace_head(task, head)
+        if tasks and len(tasks[0].requests) == 1 and tasks[0].requests[0].id == request_id:
+            self._ranking.remove(tasks[0].requests[0])
 
-    def _replace(self, task: Task, order: int) -> None:
-        """Ranks the task by its new head's order: the old head may come back with its own rank."""
+    def _replace_head(self, task: Task, old: LiveRequest) -> None:
+        """Ranks the task by its new head: the old head may come back with its own rank."""
+        new = task.requests[0]
         self._unrank(task)
-        task.rank = (task.rank[0], order, task.chunk.index)
+        task.rank = (self._ranking.replace(old, new), new.order, task.chunk.index)
         insort(self.ranked, task, key=_rank)
 
     def leave(self, request_id: str, instance: PrefillInstance) -> None:
@@ -159,6 +167,8 @@ class RunQueue:
                 left.remove(task)
                 if not left:
                     del self.tasks[request.id]
+                    if request is task.requests[0]:
+                        self._ranking.remove(request)
 
     # ---- ranks
 
@@ -166,13 +176,13 @@ class RunQueue:
         """Returns the requests whose keys rank the tasks, each once."""
         return list({task.requests[0].id: task.requests[0] for task in self.ranked}.values())
 
-    def rerank(self, keys: dict[str, PriorityKey]) -> None:
-        """Gives every task its head's new key."""
+    def rerank(self, keys: Mapping[str, PriorityKey]) -> None:
+        """Gives the tasks whose head is among `keys`, by id, their new keys."""
         changed = False
-        for task in self.ranked:
+        for task in self.ranked if keys else ():
             head = task.requests[0]
-            key = keys[head.id]
-            if key != task.rank[0]:
+            key = keys.get(head.id)
+            if key is not None and key != task.rank[0]:
                 task.rank = (key, head.order, task.chunk.index)
                 changed = True
         if not changed or all(one.rank < other.rank for one, other in pairwise(self.ranked)):
@@ -182,6 +192,11 @@ class RunQueue:
             for member in task.members:
                 if len(member.queue) > 1:
                     self._stale[member] = None
+
+    def rank_by(self, ranking: Ranking, now_s: float) -> None:
+        """Ranks all tasks again."""
+        self._ranking = ranking
+        self.rerank({head.id: ranking.add(head, now_s) for head in self.heads()})
 
     def ahead(self, instance: PrefillInstance, rank: Rank) -> int:
         """Returns how many tasks of the instance go before a request of this rank."""

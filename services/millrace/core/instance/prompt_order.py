@@ -1,0 +1,66 @@
+"""The prompts of an instance that packs its own batches, in the order of a policy."""
+
+from __future__ import annotations
+
+from collections.abc import Container
+
+from millrace.core.live_request import LiveRequest
+from millrace.core.priority import POLICIES, PriorityKey
+
+
+class PromptOrder:
+    """Ranks one instance's prompts, as the scheduler ranks requests."""
+
+    def __init__(self, policy: str) -> None:
+        """`policy` is a name of `core.priority.POLICIES`."""
+        self._requests: dict[str, LiveRequest] = {}
+        self._keys: dict[str, PriorityKey] = {}
+        self._ordered: list[LiveRequest] | None = []  # None: to be sorted
+        self._policy = POLICIES[policy]()
+        self._ranking = self._policy.ranking()
+
+    @property
+    def policy(self) -> str:
+        return self._policy.name
+
+    def __contains__(self, request: LiveRequest) -> bool:
+        return self._requests.get(request.id) is request
+
+    def rank_by(self, policy: str, now_s: float) -> None:
+        """Ranks all prompts by another policy from now on."""
+        self._policy = POLICIES[policy]()
+        self._ranking = self._policy.ranking()
+        for request in self._requests.values():
+            self.add(request, now_s)
+
+    def add(self, request: LiveRequest, now_s: float) -> None:
+        self._requests[request.id] = request
+        self._keys[request.id] = self._ranking.add(request, now_s)
+        self._ordered = None
+
+    def remove(self, request: LiveRequest) -> None:
+        """Forgets a prompt; harmless if it is unknown."""
+        if self._requests.pop(request.id, None) is not None:
+            del self._keys[request.id]
+            self._ranking.remove(request)
+            self._ordered = None
+
+    def keep_only(self, request_ids: Container[str]) -> None:
+        """Forgets all other prompts."""
+        for request in [one for name, one in self._requests.items() if name not in request_ids]:
+            self.remove(request)
+
+    def computed(self, request: LiveRequest, now_s: float) -> None:
+        """Forgets a prompt that has its first token."""
+        self._policy.first_token(request, now_s)
+        self.remove(request)
+
+    def ordered(self, now_s: float) -> list[LiveRequest]:
+        """Returns the prompts, the one to compute first at the head."""
+        changed = self._ranking.update(now_s, 1)
+        self._keys.update(changed)
+        if changed or self._ordered is None:
+            keys = self._keys
+            requests = self._requests.values()
+            self._ordered = sorted(requests, key=lambda one: (keys[one.id], one.order))
+        return self._ordered

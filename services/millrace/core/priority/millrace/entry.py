@@ -1,0 +1,62 @@
+"""A request in a ranking, and its key."""
+
+from __future__ import annotations
+
+import math
+from typing import Final
+
+from millrace.core.live_request import LiveRequest
+from millrace.core.priority.millrace.attainment import Band
+from millrace.core.priority.ranking import PriorityKey
+
+#: The parts of the order, first to last.
+DUE, IN_TIME, GIVEN_UP, LATE = 0.0, 1.0, 2.0, 3.0
+
+#: Shorter prefills count as this long where a wait is a multiple of them.
+LEAST_S = 0.1
+
+
+class Entry:
+    """A request, the part of the order that it is in, and when it is due there."""
+
+    __slots__ = (
+        "band",
+        "due_s",
+        "is_due",
+        "keepable",
+        "kept",
+        "possible",
+        "request",
+        "size_s",
+        "stretch",
+        "work",
+    )
+
+    def __init__(self, request: LiveRequest, band: Band | None) -> None:
+        self.request: Final = request
+        self.band: Final = band  # None: it has no objective
+        self.size_s: Final = max(request.predicted_prefill_s, LEAST_S)
+        self.possible = band is not None  # it could be in time if it went first
+        self.kept = False  # among those that are to be in time
+        self.keepable = False  # the same, as far as the sweep in progress has come
+        self.stretch = 0.0  # of the late line: its wait as a multiple of `size_s`
+        self.due_s = math.inf  # the end of that wait
+        self.work = 0.0  # left when it was last looked at, seconds times instances
+        self.is_due = False  # it goes before all others
+
+    @property
+    def key(self) -> PriorityKey:
+        if self.is_due:
+            return (DUE, self.due_s)
+        if self.possible:
+            return (IN_TIME if self.kept else GIVEN_UP, self.request.deadline_s)
+        return (LATE, self.due_s)
+
+    @property
+    def latest_start_s(self) -> float:
+        return self.due_s - self.size_s
+
+    def stretched(self, stretch: float) -> None:
+        """Has its wait end after so many times its size."""
+        self.stretch = stretch
+        self.due_s = self.request.arrival_s + stretch * self.size_s

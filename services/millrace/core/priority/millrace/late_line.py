@@ -1,0 +1,137 @@
+"""The requests that are not among those in time: given up for now, too late, or never due.
+
+All are late in proportion: each is due at `arrival + stretch * size`, size being its isolated
+prefill, and they go in the order in which they are due. The stretch is the same for all. It is the
+smallest (in steps of `STEP`, at least `LEAST_STRETCH`) at which all of them are done when due with
+a share of the pool, so it depends on their work and on nothing else. What of its share the line did
+not get so far is its credit. A request that must start now to be done when due goes before
+everything, so the share is theirs under any load.
+
+This is the schedule of least maximum stretch (Bender, Chakrabarti and Muthukrishnan, "Flow and
+stretch metrics for scheduling continuous job streams", SODA 1998), on a share of the pool. Requests
+of one size go first come, first served.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left, bisect_right, insort
+from heapq import heappop, heappush
+from itertools import count
+
+from millrace.core.priority.millrace.entry import Entry
+
+#: The share of a pool that late requests are sure of.
+LEAST_SHARE = 0.02
+LEAST_STRETCH = 4.0
+STEP = 1.5
+
+_Row = tuple[float, int, Entry]  # when due, order of submission
+
+
+class LateLine:
+    """Late requests by when they are due."""
+
+    def __init__(self) -> None:
+        self._steps = 0
+        self._rows: list[_Row] = []
+        self._starts: list[tuple[float, int, Entry]] = []  # a heap: the latest start, a number
+        self._numbers = count()
+        self._now_s = 0.0
+        self._credit = 0.0  # seconds times instances
+        self._cursor: tuple[float, int] = (-math.inf, -1)
+        self._work = 0.0  # of the rows up to the cursor, seconds times instances
+        self._needed = 0.0  # the stretch that these rows need
+        self._pass_s = 0.0  # when the pass over the rows began
+        self._stale: list[Entry] = []  # due by an earlier stretch
+
+    @property
+    def stretch(self) -> float:
+        """Returns the multiple of its size that each request may wait now."""
+        return LEAST_STRETCH * STEP**self._steps
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def add(self, entry: Entry, now_s: float) -> None:
+        if not self._rows:
+            self._credit, self._now_s = 0.0, now_s
+        entry.work = entry.request.remaining_work_s(now_s)
+        self._insert(entry)
+
+    def remove(self, entry: Entry) -> None:
+        self._credit -= entry.work - entry.request.remaining_work_s(self._now_s)
+        self._take_out(entry)
+        entry.due_s = math.inf
+        entry.is_due = False
+
+    def _take_out(self, entry: Entry) -> None:
+        del self._rows[bisect_left(self._rows, (entry.due_s, entry.request.order))]
+
+    def _insert(self, entry: Entry) -> None:
+        entry.stretched(self.stretch)
+        insort(self._rows, (entry.due_s, entry.request.order, entry))
+        heappush(self._starts, (entry.latest_start_s, next(self._numbers), entry))
+
+    def update(self, now_s: float, capacity: float, most: int) -> list[Entry]:
+        """Returns the entries whose key has changed; looks at `most` entries at most."""
+        self._credit = max(0.0, self._credit + capacity * max(0.0, now_s - self._now_s))
+        self._now_s = now_s
+        changed = self._stretch_again(most) or self._check(now_s, capacity, most)
+        while self._starts and self._starts[0][0] <= now_s and len(changed) < 2 * most:
+            start_s, _, entry = heappop(self._starts)
+            if entry.latest_start_s == start_s and not entry.is_due:
+                entry.is_due = True
+                changed.append(entry)
+        return changed
+
+    def _stretch_again(self, most: int) -> list[Entry]:
+        changed: list[Entry] = []
+        while self._stale and len(changed) < most:
+            entry = self._stale.pop()
+            if math.isinf(entry.due_s) or entry.stretch == self.stretch or entry.is_due:
+                continue
+            self._take_out(entry)
+            self._insert(entry)
+            changed.append(entry)
+        return changed
+
+    def _check(self, now_s: float, capacity: float, most: int) -> list[Entry]:
+        """Continues a pass over all rows, and changes the stretch at its end."""
+        rows = self._rows
+        if self._cursor[1] < 0:
+            self._work = self._needed = 0.0
+            self._pass_s = now_s
+        at_s = self._pass_s
+        first = bisect_right(rows, self._cursor, key=_rank)
+        for due_s, order, entry in rows[first : first + most]:
+            request = entry.request
+            work = request.remaining_work_s(at_s)
+            self._credit -= entry.work - work
+            entry.work = work
+            self._work += work
+            if not entry.is_due:
+                done_s = at_s + max(0.0, self._work - self._credit) / capacity
+                self._needed = max(self._needed, (done_s - request.arrival_s) / entry.size_s)
+            self._cursor = (due_s, order)
+        if first + most < len(rows):
+            return []
+        self._cursor = (-math.inf, -1)
+        self._credit = min(self._credit, self._work)
+        steps = _steps(self._needed)
+        if steps < self._steps:  # it falls step by step and with some room: the order changes too
+            steps = min(self._steps, max(_steps(self._needed * STEP), self._steps - 1))
+        if steps == self._steps:
+            return []
+        self._steps = steps
+        self._stale = [entry for _, _, entry in reversed(rows)]
+        return self._stretch_again(most)
+
+
+def _rank(row: _Row) -> tuple[float, int]:
+    return row[0], row[1]
+
+
+def _steps(stretch: float) -> int:
+    """Returns how many steps reach `stretch`."""
+    return max(0, math.ceil(math.log(max(stretch, LEAST_STRETCH) / LEAST_STRETCH, STEP) - 1e-9))

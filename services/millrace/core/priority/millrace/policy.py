@@ -1,0 +1,275 @@
+"""Millrace's own order: as many requests of every class in time as can be, and a bounded wait.
+
+1. In time. Requests with an objective are taken by deadline. A request is kept if all requests kept
+   so far, and the more urgent work that is yet to come (`forecast`), can be done by then; if not,
+   the kept request with the most work left per value (`attainment`) is given up. With equal values
+   and nothing to come, the kept are the largest set that can be in time (Moore, "An n job, one
+   machine sequencing algorithm for minimizing the number of late jobs", Management Science 15(1),
+   1968, on remaining work, since preemption makes finished work count). The set runs by deadline,
+   which is optimal for a set that can be done in time.
+2. Given up for now. Requests that could be in time, but not all, use the remaining time, by
+   deadline. Later a request among them may be in time after all: that is found again.
+3. Late. Then go requests that are too late in any case, and those without an objective, all
+   stretched by the same factor (`late_line`).
+4. Due. A request of 2 or 3 that has waited as long as that factor says goes before all, so these
+   requests have a share of the pool under any load, and every wait is bounded.
+
+Against FlowPrefill's S-EDF: S-EDF gives up a request only once it is too late for it alone, after
+it has served the request (and delayed others) until then. Against Medha's LARS: relative slack
+shares lateness evenly, which under load makes all requests late. Both leave the wait of requests
+that they give up unbounded.
+
+Work is counted as seconds times the instances of the group; a pool does `instances` such seconds
+per second. An update looks at `MOST` requests at most, and the next one goes on
+from there: with more requests than that the set is a few updates old.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left, bisect_right, insort
+from collections.abc import Mapping
+from heapq import heappop, heappush
+from types import MappingProxyType
+
+from millrace.core.live_request import LiveRequest
+from millrace.core.priority.millrace.attainment import Attainments
+from millrace.core.priority.millrace.entry import Entry
+from millrace.core.priority.millrace.forecast import Forecast, Row
+from millrace.core.priority.millrace.late_line import LEAST_SHARE, LateLine
+from millrace.core.priority.ranking import PriorityKey
+
+#: Requests with an objective that an update looks at, and as many late ones.
+MOST = 96
+
+
+class MillracePolicy:
+    """The policy, and how its classes fare."""
+
+    name = "millrace"
+
+    def __init__(self, weights: Mapping[str, float] = MappingProxyType({})) -> None:
+        self.attainments = Attainments(weights)
+
+    def ranking(self) -> MillraceRanking:
+        return MillraceRanking(self.attainments)
+
+    def first_token(self, request: LiveRequest, now_s: float) -> None:
+        if request.slo.ttft_s is not None and request.in_time is None:
+            request.judge(now_s <= request.deadline_s)
+            self.attainments.note(request, bool(request.in_time))
+
+
+class _Sweep:
+    """A pass over the requests with an objective, by deadline, as of the time of its start."""
+
+    __slots__ = (
+        "capacity",
+        "cursor",
+        "densest",
+        "expected",
+        "flips",
+        "kept",
+        "now_s",
+        "passed",
+        "visits",
+        "work",
+    )
+
+    def __init__(self, now_s: float, capacity: float, work: float) -> None:
+        self.now_s = now_s
+        self.capacity = capacity
+        self.work = work  # of the kept, seconds times instances
+        self.kept: list[tuple[float, int, float, Entry]] = []  # a heap: most work per value first
+        self.flips: dict[Entry, None] = {}
+        self.passed: list[Entry] = []  # their deadline is over
+        self.visits = 0
+        self.densest = math.nan  # the most work per value of the kept
+        self.expected: Row = []  # the arrivals to come of at most that
+        self.cursor: tuple[float, int] = (-math.inf, -1)
+
+
+class MillraceRanking:
+    """The requests of a queue in Millrace's order."""
+
+    def __init__(self, attainments: Attainments) -> None:
+        self._attainments = attainments
+        self._forecast = Forecast()
+        self._entries: dict[str, Entry] = {}
+        self._timed: list[tuple[float, int, Entry]] = []  # by deadline; not those that passed it
+        self._late = LateLine()
+        self._due: dict[Entry, None] = {}
+        self._sweep: _Sweep | None = None
+        self._flips: list[Entry] = []  # of the last sweep, still to be carried out, last first
+        self._now_s = 0.0
+        self._stated = 0.0  # work of the last arrivals, decaying; with an objective
+        self._unstated = 0.0
+
+    # ---- as Ranking
+
+    def add(self, request: LiveRequest, now_s: float) -> PriorityKey:
+        self._now_s = now_s
+        entry = self._entry(request)
+        self._entries[request.id] = entry
+        if entry.band is not None:
+            insort(self._timed, (request.deadline_s, request.order, entry))
+        entry.kept = entry.possible = _possible(request, entry, now_s)
+        if not entry.kept:
+            self._late.add(entry, now_s)
+        if not request.attempts:
+            self._arrived(request, entry)
+        return entry.key
+
+    def _entry(self, request: LiveRequest) -> Entry:
+        stated = request.slo.ttft_s is not None
+        return Entry(request, self._attainments.band(request) if stated else None)
+
+    def _arrived(self, request: LiveRequest, entry: Entry) -> None:
+        work, keep = request.predicted_work_s, 1.0 - 1.0 / 400
+        self._stated *= keep
+        self._unstated *= keep
+        if entry.band is None or request.slo.ttft_s is None:
+            self._unstated += work
+        else:
+            self._stated += work
+            density = work / entry.band.value
+            self._forecast.arrived(request.arrival_s, work, request.slo.ttft_s, density)
+
+    def remove(self, request: LiveRequest) -> None:
+        entry = self._entries.pop(request.id)
+        if entry.band is not None:
+            self._untime(entry)
+        if not entry.kept:
+            self._late.remove(entry)
+            self._due.pop(entry, None)
+
+    def _untime(self, entry: Entry) -> None:
+        rank = (entry.request.deadline_s, entry.request.order)
+        index = bisect_left(self._timed, rank)
+        if index < len(self._timed) and self._timed[index][2] is entry:
+            del self._timed[index]
+
+    def replace(self, old: LiveRequest, new: LiveRequest) -> PriorityKey:
+        self.remove(old)
+        return self.add(new, self._now_s)
+
+    def key(self, request: LiveRequest, now_s: float) -> PriorityKey:
+        entry = self._entry(request)
+        entry.kept = entry.possible = _possible(request, entry, now_s)
+        entry.stretched(self._late.stretch)
+        return entry.key
+
+    def update(self, now_s: float, instances: int) -> Mapping[str, PriorityKey]:
+        self._now_s = now_s
+        capacity = float(max(instances, 1))
+        changed: dict[str, PriorityKey] = {}
+        if not self._flips and self._timed:
+            self._continue_sweep(now_s, capacity)
+        self._carry_out(changed)
+        if len(self._late):
+            share = max(LEAST_SHARE, self._unstated_share)
+            for entry in self._late.update(now_s, share * capacity, MOST):
+                changed[entry.request.id] = entry.key
+                if entry.is_due:
+                    self._due[entry] = None
+        return changed
+
+    @property
+    def _unstated_share(self) -> float:
+        """Returns the share of work without an objective among the last arrivals."""
+        total = self._stated + self._unstated
+        return self._unstated / total if total > 0.0 else 0.0
+
+    # ---- those in time
+
+    def _continue_sweep(self, now_s: float, capacity: float) -> None:
+        sweep, timed = self._sweep, self._timed
+        if sweep is None:
+            due = sum(entry.request.remaining_work_s(now_s) for entry in self._due)
+            sweep = self._sweep = _Sweep(now_s, capacity * (1.0 - self._unstated_share), due)
+        first = bisect_right(timed, sweep.cursor, key=_rank)
+        rows = timed[first : first + MOST]
+        for _, _, entry in rows:
+            self._visit(sweep, entry)
+        if rows:
+            sweep.cursor = _rank(rows[-1])
+        if first + MOST < len(timed):
+            return
+        self._sweep = None
+        for entry in sweep.passed:
+            self._untime(entry)
+        self._flips = list(sweep.flips)
+        self._flips.reverse()
+
+    def _visit(self, sweep: _Sweep, entry: Entry) -> None:
+        """Keeps the entry, and gives up what can't be in time with it."""
+        request, kept, now_s = entry.request, sweep.kept, sweep.now_s
+        if entry.is_due:
+            return
+        left_s = request.remaining_s(now_s)
+        horizon_s = request.deadline_s - now_s
+        possible = left_s <= horizon_s
+        if possible != entry.possible:
+            entry.possible = possible
+            sweep.flips[entry] = None
+        if not possible:
+            if horizon_s < 0.0:
+                sweep.passed.append(entry)
+                self._missed(request)
+            entry.keepable = False
+            return
+        assert entry.band is not None
+        work = request.work_of(left_s)
+        sweep.visits += 1
+        heappush(kept, (-work / entry.band.value, sweep.visits, work, entry))
+        sweep.work += work
+        entry.keepable = True
+        if not entry.kept:
+            sweep.flips[entry] = None
+        room = sweep.capacity * horizon_s
+        while len(kept) > 1 and sweep.work + self._expected(sweep, horizon_s) > room:
+            _, _, work, dropped = heappop(kept)
+            sweep.work -= work
+            dropped.keepable = False
+            if dropped.kept:
+                sweep.flips[dropped] = None
+
+    def _expected(self, sweep: _Sweep, horizon_s: float) -> float:
+        """Returns the work to come that goes before the kept ones' last, in its place or theirs."""
+        densest = -sweep.kept[0][0]
+        if densest != sweep.densest:
+            sweep.densest, sweep.expected = densest, self._forecast.row(densest)
+        return self._forecast.work(sweep.expected, horizon_s)
+
+    def _carry_out(self, changed: dict[str, PriorityKey]) -> None:
+        """Moves entries to the part of the order where the last sweep found them to be."""
+        flips = self._flips
+        for _ in range(min(len(flips), MOST)):
+            entry = flips.pop()
+            if self._entries.get(entry.request.id) is entry:
+                if entry.keepable != entry.kept:
+                    self._flip(entry)
+                changed[entry.request.id] = entry.key
+
+    def _flip(self, entry: Entry) -> None:
+        if entry.kept:
+            entry.kept = False
+            self._late.add(entry, self._now_s)
+        else:
+            self._late.remove(entry)
+            self._due.pop(entry, None)
+            entry.kept = True
+
+    def _missed(self, request: LiveRequest) -> None:
+        if request.in_time is None:
+            request.judge(False)
+            self._attainments.note(request, False)
+
+
+def _possible(request: LiveRequest, entry: Entry, now_s: float) -> bool:
+    """Returns whether the request would be in time alone."""
+    return entry.band is not None and now_s + request.remaining_s(now_s) <= request.deadline_s
+
+
+def _rank(row: tuple[float, int, Entry]) -> tuple[float, int]:
+    return row[0], row[1]

@@ -1,0 +1,98 @@
+"""What a policy is to those who use it: it ranks the requests of a queue.
+
+A ranking belongs to one queue, or to the two queues of a pool (waiting, and sent to instances). It
+is told which requests join and leave, and says from time to time which of its keys have changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+from millrace.core.live_request import LiveRequest
+
+#: The smaller key goes first; equal keys go in order of submission.
+PriorityKey = tuple[float, ...]
+
+
+class Ranking(Protocol):
+    """The keys of some requests under one policy."""
+
+    def add(self, request: LiveRequest, now_s: float) -> PriorityKey:
+        """Takes a request in and returns its key."""
+
+    def remove(self, request: LiveRequest) -> None:
+        """Forgets a request that was taken in."""
+
+    def replace(self, old: LiveRequest, new: LiveRequest) -> PriorityKey:
+        """Takes `new` in, in the place of `old`, and returns its key."""
+
+    def update(self, now_s: float, instances: int) -> Mapping[str, PriorityKey]:
+        """Returns the keys that have changed, by request id. `instances` prefill instances work on
+        the requests.
+        """
+
+    def key(self, request: LiveRequest, now_s: float) -> PriorityKey:
+        """Returns the key that a request would get that is not taken in."""
+
+
+class Policy(Protocol):
+    """One policy at work. Its rankings share what it learns."""
+
+    @property
+    def name(self) -> str: ...
+
+    def ranking(self) -> Ranking:
+        """Returns a ranking without requests."""
+
+    def first_token(self, request: LiveRequest, now_s: float) -> None:
+        """Notes that the request has its first token."""
+
+
+class KeyPolicy:
+    """A policy whose key depends on the request and the time alone: each of the papers'.
+
+    A `static` policy's keys don't depend on the time either.
+    """
+
+    def __init__(
+        self, name: str, key: Callable[[LiveRequest, float], PriorityKey], *, static: bool = False
+    ) -> None:
+        self.name = name
+        self._key = key
+        self._static = static
+
+    def ranking(self) -> Ranking:
+        return _KeyRanking(self._key, static=self._static)
+
+    def first_token(self, request: LiveRequest, now_s: float) -> None:
+        """Learns nothing."""
+
+
+class _KeyRanking:
+    """Computes all keys again in every round, as the papers do."""
+
+    def __init__(self, key: Callable[[LiveRequest, float], PriorityKey], *, static: bool) -> None:
+        self._requests: dict[str, LiveRequest] = {}
+        self._static = static
+        self._now_s = 0.0
+        self.key = key
+
+    def add(self, request: LiveRequest, now_s: float) -> PriorityKey:
+        self._now_s = now_s
+        self._requests[request.id] = request
+        return self.key(request, now_s)
+
+    def remove(self, request: LiveRequest) -> None:
+        del self._requests[request.id]
+
+    def replace(self, old: LiveRequest, new: LiveRequest) -> PriorityKey:
+        self.remove(old)
+        return self.add(new, self._now_s)
+
+    def update(self, now_s: float, instances: int) -> Mapping[str, PriorityKey]:
+        del instances
+        self._now_s = now_s
+        if self._static or len(self._requests) < 2:
+            return {}
+        return {name: self.key(request, now_s) for name, request in self._requests.items()}

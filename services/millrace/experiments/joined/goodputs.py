@@ -1,0 +1,162 @@
+"""The loads that a policy carries when all requests count, every class, or every length band.
+
+One load is one point of a geometric grid, so that policies are compared at the same loads and a run
+serves all three searches.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from millrace.sim.results.report import RequestRecord
+from millrace.sim.scenario import Scenario, Watch, simulate
+
+#: The share in time that is asked for.
+GOAL = 0.9
+#: The ratio of neighbouring loads.
+STEP = 1.04
+#: A length band of a class counts from so many requests, and from this share of the run's.
+LEAST_REQUESTS = 20
+LEAST_OF_ALL = 0.005
+#: Shorter prefills count as this long where a wait is divided by them.
+LEAST_S = 0.5
+#: Attainments of a class with few requests don't fall steadily: a search ends where so many steps
+#: in a row are not carried.
+LOOK_AHEAD = 4
+#: A search gives up so many steps above and below its start.
+REACH = 200
+
+CRITERIA = ("requests", "classes", "bands")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fairness:
+    """How the requests of one run fared.
+
+    `by_requests`, `by_classes`, `by_bands`: the share in time of all requests, of the worst class
+    and of the worst band. A slowdown is a TTFT in isolated prefills (of `LEAST_S` at least); Jain's
+    index is of their inverses, 1 when all requests are slowed down alike.
+    """
+
+    in_time: dict[str, float]
+    classes: dict[str, float]
+    mean_slowdown: float
+    p99_slowdown: float
+    longest_wait: float
+    jain: float
+
+
+def band(tokens: int) -> int:
+    """Returns the number of a prompt's length band: lengths within a factor of 8 share one."""
+    return (tokens.bit_length() + 2) // 3
+
+
+class Tally:
+    """Counts what is in time by class and band."""
+
+    def __init__(self) -> None:
+        self._of: dict[tuple[str, int], list[int]] = defaultdict(lambda: [0, 0])
+        self._slowdowns: list[float] = []
+        self._longest = 0.0
+
+    def saw(self, record: RequestRecord) -> None:
+        found = self._of[record.class_name, band(record.input_tokens)]
+        found[0] += 1
+        found[1] += _in_time(record)
+        least_s = max(record.isolated_s, LEAST_S)
+        self._slowdowns.append(max(record.ttft_s, least_s) / least_s)
+        self._longest = max(self._longest, (record.queued_s + record.suspended_s) / least_s)
+
+    def fairness(self) -> Fairness:
+        requests = len(self._slowdowns)
+        classes: dict[str, list[int]] = defaultdict(lambda: [0, 0])
+        for (name, _), (count, met) in self._of.items():
+            classes[name][0] += count
+            classes[name][1] += met
+        shares = {name: met / count for name, (count, met) in sorted(classes.items())}
+        least = max(LEAST_REQUESTS, LEAST_OF_ALL * requests)
+        bands = [met / count for count, met in self._of.values() if count >= least]
+        rates = [1.0 / slowdown for slowdown in self._slowdowns]
+        ordered = sorted(self._slowdowns)
+        return Fairness(
+            in_time={
+                "requests": sum(met for _, met in self._of.values()) / requests,
+                "classes": min(shares.values()),
+                "bands": min([*bands, *shares.values()]),
+            },
+            classes=shares,
+            mean_slowdown=sum(ordered) / requests,
+            p99_slowdown=ordered[int(0.99 * (requests - 1))],
+            longest_wait=self._longest,
+            jain=sum(rates) ** 2 / (requests * sum(rate * rate for rate in rates)),
+        )
+
+
+def _in_time(record: RequestRecord) -> bool:
+    if record.error or (record.ttft_slo_s is not None and record.ttft_s > record.ttft_slo_s):
+        return False
+    return record.tbt_slo_s is None or record.tbt_s is None or record.tbt_s <= record.tbt_slo_s
+
+
+def run(scenario: Scenario, load: float) -> Fairness:
+    """Runs the scenario to its end at a load."""
+    tally = Tally()
+    simulate(scenario.at_load(load), Watch(sink=tally.saw))
+    return tally.fairness()
+
+
+def goodputs(scenario: Scenario, start: float) -> dict[str, float]:
+    """Returns the largest load by each criterion; 0 where none is carried."""
+    seen: dict[int, dict[str, float] | None] = {}
+
+    def in_time(step: int) -> dict[str, float]:
+        if step not in seen:
+            tally = Tally()
+            traffic = scenario.traffic
+            report = simulate(
+                scenario.at_load(start * STEP**step), Watch(goal=GOAL, sink=tally.saw)
+            )
+            whole = report.total.requests >= traffic.count()
+            seen[step] = tally.fairness().in_time if whole else None
+        return seen[step] or dict.fromkeys(CRITERIA, 0.0)
+
+    found = {}
+    first = 0
+    for criterion in CRITERIA:
+
+        def carried(at: int, criterion: str = criterion) -> bool:
+            return in_time(at)[criterion] >= GOAL
+
+        step = _largest(carried, first)
+        found[criterion] = 0.0 if step is None else start * STEP**step
+        first = first if step is None else step
+    return found
+
+
+def _largest(carried: Callable[[int], bool], first: int) -> int | None:
+    """Returns a step that is carried, while the next `LOOK_AHEAD` are not; None when none is in
+    reach.
+    """
+    low = high = None
+    at, stride = first, 4
+    while low is None or high is None:
+        if abs(at) > REACH:
+            return low
+        if carried(at):
+            low, at = at, at + stride
+        else:
+            high, at = at, at - stride
+        stride *= 2
+    while high - low > 1:
+        middle = (low + high) // 2
+        if carried(middle):
+            low = middle
+        else:
+            high = middle
+    while True:
+        ahead = [low + step for step in range(1, LOOK_AHEAD + 1) if carried(low + step)]
+        if not ahead:
+            return low
+        low = ahead[-1]
