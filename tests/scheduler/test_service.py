@@ -194,7 +194,7 @@ async def test_a_worker_that_speaks_keeps_its_lease():
 
 async def test_a_worker_that_registers_again_is_a_new_life():
     async with scheduler() as net:
-        first, decode = await net.worker("p0"), await net.worker("d0")
+        first, decode = await net.worker("p0", beats=False), await net.worker("d0")
         proxy = await net.proxy()
         await proxy.submit(spec("r"))
         await proxy.next("placed")
@@ -409,8 +409,9 @@ async def test_a_worker_that_makes_no_sense_is_told_so(message, complaint):
 
 
 async def test_peers_that_lose_the_thread_are_cut_off_alone():
-    async with scheduler(quick(lease_s=0.5)) as net:
+    async with scheduler(quick(lease_s=2.0)) as net:
         worker, proxy = await net.worker("p0"), await net.proxy()
+        await worker.fall_silent()
         await worker.say(register=register("p0"))
         with pytest.raises(grpc.aio.AioRpcError, match="a registered worker sent register"):
             await worker.read()

@@ -157,6 +157,13 @@ class Worker(Peer):
         if self._beating is not None:
             self._beating.cancel()
 
+    async def fall_silent(self) -> None:
+        """Stops beating between two writes: a write at the end of a stream would replace the
+        scheduler's reason by gRPC's own.
+        """
+        async with self._writing:
+            self.stop_beating()
+
     async def cut(self) -> None:
         self.stop_beating()
         await super().cut()
