@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from pathlib import Path
 
@@ -43,3 +44,18 @@ def test_every_folder_of_tests_is_in_one_part():
     assert set(suite.UNIT) <= set(suite.SHARING) <= folders
     *_, alone = suite.parts(unit=False).values()
     assert {f"--ignore=tests/{name}" for name in suite.SHARING} <= set(alone)
+
+
+def test_what_takes_long_is_left_out_of_the_unit_tests():
+    assert all(list(suite.TESTS.glob(name)) for name in suite.LONG)
+    (command,) = suite.parts(unit=True).values()
+    left_out = [argument for argument in command if argument.startswith("--ignore")]
+    listed = subprocess.run(
+        suite.pytest("--collect-only", "-q", *left_out, "tests/papers"),
+        cwd=suite.TESTS.parent,
+        text=True,
+        capture_output=True,
+        check=True,
+    ).stdout
+    assert "tests/papers/test_edf.py::" in listed
+    assert "tests/papers/test_sim_" not in listed
