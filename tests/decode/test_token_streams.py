@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from millrace.core.kv.transfer import Incarnation
-from millrace.core.token_events import TokenEvent
+from millrace.core.token_events import TokenBatch, TokenEvent
 from millrace.decode import token_streams
 from millrace.decode.token_streams import TokenStreams
 
@@ -16,8 +16,8 @@ def event(token: int) -> TokenEvent:
     return TokenEvent("r", token_ids=(token,))
 
 
-def tokens(events: list[TokenEvent]) -> list[int]:
-    return [t for e in events for t in e.token_ids]
+def tokens(batch: TokenBatch) -> list[int]:
+    return [t for e in batch.events for t in e.token_ids]
 
 
 async def test_all_that_is_ready_comes_in_one_message() -> None:
@@ -38,13 +38,14 @@ async def test_a_proxy_that_comes_back_in_time_misses_nothing() -> None:
     streams = TokenStreams(0.2, gone.append)
     stream = streams.subscribe(PROXY)
     streams.publish(PROXY, event(1))
-    await anext(stream)
+    assert (await anext(stream)).first == 0
     await stream.aclose()
     streams.publish(PROXY, event(2))
 
     again = streams.subscribe(PROXY)
 
-    assert tokens(await anext(again)) == [2]
+    batch = await anext(again)
+    assert (batch.first, tokens(batch)) == (1, [2])
     await asyncio.sleep(0.3)
     assert gone == []
     await again.aclose()
@@ -91,9 +92,11 @@ async def test_a_newer_reader_ends_an_older_one() -> None:
     gone: list[Incarnation] = []
     streams = TokenStreams(0.05, gone.append)
     old = streams.subscribe(PROXY)
+    assert await anext(old) == TokenBatch(0, [])
     waiting = asyncio.create_task(anext(old))
     await asyncio.sleep(0)
     new = streams.subscribe(PROXY)
+    assert await anext(new) == TokenBatch(0, [])
     reading = asyncio.create_task(anext(new))
     with pytest.raises(StopAsyncIteration):
         await waiting

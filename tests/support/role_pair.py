@@ -73,8 +73,8 @@ class Proxy:
 
     async def listen(self) -> None:
         address, life = self.instance.address, self.instance.incarnation
-        async for events in token_events(address, proxy=PROXY, decode=life):
-            for event in events:
+        async for batch in token_events(address, proxy=PROXY, decode=life):
+            for event in batch.events:
                 self._take(event)
 
     def _take(self, event: TokenEvent) -> None:

@@ -7,13 +7,14 @@ from millrace.core.token_events import (
     NO_DETAIL,
     FirstToken,
     PositionLogprobs,
+    TokenBatch,
     TokenDetail,
     TokenEvent,
 )
 from millrace.wire.codec.token_events import (
     FINISHED,
     batch_message,
-    events_of,
+    batch_of,
     logprobs_message,
     logprobs_of,
     subscription,
@@ -29,21 +30,24 @@ def read(events: list[TokenEvent]) -> list[TokenEvent]:
 
 
 def over_the_wire(events: list[TokenEvent]) -> list[TokenEvent]:
-    sent = batch_message(events).SerializeToString()
-    return read(events_of(decode_pb2.TokenBatch.FromString(sent)))
+    sent = batch_message(TokenBatch(7, events)).SerializeToString()
+    first, found = batch_of(decode_pb2.TokenBatch.FromString(sent))
+    assert first == 7
+    return read(found)
 
 
 def test_token_events_come_back_as_they_were() -> None:
     batch = filled(decode_pb2.TokenBatch)
-    events = events_of(batch)
-    assert len(events) == 2
-    assert batch_message(events) == batch
+    found = batch_of(batch)
+    events = found.events
+    assert (len(events), found.first) == (2, batch.first)
+    assert batch_message(found) == batch
     assert over_the_wire(events) == read(events)
 
 
 def test_a_steps_event_has_one_token_and_nothing_else() -> None:
     event = TokenEvent("r", 1, [7])
-    (message,) = batch_message([event]).events
+    (message,) = batch_message(TokenBatch(0, [event])).events
     assert message == decode_pb2.TokenEvent(
         request_id="r", choice=1, token_ids=[7], stop_token_id=-1
     )

@@ -55,6 +55,17 @@ class TokenEvent(NamedTuple):
     detail: TokenDetail | Callable[[], TokenDetail] = NO_DETAIL
 
 
+class TokenBatch(NamedTuple):
+    """The events that a decode instance sends to a proxy together.
+
+    `first`: the events that were sent to this incarnation of the proxy before. The first batch of a
+    stream may have no events: it tells the proxy whether events were lost with an earlier stream.
+    """
+
+    first: int
+    events: Sequence[TokenEvent]
+
+
 @dataclass(frozen=True, slots=True)
 class FirstToken:
     """The first token of one choice, which prefill samples."""

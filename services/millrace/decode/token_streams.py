@@ -12,7 +12,7 @@ import logging
 from collections.abc import AsyncGenerator, Callable
 
 from millrace.core.kv.transfer import Incarnation
-from millrace.core.token_events import TokenEvent
+from millrace.core.token_events import TokenBatch, TokenEvent
 
 log = logging.getLogger(__name__)
 
@@ -22,6 +22,7 @@ MOST_WAITING_EVENTS = 1 << 16
 class _Outbox:
     def __init__(self) -> None:
         self.events: list[TokenEvent] = []
+        self.sent = 0  # events that streams have taken
         self.ready = asyncio.Event()
         self.reader: object = None
         self.expiry: asyncio.TimerHandle | None = None
@@ -44,8 +45,8 @@ class TokenStreams:
             log.warning("proxy %s reads too slowly; giving its requests up", proxy.id)
             self._forget(proxy)
 
-    async def subscribe(self, proxy: Incarnation) -> AsyncGenerator[list[TokenEvent], None]:
-        """Yields events as they become ready, until the reader goes away.
+    async def subscribe(self, proxy: Incarnation) -> AsyncGenerator[TokenBatch, None]:
+        """Yields events as they become ready, until the reader goes away; the first batch at once.
 
         A new reader of a proxy ends the old reader, whose connection may be dead although neither
         side has noticed: events sent there would be lost.
@@ -54,6 +55,7 @@ class TokenStreams:
         me = box.reader = object()
         box.ready.set()
         self._keep(box)
+        opening = True
         try:
             while True:
                 await box.ready.wait()
@@ -61,8 +63,11 @@ class TokenStreams:
                     return
                 box.ready.clear()
                 events, box.events = box.events, []
-                if events:
-                    yield events
+                if events or opening:
+                    opening = False
+                    first = box.sent
+                    box.sent += len(events)
+                    yield TokenBatch(first, events)
         finally:
             if box.reader is me:
                 box.reader = None

@@ -213,6 +213,33 @@ async def test_several_choices_end_with_an_error(stack):
     assert "was lost" in answer.error["message"]
 
 
+@pytest.mark.parametrize("lost", [0, 1, 7, 100])
+async def test_tokens_that_are_lost_with_a_stream_are_generated_again(stack, lost):
+    """A request that is placed while a stream is broken may lose tokens to that stream."""
+    expected = await undisturbed(stack, BODY)
+    fleet = stack.fleet
+    fleet.specs.clear()
+    held = fleet.script = Script(reply=TEXT, hold=asyncio.Event(), hold_after=lost)
+    await fleet.stop_decode()
+    asking = asyncio.create_task(ask(stack, BODY))
+    await eventually(lambda: bool(fleet.specs))
+    found, many = 0, min(lost, expected.usage["completion_tokens"])
+
+    def are_lost():
+        nonlocal found
+        found += fleet.lose(fleet.specs[0].proxy.id)
+        return found == many
+
+    await eventually(are_lost)
+    fleet.script = Script(reply=TEXT)
+    await fleet.start_decode()
+    await eventually(lambda: len(fleet.specs) == 1 + bool(lost))
+    held.hold.set()
+    answer = await asyncio.wait_for(asking, HANG_S)
+    assert (answer.text, answer.usage) == (expected.text, expected.usage)
+    assert [spec.resumed_tokens for spec in fleet.specs] == [0] * (1 + bool(lost))
+
+
 async def test_what_failed_for_good_ends(stack):
     answer = await disturbed(stack, BODY, lambda spec: stack.fleet.fail(spec, "it took too long"))
     assert answer.error["message"] == "it took too long"

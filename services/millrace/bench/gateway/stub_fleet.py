@@ -18,7 +18,7 @@ from millrace.core.request_spec import RequestSpec
 from millrace.core.scheduler.commands import Member
 from millrace.core.scheduler.effects import Fail, Refuse
 from millrace.core.scheduler.events import CancelRequested
-from millrace.core.token_events import TokenEvent
+from millrace.core.token_events import TokenBatch, TokenEvent
 from millrace.wire.codec.request_spec import decode_spec
 from millrace.wire.fleet_messages import (
     AskProgress,
@@ -44,17 +44,33 @@ class Outbox(Generic[M]):
         self._ready = asyncio.Event()
         #: Set while no message waits: gRPC has taken all messages.
         self.taken = asyncio.Event()
+        #: Messages taken so far.
+        self.count = 0
 
     def put(self, *messages: M) -> None:
         self._waiting.extend(messages)
         self._ready.set()
         self.taken.clear()
 
+    def successor(self) -> Outbox[M]:
+        """Moves what waits to another outbox, out of reach of those who still wait at this one."""
+        other: Outbox[M] = Outbox()
+        other.count = self.count
+        other.put(*self.drop())
+        return other
+
+    def drop(self) -> list[M]:
+        """Returns all messages that wait, as if they were sent to a peer that never read them."""
+        dropped, self._waiting = self._waiting, []
+        self._ready.clear()
+        return dropped
+
     async def take(self) -> list[M]:
         """Returns all messages that wait, at least one."""
         await self._ready.wait()
         self._ready.clear()
         taken, self._waiting = self._waiting, []
+        self.count += len(taken)
         self.taken.set()
         return taken
 
@@ -118,7 +134,7 @@ class StubFleet:
         self._updates.clear()
 
     async def start_decode(self) -> None:
-        """Starts another incarnation of the decode instance, on the same port."""
+        """Listens, on the port of its first start. Events wait while it does not."""
         server = create_server()
         DecodeServicer(self).add_to(server)
         self.decode_port = bind(server, "127.0.0.1", self.decode_port)
@@ -126,9 +142,10 @@ class StubFleet:
         self._servers["decode"] = server
 
     async def stop_decode(self) -> None:
+        for proxy, outbox in self._tokens.items():
+            self._tokens[proxy] = outbox.successor()
         if (server := self._servers.pop("decode", None)) is not None:
             await server.stop(grace=None)
-        self._tokens.clear()
 
     # -- messages of the fleet
 
@@ -187,6 +204,13 @@ class StubFleet:
         """Streams the events of one decode step."""
         self._tokens[proxy_id].put(*events)
 
+    def lose(self, proxy_id: str) -> int:
+        """Loses the events that wait, as a stream that breaks does; returns their number."""
+        outbox = self._tokens[proxy_id]
+        lost = len(outbox.drop())
+        outbox.count += lost
+        return lost
+
     async def taken(self, proxy_id: str) -> None:
         """Returns when gRPC has taken all events: the proxy reads no faster than that."""
         await self._tokens[proxy_id].taken.wait()
@@ -208,10 +232,12 @@ class StubFleet:
             reader.cancel()
             self._proxies.discard(proxy)
 
-    async def serve_tokens(self, proxy: str) -> AsyncIterator[list[TokenEvent]]:
+    async def serve_tokens(self, proxy: str) -> AsyncIterator[TokenBatch]:
         outbox = self._tokens[proxy]
+        yield TokenBatch(outbox.count, ())
         while True:
-            yield await outbox.take()
+            events = await outbox.take()
+            yield TokenBatch(outbox.count - len(events), events)
 
     async def _read(
         self, messages: AsyncIterator[ProxyMessage], outbox: Outbox[ProxyUpdate]

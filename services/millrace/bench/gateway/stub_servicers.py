@@ -9,7 +9,7 @@ import grpc
 
 from millrace.core.kv.transfer import Incarnation
 from millrace.core.priority import POLICIES
-from millrace.core.token_events import TokenEvent
+from millrace.core.token_events import TokenBatch
 from millrace.wire.codec import proxy as proxy_codec
 from millrace.wire.codec import scheduler as codec
 from millrace.wire.codec.enums import MessageError
@@ -38,7 +38,7 @@ class Fleet(Protocol):
         self, proxy: str, messages: AsyncIterator[ProxyMessage]
     ) -> AsyncIterator[ProxyUpdate]: ...
 
-    def serve_tokens(self, proxy: str) -> AsyncIterator[list[TokenEvent]]: ...
+    def serve_tokens(self, proxy: str) -> AsyncIterator[TokenBatch]: ...
 
 
 class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
@@ -131,5 +131,5 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
     ) -> AsyncIterator[decode_pb2.TokenBatch]:
         if incarnation_of(request.decode) != self._fleet.decode:
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "another incarnation")
-        async for events in self._fleet.serve_tokens(request.proxy.id):
-            yield batch_message(events)
+        async for batch in self._fleet.serve_tokens(request.proxy.id):
+            yield batch_message(batch)

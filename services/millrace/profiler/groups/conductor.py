@@ -289,8 +289,8 @@ class Conductor:
         decode = self._instances[DECODE].member
         stream = token_events(decode.address, proxy=PROXY, decode=decode.incarnation)
         with contextlib.suppress(TokenStreamError):
-            async for events in stream:
-                for event in events:
+            async for batch in stream:
+                for event in batch.events:
                     request = self._request
                     if request is not None and event.request_id == request.request_id:
                         request.token()

@@ -40,6 +40,9 @@ MOST_MOVES = 16
 #: Finish reasons of an instance that will not finish the answer.
 _BROKEN_OFF = frozenset({"error", "cancelled", "moved"})
 
+#: Stages of a request whose tokens come from `decode`.
+_AT_DECODE = (Stage.PLACED, Stage.UNPLACED, Stage.STREAMING)
+
 _LOST = "The instance that generated this answer was lost."
 _BROKEN = "The stream of generated tokens broke."
 _NO_SCHEDULER = "The connection to the scheduler was lost."
@@ -307,6 +310,18 @@ class Gateway:
             message = detail.error or "The request was cancelled by the server."
             self._fail(request, ApiError(500, message, code="failed"), cancel=True)
 
+    def on_stream_up(self, decode: Incarnation, *, lost: bool) -> None:
+        """Migrates the requests whose tokens may be among those that were lost with a stream.
+
+        Where none were lost, requests that wait for tokens of this instance will get them.
+        """
+        for request in list(self._live.values()):
+            here = request.decode == decode
+            if lost and (request.has_kept(decode) or (here and request.stage in _AT_DECODE)):
+                self._lose(request, ApiError(500, _BROKEN, code="failed"))
+            elif here and request.stage is Stage.UNPLACED:
+                request.stage = Stage.PLACED
+
     def on_tokens_lost(self, decode: Incarnation) -> None:
         for request in list(self._live.values()):
             if request.has_kept(decode) or (
@@ -314,8 +329,8 @@ class Gateway:
             ):
                 self._lose(request, ApiError(500, _BROKEN, code="failed"))
             elif request.decode == decode and request.stage is Stage.PLACED:
-                # If the instance died, the scheduler places the request again. Otherwise the tokens
-                # of the request are lost.
+                # If the instance died, the scheduler places the request again. Otherwise the next
+                # stream tells whether tokens were lost.
                 request.stage = Stage.UNPLACED
                 request.waiting_since = time.monotonic()
 

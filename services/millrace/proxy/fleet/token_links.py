@@ -25,6 +25,9 @@ class TokenListener(Protocol):
 
     def on_batch(self, decode: Incarnation, events: Sequence[TokenEvent]) -> None: ...
 
+    def on_stream_up(self, decode: Incarnation, *, lost: bool) -> None:
+        """Reports that a stream of `decode` is up. `lost`: events were lost with an earlier one."""
+
     def on_tokens_lost(self, decode: Incarnation) -> None:
         """Reports that the stream of `decode` broke: events may be missing."""
 
@@ -37,6 +40,7 @@ class TokenLinks:
         self._listener = listener
         self._links: dict[Incarnation, asyncio.Task[None]] = {}
         self._listed: set[Incarnation] = set()
+        self._received: dict[Incarnation, int] = {}  # events, on all streams of a link
 
     def keep(self, members: Iterable[Member]) -> None:
         """Opens streams to all members. Streams to other instances stay until they break or `prune`
@@ -56,6 +60,7 @@ class TokenLinks:
         """Ends the streams to instances that left the fleet and serve no request."""
         for incarnation in self._links.keys() - self._listed - in_use:
             self._links.pop(incarnation).cancel()
+            self._received.pop(incarnation, None)
 
     async def close(self) -> None:
         tasks = list(self._links.values())
@@ -81,13 +86,19 @@ class TokenLinks:
             self._listener.on_tokens_lost(incarnation)
             if gone or incarnation not in self._listed:
                 self._links.pop(incarnation, None)
+                self._received.pop(incarnation, None)
                 return
             await asyncio.sleep(retry_s * random.uniform(0.7, 1.3))
             retry_s = min(2 * retry_s, RETRY_MOST_S)
 
     async def _read(self, decode: Member) -> None:
         """Reads one stream to its end."""
-        stream = token_events(decode.address, proxy=self._proxy, decode=decode.incarnation)
+        incarnation, received, is_up = decode.incarnation, self._received, False
+        stream = token_events(decode.address, proxy=self._proxy, decode=incarnation)
         async with aclosing(stream) as batches:
-            async for events in batches:
-                self._listener.on_batch(decode.incarnation, events)
+            async for first, events in batches:
+                if not is_up:
+                    is_up, lost = True, first != received.get(incarnation, 0)
+                    self._listener.on_stream_up(incarnation, lost=lost)
+                received[incarnation] = first + len(events)
+                self._listener.on_batch(incarnation, events)

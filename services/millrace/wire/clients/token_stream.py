@@ -8,10 +8,10 @@ import grpc
 
 from millrace.core.errors import MillraceError
 from millrace.core.kv.transfer import Incarnation
-from millrace.core.token_events import TokenEvent
+from millrace.core.token_events import TokenBatch
 from millrace.wire.channel import open_channel
 from millrace.wire.codec.enums import MessageError
-from millrace.wire.codec.token_events import events_of, subscription
+from millrace.wire.codec.token_events import batch_of, subscription
 from millrace.wire.pb import decode_pb2_grpc
 
 
@@ -25,12 +25,12 @@ class TokenStreamError(MillraceError):
 
 async def token_events(
     address: str, *, proxy: Incarnation, decode: Incarnation
-) -> AsyncGenerator[list[TokenEvent]]:
-    """Subscribes `proxy` to the decode instance at `address`; yields the events of each message.
+) -> AsyncGenerator[TokenBatch]:
+    """Subscribes `proxy` to the decode instance at `address`; yields each message.
 
-    The stream waits while the instance can't be reached. No event is lost before the stream was up,
-    because an instance keeps events until a proxy asks for them. The caller closes the generator.
-    Raises TokenStreamError.
+    The stream waits while the instance can't be reached. An instance keeps events until a proxy
+    asks for them. Events sent to a stream that breaks are lost, which `TokenBatch.first` of the next
+    stream tells. The caller closes the generator. Raises TokenStreamError.
     """
     async with open_channel(address) as channel:
         call = decode_pb2_grpc.DecodeStub(channel).StreamTokens(
@@ -38,7 +38,7 @@ async def token_events(
         )
         try:
             async for batch in call:
-                yield events_of(batch)
+                yield batch_of(batch)
         except MessageError as error:
             raise TokenStreamError(str(error)) from error
         except grpc.aio.AioRpcError as error:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from functools import partial
 
 from millrace.core.kv.transfer import Incarnation
@@ -11,6 +10,7 @@ from millrace.core.token_events import (
     NO_DETAIL,
     FinishedPrefill,
     PositionLogprobs,
+    TokenBatch,
     TokenDetail,
     TokenEvent,
 )
@@ -43,15 +43,15 @@ def subscription(proxy: Incarnation, decode: Incarnation) -> decode_pb2.TokenSub
     )
 
 
-def batch_message(events: Iterable[TokenEvent]) -> decode_pb2.TokenBatch:
+def batch_message(found: TokenBatch) -> decode_pb2.TokenBatch:
     """One message for all events that are ready.
 
     Each event is built within the batch, which saves a copy; fields that a step leaves empty are
     skipped.
     """
-    batch = decode_pb2.TokenBatch()
+    batch = decode_pb2.TokenBatch(first=found.first)
     add = batch.events.add
-    for event in events:
+    for event in found.events:
         message = add(
             request_id=event.request_id,
             choice=event.choice,
@@ -78,7 +78,7 @@ def _add_detail(message: decode_pb2.TokenEvent, detail: TokenDetail) -> None:
         message.cached_tokens = detail.cached_tokens
 
 
-def events_of(batch: decode_pb2.TokenBatch) -> list[TokenEvent]:
+def batch_of(batch: decode_pb2.TokenBatch) -> TokenBatch:
     """Decodes the events of one batch, in order; an event's detail when it is called.
 
     A proxy decodes one event per generated token of every stream, so the batch is decoded column by
@@ -86,7 +86,7 @@ def events_of(batch: decode_pb2.TokenBatch) -> list[TokenEvent]:
     us. Raises MessageError for an unknown finish reason.
     """
     messages, words = list(batch.events), FINISH_REASONS.word
-    return list(
+    events = list(
         map(
             TokenEvent,
             [message.request_id for message in messages],
@@ -97,6 +97,7 @@ def events_of(batch: decode_pb2.TokenBatch) -> list[TokenEvent]:
             [partial(_detail_of, message) for message in messages],
         )
     )
+    return TokenBatch(batch.first, events)
 
 
 def _detail_of(message: decode_pb2.TokenEvent) -> TokenDetail:

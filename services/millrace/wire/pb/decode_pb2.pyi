@@ -16,10 +16,12 @@ class TokenSubscription(_message.Message):
     def __init__(self, proxy: _Optional[_Union[_common_pb2.Incarnation, _Mapping]] = ..., decode: _Optional[_Union[_common_pb2.Incarnation, _Mapping]] = ...) -> None: ...
 
 class TokenBatch(_message.Message):
-    __slots__ = ("events",)
+    __slots__ = ("events", "first")
     EVENTS_FIELD_NUMBER: _ClassVar[int]
+    FIRST_FIELD_NUMBER: _ClassVar[int]
     events: _containers.RepeatedCompositeFieldContainer[TokenEvent]
-    def __init__(self, events: _Optional[_Iterable[_Union[TokenEvent, _Mapping]]] = ...) -> None: ...
+    first: int
+    def __init__(self, events: _Optional[_Iterable[_Union[TokenEvent, _Mapping]]] = ..., first: _Optional[int] = ...) -> None: ...
 
 class TokenEvent(_message.Message):
     __slots__ = ("request_id", "choice", "token_ids", "logprobs", "finish_reason", "error", "stop_token_id", "spans", "prompt_logprobs", "cached_tokens")
