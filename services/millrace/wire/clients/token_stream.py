@@ -29,8 +29,8 @@ async def token_events(
     """Subscribes `proxy` to the decode instance at `address`; yields each message.
 
     The stream waits while the instance can't be reached. An instance keeps events until a proxy
-    asks for them. Events sent to a stream that breaks are lost, which `TokenBatch.first` of the next
-    stream tells. The caller closes the generator. Raises TokenStreamError.
+    asks for them. Events sent to a stream that breaks are lost, which `TokenBatch.first` of the
+    next stream tells. The caller closes the generator. Raises TokenStreamError.
     """
     async with open_channel(address) as channel:
         call = decode_pb2_grpc.DecodeStub(channel).StreamTokens(
