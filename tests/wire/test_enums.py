@@ -8,7 +8,7 @@ from millrace.core.errors import TransferError
 from millrace.wire.codec.enums import EnumWords, MessageError
 from millrace.wire.codec.instance import COMMANDS, REPORTS
 from millrace.wire.codec.proxy import update_of
-from millrace.wire.codec.token_events import events_of
+from millrace.wire.codec.token_events import batch_of
 from millrace.wire.codec.transfer import layout_message, layout_of
 from millrace.wire.pb import common_pb2, decode_pb2, scheduler_pb2
 from support.kv_nodes import layout
@@ -41,7 +41,7 @@ def test_messages_with_a_value_of_a_later_release_are_refused() -> None:
         update_of(refused, proxy_id="x")
     batch = decode_pb2.TokenBatch(events=[decode_pb2.TokenEvent(finish_reason=99)])
     with pytest.raises(MessageError, match="finish_reason is 99; it must be stop or length or"):
-        events_of(batch)
+        batch_of(batch)
     message = layout_message(layout())
     message.dtype = 99
     with pytest.raises(TransferError, match="bad KV layout: dtype is 99; it must be float32 or"):
