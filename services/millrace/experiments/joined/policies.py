@@ -4,12 +4,13 @@ Preemption by operator, SLO-aware batching, late binding, and CDSP where prompts
 order differs. A policy has three goodputs (`goodputs`): the largest load with 90 % of all requests
 in time, of every class, and of every length band of every class. What nobody regrets is a policy
 that is behind in none of them. The constants of the policy `millrace` were chosen on other draws
-(seed 0, and the first requests of each trace); the figures here are of `SEEDS`.
+(seed 0, and the first requests of each trace); the figures here are of `SEEDS`. `bound` gives the
+loads that no policy can exceed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, replace
 from math import prod
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from millrace.experiments.joined import common as joined
+from millrace.experiments.joined.bound import bounds
 from millrace.experiments.joined.goodputs import CRITERIA, GOAL, goodputs, run
 from millrace.experiments.outcome import Announce, Finding, Outcome
 from millrace.sim.results.plots import Panel
@@ -28,8 +30,11 @@ OURS = "millrace"
 SEEDS = (1, 2)
 #: With these, a search ends within so many percent of a policy's goodput.
 TOLERANCE_PERCENT = 4
+#: The bound's line in the charts.
+BOUND = "offline bound"
 
 _Searched = Mapping[tuple[str, int, str], Mapping[str, float]]  # by case, seed and policy
+_Bounds = Mapping[tuple[str, int], Mapping[str, float]]  # by case and seed
 
 
 def measure(quick: bool, announce: Announce, folder: Path | None = None) -> Outcome:
@@ -44,10 +49,15 @@ def measure(quick: bool, announce: Announce, folder: Path | None = None) -> Outc
             for key, case in drawn.items()
             for policy in policies
         }
+        relaxed = {
+            key: pool.submit(bounds, _scenario(case, OURS), case.start)
+            for key, case in drawn.items()
+        }
         found: dict[tuple[str, int, str], dict[str, float]] = {}
         for key, search in searches.items():
             found[key] = search.result()
             announce(f"{len(found)} of {len(searches)} searches: {key[0]} / {key[2]}")
+        most = {key: bound.result() for key, bound in relaxed.items()}
         runs = {
             (*key, policy): pool.submit(run, _scenario(case, policy), found[*key, OURS]["classes"])
             for key, case in drawn.items()
@@ -72,15 +82,24 @@ def measure(quick: bool, announce: Announce, folder: Path | None = None) -> Outc
         for name in cases
     }
     ratios = {name: ratios_of(found, name, seeds, policies) for name in cases}
+    reached = {name: over_bound(found, most, name, seeds) for name in cases}
     return Outcome(
         title="Goodput at 90 % attainment of all, of every class, of every length band",
         assumptions=(
             f"objectives: Table 2 for the Qwen mix, else {joined.SLO_SCALE:g} x the default",
             f"searched in steps of {TOLERANCE_PERCENT} %; seeds {', '.join(map(str, seeds))}",
+            "the offline bound knows all arrivals and divides work at will: no order exceeds it",
         ),
-        findings=[*_findings(ratios), _mean_finding(ratios)],
-        results={"cases": results, "over_best": ratios},
-        panels=[[_panel(found, list(cases), seeds, policies, criterion) for criterion in CRITERIA]],
+        findings=[*_findings(ratios), _mean_finding(ratios), *_bound_findings(reached)],
+        results={
+            "cases": results,
+            "over_best": ratios,
+            "bound": {name: {str(seed): most[name, seed] for seed in seeds} for name in cases},
+            "over_bound": reached,
+        },
+        panels=[
+            [_panel(found, most, list(cases), seeds, policies, criterion) for criterion in CRITERIA]
+        ],
     )
 
 
@@ -121,6 +140,20 @@ def ratios_of(
     return ratios
 
 
+def over_bound(
+    found: _Searched, most: _Bounds, name: str, seeds: tuple[int, ...]
+) -> dict[str, dict[str, float | None]]:
+    """Returns, by criterion, the bound, and the default's goodput over it (geometric means over
+    seeds).
+    """
+    ratios: dict[str, dict[str, float | None]] = {}
+    for criterion in CRITERIA:
+        bound = prod(most[name, seed][criterion] for seed in seeds) ** (1 / len(seeds))
+        ours = prod(found[name, seed, OURS][criterion] for seed in seeds) ** (1 / len(seeds))
+        ratios[criterion] = {"bound": bound, "ratio": ours / bound if bound else None}
+    return ratios
+
+
 def _findings(ratios: Mapping[str, Mapping[str, Any]]) -> list[Finding]:
     found = []
     for name, row in ratios.items():
@@ -140,8 +173,19 @@ def _mean_finding(ratios: Mapping[str, Mapping[str, Any]]) -> Finding:
     return Finding("mean over all traffic", "1, 1, 1", f"{', '.join(means)} x it")
 
 
+def _bound_findings(ratios: Mapping[str, Mapping[str, Any]]) -> Iterator[Finding]:
+    for name, row in ratios.items():
+        bound = ", ".join(f"{row[one]['bound']:.3g}" for one in CRITERIA)
+        within = ", ".join(
+            "none" if row[one]["ratio"] is None else f"{100 * (1 - row[one]['ratio']):.0f}"
+            for one in CRITERIA
+        )
+        yield Finding(f"{name}: at most, by any order", bound, f"within {within} % of it")
+
+
 def _panel(
     found: _Searched,
+    most: _Bounds,
     names: list[str],
     seeds: tuple[int, ...],
     policies: tuple[str, ...],
@@ -156,6 +200,12 @@ def _panel(
         ]
         for policy in policies
     }
+    lines[BOUND] = [
+        (number, most[name, seed][criterion] / found[name, seed, OURS][criterion])
+        for number, name in enumerate(names, 1)
+        for seed in seeds[:1]
+        if found[name, seed, OURS][criterion]
+    ]
     numbered = [f"{number} {name}" for number, name in enumerate(names, 1)]
     kinds = "\n".join(
         ", ".join(numbered[start : start + 3]) for start in range(0, len(numbered), 3)
