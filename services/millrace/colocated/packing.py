@@ -157,6 +157,7 @@ class IterationPacker:
             choices=spec.sampling.n,
             slo=spec.slo,
             arrival_s=spec.arrival_unix_s,
+            tenant=spec.tenant,
         )
         found = LiveRequest(asked)
         found.accept(order, spec.arrival_unix_s + allowed_s)
@@ -169,6 +170,7 @@ class IterationPacker:
         total, standing = prompt.prompt_tokens, prompt.standing
         left = self._times.remaining_s(total, prompt.done) / self._times.total_s(total)
         standing.suspend(standing.predicted_prefill_s * (1.0 - left))
+        self._order.started(standing)
 
     def computed(self, prompt: Prompt, now_s: float) -> None:
         """Notes that the prompt has its first token; `now_s` is since the epoch."""
@@ -219,7 +221,7 @@ class IterationPacker:
         )
 
     def _ranked(self, by_id: dict[str, Prompt], now_s: float) -> list[Prompt]:
-        self._order.keep_only(by_id)
+        self._order.keep_only(by_id, now_s)
         for prompt in by_id.values():
             if prompt.standing not in self._order:
                 self._order.add(prompt.standing, now_s)

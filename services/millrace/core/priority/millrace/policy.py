@@ -30,14 +30,15 @@ import math
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Mapping
 from heapq import heappop, heappush
-from types import MappingProxyType
 
 from millrace.core.live_request import LiveRequest
 from millrace.core.priority.millrace.attainment import Attainments
 from millrace.core.priority.millrace.entry import Entry
 from millrace.core.priority.millrace.forecast import Forecast, Row
 from millrace.core.priority.millrace.late_line import LEAST_SHARE, LateLine
+from millrace.core.priority.millrace.tenants import Tenants
 from millrace.core.priority.ranking import PriorityKey
+from millrace.core.weights import Weights
 
 #: Requests with an objective that an update looks at, and as many late ones.
 MOST = 96
@@ -48,16 +49,29 @@ class MillracePolicy:
 
     name = "millrace"
 
-    def __init__(self, weights: Mapping[str, float] = MappingProxyType({})) -> None:
-        self.attainments = Attainments(weights)
+    def __init__(self) -> None:
+        self.attainments = Attainments()
+        self.tenants = Tenants()
 
     def ranking(self) -> MillraceRanking:
-        return MillraceRanking(self.attainments)
+        return MillraceRanking(self.attainments, self.tenants)
+
+    def weigh(self, weights: Weights) -> None:
+        self.attainments.weigh(weights.classes)
+        self.tenants.weigh(weights.tenants)
+
+    def started(self, request: LiveRequest) -> None:
+        self.tenants.started(request)
 
     def first_token(self, request: LiveRequest, now_s: float) -> None:
         if request.slo.ttft_s is not None and request.in_time is None:
             request.judge(now_s <= request.deadline_s)
-            self.attainments.note(request, bool(request.in_time))
+            weight = self.tenants.counts(request)
+            self.attainments.note(request, bool(request.in_time), weight)
+        self.tenants.computed(request)
+
+    def ended(self, request: LiveRequest, now_s: float) -> None:
+        self.tenants.ended(request, now_s)
 
 
 class _Sweep:
@@ -92,8 +106,9 @@ class _Sweep:
 class MillraceRanking:
     """The requests of a queue in Millrace's order."""
 
-    def __init__(self, attainments: Attainments) -> None:
+    def __init__(self, attainments: Attainments, tenants: Tenants) -> None:
         self._attainments = attainments
+        self._tenants = tenants
         self._forecast = Forecast()
         self._entries: dict[str, Entry] = {}
         self._timed: list[tuple[float, int, Entry]] = []  # by deadline; not those that passed it
@@ -109,11 +124,13 @@ class MillraceRanking:
 
     def add(self, request: LiveRequest, now_s: float) -> PriorityKey:
         self._now_s = now_s
+        self._tenants.join(request)
         entry = self._entry(request)
         self._entries[request.id] = entry
         if entry.band is not None:
             insort(self._timed, (request.deadline_s, request.order, entry))
-        entry.kept = entry.possible = _possible(request, entry, now_s)
+        entry.possible = _possible(request, entry, now_s)
+        entry.kept = entry.possible and not entry.standing.ahead
         if not entry.kept:
             self._late.add(entry, now_s)
         if not request.attempts:
@@ -121,8 +138,8 @@ class MillraceRanking:
         return entry.key
 
     def _entry(self, request: LiveRequest) -> Entry:
-        stated = request.slo.ttft_s is not None
-        return Entry(request, self._attainments.band(request) if stated else None)
+        band = None if request.slo.ttft_s is None else self._attainments.band(request)
+        return Entry(request, band, self._tenants.standing(request))
 
     def _arrived(self, request: LiveRequest, entry: Entry) -> None:
         work, keep = request.predicted_work_s, 1.0 - 1.0 / 400
@@ -130,9 +147,10 @@ class MillraceRanking:
         self._unstated *= keep
         if entry.band is None or request.slo.ttft_s is None:
             self._unstated += work
-        else:
-            self._stated += work
-            density = work / entry.band.value
+            return
+        self._stated += work
+        if entry.possible or entry.standing.is_alone:
+            density = work / entry.band.value * entry.standing.factor
             self._forecast.arrived(request.arrival_s, work, request.slo.ttft_s, density)
 
     def remove(self, request: LiveRequest) -> None:
@@ -162,6 +180,7 @@ class MillraceRanking:
     def update(self, now_s: float, instances: int) -> Mapping[str, PriorityKey]:
         self._now_s = now_s
         capacity = float(max(instances, 1))
+        self._tenants.resize(capacity)
         changed: dict[str, PriorityKey] = {}
         if not self._flips and self._timed:
             self._continue_sweep(now_s, capacity)
@@ -221,7 +240,8 @@ class MillraceRanking:
         assert entry.band is not None
         work = request.work_of(left_s)
         sweep.visits += 1
-        heappush(kept, (-work / entry.band.value, sweep.visits, work, entry))
+        density = work / entry.band.value * entry.standing.factor
+        heappush(kept, (-density, sweep.visits, work, entry))
         sweep.work += work
         entry.keepable = True
         if not entry.kept:
@@ -263,7 +283,7 @@ class MillraceRanking:
     def _missed(self, request: LiveRequest) -> None:
         if request.in_time is None:
             request.judge(False)
-            self._attainments.note(request, False)
+            self._attainments.note(request, False, self._tenants.counts(request))
 
 
 def _possible(request: LiveRequest, entry: Entry, now_s: float) -> bool:
