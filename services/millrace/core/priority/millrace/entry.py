@@ -11,7 +11,7 @@ from millrace.core.priority.millrace.tenants import Standing
 from millrace.core.priority.ranking import PriorityKey
 
 #: The parts of the order, first to last.
-DUE, IN_TIME, GIVEN_UP, LATE, YIELDING = 0.0, 1.0, 2.0, 3.0, 4.0
+DUE, IN_TIME, IN_TIME_AFTER, GIVEN_UP, LATE, LATE_AFTER = 0.0, 1.0, 1.5, 2.0, 3.0, 4.0
 
 #: Shorter prefills count as this long where a wait is a multiple of them.
 LEAST_S = 0.1
@@ -26,6 +26,7 @@ class Entry:
         "is_due",
         "keepable",
         "kept",
+        "patience",
         "possible",
         "request",
         "size_s",
@@ -33,6 +34,7 @@ class Entry:
         "stretch",
         "work",
         "yields",
+        "yields_kept",
     )
 
     def __init__(self, request: LiveRequest, band: Band | None, standing: Standing) -> None:
@@ -47,16 +49,18 @@ class Entry:
         self.due_s = math.inf  # the end of that wait
         self.work = 0.0  # left when it was last looked at, seconds times instances
         self.is_due = False  # it goes before all others
-        self.yields = False  # late, of a tenant that is ahead of others of its class
+        self.patience = 1.0  # how much longer than others it may wait
+        self.yields = False  # late, of a tenant that is ahead of its class
+        self.yields_kept = False  # kept, likewise
 
     @property
     def key(self) -> PriorityKey:
         if self.is_due:
             return (DUE, self.due_s)
         if self.possible and self.kept:
-            return (IN_TIME, self.request.deadline_s)
+            return (IN_TIME_AFTER if self.yields_kept else IN_TIME, self.request.deadline_s)
         if self.yields:
-            return (YIELDING, self.due_s)
+            return (LATE_AFTER, self.due_s)
         if self.possible:
             return (GIVEN_UP, self.request.deadline_s)
         return (LATE, self.due_s)
@@ -69,7 +73,6 @@ class Entry:
         """Has its wait end after so many times its size, or more if its tenant is ahead."""
         self.stretch = stretch
         self.yields = self.standing.ahead
-        wait_s = stretch * self.size_s
-        self.due_s = self.request.arrival_s + (
-            wait_s * self.standing.patience if self.yields else wait_s
-        )
+        if self.yields:
+            self.patience = max(self.patience, self.standing.patience)
+        self.due_s = self.request.arrival_s + stretch * self.size_s * self.patience

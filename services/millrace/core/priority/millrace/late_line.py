@@ -90,10 +90,12 @@ class LateLine:
         changed: list[Entry] = []
         while self._stale and len(changed) < most:
             entry = self._stale.pop()
-            if math.isinf(entry.due_s) or entry.is_due:
+            ahead = entry.standing.ahead
+            if math.isinf(entry.due_s) or (entry.is_due and not ahead > entry.yields):
                 continue
-            if entry.stretch == self.stretch and entry.yields == entry.standing.ahead:
+            if entry.stretch == self.stretch and entry.yields == ahead:
                 continue
+            entry.is_due = False
             self._take_out(entry)
             self._insert(entry)
             changed.append(entry)
@@ -116,12 +118,11 @@ class LateLine:
             self._work += work
             if not entry.is_due:
                 done_s = at_s + max(0.0, self._work - self._credit) / capacity
-                size_s = entry.size_s
-                if entry.yields:
-                    size_s *= entry.standing.patience
+                size_s = entry.size_s * entry.patience
                 self._needed = max(self._needed, (done_s - request.arrival_s) / size_s)
-                if entry.yields != entry.standing.ahead:
-                    self._unfair.append(entry)
+            ahead = entry.standing.ahead
+            if entry.yields != ahead and (ahead or not entry.is_due):
+                self._unfair.append(entry)
             self._cursor = (due_s, order)
         if first + most < len(rows):
             return []

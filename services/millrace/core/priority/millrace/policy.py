@@ -79,8 +79,10 @@ class _Sweep:
 
     __slots__ = (
         "capacity",
+        "crowded",
         "cursor",
         "densest",
+        "drops",
         "expected",
         "flips",
         "kept",
@@ -90,9 +92,11 @@ class _Sweep:
         "work",
     )
 
-    def __init__(self, now_s: float, capacity: float, work: float) -> None:
+    def __init__(self, now_s: float, capacity: float, work: float, *, crowded: bool) -> None:
         self.now_s = now_s
         self.capacity = capacity
+        self.crowded = crowded  # the last pass gave up requests
+        self.drops = 0  # requests given up
         self.work = work  # of the kept, seconds times instances
         self.kept: list[tuple[float, int, float, Entry]] = []  # a heap: most work per value first
         self.flips: dict[Entry, None] = {}
@@ -115,6 +119,7 @@ class MillraceRanking:
         self._late = LateLine()
         self._due: dict[Entry, None] = {}
         self._sweep: _Sweep | None = None
+        self._crowded = False  # the last sweep gave up requests
         self._flips: list[Entry] = []  # of the last sweep, still to be carried out, last first
         self._now_s = 0.0
         self._stated = 0.0  # work of the last arrivals, decaying; with an objective
@@ -191,6 +196,8 @@ class MillraceRanking:
                 changed[entry.request.id] = entry.key
                 if entry.is_due:
                     self._due[entry] = None
+                else:
+                    self._due.pop(entry, None)
         return changed
 
     @property
@@ -205,7 +212,9 @@ class MillraceRanking:
         sweep, timed = self._sweep, self._timed
         if sweep is None:
             due = sum(entry.request.remaining_work_s(now_s) for entry in self._due)
-            sweep = self._sweep = _Sweep(now_s, capacity * (1.0 - self._unstated_share), due)
+            share = 1.0 - self._unstated_share
+            sweep = _Sweep(now_s, capacity * share, due, crowded=self._crowded)
+            self._sweep = sweep
         first = bisect_right(timed, sweep.cursor, key=_rank)
         rows = timed[first : first + MOST]
         for _, _, entry in rows:
@@ -215,6 +224,7 @@ class MillraceRanking:
         if first + MOST < len(timed):
             return
         self._sweep = None
+        self._crowded = sweep.drops > 0
         for entry in sweep.passed:
             self._untime(entry)
         self._flips = list(sweep.flips)
@@ -238,6 +248,10 @@ class MillraceRanking:
             entry.keepable = False
             return
         assert entry.band is not None
+        yields = sweep.crowded and entry.standing.ahead
+        if yields != entry.yields_kept:
+            entry.yields_kept = yields
+            sweep.flips[entry] = None
         work = request.work_of(left_s)
         sweep.visits += 1
         density = work / entry.band.value * entry.standing.factor
@@ -250,6 +264,7 @@ class MillraceRanking:
         while len(kept) > 1 and sweep.work + self._expected(sweep, horizon_s) > room:
             _, _, work, dropped = heappop(kept)
             sweep.work -= work
+            sweep.drops += 1
             dropped.keepable = False
             if dropped.kept:
                 sweep.flips[dropped] = None

@@ -43,8 +43,9 @@ from millrace.core.live_request import LiveRequest
 
 #: Seconds of the whole pool by which one tenant may lead before its requests lose a factor of e.
 SCALE_S = 0.25
-#: The logarithm of the largest factor.
-MOST_LOG = 12.0
+#: The largest lead, in scales (and twice the largest request), and that of which exp is taken.
+MOST_LEAD = 12.0
+MOST_LOG = 60.0
 #: `ahead` begins and ends at these leads, in scales.
 AHEAD_FROM, AHEAD_UNTIL = 2.0, 1.0
 #: A tenant that is ahead waits up to this many times its fair wait.
@@ -97,8 +98,19 @@ class Standing:
 class _Group:
     """The tenants of one class."""
 
-    __slots__ = ("heap", "idle", "largest", "least", "mean", "scale", "standings", "there", "top",
-                 "weight")
+    __slots__ = (
+        "heap",
+        "idle",
+        "largest",
+        "least",
+        "mean",
+        "scale",
+        "standings",
+        "there",
+        "top",
+        "total",
+        "weight",
+    )
 
     def __init__(self) -> None:
         self.standings: dict[str, Standing] = {}
@@ -106,6 +118,7 @@ class _Group:
         self.heap: list[tuple[float, str]] = []  # of those there; counters may have grown since
         self.there = 0
         self.weight = 0.0  # of all that are there
+        self.total = 0.0  # of their counters times weights
         self.least = 0.0  # the counter of the least, when it was last looked for
         self.top = 0.0  # the largest counter
         self.mean = 0.0  # work of a request
@@ -117,6 +130,7 @@ class _Group:
         self.idle.pop(name, None)
         self.there += 1
         self.weight += standing.weight
+        self.total += standing.weight * standing.counter
         if not standing.listed:
             standing.listed = True
             heappush(self.heap, (standing.counter, name))
@@ -125,9 +139,10 @@ class _Group:
         self.find_least()
         self.there -= 1
         self.weight -= standing.weight
+        self.total -= standing.weight * standing.counter
         self.idle[name] = None
         if not self.there:
-            self.weight, self.least = 0.0, standing.counter
+            self.weight, self.total, self.least = 0.0, 0.0, standing.counter
         if len(self.idle) > MOST_IDLE:
             oldest = next(iter(self.idle))
             del self.idle[oldest], self.standings[oldest]
@@ -145,25 +160,27 @@ class _Group:
             elif standing.counter > counter:
                 heapreplace(heap, (standing.counter, name))
             else:
-                self.least = max(counter, self.top - self._most_lead)
+                self.least = counter
                 break
         return self.least
 
     @property
-    def _most_lead(self) -> float:
-        if not self.there:
-            return math.inf
-        return MOST_LOG * self.scale * self.there / self.weight + 2.0 * self.largest
+    def _floor(self) -> float:
+        """Returns how far back a counter may be."""
+        most = MOST_LEAD * self.scale * self.there / self.weight
+        return self.top - most - 2.0 * self.largest
 
     def lead(self, standing: Standing) -> float:
-        lead = standing.counter - self.find_least()
+        lead = standing.counter - max(self.total / self.weight, self._floor)
         return lead * self.weight / (self.there * self.scale) if lead > 0.0 else 0.0
 
     def serve(self, standing: Standing, work: float) -> None:
         free = min(standing.debt, work)
         standing.debt -= free
         normalised = (work - free) / standing.weight
-        standing.counter = max(standing.counter, self.find_least()) + normalised
+        before = standing.counter
+        standing.counter = max(before, self._floor) + normalised
+        self.total += standing.weight * (standing.counter - before)
         self.top = max(self.top, standing.counter)
         self.mean += _ALPHA * (work - self.mean) if self.mean else work
         self.largest = max(normalised, self.largest * (1.0 - _ALPHA))
@@ -194,7 +211,10 @@ class Tenants:
             for name, standing in group.standings.items():
                 standing.weight = weights.get(name, 1.0)
             there = (one for one in group.standings.values() if one.requests)
-            group.weight = sum(one.weight for one in there)
+            group.weight = group.total = 0.0
+            for one in there:
+                group.weight += one.weight
+                group.total += one.weight * one.counter
 
     def resize(self, instances: float) -> None:
         """Notes how many instances work on the requests."""
