@@ -29,6 +29,7 @@ from millrace.core.priority import POLICIES
 from millrace.core.priority.lars import relative_slack
 from millrace.core.request import Request
 from millrace.core.scheduler.machine import DEADLINE_FACTOR, LEAST_DEADLINE_S
+from millrace.core.weights import Weights
 from millrace.decode.request import DecodeRequest
 
 log = logging.getLogger(__name__)
@@ -135,8 +136,9 @@ class IterationPacker:
             limits=_limits(self._config),
         )
 
-    def rank_by(self, policy: str, now_s: float) -> None:
-        """Ranks prompts by this policy from now on, if the policy is known."""
+    def rank_by(self, policy: str, weights: Weights, now_s: float) -> None:
+        """Ranks prompts by this policy from now on, if the policy is known, with these weights."""
+        self._order.weigh(weights)
         if policy == self._order.policy:
             return
         if policy in POLICIES:

@@ -71,17 +71,24 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
             planner="least_queue",
             policies=POLICIES,
             improvement_rate=self._fleet.improvement_rate,
+            weights=codec.WEIGHTS.encode(self._fleet.weights),
         )
 
     async def SetPolicy(
         self, request: scheduler_pb2.SetPolicyRequest, context: Context
     ) -> scheduler_pb2.SetPolicyReply:
         try:
-            wanted = codec.policy_changed(request).policy
+            changed = codec.policy_changed(request)
+            weighed = codec.weights_changed(request, self._fleet.weights)
         except MessageError as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
-        before, self._fleet.policy = self._fleet.policy, wanted
-        return scheduler_pb2.SetPolicyReply(before=before, now=wanted)
+        before = self._fleet.policy
+        if changed is not None:
+            self._fleet.policy = changed.policy
+        if weighed is not None:
+            self._fleet.weights = self._fleet.weights.with_changes(weighed.weights)
+        weights = codec.WEIGHTS.encode(self._fleet.weights)
+        return scheduler_pb2.SetPolicyReply(before=before, now=self._fleet.policy, weights=weights)
 
     async def SetImprovementRate(
         self, request: scheduler_pb2.SetImprovementRateRequest, context: Context

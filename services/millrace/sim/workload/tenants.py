@@ -50,9 +50,7 @@ def planned(
         )
 
 
-def _arrivals(
-    tenant: Tenant, duration_s: float, seed: int
-) -> Iterator[tuple[float, int, Tenant]]:
+def _arrivals(tenant: Tenant, duration_s: float, seed: int) -> Iterator[tuple[float, int, Tenant]]:
     rng = random.Random(f"{seed}/{tenant.name}")
     at_s = 0.0
     while (at_s := at_s + rng.expovariate(tenant.rate_rps)) <= duration_s:

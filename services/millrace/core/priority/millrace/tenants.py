@@ -1,35 +1,35 @@
 """The tenants of a class share what their class gets, by weight: virtual token counters.
 
-Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024, Algorithm 2 (VTC), section 4.1,
-with a counter for each tenant and class:
+Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024, Algorithm 2 (VTC), with a
+counter for each tenant and class:
 
-    c_i += work / weight_i        when prefill of a request of tenant i starts
+    c_i += work / weight_i        when the prefill of a request of tenant i starts
     c_i  = max(c_i, least)        when tenant i comes back; least: of the tenants that are there
 
 A tenant is there (the paper: backlogged) while a request of it has no first token. Its lead is how
-far it is ahead of the least of its class. Where all can be in time the lead has no effect. The
-policy uses it where they can't:
+far its counter is above the mean of those there, in units of the scale: `SCALE_S` seconds of the
+whole pool, or the mean work of a request if that is more. A tenant is `ahead` from a lead of two
+on, until the lead is back at one. With one tenant there, every lead is 0. The policy uses leads
+where not all can be in time:
 
-- A request's value is divided by `factor` = exp(min(MOST_LOG, lead / scale)), so those of a tenant
-  with a lead are given up first, and its arrivals to come take no place from others.
-- The outcomes of such a tenant count 1 / factor in the attainment of its class: a flood does not
-  make its class look behind, which would take time from the other classes. Likewise a request that
-  could not be in time even alone does not count, where several tenants are there.
-- In the late line a tenant is `ahead` from a lead of two scales on, and until it is back at one.
-  The others go first, and its own requests are due after `patience` times the stretch of the
-  others: twice the sum of the weights over its own, as its share of the pool is their inverse. So
-  each wait is still bounded.
+- The value of a request is divided by `factor` = exp(lead). So the requests of a tenant that is
+  ahead are given up first, and those that it is yet to send take no place from the others.
+- Requests of a tenant that is ahead go after the others in time (by deadline among themselves)
+  while some request is given up: a pool that is full of its requests delays nobody else.
+- Outcomes of such a tenant count 1 / factor in the attainments: its flood does not make its class
+  look behind, which would take time from other classes. Where several tenants are there, a request
+  that could not have been in time alone does not count at all.
+- Late requests and those given up, of a tenant that is ahead, go after the others'. They are due
+  after `patience` times the stretch of the others: twice the sum of the weights over its own, since
+  its share of the pool is their inverse. So each wait stays bounded.
 
-The scale is `SCALE_S` seconds of the whole pool, or the mean work of a request if that is more.
-
-Deviations from the paper: service is predicted prefill work (seconds times instances), not tokens,
-since the order shares the prefill pool alone, and a token costs more the later it is in its prompt.
-Tokens of the answer don't count: all answers of a decode instance advance in the same step. The
-tenant with the least counter does not go first unless the class has to give up requests. A lead is
-limited to `MOST_LOG` scales and twice the largest request: a tenant that gets all that it asks for
-doesn't save up a claim without bound.
-
-With one tenant there every lead is 0 and every factor is 1.
+Deviations from the paper, and reasons. Service is predicted prefill work (seconds times instances)
+instead of tokens: the order shares the prefill pool, and a token costs more the later it stands in
+its prompt. Tokens of answers don't count: all answers of a decode instance advance in the same
+step. The lead is above the mean instead of the least: tenants that ask for less than their share
+are not played off against each other. The tenant with the least counter goes first only where not
+all can be in time. A lead is limited to `MOST_LEAD` scales and twice the largest request: a tenant
+that gets all it asks for does not save up a claim without bound.
 """
 
 from __future__ import annotations
