@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
 
 #: The class of a request that names none, and the tenant of a request without a known key.
 DEFAULT_CLASS = "default"
@@ -14,22 +13,18 @@ DEFAULT_TENANT = "default"
 LEAST_WEIGHT, MOST_WEIGHT = 1e-3, 1e3
 
 
-def _none() -> Mapping[str, float]:
-    return MappingProxyType({})
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Weights:
     """Weights by name. A name that is missing has the weight 1."""
 
-    classes: Mapping[str, float] = field(default_factory=_none)
-    tenants: Mapping[str, float] = field(default_factory=_none)
+    classes: Mapping[str, float] = field(default_factory=dict)
+    tenants: Mapping[str, float] = field(default_factory=dict)
 
     def with_changes(self, other: Weights) -> Weights:
         """Returns these weights, with those of `other` in the place of these."""
         return Weights(
-            classes=MappingProxyType({**self.classes, **other.classes}),
-            tenants=MappingProxyType({**self.tenants, **other.tenants}),
+            classes={**self.classes, **other.classes},
+            tenants={**self.tenants, **other.tenants},
         )
 
 

@@ -10,6 +10,7 @@ import grpc
 from millrace.core.kv.transfer import Incarnation
 from millrace.core.priority import POLICIES
 from millrace.core.token_events import TokenEvent
+from millrace.core.weights import Weights
 from millrace.wire.codec import proxy as proxy_codec
 from millrace.wire.codec import scheduler as codec
 from millrace.wire.codec.enums import MessageError
@@ -31,6 +32,7 @@ class Fleet(Protocol):
 
     decode: Incarnation
     policy: str
+    weights: Weights
     improvement_rate: float
     parked_requests: int
 

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from types import MappingProxyType
 
 from millrace.core.live_request import LiveRequest
 
@@ -93,7 +92,7 @@ class Attainments:
     def __init__(self) -> None:
         self._all = _Share(LEAST_ALPHA)
         self._classes: dict[str, _Class] = {}
-        self._weights: Mapping[str, float] = MappingProxyType({})
+        self._weights: Mapping[str, float] = {}
 
     def band(self, request: LiveRequest) -> Band:
         """Returns the band of the request: prompts within a factor of 8 in tokens share one."""

@@ -14,6 +14,9 @@
 4. Due. A request of 2 or 3 that has waited as long as that factor says goes before all, so these
    requests have a share of the pool under any load, and every wait is bounded.
 
+Tenants that are ahead of the others of their class (`tenants`) are given up first, and go last
+within 1, and after 3 instead of in 2 and 3. With one tenant there is no such difference.
+
 Against FlowPrefill's S-EDF: S-EDF gives up a request only once it is too late for it alone, after
 it has served the request (and delayed others) until then. Against Medha's LARS: relative slack
 shares lateness evenly, which under load makes all requests late. Both leave the wait of requests

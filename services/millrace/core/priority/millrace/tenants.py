@@ -37,7 +37,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from heapq import heappop, heappush, heapreplace
-from types import MappingProxyType
 
 from millrace.core.live_request import LiveRequest
 
@@ -200,7 +199,7 @@ class Tenants:
     """The standings of all tenants in all classes."""
 
     def __init__(self) -> None:
-        self._weights: Mapping[str, float] = MappingProxyType({})
+        self._weights: Mapping[str, float] = {}
         self._groups: dict[str, _Group] = {}
         self._open: dict[str, _Open] = {}
 
