@@ -9,7 +9,7 @@ import pytest
 import typer
 
 from millrace.cli.main import app
-from millrace.core.config import load_config
+from millrace.core.config import TenantConfig, load_config
 from millrace.core.request import Slo
 from millrace_operator.manifests import objects, pods
 from millrace_operator.manifests.config_file import digest_for, text
@@ -21,7 +21,11 @@ from support.custom_resources import DEFAULTS, SCHEMAS, defaulted, model_service
 EVERYTHING: dict[str, Any] = {
     "model": {"name": "m", "uri": "/models/m", "revision": "2", "maxContextTokens": 65536},
     "weights": {"persistentVolumeClaim": {"claimName": "weights", "subPath": "m"}},
-    "sloClasses": [{"name": "chat", "ttftSeconds": "0.5", "tbtMilliseconds": 50}, {"name": "a b"}],
+    "sloClasses": [
+        {"name": "chat", "ttftSeconds": "0.5", "tbtMilliseconds": 50},
+        {"name": "a b", "weight": 2},
+    ],
+    "tenants": [{"name": "acme", "keySha256": ["0a" * 32], "weight": 3}],
     "settings": {"engine.max_batch": "32", "proxy.max_inflight": "99"},
     "scheduling": {"policy": "lars", "planner": "cdsp"},
     "redis": {"secretRef": {"name": "redis"}},
@@ -88,6 +92,9 @@ def test_the_services_read_their_file(tmp_path):
     config = load_config(file)
     assert config.slo_classes["chat"] == Slo(ttft_s=0.5, tbt_s=0.05, class_name="chat")
     assert config.slo_classes["a b"] == Slo(class_name="a b")
+    assert config.tenants == {"acme": TenantConfig(key_sha256=("0a" * 32,), weight=3.0)}
+    assert config.weights.classes == {"default": 1.0, "chat": 1.0, "a b": 2.0}
+    assert config.weights.tenants == {"default": 1.0, "acme": 3.0}
     assert (config.scheduler.policy, config.scheduler.planner) == ("lars", "cdsp")
     assert config.scheduler.max_kv_tokens_per_worker == 262_144
     assert config.scheduler.max_kvp_degree == 17  # the KV owner, too
@@ -310,6 +317,25 @@ def test_a_role_starts_anew_for_what_it_reads(role, sections):
         assert (digest_for(role, changed.tables) != before) == read, path
 
 
+def test_a_scheduler_starts_again_for_weights_and_names_and_not_for_keys_or_objectives():
+    def digest(role, **spec):
+        return digest_for(role, context_of(**spec).tables)
+
+    tenant, chat = {"name": "a", "keySha256": ["0" * 64]}, {"name": "chat", "ttftSeconds": "1"}
+    before = {
+        role: digest(role, tenants=[tenant], sloClasses=[chat]) for role in ("scheduler", "proxy")
+    }
+    for spec, restarts in (
+        ({"tenants": [{**tenant, "keySha256": ["1" * 64]}], "sloClasses": [chat]}, False),
+        ({"tenants": [tenant], "sloClasses": [{**chat, "ttftSeconds": "2"}]}, False),
+        ({"tenants": [{**tenant, "weight": 2}], "sloClasses": [chat]}, True),
+        ({"tenants": [tenant], "sloClasses": [{**chat, "weight": 2}]}, True),
+        ({"sloClasses": [chat]}, True),
+    ):
+        assert (digest("scheduler", **spec) != before["scheduler"]) == restarts
+        assert digest("proxy", **spec) != before["proxy"]
+
+
 # ---- errors that no server can check
 
 
@@ -320,6 +346,11 @@ def test_a_role_starts_anew_for_what_it_reads(role, sections):
         ({"settings": {"engine.colour": "red"}}, "unknown field engine.colour"),
         ({"settings": {"colour": "red"}}, "write it as section.field"),
         ({"settings": {"slo_classes.a": "1"}}, "spec.sloClasses sets it"),
+        ({"settings": {"tenants.a": "1"}}, "spec.tenants sets it"),
+        (
+            {"tenants": [{"name": n, "keySha256": ["0" * 64]} for n in "ab"]},
+            r"spec.tenants.b.key_sha256 has 0+, which tenants.a has, too",
+        ),
         ({"settings": {"store.url": "redis://x"}}, r"settings\[store.url\] is 'redis://x'; spec"),
         (
             {"sloClasses": [{"name": "c", "ttftSeconds": "0"}]},

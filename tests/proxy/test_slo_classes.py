@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 from contextlib import asynccontextmanager
 
@@ -121,3 +122,12 @@ async def test_what_is_wrong_reaches_no_scheduler(tmp_path, path):
                 assert (sent.status_code, error["param"]) == (400, name), value
                 assert error["type"] == "invalid_request_error"
     assert requests(tmp_path) == []
+
+
+async def test_the_tenant_of_a_key_reaches_the_scheduler_and_the_key_does_not(tmp_path):
+    digest = hashlib.sha256(b"sk-secret").hexdigest()
+    async with served(tmp_path, f"[tenants.acme]\nkey_sha256 = '{digest}'\n") as (proxy, http):
+        for key in ("sk-secret", "sk-unknown"):
+            await submit(proxy, http, {"authorization": f"Bearer {key}"})
+    assert [request.get("tenant") for request in requests(tmp_path)] == ["acme", None]
+    assert "sk-" not in (tmp_path / "run.jsonl").read_text()

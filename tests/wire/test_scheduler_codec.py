@@ -12,6 +12,7 @@ from millrace.core.cost.latency import Latency, SpLatency
 from millrace.core.kv.transfer import Incarnation
 from millrace.core.request import Chunk
 from millrace.core.scheduler import commands, effects, events
+from millrace.core.weights import Weights
 from millrace.wire import fleet_messages as messages
 from millrace.wire.codec import scheduler as codec
 from millrace.wire.codec.derive import derive
@@ -164,6 +165,37 @@ def test_a_known_policy_becomes_an_event_and_an_unknown_one_names_those_there_ar
         codec.policy_changed(scheduler_pb2.SetPolicyRequest(policy="x"))
 
 
+def test_weights_become_an_event_of_their_own():
+    known = Weights(classes={"chat": 1.0, "default": 1.0}, tenants={"default": 1.0})
+    message = scheduler_pb2.Weights(classes={"chat": 2.0})
+    only = scheduler_pb2.SetPolicyRequest(weights=message)
+    assert codec.policy_changed(only) is None
+    assert codec.weights_changed(only, known) == events.WeightsChanged(
+        weights=Weights(classes={"chat": 2.0})
+    )
+    assert codec.weights_changed(scheduler_pb2.SetPolicyRequest(policy="edf"), known) is None
+    for given, told in (
+        ({"classes": {"x": 1.0}}, "weights.classes is 'x'; it must be one of chat, default"),
+        ({"tenants": {"chat": 1.0}}, "weights.tenants is 'chat'; it must be one of default"),
+        ({"classes": {"chat": 0.0}}, "weights.classes.chat is 0.0; it must be between 0.001 and"),
+        ({"classes": {"chat": float("nan")}}, "weights.classes.chat is nan; it must be between"),
+    ):
+        wrong = scheduler_pb2.SetPolicyRequest(weights=scheduler_pb2.Weights(**given))
+        with pytest.raises(MessageError, match=told):
+            codec.weights_changed(wrong, known)
+
+
+def test_a_request_without_a_tenant_is_the_default_tenants():
+    for given, tenant in ({}, "default"), ({"tenant": "acme"}, "acme"):
+        spec = common_pb2.RequestSpec(
+            request_id="r",
+            prompt_tokens=10,
+            sampling=common_pb2.SamplingParams(max_tokens=20, n=3),
+            **given,
+        )
+        assert codec.request(spec, proxy_id="x#1", now_s=12.5).tenant == tenant
+
+
 def test_an_order_reaches_the_wire_entry_by_entry():
     a, b, c = (effects.ChunkRef(request_id=name, chunk_index=i) for i, name in enumerate("abc"))
     sent = codec.command_message(effects.Order(instance_id="p0", queue=((c,), (a, b)))).order
@@ -203,7 +235,9 @@ COMMANDS = {
     ),
     "cancel": effects.CancelOn(instance_id="p", request_id="r", reason="the client left"),
     "drain": commands.Drain(abort=True),
-    "policy": commands.PolicyInForce(name="edf"),
+    "policy": commands.PolicyInForce(
+        name="edf", weights=Weights(classes={"chat": 2.0}, tenants={"acme": 0.5})
+    ),
 }
 
 

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from typing import Any
 
 from millrace.core.config import Config, load_config
+from millrace.core.config.tenants import read_tenants
 from millrace.core.errors import ConfigError
 from millrace_operator.schema.pools import Kvp
-from millrace_operator.schema.service import ModelServiceSpec, Scheduling, SloClass
+from millrace_operator.schema.service import ModelServiceSpec, Scheduling, SloClass, Tenant
 from millrace_operator.spec import SpecError
 
 METRICS_PORT = 9090
@@ -44,7 +45,7 @@ _READ_BESIDES: dict[str, tuple[str, ...]] = {
 #: Sections, or fields of them, that a role reads at its start. Others may change while it runs.
 _READ = {
     "proxy": {
-        *("proxy", "slo_classes", "store", "telemetry", "tls"),
+        *("proxy", "slo_classes", "tenants", "store", "telemetry", "tls"),
         *("engine.prefix_cache", "engine.prefix_block_tokens", "engine.page_tokens"),
     },
     "scheduler": {"scheduler", "store", "telemetry", "tls"},
@@ -53,6 +54,9 @@ _READ = {
         for role, more in _READ_BESIDES.items()
     },
 }
+
+#: Sections of tables of their own, and the lists that set them.
+_SETTERS = {"slo_classes": "spec.sloClasses", "tenants": "spec.tenants"}
 
 Table = dict[str, Any]
 _CANONICAL = json.JSONEncoder(sort_keys=True, separators=(",", ":"))
@@ -74,7 +78,7 @@ def tables(spec: ModelServiceSpec) -> dict[str, Table]:
         found["tls"] = {name: f"{FOLDER}/tls/{file}" for name, file in files.items()}
     for path, value in (spec.settings or {}).items():
         section, dot, name = path.partition(".")
-        setter = "spec.sloClasses" if section == "slo_classes" else _OWN.get(path)
+        setter = _SETTERS.get(section) or _OWN.get(path)
         if setter is not None:
             raise SpecError(f"spec.settings[{path}] is {value!r}; {setter} sets it")
         if not dot:
@@ -82,6 +86,8 @@ def tables(spec: ModelServiceSpec) -> dict[str, Table]:
         found.setdefault(section, {})[name] = value
     if spec.slo_classes:
         found["slo_classes"] = {entry.name: _class(entry) for entry in spec.slo_classes}
+    if spec.tenants:
+        found["tenants"] = _tenants(spec.tenants)
     return found
 
 
@@ -90,7 +96,7 @@ def config(given: Mapping[str, Table]) -> Config:
     overrides = tuple(
         f"{section}.{name}={value}"
         for section, table in given.items()
-        if section != "slo_classes"
+        if section not in _SETTERS
         for name, value in table.items()
     )
     try:
@@ -127,6 +133,12 @@ def digest_for(role: str, given: Mapping[str, Table]) -> str:
         for name, value in table.items()
         if section in read or f"{section}.{name}" in read
     }
+    if role == "scheduler":  # it reads the names and the weights alone
+        seen |= {
+            f"{section}.{name}": table.get("weight")
+            for section in _SETTERS
+            for name, table in given.get(section, {}).items()
+        }
     return digest(seen)
 
 
@@ -176,7 +188,22 @@ def _class(entry: SloClass) -> Table:
             raise SpecError(f"{path} is {ttft!r}; it must be more than 0")
     if entry.tbt_milliseconds is not None:
         objectives["tbt_s"] = entry.tbt_milliseconds / 1000
+    if entry.weight is not None:
+        objectives["weight"] = entry.weight
     return objectives
+
+
+def _tenants(entries: Iterable[Tenant]) -> Table:
+    found: Table = {}
+    for entry in entries:
+        found[entry.name] = {"key_sha256": list(entry.key_sha256)}
+        if entry.weight is not None:
+            found[entry.name]["weight"] = entry.weight
+    try:
+        read_tenants(found)
+    except ConfigError as error:
+        raise SpecError(f"spec.{error}") from error
+    return found
 
 
 def _block(name: str, table: Table) -> str:
@@ -184,7 +211,9 @@ def _block(name: str, table: Table) -> str:
     return f"[{name}]\n{lines}"
 
 
-def _value(value: str | int | float) -> str:
+def _value(value: str | int | float | list[str]) -> str:
+    if isinstance(value, list):
+        return f"[{', '.join(map(_quoted, value))}]"
     return _quoted(value) if isinstance(value, str) else repr(value)
 
 

@@ -24,6 +24,8 @@ from millrace_operator.schema.record import (
 
 TTFT = "Time to first token, in seconds as a decimal number in quotes."
 TBT = "Time between two tokens, in milliseconds."
+WEIGHT = {"ge": 1, "le": 1000}
+Digest = Field(max_length=64, pattern="^[0-9a-f]{64}$", description="A digest.")
 
 NonEmpty = Annotated[Text, Field(min_length=1)]
 SecretKey = Annotated[NonEmpty, Field(description="Key of the Secret that holds the value.")]
@@ -143,6 +145,19 @@ class SloClass(Record):
     name: str = doc("Name of the class.", min_length=1, max_length=63)
     ttft_seconds: Decimal | None = doc(TTFT, None)
     tbt_milliseconds: int | None = doc(TBT, None, ge=1, le=1_000_000)
+    weight: int | None = doc("Weight of the class beside the others; absent: 1.", None, **WEIGHT)
+
+
+class Tenant(Record):
+    """A tenant: requests with one of its API keys."""
+
+    name: str = doc("Name of the tenant.", min_length=1, max_length=63)
+    key_sha256: tuple[Annotated[str, Digest], ...] = doc(
+        "SHA-256 digests of its API keys, in hexadecimal.", max_length=16, strict=False
+    )
+    weight: int | None = doc(
+        "Weight of the tenant beside the others of its class; absent: 1.", None, **WEIGHT
+    )
 
 
 class Scheduling(Record):
@@ -219,6 +234,10 @@ SloClasses = Annotated[
     tuple[SloClass, ...],
     keyed_list("Classes that clients choose by the header x-millrace-class.", "name", 32),
 ]
+Tenants = Annotated[
+    tuple[Tenant, ...],
+    keyed_list("Tenants, told apart by their API keys, who share a class by weight.", "name", 128),
+]
 Settings = Annotated[
     Mapping[str, Annotated[str, Field(max_length=1024, description="The value, as text.")]],
     Field(
@@ -259,6 +278,7 @@ class ModelServiceSpec(Record):
     weights: Weights = empty(Weights)
     slo: Objectives = section()
     slo_classes: SloClasses | None = None
+    tenants: Tenants | None = None
     scheduling: Scheduling = section()
     settings: Settings | None = None
     redis: Store | None = None

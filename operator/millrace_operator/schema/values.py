@@ -97,6 +97,7 @@ class Values(Partial):
     model: ModelValues
     weights: service.Weights = Field(json_schema_extra={"maxProperties": 1})
     slo_classes: service.SloClasses
+    tenants: service.Tenants
     slo: service.Objectives
     scheduling: service.Scheduling
     settings: service.Settings

@@ -315,16 +315,29 @@ def chat(
 @app.command()
 def policy(
     name: Annotated[str, typer.Argument(metavar="[POLICY]", help="Policy to change to.")] = "",
+    weight: Annotated[
+        list[str],
+        typer.Option("--weight", metavar="CLASS=N", help="Weight of an SLO class; repeatable."),
+    ] = [],  # noqa: B006
+    tenant_weight: Annotated[
+        list[str],
+        typer.Option("--tenant-weight", metavar="TENANT=N", help="Weight of a tenant; repeatable."),
+    ] = [],  # noqa: B006
     scheduler: SchedulerAddress = "127.0.0.1:7070",
     json_path: JsonAnswer = None,
     config: ConfigPath = None,
     settings: Settings = [],  # noqa: B006
 ) -> None:
-    """Show or change the policy by which a running scheduler orders requests."""
-    from millrace.cli.policy import show_or_change_policy
+    """Show or change the policy and weights by which a running scheduler orders requests."""
+    from millrace.cli.policy import parse_weights, show_or_change_policy
 
     configure(config, settings, "policy")
-    run_async(show_or_change_policy(scheduler, name, json_path))
+
+    async def run() -> None:
+        weights = parse_weights(weight, tenant_weight)
+        await show_or_change_policy(scheduler, name, weights, json_path)
+
+    run_async(run())
 
 
 @app.command()

@@ -99,9 +99,11 @@ class MixedRole(TokenRole):
                 self._admissions.admit(command)
             case RunPrefill(request=spec):
                 self._prompts.expect(spec.request_id)
-            case Registered(policy=name) | PolicyInForce(name=name):
+            case (
+                Registered(policy=name, weights=weights) | PolicyInForce(name=name, weights=weights)
+            ):
                 if name:
-                    self._packer.rank_by(name, self._clock.now_s())
+                    self._packer.rank_by(name, weights, self._clock.now_s())
             case Cancel(request_id=request_id):
                 self.cancel(request_id)
             case Drain():

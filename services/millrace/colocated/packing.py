@@ -29,6 +29,7 @@ from millrace.core.priority import POLICIES
 from millrace.core.priority.lars import relative_slack
 from millrace.core.request import Request
 from millrace.core.scheduler.machine import DEADLINE_FACTOR, LEAST_DEADLINE_S
+from millrace.core.weights import Weights
 from millrace.decode.request import DecodeRequest
 
 log = logging.getLogger(__name__)
@@ -135,8 +136,9 @@ class IterationPacker:
             limits=_limits(self._config),
         )
 
-    def rank_by(self, policy: str, now_s: float) -> None:
-        """Ranks prompts by this policy from now on, if the policy is known."""
+    def rank_by(self, policy: str, weights: Weights, now_s: float) -> None:
+        """Ranks prompts by this policy from now on, if the policy is known, with these weights."""
+        self._order.weigh(weights)
         if policy == self._order.policy:
             return
         if policy in POLICIES:
@@ -157,6 +159,7 @@ class IterationPacker:
             choices=spec.sampling.n,
             slo=spec.slo,
             arrival_s=spec.arrival_unix_s,
+            tenant=spec.tenant,
         )
         found = LiveRequest(asked)
         found.accept(order, spec.arrival_unix_s + allowed_s)
@@ -169,6 +172,7 @@ class IterationPacker:
         total, standing = prompt.prompt_tokens, prompt.standing
         left = self._times.remaining_s(total, prompt.done) / self._times.total_s(total)
         standing.suspend(standing.predicted_prefill_s * (1.0 - left))
+        self._order.started(standing)
 
     def computed(self, prompt: Prompt, now_s: float) -> None:
         """Notes that the prompt has its first token; `now_s` is since the epoch."""
@@ -219,7 +223,7 @@ class IterationPacker:
         )
 
     def _ranked(self, by_id: dict[str, Prompt], now_s: float) -> list[Prompt]:
-        self._order.keep_only(by_id)
+        self._order.keep_only(by_id, now_s)
         for prompt in by_id.values():
             if prompt.standing not in self._order:
                 self._order.add(prompt.standing, now_s)

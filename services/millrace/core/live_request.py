@@ -59,6 +59,7 @@ class LiveRequest:
         "slo",
         "spec",
         "state",
+        "tenant",
         "token_out_s",
     )
 
@@ -70,6 +71,7 @@ class LiveRequest:
         self.max_new_tokens: Final = spec.max_new_tokens
         self.choices: Final = spec.choices
         self.slo: Final = spec.slo
+        self.tenant: Final = spec.tenant
         self.arrival_s: Final = spec.arrival_s
         self.prefix_hashes: Final = spec.prefix_hashes
         self.resumable: Final = spec.resumable

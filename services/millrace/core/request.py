@@ -95,4 +95,5 @@ class Request:
     slo: Slo = field(default_factory=Slo)
     arrival_s: float = 0.0
     prefix_hashes: tuple[int, ...] = ()  # of the prompt's whole blocks (`kv.prefix`); none: unknown
+    tenant: str = "default"
     resumable: bool = True  # an attempt may start after the tokens that earlier ones left at decode

@@ -56,3 +56,4 @@ class RequestSpec:
     prefix_hashes: Sequence[int] = ()
     prefix_block_tokens: int = 0
     prefix_root: int = 0
+    tenant: str = "default"

@@ -19,6 +19,7 @@ from millrace.proxy.fleet.gateway import Gateway
 from millrace.proxy.http.app import RenderMetrics, create_app
 from millrace.proxy.http.generate import Services
 from millrace.proxy.http.objectives import Objectives
+from millrace.proxy.http.tenants import Tenants
 from millrace.proxy.metrics import ProxyMetrics
 from millrace.proxy.model_card import ModelCard, read_model_card
 from millrace.proxy.prompts import PromptReader
@@ -182,5 +183,6 @@ def _services(
         gateway=gateway,
         metrics=metrics,
         objectives=Objectives(config),
+        tenants=Tenants(config.tenants),
         traces=open_traces(config.telemetry, "proxy") if config.telemetry.otlp_endpoint else None,
     )

@@ -20,6 +20,7 @@ from millrace.core.scheduler import commands, effects, events
 from millrace.core.scheduler.fleet.prompt_progress import progress_of
 from millrace.core.scheduler.machine import Machine
 from millrace.core.scheduler.reports import Draining
+from millrace.core.weights import Weights
 from millrace.scheduler.first_tokens import FirstTokens
 from millrace.scheduler.in_force import InForce
 from millrace.scheduler.metrics import SchedulerMetrics
@@ -41,7 +42,12 @@ MAX_EVENTS = 16_384
 Subject = Worker | Proxy | messages.EncodedSpec | asyncio.Future[Any] | None
 
 #: Changes that administrators and the operator ask for; the caller gets the old and new value.
-_Change = events.PolicyChanged | events.ImprovementRateChanged | events.InstanceCordoned
+_Change = (
+    events.PolicyChanged
+    | events.WeightsChanged
+    | events.ImprovementRateChanged
+    | events.InstanceCordoned
+)
 
 _MEMBERSHIP = (events.InstanceJoined, events.InstanceLeft, events.InstanceCordoned)
 
@@ -56,12 +62,15 @@ class SchedulerLoop:
         registry: Registry,
         clock: Callable[[], float] = time.monotonic,
         recording: Recording | None = None,
+        weights: Weights | None = None,
     ) -> None:
         self.config = config
         self.clock = clock
         self.machine = Machine(config)
         self._meter = LoadMeter(self.machine, clock())
         self._step = recording.around(self.machine.step) if recording else self.machine.step
+        if weights is not None:
+            self._step(events.WeightsChanged(weights=weights), clock())
         self.workers: dict[str, Worker] = {}
         self.draining = False
         self._now_s = 0.0  # the time of the step whose effects are carried out
@@ -119,6 +128,10 @@ class SchedulerLoop:
         """Changes the policy after all queued events; returns the previous policy."""
         before, _ = await self._change(event)
         return str(before)
+
+    async def set_weights(self, event: events.WeightsChanged) -> None:
+        """Changes weights after all queued events."""
+        await self._change(event)
 
     async def set_improvement_rate(
         self, event: events.ImprovementRateChanged
@@ -198,6 +211,7 @@ class SchedulerLoop:
                 self._first_tokens.submitted(request)
             case (
                 events.PolicyChanged()
+                | events.WeightsChanged()
                 | events.ImprovementRateChanged()
                 | events.InstanceCordoned(),
                 asyncio.Future(),
@@ -211,23 +225,26 @@ class SchedulerLoop:
         self._take(event)
         now = self._read(event)
         log.info("%s: %s -> %s", event, before, now)
-        if isinstance(event, events.PolicyChanged) and now != before:
-            self._policy_changed(self.machine.policy)
+        if isinstance(event, events.PolicyChanged | events.WeightsChanged) and now != before:
+            self._policy_changed()
         if not waiting.cancelled():
             waiting.set_result((before, now))
 
-    def _policy_changed(self, policy: str) -> None:
-        """Sends the policy to mixed instances, which order their work themselves."""
+    def _policy_changed(self) -> None:
+        """Sends policy and weights to mixed instances, which order their work themselves."""
+        policy, weights = self.machine.policy, self.machine.weights
         self._metrics.policy_changed(policy)
         for worker in self.workers.values():
             if worker.card.role == "mixed":
-                self._command(worker.id, commands.PolicyInForce(name=policy))
+                self._command(worker.id, commands.PolicyInForce(name=policy, weights=weights))
 
-    def _read(self, event: _Change) -> str | float | None:
+    def _read(self, event: _Change) -> str | float | Weights | None:
         """Returns the setting that the event changes; None if the instance is gone."""
         match event:
             case events.PolicyChanged():
                 return self.machine.policy
+            case events.WeightsChanged():
+                return self.machine.weights
             case events.ImprovementRateChanged():
                 return self.machine.improvement_rate
             case events.InstanceCordoned():
@@ -248,6 +265,7 @@ class SchedulerLoop:
                 heartbeat_s=self.config.heartbeat_s,
                 preemption=self.config.preemption,
                 policy=self.machine.policy,
+                weights=self.machine.weights,
             )
         )
         log.info("%s %s at %s", worker.card.role, worker.id, worker.address)

@@ -54,7 +54,9 @@ async def serve(
         if record is not None:
             recording = Recording(record, config.scheduler)
             stack.callback(recording.close)
-        loop = SchedulerLoop(config.scheduler, recorder, registry, recording=recording)
+        loop = SchedulerLoop(
+            config.scheduler, recorder, registry, recording=recording, weights=config.weights
+        )
         if config.telemetry.metrics_port:
             metrics = await serve_metrics(
                 config.telemetry.metrics_port,

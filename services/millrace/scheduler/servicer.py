@@ -170,10 +170,16 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
     ) -> scheduler_pb2.SetPolicyReply:
         try:
             changed = codec.policy_changed(request)
+            weighed = codec.weights_changed(request, self._loop.machine.weights)
         except MessageError as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
-        before = await self._loop.set_policy(changed)
-        return scheduler_pb2.SetPolicyReply(before=before, now=changed.policy)
+        now = before = self._loop.machine.policy
+        if changed is not None:
+            before, now = await self._loop.set_policy(changed), changed.policy
+        if weighed is not None:
+            await self._loop.set_weights(weighed)
+        weights = codec.WEIGHTS.encode(self._loop.machine.weights)
+        return scheduler_pb2.SetPolicyReply(before=before, now=now, weights=weights)
 
     async def SetImprovementRate(
         self, request: scheduler_pb2.SetImprovementRateRequest, context: RateContext

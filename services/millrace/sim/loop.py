@@ -15,6 +15,7 @@ from millrace.core.request import Request, Slo
 from millrace.core.scheduler import effects as fx
 from millrace.core.scheduler import events
 from millrace.core.scheduler.machine import Machine
+from millrace.core.weights import Weights
 from millrace.sim.cluster.job import Job
 from millrace.sim.cluster.spec import SimSpec
 from millrace.sim.cluster.world import World
@@ -71,6 +72,8 @@ class Simulation:
         Raises IntegrityError when any request or holding is left: a defect of the machine or of a
         model.
         """
+        if self._spec.weights != Weights():
+            self._step(events.WeightsChanged(weights=self._spec.weights))
         for card in self._fleet.start():
             self._step(card)
         self._arrive_next()
@@ -114,6 +117,7 @@ class Simulation:
             max_new_tokens=plan.output_tokens,
             slo=slo,
             arrival_s=plan.arrival_s,
+            tenant=plan.tenant,
         )
         job = Job(plan, request, self._fleet.isolated_s(plan.input_tokens))
         self.world.jobs[request.id] = job
@@ -224,6 +228,7 @@ class Simulation:
             chunks=job.chunks,
             sp=job.sp,
             attempts=job.attempts,
+            tenant=plan.tenant,
         )
 
     def _add(self, record: RequestRecord) -> None:

@@ -56,6 +56,7 @@ def with_objectives(
             input_tokens=request.input_tokens,
             output_tokens=request.output_tokens,
             slo=slo,
+            tenant=request.tenant,
         )
 
 

@@ -84,6 +84,19 @@ def test_a_file_is_read_and_overrides_win(tmp_path):
             "slo_classes.chat.ttft_s is 0.0; it must be more than 0",
         ),
         ("[slo_classes.chat]\nttft = 1\n", "unknown field slo_classes.chat.ttft; there are"),
+        (
+            "[slo_classes.chat]\nweight = 0\n",
+            "slo_classes.chat.weight is 0; it must be a number between 0.001 and 1000",
+        ),
+        ("[tenants]\nacme = 1\n", "tenants.acme is 1; it must be a table"),
+        ("[tenants.acme]\nkey = 'x'\n", "unknown field tenants.acme.key; there are key_sha256, w"),
+        ("[tenants.acme]\nweight = '2'\n", "tenants.acme.weight is '2'; it must be a number"),
+        ("[tenants.acme]\nkey_sha256 = 'sk-1'\n", "tenants.acme.key_sha256 is no SHA-256 digest"),
+        (
+            f"[tenants.a]\nkey_sha256 = '{'0' * 64}'\n[tenants.b]\nkey_sha256 = '{'0' * 64}'\n",
+            "tenants.b.key_sha256 has 000",
+        ),
+        ("[class_weights]\nchat = 2\n", "unknown section 'class_weights'"),
     ],
 )
 def test_a_wrong_file_is_explained(tmp_path, text, message):
@@ -91,6 +104,28 @@ def test_a_wrong_file_is_explained(tmp_path, text, message):
     path.write_text(text)
     with pytest.raises(ConfigError, match=re.escape(message)):
         load_config(path)
+
+
+def test_a_key_in_the_place_of_its_digest_is_not_shown(tmp_path):
+    path = tmp_path / "millrace.toml"
+    path.write_text("[tenants.acme]\nkey_sha256 = ['sk-secret']\n")
+    with pytest.raises(ConfigError) as caught:
+        load_config(path)
+    assert "sk-secret" not in str(caught.value)
+
+
+def test_weights_are_of_all_classes_and_tenants(tmp_path):
+    path = tmp_path / "millrace.toml"
+    path.write_text(
+        "[slo_classes.chat]\nweight = 2\n[slo_classes.document]\nttft_s = 30\n"
+        f"[tenants.acme]\nkey_sha256 = ['{'A' * 64}', '{'b' * 64}']\nweight = 0.5\n"
+        "[tenants.default]\nweight = 0.25\n"
+    )
+    config = load_config(path)
+    assert config.weights.classes == {"default": 1.0, "chat": 2.0, "document": 1.0}
+    assert config.weights.tenants == {"default": 0.25, "acme": 0.5}
+    assert config.tenants["acme"].key_sha256 == ("a" * 64, "b" * 64)
+    assert load_config().weights.tenants == {"default": 1.0}
 
 
 def test_a_file_that_is_no_text_is_named(tmp_path):

@@ -30,6 +30,7 @@ from millrace.core.scheduler.fleet.instances import PrefillInstance
 from millrace.core.scheduler.machine import Machine
 from millrace.core.scheduler.planning import PLANNERS
 from millrace.core.scheduler.request_table import MIN_KEPT_TOKENS
+from millrace.core.weights import Weights
 from support.priority import STATIC
 
 PREFILLS = ("p0", "p1", "p2")
@@ -438,6 +439,12 @@ class World(RuleBasedStateMachine):
         live = set(self.machine.requests)
         self.step(events.PolicyChanged(policy=policy))
         assert self.machine.policy == policy and set(self.machine.requests) == live
+
+    @rule(weight=st.floats(0.01, 100.0))
+    def weights_change(self, weight: float) -> None:
+        weights = Weights(classes={"default": weight}, tenants={"default": 1.0, "x": weight})
+        self.step(events.WeightsChanged(weights=weights))
+        assert self.machine.weights == weights
 
     @rule(rate=st.one_of(st.none(), st.floats(0, 1)), least=st.floats(0, 1))
     def rate_changes(self, rate: float | None, least: float) -> None:

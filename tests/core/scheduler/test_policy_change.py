@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -11,10 +12,12 @@ from hypothesis import strategies as st
 
 from millrace.core.config import SchedulerConfig
 from millrace.core.priority import POLICIES
+from millrace.core.request import Slo
 from millrace.core.scheduler import recording
-from millrace.core.scheduler.events import PolicyChanged
+from millrace.core.scheduler.events import PolicyChanged, Submitted, WeightsChanged
 from millrace.core.scheduler.machine import Machine
-from support.core_events import Bench, groups_of, instance
+from millrace.core.weights import Weights
+from support.core_events import Bench, groups_of, instance, request
 from support.priority import keys_of
 
 #: Prompt tokens (1 ms each) and TTFT objective: every policy orders these in its own way.
@@ -135,3 +138,25 @@ def test_the_time_of_token_one_is_kept_whoever_tells_of_it_first() -> None:
 
 def test_a_new_machine_follows_its_settings() -> None:
     assert Machine(SchedulerConfig(policy="lars")).policy == "lars"
+
+
+def test_weights_change_one_by_one_and_outlast_a_change_of_policy() -> None:
+    one = loaded("millrace")
+    one.step(WeightsChanged(weights=Weights(classes={"a": 2.0}, tenants={"x": 3.0, "y": 1.0})))
+    one.step(PolicyChanged(policy="edf"))
+    one.step(WeightsChanged(weights=Weights(tenants={"y": 0.5})))
+    one.step(PolicyChanged(policy="millrace"))
+    assert one.machine.weights == Weights(classes={"a": 2.0}, tenants={"x": 3.0, "y": 0.5})
+    one.machine.check_integrity()
+
+
+def test_a_class_of_more_weight_keeps_its_request_where_only_one_can_be_in_time() -> None:
+    for favoured, other in (("a", "b"), ("b", "a")):
+        one = bench("millrace")
+        one.step(WeightsChanged(weights=Weights(classes={favoured: 5.0})))
+        for name in ("a", "b"):
+            asked = request(name, 1000, arrival_s=one.now_s).request
+            slo = Slo(ttft_s=1.2, class_name=name)
+            one.step(Submitted(request=replace(asked, slo=slo)))
+        (pool,) = one.machine.cluster.pools.values()
+        assert [r.id for r in pool.run_queue.heads()] == [favoured, other]

@@ -42,6 +42,8 @@ def example(hint, number):
         return example(next(kind for kind in of if kind is not type(None)), number)
     if typing.get_origin(hint) is tuple:
         return tuple(example(kind, number) for kind in (of[0], of[0]) if kind is not Ellipsis)
+    if typing.get_origin(hint) is Mapping:
+        return {example(of[0], number): example(of[1], number)}
     if issubclass(hint, enum.Enum):
         return list(hint)[1]
     return {str: str, int: int, float: lambda n: n + 0.125, bool: bool}[hint](next(number))
@@ -181,3 +183,11 @@ def test_what_has_no_written_form_is_refused():
         built(Odd, {"names": [], "either": 3}, "odd")
     with pytest.raises(RecordingError, match=r"odd\.pairs"):
         built(Odd, {"names": [], "pairs": [[1, 2.0, 3]]}, "odd")
+
+
+def test_requests_of_recordings_without_tenants_are_the_default_tenants():
+    request = {"id": "a", "proxy_id": "x", "prompt_tokens": 3, "max_new_tokens": 1, "slo": {}}
+    written = ["Submitted", {"request": request}]
+    event = recording.event_of(written)
+    assert event.request.tenant == "default"
+    assert recording.plain_event(event) == written

@@ -27,6 +27,9 @@ async def stack(tmp_path_factory):
         yield running
 
 
+WEIGHTS = {"classes": {"default": 1.0}, "tenants": {"default": 1.0}}
+
+
 def check(response: httpx.Response, status: int, code: str, param: str | None = None) -> str:
     """Checks the form of an error for OpenAI's clients; returns its message."""
     assert response.status_code == status, response.text
@@ -39,6 +42,7 @@ def check(response: httpx.Response, status: int, code: str, param: str | None = 
 async def test_the_policy_is_shown_and_changed(stack):
     shown = {"preemption": "none", "planner": "least_queue", "policies": list(POLICIES)}
     shown["improvement_rate"] = 0.3
+    shown["weights"] = WEIGHTS
     assert (await stack.http.get(PATH)).json() == {"policy": "fcfs", **shown}
     changed = await stack.http.put(PATH, json={"policy": "s_edf"})
     assert (changed.status_code, changed.json()) == (200, {"policy": "s_edf", "before": "fcfs"})
@@ -56,12 +60,27 @@ async def test_the_policy_is_shown_and_changed(stack):
         ({"policy": 3}, "invalid_type", "policy"),
         ({}, "missing_required_parameter", "policy"),
         ({"policy": "edf", "planner": "cdsp"}, "unknown_parameter", "planner"),
+        ({"weights": {"classes": {"default": 0}}}, "invalid_value", "weights.classes.default"),
+        ({"weights": {"classes": {"x": 2}}}, "invalid_value", "weights"),
+        ({"weights": {"classes": 2}}, "invalid_type", "weights.classes"),
+        ({"weights": {"keys": {}}}, "unknown_parameter", "weights.keys"),
         ([], "invalid_body", None),
     ],
 )
 async def test_a_wrong_body_is_refused_and_changes_nothing(stack, body, code, param):
     check(await stack.http.put(PATH, json=body), 400, code, param)
     assert stack.fleet.policy == "fcfs"
+
+
+async def test_weights_are_changed_with_a_policy_or_alone(stack):
+    body = {"policy": "edf", "weights": {"tenants": {"default": 2}}}
+    changed = (await stack.http.put(PATH, json=body)).json()
+    assert changed == {"policy": "edf", "before": "fcfs", "weights": WEIGHTS | body["weights"]}
+    body = {"policy": "fcfs", "weights": {"tenants": {"default": 1.0}}}
+    await stack.http.put(PATH, json=body)
+    body = {"weights": {"classes": {"default": 1.0}}}
+    changed = (await stack.http.put(PATH, json=body)).json()
+    assert changed == {"policy": "fcfs", "before": "fcfs", "weights": WEIGHTS}
 
 
 async def test_an_unknown_policy_is_refused_with_those_there_are(stack):

@@ -19,6 +19,7 @@ from millrace.core.scheduler.commands import Member
 from millrace.core.scheduler.effects import Fail, Refuse
 from millrace.core.scheduler.events import CancelRequested
 from millrace.core.token_events import TokenBatch, TokenEvent
+from millrace.core.weights import DEFAULT_CLASS, DEFAULT_TENANT, Weights
 from millrace.wire.codec.request_spec import decode_spec
 from millrace.wire.fleet_messages import (
     AskProgress,
@@ -91,6 +92,7 @@ class StubFleet:
         #: Whether the fleet is ready; sent at hello. `announce` changes it.
         self.ready = True
         self.policy = "fcfs"
+        self.weights = Weights(classes={DEFAULT_CLASS: 1.0}, tenants={DEFAULT_TENANT: 1.0})
         self.improvement_rate = 0.3
         self.parked_requests = 0  # in a proxy's last report
         #: Answers to proxies that ask for a prompt's progress, by the request's id.

@@ -10,6 +10,7 @@ import grpc
 from millrace.core.kv.transfer import Incarnation
 from millrace.core.priority import POLICIES
 from millrace.core.token_events import TokenBatch
+from millrace.core.weights import Weights
 from millrace.wire.codec import proxy as proxy_codec
 from millrace.wire.codec import scheduler as codec
 from millrace.wire.codec.enums import MessageError
@@ -31,6 +32,7 @@ class Fleet(Protocol):
 
     decode: Incarnation
     policy: str
+    weights: Weights
     improvement_rate: float
     parked_requests: int
 
@@ -71,17 +73,24 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
             planner="least_queue",
             policies=POLICIES,
             improvement_rate=self._fleet.improvement_rate,
+            weights=codec.WEIGHTS.encode(self._fleet.weights),
         )
 
     async def SetPolicy(
         self, request: scheduler_pb2.SetPolicyRequest, context: Context
     ) -> scheduler_pb2.SetPolicyReply:
         try:
-            wanted = codec.policy_changed(request).policy
+            changed = codec.policy_changed(request)
+            weighed = codec.weights_changed(request, self._fleet.weights)
         except MessageError as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
-        before, self._fleet.policy = self._fleet.policy, wanted
-        return scheduler_pb2.SetPolicyReply(before=before, now=wanted)
+        before = self._fleet.policy
+        if changed is not None:
+            self._fleet.policy = changed.policy
+        if weighed is not None:
+            self._fleet.weights = self._fleet.weights.with_changes(weighed.weights)
+        weights = codec.WEIGHTS.encode(self._fleet.weights)
+        return scheduler_pb2.SetPolicyReply(before=before, now=self._fleet.policy, weights=weights)
 
     async def SetImprovementRate(
         self, request: scheduler_pb2.SetImprovementRateRequest, context: Context

@@ -28,8 +28,10 @@ from millrace.core.config.sections import (
     TlsConfig,
     TransferConfig,
 )
+from millrace.core.config.tenants import TenantConfig, read_tenants, read_weight, weights_of
 from millrace.core.errors import ConfigError
 from millrace.core.request import Slo
+from millrace.core.weights import Weights
 
 __all__ = [
     "Config",
@@ -41,6 +43,7 @@ __all__ = [
     "Setting",
     "StoreConfig",
     "TelemetryConfig",
+    "TenantConfig",
     "TlsConfig",
     "TransferConfig",
     "load_config",
@@ -52,7 +55,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """The whole tree. `slo_classes` maps a class name (`x-millrace-class`) to its objectives."""
+    """The whole tree. `slo_classes` maps a class name (`x-millrace-class`) to its objectives.
+
+    `class_weights` are the field `weight` of the same tables. `tenants` maps a name to its keys.
+    """
 
     proxy: ProxyConfig = field(default_factory=ProxyConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
@@ -64,6 +70,13 @@ class Config:
     tls: TlsConfig = field(default_factory=TlsConfig)
     scaling: ScalingConfig = field(default_factory=ScalingConfig)
     slo_classes: Mapping[str, Slo] = field(default_factory=lambda: types.MappingProxyType({}))
+    class_weights: Mapping[str, float] = field(default_factory=dict)
+    tenants: Mapping[str, TenantConfig] = field(default_factory=dict)
+
+    @property
+    def weights(self) -> Weights:
+        """Returns the weights of all classes and tenants."""
+        return weights_of(self.slo_classes, self.class_weights, self.tenants)
 
     def __post_init__(self) -> None:
         if self.scheduler.lease_s < 2 * self.scheduler.heartbeat_s:
@@ -122,6 +135,7 @@ def settings() -> Iterator[Setting]:
 
 def _build(tree: dict[str, Any]) -> Config:
     sections = typing.get_type_hints(Config)
+    del sections["class_weights"]
     if unknown := tree.keys() - sections.keys():
         raise ConfigError(
             f"unknown section {min(unknown)!r}; there are {', '.join(sorted(sections))}"
@@ -130,7 +144,10 @@ def _build(tree: dict[str, Any]) -> Config:
     for name, values in tree.items():
         table = _table(name, values)
         if name == "slo_classes":
+            built["class_weights"] = _take_weights(table)
             built[name] = {cls: _slo(cls, given) for cls, given in table.items()}
+        elif name == "tenants":
+            built[name] = read_tenants(table)
         else:
             built[name] = _section(sections[name], name, table)
     return Config(**built)
@@ -140,6 +157,14 @@ def _table(path: str, value: Any) -> dict[str, Any]:  # noqa: ANN401 - a file ma
     if not isinstance(value, dict):
         raise ConfigError(f"{path} is {value!r}; it must be a table")
     return value
+
+
+def _take_weights(classes: dict[str, Any]) -> dict[str, float]:
+    return {
+        name: read_weight(f"slo_classes.{name}.weight", table.pop("weight"))
+        for name, table in classes.items()
+        if isinstance(table, dict) and "weight" in table
+    }
 
 
 def _slo(class_name: str, values: object) -> Slo:

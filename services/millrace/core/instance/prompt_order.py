@@ -6,6 +6,7 @@ from collections.abc import Container
 
 from millrace.core.live_request import LiveRequest
 from millrace.core.priority import POLICIES, PriorityKey
+from millrace.core.weights import Weights
 
 
 class PromptOrder:
@@ -16,6 +17,7 @@ class PromptOrder:
         self._requests: dict[str, LiveRequest] = {}
         self._keys: dict[str, PriorityKey] = {}
         self._ordered: list[LiveRequest] | None = []  # None: to be sorted
+        self._weights = Weights()
         self._policy = POLICIES[policy]()
         self._ranking = self._policy.ranking()
 
@@ -29,31 +31,46 @@ class PromptOrder:
     def rank_by(self, policy: str, now_s: float) -> None:
         """Ranks all prompts by another policy from now on."""
         self._policy = POLICIES[policy]()
+        self._policy.weigh(self._weights)
         self._ranking = self._policy.ranking()
         for request in self._requests.values():
             self.add(request, now_s)
+
+    def weigh(self, weights: Weights) -> None:
+        """Uses these weights of classes and tenants from now on."""
+        self._weights = weights
+        self._policy.weigh(weights)
 
     def add(self, request: LiveRequest, now_s: float) -> None:
         self._requests[request.id] = request
         self._keys[request.id] = self._ranking.add(request, now_s)
         self._ordered = None
 
-    def remove(self, request: LiveRequest) -> None:
-        """Forgets a prompt; harmless if it is unknown."""
+    def remove(self, request: LiveRequest, now_s: float) -> None:
+        """Forgets a prompt that gets no first token here; harmless if it is unknown."""
+        if request in self:
+            self._policy.ended(request, now_s)
+        self._drop(request)
+
+    def _drop(self, request: LiveRequest) -> None:
         if self._requests.pop(request.id, None) is not None:
             del self._keys[request.id]
             self._ranking.remove(request)
             self._ordered = None
 
-    def keep_only(self, request_ids: Container[str]) -> None:
-        """Forgets all other prompts."""
+    def keep_only(self, request_ids: Container[str], now_s: float) -> None:
+        """Forgets all other prompts, which get no first token here."""
         for request in [one for name, one in self._requests.items() if name not in request_ids]:
-            self.remove(request)
+            self.remove(request, now_s)
+
+    def started(self, request: LiveRequest) -> None:
+        """Notes that tokens of a prompt are computed."""
+        self._policy.started(request)
 
     def computed(self, request: LiveRequest, now_s: float) -> None:
         """Forgets a prompt that has its first token."""
         self._policy.first_token(request, now_s)
-        self.remove(request)
+        self._drop(request)
 
     def ordered(self, now_s: float) -> list[LiveRequest]:
         """Returns the prompts, the one to compute first at the head."""

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from millrace.core.live_request import LiveRequest
+from millrace.core.weights import Weights
 
 #: The smaller key goes first; equal keys go in order of submission.
 PriorityKey = tuple[float, ...]
@@ -45,8 +46,17 @@ class Policy(Protocol):
     def ranking(self) -> Ranking:
         """Returns a ranking without requests."""
 
+    def weigh(self, weights: Weights) -> None:
+        """Takes other weights of classes and tenants from now on."""
+
+    def started(self, request: LiveRequest) -> None:
+        """Notes that a chunk of the request computes, for the first time or again."""
+
     def first_token(self, request: LiveRequest, now_s: float) -> None:
         """Notes that the request has its first token."""
+
+    def ended(self, request: LiveRequest, now_s: float) -> None:
+        """Notes that the request ended without a first token."""
 
 
 class KeyPolicy:
@@ -65,7 +75,16 @@ class KeyPolicy:
     def ranking(self) -> Ranking:
         return _KeyRanking(self._key, static=self._static)
 
+    def weigh(self, weights: Weights) -> None:
+        """Has no use for weights."""
+
+    def started(self, request: LiveRequest) -> None:
+        """Learns nothing."""
+
     def first_token(self, request: LiveRequest, now_s: float) -> None:
+        """Learns nothing."""
+
+    def ended(self, request: LiveRequest, now_s: float) -> None:
         """Learns nothing."""
 
 

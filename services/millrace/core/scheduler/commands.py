@@ -6,12 +6,13 @@ their addresses and the request's spec.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from millrace.core.kv.transfer import Incarnation
 from millrace.core.request import Chunk
 from millrace.core.request_spec import RequestSpec
 from millrace.core.scheduler.effects import ChunkRef
+from millrace.core.weights import Weights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,13 +37,14 @@ class KvShard:
 class Registered:
     """The scheduler has taken the registration.
 
-    `preemption` says where a running prefill yields: none | chunk | layer | operator. `policy` is
-    for mixed instances; empty: the instance's own setting.
+    `preemption` says where a running prefill yields: none | chunk | layer | operator. `policy` and
+    `weights` are for mixed instances; an empty policy: the instance's own setting.
     """
 
     heartbeat_s: float = 0.0
     preemption: str = ""
     policy: str = ""
+    weights: Weights = field(default_factory=Weights)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,9 +100,10 @@ class Order:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyInForce:
-    """The policy by which a mixed instance ranks its prompts from now on."""
+    """The policy by which a mixed instance ranks its prompts from now on, and its weights."""
 
     name: str
+    weights: Weights = field(default_factory=Weights)
 
 
 Command = Registered | RunPrefill | AdmitDecode | Cancel | Drain | Order | PolicyInForce

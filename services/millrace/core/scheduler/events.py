@@ -12,6 +12,7 @@ from millrace.core.cost.decode_step import DecodeStepTime
 from millrace.core.cost.latency import SpLatency
 from millrace.core.request import Request
 from millrace.core.scheduler.reports import Report
+from millrace.core.weights import Weights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,6 +92,16 @@ class PolicyChanged:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class WeightsChanged:
+    """From now on classes and tenants have these weights; those without one here keep theirs.
+
+    The scheduler's first event brings the weights of the configuration.
+    """
+
+    weights: Weights
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ImprovementRateChanged:
     """The improvement that a larger group needs from now on: a fixed rate, or a table.
 
@@ -115,6 +126,7 @@ Event = (
     | CancelRequested
     | ProxyLeft
     | PolicyChanged
+    | WeightsChanged
     | ImprovementRateChanged
     | Tick
 )

@@ -52,6 +52,7 @@ from millrace.core.scheduler.fleet.cluster import Cluster, Pool
 from millrace.core.scheduler.fleet.instances import DecodeInstance, Instance, PrefillInstance
 from millrace.core.scheduler.request_table import RequestTable, still_needs
 from millrace.core.scheduler.step_context import StepContext
+from millrace.core.weights import Weights
 
 #: Deadline of the first token of a request without an objective: this many times its prefill alone
 #: after its arrival, at least this many seconds (the constants that Medha's authors released).
@@ -80,6 +81,7 @@ class Machine:
             events.CancelRequested: self._cancel,
             events.ProxyLeft: self._proxy_left,
             events.PolicyChanged: self._policy_changed,
+            events.WeightsChanged: self._weights_changed,
             events.ImprovementRateChanged: self._rate_changed,
             events.Tick: self._tick,
         }
@@ -116,6 +118,11 @@ class Machine:
     def policy(self) -> str:
         """Returns the priority policy in force: `config.policy`, or its replacement."""
         return self.cluster.policy.name
+
+    @property
+    def weights(self) -> Weights:
+        """Returns the weights in force, of all names that were given one."""
+        return self.cluster.weights
 
     @property
     def improvement_rate(self) -> float:
@@ -297,6 +304,10 @@ class Machine:
 
     def _policy_changed(self, step: StepContext, event: events.PolicyChanged) -> None:
         self._table.change_policy(event.policy, step.now_s)
+        self._dispatcher.run(step)
+
+    def _weights_changed(self, step: StepContext, event: events.WeightsChanged) -> None:
+        self.cluster.weigh(event.weights)
         self._dispatcher.run(step)
 
     def _rate_changed(self, step: StepContext, event: events.ImprovementRateChanged) -> None:

@@ -85,6 +85,8 @@ class RequestTable:
         request.advance(state, step.now_s)
         if request.first_token_s is not None and not had_token:
             self.cluster.policy.first_token(request, step.now_s)
+        elif state.is_final and not had_token:
+            self.cluster.policy.ended(request, step.now_s)
         step.record(request)
 
     def learn_on_top(self, request: LiveRequest) -> None:

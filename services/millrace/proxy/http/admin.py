@@ -21,6 +21,7 @@ from typing_extensions import TypedDict
 
 from millrace.core.config import ProxyConfig
 from millrace.core.priority import POLICIES
+from millrace.core.weights import LEAST_WEIGHT, MOST_WEIGHT, Weights
 from millrace.proxy.errors import ApiError, shown
 from millrace.proxy.http.asgi import JSON, Receive, Scope, Send, header, receive_body, send_json
 from millrace.proxy.request.fields import STRICT, OneOf, Within
@@ -44,11 +45,23 @@ _RELAYED = (b"forwarded", b"x-forwarded-for", b"origin")
 Settings = dict[str, Any]
 
 
+_Weights = dict[str, Annotated[float, Within(LEAST_WEIGHT, MOST_WEIGHT)]]
+
+
 @with_config(STRICT)
-class PolicyWanted(TypedDict):
-    """The body that changes the policy."""
+class WeightsWanted(TypedDict, total=False):
+    """Weights by name; a class or a tenant that is not named keeps its weight."""
+
+    classes: Annotated[_Weights, Field(description="Of SLO classes.")]
+    tenants: Annotated[_Weights, Field(description="Of tenants.")]
+
+
+@with_config(ConfigDict(**STRICT, json_schema_extra={"minProperties": 1}))
+class PolicyWanted(TypedDict, total=False):
+    """The body that changes the policy, weights, or both."""
 
     policy: Annotated[str, OneOf(*POLICIES)]
+    weights: WeightsWanted
 
 
 def _sorted_rows(text: str) -> str:
@@ -96,7 +109,12 @@ class AdminRoute:
 
 
 async def _change_policy(address: str, wanted: Settings) -> Settings:
-    return await set_policy(address, wanted["policy"])
+    if not wanted:
+        raise ApiError(
+            400, "Give policy, weights or both.", param="policy", code="missing_required_parameter"
+        )
+    weights = Weights(**wanted["weights"]) if "weights" in wanted else None
+    return await set_policy(address, wanted.get("policy", ""), weights)
 
 
 async def _show_rate(address: str) -> Settings:

@@ -19,6 +19,7 @@ from millrace.proxy.http.asgi import (
     send_json,
 )
 from millrace.proxy.http.objectives import Objectives, traceparent, wants_trace
+from millrace.proxy.http.tenants import Tenants
 from millrace.proxy.metrics import ProxyMetrics
 from millrace.proxy.prompts import EnginePrompt, PromptReader
 from millrace.proxy.reply.builder import Arrival, Builder
@@ -52,6 +53,7 @@ class Services:
     gateway: Gateway
     metrics: ProxyMetrics
     objectives: Objectives
+    tenants: Tenants
     traces: TraceExporter | None
 
 
@@ -75,6 +77,7 @@ class GenerateEndpoint:
             at=at,
             unix_s=unix_s,
             slo=self._services.objectives.read(scope),
+            tenant=self._services.tenants.of(scope),
             trace=wants_trace(scope),
             traceparent=traceparent(scope),
         )

@@ -61,6 +61,13 @@ class Tokens(TypedDict):
     tokens: list[int]
 
 
+class WeightsInForce(TypedDict):
+    """The weights of all SLO classes and of all tenants."""
+
+    classes: dict[str, float]
+    tenants: dict[str, float]
+
+
 class SchedulerSettings(TypedDict):
     """The scheduler's settings, and the policies that it knows."""
 
@@ -68,14 +75,16 @@ class SchedulerSettings(TypedDict):
     preemption: str
     planner: str
     improvement_rate: float
+    weights: WeightsInForce
     policies: list[str]
 
 
 class PolicyChange(TypedDict):
-    """The policy in force, and the policy before."""
+    """The policy in force, the policy before, and after a change of weights all weights."""
 
     policy: str
     before: str
+    weights: NotRequired[WeightsInForce]
 
 
 class ImprovementRate(TypedDict):

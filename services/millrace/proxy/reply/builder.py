@@ -28,6 +28,7 @@ class Arrival:
     at: float
     unix_s: float
     slo: Slo
+    tenant: str
     trace: bool
     traceparent: str
 
@@ -120,6 +121,7 @@ class Builder:
                 prompt_logprobs=options.prompt_logprobs,
             ),
             slo=arrival.slo,
+            tenant=arrival.tenant,
             arrival_unix_s=arrival.unix_s,
             traceparent=arrival.traceparent,
             prefix_hashes=prompt.blocks.hashes,

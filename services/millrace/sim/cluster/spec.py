@@ -10,6 +10,7 @@ from millrace.core.config import SchedulerConfig
 from millrace.core.cost.profile import Profile
 from millrace.core.errors import ConfigError
 from millrace.core.instance.packing import PackingConfig
+from millrace.core.weights import Weights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +57,7 @@ class SimSpec:
     kvp: int = 0  # workers that hold shards of long requests, and nothing else
     gpus_per_node: int = 8
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    weights: Weights = field(default_factory=Weights)  # of classes and tenants
 
     max_chunk_tokens: int = 0  # of a prefill's forward pass; 0: chunks are not cut
     prefill_kv_tokens: int = 400_000

@@ -127,7 +127,7 @@ class MixedPool:
         """
         prefill = instance.prefills.pop(request_id, None)
         if prefill is not None:
-            instance.order.remove(prefill.request)
+            instance.order.remove(prefill.request, self._clock.now_s)
         prefill = prefill or instance.leaving.pop(request_id, None)
         if request_id in instance.batch.members:
             self._sync(instance)
@@ -253,6 +253,7 @@ class MixedPool:
             job.idle_since_s = self._clock.now_s
             share = self._alone_s(prefill.done) / self._alone_s(request.prompt_tokens)
             request.suspend(request.predicted_prefill_s * share)
+            instance.order.started(request)
             return
         del instance.prefills[job.id]
         instance.order.computed(request, self._clock.now_s)

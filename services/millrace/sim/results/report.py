@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from millrace.core.errors import ConfigError
+from millrace.core.weights import DEFAULT_TENANT
 from millrace.sim.results.counters import EngineCounters
 from millrace.sim.results.histogram import Distribution, Histogram
 
@@ -49,6 +50,7 @@ class RequestRecord:
     chunks: int = 0
     sp: int = 0  # largest group
     attempts: int = 1
+    tenant: str = DEFAULT_TENANT
     error: str = ""
 
 

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from millrace.core.errors import ConfigError
+from millrace.core.weights import DEFAULT_TENANT
 from millrace.sim.workload.arrivals import Gaps
 
 Draw = Callable[[random.Random], int]
@@ -89,6 +90,7 @@ class PlannedRequest:
     input_tokens: int
     output_tokens: int
     slo: SloClass
+    tenant: str = DEFAULT_TENANT
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

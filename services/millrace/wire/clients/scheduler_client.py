@@ -12,8 +12,9 @@ import grpc
 from millrace.core.autoscale.load import FleetLoad
 from millrace.core.errors import MillraceError
 from millrace.core.scheduler.mechanisms import Mechanism
+from millrace.core.weights import Weights
 from millrace.wire.channel import open_channel
-from millrace.wire.codec.scheduler import PREEMPTIONS, ROLES
+from millrace.wire.codec.scheduler import PREEMPTIONS, ROLES, WEIGHTS
 from millrace.wire.codec.status import MECHANISM, fleet_load
 from millrace.wire.pb import scheduler_pb2, scheduler_pb2_grpc
 
@@ -48,7 +49,8 @@ class InstanceView:
 
 
 async def get_settings(address: str) -> dict[str, Any]:
-    """Returns `policy`, `preemption`, `planner` and `improvement_rate`, and all `policies`.
+    """Returns `policy`, `preemption`, `planner`, `improvement_rate` and `weights` (of `classes` and
+    of `tenants`), and all `policies`.
 
     Raises SchedulerUnavailable.
     """
@@ -59,6 +61,7 @@ async def get_settings(address: str) -> dict[str, Any]:
         "preemption": PREEMPTIONS.word[reply.preemption],
         "planner": reply.planner,
         "improvement_rate": reply.improvement_rate,
+        "weights": _weights(reply.weights),
         "policies": list(reply.policies),
     }
 
@@ -70,15 +73,27 @@ async def get_mechanisms(address: str) -> list[Mechanism]:
     return list(map(MECHANISM.decode, reply.mechanisms))
 
 
-async def set_policy(address: str, policy: str) -> dict[str, Any]:
-    """Changes the policy; returns the `policy` in force and the policy `before`.
+async def set_policy(address: str, policy: str, weights: Weights | None = None) -> dict[str, Any]:
+    """Changes the policy, unless it is empty, and weights, if any are given.
 
-    Raises SchedulerRefused for an unknown policy, SchedulerUnavailable.
+    Returns the `policy` in force, the policy `before`, and after a change of weights all `weights`.
+
+    Raises SchedulerRefused for an unknown policy, class or tenant and a bad weight,
+    SchedulerUnavailable.
     """
     async with _stub(address) as stub:
-        request = scheduler_pb2.SetPolicyRequest(policy=policy)
+        wanted = None if weights is None else WEIGHTS.encode(weights)
+        request = scheduler_pb2.SetPolicyRequest(policy=policy, weights=wanted)
         reply = await stub.SetPolicy(request, timeout=TIMEOUT_S)
-    return {"policy": reply.now, "before": reply.before}
+    found: dict[str, Any] = {"policy": reply.now, "before": reply.before}
+    return found if weights is None else {**found, "weights": _weights(reply.weights)}
+
+
+def _weights(message: scheduler_pb2.Weights) -> dict[str, dict[str, float]]:
+    return {
+        "classes": dict(sorted(message.classes.items())),
+        "tenants": dict(sorted(message.tenants.items())),
+    }
 
 
 async def set_improvement_rate(address: str, wanted: float | str) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from millrace.core.errors import ConfigError
 from millrace.core.priority import POLICIES
 from millrace.core.request import Request
 from millrace.core.scheduler import effects, events
+from millrace.core.weights import DEFAULT_TENANT, Weights, is_weight, weight_range
 from millrace.wire.codec.derive import Codec, Oneof, derive
 from millrace.wire.codec.enums import EnumWords, MessageError
 from millrace.wire.codec.instance import DRAIN, POLICY, REGISTERED, REGISTRATION
@@ -19,6 +20,7 @@ from millrace.wire.codec.request_spec import SLO
 from millrace.wire.fleet_messages import SendAdmitDecode, SendRunPrefill, WorkerCommand
 from millrace.wire.pb import common_pb2, scheduler_pb2
 
+WEIGHTS = derive(Weights, scheduler_pb2.Weights)
 ROLES = EnumWords(scheduler_pb2.Role, "role")
 PREEMPTIONS = EnumWords(scheduler_pb2.Preemption, "preemption", unset="")
 
@@ -80,15 +82,41 @@ def request(spec: common_pb2.RequestSpec, *, proxy_id: str, now_s: float) -> Req
         slo=SLO.decode(spec.slo),
         arrival_s=now_s,
         prefix_hashes=tuple(spec.prefix_hashes),
+        tenant=spec.tenant or DEFAULT_TENANT,
         resumable=spec.sampling.prompt_logprobs < 0,  # only one attempt computes the whole prompt
     )
 
 
-def policy_changed(message: scheduler_pb2.SetPolicyRequest) -> events.PolicyChanged:
-    """Decodes a change. Raises MessageError, which lists all policies, for an unknown policy."""
+def policy_changed(message: scheduler_pb2.SetPolicyRequest) -> events.PolicyChanged | None:
+    """Decodes a change of policy; None where only weights change.
+
+    Raises MessageError, which lists all policies, for an unknown policy.
+    """
     name = message.policy
+    if not name and WEIGHTS.decode(message.weights) != Weights():
+        return None
     _require("policy", name, name in POLICIES, "one of " + ", ".join(POLICIES))
     return events.PolicyChanged(policy=name)
+
+
+def weights_changed(
+    message: scheduler_pb2.SetPolicyRequest, known: Weights
+) -> events.WeightsChanged | None:
+    """Decodes a change of weights; None where there is none.
+
+    Raises MessageError for a name that is not among the `known` ones, and a weight out of range.
+    """
+    wanted = WEIGHTS.decode(message.weights)
+    if wanted == Weights():
+        return None
+    for field, given, names in (
+        ("weights.classes", wanted.classes, known.classes),
+        ("weights.tenants", wanted.tenants, known.tenants),
+    ):
+        for name, value in given.items():
+            _require(field, name, name in names, "one of " + ", ".join(sorted(names)))
+            _require(f"{field}.{name}", value, is_weight(value), weight_range())
+    return events.WeightsChanged(weights=wanted)
 
 
 def improvement_rate_changed(

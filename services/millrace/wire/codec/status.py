@@ -12,7 +12,7 @@ from millrace.core.scheduler.fleet.instances import Instance, PrefillInstance
 from millrace.core.scheduler.machine import Machine
 from millrace.core.scheduler.mechanisms import Mechanism, mechanisms
 from millrace.wire.codec.derive import derive
-from millrace.wire.codec.scheduler import PREEMPTIONS, ROLES
+from millrace.wire.codec.scheduler import PREEMPTIONS, ROLES, WEIGHTS
 from millrace.wire.pb import common_pb2, scheduler_pb2
 
 MECHANISM = derive(Mechanism, scheduler_pb2.Mechanism)
@@ -39,6 +39,7 @@ def status(
         planner=machine.config.planner,
         policies=POLICIES,
         improvement_rate=machine.improvement_rate,
+        weights=WEIGHTS.encode(machine.weights),
         mechanisms=map(MECHANISM.encode, mechanisms(machine)),
     )
 

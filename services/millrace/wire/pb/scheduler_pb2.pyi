@@ -432,20 +432,46 @@ class WorkerCommand(_message.Message):
     def __init__(self, registered: _Optional[_Union[Registered, _Mapping]] = ..., run_prefill: _Optional[_Union[RunPrefill, _Mapping]] = ..., admit_decode: _Optional[_Union[AdmitDecode, _Mapping]] = ..., cancel: _Optional[_Union[CancelRequest, _Mapping]] = ..., drain: _Optional[_Union[Drain, _Mapping]] = ..., order: _Optional[_Union[Order, _Mapping]] = ..., policy: _Optional[_Union[PolicyInForce, _Mapping]] = ...) -> None: ...
 
 class Registered(_message.Message):
-    __slots__ = ("heartbeat_s", "preemption", "policy")
+    __slots__ = ("heartbeat_s", "preemption", "policy", "weights")
     HEARTBEAT_S_FIELD_NUMBER: _ClassVar[int]
     PREEMPTION_FIELD_NUMBER: _ClassVar[int]
     POLICY_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_FIELD_NUMBER: _ClassVar[int]
     heartbeat_s: float
     preemption: Preemption
     policy: str
-    def __init__(self, heartbeat_s: _Optional[float] = ..., preemption: _Optional[_Union[Preemption, str]] = ..., policy: _Optional[str] = ...) -> None: ...
+    weights: Weights
+    def __init__(self, heartbeat_s: _Optional[float] = ..., preemption: _Optional[_Union[Preemption, str]] = ..., policy: _Optional[str] = ..., weights: _Optional[_Union[Weights, _Mapping]] = ...) -> None: ...
 
 class PolicyInForce(_message.Message):
-    __slots__ = ("name",)
+    __slots__ = ("name", "weights")
     NAME_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_FIELD_NUMBER: _ClassVar[int]
     name: str
-    def __init__(self, name: _Optional[str] = ...) -> None: ...
+    weights: Weights
+    def __init__(self, name: _Optional[str] = ..., weights: _Optional[_Union[Weights, _Mapping]] = ...) -> None: ...
+
+class Weights(_message.Message):
+    __slots__ = ("classes", "tenants")
+    class ClassesEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+    class TenantsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+    CLASSES_FIELD_NUMBER: _ClassVar[int]
+    TENANTS_FIELD_NUMBER: _ClassVar[int]
+    classes: _containers.ScalarMap[str, float]
+    tenants: _containers.ScalarMap[str, float]
+    def __init__(self, classes: _Optional[_Mapping[str, float]] = ..., tenants: _Optional[_Mapping[str, float]] = ...) -> None: ...
 
 class Chunk(_message.Message):
     __slots__ = ("index", "start_token", "num_tokens", "instance_ids")
@@ -552,7 +578,7 @@ class InstanceStatus(_message.Message):
     def __init__(self, incarnation: _Optional[_Union[_common_pb2.Incarnation, _Mapping]] = ..., role: _Optional[_Union[Role, str]] = ..., address: _Optional[str] = ..., draining: _Optional[bool] = ..., free_pages: _Optional[int] = ..., total_pages: _Optional[int] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., queue_s: _Optional[float] = ..., held_requests: _Optional[int] = ...) -> None: ...
 
 class StatusReply(_message.Message):
-    __slots__ = ("instances", "queued", "prefilling", "decoding", "policy", "preemption", "planner", "policies", "improvement_rate", "mechanisms")
+    __slots__ = ("instances", "queued", "prefilling", "decoding", "policy", "preemption", "planner", "policies", "improvement_rate", "mechanisms", "weights")
     INSTANCES_FIELD_NUMBER: _ClassVar[int]
     QUEUED_FIELD_NUMBER: _ClassVar[int]
     PREFILLING_FIELD_NUMBER: _ClassVar[int]
@@ -563,6 +589,7 @@ class StatusReply(_message.Message):
     POLICIES_FIELD_NUMBER: _ClassVar[int]
     IMPROVEMENT_RATE_FIELD_NUMBER: _ClassVar[int]
     MECHANISMS_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_FIELD_NUMBER: _ClassVar[int]
     instances: _containers.RepeatedCompositeFieldContainer[InstanceStatus]
     queued: int
     prefilling: int
@@ -573,7 +600,8 @@ class StatusReply(_message.Message):
     policies: _containers.RepeatedScalarFieldContainer[str]
     improvement_rate: float
     mechanisms: _containers.RepeatedCompositeFieldContainer[Mechanism]
-    def __init__(self, instances: _Optional[_Iterable[_Union[InstanceStatus, _Mapping]]] = ..., queued: _Optional[int] = ..., prefilling: _Optional[int] = ..., decoding: _Optional[int] = ..., policy: _Optional[str] = ..., preemption: _Optional[_Union[Preemption, str]] = ..., planner: _Optional[str] = ..., policies: _Optional[_Iterable[str]] = ..., improvement_rate: _Optional[float] = ..., mechanisms: _Optional[_Iterable[_Union[Mechanism, _Mapping]]] = ...) -> None: ...
+    weights: Weights
+    def __init__(self, instances: _Optional[_Iterable[_Union[InstanceStatus, _Mapping]]] = ..., queued: _Optional[int] = ..., prefilling: _Optional[int] = ..., decoding: _Optional[int] = ..., policy: _Optional[str] = ..., preemption: _Optional[_Union[Preemption, str]] = ..., planner: _Optional[str] = ..., policies: _Optional[_Iterable[str]] = ..., improvement_rate: _Optional[float] = ..., mechanisms: _Optional[_Iterable[_Union[Mechanism, _Mapping]]] = ..., weights: _Optional[_Union[Weights, _Mapping]] = ...) -> None: ...
 
 class Mechanism(_message.Message):
     __slots__ = ("name", "on", "detail")
@@ -586,18 +614,22 @@ class Mechanism(_message.Message):
     def __init__(self, name: _Optional[str] = ..., on: _Optional[bool] = ..., detail: _Optional[str] = ...) -> None: ...
 
 class SetPolicyRequest(_message.Message):
-    __slots__ = ("policy",)
+    __slots__ = ("policy", "weights")
     POLICY_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_FIELD_NUMBER: _ClassVar[int]
     policy: str
-    def __init__(self, policy: _Optional[str] = ...) -> None: ...
+    weights: Weights
+    def __init__(self, policy: _Optional[str] = ..., weights: _Optional[_Union[Weights, _Mapping]] = ...) -> None: ...
 
 class SetPolicyReply(_message.Message):
-    __slots__ = ("before", "now")
+    __slots__ = ("before", "now", "weights")
     BEFORE_FIELD_NUMBER: _ClassVar[int]
     NOW_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_FIELD_NUMBER: _ClassVar[int]
     before: str
     now: str
-    def __init__(self, before: _Optional[str] = ..., now: _Optional[str] = ...) -> None: ...
+    weights: Weights
+    def __init__(self, before: _Optional[str] = ..., now: _Optional[str] = ..., weights: _Optional[_Union[Weights, _Mapping]] = ...) -> None: ...
 
 class SetImprovementRateRequest(_message.Message):
     __slots__ = ("rate", "rates")

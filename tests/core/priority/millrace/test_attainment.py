@@ -21,12 +21,12 @@ def outcomes(known: Attainments, name: str, share: float, *, tokens: int = 100, 
 
 
 def test_without_outcomes_all_are_worth_the_same() -> None:
-    known = Attainments({})
+    known = Attainments()
     assert known.band(request("chat")).value == known.band(request("file", 10**6)).value == 1.0
 
 
 def test_a_class_behind_is_worth_more_while_the_others_have_to_spare() -> None:
-    known = Attainments({})
+    known = Attainments()
     outcomes(known, "file", 0.8)
     outcomes(known, "chat", 1.0)
     file, chat = (known.band(request(name)).value for name in ("file", "chat"))
@@ -35,14 +35,14 @@ def test_a_class_behind_is_worth_more_while_the_others_have_to_spare() -> None:
 
 
 def test_a_class_above_the_goal_by_its_margin_has_no_price() -> None:
-    known = Attainments({})
+    known = Attainments()
     outcomes(known, "file", 0.99)
     outcomes(known, "chat", 0.99)
     assert known.band(request("file")).value == 1.0
 
 
 def test_nobody_is_helped_where_all_together_are_below_the_goal() -> None:
-    known = Attainments({})
+    known = Attainments()
     for _ in range(2000):  # in turn, so that both have the last word
         outcomes(known, "file", 0.0, count=1)
         outcomes(known, "chat", 1.0, count=8)
@@ -51,7 +51,7 @@ def test_nobody_is_helped_where_all_together_are_below_the_goal() -> None:
 
 
 def test_beyond_capacity_the_class_furthest_behind_is_worth_most() -> None:
-    known = Attainments({})
+    known = Attainments()
     for _ in range(1000):
         outcomes(known, "file", 0.0, count=1)
         outcomes(known, "chat", 1.0, count=2)
@@ -59,7 +59,7 @@ def test_beyond_capacity_the_class_furthest_behind_is_worth_most() -> None:
 
 
 def test_a_band_is_helped_by_its_class() -> None:
-    known = Attainments({})
+    known = Attainments()
     for _ in range(2000):
         outcomes(known, "file", 1.0, tokens=100, count=19)
         outcomes(known, "file", 0.0, tokens=10**6, count=1)
@@ -69,11 +69,32 @@ def test_a_band_is_helped_by_its_class() -> None:
 
 
 def test_lengths_within_a_factor_of_eight_share_a_band() -> None:
-    known = Attainments({})
+    known = Attainments()
     assert known.band(request("a", 64)) is known.band(request("a", 511))
     assert known.band(request("a", 511)) is not known.band(request("a", 512))
 
 
 def test_weights_multiply() -> None:
-    known = Attainments({"paid": 3.0})
+    known = Attainments()
+    known.weigh({"paid": 3.0})
     assert known.band(request("paid")).value == 3.0 * known.band(request("free")).value
+
+
+def test_other_weights_count_at_once() -> None:
+    known = Attainments()
+    before = known.band(request("paid")).value
+    known.weigh({"paid": 0.5})
+    assert known.band(request("paid")).value == 0.5 * before
+
+
+def test_an_outcome_of_less_weight_counts_less_and_of_weight_0_not_at_all() -> None:
+    values = []
+    for weight in (0.0, 0.2, 1.0):
+        known = Attainments()
+        for _ in range(200):
+            known.note(request("other"), True)
+        before = known.band(request("chat")).value
+        for _ in range(10):
+            known.note(request("chat"), True, weight)
+        values.append(known.band(request("chat")).value)
+    assert before == values[0] > values[1] > values[2]

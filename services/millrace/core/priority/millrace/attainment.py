@@ -48,12 +48,13 @@ class _Share:
 
     def __init__(self, least_alpha: float) -> None:
         self.value = HELPS_FROM
-        self.count = _COUNTED_BEFORE
+        self.count: float = _COUNTED_BEFORE
         self.least_alpha = least_alpha
 
-    def note(self, in_time: bool) -> None:
-        self.count += 1
-        self.value += max(1.0 / self.count, self.least_alpha) * (in_time - self.value)
+    def note(self, in_time: bool, weight: float) -> None:
+        self.count += weight
+        alpha = max(1.0 / self.count, self.least_alpha) * weight
+        self.value += alpha * (in_time - self.value)
 
     @property
     def headroom(self) -> float:
@@ -88,10 +89,10 @@ class Band:
 class Attainments:
     """The attainments by class and band. Learns from outcomes."""
 
-    def __init__(self, weights: Mapping[str, float]) -> None:
+    def __init__(self) -> None:
         self._all = _Share(LEAST_ALPHA)
         self._classes: dict[str, _Class] = {}
-        self._weights = weights
+        self._weights: Mapping[str, float] = {}
 
     def band(self, request: LiveRequest) -> Band:
         """Returns the band of the request: prompts within a factor of 8 in tokens share one."""
@@ -106,12 +107,19 @@ class Attainments:
             self._value(own)
         return band
 
-    def note(self, request: LiveRequest, in_time: bool) -> None:
-        """Counts the outcome of a request with an objective."""
+    def weigh(self, weights: Mapping[str, float]) -> None:
+        """Takes other weights of the classes from now on."""
+        self._weights = weights
+        for name, own in self._classes.items():
+            own.weight = weights.get(name, 1.0)
+            self._value(own)
+
+    def note(self, request: LiveRequest, in_time: bool, weight: float = 1.0) -> None:
+        """Counts the outcome of a request with an objective as `weight` outcomes, 0 to 1."""
         band = self.band(request)
         own = self._classes[request.slo.class_name]
         for share in (self._all, own.share, band.share):
-            share.note(in_time)
+            share.note(in_time, weight)
         for one in self._classes.values():
             self._value(one)
 

@@ -7,10 +7,11 @@ from typing import Final
 
 from millrace.core.live_request import LiveRequest
 from millrace.core.priority.millrace.attainment import Band
+from millrace.core.priority.millrace.tenants import Standing
 from millrace.core.priority.ranking import PriorityKey
 
 #: The parts of the order, first to last.
-DUE, IN_TIME, GIVEN_UP, LATE = 0.0, 1.0, 2.0, 3.0
+DUE, IN_TIME, IN_TIME_AFTER, GIVEN_UP, LATE, LATE_AFTER = 0.0, 1.0, 1.5, 2.0, 3.0, 4.0
 
 #: Shorter prefills count as this long where a wait is a multiple of them.
 LEAST_S = 0.1
@@ -25,15 +26,20 @@ class Entry:
         "is_due",
         "keepable",
         "kept",
+        "patience",
         "possible",
         "request",
         "size_s",
+        "standing",
         "stretch",
         "work",
+        "yields",
+        "yields_kept",
     )
 
-    def __init__(self, request: LiveRequest, band: Band | None) -> None:
+    def __init__(self, request: LiveRequest, band: Band | None, standing: Standing) -> None:
         self.request: Final = request
+        self.standing: Final = standing
         self.band: Final = band  # None: it has no objective
         self.size_s: Final = max(request.predicted_prefill_s, LEAST_S)
         self.possible = band is not None  # it could be in time if it went first
@@ -43,13 +49,20 @@ class Entry:
         self.due_s = math.inf  # the end of that wait
         self.work = 0.0  # left when it was last looked at, seconds times instances
         self.is_due = False  # it goes before all others
+        self.patience = 1.0  # how much longer than others it may wait
+        self.yields = False  # late, of a tenant that is ahead of its class
+        self.yields_kept = False  # kept, likewise
 
     @property
     def key(self) -> PriorityKey:
         if self.is_due:
             return (DUE, self.due_s)
+        if self.possible and self.kept:
+            return (IN_TIME_AFTER if self.yields_kept else IN_TIME, self.request.deadline_s)
+        if self.yields:
+            return (LATE_AFTER, self.due_s)
         if self.possible:
-            return (IN_TIME if self.kept else GIVEN_UP, self.request.deadline_s)
+            return (GIVEN_UP, self.request.deadline_s)
         return (LATE, self.due_s)
 
     @property
@@ -57,6 +70,9 @@ class Entry:
         return self.due_s - self.size_s
 
     def stretched(self, stretch: float) -> None:
-        """Has its wait end after so many times its size."""
+        """Has its wait end after so many times its size, or more if its tenant is ahead."""
         self.stretch = stretch
-        self.due_s = self.request.arrival_s + stretch * self.size_s
+        self.yields = self.standing.ahead
+        if self.yields:
+            self.patience = max(self.patience, self.standing.patience)
+        self.due_s = self.request.arrival_s + stretch * self.size_s * self.patience

@@ -43,6 +43,7 @@ class LateLine:
         self._work = 0.0  # of the rows up to the cursor, seconds times instances
         self._needed = 0.0  # the stretch that these rows need
         self._pass_s = 0.0  # when the pass over the rows began
+        self._unfair: list[Entry] = []  # these rows whose tenant got ahead, or is no more
         self._stale: list[Entry] = []  # due by an earlier stretch
 
     @property
@@ -89,8 +90,12 @@ class LateLine:
         changed: list[Entry] = []
         while self._stale and len(changed) < most:
             entry = self._stale.pop()
-            if math.isinf(entry.due_s) or entry.stretch == self.stretch or entry.is_due:
+            ahead = entry.standing.ahead
+            if math.isinf(entry.due_s) or (entry.is_due and not ahead > entry.yields):
                 continue
+            if entry.stretch == self.stretch and entry.yields == ahead:
+                continue
+            entry.is_due = False
             self._take_out(entry)
             self._insert(entry)
             changed.append(entry)
@@ -102,6 +107,7 @@ class LateLine:
         if self._cursor[1] < 0:
             self._work = self._needed = 0.0
             self._pass_s = now_s
+            self._unfair = []
         at_s = self._pass_s
         first = bisect_right(rows, self._cursor, key=_rank)
         for due_s, order, entry in rows[first : first + most]:
@@ -112,7 +118,11 @@ class LateLine:
             self._work += work
             if not entry.is_due:
                 done_s = at_s + max(0.0, self._work - self._credit) / capacity
-                self._needed = max(self._needed, (done_s - request.arrival_s) / entry.size_s)
+                size_s = entry.size_s * entry.patience
+                self._needed = max(self._needed, (done_s - request.arrival_s) / size_s)
+            ahead = entry.standing.ahead
+            if entry.yields != ahead and (ahead or not entry.is_due):
+                self._unfair.append(entry)
             self._cursor = (due_s, order)
         if first + most < len(rows):
             return []
@@ -121,10 +131,13 @@ class LateLine:
         steps = _steps(self._needed)
         if steps < self._steps:  # it falls step by step and with some room: the order changes too
             steps = min(self._steps, max(_steps(self._needed * STEP), self._steps - 1))
-        if steps == self._steps:
+        if steps != self._steps:
+            self._steps = steps
+            self._stale = [entry for _, _, entry in reversed(rows)]
+        elif self._unfair:
+            self._stale = self._unfair[::-1]
+        else:
             return []
-        self._steps = steps
-        self._stale = [entry for _, _, entry in reversed(rows)]
         return self._stretch_again(most)
 
 

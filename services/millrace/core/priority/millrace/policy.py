@@ -14,6 +14,9 @@
 4. Due. A request of 2 or 3 that has waited as long as that factor says goes before all, so these
    requests have a share of the pool under any load, and every wait is bounded.
 
+Tenants that are ahead of the others of their class (`tenants`) are given up first, and go last
+within 1, and after 3 instead of in 2 and 3. With one tenant there is no such difference.
+
 Against FlowPrefill's S-EDF: S-EDF gives up a request only once it is too late for it alone, after
 it has served the request (and delayed others) until then. Against Medha's LARS: relative slack
 shares lateness evenly, which under load makes all requests late. Both leave the wait of requests
@@ -30,14 +33,15 @@ import math
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Mapping
 from heapq import heappop, heappush
-from types import MappingProxyType
 
 from millrace.core.live_request import LiveRequest
 from millrace.core.priority.millrace.attainment import Attainments
 from millrace.core.priority.millrace.entry import Entry
 from millrace.core.priority.millrace.forecast import Forecast, Row
 from millrace.core.priority.millrace.late_line import LEAST_SHARE, LateLine
+from millrace.core.priority.millrace.tenants import Tenants
 from millrace.core.priority.ranking import PriorityKey
+from millrace.core.weights import Weights
 
 #: Requests with an objective that an update looks at, and as many late ones.
 MOST = 96
@@ -48,16 +52,29 @@ class MillracePolicy:
 
     name = "millrace"
 
-    def __init__(self, weights: Mapping[str, float] = MappingProxyType({})) -> None:
-        self.attainments = Attainments(weights)
+    def __init__(self) -> None:
+        self.attainments = Attainments()
+        self.tenants = Tenants()
 
     def ranking(self) -> MillraceRanking:
-        return MillraceRanking(self.attainments)
+        return MillraceRanking(self.attainments, self.tenants)
+
+    def weigh(self, weights: Weights) -> None:
+        self.attainments.weigh(weights.classes)
+        self.tenants.weigh(weights.tenants)
+
+    def started(self, request: LiveRequest) -> None:
+        self.tenants.started(request)
 
     def first_token(self, request: LiveRequest, now_s: float) -> None:
         if request.slo.ttft_s is not None and request.in_time is None:
             request.judge(now_s <= request.deadline_s)
-            self.attainments.note(request, bool(request.in_time))
+            weight = self.tenants.counts(request)
+            self.attainments.note(request, bool(request.in_time), weight)
+        self.tenants.computed(request)
+
+    def ended(self, request: LiveRequest, now_s: float) -> None:
+        self.tenants.ended(request, now_s)
 
 
 class _Sweep:
@@ -65,8 +82,10 @@ class _Sweep:
 
     __slots__ = (
         "capacity",
+        "crowded",
         "cursor",
         "densest",
+        "drops",
         "expected",
         "flips",
         "kept",
@@ -76,9 +95,11 @@ class _Sweep:
         "work",
     )
 
-    def __init__(self, now_s: float, capacity: float, work: float) -> None:
+    def __init__(self, now_s: float, capacity: float, work: float, *, crowded: bool) -> None:
         self.now_s = now_s
         self.capacity = capacity
+        self.crowded = crowded  # the last pass gave up requests
+        self.drops = 0  # requests given up
         self.work = work  # of the kept, seconds times instances
         self.kept: list[tuple[float, int, float, Entry]] = []  # a heap: most work per value first
         self.flips: dict[Entry, None] = {}
@@ -92,14 +113,16 @@ class _Sweep:
 class MillraceRanking:
     """The requests of a queue in Millrace's order."""
 
-    def __init__(self, attainments: Attainments) -> None:
+    def __init__(self, attainments: Attainments, tenants: Tenants) -> None:
         self._attainments = attainments
+        self._tenants = tenants
         self._forecast = Forecast()
         self._entries: dict[str, Entry] = {}
         self._timed: list[tuple[float, int, Entry]] = []  # by deadline; not those that passed it
         self._late = LateLine()
         self._due: dict[Entry, None] = {}
         self._sweep: _Sweep | None = None
+        self._crowded = False  # the last sweep gave up requests
         self._flips: list[Entry] = []  # of the last sweep, still to be carried out, last first
         self._now_s = 0.0
         self._stated = 0.0  # work of the last arrivals, decaying; with an objective
@@ -109,11 +132,13 @@ class MillraceRanking:
 
     def add(self, request: LiveRequest, now_s: float) -> PriorityKey:
         self._now_s = now_s
+        self._tenants.join(request)
         entry = self._entry(request)
         self._entries[request.id] = entry
         if entry.band is not None:
             insort(self._timed, (request.deadline_s, request.order, entry))
-        entry.kept = entry.possible = _possible(request, entry, now_s)
+        entry.possible = _possible(request, entry, now_s)
+        entry.kept = entry.possible and not entry.standing.ahead
         if not entry.kept:
             self._late.add(entry, now_s)
         if not request.attempts:
@@ -121,8 +146,8 @@ class MillraceRanking:
         return entry.key
 
     def _entry(self, request: LiveRequest) -> Entry:
-        stated = request.slo.ttft_s is not None
-        return Entry(request, self._attainments.band(request) if stated else None)
+        band = None if request.slo.ttft_s is None else self._attainments.band(request)
+        return Entry(request, band, self._tenants.standing(request))
 
     def _arrived(self, request: LiveRequest, entry: Entry) -> None:
         work, keep = request.predicted_work_s, 1.0 - 1.0 / 400
@@ -130,9 +155,10 @@ class MillraceRanking:
         self._unstated *= keep
         if entry.band is None or request.slo.ttft_s is None:
             self._unstated += work
-        else:
-            self._stated += work
-            density = work / entry.band.value
+            return
+        self._stated += work
+        if entry.possible or entry.standing.is_alone:
+            density = work / entry.band.value * entry.standing.factor
             self._forecast.arrived(request.arrival_s, work, request.slo.ttft_s, density)
 
     def remove(self, request: LiveRequest) -> None:
@@ -162,6 +188,7 @@ class MillraceRanking:
     def update(self, now_s: float, instances: int) -> Mapping[str, PriorityKey]:
         self._now_s = now_s
         capacity = float(max(instances, 1))
+        self._tenants.resize(capacity)
         changed: dict[str, PriorityKey] = {}
         if not self._flips and self._timed:
             self._continue_sweep(now_s, capacity)
@@ -172,6 +199,8 @@ class MillraceRanking:
                 changed[entry.request.id] = entry.key
                 if entry.is_due:
                     self._due[entry] = None
+                else:
+                    self._due.pop(entry, None)
         return changed
 
     @property
@@ -186,7 +215,9 @@ class MillraceRanking:
         sweep, timed = self._sweep, self._timed
         if sweep is None:
             due = sum(entry.request.remaining_work_s(now_s) for entry in self._due)
-            sweep = self._sweep = _Sweep(now_s, capacity * (1.0 - self._unstated_share), due)
+            share = 1.0 - self._unstated_share
+            sweep = _Sweep(now_s, capacity * share, due, crowded=self._crowded)
+            self._sweep = sweep
         first = bisect_right(timed, sweep.cursor, key=_rank)
         rows = timed[first : first + MOST]
         for _, _, entry in rows:
@@ -196,6 +227,7 @@ class MillraceRanking:
         if first + MOST < len(timed):
             return
         self._sweep = None
+        self._crowded = sweep.drops > 0
         for entry in sweep.passed:
             self._untime(entry)
         self._flips = list(sweep.flips)
@@ -219,9 +251,14 @@ class MillraceRanking:
             entry.keepable = False
             return
         assert entry.band is not None
+        yields = sweep.crowded and entry.standing.ahead
+        if yields != entry.yields_kept:
+            entry.yields_kept = yields
+            sweep.flips[entry] = None
         work = request.work_of(left_s)
         sweep.visits += 1
-        heappush(kept, (-work / entry.band.value, sweep.visits, work, entry))
+        density = work / entry.band.value * entry.standing.factor
+        heappush(kept, (-density, sweep.visits, work, entry))
         sweep.work += work
         entry.keepable = True
         if not entry.kept:
@@ -230,6 +267,7 @@ class MillraceRanking:
         while len(kept) > 1 and sweep.work + self._expected(sweep, horizon_s) > room:
             _, _, work, dropped = heappop(kept)
             sweep.work -= work
+            sweep.drops += 1
             dropped.keepable = False
             if dropped.kept:
                 sweep.flips[dropped] = None
@@ -263,7 +301,7 @@ class MillraceRanking:
     def _missed(self, request: LiveRequest) -> None:
         if request.in_time is None:
             request.judge(False)
-            self._attainments.note(request, False)
+            self._attainments.note(request, False, self._tenants.counts(request))
 
 
 def _possible(request: LiveRequest, entry: Entry, now_s: float) -> bool:

@@ -35,6 +35,7 @@ class ChunkProgress:
             if task.started_s is None:
                 task.started_s = step.now_s
             request.start_chunk(step.now_s)
+            self._table.cluster.policy.started(request)
 
     def suspended(self, step: StepContext, instance: Instance, report: ChunkSuspended) -> None:
         found = self._task_of(step, instance, report)

@@ -27,6 +27,7 @@ from millrace.core.scheduler.fleet.waiting_queue import WaitingQueue
 from millrace.core.scheduler.planning import PLANNERS, Planner, PlannerInputs, degrees_used
 from millrace.core.scheduler.planning.one_chunk import quickest_chunk
 from millrace.core.scheduler.planning.plan import Plan
+from millrace.core.weights import Weights
 
 #: The key of a pool's corrections, which hold for any instance that takes a request.
 ANYONE = ""
@@ -236,6 +237,7 @@ class Cluster:
     """All instances by id, and by the hash of the model that they serve."""
 
     def __init__(self, config: SchedulerConfig) -> None:
+        self.weights = Weights()
         self.policy = POLICIES[config.policy]()
         self.instances: dict[str, Instance] = {}
         self.pools: dict[str, Pool] = {}
@@ -297,8 +299,14 @@ class Cluster:
     def rank_by(self, policy: str, now_s: float) -> None:
         """Ranks all requests in pools by another policy from now on."""
         self.policy = POLICIES[policy]()
+        self.policy.weigh(self.weights)
         for pool in self.pools.values():
             pool.rank_by(self.policy.ranking(), now_s)
+
+    def weigh(self, weights: Weights) -> None:
+        """Uses these weights from now on; names without one keep theirs."""
+        self.weights = self.weights.with_changes(weights)
+        self.policy.weigh(self.weights)
 
     def add(self, card: InstanceJoined) -> Instance:
         """Adds a new instance that holds nothing. The id must be free."""
