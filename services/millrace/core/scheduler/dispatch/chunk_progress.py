@@ -32,16 +32,14 @@ class ChunkProgress:
         found = self._task_of(step, instance, report)
         if found is not None:
             task, request = found
-            if task.started_s is None:
-                task.started_s = step.now_s
+            self._table.run_queue_of[request.id].started(task, step.now_s)
             request.start_chunk(step.now_s)
 
     def suspended(self, step: StepContext, instance: Instance, report: ChunkSuspended) -> None:
         found = self._task_of(step, instance, report)
         if found is not None:
             task, request = found
-            task.executed_s = report.compute_s
-            task.started_s = None
+            self._table.run_queue_of[request.id].suspended(task, report.compute_s)
             request.suspend(self._executed_s(request) + report.compute_s)
 
     def finished(self, step: StepContext, instance: Instance, report: ChunkFinished) -> None:
