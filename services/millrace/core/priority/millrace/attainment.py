@@ -92,9 +92,14 @@ class Attainments:
         self._all = _Share(LEAST_ALPHA)
         self._classes: dict[str, _Class] = {}
         self._weights = weights
+        self._is_outdated = False  # outcomes came since values were found
 
     def band(self, request: LiveRequest) -> Band:
         """Returns the band of the request: prompts within a factor of 8 in tokens share one."""
+        self.refresh()
+        return self._band(request)
+
+    def _band(self, request: LiveRequest) -> Band:
         name = request.slo.class_name
         own = self._classes.get(name)
         if own is None:
@@ -108,12 +113,18 @@ class Attainments:
 
     def note(self, request: LiveRequest, in_time: bool) -> None:
         """Counts the outcome of a request with an objective."""
-        band = self.band(request)
+        band = self._band(request)
         own = self._classes[request.slo.class_name]
         for share in (self._all, own.share, band.share):
             share.note(in_time)
-        for one in self._classes.values():
-            self._value(one)
+        self._is_outdated = True
+
+    def refresh(self) -> None:
+        """Brings all values up to date with the outcomes."""
+        if self._is_outdated:
+            self._is_outdated = False
+            for one in self._classes.values():
+                self._value(one)
 
     def _value(self, own: _Class) -> None:
         helped, overload = self._all.headroom, OVERLOADED - self._all.value

@@ -21,7 +21,7 @@ that they give up unbounded.
 
 Work is counted as seconds times the instances of the group; a pool does `instances` such seconds
 per second. An update looks at `MOST` requests at most, and the next one goes on
-from there: with more requests than that the set is a few updates old.
+from there: with more requests than that the set is a few updates old. It moves a few times `MOVES`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,9 @@ from millrace.core.priority.millrace.late_line import LEAST_SHARE, LateLine
 from millrace.core.priority.ranking import PriorityKey
 
 #: Requests with an objective that an update looks at, and as many late ones.
-MOST = 96
+MOST = 64
+#: Requests that an update moves for each reason: kept or given up, another stretch, due now.
+MOVES = 32
 
 
 class MillracePolicy:
@@ -82,7 +84,7 @@ class _Sweep:
         self.work = work  # of the kept, seconds times instances
         self.kept: list[tuple[float, int, float, Entry]] = []  # a heap: most work per value first
         self.flips: dict[Entry, None] = {}
-        self.passed: list[Entry] = []  # their deadline is over
+        self.passed: list[Entry] = []  # in this update: their deadline is over
         self.visits = 0
         self.densest = math.nan  # the most work per value of the kept
         self.expected: Row = []  # the arrivals to come of at most that
@@ -163,12 +165,13 @@ class MillraceRanking:
         self._now_s = now_s
         capacity = float(max(instances, 1))
         changed: dict[str, PriorityKey] = {}
+        self._attainments.refresh()
         if not self._flips and self._timed:
             self._continue_sweep(now_s, capacity)
         self._carry_out(changed)
         if len(self._late):
             share = max(LEAST_SHARE, self._unstated_share)
-            for entry in self._late.update(now_s, share * capacity, MOST):
+            for entry in self._late.update(now_s, share * capacity, MOST, MOVES):
                 changed[entry.request.id] = entry.key
                 if entry.is_due:
                     self._due[entry] = None
@@ -185,21 +188,29 @@ class MillraceRanking:
     def _continue_sweep(self, now_s: float, capacity: float) -> None:
         sweep, timed = self._sweep, self._timed
         if sweep is None:
-            due = sum(entry.request.remaining_work_s(now_s) for entry in self._due)
-            sweep = self._sweep = _Sweep(now_s, capacity * (1.0 - self._unstated_share), due)
+            share = 1.0 - self._unstated_share
+            sweep = self._sweep = _Sweep(now_s, capacity * share, self._due_work(now_s))
         first = bisect_right(timed, sweep.cursor, key=_rank)
         rows = timed[first : first + MOST]
         for _, _, entry in rows:
             self._visit(sweep, entry)
         if rows:
             sweep.cursor = _rank(rows[-1])
-        if first + MOST < len(timed):
-            return
-        self._sweep = None
+        is_over = first + MOST >= len(timed)
         for entry in sweep.passed:
             self._untime(entry)
+        sweep.passed.clear()
+        if not is_over:
+            return
+        self._sweep = None
         self._flips = list(sweep.flips)
         self._flips.reverse()
+
+    def _due_work(self, now_s: float) -> float:
+        """Returns the work of those that are due; as of a while ago, if there are many."""
+        if len(self._due) > MOST:
+            return self._late.due_work
+        return sum(entry.request.remaining_work_s(now_s) for entry in self._due)
 
     def _visit(self, sweep: _Sweep, entry: Entry) -> None:
         """Keeps the entry, and gives up what can't be in time with it."""
@@ -244,7 +255,7 @@ class MillraceRanking:
     def _carry_out(self, changed: dict[str, PriorityKey]) -> None:
         """Moves entries to the part of the order where the last sweep found them to be."""
         flips = self._flips
-        for _ in range(min(len(flips), MOST)):
+        for _ in range(min(len(flips), MOVES)):
             entry = flips.pop()
             if self._entries.get(entry.request.id) is entry:
                 if entry.keepable != entry.kept:
