@@ -384,6 +384,7 @@ BENCHMARKS = (
     "long",
     "planner",
     "predictions",
+    "scheduler",
     "serve",
     "transfer",
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import MappingProxyType
 from typing import Final
 
 from millrace.core.live_request import LiveRequest
@@ -11,6 +12,9 @@ from millrace.core.priority.ranking import PriorityKey
 
 #: The parts of the order, first to last.
 DUE, IN_TIME, GIVEN_UP, LATE = 0.0, 1.0, 2.0, 3.0
+PARTS: Final = MappingProxyType(
+    {DUE: "due", IN_TIME: "in time", GIVEN_UP: "given up", LATE: "late"}
+)
 
 #: Shorter prefills count as this long where a wait is a multiple of them.
 LEAST_S = 0.1
@@ -21,6 +25,7 @@ class Entry:
 
     __slots__ = (
         "band",
+        "delays",
         "due_s",
         "is_due",
         "keepable",
@@ -41,6 +46,7 @@ class Entry:
         self.keepable = False  # the same, as far as the sweep in progress has come
         self.stretch = 0.0  # of the late line: its wait as a multiple of `size_s`
         self.due_s = math.inf  # the end of that wait
+        self.delays = 0  # times that it was moved later
         self.work = 0.0  # left when it was last looked at, seconds times instances
         self.is_due = False  # it goes before all others
 

@@ -25,6 +25,9 @@ from millrace.core.priority.millrace.entry import Entry
 LEAST_SHARE = 0.02
 LEAST_STRETCH = 4.0
 STEP = 1.5
+#: A request is moved later by a larger stretch so many times. Then what it was promised stays, and
+#: those who come later wait longer: else short requests would pass a long one for ever.
+MOST_DELAYS = 3
 #: The latest starts are sorted out when there are so many times as many as requests.
 _OUTDATED = 8
 
@@ -105,6 +108,10 @@ class LateLine:
             entry = self._stale.pop()
             if math.isinf(entry.due_s) or entry.stretch == self.stretch or entry.is_due:
                 continue
+            if entry.stretch < self.stretch:
+                if entry.delays == MOST_DELAYS:
+                    continue
+                entry.delays += 1
             self._take_out(entry)
             self._insert(entry)
             changed.append(entry)
