@@ -119,6 +119,11 @@ class Attainments:
             share.note(in_time)
         self._is_outdated = True
 
+    def of_class(self, name: str) -> float | None:
+        """Returns the attainment of a class; None before its first request."""
+        own = self._classes.get(name)
+        return None if own is None else own.share.value
+
     def refresh(self) -> None:
         """Brings all values up to date with the outcomes."""
         if self._is_outdated:

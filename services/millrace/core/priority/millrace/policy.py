@@ -34,10 +34,10 @@ from types import MappingProxyType
 
 from millrace.core.live_request import LiveRequest
 from millrace.core.priority.millrace.attainment import Attainments
-from millrace.core.priority.millrace.entry import Entry
+from millrace.core.priority.millrace.entry import DUE, LATE, PARTS, Entry
 from millrace.core.priority.millrace.forecast import Forecast, Row
 from millrace.core.priority.millrace.late_line import LEAST_SHARE, LateLine
-from millrace.core.priority.ranking import PriorityKey
+from millrace.core.priority.ranking import PriorityKey, Standing
 
 #: Requests with an objective that an update looks at, and as many late ones.
 MOST = 64
@@ -120,6 +120,7 @@ class MillraceRanking:
             self._late.add(entry, now_s)
         if not request.attempts:
             self._arrived(request, entry)
+        request.waits.move(PARTS[entry.key[0]], now_s)
         return entry.key
 
     def _entry(self, request: LiveRequest) -> Entry:
@@ -161,6 +162,19 @@ class MillraceRanking:
         entry.stretched(self._late.stretch)
         return entry.key
 
+    def part(self, key: PriorityKey) -> str:
+        return PARTS[key[0]]
+
+    def describe(self, request: LiveRequest, key: PriorityKey, now_s: float) -> Standing:
+        entry = self._entries.get(request.id)
+        stated = entry is not None and entry.band is not None
+        return Standing(
+            key=_words(key, now_s),
+            attainment=self._attainments.of_class(request.slo.class_name),
+            value=entry.band.value if entry is not None and entry.band is not None else None,
+            stretch=entry.stretch if entry is not None and not (stated and entry.kept) else None,
+        )
+
     def update(self, now_s: float, instances: int) -> Mapping[str, PriorityKey]:
         self._now_s = now_s
         capacity = float(max(instances, 1))
@@ -175,6 +189,8 @@ class MillraceRanking:
                 changed[entry.request.id] = entry.key
                 if entry.is_due:
                     self._due[entry] = None
+        for name, key in changed.items():
+            self._entries[name].request.waits.move(PARTS[key[0]], now_s)
         return changed
 
     @property
@@ -280,6 +296,15 @@ class MillraceRanking:
 def _possible(request: LiveRequest, entry: Entry, now_s: float) -> bool:
     """Returns whether the request would be in time alone."""
     return entry.band is not None and now_s + request.remaining_s(now_s) <= request.deadline_s
+
+
+def _words(key: PriorityKey, now_s: float) -> str:
+    """Returns the part and the time in it."""
+    part, at_s = key
+    what = "to be done" if part in (DUE, LATE) else "deadline"
+    left_s = at_s - now_s
+    when = f"in {left_s:.3g} s" if left_s > 0.0 else f"{-left_s:.3g} s ago"
+    return f"{PARTS[part]}: {what} {when}"
 
 
 def _rank(row: tuple[float, int, Entry]) -> tuple[float, int]:

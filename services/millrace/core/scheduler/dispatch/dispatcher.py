@@ -19,7 +19,7 @@ from millrace.core.scheduler.dispatch.decode_placement import DecodePlacement
 from millrace.core.scheduler.fleet.batching import batch
 from millrace.core.scheduler.fleet.cluster import Pool
 from millrace.core.scheduler.fleet.instances import Instance, PrefillInstance
-from millrace.core.scheduler.fleet.run_queue import Rank, Task, masks
+from millrace.core.scheduler.fleet.task import Rank, Task, masks
 from millrace.core.scheduler.planning.plan import Plan, PlannedChunk
 from millrace.core.scheduler.request_table import RequestTable
 from millrace.core.scheduler.step_context import StepContext

@@ -16,23 +16,18 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from itertools import islice, pairwise
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
-from millrace.core.cost.correction import Band
 from millrace.core.live_request import LiveRequest
 from millrace.core.priority import PriorityKey, Ranking
-from millrace.core.request import Chunk
-from millrace.core.scheduler.effects import ChunkRef, Order
+from millrace.core.scheduler.effects import Order
+from millrace.core.scheduler.fleet.task import Rank, Task
 
 if TYPE_CHECKING:
     from millrace.core.scheduler.fleet.instances import PrefillInstance
-
-#: (policy's key, order of submission, chunk's index): a total order of tasks.
-Rank = tuple[PriorityKey, int, int]
 
 #: Queue time that work which would yield adds, per second of it: planners then prefer, among
 #: instances that are equally soon free, the instance where the least is disturbed.
@@ -40,40 +35,6 @@ YIELDING_WEIGHT = 1e-3
 
 #: More new keys than one in so many tasks are sorted in, fewer are moved one by one.
 _SORTS_FROM = 8
-
-
-@dataclass(slots=True, eq=False, kw_only=True)
-class Task:
-    """The scheduler's task: a chunk on its group of instances. An instance computes its share as a
-    `ChunkTask`. `requests[0]` is the head: the task has its rank."""
-
-    requests: list[LiveRequest]
-    chunk: Chunk
-    members: tuple[PrefillInstance, ...]  # leader first
-    mask: int  # the members' bits
-    modelled_s: float  # by the latency model
-    predicted_s: float  # the same, corrected by what the members' computing took so far
-    band: Band  # that the correction is of
-    batched: bool = False
-    is_alone: bool = False  # a whole prompt that found its members idle
-    rank: Rank
-    previous: Task | None = None  # the chunk that must be finished first
-    executed_s: float = 0.0  # in spans already ended
-    started_s: float | None = None  # since when it has been computing
-    chosen: bool = False  # as far as the scheduler decides, it runs
-    finished: bool = False
-    refs: tuple[ChunkRef, ...] = ()  # its place in an order; made when first needed
-
-    @property
-    def ready(self) -> bool:
-        return self.previous is None or self.previous.finished
-
-    def remaining_s(self, now_s: float) -> float:
-        left_s = self.predicted_s - self.executed_s
-        if self.started_s is not None:
-            left_s -= now_s - self.started_s
-        return left_s if left_s > 0.0 else 0.0
-
 
 _rank = attrgetter("rank")
 
@@ -330,6 +291,11 @@ class RunQueue:
                 break
         return found_s
 
+    def instead_of(self, task: Task) -> tuple[str, ...]:
+        """Returns the requests that run on the task's members now, by id."""
+        others = (one for one in self._chosen if one.chosen and one.mask & task.mask)
+        return tuple(one.requests[0].id for one in others if one is not task)
+
     def _running(self) -> list[Task]:
         """Returns the tasks that run, by rank."""
         return sorted((task for task in self._chosen if task.chosen), key=_rank)
@@ -400,18 +366,5 @@ class RunQueue:
 def _order(instance: PrefillInstance) -> Order:
     return Order(
         instance_id=instance.id,
-        queue=tuple(task.refs or _refs(task) for task in instance.queue),
+        queue=tuple(task.named() for task in instance.queue),
     )
-
-
-def _refs(task: Task) -> tuple[ChunkRef, ...]:
-    index = task.chunk.index
-    task.refs = tuple(ChunkRef(request_id=one.id, chunk_index=index) for one in task.requests)
-    return task.refs
-
-
-def masks(members: Iterable[PrefillInstance]) -> int:
-    mask = 0
-    for member in members:
-        mask |= member.bit
-    return mask
