@@ -354,6 +354,21 @@ def fleet(
     run_async(show(scheduler, json_path))
 
 
+@app.command()
+def explain(
+    request_id: Annotated[str, typer.Argument(metavar="ID", help="As x-request-id says.")],
+    scheduler: SchedulerAddress = "127.0.0.1:7070",
+    json_path: JsonAnswer = None,
+    config: ConfigPath = None,
+    settings: Settings = [],  # noqa: B006
+) -> None:
+    """Say why a request waits, or waited if it is one of the last 1,000 that ended."""
+    from millrace.cli.explain import show
+
+    configure(config, settings, "explain")
+    run_async(show(scheduler, request_id, json_path))
+
+
 @app.command("improvement-rate")
 def improvement_rate(
     wanted: Annotated[
@@ -397,6 +412,7 @@ BENCHMARKS = (
     "long",
     "planner",
     "predictions",
+    "scheduler",
     "serve",
     "transfer",
 )

@@ -18,6 +18,7 @@ from millrace.core.request import (
     RequestState,
     Shard,
 )
+from millrace.core.waits import COMPUTING, TURN, Waits
 
 #: States whose request has its first token.
 _HAS_TOKEN = frozenset({RequestState.TRANSFERRING, RequestState.DECODING, RequestState.FINISHED})
@@ -61,6 +62,7 @@ class LiveRequest:
         "state",
         "tenant",
         "token_out_s",
+        "waits",
     )
 
     def __init__(self, spec: Request) -> None:
@@ -76,6 +78,7 @@ class LiveRequest:
         self.prefix_hashes: Final = spec.prefix_hashes
         self.resumable: Final = spec.resumable
 
+        self.waits: Final = Waits(spec.arrival_s)
         self.state = RequestState.QUEUED
         self.order = 0  # of acceptance; tells equal keys apart
         self.deadline_s = math.inf  # of the first token, by the same clock as `arrival_s`
@@ -162,6 +165,7 @@ class LiveRequest:
         self.state = state
         if self.first_token_s is None and state in _HAS_TOKEN:
             self.first_token_s = now_s
+            self.waits.end(now_s)
 
     # ---- placement and attempts
 
@@ -180,6 +184,7 @@ class LiveRequest:
         self.attempts += 1
         self.dispatched_s = now_s
         self.token_out_s = self.computed_alone_s = None  # of an earlier attempt
+        self.waits.enter(TURN, now_s)
 
     def forgive_attempt(self) -> None:
         """Notes that the last attempt left decode more than it found, and does not count."""
@@ -212,6 +217,7 @@ class LiveRequest:
         """Notes that a chunk of it computes."""
         if self.running_since_s is None:
             self.running_since_s = now_s
+            self.waits.enter(COMPUTING, now_s)
 
     def suspend(self, executed_s: float) -> None:
         """Notes that no chunk of it computes now; `executed_s` of its predicted seconds are

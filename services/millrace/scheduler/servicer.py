@@ -49,6 +49,9 @@ LoadContext = grpc.aio.ServicerContext[
 CordonContext = grpc.aio.ServicerContext[
     scheduler_pb2.SetCordonRequest, Awaitable[scheduler_pb2.SetCordonReply]
 ]
+ExplainContext = grpc.aio.ServicerContext[
+    scheduler_pb2.ExplainRequest, Awaitable[scheduler_pb2.Explanation]
+]
 EvictContext = grpc.aio.ServicerContext[
     scheduler_pb2.EvictRequest, Awaitable[scheduler_pb2.EvictReply]
 ]
@@ -209,6 +212,15 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
         if not await self._loop.evict(request.instance_id, abort=request.abort):
             await _unknown(context, request.instance_id)
         return scheduler_pb2.EvictReply()
+
+    async def Explain(
+        self, request: scheduler_pb2.ExplainRequest, context: ExplainContext
+    ) -> scheduler_pb2.Explanation:
+        found = self._loop.machine.explain(request.request_id, self._loop.clock())
+        if found is None:
+            message = f"no request {request.request_id!r} is known, or no longer"
+            await context.abort(grpc.StatusCode.NOT_FOUND, message)
+        return status_codec.EXPLANATION.encode(found)
 
     async def _first(self, messages: AsyncIterator[M]) -> M | None:
         """Returns the stream's first message; None if no message comes within a lease."""

@@ -35,7 +35,7 @@ _TO_INSTANCES = (fx.AdmitDecode, fx.RunPrefill, fx.Order, fx.CancelOn)
 
 class Simulation:
     """One run. `progress(ended, now_s)` is called at intervals; `stop(collector)` after every
-    request, and ends the run early when true."""
+    request, and ends the run early when true. `machine`: one that observes itself."""
 
     def __init__(
         self,
@@ -45,8 +45,9 @@ class Simulation:
         timeline: Timeline | None = None,
         progress: Callable[[int, float], None] | None = None,
         stop: Callable[[Collector], bool] | None = None,
+        machine: Machine | None = None,
     ) -> None:
-        self.machine = Machine(spec.scheduler)
+        self.machine = machine or Machine(spec.scheduler)
         self._spec = spec
         self._requests = requests
         self._collector = collector

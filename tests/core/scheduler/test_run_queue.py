@@ -13,7 +13,8 @@ from millrace.core.cost.correction import band_of
 from millrace.core.live_request import LiveRequest
 from millrace.core.request import Chunk
 from millrace.core.scheduler.fleet.instances import PrefillInstance
-from millrace.core.scheduler.fleet.run_queue import YIELDING_WEIGHT, RunQueue, Task, masks
+from millrace.core.scheduler.fleet.run_queue import YIELDING_WEIGHT, RunQueue
+from millrace.core.scheduler.fleet.task import Task, masks
 from support.core_events import instance, queues
 from support.live_requests import live_request
 from support.prefill_fleet import Work, Workers

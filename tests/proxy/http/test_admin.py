@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+from dataclasses import asdict
 
 import httpx
 import pytest
@@ -11,9 +13,11 @@ import pytest_asyncio
 from millrace.core.config import ProxyConfig
 from millrace.core.priority import POLICIES
 from millrace.proxy.errors import ApiError
-from millrace.proxy.http.admin import IMPROVEMENT_RATE, POLICY, SchedulerAdmin
+from millrace.proxy.http.admin import IMPROVEMENT_RATE, POLICY, RequestAdmin, SchedulerAdmin
 from millrace.proxy.request.reading import read_body
+from millrace.wire.clients.scheduler_client import explain
 from support.gateway import gateway
+from support.scheduler_peers import scheduler, spec
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -197,3 +201,37 @@ async def test_without_a_scheduler_it_says_so(tmp_path):
         ):
             assert "no scheduler at 127.0.0.1:" in check(sent, 503, "unavailable")
             assert sent.headers["retry-after"] == "1"
+
+
+async def test_a_request_is_explained_as_the_scheduler_does():
+    async with scheduler() as net:
+        for name in ("p0", "d0"):
+            await net.worker(name)
+        proxy = await net.proxy()
+        await proxy.submit(spec("r", 100))
+        await proxy.next("placed")
+        sent = []
+
+        async def send(message):
+            sent.append(message)
+
+        scope = {"type": "http", "method": "GET", "headers": [], "client": ("127.0.0.1", 9)}
+        scope["path_params"] = {"id": "r"}
+        admin = RequestAdmin(ProxyConfig(), net.address)
+        assert await admin.answer(scope, asyncio.Event().wait, send) == 200
+        found = json.loads(sent[-1]["body"])
+        expected = asdict(await explain(net.address, "r"))
+        assert found.keys() == expected.keys()
+        for name in ("request_id", "state", "policy", "waits_for"):
+            assert found[name] == expected[name]
+
+
+async def test_a_request_that_nobody_knows_is_not_found(stack):
+    unknown = await stack.http.get("/admin/requests/nobody")
+    assert "nobody" in check(unknown, 404, "unknown_request")
+
+
+async def test_a_request_is_explained_to_administrators_only(tmp_path):
+    async with gateway(tmp_path, "proxy.admin_token=s3cret") as guarded:
+        refused = await guarded.http.get("/admin/requests/r")
+        check(refused, 401, "bad_token")

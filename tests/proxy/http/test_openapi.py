@@ -73,6 +73,7 @@ def test_document_describes_every_route(document):
         "/metrics",
         "/admin/scheduler",
         "/admin/improvement-rate",
+        "/admin/requests/{id}",
     }
     chat = document["components"]["schemas"]["ChatRequest"]
     assert chat["required"] == ["model", "messages"]

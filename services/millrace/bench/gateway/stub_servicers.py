@@ -104,6 +104,12 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
         self._fleet.improvement_rate = now
         return scheduler_pb2.SetImprovementRateReply(before=before, now=now)
 
+    async def Explain(
+        self, request: scheduler_pb2.ExplainRequest, context: Context
+    ) -> scheduler_pb2.Explanation:
+        message = f"no request {request.request_id!r} waits in this fleet"
+        await context.abort(grpc.StatusCode.NOT_FOUND, message)
+
     async def GetLoad(
         self, request: scheduler_pb2.LoadRequest, context: Context
     ) -> scheduler_pb2.LoadReply:

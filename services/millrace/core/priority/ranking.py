@@ -7,6 +7,7 @@ is told which requests join and leave, and says from time to time which of its k
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Protocol
 
 from millrace.core.live_request import LiveRequest
@@ -14,6 +15,16 @@ from millrace.core.weights import Weights
 
 #: The smaller key goes first; equal keys go in order of submission.
 PriorityKey = tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankDetails:
+    """Where a request stands under a policy, for people."""
+
+    key: str  # in words
+    attainment: float | None = None  # share of its class in time, of the last requests
+    value: float | None = None  # of having it in time; 1 is usual
+    stretch: float | None = None  # the multiple of its length that it may wait
 
 
 class Ranking(Protocol):
@@ -35,6 +46,14 @@ class Ranking(Protocol):
 
     def key(self, request: LiveRequest, now_s: float) -> PriorityKey:
         """Returns the key that a request would get that is not taken in."""
+
+    def part(self, key: PriorityKey) -> str:
+        """Returns the part of the order that requests with such a key are in; empty if there is
+        one order.
+        """
+
+    def describe(self, request: LiveRequest, key: PriorityKey, now_s: float) -> RankDetails:
+        """Says where a request with this key stands."""
 
 
 class Policy(Protocol):
@@ -66,14 +85,20 @@ class KeyPolicy:
     """
 
     def __init__(
-        self, name: str, key: Callable[[LiveRequest, float], PriorityKey], *, static: bool = False
+        self,
+        name: str,
+        key: Callable[[LiveRequest, float], PriorityKey],
+        words: Callable[[LiveRequest, float], str],
+        *,
+        static: bool = False,
     ) -> None:
         self.name = name
         self._key = key
+        self._words = words
         self._static = static
 
     def ranking(self) -> Ranking:
-        return _KeyRanking(self._key, static=self._static)
+        return _KeyRanking(self._key, self._words, static=self._static)
 
     def weigh(self, weights: Weights) -> None:
         """Has no use for weights."""
@@ -91,11 +116,26 @@ class KeyPolicy:
 class _KeyRanking:
     """Computes all keys again in every round, as the papers do."""
 
-    def __init__(self, key: Callable[[LiveRequest, float], PriorityKey], *, static: bool) -> None:
+    def __init__(
+        self,
+        key: Callable[[LiveRequest, float], PriorityKey],
+        words: Callable[[LiveRequest, float], str],
+        *,
+        static: bool,
+    ) -> None:
         self._requests: dict[str, LiveRequest] = {}
         self._static = static
         self._now_s = 0.0
         self.key = key
+        self._words = words
+
+    def part(self, key: PriorityKey) -> str:
+        del key
+        return ""
+
+    def describe(self, request: LiveRequest, key: PriorityKey, now_s: float) -> RankDetails:
+        del key
+        return RankDetails(key=self._words(request, now_s))
 
     def add(self, request: LiveRequest, now_s: float) -> PriorityKey:
         self._now_s = now_s

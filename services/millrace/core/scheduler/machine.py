@@ -48,6 +48,7 @@ from millrace.core.scheduler.dispatch.event_filter import EventFilter
 from millrace.core.scheduler.dispatch.request_progress import RequestProgress
 from millrace.core.scheduler.dispatch.stall_watch import StallWatch
 from millrace.core.scheduler.effects import Effect
+from millrace.core.scheduler.explain import Explanation, explain
 from millrace.core.scheduler.fleet.cluster import Cluster, Pool
 from millrace.core.scheduler.fleet.instances import DecodeInstance, Instance, PrefillInstance
 from millrace.core.scheduler.request_table import RequestTable, still_needs
@@ -174,6 +175,10 @@ class Machine:
         if ready := self.cluster.ready_pools():
             ready[0].predict(live)
         return live.predicted_work_s
+
+    def explain(self, request_id: str, now_s: float) -> Explanation | None:
+        """Says why a request waits, or waited if it ended lately. None if it is not known."""
+        return explain(self._table, request_id, now_s)
 
     def check_integrity(self) -> None:
         """Counts everything again from the requests. Raises IntegrityError on a difference."""

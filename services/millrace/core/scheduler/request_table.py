@@ -12,11 +12,14 @@ from itertools import count
 from millrace.core.config import SchedulerConfig
 from millrace.core.live_request import LiveRequest
 from millrace.core.request import RequestState
+from millrace.core.scheduler.ended_requests import EndedRequests
 from millrace.core.scheduler.fleet.cluster import Cluster, Pool
 from millrace.core.scheduler.fleet.instances import Holding, Instance, PrefillInstance
-from millrace.core.scheduler.fleet.run_queue import RunQueue, Task
+from millrace.core.scheduler.fleet.run_queue import RunQueue
+from millrace.core.scheduler.fleet.task import Task
 from millrace.core.scheduler.fleet.waiting_queue import WaitingQueue
 from millrace.core.scheduler.step_context import StepContext
+from millrace.core.waits import DECODE_ROOM, PREFILL
 
 #: Decode keeps a prefix for the next attempt if it has at least this many tokens: fewer tokens are
 #: computed in less time than it takes to write them back. An attempt that left this many tokens
@@ -38,6 +41,7 @@ class RequestTable:
         self.waiting_queue_of: dict[str, WaitingQueue] = {}  # of every queued request
         self.run_queue_of: dict[str, RunQueue] = {}  # requests with something left to compute
         self.release_timeouts = 0  # holdings freed without a report of their instance
+        self.ended = EndedRequests()
         self._leaving: deque[tuple[float, Instance, Holding, str]] = deque()
         self._orders = count()
 
@@ -53,6 +57,8 @@ class RequestTable:
     def enqueue(self, step: StepContext, request: LiveRequest, line: WaitingQueue) -> None:
         line.add(request, step.now_s)
         self.waiting_queue_of[request.id] = line
+        reason = DECODE_ROOM if line is self.unplaced else PREFILL
+        request.waits.enter(reason, step.now_s)
 
     def rerank_unplaced(self, now_s: float) -> None:
         """Gives the requests that wait to be placed the keys that they have now."""
@@ -218,6 +224,7 @@ class RequestTable:
         if not siblings:
             del self.by_proxy[request.proxy_id]
         self.advance(step, request, state)
+        self.ended.add(request, step.now_s)
 
     def _withdraw(
         self,

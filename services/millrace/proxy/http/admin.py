@@ -11,7 +11,7 @@ import hmac
 import ipaddress
 import re
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Annotated, Any
 
 import orjson
@@ -29,6 +29,8 @@ from millrace.proxy.request.reading import read_body
 from millrace.wire.clients.scheduler_client import (
     SchedulerRefused,
     SchedulerUnavailable,
+    UnknownRequest,
+    explain,
     get_settings,
     set_improvement_rate,
     set_policy,
@@ -145,18 +147,43 @@ IMPROVEMENT_RATE = AdminRoute(
 ROUTES = (POLICY, IMPROVEMENT_RATE)
 
 
+#: Of one request: why it waits, or waited.
+REQUEST_PATH = "/admin/requests/{id}"
+
+
+class RequestAdmin:
+    """Answers GET of `REQUEST_PATH` by asking the scheduler at `address`."""
+
+    def __init__(self, config: ProxyConfig, address: str) -> None:
+        self._guard = Guard(config)
+        self._address = address
+
+    async def answer(self, scope: Scope, receive: Receive, send: Send) -> int:
+        """Returns the status that was sent. Raises ApiError before anything was sent."""
+        del receive  # a GET
+        self._guard.check(scope)
+        try:
+            found = await explain(self._address, scope["path_params"]["id"])
+        except UnknownRequest as error:
+            raise ApiError(404, f"{error}.", code="unknown_request") from error
+        except SchedulerUnavailable as error:
+            raise ApiError(503, str(error), code="unavailable", retry_after_s=1.0) from error
+        await send_json(send, 200, orjson.dumps(asdict(found)), JSON)
+        return 200
+
+
 class SchedulerAdmin:
     """Answers GET and PUT of one route by asking the scheduler at `address`."""
 
     def __init__(self, config: ProxyConfig, address: str, route: AdminRoute) -> None:
         self._route = route
-        self._token = config.admin_token.encode()
+        self._guard = Guard(config)
         self._max_body_bytes = config.max_body_bytes
         self._address = address
 
     async def answer(self, scope: Scope, receive: Receive, send: Send) -> int:
         """Returns the status that was sent. Raises ApiError before anything was sent."""
-        self._check_allowed(scope)
+        self._guard.check(scope)
         try:
             if scope["method"] == "PUT":
                 found = await self._change(await receive_body(scope, receive, self._max_body_bytes))
@@ -175,7 +202,15 @@ class SchedulerAdmin:
             param = next(iter(wanted))
             raise ApiError(400, f"{error}.", param=param, code="invalid_value") from error
 
-    def _check_allowed(self, scope: Scope) -> None:
+
+class Guard:
+    """Lets administrators in: by the token, or from this machine where none is set."""
+
+    def __init__(self, config: ProxyConfig) -> None:
+        self._token = config.admin_token.encode()
+
+    def check(self, scope: Scope) -> None:
+        """Raises ApiError for others."""
         if self._token:
             given = (header(scope, b"authorization") or "").encode("latin-1")
             if not hmac.compare_digest(given, b"Bearer " + self._token):

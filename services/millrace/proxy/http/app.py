@@ -13,7 +13,7 @@ from starlette.routing import Route
 
 from millrace.proxy.errors import ApiError
 from millrace.proxy.http import openapi
-from millrace.proxy.http.admin import METHODS, ROUTES, SchedulerAdmin
+from millrace.proxy.http.admin import METHODS, REQUEST_PATH, ROUTES, RequestAdmin, SchedulerAdmin
 from millrace.proxy.http.asgi import (
     Disconnected,
     Receive,
@@ -149,6 +149,9 @@ def create_app(
         admin = SchedulerAdmin(services.config.proxy, scheduler, route)
         endpoint = RawEndpoint(services, route.path, admin.answer)
         app.router.routes.append(Route(route.path, endpoint, methods=METHODS))
+    of_request = RequestAdmin(services.config.proxy, scheduler)
+    endpoint = RawEndpoint(services, REQUEST_PATH, of_request.answer)
+    app.router.routes.append(Route(REQUEST_PATH, endpoint, methods=["GET"]))
     _add_models(app, services, created)
     _add_probes(app, services, render_metrics)
     app.add_exception_handler(HTTPException, _http_error)

@@ -70,16 +70,32 @@ def _paths(objectives: list[Json]) -> Json:
             ("The share by which a larger SP group must cut the TTFT", "ImprovementRate"),
             ("Change the improvement rate", "ImprovementRateWanted", "ImprovementRateChange"),
         ),
+        admin.REQUEST_PATH: {
+            "get": {
+                **_got(
+                    "Why a request waits, or waited",
+                    _json("Explanation"),
+                    {"404": _error("No such request is known, or no longer"), **_refused()},
+                ),
+                "parameters": [
+                    {"name": "id", "in": "path", "required": True, "schema": _STRING},
+                ],
+            }
+        },
+    }
+
+
+def _refused() -> Json:
+    return {
+        "401": _error("The bearer token is not proxy.admin_token"),
+        "403": _error("No token is set and the client is on another machine"),
+        "503": _error("No scheduler answers"),
     }
 
 
 def _admin(shown: tuple[str, str], changed: tuple[str, str, str]) -> Json:
     """Describes GET by `shown` (summary, answer), PUT by `changed` (summary, body, answer)."""
-    refused = {
-        "401": _error("The bearer token is not proxy.admin_token"),
-        "403": _error("No token is set and the client is on another machine"),
-        "503": _error("No scheduler answers"),
-    }
+    refused = _refused()
     wrong = {
         "400": _error("A field is wrong"),
         "413": _error("The body is too large"),

@@ -11,11 +11,12 @@ import grpc
 
 from millrace.core.autoscale.load import FleetLoad
 from millrace.core.errors import MillraceError
+from millrace.core.scheduler.explain import Explanation
 from millrace.core.scheduler.mechanisms import Mechanism
 from millrace.core.weights import Weights
 from millrace.wire.channel import open_channel
 from millrace.wire.codec.scheduler import PREEMPTIONS, ROLES, WEIGHTS
-from millrace.wire.codec.status import MECHANISM, fleet_load
+from millrace.wire.codec.status import EXPLANATION, MECHANISM, fleet_load
 from millrace.wire.pb import scheduler_pb2, scheduler_pb2_grpc
 
 TIMEOUT_S = 5.0
@@ -31,6 +32,10 @@ class SchedulerRefused(MillraceError):
 
 class UnknownInstance(MillraceError):
     """No instance with this id is registered at the scheduler."""
+
+
+class UnknownRequest(MillraceError):
+    """The scheduler does not know a request with this id, or no longer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,6 +142,20 @@ async def get_instances(address: str) -> list[InstanceView]:
         )
         for one in reply.instances
     ]
+
+
+async def explain(address: str, request_id: str) -> Explanation:
+    """Says why a request waits, or waited if it ended lately.
+
+    Raises UnknownRequest, SchedulerUnavailable.
+    """
+    try:
+        async with _stub(address) as stub:
+            request = scheduler_pb2.ExplainRequest(request_id=request_id)
+            reply = await stub.Explain(request, timeout=TIMEOUT_S)
+    except UnknownInstance as error:  # the same status
+        raise UnknownRequest(str(error)) from error
+    return EXPLANATION.decode(reply)
 
 
 async def set_cordon(address: str, instance_id: str, cordoned: bool) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from millrace.core.autoscale.load import FleetLoad, PoolLoad
 from millrace.core.priority import POLICIES
 from millrace.core.request import RequestState
+from millrace.core.scheduler.explain import Explanation
 from millrace.core.scheduler.fleet.instances import Instance, PrefillInstance
 from millrace.core.scheduler.machine import Machine
 from millrace.core.scheduler.mechanisms import Mechanism, mechanisms
@@ -16,6 +17,7 @@ from millrace.wire.codec.scheduler import PREEMPTIONS, ROLES, WEIGHTS
 from millrace.wire.pb import common_pb2, scheduler_pb2
 
 MECHANISM = derive(Mechanism, scheduler_pb2.Mechanism)
+EXPLANATION = derive(Explanation, scheduler_pb2.Explanation)
 
 
 def status(

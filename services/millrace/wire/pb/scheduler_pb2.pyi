@@ -718,3 +718,67 @@ class EvictRequest(_message.Message):
 class EvictReply(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
+
+class ExplainRequest(_message.Message):
+    __slots__ = ("request_id",)
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    def __init__(self, request_id: _Optional[str] = ...) -> None: ...
+
+class Explanation(_message.Message):
+    __slots__ = ("request_id", "state", "slo_class", "policy", "part", "key", "waits_for", "left_s", "deadline_in_s", "first_token_s", "in_time", "attainment", "value", "stretch", "ahead", "waited", "suspended_by")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    SLO_CLASS_FIELD_NUMBER: _ClassVar[int]
+    POLICY_FIELD_NUMBER: _ClassVar[int]
+    PART_FIELD_NUMBER: _ClassVar[int]
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    WAITS_FOR_FIELD_NUMBER: _ClassVar[int]
+    LEFT_S_FIELD_NUMBER: _ClassVar[int]
+    DEADLINE_IN_S_FIELD_NUMBER: _ClassVar[int]
+    FIRST_TOKEN_S_FIELD_NUMBER: _ClassVar[int]
+    IN_TIME_FIELD_NUMBER: _ClassVar[int]
+    ATTAINMENT_FIELD_NUMBER: _ClassVar[int]
+    VALUE_FIELD_NUMBER: _ClassVar[int]
+    STRETCH_FIELD_NUMBER: _ClassVar[int]
+    AHEAD_FIELD_NUMBER: _ClassVar[int]
+    WAITED_FIELD_NUMBER: _ClassVar[int]
+    SUSPENDED_BY_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    state: str
+    slo_class: str
+    policy: str
+    part: str
+    key: str
+    waits_for: str
+    left_s: float
+    deadline_in_s: float
+    first_token_s: float
+    in_time: bool
+    attainment: float
+    value: float
+    stretch: float
+    ahead: _containers.RepeatedCompositeFieldContainer[RequestsAhead]
+    waited: _containers.RepeatedCompositeFieldContainer[Waited]
+    suspended_by: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, request_id: _Optional[str] = ..., state: _Optional[str] = ..., slo_class: _Optional[str] = ..., policy: _Optional[str] = ..., part: _Optional[str] = ..., key: _Optional[str] = ..., waits_for: _Optional[str] = ..., left_s: _Optional[float] = ..., deadline_in_s: _Optional[float] = ..., first_token_s: _Optional[float] = ..., in_time: _Optional[bool] = ..., attainment: _Optional[float] = ..., value: _Optional[float] = ..., stretch: _Optional[float] = ..., ahead: _Optional[_Iterable[_Union[RequestsAhead, _Mapping]]] = ..., waited: _Optional[_Iterable[_Union[Waited, _Mapping]]] = ..., suspended_by: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class RequestsAhead(_message.Message):
+    __slots__ = ("part", "requests", "seconds")
+    PART_FIELD_NUMBER: _ClassVar[int]
+    REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    part: str
+    requests: int
+    seconds: float
+    def __init__(self, part: _Optional[str] = ..., requests: _Optional[int] = ..., seconds: _Optional[float] = ...) -> None: ...
+
+class Waited(_message.Message):
+    __slots__ = ("reason", "part", "seconds")
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    PART_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    reason: str
+    part: str
+    seconds: float
+    def __init__(self, reason: _Optional[str] = ..., part: _Optional[str] = ..., seconds: _Optional[float] = ...) -> None: ...

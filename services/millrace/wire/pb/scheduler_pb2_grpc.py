@@ -76,6 +76,11 @@ class SchedulerStub:
                 request_serializer=millrace_dot_v1_dot_scheduler__pb2.EvictRequest.SerializeToString,
                 response_deserializer=millrace_dot_v1_dot_scheduler__pb2.EvictReply.FromString,
                 _registered_method=True)
+        self.Explain = channel.unary_unary(
+                '/millrace.v1.Scheduler/Explain',
+                request_serializer=millrace_dot_v1_dot_scheduler__pb2.ExplainRequest.SerializeToString,
+                response_deserializer=millrace_dot_v1_dot_scheduler__pb2.Explanation.FromString,
+                _registered_method=True)
 
 
 class SchedulerServicer:
@@ -131,6 +136,12 @@ class SchedulerServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Explain(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_SchedulerServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -173,6 +184,11 @@ def add_SchedulerServicer_to_server(servicer, server):
                     servicer.Evict,
                     request_deserializer=millrace_dot_v1_dot_scheduler__pb2.EvictRequest.FromString,
                     response_serializer=millrace_dot_v1_dot_scheduler__pb2.EvictReply.SerializeToString,
+            ),
+            'Explain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Explain,
+                    request_deserializer=millrace_dot_v1_dot_scheduler__pb2.ExplainRequest.FromString,
+                    response_serializer=millrace_dot_v1_dot_scheduler__pb2.Explanation.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -393,6 +409,33 @@ class Scheduler:
             '/millrace.v1.Scheduler/Evict',
             millrace_dot_v1_dot_scheduler__pb2.EvictRequest.SerializeToString,
             millrace_dot_v1_dot_scheduler__pb2.EvictReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Explain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/millrace.v1.Scheduler/Explain',
+            millrace_dot_v1_dot_scheduler__pb2.ExplainRequest.SerializeToString,
+            millrace_dot_v1_dot_scheduler__pb2.Explanation.FromString,
             options,
             channel_credentials,
             insecure,

@@ -26,6 +26,7 @@ class SchedulerStub:
     GetLoad: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.LoadRequest, _scheduler_pb2.LoadReply]
     SetCordon: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.SetCordonRequest, _scheduler_pb2.SetCordonReply]
     Evict: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.EvictRequest, _scheduler_pb2.EvictReply]
+    Explain: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.ExplainRequest, _scheduler_pb2.Explanation]
 
 class SchedulerServicer(metaclass=_abc_1.ABCMeta):
     """Every peer of the scheduler keeps one long-lived two-way stream to the scheduler. The end of the stream means that the
@@ -87,5 +88,12 @@ class SchedulerServicer(metaclass=_abc_1.ABCMeta):
         request: _scheduler_pb2.EvictRequest,
         context: _aio.ServicerContext[_scheduler_pb2.EvictRequest, _abc.Awaitable[_scheduler_pb2.EvictReply]],
     ) -> _abc.Awaitable[_scheduler_pb2.EvictReply]: ...
+
+    @_abc_1.abstractmethod
+    def Explain(
+        self,
+        request: _scheduler_pb2.ExplainRequest,
+        context: _aio.ServicerContext[_scheduler_pb2.ExplainRequest, _abc.Awaitable[_scheduler_pb2.Explanation]],
+    ) -> _abc.Awaitable[_scheduler_pb2.Explanation]: ...
 
 def add_SchedulerServicer_to_server(servicer: SchedulerServicer, server: _aio.Server) -> None: ...

@@ -93,9 +93,14 @@ class Attainments:
         self._all = _Share(LEAST_ALPHA)
         self._classes: dict[str, _Class] = {}
         self._weights: Mapping[str, float] = {}
+        self._is_outdated = False  # outcomes came since values were found
 
     def band(self, request: LiveRequest) -> Band:
         """Returns the band of the request: prompts within a factor of 8 in tokens share one."""
+        self.refresh()
+        return self._band(request)
+
+    def _band(self, request: LiveRequest) -> Band:
         name = request.slo.class_name
         own = self._classes.get(name)
         if own is None:
@@ -116,12 +121,23 @@ class Attainments:
 
     def note(self, request: LiveRequest, in_time: bool, weight: float = 1.0) -> None:
         """Counts the outcome of a request with an objective as `weight` outcomes, 0 to 1."""
-        band = self.band(request)
+        band = self._band(request)
         own = self._classes[request.slo.class_name]
         for share in (self._all, own.share, band.share):
             share.note(in_time, weight)
-        for one in self._classes.values():
-            self._value(one)
+        self._is_outdated = True
+
+    def of_class(self, name: str) -> float | None:
+        """Returns the attainment of a class; None before its first request."""
+        own = self._classes.get(name)
+        return None if own is None else own.share.value
+
+    def refresh(self) -> None:
+        """Brings all values up to date with the outcomes."""
+        if self._is_outdated:
+            self._is_outdated = False
+            for one in self._classes.values():
+                self._value(one)
 
     def _value(self, own: _Class) -> None:
         helped, overload = self._all.headroom, OVERLOADED - self._all.value

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import MappingProxyType
 from typing import Final
 
 from millrace.core.live_request import LiveRequest
@@ -12,6 +13,17 @@ from millrace.core.priority.ranking import PriorityKey
 
 #: The parts of the order, first to last.
 DUE, IN_TIME, IN_TIME_AFTER, GIVEN_UP, LATE, LATE_AFTER = 0.0, 1.0, 1.5, 2.0, 3.0, 4.0
+#: In words. "after others": its tenant is ahead of the others of its class.
+PARTS: Final = MappingProxyType(
+    {
+        DUE: "due",
+        IN_TIME: "in time",
+        IN_TIME_AFTER: "in time, after others",
+        GIVEN_UP: "given up",
+        LATE: "late",
+        LATE_AFTER: "late, after others",
+    }
+)
 
 #: Shorter prefills count as this long where a wait is a multiple of them.
 LEAST_S = 0.1
@@ -22,6 +34,7 @@ class Entry:
 
     __slots__ = (
         "band",
+        "delays",
         "due_s",
         "is_due",
         "keepable",
@@ -47,6 +60,7 @@ class Entry:
         self.keepable = False  # the same, as far as the sweep in progress has come
         self.stretch = 0.0  # of the late line: its wait as a multiple of `size_s`
         self.due_s = math.inf  # the end of that wait
+        self.delays = 0  # times that it was moved later
         self.work = 0.0  # left when it was last looked at, seconds times instances
         self.is_due = False  # it goes before all others
         self.patience = 1.0  # how much longer than others it may wait

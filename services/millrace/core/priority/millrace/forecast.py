@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Sequence
+from itertools import accumulate
 from typing import Final
 
 #: Arrivals that the forecast is made of: each weighs 1 - 1/WINDOW of the next one.
@@ -37,7 +37,8 @@ class Forecast:
         self._arrivals = 0
         self._objectives: list[float] = []  # the bins that have arrivals, by their lower ends
         self._densities: list[float] = []
-        self._rates: list[Row] = []  # by density
+        self._sums: list[tuple[list[float], list[float]]] = []  # by density: of w and w s, by bin
+        self._rows: dict[int, Row] = {}  # those that were asked for
 
     def arrived(self, at_s: float, work: float, objective_s: float, density: float) -> None:
         """Notes an arrival: `work` in seconds times instances."""
@@ -57,17 +58,18 @@ class Forecast:
             return
         objectives = sorted({objective for _, objective in self._cells})
         densities = sorted({density for density, _ in self._cells})
-        columns = [(0.0, 0.0)] * len(objectives)
-        self._rates = []
+        places = {number: index for index, number in enumerate(objectives)}
+        by_density: dict[int, list[tuple[int, list[float]]]] = {one: [] for one in densities}
+        for (density, objective), cell in self._cells.items():
+            by_density[density].append((places[objective], cell))
+        works, weighted = [0.0] * len(objectives), [0.0] * len(objectives)
+        self._sums, self._rows = [], {}
+        factor = 1.0 / self._span_s
         for density in densities:
-            row, total = [(0.0, 0.0)], (0.0, 0.0)
-            for index, objective in enumerate(objectives):
-                found = self._cells.get((density, objective))
-                if found is not None:
-                    columns[index] = _sum(columns[index], found, 1.0 / self._span_s)
-                total = _sum(total, columns[index], 1.0)
-                row.append(total)
-            self._rates.append(row)
+            for index, (work, work_s) in by_density[density]:
+                works[index] += factor * work
+                weighted[index] += factor * work_s
+            self._sums.append((works[:], weighted[:]))
         self._objectives = [_lower_end(number) for number in objectives]
         self._densities = [_lower_end(number) for number in densities]
         if self._scale > _HIGHEST_SCALE:
@@ -80,7 +82,14 @@ class Forecast:
     def row(self, density: float) -> Row:
         """Returns the expected arrivals of at most this density."""
         index = bisect_right(self._densities, density)
-        return self._rates[index - 1] if index else _NOTHING
+        if not index:
+            return _NOTHING
+        row = self._rows.get(index)
+        if row is None:
+            works, weighted = self._sums[index - 1]
+            sums = accumulate(works, initial=0.0), accumulate(weighted, initial=0.0)
+            row = self._rows[index] = list(zip(*sums, strict=True))
+        return row
 
     def work(self, row: Row, until_s: float) -> float:
         """Returns the work to come with a deadline in the next `until_s` seconds.
@@ -101,7 +110,3 @@ def _bin(value: float) -> int:
 
 def _lower_end(number: int) -> float:
     return math.pow(2.0, number / _BINS_PER_OCTAVE)
-
-
-def _sum(one: tuple[float, float], other: Sequence[float], factor: float) -> tuple[float, float]:
-    return one[0] + factor * other[0], one[1] + factor * other[1]

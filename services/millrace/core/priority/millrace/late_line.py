@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, bisect_right, insort
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 from itertools import count
 
 from millrace.core.priority.millrace.entry import Entry
@@ -25,6 +25,11 @@ from millrace.core.priority.millrace.entry import Entry
 LEAST_SHARE = 0.02
 LEAST_STRETCH = 4.0
 STEP = 1.5
+#: A request is moved later by a larger stretch so many times. Then what it was promised stays, and
+#: those who come later wait longer: else short requests would pass a long one for ever.
+MOST_DELAYS = 3
+#: The latest starts are sorted out when there are so many times as many as requests.
+_OUTDATED = 8
 
 _Row = tuple[float, int, Entry]  # when due, order of submission
 
@@ -42,6 +47,8 @@ class LateLine:
         self._cursor: tuple[float, int] = (-math.inf, -1)
         self._work = 0.0  # of the rows up to the cursor, seconds times instances
         self._needed = 0.0  # the stretch that these rows need
+        self._due_so_far = 0.0  # of these rows, the work of those that are due
+        self.due_work = 0.0  # the same of all rows, as the last pass found it
         self._pass_s = 0.0  # when the pass over the rows began
         self._unfair: list[Entry] = []  # these rows whose tenant got ahead, or is no more
         self._stale: list[Entry] = []  # due by an earlier stretch
@@ -58,7 +65,7 @@ class LateLine:
         if not self._rows:
             self._credit, self._now_s = 0.0, now_s
         entry.work = entry.request.remaining_work_s(now_s)
-        self._insert(entry)
+        self._insert(entry, self.stretch)
 
     def remove(self, entry: Entry) -> None:
         self._credit -= entry.work - entry.request.remaining_work_s(self._now_s)
@@ -69,17 +76,27 @@ class LateLine:
     def _take_out(self, entry: Entry) -> None:
         del self._rows[bisect_left(self._rows, (entry.due_s, entry.request.order))]
 
-    def _insert(self, entry: Entry) -> None:
-        entry.stretched(self.stretch)
+    def _insert(self, entry: Entry, stretch: float) -> None:
+        entry.stretched(stretch)
         insort(self._rows, (entry.due_s, entry.request.order, entry))
         heappush(self._starts, (entry.latest_start_s, next(self._numbers), entry))
+        if len(self._starts) > _OUTDATED * len(self._rows) + _OUTDATED:
+            starts = [row for row in self._starts if row[2].latest_start_s == row[0]]
+            self._starts = [row for row in starts if not row[2].is_due]
+            heapify(self._starts)
 
-    def update(self, now_s: float, capacity: float, most: int) -> list[Entry]:
-        """Returns the entries whose key has changed; looks at `most` entries at most."""
+    def update(self, now_s: float, capacity: float, most: int, moves: int) -> list[Entry]:
+        """Returns the entries whose key has changed.
+
+        It looks at `most` entries at most, and moves `moves` for each of two reasons: the stretch,
+        and the time.
+        """
         self._credit = max(0.0, self._credit + capacity * max(0.0, now_s - self._now_s))
         self._now_s = now_s
-        changed = self._stretch_again(most) or self._check(now_s, capacity, most)
-        while self._starts and self._starts[0][0] <= now_s and len(changed) < 2 * most:
+        changed = self._stretch_again(moves) or self._check(now_s, capacity, most, moves)
+        for _ in range(moves):
+            if not self._starts or self._starts[0][0] > now_s:
+                break
             start_s, _, entry = heappop(self._starts)
             if entry.latest_start_s == start_s and not entry.is_due:
                 entry.is_due = True
@@ -93,19 +110,23 @@ class LateLine:
             ahead = entry.standing.ahead
             if math.isinf(entry.due_s) or (entry.is_due and not ahead > entry.yields):
                 continue
-            if entry.stretch == self.stretch and entry.yields == ahead:
+            stretch = self.stretch
+            if entry.delays == MOST_DELAYS:
+                stretch = min(stretch, entry.stretch)
+            if entry.stretch == stretch and entry.yields == ahead:
                 continue
+            entry.delays += entry.stretch < stretch
             entry.is_due = False
             self._take_out(entry)
-            self._insert(entry)
+            self._insert(entry, stretch)
             changed.append(entry)
         return changed
 
-    def _check(self, now_s: float, capacity: float, most: int) -> list[Entry]:
+    def _check(self, now_s: float, capacity: float, most: int, moves: int) -> list[Entry]:
         """Continues a pass over all rows, and changes the stretch at its end."""
         rows = self._rows
         if self._cursor[1] < 0:
-            self._work = self._needed = 0.0
+            self._work = self._needed = self._due_so_far = 0.0
             self._pass_s = now_s
             self._unfair = []
         at_s = self._pass_s
@@ -116,7 +137,9 @@ class LateLine:
             self._credit -= entry.work - work
             entry.work = work
             self._work += work
-            if not entry.is_due:
+            if entry.is_due:
+                self._due_so_far += work
+            else:
                 done_s = at_s + max(0.0, self._work - self._credit) / capacity
                 size_s = entry.size_s * entry.patience
                 self._needed = max(self._needed, (done_s - request.arrival_s) / size_s)
@@ -128,6 +151,7 @@ class LateLine:
             return []
         self._cursor = (-math.inf, -1)
         self._credit = min(self._credit, self._work)
+        self.due_work = self._due_so_far
         steps = _steps(self._needed)
         if steps < self._steps:  # it falls step by step and with some room: the order changes too
             steps = min(self._steps, max(_steps(self._needed * STEP), self._steps - 1))
@@ -138,7 +162,7 @@ class LateLine:
             self._stale = self._unfair[::-1]
         else:
             return []
-        return self._stretch_again(most)
+        return self._stretch_again(moves)
 
 
 def _rank(row: _Row) -> tuple[float, int]:

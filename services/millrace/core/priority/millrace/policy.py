@@ -24,7 +24,7 @@ that they give up unbounded.
 
 Work is counted as seconds times the instances of the group; a pool does `instances` such seconds
 per second. An update looks at `MOST` requests at most, and the next one goes on
-from there: with more requests than that the set is a few updates old.
+from there: with more requests than that the set is a few updates old. It moves a few times `MOVES`.
 """
 
 from __future__ import annotations
@@ -36,15 +36,17 @@ from heapq import heappop, heappush
 
 from millrace.core.live_request import LiveRequest
 from millrace.core.priority.millrace.attainment import Attainments
-from millrace.core.priority.millrace.entry import Entry
+from millrace.core.priority.millrace.entry import DUE, LATE, LATE_AFTER, PARTS, Entry
 from millrace.core.priority.millrace.forecast import Forecast, Row
 from millrace.core.priority.millrace.late_line import LEAST_SHARE, LateLine
 from millrace.core.priority.millrace.tenants import Tenants
-from millrace.core.priority.ranking import PriorityKey
+from millrace.core.priority.ranking import PriorityKey, RankDetails
 from millrace.core.weights import Weights
 
 #: Requests with an objective that an update looks at, and as many late ones.
-MOST = 96
+MOST = 64
+#: Requests that an update moves for each reason: kept or given up, another stretch, due now.
+MOVES = 32
 
 
 class MillracePolicy:
@@ -103,7 +105,7 @@ class _Sweep:
         self.work = work  # of the kept, seconds times instances
         self.kept: list[tuple[float, int, float, Entry]] = []  # a heap: most work per value first
         self.flips: dict[Entry, None] = {}
-        self.passed: list[Entry] = []  # their deadline is over
+        self.passed: list[Entry] = []  # in this update: their deadline is over
         self.visits = 0
         self.densest = math.nan  # the most work per value of the kept
         self.expected: Row = []  # the arrivals to come of at most that
@@ -143,6 +145,7 @@ class MillraceRanking:
             self._late.add(entry, now_s)
         if not request.attempts:
             self._arrived(request, entry)
+        request.waits.move(PARTS[entry.key[0]], now_s)
         return entry.key
 
     def _entry(self, request: LiveRequest) -> Entry:
@@ -185,22 +188,38 @@ class MillraceRanking:
         entry.stretched(self._late.stretch)
         return entry.key
 
+    def part(self, key: PriorityKey) -> str:
+        return PARTS[key[0]]
+
+    def describe(self, request: LiveRequest, key: PriorityKey, now_s: float) -> RankDetails:
+        entry = self._entries.get(request.id)
+        stated = entry is not None and entry.band is not None
+        return RankDetails(
+            key=_words(key, now_s),
+            attainment=self._attainments.of_class(request.slo.class_name),
+            value=entry.band.value if entry is not None and entry.band is not None else None,
+            stretch=entry.stretch if entry is not None and not (stated and entry.kept) else None,
+        )
+
     def update(self, now_s: float, instances: int) -> Mapping[str, PriorityKey]:
         self._now_s = now_s
         capacity = float(max(instances, 1))
         self._tenants.resize(capacity)
         changed: dict[str, PriorityKey] = {}
+        self._attainments.refresh()
         if not self._flips and self._timed:
             self._continue_sweep(now_s, capacity)
         self._carry_out(changed)
         if len(self._late):
             share = max(LEAST_SHARE, self._unstated_share)
-            for entry in self._late.update(now_s, share * capacity, MOST):
+            for entry in self._late.update(now_s, share * capacity, MOST, MOVES):
                 changed[entry.request.id] = entry.key
                 if entry.is_due:
                     self._due[entry] = None
                 else:
                     self._due.pop(entry, None)
+        for name, key in changed.items():
+            self._entries[name].request.waits.move(PARTS[key[0]], now_s)
         return changed
 
     @property
@@ -214,8 +233,8 @@ class MillraceRanking:
     def _continue_sweep(self, now_s: float, capacity: float) -> None:
         sweep, timed = self._sweep, self._timed
         if sweep is None:
-            due = sum(entry.request.remaining_work_s(now_s) for entry in self._due)
             share = 1.0 - self._unstated_share
+            due = self._due_work(now_s)
             sweep = _Sweep(now_s, capacity * share, due, crowded=self._crowded)
             self._sweep = sweep
         first = bisect_right(timed, sweep.cursor, key=_rank)
@@ -224,14 +243,22 @@ class MillraceRanking:
             self._visit(sweep, entry)
         if rows:
             sweep.cursor = _rank(rows[-1])
-        if first + MOST < len(timed):
+        is_over = first + MOST >= len(timed)
+        for entry in sweep.passed:
+            self._untime(entry)
+        sweep.passed.clear()
+        if not is_over:
             return
         self._sweep = None
         self._crowded = sweep.drops > 0
-        for entry in sweep.passed:
-            self._untime(entry)
         self._flips = list(sweep.flips)
         self._flips.reverse()
+
+    def _due_work(self, now_s: float) -> float:
+        """Returns the work of those that are due; as of a while ago, if there are many."""
+        if len(self._due) > MOST:
+            return self._late.due_work
+        return sum(entry.request.remaining_work_s(now_s) for entry in self._due)
 
     def _visit(self, sweep: _Sweep, entry: Entry) -> None:
         """Keeps the entry, and gives up what can't be in time with it."""
@@ -282,7 +309,7 @@ class MillraceRanking:
     def _carry_out(self, changed: dict[str, PriorityKey]) -> None:
         """Moves entries to the part of the order where the last sweep found them to be."""
         flips = self._flips
-        for _ in range(min(len(flips), MOST)):
+        for _ in range(min(len(flips), MOVES)):
             entry = flips.pop()
             if self._entries.get(entry.request.id) is entry:
                 if entry.keepable != entry.kept:
@@ -307,6 +334,15 @@ class MillraceRanking:
 def _possible(request: LiveRequest, entry: Entry, now_s: float) -> bool:
     """Returns whether the request would be in time alone."""
     return entry.band is not None and now_s + request.remaining_s(now_s) <= request.deadline_s
+
+
+def _words(key: PriorityKey, now_s: float) -> str:
+    """Returns the part and the time in it."""
+    part, at_s = key
+    what = "to be done" if part in (DUE, LATE, LATE_AFTER) else "deadline"
+    left_s = at_s - now_s
+    when = f"in {left_s:.3g} s" if left_s > 0.0 else f"{-left_s:.3g} s ago"
+    return f"{PARTS[part]}: {what} {when}"
 
 
 def _rank(row: tuple[float, int, Entry]) -> tuple[float, int]:

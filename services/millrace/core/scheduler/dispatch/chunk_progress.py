@@ -10,10 +10,11 @@ from millrace.core.scheduler.dispatch.dispatcher import Dispatcher
 from millrace.core.scheduler.dispatch.event_filter import EventFilter
 from millrace.core.scheduler.fleet.cluster import ANYONE
 from millrace.core.scheduler.fleet.instances import DecodeInstance, Instance
-from millrace.core.scheduler.fleet.run_queue import Task
+from millrace.core.scheduler.fleet.task import Task
 from millrace.core.scheduler.reports import ChunkFinished, ChunkStarted, ChunkSuspended
 from millrace.core.scheduler.request_table import RequestTable
 from millrace.core.scheduler.step_context import StepContext
+from millrace.core.waits import TURN
 
 _OfChunk = ChunkStarted | ChunkSuspended | ChunkFinished
 
@@ -32,8 +33,7 @@ class ChunkProgress:
         found = self._task_of(step, instance, report)
         if found is not None:
             task, request = found
-            if task.started_s is None:
-                task.started_s = step.now_s
+            self._table.run_queue_of[request.id].started(task, step.now_s)
             request.start_chunk(step.now_s)
             self._table.cluster.policy.started(request)
 
@@ -41,8 +41,9 @@ class ChunkProgress:
         found = self._task_of(step, instance, report)
         if found is not None:
             task, request = found
-            task.executed_s = report.compute_s
-            task.started_s = None
+            run_queue = self._table.run_queue_of[request.id]
+            run_queue.suspended(task, report.compute_s)
+            request.waits.suspend(run_queue.instead_of(task), step.now_s)
             request.suspend(self._executed_s(request) + report.compute_s)
 
     def finished(self, step: StepContext, instance: Instance, report: ChunkFinished) -> None:
@@ -56,6 +57,8 @@ class ChunkProgress:
         if request.chunks_done == len(request.chunks):
             self._table.run_queue_of.pop(request.id)
             self._table.computed(step, request)
+        else:
+            request.waits.enter(TURN, step.now_s)
         if done:
             self._learn(task, request, report.compute_s)
             self._dispatcher.dispatch(step)

@@ -15,7 +15,7 @@ from millrace.core.request import Chunk, Shard
 from millrace.core.scheduler.fleet.cluster import Pool
 from millrace.core.scheduler.fleet.freeness import freest
 from millrace.core.scheduler.fleet.instances import DecodeInstance, PrefillInstance
-from millrace.core.scheduler.fleet.run_queue import Rank
+from millrace.core.scheduler.fleet.task import Rank
 from millrace.core.scheduler.request_table import MIN_KEPT_TOKENS, RequestTable
 from millrace.core.scheduler.step_context import StepContext
 

@@ -19,7 +19,7 @@ from millrace.core.scheduler.dispatch.decode_placement import DecodePlacement
 from millrace.core.scheduler.fleet.batching import batch
 from millrace.core.scheduler.fleet.cluster import Pool
 from millrace.core.scheduler.fleet.instances import Instance, PrefillInstance
-from millrace.core.scheduler.fleet.run_queue import Rank, Task, masks
+from millrace.core.scheduler.fleet.task import Rank, Task, masks
 from millrace.core.scheduler.planning.plan import Plan, PlannedChunk
 from millrace.core.scheduler.request_table import RequestTable
 from millrace.core.scheduler.step_context import StepContext
@@ -100,7 +100,10 @@ class Dispatcher:
         index = 0
         while index < len(pool.waiting) and pool.prefill:
             request = pool.waiting[index]
-            candidate = self._plan(request, pool, kept, step.now_s)
+            slots = self._slots(request, pool)
+            if not any(slots):
+                return  # nor is there one for a later request
+            candidate = self._plan(request, pool, slots, kept, step.now_s)
             if candidate is not None:
                 self._start(step, request, candidate, pool)
             elif not pool.could_prefill(request):
@@ -126,38 +129,39 @@ class Dispatcher:
         others.sort(key=lambda one: (-one.free_pages, one.id))
         return [one.id for one in others[: pool.least_sp(shares)]]
 
+    def _slots(self, request: LiveRequest, pool: Pool) -> list[bool]:
+        """Returns which instances have a task slot among the tasks that go before the request."""
+        rank: Rank = (pool.waiting.key(request), request.order, 0)
+        has_slot, ahead = pool.run_queue.has_slot, self._config.tasks_ahead
+        return [has_slot(one, rank, ahead) for one in pool.prefill.values()]
+
     def _plan(
-        self, request: LiveRequest, pool: Pool, kept: set[str], now_s: float
+        self,
+        request: LiveRequest,
+        pool: Pool,
+        slots: list[bool],
+        kept: set[str],
+        now_s: float,
     ) -> _Candidate | None:
         """Returns chunks of which the first can be taken in now, or None; on no instance that is
         `kept`.
 
-        A chunk can be taken in when its instances have a task slot among the tasks that go before
-        the request, and all instances of the plan have the pages that they need. Where they lack
-        pages, the plan is made again without these instances, and then for a larger group, whose
-        members need fewer pages. A request whose plan is not taken in is planned again in the next
-        round.
+        A chunk can be taken in when its instances have a task slot, and all instances of the plan
+        have the pages that they need. Where they lack pages, the plan is made again without these
+        instances, and then for a larger group, whose members need fewer pages. A request whose plan
+        is not taken in is planned again in the next round.
         """
         instances = list(pool.prefill.values())
-        rank: Rank = (pool.waiting.key(request), request.order, 0)
-        run_queue, ahead = pool.run_queue, self._config.tasks_ahead
-        slots = [len(one.queue) < ahead or run_queue.ahead(one, rank) < ahead for one in instances]
-        if not any(slots):
-            return None
-        queue_s = run_queue.queue_s(instances, rank, now_s)
         shares = pool.shares(request)
-        least, tokens, request_id = min(shares.values()), request.prompt_tokens, request.id
-        for index, one in enumerate(instances):
-            # As `free_slots` and `takes`, written out: computed for every instance and plan.
-            card = one.card
-            if (
-                (card.kv_pages - one.used_pages) * card.page_tokens < least
-                or tokens > card.max_context_tokens
-                or request_id in one.holdings
-                or (kept and one.id in kept)
-            ):
-                queue_s[index] = NO_ROOM_S
-                pool.lacks_pages = True
+        full = _full(request, instances, min(shares.values()), kept)
+        if full:
+            pool.lacks_pages = True
+        if all(not has_slot or index in full for index, has_slot in enumerate(slots)):
+            return None
+        rank: Rank = (pool.waiting.key(request), request.order, 0)
+        queue_s = pool.run_queue.queue_s(instances, rank, now_s)
+        for index in full:
+            queue_s[index] = NO_ROOM_S
         least_sp = pool.least_sp(shares)
         waiting_s = queue_s
         for attempt in range(3):
@@ -318,6 +322,22 @@ class Dispatcher:
             self.commands += 1
             step.run_prefill(request, instance_id)
         self._table.advance(step, request, RequestState.PREFILLING)
+
+
+def _full(
+    request: LiveRequest, instances: list[PrefillInstance], least: int, kept: set[str]
+) -> set[int]:
+    """Returns the indices of the instances that have no room for a share of `least` slots now."""
+    tokens, request_id = request.prompt_tokens, request.id
+    return {
+        index
+        for index, one in enumerate(instances)
+        # As `free_slots` and `takes`, written out: computed for every instance and plan.
+        if (one.card.kv_pages - one.used_pages) * one.card.page_tokens < least
+        or tokens > one.card.max_context_tokens
+        or request_id in one.holdings
+        or (kept and one.id in kept)
+    }
 
 
 def _candidate(request: LiveRequest, pool: Pool, plan: Plan) -> _Candidate:

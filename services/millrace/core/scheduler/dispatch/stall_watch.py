@@ -17,7 +17,8 @@ from typing import Final
 
 from millrace.core.request import RequestState
 from millrace.core.scheduler.fleet.instances import PrefillInstance
-from millrace.core.scheduler.fleet.run_queue import RunQueue, Task
+from millrace.core.scheduler.fleet.run_queue import RunQueue
+from millrace.core.scheduler.fleet.task import Task
 from millrace.core.scheduler.reports import Heartbeat
 from millrace.core.scheduler.request_table import RequestTable
 from millrace.core.scheduler.step_context import StepContext

@@ -18,7 +18,7 @@ from millrace.core.request import Shard
 from millrace.core.scheduler.events import InstanceJoined
 from millrace.core.scheduler.fleet.cached_prefixes import CachedPrefixes
 from millrace.core.scheduler.fleet.freeness import freeness
-from millrace.core.scheduler.fleet.run_queue import Task
+from millrace.core.scheduler.fleet.task import Task
 from millrace.core.scheduler.reports import Heartbeat
 
 

@@ -16,60 +16,25 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import pairwise
+from collections.abc import Mapping, Sequence
+from itertools import islice, pairwise
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
-from millrace.core.cost.correction import Band
 from millrace.core.live_request import LiveRequest
 from millrace.core.priority import PriorityKey, Ranking
-from millrace.core.request import Chunk
-from millrace.core.scheduler.effects import ChunkRef, Order
+from millrace.core.scheduler.effects import Order
+from millrace.core.scheduler.fleet.task import Rank, Task
 
 if TYPE_CHECKING:
     from millrace.core.scheduler.fleet.instances import PrefillInstance
-
-#: (policy's key, order of submission, chunk's index): a total order of tasks.
-Rank = tuple[PriorityKey, int, int]
 
 #: Queue time that work which would yield adds, per second of it: planners then prefer, among
 #: instances that are equally soon free, the instance where the least is disturbed.
 YIELDING_WEIGHT = 1e-3
 
-
-@dataclass(slots=True, eq=False, kw_only=True)
-class Task:
-    """The scheduler's task: a chunk on its group of instances. An instance computes its share as a
-    `ChunkTask`. `requests[0]` is the head: the task has its rank."""
-
-    requests: list[LiveRequest]
-    chunk: Chunk
-    members: tuple[PrefillInstance, ...]  # leader first
-    mask: int  # the members' bits
-    modelled_s: float  # by the latency model
-    predicted_s: float  # the same, corrected by what the members' computing took so far
-    band: Band  # that the correction is of
-    batched: bool = False
-    is_alone: bool = False  # a whole prompt that found its members idle
-    rank: Rank
-    previous: Task | None = None  # the chunk that must be finished first
-    executed_s: float = 0.0  # in spans already ended
-    started_s: float | None = None  # since when it has been computing
-    chosen: bool = False  # as far as the scheduler decides, it runs
-    finished: bool = False
-
-    @property
-    def ready(self) -> bool:
-        return self.previous is None or self.previous.finished
-
-    def remaining_s(self, now_s: float) -> float:
-        left_s = self.predicted_s - self.executed_s
-        if self.started_s is not None:
-            left_s -= now_s - self.started_s
-        return left_s if left_s > 0.0 else 0.0
-
+#: More new keys than one in so many tasks are sorted in, fewer are moved one by one.
+_SORTS_FROM = 8
 
 _rank = attrgetter("rank")
 
@@ -87,7 +52,11 @@ class RunQueue:
         self.tasks: dict[str, list[Task]] = {}  # request id -> its unfinished tasks, in order
         self.preemptions = 0
         self.everyone = 0  # bits of the pool's prefill instances, draining ones too
-        self._stale: dict[PrefillInstance, None] = {}  # their queues differ from their last order
+        #: Their queues differ from their last order. Others are sorted, after what runs there.
+        self._stale: dict[PrefillInstance, None] = {}
+        self._chosen: list[Task] = []  # by the last round
+        #: Of an instance: the seconds of its tasks that don't compute, and the others.
+        self._held: dict[PrefillInstance, tuple[float, list[Task]]] = {}
 
     # ---- adding and removing tasks
 
@@ -102,6 +71,22 @@ class RunQueue:
                 if len(task.requests) > 1 or (queue and task.rank < queue[-1].rank):
                     self._stale[member] = None
                 queue.append(task)
+                self._held.pop(member, None)
+
+    def started(self, task: Task, now_s: float) -> None:
+        """Notes that the task computes."""
+        if task.started_s is None:
+            task.started_s = now_s
+            self._recount(task)
+
+    def suspended(self, task: Task, executed_s: float) -> None:
+        """Notes that the task has computed for so long and computes no more for now."""
+        task.executed_s, task.started_s = executed_s, None
+        self._recount(task)
+
+    def _recount(self, task: Task) -> None:
+        for member in task.members:
+            self._held.pop(member, None)
 
     def find(self, request_id: str, chunk_index: int) -> Task | None:
         for task in self.tasks.get(request_id, ()):
@@ -127,7 +112,7 @@ class RunQueue:
             if not staying:
                 self._drop(task)
                 continue
-            task.requests = staying
+            task.requests, task.refs = staying, ()
             if head is not staying[0]:
                 staying[0].take_over(head)
                 self._replace_head(task, head)
@@ -140,6 +125,13 @@ class RunQueue:
         self._unrank(task)
         task.rank = (self._ranking.replace(old, new), new.order, task.chunk.index)
         insort(self.ranked, task, key=_rank)
+        self._unsort(task)
+
+    def _unsort(self, task: Task) -> None:
+        """Notes that the task may be in a wrong place of its members' queues."""
+        for member in task.members:
+            if len(member.queue) > 1:
+                self._stale[member] = None
 
     def leave(self, request_id: str, instance: PrefillInstance) -> None:
         """Notes that a member has done its part of the request, which other members still
@@ -149,10 +141,12 @@ class RunQueue:
                 task.members = tuple(one for one in task.members if one is not instance)
                 task.mask &= ~instance.bit
                 instance.queue.remove(task)
+                self._held.pop(instance, None)
 
     def forget(self, instance: PrefillInstance) -> None:
         """Forgets an instance that is gone, after its requests' tasks."""
         self._stale.pop(instance, None)
+        self._held.pop(instance, None)
         self.everyone &= ~instance.bit
 
     def _unrank(self, task: Task) -> None:
@@ -160,6 +154,8 @@ class RunQueue:
 
     def _drop(self, task: Task) -> None:
         self._unrank(task)
+        self._recount(task)
+        task.chosen = False
         for member in task.members:
             member.queue.remove(task)
         for request in task.requests:
@@ -178,31 +174,52 @@ class RunQueue:
 
     def rerank(self, keys: Mapping[str, PriorityKey]) -> None:
         """Gives the tasks whose head is among `keys`, by id, their new keys."""
-        changed = False
-        for task in self.ranked if keys else ():
-            head = task.requests[0]
-            key = keys.get(head.id)
-            if key is not None and key != task.rank[0]:
-                task.rank = (key, head.order, task.chunk.index)
-                changed = True
-        if not changed or all(one.rank < other.rank for one, other in pairwise(self.ranked)):
+        changed = [
+            (task, key)
+            for name, key in keys.items()
+            for task in self.tasks.get(name, ())
+            if task.requests[0].id == name and task.rank[0] != key
+        ]
+        if len(changed) * _SORTS_FROM < len(self.ranked):
+            for task, key in changed:
+                self._move(task, key)
+            return
+        for task, key in changed:
+            task.rank = (key, *task.rank[1:])
+        if all(one.rank < other.rank for one, other in pairwise(self.ranked)):
             return
         self.ranked.sort(key=_rank)
         for task in self.ranked:
-            for member in task.members:
-                if len(member.queue) > 1:
-                    self._stale[member] = None
+            self._unsort(task)
+
+    def _move(self, task: Task, key: PriorityKey) -> None:
+        before = bisect_left(self.ranked, task.rank, key=_rank)
+        del self.ranked[before]
+        task.rank = (key, *task.rank[1:])
+        after = bisect_left(self.ranked, task.rank, key=_rank)
+        self.ranked.insert(after, task)
+        if after != before:
+            self._unsort(task)
 
     def rank_by(self, ranking: Ranking, now_s: float) -> None:
         """Ranks all tasks again."""
         self._ranking = ranking
         self.rerank({head.id: ranking.add(head, now_s) for head in self.heads()})
 
-    def ahead(self, instance: PrefillInstance, rank: Rank) -> int:
-        """Returns how many tasks of the instance go before a request of this rank."""
-        if self.preemptive:
-            return sum(task.rank < rank for task in instance.queue)
-        return sum(task.chosen or task.rank < rank for task in instance.queue)
+    def has_slot(self, instance: PrefillInstance, rank: Rank, slots: int) -> bool:
+        """Returns whether fewer than `slots` of the instance's tasks go before such a request."""
+        queue = instance.queue
+        if len(queue) < slots:
+            return True
+        # One that runs, and then as many as would fill the slots: the others rank lower.
+        seen = queue if instance in self._stale else islice(queue, slots + 1)
+        stays = not self.preemptive
+        for task in seen:
+            if task.rank < rank or (stays and task.chosen):
+                slots -= 1
+                if not slots:
+                    return False
+        return True
 
     def queue_s(
         self, instances: Sequence[PrefillInstance], rank: Rank, now_s: float
@@ -213,25 +230,51 @@ class RunQueue:
         preemption a task may be lent a blocked group's member and end earlier than that.
         """
         free_s = dict.fromkeys(instances, 0.0)
-        yielding_s = dict.fromkeys(instances, 0.0)
         first = bisect_left(self.ranked, rank, key=_rank)
-        before, after = self.ranked[:first], self.ranked[first:]
+        before = self.ranked[:first]
         if not self.preemptive:  # a running task is not stopped, whatever its rank
-            before = [*(t for t in self.ranked if t.chosen), *(t for t in before if not t.chosen)]
-            after = [task for task in after if not task.chosen]
-        for task in before:
-            members, left_s = task.members, task.remaining_s(now_s)  # a member may be draining
+            before = [*self._running(), *(task for task in before if not task.chosen)]
+        left_s = [task.remaining_s(now_s) for task in before]
+        for task, task_s in zip(before, left_s, strict=True):
+            members = task.members  # a member may be draining
             if len(members) == 1:
-                free_s[members[0]] = free_s.get(members[0], 0.0) + left_s
+                free_s[members[0]] = free_s.get(members[0], 0.0) + task_s
                 continue
-            end_s = max([free_s.get(one, 0.0) for one in members]) + left_s
+            end_s = max([free_s.get(one, 0.0) for one in members]) + task_s
             for one in members:
                 free_s[one] = end_s
-        for task in after:
-            delay_s = YIELDING_WEIGHT * task.remaining_s(now_s)
+        if len(before) < len(self.ranked):
+            self._add_yielding(free_s, before, left_s, now_s)
+        return array("d", [free_s[one] for one in instances])
+
+    def _add_yielding(
+        self,
+        free_s: dict[PrefillInstance, float],
+        before: list[Task],
+        left_s: list[float],
+        now_s: float,
+    ) -> None:
+        """Adds what would yield: what the instances hold in all, less the tasks `before`."""
+        counts: dict[PrefillInstance, int] = {}
+        seconds: dict[PrefillInstance, float] = {}
+        for task, task_s in zip(before, left_s, strict=True):
             for one in task.members:
-                yielding_s[one] = yielding_s.get(one, 0.0) + delay_s
-        return array("d", [free_s[one] + yielding_s[one] for one in instances])
+                counts[one] = counts.get(one, 0) + 1
+                seconds[one] = seconds.get(one, 0.0) + task_s
+        for one in free_s:
+            if len(one.queue) > counts.get(one, 0):
+                after_s = self._held_s(one, now_s) - seconds.get(one, 0.0)
+                free_s[one] += YIELDING_WEIGHT * max(0.0, after_s)
+
+    def _held_s(self, instance: PrefillInstance, now_s: float) -> float:
+        """Returns the seconds of all tasks that the instance holds."""
+        kept = self._held.get(instance)
+        if kept is None:
+            resting = [task for task in instance.queue if task.started_s is None]
+            computing = [task for task in instance.queue if task.started_s is not None]
+            kept = sum(task.remaining_s(0.0) for task in resting), computing
+            self._held[instance] = kept
+        return kept[0] + sum(task.remaining_s(now_s) for task in kept[1])
 
     def ahead_s(self, instance: PrefillInstance, rank: Rank, now_s: float) -> float:
         """Returns the seconds of the tasks that the instance holds and that go before this rank.
@@ -239,11 +282,23 @@ class RunQueue:
         Work of other instances of their groups before these tasks is left out: `queue_s` includes
         it.
         """
-        return sum(
-            task.remaining_s(now_s)
-            for task in instance.queue
-            if task.rank < rank or (task.chosen and not self.preemptive)
-        )
+        is_sorted, stays = instance not in self._stale, not self.preemptive
+        found_s = 0.0
+        for index, task in enumerate(instance.queue):
+            if task.rank < rank or (stays and task.chosen):
+                found_s += task.remaining_s(now_s)
+            elif index and is_sorted:
+                break
+        return found_s
+
+    def instead_of(self, task: Task) -> tuple[str, ...]:
+        """Returns the requests that run on the task's members now, by id."""
+        others = (one for one in self._chosen if one.chosen and one.mask & task.mask)
+        return tuple(one.requests[0].id for one in others if one is not task)
+
+    def _running(self) -> list[Task]:
+        """Returns the tasks that run, by rank."""
+        return sorted((task for task in self._chosen if task.chosen), key=_rank)
 
     # ---- which tasks run
 
@@ -261,55 +316,55 @@ class RunQueue:
         running = {member: task for task in chosen for member in task.members}
         orders = []
         for member in self._stale:
-            before = list(member.queue)
-            first = running.get(member)
-            member.queue.sort(key=lambda task: (task is not first, task.rank))
-            if member.queue != before or any(len(task.requests) > 1 for task in member.queue):
+            queue, first = member.queue, running.get(member)
+            before = list(queue)
+            queue.sort(key=_rank)
+            if first is not None and queue[0] is not first:
+                queue.remove(first)
+                queue.insert(0, first)
+            if queue != before or any(len(task.requests) > 1 for task in queue):
                 orders.append(_order(member))
         self._stale.clear()
         return orders
 
     def _choose(self) -> list[Task]:
+        """Has the best tasks run whose members are free for them. Looks no further than to the one
+        that claims the last member.
+        """
         claimed = 0
         chosen: list[Task] = []
         if not self.preemptive:
-            chosen = [task for task in self.ranked if task.chosen]
+            chosen = self._running()
             for task in chosen:
                 claimed |= task.mask
         for task in self.ranked:
+            if claimed == self.everyone:
+                break
             if task.chosen and not self.preemptive:
                 continue
             before = task.previous  # as `ready`, written out: evaluated for every task and round
             if not claimed & task.mask and (before is None or before.finished):
                 chosen.append(task)
-                task.chosen = True
                 claimed |= task.mask
-            elif self.preemptive:
-                if task.chosen:
-                    task.chosen = False
-                    self.preemptions += task.started_s is not None
-            else:
+            elif not self.preemptive:
                 claimed |= task.mask
-            if claimed == self.everyone and not self.preemptive:
-                break
+        self._choose_no_more(chosen)
         return chosen
+
+    def _choose_no_more(self, chosen: list[Task]) -> None:
+        """Has those yield that ran until now and are not among `chosen`."""
+        before, self._chosen = self._chosen, chosen
+        still = set(chosen)
+        for task in before:
+            if task.chosen and task not in still:
+                task.chosen = False
+                self.preemptions += task.started_s is not None
+        for task in chosen:
+            task.chosen = True
 
 
 def _order(instance: PrefillInstance) -> Order:
     return Order(
         instance_id=instance.id,
-        queue=tuple(
-            tuple(
-                ChunkRef(request_id=request.id, chunk_index=task.chunk.index)
-                for request in task.requests
-            )
-            for task in instance.queue
-        ),
+        queue=tuple(task.named() for task in instance.queue),
     )
-
-
-def masks(members: Iterable[PrefillInstance]) -> int:
-    mask = 0
-    for member in members:
-        mask |= member.bit
-    return mask

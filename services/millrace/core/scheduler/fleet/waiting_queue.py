@@ -19,7 +19,7 @@ class WaitingQueue:
     """Requests by (key, order of submission). Adding and removing cost O(log n) comparisons."""
 
     def __init__(self, ranking: Ranking) -> None:
-        self._ranking = ranking
+        self.ranking = ranking
         self._entries: list[_Entry] = []
         self._ranks: dict[str, _Rank] = {}
         self.work_s = 0.0
@@ -38,13 +38,13 @@ class WaitingQueue:
         return self._entries[index][2]
 
     def add(self, request: LiveRequest, now_s: float) -> None:
-        self._insert(request, self._ranking.add(request, now_s))
+        self._insert(request, self.ranking.add(request, now_s))
         self.work_s += request.predicted_prefill_s
 
     def remove(self, request: LiveRequest) -> None:
         """Raises KeyError when the request is not in the queue."""
         self.send(request)
-        self._ranking.remove(request)
+        self.ranking.remove(request)
 
     def send(self, request: LiveRequest) -> None:
         """Removes a request that stays in the ranking, for the run queue of the pool."""
@@ -70,6 +70,11 @@ class WaitingQueue:
     def key(self, request: LiveRequest) -> PriorityKey:
         return self._ranks[request.id][0]
 
+    def before(self, request: LiveRequest) -> list[LiveRequest]:
+        """Returns the requests that go before one of the queue."""
+        first = bisect_left(self._entries, self._ranks[request.id])
+        return [entry[2] for entry in self._entries[:first]]
+
     def rerank(self, keys: Mapping[str, PriorityKey]) -> None:
         """Gives the requests that are among `keys`, by id, their new keys."""
         if len(keys) * _SORTS_FROM < len(self._entries):
@@ -84,7 +89,7 @@ class WaitingQueue:
 
     def rank_by(self, ranking: Ranking, now_s: float) -> None:
         """Ranks all requests again."""
-        self._ranking = ranking
+        self.ranking = ranking
         self.rerank({one.id: ranking.add(one, now_s) for one in self})
 
 

@@ -1,0 +1,242 @@
+"""Says why a request waits, or waited: its part of the order, what is before it, what it lacks.
+
+It is made on demand, from what the scheduler knows anyway, and costs a look at all that goes before
+the request. Only the times by reason are kept while requests wait (`core.waits`), and those of the
+last requests that ended (`ended_requests`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from millrace.core.live_request import LiveRequest
+from millrace.core.priority import PriorityKey, Ranking
+from millrace.core.request import RequestState
+from millrace.core.scheduler.ended_requests import Ended
+from millrace.core.scheduler.fleet.cluster import Pool
+from millrace.core.scheduler.fleet.run_queue import RunQueue
+from millrace.core.scheduler.fleet.task import Task
+from millrace.core.scheduler.request_table import RequestTable
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ahead:
+    """The requests that go before it, of one part of the order, and their prefill in seconds."""
+
+    part: str
+    requests: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Waited:
+    """How long it waited for one thing, while in one part of the order."""
+
+    reason: str
+    part: str
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Explanation:
+    """Why a request waits, or waited. Of one that ended, only the times are known."""
+
+    request_id: str
+    state: str
+    slo_class: str
+    policy: str
+    part: str = ""
+    key: str = ""  # in words
+    waits_for: str = ""
+    left_s: float = 0.0  # predicted seconds of prefill
+    deadline_in_s: float | None = None
+    first_token_s: float | None = None  # after its arrival
+    in_time: bool | None = None
+    attainment: float | None = None  # of its class, 0 to 1
+    value: float | None = None
+    stretch: float | None = None
+    ahead: tuple[Ahead, ...] = ()
+    waited: tuple[Waited, ...] = ()
+    suspended_by: tuple[str, ...] = ()
+
+
+def explain(table: RequestTable, request_id: str, now_s: float) -> Explanation | None:
+    """Returns None for a request that is not known, or no longer."""
+    request = table.requests.get(request_id)
+    if request is not None:
+        return _of_live(table, request, now_s)
+    ended = table.ended.get(request_id)
+    return None if ended is None else _of_ended(ended, table.cluster.policy.name)
+
+
+def _of_ended(ended: Ended, policy: str) -> Explanation:
+    return Explanation(
+        request_id=ended.request_id,
+        state=ended.state,
+        slo_class=ended.slo_class,
+        policy=policy,
+        first_token_s=ended.first_token_s,
+        in_time=ended.in_time,
+        waited=_waited(ended.seconds),
+        suspended_by=ended.suspended_by,
+    )
+
+
+def _of_live(table: RequestTable, request: LiveRequest, now_s: float) -> Explanation:
+    first_s = request.first_token_s
+    place = _place(table, request)
+    ranking, key = (place.ranking, place.key) if place is not None else (None, None)
+    part = "" if ranking is None or key is None else ranking.part(key)
+    standing = None if ranking is None or key is None else ranking.describe(request, key, now_s)
+    return Explanation(
+        request_id=request.id,
+        state=request.state.value,
+        slo_class=request.slo.class_name,
+        policy=table.cluster.policy.name,
+        part=part,
+        key="" if standing is None else standing.key,
+        waits_for=_waits_for(table, request, place),
+        left_s=request.remaining_s(now_s) if first_s is None else 0.0,
+        deadline_in_s=None if math.isinf(request.deadline_s) else request.deadline_s - now_s,
+        first_token_s=None if first_s is None else first_s - request.arrival_s,
+        in_time=request.in_time,
+        attainment=None if standing is None else standing.attainment,
+        value=None if standing is None else standing.value,
+        stretch=None if standing is None else standing.stretch,
+        ahead=() if place is None else _ahead(place, now_s),
+        waited=_waited(request.waits.until(now_s)),
+        suspended_by=request.waits.suspended_by,
+    )
+
+
+def _waited(seconds: Mapping[tuple[str, str], float]) -> tuple[Waited, ...]:
+    rows = sorted(seconds.items(), key=lambda row: -row[1])
+    return tuple(Waited(reason=reason, part=part, seconds=s) for (reason, part), s in rows if s > 0)
+
+
+# ---- where it stands
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Place:
+    """Its place in an order: its key, and what goes before it with their keys."""
+
+    ranking: Ranking
+    key: PriorityKey
+    before: list[tuple[LiveRequest, PriorityKey]]
+    pool: Pool | None = None  # None: it has no decode instance yet
+    task: Task | None = None  # the next to compute; None: no instance has it
+
+
+def _place(table: RequestTable, request: LiveRequest) -> _Place | None:
+    """Returns None where nothing of it is left to order."""
+    line = table.waiting_queue_of.get(request.id)
+    if line is not None and line is table.unplaced:
+        key = line.key(request)
+        before = [(one, line.key(one)) for one in line.before(request)]
+        return _Place(ranking=line.ranking, key=key, before=before)
+    run_queue = table.run_queue_of.get(request.id)
+    owner = table.cluster.instances.get(request.decode_id or "")
+    if owner is None or (line is None and run_queue is None):
+        return None
+    pool = table.cluster.pool_of(owner)
+    if line is not None:
+        key = line.key(request)
+        before = [(one, line.key(one)) for one in line.before(request)]
+        before += _heads_before(pool.run_queue, (key, request.order, 0))
+        return _Place(ranking=pool.ranking, key=key, before=before, pool=pool)
+    assert run_queue is not None
+    task = run_queue.tasks[request.id][0]
+    sharing = _heads_before(run_queue, task.rank, task.mask)
+    return _Place(ranking=pool.ranking, key=task.rank[0], before=sharing, pool=pool, task=task)
+
+
+def _heads_before(
+    run_queue: RunQueue, rank: tuple[PriorityKey, int, int], mask: int = -1
+) -> list[tuple[LiveRequest, PriorityKey]]:
+    """The requests whose tasks rank higher, on any of the instances of `mask`."""
+    found: dict[str, tuple[LiveRequest, PriorityKey]] = {}
+    for task in run_queue.ranked:
+        if task.rank >= rank:
+            break
+        if task.mask & mask:
+            head = task.requests[0]
+            found[head.id] = (head, task.rank[0])
+    return list(found.values())
+
+
+def _ahead(place: _Place, now_s: float) -> tuple[Ahead, ...]:
+    requests: dict[str, int] = {}
+    seconds: dict[str, float] = {}
+    for one, key in place.before:
+        part = place.ranking.part(key)
+        requests[part] = requests.get(part, 0) + 1
+        seconds[part] = seconds.get(part, 0.0) + one.remaining_s(now_s)
+    return tuple(
+        Ahead(part=part, requests=count, seconds=seconds[part]) for part, count in requests.items()
+    )
+
+
+# ---- what it lacks
+
+
+def _waits_for(table: RequestTable, request: LiveRequest, place: _Place | None) -> str:
+    if request.state is RequestState.TRANSFERRING:
+        return f"its KV to land at {request.decode_id}"
+    if place is None or request.first_token_s is not None:
+        return ""
+    if place.pool is None:
+        return _for_decode(table, request)
+    if place.task is None:
+        return _for_prefill(table, request, place.pool, place.key)
+    return _for_turn(place.pool.run_queue, place.task)
+
+
+def _for_decode(table: RequestTable, request: LiveRequest) -> str:
+    owners = [owner for pool in table.cluster.ready_pools() for owner in pool.kv_owners()]
+    if not owners:
+        return "an instance that decodes"
+    most = max(owners, key=lambda one: one.open_pages)
+    pages = most.booked_for(request)
+    return (
+        f"room at a decode instance: it needs {pages} pages, and {most.id} has most, "
+        f"{most.open_pages}"
+    )
+
+
+def _for_prefill(table: RequestTable, request: LiveRequest, pool: Pool, key: PriorityKey) -> str:
+    instances = list(pool.prefill.values())
+    if not instances:
+        return "an instance that prefills"
+    rank = (key, request.order, 0)
+    slots = table.config.tasks_ahead
+    open_to = [one for one in instances if pool.run_queue.has_slot(one, rank, slots)]
+    if not open_to:
+        return f"a task slot: all {len(instances)} prefill instances have {slots} tasks before it"
+    shares = pool.shares(request)
+    least, degree = min(shares.values()), pool.least_sp(shares)
+    able = [one for one in open_to if one.free_slots >= least and one.takes(request)]
+    if len(able) < degree:
+        group = f"a group of {degree} prefill instances" if degree > 1 else "a prefill instance"
+        return f"pages at {group}: {len(able)} have the {least} tokens that it needs of each"
+    return "requests before it, which keep pages for themselves, or a better group"
+
+
+def _for_turn(run_queue: RunQueue, task: Task) -> str:
+    names = _listed(member.id for member in task.members)
+    if task.started_s is not None:
+        return f"nothing: it computes at {names}"
+    if not task.ready:
+        return "the chunk before, which is not finished"
+    others = run_queue.instead_of(task)
+    if task.chosen or not others:
+        return f"{names} to begin it"
+    return f"{names}, where {_listed(others)} run first"
+
+
+def _listed(names: Iterable[str]) -> str:
+    first, *rest = names
+    shown = ", ".join([first, *rest[:3]])
+    return f"{shown} and {len(rest) - 3} more" if len(rest) > 3 else shown
