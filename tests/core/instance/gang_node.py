@@ -45,7 +45,8 @@ class Scenario:
     at any time. `cancels`: requests that their clients may give up. `failures`: so many times an
     instance gives a job up. `losses`: so many messages between instances are lost, against the
     protocol's assumptions; then the scheduler's watch must help. `opens_at_once`: the messages by
-    which a gang opens take no time, so that larger worlds can be searched.
+    which a gang opens take no time, so that larger worlds can be searched. `passes_s`: between two
+    events at the scheduler; 0 in a search, whose states have no time.
     """
 
     prompts: tuple[Prompt, ...]
@@ -61,6 +62,8 @@ class Scenario:
     losses: int = 0
     opens_at_once: bool = False
     instances: int = 3
+    policy: str = "edf"
+    passes_s: float = 0.0
 
     def tokens(self, prompt: Prompt) -> int:
         """Returns the prompt's tokens: the scripted planner recognises the prompt by them."""
@@ -98,7 +101,7 @@ class Scheduler:
         self.machine = Machine(
             SchedulerConfig(
                 planner="single_chunk",
-                policy="edf",
+                policy=scenario.policy,
                 preemption=scenario.preemption,
                 improvement_rate=0.9,
                 tasks_ahead=9,
@@ -135,6 +138,7 @@ class Scheduler:
     def _take(self, *words: events.Event) -> list[effects.Effect]:
         heard, found = deque(words), []
         while heard:
+            self.now_s += self.scenario.passes_s
             for effect in self.machine.step(heard.popleft(), self.now_s):
                 match effect:
                     case effects.CancelOn(instance_id="d0", request_id=request_id):

@@ -250,6 +250,31 @@ def test_on_random_ways_three_overlapping_gangs_all_end(preemption: str, crashes
     assert stops > 10
 
 
+@pytest.mark.parametrize("preemption", ["operator", "chunk"])
+def test_on_random_ways_gangs_end_while_the_default_orders_them_anew(preemption: str) -> None:
+    """As time passes, each prompt could be in time, is late, and is due before all others."""
+    stops = 0
+    for seed in range(40):
+        draw = random.Random(seed)
+        prompts = [replace(one, ttft_s=draw.choice([0.5, 2.0, 9.0])) for one in THREE]
+        draw.shuffle(prompts)
+        scenario = Scenario(
+            (*prompts, Prompt("d", 1.0, ((1,), (1, 0, 2))), Prompt("e", 0.5, ((0,),))),
+            preemption=preemption,
+            policy="millrace",
+            passes_s=draw.choice([0.01, 0.2, 1.0]),
+            crashes=draw.randint(0, 1),
+            policies=tuple(draw.choices(["edf", "millrace"], k=draw.randint(0, 2))),
+        )
+        world = World(scenario)
+        try:
+            stops += _wander(world, draw)
+        except Exception as error:
+            error.add_note(f"seed {seed}")
+            raise
+    assert stops > 5
+
+
 def _wander(world: World, draw: random.Random) -> int:
     """Plays moves until none is left. Some links are slow for a while, some instances."""
     steps = 0
