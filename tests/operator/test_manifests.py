@@ -21,7 +21,10 @@ from support.custom_resources import DEFAULTS, SCHEMAS, defaulted, model_service
 EVERYTHING: dict[str, Any] = {
     "model": {"name": "m", "uri": "/models/m", "revision": "2", "maxContextTokens": 65536},
     "weights": {"persistentVolumeClaim": {"claimName": "weights", "subPath": "m"}},
-    "sloClasses": [{"name": "chat", "ttftSeconds": "0.5", "tbtMilliseconds": 50}, {"name": "a b"}],
+    "sloClasses": [
+        {"name": "chat", "ttftSeconds": "0.5", "tbtMilliseconds": 50, "e2eSeconds": "9"},
+        {"name": "a b"},
+    ],
     "settings": {"engine.max_batch": "32", "proxy.max_inflight": "99"},
     "scheduling": {"policy": "lars", "planner": "cdsp"},
     "redis": {"secretRef": {"name": "redis"}},
@@ -86,7 +89,7 @@ def test_the_services_read_their_file(tmp_path):
     file = tmp_path / "config.toml"
     file.write_text(all_objects(**EVERYTHING)["ConfigMap", "chat-config"]["data"]["config.toml"])
     config = load_config(file)
-    assert config.slo_classes["chat"] == Slo(ttft_s=0.5, tbt_s=0.05, class_name="chat")
+    assert config.slo_classes["chat"] == Slo(ttft_s=0.5, tbt_s=0.05, e2e_s=9.0, class_name="chat")
     assert config.slo_classes["a b"] == Slo(class_name="a b")
     assert (config.scheduler.policy, config.scheduler.planner) == ("lars", "cdsp")
     assert config.scheduler.max_kv_tokens_per_worker == 262_144

@@ -24,6 +24,7 @@ from millrace_operator.schema.record import (
 
 TTFT = "Time to first token, in seconds as a decimal number in quotes."
 TBT = "Time between two tokens, in milliseconds."
+E2E = "Time to the last token, in seconds as a decimal number in quotes."
 
 NonEmpty = Annotated[Text, Field(min_length=1)]
 SecretKey = Annotated[NonEmpty, Field(description="Key of the Secret that holds the value.")]
@@ -135,6 +136,7 @@ class Objectives(Record):
 
     ttft_seconds: Decimal = doc(TTFT, "10")
     tbt_milliseconds: int = doc(TBT, 100, ge=1, le=1_000_000)
+    e2e_seconds: Decimal | None = doc(E2E, None, alias="e2eSeconds")
 
 
 class SloClass(Record):
@@ -143,6 +145,7 @@ class SloClass(Record):
     name: str = doc("Name of the class.", min_length=1, max_length=63)
     ttft_seconds: Decimal | None = doc(TTFT, None)
     tbt_milliseconds: int | None = doc(TBT, None, ge=1, le=1_000_000)
+    e2e_seconds: Decimal | None = doc(E2E, None, alias="e2eSeconds")
 
 
 class Scheduling(Record):

@@ -25,8 +25,9 @@ ttft_s = 0.5
 tbt_s = 0.05
 ```
 
-A class without `ttft_s` or `tbt_s` takes `proxy.default_ttft_slo_ms` or `proxy.default_tbt_slo_ms`,
-as requests without a class do. A request's own headers override its class. Requests that name no
+A class without `ttft_s`, `tbt_s` or `e2e_s` (arrival to last token) takes
+`proxy.default_ttft_slo_ms`, `proxy.default_tbt_slo_ms` or `proxy.default_e2e_slo_ms`, as requests
+without a class do. A request's own headers override its class. Requests that name no
 class are of the class `default`, which may have a table too.
 
 With `tls`, all gRPC between services is mutual TLS: both ends show a certificate, and each end

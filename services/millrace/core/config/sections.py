@@ -79,6 +79,9 @@ class ProxyConfig(_Section):
     default_tbt_slo_ms: float = _setting(
         0.0, _within(0, 1e9), "TBT objective if neither header nor class gives one; 0: none"
     )
+    default_e2e_slo_ms: float = _setting(
+        0.0, _within(0, 1e9), "end-to-end objective if neither header nor class gives one; 0: none"
+    )
     admin_token: str = _setting(
         "", None, "bearer token of /admin; empty: clients on the proxy's own machine only"
     )
