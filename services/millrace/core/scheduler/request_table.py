@@ -16,6 +16,7 @@ from millrace.core.scheduler.fleet.cluster import Cluster, Pool
 from millrace.core.scheduler.fleet.instances import Holding, Instance, PrefillInstance
 from millrace.core.scheduler.fleet.run_queue import RunQueue, Task
 from millrace.core.scheduler.fleet.waiting_queue import WaitingQueue
+from millrace.core.scheduler.objectives import mean_tbt_s
 from millrace.core.scheduler.step_context import StepContext
 
 #: Decode keeps a prefix for the next attempt if it has at least this many tokens: fewer tokens are
@@ -216,6 +217,24 @@ class RequestTable:
         if not siblings:
             del self.by_proxy[request.proxy_id]
         self.advance(step, request, state)
+
+    def finish(
+        self,
+        step: StepContext,
+        request: LiveRequest,
+        generated_tokens: int | None,
+        reason: str | None = None,
+    ) -> None:
+        """Forgets a request whose answer is complete, and learns how it went.
+
+        generated_tokens: of all choices; None where that is not known.
+        """
+        self.end(step, request, RequestState.FINISHED, reason)
+        tbt_s = None
+        if generated_tokens is not None:
+            tbt_s = mean_tbt_s(request, generated_tokens, step.now_s)
+            self.cluster.answer_lengths.ended(request, generated_tokens)
+        self.cluster.policy.finished(request, step.now_s, tbt_s)
 
     def _withdraw(
         self,

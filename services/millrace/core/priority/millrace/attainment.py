@@ -1,7 +1,8 @@
 """How the classes fare, and what it is worth to have a request in time.
 
-An attainment is the share of requests whose first token is in time, of the last ones (exponentially
-weighted): of all, of each class, and of each length band of a class. A request is worth 1, and more
+An attainment is the share of requests in time (that met TTFT, TBT and end-to-end objective, as far
+as they have them), of the last ones (exponentially weighted): of all, of each class, and of each
+length band of a class. A request is worth 1, and more
 where its class or band is behind `GOAL`:
 
     value = weight * (1 + h_all (price(a_class) - 1) + h_all h_class (price(a_band) - 1))
@@ -105,6 +106,11 @@ class Attainments:
             band = own.bands[number] = Band()
             self._value(own)
         return band
+
+    def judge(self, request: LiveRequest, in_time: bool) -> None:
+        """Notes at a request with an objective whether it met all of them, and counts that."""
+        request.judge(in_time)
+        self.note(request, in_time)
 
     def note(self, request: LiveRequest, in_time: bool) -> None:
         """Counts the outcome of a request with an objective."""

@@ -55,9 +55,23 @@ class MillracePolicy:
         return MillraceRanking(self.attainments)
 
     def first_token(self, request: LiveRequest, now_s: float) -> None:
-        if request.slo.ttft_s is not None and request.in_time is None:
-            request.judge(now_s <= request.deadline_s)
-            self.attainments.note(request, bool(request.in_time))
+        if request.allowed_ttft_s is None or request.in_time is not None:
+            return
+        in_time = now_s <= request.deadline_s
+        if not in_time or (request.slo.tbt_s is None and request.slo.e2e_s is None):
+            self.attainments.judge(request, in_time)
+
+    def finished(self, request: LiveRequest, now_s: float, tbt_s: float | None) -> None:
+        slo = request.slo
+        if request.in_time is not None or (slo.tbt_s is None and slo.e2e_s is None):
+            return
+        in_time = slo.tbt_s is None or tbt_s is None or tbt_s <= slo.tbt_s
+        if slo.e2e_s is not None:
+            in_time = in_time and now_s - request.arrival_s <= slo.e2e_s
+        self.attainments.judge(request, in_time)
+
+    def value(self, request: LiveRequest) -> float:
+        return self.attainments.band(request).value
 
 
 class _Sweep:
@@ -121,19 +135,20 @@ class MillraceRanking:
         return entry.key
 
     def _entry(self, request: LiveRequest) -> Entry:
-        stated = request.slo.ttft_s is not None
+        stated = request.allowed_ttft_s is not None
         return Entry(request, self._attainments.band(request) if stated else None)
 
     def _arrived(self, request: LiveRequest, entry: Entry) -> None:
         work, keep = request.predicted_work_s, 1.0 - 1.0 / 400
+        allowed_s = request.allowed_ttft_s
         self._stated *= keep
         self._unstated *= keep
-        if entry.band is None or request.slo.ttft_s is None:
+        if entry.band is None or allowed_s is None:
             self._unstated += work
         else:
             self._stated += work
             density = work / entry.band.value
-            self._forecast.arrived(request.arrival_s, work, request.slo.ttft_s, density)
+            self._forecast.arrived(request.arrival_s, work, allowed_s, density)
 
     def remove(self, request: LiveRequest) -> None:
         entry = self._entries.pop(request.id)
@@ -262,8 +277,7 @@ class MillraceRanking:
 
     def _missed(self, request: LiveRequest) -> None:
         if request.in_time is None:
-            request.judge(False)
-            self._attainments.note(request, False)
+            self._attainments.judge(request, False)
 
 
 def _possible(request: LiveRequest, entry: Entry, now_s: float) -> bool:

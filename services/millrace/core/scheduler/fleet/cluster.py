@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from millrace.core.config import SchedulerConfig
+from millrace.core.cost.answer_lengths import AnswerLengths
 from millrace.core.cost.correction import Corrections, OnTop, band_of
 from millrace.core.cost.latency import SpLatency
 from millrace.core.cost.rates import live_rate
@@ -240,6 +241,7 @@ class Cluster:
         self.instances: dict[str, Instance] = {}
         self.pools: dict[str, Pool] = {}
         self.corrections = Corrections()
+        self.answer_lengths = AnswerLengths()
         grows = config.decode_reserve == "grow"
         self._headroom_tokens = config.decode_headroom_tokens if grows else None
         self._live_rate = live_rate(config.improvement_rate, config.improvement_rates)
