@@ -117,16 +117,18 @@ def test_the_wait_for_others_paces_is_bounded_by_the_answers_there(policy):
     assert number < 60
 
 
-def plain_loss(made: Bench, one: DecodeInstance, asked) -> float:
-    """What the placement loses by the definition; all values are 1 under fcfs."""
-    step = one.card.decode_step
+def plain_losses(one: DecodeInstance, asked) -> tuple[int, int]:
+    """The paces that the placement breaks by the definition, and those of them that a wait saves.
+
+    Under fcfs all requests are worth 1.
+    """
+    step, pace_s = one.card.decode_step, asked.slo.tbt_s or math.inf
     tokens = asked.prompt_tokens + asked.max_new_tokens
     after_s = step.seconds(one.sequences + 1, one.context_tokens + tokens)
     before_s = step.seconds(one.sequences, one.context_tokens)
-    loss = 0.0
-    for holding in one.holdings.values():
-        loss += before_s <= holding.tbt_s < after_s
-    return loss + ((asked.slo.tbt_s or math.inf) < after_s)
+    others = sum(before_s <= holding.tbt_s < after_s for holding in one.holdings.values())
+    own = pace_s < after_s
+    return others + own, others + (own and pace_s >= step.seconds(1, tokens))
 
 
 @settings(deadline=None)
@@ -147,22 +149,12 @@ def test_it_goes_where_the_fewest_paces_break(before, last):
         return  # others keep instances
     asked = request("last", last[0], last[1], tbt_s=last[2], arrival_s=made.now_s)
     owners = list(made.machine.cluster.pools["h"].decode.values())
-    losses = {one.id: plain_loss(made, one, asked.request) for one in owners}
-    empty = [one.id for one in owners if not one.sequences]
-    (place,) = of(Place, made.step(asked)) or [None]
-    if place is None:
-        assert not empty
-        assert min(losses.values()) > 0 or late_already(owners, last)
-    else:
-        free_of_loss = [name for name, loss in losses.items() if not loss]
-        assert place.decode_id in (free_of_loss or empty)
-
-
-def late_already(owners: list[DecodeInstance], last: tuple) -> bool:
-    """Whether a longer step would delay answers whose pace is broken already, everywhere."""
-    tokens = last[0] + last[1]
-    return all(
-        one.tightest_tbt_s
-        < one.card.decode_step.seconds(one.sequences + 1, one.context_tokens + tokens)
-        for one in owners
-    )
+    losses = {one.id: plain_losses(one, asked.request) for one in owners}
+    taking = [
+        one.id for one in owners if not one.sequences or not losses[one.id][1]
+    ]  # without a wait
+    placed = of(Place, made.step(asked))
+    assert bool(placed) == bool(taking)
+    if placed:
+        assert placed[0].decode_id in taking
+        assert losses[placed[0].decode_id][0] == min(losses[name][0] for name in taking)

@@ -4,41 +4,53 @@ A placement makes the steps of an instance longer. It loses the value (`Policy.v
 running answer whose pace the longer step would break, and the request's own value if its own pace
 would be broken, or if its first token would come too late on the way over this instance. A pace is
 the longest mean time between tokens that keeps a request's TBT and end-to-end objectives. Steps
-are predicted over all tokens that pages are booked for (`DecodeInstance.step_with_s`). An answer
-whose pace is broken already, or can't be kept, counts for its further delay alone, which weighs
-`LATENESS` of its value at most.
+are predicted over all tokens that pages are booked for (`DecodeInstance.step_with_s`). Lateness
+alone decides between placements that break the same: a pace that is broken further, or a first
+token that needs more of its time, weighs `LATENESS` of a value at most.
 
 Where a pool has both prefill and mixed instances, the ways to the first token differ:
 
 - over prefill instances: the work before the request there, and its own;
 - at a mixed instance: the prompts before it there, and its own prefill, each longer by the share of
-  an iteration that the running answers take (`DecodeInstance.prefill_s`). The packer keeps
-  the iterations within the tightest TBT objective, so prefill there breaks no pace that the step of
-  the answers alone would keep.
+  an iteration that the running answers take (`DecodeInstance.prefill_s`). The packer keeps the
+  iterations within the tightest TBT objective, so prefill there breaks no pace that the step of the
+  answers alone would keep.
 
-The request waits where every placement loses more than a wait. A wait loses the request's own value
-from the time on at which the first token can't be in time after a further wait, and nothing
-before. An empty instance takes the request without any wait: no batch could serve it faster. The
-request keeps one instance to itself while it waits (`decode_placement`), so it waits at most until
-the answers there have ended.
+The request waits where every placement would break more than a wait. A wait loses the request's own
+value from the time on at which the first token can't be in time after a further wait, and nothing
+before. What no wait can save is not waited for: an answer whose pace is broken already, and the
+request's own pace where an empty instance would break it, too. So a client that states an objective
+which nobody could keep delays no other client. An empty instance takes the request without any
+wait. The request keeps one instance to itself while it waits (`decode_placement`), so it waits at
+most until the answers there have ended.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Final
+from typing import Final, NamedTuple
 
 from millrace.core.live_request import LiveRequest
 from millrace.core.scheduler.fleet.cluster import Cluster
 from millrace.core.scheduler.fleet.instances import DecodeInstance, Holding
 from millrace.core.scheduler.request_table import RequestTable
 
-#: What a broken objective loses further if it is missed by all of itself.
+#: What lateness by all of an objective weighs, as a share of a value.
 LATENESS: Final = 0.01
 
 #: Returns the predicted seconds to the request's first token, if the instance is its KV owner.
 PredictTtft = Callable[[DecodeInstance], float]
+
+
+class _Paces(NamedTuple):
+    """What a placement loses by longer steps: of the running answers, of the request's own value,
+    and of both what a wait could save.
+    """
+
+    others: float = 0.0
+    own: float = 0.0
+    avoidable: float = 0.0
 
 
 class PlacementLoss:
@@ -71,26 +83,24 @@ class PlacementLoss:
         late = self._lateness(request, able, now_s, ttft_s, value)
         found: dict[str, float] = {}
         for one in able:
-            others, own = self._paces(request, one, value)
-            late_s, late_loss = late[one.id]
-            if (
-                others + own > 0.0
-                and one.sequences
-                and self._waits(request, others + own, late_s, value)
-            ):
+            slack_s, late_loss = late[one.id]
+            paces = self._paces(request, one, value)
+            if one.sequences and self._waits(request, paces.avoidable, slack_s, value):
                 continue
             # A request is lost once: by its pace or by its first token.
-            found[one.id] = others + max(own, late_loss)
+            found[one.id] = paces.others + max(paces.own, late_loss)
         if not found:
             return []
         least = min(found.values())
         return [one for one in able if found.get(one.id) == least]
 
     def _waits(self, request: LiveRequest, loss: float, slack_s: float, value: float) -> bool:
-        """Returns whether a wait loses less than a placement that breaks paces."""
+        """Returns whether a wait loses less than a placement that loses so much."""
+        if loss <= 0.0:
+            return False
         if request.allowed_ttft_s is None or not 0.0 <= slack_s < self._table.config.heartbeat_s:
             return True  # it has time, or is too late in any case
-        return value < loss
+        return value <= loss
 
     def _lateness(
         self,
@@ -115,41 +125,40 @@ class PlacementLoss:
                 predicted_s = by_prefill
             slack_s = request.deadline_s - now_s - predicted_s
             loss = 0.0
-            if two_ways and slack_s < 0.0:
-                loss = value * (1.0 + LATENESS * _share(-slack_s, allowed_s))
+            if two_ways:  # the later within its time, the likelier that it is late in the end
+                loss = value * LATENESS * _share(predicted_s, allowed_s)
+                if slack_s < 0.0:
+                    loss = value * (1.0 + LATENESS * _share(-slack_s, allowed_s))
             found[one.id] = slack_s, loss
         return found
 
-    def _paces(
-        self, request: LiveRequest, one: DecodeInstance, value: float
-    ) -> tuple[float, float]:
-        """Returns what the step with the request loses of the running answers, and of its own."""
+    def _paces(self, request: LiveRequest, one: DecodeInstance, value: float) -> _Paces:
+        """Returns what the step with the request loses."""
         step = one.card.decode_step
         if step is None:
-            return 0.0, 0.0
+            return _Paces()
         after_s = one.step_with_s(request)
-        own = 0.0
+        own = others = avoidable = 0.0
         if request.pace_s < after_s:
             own = value * (1.0 + LATENESS * _share(after_s - request.pace_s, request.pace_s))
-        others = 0.0
+            if request.pace_s >= one.step_with_s(request, alone=True):
+                avoidable = value
         if one.tightest_tbt_s < after_s:
             before_s = step.seconds(one.sequences, one.context_tokens)
             for request_id, holding in one.holdings.items():
-                if holding.tbt_s < after_s:
-                    others += self._value(request_id, holding) * _broken(
-                        holding.tbt_s, before_s, after_s
-                    )
-        return others, own
+                pace_s = holding.tbt_s
+                if pace_s >= after_s:
+                    continue
+                worth = self._value(request_id, holding)
+                others += worth * LATENESS * _share(after_s - max(before_s, pace_s), pace_s)
+                if pace_s >= before_s:
+                    others += worth
+                    avoidable += worth
+        return _Paces(others, own, avoidable)
 
     def _value(self, request_id: str, holding: Holding) -> float:
         running = None if holding.leaving else self._table.requests.get(request_id)
         return 0.0 if running is None else self._cluster.policy.value(running)
-
-
-def _broken(pace_s: float, before_s: float, after_s: float) -> float:
-    """Returns the share of an answer's value that longer steps lose, from 0 to 1 + LATENESS."""
-    later = LATENESS * _share(after_s - max(before_s, pace_s), pace_s)
-    return later if pace_s < before_s else 1.0 + later
 
 
 def _share(late_s: float, allowed_s: float) -> float:

@@ -283,13 +283,15 @@ class DecodeInstance:
         sequences, context_tokens = self.sequences + sequences, self.context_tokens + context_tokens
         return step.seconds(sequences, context_tokens) <= tightest_s
 
-    def step_with_s(self, request: LiveRequest) -> float:
-        """Returns the predicted seconds of a step with the request in the batch; 0: not known."""
+    def step_with_s(self, request: LiveRequest, *, alone: bool = False) -> float:
+        """Returns the seconds of a step with the request, or of it `alone`; 0: not known."""
         step, more = self.card.decode_step, request.choices
         if step is None:
             return self.tbt_s
-        tokens = self.context_tokens + more * (request.prompt_tokens + self._new_tokens(request))
-        return step.seconds(self.sequences + more, tokens)
+        tokens = more * (request.prompt_tokens + self._new_tokens(request))
+        if alone:
+            return step.seconds(more, tokens)
+        return step.seconds(self.sequences + more, self.context_tokens + tokens)
 
     def hold(self, request: LiveRequest, shard: Shard | None = None) -> None:
         """Reserves for a request whose KV owner this is: for all of it, or its first shard."""
