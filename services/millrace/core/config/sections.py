@@ -136,7 +136,10 @@ class SchedulerConfig(_Section):
     )
     decode_headroom_tokens: int = _setting(256, _within(1), "see decode_reserve")
     improvement_rate: float = _setting(
-        -1.0, _within(-1, 1), "share by which a larger SP group must cut the TTFT; below 0: by load"
+        -1.0,
+        _within(-1, 1),
+        "share by which a larger SP group must cut the TTFT; below 0: by load, and any "
+        "gain is enough where it keeps a request's objective",
     )
     improvement_rates: str = _setting(
         "",

@@ -108,7 +108,7 @@ class RequestProgress:
         computing = report.request_id in self._table.run_queue_of  # prefill's report may be late
         if request is not None:
             if report.reason != "cancelled" and not _never_computed(request):
-                if report.reason == "moved":  # it goes on elsewhere, as another request
+                if report.reason == "moved":  # it is migrated, as another request
                     self._table.end(step, request, RequestState.FINISHED, None)
                 else:
                     self._table.finish(step, request, report.generated_tokens)
