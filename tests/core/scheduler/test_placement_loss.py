@@ -98,7 +98,7 @@ def test_every_request_ends_once_those_placed_before_it_end(policy, reserve, wha
 
 @pytest.mark.parametrize("policy", ["fcfs", "millrace"])
 def test_the_wait_for_others_paces_is_bounded_by_the_answers_there(policy):
-    """A request that waits keeps an instance: later requests with tight paces don't pass it for ever."""
+    """A request that waits keeps an instance, so tight paces don't pass it for ever."""
     made = Bench(
         instance("p0", pages=100_000),
         instance("d0", pages=1000, decode_step=STEP),
