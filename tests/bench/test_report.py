@@ -90,6 +90,16 @@ def test_attainment_needs_both_objectives_and_success():
     assert report.total.goodput_rps == pytest.approx(3 / report.wall_s)
 
 
+def test_the_end_counts_like_the_other_objectives():
+    job = SloClass(name="job", e2e_s=0.35)
+    records = [record(i, tbt_s=tbt_s, class_name="job") for i, tbt_s in enumerate((0.02, 0.03))]
+    records.append(failed(2))
+    records[2].class_name = "job"
+    found = summarise(records, [job]).classes["job"]  # 0.3 s and 0.4 s; the third failed
+    assert found.e2e_attainment == found.attainment == pytest.approx(1 / 3)
+    assert found.ttft_attainment == pytest.approx(2 / 3)
+
+
 def test_errors_are_counted_by_kind():
     records = [record(0), failed(1), failed(2), failed(3, "timeout")]
     report = summarise(records, [CHAT])

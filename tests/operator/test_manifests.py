@@ -22,7 +22,7 @@ EVERYTHING: dict[str, Any] = {
     "model": {"name": "m", "uri": "/models/m", "revision": "2", "maxContextTokens": 65536},
     "weights": {"persistentVolumeClaim": {"claimName": "weights", "subPath": "m"}},
     "sloClasses": [
-        {"name": "chat", "ttftSeconds": "0.5", "tbtMilliseconds": 50},
+        {"name": "chat", "ttftSeconds": "0.5", "tbtMilliseconds": 50, "e2eSeconds": "9"},
         {"name": "a b", "weight": 2},
     ],
     "tenants": [{"name": "acme", "keySha256": ["0a" * 32], "weight": 3}],
@@ -90,7 +90,7 @@ def test_the_services_read_their_file(tmp_path):
     file = tmp_path / "config.toml"
     file.write_text(all_objects(**EVERYTHING)["ConfigMap", "chat-config"]["data"]["config.toml"])
     config = load_config(file)
-    assert config.slo_classes["chat"] == Slo(ttft_s=0.5, tbt_s=0.05, class_name="chat")
+    assert config.slo_classes["chat"] == Slo(ttft_s=0.5, tbt_s=0.05, e2e_s=9.0, class_name="chat")
     assert config.slo_classes["a b"] == Slo(class_name="a b")
     assert config.tenants == {"acme": TenantConfig(key_sha256=("0a" * 32,), weight=3.0)}
     assert config.weights.classes == {"default": 1.0, "chat": 1.0, "a b": 2.0}

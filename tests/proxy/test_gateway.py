@@ -18,6 +18,7 @@ from support.live_stack import eventually
 
 CHAT = "/v1/chat/completions"
 BODY = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}]}
+OBJECTIVES = {"x-millrace-ttft-slo-ms": "60000", "x-millrace-e2e-slo-ms": "90000"}
 STREAM = {**BODY, "stream": True}
 
 
@@ -394,13 +395,14 @@ async def test_several_prompts_are_said_as_one_and_silence_of_the_scheduler_is_b
 
 
 async def test_metrics(stack):
-    await stack.http.post(CHAT, json=BODY, headers={"x-millrace-ttft-slo-ms": "60000"})
+    await stack.http.post(CHAT, json=BODY, headers=OBJECTIVES)
     await stack.http.post(CHAT, json={**BODY, "temperature": 9})
     text = (await stack.http.get("/metrics")).text
     for line in (
         'millrace_proxy_http_requests_total{code="200",route="/v1/chat/completions"} 1.0',
         'millrace_proxy_http_requests_total{code="400",route="/v1/chat/completions"} 1.0',
         'millrace_proxy_slo_requests_total{met="true",objective="ttft",slo_class="default"} 1.0',
+        'millrace_proxy_slo_requests_total{met="true",objective="e2e",slo_class="default"} 1.0',
         'millrace_proxy_ttft_seconds_count{slo_class="default"} 1.0',
         "millrace_proxy_generated_tokens_total 8.0",
         "millrace_proxy_tbt_seconds_count 7.0",

@@ -29,9 +29,12 @@ tbt_s = 0.05
 
 [slo_classes.document]
 ttft_s = 30
+e2e_s = 60
 """
 CHAT_BODY = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
 TTFT, TBT, CLASS = "x-millrace-ttft-slo-ms", "x-millrace-tbt-slo-ms", "x-millrace-class"
+E2E = "x-millrace-e2e-slo-ms"
+DOCUMENT = {"ttft_s": 30.0, "tbt_s": 0.9, "e2e_s": 60.0, "class_name": "document"}
 
 
 @asynccontextmanager
@@ -77,12 +80,14 @@ async def test_a_header_goes_before_the_class_and_that_before_the_default(tmp_pa
         ({}, {"ttft_s": 9.0, "tbt_s": 0.9}),
         ({CLASS: "default"}, {"ttft_s": 9.0, "tbt_s": 0.9}),
         ({CLASS: "chat"}, {"ttft_s": 0.5, "tbt_s": 0.05, "class_name": "chat"}),
-        ({CLASS: "document"}, {"ttft_s": 30.0, "tbt_s": 0.9, "class_name": "document"}),
+        ({CLASS: "document"}, DOCUMENT),
+        ({E2E: "7000"}, {"ttft_s": 9.0, "tbt_s": 0.9, "e2e_s": 7.0}),
+        ({CLASS: "document", E2E: "250"}, DOCUMENT | {"e2e_s": 0.25}),
         ({TTFT: "250"}, {"ttft_s": 0.25, "tbt_s": 0.9}),
         ({CLASS: "chat", TBT: "12.5"}, {"ttft_s": 0.5, "tbt_s": 0.0125, "class_name": "chat"}),
         (
             {CLASS: "document", TTFT: "1e3", TBT: "10"},
-            {"ttft_s": 1.0, "tbt_s": 0.01, "class_name": "document"},
+            DOCUMENT | {"ttft_s": 1.0, "tbt_s": 0.01},
         ),
     ]
     async with served(tmp_path) as (proxy, http):
@@ -92,11 +97,14 @@ async def test_a_header_goes_before_the_class_and_that_before_the_default(tmp_pa
 
 
 async def test_a_class_of_the_name_default_is_for_requests_without_one(tmp_path):
-    settings = "[proxy]\ndefault_tbt_slo_ms = 70\n[slo_classes.default]\nttft_s = 2\n"
+    settings = "[proxy]\ndefault_tbt_slo_ms = 70\ndefault_e2e_slo_ms = 9e3\n"
+    settings += "[slo_classes.default]\nttft_s = 2\n"
     async with served(tmp_path, settings) as (proxy, http):
         await submit(proxy, http, {})
         document = (await http.get("/openapi.json")).json()
-    assert [request["slo"] for request in requests(tmp_path)] == [{"ttft_s": 2.0, "tbt_s": 0.07}]
+    assert [request["slo"] for request in requests(tmp_path)] == [
+        {"ttft_s": 2.0, "tbt_s": 0.07, "e2e_s": 9.0}
+    ]
     parameters = document["paths"]["/v1/completions"]["post"]["parameters"]
     assert {p["name"]: p["schema"] for p in parameters}[CLASS] == {"enum": ["default"]}
 
@@ -115,7 +123,7 @@ async def test_what_is_wrong_reaches_no_scheduler(tmp_path, path):
         error = sent.json()["error"]
         assert (sent.status_code, error["param"], error["code"]) == (400, CLASS, "invalid_value")
         assert "must be one of chat, default, document, got 'chats'" in error["message"]
-        for name in (TTFT, TBT):
+        for name in (TTFT, TBT, E2E):
             for value in ("", "soon", "0", "-5", "nan", "inf", "1e10", "0x10", "1_000", "5 ms"):
                 sent = await http.post(path, json=body, headers={name: value})
                 error = sent.json()["error"]

@@ -63,6 +63,7 @@ def request(
     arrival_s: float = 0.0,
     ttft_s: float | None = None,
     tbt_s: float | None = None,
+    e2e_s: float | None = None,
     slo_class: str = "default",
     prefix: tuple[int, ...] = (),
     resumable: bool = True,
@@ -75,7 +76,7 @@ def request(
             max_new_tokens=new,
             choices=choices,
             arrival_s=arrival_s,
-            slo=Slo(ttft_s=ttft_s, tbt_s=tbt_s, class_name=slo_class),
+            slo=Slo(ttft_s=ttft_s, tbt_s=tbt_s, e2e_s=e2e_s, class_name=slo_class),
             prefix_hashes=prefix,
             resumable=resumable,
         )

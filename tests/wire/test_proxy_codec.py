@@ -42,7 +42,7 @@ SPEC = RequestSpec(
         logprobs=9,
         prompt_logprobs=10,
     ),
-    slo=Slo(ttft_s=0.5, tbt_s=0.1, class_name="chat"),
+    slo=Slo(ttft_s=0.5, tbt_s=0.1, e2e_s=2.5, class_name="chat"),
     arrival_unix_s=1e9 + 0.25,
     traceparent="00-1-2-01",
     resumed_tokens=11,

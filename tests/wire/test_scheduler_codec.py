@@ -145,7 +145,7 @@ def test_a_spec_becomes_a_request_of_the_schedulers_time():
     assert made.prefix_hashes == ((1 << 64) - 1, 7)
 
 
-@pytest.mark.parametrize("name", ["ttft_s", "tbt_s"])
+@pytest.mark.parametrize("name", ["ttft_s", "tbt_s", "e2e_s"])
 @pytest.mark.parametrize("value", [-1.0, float("nan"), float("inf")])
 def test_an_objective_that_is_no_time_is_named(name, value):
     spec = common_pb2.RequestSpec(

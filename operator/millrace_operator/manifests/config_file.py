@@ -149,9 +149,11 @@ def digest(value: object) -> str:
 
 def _proxy(spec: ModelServiceSpec) -> Table:
     slo, parking = spec.slo, spec.gateway.parking
+    e2e = {} if slo.e2e_seconds is None else {"default_e2e_slo_ms": 1000 * float(slo.e2e_seconds)}
     return {
         "default_ttft_slo_ms": 1000 * float(slo.ttft_seconds),
         "default_tbt_slo_ms": slo.tbt_milliseconds,
+        **e2e,
         "park_timeout_s": parking.timeout_seconds,
         "max_parked": parking.max_requests,
         "drain_timeout_s": GATEWAY_DRAIN_S,
@@ -181,11 +183,15 @@ def _spreading(kvp: Kvp | None) -> Table:
 
 def _class(entry: SloClass) -> Table:
     objectives: Table = {}
-    if (ttft := entry.ttft_seconds) is not None:
-        objectives["ttft_s"] = float(ttft)
-        if not objectives["ttft_s"]:
-            path = f"spec.sloClasses[{entry.name}].ttftSeconds"
-            raise SpecError(f"{path} is {ttft!r}; it must be more than 0")
+    for name, field, seconds in (
+        ("ttft_s", "ttftSeconds", entry.ttft_seconds),
+        ("e2e_s", "e2eSeconds", entry.e2e_seconds),
+    ):
+        if seconds is not None:
+            objectives[name] = float(seconds)
+            if not objectives[name]:
+                path = f"spec.sloClasses[{entry.name}].{field}"
+                raise SpecError(f"{path} is {seconds!r}; it must be more than 0")
     if entry.tbt_milliseconds is not None:
         objectives["tbt_s"] = entry.tbt_milliseconds / 1000
     if entry.weight is not None:

@@ -26,6 +26,7 @@ TTFT = "Time to first token, in seconds as a decimal number in quotes."
 TBT = "Time between two tokens, in milliseconds."
 WEIGHT = {"ge": 1, "le": 1000}
 Digest = Field(max_length=64, pattern="^[0-9a-f]{64}$", description="A digest.")
+E2E = "Time to the last token, in seconds as a decimal number in quotes."
 
 NonEmpty = Annotated[Text, Field(min_length=1)]
 SecretKey = Annotated[NonEmpty, Field(description="Key of the Secret that holds the value.")]
@@ -137,6 +138,7 @@ class Objectives(Record):
 
     ttft_seconds: Decimal = doc(TTFT, "10")
     tbt_milliseconds: int = doc(TBT, 100, ge=1, le=1_000_000)
+    e2e_seconds: Decimal | None = doc(E2E, None, alias="e2eSeconds")
 
 
 class SloClass(Record):
@@ -145,6 +147,7 @@ class SloClass(Record):
     name: str = doc("Name of the class.", min_length=1, max_length=63)
     ttft_seconds: Decimal | None = doc(TTFT, None)
     tbt_milliseconds: int | None = doc(TBT, None, ge=1, le=1_000_000)
+    e2e_seconds: Decimal | None = doc(E2E, None, alias="e2eSeconds")
     weight: int | None = doc("Weight of the class beside the others; absent: 1.", None, **WEIGHT)
 
 

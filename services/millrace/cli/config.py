@@ -25,6 +25,10 @@ ttft_s = 0.5
 tbt_s = 0.05
 ```
 
+A class without `ttft_s`, `tbt_s` or `e2e_s` (arrival to last token) takes
+`proxy.default_ttft_slo_ms`, `proxy.default_tbt_slo_ms` or `proxy.default_e2e_slo_ms`, as requests
+without a class do. A request's own headers override its class.
+
 `weight` (0.001 to 1000, by default 1) is the weight of the class in the policy `millrace`. Tenants
 are tables, too. A request whose bearer token has one of the digests belongs to the tenant; any
 other request belongs to the tenant `default`, which may have a table with a weight:
@@ -35,8 +39,7 @@ key_sha256 = ["9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08"
 weight = 2
 ```
 
-A class without `ttft_s` or `tbt_s` takes `proxy.default_ttft_slo_ms` or `proxy.default_tbt_slo_ms`,
-as requests without a class do. A request's own headers override its class. Requests that name no
+Requests that name no
 class are of the class `default`, which may have a table too.
 
 With `tls`, all gRPC between services is mutual TLS: both ends show a certificate, and each end

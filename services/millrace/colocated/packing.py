@@ -7,6 +7,7 @@ requests: by deadline and remaining work, by Medha's Algorithm 3 under adaptive 
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
@@ -18,6 +19,7 @@ import torch
 from millrace.colocated.predictor import Predictor
 from millrace.colocated.prompt_spans import PromptSpans
 from millrace.core.config import Config
+from millrace.core.cost.answer_lengths import FIRST_GUESS_TOKENS
 from millrace.core.cost.operators import BatchShape, OperatorModel
 from millrace.core.cost.prefill_times import ChunkLimits, PrefillTimes
 from millrace.core.errors import ConfigError
@@ -28,7 +30,7 @@ from millrace.core.live_request import LiveRequest
 from millrace.core.priority import POLICIES
 from millrace.core.priority.lars import relative_slack
 from millrace.core.request import Request
-from millrace.core.scheduler.machine import DEADLINE_FACTOR, LEAST_DEADLINE_S
+from millrace.core.scheduler.objectives import allowed_s
 from millrace.core.weights import Weights
 from millrace.decode.request import DecodeRequest
 
@@ -150,7 +152,6 @@ class IterationPacker:
         """Builds the policy's view of the `order`th prompt, before any computation."""
         spec = request.spec
         predicted_s = self._times.total_s(request.prompt_tokens) * self._predictor.factor
-        allowed_s = spec.slo.ttft_s or max(DEADLINE_FACTOR * predicted_s, LEAST_DEADLINE_S)
         asked = Request(
             id=request.id,
             proxy_id=spec.proxy.id,
@@ -162,8 +163,10 @@ class IterationPacker:
             tenant=spec.tenant,
         )
         found = LiveRequest(asked)
-        found.accept(order, spec.arrival_unix_s + allowed_s)
         found.predict(predicted_s, predicted_s)
+        found.expect(min(FIRST_GUESS_TOKENS, asked.max_new_tokens))
+        step_s = min(spec.slo.tbt_s or math.inf, self._config.t_target_s)
+        found.accept(order, asked.arrival_s + allowed_s(found, step_s))
         return found
 
     def advance(self, prompt: Prompt, tokens: int) -> None:

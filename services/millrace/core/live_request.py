@@ -42,6 +42,7 @@ class LiveRequest:
         "decode_id",
         "dispatched_s",
         "executed_s",
+        "expected_tokens",
         "first_token_s",
         "id",
         "in_time",
@@ -49,6 +50,7 @@ class LiveRequest:
         "landed_tokens",
         "max_new_tokens",
         "order",
+        "pace_s",
         "predicted_prefill_s",
         "predicted_work_s",
         "prefix_hashes",
@@ -81,6 +83,9 @@ class LiveRequest:
         self.waits: Final = Waits(spec.arrival_s)
         self.state = RequestState.QUEUED
         self.order = 0  # of acceptance; tells equal keys apart
+        self.expected_tokens = 1.0  # of a choice's answer
+        #: The longest mean time between tokens that keeps its TBT and end-to-end objectives.
+        self.pace_s = self.slo.tbt_s or math.inf
         self.deadline_s = math.inf  # of the first token, by the same clock as `arrival_s`
         self.decode_id: str | None = None
         self.shards: tuple[Shard, ...] = ()  # of its KV, the first at `decode_id`; none: all there
@@ -93,7 +98,7 @@ class LiveRequest:
         self.landed_tokens = 0  # first tokens whose KV decode has, by its last report
         self.dispatched_s: float | None = None
         self.first_token_s: float | None = None
-        self.in_time: bool | None = None  # its first token, as soon as that is known
+        self.in_time: bool | None = None  # it met all its objectives, as soon as that is known
         self.token_out_s: float | None = None  # when decode sent the first token to the proxy
         #: Seconds of its prefill, if that was one span that waited for no other task.
         self.computed_alone_s: float | None = None
@@ -108,6 +113,14 @@ class LiveRequest:
         return f"LiveRequest({self.id!r}, {self.state.value})"
 
     # ---- what other modules read
+
+    @property
+    def allowed_ttft_s(self) -> float | None:
+        """Returns the seconds from its arrival to the deadline that its objectives set for the
+        first token; None where no objective does.
+        """
+        slo = self.slo
+        return slo.ttft_s if slo.e2e_s is None else self.deadline_s - self.arrival_s
 
     @property
     def continues(self) -> bool:
@@ -140,13 +153,29 @@ class LiveRequest:
 
     # ---- acceptance, prediction, state
 
+    def expect(self, answer_tokens: float) -> None:
+        """Notes how many tokens a choice of its answer is expected to have."""
+        self.expected_tokens = answer_tokens
+
+    def expect_first_token(self, at_s: float) -> None:
+        """Notes when the first token comes, or is predicted to come: what is then left of the
+        end-to-end objective sets the pace of the answer. An objective that is over sets none.
+        """
+        slo, following = self.slo, self.expected_tokens - 1.0
+        if slo.e2e_s is None or following <= 0.0:
+            return
+        left_s = self.arrival_s + slo.e2e_s - at_s
+        self.pace_s = slo.tbt_s or math.inf
+        if left_s > 0.0:
+            self.pace_s = min(self.pace_s, left_s / following)
+
     def accept(self, order: int, deadline_s: float) -> None:
         """Notes that the request may wait in the queue."""
         self.order = order
         self.deadline_s = deadline_s
 
     def judge(self, in_time: bool) -> None:
-        """Notes whether its first token came by its deadline, or can't any more."""
+        """Notes whether it met its objectives; False as soon as its deadline has passed."""
         self.in_time = in_time
 
     def predict(self, prefill_s: float, work_s: float) -> None:
@@ -254,6 +283,7 @@ class LiveRequest:
         """
         self.landed_tokens = self.prompt_tokens
         self.token_out_s = token_out_s
+        self.expect_first_token(token_out_s)
 
     def take_overhead_s(self) -> float | None:
         """Returns the seconds from dispatch to the first token without computing; once per attempt.

@@ -66,10 +66,14 @@ class Shard:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slo:
-    """A request's objectives, in seconds; None where it has none."""
+    """A request's objectives, in seconds; None where it has none.
+
+    ttft_s: arrival to first token. tbt_s: mean time between tokens. e2e_s: arrival to last token.
+    """
 
     ttft_s: float | None = None
     tbt_s: float | None = None
+    e2e_s: float | None = None
     class_name: str = "default"
 
 

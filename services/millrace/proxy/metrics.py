@@ -69,9 +69,12 @@ class ProxyMetrics:
         slo, name = request.slo, request.slo.class_name
         ttft_s = first - request.arrived_at
         self._ttft.labels(name).observe(ttft_s)
-        self._e2e.labels(name).observe(request.last_token_at - request.arrived_at)
+        e2e_s = request.last_token_at - request.arrived_at
+        self._e2e.labels(name).observe(e2e_s)
         if slo.ttft_s is not None:
             self._slo.labels(name, "ttft", str(ttft_s <= slo.ttft_s).lower()).inc()
+        if slo.e2e_s is not None:
+            self._slo.labels(name, "e2e", str(e2e_s <= slo.e2e_s).lower()).inc()
         steps = request.completion_tokens // len(request.choices) - 1
         if slo.tbt_s is not None and steps > 0:
             mean_s = (request.last_token_at - first) / steps

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
+from millrace.core.cost.decode_step import DecodeStepTime
+from millrace.core.cost.operators import OperatorModel
 from millrace.core.scheduler import effects as fx
 from millrace.core.scheduler import events
+from millrace.profiles import decode_step
 from millrace.sim.cluster.job import Job
 from millrace.sim.cluster.spec import SimSpec
 from millrace.sim.cluster.world import World
@@ -30,6 +35,12 @@ def role_of(instance_id: str) -> str:
     return _LETTERS[instance_id[0]]
 
 
+@lru_cache(maxsize=16)
+def _step(operators: OperatorModel) -> DecodeStepTime:
+    """Returns the fit that such an instance registers."""
+    return DecodeStepTime.of(decode_step.of_profile(operators))
+
+
 class Fleet:
     """All instances."""
 
@@ -42,6 +53,10 @@ class Fleet:
         self.kvp = KvpPool(world)
         spec, whole = world.spec, world.spec.profile.prefill
         self._latencies = {"prefill": whole, "decode": whole, "kvp": whole}
+        self._steps = {
+            "decode": _step((spec.decode_profile or spec.profile).operators),
+            "mixed": _step(spec.profile.operators),
+        }
         self._kv_tokens = {
             "prefill": spec.prefill_kv_tokens,
             "decode": spec.decode_kv_tokens,
@@ -87,6 +102,7 @@ class Fleet:
             model_hash=spec.profile.model,
             latency=self._latencies[role],
             node=node,
+            decode_step=self._steps.get(role),
         )
 
     def leave(self, instance_id: str) -> bool:

@@ -109,7 +109,10 @@ class Simulation:
         slo = self._slos.get(plan.slo)
         if slo is None:
             slo = self._slos[plan.slo] = Slo(
-                ttft_s=plan.slo.ttft_s, tbt_s=plan.slo.tbt_s, class_name=plan.slo.name
+                ttft_s=plan.slo.ttft_s,
+                tbt_s=plan.slo.tbt_s,
+                e2e_s=plan.slo.e2e_s,
+                class_name=plan.slo.name,
             )
         request = Request(
             id=f"r{plan.index}",
@@ -223,6 +226,7 @@ class Simulation:
             output_tokens=plan.output_tokens,
             ttft_slo_s=plan.slo.ttft_s,
             tbt_slo_s=plan.slo.tbt_s,
+            e2e_slo_s=plan.slo.e2e_s,
             isolated_s=job.isolated_s,
             suspended_s=job.suspended_s,
             longest_suspension_s=job.longest_suspension_s,

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from types import MappingProxyType
 
 from millrace.core.cost.latency import SpLatency
-from millrace.core.scheduler.machine import DEADLINE_FACTOR, LEAST_DEADLINE_S
+from millrace.core.scheduler.objectives import DEADLINE_FACTOR, LEAST_DEADLINE_S
 from millrace.sim.cluster.spec import SimSpec
 from millrace.sim.models.mixed_latency import mixed_latency
 from millrace.sim.workload.workload import PlannedRequest, SloClass
@@ -65,5 +65,6 @@ def _scaled(slo: SloClass, ttft_s: float, scale: float) -> SloClass:
         name=slo.name,
         ttft_s=ttft_s * scale,
         tbt_s=None if slo.tbt_s is None else slo.tbt_s * scale,
+        e2e_s=None if slo.e2e_s is None else slo.e2e_s * scale,
         weight=slo.weight,
     )

@@ -34,7 +34,7 @@ def plain_choice(machine: Machine, asked: Request) -> str | None:
     able = [
         one
         for one in instances
-        if isinstance(one, DecodeInstance) and one.could_hold(asked) and one.has_room(asked)
+        if isinstance(one, DecodeInstance) and one.could_hold(asked) and one.has_pages(asked)
     ]
     if not able:
         return None

@@ -446,3 +446,16 @@ def test_what_is_left_of_a_request():
     assert rest.sampling.prompt_logprobs == -1
     assert rest.slo == Slo(ttft_s=None, tbt_s=0.5)
     assert continuation(spec, "r.2", 0) == replace(spec, request_id="r.2")
+
+
+@pytest.mark.parametrize(("left_s", "e2e_s"), [(1.5, 1.5), (-2.0, 0.001)])
+def test_of_an_end_to_end_objective_the_rest_has_what_is_left(left_s, e2e_s):
+    spec = RequestSpec(
+        request_id="r",
+        proxy=Incarnation("x", 1),
+        prompt_tokens=10,
+        sampling=SamplingParams(max_tokens=9),
+        slo=Slo(ttft_s=1.0, e2e_s=4.0),
+    )
+    assert continuation(spec, "r.2", 4, left_s).slo == Slo(e2e_s=e2e_s)
+    assert continuation(spec, "r.2", 0, left_s).slo == Slo(ttft_s=1.0, e2e_s=e2e_s)

@@ -100,6 +100,21 @@ def test_failures_are_misses_and_have_no_latency():
     assert report.input_tokens_per_s == pytest.approx(40.0)
 
 
+def test_the_end_counts_like_the_other_objectives():
+    total = (
+        collected(
+            record(e2e_slo_s=1.0),  # exactly
+            record(e2e_slo_s=0.99, tbt_slo_s=0.05),
+            record(e2e_slo_s=1.0, ttft_slo_s=0.1),
+        )
+        .report(10.0)
+        .total
+    )
+    assert (total.ttft_attainment, total.tbt_attainment) == pytest.approx((2 / 3, 1.0))
+    assert (total.e2e_attainment, total.attainment) == pytest.approx((2 / 3, 1 / 3))
+    assert total.attained == 1
+
+
 def test_waits_are_measured_by_the_isolated_prefill():
     report = collected(
         record(queued_s=0.3, suspended_s=0.1, longest_suspension_s=0.06, ttft_s=0.5),

@@ -123,7 +123,18 @@ def test_bad_lengths_name_the_option(text):
 def test_slo_classes():
     assert SloClass.parse("chat:250:50") == SloClass(name="chat", ttft_s=0.25, tbt_s=0.05)
     assert SloClass.parse("doc:6000:0:0.5") == SloClass(name="doc", ttft_s=6.0, weight=0.5)
-    for text in ("chat", "chat:1", ":1:2", "chat:a:b", "chat:-1:2", "chat:1:2:0", "c:1:2:3:4"):
+    assert SloClass.parse("job:0:0:2:9000") == SloClass(name="job", e2e_s=9.0, weight=2.0)
+    assert SloClass.parse("job:1:0:2:0") == SloClass(name="job", ttft_s=0.001, weight=2.0)
+    for text in (
+        "chat",
+        "chat:1",
+        ":1:2",
+        "chat:a:b",
+        "chat:-1:2",
+        "chat:1:2:0",
+        "c:1:2:3:-4",
+        "c:1:2:3:4:5",
+    ):
         with pytest.raises(ConfigError, match="slo-class"):
             SloClass.parse(text)
 

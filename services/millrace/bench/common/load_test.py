@@ -229,6 +229,8 @@ def _slo_headers(slo: SloClass) -> dict[str, str]:
         headers["x-millrace-ttft-slo-ms"] = f"{slo.ttft_s * 1e3:g}"
     if slo.tbt_s is not None:
         headers["x-millrace-tbt-slo-ms"] = f"{slo.tbt_s * 1e3:g}"
+    if slo.e2e_s is not None:
+        headers["x-millrace-e2e-slo-ms"] = f"{slo.e2e_s * 1e3:g}"
     return headers
 
 

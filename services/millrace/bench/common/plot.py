@@ -22,12 +22,11 @@ def attainment_at(
             name=name,
             ttft_s=None if slo.ttft_s is None else slo.ttft_s * scale,
             tbt_s=None if slo.tbt_s is None else slo.tbt_s * scale,
+            e2e_s=None if slo.e2e_s is None else slo.e2e_s * scale,
         )
         for name, slo in slos.items()
     }
-    met = sum(
-        r.meets_ttft(scaled[r.class_name]) and r.meets_tbt(scaled[r.class_name]) for r in records
-    )
+    met = sum(r.meets(scaled[r.class_name]) for r in records)
     return met / max(1, len(records))
 
 
@@ -50,7 +49,7 @@ def draw(records: Sequence[RequestRecord], classes: Sequence[SloClass], path: Pa
         left.step(ttft_ms, share, where="post", color=colour, label=slo.name)
         if slo.ttft_s is not None:
             left.axvline(slo.ttft_s * 1e3, color=colour, linestyle=":")
-        if slo.ttft_s is not None or slo.tbt_s is not None:
+        if (slo.ttft_s, slo.tbt_s, slo.e2e_s) != (None, None, None):
             curve = [attainment_at(own, {slo.name: slo}, scale) for scale in SCALES]
             right.plot(SCALES, curve, color=colour, label=slo.name)
     left.set(xscale="log", ylim=(0, 1.02), xlabel="TTFT (ms); dotted: objective")

@@ -62,7 +62,7 @@ def command(  # noqa: PLR0913 - every option of the command line is a parameter
         list[str],
         typer.Option(
             "--slo-class",
-            metavar="NAME:TTFT_MS:TBT_MS[:WEIGHT]",
+            metavar="NAME:TTFT_MS:TBT_MS[:WEIGHT[:E2E_MS]]",
             help="A class of requests with its objectives (0: none) and share of traffic; "
             "repeatable.",
         ),

@@ -43,7 +43,7 @@ SloClasses = Annotated[
     list[str],
     typer.Option(
         "--slo-class",
-        metavar="NAME:TTFT_MS:TBT_MS[:WEIGHT]",
+        metavar="NAME:TTFT_MS:TBT_MS[:WEIGHT[:E2E_MS]]",
         help="Objectives of a class (0: none) and its share of traffic; repeatable. Without a TTFT "
         "objective: 1.5 x the prefill alone, at least 0.5 s.",
     ),

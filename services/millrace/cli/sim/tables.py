@@ -50,9 +50,10 @@ def print_report(report: Report, console: Console) -> None:
     console.print(
         table(
             "Share that met its objectives",
-            "class | n | TTFT met | TBT met | both | goodput/s | TTFT p50 ms | p99 ms",
+            "class | n | TTFT met | TBT met | E2E met | all | goodput/s | TTFT p50 ms | p99 ms",
             "{name} | {requests:,} | {ttft_attainment:.1%} | {tbt_attainment:.1%} | "
-            "{attainment:.1%} | {goodput_rps:.2f} | {ttft_s[p50]:ms,.0f} | {ttft_s[p99]:ms,.0f}",
+            "{e2e_attainment:.1%} | {attainment:.1%} | {goodput_rps:.2f} | {ttft_s[p50]:ms,.0f} | "
+            "{ttft_s[p99]:ms,.0f}",
             ({"name": name, **asdict(found)} for name, found in rows.items()),
             left=1,
         )

@@ -170,7 +170,7 @@ def _take_weights(classes: dict[str, Any]) -> dict[str, float]:
 def _slo(class_name: str, values: object) -> Slo:
     path = f"slo_classes.{class_name}"
     slo = _section(Slo, path, {**_table(path, values), "class_name": class_name})
-    for name in ("ttft_s", "tbt_s"):
+    for name in ("ttft_s", "tbt_s", "e2e_s"):
         value = getattr(slo, name)
         if value is not None and not 0 < value < math.inf:
             raise ConfigError(f"{path}.{name} is {value!r}; it must be more than 0 and finite")

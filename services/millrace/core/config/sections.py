@@ -79,6 +79,9 @@ class ProxyConfig(_Section):
     default_tbt_slo_ms: float = _setting(
         0.0, _within(0, 1e9), "TBT objective if neither header nor class gives one; 0: none"
     )
+    default_e2e_slo_ms: float = _setting(
+        0.0, _within(0, 1e9), "end-to-end objective if neither header nor class gives one; 0: none"
+    )
     admin_token: str = _setting(
         "", None, "bearer token of /admin; empty: clients on the proxy's own machine only"
     )
@@ -133,7 +136,10 @@ class SchedulerConfig(_Section):
     )
     decode_headroom_tokens: int = _setting(256, _within(1), "see decode_reserve")
     improvement_rate: float = _setting(
-        -1.0, _within(-1, 1), "share by which a larger SP group must cut the TTFT; below 0: by load"
+        -1.0,
+        _within(-1, 1),
+        "share by which a larger SP group must cut the TTFT; below 0: by load, and any "
+        "gain is enough where it keeps a request's objective",
     )
     improvement_rates: str = _setting(
         "",

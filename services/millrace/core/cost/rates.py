@@ -9,6 +9,9 @@ Deviation: such a table holds for the lengths and the pool that it was found for
 measure the six tables of Figures 11 and 12 that `millrace sim` found (8B and 70B, three mixes,
 experiments/tetris/rates.json) nearly agree, and `BY_LOAD` is their middle.
 
+Ours, too: with `BY_LOAD` a request that would miss its objective takes a larger group for any gain,
+if that keeps the objective (`fleet.cluster.Pool.plan`).
+
 Ours where the paper gives no figure: the window is 60 s long, and in the first 60 s the observed
 rate is the rate since the first arrival. At equal distance the lower rate's entry counts.
 """
@@ -161,6 +164,13 @@ class LiveImprovementRate:
         if self._by_hand is not None:
             return "fixed"
         return "by load" if self._rates is None else "by arrivals"
+
+    @property
+    def by_value(self) -> bool:
+        """Returns whether a request that would be late may take a larger group all the same: not
+        where a rate or a table is set.
+        """
+        return self._by_hand is None and self._rates is None
 
     def arrived(self, now_s: float, work_s: float = 0.0) -> None:
         """Notes an arrival, with its work as in `RateWindow`.

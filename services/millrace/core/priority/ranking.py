@@ -74,8 +74,14 @@ class Policy(Protocol):
     def first_token(self, request: LiveRequest, now_s: float) -> None:
         """Notes that the request has its first token."""
 
+    def finished(self, request: LiveRequest, now_s: float, tbt_s: float | None) -> None:
+        """Notes that the answer is complete. tbt_s: its mean time between tokens, if known."""
+
     def ended(self, request: LiveRequest, now_s: float) -> None:
         """Notes that the request ended without a first token."""
+
+    def value(self, request: LiveRequest) -> float:
+        """Returns what it is worth to meet the request's objectives; about 1."""
 
 
 class KeyPolicy:
@@ -109,8 +115,16 @@ class KeyPolicy:
     def first_token(self, request: LiveRequest, now_s: float) -> None:
         """Learns nothing."""
 
+    def finished(self, request: LiveRequest, now_s: float, tbt_s: float | None) -> None:
+        """Learns nothing."""
+
     def ended(self, request: LiveRequest, now_s: float) -> None:
         """Learns nothing."""
+
+    def value(self, request: LiveRequest) -> float:
+        """Returns 1: all requests are worth the same."""
+        del request
+        return 1.0
 
 
 class _KeyRanking:

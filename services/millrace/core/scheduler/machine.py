@@ -51,14 +51,10 @@ from millrace.core.scheduler.effects import Effect
 from millrace.core.scheduler.explain import Explanation, explain
 from millrace.core.scheduler.fleet.cluster import Cluster, Pool
 from millrace.core.scheduler.fleet.instances import DecodeInstance, Instance, PrefillInstance
+from millrace.core.scheduler.objectives import allowed_s, mean_step_s
 from millrace.core.scheduler.request_table import RequestTable, still_needs
 from millrace.core.scheduler.step_context import StepContext
 from millrace.core.weights import Weights
-
-#: Deadline of the first token of a request without an objective: this many times its prefill alone
-#: after its arrival, at least this many seconds (the constants that Medha's authors released).
-DEADLINE_FACTOR = 1.5
-LEAST_DEADLINE_S = 0.5
 
 
 class Machine:
@@ -242,7 +238,7 @@ class Machine:
         for request in list(pool.waiting) if instance.draining else ():
             waits = instance.id in request.kv_instance_ids and not request.continues
             queued = waits and request.state is RequestState.QUEUED
-            if queued and self._dispatcher.has_room(request):
+            if queued and self._dispatcher.has_room(request, step.now_s):
                 self._table.retry(
                     step, request, f"{instance.card.role} {instance.id} takes no new work"
                 )
@@ -282,10 +278,11 @@ class Machine:
             step.refuse(request, refused)
             return
         self.cluster.arrived(request, step.now_s)
-        allowed_s = request.slo.ttft_s or max(
-            DEADLINE_FACTOR * request.predicted_prefill_s, LEAST_DEADLINE_S
-        )
-        self._table.add(step, request, request.arrival_s + allowed_s)
+        request.expect(self.cluster.answer_lengths.expected(request))
+        step_s = 0.0
+        if request.slo.e2e_s is not None:
+            step_s = mean_step_s(request, (one for pool in ready for one in pool.kv_owners()))
+        self._table.add(step, request, request.arrival_s + allowed_s(request, step_s))
         self._dispatcher.run(step)
 
     def _cancel(self, step: StepContext, event: events.CancelRequested) -> None:
@@ -295,8 +292,10 @@ class Machine:
             return
         # A proxy that met a stop string has the whole answer.
         complete = event.reason == "stop" and request.state is not RequestState.QUEUED
-        end = RequestState.FINISHED if complete else RequestState.CANCELLED
-        self._table.end(step, request, end, event.reason)
+        if complete:
+            self._table.finish(step, request, None, event.reason)
+        else:
+            self._table.end(step, request, RequestState.CANCELLED, event.reason)
         self._dispatcher.run(step)
 
     def _proxy_left(self, step: StepContext, event: events.ProxyLeft) -> None:

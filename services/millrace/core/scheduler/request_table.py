@@ -18,6 +18,7 @@ from millrace.core.scheduler.fleet.instances import Holding, Instance, PrefillIn
 from millrace.core.scheduler.fleet.run_queue import RunQueue
 from millrace.core.scheduler.fleet.task import Task
 from millrace.core.scheduler.fleet.waiting_queue import WaitingQueue
+from millrace.core.scheduler.objectives import mean_tbt_s
 from millrace.core.scheduler.step_context import StepContext
 from millrace.core.waits import DECODE_ROOM, PREFILL
 
@@ -225,6 +226,24 @@ class RequestTable:
             del self.by_proxy[request.proxy_id]
         self.advance(step, request, state)
         self.ended.add(request, step.now_s)
+
+    def finish(
+        self,
+        step: StepContext,
+        request: LiveRequest,
+        generated_tokens: int | None,
+        reason: str | None = None,
+    ) -> None:
+        """Forgets a request whose answer is complete, and learns how it went.
+
+        generated_tokens: of all choices; None where that is not known.
+        """
+        self.end(step, request, RequestState.FINISHED, reason)
+        tbt_s = None
+        if generated_tokens is not None:
+            tbt_s = mean_tbt_s(request, generated_tokens, step.now_s)
+            self.cluster.answer_lengths.ended(request, generated_tokens)
+        self.cluster.policy.finished(request, step.now_s, tbt_s)
 
     def _withdraw(
         self,

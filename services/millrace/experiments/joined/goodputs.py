@@ -95,9 +95,7 @@ class Tally:
 
 
 def _in_time(record: RequestRecord) -> bool:
-    if record.error or (record.ttft_slo_s is not None and record.ttft_s > record.ttft_slo_s):
-        return False
-    return record.tbt_slo_s is None or record.tbt_s is None or record.tbt_s <= record.tbt_slo_s
+    return not record.error and record.meets_ttft and record.meets_tbt and record.meets_e2e
 
 
 def run(scenario: Scenario, load: float) -> Fairness:

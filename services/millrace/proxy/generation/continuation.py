@@ -6,13 +6,22 @@ from dataclasses import replace
 
 from millrace.core.request_spec import RequestSpec
 
+#: An end-to-end objective that is over already leaves this many seconds: it is counted as missed.
+LEAST_LEFT_S = 0.001
 
-def continuation(spec: RequestSpec, request_id: str, generated: int) -> RequestSpec:
+
+def continuation(
+    spec: RequestSpec, request_id: str, generated: int, e2e_left_s: float | None = None
+) -> RequestSpec:
     """Returns the spec of the rest of `spec` after `generated` tokens, which end its prompt.
+
+    e2e_left_s: what is left of its end-to-end objective; None without one.
 
     Once a token is out, the rest has no time to first token, and the client has the prompt's log
     probabilities.
     """
+    if e2e_left_s is not None:
+        spec = replace(spec, slo=replace(spec.slo, e2e_s=max(e2e_left_s, LEAST_LEFT_S)))
     if not generated:
         return replace(spec, request_id=request_id)
     sampling = replace(

@@ -227,7 +227,9 @@ class ProxyRequest:
         if tokens.size:
             self.prompt_ids = np.concatenate([self.prompt_ids, tokens])
             self._tokens = array("i")
-        rest = continuation(self.spec, f"{self.request_id}.{self.moves}", tokens.size)
+        e2e_s = self.slo.e2e_s
+        left_s = None if e2e_s is None else e2e_s - (now - self.arrived_at)
+        rest = continuation(self.spec, f"{self.request_id}.{self.moves}", tokens.size, left_s)
         self.spec = with_blocks(rest, self.prompt_ids)
         self.stage, self.decode = Stage.MOVING, None
         self._early = {}

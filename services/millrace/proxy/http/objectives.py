@@ -13,6 +13,7 @@ from millrace.proxy.http.asgi import Scope, header
 
 TTFT_HEADER = "x-millrace-ttft-slo-ms"
 TBT_HEADER = "x-millrace-tbt-slo-ms"
+E2E_HEADER = "x-millrace-e2e-slo-ms"
 CLASS_HEADER = "x-millrace-class"
 TRACE_HEADER = "x-millrace-trace"
 
@@ -23,19 +24,21 @@ _TRACEPARENT = re.compile(
 
 
 class Objectives:
-    """Reads the objectives of requests. TTFT and TBT come from the header, or else from the class,
-    or else from `proxy`. A request without a class has the class `default`."""
+    """Reads the objectives of requests. TTFT, TBT and E2E come from the header, or else from the
+    class, or else from `proxy`. A request without a class has the class `default`."""
 
     def __init__(self, config: Config) -> None:
         proxy = config.proxy
         fallback = Slo(
             ttft_s=proxy.default_ttft_slo_ms / 1e3 or None,
             tbt_s=proxy.default_tbt_slo_ms / 1e3 or None,
+            e2e_s=proxy.default_e2e_slo_ms / 1e3 or None,
         )
         self._classes: Mapping[str, Slo] = {fallback.class_name: fallback} | {
             name: Slo(
                 ttft_s=fallback.ttft_s if slo.ttft_s is None else slo.ttft_s,
                 tbt_s=fallback.tbt_s if slo.tbt_s is None else slo.tbt_s,
+                e2e_s=fallback.e2e_s if slo.e2e_s is None else slo.e2e_s,
                 class_name=name,
             )
             for name, slo in config.slo_classes.items()
@@ -58,11 +61,13 @@ class Objectives:
             slo = self._classes[name]
         ttft_s = _seconds(scope, TTFT_HEADER)
         tbt_s = _seconds(scope, TBT_HEADER)
-        if ttft_s is None and tbt_s is None:
+        e2e_s = _seconds(scope, E2E_HEADER)
+        if ttft_s is None and tbt_s is None and e2e_s is None:
             return slo
         return Slo(
             ttft_s=slo.ttft_s if ttft_s is None else ttft_s,
             tbt_s=slo.tbt_s if tbt_s is None else tbt_s,
+            e2e_s=slo.e2e_s if e2e_s is None else e2e_s,
             class_name=slo.class_name,
         )
 

@@ -8,7 +8,13 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from millrace.proxy.http import admin
-from millrace.proxy.http.objectives import CLASS_HEADER, TBT_HEADER, TRACE_HEADER, TTFT_HEADER
+from millrace.proxy.http.objectives import (
+    CLASS_HEADER,
+    E2E_HEADER,
+    TBT_HEADER,
+    TRACE_HEADER,
+    TTFT_HEADER,
+)
 from millrace.proxy.reply.answers import ANSWERS
 from millrace.proxy.request.validation import Bodies
 
@@ -143,6 +149,7 @@ def _objectives(classes: Sequence[str]) -> list[Json]:
     return [
         _header(TTFT_HEADER, milliseconds, "TTFT objective (time to first token), ms."),
         _header(TBT_HEADER, milliseconds, "TBT objective (time between tokens), ms."),
+        _header(E2E_HEADER, milliseconds, "End-to-end objective (time to the last token), ms."),
         _header(
             CLASS_HEADER, {"enum": list(classes)}, "SLO class; headers override its objectives."
         ),

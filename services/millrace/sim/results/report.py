@@ -1,7 +1,7 @@
 """The results of a simulation, collected request by request in memory that does not grow.
 
 TTFT is from arrival to the first token; TBT is a request's mean gap between tokens; E2E from
-arrival to the last token. A request attains its objectives when it succeeds with TTFT and TBT
+arrival to the last token. A request attains its objectives when it succeeds with TTFT, TBT and E2E
 within them: failures and refusals are misses, in every attainment. Goodput is the rate of attaining
 requests over the simulated duration. (FlowPrefill's goodput, section 6.1, is the largest rate at 90
 % attainment: `millrace sim sweep` finds it.) Slowdown is TTFT over the time of the prefill alone on
@@ -41,6 +41,7 @@ class RequestRecord:
     e2e_s: float = 0.0
     ttft_slo_s: float | None = None
     tbt_slo_s: float | None = None
+    e2e_slo_s: float | None = None
     isolated_s: float = 0.0  # its prefill alone on the idle cluster
     queued_s: float = 0.0  # before its first chunk starts
     suspended_s: float = (
@@ -52,6 +53,20 @@ class RequestRecord:
     attempts: int = 1
     tenant: str = DEFAULT_TENANT
     error: str = ""
+
+    @property
+    def meets_ttft(self) -> bool:
+        """Returns whether the first token was in time; of a request that succeeded."""
+        return self.ttft_slo_s is None or self.ttft_s <= self.ttft_slo_s
+
+    @property
+    def meets_tbt(self) -> bool:
+        slo_s, tbt_s = self.tbt_slo_s, self.tbt_s
+        return slo_s is None or tbt_s is None or tbt_s <= slo_s
+
+    @property
+    def meets_e2e(self) -> bool:
+        return self.e2e_slo_s is None or self.e2e_s <= self.e2e_slo_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +81,7 @@ class ClassReport:
     attained: int
     ttft_attainment: float
     tbt_attainment: float
+    e2e_attainment: float
     attainment: float
     goodput_rps: float
     ttft_s: Distribution
@@ -119,13 +135,18 @@ _DISTRIBUTIONS = (
 )
 
 
+#: The counts of requests.
+_COUNTS = ("requests", "succeeded", "ttft_met", "tbt_met", "e2e_met", "all_met")
+
+
 class _ClassStats:
     """Running figures of one class."""
 
-    __slots__ = ("both_met", "requests", "succeeded", "tbt_met", "ttft_met", *_DISTRIBUTIONS)
+    __slots__ = (*_COUNTS, *_DISTRIBUTIONS)
 
     def __init__(self) -> None:
-        self.requests = self.succeeded = self.ttft_met = self.tbt_met = self.both_met = 0
+        self.requests = self.succeeded = self.all_met = 0
+        self.ttft_met = self.tbt_met = self.e2e_met = 0
         self.ttft_s = Histogram()
         self.tbt_s = Histogram()
         self.e2e_s = Histogram()
@@ -143,13 +164,13 @@ class _ClassStats:
             return False
         self.succeeded += 1
         self._spread(record)
-        ttft_met = record.ttft_slo_s is None or record.ttft_s <= record.ttft_slo_s
-        tbt_met = record.tbt_slo_s is None or record.tbt_s is None
-        tbt_met = tbt_met or record.tbt_s <= record.tbt_slo_s  # type: ignore[operator] # not None
+        ttft_met, tbt_met, e2e_met = record.meets_ttft, record.meets_tbt, record.meets_e2e
         self.ttft_met += ttft_met
         self.tbt_met += tbt_met
-        self.both_met += ttft_met and tbt_met
-        return ttft_met and tbt_met
+        self.e2e_met += e2e_met
+        all_met = ttft_met and tbt_met and e2e_met
+        self.all_met += all_met
+        return all_met
 
     def _spread(self, record: RequestRecord) -> None:
         self.ttft_s.add(record.ttft_s)
@@ -166,7 +187,7 @@ class _ClassStats:
         self.longest_suspension_s.add(record.longest_suspension_s)
 
     def merge(self, other: _ClassStats) -> None:
-        for name in ("requests", "succeeded", "ttft_met", "tbt_met", "both_met"):
+        for name in _COUNTS:
             setattr(self, name, getattr(self, name) + getattr(other, name))
         for name in _DISTRIBUTIONS:
             getattr(self, name).merge(getattr(other, name))
@@ -176,11 +197,12 @@ class _ClassStats:
         return ClassReport(
             requests=self.requests,
             succeeded=self.succeeded,
-            attained=self.both_met,
+            attained=self.all_met,
             ttft_attainment=self.ttft_met / requests,
             tbt_attainment=self.tbt_met / requests,
-            attainment=self.both_met / requests,
-            goodput_rps=self.both_met * per_s,
+            e2e_attainment=self.e2e_met / requests,
+            attainment=self.all_met / requests,
+            goodput_rps=self.all_met * per_s,
             ttft_quantiles_s=tuple(self.ttft_s.quantiles(CDF_SHARES)),
             **{name: getattr(self, name).distribution() for name in _DISTRIBUTIONS},
         )

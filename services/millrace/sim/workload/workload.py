@@ -58,26 +58,29 @@ class SloClass:
     name: str
     ttft_s: float | None = None
     tbt_s: float | None = None
+    e2e_s: float | None = None
     weight: float = 1.0
 
     @classmethod
     def parse(cls, text: str) -> SloClass:
-        """Reads name:ttft_ms:tbt_ms[:weight]; 0 ms means no objective. Raises ConfigError."""
+        """Reads name:ttft_ms:tbt_ms[:weight[:e2e_ms]]; 0 ms: no objective. Raises ConfigError."""
         name, *rest = text.split(":")
         try:
             numbers = [float(part) for part in rest]
         except ValueError:
             numbers = []
-        valid = len(numbers) in (2, 3) and all(0 <= n < math.inf for n in numbers)
-        if not name or not valid or (len(numbers) == 3 and numbers[2] == 0):
+        valid = len(numbers) in (2, 3, 4) and all(0 <= n < math.inf for n in numbers)
+        if not name or not valid or (len(numbers) > 2 and numbers[2] == 0):
             raise ConfigError(
-                f"--slo-class {text!r}: write it as name:ttft_ms:tbt_ms[:weight], numbers >= 0"
+                f"--slo-class {text!r}: write it as name:ttft_ms:tbt_ms[:weight[:e2e_ms]], "
+                "numbers >= 0"
             )
         return cls(
             name=name,
             ttft_s=numbers[0] / 1e3 or None,
             tbt_s=numbers[1] / 1e3 or None,
-            weight=numbers[2] if len(numbers) == 3 else 1.0,
+            e2e_s=numbers[3] / 1e3 or None if len(numbers) > 3 else None,
+            weight=numbers[2] if len(numbers) > 2 else 1.0,
         )
 
 

@@ -71,8 +71,11 @@ def request(spec: common_pb2.RequestSpec, *, proxy_id: str, now_s: float) -> Req
         ("sampling.n", spec.sampling.n),
     ):
         _require(name, value, value >= 1, "at least 1")
-    for name, objective_s in (("slo.ttft_s", spec.slo.ttft_s), ("slo.tbt_s", spec.slo.tbt_s)):
-        _require(name, objective_s, 0 <= objective_s < math.inf, "0 (none) or more, and finite")
+    for name in ("ttft_s", "tbt_s", "e2e_s"):
+        objective_s = getattr(spec.slo, name)
+        _require(
+            f"slo.{name}", objective_s, 0 <= objective_s < math.inf, "0 (none) or more, and finite"
+        )
     return Request(
         id=spec.request_id,
         proxy_id=proxy_id,

@@ -31,14 +31,16 @@ class Incarnation(_message.Message):
     def __init__(self, id: _Optional[str] = ..., generation: _Optional[int] = ...) -> None: ...
 
 class Slo(_message.Message):
-    __slots__ = ("ttft_s", "tbt_s", "class_name")
+    __slots__ = ("ttft_s", "tbt_s", "class_name", "e2e_s")
     TTFT_S_FIELD_NUMBER: _ClassVar[int]
     TBT_S_FIELD_NUMBER: _ClassVar[int]
     CLASS_NAME_FIELD_NUMBER: _ClassVar[int]
+    E2E_S_FIELD_NUMBER: _ClassVar[int]
     ttft_s: float
     tbt_s: float
     class_name: str
-    def __init__(self, ttft_s: _Optional[float] = ..., tbt_s: _Optional[float] = ..., class_name: _Optional[str] = ...) -> None: ...
+    e2e_s: float
+    def __init__(self, ttft_s: _Optional[float] = ..., tbt_s: _Optional[float] = ..., class_name: _Optional[str] = ..., e2e_s: _Optional[float] = ...) -> None: ...
 
 class SamplingParams(_message.Message):
     __slots__ = ("max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "seed", "stop_token_ids", "n", "logprobs", "prompt_logprobs")

@@ -1,7 +1,8 @@
 """How the classes fare, and what it is worth to have a request in time.
 
-An attainment is the share of requests whose first token is in time, of the last ones (exponentially
-weighted): of all, of each class, and of each length band of a class. A request is worth 1, and more
+An attainment is the share of requests in time (that met TTFT, TBT and end-to-end objective, as far
+as they have them), of the last ones (exponentially weighted): of all, of each class, and of each
+length band of a class. A request is worth 1, and more
 where its class or band is behind `GOAL`:
 
     value = weight * (1 + h_all (price(a_class) - 1) + h_all h_class (price(a_band) - 1))
@@ -118,6 +119,13 @@ class Attainments:
         for name, own in self._classes.items():
             own.weight = weights.get(name, 1.0)
             self._value(own)
+
+    def judge(self, request: LiveRequest, in_time: bool, weight: float = 1.0) -> None:
+        """Notes at a request with an objective whether it met all of them, and counts that as
+        `weight` outcomes, 0 to 1.
+        """
+        request.judge(in_time)
+        self.note(request, in_time, weight)
 
     def note(self, request: LiveRequest, in_time: bool, weight: float = 1.0) -> None:
         """Counts the outcome of a request with an objective as `weight` outcomes, 0 to 1."""

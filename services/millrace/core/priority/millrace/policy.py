@@ -69,14 +69,29 @@ class MillracePolicy:
         self.tenants.started(request)
 
     def first_token(self, request: LiveRequest, now_s: float) -> None:
-        if request.slo.ttft_s is not None and request.in_time is None:
-            request.judge(now_s <= request.deadline_s)
-            weight = self.tenants.counts(request)
-            self.attainments.note(request, bool(request.in_time), weight)
+        if request.allowed_ttft_s is not None and request.in_time is None:
+            in_time = now_s <= request.deadline_s
+            if not in_time or (request.slo.tbt_s is None and request.slo.e2e_s is None):
+                self._judge(request, in_time)
         self.tenants.computed(request)
+
+    def finished(self, request: LiveRequest, now_s: float, tbt_s: float | None) -> None:
+        slo = request.slo
+        if request.in_time is not None or (slo.tbt_s is None and slo.e2e_s is None):
+            return
+        in_time = slo.tbt_s is None or tbt_s is None or tbt_s <= slo.tbt_s
+        if slo.e2e_s is not None:
+            in_time = in_time and now_s - request.arrival_s <= slo.e2e_s
+        self._judge(request, in_time)
+
+    def _judge(self, request: LiveRequest, in_time: bool) -> None:
+        self.attainments.judge(request, in_time, self.tenants.counts(request))
 
     def ended(self, request: LiveRequest, now_s: float) -> None:
         self.tenants.ended(request, now_s)
+
+    def value(self, request: LiveRequest) -> float:
+        return self.attainments.band(request).value
 
 
 class _Sweep:
@@ -149,20 +164,21 @@ class MillraceRanking:
         return entry.key
 
     def _entry(self, request: LiveRequest) -> Entry:
-        band = None if request.slo.ttft_s is None else self._attainments.band(request)
+        band = None if request.allowed_ttft_s is None else self._attainments.band(request)
         return Entry(request, band, self._tenants.standing(request))
 
     def _arrived(self, request: LiveRequest, entry: Entry) -> None:
         work, keep = request.predicted_work_s, 1.0 - 1.0 / 400
+        allowed_s = request.allowed_ttft_s
         self._stated *= keep
         self._unstated *= keep
-        if entry.band is None or request.slo.ttft_s is None:
+        if entry.band is None or allowed_s is None:
             self._unstated += work
             return
         self._stated += work
         if entry.possible or entry.standing.is_alone:
             density = work / entry.band.value * entry.standing.factor
-            self._forecast.arrived(request.arrival_s, work, request.slo.ttft_s, density)
+            self._forecast.arrived(request.arrival_s, work, allowed_s, density)
 
     def remove(self, request: LiveRequest) -> None:
         entry = self._entries.pop(request.id)
@@ -327,8 +343,7 @@ class MillraceRanking:
 
     def _missed(self, request: LiveRequest) -> None:
         if request.in_time is None:
-            request.judge(False)
-            self._attainments.note(request, False, self._tenants.counts(request))
+            self._attainments.judge(request, False, self._tenants.counts(request))
 
 
 def _possible(request: LiveRequest, entry: Entry, now_s: float) -> bool:

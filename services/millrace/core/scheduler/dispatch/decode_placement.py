@@ -1,17 +1,20 @@
 """Places requests at a decode instance, the KV owner, and spreads long ones from there.
 
-The best request in the queue is placed first. It gets the freest instance that has room
-(`fleet.freeness`), or the instance that has most of the prompt in its prefix cache, if that saves
-much of the prefill. A request that no single instance may or can hold is spread over several
+The best request in the queue is placed first. Of the instances that have the pages, those count
+where the placement loses least (`placement_loss`). Of these it gets the freest (`fleet.freeness`),
+or the instance that has most of the prompt in its prefix cache, if that saves much of the prefill.
+A request that no single instance may or can hold is spread over several
 (`fleet.kvp_placement`)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from functools import partial
 from typing import NamedTuple
 
 from millrace.core.live_request import LiveRequest
 from millrace.core.request import Chunk, Shard
+from millrace.core.scheduler.dispatch.placement_loss import PlacementLoss
 from millrace.core.scheduler.fleet.cluster import Pool
 from millrace.core.scheduler.fleet.freeness import freest
 from millrace.core.scheduler.fleet.instances import DecodeInstance, PrefillInstance
@@ -56,6 +59,7 @@ class DecodePlacement:
         self._table = table
         self._cluster = table.cluster
         self._send = send
+        self._loss = PlacementLoss(table)
 
     def place(self, step: StepContext) -> None:
         """Places all requests that have room now."""
@@ -67,7 +71,7 @@ class DecodePlacement:
         while pools and index < len(unplaced) and waiting < MAX_WAITING:
             request = unplaced[index]
             fitting = _fitting(request, pools)
-            spot = self._spot(request, fitting, reserved)
+            spot = self._spot(request, fitting, reserved, step.now_s)
             if spot is not None:
                 self._place(step, request, spot)
                 continue
@@ -77,21 +81,22 @@ class DecodePlacement:
             waiting += fits or bool(fitting.spread)
             index += 1
 
-    def has_room(self, request: LiveRequest) -> bool:
+    def has_room(self, request: LiveRequest, now_s: float) -> bool:
         """Returns whether the request has room anywhere now."""
         fitting = _fitting(request, self._cluster.ready_pools())
-        return self._spot(request, fitting, ()) is not None
+        return self._spot(request, fitting, (), now_s) is not None
 
     def _spot(
-        self, request: LiveRequest, fitting: _Fitting, reserved: Collection[str]
+        self, request: LiveRequest, fitting: _Fitting, reserved: Collection[str], now_s: float
     ) -> _Spot | None:
         owners = fitting.owners
         if reserved:
             owners = [one for one in owners if one.id not in reserved]
 
         def able(one: DecodeInstance) -> bool:
-            return one.could_hold(request) and one.has_room(request)
+            return one.could_hold(request) and one.has_pages(request)
 
+        owners = self._of_least_loss(request, owners, able, now_s)
         if request.prefix_hashes and not request.attempt:
             spot = self._keeper(request, owners, able)
         else:
@@ -104,6 +109,51 @@ class DecodePlacement:
             if shards:
                 return _Spot(pool.decode[shards[0].worker_id], shards)
         return None
+
+    def _of_least_loss(
+        self,
+        request: LiveRequest,
+        owners: list[DecodeInstance],
+        able: Callable[[DecodeInstance], bool],
+        now_s: float,
+    ) -> list[DecodeInstance]:
+        """Returns the instances where a placement loses least; all, where none loses anything."""
+        if not owners:
+            return owners
+        if request.slo.e2e_s is not None:
+            pool = self._cluster.pool_of(owners[0])
+            request.expect_first_token(now_s + self._predicted_ttft_s(request, pool, now_s))
+        if not self._loss.matters(request, owners):
+            return owners
+
+        ttft_s = partial(self._ttft_s, request, now_s=now_s)
+        return self._loss.least(request, [one for one in owners if able(one)], now_s, ttft_s)
+
+    def _ttft_s(self, request: LiveRequest, owner: DecodeInstance, now_s: float) -> float:
+        """The seconds to the first token on the way over the instance."""
+        pool = self._cluster.pool_of(owner)
+        if owner.card.role == "mixed" and pool.prefill:
+            return self._at_mixed_s(request, owner, now_s)
+        return self._predicted_ttft_s(request, pool, now_s)
+
+    def _at_mixed_s(self, request: LiveRequest, owner: DecodeInstance, now_s: float) -> float:
+        """The seconds to the first token at a mixed instance: the prompts there that the policy
+        ranks before it, and its own.
+        """
+        own_s, backlog_s = owner.prefill_s(request), owner.backlog_s(now_s)
+        if not backlog_s:
+            return own_s
+        queued = (self._table.requests.get(name) for name in owner.holdings)
+        waiting = [one for one in queued if one is not None and one.first_token_s is None]
+        ranking = self._cluster.pool_of(owner).ranking
+        rank = ranking.key(request, now_s), request.order
+        ahead_s = sum(
+            one.predicted_prefill_s
+            for one in waiting
+            if (ranking.key(one, now_s), one.order) < rank
+        )
+        all_s = sum(one.predicted_prefill_s for one in waiting)
+        return own_s + (backlog_s * ahead_s / all_s if all_s > 0.0 else 0.0)
 
     def _keeper(
         self,
@@ -166,13 +216,14 @@ class DecodePlacement:
         request.place(owner.id, spot.shards, spot.kept_tokens)
         if request.attempt > 1 or spot.kept_tokens or len(self._cluster.pools) > 1:
             pool.predict(request)  # by the pool of its instance: it may be another pool now
-        step.place(request, owner.id, self._predicted_ttft_s(request, pool, step.now_s))
+        step.place(request, owner.id, self._ttft_s(request, owner, step.now_s))
         step.admit(request)
         step.record(request)
         if owner.card.role != "mixed":
             table.enqueue(step, request, pool.waiting)
         else:
             kept = spot.kept_tokens
+            owner.prefills(request, step.now_s)
             whole = Chunk(
                 index=0,
                 start_token=kept,

@@ -65,9 +65,9 @@ class Dispatcher:
         if self._table.unplaced:
             self._placement.place(step)
 
-    def has_room(self, request: LiveRequest) -> bool:
+    def has_room(self, request: LiveRequest, now_s: float) -> bool:
         """Returns whether a decode instance that takes new work has room for the request now."""
-        return self._placement.has_room(request)
+        return self._placement.has_room(request, now_s)
 
     def room_made(self, step: StepContext, instance: Instance) -> None:
         """Sends requests that waited for pages, after pages came free. The running tasks stay."""

@@ -90,6 +90,7 @@ class RequestProgress:
         if request.state is RequestState.QUEUED:  # all had landed before the death of prefill
             self._table.unqueue(request)
         request.start_decode(step.now_s - max(report.since_token_s, 0.0))
+        instance.keep_pace(request)
         self._table.advance(step, request, RequestState.DECODING)
         self._table.learn_on_top(request)
 
@@ -107,7 +108,10 @@ class RequestProgress:
         computing = report.request_id in self._table.run_queue_of  # prefill's report may be late
         if request is not None:
             if report.reason != "cancelled" and not _never_computed(request):
-                self._table.end(step, request, RequestState.FINISHED, None)
+                if report.reason == "moved":  # it is migrated, as another request
+                    self._table.end(step, request, RequestState.FINISHED, None)
+                else:
+                    self._table.finish(step, request, report.generated_tokens)
             else:
                 self._table.lost(step, request, instance, f"decode {instance.id} gave up")
                 computing = True

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from millrace.core.config import SchedulerConfig
+from millrace.core.cost.answer_lengths import AnswerLengths
 from millrace.core.cost.correction import Corrections, OnTop, band_of
 from millrace.core.cost.latency import SpLatency
 from millrace.core.cost.rates import live_rate
@@ -56,6 +57,9 @@ class Pool:
         self._inputs: PlannerInputs | None = None
         self._planner: Planner | None = None
         self._after: tuple[int, Planner] | None = None  # the last one made for some history
+        self._quickest: Planner | None = None  # with the improvement rate 0
+        self.by_value = False  # a request that would be late may take the quickest plan
+        self._now_s = 0.0  # of the last round
         self._degrees: tuple[int, ...] = (1,)
         self._latency: SpLatency | None = None
         self._shares = Shares((1,), 1, 0)
@@ -104,7 +108,26 @@ class Pool:
                 inputs = replace(self._inputs, history=history)
                 self._after = (history, PLANNERS[self._config.planner](inputs))
             planner = self._after[1]
-        return planner.plan(request.prompt_tokens - history, queue_s, least_sp)
+        plan = planner.plan(request.prompt_tokens - history, queue_s, least_sp)
+        slack_s = request.deadline_s - self._now_s
+        if not self.by_value or history or plan.ttft_s <= slack_s:
+            return plan
+        return self._in_time(request, queue_s, least_sp, slack_s) or plan
+
+    def _in_time(
+        self, request: LiveRequest, queue_s: array[float], least_sp: int, slack_s: float
+    ) -> Plan | None:
+        """Returns the quickest plan, whatever it costs later requests, if it saves the request's
+        objective.
+        """
+        if request.allowed_ttft_s is None or slack_s < 0.0 or len(self._degrees) < 2:
+            return None
+        if self._quickest is None:
+            assert self._inputs is not None
+            config = replace(self._config, improvement_rate=0.0)
+            self._quickest = PLANNERS[config.planner](replace(self._inputs, config=config))
+        plan = self._quickest.plan(request.prompt_tokens, queue_s, least_sp)
+        return plan if plan.ttft_s <= slack_s else None
 
     def one_chunk(
         self, request: LiveRequest, queue_s: array[float], shares: dict[int, int]
@@ -124,6 +147,7 @@ class Pool:
         """Gives the requests that wait in the pool, and the tasks of its instances, the keys that
         they have now.
         """
+        self._now_s = now_s
         keys = self.ranking.update(now_s, len(self.prefill))
         self.waiting.rerank(keys)
         self.run_queue.rerank(keys)
@@ -155,7 +179,7 @@ class Pool:
         self._forget_planner()
 
     def _forget_planner(self) -> None:
-        self._inputs = self._planner = self._after = self._latency = None
+        self._inputs = self._planner = self._after = self._latency = self._quickest = None
         self._degrees = (1,)
 
     def predict(self, request: LiveRequest) -> None:
@@ -242,6 +266,7 @@ class Cluster:
         self.instances: dict[str, Instance] = {}
         self.pools: dict[str, Pool] = {}
         self.corrections = Corrections()
+        self.answer_lengths = AnswerLengths()
         grows = config.decode_reserve == "grow"
         self._headroom_tokens = config.decode_headroom_tokens if grows else None
         self._live_rate = live_rate(config.improvement_rate, config.improvement_rates)
@@ -268,6 +293,8 @@ class Cluster:
         self._live_rate.set_by_hand(event.rate)
         if event.rate is None:
             self._live_rate.replace_table(event.rows)
+        for pool in self.pools.values():
+            pool.by_value = self._live_rate.by_value
         self._use_rate(now_s)
 
     def _use_rate(self, now_s: float) -> None:
@@ -294,6 +321,7 @@ class Cluster:
         pool = self.pools.get(model_hash)
         if pool is None:
             pool = self.pools[model_hash] = Pool(self._config, self.policy.ranking())
+            pool.by_value = self._live_rate.by_value
         return pool
 
     def rank_by(self, policy: str, now_s: float) -> None:

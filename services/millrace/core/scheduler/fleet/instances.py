@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from typing import Final
 
 from millrace.core.instance.standstill import Standstill
 from millrace.core.kv.pages import pages_for, pages_of_request
@@ -20,6 +21,9 @@ from millrace.core.scheduler.fleet.cached_prefixes import CachedPrefixes
 from millrace.core.scheduler.fleet.freeness import freeness
 from millrace.core.scheduler.fleet.task import Task
 from millrace.core.scheduler.reports import Heartbeat
+
+#: The longest iteration of a mixed instance with prompts: the default of `mixed.t_target_ms`.
+MIXED_TARGET_S: Final = 0.05
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -32,7 +36,7 @@ class Holding:
     decoding: bool = False  # decode: in the batch
     is_shard: bool = False  # decode: of a request of another KV owner
     context_tokens: int = 0  # decode: that the pages are for, read in every step
-    tbt_s: float = math.inf  # decode: the request's objective
+    tbt_s: float = math.inf  # decode: the pace that keeps the request's objectives
 
 
 @dataclass(slots=True, eq=False)
@@ -161,6 +165,7 @@ class DecodeInstance:
     sequences: int = 0  # in the batch or on their way to it
     context_tokens: int = 0  # of all holdings
     tightest_tbt_s: float = math.inf  # of all holdings
+    busy_until_s: float = 0.0  # mixed: when its prompts are computed, as predicted
     #: By its last heartbeat, and what was booked and freed since; None where answers do not grow.
     reported_free_pages: int | None = None
     freeness: float = field(init=False)  # kept, since every arrival compares all instances
@@ -256,34 +261,37 @@ class DecodeInstance:
         """Whether the request fits once the instance is empty, and no earlier attempt is here."""
         return self.is_large_enough(request) and request.id not in self.holdings
 
-    def has_room(self, request: LiveRequest) -> bool:
-        """Whether a request that it could hold has free pages and an acceptable pace now."""
-        card = self.card
+    def has_pages(self, request: LiveRequest) -> bool:
+        """Whether a request that it could hold has free pages now, at any pace."""
         if self.headroom_tokens is not None:
-            fits = self.booked_for(request) <= self.open_pages
-        else:  # written out, too
-            prompt, new, choices = request.prompt_tokens, request.max_new_tokens, request.choices
-            pages = pages_of_request(prompt, new, choices, card.page_tokens)
-            fits = pages <= card.kv_pages - self.booked_pages
-        if card.decode_step is None or not fits:
-            return fits
-        tokens = request.choices * (request.prompt_tokens + self._new_tokens(request))
-        return self.keeps_pace(tokens, request.choices, request.slo.tbt_s)
+            return self.booked_for(request) <= self.open_pages
+        card = self.card  # written out, too
+        prompt, new, choices = request.prompt_tokens, request.max_new_tokens, request.choices
+        pages = pages_of_request(prompt, new, choices, card.page_tokens)
+        return pages <= card.kv_pages - self.booked_pages
 
-    def keeps_pace(
-        self, context_tokens: int, sequences: int = 0, tbt_s: float | None = None
-    ) -> bool:
-        """Returns whether steps with so much more in the batch keep all TBT objectives and `tbt_s`.
+    def keeps_pace(self, context_tokens: int, sequences: int = 0, tbt_s: float = math.inf) -> bool:
+        """Returns whether steps with so much more in the batch keep all paces and `tbt_s`.
 
         An empty batch takes any request: no other instance could be faster for it.
         """
         step, tightest_s = self.card.decode_step, self.tightest_tbt_s
-        if tbt_s is not None and tbt_s < tightest_s:
+        if tbt_s < tightest_s:
             tightest_s = tbt_s
         if step is None or not self.sequences or tightest_s == math.inf:
             return True
         sequences, context_tokens = self.sequences + sequences, self.context_tokens + context_tokens
         return step.seconds(sequences, context_tokens) <= tightest_s
+
+    def step_with_s(self, request: LiveRequest, *, alone: bool = False) -> float:
+        """Returns the seconds of a step with the request, or of it `alone`; 0: not known."""
+        step, more = self.card.decode_step, request.choices
+        if step is None:
+            return self.tbt_s
+        tokens = more * (request.prompt_tokens + self._new_tokens(request))
+        if alone:
+            return step.seconds(more, tokens)
+        return step.seconds(self.sequences + more, self.context_tokens + tokens)
 
     def hold(self, request: LiveRequest, shard: Shard | None = None) -> None:
         """Reserves for a request whose KV owner this is: for all of it, or its first shard."""
@@ -292,7 +300,7 @@ class DecodeInstance:
             tokens = request.choices * (request.prompt_tokens + self._new_tokens(request))
         else:
             pages, tokens = pages_for(shard.num_tokens, self.page_tokens), shard.num_tokens
-        tbt_s = request.slo.tbt_s or math.inf
+        tbt_s = request.pace_s
         if tbt_s < self.tightest_tbt_s:
             self.tightest_tbt_s = tbt_s
         self.virtual_pages += pages
@@ -327,6 +335,47 @@ class DecodeInstance:
         self.batch_size += holding.sequences
         self._rate()
 
+    def keep_pace(self, request: LiveRequest) -> None:
+        """Takes over the pace that the request needs now, which holds for its answer."""
+        holding = self.holdings[request.id]
+        before_s, holding.tbt_s = holding.tbt_s, request.pace_s
+        self._tighten(before_s, holding.tbt_s)
+
+    def _tighten(self, before_s: float, after_s: float) -> None:
+        """Finds the tightest pace again, after one holding's pace has changed."""
+        if after_s <= self.tightest_tbt_s:
+            self.tightest_tbt_s = after_s
+        elif before_s <= self.tightest_tbt_s < math.inf:
+            left = (other.tbt_s for other in self.holdings.values())
+            self.tightest_tbt_s = min(left, default=math.inf)
+
+    # ---- prefill, at a mixed instance
+
+    def prefill_s(self, request: LiveRequest) -> float:
+        """Returns the predicted seconds of the prompt beside the running answers, at role mixed.
+
+        An iteration may take as long as the tightest pace, at most `MIXED_TARGET_S`. What the
+        answers take of it beyond a pass of chunks is not left for prompts.
+        """
+        tokens = request.prompt_tokens - request.kept_tokens
+        alone_s = self.card.latency.chunk_s(tokens, request.kept_tokens, 1)
+        step = self.card.decode_step
+        if step is None or not self.batch_size:
+            return alone_s
+        target_s = min(self.tightest_tbt_s, request.pace_s, MIXED_TARGET_S)
+        answers_s = step.per_sequence_s * self.batch_size
+        share = self.batch_size / self.sequences
+        answers_s += step.per_context_token_s * share * self.context_tokens
+        return alone_s * target_s / max(target_s - answers_s, 0.1 * target_s)
+
+    def backlog_s(self, now_s: float) -> float:
+        """Returns the predicted seconds of the prompts that it has yet to compute."""
+        return max(self.busy_until_s - now_s, 0.0) if self.virtual_pages else 0.0
+
+    def prefills(self, request: LiveRequest, now_s: float) -> None:
+        """Notes that it computes the request's prompt from now on, beside those that it has."""
+        self.busy_until_s = now_s + self.backlog_s(now_s) + self.prefill_s(request)
+
     def release(self, request_id: str) -> None:
         holding = self.holdings.pop(request_id)
         if holding.is_shard:
@@ -342,9 +391,7 @@ class DecodeInstance:
         if self.reported_free_pages is not None:
             self.reported_free_pages += holding.pages
         self._rate()
-        if holding.tbt_s <= self.tightest_tbt_s < math.inf:
-            left = (other.tbt_s for other in self.holdings.values())
-            self.tightest_tbt_s = min(left, default=math.inf)
+        self._tighten(holding.tbt_s, math.inf)
 
 
 KvInstance = KvpInstance | DecodeInstance

@@ -13,6 +13,7 @@ they are empty. They empty, since other requests pass them by."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Mapping
 from typing import NamedTuple
 
@@ -141,7 +142,7 @@ class KvpPlacement:
             for one in owners
             if one.could_run(request)
             and _is_open(one, request, reserved)
-            and (empty or self._keeps_pace(one, request, request.choices, request.slo.tbt_s))
+            and (empty or self._keeps_pace(one, request, request.choices, request.pace_s))
         )
         return min(
             able,
@@ -158,7 +159,7 @@ class KvpPlacement:
         one: DecodeInstance,
         request: LiveRequest,
         sequences: int = 0,
-        tbt_s: float | None = None,
+        tbt_s: float = math.inf,
     ) -> bool:
         """Returns whether the pace holds with the longest shard that fits.
 
