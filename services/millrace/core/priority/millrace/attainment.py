@@ -93,6 +93,11 @@ class Attainments:
         self._classes: dict[str, _Class] = {}
         self._weights = weights
 
+    @property
+    def headroom(self) -> float:
+        """Returns what all requests together have to spare: h, from 0 to 1."""
+        return self._all.headroom
+
     def band(self, request: LiveRequest) -> Band:
         """Returns the band of the request: prompts within a factor of 8 in tokens share one."""
         name = request.slo.class_name

@@ -14,6 +14,10 @@ DUE, IN_TIME, GIVEN_UP, LATE = 0.0, 1.0, 2.0, 3.0
 
 #: Shorter prefills count as this long where a wait is a multiple of them.
 LEAST_S = 0.1
+#: A kept request goes as if it were due so many of its prefills earlier.
+LEAD = 0.5
+#: Smaller changes of a lead, as shares of the longest, change no key.
+LEAD_STEP = 0.05
 
 
 class Entry:
@@ -22,6 +26,7 @@ class Entry:
     __slots__ = (
         "band",
         "due_s",
+        "goes_s",
         "is_due",
         "keepable",
         "kept",
@@ -41,6 +46,7 @@ class Entry:
         self.keepable = False  # the same, as far as the sweep in progress has come
         self.stretch = 0.0  # of the late line: its wait as a multiple of `size_s`
         self.due_s = math.inf  # the end of that wait
+        self.goes_s = request.deadline_s  # the order among the kept: the deadline less its lead
         self.work = 0.0  # left when it was last looked at, seconds times instances
         self.is_due = False  # it goes before all others
 
@@ -49,12 +55,21 @@ class Entry:
         if self.is_due:
             return (DUE, self.due_s)
         if self.possible:
-            return (IN_TIME if self.kept else GIVEN_UP, self.request.deadline_s)
+            return (IN_TIME, self.goes_s) if self.kept else (GIVEN_UP, self.request.deadline_s)
         return (LATE, self.due_s)
 
     @property
     def latest_start_s(self) -> float:
         return self.due_s - self.size_s
+
+    def leads(self, most_s: float) -> bool:
+        """Gives it a lead of at most `most_s`; returns whether its place among the kept changes."""
+        request = self.request
+        goes_s = request.deadline_s - min(LEAD * request.predicted_prefill_s, most_s)
+        if abs(goes_s - self.goes_s) <= LEAD_STEP * most_s:
+            return False
+        self.goes_s = goes_s
+        return True
 
     def stretched(self, stretch: float) -> None:
         """Has its wait end after so many times its size."""

@@ -41,6 +41,8 @@ from millrace.core.priority.ranking import PriorityKey
 
 #: Requests with an objective that an update looks at, and as many late ones.
 MOST = 96
+#: The longest lead, in usual objectives of the last arrivals.
+LONGEST_LEAD = 2.0
 
 
 class MillracePolicy:
@@ -70,16 +72,18 @@ class _Sweep:
         "expected",
         "flips",
         "kept",
+        "longest_lead_s",
         "now_s",
         "passed",
         "visits",
         "work",
     )
 
-    def __init__(self, now_s: float, capacity: float, work: float) -> None:
+    def __init__(self, now_s: float, capacity: float, work: float, longest_lead_s: float) -> None:
         self.now_s = now_s
         self.capacity = capacity
         self.work = work  # of the kept, seconds times instances
+        self.longest_lead_s = longest_lead_s
         self.kept: list[tuple[float, int, float, Entry]] = []  # a heap: most work per value first
         self.flips: dict[Entry, None] = {}
         self.passed: list[Entry] = []  # their deadline is over
@@ -114,6 +118,7 @@ class MillraceRanking:
         if entry.band is not None:
             insort(self._timed, (request.deadline_s, request.order, entry))
         entry.kept = entry.possible = _possible(request, entry, now_s)
+        entry.leads(self._longest_lead_s())
         if not entry.kept:
             self._late.add(entry, now_s)
         if not request.attempts:
@@ -156,6 +161,7 @@ class MillraceRanking:
     def key(self, request: LiveRequest, now_s: float) -> PriorityKey:
         entry = self._entry(request)
         entry.kept = entry.possible = _possible(request, entry, now_s)
+        entry.leads(self._longest_lead_s())
         entry.stretched(self._late.stretch)
         return entry.key
 
@@ -186,7 +192,8 @@ class MillraceRanking:
         sweep, timed = self._sweep, self._timed
         if sweep is None:
             due = sum(entry.request.remaining_work_s(now_s) for entry in self._due)
-            sweep = self._sweep = _Sweep(now_s, capacity * (1.0 - self._unstated_share), due)
+            capacity *= 1.0 - self._unstated_share
+            sweep = self._sweep = _Sweep(now_s, capacity, due, self._longest_lead_s())
         first = bisect_right(timed, sweep.cursor, key=_rank)
         rows = timed[first : first + MOST]
         for _, _, entry in rows:
@@ -200,6 +207,10 @@ class MillraceRanking:
             self._untime(entry)
         self._flips = list(sweep.flips)
         self._flips.reverse()
+
+    def _longest_lead_s(self) -> float:
+        usual_s = self._forecast.usual_objective_s
+        return LONGEST_LEAD * usual_s * self._attainments.headroom
 
     def _visit(self, sweep: _Sweep, entry: Entry) -> None:
         """Keeps the entry, and gives up what can't be in time with it."""
@@ -219,6 +230,8 @@ class MillraceRanking:
             entry.keepable = False
             return
         assert entry.band is not None
+        if entry.leads(sweep.longest_lead_s) and entry.kept:
+            sweep.flips[entry] = None
         work = request.work_of(left_s)
         sweep.visits += 1
         heappush(kept, (-work / entry.band.value, sweep.visits, work, entry))
