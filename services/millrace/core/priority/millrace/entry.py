@@ -14,7 +14,8 @@ DUE, IN_TIME, GIVEN_UP, LATE = 0.0, 1.0, 2.0, 3.0
 
 #: Shorter prefills count as this long where a wait is a multiple of them.
 LEAST_S = 0.1
-#: A kept request goes as if it were due so many of its prefills earlier.
+#: A kept request on n instances goes as if it were due so many of its prefills, times (1 - 1/n),
+#: earlier: its lead.
 LEAD = 0.5
 #: Smaller changes of a lead, as shares of the longest, change no key.
 LEAD_STEP = 0.05
@@ -46,7 +47,7 @@ class Entry:
         self.keepable = False  # the same, as far as the sweep in progress has come
         self.stretch = 0.0  # of the late line: its wait as a multiple of `size_s`
         self.due_s = math.inf  # the end of that wait
-        self.goes_s = request.deadline_s  # the order among the kept: the deadline less its lead
+        self.goes_s = request.deadline_s  # its place among the kept: deadline less lead
         self.work = 0.0  # left when it was last looked at, seconds times instances
         self.is_due = False  # it goes before all others
 
@@ -62,11 +63,13 @@ class Entry:
     def latest_start_s(self) -> float:
         return self.due_s - self.size_s
 
-    def leads(self, most_s: float) -> bool:
-        """Gives it a lead of at most `most_s`; returns whether its place among the kept changes."""
+    def leads(self, longest_s: float) -> bool:
+        """Sets its lead, at most `longest_s`; returns whether its place among the kept changes."""
         request = self.request
-        goes_s = request.deadline_s - min(LEAD * request.predicted_prefill_s, most_s)
-        if abs(goes_s - self.goes_s) <= LEAD_STEP * most_s:
+        alone_s, work = request.predicted_prefill_s, request.predicted_work_s
+        spread = 1.0 - alone_s / work if work > alone_s else 0.0  # 1 - 1/n on a group of n
+        goes_s = request.deadline_s - min(LEAD * spread * alone_s, longest_s)
+        if abs(goes_s - self.goes_s) <= LEAD_STEP * longest_s:
             return False
         self.goes_s = goes_s
         return True

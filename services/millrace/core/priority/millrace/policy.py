@@ -5,8 +5,12 @@
    the kept request with the most work left per value (`attainment`) is given up. With equal values
    and nothing to come, the kept are the largest set that can be in time (Moore, "An n job, one
    machine sequencing algorithm for minimizing the number of late jobs", Management Science 15(1),
-   1968, on remaining work, since preemption makes finished work count). The set runs by deadline,
-   which is optimal for a set that can be done in time.
+   1968, on remaining work, since preemption makes finished work count). The set runs by deadline
+   less lead. By deadline alone is optimal for a set that can be done in time on one instance; but a
+   group runs only while no member has more urgent work, and if groups put each other off, all of
+   them end late. So a request on a group has a lead (`Entry.leads`) in proportion to its whole
+   prefill: a started one keeps its place. Others are delayed by it, so the lead is at most
+   `LONGEST_LEAD` usual objectives, and 0 where all together have nothing to spare.
 2. Given up for now. Requests that could be in time, but not all, use the remaining time, by
    deadline. Later a request among them may be in time after all: that is found again.
 3. Late. Then go requests that are too late in any case, and those without an objective, all
@@ -209,6 +213,7 @@ class MillraceRanking:
         self._flips.reverse()
 
     def _longest_lead_s(self) -> float:
+        """Returns the bound of leads now."""
         usual_s = self._forecast.usual_objective_s
         return LONGEST_LEAD * usual_s * self._attainments.headroom
 
