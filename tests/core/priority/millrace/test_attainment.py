@@ -74,6 +74,15 @@ def test_lengths_within_a_factor_of_eight_share_a_band() -> None:
     assert known.band(request("a", 511)) is not known.band(request("a", 512))
 
 
+def test_headroom_is_what_all_requests_together_have_to_spare() -> None:
+    known = Attainments()
+    assert known.headroom == 0.0
+    outcomes(known, "chat", 1.0)
+    assert known.headroom == 1.0
+    outcomes(known, "chat", 0.9)
+    assert known.headroom == 0.0
+
+
 def test_weights_multiply() -> None:
     known = Attainments()
     known.weigh({"paid": 3.0})

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from millrace.core.priority.millrace.forecast import REFRESH, Forecast
+from millrace.core.priority.millrace.forecast import REFRESH, WINDOW, Forecast
 
 
 def steady(gap_s: float, work: float, objective_s: float, density: float, count: int) -> Forecast:
@@ -59,6 +59,17 @@ def test_mixed_arrivals_add_up() -> None:
             )
             found = forecast.work(forecast.row(density), until_s)
             assert found == pytest.approx(expected, rel=0.25, abs=0.05)
+
+
+def test_the_usual_objective_is_the_geometric_mean_of_the_last() -> None:
+    forecast = Forecast()
+    assert forecast.usual_objective_s == 0.0
+    for objective_s in (1.0, 4.0, 16.0):
+        forecast.arrived(0.0, 1.0, objective_s, 1.0)
+    assert forecast.usual_objective_s == pytest.approx(4.0)
+    for number in range(10 * WINDOW):
+        forecast.arrived(float(number), 1.0, 0.5, 1.0)
+    assert forecast.usual_objective_s == pytest.approx(0.5, rel=0.01)
 
 
 def test_sums_stay_finite_over_very_many_arrivals() -> None:

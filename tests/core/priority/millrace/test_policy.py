@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from millrace.core.live_request import LiveRequest
 from millrace.core.priority.millrace import policy as policy_module
-from millrace.core.priority.millrace.entry import DUE, GIVEN_UP, IN_TIME, LATE, LEAST_S
+from millrace.core.priority.millrace.entry import DUE, GIVEN_UP, IN_TIME, LATE, LEAD, LEAST_S
 from millrace.core.priority.millrace.late_line import LEAST_SHARE, LEAST_STRETCH, STEP
 from millrace.core.priority.millrace.policy import MillracePolicy, MillraceRanking
 from millrace.core.request import Slo
@@ -189,6 +189,63 @@ def test_an_update_looks_at_a_bounded_number_of_requests(monkeypatch: pytest.Mon
         worst, changed = max(worst, looks - before), max(changed, len(found))
     assert worst <= 3 * policy_module.MOST
     assert changed <= 4 * policy_module.MOST
+
+
+# ---- the lead of requests on groups
+
+
+def with_headroom() -> MillracePolicy:
+    """Returns a policy under which a thousand requests have been in time."""
+    policy = MillracePolicy()
+    for number in range(1000):
+        policy.first_token(one(f"before{number}", 1.0, 0.1), 0.5)
+    return policy
+
+
+def test_a_request_on_a_group_goes_before_what_is_due_within_its_lead() -> None:
+    lead_s = LEAD * 4.0 * (1 - 1 / 4)
+    requests = [
+        one("document", 12.0, 4.0, sp=4, order=0),
+        one("before", 12.0 - lead_s - 0.3, 0.1, order=1),
+        one("after", 12.0 - lead_s + 0.3, 0.1, order=2),
+    ]
+    assert Queue(requests, with_headroom()).update(0.0, 4).order == ["before", "document", "after"]
+    requests[0].executed_s = 3.0  # its lead is by its whole prefill: started work isn't put off
+    assert Queue(requests, with_headroom()).update(0.0, 4).order == ["before", "document", "after"]
+
+
+def test_no_request_leads_where_there_is_nothing_to_spare() -> None:
+    requests = [one("document", 12.0, 4.0, sp=4, order=0), one("chat", 11.9, 0.1, order=1)]
+    assert Queue(requests).update(0.0, 4).order == ["chat", "document"]
+
+
+def test_a_request_on_one_instance_has_no_lead() -> None:
+    requests = [one("document", 12.0, 4.0, order=0), one("chat", 11.9, 0.1, order=1)]
+    assert Queue(requests, with_headroom()).update(0.0, 4).order == ["chat", "document"]
+
+
+def test_leads_end_when_there_is_nothing_left_to_spare() -> None:
+    requests = [one("document", 12.0, 4.0, sp=4, order=0), one("chat", 11.9, 0.1, order=1)]
+    queue = Queue(requests, with_headroom()).update(0.0, 4)
+    assert queue.order == ["document", "chat"]
+    for number in range(200):
+        queue.policy.first_token(one(f"late{number}", 1.0, 0.1), 1.5)
+    assert queue.update(0.1, 4).order == ["chat", "document"]
+
+
+def test_a_lead_is_bounded_by_the_usual_objectives() -> None:
+    """A book would otherwise go before every chat of its last minutes."""
+    queue = Queue([one(f"c{i}", 1.5, 0.01, order=i) for i in range(400)], with_headroom())
+    for name in list(queue.requests):
+        queue.remove(name)
+    for request in [
+        one("book", 900.0, 200.0, sp=8, order=500),
+        one("later", 900.0 - 4.0, 0.1, order=501),
+        one("latest", 900.0 - 2.0, 0.1, order=502),
+    ]:
+        queue.requests[request.id] = request
+        queue.keys[request.id] = queue.ranking.add(request, 0.0)
+    assert queue.update(0.0, 8).order == ["later", "book", "latest"]
 
 
 # ---- the late

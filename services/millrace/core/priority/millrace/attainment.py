@@ -96,6 +96,11 @@ class Attainments:
         self._weights: Mapping[str, float] = {}
         self._is_outdated = False  # outcomes came since values were found
 
+    @property
+    def headroom(self) -> float:
+        """Returns what all requests together have to spare: h, from 0 to 1."""
+        return self._all.headroom
+
     def band(self, request: LiveRequest) -> Band:
         """Returns the band of the request: prompts within a factor of 8 in tokens share one."""
         self.refresh()

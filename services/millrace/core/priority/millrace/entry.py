@@ -27,6 +27,11 @@ PARTS: Final = MappingProxyType(
 
 #: Shorter prefills count as this long where a wait is a multiple of them.
 LEAST_S = 0.1
+#: A kept request on n instances goes as if it were due so many of its prefills, times (1 - 1/n),
+#: earlier: its lead.
+LEAD = 0.5
+#: Smaller changes of a lead, as shares of the longest, change no key.
+LEAD_STEP = 0.05
 
 
 class Entry:
@@ -36,6 +41,7 @@ class Entry:
         "band",
         "delays",
         "due_s",
+        "goes_s",
         "is_due",
         "keepable",
         "kept",
@@ -61,6 +67,7 @@ class Entry:
         self.stretch = 0.0  # of the late line: its wait as a multiple of `size_s`
         self.due_s = math.inf  # the end of that wait
         self.delays = 0  # times that it was moved later
+        self.goes_s = request.deadline_s  # its place among the kept: deadline less lead
         self.work = 0.0  # left when it was last looked at, seconds times instances
         self.is_due = False  # it goes before all others
         self.patience = 1.0  # how much longer than others it may wait
@@ -72,7 +79,7 @@ class Entry:
         if self.is_due:
             return (DUE, self.due_s)
         if self.possible and self.kept:
-            return (IN_TIME_AFTER if self.yields_kept else IN_TIME, self.request.deadline_s)
+            return (IN_TIME_AFTER if self.yields_kept else IN_TIME, self.goes_s)
         if self.yields:
             return (LATE_AFTER, self.due_s)
         if self.possible:
@@ -82,6 +89,17 @@ class Entry:
     @property
     def latest_start_s(self) -> float:
         return self.due_s - self.size_s
+
+    def leads(self, longest_s: float) -> bool:
+        """Sets its lead, at most `longest_s`; returns whether its place among the kept changes."""
+        request = self.request
+        alone_s, work = request.predicted_prefill_s, request.predicted_work_s
+        spread = 1.0 - alone_s / work if work > alone_s else 0.0  # 1 - 1/n on a group of n
+        goes_s = request.deadline_s - min(LEAD * spread * alone_s, longest_s)
+        if abs(goes_s - self.goes_s) <= LEAD_STEP * longest_s:
+            return False
+        self.goes_s = goes_s
+        return True
 
     def stretched(self, stretch: float) -> None:
         """Has its wait end after so many times its size, or more if its tenant is ahead."""

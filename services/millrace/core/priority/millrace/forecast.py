@@ -35,6 +35,7 @@ class Forecast:
         self._span_s = 0.0
         self._last_s = -math.inf
         self._arrivals = 0
+        self._log_objective = 0.0  # the mean of the last ones
         self._objectives: list[float] = []  # the bins that have arrivals, by their lower ends
         self._densities: list[float] = []
         self._sums: list[tuple[list[float], list[float]]] = []  # by density: of w and w s, by bin
@@ -50,6 +51,8 @@ class Forecast:
         cell[0] += work * self._scale
         cell[1] += work * objective_s * self._scale
         self._arrivals += 1
+        log_s = math.log(max(objective_s, _LEAST))
+        self._log_objective += max(1 / self._arrivals, 1 / WINDOW) * (log_s - self._log_objective)
         if self._arrivals % REFRESH == 0:
             self._sum_up()
 
@@ -78,6 +81,11 @@ class Forecast:
                 cell[1] /= self._scale
             self._span_s /= self._scale
             self._scale = 1.0
+
+    @property
+    def usual_objective_s(self) -> float:
+        """Returns the geometric mean of the last objectives; 0 before the first."""
+        return math.exp(self._log_objective) if self._arrivals else 0.0
 
     def row(self, density: float) -> Row:
         """Returns the expected arrivals of at most this density."""

@@ -5,8 +5,12 @@
    the kept request with the most work left per value (`attainment`) is given up. With equal values
    and nothing to come, the kept are the largest set that can be in time (Moore, "An n job, one
    machine sequencing algorithm for minimizing the number of late jobs", Management Science 15(1),
-   1968, on remaining work, since preemption makes finished work count). The set runs by deadline,
-   which is optimal for a set that can be done in time.
+   1968, on remaining work, since preemption makes finished work count). The set runs by deadline
+   less lead. By deadline alone is optimal for a set that can be done in time on one instance; but a
+   group runs only while no member has more urgent work, and if groups put each other off, all of
+   them end late. So a request on a group has a lead (`Entry.leads`) in proportion to its whole
+   prefill: a started one keeps its place. Others are delayed by it, so the lead is at most
+   `LONGEST_LEAD` usual objectives, and 0 where all together have nothing to spare.
 2. Given up for now. Requests that could be in time, but not all, use the remaining time, by
    deadline. Later a request among them may be in time after all: that is found again.
 3. Late. Then go requests that are too late in any case, and those without an objective, all
@@ -47,6 +51,8 @@ from millrace.core.weights import Weights
 MOST = 64
 #: Requests that an update moves for each reason: kept or given up, another stretch, due now.
 MOVES = 32
+#: The longest lead, in usual objectives of the last arrivals.
+LONGEST_LEAD = 2.0
 
 
 class MillracePolicy:
@@ -106,18 +112,22 @@ class _Sweep:
         "expected",
         "flips",
         "kept",
+        "longest_lead_s",
         "now_s",
         "passed",
         "visits",
         "work",
     )
 
-    def __init__(self, now_s: float, capacity: float, work: float, *, crowded: bool) -> None:
+    def __init__(
+        self, now_s: float, capacity: float, work: float, longest_lead_s: float, *, crowded: bool
+    ) -> None:
         self.now_s = now_s
         self.capacity = capacity
         self.crowded = crowded  # the last pass gave up requests
         self.drops = 0  # requests given up
         self.work = work  # of the kept, seconds times instances
+        self.longest_lead_s = longest_lead_s
         self.kept: list[tuple[float, int, float, Entry]] = []  # a heap: most work per value first
         self.flips: dict[Entry, None] = {}
         self.passed: list[Entry] = []  # in this update: their deadline is over
@@ -156,6 +166,7 @@ class MillraceRanking:
             insort(self._timed, (request.deadline_s, request.order, entry))
         entry.possible = _possible(request, entry, now_s)
         entry.kept = entry.possible and not entry.standing.ahead
+        entry.leads(self._longest_lead_s())
         if not entry.kept:
             self._late.add(entry, now_s)
         if not request.attempts:
@@ -201,6 +212,7 @@ class MillraceRanking:
     def key(self, request: LiveRequest, now_s: float) -> PriorityKey:
         entry = self._entry(request)
         entry.kept = entry.possible = _possible(request, entry, now_s)
+        entry.leads(self._longest_lead_s())
         entry.stretched(self._late.stretch)
         return entry.key
 
@@ -249,9 +261,9 @@ class MillraceRanking:
     def _continue_sweep(self, now_s: float, capacity: float) -> None:
         sweep, timed = self._sweep, self._timed
         if sweep is None:
-            share = 1.0 - self._unstated_share
-            due = self._due_work(now_s)
-            sweep = _Sweep(now_s, capacity * share, due, crowded=self._crowded)
+            capacity *= 1.0 - self._unstated_share
+            due, longest_lead_s = self._due_work(now_s), self._longest_lead_s()
+            sweep = _Sweep(now_s, capacity, due, longest_lead_s, crowded=self._crowded)
             self._sweep = sweep
         first = bisect_right(timed, sweep.cursor, key=_rank)
         rows = timed[first : first + MOST]
@@ -276,6 +288,11 @@ class MillraceRanking:
             return self._late.due_work
         return sum(entry.request.remaining_work_s(now_s) for entry in self._due)
 
+    def _longest_lead_s(self) -> float:
+        """Returns the bound of leads now."""
+        usual_s = self._forecast.usual_objective_s
+        return LONGEST_LEAD * usual_s * self._attainments.headroom
+
     def _visit(self, sweep: _Sweep, entry: Entry) -> None:
         """Keeps the entry, and gives up what can't be in time with it."""
         request, kept, now_s = entry.request, sweep.kept, sweep.now_s
@@ -295,7 +312,8 @@ class MillraceRanking:
             return
         assert entry.band is not None
         yields = sweep.crowded and entry.standing.ahead
-        if yields != entry.yields_kept:
+        leads = entry.leads(sweep.longest_lead_s) and entry.kept
+        if leads or yields != entry.yields_kept:
             entry.yields_kept = yields
             sweep.flips[entry] = None
         work = request.work_of(left_s)
