@@ -179,7 +179,10 @@ def groups_of(requests: Sequence[PlannedRequest]) -> dict[str, list[Places]]:
 
 
 class Relaxation:
-    """A scenario's relaxation at any load."""
+    """A scenario's relaxation at any load.
+
+    Its cluster has a prefill pool of a fixed size, and work takes the predicted times (no noise).
+    """
 
     def __init__(self, scenario: Scenario) -> None:
         self._scenario = scenario
@@ -207,8 +210,8 @@ class Relaxation:
 def bounds(scenario: Scenario, start: float) -> dict[str, float]:
     """Returns by criterion the largest load of the grid of `goodputs` that a run may carry.
 
-    0 where none in reach is carried. Bisection is exact: arrivals that lie closer together leave
-    every set of prompts at most as much time.
+    0 where none in reach is carried, the last in reach where all are. Bisection is exact: arrivals
+    that lie closer together leave every set of prompts at most as much time.
     """
     relaxation = Relaxation(scenario)
     found, first = {}, 0
