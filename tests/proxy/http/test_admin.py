@@ -66,8 +66,11 @@ async def test_the_policy_is_shown_and_changed(stack):
         ({"policy": "edf", "planner": "cdsp"}, "unknown_parameter", "planner"),
         ({"weights": {"classes": {"default": 0}}}, "invalid_value", "weights.classes.default"),
         ({"weights": {"classes": {"x": 2}}}, "invalid_value", "weights"),
+        ({"policy": "edf", "weights": {"tenants": {"x": 2}}}, "invalid_value", "weights"),
         ({"weights": {"classes": 2}}, "invalid_type", "weights.classes"),
         ({"weights": {"keys": {}}}, "unknown_parameter", "weights.keys"),
+        ({"weights": {}}, "missing_required_parameter", "weights"),
+        ({"weights": {"tenants": {}}}, "missing_required_parameter", "weights"),
         ([], "invalid_body", None),
     ],
 )

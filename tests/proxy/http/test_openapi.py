@@ -110,6 +110,10 @@ def test_admin_routes_take_what_their_schema_allows_and_nothing_else(url, docume
     @settings(QUIETLY, max_examples=4 * EXAMPLES)
     def fuzz(case):
         response = case.call(base_url=url)
+        if valid and response.status_code == 400:
+            # The document does not tell everybody the names of tenants: any name fits the schema.
+            assert response.json()["error"]["param"] == "weights", (case.body, response.text)
+            return
         wanted = {200} if valid else {400, 413, 415}
         assert response.status_code in wanted, (case.body, response.text)
 

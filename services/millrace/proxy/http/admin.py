@@ -111,11 +111,12 @@ class AdminRoute:
 
 
 async def _change_policy(address: str, wanted: Settings) -> Settings:
-    if not wanted:
-        raise ApiError(
-            400, "Give policy, weights or both.", param="policy", code="missing_required_parameter"
-        )
     weights = Weights(**wanted["weights"]) if "weights" in wanted else None
+    if "policy" not in wanted and weights in (None, Weights()):
+        param = "weights" if "weights" in wanted else "policy"
+        raise ApiError(
+            400, "Give policy, weights or both.", param=param, code="missing_required_parameter"
+        )
     return await set_policy(address, wanted.get("policy", ""), weights)
 
 
@@ -199,7 +200,8 @@ class SchedulerAdmin:
         try:
             return await self._route.change(self._address, wanted)
         except SchedulerRefused as error:
-            param = next(iter(wanted))
+            named = (name for name in wanted if str(error).startswith(name))
+            param = next(named, next(iter(wanted)))
             raise ApiError(400, f"{error}.", param=param, code="invalid_value") from error
 
 
