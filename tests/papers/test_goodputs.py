@@ -82,3 +82,13 @@ def test_the_default_is_set_beside_the_best_of_the_others() -> None:
     ratios = policies.ratios_of(found, "agents", (1, 2), ("fcfs", "s_edf", "millrace"))
     assert all(ratios[one]["best"] == "s_edf" for one in goodputs.CRITERIA)
     assert ratios["classes"]["ratio"] == pytest.approx(1.25)
+
+
+@pytest.mark.parametrize("limit", [-190, -60, -3, 0, 7, 63, 150, 195])
+def test_a_search_finds_any_step_within_reach(limit) -> None:
+    assert goodputs.largest_step(lambda at: at <= limit, 0) == limit
+
+
+def test_a_search_ends_where_everything_or_nothing_is_carried() -> None:
+    assert goodputs.largest_step(lambda at: at <= goodputs.REACH, 0) == goodputs.REACH
+    assert goodputs.largest_step(lambda at: False, 0) is None

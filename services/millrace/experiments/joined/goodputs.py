@@ -127,25 +127,27 @@ def goodputs(scenario: Scenario, start: float) -> dict[str, float]:
         def carried(at: int, criterion: str = criterion) -> bool:
             return in_time(at)[criterion] >= GOAL
 
-        step = _largest(carried, first)
+        step = largest_step(carried, first)
         found[criterion] = 0.0 if step is None else start * STEP**step
         first = first if step is None else step
     return found
 
 
-def _largest(carried: Callable[[int], bool], first: int) -> int | None:
+def largest_step(carried: Callable[[int], bool], first: int) -> int | None:
     """Returns a step that is carried, while the next `LOOK_AHEAD` are not; None when none is in
     reach.
     """
     low = high = None
     at, stride = first, 4
     while low is None or high is None:
-        if abs(at) > REACH:
-            return low
         if carried(at):
-            low, at = at, at + stride
+            if at == REACH:
+                return at
+            low, at = at, min(at + stride, REACH)
         else:
-            high, at = at, at - stride
+            if at == -REACH:
+                return None
+            high, at = at, max(at - stride, -REACH)
         stride *= 2
     while high - low > 1:
         middle = (low + high) // 2
