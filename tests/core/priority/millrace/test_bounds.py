@@ -124,6 +124,36 @@ def test_every_request_is_looked_at_again_within_its_turn(count, most, moves) ->
             assert {one.id for one in requests} <= set(looks.names)
 
 
+@pytest.mark.parametrize("moves", [1, 3, 100])
+def test_equal_requests_keep_their_order_while_they_are_moved(moves, monkeypatch) -> None:
+    """The stretch grows with the queue and falls again, a few requests at a time."""
+    monkeypatch.setattr(policy_module, "MOVES", moves)
+    ranking = MillracePolicy().ranking()
+    keys, requests = {}, {}
+    for order in range(40):
+        one = live_request(
+            f"r{order}",
+            arrival_s=0.01 * order,
+            predicted_prefill_s=1.0,
+            predicted_work_s=1.0,
+            order=order,
+        )
+        requests[one.id] = one
+        keys[one.id] = ranking.add(one, 0.5)
+    stretches = set()
+    for number in range(200):
+        keys.update(ranking.update(0.5 + 0.001 * number, 1))
+        late = [requests[name] for name, key in keys.items() if ranking.part(key) == "late"]
+        late.sort(key=lambda one: (keys[one.id], one.order))
+        assert [one.order for one in late] == sorted(one.order for one in late)
+        stretches.update(keys[one.id][1] for one in late[:1])
+        if number > 80 and number % 4 == 0 and len(requests) > 2:
+            last = max(requests.values(), key=lambda one: one.order)
+            ranking.remove(requests.pop(last.id))
+            del keys[last.id]
+    assert len(stretches) > 2
+
+
 def served_s(load: float, until_s: float, step_s: float = 0.25) -> float:
     """Returns when a suspended document is done, as short urgent requests keep coming.
 

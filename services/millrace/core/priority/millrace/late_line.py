@@ -156,8 +156,10 @@ class LateLine:
         if steps < self._steps:  # it falls step by step and with some room: the order changes too
             steps = min(self._steps, max(_steps(self._needed * STEP), self._steps - 1))
         if steps != self._steps:
+            # Moved in part, the rows keep their order: the last go later first, the first sooner.
+            moved = rows if steps > self._steps else reversed(rows)
+            self._stale = [entry for _, _, entry in moved]
             self._steps = steps
-            self._stale = [entry for _, _, entry in reversed(rows)]
         elif self._unfair:
             self._stale = self._unfair[::-1]
         else:

@@ -48,9 +48,9 @@ from millrace.core.priority.ranking import PriorityKey, RankDetails
 from millrace.core.weights import Weights
 
 #: Requests with an objective that an update looks at, and as many late ones.
-MOST = 64
+MOST = 48
 #: Requests that an update moves for each reason: kept or given up, another stretch, due now.
-MOVES = 32
+MOVES = 24
 #: The longest lead, in usual objectives of the last arrivals.
 LONGEST_LEAD = 2.0
 

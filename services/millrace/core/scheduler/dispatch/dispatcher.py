@@ -8,7 +8,7 @@ preemption or a resumption."""
 from __future__ import annotations
 
 from array import array
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import islice
 
 from millrace.core.cost.correction import band_of
@@ -42,6 +42,16 @@ class _Candidate:
     pages: dict[str, int]
     plan: Plan
     cached_tokens: int = 0  # of the first chunk, that its one instance has in its prefix cache
+
+
+@dataclass(slots=True)
+class _Round:
+    """What the plans of one round of a pool share."""
+
+    now_s: float
+    kept: set[str] = field(default_factory=set)  # instances whose pages a passed request keeps
+    #: Queue times by the number of tasks that go before, until a request is sent.
+    queue_s: dict[int, array[float]] = field(default_factory=dict)
 
 
 class Dispatcher:
@@ -96,23 +106,24 @@ class Dispatcher:
 
     def _dispatch(self, step: StepContext, pool: Pool) -> None:
         pool.lacks_pages = False
-        kept: set[str] = set()
+        this = _Round(step.now_s)
         index = 0
         while index < len(pool.waiting) and pool.prefill:
             request = pool.waiting[index]
             slots = self._slots(request, pool)
             if not any(slots):
                 return  # nor is there one for a later request
-            candidate = self._plan(request, pool, slots, kept, step.now_s)
+            candidate = self._plan(request, pool, slots, this)
             if candidate is not None:
                 self._start(step, request, candidate, pool)
+                this.queue_s.clear()
             elif not pool.could_prefill(request):
                 index += 1  # its instances still hold an earlier attempt
                 pool.lacks_pages = True
             elif pool.run_queue.preemptive and index < MAX_PASSED:
                 index += 1  # a later task yields to it, but does not give pages back
-                kept.update(self._waits_for(request, pool, kept))
-                if len(kept) == len(pool.prefill):
+                this.kept.update(self._waits_for(request, pool, this.kept))
+                if len(this.kept) == len(pool.prefill):
                     return
             else:
                 return  # later requests wait for it
@@ -136,12 +147,7 @@ class Dispatcher:
         return [has_slot(one, rank, ahead) for one in pool.prefill.values()]
 
     def _plan(
-        self,
-        request: LiveRequest,
-        pool: Pool,
-        slots: list[bool],
-        kept: set[str],
-        now_s: float,
+        self, request: LiveRequest, pool: Pool, slots: list[bool], this: _Round
     ) -> _Candidate | None:
         """Returns chunks of which the first can be taken in now, or None; on no instance that is
         `kept`.
@@ -153,13 +159,12 @@ class Dispatcher:
         """
         instances = list(pool.prefill.values())
         shares = pool.shares(request)
-        full = _full(request, instances, min(shares.values()), kept)
+        full = _full(request, instances, min(shares.values()), this.kept)
         if full:
             pool.lacks_pages = True
         if all(not has_slot or index in full for index, has_slot in enumerate(slots)):
             return None
-        rank: Rank = (pool.waiting.key(request), request.order, 0)
-        queue_s = pool.run_queue.queue_s(instances, rank, now_s)
+        queue_s = self._queue_s(request, pool, instances, this)
         for index in full:
             queue_s[index] = NO_ROOM_S
         least_sp = pool.least_sp(shares)
@@ -187,6 +192,18 @@ class Dispatcher:
                     queue_s[index] = NO_ROOM_S
                     pool.lacks_pages = True
         return None
+
+    def _queue_s(
+        self, request: LiveRequest, pool: Pool, instances: list[PrefillInstance], this: _Round
+    ) -> array[float]:
+        """Returns the seconds until each instance is free for the request."""
+        rank: Rank = (pool.waiting.key(request), request.order, 0)
+        before = pool.run_queue.count_before(rank)
+        found = this.queue_s.get(before)
+        if found is None:
+            found = pool.run_queue.queue_s(instances, rank, this.now_s)
+            this.queue_s[before] = found
+        return found[:]
 
     def _quickest(
         self, request: LiveRequest, pool: Pool, queue_s: array[float], found: _Candidate

@@ -221,6 +221,12 @@ class RunQueue:
                     return False
         return True
 
+    def count_before(self, rank: Rank) -> int:
+        """Returns how many tasks go before a request of this rank. Requests with equal numbers meet
+        the same queues.
+        """
+        return bisect_left(self.ranked, rank, key=_rank)
+
     def queue_s(
         self, instances: Sequence[PrefillInstance], rank: Rank, now_s: float
     ) -> array[float]:
@@ -230,8 +236,7 @@ class RunQueue:
         preemption a task may be lent a blocked group's member and end earlier than that.
         """
         free_s = dict.fromkeys(instances, 0.0)
-        first = bisect_left(self.ranked, rank, key=_rank)
-        before = self.ranked[:first]
+        before = self.ranked[: self.count_before(rank)]
         if not self.preemptive:  # a running task is not stopped, whatever its rank
             before = [*self._running(), *(task for task in before if not task.chosen)]
         left_s = [task.remaining_s(now_s) for task in before]
