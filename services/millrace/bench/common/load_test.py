@@ -244,7 +244,11 @@ async def _inspect(client: SseClient, options: ServeOptions) -> _Target:
             low, high = options.token_ids
             return _Target(client=client, model=model, population=range(low, high + 1))
         found = await _json(client, "/tokenize", {"model": model, "prompt": _SAMPLE_TEXT})
+        if not found["tokens"]:  # llama.cpp's server, which reads another field
+            found = await _json(client, "/tokenize", {"content": _SAMPLE_TEXT})
         population = sorted({int(token_id) for token_id in found["tokens"]})
+        if not population:
+            raise ValueError("no tokens of a text")
     except (OSError, LookupError, TypeError, ValueError) as error:
         raise ConfigError(
             f"{options.url} did not answer as an OpenAI-compatible server with /v1/models and "
