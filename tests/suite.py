@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 TESTS = Path(__file__).parent
-QUICK = ("-m", "not slow and not gpu")
+QUICK = ("-m", "not slow and not gpu", "--durations=12", "--durations-min=2")
 SHARED = ("-n", "auto", "--dist", "worksteal")
 
 #: Tests that share the cores. Whole stacks, and tests that watch the clock, have the machine to
@@ -22,7 +22,7 @@ SHARED = ("-n", "auto", "--dist", "worksteal")
 SHARING = (
     *("chart", "contract", "core", "decode", "engine", "kernels", "models", "operator", "papers"),
     *("parity", "profiles", "proxy", "scheduler", "sim", "state", "telemetry", "transfer", "wire"),
-    "instance",
+    *("cli", "docs", "instance"),
 )
 
 #: Rules, papers, the simulator, and services without models: about 200 s of CPU time in all. Whole
