@@ -22,6 +22,7 @@ from millrace.proxy.http.objectives import Objectives
 from millrace.proxy.http.tenants import Tenants
 from millrace.proxy.metrics import ProxyMetrics
 from millrace.proxy.model_card import ModelCard, read_model_card
+from millrace.proxy.parsing.families import choose_parsers
 from millrace.proxy.prompts import PromptReader
 from millrace.proxy.request.options import Limits
 from millrace.proxy.request.validation import Bodies
@@ -171,6 +172,11 @@ def _services(
         defaults=card.defaults,
         config=config.proxy,
     )
+    parsers = choose_parsers(
+        card.chat_template,
+        tools=config.proxy.tool_parser,
+        reasoning=config.proxy.reasoning_parser,
+    )
     template = None
     if card.chat_template is not None:
         template = ChatTemplate(card.chat_template, card.special_tokens)
@@ -179,7 +185,7 @@ def _services(
         limits=limits,
         bodies=Bodies(limits),
         tokenizer=tokenizer,
-        prompts=PromptReader(limits, tokenizer, template),
+        prompts=PromptReader(limits, tokenizer, template, parsers),
         gateway=gateway,
         metrics=metrics,
         objectives=Objectives(config),

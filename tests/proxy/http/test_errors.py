@@ -21,7 +21,7 @@ BAD_CHAT = [
     ({"messages": ["hi"]}, "messages[0]"),
     ({"messages": [{"content": "hi"}]}, "messages[0].role"),
     ({"messages": [{"role": "wizard", "content": "hi"}]}, "messages[0].role"),
-    ({"messages": [{"role": "tool", "content": "hi"}]}, "messages"),
+    ({"messages": [{"role": "tool", "content": "hi"}]}, "messages[0].tool_call_id"),
     ({"messages": [{"role": "user"}]}, "messages[0].content"),
     ({"messages": [{"role": "user", "content": 7}]}, "messages[0].content"),
     ({"messages": [{"role": "user", "content": []}]}, "messages[0].content"),
@@ -73,6 +73,7 @@ BAD_CHAT = [
     ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
     ({"tool_choice": "required"}, None),
     ({"functions": [{"name": "f"}]}, None),
+    ({"max_reasoning_tokens": 9}, None),
     ({"response_format": {"type": "json_object"}}, "response_format.type"),
     ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format.type"),
     ({"modalities": ["audio"]}, "modalities[0]"),
@@ -202,13 +203,13 @@ FREE_FORM = {
     "metadata": ('{"deep": @}', "metadata", 1),
     "prompt_cache_options": ('{"deep": @}', "prompt_cache_options", 1),
     "tools": (
-        '[{"type": "function", "function": {"name": "f", "parameters": @}}]',
-        "tools[0].function",
+        '[{"type": "function", "function": {"name": "f", "parameters": {"deep": @}}}]',
+        "tools[0].function.parameters",
         1,
     ),
     "messages": (
-        '[{"role": "assistant", "content": "x", "function_call": {"deep": @}}]',
-        "messages[0].function_call",
+        '[{"role": "assistant", "content": "x", "annotations": [{"deep": @}]}]',
+        "messages[0].annotations[0]",
         1,
     ),
 }
@@ -223,7 +224,7 @@ NOT_FREE_FORM = {
     "seed": ("@", "seed"),
     "prediction": ('{"deep": @}', "prediction"),
     "documents": ('[{"deep": @}]', "documents"),
-    "tool_choice": ('{"deep": @}', "tool_choice"),
+    "tool_choice": ('{"deep": @}', "tool_choice.deep"),
     "stream_options": ('{"include_usage": @}', "stream_options.include_usage"),
     "unheard_of": ("@", "unheard_of"),
 }

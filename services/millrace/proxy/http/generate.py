@@ -66,7 +66,11 @@ class GenerateEndpoint:
         self._chat = chat
         self._hasher = PromptHasher(services.config.engine)
         self._builder = Builder(
-            services.limits, services.tokenizer, services.gateway.incarnation, chat=chat
+            services.limits,
+            services.tokenizer,
+            services.gateway.incarnation,
+            services.prompts.parsers,
+            chat=chat,
         )
 
     async def answer(self, scope: Scope, receive: Receive, send: Send) -> int:

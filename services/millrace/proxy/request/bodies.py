@@ -23,6 +23,7 @@ from millrace.proxy.request.fields import (
     text_or_array,
 )
 from millrace.proxy.request.messages import Messages
+from millrace.proxy.request.tools import Choice, LegacyChoice, LegacyFunctions, Tools
 
 _Stop = Annotated[str, Field(min_length=1, max_length=512)]
 _OneStop = Annotated[_Stop, AfterValidator(lambda text: (text,))]
@@ -105,6 +106,7 @@ class GenerateBody(TypedDict, total=False):
     bad_words: _RefusedUnlessEmpty
     kv_transfer_params: _Refused
     logprob_token_ids: _Refused
+    max_reasoning_tokens: Annotated[Any, Unsupported(-1)]
     priority: Annotated[Any, Unsupported(0)]
     prompt_logprobs: _Refused
     repetition_detection: _Refused
@@ -125,14 +127,6 @@ class ResponseFormat(TypedDict, total=False):
     json_schema: _Refused
 
 
-@with_config(STRICT)
-class Tool(TypedDict, total=False):
-    """A tool that the assistant may call."""
-
-    type: Required[str]
-    function: AnyObject | None
-
-
 class ChatBody(GenerateBody, total=False):
     """The body of /v1/chat/completions."""
 
@@ -150,17 +144,23 @@ class ChatBody(GenerateBody, total=False):
         Field(description="Passed to the chat template."),
     ]
     response_format: ResponseFormat | None
-    tools: Annotated[
-        Annotated[list[Tool], Field(fail_fast=True)] | None,
-        Field(description="Only together with tool_choice 'none'."),
+    tools: Annotated[Tools | None, Field(description="Functions that the assistant may call.")]
+    tool_choice: Annotated[
+        Choice | None, Field(description="'auto' or 'none'; other values are not supported.")
+    ]
+    parallel_tool_calls: Annotated[
+        bool | None, Field(description="Default: true. False: only the first call is shown.")
+    ]
+    functions: Annotated[LegacyFunctions | None, Field(description="Older form of tools.")]
+    function_call: Annotated[LegacyChoice | None, Field(description="Older form of tool_choice.")]
+    include_reasoning: Annotated[
+        bool | None, Field(description="Default: true. False: reasoning is left out.")
     ]
     modalities: (
         Annotated[list[Annotated[str, OneOf("text")]], Field(min_length=1, fail_fast=True)] | None
     )
 
-    include_reasoning: Ignored[bool]
     metadata: Ignored[AnyObject]
-    parallel_tool_calls: Ignored[bool]
     prompt_cache_key: Ignored[str]
     prompt_cache_options: Ignored[AnyObject]
     prompt_cache_retention: Ignored[str]
@@ -173,11 +173,8 @@ class ChatBody(GenerateBody, total=False):
     chat_template: _Refused
     documents: _RefusedUnlessEmpty
     echo: _RefusedUnlessFalse
-    function_call: Annotated[Any, Unsupported("none", "auto")]
-    functions: _RefusedUnlessEmpty
     mm_processor_kwargs: Annotated[Any, Unsupported({})]
     prediction: _Refused
-    tool_choice: Annotated[Any, Unsupported("none", "auto")]
     web_search_options: _Refused
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from millrace.core.config import ProxyConfig
 from millrace.proxy.errors import bad_field
+from millrace.proxy.request.tools import ToolOptions, read_tools
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +71,8 @@ class Options:
     cache_prompt: bool = True
     cache_salt: str = ""
     max_tokens_field: str = "max_tokens"
+    tools: ToolOptions | None = None
+    include_reasoning: bool = True
 
     @property
     def scores_only(self) -> bool:
@@ -139,6 +142,8 @@ def read_options(checked: Mapping[str, Any], limits: Limits, logprobs: int) -> O
         cache_prompt=get("cache_prompt", True),
         cache_salt=get("cache_salt", ""),
         max_tokens_field=field_name,
+        tools=read_tools(checked),
+        include_reasoning=get("include_reasoning", True),
     )
 
 
