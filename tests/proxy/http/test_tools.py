@@ -150,6 +150,45 @@ async def test_call_that_is_cut_off_ends_by_length(stack):
     assert choice["message"]["tool_calls"][0]["function"]["name"] == "weather"
 
 
+FORCED = """[ {"name": "weather", "arguments": {"place": "Oslo"}},
+{"name": "weather", "arguments": {}} ]"""
+
+
+@pytest.mark.parametrize(
+    "choice", ["required", {"type": "function", "function": {"name": "weather"}}]
+)
+async def test_forced_calls_constrain_the_sampler(stack, choice):
+    other = {"type": "function", "function": {"name": "other"}}
+    fields = {"tools": [TOOL, other], "tool_choice": choice}
+    [answer] = (await ask(stack, FORCED, **fields))["choices"]
+    calls = [call["function"] for call in answer["message"]["tool_calls"]]
+    assert [json.loads(call["arguments"]) for call in calls] == [{"place": "Oslo"}, {}]
+    assert (answer["message"]["content"], answer["finish_reason"]) == (None, "tool_calls")
+    constraint = stack.fleet.specs[-1].sampling.constraint
+    schema = json.loads(constraint.text)
+    assert (constraint.kind, schema["minItems"]) == ("json_schema", 1)
+    assert ("maxItems" in schema, "other" in constraint.text) == (
+        choice != "required",
+        choice == "required",
+    )
+    found = await chunks(stack, FORCED, **fields)
+    parts = [part for c in found for part in c["choices"][0]["delta"].get("tool_calls", ())]
+    assert "".join(p["function"]["arguments"] for p in parts) == '{"place": "Oslo"}{}'
+
+
+async def test_strict_is_kept_when_a_call_is_forced(stack):
+    strict = {"type": "function", "function": {**WEATHER, "strict": True}}
+    await ask(stack, FORCED, tools=[strict], tool_choice="required", parallel_tool_calls=False)
+    schema = json.loads(stack.fleet.specs[-1].sampling.constraint.text)
+    assert schema["maxItems"] == 1
+    assert schema["$defs"]["function0"] == WEATHER["parameters"]
+
+
+async def test_free_choice_constrains_nothing(stack):
+    await ask(stack, "Hello", tools=[TOOL])
+    assert stack.fleet.specs[-1].sampling.constraint is None
+
+
 async def test_legacy_functions(stack):
     [choice] = (await ask(stack, CALL, functions=[WEATHER], function_call="auto"))["choices"]
     called = {"name": "weather", "arguments": '{"place": "Oslo"}'}
@@ -181,8 +220,8 @@ async def test_template_gets_tools_and_the_history(stack):
     ]
     text = await prompt_of(stack, messages=messages, tools=[TOOL])
     assert text == (
-        f"tools:{json.dumps([TOOL])}\nuser:hi\n"
-        "assistant:<tool_call>f place=Oslo</tool_call>\ntool:sunny(c1)\nassistant:"
+        f"tools:{json.dumps([TOOL])}\nuser:hi"
+        "assistant:<tool_call>f place=Oslo</tool_call>tool:sunny(c1)assistant:"
     )
 
 
@@ -193,9 +232,7 @@ async def test_template_gets_legacy_calls_as_tool_calls(stack):
         {"role": "function", "name": "f", "content": "sunny"},
     ]
     text = await prompt_of(stack, messages=messages)
-    assert text == (
-        "user:hi\nassistant:<tool_call>f a=1</tool_call>\ntool:sunny(call00001)\nassistant:"
-    )
+    assert text == ("user:hiassistant:<tool_call>f a=1</tool_call>tool:sunny(call00001)assistant:")
 
 
 async def test_tools_need_a_template_with_calls(tmp_path):
@@ -285,8 +322,7 @@ BAD = [
         {"tools": [F], "tool_choice": {"type": "function", "function": {"name": "g"}}},
         "tool_choice.function.name",
     ),
-    ({"tools": [F], "tool_choice": F}, "tool_choice"),
-    ({"tools": [F], "tool_choice": "required"}, "tool_choice"),
+    ({"tools": [F], "tool_choice": "required", "ignore_eos": True}, "ignore_eos"),
     ({"functions": [{"name": "f"}], "function_call": {"name": "g"}}, "function_call.name"),
     ({"functions": [{"name": "f"}], "tools": [F]}, "functions"),
     (

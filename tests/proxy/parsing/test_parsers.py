@@ -329,6 +329,13 @@ def test_harmony_with_the_recipient_before_the_channel():
     assert parse("harmony", text)[2] == [("now", "{}")]
 
 
+def test_forced_calls():
+    text = '[{"name": "now", "arguments": {}}, {"name": "now", "arguments": {"a": 1}}]'
+    for pieces in ([text], list(text)):
+        parser = Parsers(tools="hermes", reasoning="think").make(SCHEMAS, "<think>", forced=True)
+        assert run(parser, pieces) == ("", "", [("now", "{}"), ("now", '{"a": 1}')])
+
+
 PIECES = [
     *("<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]", "<think>", "now"),
     *(

@@ -12,6 +12,7 @@ from millrace.proxy.parsing.held_calls import HeldCalls, PythonList, XmlCall
 from millrace.proxy.parsing.json_calls import (
     DEEPSEEK,
     DEEPSEEK_TOKENS,
+    FORCED,
     HERMES,
     LLAMA_JSON,
     MISTRAL,
@@ -77,12 +78,17 @@ class Parsers:
         """The length of a call's id; 0: any. Mistral's templates refuse other ids than theirs."""
         return 9 if self.tools == "mistral" else 0
 
-    def make(self, schemas: Mapping[str, Any] | None, prompt_end: str) -> Parser | None:
+    def make(
+        self, schemas: Mapping[str, Any] | None, prompt_end: str, *, forced: bool = False
+    ) -> Parser | None:
         """Returns the parser of one answer; None if all of the text is content.
 
         `schemas` holds the parameters of the offered functions; None: no calls are wanted.
-        `prompt_end` is the end of the prompt's text, which may open the reasoning.
+        `prompt_end` is the end of the prompt's text, which may open the reasoning. `forced`: a
+        constraint forces calls, so the answer has neither reasoning nor the family's form.
         """
+        if forced:
+            return JsonCalls(FORCED, schemas or {})
         if self.harmony:
             return Harmony(calls=schemas is not None)
         answer = Plain() if schemas is None else self._calls(schemas)

@@ -34,11 +34,11 @@ class Form:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Syntax:
-    """The forms of one family, tried in order. `bare`: an answer may begin with the object."""
+    """The forms of one family, tried in order. `bare`: an answer may begin with this string."""
 
     markers: tuple[str, ...]
     forms: tuple[Form, ...]
-    bare: bool = False
+    bare: str = ""
 
 
 HERMES = Syntax(
@@ -48,7 +48,13 @@ HERMES = Syntax(
 LLAMA_JSON = Syntax(
     markers=("<|python_tag|>",),
     forms=(Form(header=re.compile(r"\s*"), separators=(";",)),),
-    bare=True,
+    bare="{",
+)
+#: A JSON array of calls, the form of answers that a constraint forces to be calls.
+FORCED = Syntax(
+    markers=(),
+    forms=(Form(header=re.compile(r"\s*\[\s*"), closers=("]",), separators=(",",)),),
+    bare="[",
 )
 _NAME = r"(?P<name>[\w.-]+)"
 MISTRAL = Syntax(
@@ -126,7 +132,7 @@ class JsonCalls:
         spaces = len(self._buffer) - len(stripped)
         if not stripped and spaces <= _MOST_HEADER:
             return False
-        if stripped.startswith("{") and spaces <= _MOST_HEADER:
+        if stripped.startswith(self._syntax.bare) and spaces <= _MOST_HEADER:
             self._bare = True
             self._open(self._buffer[:spaces], stripped)
         else:

@@ -91,7 +91,10 @@ class Builder:
     def _answers(self, prompt: EnginePrompt, options: Options) -> list[ParsedAnswer]:
         """Returns the parser of every choice of a chat; none if all of the text is content."""
         schemas = None if options.tools is None else options.tools.schemas
-        made = (self._parsers.make(schemas, prompt.end) for _ in range(options.choices))
+        forced = options.tools is not None and options.tools.constraint is not None
+        made = (
+            self._parsers.make(schemas, prompt.end, forced=forced) for _ in range(options.choices)
+        )
         length = self._parsers.call_id_length
         return [ParsedAnswer(p, options, id_length=length) for p in made if p is not None]
 
@@ -174,4 +177,5 @@ def _sampling_params(
         n=choices,
         logprobs=sampling.logprobs,
         prompt_logprobs=prompt_logprobs,
+        constraint=sampling.constraint,
     )

@@ -146,7 +146,7 @@ class ChatBody(GenerateBody, total=False):
     response_format: ResponseFormat | None
     tools: Annotated[Tools | None, Field(description="Functions that the assistant may call.")]
     tool_choice: Annotated[
-        Choice | None, Field(description="'auto' or 'none'; other values are not supported.")
+        Choice | None, Field(description="'auto', 'none', 'required', or one function.")
     ]
     parallel_tool_calls: Annotated[
         bool | None, Field(description="Default: true. False: only the first call is shown.")

@@ -11,11 +11,15 @@ from pydantic import AfterValidator, Field, with_config
 from pydantic_core import PydanticCustomError
 from typing_extensions import TypedDict
 
+from millrace.core.request_spec import Constraint
 from millrace.proxy.errors import ApiError, bad_field, shown
 from millrace.proxy.request.fields import STRICT, AnyObject, OneOf, OneType
+from millrace.proxy.request.forced_calls import forced_calls
 
 _FUNCTION_NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
-_NOT_CONSTRAINED = "this server does not constrain answers to a call"
+_STRICT_ALONE = (
+    "is only supported together with a choice that forces a call ('required' or a function)"
+)
 #: Mistral's templates accept only ids of 9 letters and digits.
 _LEGACY_ID = "call{:05d}"
 
@@ -51,7 +55,7 @@ class FunctionTool(TypedDict, total=False):
         Annotated[AnyObject, AfterValidator(_check_parameters)] | None,
         Field(description="A JSON schema of type object. Absent: no parameters."),
     ]
-    strict: Annotated[bool | None, Field(description="True is not supported.")]
+    strict: Annotated[bool | None, Field(description="True only if a call is forced.")]
 
 
 @with_config(STRICT)
@@ -109,6 +113,13 @@ class ToolOptions:
     schemas: Mapping[str, Any]
     parallel: bool = True
     legacy: bool = False
+    #: Constrains the answer to calls; None: the model chooses.
+    constraint: Constraint | None = None
+
+    @property
+    def choice_field(self) -> str:
+        """The name of the field that chooses."""
+        return "function_call" if self.legacy else "tool_choice"
 
     @property
     def field(self) -> str:
@@ -130,40 +141,52 @@ def read_tools(checked: Mapping[str, Any]) -> ToolOptions | None:
     choice = checked.get(choice_field, "auto" if functions else "none")
     if choice == "none":
         return None
-    _check_choice(choice, choice_field, names)
+    chosen = _chosen(choice, choice_field, names)
     if not functions:
         return None
-    _check_functions(functions, field, legacy)
+    schemas = {function["name"]: function.get("parameters") or {} for function in functions}
+    _check_functions(functions, field, legacy=legacy, forced=bool(chosen))
+    parallel = not legacy and checked.get("parallel_tool_calls", True)
+    constraint = None
+    if chosen:
+        several = parallel and choice == "required"
+        offered = {name: schemas[name] for name in chosen}
+        constraint = forced_calls(offered, most=None if several else 1)
     return ToolOptions(
         documents=[{"type": "function", "function": _without_nulls(f)} for f in functions],
-        schemas={function["name"]: function.get("parameters") or {} for function in functions},
-        parallel=not legacy and checked.get("parallel_tool_calls", True),
+        schemas=schemas,
+        parallel=parallel,
         legacy=legacy,
+        constraint=constraint,
     )
 
 
-def _check_choice(choice: Any, field: str, names: Sequence[str]) -> None:  # noqa: ANN401
+def _chosen(choice: Any, field: str, names: Sequence[str]) -> Sequence[str]:  # noqa: ANN401
+    """Returns the functions of which the answer must call one; none if the model chooses."""
     if choice == "auto":
-        return
+        return ()
     if not names:
         raise bad_field(field, "is only allowed together with functions to choose from.")
-    if isinstance(choice, dict):
-        function, path = choice.get("function", choice), f"{field}.name"
-        if "function" in choice:
-            path = f"{field}.function.name"
-        if function["name"] not in names:
-            raise bad_field(path, f"names no function of this request: {shown(function['name'])}.")
-    raise bad_field(field, f"{shown(choice)}: {_NOT_CONSTRAINED}.", "unsupported_parameter")
+    if choice == "required":
+        return names
+    function, path = choice.get("function", choice), f"{field}.name"
+    if "function" in choice:
+        path = f"{field}.function.name"
+    if function["name"] not in names:
+        raise bad_field(path, f"names no function of this request: {shown(function['name'])}.")
+    return (function["name"],)
 
 
-def _check_functions(functions: Sequence[Mapping[str, Any]], field: str, legacy: bool) -> None:
+def _check_functions(
+    functions: Sequence[Mapping[str, Any]], field: str, *, legacy: bool, forced: bool
+) -> None:
     seen: set[str] = set()
     for i, function in enumerate(functions):
         path = f"{field}[{i}]" if legacy else f"{field}[{i}].function"
         if function["name"] in seen:
             raise bad_field(f"{path}.name", f"is there twice: {shown(function['name'])}.")
-        if function.get("strict"):
-            raise bad_field(f"{path}.strict", f"{_NOT_CONSTRAINED}.", "unsupported_parameter")
+        if function.get("strict") and not forced:
+            raise bad_field(f"{path}.strict", f"{_STRICT_ALONE}.", "unsupported_parameter")
         seen.add(function["name"])
 
 
