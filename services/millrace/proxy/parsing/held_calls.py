@@ -22,6 +22,7 @@ Calls = list[tuple[str, dict[str, Any]]]
 
 _LIST_BEGINS = re.compile(r"\s*\[\s*(?:[A-Za-z_][\w.-]*\s*)?")
 _QUOTES_AND_BRACKETS = re.compile(r"[\"'\\()\[\]{}]")
+_PYTHON_NAME = re.compile(r"[\w.]{1,256}")
 _NAMES = {"true": True, "false": False, "null": None}
 
 
@@ -95,7 +96,10 @@ def _call(node: ast.expr) -> tuple[str, dict[str, Any]]:
             raise ValueError("an argument without a name")
         arguments[keyword.arg] = _literal(keyword.value)
     _json_text(arguments)
-    return ast.unparse(node.func), arguments
+    name = ast.unparse(node.func)
+    if not _PYTHON_NAME.fullmatch(name):
+        raise ValueError("no name")
+    return name, arguments
 
 
 def _literal(node: ast.expr) -> Any:  # noqa: ANN401 - any JSON
@@ -145,7 +149,8 @@ class XmlCall:
         name, body = found.groups()
         schema = self._schemas.get(name)
         properties = schema.get("properties") if isinstance(schema, dict) else None
-        arguments, at = {}, 0
+        arguments: dict[str, Any] = {}
+        at = 0
         while at < len(body):
             parameter = _PARAMETER.match(body, at)
             if parameter is None:

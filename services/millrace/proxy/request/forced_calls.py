@@ -53,7 +53,7 @@ def _moved(schema: Any, root: str) -> Any:  # noqa: ANN401 - any JSON
         return [_moved(item, root) for item in schema]
     if not isinstance(schema, dict):
         return schema
-    moved = {}
+    moved: dict[str, Any] = {}
     for key, value in schema.items():
         if key == "$ref" and isinstance(value, str) and value.startswith("#"):
             moved[key] = root + value[1:]

@@ -201,7 +201,9 @@ def read_history(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
     Raises ApiError if a tool message answers no call of an earlier message.
     """
-    read, called, legacy = [], set(), 0
+    read: list[dict[str, Any]] = []
+    called: set[str | None] = set()
+    legacy = 0
     for i, message in enumerate(messages):
         if "function_call" in message:
             legacy += 1
