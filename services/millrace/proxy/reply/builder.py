@@ -149,4 +149,5 @@ def _sampling_params(
         n=choices,
         logprobs=sampling.logprobs,
         prompt_logprobs=prompt_logprobs,
+        constraint=sampling.constraint,
     )

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from millrace.core.config import ProxyConfig
+from millrace.core.request_spec import Constraint
 from millrace.proxy.errors import bad_field
+from millrace.proxy.request.constraints import read_constraint
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +53,7 @@ class Sampling:
     seed: int
     stop_token_ids: tuple[int, ...]
     logprobs: int  # -1: none; k: the chosen token and the k likeliest tokens
+    constraint: Constraint | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +73,7 @@ class Options:
     cache_prompt: bool = True
     cache_salt: str = ""
     max_tokens_field: str = "max_tokens"
+    constraint_field: str = ""  # that the client used; empty: no constraint
 
     @property
     def scores_only(self) -> bool:
@@ -125,8 +129,12 @@ def read_options(checked: Mapping[str, Any], limits: Limits, logprobs: int) -> O
     field_name = "max_completion_tokens" if "max_completion_tokens" in checked else "max_tokens"
     if get(field_name) == 0 and not get("echo", False):
         raise bad_field(field_name, "must be at least 1 without 'echo', got 0.")
+    constraint_field, constraint = read_constraint(checked)
+    if constraint is not None and get("ignore_eos", False):
+        raise bad_field("ignore_eos", f"can't be combined with '{constraint_field}'.")
+    sampling = _sampling(checked, limits, checked.get(field_name), logprobs)
     return Options(
-        sampling=_sampling(checked, limits, checked.get(field_name), logprobs),
+        sampling=replace(sampling, constraint=constraint),
         choices=choices,
         stream=stream,
         include_usage=include_usage,
@@ -139,6 +147,7 @@ def read_options(checked: Mapping[str, Any], limits: Limits, logprobs: int) -> O
         cache_prompt=get("cache_prompt", True),
         cache_salt=get("cache_salt", ""),
         max_tokens_field=field_name,
+        constraint_field=constraint_field,
     )
 
 
