@@ -15,6 +15,7 @@ import uvicorn
 from millrace.core.config import Config
 from millrace.core.errors import MillraceError
 from millrace.core.kv.transfer import Incarnation
+from millrace.grammar.matcher import Grammars
 from millrace.proxy.fleet.gateway import Gateway
 from millrace.proxy.http.app import RenderMetrics, create_app
 from millrace.proxy.http.generate import Services
@@ -152,6 +153,7 @@ class Proxy:
         await self._serving
         await self.store.close()
         self._services.tokenizer.close()
+        self._services.grammars.close()
         if self._services.traces is not None:
             await asyncio.to_thread(self._services.traces.close)
 
@@ -185,6 +187,7 @@ def _services(
         limits=limits,
         bodies=Bodies(limits),
         tokenizer=tokenizer,
+        grammars=Grammars(card.folder, card.vocab_size, card.eos_token_ids),
         prompts=PromptReader(limits, tokenizer, template, parsers),
         gateway=gateway,
         metrics=metrics,

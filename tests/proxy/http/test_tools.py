@@ -273,6 +273,19 @@ async def test_reasoning_that_the_prompt_opens(stack):
     assert choice["message"]["content"] == "Yes."
 
 
+async def test_constrained_answers_do_not_reason(stack):
+    fields = {"response_format": {"type": "json_object"}, "chat_template_kwargs": {"think": True}}
+    [choice] = (await ask(stack, '{"a": 1}', **fields))["choices"]
+    assert choice["message"] == {"role": "assistant", "content": '{"a": 1}', "refusal": None}
+
+
+async def test_a_schema_that_can_not_be_compiled_names_the_choice(stack):
+    function = {"name": "f", "parameters": {"properties": {"a": {"$ref": "#/nowhere"}}}}
+    body = {"model": MODEL, "messages": USER, "tools": [{"type": "function", "function": function}]}
+    response = await stack.http.post(CHAT, json={**body, "tool_choice": "required"})
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "tool_choice")
+
+
 async def test_reasoning_can_be_left_out(stack):
     [choice] = (await ask(stack, THOUGHT, include_reasoning=False))["choices"]
     assert choice["message"] == {"role": "assistant", "content": "Yes.", "refusal": None}
@@ -323,6 +336,10 @@ BAD = [
         "tool_choice.function.name",
     ),
     ({"tools": [F], "tool_choice": "required", "ignore_eos": True}, "ignore_eos"),
+    (
+        {"tools": [F], "tool_choice": "required", "response_format": {"type": "json_object"}},
+        "response_format",
+    ),
     ({"functions": [{"name": "f"}], "function_call": {"name": "g"}}, "function_call.name"),
     ({"functions": [{"name": "f"}], "tools": [F]}, "functions"),
     (

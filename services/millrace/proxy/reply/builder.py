@@ -92,9 +92,9 @@ class Builder:
         """Returns the parser of every choice of a chat; none if all of the text is content."""
         schemas = None if options.tools is None else options.tools.schemas
         forced = options.tools is not None and options.tools.constraint is not None
-        made = (
-            self._parsers.make(schemas, prompt.end, forced=forced) for _ in range(options.choices)
-        )
+        # A constrained answer begins at once, even if the prompt opens the reasoning.
+        end = prompt.end if options.sampling.constraint is None else ""
+        made = (self._parsers.make(schemas, end, forced=forced) for _ in range(options.choices))
         length = self._parsers.call_id_length
         return [ParsedAnswer(p, options, id_length=length) for p in made if p is not None]
 

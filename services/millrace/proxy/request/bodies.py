@@ -12,6 +12,7 @@ from typing import Annotated, Any, Required
 from pydantic import AfterValidator, Field, with_config
 from typing_extensions import TypedDict
 
+from millrace.proxy.request.constraints import ConstraintFields
 from millrace.proxy.request.fields import (
     STRICT,
     AnyObject,
@@ -47,7 +48,7 @@ class StreamOptions(TypedDict, total=False):
     include_obfuscation: Ignored[bool]
 
 
-class GenerateBody(TypedDict, total=False):
+class GenerateBody(ConstraintFields, total=False):
     """The fields of both completion endpoints: first served, then ignored, then refused fields."""
 
     temperature: Annotated[float | None, Within(0, 2), Field(description="0: greedy.")]
@@ -111,20 +112,9 @@ class GenerateBody(TypedDict, total=False):
     prompt_logprobs: _Refused
     repetition_detection: _Refused
     return_tokens_as_token_ids: _RefusedUnlessFalse
-    structured_outputs: _Refused
     thinking_token_budget: Annotated[Any, Unsupported(-1)]
     truncate_prompt_tokens: _Refused
     vllm_xargs: Annotated[Any, Unsupported({})]
-
-
-@with_config(STRICT)
-class ResponseFormat(TypedDict, total=False):
-    """The form of an answer: text only."""
-
-    type: Required[
-        Annotated[str, OneOf("text", why=" Structured output is not supported by this server.")]
-    ]
-    json_schema: _Refused
 
 
 class ChatBody(GenerateBody, total=False):
@@ -143,7 +133,6 @@ class ChatBody(GenerateBody, total=False):
         Annotated[str, Field(max_length=32)] | None,
         Field(description="Passed to the chat template."),
     ]
-    response_format: ResponseFormat | None
     tools: Annotated[Tools | None, Field(description="Functions that the assistant may call.")]
     tool_choice: Annotated[
         Choice | None, Field(description="'auto', 'none', 'required', or one function.")
@@ -184,7 +173,6 @@ class CompletionBody(GenerateBody, total=False):
     echo: Annotated[bool | None, Field(description="Echo the prompt before the completion.")]
 
     prompt_embeds: _Refused
-    response_format: Annotated[Any, Unsupported({"type": "text"})]
     suffix: Annotated[Any, Unsupported("")]
 
 

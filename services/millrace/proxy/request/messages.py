@@ -174,7 +174,7 @@ def _read_message(checked: Message) -> dict[str, Any]:
         if not (message["role"] == "assistant" and calls):
             raise _wrong_field("content", "missing", checked)
         message["content"] = ""
-    needed = _NEEDED.get(message["role"])
+    needed = _NEEDED.get(str(message["role"]))
     if needed is not None and needed not in message:
         raise _wrong_field(needed, "missing", checked)
     return message

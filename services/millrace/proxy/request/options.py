@@ -10,6 +10,7 @@ from typing import Any
 from millrace.core.config import ProxyConfig
 from millrace.core.request_spec import Constraint
 from millrace.proxy.errors import bad_field
+from millrace.proxy.request.constraints import read_constraint
 from millrace.proxy.request.tools import ToolOptions, read_tools
 
 
@@ -132,9 +133,7 @@ def read_options(checked: Mapping[str, Any], limits: Limits, logprobs: int) -> O
     if get(field_name) == 0 and not get("echo", False):
         raise bad_field(field_name, "must be at least 1 without 'echo', got 0.")
     tools = read_tools(checked)
-    constraint_field, constraint = "", None
-    if tools is not None and tools.constraint is not None:
-        constraint_field, constraint = tools.choice_field, tools.constraint
+    constraint_field, constraint = _constraint(checked, tools)
     if constraint is not None and get("ignore_eos", False):
         raise bad_field("ignore_eos", f"can't be combined with '{constraint_field}'.")
     sampling = _sampling(checked, limits, checked.get(field_name), logprobs)
@@ -156,6 +155,18 @@ def read_options(checked: Mapping[str, Any], limits: Limits, logprobs: int) -> O
         tools=tools,
         include_reasoning=get("include_reasoning", True),
     )
+
+
+def _constraint(
+    checked: Mapping[str, Any], tools: ToolOptions | None
+) -> tuple[str, Constraint | None]:
+    """Returns the field that constrains the answer, and the constraint; at most one may."""
+    field_name, constraint = read_constraint(checked)
+    if tools is None or tools.constraint is None:
+        return field_name, constraint
+    if constraint is not None:
+        raise bad_field(field_name, f"can't be combined with a forced '{tools.choice_field}'.")
+    return tools.choice_field, tools.constraint
 
 
 def _sampling(
