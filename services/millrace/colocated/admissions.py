@@ -42,6 +42,7 @@ class MixedAdmissions:
         engine = context.engine
         self._send = context.send
         self._runner = engine.runner
+        self._grammars = engine.grammars
         self._page_tokens = engine.layout.page_tokens
         self._max_batch = context.config.engine.max_batch
         self._pages = RequestPages(context, may_grow=False)
@@ -69,6 +70,8 @@ class MixedAdmissions:
 
         All cached blocks of the prompt are used, even if the scheduler expected fewer or more.
         """
+        if admit.request.sampling.constraint is not None:
+            self._grammars.prepare(admit.request.sampling.constraint)
         request = self._table.get(admit.request.request_id)
         if request is not None:  # ended: its release report answers this, too
             request.attempt = admit.attempt

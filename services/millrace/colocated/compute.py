@@ -42,8 +42,8 @@ class MixedCompute:
     def __init__(self, engine: Engine, max_batch: int) -> None:
         self._runner = engine.runner
         self._device = engine.device
-        self._sampler = Sampler()
-        self.batch = DecodeBatch(engine.runner, engine.pool, Sampler(), max_batch=max_batch)
+        self._sampler = Sampler(engine.grammars)
+        self.batch = DecodeBatch(engine.runner, engine.pool, self._sampler, max_batch=max_batch)
         engine.runner.states.page_table = self.batch.page_table
 
     @torch.inference_mode()

@@ -12,6 +12,19 @@ from millrace.core.request import Slo
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Constraint:
+    """A grammar that the answer's text follows to its end.
+
+    `kind` is json_schema, json_object, regex, choice, grammar or structural_tag. `text` is the
+    schema, the regular expression, a JSON array of choices, a grammar in Lark's notation or GBNF,
+    or a structural tag; of json_object the options of white space.
+    """
+
+    kind: str
+    text: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """How the tokens are chosen. The defaults are greedy, and filter and penalise nothing.
 
@@ -34,6 +47,7 @@ class SamplingParams:
     n: int = 1  # choices
     logprobs: int = -1  # -1: none; k: the chosen token's and the k likeliest
     prompt_logprobs: int = -1
+    constraint: Constraint | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -43,6 +43,7 @@ class Admissions:
         self._id = context.incarnation.id
         self._send = context.send
         self._store = context.store
+        self._engine = context.engine
         self._page_tokens = context.engine.layout.page_tokens
         grows = context.config.scheduler.decode_reserve == "grow"
         self.pages = RequestPages(context, may_grow=grows)
@@ -78,6 +79,8 @@ class Admissions:
 
     def admit(self, admit: AdmitDecode) -> None:
         """Admits a new request, or another attempt at a request whose first tokens were kept."""
+        if admit.request.sampling.constraint is not None:
+            self._engine.grammars.prepare(admit.request.sampling.constraint)
         request = self._table.get(admit.request.request_id)
         if request is not None:
             request.attempt = admit.attempt  # an ended request's release report answers this, too

@@ -44,7 +44,8 @@ class Running:
         self._admissions = admissions
         self._metrics = metrics
         self._step_time = context.decode_step
-        self.batch = DecodeBatch(self._runner, engine.pool, Sampler(), max_batch=self._max_batch)
+        sampler = Sampler(engine.grammars)
+        self.batch = DecodeBatch(self._runner, engine.pool, sampler, max_batch=self._max_batch)
         engine.runner.states.page_table = self.batch.page_table
         self._swapper = Swapper(
             KvSwap(engine.storage, engine.layout, config.swap_bytes),

@@ -23,6 +23,7 @@ from millrace.engine.model.loader import Model, load_model, model_hash, resolve_
 from millrace.engine.parallel.group_passes import GroupPasses, load_ranks
 from millrace.engine.parallel.rank_group import RankGroup
 from millrace.engine.runner import Runner
+from millrace.grammar.matcher import Grammars
 from millrace.profiles.cache import ProfileKey
 from millrace_kernels.api import describe_backends
 from millrace_kernels.dispatch import rows_backend
@@ -71,6 +72,7 @@ class Engine(KvMemory):
     """A loaded model with its memory."""
 
     runner: Runner
+    grammars: Grammars
 
     def check_integrity(self) -> None:
         """Raises IntegrityError when the pool's record does not add up, or an idle engine has a
@@ -248,6 +250,7 @@ def engine_of(shape: KvShape, runner: Runner, config: EngineConfig) -> Engine:
         pool=runner.pool,
         storage=runner.storage if config.tensor_parallel > 1 else runner.storage[0],
         runner=runner,
+        grammars=Grammars(shape.folder, shape.model.vocab_size, shape.model.eos_token_ids),
         backends=f"attention {attention}, linears and sampling {rest}; {describe_backends()}",
         max_context_tokens=shape.max_context_tokens,
     )

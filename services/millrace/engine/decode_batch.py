@@ -146,7 +146,7 @@ class DecodeBatch:
         if finish_reason(sequence.spec, 1, sequence.first_token_id):
             name = f"{sequence.request_id}/{sequence.choice}"
             raise ValueError(f"{name} is finished by its first token, {sequence.first_token_id}")
-        row = SamplingRow.first(sequence.spec, sequence.choice, sequence.prompt_ids)
+        row = self._sampler.row(sequence.spec, sequence.choice, sequence.prompt_ids)
         row.append(sequence.first_token_id)
         self.resume(PausedSequence(sequence=sequence, row=row, token_id=sequence.first_token_id))
 

@@ -150,6 +150,8 @@ class PrefillRole:
     def on_command(self, command: Command) -> None:
         match command:
             case RunPrefill():
+                if command.request.sampling.constraint is not None:
+                    self._engine.grammars.prepare(command.request.sampling.constraint)
                 self._begin(PrefillJob.of(command, self._id))
             case Order():
                 self._reorder(command)

@@ -7,26 +7,41 @@ from dataclasses import dataclass
 import numpy as np
 
 from millrace.proxy.errors import ApiError, bad_field
+from millrace.proxy.parsing.families import Parsers
 from millrace.proxy.request.options import Limits
 from millrace.proxy.request.validation import CompletionRequest, Conversation, Prompt
 from millrace.proxy.text.chat_template import ChatTemplate
 from millrace.proxy.text.prefix import NO_BLOCKS, PromptBlocks
 from millrace.proxy.text.tokenizer import TokenArray, Tokenizer
 
+_END_CHARACTERS = 64
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnginePrompt:
-    """One prompt: int32 [tokens], at least one token; its text if the reply may echo it."""
+    """One prompt: int32 [tokens], at least one token; its text if the reply may echo it.
+
+    `end` holds a chat's last characters, which may open the reasoning.
+    """
 
     ids: TokenArray
     text: str = ""
+    end: str = ""
     blocks: PromptBlocks = NO_BLOCKS
 
 
 class PromptReader:
     """Renders and tokenises prompts. `template` is None if the model has no chat template."""
 
-    def __init__(self, limits: Limits, tokenizer: Tokenizer, template: ChatTemplate | None) -> None:
+    def __init__(
+        self,
+        limits: Limits,
+        tokenizer: Tokenizer,
+        template: ChatTemplate | None,
+        parsers: Parsers | None = None,
+    ) -> None:
+        #: The parsers of the model's answers to a chat.
+        self.parsers = parsers or Parsers()
         self._limits = limits
         self._tokenizer = tokenizer
         self._template = template
@@ -40,16 +55,26 @@ class PromptReader:
                 param="messages",
                 code="no_chat_template",
             )
+        arguments = request.template_arguments
+        if request.tools is not None:
+            if self.parsers.tools == "none":
+                raise bad_field(
+                    request.tools.field,
+                    "the model's chat template has tool calls of no known family; "
+                    "proxy.tool_parser can name the family.",
+                    "unsupported_parameter",
+                )
+            arguments = {**arguments, "tools": request.tools.documents}
         text = self._template.render(
             request.messages,
             add_generation_prompt=request.add_generation_prompt,
             continue_final_message=request.continue_final_message,
-            arguments=request.template_arguments,
+            arguments=arguments,
         )
         ids = await self._tokenizer.encode_async(
             text, add_special_tokens=request.add_special_tokens
         )
-        return _checked(EnginePrompt(ids=ids), "messages")
+        return _checked(EnginePrompt(ids=ids, end=text[-_END_CHARACTERS:]), "messages")
 
     async def read_completion(self, request: CompletionRequest) -> list[EnginePrompt]:
         """Returns the request's prompts in order. Raises ApiError for a prompt without tokens."""

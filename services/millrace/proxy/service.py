@@ -15,6 +15,7 @@ import uvicorn
 from millrace.core.config import Config
 from millrace.core.errors import MillraceError
 from millrace.core.kv.transfer import Incarnation
+from millrace.grammar.matcher import Grammars
 from millrace.proxy.fleet.gateway import Gateway
 from millrace.proxy.http.app import RenderMetrics, create_app
 from millrace.proxy.http.generate import Services
@@ -22,6 +23,7 @@ from millrace.proxy.http.objectives import Objectives
 from millrace.proxy.http.tenants import Tenants
 from millrace.proxy.metrics import ProxyMetrics
 from millrace.proxy.model_card import ModelCard, read_model_card
+from millrace.proxy.parsing.families import choose_parsers
 from millrace.proxy.prompts import PromptReader
 from millrace.proxy.request.options import Limits
 from millrace.proxy.request.validation import Bodies
@@ -151,6 +153,7 @@ class Proxy:
         await self._serving
         await self.store.close()
         self._services.tokenizer.close()
+        self._services.grammars.close()
         if self._services.traces is not None:
             await asyncio.to_thread(self._services.traces.close)
 
@@ -171,6 +174,11 @@ def _services(
         defaults=card.defaults,
         config=config.proxy,
     )
+    parsers = choose_parsers(
+        card.chat_template,
+        tools=config.proxy.tool_parser,
+        reasoning=config.proxy.reasoning_parser,
+    )
     template = None
     if card.chat_template is not None:
         template = ChatTemplate(card.chat_template, card.special_tokens)
@@ -179,7 +187,8 @@ def _services(
         limits=limits,
         bodies=Bodies(limits),
         tokenizer=tokenizer,
-        prompts=PromptReader(limits, tokenizer, template),
+        grammars=Grammars(card.folder, card.vocab_size, card.eos_token_ids),
+        prompts=PromptReader(limits, tokenizer, template, parsers),
         gateway=gateway,
         metrics=metrics,
         objectives=Objectives(config),

@@ -131,7 +131,11 @@ class GrowingRequests:
         )
         context: Any = SimpleNamespace(
             engine=SimpleNamespace(
-                pool=self.pool, layout=layout, storage=self.pool.storage, runner=self.model
+                pool=self.pool,
+                layout=layout,
+                storage=self.pool.storage,
+                runner=self.model,
+                grammars=None,
             ),
             config=config,
             incarnation=SimpleNamespace(id="decode-0"),

@@ -12,7 +12,7 @@ from millrace.proxy.request.validation import Bodies
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "reference" / "api.md"
 
 #: Fields of which only values without an effect are accepted.
-NARROW = {"tools", "response_format", "modalities"}
+NARROW = {"modalities"}
 #: Fields that only one of the two endpoints serves; the page says so.
 BY_ENDPOINT = {"echo": "served"}
 

@@ -69,6 +69,26 @@ class ProxyConfig(_Section):
     max_body_bytes: int = _setting(32 << 20, _within(1024), "larger bodies get 413")
     max_choices: int = _setting(16, _within(1, 1024), "largest n of a request")
     max_logprobs: int = _setting(20, _within(0, 1024))
+    tool_parser: str = _setting(
+        "auto",
+        _one_of(
+            "auto",
+            "none",
+            "hermes",
+            "qwen3_coder",
+            "llama3_json",
+            "pythonic",
+            "mistral",
+            "deepseek",
+            "harmony",
+        ),
+        "form of tool calls in a model's text. auto: by the chat template; none: tools are refused",
+    )
+    reasoning_parser: str = _setting(
+        "auto",
+        _one_of("auto", "none", "think", "mistral", "harmony"),
+        "form of reasoning in a model's text. auto: by the chat template; none: it is content",
+    )
     max_new_tokens: int = _setting(
         4096, _within(1), "largest max_tokens, and the default when none is given"
     )

@@ -36,10 +36,15 @@ def edit_logits(logits: Tensor, rows: Sequence[SamplingRow]) -> None:
         where, inside = _flat_index([(k, ids) for k, ids, _ in biased], vocab)
         values = np.concatenate([values for _, _, values in biased])[inside]
         flat.index_add_(0, _on(flat, where), _on(flat, values))
-    barred = [(k, row.spec.stop_id_array) for k, row in enumerate(rows) if row.bars_stop_ids]
+    barred = [(k, row.spec.stop_id_array) for k, row in enumerate(rows) if _bars(row)]
     if barred:
         where, _ = _flat_index(barred, vocab)
         flat.index_fill_(0, _on(flat, where), -math.inf)
+
+
+def _bars(row: SamplingRow) -> bool:
+    """Returns whether stop ids are barred here; `masks` does it where a grammar may force them."""
+    return row.bars_stop_ids and row.matcher is None
 
 
 def _penalise(flat: Tensor, rows: Sequence[SamplingRow], vocab: int) -> None:

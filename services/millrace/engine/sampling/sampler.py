@@ -2,8 +2,9 @@
 
 Order of work on a row's logits: repetition penalty over prompt and output (divide if positive,
 multiply if negative), presence and frequency penalties over the output, `logit_bias`, stop ids
-barred below `min_tokens`; then greedy choice, or temperature, `top_k`, `top_p` of what is left,
-`min_p` relative to the likeliest, and a draw from what remains.
+barred below `min_tokens`, tokens barred that the row's grammar does not allow; then greedy choice,
+or temperature, `top_k`, `top_p` of what is left, `min_p` relative to the likeliest, and a draw from
+what remains.
 
 A row's token depends on its own logits, spec and (seed, choice, output position) alone. Draws
 invert the CDF in float64, with one Philox uniform a row; every tie is settled by the lowest id.
@@ -16,13 +17,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from millrace.core.token_events import PositionLogprobs
 from millrace.engine.sampling.logit_edits import edit_logits
 from millrace.engine.sampling.logprobs import position_logprobs, prompt_logprobs
-from millrace.engine.sampling.spec import SamplingRow, SamplingSpec, finish_reason
+from millrace.engine.sampling.masks import bar_tokens
+from millrace.engine.sampling.spec import (
+    PromptIds,
+    SamplingRow,
+    SamplingSpec,
+    finish_reason,
+)
+from millrace.grammar.matcher import Grammars
 from millrace_kernels import api as kernels
 
 __all__ = [
@@ -38,6 +47,7 @@ __all__ = [
 NO_TOKEN: Final = -1
 _NOT_FINITE: Final = "the model's logits are not finite (NaN or infinite); no token was chosen"
 _ALL_BARRED: Final = "min_tokens, logit_bias or a penalty leaves no token to choose from"
+_NO_GRAMMARS: Final = "this instance can't constrain answers"
 _EDITED_ELEMENTS: Final = 1 << 24  # logits that are copied at once to be edited
 
 
@@ -82,10 +92,28 @@ class _Settings:
 
 
 class Sampler:
-    """Keeps nothing of a sequence: the state of its output is in its `SamplingRow`."""
+    """Keeps nothing of a sequence: the state of its output is in its `SamplingRow`.
 
-    def __init__(self) -> None:
+    Without `grammars`, rows with a constraint get errors.
+    """
+
+    def __init__(self, grammars: Grammars | None = None) -> None:
         self._settings = _Settings([])
+        self._grammars = grammars
+
+    def row(self, spec: SamplingSpec, choice: int = 0, prompt_ids: PromptIds = None) -> SamplingRow:
+        """Returns the row of a sequence without output, as `SamplingRow.first` does.
+
+        Waits until the spec's constraint is compiled.
+        """
+        row = SamplingRow.first(spec, choice, prompt_ids)
+        if spec.constraint is None or self._grammars is None:
+            return row
+        resumed: list[int] = []
+        if spec.resumed_tokens and prompt_ids is not None:
+            resumed = np.asarray(prompt_ids[-spec.resumed_tokens :]).tolist()
+        row.matcher = self._grammars.matcher(spec.constraint, resumed)
+        return row
 
     @torch.inference_mode()
     def sample(self, logits: Tensor, rows: Sequence[SamplingRow]) -> Sampled:
@@ -134,11 +162,23 @@ def _sample_edited(
     index = torch.tensor(edited)
     work = logits[index.to(logits.device)]
     edit_logits(work, [rows[i] for i in edited])
+    _constrain(work, rows, edited)
     columns = (settings.temperatures, settings.top_k, settings.top_p, settings.min_p, uniforms)
     ids, peaks = kernels.sample(work, *(column[index] for column in columns))
     for row, token_id in zip(edited, ids.tolist(), strict=True):
         result.token_ids[row] = token_id
     _refuse(result, edited, peaks, _ALL_BARRED)
+    for i in edited:
+        if rows[i].spec.constraint is not None:
+            matcher = rows[i].matcher
+            error = _NO_GRAMMARS if matcher is None else matcher.error
+            if error:
+                result.fail(i, error)
+
+
+def _constrain(work: Tensor, rows: Sequence[SamplingRow], edited: list[int]) -> None:
+    """Bars the tokens that the rows' grammars do not allow, in float32 [k, vocab]."""
+    bar_tokens(work, [(k, rows[i]) for k, i in enumerate(edited) if rows[i].matcher is not None])
 
 
 def _refuse(result: Sampled, rows: Sequence[int], peaks: Tensor, message: str) -> None:

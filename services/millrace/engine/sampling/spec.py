@@ -14,6 +14,7 @@ from torch import Tensor
 from millrace.core.request_spec import SamplingParams
 from millrace.engine.sampling.philox import uniforms
 from millrace.engine.sampling.token_counts import TokenCounts
+from millrace.grammar.matcher import Matcher
 
 Ids = npt.NDArray[np.int64]
 PromptIds = npt.NDArray[np.integer] | Sequence[int] | Tensor | None
@@ -48,7 +49,8 @@ class SamplingSpec(SamplingParams):
 
     @cached_property
     def needs_prompt_ids(self) -> bool:
-        return self.repetition_penalty != 1.0 or (self.needs_counts and self.resumed_tokens > 0)
+        resumes = self.resumed_tokens > 0 and (self.needs_counts or self.constraint is not None)
+        return resumes or self.repetition_penalty != 1.0
 
     @cached_property
     def needs_counts(self) -> bool:
@@ -83,6 +85,7 @@ class SamplingRow:
     choice: int = 0
     output_position: int = 0
     counts: TokenCounts | None = None
+    matcher: Matcher | None = None  # of specs with a constraint
     _draws: npt.NDArray[np.float64] | None = field(default=None, repr=False)
     _run: int = field(default=-1, repr=False)
 
@@ -95,12 +98,12 @@ class SamplingRow:
         `prompt_ids` (int [L]) are needed when the spec `needs_prompt_ids`, else ignored; ValueError
         without.
         """
+        if spec.needs_prompt_ids and prompt_ids is None:
+            raise ValueError("these penalties, or this constraint, need the prompt's token ids")
         if not spec.needs_counts:
             return cls(spec, choice)
-        if not spec.needs_prompt_ids:
+        if not spec.needs_prompt_ids or prompt_ids is None:
             return cls(spec, choice, counts=TokenCounts())
-        if prompt_ids is None:
-            raise ValueError("these penalties need the prompt's token ids")
         return cls(spec, choice, counts=TokenCounts(prompt_ids, spec.resumed_tokens))
 
     def append(self, token_id: int) -> None:
@@ -108,6 +111,8 @@ class SamplingRow:
         self.output_position += 1
         if self.counts is not None:
             self.counts.add(token_id)
+        if self.matcher is not None:
+            self.matcher.consume(token_id)
 
     @property
     def uniform(self) -> float:
@@ -124,7 +129,13 @@ class SamplingRow:
     @property
     def edits_logits(self) -> bool:
         """Returns whether logits are changed before temperature and filters."""
-        return self.counts is not None or bool(self.spec.logit_bias) or self.bars_stop_ids
+        spec = self.spec
+        return (
+            self.counts is not None
+            or bool(spec.logit_bias)
+            or spec.constraint is not None
+            or self.bars_stop_ids
+        )
 
     @property
     def bars_stop_ids(self) -> bool:
@@ -135,8 +146,10 @@ def finish_reason(spec: SamplingSpec, output_len: int, token_id: int) -> str:
     """The effect of `token_id`, the `output_len`-th output token (from 1, without resumed tokens).
 
     "stop": it is a stop id; "length": `max_tokens` is reached; "": the sequence continues. A stop
-    id that comes with the last allowed token counts as "stop".
+    id that comes with the last allowed token counts as "stop". Below `min_tokens` a stop id ends
+    an answer only where its grammar has ended.
     """
-    if token_id in spec.stop_ids and output_len > spec.min_tokens:
+    may_stop = output_len > spec.min_tokens or spec.constraint is not None
+    if token_id in spec.stop_ids and may_stop:
         return "stop"
     return "length" if output_len >= spec.max_tokens else ""

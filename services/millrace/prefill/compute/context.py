@@ -45,7 +45,7 @@ class PrefillCompute:
         self.batched_with = batched_with
         self._submit = submit
         self._report = report
-        self._sampler = Sampler()
+        self._sampler = Sampler(engine.grammars)
         self.publisher = LayerPublisher(engine.device)
 
     def close(self) -> None:

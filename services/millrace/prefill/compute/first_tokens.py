@@ -10,7 +10,7 @@ from millrace.core.instance.group import PromptLogprobsRun
 from millrace.core.token_events import FirstToken, PositionLogprobs
 from millrace.engine.sampling.logprobs import position_logprobs
 from millrace.engine.sampling.sampler import Sampler
-from millrace.engine.sampling.spec import SamplingRow, SamplingSpec
+from millrace.engine.sampling.spec import SamplingSpec
 
 LOGPROB_BLOCK_TOKENS: Final = 256
 
@@ -34,7 +34,7 @@ def sample_first(
     prompt_ids: int64 [prompt_tokens] on the CPU; logits: float32 [vocab] of the last position.
     """
     seen = prompt_ids.numpy() if spec.needs_prompt_ids else None
-    rows = [SamplingRow.first(spec, choice, seen) for choice in range(spec.n)]
+    rows = [sampler.row(spec, choice, seen) for choice in range(spec.n)]
     sampled = sampler.sample(logits.expand(spec.n, -1), rows)
     if sampled.errors:
         raise SamplingError(next(iter(sampled.errors.values())))

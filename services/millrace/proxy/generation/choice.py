@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from millrace.core.token_events import PositionLogprobs
 from millrace.proxy.request.options import Options
@@ -25,11 +26,15 @@ class LogprobEntry:
 
 @dataclass(slots=True, kw_only=True)
 class Piece:
-    """The output of a choice that is shown together."""
+    """The output of a choice that is shown together.
+
+    `delta` holds the fields of a chat's delta if the answer is parsed; `text` is empty then.
+    """
 
     text: str = ""
     entries: Sequence[LogprobEntry] = ()
     token_ids: Sequence[int] = ()
+    delta: Mapping[str, Any] | None = None
 
 
 class Choice:

@@ -7,7 +7,9 @@ import time
 from dataclasses import dataclass, replace
 
 from millrace.core.config import Config
-from millrace.proxy.errors import ApiError
+from millrace.grammar.matcher import Grammars
+from millrace.grammar.source import GrammarError
+from millrace.proxy.errors import ApiError, bad_field
 from millrace.proxy.fleet.gateway import Gateway
 from millrace.proxy.fleet.prompts_ahead import PromptsAhead
 from millrace.proxy.http.asgi import (
@@ -34,6 +36,9 @@ from millrace.telemetry.otlp import TraceExporter
 #: A silent stream gets a comment this often, so that no proxy in between closes the connection.
 KEEPALIVE_S = 10.0
 
+#: A reason why a constraint can't be compiled may repeat it.
+_MOST_REASON = 1000
+
 _EVENT_STREAM = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -49,6 +54,7 @@ class Services:
     limits: Limits
     bodies: Bodies
     tokenizer: Tokenizer
+    grammars: Grammars
     prompts: PromptReader
     gateway: Gateway
     metrics: ProxyMetrics
@@ -66,7 +72,11 @@ class GenerateEndpoint:
         self._chat = chat
         self._hasher = PromptHasher(services.config.engine)
         self._builder = Builder(
-            services.limits, services.tokenizer, services.gateway.incarnation, chat=chat
+            services.limits,
+            services.tokenizer,
+            services.gateway.incarnation,
+            services.prompts.parsers,
+            chat=chat,
         )
 
     async def answer(self, scope: Scope, receive: Receive, send: Send) -> int:
@@ -103,13 +113,26 @@ class GenerateEndpoint:
         if self._chat:
             chat = services.bodies.read_chat(body)
             options = chat.options
+            await self._check_constraint(options)
             prompts = [await services.prompts.read_chat(chat.conversation)]
         else:
             completion = services.bodies.read_completion(body)
             options = completion.options
+            await self._check_constraint(options)
             prompts = await services.prompts.read_completion(completion)
         hasher = self._hasher
         return [replace(p, blocks=await hasher.blocks(p.ids, options)) for p in prompts], options
+
+    async def _check_constraint(self, options: Options) -> None:
+        """Compiles the constraint, on a thread. Raises ApiError with the reason if it can't be."""
+        constraint = options.sampling.constraint
+        if constraint is None:
+            return
+        try:
+            await asyncio.shield(asyncio.wrap_future(self._services.grammars.prepare(constraint)))
+        except GrammarError as error:
+            reason = str(error)[:_MOST_REASON]
+            raise bad_field(options.constraint_field, f"can't be compiled: {reason}") from error
 
     def _leave(self, reply: Reply) -> None:
         """Cancels the unfinished requests: the client is gone, or the answer has failed."""

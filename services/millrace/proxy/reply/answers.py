@@ -182,33 +182,51 @@ class TextLogprobs(TypedDict):
     text_offset: list[int]
 
 
-class Choice(TypedDict):
-    """One of the answers to a prompt."""
+class CalledFunction(TypedDict):
+    """The name of a called function, and its arguments as JSON text."""
+
+    name: str
+    arguments: str
+
+
+class AnsweredToolCall(TypedDict):
+    """A tool call of the assistant."""
+
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+
+class AssistantMessage(TypedDict):
+    """The assistant's message. `content` is null if there are only calls."""
+
+    role: Literal["assistant"]
+    content: str | None
+    refusal: None
+    reasoning_content: NotRequired[str]
+    reasoning: NotRequired[str]
+    tool_calls: NotRequired[list[AnsweredToolCall]]
+    function_call: NotRequired[CalledFunction]
+
+
+class ChatChoice(TypedDict):
+    """One of the answers to a conversation."""
+
+    index: int
+    finish_reason: Literal["stop", "length", "tool_calls", "function_call"]
+    stop_reason: str | int | None
+    token_ids: NotRequired[list[int]]
+    message: AssistantMessage
+    logprobs: ChatLogprobs | None
+
+
+class TextChoice(TypedDict):
+    """One of the completions of a text."""
 
     index: int
     finish_reason: Literal["stop", "length"]
     stop_reason: str | int | None
     token_ids: NotRequired[list[int]]
-
-
-class AssistantMessage(TypedDict):
-    """The assistant's message."""
-
-    role: Literal["assistant"]
-    content: str
-    refusal: None
-
-
-class ChatChoice(Choice):
-    """One of the answers to a conversation."""
-
-    message: AssistantMessage
-    logprobs: ChatLogprobs | None
-
-
-class TextChoice(Choice):
-    """One of the completions of a text."""
-
     text: str
     logprobs: TextLogprobs | None
 

@@ -13,9 +13,11 @@ from millrace.core.request_spec import RequestSpec, SamplingParams
 from millrace.proxy.generation.choice import Choice
 from millrace.proxy.generation.echo import Echo
 from millrace.proxy.generation.proxy_request import ProxyRequest
+from millrace.proxy.parsing.families import Parsers
 from millrace.proxy.prompts import EnginePrompt
 from millrace.proxy.reply.explain import explain
 from millrace.proxy.reply.formats import ChatFormat, CompletionFormat, Format
+from millrace.proxy.reply.parsed import ParsedAnswer
 from millrace.proxy.reply.reply import Progress, Reply, StreamReply, WholeReply
 from millrace.proxy.request.options import Limits, Options, Sampling
 from millrace.proxy.text.tokenizer import Tokenizer
@@ -37,11 +39,19 @@ class Builder:
     """Builds requests and replies of one of the two APIs."""
 
     def __init__(
-        self, limits: Limits, tokenizer: Tokenizer, proxy: Incarnation, *, chat: bool
+        self,
+        limits: Limits,
+        tokenizer: Tokenizer,
+        proxy: Incarnation,
+        parsers: Parsers,
+        *,
+        chat: bool,
     ) -> None:
+        """`parsers` parse the answers of chats."""
         self._limits = limits
         self._tokenizer = tokenizer
         self._proxy = proxy
+        self._parsers = parsers
         self._chat = chat
         self._id_prefix = "chatcmpl-" if chat else "cmpl-"
 
@@ -58,16 +68,17 @@ class Builder:
             if arrival.trace
             else None
         )
-        reply = self._reply(response_id, len(prompts) * options.choices, options, arrival, progress)
+        answers = self._answers(prompts[0], options) if self._chat else ()
+        choices = len(prompts) * options.choices
+        reply = self._reply(response_id, choices, options, arrival, progress, answers)
         requests = []
         for i, prompt in enumerate(prompts):
             request_id = response_id if len(prompts) == 1 else f"{response_id}-{i}"
-            choices = self._choices(i * options.choices, prompt, options)
             request = ProxyRequest(
                 spec=self._spec(request_id, prompt, options, arrival),
                 prompt_ids=prompt.ids,
                 sink=reply,
-                choices=choices,
+                choices=self._choices(i * options.choices, prompt, options),
                 slo=arrival.slo,
                 detailed=options.sampling.logprobs >= 0 or options.return_token_ids,
                 echo=self._echo(prompt, options) if options.echo else None,
@@ -77,21 +88,38 @@ class Builder:
             requests.append(request)
         return response_id, reply, requests
 
+    def _answers(self, prompt: EnginePrompt, options: Options) -> list[ParsedAnswer]:
+        """Returns the parser of every choice of a chat; none if all of the text is content."""
+        schemas = None if options.tools is None else options.tools.schemas
+        forced = options.tools is not None and options.tools.constraint is not None
+        # A constrained answer begins at once, even if the prompt opens the reasoning.
+        end = prompt.end if options.sampling.constraint is None else ""
+        made = (self._parsers.make(schemas, end, forced=forced) for _ in range(options.choices))
+        length = self._parsers.call_id_length
+        return [ParsedAnswer(p, options, id_length=length) for p in made if p is not None]
+
     def _reply(
-        self, response_id: str, choices: int, options: Options, arrival: Arrival, progress: Progress
+        self,
+        response_id: str,
+        choices: int,
+        options: Options,
+        arrival: Arrival,
+        progress: Progress,
+        answers: Sequence[ParsedAnswer],
     ) -> Reply:
         make: Callable[..., Format] = ChatFormat if self._chat else CompletionFormat
         fmt = make(response_id, int(arrival.unix_s), self._limits.model, options, self._tokenizer)
         if options.stream:
-            return StreamReply(fmt, choices, options, progress)
-        return WholeReply(fmt, choices, progress)
+            return StreamReply(fmt, choices, options, progress, answers)
+        return WholeReply(fmt, choices, progress, answers)
 
     def _choices(self, first: int, prompt: EnginePrompt, options: Options) -> list[Choice]:
         skip = options.skip_special_tokens
+        kept = self._parsers.tokens(calls=options.tools is not None) if self._chat else ()
         return [
             Choice(
                 index,
-                self._tokenizer.detokenizer(prompt.ids, skip_special_tokens=skip),
+                self._tokenizer.detokenizer(prompt.ids, skip_special_tokens=skip, kept=kept),
                 options,
                 start=len(prompt.text) if options.echo else 0,
             )
@@ -149,4 +177,5 @@ def _sampling_params(
         n=choices,
         logprobs=sampling.logprobs,
         prompt_logprobs=prompt_logprobs,
+        constraint=sampling.constraint,
     )

@@ -13,6 +13,7 @@ import orjson
 
 from millrace.core.token_events import PositionLogprobs
 from millrace.proxy.generation.choice import Choice, LogprobEntry, Piece
+from millrace.proxy.reply.parsed import ParsedAnswer
 from millrace.proxy.request.options import Options
 from millrace.proxy.text.tokenizer import Tokenizer
 
@@ -50,6 +51,13 @@ class Whole:
     text: list[str]
     entries: list[LogprobEntry]
     token_ids: list[int]
+    answer: ParsedAnswer | None = None
+
+    @property
+    def finish_reason(self) -> str | None:
+        """The finish reason that the client sees; known once the message was read."""
+        reason = self.choice.finish_reason
+        return reason if self.answer is None else self.answer.finish_reason(reason)
 
 
 class Format(Protocol):
@@ -66,8 +74,8 @@ class Format(Protocol):
 
     def piece(self, index: int, piece: Piece, extra: Json) -> bytes: ...
 
-    def closing(self, choice: Choice, extra: Json) -> bytes:
-        """Returns the chunk with the choice's finish reason."""
+    def closing(self, choice: Choice, reason: str | None, extra: Json) -> bytes:
+        """Returns the chunk with the finish reason that the client sees."""
 
     def usage(self, usage: Usage, extra: Json) -> bytes: ...
 
@@ -127,15 +135,16 @@ class ChatFormat:
         return self._head.chunk(self._CHUNK, [opened], extra)
 
     def piece(self, index: int, piece: Piece, extra: Json) -> bytes:
-        choice = _delta(index, {"content": piece.text})
+        delta = {"content": piece.text} if piece.delta is None else dict(piece.delta)
+        choice = _delta(index, delta)
         choice["logprobs"] = self._logprobs(piece.entries)
         if self._head.options.return_token_ids:
             choice["token_ids"] = piece.token_ids
         return self._head.chunk(self._CHUNK, [choice], extra)
 
-    def closing(self, choice: Choice, extra: Json) -> bytes:
+    def closing(self, choice: Choice, reason: str | None, extra: Json) -> bytes:
         closed = _delta(choice.index, {})
-        closed["finish_reason"] = choice.finish_reason
+        closed["finish_reason"] = reason
         closed["stop_reason"] = choice.stop_reason
         return self._head.chunk(self._CHUNK, [closed], extra)
 
@@ -147,13 +156,9 @@ class ChatFormat:
         for whole in wholes:
             choice: Json = {
                 "index": whole.choice.index,
-                "message": {
-                    "role": "assistant",
-                    "content": "".join(whole.text),
-                    "refusal": None,
-                },
+                "message": _message(whole),
                 "logprobs": self._logprobs(whole.entries),
-                "finish_reason": whole.choice.finish_reason,
+                "finish_reason": whole.finish_reason,
                 "stop_reason": whole.choice.stop_reason,
             }
             if self._head.options.return_token_ids:
@@ -179,6 +184,13 @@ class ChatFormat:
             "logprob": max(logprob, _LOWEST_LOGPROB),
             "bytes": list(raw),
         }
+
+
+def _message(whole: Whole) -> Json:
+    text = "".join(whole.text)
+    if whole.answer is not None:
+        return whole.answer.message(text)
+    return {"role": "assistant", "content": text, "refusal": None}
 
 
 def _delta(index: int, delta: Json) -> Json:
@@ -209,9 +221,9 @@ class CompletionFormat:
             choice["token_ids"] = piece.token_ids
         return self._head.chunk(self._KIND, [choice], extra)
 
-    def closing(self, choice: Choice, extra: Json) -> bytes:
+    def closing(self, choice: Choice, reason: str | None, extra: Json) -> bytes:
         closed = _text_choice(choice.index, "")
-        closed["finish_reason"] = choice.finish_reason
+        closed["finish_reason"] = reason
         closed["stop_reason"] = choice.stop_reason
         return self._head.chunk(self._KIND, [closed], extra)
 

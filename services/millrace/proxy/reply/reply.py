@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +13,7 @@ from millrace.proxy.errors import ApiError
 from millrace.proxy.generation.choice import Choice, LogprobEntry, Piece
 from millrace.proxy.generation.proxy_request import ProxyRequest
 from millrace.proxy.reply.formats import DONE, Format, Usage, Whole
+from millrace.proxy.reply.parsed import ParsedAnswer
 from millrace.proxy.request.options import Options
 
 Json = dict[str, Any]
@@ -105,6 +106,7 @@ class StreamReply:
     """Gathers server-sent events; all events that are ready are sent in one piece."""
 
     __slots__ = (
+        "_answers",
         "_continuous_usage",
         "_format",
         "_frames",
@@ -115,9 +117,20 @@ class StreamReply:
         "silent",
     )
 
-    def __init__(self, fmt: Format, choices: int, options: Options, progress: Progress) -> None:
-        """`choices` counts the choices of the whole response."""
+    def __init__(
+        self,
+        fmt: Format,
+        choices: int,
+        options: Options,
+        progress: Progress,
+        answers: Sequence[ParsedAnswer] = (),
+    ) -> None:
+        """`choices` counts the choices of the whole response.
+
+        `answers` parse the choices' text; empty if all of the text is content.
+        """
         self._format = fmt
+        self._answers = answers
         self._frames: list[tuple[bytes, bytes] | None] = [None] * choices
         self._open_choices = choices
         self._include_usage = options.include_usage
@@ -138,6 +151,9 @@ class StreamReply:
         self.progress.signal.wake()
 
     def on_text(self, choice: Choice, text: str) -> None:
+        if self._answers:
+            self.on_piece(choice, Piece(text=text))
+            return
         self.silent = False
         frame = self._frames[choice.index] or self._open(choice)
         if text and self._continuous_usage:
@@ -153,11 +169,21 @@ class StreamReply:
         self.silent = False
         if self._frames[choice.index] is None:
             self._open(choice)
-        if piece.text or piece.entries or piece.token_ids:
-            self._out.append(self._format.piece(choice.index, piece, self._usage_so_far(choice)))
+        for shown in self._parsed(choice, piece) if self._answers else (piece,):
+            if shown.text or shown.entries or shown.token_ids or shown.delta:
+                so_far = self._usage_so_far(choice)
+                self._out.append(self._format.piece(choice.index, shown, so_far))
         if choice.finish_reason is not None:
             self._close(choice)
         self.progress.signal.wake()
+
+    def _parsed(self, choice: Choice, piece: Piece) -> list[Piece]:
+        """Returns one piece per delta; the first has the log probabilities and the token ids."""
+        ends = choice.finish_reason is not None
+        deltas = self._answers[choice.index].deltas(piece.text, ends=ends)
+        first, *more = deltas or [{}]
+        found = Piece(delta=first, entries=piece.entries, token_ids=piece.token_ids)
+        return [found, *(Piece(delta=delta) for delta in more)]
 
     def echo(self, choice: Choice, piece: Piece) -> None:
         """Adds the prompt before the choice's own text."""
@@ -183,11 +209,14 @@ class StreamReply:
         last = self._open_choices == 0
         extra = self.progress.extra() if last else {}
         so_far = self._usage_so_far(choice)
+        reason = choice.finish_reason
+        if self._answers:
+            reason = self._answers[choice.index].finish_reason(reason)
         if last and self._include_usage:
-            self._out.append(self._format.closing(choice, so_far))
+            self._out.append(self._format.closing(choice, reason, so_far))
             self._out.append(self._format.usage(self.progress.usage(), extra))
         else:
-            self._out.append(self._format.closing(choice, so_far | extra))
+            self._out.append(self._format.closing(choice, reason, so_far | extra))
 
     def _usage_so_far(self, choice: Choice) -> Json:
         """Returns the usage that a chunk of this choice shows."""
@@ -205,10 +234,18 @@ class StreamReply:
 class WholeReply:
     """Gathers the output into one JSON document at the end."""
 
-    __slots__ = ("_format", "_wholes", "progress")
+    __slots__ = ("_answers", "_format", "_wholes", "progress")
 
-    def __init__(self, fmt: Format, choices: int, progress: Progress) -> None:
+    def __init__(
+        self,
+        fmt: Format,
+        choices: int,
+        progress: Progress,
+        answers: Sequence[ParsedAnswer] = (),
+    ) -> None:
+        """`answers` parse the choices' text; empty if all of the text is content."""
         self._format = fmt
+        self._answers = answers
         self._wholes: list[Whole | None] = [None] * choices
         self.progress = progress
 
@@ -240,7 +277,8 @@ class WholeReply:
         whole = self._wholes[choice.index]
         if whole is None:
             entries: list[LogprobEntry] = []
-            whole = self._wholes[choice.index] = Whole(choice, [], entries, [])
+            answer = self._answers[choice.index] if self._answers else None
+            whole = self._wholes[choice.index] = Whole(choice, [], entries, [], answer)
         return whole
 
 

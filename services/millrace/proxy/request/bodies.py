@@ -12,6 +12,7 @@ from typing import Annotated, Any, Required
 from pydantic import AfterValidator, Field, with_config
 from typing_extensions import TypedDict
 
+from millrace.proxy.request.constraints import ConstraintFields
 from millrace.proxy.request.fields import (
     STRICT,
     AnyObject,
@@ -23,6 +24,7 @@ from millrace.proxy.request.fields import (
     text_or_array,
 )
 from millrace.proxy.request.messages import Messages
+from millrace.proxy.request.tools import Choice, LegacyChoice, LegacyFunctions, Tools
 
 _Stop = Annotated[str, Field(min_length=1, max_length=512)]
 _OneStop = Annotated[_Stop, AfterValidator(lambda text: (text,))]
@@ -46,7 +48,7 @@ class StreamOptions(TypedDict, total=False):
     include_obfuscation: Ignored[bool]
 
 
-class GenerateBody(TypedDict, total=False):
+class GenerateBody(ConstraintFields, total=False):
     """The fields of both completion endpoints: first served, then ignored, then refused fields."""
 
     temperature: Annotated[float | None, Within(0, 2), Field(description="0: greedy.")]
@@ -105,32 +107,14 @@ class GenerateBody(TypedDict, total=False):
     bad_words: _RefusedUnlessEmpty
     kv_transfer_params: _Refused
     logprob_token_ids: _Refused
+    max_reasoning_tokens: Annotated[Any, Unsupported(-1)]
     priority: Annotated[Any, Unsupported(0)]
     prompt_logprobs: _Refused
     repetition_detection: _Refused
     return_tokens_as_token_ids: _RefusedUnlessFalse
-    structured_outputs: _Refused
     thinking_token_budget: Annotated[Any, Unsupported(-1)]
     truncate_prompt_tokens: _Refused
     vllm_xargs: Annotated[Any, Unsupported({})]
-
-
-@with_config(STRICT)
-class ResponseFormat(TypedDict, total=False):
-    """The form of an answer: text only."""
-
-    type: Required[
-        Annotated[str, OneOf("text", why=" Structured output is not supported by this server.")]
-    ]
-    json_schema: _Refused
-
-
-@with_config(STRICT)
-class Tool(TypedDict, total=False):
-    """A tool that the assistant may call."""
-
-    type: Required[str]
-    function: AnyObject | None
 
 
 class ChatBody(GenerateBody, total=False):
@@ -149,18 +133,23 @@ class ChatBody(GenerateBody, total=False):
         Annotated[str, Field(max_length=32)] | None,
         Field(description="Passed to the chat template."),
     ]
-    response_format: ResponseFormat | None
-    tools: Annotated[
-        Annotated[list[Tool], Field(fail_fast=True)] | None,
-        Field(description="Only together with tool_choice 'none'."),
+    tools: Annotated[Tools | None, Field(description="Functions that the assistant may call.")]
+    tool_choice: Annotated[
+        Choice | None, Field(description="'auto', 'none', 'required', or one function.")
+    ]
+    parallel_tool_calls: Annotated[
+        bool | None, Field(description="Default: true. False: only the first call is shown.")
+    ]
+    functions: Annotated[LegacyFunctions | None, Field(description="Older form of tools.")]
+    function_call: Annotated[LegacyChoice | None, Field(description="Older form of tool_choice.")]
+    include_reasoning: Annotated[
+        bool | None, Field(description="Default: true. False: reasoning is left out.")
     ]
     modalities: (
         Annotated[list[Annotated[str, OneOf("text")]], Field(min_length=1, fail_fast=True)] | None
     )
 
-    include_reasoning: Ignored[bool]
     metadata: Ignored[AnyObject]
-    parallel_tool_calls: Ignored[bool]
     prompt_cache_key: Ignored[str]
     prompt_cache_options: Ignored[AnyObject]
     prompt_cache_retention: Ignored[str]
@@ -173,11 +162,8 @@ class ChatBody(GenerateBody, total=False):
     chat_template: _Refused
     documents: _RefusedUnlessEmpty
     echo: _RefusedUnlessFalse
-    function_call: Annotated[Any, Unsupported("none", "auto")]
-    functions: _RefusedUnlessEmpty
     mm_processor_kwargs: Annotated[Any, Unsupported({})]
     prediction: _Refused
-    tool_choice: Annotated[Any, Unsupported("none", "auto")]
     web_search_options: _Refused
 
 
@@ -187,7 +173,6 @@ class CompletionBody(GenerateBody, total=False):
     echo: Annotated[bool | None, Field(description="Echo the prompt before the completion.")]
 
     prompt_embeds: _Refused
-    response_format: Annotated[Any, Unsupported({"type": "text"})]
     suffix: Annotated[Any, Unsupported("")]
 
 

@@ -32,8 +32,21 @@ from millrace.proxy.request.fields import (
 
 _PART_TYPES = ("text", "input_text", "refusal")
 
-#: The JSON schema of the rule that `_read_message` checks.
-_CONTENT_OR_CALLS: dict[str, Any] = {
+
+def _needs(role: str, field: str) -> dict[str, Any]:
+    """Returns the JSON schema of the rule that messages of `role` have `field`."""
+    return {
+        "anyOf": [
+            {"properties": {"role": {"not": {"const": role}}}},
+            {"required": [field], "properties": {field: {"type": "string"}}},
+        ]
+    }
+
+
+#: The fields that messages of a role need beside `content`.
+_NEEDED = {"tool": "tool_call_id", "function": "name"}
+#: The JSON schema of the rules that `_read_message` checks.
+_RULES: dict[str, Any] = {
     "anyOf": [
         {"required": ["content"], "properties": {"content": {"not": {"type": "null"}}}},
         {
@@ -43,7 +56,8 @@ _CONTENT_OR_CALLS: dict[str, Any] = {
                 "tool_calls": {"type": "array", "minItems": 1},
             },
         },
-    ]
+    ],
+    "allOf": [_needs(role, field) for role, field in _NEEDED.items()],
 }
 
 
@@ -134,7 +148,7 @@ Content = Annotated[
 ]
 
 
-@with_config(ConfigDict(**STRICT, json_schema_extra=_CONTENT_OR_CALLS))
+@with_config(ConfigDict(**STRICT, json_schema_extra=_RULES))
 class Message(TypedDict):
     """A message of a conversation."""
 
@@ -148,7 +162,7 @@ class Message(TypedDict):
         Annotated[list[Annotated[ToolCall, WrapValidator(_as_sent)]], Field(fail_fast=True)] | None
     ]
     tool_call_id: NotRequired[str | None]
-    function_call: NotRequired[AnyObject | None]
+    function_call: NotRequired[Annotated[Function, WrapValidator(_as_sent)] | None]
     annotations: NotRequired[Annotated[list[AnyObject], Field(fail_fast=True)] | None]
     audio: NotRequired[Annotated[Any, Unsupported()]]
 
@@ -160,6 +174,9 @@ def _read_message(checked: Message) -> dict[str, Any]:
         if not (message["role"] == "assistant" and calls):
             raise _wrong_field("content", "missing", checked)
         message["content"] = ""
+    needed = _NEEDED.get(str(message["role"]))
+    if needed is not None and needed not in message:
+        raise _wrong_field(needed, "missing", checked)
     return message
 
 

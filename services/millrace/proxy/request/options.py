@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from millrace.core.config import ProxyConfig
+from millrace.core.request_spec import Constraint
 from millrace.proxy.errors import bad_field
+from millrace.proxy.request.constraints import read_constraint
+from millrace.proxy.request.tools import ToolOptions, read_tools
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +54,7 @@ class Sampling:
     seed: int
     stop_token_ids: tuple[int, ...]
     logprobs: int  # -1: none; k: the chosen token and the k likeliest tokens
+    constraint: Constraint | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +74,9 @@ class Options:
     cache_prompt: bool = True
     cache_salt: str = ""
     max_tokens_field: str = "max_tokens"
+    constraint_field: str = ""  # that the client used; empty: no constraint
+    tools: ToolOptions | None = None
+    include_reasoning: bool = True
 
     @property
     def scores_only(self) -> bool:
@@ -125,8 +132,13 @@ def read_options(checked: Mapping[str, Any], limits: Limits, logprobs: int) -> O
     field_name = "max_completion_tokens" if "max_completion_tokens" in checked else "max_tokens"
     if get(field_name) == 0 and not get("echo", False):
         raise bad_field(field_name, "must be at least 1 without 'echo', got 0.")
+    tools = read_tools(checked)
+    constraint_field, constraint = _constraint(checked, tools)
+    if constraint is not None and get("ignore_eos", False):
+        raise bad_field("ignore_eos", f"can't be combined with '{constraint_field}'.")
+    sampling = _sampling(checked, limits, checked.get(field_name), logprobs)
     return Options(
-        sampling=_sampling(checked, limits, checked.get(field_name), logprobs),
+        sampling=replace(sampling, constraint=constraint),
         choices=choices,
         stream=stream,
         include_usage=include_usage,
@@ -139,7 +151,22 @@ def read_options(checked: Mapping[str, Any], limits: Limits, logprobs: int) -> O
         cache_prompt=get("cache_prompt", True),
         cache_salt=get("cache_salt", ""),
         max_tokens_field=field_name,
+        constraint_field=constraint_field,
+        tools=tools,
+        include_reasoning=get("include_reasoning", True),
     )
+
+
+def _constraint(
+    checked: Mapping[str, Any], tools: ToolOptions | None
+) -> tuple[str, Constraint | None]:
+    """Returns the field that constrains the answer, and the constraint; at most one may."""
+    field_name, constraint = read_constraint(checked)
+    if tools is None or tools.constraint is None:
+        return field_name, constraint
+    if constraint is not None:
+        raise bad_field(field_name, f"can't be combined with a forced '{tools.choice_field}'.")
+    return tools.choice_field, tools.constraint
 
 
 def _sampling(

@@ -14,6 +14,7 @@ from millrace.proxy.request.bodies import ChatBody, CompletionBody, DetokenizeBo
 from millrace.proxy.request.fields import OneType, Within, adapter
 from millrace.proxy.request.options import Limits, Options, read_options
 from millrace.proxy.request.reading import read_body
+from millrace.proxy.request.tools import ToolOptions, read_history
 
 _MAX_STOP_IDS = 1024
 #: The most prompts of one completion request.
@@ -32,6 +33,7 @@ class Conversation:
     continue_final_message: bool
     add_special_tokens: bool
     template_arguments: dict[str, Any]
+    tools: ToolOptions | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,16 +93,12 @@ class Bodies:
         """Checks a chat completion's body. Raises ApiError naming the field."""
         checked = read_body(self.chat, body)
         self.check_model(checked["model"])
-        if checked.get("tools") and checked.get("tool_choice") != "none":
-            raise bad_field("tools", "is not supported by this server.", "unsupported_parameter")
         top = checked.get("top_logprobs")
         if top is not None and not checked.get("logprobs", False):
             raise bad_field("top_logprobs", "is only allowed when 'logprobs' is true.")
         logprobs = (top or 0) if checked.get("logprobs", False) else -1
-        return ChatRequest(
-            conversation=_conversation(checked),
-            options=read_options(checked, self.limits, logprobs),
-        )
+        options = read_options(checked, self.limits, logprobs)
+        return ChatRequest(conversation=_conversation(checked, options.tools), options=options)
 
     def read_completion(self, body: bytes) -> CompletionRequest:
         """Checks a completion's body. Raises ApiError naming the field."""
@@ -145,7 +143,7 @@ class Bodies:
             )
 
 
-def _conversation(checked: Mapping[str, Any]) -> Conversation:
+def _conversation(checked: Mapping[str, Any], tools: ToolOptions | None = None) -> Conversation:
     continued = checked.get("continue_final_message", False)
     prompted = checked.get("add_generation_prompt", not continued)
     if continued and prompted:
@@ -154,7 +152,8 @@ def _conversation(checked: Mapping[str, Any]) -> Conversation:
     if "reasoning_effort" in checked:
         arguments.setdefault("reasoning_effort", checked["reasoning_effort"])
     return Conversation(
-        messages=checked["messages"],
+        messages=read_history(checked["messages"]),
+        tools=tools,
         add_generation_prompt=prompted,
         continue_final_message=continued,
         add_special_tokens=checked.get("add_special_tokens", False),

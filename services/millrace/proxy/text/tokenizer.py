@@ -38,6 +38,9 @@ class Tokenizer:
         self._special = frozenset(
             i for i, token in self._raw.get_added_tokens_decoder().items() if token.special
         )
+        # A model has few sets of kept tokens: with tools, and without.
+        self._hidden: dict[tuple[str, ...], frozenset[int]] = {}
+        self._tables: dict[frozenset[int], list[bytes]] = {}
         self._bytes: list[bytes] | None = None
         if _is_byte_level(json.loads(document).get("decoder")):
             self._bytes = [self._byte_level(i) for i in range(self.vocab_size)]
@@ -66,16 +69,47 @@ class Tokenizer:
         return self._raw.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
     def detokenizer(
-        self, prompt_ids: TokenArray | None, *, skip_special_tokens: bool
+        self,
+        prompt_ids: TokenArray | None,
+        *,
+        skip_special_tokens: bool,
+        kept: tuple[str, ...] = (),
     ) -> Detokenizer:
-        """Returns a detokeniser for the tokens after `prompt_ids` (None: no prompt)."""
+        """Returns a detokeniser for the tokens after `prompt_ids` (None: no prompt).
+
+        `kept` are special tokens that are never skipped, because a parser reads them.
+        """
+        hidden = self._hidden_but(kept) if skip_special_tokens and kept else None
         if self._bytes is not None:
+            if hidden is not None:
+                return ByteDetokenizer(self._table_without(hidden))
             return ByteDetokenizer(self._shown_bytes if skip_special_tokens else self._bytes)
         context = [] if prompt_ids is None else prompt_ids[-_CONTEXT_TOKENS:].tolist()
         decode = self._raw.decode
+        if hidden is not None:
+            return WindowDetokenizer(
+                lambda ids: decode([i for i in ids if i not in hidden], skip_special_tokens=False),
+                context,
+            )
         return WindowDetokenizer(
             lambda ids: decode(ids, skip_special_tokens=skip_special_tokens), context
         )
+
+    def _hidden_but(self, kept: tuple[str, ...]) -> frozenset[int] | None:
+        """Returns the skipped ids if `kept` are shown; None if no special token is kept."""
+        hidden = self._hidden.get(kept)
+        if hidden is None:
+            ids = (self._raw.token_to_id(token) for token in kept)
+            hidden = self._hidden[kept] = self._special.difference(i for i in ids if i is not None)
+        return None if hidden == self._special else hidden
+
+    def _table_without(self, hidden: frozenset[int]) -> Sequence[bytes]:
+        table = self._tables.get(hidden)
+        if table is None:
+            assert self._bytes is not None, "only byte-level tokenizers have tables"
+            shown = (b"" if i in hidden else piece for i, piece in enumerate(self._bytes))
+            table = self._tables[hidden] = list(shown)
+        return table
 
     def token_bytes(self, token_id: int) -> bytes:
         """Returns a token's bytes as log probabilities show them; empty beyond the vocabulary."""

@@ -1,0 +1,68 @@
+"""Bars the tokens that the grammars of a batch do not allow."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from millrace.core.arithmetic import ceil_div
+from millrace.engine.sampling.spec import Ids, SamplingRow
+from millrace.grammar.matcher import Mask, Matcher
+
+
+def bar_tokens(logits: Tensor, rows: Sequence[tuple[int, SamplingRow]]) -> None:
+    """Sets logits of tokens that a row's matcher does not allow to -inf, in place.
+
+    `logits` is float32 [b, vocab]; `rows` are an index into it and the row there. Below
+    `min_tokens` stop ids are barred, too, unless the grammar allows nothing else. One bit a token
+    crosses to the device, and is unpacked there.
+    """
+    if not rows:
+        return
+    vocab = logits.shape[1]
+    masks = np.zeros((len(rows), ceil_div(vocab, 32)), dtype=np.uint32)
+    _fill([row.matcher for _, row in rows if row.matcher is not None], masks)
+    for (_, row), mask in zip(rows, masks, strict=True):
+        if row.bars_stop_ids:
+            _bar_stop_ids(mask, row.spec.stop_id_array)
+    index = torch.tensor([index for index, _ in rows], device=logits.device)
+    allowed = _unpacked(masks, logits.device)[:, :vocab]
+    logits[index] = logits[index].masked_fill_(~allowed, -math.inf)
+
+
+def _bar_stop_ids(mask: Mask, stop_ids: Ids) -> None:
+    left = mask.copy()
+    inside = stop_ids[(stop_ids >= 0) & (stop_ids < 32 * len(mask))]
+    bits = np.left_shift(np.uint32(1), (inside & 31).astype(np.uint32))
+    np.bitwise_and.at(left, inside >> 5, ~bits)
+    if left.any():
+        mask[:] = left
+
+
+def _fill(matchers: Sequence[Matcher], masks: Mask) -> None:
+    """Fills a mask per matcher, several on threads: the library releases the GIL."""
+    if len(matchers) == 1:
+        matchers[0].fill(masks[0])
+        return
+    list(_threads().map(Matcher.fill, matchers, masks))
+
+
+def _unpacked(masks: Mask, device: torch.device) -> Tensor:
+    """Returns bool [b, 32 * words] on the device."""
+    if device.type == "cpu":
+        bits = np.unpackbits(masks.view(np.uint8), axis=1, bitorder="little")
+        return torch.from_numpy(bits.view(np.bool_))
+    packed = torch.from_numpy(masks.view(np.uint8)).to(device)
+    shifts = torch.arange(8, dtype=torch.uint8, device=device)
+    return ((packed.unsqueeze(-1) >> shifts) & 1).bool().flatten(1)
+
+
+@cache
+def _threads() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(thread_name_prefix="masks")

@@ -1,0 +1,122 @@
+"""Compiles constraints for one model's vocabulary, and follows an answer through its grammar."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cached_property
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
+from millrace.core.request_spec import Constraint
+from millrace.grammar.source import GrammarError, grammar_of
+
+#: One bit a token, lowest bit first: uint32 [ceil(vocabulary / 32)].
+Mask = npt.NDArray[np.uint32]
+
+_MOST_KEPT: Final = 256
+# The library ends a compilation or a step that needs more; a lexer state takes 1 to 2 kB.
+_LIMITS: Final = LLParserLimits(max_lexer_states=50_000, verbose_errors=False)
+
+
+class Matcher:
+    """The place of one answer in its grammar. `error` says why the answer can't continue.
+
+    Not thread-safe.
+    """
+
+    __slots__ = ("_found", "error")
+
+    def __init__(self, found: LLMatcher | None, error: str = "") -> None:
+        self._found = found
+        self.error = error
+
+    def consume(self, token_id: int) -> None:
+        """Moves past a token of the answer; sets `error` if the grammar does not allow it."""
+        if self._found is not None and not self.error and not self._found.consume_token(token_id):
+            self.error = f"the answer left its grammar: {self._found.get_error()}"
+
+    def fill(self, mask: Mask) -> None:
+        """Sets the bits of the tokens that may come next; the GIL is released meanwhile.
+
+        Where the answer may end they include the end-of-sequence ids.
+        """
+        if self._found is None or self.error:
+            mask.fill(0)
+            return
+        self._found.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+        if self._found.is_error():
+            self.error = f"the grammar is too complex: {self._found.get_error()}"
+
+
+class Grammars:
+    """Compiles each constraint once, on a thread of its own, and keeps the last 256 of them.
+
+    `vocab_size` counts the model's logits, `eos_ids` end a sequence. The tokenizer of `folder` is
+    read at the first constraint.
+    """
+
+    def __init__(self, folder: Path, vocab_size: int, eos_ids: Sequence[int]) -> None:
+        self._path = folder / "tokenizer.json"
+        self._vocab_size = vocab_size
+        self._eos_ids = list(eos_ids)
+        self._kept: OrderedDict[Constraint, Future[LLMatcher]] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def prepare(self, constraint: Constraint) -> Future[LLMatcher]:
+        """Begins to compile a constraint, unless it is known. The future may raise GrammarError."""
+        with self._lock:
+            future = self._kept.get(constraint)
+            if future is None:
+                future = self._kept[constraint] = self._thread.submit(self._compile, constraint)
+                if len(self._kept) > _MOST_KEPT:
+                    self._kept.popitem(last=False)
+            self._kept.move_to_end(constraint)
+            return future
+
+    def matcher(self, constraint: Constraint, token_ids: Sequence[int] = ()) -> Matcher:
+        """Returns the matcher of an answer that begins with `token_ids`.
+
+        Waits for the compilation. A constraint that can't be compiled gives a matcher with `error`.
+        """
+        try:
+            matcher = Matcher(self.prepare(constraint).result().deep_copy())
+        except GrammarError as error:
+            return Matcher(None, str(error))
+        for token_id in token_ids:
+            matcher.consume(token_id)
+        return matcher
+
+    def close(self) -> None:
+        """Ends the thread once it has compiled what was asked for."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def _compile(self, constraint: Constraint) -> LLMatcher:
+        compiled = LLMatcher(self._tokenizer, grammar_of(constraint), log_level=0, limits=_LIMITS)
+        if compiled.is_error():
+            raise GrammarError(compiled.get_error().strip())
+        return compiled
+
+    @cached_property
+    def _thread(self) -> ThreadPoolExecutor:
+        return ThreadPoolExecutor(1, thread_name_prefix="grammars")
+
+    @cached_property
+    def _tokenizer(self) -> LLTokenizer:
+        if not self._eos_ids:
+            raise GrammarError("the model has no end-of-sequence token")
+        try:
+            return LLTokenizer(
+                str(self._path),
+                n_vocab=self._vocab_size,
+                eos_token=self._eos_ids,
+                slices=LLTokenizer.json_slices(),
+            )
+        except Exception as error:  # the library raises what its Rust code raises
+            raise GrammarError(f"the model's tokenizer can't be constrained: {error}") from error

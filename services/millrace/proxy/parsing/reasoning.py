@@ -1,0 +1,100 @@
+"""Splits a model's reasoning from its answer: the text between two markers at the beginning."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from millrace.proxy.parsing.events import Content, Event, Markers, Parser, Reasoning, joined
+
+#: The most spaces before the first marker.
+_MOST_SPACES = 512
+
+
+class Plain:
+    """Makes all text content."""
+
+    def feed(self, text: str) -> list[Event]:
+        return [Content(text)] if text else []
+
+    def finish(self) -> list[Event]:
+        return []
+
+
+class ReasoningSplit:
+    """Makes the text between `start` and `end` reasoning; `answer` parses the text after `end`.
+
+    `opened`: the prompt ends with `start`, so the answer begins with reasoning. Spaces around the
+    markers are dropped, except those before `end`. Reasoning that never ends takes all text.
+    """
+
+    def __init__(self, start: str, end: str, *, opened: bool, answer: Parser) -> None:
+        self._start, self._ends = start, Markers(end)
+        self._opened, self._answer = opened, answer
+        self._state: Callable[[], bool] = self._beginning
+        self._buffer = ""
+        self._events: list[Event] = []
+
+    def feed(self, text: str) -> list[Event]:
+        if self._state == self._answering:
+            return self._answer.feed(text)
+        self._buffer += text
+        while self._buffer and self._state():
+            pass
+        events, self._events = self._events, []
+        return joined(events)
+
+    def finish(self) -> list[Event]:
+        if self._state == self._reasoning or (self._state == self._beginning and self._opened):
+            self._reason(self._buffer)
+        elif self._state == self._beginning:
+            self._events += self._answer.feed(self._buffer)
+        self._buffer = ""
+        events, self._events = [*self._events, *self._answer.finish()], []
+        return joined(events)
+
+    def _beginning(self) -> bool:
+        stripped = self._buffer.lstrip()
+        few = len(self._buffer) - len(stripped) <= _MOST_SPACES
+        if few and stripped.startswith(self._start):
+            self._buffer = stripped[len(self._start) :]
+            self._state = self._before_reasoning
+        elif few and self._start.startswith(stripped):
+            return False
+        else:
+            self._state = self._before_reasoning if self._opened else self._answering
+        return True
+
+    def _before_reasoning(self) -> bool:
+        return self._skip_spaces(self._reasoning)
+
+    def _reasoning(self) -> bool:
+        found = self._ends.find(self._buffer)
+        if found is None:
+            keep = len(self._buffer) - self._ends.partial(self._buffer)
+            self._reason(self._buffer[:keep])
+            self._buffer = self._buffer[keep:]
+            return False
+        at, end = found
+        self._reason(self._buffer[:at])
+        self._buffer = self._buffer[at + len(end) :]
+        self._state = self._before_answer
+        return True
+
+    def _before_answer(self) -> bool:
+        return self._skip_spaces(self._answering)
+
+    def _skip_spaces(self, then: Callable[[], bool]) -> bool:
+        stripped = self._buffer.lstrip()
+        self._buffer = stripped
+        if stripped:
+            self._state = then
+        return bool(stripped)
+
+    def _answering(self) -> bool:
+        text, self._buffer = self._buffer, ""
+        self._events += self._answer.feed(text)
+        return False
+
+    def _reason(self, text: str) -> None:
+        if text:
+            self._events.append(Reasoning(text))

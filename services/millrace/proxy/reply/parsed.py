@@ -1,0 +1,103 @@
+"""Turns the events of a parsed answer into the JSON of OpenAI's messages and deltas."""
+
+from __future__ import annotations
+
+import random
+import string
+import uuid
+from typing import Any
+
+from millrace.proxy.parsing.events import (
+    Arguments,
+    CallStarted,
+    Content,
+    Event,
+    Parser,
+    Reasoning,
+)
+from millrace.proxy.request.options import Options
+
+Json = dict[str, Any]
+
+_LETTERS = string.ascii_letters + string.digits
+
+
+class ParsedAnswer:
+    """The parsed output of one choice. `id_length` fixes the length of call ids; 0: any."""
+
+    def __init__(self, parser: Parser, options: Options, *, id_length: int = 0) -> None:
+        self._parser = parser
+        self._reasoning = options.include_reasoning
+        self._legacy = options.tools is not None and options.tools.legacy
+        self._parallel = options.tools is None or options.tools.parallel
+        self._id_length = id_length
+        self._calls = 0
+
+    def deltas(self, text: str, *, ends: bool) -> list[Json]:
+        """Takes the next text, and returns the deltas that are certain; all of them at the end."""
+        events = self._parser.feed(text) if text else []
+        if ends:
+            events += self._parser.finish()
+        return [delta for delta in map(self._delta, events) if delta is not None]
+
+    def finish_reason(self, reason: str | None) -> str | None:
+        """Returns the finish reason that the client sees."""
+        if reason != "stop" or not self._calls:
+            return reason
+        return "function_call" if self._legacy else "tool_calls"
+
+    def message(self, text: str) -> Json:
+        """Returns the message of a whole answer."""
+        found: dict[str, list[str]] = {"content": [], "reasoning": []}
+        calls: list[Json] = []
+        for delta in self.deltas(text, ends=True):
+            for name, parts in found.items():
+                parts.append(delta.get(name, ""))
+            for call in delta.get("tool_calls", ()):
+                if "id" in call:
+                    calls.append({k: v for k, v in call.items() if k != "index"})
+                else:
+                    calls[-1]["function"]["arguments"] += call["function"]["arguments"]
+            if called := delta.get("function_call"):
+                if "name" in called:
+                    calls.append({"function": called})
+                else:
+                    calls[-1]["function"]["arguments"] += called["arguments"]
+        content, reasoning = ("".join(parts) for parts in found.values())
+        message: Json = {"role": "assistant", "content": content, "refusal": None}
+        if reasoning:
+            message |= {"reasoning_content": reasoning, "reasoning": reasoning}
+        if calls:
+            message["content"] = content or None
+            name = "function_call" if self._legacy else "tool_calls"
+            message[name] = calls[0]["function"] if self._legacy else calls
+        return message
+
+    def _delta(self, event: Event) -> Json | None:
+        if isinstance(event, Content):
+            return {"content": event.text}
+        if isinstance(event, Reasoning):
+            if not self._reasoning:
+                return None
+            return {"reasoning_content": event.text, "reasoning": event.text}
+        if event.index > 0 and not self._parallel:
+            return None
+        return self._call_delta(event)
+
+    def _call_delta(self, event: CallStarted | Arguments) -> Json:
+        if isinstance(event, CallStarted):
+            self._calls += 1
+            function = {"name": event.name, "arguments": ""}
+        else:
+            function = {"arguments": event.text}
+        if self._legacy:
+            return {"function_call": function}
+        call: Json = {"index": event.index, "function": function}
+        if isinstance(event, CallStarted):
+            call |= {"id": self._new_id(), "type": "function"}
+        return {"tool_calls": [call]}
+
+    def _new_id(self) -> str:
+        if self._id_length:
+            return "".join(random.choices(_LETTERS, k=self._id_length))
+        return f"call_{uuid.uuid4().hex[:24]}"

@@ -1,0 +1,228 @@
+"""Reads the tools of a chat: functions, the choice between them, and calls in the history."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Required
+
+from pydantic import AfterValidator, Field, with_config
+from pydantic_core import PydanticCustomError
+from typing_extensions import TypedDict
+
+from millrace.core.request_spec import Constraint
+from millrace.proxy.errors import ApiError, bad_field, shown
+from millrace.proxy.request.fields import STRICT, AnyObject, OneOf, OneType
+from millrace.proxy.request.forced_calls import forced_calls
+
+_FUNCTION_NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
+_STRICT_ALONE = (
+    "is only supported together with a choice that forces a call ('required' or a function)"
+)
+#: Mistral's templates accept only ids of 9 letters and digits.
+_LEGACY_ID = "call{:05d}"
+
+
+def _check_name(name: str) -> str:
+    if not _FUNCTION_NAME.fullmatch(name):
+        message = f"must be 1 to 64 letters, digits, '_' or '-', got {shown(name)}."
+        raise PydanticCustomError("invalid_value", message)
+    return name
+
+
+def _check_parameters(schema: dict[str, Any]) -> dict[str, Any]:
+    if schema.get("type", "object") != "object":
+        message = f"must be a JSON schema of type 'object', got {shown(schema['type'])}."
+        raise PydanticCustomError("invalid_value", message)
+    return schema
+
+
+_FunctionName = Annotated[
+    str,
+    AfterValidator(_check_name),
+    Field(json_schema_extra={"pattern": "^[a-zA-Z0-9_-]{1,64}$"}),
+]
+
+
+@with_config(STRICT)
+class FunctionTool(TypedDict, total=False):
+    """A function that the assistant may call."""
+
+    name: Required[_FunctionName]
+    description: str | None
+    parameters: Annotated[
+        Annotated[AnyObject, AfterValidator(_check_parameters)] | None,
+        Field(description="A JSON schema of type object. Absent: no parameters."),
+    ]
+    strict: Annotated[bool | None, Field(description="True only if a call is forced.")]
+
+
+@with_config(STRICT)
+class Tool(TypedDict):
+    """A tool that the assistant may call."""
+
+    type: Annotated[str, OneOf("function")]
+    function: FunctionTool
+
+
+@with_config(STRICT)
+class NamedFunction(TypedDict):
+    """The name of a function."""
+
+    name: _FunctionName
+
+
+@with_config(STRICT)
+class NamedTool(TypedDict):
+    """The choice of one function."""
+
+    type: Annotated[str, OneOf("function")]
+    function: NamedFunction
+
+
+def _text_or_object(value: object) -> str | None:
+    return "text" if isinstance(value, str) else "object" if isinstance(value, dict) else None
+
+
+_WANTED = "a string or an object"
+Choice = Annotated[
+    Any,
+    OneType(
+        _text_or_object,
+        _WANTED,
+        text=Annotated[str, OneOf("auto", "none", "required")],
+        object=NamedTool,
+    ),
+]
+LegacyChoice = Annotated[
+    Any,
+    OneType(
+        _text_or_object, _WANTED, text=Annotated[str, OneOf("auto", "none")], object=NamedFunction
+    ),
+]
+Tools = Annotated[list[Tool], Field(max_length=1024, fail_fast=True)]
+LegacyFunctions = Annotated[list[FunctionTool], Field(max_length=1024, fail_fast=True)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolOptions:
+    """The functions that the assistant may call. `documents`: the tools, for the chat template."""
+
+    documents: Sequence[Mapping[str, Any]]
+    schemas: Mapping[str, Any]
+    parallel: bool = True
+    legacy: bool = False
+    #: Constrains the answer to calls; None: the model chooses.
+    constraint: Constraint | None = None
+
+    @property
+    def choice_field(self) -> str:
+        """The name of the field that chooses."""
+        return "function_call" if self.legacy else "tool_choice"
+
+    @property
+    def field(self) -> str:
+        """The name of the field that the client used."""
+        return "functions" if self.legacy else "tools"
+
+
+def read_tools(checked: Mapping[str, Any]) -> ToolOptions | None:
+    """Returns the offered functions; None without functions or with the choice "none".
+
+    Raises ApiError naming the field.
+    """
+    legacy = bool(checked.get("functions"))
+    if legacy and checked.get("tools"):
+        raise bad_field("functions", "can't go together with 'tools'.")
+    field, choice_field = ("functions", "function_call") if legacy else ("tools", "tool_choice")
+    functions = checked.get("functions") or [tool["function"] for tool in checked.get("tools", ())]
+    names = [function["name"] for function in functions]
+    choice = checked.get(choice_field, "auto" if functions else "none")
+    if choice == "none":
+        return None
+    chosen = _chosen(choice, choice_field, names)
+    if not functions:
+        return None
+    schemas = {function["name"]: function.get("parameters") or {} for function in functions}
+    _check_functions(functions, field, legacy=legacy, forced=bool(chosen))
+    parallel = not legacy and checked.get("parallel_tool_calls", True)
+    constraint = None
+    if chosen:
+        several = parallel and choice == "required"
+        offered = {name: schemas[name] for name in chosen}
+        constraint = forced_calls(offered, most=None if several else 1)
+    return ToolOptions(
+        documents=[{"type": "function", "function": _without_nulls(f)} for f in functions],
+        schemas=schemas,
+        parallel=parallel,
+        legacy=legacy,
+        constraint=constraint,
+    )
+
+
+def _chosen(choice: Any, field: str, names: Sequence[str]) -> Sequence[str]:  # noqa: ANN401
+    """Returns the functions of which the answer must call one; none if the model chooses."""
+    if choice == "auto":
+        return ()
+    if not names:
+        raise bad_field(field, "is only allowed together with functions to choose from.")
+    if choice == "required":
+        return names
+    function, path = choice.get("function", choice), f"{field}.name"
+    if "function" in choice:
+        path = f"{field}.function.name"
+    if function["name"] not in names:
+        raise bad_field(path, f"names no function of this request: {shown(function['name'])}.")
+    return (function["name"],)
+
+
+def _check_functions(
+    functions: Sequence[Mapping[str, Any]], field: str, *, legacy: bool, forced: bool
+) -> None:
+    seen: set[str] = set()
+    for i, function in enumerate(functions):
+        path = f"{field}[{i}]" if legacy else f"{field}[{i}].function"
+        if function["name"] in seen:
+            raise bad_field(f"{path}.name", f"is there twice: {shown(function['name'])}.")
+        if function.get("strict") and not forced:
+            raise bad_field(f"{path}.strict", f"{_STRICT_ALONE}.", "unsupported_parameter")
+        seen.add(function["name"])
+
+
+def _without_nulls(function: Mapping[str, Any]) -> dict[str, Any]:
+    shown_fields = {k: v for k, v in function.items() if v is not None and k != "strict"}
+    shown_fields.setdefault("parameters", {"type": "object", "properties": {}})
+    return shown_fields
+
+
+def read_history(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Returns the messages with legacy calls as tool calls, which chat templates know.
+
+    Raises ApiError if a tool message answers no call of an earlier message.
+    """
+    read: list[dict[str, Any]] = []
+    called: set[str | None] = set()
+    legacy = 0
+    for i, message in enumerate(messages):
+        if "function_call" in message:
+            legacy += 1
+            message = _modern_call(message, _LEGACY_ID.format(legacy))
+        elif message["role"] == "function":
+            message = {**message, "role": "tool", "tool_call_id": _LEGACY_ID.format(legacy)}
+        elif message["role"] == "tool" and message["tool_call_id"] not in called:
+            raise _answers_nothing(i, message["tool_call_id"])
+        called |= {call.get("id") for call in message.get("tool_calls", ())}
+        read.append(message)
+    return read
+
+
+def _modern_call(message: Mapping[str, Any], call_id: str) -> dict[str, Any]:
+    modern = {name: value for name, value in message.items() if name != "function_call"}
+    call = {"id": call_id, "type": "function", "function": message["function_call"]}
+    return {**modern, "tool_calls": [*modern.get("tool_calls", ()), call]}
+
+
+def _answers_nothing(position: int, call_id: str) -> ApiError:
+    path = f"messages[{position}].tool_call_id"
+    return bad_field(path, f"answers no tool call of an earlier message: {shown(call_id)}.")

@@ -1,0 +1,66 @@
+"""Forced tool calls over the whole stack: a template with tools, random texts, valid calls."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import openai
+
+from millrace.shipped import SHIPPED_MODEL
+from support.live_stack import live_stack
+
+TEMPLATE = """{% if tools %}{{ tools | tojson }}<tool_call>{% endif %}{% for m in messages %}
+{{ m.role }}: {{ m.content }}{% endfor %}{% if add_generation_prompt %}
+assistant: {% endif %}"""
+TURN = {
+    "type": "function",
+    "function": {
+        "name": "turn",
+        "strict": True,
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "side": {"enum": ["left", "right"]},
+                "degrees": {"type": "integer", "minimum": 0, "maximum": 99},
+            },
+            "required": ["side", "degrees"],
+            "additionalProperties": False,
+        },
+    },
+}
+CHOICE = {"type": "function", "function": {"name": "turn"}}
+
+
+async def test_forced_calls_always_parse(tmp_path):
+    folder = tmp_path / "model"
+    shutil.copytree(SHIPPED_MODEL, folder)
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    fields = {
+        "model": "tiny",
+        "messages": [{"role": "user", "content": "Which way?"}],
+        "tools": [TURN],
+        "tool_choice": CHOICE,
+        "temperature": 2.0,
+        "seed": 3,
+    }
+    async with (
+        live_stack(folder, prefill=1) as stack,
+        openai.AsyncOpenAI(base_url=f"{stack.url}/v1", api_key="none", max_retries=0) as client,
+    ):
+        whole = await client.chat.completions.create(**fields, n=4)
+        stream = await client.chat.completions.create(**fields, stream=True)
+        parts = [
+            part.function.arguments
+            async for chunk in stream
+            for part in chunk.choices[0].delta.tool_calls or ()
+        ]
+    texts = ["".join(parts)]
+    for choice in whole.choices:
+        [call] = choice.message.tool_calls
+        assert (choice.finish_reason, call.function.name) == ("tool_calls", "turn")
+        texts.append(call.function.arguments)
+    for text in texts:
+        arguments = json.loads(text)
+        assert arguments.keys() == {"side", "degrees"}
+        assert arguments["side"] in ("left", "right") and 0 <= arguments["degrees"] <= 99
