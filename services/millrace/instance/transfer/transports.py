@@ -14,6 +14,7 @@ from millrace.transfer.transport.base import Transport
 from millrace.transfer.transport.device_memory import check_registers
 from millrace.transfer.transport.nixl.environment import transport_environment
 from millrace.transfer.transport.nixl.transport import NixlTransport
+from millrace.transfer.transport.ranked import RankedTransport
 from millrace.transfer.transport.regions import Memory
 
 log = logging.getLogger(__name__)
@@ -34,7 +35,7 @@ async def open_transport(
     probes = await stack.enter_async_context(ProbeServer(name, str(memory.storage.device)))
     some = Memory.of_tensor(memory.storage.view(-1)[:SOME_ELEMENTS])
     log.info(await asyncio.to_thread(check_registers, f"{name}-registers", some))
-    transport = NixlTransport(name)
+    transport = RankedTransport(NixlTransport(name))  # peers may have several ranks
     stack.push_async_callback(asyncio.to_thread, transport.close)
     return transport, probes
 
