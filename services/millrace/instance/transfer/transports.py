@@ -5,7 +5,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+from collections.abc import Callable
 from contextlib import AsyncExitStack
+from multiprocessing.connection import Connection
+
+from torch import Tensor
 
 from millrace.core.kv.transfer import Incarnation
 from millrace.engine.assembly import KvMemory
@@ -16,6 +20,7 @@ from millrace.transfer.transport.nixl.environment import transport_environment
 from millrace.transfer.transport.nixl.transport import NixlTransport
 from millrace.transfer.transport.ranked import RankedTransport
 from millrace.transfer.transport.regions import Memory
+from millrace.transfer.transport.remote import serve_agent
 
 log = logging.getLogger(__name__)
 
@@ -38,6 +43,11 @@ async def open_transport(
     transport = RankedTransport(NixlTransport(name))  # peers may have several ranks
     stack.push_async_callback(asyncio.to_thread, transport.close)
     return transport, probes
+
+
+def serve_rank(pipe: Connection, storage: Callable[[], Tensor]) -> None:
+    """Serves the transport of a rank's KV pool to rank 0, in the rank's process (`Beside`)."""
+    serve_agent(pipe, NixlTransport, lambda: Memory.of_tensor(storage()))
 
 
 def set_environment(host: str) -> None:

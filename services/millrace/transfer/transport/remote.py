@@ -111,6 +111,7 @@ class RemoteAgent:
                     future.set_result(value)
         self._outgoing.put(None)
         self._end()
+        self._pipe.close()
 
     def _end(self) -> None:
         with self._lock:
@@ -134,6 +135,7 @@ def serve_agent(
                 pass
     finally:
         server.end()
+        pipe.close()
 
 
 class _Server:
