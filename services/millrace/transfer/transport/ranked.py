@@ -50,10 +50,10 @@ class Agent(Protocol):
 
 
 class Segment(NamedTuple):
-    """A rank's share of a region: bytes from `start` on, in the agent's region `index`."""
+    """A rank's share of a region: bytes from `start` on, in the agent's `region`."""
 
     rank: int
-    index: int
+    region: int
     start: int
 
 
@@ -135,8 +135,8 @@ class RankedTransport:
                 known.agents[target.rank],
                 piece,
                 b"",
-                region=source.index,
-                peer_region=target.index,
+                region=source.region,
+                peer_region=target.region,
             )
             for source, target, piece in split(runs, here, there)
         ]
