@@ -16,6 +16,7 @@ from millrace.core.errors import TransferError
 from millrace.transfer.transport.base import PeerLostError, Transport
 from millrace.transfer.transport.memory import MemoryHub, MemoryTransport
 from millrace.transfer.transport.nixl.transport import NixlTransport
+from millrace.transfer.transport.ranked import RankedTransport
 from millrace.transfer.transport.regions import Memory
 from millrace.transfer.transport.runs import Runs
 from support.deadlines import HANG_S
@@ -40,15 +41,24 @@ class End:
         transport.subscribe(7, lambda peer, payload: self.inbox.put((peer, payload)))
 
 
-@pytest.fixture(params=["memory", "nixl"])
+@pytest.fixture(params=["memory", "nixl", "ranked-memory", "ranked-nixl"])
 def make(request):
-    """Makes ends that can reach each other, and closes them."""
+    """Makes ends that can reach each other, and closes them.
+
+    A ranked end has another rank with a pool, but its one region is rank 0's alone.
+    """
     hub = MemoryHub()
     ends = []
+    is_ranked, _, kind = request.param.rpartition("-")
+
+    def agent(name: str) -> Transport:
+        return MemoryTransport(name, hub) if kind == "memory" else NixlTransport(name)
 
     def build(size: int = SIZE) -> End:
         name = f"end-{next(_numbers)}"
-        transport = MemoryTransport(name, hub) if request.param == "memory" else NixlTransport(name)
+        transport = agent(name)
+        if is_ranked:
+            transport = RankedTransport(transport, [agent(f"{name}-1")])
         ends.append(End(transport, size))
         return ends[-1]
 
@@ -151,6 +161,13 @@ def test_a_payload_on_an_unknown_channel_is_dropped(pair, caplog):
     sender.transport.notify(receiver.transport.name, b"\x07!").result(HANG_S)
     assert receiver.inbox.get(timeout=HANG_S)[1] == b"\x07!"
     assert "no known channel" in caplog.text
+
+
+def test_an_empty_notification_is_not_sent(pair, caplog):
+    send(pair, Runs.of(0, 0, 8), b"").result(HANG_S)
+    send(pair, Runs.of(0, 8, 8), b"\x07last").result(HANG_S)
+    assert pair[1].inbox.get(timeout=HANG_S)[1] == b"\x07last"
+    assert not caplog.records
 
 
 def test_one_handler_a_channel(make):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -13,6 +14,7 @@ from millrace.engine.forward.local_runner import ModelRunner
 from millrace.engine.forward.passes import Boundary
 from millrace.engine.forward.prefill_task import PrefillTask
 from millrace.engine.parallel.group_passes import GroupPasses, load_ranks
+from millrace.engine.parallel.kv_memory import new_memory
 from millrace.engine.parallel.rank_group import RankGroup
 from millrace.engine.runner import Runner
 from support.tiny_engine import Request, decode, layout_of, prefill
@@ -43,8 +45,14 @@ def split_folder(name: str) -> Path:
 def open_runner(
     group: RankGroup, folder: Path, *, dtype: str = "float32", num_pages: int = 64, **load: str
 ) -> ModelRunner:
+    """A runner over memory that all ranks share."""
     model = load_ranks(group, folder, dtype=dtype, **load)
-    return ModelRunner(GroupPasses(group, model, layout_of(model, num_pages)))
+    layout = layout_of(model, num_pages)
+    handle = new_memory(layout)
+    try:
+        return ModelRunner(GroupPasses(group, model, layout, handle=handle))
+    finally:
+        os.close(handle)
 
 
 @dataclass(eq=False)

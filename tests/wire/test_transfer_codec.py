@@ -29,6 +29,7 @@ LAYOUT = KvLayout(
     parts=2,
     layer_start=5,
     model_layers=12,
+    copies=3,
 )
 
 

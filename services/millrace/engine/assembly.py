@@ -21,6 +21,7 @@ from millrace.engine.kv.pool import KvPool
 from millrace.engine.model.config import ModelConfig
 from millrace.engine.model.loader import Model, load_model, model_hash, resolve_model
 from millrace.engine.parallel.group_passes import GroupPasses, load_ranks
+from millrace.engine.parallel.kv_memory import new_memory
 from millrace.engine.parallel.rank_group import RankGroup
 from millrace.engine.runner import Runner
 from millrace.grammar.matcher import Grammars
@@ -298,8 +299,19 @@ def _runner(
         passes = StagePasses(model, pool, config.attention_backend)
     else:
         own = replace(layout, head_count=layout.part_heads, parts=1)
-        passes = GroupPasses(group, model, own, config.attention_backend)
+        passes = _group_passes(group, model, own, config.attention_backend)
     return ModelRunner(passes)
+
+
+def _group_passes(group: RankGroup, model: Model, layout: KvLayout, backend: str) -> GroupPasses:
+    """Makes the passes of a group. On the host the ranks share one memory, for rank 0 to send."""
+    if group.device.type != "cpu":
+        return GroupPasses(group, model, layout, backend)
+    handle = new_memory(layout)
+    try:
+        return GroupPasses(group, model, layout, backend, handle=handle)
+    finally:
+        os.close(handle)
 
 
 def resolve_device(name: str) -> torch.device:

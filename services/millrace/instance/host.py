@@ -278,7 +278,7 @@ async def _prove(
     kv_path: KvPath, role: Role, transport: Transport, memory: KvMemory, scheduler: str
 ) -> None:
     """Returns when KV was transferred within this process, and to and from a peer if any exists."""
-    await kv_path.check_own(transport, role.kv_region, memory.storage)
+    await kv_path.check_own(transport, role.kv_region, memory.storage, memory.layout.ranks)
     await kv_path.reach_peers(scheduler, role.name)
 
 

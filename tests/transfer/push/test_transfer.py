@@ -244,7 +244,7 @@ async def test_device_memory_needs_buffer_free_mode(build):
     to = await build(ReceiverNode, layout())
     on_device = Memory(to.pool.data_ptr(), 64, device=0)
     with pytest.raises(ConfigError, match="buffer_bytes"):
-        Staging(to.transport, on_device, count=1, buffer_bytes=10)
+        Staging(to.transport, on_device, layout(), count=1, buffer_bytes=10)
 
 
 # -- accounting

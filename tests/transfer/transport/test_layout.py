@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from itertools import pairwise
+from itertools import pairwise, product
 
 import numpy as np
 import pytest
@@ -73,6 +73,7 @@ def sides(draw):
             head_count=heads,
             num_pages=pages,
             parts=draw(st.sampled_from([n for n in (1, 2, 3, 4) if heads % n == 0])),
+            copies=draw(st.integers(1, 3)),
         )
         order = draw(st.permutations(range(pages)))[:needed]
         made.append(Side.of_runs(layout, order, runs) if runs else Side.of(layout, order, prompt))
@@ -80,7 +81,7 @@ def sides(draw):
     return *made, start, draw(st.integers(1, prompt - start))
 
 
-def element(side: Side, layer, token, plane, head, dim) -> int:
+def element(side: Side, copy, layer, token, plane, head, dim) -> int:
     """Returns the index of one element in a pool, from its shape alone."""
     layout = side.layout
     slot = next(
@@ -91,6 +92,7 @@ def element(side: Side, layer, token, plane, head, dim) -> int:
     page, row = side.pages[slot // layout.page_tokens], slot % layout.page_tokens
     shape = (
         layout.parts,
+        layout.copies,
         layout.num_layers,
         layout.num_pages,
         2,
@@ -99,18 +101,19 @@ def element(side: Side, layer, token, plane, head, dim) -> int:
         layout.head_dim,
     )
     part, head = divmod(head - layout.head_start, layout.part_heads)
-    at = (part, layer, page, plane, head, row, dim)
+    at = (part, copy, layer, page, plane, head, row, dim)
     return int(np.ravel_multi_index(at, shape))
 
 
-def oracle(sender, receiver, source, target, layer, tokens) -> None:
-    heads = shared_heads(sender.layout, receiver.layout)
-    for token in tokens:
-        for plane in range(2):
-            for head in range(heads[0], heads[0] + heads[1]):
-                for dim in range(BASE.head_dim):
-                    where = (layer, token, plane, head, dim)
-                    target[element(receiver, *where)] = source[element(sender, *where)]
+def oracle(sender, receiver, source, target, layer, tokens, copies=0) -> None:
+    """`copies` of the sender's take turns; 0: all of them."""
+    copies = copies or sender.layout.copies
+    first, count = shared_heads(sender.layout, receiver.layout)
+    places = product(tokens, range(2), range(first, first + count), range(BASE.head_dim))
+    for copy, place in product(range(receiver.layout.copies), places):
+        where = (layer, *place)
+        at = element(sender, copy % copies, *where)
+        target[element(receiver, copy, *where)] = source[at]
 
 
 def memory(array) -> Memory:
@@ -132,7 +135,8 @@ def test_runs_move_exactly_what_the_oracle_moves(drawn, layer):
     copy_on_host(memory(source), memory(target), runs)
     oracle(sender, receiver, source, expected, layer, range(start, start + count))
     assert (target == expected).all()
-    assert runs.total_bytes == count * layer_token_bytes(sender.layout, receiver.layout)
+    sent = count * layer_token_bytes(sender.layout, receiver.layout)
+    assert runs.total_bytes == receiver.layout.copies * sent
 
 
 @settings(max_examples=80)
@@ -151,7 +155,7 @@ def test_through_a_staging_slot_the_bytes_are_the_same(drawn):
     copy_on_host(memory(source), memory(staged), layer_runs(sender, slot, start, count))
     assert staged.all()  # packed tightly
     copy_on_host(memory(staged), memory(target), layer_runs(slot, receiver, start, count))
-    oracle(sender, receiver, source, expected, 0, range(start, start + count))
+    oracle(sender, receiver, source, expected, 0, range(start, start + count), copies=1)
     assert (target == expected).all()
 
 
@@ -258,6 +262,7 @@ def test_tokens_that_do_not_lie_here_are_refused():
         ({"num_pages": 0}, "kv_layout.num_pages is 0"),
         ({"parts": 0}, "kv_layout.parts is 0"),
         ({"parts": 3}, "kv_layout.parts is 3; it must divide the 4 heads"),
+        ({"copies": 0}, "kv_layout.copies is 0"),
         ({"layer_start": 1}, r"kv_layout.layer_start\.\.layer_end is 1\.\.3; it must lie within"),
         ({"layer_start": -1}, r"kv_layout.layer_start\.\.layer_end is -1\.\.1"),
         ({"num_layers": 3}, r"is 0\.\.3; it must lie within the model's 2 layers"),
@@ -278,3 +283,11 @@ def test_sizes():
     stage = dataclasses.replace(BASE, layer_start=7, model_layers=9)
     assert list(stage.layers) == [7, 8] and stage.layer_offset(8) == BASE.layer_bytes
     assert [BASE.pages_for(n) for n in (0, 1, 4, 5)] == [0, 1, 1, 2]
+
+
+def test_ranks_have_equal_pools_and_name_their_heads():
+    ranks = dataclasses.replace(BASE, parts=2, copies=3)
+    assert ranks.ranks == 6 and ranks.part_bytes == BASE.part_bytes // 2
+    assert ranks.pool_bytes == 6 * ranks.part_bytes
+    assert ranks.bytes_per_token == BASE.bytes_per_token
+    assert [ranks.heads_of(rank) for rank in range(6)] == [range(0, 2)] * 3 + [range(2, 4)] * 3

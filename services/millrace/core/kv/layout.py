@@ -1,11 +1,12 @@
-"""The layout of a rank's KV pool in memory. Engine and transfer agree through this and nothing
-else.
+"""The layout of an instance's KV pools in memory. Engine and transfer agree through this and
+nothing else.
 
-The pool is one contiguous allocation of shape ``[num_layers, num_pages, 2, head_count, page_tokens,
+A pool is one contiguous allocation of shape ``[num_layers, num_pages, 2, head_count, page_tokens,
 head_dim]``: K is plane 0 and V plane 1 of a page, and a head's rows of a page are contiguous (HND),
-so that heads can be split at any boundary between sender and receiver. The pools of a
-tensor-parallel instance follow one another in one allocation (``parts``), each with its share of
-the heads: one transfer carries them all.
+so that heads can be split at any boundary between sender and receiver. A tensor-parallel instance
+has one pool per rank. Its offsets count through the pools of all ranks, in the order of the ranks:
+rank r's pool begins at ``r * part_bytes``, whether the pools lie in one allocation or each in the
+memory of its own rank (`millrace.transfer.transport.ranked`). So one transfer names all ranks.
 """
 
 from __future__ import annotations
@@ -20,16 +21,17 @@ ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 _COUNTS = (
     *("num_layers", "num_kv_heads", "head_dim", "page_tokens", "head_count", "num_pages"),
-    "parts",
+    *("parts", "copies"),
 )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvLayout:
-    """A KV pool: of one rank, or of all ranks of an instance.
+    """A KV pool of one rank, or the pools of all ranks of an instance.
 
-    ``num_kv_heads`` counts the whole model's heads; the pool holds ``[head_start, head_start +
-    head_count)``, in ``parts`` consecutive pools with equally many heads. Of the model's
+    ``num_kv_heads`` counts the whole model's heads; the pools hold ``[head_start, head_start +
+    head_count)``, in ``parts`` parts of equally many heads. With more ranks than KV heads,
+    ``copies`` neighbouring ranks hold the same part, each in a pool of its own. Of the model's
     ``model_layers`` it holds ``[layer_start, layer_start + num_layers)``: all layers, except at a
     stage of a pipeline. Layer numbers always count from the model's first layer; ``model_layers`` 0
     stands for ``num_layers`` and is replaced by it. ``model_hash`` names the weights and, after an
@@ -49,6 +51,7 @@ class KvLayout:
     parts: int = 1
     layer_start: int = 0
     model_layers: int = 0
+    copies: int = 1
 
     def __post_init__(self) -> None:
         if not self.model_layers:
@@ -81,7 +84,7 @@ class KvLayout:
 
     @property
     def head_end(self) -> int:
-        """One past the last head of this rank."""
+        """One past the last head."""
         return self.head_start + self.head_count
 
     @property
@@ -104,6 +107,16 @@ class KvLayout:
         return self.head_count // self.parts
 
     @property
+    def ranks(self) -> int:
+        """Returns the number of ranks, each with a pool of one part."""
+        return self.parts * self.copies
+
+    def heads_of(self, rank: int) -> range:
+        """Returns the model's heads in the pool of `rank`."""
+        first = self.head_start + rank // self.copies * self.part_heads
+        return range(first, first + self.part_heads)
+
+    @property
     def row_bytes(self) -> int:
         """Returns the bytes of one token of one head of one plane (K or V)."""
         return self.head_dim * self.element_bytes
@@ -124,17 +137,17 @@ class KvLayout:
 
     @property
     def part_bytes(self) -> int:
-        """Returns the bytes from one part to the next."""
+        """Returns the bytes of one rank's pool: from one rank to the next."""
         return self.num_layers * self.layer_bytes
 
     @property
     def pool_bytes(self) -> int:
-        """Returns the bytes of all parts."""
-        return self.parts * self.part_bytes
+        """Returns the bytes of the pools of all ranks."""
+        return self.ranks * self.part_bytes
 
     @property
     def bytes_per_token(self) -> int:
-        """Returns the bytes of one token over all layers of this pool, K and V of all heads."""
+        """Returns the bytes of one token over all layers, K and V of all heads, each once."""
         return self.num_layers * 2 * self.head_count * self.row_bytes
 
     def pages_for(self, tokens: int) -> int:

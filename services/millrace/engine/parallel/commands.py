@@ -32,11 +32,12 @@ class Load:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Open:
-    """Make a pool of your layers, and their `StagePasses`. On the host the pools' memory follows,
-    as a file descriptor."""
+    """Make a pool of your layers, and their `StagePasses`. With `is_shared` the memory of all
+    ranks' pools follows, as a file descriptor; else the pool has memory of its own."""
 
     layouts: tuple[KvLayout, ...]  # of every rank, of all layers
     attention_backend: str
+    is_shared: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing import parent_process
@@ -14,6 +15,7 @@ from multiprocessing.reduction import recv_handle
 from typing import assert_never
 
 import torch
+from torch import Tensor
 
 from millrace.engine.attention.kvp_owner import RemoteAttention
 from millrace.engine.execution_pool import RunAhead
@@ -44,6 +46,10 @@ from millrace.engine.parallel.kvp_links import SharedRemote
 from millrace.engine.parallel.ring_links import SharedLink
 from millrace.engine.parallel.stop_counter import StopCounter
 
+Beside = Callable[[Connection, Callable[[], Tensor]], None]
+"""Runs on a thread of a rank beside its passes: with a pipe to rank 0, and a function that returns
+the storage of the rank's pool once the pool is there."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankPlace:
@@ -57,14 +63,26 @@ class RankPlace:
     threads: int
 
 
-def follow(place: RankPlace, orders: Connection, counter: StopCounter) -> None:
-    """Serves rank 0's orders. Ends with rank 0, when the pipe closes, or after the first error."""
+def follow(
+    place: RankPlace,
+    orders: Connection,
+    counter: StopCounter,
+    beside: tuple[Beside, Connection] | None = None,
+) -> None:
+    """Serves rank 0's orders. Ends with rank 0, when the pipe closes, or after the first error.
+
+    `beside`: what else the rank serves, with its pipe.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 handles the interrupt of a terminal
     threading.Thread(target=end_with_parent, daemon=True).start()
     try:
         orders.send(Done(0))  # up; later errors are sent as messages
         with torch.inference_mode():
             follower = Follower(place, orders, counter)
+            if beside is not None:
+                serve, pipe = beside
+                arguments = (pipe, follower.storage)
+                threading.Thread(target=serve, args=arguments, daemon=True).start()
             orders.send(Done(0))
             while True:
                 orders.send(Done(follower.obey(orders.recv())))
@@ -103,6 +121,11 @@ class Follower:
         self._model: Model | None = None
         self._part: StagePasses | None = None
         self._page_table = TableMirror()  # rank 0's
+        self._opened: Future[Tensor] = Future()
+
+    def storage(self) -> Tensor:
+        """Returns the storage of the pool; waits until rank 0 opens it. Any thread may call it."""
+        return self._opened.result()
 
     def obey(self, order: Instruction) -> int:
         """Carries an order out. Returns the operators of `Done`."""
@@ -150,7 +173,7 @@ class Follower:
     def _open(self, command: Open) -> None:
         model = required(self._model)  # rank 0 loads before it opens
         layout, memory = command.layouts[self._shard.rank], None
-        if self._device.type == "cpu":
+        if command.is_shared:
             handle = recv_handle(self._orders)
             try:
                 memory = mapped(layout, handle)[pool_number(layout)]
@@ -165,6 +188,9 @@ class Follower:
             memory=memory,
             ranks=self._ranks,
         )
+        if self._opened.done():
+            self._opened = Future()
+        self._opened.set_result(self._part.pool.storage)
 
     def _run(self, command: Run) -> int:
         if command.begin is not None:

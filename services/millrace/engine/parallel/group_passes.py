@@ -7,7 +7,6 @@ rows on, and only rank 0 has links to other instances.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Generator
 from dataclasses import replace
 from pathlib import Path
@@ -36,7 +35,7 @@ from millrace.engine.parallel.commands import (
     RingPass,
     StagePass,
 )
-from millrace.engine.parallel.kv_memory import mapped, new_memory, rank_layouts
+from millrace.engine.parallel.kv_memory import mapped, rank_layouts
 from millrace.engine.parallel.kvp_links import SharedRemote
 from millrace.engine.parallel.lockstep import Lockstep
 from millrace.engine.parallel.rank_group import RankGroup
@@ -96,8 +95,8 @@ class GroupPasses:
         handle: int | None = None,
     ) -> None:
         """`model`: of `load_ranks`. `layout`: of rank 0's pool, of all layers of the whole model;
-        all ranks have its pages. `handle`: of the instance's memory (`new_memory`), which the
-        caller closes; None: the group takes memory of its own.
+        all ranks have its pages. `handle`: of memory on the host for the pools of all ranks
+        (`new_memory`), which the caller closes; None: every rank takes memory of its own.
 
         Raises ModelError as `StagePasses` does, and CapacityError as `KvPool` does.
         """
@@ -107,16 +106,21 @@ class GroupPasses:
         self._group = group
         self._page_table = TableMirror()  # that the other ranks have
         command = Open(
-            layouts=rank_layouts(layout, group.size), attention_backend=attention_backend
+            layouts=rank_layouts(layout, group.size),
+            attention_backend=attention_backend,
+            is_shared=handle is not None,
         )
-        whole = self._share(command, layout, handle) if group.device.type == "cpu" else None
+        self.processes.send(command)
+        whole = None
+        if handle is not None:
+            group.hand_over(handle)
+            whole = mapped(layout, handle)
         memory = None if whole is None else whole[0]
         self.pool = stage_pool(model, layout, memory)
-        if whole is None:
-            self.processes.send(command)
-            self.storage = self.pool.storage[None]
-        else:
+        self.storage = self.pool.storage[None]
+        if whole is not None:
             self.storage = whole[:, model.layers.start : model.layers.stop]
+        self._is_shared = whole is not None
         self._own = StagePasses(
             model, self.pool, attention_backend, stage=stage, memory=memory, ranks=group.ranks
         )
@@ -180,7 +184,10 @@ class GroupPasses:
             return self._own.decode(token_ids, positions, page_table, kv_lens)
 
     def shared(self, link: RemoteLink) -> RemoteLink:
-        """The link, for a pass of all ranks."""
+        """The link, for a pass of all ranks. Raises ValueError where the K/V of other ranks can't
+        be read here."""
+        if not self._is_shared:
+            raise ValueError("ranks with pools of their own can't be the KV owner of a request")
         return SharedRemote(self._group.ranks, link, self.storage)
 
     def project(self, hidden: Tensor) -> Tensor:
@@ -191,17 +198,6 @@ class GroupPasses:
         """`KvPool.copy_page`, on every rank."""
         self.processes.send(CopyPage(source, target))
         self.pool.copy_page(source, target)
-
-    def _share(self, command: Open, layout: KvLayout, handle: int | None) -> Tensor:
-        """Has all ranks map the same memory; returns it as `mapped` does."""
-        shared = new_memory(layout) if handle is None else handle
-        try:
-            self.processes.send(command)
-            self._group.hand_over(shared)
-            return mapped(layout, shared)
-        finally:
-            if handle is None:
-                os.close(shared)
 
     def _for_all(self, fetch: Fetch | None) -> Fetch | None:
         if fetch is None:

@@ -18,7 +18,7 @@ from millrace.core.errors import ConfigError
 from millrace.engine.errors import EngineDied
 from millrace.engine.model.communicator import Communicator, PeerLost
 from millrace.engine.parallel.commands import Done, Failed, Instruction
-from millrace.engine.parallel.follower import RankPlace, follow
+from millrace.engine.parallel.follower import Beside, RankPlace, follow
 from millrace.engine.parallel.stop_counter import StopCounter
 
 _START_TIMEOUT_S: Final = 120.0  # importing torch, while all ranks do
@@ -45,12 +45,14 @@ class RankGroup:
         threads: int = 1,
         timeout_s: float = 60.0,
         name: str = "",
+        beside: Beside | None = None,
     ) -> None:
         """Starts ranks 1 to size - 1, which takes seconds. Rank r gets device r from `device` on.
 
         `timeout_s`: how long a rank may wait for another in a collective. It must be more than
         the longest operator and the longest that a pass is left running, see `Lockstep.rest`.
-        `name`: what errors begin with. Raises ConfigError for a size below 2 and RankError when a
+        `name`: what errors begin with. `beside`: what ranks 1 and on serve beside their passes;
+        `besides` has the pipes to it. Raises ConfigError for a size below 2 and RankError when a
         rank does not start.
         """
         if size < 2:
@@ -62,6 +64,7 @@ class RankGroup:
         self.counter = StopCounter(context, size)
         self._timeout_s = timeout_s
         self._name = name
+        self.besides: list[Connection] = []
         self._pipes: list[Connection] = []
         self._processes: list[SpawnProcess] = []
         self._awaited = False  # the ranks have yet to answer
@@ -79,11 +82,18 @@ class RankGroup:
             ]
             for place in places[1:]:
                 ours, theirs = context.Pipe()
+                also = None
+                if beside is not None:
+                    pipe, their_pipe = context.Pipe()
+                    self.besides.append(pipe)
+                    also = (beside, their_pipe)
                 process = context.Process(
-                    target=follow, args=(place, theirs, self.counter), daemon=True
+                    target=follow, args=(place, theirs, self.counter, also), daemon=True
                 )
                 process.start()
                 theirs.close()
+                if also is not None:
+                    also[1].close()
                 self._pipes.append(ours)
                 self._processes.append(process)
             self._answers(_START_TIMEOUT_S)

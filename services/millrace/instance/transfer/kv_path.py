@@ -79,14 +79,18 @@ class KvPath:
             "millrace_transfer_probe_errors_total", "probes of the KV path that failed", ["of"]
         )
 
-    async def check_own(self, transport: Transport, region: int, storage: torch.Tensor) -> None:
-        """Moves bytes out of the KV pool and into it. The pool must be unused; it is unchanged.
+    async def check_own(
+        self, transport: Transport, region: int, storage: torch.Tensor, ranks: int = 1
+    ) -> None:
+        """Moves bytes out of every rank's KV pool and into it. The pools must be unused; they are
+        unchanged.
 
-        `region`: of the pool `storage` at the `transport`. Raises TransferError.
+        `region`: of the pools, which follow one another in `storage`, at the `transport`. Raises
+        TransferError.
         """
         with self._timed("loopback"):
             pool = ByteWindow(storage)
-            await probe_loopback(transport, region, pool, self._open_end, EXCHANGE_TIMEOUT_S)
+            await probe_loopback(transport, region, pool, self._open_end, EXCHANGE_TIMEOUT_S, ranks)
 
     async def reach_peers(self, scheduler: str, role: str) -> None:
         """Probes peers again and again; returns when a peer passed or there is no peer."""

@@ -5,7 +5,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+from collections.abc import Callable
 from contextlib import AsyncExitStack
+from multiprocessing.connection import Connection
+
+from torch import Tensor
 
 from millrace.core.kv.transfer import Incarnation
 from millrace.engine.assembly import KvMemory
@@ -14,7 +18,9 @@ from millrace.transfer.transport.base import Transport
 from millrace.transfer.transport.device_memory import check_registers
 from millrace.transfer.transport.nixl.environment import transport_environment
 from millrace.transfer.transport.nixl.transport import NixlTransport
+from millrace.transfer.transport.ranked import RankedTransport
 from millrace.transfer.transport.regions import Memory
+from millrace.transfer.transport.remote import serve_agent
 
 log = logging.getLogger(__name__)
 
@@ -34,9 +40,14 @@ async def open_transport(
     probes = await stack.enter_async_context(ProbeServer(name, str(memory.storage.device)))
     some = Memory.of_tensor(memory.storage.view(-1)[:SOME_ELEMENTS])
     log.info(await asyncio.to_thread(check_registers, f"{name}-registers", some))
-    transport = NixlTransport(name)
+    transport = RankedTransport(NixlTransport(name))  # peers may have several ranks
     stack.push_async_callback(asyncio.to_thread, transport.close)
     return transport, probes
+
+
+def serve_rank(pipe: Connection, storage: Callable[[], Tensor]) -> None:
+    """Serves the transport of a rank's KV pool to rank 0, in the rank's process (`Beside`)."""
+    serve_agent(pipe, NixlTransport, lambda: Memory.of_tensor(storage()))
 
 
 def set_environment(host: str) -> None:

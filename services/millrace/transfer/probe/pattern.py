@@ -15,6 +15,7 @@ import threading
 from collections.abc import AsyncIterator, Callable, Coroutine
 from concurrent.futures import Future
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
+from dataclasses import dataclass
 from typing import Protocol
 
 from millrace.core.errors import TransferError
@@ -72,10 +73,16 @@ class End(Protocol):
         """The metadata of its transport."""
 
     async def exchange(
-        self, metadata: bytes, seed: int, timeout_s: float, *, peer_region: int = 0
+        self,
+        metadata: bytes,
+        seed: int,
+        timeout_s: float,
+        *,
+        peer_region: int = 0,
+        peer_start: int = 0,
     ) -> None:
         """Writes the pattern of `seed` to the end that `metadata` describes, and checks the pattern
-        here.
+        here. The peer's part of its region begins with the byte `peer_start`.
 
         Raises ProbeError with the step that failed, or the transport's TransferError. The caller's
         transport forgets the peer when it closes.
@@ -89,7 +96,8 @@ OpenEnd = Callable[[str, int, int], AbstractAsyncContextManager[End]]
 class ProbeEnd:
     """An end in this process, as `End`; belongs to an event loop.
 
-    It sends from the first `size` bytes of its region and receives into the next `size` bytes.
+    It sends from the first `size` bytes of its part of a region and receives into the next `size`
+    bytes. The part begins with the region's first byte, or where an exchange says.
     """
 
     def __init__(
@@ -108,15 +116,23 @@ class ProbeEnd:
         transport.subscribe(CHANNEL, self._hear)
 
     async def exchange(
-        self, metadata: bytes, seed: int, timeout_s: float, *, peer_region: int = 0
+        self,
+        metadata: bytes,
+        seed: int,
+        timeout_s: float,
+        *,
+        peer_region: int = 0,
+        peer_start: int = 0,
+        start: int = 0,
     ) -> None:
+        """Works as `End.exchange`; this end's part begins with the byte `start`."""
         doing = "connecting to the peer"
         try:
             async with asyncio.timeout(timeout_s):
                 peer = await outcome(self._transport.connect(metadata))
                 doing = "writing to the peer"
-                self._view.write(0, pattern(seed, self._size))
-                runs = Runs.of(0, self._size, self._size)
+                self._view.write(start, pattern(seed, self._size))
+                runs = Runs.of(start, peer_start + self._size, self._size)
                 written = self._transport.write(
                     peer, runs, bytes([CHANNEL]), region=self._region, peer_region=peer_region
                 )
@@ -125,7 +141,7 @@ class ProbeEnd:
                 await outcome(self._arrival(peer))
         except TimeoutError:
             raise ProbeError(f"{doing} did not end within {timeout_s:g} s") from None
-        self._check()
+        self._check(start)
 
     def _hear(self, peer: str, payload: bytes) -> None:
         """Notes that a peer has written. Runs on the transport's thread."""
@@ -140,8 +156,9 @@ class ProbeEnd:
                 self._arrived[peer].set_running_or_notify_cancel()  # waiters cannot cancel it
             return self._arrived[peer]
 
-    def _check(self) -> None:
-        found, wanted = self._view.read(self._size, self._size), pattern(self.seed, self._size)
+    def _check(self, start: int) -> None:
+        found = self._view.read(start + self._size, self._size)
+        wanted = pattern(self.seed, self._size)
         if found != wanted:
             first = next(
                 i for i, pair in enumerate(zip(found, wanted, strict=True)) if len({*pair}) > 1
@@ -189,43 +206,73 @@ async def _close(transport: Transport) -> None:
 
 
 async def probe_loopback(
-    transport: Transport, region: int, pool: ByteView, open_end: OpenEnd, timeout_s: float
+    transport: Transport,
+    region: int,
+    pool: ByteView,
+    open_end: OpenEnd,
+    timeout_s: float,
+    ranks: int = 1,
 ) -> None:
     """Checks that `transport` moves bytes out of its `region`, and that others can write into it.
 
-    `pool` is that region; nothing else may use it during the call, and its bytes are restored. If
-    the process of the other end dies, the probe tries again, LOOPBACK_TRIES times in all. Raises
-    TransferError.
+    `pool` is that region; nothing else may use it during the call, and its bytes are restored. With
+    several `ranks`, whose equal pools follow one another in the region, every rank's pool is
+    checked. If the process of the other end dies, the probe tries again, LOOPBACK_TRIES times in
+    all. Raises TransferError, which names the rank where there are several.
     """
-    size = min(PATTERN_BYTES, pool.memory.nbytes // 2)
-    before = pool.read(0, 2 * size)
+    part = pool.memory.nbytes // ranks
+    size = min(PATTERN_BYTES, part // 2)
     own = ProbeEnd(transport, pool, region=region, seed=random.getrandbits(64), size=size)
-    for attempt in range(1, LOOPBACK_TRIES + 1):
+    for rank in range(ranks):
+        probe = _Loopback(transport, own, region, rank * part, timeout_s)
         try:
-            async with open_end(f"loopback-{attempt}", random.getrandbits(64), size) as other:
-                await _both_ways(transport, own, other, region, timeout_s)
-        except ProbeDiedError as error:
-            if attempt == LOOPBACK_TRIES:
-                raise
-            log.warning("%s; trying again", error)
-        else:
-            return
+            await probe.run(pool, open_end, size, f"loopback-{rank}")
+        except TransferError as error:
+            raise error if ranks == 1 else ProbeError(f"rank {rank}: {error}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class _Loopback:
+    """The loopback probe of the part of the region that begins with the byte `start`."""
+
+    transport: Transport
+    own: ProbeEnd
+    region: int
+    start: int
+    timeout_s: float
+
+    async def run(self, pool: ByteView, open_end: OpenEnd, size: int, name: str) -> None:
+        before = pool.read(self.start, 2 * size)
+        for attempt in range(1, LOOPBACK_TRIES + 1):
+            try:
+                async with open_end(f"{name}-{attempt}", random.getrandbits(64), size) as other:
+                    await self._both_ways(other)
+            except ProbeDiedError as error:
+                if attempt == LOOPBACK_TRIES:
+                    raise
+                log.warning("%s; trying again", error)
+            else:
+                return
+            finally:
+                pool.write(self.start, before)
+
+    async def _both_ways(self, other: End) -> None:
+        """Runs the probe in both directions, and makes the transport forget the other end."""
+        own, start = self.own, self.start
+        try:
+            with self.transport.listening():
+                await _all_or_why(
+                    own.exchange(other.metadata, other.seed, self.timeout_s, start=start),
+                    other.exchange(
+                        own.metadata,
+                        own.seed,
+                        self.timeout_s,
+                        peer_region=self.region,
+                        peer_start=start,
+                    ),
+                )
         finally:
-            pool.write(0, before)
-
-
-async def _both_ways(
-    transport: Transport, own: ProbeEnd, other: End, region: int, timeout_s: float
-) -> None:
-    """Runs the probe in both directions, and makes `transport` forget the other end."""
-    try:
-        with transport.listening():
-            await _all_or_why(
-                own.exchange(other.metadata, other.seed, timeout_s),
-                other.exchange(own.metadata, own.seed, timeout_s, peer_region=region),
-            )
-    finally:
-        await outcome(transport.disconnect(other.name))
+            await outcome(self.transport.disconnect(other.name))
 
 
 async def _all_or_why(own: Coroutine[None, None, None], other: Coroutine[None, None, None]) -> None:

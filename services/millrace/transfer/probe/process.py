@@ -130,7 +130,13 @@ class ChildEnd:
         self._child = child
 
     async def exchange(
-        self, metadata: bytes, seed: int, timeout_s: float, *, peer_region: int = 0
+        self,
+        metadata: bytes,
+        seed: int,
+        timeout_s: float,
+        *,
+        peer_region: int = 0,
+        peer_start: int = 0,
     ) -> None:
         """Works as `End.exchange`; raises ProbeDiedError when the child dies during the call."""
         self._child.write(
@@ -139,6 +145,7 @@ class ChildEnd:
                 "seed": seed,
                 "timeout_s": timeout_s,
                 "peer_region": peer_region,
+                "peer_start": peer_start,
             }
         )
         await self._child.read(timeout_s + ANSWER_TIMEOUT_S)

@@ -8,7 +8,7 @@ The socket FD takes a request and, with it, a socket that belongs to this end al
 
     parent  {"name", "seed", "size"}      and the end's socket, over FD
     child   {"metadata"}                  the end is open, over its socket, as all below
-    parent  {"metadata", "seed", "timeout_s", "peer_region"}
+    parent  {"metadata", "seed", "timeout_s", "peer_region", "peer_start"}
     child   {"error"}                     what went wrong with the exchange; "" when it passed
     parent  end of file                   the child closes its transport and ends
     server  {"ended"}                     the child's exit status, negative for a signal
@@ -39,6 +39,7 @@ from millrace.core.errors import TransferError
 from millrace.transfer.probe.pattern import ByteView, ProbeEnd, probe_end
 from millrace.transfer.transport.nixl.library import load_ucx
 from millrace.transfer.transport.nixl.transport import NixlTransport
+from millrace.transfer.transport.ranked import RankedTransport
 from millrace.transfer.transport.regions import Memory
 
 #: Seconds after which the kernel ends a child, even if the transport's library hangs.
@@ -162,7 +163,7 @@ async def _live(
 ) -> None:
     size = request["size"]
     async with probe_end(
-        lambda: NixlTransport(request["name"]),
+        lambda: RankedTransport(NixlTransport(request["name"])),
         _buffer(device, 2 * size),
         seed=request["seed"],
         size=size,
@@ -184,6 +185,7 @@ async def _exchange(end: ProbeEnd, wanted: dict[str, Any], writer: asyncio.Strea
             wanted["seed"],
             wanted["timeout_s"],
             peer_region=wanted["peer_region"],
+            peer_start=wanted["peer_start"],
         )
     except Exception as failed:  # as in _be_end: the parent gets every error
         error = _text(failed)

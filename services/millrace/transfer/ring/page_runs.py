@@ -13,7 +13,7 @@ from millrace.transfer.transport.runs import Offsets, Runs
 
 _ALIKE = (
     *("model_hash", "dtype", "num_layers", "num_kv_heads", "head_dim", "page_tokens"),
-    *("head_start", "head_count", "parts", "layer_start", "model_layers"),
+    *("head_start", "head_count", "parts", "copies", "layer_start", "model_layers"),
 )
 
 
@@ -31,9 +31,10 @@ def check_alike(ours: KvLayout, theirs: KvLayout, peer: str) -> None:
 def page_runs(
     source: KvLayout, source_pages: Offsets, target: KvLayout, target_pages: Offsets
 ) -> Runs:
-    """Returns runs from each of `source_pages` to each of `target_pages`, in all parts; coalesced.
+    """Returns runs from each of `source_pages` to each of `target_pages`, from every rank to the
+    same rank; coalesced.
 
-    Both are int64 [pages], numbered in a pool part of shape [layers * pages, ...]: page ids in
+    Both are int64 [pages], numbered in a rank's pool of shape [layers * pages, ...]: page ids in
     layer 0.
     """
     runs = Runs(
@@ -41,9 +42,9 @@ def page_runs(
         target_pages * target.page_bytes,
         np.full(len(source_pages), source.page_bytes, dtype=np.int64),
     ).coalesced()
-    parts = range(source.parts)
-    if len(parts) == 1:
+    ranks = range(source.ranks)
+    if len(ranks) == 1:
         return runs
     return runs.repeated(
-        [part * source.part_bytes for part in parts], [part * target.part_bytes for part in parts]
+        [rank * source.part_bytes for rank in ranks], [rank * target.part_bytes for rank in ranks]
     )

@@ -88,7 +88,7 @@ class Transport(Protocol):
         urgent: bool = False,
     ) -> Future[None]:
         """Writes runs of our `region` to the peer's; the peer gets `notification` after the last
-        byte.
+        byte. An empty notification is not sent.
 
         The future is done once the peer's memory holds the bytes. It raises PeerLostError, or
         TransferError for an unknown peer or runs that leave a region. A write can be cancelled

@@ -139,8 +139,10 @@ def layer_runs(sender: Side, receiver: Side, start_token: int, num_tokens: int) 
     """Returns runs that carry tokens ``[start_token, start_token + num_tokens)`` of one layer.
 
     The runs go from the sender's first layer to the receiver's first layer; `at_layer` shifts them
-    to a layer that both have. They cover the heads that both hold, and are coalesced. Offsets are
-    in bytes from each pool's start. No loop over tokens: 1M tokens take tens of milliseconds.
+    to a layer that both have. They cover the heads that both hold, and are coalesced. A head goes
+    to every rank of the receiver that holds it. Where ranks of the sender hold the same head, they
+    take turns. Offsets are in bytes from rank 0's pool. No loop over tokens: 1M tokens take tens of
+    milliseconds.
     """
     heads = shared_heads(sender.layout, receiver.layout)
     if heads is None or num_tokens == 0:
@@ -153,7 +155,14 @@ def layer_runs(sender: Side, receiver: Side, start_token: int, num_tokens: int) 
         _addresses(side, starts, heads[0], heads[1]).reshape(-1) for side in (sender, receiver)
     )
     row_bytes = sender.layout.row_bytes
-    return Runs(source, target, np.repeat(lengths * row_bytes, 2 * heads[1])).coalesced()
+    runs = Runs(source, target, np.repeat(lengths * row_bytes, 2 * heads[1])).coalesced()
+    copies = range(receiver.layout.copies)
+    if len(copies) == 1:
+        return runs
+    return runs.repeated(
+        [copy % sender.layout.copies * sender.layout.part_bytes for copy in copies],
+        [copy * receiver.layout.part_bytes for copy in copies],
+    )
 
 
 def at_layer(runs: Runs, sender: KvLayout, receiver: KvLayout, layer: int) -> Runs:
@@ -212,7 +221,7 @@ def _one_run(start_token: int, num_tokens: int) -> tuple[Offsets, Offsets, Offse
 
 def _addresses(side: Side, tokens: Offsets, head: int, heads: int) -> Offsets:
     """Returns byte offsets [pieces, 2, heads] of the pieces that begin with `tokens`, in memory
-    order.
+    order, at the first rank that holds each head.
     """
     layout = side.layout
     page, row = side.rows(tokens)
@@ -220,5 +229,6 @@ def _addresses(side: Side, tokens: Offsets, head: int, heads: int) -> Offsets:
     first = head - layout.head_start
     part, inside = np.divmod(np.arange(first, first + heads, dtype=np.int64), layout.part_heads)
     planes = np.arange(2, dtype=np.int64)[:, None] * layout.part_heads
-    inner = part[None, :] * layout.part_bytes + (planes + inside[None, :]) * head_bytes
+    rank = part[None, :] * layout.copies
+    inner = rank * layout.part_bytes + (planes + inside[None, :]) * head_bytes
     return (page + row * layout.row_bytes)[:, None, None] + inner[None, :, :]

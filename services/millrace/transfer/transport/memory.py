@@ -148,7 +148,8 @@ class MemoryTransport:
             copy_on_host(self._regions[regions[0]], known.regions[regions[1]], runs)
         except (IndexError, ValueError) as error:
             raise TransferError(f"write to {peer}: {error}") from error
-        end.deliver(self._name, notification)
+        if notification:
+            end.deliver(self._name, notification)
 
     def _notify(self, peer: str, payload: bytes) -> None:
         self._require(peer)[1].deliver(self._name, payload)

@@ -20,7 +20,7 @@ DTYPE_BFLOAT16: Dtype
 DTYPE_FLOAT16: Dtype
 
 class KvLayout(_message.Message):
-    __slots__ = ("model_hash", "dtype", "num_layers", "num_kv_heads", "head_dim", "page_tokens", "head_start", "head_count", "num_pages", "parts", "layer_start", "model_layers")
+    __slots__ = ("model_hash", "dtype", "num_layers", "num_kv_heads", "head_dim", "page_tokens", "head_start", "head_count", "num_pages", "parts", "layer_start", "model_layers", "copies")
     MODEL_HASH_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
     NUM_LAYERS_FIELD_NUMBER: _ClassVar[int]
@@ -33,6 +33,7 @@ class KvLayout(_message.Message):
     PARTS_FIELD_NUMBER: _ClassVar[int]
     LAYER_START_FIELD_NUMBER: _ClassVar[int]
     MODEL_LAYERS_FIELD_NUMBER: _ClassVar[int]
+    COPIES_FIELD_NUMBER: _ClassVar[int]
     model_hash: str
     dtype: Dtype
     num_layers: int
@@ -45,7 +46,8 @@ class KvLayout(_message.Message):
     parts: int
     layer_start: int
     model_layers: int
-    def __init__(self, model_hash: _Optional[str] = ..., dtype: _Optional[_Union[Dtype, str]] = ..., num_layers: _Optional[int] = ..., num_kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., page_tokens: _Optional[int] = ..., head_start: _Optional[int] = ..., head_count: _Optional[int] = ..., num_pages: _Optional[int] = ..., parts: _Optional[int] = ..., layer_start: _Optional[int] = ..., model_layers: _Optional[int] = ...) -> None: ...
+    copies: int
+    def __init__(self, model_hash: _Optional[str] = ..., dtype: _Optional[_Union[Dtype, str]] = ..., num_layers: _Optional[int] = ..., num_kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., page_tokens: _Optional[int] = ..., head_start: _Optional[int] = ..., head_count: _Optional[int] = ..., num_pages: _Optional[int] = ..., parts: _Optional[int] = ..., layer_start: _Optional[int] = ..., model_layers: _Optional[int] = ..., copies: _Optional[int] = ...) -> None: ...
 
 class Ticket(_message.Message):
     __slots__ = ("request_id", "sender", "receiver", "attempt")

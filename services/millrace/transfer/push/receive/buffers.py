@@ -7,6 +7,7 @@ import time
 from concurrent.futures import Future
 
 from millrace.core.config import TransferConfig
+from millrace.core.kv.layout import KvLayout
 from millrace.core.kv.transfer import HandshakeAsk, HandshakeRefused, Ticket
 from millrace.transfer.push.handshake import SLOTS, Lease
 from millrace.transfer.push.messages import Message
@@ -23,11 +24,13 @@ class Buffers:
     loop.
     """
 
-    def __init__(self, transport: Transport, pool: Memory, config: TransferConfig) -> None:
+    def __init__(
+        self, transport: Transport, pool: Memory, layout: KvLayout, config: TransferConfig
+    ) -> None:
         """Raises ConfigError for a pool in memory that the buffers can't serve."""
         self._buffer_bytes = config.buffer_bytes
         self._staging = Staging(
-            transport, pool, count=config.backends, buffer_bytes=config.buffer_bytes
+            transport, pool, layout, count=config.backends, buffer_bytes=config.buffer_bytes
         )
         self._queue = BackendQueue(config.backends)
 

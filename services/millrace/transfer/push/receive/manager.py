@@ -66,7 +66,7 @@ class ReceiveManager:
         self._loop = asyncio.get_running_loop()
         pool = Memory.of_tensor(storage)
         self._region = transport.register(pool)
-        self._buffers = Buffers(transport, pool, config) if config.buffer_bytes else None
+        self._buffers = Buffers(transport, pool, layout, config) if config.buffer_bytes else None
         self._metadata = transport.metadata()  # the call may wait: ask once
         self._active = AdmissionTable()
         self._quarantine: dict[Admission, asyncio.Future[None]] = {}

@@ -26,13 +26,20 @@ class Staging:
     """Keeps `count` buffers of `buffer_bytes` in one region. Its own thread runs the copies."""
 
     def __init__(
-        self, transport: Transport, pool: Memory, *, count: int, buffer_bytes: int
+        self, transport: Transport, pool: Memory, layout: KvLayout, *, count: int, buffer_bytes: int
     ) -> None:
-        """Raises ConfigError for a pool in device memory: the scatter runs on the host."""
+        """`pool`: that of `layout`. Raises ConfigError for a pool in device memory, where the host
+        can't scatter, or where other ranks have a part of it.
+        """
+        where = ""
         if pool.device != HOST:
+            where = "is in device memory"
+        elif pool.nbytes < layout.pool_bytes:
+            where = f"is in the memory of {layout.ranks} ranks"
+        if where:
             raise ConfigError(
                 f"transfer.buffer_bytes is {buffer_bytes}; it must be 0 (buffer-free) when the KV "
-                "pool is in device memory"
+                f"pool {where}"
             )
         self.buffer_bytes = buffer_bytes
         self._pool = pool

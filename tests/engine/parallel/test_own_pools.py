@@ -1,0 +1,101 @@
+"""Ranks with pools and NIXL agents of their own: their KV goes to one rank, and comes from one."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+
+from millrace.core.kv.layout import KvLayout
+from millrace.engine.forward.local_runner import ModelRunner
+from millrace.engine.parallel.group_passes import GroupPasses, load_ranks
+from millrace.engine.parallel.rank_group import RankGroup
+from millrace.instance.transfer.transports import serve_rank
+from millrace.transfer.transport.layout import Side, at_layer, layer_runs
+from millrace.transfer.transport.nixl.transport import NixlTransport
+from millrace.transfer.transport.ranked import RankedTransport
+from millrace.transfer.transport.regions import Memory
+from millrace.transfer.transport.remote import RemoteAgent
+from support.deadlines import HANG_S
+from support.parallel import split_folder
+from support.tiny_engine import Request, decode, greedy, layout_of, make_runner, prefill
+from support.tiny_models import prompt
+from support.transfer_peers import transport_environment
+
+TOKENS = 53
+_numbers = itertools.count()
+
+
+class End:
+    """A runner's KV on a transport."""
+
+    def __init__(self, runner: ModelRunner, group: RankGroup | None = None) -> None:
+        own, name = Memory.of_tensor(runner.pool.storage), f"end-{next(_numbers)}"
+        pipes = [] if group is None else group.besides
+        agents = [RemoteAgent(pipe, i, f"{name}.{i}") for i, pipe in enumerate(pipes, start=1)]
+        pools = [own, *(agent.pool for agent in agents)]
+        self.transport = RankedTransport(NixlTransport(name), agents, pools)
+        self.region = self.transport.register(own)
+        parts = min(len(pools), runner.pool.layout.num_kv_heads)
+        self.layout: KvLayout = replace(
+            runner.pool.layout,
+            head_start=0,
+            head_count=runner.pool.layout.num_kv_heads,
+            parts=parts,
+            copies=len(pools) // parts,
+        )
+
+    def send(self, pages: list[int], to: End, their_pages: list[int]) -> None:
+        """Returns when the prompt lies in the other's pages."""
+        sides = Side.of(self.layout, pages, TOKENS), Side.of(to.layout, their_pages, TOKENS)
+        runs = layer_runs(*sides, 0, TOKENS)
+        peer = self.transport.connect(to.transport.metadata()).result(HANG_S)
+        with to.transport.listening():
+            for layer in self.layout.layers:
+                moved = at_layer(runs, self.layout, to.layout, layer)
+                self.transport.write(
+                    peer, moved, b"", region=self.region, peer_region=to.region
+                ).result(HANG_S)
+
+
+def continued(runner: ModelRunner, request: Request, first: torch.Tensor) -> list[int]:
+    """Returns five tokens after a prompt whose KV is there."""
+    request.tokens.append(int(first.argmax()))
+    for _ in range(4):
+        request.tokens.append(int(decode(runner, [request])[0].argmax()))
+    return request.tokens[TOKENS:]
+
+
+@pytest.fixture(params=[2, 4])
+def group(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[RankGroup]:
+    for name, value in transport_environment("127.0.0.1").items():
+        monkeypatch.setenv(name, value)
+    ranks = RankGroup(request.param, timeout_s=2 * HANG_S, beside=serve_rank)
+    yield ranks
+    ranks.close()
+
+
+@pytest.mark.parametrize("name", ["llama3-rope-tied", "qwen2-yarn-window"])
+def test_one_rank_and_ranks_continue_each_others_prompts(group: RankGroup, name: str) -> None:
+    """At qwen2's two KV heads, four ranks hold them twice."""
+    alone = make_runner(split_folder(name), page_tokens=8)
+    model = load_ranks(group, split_folder(name), dtype="float32")
+    ranks = ModelRunner(GroupPasses(group, model, layout_of(model, 64)))
+    ends = End(alone), End(ranks, group)
+    try:
+        first = prefill(alone, Request(alone, prompt(TOKENS)))
+        (expected,) = greedy(alone, [Request(alone, prompt(TOKENS), room=8)], 5)
+        for at, end, other, other_end in (
+            (ranks, ends[1], alone, ends[0]),
+            (alone, ends[0], ranks, ends[1]),
+        ):
+            theirs, mine = (Request(one, prompt(TOKENS), room=8) for one in (at, other))
+            torch.testing.assert_close(prefill(at, theirs), first, rtol=1e-4, atol=1e-4)
+            end.send(theirs.pages, other_end, mine.pages)
+            assert continued(other, mine, first) == expected
+    finally:
+        for end in ends:
+            end.transport.close()
