@@ -91,7 +91,7 @@ BAD_CHAT = [
     ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs.choice"),
     ({"structured_outputs": {"json": "{"}}, "structured_outputs.json"),
     ({"structured_outputs": {"json": "[]"}}, "structured_outputs.json"),
-    ({"structured_outputs": {"json": {"type": "objekt"}}}, "structured_outputs.json"),
+    ({"structured_outputs": {"json": {"type": "map"}}}, "structured_outputs.json"),
     ({"structured_outputs": {"structural_tag": {}}}, "structured_outputs.structural_tag"),
     ({"guided_json": {"not": {"type": "string"}}}, "guided_json"),
     ({"guided_grammar": 'start: "a" ('}, "guided_grammar"),

@@ -4,7 +4,7 @@ Rank 0 leads. A peer, which is ranked too, sees one name, one region for the KV 
 one notification per write. Inside the region the pools follow one another (`core/kv/layout.py`). A
 write is cut where a pool of either side ends; every piece goes from the agent of the rank that has
 the bytes to the agent of the rank that takes them. When all pieces lie there, rank 0 sends the
-notification. So whoever uses the transport need not know how many ranks there are, on either side.
+notification. Code above the transport need not know how many ranks either side has.
 
 Between two instances of one rank each a write is a write of their agents, and nothing is added.
 """

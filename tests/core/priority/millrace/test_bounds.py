@@ -140,18 +140,18 @@ def test_equal_requests_keep_their_order_while_they_are_moved(moves, monkeypatch
         )
         requests[one.id] = one
         keys[one.id] = ranking.add(one, 0.5)
-    stretches = set()
+    seen = set()
     for number in range(200):
         keys.update(ranking.update(0.5 + 0.001 * number, 1))
         late = [requests[name] for name, key in keys.items() if ranking.part(key) == "late"]
         late.sort(key=lambda one: (keys[one.id], one.order))
         assert [one.order for one in late] == sorted(one.order for one in late)
-        stretches.update(keys[one.id][1] for one in late[:1])
+        seen.update(keys[one.id][1] for one in late[:1])
         if number > 80 and number % 4 == 0 and len(requests) > 2:
             last = max(requests.values(), key=lambda one: one.order)
             ranking.remove(requests.pop(last.id))
             del keys[last.id]
-    assert len(stretches) > 2
+    assert len(seen) > 2
 
 
 def served_s(load: float, until_s: float, step_s: float = 0.25) -> float:
