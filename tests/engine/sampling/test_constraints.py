@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from pathlib import Path
 from typing import Any
 
@@ -150,3 +151,72 @@ def test_random_logits_give_valid_json_for_320_schemas(sampler):
                 schema,
                 format_checker=jsonschema.Draft202012Validator.FORMAT_CHECKER,
             )
+
+
+def test_a_resumed_answer_continues_its_grammar(sampler):
+    spec = spec_of("regex", "([a-z]{3,5}-){9}end", seed=4)
+    (whole, reason), *_ = answers(sampler, [sampler.row(spec)])
+    assert reason == "stop"
+    half = len(whole) // 2
+    resumed = SamplingSpec(
+        constraint=spec.constraint, max_tokens=600, stop_token_ids=EOS, resumed_tokens=half
+    )
+    row = sampler.row(resumed, 0, [99, 98, *whole[:half]])
+    (rest, reason), *_ = answers(sampler, [row], logits_seed=8)
+    assert reason == "stop"
+    assert re.fullmatch("([a-z]{3,5}-){9}end", text_of(whole[:half] + rest))
+
+
+def test_min_tokens_yields_to_the_end_of_the_grammar_and_bars_an_earlier_stop(sampler):
+    early = sampler.row(spec_of("choice", json.dumps(["yes", "no"]), min_tokens=50))
+    late = sampler.row(spec_of("regex", "[a-c]*", min_tokens=50))
+    (first, reason), (second, other) = answers(sampler, [early, late])
+    assert (reason, other) == ("stop", "stop")
+    assert text_of(first) in ("yes", "no")
+    assert len(second) > 50
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "pattern"),
+    [
+        ("choice", json.dumps(['a "b"\n', "", "é😀/"]), 'a "b"\n||é😀/'),
+        ("grammar", 'root ::= "a" ("b" | "c"){1,9} "d"', "a[bc]{1,9}d"),
+        ("grammar", 'start: "a" B\nB: /[xy]{2}z/', "a[xy]{2}z"),
+        ("regex", r"[0-9]{2}/[A-Za-z_]{3}", r"[0-9]{2}/[A-Za-z_]{3}"),
+    ],
+)
+def test_kinds(sampler, kind, text, pattern):
+    rows = [sampler.row(spec_of(kind, text, seed=seed)) for seed in range(6)]
+    for ids, _ in answers(sampler, rows):
+        assert re.fullmatch(pattern, text_of(ids))
+
+
+def test_json_object_and_structural_tags(sampler):
+    closing = TOKENIZER.token_to_id("}")
+    spec = spec_of("json_object", logit_bias={closing: 30.0, EOS[0]: 40.0})
+    (ids, _), *_ = answers(sampler, [sampler.row(spec)])
+    assert isinstance(json.loads(text_of(ids)), dict)
+    schema = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
+    tag = {
+        "structures": [{"begin": "<f>", "schema": schema, "end": "</f>"}],
+        "triggers": ["<f"],
+    }
+    row = sampler.row(spec_of("structural_tag", json.dumps(tag)))
+    for token_id in TOKENIZER.encode('so <f>{"n": 3}</f> and', add_special_tokens=False).ids:
+        row.append(token_id)
+    assert row.matcher is not None
+    assert not row.matcher.error
+    for token_id in TOKENIZER.encode(" <fx", add_special_tokens=False).ids:
+        row.append(token_id)
+    assert row.matcher.error
+
+
+def test_one_bad_row_leaves_the_others_alone(sampler):
+    bad, plain = sampler.row(spec_of("regex", "(a")), sampler.row(SamplingSpec(max_tokens=9))
+    good = sampler.row(spec_of("choice", '["yes"]'))
+    sampled = sampler.sample(torch.zeros(3, VOCAB), [bad, plain, good])
+    assert "unclosed group" in sampled.errors[0]
+    assert list(sampled.errors) == [0]
+    assert min(sampled.token_ids[1:]) >= 0
+    refused = Sampler().sample(torch.zeros(1, VOCAB), [Sampler().row(good.spec)])
+    assert "can't constrain" in refused.errors[0]
