@@ -1,18 +1,15 @@
-"""Every kernel compiles for three GPUs, without a GPU, with the variants of its own launch.
+"""Every kernel compiles for both GPUs, without a GPU, with the variants of its own launch.
 
 The operations run on CPU tensors with `launch` replaced: it does not queue the kernel, but compiles
-it to machine code with the launch's argument types, constants and configuration, and checks its
-needs of an SM: shared memory, registers, and the bytes of each thread that did not fit registers.
+it with the launch's argument types, constants and configuration, and checks its needs of an SM.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -28,12 +25,8 @@ from triton.compiler import ASTSource
 from millrace_kernels.api import plan_attention
 from millrace_kernels.triton_backend import attention, configs, linear, moe, rows, sampling
 
-SHARED_KIB = {"sm_80": 99, "sm_90": 227, "sm_100": 227}
-"""Shared memory of one program, in KiB; for sm_80 the limit of 8.6 and 8.9."""
-REGISTERS = 65_536
-"""32-bit registers of an SM, which the threads of a program share."""
-MOST_STACK = 64
-"""Bytes of each thread on its stack: spilled registers, and arrays of the compiler's."""
+SHARED_KIB = {"sm_80": 99, "sm_90": 227}
+"""Shared memory of one program, in bytes; for sm_80 the limit of 8.6 and 8.9."""
 
 TYPES = {
     torch.bfloat16: "*bf16",
@@ -46,7 +39,7 @@ TYPES = {
 
 
 @pytest.fixture(params=SHARED_KIB)
-def compiled(request, monkeypatch, tmp_path) -> dict[str, int]:
+def compiled(request, monkeypatch) -> dict[str, int]:
     """Returns the names of the launched kernels, and the bytes of shared memory of each."""
     found: dict[str, int] = {}
 
@@ -55,29 +48,14 @@ def compiled(request, monkeypatch, tmp_path) -> dict[str, int]:
         source = ASTSource(kernel, *signature(kernel, args, constants))
         options = {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": True}
         target = GPUTarget("cuda", int(request.param[3:]), 32)
-        binary = triton.compile(source, target=target, options=options)
-        shared = binary.metadata.shared
+        shared = triton.compile(source, target=target, options=options).metadata.shared
         assert shared <= SHARED_KIB[request.param] * 1024
-        registers, stack = usage(binary.asm["cubin"], tmp_path / "kernel.cubin")
-        assert 32 * num_warps * registers <= REGISTERS, kernel.__name__
-        assert stack <= MOST_STACK, f"{kernel.__name__}: {stack} bytes on the stack, {constants}"
         found[kernel.__name__] = max(shared, found.get(kernel.__name__, 0))
 
     for module in (attention, linear, moe, rows, sampling):
         monkeypatch.setattr(module, "launch", compile_it)
-    tiles = "sm_80" if request.param == "sm_80" else "sm_90"  # serve sm_100 too
-    monkeypatch.setattr(configs, "gpu_name", lambda device: tiles)
+    monkeypatch.setattr(configs, "gpu_name", lambda device: request.param)
     return found
-
-
-def usage(cubin: bytes, path: Path) -> tuple[int, int]:
-    """Returns registers and bytes of stack of each thread, as Triton's own cuobjdump reads them."""
-    path.write_bytes(cubin)
-    tool = triton.knobs.nvidia.cuobjdump.path
-    told = subprocess.run([tool, "-res-usage", str(path)], capture_output=True, text=True)
-    found = re.search(r"REG:(\d+) STACK:(\d+)", told.stdout)
-    assert found, told.stdout + told.stderr
-    return int(found[1]), int(found[2])
 
 
 def signature(kernel, args, constants):
@@ -198,7 +176,7 @@ def test_sampling(compiled):
 
 def test_the_table_names_each_configuration_once():
     names = configs.committed()
-    for gpu in ("sm_80", "sm_90"):
+    for gpu in SHARED_KIB:
         for dtype in (torch.bfloat16, torch.float32):
             for head_dim in (64, 128, 256):
                 for kernel in ("attend_few", "attend_rows"):
