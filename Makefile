@@ -31,6 +31,17 @@ test-slow: setup ## stress that takes minutes, with another seed each time
 test-gpu: setup ## what needs a CUDA device
 	$(BIN)/python -m pytest -m gpu
 
+# A machine with a GPU has a Python with torch and Triton, and perhaps no network: `gpu-wheels` fetches the
+# rest here, and `gpu-check` makes no .venv there. DEVICE=cpu runs the same checks in small sizes.
+.PHONY: gpu-wheels gpu-check
+GPU_WHEELS := build/gpu-wheels
+DEVICE := cuda
+gpu-wheels: setup ## what gpu-check needs beside torch, NumPy and Triton, at most 60 MiB; PYTHON_VERSION=3.12 for another Python
+	$(BIN)/python -m millrace.bench.gpu.wheels $(GPU_WHEELS) $(PYTHON_VERSION)
+
+gpu-check: ## checks and speed on the GPU, in under 10 minutes, by PYTHON's own torch and without network
+	$(PYTHON) -P services/millrace/bench/gpu/bootstrap.py --device $(DEVICE) --wheels $(GPU_WHEELS) $(if $(PARTS),--parts $(PARTS))
+
 # Other people's clients get an environment of their own: their pins are not ours.
 CLIENTS := .venv-clients
 CLIENTS_STAMP := $(CLIENTS)/.installed

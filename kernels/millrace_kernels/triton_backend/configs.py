@@ -3,8 +3,8 @@
 `configs.json` holds them, and its "source" says where they come from. Numbers with the source
 "reasoned" were chosen from shared memory, registers and tile shapes and have not run on a GPU;
 `python -m millrace_kernels.tune_triton` measures on a GPU and writes the file again. The sm_80
-entries also serve 8.6 and 8.9, so they keep to those GPUs' 99 KiB of shared memory; sm_90 serves
-everything newer.
+entries also serve 8.6, 8.9 and 12.0, so they keep to those GPUs' 99 KiB of shared memory; sm_90
+serves 10.0 as well.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def gpu_name(device: torch.device) -> str:
     capability = torch.cuda.get_device_capability(device)
     if capability < LEAST_CAPABILITY:
         raise ValueError(f"{device} has compute capability {capability}, 8.0 is the least")
-    return "sm_90" if capability >= (9, 0) else "sm_80"
+    return "sm_90" if (9, 0) <= capability < (12, 0) else "sm_80"
 
 
 @contextlib.contextmanager

@@ -407,6 +407,7 @@ BENCHMARKS = (
     "decode",
     "engine",
     "gateway",
+    "gpu",
     "hol",
     "kernels",
     "long",

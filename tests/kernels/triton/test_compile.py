@@ -190,6 +190,23 @@ def test_the_table_names_each_configuration_once():
         configs.key("attend_few", "sm_90", torch.int8, 64)
 
 
+@pytest.mark.parametrize(
+    ("capability", "tiles"),
+    [
+        ((8, 0), "sm_80"),
+        ((8, 9), "sm_80"),
+        ((9, 0), "sm_90"),
+        ((10, 0), "sm_90"),
+        ((12, 0), "sm_80"),
+    ],
+)
+def test_gpus_with_little_shared_memory_get_small_tiles(monkeypatch, capability, tiles):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    configs.gpu_name.cache_clear()
+    assert configs.gpu_name(torch.device("cuda:0")) == tiles
+    configs.gpu_name.cache_clear()
+
+
 def test_tuning_without_a_gpu_says_so_and_writes_the_file_as_it_is(capsys):
     from millrace_kernels import tune_triton as tune
 

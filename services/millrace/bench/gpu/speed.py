@@ -1,0 +1,234 @@
+"""Part *speed*: a dense model of the size of Llama-3-8B beside the device's measured peaks."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+
+from millrace.bench.gpu.part import Context
+from millrace.bench.gpu.roofline import (
+    Peaks,
+    decode_bytes,
+    expected_decode,
+    expected_prefill,
+    prefill_flops,
+)
+from millrace.bench.gpu.shapes import FAMILIES, LLAMA_3_8B, write_config
+from millrace.bench.hol.pool import blocking
+from millrace.core.config import EngineConfig
+from millrace.engine.assembly import Engine, open_engine
+from millrace.engine.attention_cost import settled_s
+from millrace.engine.forward.prefill_task import PrefillTask
+from millrace.engine.kv.step_tables import page_table_of
+from millrace_kernels.api import plan_attention, run_attention
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    """What is measured. `chunk_tokens`: the most of one pass."""
+
+    prompts: Sequence[int]
+    chunk_tokens: int
+    batches: Sequence[int]
+    context: int
+    attention: Sequence[tuple[int, int]]  # rows of a chunk, and the K/V they see
+    gemm_side: int
+    copy_bytes: int
+    repeats: int
+    blocking_s: float
+
+
+ON_CUDA = Sizes(
+    prompts=(8192, 32_768),
+    chunk_tokens=8192,
+    batches=(1, 32, 128),
+    context=2048,
+    attention=((512, 8192), (2048, 32_768), (8192, 32_768), (32, 131_072), (1, 32_768)),
+    gemm_side=8192,
+    copy_bytes=2 << 30,
+    repeats=3,
+    blocking_s=8.0,
+)
+ON_CPU = Sizes(
+    prompts=(64,),
+    chunk_tokens=64,
+    batches=(1, 3),
+    context=32,
+    attention=((8, 40), (1, 40)),
+    gemm_side=128,
+    copy_bytes=1 << 20,
+    repeats=2,
+    blocking_s=0.2,
+)
+
+
+def check(context: Context) -> None:
+    """Measures the peaks first, then the model beside them."""
+    measure(context, LLAMA_3_8B if context.is_cuda else FAMILIES["llama"], is_whole=True)
+
+
+@torch.inference_mode()
+def measure(context: Context, shape: Mapping[str, Any], *, is_whole: bool) -> None:
+    """Measures one model; with `is_whole` attention and preemption too."""
+    sizes = ON_CUDA if context.is_cuda else ON_CPU
+    peaks = measure_peaks(context, sizes)
+    with TemporaryDirectory() as name:
+        engine = open_engine(
+            write_config(Path(name) / "model", shape),
+            EngineConfig(
+                device=str(context.device),
+                dtype="bfloat16",
+                load_format="dummy",
+                kv_bytes=0 if context.is_cuda else 64 << 20,
+            ),
+        )
+    for tokens in sizes.prompts:
+        measure_prefill(context, engine, sizes, peaks, tokens)
+    for batch in sizes.batches:
+        measure_decode(context, engine, sizes, peaks, batch)
+    if is_whole:
+        for rows, seen in sizes.attention:
+            measure_attention(context, engine, sizes, rows, seen)
+        measure_blocking(context, engine, sizes)
+    engine.close()
+
+
+def measure_peaks(context: Context, sizes: Sizes) -> Peaks:
+    """Measures the rate of a square bfloat16 product, and of a copy, read and written bytes."""
+    side = sizes.gemm_side
+    left = torch.randn(side, side, device=context.device, dtype=torch.bfloat16)
+    seconds = best_s(context, sizes.repeats + 2, lambda: torch.mm(left, left))
+    flops_per_s = 2.0 * side**3 / seconds
+    source = torch.zeros(sizes.copy_bytes, dtype=torch.uint8, device=context.device)
+    target = torch.empty_like(source)
+    seconds = best_s(context, sizes.repeats + 2, lambda: target.copy_(source))
+    bytes_per_s = 2.0 * sizes.copy_bytes / seconds
+    context.figure("bfloat16 GEMM", flops_per_s / 1e12, "TFLOP/s")
+    context.figure("copy, read and written", bytes_per_s / 1e9, "GB/s")
+    return Peaks(flops_per_s, bytes_per_s)
+
+
+def best_s(context: Context, repeats: int, work: Callable[[], object]) -> float:
+    """Returns seconds of the fastest call, after one that is not timed."""
+    return min(times_s(context, repeats, work))
+
+
+def times_s(context: Context, repeats: int, work: Callable[[], object]) -> list[float]:
+    """Returns seconds of each call, with the device idle before and after."""
+    work()
+    found = []
+    for _ in range(repeats):
+        begun_s = settled_s(context.device)
+        work()
+        found.append(settled_s(context.device) - begun_s)
+    return found
+
+
+def measure_prefill(
+    context: Context, engine: Engine, sizes: Sizes, peaks: Peaks, tokens: int
+) -> None:
+    """Measures a whole prompt in passes of at most `chunk_tokens`."""
+    pages = engine.pool.allocate(engine.layout.pages_for(tokens))
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(engine.shape.vocab_size, (tokens,), generator=generator)
+
+    def prompt() -> None:
+        for start in range(0, tokens, sizes.chunk_tokens):
+            end = min(start + sizes.chunk_tokens, tokens)
+            task = PrefillTask(
+                token_ids=ids[start:end],
+                history_tokens=start,
+                pages=pages,
+                want_logits=end == tokens,
+            )
+            for _ in engine.runner.prefill_batch([task]):
+                pass
+
+    seconds = statistics.median(times_s(context, sizes.repeats, prompt))
+    engine.pool.free(pages)
+    context.figure(
+        f"prefill of {tokens} tokens",
+        tokens / seconds,
+        "tokens/s",
+        expected=expected_prefill(engine.shape, tokens, peaks),
+        share=prefill_flops(engine.shape, tokens) / seconds / peaks.flops_per_s,
+    )
+
+
+def measure_decode(
+    context: Context, engine: Engine, sizes: Sizes, peaks: Peaks, batch: int
+) -> None:
+    """Measures a step of `batch` sequences over the pool's present content, with a greedy choice
+    that the host reads: the next step needs it."""
+    each = engine.layout.pages_for(sizes.context)
+    if batch * each > engine.pool.free_pages:
+        context.claim(f"decode of {batch} sequences", False, "the KV pool is too small")
+        return
+    pages = engine.pool.allocate(batch * each)
+    table = page_table_of([pages[i * each : (i + 1) * each] for i in range(batch)])
+    kv_lens = torch.full((batch,), sizes.context, dtype=torch.int32)
+    fed = torch.arange(batch)
+
+    def step() -> None:
+        logits = engine.runner.decode(fed, kv_lens.long() - 1, table, kv_lens)
+        logits.argmax(-1).cpu()
+
+    step()  # the first two make what later steps use again
+    seconds = statistics.median(times_s(context, 8 * sizes.repeats, step))
+    engine.pool.free(pages)
+    read = decode_bytes(engine.shape, batch, sizes.context)
+    context.figure(
+        f"decode of {batch} sequences of {sizes.context} tokens",
+        batch / seconds,
+        "tokens/s",
+        expected=expected_decode(engine.shape, batch, sizes.context, peaks),
+        share=read / seconds / peaks.bytes_per_s,
+    )
+
+
+def measure_attention(context: Context, engine: Engine, sizes: Sizes, rows: int, seen: int) -> None:
+    """Measures the attention of one layer: `rows` at the end of `seen` K/V."""
+    shape, layout = engine.shape, engine.layout
+    pages = engine.pool.allocate(layout.pages_for(seen))
+    plan = plan_attention(
+        q_indptr=torch.tensor([0, rows], dtype=torch.int32),
+        kv_lens=torch.tensor([seen], dtype=torch.int32),
+        page_table=page_table_of([pages]),
+        page_tokens=layout.page_tokens,
+        num_q_heads=shape.num_heads,
+        num_kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        dtype=torch.bfloat16,
+        device=engine.device,
+    )
+    q_nhd = torch.randn(rows, shape.num_heads, shape.head_dim, device=engine.device)
+    q_nhd, kv_layer = q_nhd.bfloat16(), engine.pool.layer(0)
+    seconds = statistics.median(
+        times_s(
+            context,
+            8 * sizes.repeats,
+            lambda: run_attention(plan, q_nhd, kv_layer, scale=shape.head_dim**-0.5),
+        )
+    )
+    engine.pool.free(pages)
+    context.figure(f"attention of {rows} rows over {seen}, {plan.backend}", 1e3 * seconds, "ms")
+
+
+def measure_blocking(context: Context, engine: Engine, sizes: Sizes) -> None:
+    """Measures the time from a preemption's signal to its effect on the host's thread. The device
+    may still have a few operators queued then (`execution_pool.RUN_AHEAD_OPERATORS`)."""
+    found = blocking(
+        engine,
+        tokens=sizes.prompts[-1],
+        chunk_tokens=sizes.chunk_tokens,
+        granularity="operator",
+        budget_s=sizes.blocking_s,
+        seed=0,
+    )
+    context.figure(f"preemption, p99 of {found.signals} signals", found.p99_ms, "ms")
