@@ -16,7 +16,13 @@ from millrace.proxy.generation.proxy_request import ProxyRequest
 from millrace.proxy.prompts import EnginePrompt
 from millrace.proxy.reply.explain import explain
 from millrace.proxy.reply.formats import ChatFormat, CompletionFormat, Format
-from millrace.proxy.reply.reply import Progress, Reply, StreamReply, WholeReply
+from millrace.proxy.reply.reply import (
+    GeneratingReply,
+    Progress,
+    Reply,
+    StreamReply,
+    WholeReply,
+)
 from millrace.proxy.request.options import Limits, Options, Sampling
 from millrace.proxy.text.tokenizer import Tokenizer
 
@@ -53,12 +59,30 @@ class Builder:
         Raises ApiError (context_length_exceeded) when a prompt leaves no room.
         """
         response_id = self._id_prefix + uuid.uuid4().hex
-        progress = Progress(
+        progress = self.progress(arrival)
+        reply = self._reply(response_id, len(prompts) * options.choices, options, arrival, progress)
+        return response_id, reply, self.requests(response_id, reply, prompts, options, arrival)
+
+    def progress(self, arrival: Arrival) -> Progress:
+        """Returns the progress of a new reply."""
+        return Progress(
             partial(explain, arrival_unix_s=arrival.unix_s, proxy_id=self._proxy.id)
             if arrival.trace
             else None
         )
-        reply = self._reply(response_id, len(prompts) * options.choices, options, arrival, progress)
+
+    def requests(
+        self,
+        response_id: str,
+        reply: GeneratingReply,
+        prompts: Sequence[EnginePrompt],
+        options: Options,
+        arrival: Arrival,
+    ) -> list[ProxyRequest]:
+        """Returns the requests, a request per prompt, and adds them to the reply's progress.
+
+        Raises ApiError as `build`.
+        """
         requests = []
         for i, prompt in enumerate(prompts):
             request_id = response_id if len(prompts) == 1 else f"{response_id}-{i}"
@@ -73,9 +97,9 @@ class Builder:
                 echo=self._echo(prompt, options) if options.echo else None,
                 arrived_at=arrival.at,
             )
-            progress.add(request)
+            reply.progress.add(request)
             requests.append(request)
-        return response_id, reply, requests
+        return requests
 
     def _reply(
         self, response_id: str, choices: int, options: Options, arrival: Arrival, progress: Progress
