@@ -24,7 +24,8 @@ _ENDS: dict[str, tuple[str, Json | None]] = {
 
 def frame(event: bytes) -> bytes:
     """Returns an event of a stream, as server-sent."""
-    return b"event: " + orjson.loads(event)["type"].encode() + b"\ndata: " + event + b"\n\n"
+    kind: str = orjson.loads(event)["type"]
+    return b"event: %s\ndata: %s\n\n" % (kind.encode(), event)
 
 
 class ResponseReply:
