@@ -16,8 +16,9 @@ from redis.asyncio import Redis
 from millrace.core.config import StoreConfig
 from millrace.core.errors import ConfigError
 from millrace.local.private_redis import PrivateRedis
-from millrace.state import redis_store
-from millrace.state.redis_store import RedisStore, shown_url
+from millrace.state import redis_link
+from millrace.state.redis_link import shown_url
+from millrace.state.redis_store import RedisStore
 from millrace.state.store import JournalEntry, StateUpdate, StoreError
 from support.deadlines import HANG_S
 from support.stores import private_redis
@@ -224,7 +225,7 @@ async def test_a_server_that_stopped_answering_is_an_error(
         await reader.read()
         writer.close()
 
-    monkeypatch.setattr(redis_store, "ANSWER_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(redis_link, "ANSWER_TIMEOUT_S", 0.2)
     server = await asyncio.start_unix_server(swallow, tmp_path / "mute.sock")
     store = RedisStore(StoreConfig(url=f"unix://{tmp_path}/mute.sock"))
     async with asyncio.timeout(HANG_S):

@@ -16,6 +16,7 @@ from millrace.core.config import Config
 from millrace.core.errors import MillraceError
 from millrace.core.kv.transfer import Incarnation
 from millrace.grammar.matcher import Grammars
+from millrace.proxy.background import Background
 from millrace.proxy.fleet.gateway import Gateway
 from millrace.proxy.http.app import RenderMetrics, create_app
 from millrace.proxy.http.generate import Services
@@ -27,9 +28,10 @@ from millrace.proxy.parsing.families import choose_parsers
 from millrace.proxy.prompts import PromptReader
 from millrace.proxy.request.options import Limits
 from millrace.proxy.request.validation import Bodies
+from millrace.proxy.responses import StoredResponses
 from millrace.proxy.text.chat_template import ChatTemplate
 from millrace.proxy.text.tokenizer import Tokenizer
-from millrace.state.open import open_store
+from millrace.state.open import open_documents, open_store
 from millrace.telemetry.otlp import open_traces
 
 log = logging.getLogger(__name__)
@@ -150,7 +152,9 @@ class Proxy:
         if not self._serving.done():
             log.warning("cancelling %d requests that outlast the drain", self.gateway.inflight)
         await self.gateway.close()
+        await self._services.background.close()
         await self._serving
+        await self._services.responses.close()
         await self.store.close()
         self._services.tokenizer.close()
         self._services.grammars.close()
@@ -182,6 +186,7 @@ def _services(
     template = None
     if card.chat_template is not None:
         template = ChatTemplate(card.chat_template, card.special_tokens)
+    responses = StoredResponses(open_documents(config.store), config.store.responses_ttl_s)
     return Services(
         config=config,
         limits=limits,
@@ -193,5 +198,7 @@ def _services(
         metrics=metrics,
         objectives=Objectives(config),
         tenants=Tenants(config.tenants),
+        responses=responses,
+        background=Background(responses),
         traces=open_traces(config.telemetry, "proxy") if config.telemetry.otlp_endpoint else None,
     )

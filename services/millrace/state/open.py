@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from millrace.core.config import StoreConfig
 from millrace.core.errors import ConfigError
+from millrace.state.documents import DocumentStore, MemoryDocuments
 from millrace.state.memory_store import MemoryStore
-from millrace.state.redis_store import RedisStore, shown_url
+from millrace.state.redis_documents import RedisDocuments
+from millrace.state.redis_link import shown_url
+from millrace.state.redis_store import RedisStore
 from millrace.state.store import RequestStore
 
 
@@ -15,11 +18,18 @@ def open_store(config: StoreConfig) -> RequestStore:
 
     Raises ConfigError for a URL of another kind.
     """
+    return MemoryStore(config) if _in_memory(config) else RedisStore(config)
+
+
+def open_documents(config: StoreConfig) -> DocumentStore:
+    """Opens the documents at `config.url`, as `open_store`."""
+    return MemoryDocuments() if _in_memory(config) else RedisDocuments(config)
+
+
+def _in_memory(config: StoreConfig) -> bool:
     scheme, separator, _ = config.url.partition("://")
-    if separator and scheme == "memory":
-        return MemoryStore(config)
-    if separator and scheme in ("redis", "rediss", "unix"):
-        return RedisStore(config)
+    if separator and scheme in ("memory", "redis", "rediss", "unix"):
+        return scheme == "memory"
     raise ConfigError(
         f"store.url is {shown_url(config.url)!r}; it must be memory:// or a redis://, rediss:// or "
         "unix:// URL"

@@ -6,24 +6,16 @@ step: Redis' own APPEND and HSET would create a missing key.
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Awaitable, Callable, Sequence
-from typing import TypeVar
-from urllib.parse import urlsplit
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
-from redis.asyncio import BlockingConnectionPool, Redis
-from redis.asyncio.retry import Retry
-from redis.backoff import NoBackoff
-from redis.exceptions import AuthenticationError, RedisError
-from redis.exceptions import ConnectionError as RedisConnectionError
 
 from millrace.core.config import StoreConfig
-from millrace.core.errors import ConfigError
 from millrace.core.request import RequestState
 from millrace.state.keys import ID_DTYPE, journal_frame, journal_tokens, request_keys
-from millrace.state.scripts import Script, ScriptCall, ScriptRunner
+from millrace.state.redis_link import RedisLink, as_bytes
+from millrace.state.scripts import Script, ScriptCall
 from millrace.state.store import (
     JournalEntry,
     RequestRecord,
@@ -33,13 +25,6 @@ from millrace.state.store import (
     check_new_request,
     check_slice,
 )
-
-T = TypeVar("T")
-
-MAX_CONNECTIONS = 64
-CONNECT_TIMEOUT_S = 5.0
-ANSWER_TIMEOUT_S = 10.0
-RETRY_DELAYS_S = (0.05, 0.25)  # attempts of idempotent calls
 
 # A record's fields: state, decode_id, kv_tokens, spec, prompt_tokens; `final` once the state is
 # final.
@@ -76,47 +61,16 @@ return 1
 """)
 
 
-def shown_url(url: str) -> str:
-    """Returns `url` without user, password and query, for messages and logs."""
-    parts = urlsplit(url)
-    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
-
-
-def _bytes(answer: bytes | str | None) -> bytes:
-    """Returns the client's answer as bytes: it returns no `str` (`decode_responses` is off)."""
-    return answer if isinstance(answer, bytes) else b""
-
-
 class RedisStore:
     """A RequestStore over redis-py's asyncio client with a bounded pool of connections."""
 
     def __init__(self, config: StoreConfig) -> None:
         """Connects at the first call. Raises ConfigError when `config.url` is not valid."""
-        self._shown_url = shown_url(config.url)
         self._prefix = config.key_prefix
         self._ttl_ms = round(config.ttl_s * 1000)
         self._finished_ttl_ms = round(config.finished_ttl_s * 1000)
-        tcp = {} if config.url.startswith("unix:") else {"socket_keepalive": True}
-        try:
-            pool = BlockingConnectionPool.from_url(
-                config.url,
-                max_connections=MAX_CONNECTIONS,
-                timeout=ANSWER_TIMEOUT_S,
-                socket_connect_timeout=CONNECT_TIMEOUT_S,
-                socket_timeout=ANSWER_TIMEOUT_S,
-                # This class decides which calls are retried, not the library.
-                retry=Retry(NoBackoff(), 0),
-                protocol=2,
-                driver_info=None,
-                **tcp,
-            )
-        except ValueError as error:
-            raise ConfigError(
-                f"store.url is {self._shown_url!r}; it must be a redis://, rediss:// or unix:// "
-                f"URL: {error}"
-            ) from error
-        self._client: Redis = Redis.from_pool(pool)
-        self._scripts = ScriptRunner(self._client)
+        self._link = RedisLink(config)
+        self._client, self._scripts = self._link.client, self._link.scripts
 
     async def create(
         self, request_id: str, *, spec: bytes, prompt_ids: npt.NDArray[np.int32]
@@ -125,7 +79,7 @@ class RedisStore:
         keys = request_keys(self._prefix, request_id)
         fields = (RequestState.QUEUED.value, spec, prompt_ids.size, ids, self._ttl_ms)
         call = ScriptCall(_CREATE, (keys.record, keys.prompt), fields)
-        (created,) = await self._once(lambda: self._scripts.run([call]))
+        (created,) = await self._link.once(lambda: self._scripts.run([call]))
         if not created:
             raise StoreError(f"request {request_id} is in the store already")
 
@@ -155,8 +109,8 @@ class RedisStore:
                 pipeline.getrange(key, start * ID_DTYPE.itemsize, last_byte)
             return await pipeline.execute()
 
-        results = await self._again(read)
-        found = [np.frombuffer(_bytes(one), dtype=ID_DTYPE).astype(np.int32) for one in results]
+        results = await self._link.again(read)
+        found = [np.frombuffer(as_bytes(one), dtype=ID_DTYPE).astype(np.int32) for one in results]
         for (start, stop), ids in zip(slices, found, strict=True):
             check_found(request_id, start, stop, ids.size)
         return found
@@ -170,7 +124,7 @@ class RedisStore:
             )
             for update in updates
         ]
-        await self._again(lambda: self._scripts.run(calls))
+        await self._link.again(lambda: self._scripts.run(calls))
 
     async def append_tokens(self, entries: Sequence[JournalEntry]) -> None:
         calls: list[ScriptCall] = []
@@ -178,28 +132,28 @@ class RedisStore:
             keys = request_keys(self._prefix, entry.request_id)
             frame = journal_frame(entry.choice, entry.token_ids)
             calls.append(ScriptCall(_APPEND, (keys.record, keys.journal), (frame,)))
-        await self._once(lambda: self._scripts.run(calls))
+        await self._link.once(lambda: self._scripts.run(calls))
 
     async def journal(self, request_id: str, choice: int) -> npt.NDArray[np.int32]:
         key = request_keys(self._prefix, request_id).journal
-        found = await self._again(lambda: self._client.get(key))
-        return journal_tokens(_bytes(found), choice)
+        found = await self._link.again(lambda: self._client.get(key))
+        return journal_tokens(as_bytes(found), choice)
 
     async def get(self, request_id: str) -> RequestRecord | None:
         key = request_keys(self._prefix, request_id).record
         fields = ("state", "decode_id", "spec", "prompt_tokens", "kv_tokens")
-        state, decode_id, spec, prompt_tokens, kv_tokens = await self._again(
+        state, decode_id, spec, prompt_tokens, kv_tokens = await self._link.again(
             lambda: self._client.hmget(key, fields)
         )
         if state is None:
             return None
         return RequestRecord(
             request_id=request_id,
-            state=_bytes(state).decode(),
-            decode_id=_bytes(decode_id).decode(),
-            spec=_bytes(spec),
-            prompt_tokens=int(_bytes(prompt_tokens)),
-            kv_tokens=int(_bytes(kv_tokens) or 0),
+            state=as_bytes(state).decode(),
+            decode_id=as_bytes(decode_id).decode(),
+            spec=as_bytes(spec),
+            prompt_tokens=int(as_bytes(prompt_tokens)),
+            kv_tokens=int(as_bytes(kv_tokens) or 0),
         )
 
     async def finish(self, request_id: str, state: str) -> None:
@@ -210,51 +164,14 @@ class RedisStore:
         call = ScriptCall(
             _FINISH, (keys.record, keys.prompt, keys.journal), (state, self._finished_ttl_ms)
         )
-        await self._again(lambda: self._scripts.run([call]))
+        await self._link.again(lambda: self._scripts.run([call]))
 
     async def delete(self, request_id: str) -> None:
         keys = request_keys(self._prefix, request_id)
-        await self._again(lambda: self._client.unlink(keys.record, keys.prompt, keys.journal))
+        await self._link.again(lambda: self._client.unlink(keys.record, keys.prompt, keys.journal))
 
     async def ping(self) -> None:
-        await self._again(lambda: self._client.ping())
+        await self._link.again(lambda: self._client.ping())
 
     async def close(self) -> None:
-        await self._scripts.close()
-        await self._client.aclose()
-
-    async def _again(self, call: Callable[[], Awaitable[T]]) -> T:
-        """Makes an idempotent call; tries again when the connection was lost."""
-        for delay_s in RETRY_DELAYS_S:
-            try:
-                return await _cancellable(call())
-            except AuthenticationError:  # a kind of RedisConnectionError that stays
-                break
-            except (RedisConnectionError, OSError):
-                await asyncio.sleep(delay_s)
-            except RedisError:
-                break
-        return await self._once(call)
-
-    async def _once(self, call: Callable[[], Awaitable[T]]) -> T:
-        """Makes a call that must not be made twice. Raises StoreError when it fails."""
-        try:
-            return await _cancellable(call())
-        except (RedisError, OSError) as error:
-            raise StoreError(f"request store {self._shown_url}: {error}") from error
-
-
-async def _cancellable(work: Awaitable[T]) -> T:
-    """Awaits `work`. Raises CancelledError for a cancellation that `work` swallowed.
-
-    The client sends through `asyncio.wait_for`. Before Python 3.12 that function returns its result
-    when the task is cancelled in the moment of the result: the task would run on, and whatever it
-    waits for next would never be interrupted.
-    """
-    task = asyncio.current_task()
-    assert task is not None  # a coroutine runs in a task
-    before = task.cancelling()
-    result = await work
-    if task.cancelling() > before:
-        raise asyncio.CancelledError
-    return result
+        await self._link.close()

@@ -26,7 +26,7 @@ QUIETLY = settings(
     database=None,
     derandomize=True,
 )
-PATHS = ["/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"]
+PATHS = ["/v1/chat/completions", "/v1/completions", "/v1/responses", "/tokenize", "/detokenize"]
 
 
 @pytest.fixture(scope="module")
@@ -66,6 +66,9 @@ def document(url):
 def test_document_describes_every_route(document):
     assert set(document["paths"]) == {
         *PATHS,
+        "/v1/responses/{response_id}",
+        "/v1/responses/{response_id}/cancel",
+        "/v1/responses/{response_id}/input_items",
         "/v1/models",
         "/v1/models/{model}",
         "/health",
@@ -125,6 +128,7 @@ def test_answers_are_as_documented(url, document):
     for path, body in (
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}]}),
         ("/v1/completions", {"prompt": "hi", "logprobs": 2, "echo": True}),
+        ("/v1/responses", {"input": "hi"}),
         ("/tokenize", {"prompt": "hi"}),
         ("/detokenize", {"tokens": [7, 8]}),
     ):

@@ -313,6 +313,9 @@ class StoreConfig(_Section):
         60.0, _within(0), "lifetime of a record after its request has ended"
     )
     journal_interval_ms: float = _setting(100.0, _within(1))
+    responses_ttl_s: float = _setting(
+        86400.0, _within(1), "lifetime of a response of /v1/responses, from its creation"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,6 +24,12 @@ from millrace.proxy.http.asgi import (
     send_json,
 )
 from millrace.proxy.http.generate import GenerateEndpoint, Services
+from millrace.proxy.http.responses import (
+    RESPONSE_PATH,
+    RESPONSES_PATH,
+    CreateResponse,
+    StoredEndpoints,
+)
 from millrace.proxy.request.validation import Conversation
 from millrace.version import version
 
@@ -140,6 +146,7 @@ def create_app(
     handlers: dict[str, Answer] = {
         "/v1/chat/completions": GenerateEndpoint(services, chat=True).answer,
         "/v1/completions": GenerateEndpoint(services, chat=False).answer,
+        RESPONSES_PATH: CreateResponse(services).answer,
         "/tokenize": JsonEndpoint(services, tokens.tokenize).answer,
         "/detokenize": JsonEndpoint(services, tokens.detokenize).answer,
     }
@@ -152,11 +159,23 @@ def create_app(
     of_request = RequestAdmin(services.config.proxy, scheduler)
     endpoint = RawEndpoint(services, REQUEST_PATH, of_request.answer)
     app.router.routes.append(Route(REQUEST_PATH, endpoint, methods=["GET"]))
+    _add_responses(app, services)
     _add_models(app, services, created)
     _add_probes(app, services, render_metrics)
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(Exception, _internal_error)
     return app
+
+
+def _add_responses(app: FastAPI, services: Services) -> None:
+    stored = StoredEndpoints(services)
+    for path, answer, methods in (
+        (RESPONSE_PATH, stored.retrieve_or_delete, ["GET", "DELETE"]),
+        (RESPONSE_PATH + "/cancel", stored.cancel, ["POST"]),
+        (RESPONSE_PATH + "/input_items", stored.input_items, ["GET"]),
+    ):
+        endpoint = RawEndpoint(services, path, answer)
+        app.router.routes.append(Route(path, endpoint, methods=methods))
 
 
 def _add_models(app: FastAPI, services: Services, created: int) -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 
 from millrace.core.config import Config
 from millrace.grammar.matcher import Grammars
 from millrace.grammar.source import GrammarError
+from millrace.proxy.background import Background
 from millrace.proxy.errors import ApiError, bad_field
 from millrace.proxy.fleet.gateway import Gateway
 from millrace.proxy.fleet.prompts_ahead import PromptsAhead
@@ -26,9 +28,10 @@ from millrace.proxy.metrics import ProxyMetrics
 from millrace.proxy.prompts import EnginePrompt, PromptReader
 from millrace.proxy.reply.builder import Arrival, Builder
 from millrace.proxy.reply.explain import waterfall
-from millrace.proxy.reply.reply import Reply, StreamReply, WholeReply
+from millrace.proxy.reply.reply import DocumentReply, EventReply, GeneratingReply, StreamReply
 from millrace.proxy.request.options import Limits, Options
 from millrace.proxy.request.validation import Bodies
+from millrace.proxy.responses import StoredResponses
 from millrace.proxy.text.prefix import PromptHasher
 from millrace.proxy.text.tokenizer import Tokenizer
 from millrace.telemetry.otlp import TraceExporter
@@ -61,6 +64,93 @@ class Services:
     objectives: Objectives
     tenants: Tenants
     traces: TraceExporter | None
+    responses: StoredResponses
+    background: Background
+
+
+class Runs:
+    """Submits requests and sends their answers, for all endpoints that generate."""
+
+    def __init__(self, services: Services) -> None:
+        self._services = services
+        self._gateway = services.gateway
+        self._hasher = PromptHasher(services.config.engine)
+
+    def arrival(self, scope: Scope, at: float, unix_s: float) -> Arrival:
+        """Raises ApiError naming the wrong header."""
+        return Arrival(
+            at=at,
+            unix_s=unix_s,
+            slo=self._services.objectives.read(scope),
+            tenant=self._services.tenants.of(scope),
+            trace=wants_trace(scope),
+            traceparent=traceparent(scope),
+        )
+
+    async def with_blocks(
+        self, prompts: Sequence[EnginePrompt], options: Options
+    ) -> list[EnginePrompt]:
+        """Returns the prompts with the hashes of their blocks."""
+        hasher = self._hasher
+        return [replace(p, blocks=await hasher.blocks(p.ids, options)) for p in prompts]
+
+    async def submit(self, reply: GeneratingReply) -> None:
+        """Raises ApiError (503, 429). After an error the caller calls `end`."""
+        for request in reply.progress.requests:
+            await self._gateway.submit(request)
+
+    async def send_stream(
+        self, reply: EventReply, client: Client, arrival: Arrival, settle: Settle | None = None
+    ) -> int:
+        """Submits the requests and sends their events; returns the status.
+
+        `settle` runs before the last event is sent. Raises ApiError before anything was sent.
+        """
+
+        async def send() -> int:
+            return await _send_stream(reply, client, self._gateway.prompts, settle)
+
+        return await self._run(reply, client, arrival, send)
+
+    async def send_whole(
+        self, reply: DocumentReply, client: Client, arrival: Arrival, settle: Settle | None = None
+    ) -> int:
+        """Submits the requests and sends their document. Otherwise as `send_stream`."""
+
+        async def send() -> int:
+            return await _send_whole(reply, client, settle)
+
+        return await self._run(reply, client, arrival, send)
+
+    async def _run(
+        self,
+        reply: GeneratingReply,
+        client: Client,
+        arrival: Arrival,
+        send: Callable[[], Awaitable[int]],
+    ) -> int:
+        watch = asyncio.create_task(until_disconnect(client.receive))
+        watch.add_done_callback(lambda _: self._leave(reply))
+        try:
+            await self.submit(reply)
+            return await send()
+        finally:
+            watch.cancel()
+            self.end(reply, arrival)
+
+    def end(self, reply: GeneratingReply, arrival: Arrival) -> None:
+        """Cancels the unfinished requests and exports the traces of all."""
+        self._leave(reply)
+        if self._services.traces is not None:
+            for request in reply.progress.requests:
+                found = waterfall(request, arrival.unix_s, self._gateway.incarnation.id)
+                self._services.traces.export(found, arrival.traceparent)
+
+    def _leave(self, reply: GeneratingReply) -> None:
+        """Cancels the unfinished requests: the client is gone, or the answer has failed."""
+        for request in reply.progress.requests:
+            self._gateway.leave(request, "disconnected")
+        reply.progress.fail(ApiError(499, "The client closed the connection."))
 
 
 class GenerateEndpoint:
@@ -70,7 +160,7 @@ class GenerateEndpoint:
         self._services = services
         self._gateway = services.gateway
         self._chat = chat
-        self._hasher = PromptHasher(services.config.engine)
+        self._runs = Runs(services)
         self._builder = Builder(
             services.limits,
             services.tokenizer,
@@ -83,30 +173,14 @@ class GenerateEndpoint:
         """Returns the status that was sent. Raises ApiError before anything was sent."""
         at, unix_s = time.monotonic(), time.time_ns() / 1e9
         body = await receive_body(scope, receive, self._services.config.proxy.max_body_bytes)
-        arrival = Arrival(
-            at=at,
-            unix_s=unix_s,
-            slo=self._services.objectives.read(scope),
-            tenant=self._services.tenants.of(scope),
-            trace=wants_trace(scope),
-            traceparent=traceparent(scope),
-        )
+        arrival = self._runs.arrival(scope, at, unix_s)
         prompts, options = await self._read(body)
         self._gateway.admit(len(prompts))
-        response_id, reply, requests = self._builder.build(prompts, options, arrival)
-        watch = asyncio.create_task(_until_disconnect(receive))
-        watch.add_done_callback(lambda _: self._leave(reply))
-        request_id = [(b"x-request-id", response_id.encode())]
-        try:
-            for request in requests:
-                await self._gateway.submit(request)
-            if isinstance(reply, StreamReply):
-                return await _send_stream(reply, send, request_id, self._gateway.prompts)
-            return await _send_whole(reply, send, request_id)
-        finally:
-            watch.cancel()
-            self._leave(reply)
-            self._export(reply, arrival)
+        response_id, reply, _ = self._builder.build(prompts, options, arrival)
+        client = Client(receive, send, response_id)
+        if isinstance(reply, StreamReply):
+            return await self._runs.send_stream(reply, client, arrival)
+        return await self._runs.send_whole(reply, client, arrival)
 
     async def _read(self, body: bytes) -> tuple[list[EnginePrompt], Options]:
         services = self._services
@@ -120,8 +194,7 @@ class GenerateEndpoint:
             options = completion.options
             await self._check_constraint(options)
             prompts = await services.prompts.read_completion(completion)
-        hasher = self._hasher
-        return [replace(p, blocks=await hasher.blocks(p.ids, options)) for p in prompts], options
+        return await self._runs.with_blocks(prompts, options), options
 
     async def _check_constraint(self, options: Options) -> None:
         """Compiles the constraint, on a thread. Raises ApiError with the reason if it can't be."""
@@ -134,34 +207,38 @@ class GenerateEndpoint:
             reason = str(error)[:_MOST_REASON]
             raise bad_field(options.constraint_field, f"can't be compiled: {reason}") from error
 
-    def _leave(self, reply: Reply) -> None:
-        """Cancels the unfinished requests: the client is gone, or the answer has failed."""
-        for request in reply.progress.requests:
-            self._gateway.leave(request, "disconnected")
-        reply.progress.fail(ApiError(499, "The client closed the connection."))
 
-    def _export(self, reply: Reply, arrival: Arrival) -> None:
-        if self._services.traces is not None:
-            for request in reply.progress.requests:
-                found = waterfall(request, arrival.unix_s, self._gateway.incarnation.id)
-                self._services.traces.export(found, arrival.traceparent)
+#: Runs when an answer is complete, before its end is sent.
+Settle = Callable[[], Awaitable[None]]
 
 
-Headers = list[tuple[bytes, bytes]]
+@dataclass(frozen=True, slots=True)
+class Client:
+    """The client of one request. Answers carry the response's id in a header."""
+
+    receive: Receive
+    send: Send
+    response_id: str
+
+    @property
+    def headers(self) -> list[tuple[bytes, bytes]]:
+        return [(b"x-request-id", self.response_id.encode())]
 
 
-async def _send_whole(reply: WholeReply, send: Send, headers: Headers) -> int:
+async def _send_whole(reply: DocumentReply, client: Client, settle: Settle | None) -> int:
     progress = reply.progress
     while not progress.finished:
         await progress.signal.wait()
     if progress.error is not None:
         raise progress.error
-    await send_json(send, 200, reply.document(), JSON + headers)
+    if settle is not None:
+        await settle()
+    await send_json(client.send, 200, reply.document(), JSON + client.headers)
     return 200
 
 
 async def _send_stream(
-    reply: StreamReply, send: Send, headers: Headers, prompts: PromptsAhead
+    reply: EventReply, client: Client, prompts: PromptsAhead, settle: Settle | None
 ) -> int:
     """Sends all output that is ready in one piece. Raises ApiError before anything was sent."""
     progress = reply.progress
@@ -171,28 +248,39 @@ async def _send_stream(
             await progress.signal.wait()
         if progress.error is not None:
             raise progress.error
-        await send(
-            {"type": "http.response.start", "status": 200, "headers": _EVENT_STREAM + headers}
-        )
+        await start_stream(client)
         while not progress.finished:
             if data:
-                await send({"type": "http.response.body", "body": data, "more_body": True})
+                await send_part(client, data)
             else:
                 await progress.signal.wait()
             data = reply.take()
         data += reply.take()
         if progress.error is not None:
-            data += b"data: " + progress.error.body() + b"\n\n"
-        await send({"type": "http.response.body", "body": data})
+            data += reply.failure(progress.error)
+        elif settle is not None:
+            await settle()
+        await client.send({"type": "http.response.body", "body": data})
         return 200
     finally:
         keep_alive.close()
 
 
+async def start_stream(client: Client) -> None:
+    """Sends the status and the headers of a stream of events."""
+    headers = _EVENT_STREAM + client.headers
+    await client.send({"type": "http.response.start", "status": 200, "headers": headers})
+
+
+async def send_part(client: Client, data: bytes) -> None:
+    """Sends a part of a stream that is not the last part."""
+    await client.send({"type": "http.response.body", "body": data, "more_body": True})
+
+
 class _KeepAlive:
     """Writes a comment to a stream that was silent for one to two intervals."""
 
-    def __init__(self, reply: StreamReply, prompts: PromptsAhead) -> None:
+    def __init__(self, reply: EventReply, prompts: PromptsAhead) -> None:
         self._reply = reply
         self._prompts = prompts
         self._loop = asyncio.get_running_loop()
@@ -215,6 +303,7 @@ class _KeepAlive:
         self._reply.comment((text or "waiting").encode())
 
 
-async def _until_disconnect(receive: Receive) -> None:
+async def until_disconnect(receive: Receive) -> None:
+    """Returns when the client has left. The body was read before."""
     while (await receive())["type"] != "http.disconnect":
         continue

@@ -48,6 +48,7 @@ def _paths(objectives: list[Json]) -> Json:
                 "Complete a text", "CompletionRequest", "Completion", stream, objectives
             )
         },
+        **_responses(stream, objectives),
         "/tokenize": {"post": _posted("Text or messages to token ids", "Tokenize", "Tokens")},
         "/detokenize": {"post": _posted("Token ids to text", "Detokenize", "Text")},
         "/v1/models": {"get": _got("The served model", _json("Models"))},
@@ -89,6 +90,50 @@ def _paths(objectives: list[Json]) -> Json:
             }
         },
     }
+
+
+def _responses(stream: Json, objectives: list[Json]) -> Json:
+    gone = {"404": _error("The tenant has no such response"), "503": _error("No store answers")}
+    wrong = {"400": _error("A parameter is wrong; `param` names it"), **gone}
+    named = [{"name": "response_id", "in": "path", "required": True, "schema": _STRING}]
+    again = [
+        _query("stream", {"enum": ["true", "false"]}, "Read the events again."),
+        _query("starting_after", {"type": "integer", "minimum": 0}, "The last event not to send."),
+    ]
+    pages = [
+        _query("limit", {"type": "integer", "minimum": 1, "maximum": 100}, "Default: 20."),
+        _query("order", {"enum": ["asc", "desc"]}, "Default: desc."),
+        _query("after", _STRING, "The item before the first item."),
+    ]
+    retrieved = {**_json("Response"), **stream}
+    return {
+        "/v1/responses": {
+            "post": _posted("Create a response", "ResponseRequest", "Response", stream, objectives)
+        },
+        "/v1/responses/{response_id}": {
+            "get": {**_got("A stored response", retrieved, wrong), "parameters": named + again},
+            "delete": {
+                **_got("Delete a response", _json("DeletedResponse"), gone),
+                "parameters": named,
+            },
+        },
+        "/v1/responses/{response_id}/cancel": {
+            "post": {
+                **_got("Cancel a background response", _json("Response"), wrong),
+                "parameters": named,
+            }
+        },
+        "/v1/responses/{response_id}/input_items": {
+            "get": {
+                **_got("The input of a response", _json("ResponseItems"), wrong),
+                "parameters": named + pages,
+            }
+        },
+    }
+
+
+def _query(name: str, schema: Json, description: str) -> Json:
+    return {"name": name, "in": "query", "schema": schema, "description": description}
 
 
 def _refused() -> Json:
@@ -175,7 +220,7 @@ def _ref(name: str) -> Json:
 
 
 def _schemas(bodies: Bodies) -> Json:
-    adapters = [bodies.chat, bodies.completion, bodies.tokenize, bodies.detokenize]
+    adapters = [bodies.chat, bodies.completion, bodies.response, bodies.tokenize, bodies.detokenize]
     adapters += [route.body for route in admin.ROUTES]
     adapters += map(TypeAdapter, ANSWERS)
     _, schemas = TypeAdapter.json_schemas(

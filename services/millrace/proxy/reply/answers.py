@@ -276,10 +276,46 @@ class Completion(Completed):
     choices: list[TextChoice]
 
 
+class Response(TypedDict):
+    """A response of /v1/responses. Fields that repeat the request's are not listed."""
+
+    id: str
+    object: Literal["response"]
+    created_at: int
+    completed_at: int | None
+    status: Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
+    background: bool
+    model: str
+    output: list[dict[str, Any]]
+    usage: dict[str, Any] | None
+    error: dict[str, str] | None
+    incomplete_details: dict[str, str] | None
+    millrace: NotRequired[Waterfall]
+
+
+class DeletedResponse(TypedDict):
+    """The answer to the deletion of a response."""
+
+    id: str
+    object: Literal["response"]
+    deleted: bool
+
+
+class ResponseItems(TypedDict):
+    """A page of the input of a response."""
+
+    object: Literal["list"]
+    data: list[dict[str, Any]]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
 #: Every answer that the document names.
 ANSWERS: tuple[Any, ...] = (
     ChatCompletion,
     Completion,
+    DeletedResponse,
     Error,
     Explanation,
     ImprovementRate,
@@ -287,6 +323,8 @@ ANSWERS: tuple[Any, ...] = (
     Model,
     Models,
     PolicyChange,
+    Response,
+    ResponseItems,
     SchedulerSettings,
     Status,
     Text,

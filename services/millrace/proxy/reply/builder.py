@@ -18,7 +18,13 @@ from millrace.proxy.prompts import EnginePrompt
 from millrace.proxy.reply.explain import explain
 from millrace.proxy.reply.formats import ChatFormat, CompletionFormat, Format
 from millrace.proxy.reply.parsed import ParsedAnswer
-from millrace.proxy.reply.reply import Progress, Reply, StreamReply, WholeReply
+from millrace.proxy.reply.reply import (
+    GeneratingReply,
+    Progress,
+    Reply,
+    StreamReply,
+    WholeReply,
+)
 from millrace.proxy.request.options import Limits, Options, Sampling
 from millrace.proxy.text.tokenizer import Tokenizer
 
@@ -63,14 +69,32 @@ class Builder:
         Raises ApiError (context_length_exceeded) when a prompt leaves no room.
         """
         response_id = self._id_prefix + uuid.uuid4().hex
-        progress = Progress(
+        answers = self._answers(prompts[0], options) if self._chat else ()
+        choices = len(prompts) * options.choices
+        progress = self.progress(arrival)
+        reply = self._reply(response_id, choices, options, arrival, progress, answers)
+        return response_id, reply, self.requests(response_id, reply, prompts, options, arrival)
+
+    def progress(self, arrival: Arrival) -> Progress:
+        """Returns the progress of a new reply."""
+        return Progress(
             partial(explain, arrival_unix_s=arrival.unix_s, proxy_id=self._proxy.id)
             if arrival.trace
             else None
         )
-        answers = self._answers(prompts[0], options) if self._chat else ()
-        choices = len(prompts) * options.choices
-        reply = self._reply(response_id, choices, options, arrival, progress, answers)
+
+    def requests(
+        self,
+        response_id: str,
+        reply: GeneratingReply,
+        prompts: Sequence[EnginePrompt],
+        options: Options,
+        arrival: Arrival,
+    ) -> list[ProxyRequest]:
+        """Returns the requests, a request per prompt, and adds them to the reply's progress.
+
+        Raises ApiError as `build`.
+        """
         requests = []
         for i, prompt in enumerate(prompts):
             request_id = response_id if len(prompts) == 1 else f"{response_id}-{i}"
@@ -84,9 +108,9 @@ class Builder:
                 echo=self._echo(prompt, options) if options.echo else None,
                 arrived_at=arrival.at,
             )
-            progress.add(request)
+            reply.progress.add(request)
             requests.append(request)
-        return response_id, reply, requests
+        return requests
 
     def _answers(self, prompt: EnginePrompt, options: Options) -> list[ParsedAnswer]:
         """Returns the parser of every choice of a chat; none if all of the text is content."""

@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 import orjson
 
 from millrace.proxy.errors import ApiError
 from millrace.proxy.generation.choice import Choice, LogprobEntry, Piece
-from millrace.proxy.generation.proxy_request import ProxyRequest
+from millrace.proxy.generation.proxy_request import ProxyRequest, Sink
 from millrace.proxy.reply.formats import DONE, Format, Usage, Whole
 from millrace.proxy.reply.parsed import ParsedAnswer
 from millrace.proxy.request.options import Options
@@ -102,6 +102,36 @@ class Progress:
         return {"millrace": self.explain(self.requests)} if self.explain else {}
 
 
+class GeneratingReply(Sink, Protocol):
+    """A reply that gathers the output of its requests."""
+
+    @property
+    def progress(self) -> Progress: ...
+
+
+class EventReply(GeneratingReply, Protocol):
+    """A reply that is sent as server-sent events."""
+
+    #: True while no output came since `silent` was last set.
+    silent: bool
+
+    def take(self) -> bytes:
+        """Returns all events that are ready, or empty bytes."""
+
+    def comment(self, text: bytes) -> None:
+        """Adds a line that clients skip."""
+
+    def failure(self, error: ApiError) -> bytes:
+        """Returns the last events of a stream that ends with `error`."""
+
+
+class DocumentReply(GeneratingReply, Protocol):
+    """A reply that is sent as one JSON document."""
+
+    def document(self) -> bytes:
+        """Returns the response's body. Call it once `progress.finished` is true."""
+
+
 class StreamReply:
     """Gathers server-sent events; all events that are ready are sent in one piece."""
 
@@ -149,6 +179,10 @@ class StreamReply:
         """Adds a line that clients skip: it shows proxies in between that the connection lives."""
         self._out.append(b": " + text + b"\n\n")
         self.progress.signal.wake()
+
+    def failure(self, error: ApiError) -> bytes:
+        """Returns the last event of a stream that ends with `error`."""
+        return b"data: " + error.body() + b"\n\n"
 
     def on_text(self, choice: Choice, text: str) -> None:
         if self._answers:

@@ -14,6 +14,7 @@ from millrace.proxy.request.bodies import ChatBody, CompletionBody, DetokenizeBo
 from millrace.proxy.request.fields import OneType, Within, adapter
 from millrace.proxy.request.options import Limits, Options, read_options
 from millrace.proxy.request.reading import read_body
+from millrace.proxy.request.response_bodies import ResponseBody
 from millrace.proxy.request.tools import ToolOptions, read_history
 
 _MAX_STOP_IDS = 1024
@@ -84,6 +85,12 @@ class Bodies:
                 "logprobs": _count(0, config.max_logprobs),
                 "best_of": _count(1, config.max_choices, "Must equal n."),
             },
+        )
+        self.response = adapter(
+            "ResponseRequest",
+            ResponseBody,
+            model=Required[model],
+            max_output_tokens=_count(1, config.max_new_tokens, "Most tokens to generate."),
         )
         self.tokenize = adapter("Tokenize", TokenizeBody, model=model | None)
         tokens = Required[_token_ids(vocab_size, 0)]

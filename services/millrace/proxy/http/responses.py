@@ -1,0 +1,289 @@
+"""/v1/responses: creates responses by the path of chat completions, and serves stored responses."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import parse_qs
+
+import orjson
+
+from millrace.proxy.errors import ApiError, bad_field, shown
+from millrace.proxy.http.asgi import Receive, Scope, Send, receive_body, send_json
+from millrace.proxy.http.generate import (
+    KEEPALIVE_S,
+    Client,
+    Runs,
+    Services,
+    send_part,
+    start_stream,
+    until_disconnect,
+)
+from millrace.proxy.prompts import EnginePrompt
+from millrace.proxy.reply.builder import Arrival, Builder
+from millrace.proxy.reply.response import ResponseReply, frame, head
+from millrace.proxy.request.options import Options
+from millrace.proxy.request.responses import (
+    ResponseRequest,
+    read_as_chat,
+    read_response,
+    renamed,
+)
+from millrace.proxy.responses import source_of
+
+Json = dict[str, Any]
+
+RESPONSES_PATH = "/v1/responses"
+RESPONSE_PATH = RESPONSES_PATH + "/{response_id}"
+
+#: How often a stream of a stored response looks for new events.
+_POLL_S = 0.05
+_MOST_ITEMS = 100
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """A request, the messages before it, and its prompt."""
+
+    request: ResponseRequest
+    history: Sequence[Json]
+    prompt: EnginePrompt
+    options: Options
+
+
+class CreateResponse:
+    """Answers POST /v1/responses."""
+
+    def __init__(self, services: Services) -> None:
+        self._services = services
+        self._runs = Runs(services)
+        self._builder = Builder(
+            services.limits,
+            services.tokenizer,
+            services.gateway.incarnation,
+            services.prompts.parsers,
+            chat=True,
+        )
+
+    async def answer(self, scope: Scope, receive: Receive, send: Send) -> int:
+        """Returns the status that was sent. Raises ApiError before anything was sent."""
+        at, unix_s = time.monotonic(), time.time_ns() / 1e9
+        services = self._services
+        body = await receive_body(scope, receive, services.config.proxy.max_body_bytes)
+        arrival = self._runs.arrival(scope, at, unix_s)
+        asked = await self._read(body, arrival.tenant)
+        services.gateway.admit(1)
+        reply = self._reply(asked, arrival)
+        client = Client(receive, send, reply.response_id)
+        if asked.request.background:
+            return await self._start(asked, reply, arrival, client)
+
+        async def keep() -> None:
+            await services.responses.keep(
+                reply, arrival.tenant, source_of(asked.request, asked.history)
+            )
+
+        settle = keep if asked.request.store else None
+        if asked.request.stream:
+            return await self._runs.send_stream(reply, client, arrival, settle)
+        return await self._runs.send_whole(reply, client, arrival, settle)
+
+    async def _read(self, body: bytes, tenant: str) -> _Asked:
+        services = self._services
+        request = read_response(services.bodies, body)
+        history: list[Json] = []
+        if request.previous is not None:
+            history = await services.responses.history(request.previous, tenant)
+        prompt, options = await self._prompt(request, history, 0)
+        if request.truncates and not self._fits(prompt, options):
+            prompt, options = await self._shortened(request, history)
+        [prompt] = await self._runs.with_blocks([prompt], options)
+        return _Asked(request, history, prompt, options)
+
+    async def _shortened(
+        self, request: ResponseRequest, history: Sequence[Json]
+    ) -> tuple[EnginePrompt, Options]:
+        """Returns the prompt without as few of the oldest messages as needed, by bisection.
+
+        The last message stays, whether it fits or not.
+        """
+        low, high = 1, len(history) + len(request.messages) - 1
+        while low < high:
+            dropped = (low + high) // 2
+            if self._fits(*await self._prompt(request, history, dropped)):
+                high = dropped
+            else:
+                low = dropped + 1
+        return await self._prompt(request, history, max(0, high))
+
+    async def _prompt(
+        self, request: ResponseRequest, history: Sequence[Json], dropped: int
+    ) -> tuple[EnginePrompt, Options]:
+        chat = read_as_chat(self._services.bodies, request, history, dropped)
+        try:
+            return await self._services.prompts.read_chat(chat.conversation), chat.options
+        except ApiError as error:
+            raise renamed(error) from None
+
+    def _fits(self, prompt: EnginePrompt, options: Options) -> bool:
+        wanted = options.sampling.max_tokens or 1
+        return prompt.ids.size + wanted <= self._services.limits.context_tokens
+
+    def _reply(self, asked: _Asked, arrival: Arrival) -> ResponseReply:
+        """Returns the reply with its request, ready to be submitted."""
+        response_id = f"resp_{uuid.uuid4().hex}"
+        sampling, request = asked.options.sampling, asked.request
+        fields = head(
+            response_id,
+            int(arrival.unix_s),
+            request.fields,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+        )
+        reply = ResponseReply(fields, self._builder.progress(arrival), streams=request.stream)
+        try:
+            self._builder.requests(response_id, reply, [asked.prompt], asked.options, arrival)
+        except ApiError as error:
+            raise renamed(error) from None
+        return reply
+
+    async def _start(
+        self, asked: _Asked, reply: ResponseReply, arrival: Arrival, client: Client
+    ) -> int:
+        """Starts a background response, and answers with its first state or its events."""
+        responses, streams = self._services.responses, asked.request.stream
+        reply.begin()
+        source = source_of(asked.request, asked.history)
+        await responses.create(reply, arrival.tenant, source)
+        first = reply.document()
+        self._services.background.start(
+            reply, lambda: self._runs.submit(reply), lambda: self._runs.end(reply, arrival)
+        )
+        if not streams:
+            await send_json(client.send, 200, first)
+            return 200
+        return await _send_events(self._services, reply.response_id, arrival.tenant, 0, client)
+
+
+class StoredEndpoints:
+    """Answers the requests about stored responses."""
+
+    def __init__(self, services: Services) -> None:
+        self._services = services
+
+    async def retrieve_or_delete(self, scope: Scope, receive: Receive, send: Send) -> int:
+        """Answers GET and DELETE of one response."""
+        response_id, tenant = self._named(scope)
+        if scope["method"] == "DELETE":
+            await self._services.responses.delete(response_id, tenant)
+            deleted = {"id": response_id, "object": "response", "deleted": True}
+            return await _send_document(send, deleted)
+        query = _query(scope)
+        found = await self._services.responses.find(response_id, tenant)
+        if not _flag(query, "stream"):
+            return await _send_document(send, found.body)
+        if not (found.source.streams and found.body["background"]):
+            wrong = "only a response that was created with 'background' and 'stream' can be."
+            raise bad_field("stream", wrong)
+        start = _number(query, "starting_after", -1, 0, 2**53) + 1
+        client = Client(receive, send, response_id)
+        return await _send_events(self._services, response_id, tenant, start, client)
+
+    async def cancel(self, scope: Scope, receive: Receive, send: Send) -> int:
+        return await _send_document(
+            send, await self._services.responses.cancel(*self._named(scope))
+        )
+
+    async def input_items(self, scope: Scope, receive: Receive, send: Send) -> int:
+        query = _query(scope)
+        found = await self._services.responses.find(*self._named(scope))
+        limit = _number(query, "limit", 20, 1, _MOST_ITEMS)
+        order = query.get("order", "desc")
+        if order not in ("asc", "desc"):
+            raise bad_field("order", f"must be 'asc' or 'desc', got {shown(order)}.")
+        items = list(found.source.items)
+        if order == "desc":
+            items.reverse()
+        if (after := query.get("after")) is not None:
+            ids = [item["id"] for item in items]
+            if after not in ids:
+                raise bad_field("after", f"the input has no item {shown(after)}.")
+            items = items[ids.index(after) + 1 :]
+        page = items[:limit]
+        return await _send_document(
+            send,
+            {
+                "object": "list",
+                "data": page,
+                "first_id": page[0]["id"] if page else None,
+                "last_id": page[-1]["id"] if page else None,
+                "has_more": len(items) > len(page),
+            },
+        )
+
+    def _named(self, scope: Scope) -> tuple[str, str]:
+        """Returns the id of the response and the tenant."""
+        return scope["path_params"]["response_id"], self._services.tenants.of(scope)
+
+
+async def _send_document(send: Send, document: Json) -> int:
+    await send_json(send, 200, orjson.dumps(document))
+    return 200
+
+
+async def _send_events(
+    services: Services, response_id: str, tenant: str, start: int, client: Client
+) -> int:
+    """Sends the events from number `start` on as they come to the store, from any replica."""
+    responses = services.responses
+    found = await responses.find(response_id, tenant)
+    await start_stream(client)
+    silent_s = 0.0
+    gone = asyncio.create_task(until_disconnect(client.receive))
+    try:
+        while not gone.done():
+            events = await responses.events(response_id, start)
+            start += len(events)
+            silent_s = 0.0 if events else silent_s + _POLL_S
+            if events:
+                await send_part(client, b"".join(map(frame, events)))
+            elif silent_s >= KEEPALIVE_S:
+                silent_s = 0.0
+                await send_part(client, b": waiting\n\n")
+            if found.final:
+                break
+            await asyncio.sleep(_POLL_S)
+            found = await responses.find(response_id, tenant)
+    except ApiError as error:  # deleted meanwhile, or the store is out of reach
+        await send_part(client, b"event: error\ndata: " + error.body() + b"\n\n")
+    finally:
+        gone.cancel()
+    await client.send({"type": "http.response.body", "body": b""})
+    return 200
+
+
+def _query(scope: Scope) -> dict[str, str]:
+    """Returns the last value of every parameter of the query."""
+    found = parse_qs(scope["query_string"].decode("latin-1"), keep_blank_values=True)
+    return {name: values[-1] for name, values in found.items()}
+
+
+def _flag(query: dict[str, str], name: str) -> bool:
+    text = query.get(name, "false")
+    if text not in ("true", "false"):
+        raise bad_field(name, f"must be 'true' or 'false', got {shown(text)}.")
+    return text == "true"
+
+
+def _number(query: dict[str, str], name: str, default: int, low: int, high: int) -> int:
+    text = query.get(name)
+    if text is None:
+        return default
+    value = int(text) if text.isascii() and text.isdigit() and len(text) <= 16 else -1
+    if not low <= value <= high:
+        raise bad_field(name, f"must be an integer from {low} to {high}, got {shown(text)}.")
+    return value

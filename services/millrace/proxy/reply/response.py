@@ -1,0 +1,218 @@
+"""Gathers a request's output into a response of /v1/responses: its events and its document."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from typing import Any
+
+import orjson
+
+from millrace.proxy.errors import ApiError
+from millrace.proxy.generation.choice import Choice, Piece
+from millrace.proxy.generation.proxy_request import ProxyRequest
+from millrace.proxy.reply.formats import Usage
+from millrace.proxy.reply.reply import Progress
+
+Json = dict[str, Any]
+
+#: The state of a response whose text has ended, and its reason, by the choice's finish reason.
+_ENDS: dict[str, tuple[str, Json | None]] = {
+    "length": ("incomplete", {"reason": "max_output_tokens"}),
+}
+
+
+def frame(event: bytes) -> bytes:
+    """Returns an event of a stream, as server-sent."""
+    kind: str = orjson.loads(event)["type"]
+    return b"event: %s\ndata: %s\n\n" % (kind.encode(), event)
+
+
+class ResponseReply:
+    """Gathers the text, and the events if `streams`. An event's number is its place in `events`."""
+
+    __slots__ = (
+        "_comments",
+        "_head",
+        "_item_id",
+        "_opened",
+        "_streams",
+        "_taken",
+        "_text",
+        "events",
+        "progress",
+        "silent",
+        "status",
+    )
+
+    def __init__(self, head: Json, progress: Progress, *, streams: bool) -> None:
+        """`head` holds the fields that never change. A background response begins as queued."""
+        self._head = head
+        self._streams = streams
+        self._item_id = f"msg_{uuid.uuid4().hex}"
+        self._text: list[str] = []
+        self._comments: list[bytes] = []
+        self._taken = 0
+        self._opened = False
+        self.status = "queued" if head["background"] else "in_progress"
+        #: JSON of every event so far.
+        self.events: list[bytes] = []
+        #: True while no output came since `silent` was last set.
+        self.silent = True
+        self.progress = progress
+
+    @property
+    def response_id(self) -> str:
+        return str(self._head["id"])
+
+    def take(self) -> bytes:
+        """Returns all events that are ready, server-sent; or empty bytes."""
+        out, self._comments = self._comments, []
+        out += [frame(event) for event in self.events[self._taken :]]
+        self._taken = len(self.events)
+        return b"".join(out)
+
+    def comment(self, text: bytes) -> None:
+        """Adds a line that clients skip: it shows proxies in between that the connection lives."""
+        self._comments.append(b": " + text + b"\n\n")
+        self.progress.signal.wake()
+
+    def document(self) -> bytes:
+        """Returns the response as it is now. Its output comes when it has ended."""
+        return orjson.dumps(self.to_dict())
+
+    def begin(self) -> None:
+        """Adds the first event. Without this call it comes with the first text."""
+        self._emit("response.created", response=self.to_dict())
+
+    def on_text(self, choice: Choice, text: str) -> None:
+        self.silent = False
+        if not self._opened:
+            self._open()
+        if text:
+            self._text.append(text)
+            self._emit_part("response.output_text.delta", delta=text, logprobs=[])
+        if choice.finish_reason is not None:
+            self._close(choice.finish_reason)
+        self.progress.signal.wake()
+
+    def on_piece(self, choice: Choice, piece: Piece) -> None:
+        self.on_text(choice, piece.text)
+
+    def echo(self, choice: Choice, piece: Piece) -> None:
+        raise AssertionError("a response echoes no prompt")
+
+    def on_done(self, request: ProxyRequest) -> None:
+        self._emit(f"response.{self.status}", response=self.to_dict())
+        self.progress.done()
+
+    def on_error(self, error: ApiError) -> None:
+        self.progress.fail(error)
+
+    def failure(self, error: ApiError) -> bytes:
+        """Returns the last events of a stream that ends with `error`."""
+        self.fail(error)
+        return self.take()
+
+    def fail(self, error: ApiError) -> None:
+        """Adds the last event of a response that has failed."""
+        self.status = "failed"
+        code = "rate_limit_exceeded" if error.status == 429 else "server_error"
+        self._head |= {"error": {"code": code, "message": error.message}}
+        if not self.events:
+            self.begin()
+        self._emit("response.failed", response=self.to_dict())
+
+    def to_dict(self) -> Json:
+        ended = self.status in ("completed", "incomplete")
+        document = self._head | {"status": self.status, "output": [], "usage": None}
+        if ended:
+            document["output"] = [self._item(self.status)]
+            document["usage"] = usage(self.progress.usage())
+            document["incomplete_details"] = dict(_ENDS.values()).get(self.status)
+            document |= self.progress.extra()
+        if ended or self.status == "failed":
+            document["completed_at"] = int(time.time())
+        return document
+
+    def _open(self) -> None:
+        self._opened = True
+        self.status = "in_progress"
+        if not self.events:
+            self.begin()
+        self._emit("response.in_progress", response=self.to_dict())
+        item = self._item("in_progress") | {"content": []}
+        self._emit("response.output_item.added", output_index=0, item=item)
+        self._emit_part("response.content_part.added", part=_part(""))
+
+    def _close(self, finish_reason: str) -> None:
+        self.status, _ = _ENDS.get(finish_reason, ("completed", None))
+        if not self._streams:
+            return
+        text = "".join(self._text)
+        self._emit_part("response.output_text.done", text=text, logprobs=[])
+        self._emit_part("response.content_part.done", part=_part(text))
+        self._emit("response.output_item.done", output_index=0, item=self._item(self.status))
+
+    def _item(self, status: str) -> Json:
+        return {
+            "type": "message",
+            "id": self._item_id,
+            "status": status,
+            "role": "assistant",
+            "content": [_part("".join(self._text))],
+        }
+
+    def _emit_part(self, kind: str, **fields: object) -> None:
+        self._emit(kind, item_id=self._item_id, output_index=0, content_index=0, **fields)
+
+    def _emit(self, kind: str, **fields: object) -> None:
+        if self._streams:
+            event = {"type": kind, "sequence_number": len(self.events), **fields}
+            self.events.append(orjson.dumps(event))
+
+
+def usage(counted: Usage) -> Json:
+    """Returns a usage as /v1/responses shows it."""
+    return {
+        "input_tokens": counted.prompt_tokens,
+        "input_tokens_details": {"cached_tokens": counted.cached_tokens},
+        "output_tokens": counted.completion_tokens,
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": counted.prompt_tokens + counted.completion_tokens,
+    }
+
+
+def _part(text: str) -> Json:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+
+
+def head(response_id: str, created: int, fields: Json, temperature: float, top_p: float) -> Json:
+    """Returns the fields of a response that repeat the request's."""
+    return {
+        "id": response_id,
+        "object": "response",
+        "created_at": created,
+        "completed_at": None,
+        "background": bool(fields.get("background", False)),
+        "error": None,
+        "incomplete_details": None,
+        "instructions": fields.get("instructions"),
+        "max_output_tokens": fields.get("max_output_tokens"),
+        "max_tool_calls": fields.get("max_tool_calls"),
+        "metadata": fields.get("metadata", {}),
+        "model": fields["model"],
+        "parallel_tool_calls": fields.get("parallel_tool_calls", True),
+        "previous_response_id": fields.get("previous_response_id"),
+        "reasoning": {"effort": fields.get("reasoning", {}).get("effort"), "summary": None},
+        "service_tier": "default",
+        "store": fields.get("store", True),
+        "temperature": temperature,
+        "text": {"format": {"type": "text"}},
+        "tool_choice": fields.get("tool_choice", "auto"),
+        "tools": [],
+        "top_logprobs": 0,
+        "top_p": top_p,
+        "truncation": fields.get("truncation", "disabled"),
+        "user": fields.get("user"),
+    }

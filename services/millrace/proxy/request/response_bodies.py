@@ -1,0 +1,273 @@
+"""The model of the body of /v1/responses: OpenAI's fields, and some of chat's extensions."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, NotRequired, Required
+
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, with_config
+from pydantic_core import InitErrorDetails, PydanticCustomError
+from typing_extensions import TypedDict
+
+from millrace.proxy.errors import shown
+from millrace.proxy.request.fields import (
+    STRICT,
+    AnyObject,
+    Ignored,
+    JsonText,
+    OneOf,
+    OneType,
+    Unsupported,
+    Within,
+    text_or_array,
+)
+
+_Refused = Annotated[Any, Unsupported()]
+_Text = Annotated[str, Field(min_length=1)]
+
+_PART_TYPES = ("input_text", "output_text", "text", "refusal")
+_ITEM_TYPES = ("message", "function_call", "function_call_output", "reasoning")
+
+
+def _of_types(kinds: tuple[str, ...], what: str, default: str | None = None) -> BeforeValidator:
+    """Refuses objects whose `type` is not one of `kinds`."""
+
+    def check(value: object) -> object:
+        if isinstance(value, dict) and value.get("type", default) not in kinds:
+            known = ", ".join(map(repr, kinds))
+            message = f"{what} must be one of {known}, got {shown(value.get('type'))}."
+            kind = PydanticCustomError("unsupported_content_type", message)
+            details = InitErrorDetails(type=kind, loc=("type",), input=value)
+            raise ValidationError.from_exception_data("", [details])
+        return value
+
+    return BeforeValidator(check)
+
+
+@with_config(STRICT)
+class TextPart(TypedDict):
+    """A part of an item's content."""
+
+    type: Literal["input_text", "output_text", "text"]
+    text: str
+    annotations: NotRequired[Ignored[list[AnyObject]]]
+    logprobs: NotRequired[Ignored[list[AnyObject]]]
+
+
+@with_config(STRICT)
+class RefusalPart(TypedDict):
+    """A part of an assistant's content: the model refused to answer."""
+
+    type: Literal["refusal"]
+    refusal: str
+
+
+_Part = Annotated[
+    Any,
+    OneType(
+        lambda part: (
+            "refusal" if isinstance(part, dict) and part.get("type") == "refusal" else "text"
+        ),
+        "an object",
+        text=TextPart,
+        refusal=RefusalPart,
+    ),
+    _of_types(_PART_TYPES, "the type of a content part"),
+]
+_Content = Annotated[
+    Any,
+    OneType(
+        text_or_array,
+        "a string or an array of content parts",
+        text=str,
+        array=Annotated[list[_Part], Field(min_length=1, fail_fast=True)],
+    ),
+]
+
+
+@with_config(STRICT)
+class MessageItem(TypedDict):
+    """A message."""
+
+    type: NotRequired[Literal["message"]]
+    role: Annotated[str, OneOf("user", "assistant", "system", "developer")]
+    content: _Content
+    id: NotRequired[str | None]
+    status: NotRequired[str | None]
+    phase: NotRequired[Ignored[str]]
+
+
+@with_config(STRICT)
+class CallItem(TypedDict):
+    """A call of a function by the assistant."""
+
+    type: Literal["function_call"]
+    call_id: _Text
+    name: _Text
+    arguments: JsonText
+    id: NotRequired[str | None]
+    status: NotRequired[str | None]
+
+
+@with_config(STRICT)
+class CallOutputItem(TypedDict):
+    """The output of a called function."""
+
+    type: Literal["function_call_output"]
+    call_id: _Text
+    output: _Content
+    id: NotRequired[str | None]
+    status: NotRequired[str | None]
+
+
+@with_config(STRICT)
+class ReasoningItem(TypedDict):
+    """The reasoning of an earlier answer. Chat templates do not show it again."""
+
+    type: Literal["reasoning"]
+    summary: list[AnyObject]
+    content: NotRequired[list[AnyObject] | None]
+    encrypted_content: NotRequired[str | None]
+    id: NotRequired[str | None]
+    status: NotRequired[str | None]
+
+
+def _kind_of_item(item: object) -> str | None:
+    return str(item.get("type", "message")) if isinstance(item, dict) else None
+
+
+_Item = Annotated[
+    Any,
+    OneType(
+        _kind_of_item,
+        "an object",
+        message=MessageItem,
+        function_call=CallItem,
+        function_call_output=CallOutputItem,
+        reasoning=ReasoningItem,
+    ),
+    _of_types(_ITEM_TYPES, "the type of an item", "message"),
+]
+
+
+@with_config(STRICT)
+class TextFormat(TypedDict, total=False):
+    """The form of the answer: plain text."""
+
+    type: Required[
+        Annotated[str, OneOf("text", why=" Structured output is not supported by this server.")]
+    ]
+    name: _Refused
+    schema: _Refused
+    strict: _Refused
+    description: _Refused
+
+
+@with_config(STRICT)
+class TextOptions(TypedDict, total=False):
+    """The form of the answer."""
+
+    format: TextFormat | None
+    verbosity: Ignored[Annotated[str, OneOf("low", "medium", "high")]]
+
+
+@with_config(STRICT)
+class Reasoning(TypedDict, total=False):
+    """How the model reasons."""
+
+    effort: Annotated[
+        Annotated[str, Field(max_length=32)] | None,
+        Field(description="Passed to the chat template."),
+    ]
+    summary: Annotated[Any, Unsupported("auto")]
+    generate_summary: Annotated[Any, Unsupported("auto")]
+
+
+@with_config(STRICT)
+class ResponseStreamOptions(TypedDict, total=False):
+    """What a stream shows beside the answer."""
+
+    include_obfuscation: Ignored[bool]
+
+
+def _check_metadata(pairs: dict[str, str]) -> dict[str, str]:
+    if len(pairs) > 16:
+        raise PydanticCustomError("invalid_value", f"must have at most 16 keys, got {len(pairs)}.")
+    for key in pairs:
+        if len(key) > 64:
+            wrong = f"keys have at most 64 characters, got {shown(key)}."
+            raise PydanticCustomError("invalid_value", wrong)
+    return pairs
+
+
+class ResponseBody(TypedDict, total=False):
+    """The body of /v1/responses: first served, then ignored, then refused fields."""
+
+    input: Required[
+        Annotated[
+            Any,
+            OneType(
+                text_or_array,
+                "a string or an array of items",
+                text=_Text,
+                array=Annotated[list[_Item], Field(min_length=1, fail_fast=True)],
+            ),
+        ]
+    ]
+    instructions: Annotated[
+        str | None, Field(description="A system message before the conversation.")
+    ]
+    previous_response_id: Annotated[
+        str | None, Field(description="Continue the conversation of a stored response.")
+    ]
+    store: Annotated[bool | None, Field(description="Default: true. Keep the response.")]
+    background: Annotated[
+        bool | None, Field(description="Answer at once, and generate without a client.")
+    ]
+    stream: Annotated[bool | None, Field(description="Answer as server-sent events.")]
+    stream_options: ResponseStreamOptions | None
+    metadata: Annotated[
+        Annotated[dict[str, Annotated[str, Field(max_length=512)]], AfterValidator(_check_metadata)]
+        | None,
+        Field(description="At most 16 pairs, returned with the response."),
+    ]
+    truncation: Annotated[
+        Annotated[str, OneOf("disabled", "auto")] | None,
+        Field(description="auto: drop the oldest messages of a conversation that is too long."),
+    ]
+    reasoning: Reasoning | None
+    text: TextOptions | None
+    temperature: Annotated[float | None, Within(0, 2), Field(description="0: greedy.")]
+    top_p: Annotated[float | None, Within(0, 1, above=True)]
+    top_k: Annotated[int | None, Within(-1, 2**31 - 1), Field(description="0 or -1: off.")]
+    min_p: Annotated[float | None, Within(0, 1)]
+    repetition_penalty: Annotated[
+        float | None, Within(0, 100, above=True), Field(description="1: off.")
+    ]
+    seed: Annotated[
+        int | None, Within(-(2**63), 2**64 - 1), Field(description="Same seed, same output.")
+    ]
+    cache_salt: Annotated[
+        Annotated[str, Field(max_length=256)] | None,
+        Field(description="Prompts share KV only if their salts are equal."),
+    ]
+    chat_template_kwargs: Annotated[
+        AnyObject | None, Field(description="Further arguments of the chat template.")
+    ]
+
+    max_tool_calls: Ignored[Annotated[int, Within(1, 2**31 - 1)]]
+    parallel_tool_calls: Ignored[bool]
+    prompt_cache_key: Ignored[str]
+    prompt_cache_options: Ignored[AnyObject]
+    prompt_cache_retention: Ignored[str]
+    safety_identifier: Ignored[str]
+    service_tier: Ignored[Annotated[str, OneOf("auto", "default", "flex", "scale", "priority")]]
+    user: Ignored[str]
+
+    context_management: _Refused
+    conversation: _Refused
+    include: Annotated[Any, Unsupported([], ["reasoning.encrypted_content"])]
+    moderation: _Refused
+    prompt: _Refused
+    tool_choice: Annotated[Any, Unsupported("none", "auto")]
+    tools: Annotated[Any, Unsupported([])]
+    top_logprobs: Annotated[Any, Unsupported(0)]

@@ -1,0 +1,180 @@
+"""Reads the body of /v1/responses, and writes it as the body of a chat completion.
+
+Both APIs have one generation path: the fields of a response have the names and the checks that
+/v1/chat/completions has, and errors get the names of /v1/responses back.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from millrace.proxy.errors import ApiError, bad_field
+from millrace.proxy.request.reading import read_body
+from millrace.proxy.request.validation import Bodies, ChatRequest
+
+Json = dict[str, Any]
+
+#: Fields that have the same name and meaning in both APIs.
+_SAME = [
+    "model",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "seed",
+    "cache_salt",
+    "chat_template_kwargs",
+    "stream",
+]
+#: Fields of a chat's body, and what clients of responses call them.
+_NAMES = {"messages": "input", "max_completion_tokens": "max_output_tokens"}
+_CHAT_NAME = re.compile("|".join(_NAMES))
+
+_ROLES = {"developer": "system"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResponseRequest:
+    """A checked request. `items` are the input as the API shows it; `fields` all checked fields."""
+
+    fields: Json
+    items: list[Json]
+
+    @property
+    def messages(self) -> list[Json]:
+        """The input as messages of a chat."""
+        return messages_of(self.items)
+
+    @property
+    def store(self) -> bool:
+        return bool(self.fields.get("store", True))
+
+    @property
+    def background(self) -> bool:
+        return bool(self.fields.get("background", False))
+
+    @property
+    def stream(self) -> bool:
+        return bool(self.fields.get("stream", False))
+
+    @property
+    def previous(self) -> str | None:
+        return self.fields.get("previous_response_id")
+
+    @property
+    def truncates(self) -> bool:
+        return self.fields.get("truncation") == "auto"
+
+
+def read_response(bodies: Bodies, body: bytes) -> ResponseRequest:
+    """Checks the body. Raises ApiError naming the field."""
+    fields = read_body(bodies.response, body)
+    bodies.check_model(fields["model"])
+    if fields.get("background") and not fields.get("store", True):
+        raise bad_field("background", "needs 'store' to be true.")
+    if "stream_options" in fields and not fields.get("stream"):
+        raise bad_field("stream_options", "is only allowed when 'stream' is true.")
+    given = fields["input"]
+    if isinstance(given, str):
+        given = [{"role": "user", "content": given}]
+    return ResponseRequest(fields=fields, items=[_shown(item) for item in given])
+
+
+def read_as_chat(
+    bodies: Bodies, request: ResponseRequest, history: Sequence[Json], dropped: int = 0
+) -> ChatRequest:
+    """Returns the request as a chat after `history`, without its first `dropped` messages.
+
+    Raises ApiError naming the field of the response.
+    """
+    fields = request.fields
+    chat = {name: fields[name] for name in _SAME if name in fields}
+    messages = [*history, *request.messages][dropped:]
+    while dropped and messages[0]["role"] == "tool" and len(messages) > 1:
+        del messages[0]  # its call has been dropped
+    if instructions := fields.get("instructions"):
+        messages.insert(0, {"role": "system", "content": instructions})
+    chat["messages"] = messages
+    if "max_output_tokens" in fields:
+        chat["max_completion_tokens"] = fields["max_output_tokens"]
+    if effort := fields.get("reasoning", {}).get("effort"):
+        chat["reasoning_effort"] = effort
+    try:
+        # orjson writes no integer above 64 bits; an argument of the template may be such a number.
+        return bodies.read_chat(json.dumps(chat).encode())
+    except ApiError as error:
+        raise renamed(error) from None
+
+
+def renamed(error: ApiError) -> ApiError:
+    """Returns the error of a chat with the names that the fields of a response have."""
+    if error.param is None:
+        return error
+
+    def name(found: re.Match[str]) -> str:
+        return _NAMES[found.group()]
+
+    return ApiError(
+        error.status,
+        _CHAT_NAME.sub(name, error.message),
+        param=_CHAT_NAME.sub(name, error.param),
+        code=error.code,
+        retry_after_s=error.retry_after_s,
+    )
+
+
+def messages_of(items: Sequence[Mapping[str, Any]]) -> list[Json]:
+    """Returns items of an input or an output as messages of a chat, in order."""
+    messages: list[Json] = []
+    for item in items:
+        kind = item["type"]
+        if kind == "message":
+            role = _ROLES.get(item["role"], item["role"])
+            messages.append({"role": role, "content": _content(item["content"])})
+        elif kind == "function_call":
+            _add_call(messages, item)
+        elif kind == "function_call_output":
+            content = _content(item["output"])
+            messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": content})
+    return messages
+
+
+def _add_call(messages: list[Json], item: Mapping[str, Any]) -> None:
+    """Adds a call to the assistant's message before it, or to a new message."""
+    call = {
+        "id": item["call_id"],
+        "type": "function",
+        "function": {"name": item["name"], "arguments": item["arguments"]},
+    }
+    if not (messages and messages[-1]["role"] == "assistant"):
+        messages.append({"role": "assistant", "content": ""})
+    messages[-1].setdefault("tool_calls", []).append(call)
+
+
+def _content(content: str | Sequence[Mapping[str, Any]]) -> str:
+    if isinstance(content, str):
+        return content
+    return "\n".join(part.get("text") or part.get("refusal", "") for part in content)
+
+
+def _shown(item: Mapping[str, Any]) -> Json:
+    """Returns an item as `input_items` shows it: with type and id, and content as parts."""
+    shown = {name: value for name, value in item.items() if value is not None}
+    shown.setdefault("type", "message")
+    if shown["type"] == "message":
+        if isinstance(shown["content"], str):
+            kind = "output_text" if shown["role"] == "assistant" else "input_text"
+            shown["content"] = [{"type": kind, "text": shown["content"]}]
+        for part in shown["content"]:
+            if part["type"] == "output_text":
+                part.setdefault("annotations", [])
+        shown.setdefault("status", "completed")
+    prefix = {"message": "msg", "function_call": "fc", "reasoning": "rs"}.get(shown["type"], "fco")
+    shown.setdefault("id", f"{prefix}_{uuid.uuid4().hex}")
+    return shown
