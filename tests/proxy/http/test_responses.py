@@ -233,7 +233,7 @@ async def test_truncation_drops_the_oldest_messages(stack):
             "unsupported_content_type",
         ),
         ({"tools": [{"type": "function"}]}, "tools", "unsupported_parameter"),
-        ({"text": {"format": {"type": "json_object"}}}, "text.format.type", "invalid_value"),
+        ({"text": {"format": {"type": "yaml"}}}, "text.format.type", "invalid_value"),
         ({"temperature": 9}, "temperature", "invalid_value"),
         ({"max_output_tokens": 0}, "max_output_tokens", "invalid_value"),
         ({"max_output_tokens": 4000}, "max_output_tokens", "context_length_exceeded"),

@@ -87,6 +87,17 @@ class Runs:
             traceparent=traceparent(scope),
         )
 
+    async def check_constraint(self, options: Options) -> None:
+        """Compiles the constraint, on a thread. Raises ApiError with the reason if it can't be."""
+        constraint = options.sampling.constraint
+        if constraint is None:
+            return
+        try:
+            await asyncio.shield(asyncio.wrap_future(self._services.grammars.prepare(constraint)))
+        except GrammarError as error:
+            reason = str(error)[:_MOST_REASON]
+            raise bad_field(options.constraint_field, f"can't be compiled: {reason}") from error
+
     async def with_blocks(
         self, prompts: Sequence[EnginePrompt], options: Options
     ) -> list[EnginePrompt]:
@@ -187,25 +198,14 @@ class GenerateEndpoint:
         if self._chat:
             chat = services.bodies.read_chat(body)
             options = chat.options
-            await self._check_constraint(options)
+            await self._runs.check_constraint(options)
             prompts = [await services.prompts.read_chat(chat.conversation)]
         else:
             completion = services.bodies.read_completion(body)
             options = completion.options
-            await self._check_constraint(options)
+            await self._runs.check_constraint(options)
             prompts = await services.prompts.read_completion(completion)
         return await self._runs.with_blocks(prompts, options), options
-
-    async def _check_constraint(self, options: Options) -> None:
-        """Compiles the constraint, on a thread. Raises ApiError with the reason if it can't be."""
-        constraint = options.sampling.constraint
-        if constraint is None:
-            return
-        try:
-            await asyncio.shield(asyncio.wrap_future(self._services.grammars.prepare(constraint)))
-        except GrammarError as error:
-            reason = str(error)[:_MOST_REASON]
-            raise bad_field(options.constraint_field, f"can't be compiled: {reason}") from error
 
 
 #: Runs when an answer is complete, before its end is sent.

@@ -101,6 +101,10 @@ class CreateResponse:
         prompt, options = await self._prompt(request, history, 0)
         if request.truncates and not self._fits(prompt, options):
             prompt, options = await self._shortened(request, history)
+        try:
+            await self._runs.check_constraint(options)
+        except ApiError as error:
+            raise renamed(error) from None
         [prompt] = await self._runs.with_blocks([prompt], options)
         return _Asked(request, history, prompt, options)
 

@@ -208,7 +208,7 @@ def head(response_id: str, created: int, fields: Json, temperature: float, top_p
         "service_tier": "default",
         "store": fields.get("store", True),
         "temperature": temperature,
-        "text": {"format": {"type": "text"}},
+        "text": {"format": fields.get("text", {}).get("format") or {"type": "text"}},
         "tool_choice": fields.get("tool_choice", "auto"),
         "tools": [],
         "top_logprobs": 0,

@@ -151,15 +151,13 @@ _Item = Annotated[
 
 @with_config(STRICT)
 class TextFormat(TypedDict, total=False):
-    """The form of the answer: plain text."""
+    """The form of the answer. `name` and `schema` go with the type json_schema, and only there."""
 
-    type: Required[
-        Annotated[str, OneOf("text", why=" Structured output is not supported by this server.")]
-    ]
-    name: _Refused
-    schema: _Refused
-    strict: _Refused
-    description: _Refused
+    type: Required[Annotated[str, OneOf("text", "json_object", "json_schema")]]
+    name: Annotated[str, Field(min_length=1, max_length=64)] | None
+    schema: AnyObject | None
+    strict: Ignored[bool]
+    description: Ignored[str]
 
 
 @with_config(STRICT)

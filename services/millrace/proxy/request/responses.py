@@ -32,9 +32,15 @@ _SAME = [
     "chat_template_kwargs",
     "stream",
 ]
-#: Fields of a chat's body, and what clients of responses call them.
-_NAMES = {"messages": "input", "max_completion_tokens": "max_output_tokens"}
-_CHAT_NAME = re.compile("|".join(_NAMES))
+#: Fields of a chat's body, and what clients of responses call them; longer names first.
+_NAMES = {
+    "messages": "input",
+    "max_completion_tokens": "max_output_tokens",
+    "response_format.json_schema": "text.format",
+    "response_format": "text.format",
+}
+#: Errors name fields in quotes; what the client wrote beside them stays as it is.
+_CHAT_NAME = re.compile("(?<![^'])(" + "|".join(map(re.escape, _NAMES)) + r")\b")
 
 _ROLES = {"developer": "system"}
 
@@ -105,11 +111,26 @@ def read_as_chat(
         chat["max_completion_tokens"] = fields["max_output_tokens"]
     if effort := fields.get("reasoning", {}).get("effort"):
         chat["reasoning_effort"] = effort
+    chat |= _response_format(fields.get("text", {}).get("format"))
     try:
         # orjson writes no integer above 64 bits; an argument of the template may be such a number.
         return bodies.read_chat(json.dumps(chat).encode())
     except ApiError as error:
         raise renamed(error) from None
+
+
+def _response_format(given: Mapping[str, Any] | None) -> Json:
+    """Returns a `text.format` as a chat's `response_format`, or no field."""
+    if given is None:
+        return {}
+    kind = given["type"]
+    schema = {k: v for k, v in given.items() if k != "type" and v is not None}
+    if kind == "json_schema":
+        return {"response_format": {"type": kind, "json_schema": schema}}
+    if schema:
+        wrong = "is only allowed with type 'json_schema'."
+        raise bad_field(f"text.format.{next(iter(schema))}", wrong)
+    return {"response_format": {"type": kind}}
 
 
 def renamed(error: ApiError) -> ApiError:
