@@ -232,7 +232,6 @@ async def test_truncation_drops_the_oldest_messages(stack):
             "input[0].type",
             "unsupported_content_type",
         ),
-        ({"tools": [{"type": "function"}]}, "tools", "unsupported_parameter"),
         ({"text": {"format": {"type": "yaml"}}}, "text.format.type", "invalid_value"),
         ({"temperature": 9}, "temperature", "invalid_value"),
         ({"max_output_tokens": 0}, "max_output_tokens", "invalid_value"),

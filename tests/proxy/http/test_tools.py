@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from contextlib import asynccontextmanager
 
 import orjson
 import pytest
@@ -13,34 +12,12 @@ from tokenizers import AddedToken, Tokenizer
 from millrace.bench.gateway.stub_model import write_stub_model
 from millrace.proxy.model_card import read_model_card
 from millrace.proxy.text.tokenizer import Tokenizer as ProxyTokenizer
-from support.gateway import MODEL, gateway
+from support.gateway import MODEL
+from support.tool_model import CALL, FORCED, THOUGHT, TWO, WEATHER, serving
 
 USER = [{"role": "user", "content": "hi"}]
 CHAT = "/v1/chat/completions"
-WEATHER = {
-    "name": "weather",
-    "description": "The weather of a place.",
-    "parameters": {"type": "object", "properties": {"place": {"type": "string"}}},
-}
 TOOL = {"type": "function", "function": WEATHER}
-#: A template with all that a tool conversation may hold, in Qwen's form.
-TEMPLATE = """{% if tools %}tools:{{ tools | tojson }}
-{% endif %}{% for m in messages %}{{ m.role }}:{{ m.content }}
-{%- for c in m.tool_calls or [] %}<tool_call>{{ c.function.name }}
-{%- for key in c.function.arguments %} {{ key }}={{ c.function.arguments[key] }}{% endfor %}
-</tool_call>{% endfor %}{% if m.tool_call_id %}({{ m.tool_call_id }}){% endif %}
-{% endfor %}{% if add_generation_prompt %}assistant:{% if think %}<think>
-{% endif %}{% endif %}"""
-CALL = '<tool_call>{"name": "weather", "arguments": {"place": "Oslo"}}</tool_call>'
-TWO = f'Look:{CALL}\n<tool_call>{{"name": "weather", "arguments": {{}}}}</tool_call>'
-
-
-@asynccontextmanager
-async def serving(folder, *settings, template=TEMPLATE):
-    folder.mkdir(exist_ok=True)
-    (folder / "chat_template.jinja").write_text(template)
-    async with gateway(folder, *settings) as running:
-        yield running
 
 
 @pytest.fixture
@@ -150,10 +127,6 @@ async def test_call_that_is_cut_off_ends_by_length(stack):
     assert choice["message"]["tool_calls"][0]["function"]["name"] == "weather"
 
 
-FORCED = """[ {"name": "weather", "arguments": {"place": "Oslo"}},
-{"name": "weather", "arguments": {}} ]"""
-
-
 @pytest.mark.parametrize(
     "choice", ["required", {"type": "function", "function": {"name": "weather"}}]
 )
@@ -250,9 +223,6 @@ async def test_parser_by_setting(tmp_path):
     [call] = choice["message"]["tool_calls"]
     assert len(call["id"]) == 9 and call["id"].isalnum()
     assert call["function"] == {"name": "weather", "arguments": '{"place": 1}'}
-
-
-THOUGHT = "<think>so it is</think>\n\nYes."
 
 
 async def test_reasoning(stack):

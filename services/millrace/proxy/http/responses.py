@@ -29,6 +29,7 @@ from millrace.proxy.reply.response import ResponseReply, frame, head
 from millrace.proxy.request.options import Options
 from millrace.proxy.request.responses import (
     ResponseRequest,
+    most_dropped,
     read_as_chat,
     read_response,
     renamed,
@@ -113,9 +114,9 @@ class CreateResponse:
     ) -> tuple[EnginePrompt, Options]:
         """Returns the prompt without as few of the oldest messages as needed, by bisection.
 
-        The last message stays, whether it fits or not.
+        The last message stays, whether it fits or not; so does the call that it answers.
         """
-        low, high = 1, len(history) + len(request.messages) - 1
+        low, high = 1, most_dropped([*history, *request.messages])
         while low < high:
             dropped = (low + high) // 2
             if self._fits(*await self._prompt(request, history, dropped)):
@@ -148,7 +149,13 @@ class CreateResponse:
             temperature=sampling.temperature,
             top_p=sampling.top_p,
         )
-        reply = ResponseReply(fields, self._builder.progress(arrival), streams=request.stream)
+        answers = self._builder.answers(asked.prompt, asked.options)
+        reply = ResponseReply(
+            fields,
+            self._builder.progress(arrival),
+            answers[0] if answers else None,
+            streams=request.stream,
+        )
         try:
             self._builder.requests(response_id, reply, [asked.prompt], asked.options, arrival)
         except ApiError as error:

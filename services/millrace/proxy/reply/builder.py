@@ -69,7 +69,7 @@ class Builder:
         Raises ApiError (context_length_exceeded) when a prompt leaves no room.
         """
         response_id = self._id_prefix + uuid.uuid4().hex
-        answers = self._answers(prompts[0], options) if self._chat else ()
+        answers = self.answers(prompts[0], options) if self._chat else ()
         choices = len(prompts) * options.choices
         progress = self.progress(arrival)
         reply = self._reply(response_id, choices, options, arrival, progress, answers)
@@ -82,6 +82,16 @@ class Builder:
             if arrival.trace
             else None
         )
+
+    def answers(self, prompt: EnginePrompt, options: Options) -> list[ParsedAnswer]:
+        """Returns the parser of every choice of a chat; none if all of the text is content."""
+        schemas = None if options.tools is None else options.tools.schemas
+        forced = options.tools is not None and options.tools.constraint is not None
+        # A constrained answer begins at once, even if the prompt opens the reasoning.
+        end = prompt.end if options.sampling.constraint is None else ""
+        made = (self._parsers.make(schemas, end, forced=forced) for _ in range(options.choices))
+        length = self._parsers.call_id_length
+        return [ParsedAnswer(p, options, id_length=length) for p in made if p is not None]
 
     def requests(
         self,
@@ -111,16 +121,6 @@ class Builder:
             reply.progress.add(request)
             requests.append(request)
         return requests
-
-    def _answers(self, prompt: EnginePrompt, options: Options) -> list[ParsedAnswer]:
-        """Returns the parser of every choice of a chat; none if all of the text is content."""
-        schemas = None if options.tools is None else options.tools.schemas
-        forced = options.tools is not None and options.tools.constraint is not None
-        # A constrained answer begins at once, even if the prompt opens the reasoning.
-        end = prompt.end if options.sampling.constraint is None else ""
-        made = (self._parsers.make(schemas, end, forced=forced) for _ in range(options.choices))
-        length = self._parsers.call_id_length
-        return [ParsedAnswer(p, options, id_length=length) for p in made if p is not None]
 
     def _reply(
         self,

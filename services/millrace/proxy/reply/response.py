@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import uuid
 from typing import Any
 
 import orjson
@@ -12,7 +11,9 @@ from millrace.proxy.errors import ApiError
 from millrace.proxy.generation.choice import Choice, Piece
 from millrace.proxy.generation.proxy_request import ProxyRequest
 from millrace.proxy.reply.formats import Usage
+from millrace.proxy.reply.parsed import ParsedAnswer
 from millrace.proxy.reply.reply import Progress
+from millrace.proxy.reply.response_items import OutputItems
 
 Json = dict[str, Any]
 
@@ -29,28 +30,31 @@ def frame(event: bytes) -> bytes:
 
 
 class ResponseReply:
-    """Gathers the text, and the events if `streams`. An event's number is its place in `events`."""
+    """Gathers the items, and the events if `streams`. A place in `events` is an event's number."""
 
     __slots__ = (
         "_comments",
         "_head",
-        "_item_id",
+        "_items",
         "_opened",
         "_streams",
         "_taken",
-        "_text",
         "events",
         "progress",
         "silent",
         "status",
     )
 
-    def __init__(self, head: Json, progress: Progress, *, streams: bool) -> None:
-        """`head` holds the fields that never change. A background response begins as queued."""
+    def __init__(
+        self, head: Json, progress: Progress, answer: ParsedAnswer | None, *, streams: bool
+    ) -> None:
+        """`head` holds the fields that never change. A background response begins as queued.
+
+        `answer` parses the text; None if all of it is the message's.
+        """
         self._head = head
         self._streams = streams
-        self._item_id = f"msg_{uuid.uuid4().hex}"
-        self._text: list[str] = []
+        self._items = OutputItems(answer, self._emit)
         self._comments: list[bytes] = []
         self._taken = 0
         self._opened = False
@@ -89,11 +93,10 @@ class ResponseReply:
         self.silent = False
         if not self._opened:
             self._open()
-        if text:
-            self._text.append(text)
-            self._emit_part("response.output_text.delta", delta=text, logprobs=[])
+        self._items.feed(text)
         if choice.finish_reason is not None:
-            self._close(choice.finish_reason)
+            self.status, _ = _ENDS.get(choice.finish_reason, ("completed", None))
+            self._items.end(self.status)
         self.progress.signal.wake()
 
     def on_piece(self, choice: Choice, piece: Piece) -> None:
@@ -127,7 +130,7 @@ class ResponseReply:
         ended = self.status in ("completed", "incomplete")
         document = self._head | {"status": self.status, "output": [], "usage": None}
         if ended:
-            document["output"] = [self._item(self.status)]
+            document["output"] = self._items.documents()
             document["usage"] = usage(self.progress.usage())
             document["incomplete_details"] = dict(_ENDS.values()).get(self.status)
             document |= self.progress.extra()
@@ -141,30 +144,6 @@ class ResponseReply:
         if not self.events:
             self.begin()
         self._emit("response.in_progress", response=self.to_dict())
-        item = self._item("in_progress") | {"content": []}
-        self._emit("response.output_item.added", output_index=0, item=item)
-        self._emit_part("response.content_part.added", part=_part(""))
-
-    def _close(self, finish_reason: str) -> None:
-        self.status, _ = _ENDS.get(finish_reason, ("completed", None))
-        if not self._streams:
-            return
-        text = "".join(self._text)
-        self._emit_part("response.output_text.done", text=text, logprobs=[])
-        self._emit_part("response.content_part.done", part=_part(text))
-        self._emit("response.output_item.done", output_index=0, item=self._item(self.status))
-
-    def _item(self, status: str) -> Json:
-        return {
-            "type": "message",
-            "id": self._item_id,
-            "status": status,
-            "role": "assistant",
-            "content": [_part("".join(self._text))],
-        }
-
-    def _emit_part(self, kind: str, **fields: object) -> None:
-        self._emit(kind, item_id=self._item_id, output_index=0, content_index=0, **fields)
 
     def _emit(self, kind: str, **fields: object) -> None:
         if self._streams:
@@ -181,10 +160,6 @@ def usage(counted: Usage) -> Json:
         "output_tokens_details": {"reasoning_tokens": 0},
         "total_tokens": counted.prompt_tokens + counted.completion_tokens,
     }
-
-
-def _part(text: str) -> Json:
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
 
 
 def head(response_id: str, created: int, fields: Json, temperature: float, top_p: float) -> Json:
@@ -210,7 +185,7 @@ def head(response_id: str, created: int, fields: Json, temperature: float, top_p
         "temperature": temperature,
         "text": {"format": fields.get("text", {}).get("format") or {"type": "text"}},
         "tool_choice": fields.get("tool_choice", "auto"),
-        "tools": [],
+        "tools": fields.get("tools", []),
         "top_logprobs": 0,
         "top_p": top_p,
         "truncation": fields.get("truncation", "disabled"),

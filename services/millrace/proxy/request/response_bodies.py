@@ -20,6 +20,7 @@ from millrace.proxy.request.fields import (
     Within,
     text_or_array,
 )
+from millrace.proxy.request.tools import ResponseChoice, ResponseTools
 
 _Refused = Annotated[Any, Unsupported()]
 _Text = Annotated[str, Field(min_length=1)]
@@ -234,6 +235,15 @@ class ResponseBody(TypedDict, total=False):
     ]
     reasoning: Reasoning | None
     text: TextOptions | None
+    tools: Annotated[
+        ResponseTools | None, Field(description="Functions that the assistant may call.")
+    ]
+    tool_choice: Annotated[
+        ResponseChoice | None, Field(description="'auto', 'none', 'required', or one function.")
+    ]
+    parallel_tool_calls: Annotated[
+        bool | None, Field(description="Default: true. False: only the first call is shown.")
+    ]
     temperature: Annotated[float | None, Within(0, 2), Field(description="0: greedy.")]
     top_p: Annotated[float | None, Within(0, 1, above=True)]
     top_k: Annotated[int | None, Within(-1, 2**31 - 1), Field(description="0 or -1: off.")]
@@ -253,7 +263,6 @@ class ResponseBody(TypedDict, total=False):
     ]
 
     max_tool_calls: Ignored[Annotated[int, Within(1, 2**31 - 1)]]
-    parallel_tool_calls: Ignored[bool]
     prompt_cache_key: Ignored[str]
     prompt_cache_options: Ignored[AnyObject]
     prompt_cache_retention: Ignored[str]
@@ -266,6 +275,4 @@ class ResponseBody(TypedDict, total=False):
     include: Annotated[Any, Unsupported([], ["reasoning.encrypted_content"])]
     moderation: _Refused
     prompt: _Refused
-    tool_choice: Annotated[Any, Unsupported("none", "auto")]
-    tools: Annotated[Any, Unsupported([])]
     top_logprobs: Annotated[Any, Unsupported(0)]

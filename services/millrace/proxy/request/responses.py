@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from millrace.proxy.errors import ApiError, bad_field
+from millrace.proxy.errors import ApiError, bad_field, shown
 from millrace.proxy.request.reading import read_body
 from millrace.proxy.request.validation import Bodies, ChatRequest
 
@@ -30,6 +30,7 @@ _SAME = [
     "seed",
     "cache_salt",
     "chat_template_kwargs",
+    "parallel_tool_calls",
     "stream",
 ]
 #: Fields of a chat's body, and what clients of responses call them; longer names first.
@@ -38,9 +39,11 @@ _NAMES = {
     "max_completion_tokens": "max_output_tokens",
     "response_format.json_schema": "text.format",
     "response_format": "text.format",
+    "tool_choice.function": "tool_choice",
 }
 #: Errors name fields in quotes; what the client wrote beside them stays as it is.
 _CHAT_NAME = re.compile("(?<![^'])(" + "|".join(map(re.escape, _NAMES)) + r")\b")
+_CHAT_TOOL = re.compile(r"(?<![^'])(tools\[\d+\])\.function\b")
 
 _ROLES = {"developer": "system"}
 
@@ -100,10 +103,12 @@ def read_as_chat(
     Raises ApiError naming the field of the response.
     """
     fields = request.fields
+    _check_outputs(history, request.items)
     chat = {name: fields[name] for name in _SAME if name in fields}
     messages = [*history, *request.messages][dropped:]
-    while dropped and messages[0]["role"] == "tool" and len(messages) > 1:
-        del messages[0]  # its call has been dropped
+    if dropped:
+        calls = _call_ids(messages)
+        messages = [m for m in messages if m["role"] != "tool" or m["tool_call_id"] in calls]
     if instructions := fields.get("instructions"):
         messages.insert(0, {"role": "system", "content": instructions})
     chat["messages"] = messages
@@ -112,11 +117,54 @@ def read_as_chat(
     if effort := fields.get("reasoning", {}).get("effort"):
         chat["reasoning_effort"] = effort
     chat |= _response_format(fields.get("text", {}).get("format"))
+    chat |= _tools(fields)
     try:
         # orjson writes no integer above 64 bits; an argument of the template may be such a number.
         return bodies.read_chat(json.dumps(chat).encode())
     except ApiError as error:
         raise renamed(error) from None
+
+
+def most_dropped(messages: Sequence[Mapping[str, Any]]) -> int:
+    """Returns how many of the oldest messages may go: the last stays, with the call it answers."""
+    last = len(messages) - 1
+    while last > 0 and messages[last]["role"] == "tool":
+        last -= 1
+    return last
+
+
+def _check_outputs(history: Sequence[Json], items: Sequence[Json]) -> None:
+    """Raises ApiError if an output answers no call before it."""
+    called = _call_ids(history)
+    for i, item in enumerate(items):
+        if item["type"] == "function_call":
+            called.add(item["call_id"])
+        elif item["type"] == "function_call_output" and item["call_id"] not in called:
+            wrong = f"answers no call of an earlier item: {shown(item['call_id'])}."
+            raise bad_field(f"input[{i}].call_id", wrong)
+
+
+def _call_ids(messages: Sequence[Json]) -> set[str]:
+    return {call["id"] for message in messages for call in message.get("tool_calls", ())}
+
+
+def _tools(fields: Mapping[str, Any]) -> Json:
+    """Returns the tools and the choice between them as a chat's.
+
+    `strict` is dropped: a forced call fits its schema in any case, and a call that the model
+    chooses is written in the model's own form, which no grammar constrains.
+    """
+    found: Json = {}
+    if tools := fields.get("tools"):
+        dropped = ("type", "strict")
+        functions = [{k: v for k, v in tool.items() if k not in dropped} for tool in tools]
+        found["tools"] = [{"type": "function", "function": each} for each in functions]
+    if choice := fields.get("tool_choice"):
+        named = isinstance(choice, dict)
+        found["tool_choice"] = (
+            {"type": "function", "function": {"name": choice["name"]}} if named else choice
+        )
+    return found
 
 
 def _response_format(given: Mapping[str, Any] | None) -> Json:
@@ -141,10 +189,13 @@ def renamed(error: ApiError) -> ApiError:
     def name(found: re.Match[str]) -> str:
         return _NAMES[found.group()]
 
+    def of_response(text: str) -> str:
+        return _CHAT_TOOL.sub(r"\1", _CHAT_NAME.sub(name, text))
+
     return ApiError(
         error.status,
-        _CHAT_NAME.sub(name, error.message),
-        param=_CHAT_NAME.sub(name, error.param),
+        of_response(error.message),
+        param=of_response(error.param),
         code=error.code,
         retry_after_s=error.retry_after_s,
     )

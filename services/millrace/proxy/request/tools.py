@@ -45,17 +45,31 @@ _FunctionName = Annotated[
 ]
 
 
-@with_config(STRICT)
-class FunctionTool(TypedDict, total=False):
-    """A function that the assistant may call."""
-
+class _Function(TypedDict, total=False):
     name: Required[_FunctionName]
     description: str | None
     parameters: Annotated[
         Annotated[AnyObject, AfterValidator(_check_parameters)] | None,
         Field(description="A JSON schema of type object. Absent: no parameters."),
     ]
+
+
+@with_config(STRICT)
+class FunctionTool(_Function, total=False):
+    """A function that the assistant may call."""
+
     strict: Annotated[bool | None, Field(description="True only if a call is forced.")]
+
+
+@with_config(STRICT)
+class ResponseTool(_Function, total=False):
+    """A function that the assistant may call, in the form of /v1/responses."""
+
+    type: Required[Annotated[str, OneOf("function")]]
+    strict: Annotated[
+        bool | None,
+        Field(description="Holds if a call is forced; best effort if the model chooses."),
+    ]
 
 
 @with_config(STRICT)
@@ -81,6 +95,14 @@ class NamedTool(TypedDict):
     function: NamedFunction
 
 
+@with_config(STRICT)
+class NamedResponseTool(TypedDict):
+    """The choice of one function, in the form of /v1/responses."""
+
+    type: Annotated[str, OneOf("function")]
+    name: _FunctionName
+
+
 def _text_or_object(value: object) -> str | None:
     return "text" if isinstance(value, str) else "object" if isinstance(value, dict) else None
 
@@ -95,6 +117,15 @@ Choice = Annotated[
         object=NamedTool,
     ),
 ]
+ResponseChoice = Annotated[
+    Any,
+    OneType(
+        _text_or_object,
+        _WANTED,
+        text=Annotated[str, OneOf("auto", "none", "required")],
+        object=NamedResponseTool,
+    ),
+]
 LegacyChoice = Annotated[
     Any,
     OneType(
@@ -102,6 +133,7 @@ LegacyChoice = Annotated[
     ),
 ]
 Tools = Annotated[list[Tool], Field(max_length=1024, fail_fast=True)]
+ResponseTools = Annotated[list[ResponseTool], Field(max_length=1024, fail_fast=True)]
 LegacyFunctions = Annotated[list[FunctionTool], Field(max_length=1024, fail_fast=True)]
 
 
