@@ -236,6 +236,22 @@ async def test_reasoning_is_an_item_before_the_message(stack):
     assert answer.output_text == "Yes."
 
 
+async def test_reasoning_that_the_prompt_opens_unless_the_answer_is_constrained(stack):
+    think = {"extra_body": {"chat_template_kwargs": {"think": True}}}
+    answer = await ask(stack, "so it is</think>Yes.", **think)
+    assert (answer.output[0].type, answer.output_text) == ("reasoning", "Yes.")
+    text = {"format": {"type": "json_object"}}
+    answer = await ask(stack, '{"a": 1}', text=text, **think)
+    assert (answer.output_text, shape(answer)) == ('{"a": 1}', [("message", "completed")])
+
+
+async def test_reasoning_that_never_ends_is_incomplete(stack):
+    stack.fleet.script.finish = "length"
+    answer = await ask(stack, "<think>so it")
+    assert shape(answer) == [("reasoning", "incomplete")]
+    assert (answer.status, answer.output_text) == ("incomplete", "")
+
+
 async def test_the_clients_own_stream_helper_skips_over_reasoning(stack):
     stack.fleet.script.reply = THOUGHT
     async with stack.client.responses.stream(model=MODEL, input="hi") as helper:
