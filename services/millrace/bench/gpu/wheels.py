@@ -44,7 +44,10 @@ _THERE: Final = frozenset({"torch", "numpy", "triton", "matplotlib", "setuptools
 _DROPPED: Final = (
     r"nixl_ep_cu13/|nixl_cu13\.scripts/|.*/libucx_perftest|.*/libplugin_(?!UCX\.)[A-Z_]+"
 )
-_PLATFORMS: Final = ("manylinux_2_28", "manylinux_2_27", "manylinux_2_17", "manylinux2014")
+#: Of glibc 2.31 or older, which Debian 11 and Ubuntu 20.04 have.
+_PLATFORMS: Final = (
+    *("manylinux_2_31", "manylinux_2_28", "manylinux_2_27", "manylinux_2_17", "manylinux2014"),
+)
 
 
 def needed() -> dict[str, str]:

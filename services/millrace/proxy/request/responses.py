@@ -149,15 +149,10 @@ def _call_ids(messages: Sequence[Json]) -> set[str]:
 
 
 def _tools(fields: Mapping[str, Any]) -> Json:
-    """Returns the tools and the choice between them as a chat's.
-
-    `strict` is dropped: a forced call fits its schema in any case, and a call that the model
-    chooses is written in the model's own form, which no grammar constrains.
-    """
+    """Returns the tools and the choice between them as a chat's."""
     found: Json = {}
     if tools := fields.get("tools"):
-        dropped = ("type", "strict")
-        functions = [{k: v for k, v in tool.items() if k not in dropped} for tool in tools]
+        functions = [{k: v for k, v in tool.items() if k != "type"} for tool in tools]
         found["tools"] = [{"type": "function", "function": each} for each in functions]
     if choice := fields.get("tool_choice"):
         named = isinstance(choice, dict)

@@ -17,9 +17,6 @@ from millrace.proxy.request.fields import STRICT, AnyObject, OneOf, OneType
 from millrace.proxy.request.forced_calls import forced_calls
 
 _FUNCTION_NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
-_STRICT_ALONE = (
-    "is only supported together with a choice that forces a call ('required' or a function)"
-)
 #: Mistral's templates accept only ids of 9 letters and digits.
 _LEGACY_ID = "call{:05d}"
 
@@ -45,31 +42,26 @@ _FunctionName = Annotated[
 ]
 
 
-class _Function(TypedDict, total=False):
+@with_config(STRICT)
+class FunctionTool(TypedDict, total=False):
+    """A function that the assistant may call."""
+
     name: Required[_FunctionName]
     description: str | None
     parameters: Annotated[
         Annotated[AnyObject, AfterValidator(_check_parameters)] | None,
         Field(description="A JSON schema of type object. Absent: no parameters."),
     ]
+    strict: Annotated[
+        bool | None, Field(description="Holds if a call is forced; no effect if not.")
+    ]
 
 
 @with_config(STRICT)
-class FunctionTool(_Function, total=False):
-    """A function that the assistant may call."""
-
-    strict: Annotated[bool | None, Field(description="True only if a call is forced.")]
-
-
-@with_config(STRICT)
-class ResponseTool(_Function, total=False):
+class ResponseTool(FunctionTool, total=False):
     """A function that the assistant may call, in the form of /v1/responses."""
 
     type: Required[Annotated[str, OneOf("function")]]
-    strict: Annotated[
-        bool | None,
-        Field(description="Holds if a call is forced; best effort if the model chooses."),
-    ]
 
 
 @with_config(STRICT)
@@ -177,7 +169,7 @@ def read_tools(checked: Mapping[str, Any]) -> ToolOptions | None:
     if not functions:
         return None
     schemas = {function["name"]: function.get("parameters") or {} for function in functions}
-    _check_functions(functions, field, legacy=legacy, forced=bool(chosen))
+    _check_functions(functions, field, legacy=legacy)
     parallel = not legacy and checked.get("parallel_tool_calls", True)
     constraint = None
     if chosen:
@@ -209,16 +201,12 @@ def _chosen(choice: Any, field: str, names: Sequence[str]) -> Sequence[str]:  # 
     return (function["name"],)
 
 
-def _check_functions(
-    functions: Sequence[Mapping[str, Any]], field: str, *, legacy: bool, forced: bool
-) -> None:
+def _check_functions(functions: Sequence[Mapping[str, Any]], field: str, *, legacy: bool) -> None:
     seen: set[str] = set()
     for i, function in enumerate(functions):
         path = f"{field}[{i}]" if legacy else f"{field}[{i}].function"
         if function["name"] in seen:
             raise bad_field(f"{path}.name", f"is there twice: {shown(function['name'])}.")
-        if function.get("strict") and not forced:
-            raise bad_field(f"{path}.strict", f"{_STRICT_ALONE}.", "unsupported_parameter")
         seen.add(function["name"])
 
 
