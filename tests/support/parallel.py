@@ -43,11 +43,17 @@ def split_folder(name: str) -> Path:
 
 
 def open_runner(
-    group: RankGroup, folder: Path, *, dtype: str = "float32", num_pages: int = 64, **load: str
+    group: RankGroup,
+    folder: Path,
+    *,
+    dtype: str = "float32",
+    num_pages: int = 64,
+    page_tokens: int = 16,
+    **load: str,
 ) -> ModelRunner:
     """A runner over memory that all ranks share."""
     model = load_ranks(group, folder, dtype=dtype, **load)
-    layout = layout_of(model, num_pages)
+    layout = layout_of(model, num_pages, page_tokens)
     handle = new_memory(layout)
     try:
         return ModelRunner(GroupPasses(group, model, layout, handle=handle))

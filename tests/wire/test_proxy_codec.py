@@ -9,7 +9,7 @@ import pytest
 
 from millrace.core.kv.transfer import Incarnation
 from millrace.core.request import RequestState, Slo
-from millrace.core.request_spec import RequestSpec, SamplingParams
+from millrace.core.request_spec import Constraint, RequestSpec, SamplingParams
 from millrace.core.scheduler import effects, events
 from millrace.core.scheduler.commands import Member
 from millrace.core.scheduler.fleet.prompt_progress import PromptProgress
@@ -41,6 +41,7 @@ SPEC = RequestSpec(
         n=8,
         logprobs=9,
         prompt_logprobs=10,
+        constraint=Constraint(kind="regex", text="a+"),
     ),
     slo=Slo(ttft_s=0.5, tbt_s=0.1, e2e_s=2.5, class_name="chat"),
     arrival_unix_s=1e9 + 0.25,

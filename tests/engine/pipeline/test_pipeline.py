@@ -11,21 +11,19 @@ import torch
 
 from millrace.engine.decode_batch import DecodeBatch
 from millrace.engine.errors import EngineDied
-from millrace.engine.forward.local_runner import ModelRunner
 from millrace.engine.forward.mixed_pass import NO_DECODES, DecodeRows
 from millrace.engine.forward.passes import Boundary
 from millrace.engine.forward.prefill_task import PrefillTask
 from millrace.engine.kv.step_tables import page_table_of
 from millrace.engine.model.loader import load_model
-from millrace.engine.parallel.group_passes import GroupPasses, load_ranks
 from millrace.engine.pipeline.in_flight import StageError
 from millrace.engine.runner import Runner
 from millrace.engine.sampling.sampler import Sampler
 from support.deadlines import HANG_S
 from support.kvp_world import Long, random_cuts, sequence_of, world
-from support.parallel import split_folder, storm
+from support.parallel import open_runner, split_folder, storm
 from support.ring_group import Member, RingGroup, plan
-from support.tiny_engine import Request, decode, greedy, layout_of, make_runner, prefill
+from support.tiny_engine import Request, decode, greedy, make_runner, prefill
 from support.tiny_models import model_folder, prompt
 
 
@@ -333,10 +331,7 @@ def test_staged_members_of_a_group_compute_what_one_whole_instance_does(
     ]
     runners: list[Runner] = [member.runner for member in members]
     if len(runners) < max(sizes):  # and one member without stages
-        group = pairs(3)[2]
-        model = load_ranks(group, five_layers)
-        layout = layout_of(model, 128, page_tokens=8)
-        runners.append(ModelRunner(GroupPasses(group, model, layout)))
+        runners.append(open_runner(pairs(3)[2], five_layers, num_pages=128, page_tokens=8))
     others: list[torch.Tensor] = []
 
     def between(member: Member, boundary: Boundary) -> None:
