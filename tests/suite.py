@@ -22,7 +22,7 @@ SHARED = ("-n", "auto", "--dist", "worksteal")
 SHARING = (
     *("chart", "contract", "core", "decode", "engine", "kernels", "models", "operator", "papers"),
     *("parity", "profiles", "proxy", "scheduler", "sim", "state", "telemetry", "transfer", "wire"),
-    *("cli", "docs", "instance"),
+    *("cli", "colocated", "docs", "instance", "kvp", "prefill"),
 )
 
 #: Rules, papers, the simulator, and services without models: about 200 s of CPU time in all. Whole
