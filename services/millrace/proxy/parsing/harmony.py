@@ -7,10 +7,10 @@ message `to=functions.NAME` is a tool call. A message to nobody on `commentary` 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 
 from millrace.proxy.parsing.call_readers import ArgumentsReader
-from millrace.proxy.parsing.events import Content, Event, Markers, Reasoning, joined
+from millrace.proxy.parsing.events import Content, Markers, Reasoning
+from millrace.proxy.parsing.state_parser import State, StateParser
 
 _MESSAGE = "<|message|>"
 _OPENERS = ("<|start|>", "<|channel|>")
@@ -22,44 +22,33 @@ _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 _RECIPIENT = re.compile(r"to=(?:functions\.)?([\w.-]+)")
 
 
-class Harmony:
+class Harmony(StateParser):
     """Parses one answer. `calls`: whether the client offers tools; otherwise calls are content."""
 
     def __init__(self, *, calls: bool) -> None:
+        super().__init__(self._beginning)
         self._offers = calls
         self._markers = Markers(*_OPENERS, *_CLOSERS)
-        self._state: Callable[[], bool] = self._beginning
-        self._show: type[Content | Reasoning] = Content
+        self._kind: type[Content | Reasoning] = Content
         self._name = ""
         self._reader: ArgumentsReader | None = None
         self._calls = 0
-        self._buffer = ""
-        self._events: list[Event] = []
 
-    def feed(self, text: str) -> list[Event]:
-        self._buffer += text
-        while self._buffer and self._state():
-            pass
-        events, self._events = self._events, []
-        return joined(events)
-
-    def finish(self) -> list[Event]:
+    def _end(self) -> None:
         rest, self._buffer = self._buffer, ""
         # A header that the answer's end cuts off says nothing.
         if rest.strip() and not rest.lstrip().startswith(_OPENERS):
-            self._events.append(self._show(rest))
-        events, self._events = self._events, []
-        return joined(events)
+            self._show(rest, self._kind)
 
     def _beginning(self) -> bool:
         """An answer that continues a message begins without a header."""
         return self._header_or(self._text)
 
     def _between(self) -> bool:
-        self._show = Content
+        self._kind = Content
         return self._header_or(self._text)
 
-    def _header_or(self, otherwise: Callable[[], bool]) -> bool:
+    def _header_or(self, otherwise: State) -> bool:
         stripped = self._buffer.lstrip()
         few = len(self._buffer) - len(stripped) <= _MOST_HEADER
         if few and stripped.startswith(_OPENERS):
@@ -75,17 +64,16 @@ class Harmony:
         if at < 0:
             if len(self._buffer) < _MOST_HEADER:
                 return False
-            self._events.append(Content(self._buffer[:_MOST_HEADER]))
-            self._show, self._buffer = Content, self._buffer[_MOST_HEADER:]
-            self._state = self._text
-            return True
+            self._show(self._buffer[:_MOST_HEADER])
+            self._kind, self._buffer = Content, self._buffer[_MOST_HEADER:]
+            return self._go(self._text)
         header, self._buffer = self._buffer[:at], self._buffer[at + len(_MESSAGE) :]
         channel, recipient = _CHANNEL.search(header), _RECIPIENT.search(header)
         reasons = channel is not None and channel.group(1) == "analysis"
-        self._show = Reasoning if reasons else Content
+        self._kind = Reasoning if reasons else Content
         self._state = self._text
         if recipient is not None and self._offers:
-            self._name, self._state, self._show = recipient.group(1), self._before_call, Content
+            self._name, self._state, self._kind = recipient.group(1), self._before_call, Content
         return True
 
     def _before_call(self) -> bool:
@@ -117,16 +105,10 @@ class Harmony:
         return bool(self._buffer)
 
     def _text(self) -> bool:
-        found = self._markers.find(self._buffer)
-        at = len(self._buffer) - self._markers.partial(self._buffer) if found is None else found[0]
-        if at:
-            self._events.append(self._show(self._buffer[:at]))
-            self._buffer = self._buffer[at:]
-        if found is None:
+        marker = self._show_to(self._markers, self._kind)
+        if marker is None:
             return False
-        if found[1] in _CLOSERS:
-            self._buffer = self._buffer[len(found[1]) :]
-            self._state = self._between
-        else:
-            self._state = self._header
-        return True
+        if marker in _CLOSERS:
+            self._buffer = self._buffer[len(marker) :]
+            return self._go(self._between)
+        return self._go(self._header)

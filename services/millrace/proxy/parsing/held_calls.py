@@ -13,8 +13,9 @@ import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
-from millrace.proxy.parsing.events import Arguments, CallStarted, Content, Event, Markers, joined
+from millrace.proxy.parsing.events import Arguments, CallStarted, Markers
 from millrace.proxy.parsing.json_calls import MOST_HELD
+from millrace.proxy.parsing.state_parser import StateParser
 
 _MOST_SPACES = 512
 
@@ -133,11 +134,14 @@ class XmlCall:
     def __init__(self, schemas: Mapping[str, Any]) -> None:
         self._schemas = schemas
         self._at = 0
+        self._opened = False
 
     def end(self, text: str) -> int | None:
-        opening = text.lstrip()[: len(_OPENING)]
-        if not _OPENING.startswith(opening):
-            return -1
+        if not self._opened:
+            opening = text.lstrip()[: len(_OPENING)]
+            if not _OPENING.startswith(opening):
+                return -1
+            self._opened = opening == _OPENING
         found = text.find(_END, max(0, self._at - len(_END)))
         self._at = len(text)
         return None if found < 0 else found + len(_END)
@@ -185,7 +189,7 @@ def _refuse(text: str) -> float:
     raise ValueError(f"{text} is no JSON")
 
 
-class HeldCalls:
+class HeldCalls(StateParser):
     """Parses one answer of a family whose calls are held.
 
     A call begins after one of `markers`, with one of `kept` (which belong to the piece), or with
@@ -202,31 +206,20 @@ class HeldCalls:
         closers: tuple[str, ...] = (),
         known: Callable[[str], bool] = lambda name: True,
     ) -> None:
+        super().__init__(self._beginning if bare else self._text)
         self._make, self._kept, self._closers, self._known = make, kept, closers, known
         self._markers = Markers(*markers, *kept)
         self._bare = bare
         self._is_bare = False
-        self._state: Callable[[], bool] = self._beginning if bare else self._text
         self._held = make()
         self._raw = ""
-        self._buffer = ""
         self._calls = 0
-        self._events: list[Event] = []
 
-    def feed(self, text: str) -> list[Event]:
-        self._buffer += text
-        while self._buffer and self._state():
-            pass
-        events, self._events = self._events, []
-        return joined(events)
-
-    def finish(self) -> list[Event]:
+    def _end(self) -> None:
         rest = self._raw + self._buffer
         self._raw = self._buffer = ""
-        if rest and (self._state != self._after or rest.strip()):
-            self._events.append(Content(rest))
-        events, self._events = self._events, []
-        return joined(events)
+        if self._state != self._after or rest.strip():
+            self._show(rest)
 
     def _beginning(self) -> bool:
         stripped = self._buffer.lstrip()
@@ -239,16 +232,11 @@ class HeldCalls:
         return self._open(self._buffer[:spaces], stripped)
 
     def _text(self) -> bool:
-        found = self._markers.find(self._buffer)
-        if found is None:
-            keep = len(self._buffer) - self._markers.partial(self._buffer)
-            self._show(self._buffer[:keep])
-            self._buffer = self._buffer[keep:]
+        marker = self._show_to(self._markers)
+        if marker is None:
             return False
-        at, marker = found
-        self._show(self._buffer[:at])
         self._is_bare = False
-        return self._open_marked(marker, self._buffer[at:])
+        return self._open_marked(marker, self._buffer)
 
     def _open_marked(self, marker: str, text: str) -> bool:
         if marker in self._kept:
@@ -295,11 +283,3 @@ class HeldCalls:
         if any(literal.startswith(stripped) for literal in (*self._closers, *self._markers.all)):
             return False
         return self._go(self._text)
-
-    def _show(self, text: str) -> None:
-        if text:
-            self._events.append(Content(text))
-
-    def _go(self, state: Callable[[], bool]) -> bool:
-        self._state = state
-        return True

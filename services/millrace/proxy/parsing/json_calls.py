@@ -8,11 +8,12 @@ breaks after its arguments began, the events so far stay, and the rest of the te
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from millrace.proxy.parsing.call_readers import ArgumentsReader, CallReader
-from millrace.proxy.parsing.events import Content, Event, Markers, joined
+from millrace.proxy.parsing.events import Markers
+from millrace.proxy.parsing.state_parser import StateParser
 
 #: The most characters between a marker and the object.
 _MOST_HEADER = 512
@@ -89,42 +90,27 @@ DEEPSEEK = Syntax(
 )
 
 
-class JsonCalls:
+class JsonCalls(StateParser):
     """Parses one answer. `known`: the names of the functions that the client offers."""
 
     def __init__(self, syntax: Syntax, known: Collection[str]) -> None:
+        super().__init__(self._beginning if syntax.bare else self._text)
         self._syntax, self._known = syntax, known
         self._markers = Markers(*syntax.markers)
-        self._state: Callable[[], bool] = self._beginning if syntax.bare else self._text
         self._form = syntax.forms[0]
         self._separated = False
         self._bare = False
-        self._buffer = ""
         self._raw: list[str] = []
         self._raw_size = 0
         self._reader: CallReader | ArgumentsReader | None = None
         self._calls = 0
-        self._events: list[Event] = []
 
-    def feed(self, text: str) -> list[Event]:
-        self._buffer += text
-        while self._buffer and self._state():
-            pass
-        events, self._events = self._events, []
-        return joined(events)
-
-    def finish(self) -> list[Event]:
+    def _end(self) -> None:
         started = self._reader is not None and self._reader.started
         rest = self._buffer if started else "".join(self._raw) + self._buffer
         self._raw, self._buffer = [], ""
         if self._state != self._after or rest.strip():
-            self._content(rest)
-        events, self._events = self._events, []
-        return joined(events)
-
-    def _content(self, text: str) -> None:
-        if text:
-            self._events.append(Content(text))
+            self._show(rest)
 
     def _beginning(self) -> bool:
         """A bare object is a call only at the beginning of the answer."""
@@ -140,16 +126,11 @@ class JsonCalls:
         return True
 
     def _text(self) -> bool:
-        found = self._markers.find(self._buffer)
-        if found is None:
-            keep = len(self._buffer) - self._markers.partial(self._buffer)
-            self._content(self._buffer[:keep])
-            self._buffer = self._buffer[keep:]
+        marker = self._show_to(self._markers)
+        if marker is None:
             return False
-        at, marker = found
-        self._content(self._buffer[:at])
         self._bare = False
-        self._open(marker, self._buffer[at + len(marker) :])
+        self._open(marker, self._buffer[len(marker) :])
         return True
 
     def _open(self, raw: str, rest: str) -> None:
@@ -216,13 +197,9 @@ class JsonCalls:
 
     def _fail(self) -> bool:
         """Makes the held text content, and looks for calls in the text after it."""
-        self._content("".join(self._raw))
+        self._show("".join(self._raw))
         self._raw = []
         return self._go(self._text)
-
-    def _go(self, state: Callable[[], bool]) -> bool:
-        self._state = state
-        return True
 
     def _after(self) -> bool:
         """Skips closing strings, and spaces before another call."""

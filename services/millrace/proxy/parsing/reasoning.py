@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-from millrace.proxy.parsing.events import Content, Event, Markers, Parser, Reasoning, joined
+from millrace.proxy.parsing.events import Content, Event, Markers, Parser, Reasoning
+from millrace.proxy.parsing.state_parser import State, StateParser
 
 #: The most spaces before the first marker.
 _MOST_SPACES = 512
@@ -20,7 +19,7 @@ class Plain:
         return []
 
 
-class ReasoningSplit:
+class ReasoningSplit(StateParser):
     """Makes the text between `start` and `end` reasoning; `answer` parses the text after `end`.
 
     `opened`: the prompt ends with `start`, so the answer begins with reasoning. Spaces around the
@@ -28,29 +27,22 @@ class ReasoningSplit:
     """
 
     def __init__(self, start: str, end: str, *, opened: bool, answer: Parser) -> None:
+        super().__init__(self._beginning)
         self._start, self._ends = start, Markers(end)
         self._opened, self._answer = opened, answer
-        self._state: Callable[[], bool] = self._beginning
-        self._buffer = ""
-        self._events: list[Event] = []
 
     def feed(self, text: str) -> list[Event]:
         if self._state == self._answering:
             return self._answer.feed(text)
-        self._buffer += text
-        while self._buffer and self._state():
-            pass
-        events, self._events = self._events, []
-        return joined(events)
+        return super().feed(text)
 
-    def finish(self) -> list[Event]:
+    def _end(self) -> None:
         if self._state == self._reasoning or (self._state == self._beginning and self._opened):
-            self._reason(self._buffer)
+            self._show(self._buffer, Reasoning)
         elif self._state == self._beginning:
             self._events += self._answer.feed(self._buffer)
         self._buffer = ""
-        events, self._events = [*self._events, *self._answer.finish()], []
-        return joined(events)
+        self._events += self._answer.finish()
 
     def _beginning(self) -> bool:
         stripped = self._buffer.lstrip()
@@ -68,22 +60,16 @@ class ReasoningSplit:
         return self._skip_spaces(self._reasoning)
 
     def _reasoning(self) -> bool:
-        found = self._ends.find(self._buffer)
-        if found is None:
-            keep = len(self._buffer) - self._ends.partial(self._buffer)
-            self._reason(self._buffer[:keep])
-            self._buffer = self._buffer[keep:]
+        end = self._show_to(self._ends, Reasoning)
+        if end is None:
             return False
-        at, end = found
-        self._reason(self._buffer[:at])
-        self._buffer = self._buffer[at + len(end) :]
-        self._state = self._before_answer
-        return True
+        self._buffer = self._buffer[len(end) :]
+        return self._go(self._before_answer)
 
     def _before_answer(self) -> bool:
         return self._skip_spaces(self._answering)
 
-    def _skip_spaces(self, then: Callable[[], bool]) -> bool:
+    def _skip_spaces(self, then: State) -> bool:
         stripped = self._buffer.lstrip()
         self._buffer = stripped
         if stripped:
@@ -94,7 +80,3 @@ class ReasoningSplit:
         text, self._buffer = self._buffer, ""
         self._events += self._answer.feed(text)
         return False
-
-    def _reason(self, text: str) -> None:
-        if text:
-            self._events.append(Reasoning(text))
