@@ -11,17 +11,20 @@ from typing_extensions import TypedDict
 
 from millrace.core.request_spec import Constraint
 from millrace.proxy.errors import bad_field
-from millrace.proxy.request.fields import STRICT, AnyObject, Ignored, OneOf, OneType, Unsupported
-
-
-def _text_or_object(value: object) -> str | None:
-    return "text" if isinstance(value, str) else "object" if isinstance(value, dict) else None
-
+from millrace.proxy.request.fields import (
+    STRICT,
+    AnyObject,
+    Ignored,
+    OneOf,
+    OneType,
+    Unsupported,
+    text_or_object,
+)
 
 _JsonOrText = Annotated[
     Any,
     OneType(
-        _text_or_object,
+        text_or_object,
         "a string or an object",
         text=Annotated[str, Field(min_length=1)],
         object=AnyObject,

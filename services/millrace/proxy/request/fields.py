@@ -18,9 +18,10 @@ from pydantic import (
     Field,
     GetCoreSchemaHandler,
     TypeAdapter,
+    ValidationError,
     with_config,
 )
-from pydantic_core import CoreSchema, PydanticCustomError
+from pydantic_core import CoreSchema, InitErrorDetails, PydanticCustomError
 from pydantic_core import core_schema as core
 from typing_extensions import TypedDict
 
@@ -104,6 +105,22 @@ class OneType:
 def text_or_array(value: object) -> str | None:
     """Returns the tag of a field that is a string or an array."""
     return "text" if isinstance(value, str) else "array" if isinstance(value, list) else None
+
+
+def text_or_object(value: object) -> str | None:
+    """Returns the tag of a field that is a string or an object."""
+    return "text" if isinstance(value, str) else "object" if isinstance(value, dict) else None
+
+
+def wrong_field(name: str, kind: str | PydanticCustomError, value: object) -> ValidationError:
+    """Returns the error `kind` (a type of Pydantic's or our own) of the field `name` of `value`."""
+    details = InitErrorDetails(type=kind, loc=(name,), input=value)
+    return ValidationError.from_exception_data("", [details])
+
+
+def kind_of_part(part: object) -> str:
+    """Returns the tag of a part of a message's content: "text" or "refusal"."""
+    return "refusal" if isinstance(part, dict) and part.get("type") == "refusal" else "text"
 
 
 class OneOf:

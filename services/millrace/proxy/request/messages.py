@@ -9,12 +9,11 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
-    ValidationError,
     ValidatorFunctionWrapHandler,
     WrapValidator,
     with_config,
 )
-from pydantic_core import InitErrorDetails, PydanticCustomError
+from pydantic_core import PydanticCustomError
 from typing_extensions import TypedDict
 
 from millrace.proxy.errors import shown
@@ -27,7 +26,9 @@ from millrace.proxy.request.fields import (
     OneType,
     Unsupported,
     Within,
+    kind_of_part,
     text_or_array,
+    wrong_field,
 )
 
 _PART_TYPES = ("text", "input_text", "refusal")
@@ -61,12 +62,6 @@ _RULES: dict[str, Any] = {
 }
 
 
-def _wrong_field(name: str, kind: str | PydanticCustomError, value: object) -> ValidationError:
-    """Returns the error `kind` (a type of Pydantic's or our own) of the field `name` of `value`."""
-    details = InitErrorDetails(type=kind, loc=(name,), input=value)
-    return ValidationError.from_exception_data("", [details])
-
-
 def _as_sent(value: Any, check: ValidatorFunctionWrapHandler) -> dict[str, Any]:  # noqa: ANN401
     """Returns the checked fields in the client's order, without nulls: templates show both."""
     checked = check(value)
@@ -95,7 +90,7 @@ def _check_type(part: object) -> object:
     if isinstance(part, dict) and part.get("type") not in _PART_TYPES:
         got = shown(part.get("type"))
         message = f"only content parts of type 'text' are supported, got {got}."
-        raise _wrong_field("type", PydanticCustomError("unsupported_content_type", message), part)
+        raise wrong_field("type", PydanticCustomError("unsupported_content_type", message), part)
     return part
 
 
@@ -123,9 +118,7 @@ class RefusalPart(TypedDict):
 Part = Annotated[
     Any,
     OneType(
-        lambda part: (
-            "refusal" if isinstance(part, dict) and part.get("type") == "refusal" else "text"
-        ),
+        kind_of_part,
         "an object",
         text=TextPart,
         refusal=RefusalPart,
@@ -172,11 +165,11 @@ def _read_message(checked: Message) -> dict[str, Any]:
     if "content" not in message:
         calls = message.get("tool_calls") or message.get("function_call") or message.get("refusal")
         if not (message["role"] == "assistant" and calls):
-            raise _wrong_field("content", "missing", checked)
+            raise wrong_field("content", "missing", checked)
         message["content"] = ""
     needed = _NEEDED.get(str(message["role"]))
     if needed is not None and needed not in message:
-        raise _wrong_field(needed, "missing", checked)
+        raise wrong_field(needed, "missing", checked)
     return message
 
 

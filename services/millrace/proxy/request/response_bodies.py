@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, NotRequired, Required
 
-from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, with_config
-from pydantic_core import InitErrorDetails, PydanticCustomError
+from pydantic import AfterValidator, BeforeValidator, Field, with_config
+from pydantic_core import PydanticCustomError
 from typing_extensions import TypedDict
 
 from millrace.proxy.errors import shown
@@ -18,7 +18,9 @@ from millrace.proxy.request.fields import (
     OneType,
     Unsupported,
     Within,
+    kind_of_part,
     text_or_array,
+    wrong_field,
 )
 from millrace.proxy.request.tools import ResponseChoice, ResponseTools
 
@@ -37,8 +39,7 @@ def _of_types(kinds: tuple[str, ...], what: str, default: str | None = None) -> 
             known = ", ".join(map(repr, kinds))
             message = f"{what} must be one of {known}, got {shown(value.get('type'))}."
             kind = PydanticCustomError("unsupported_content_type", message)
-            details = InitErrorDetails(type=kind, loc=("type",), input=value)
-            raise ValidationError.from_exception_data("", [details])
+            raise wrong_field("type", kind, value)
         return value
 
     return BeforeValidator(check)
@@ -65,9 +66,7 @@ class RefusalPart(TypedDict):
 _Part = Annotated[
     Any,
     OneType(
-        lambda part: (
-            "refusal" if isinstance(part, dict) and part.get("type") == "refusal" else "text"
-        ),
+        kind_of_part,
         "an object",
         text=TextPart,
         refusal=RefusalPart,

@@ -13,7 +13,7 @@ from typing_extensions import TypedDict
 
 from millrace.core.request_spec import Constraint
 from millrace.proxy.errors import ApiError, bad_field, shown
-from millrace.proxy.request.fields import STRICT, AnyObject, OneOf, OneType
+from millrace.proxy.request.fields import STRICT, AnyObject, OneOf, OneType, text_or_object
 from millrace.proxy.request.forced_calls import forced_calls
 
 _FUNCTION_NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
@@ -95,35 +95,19 @@ class NamedResponseTool(TypedDict):
     name: _FunctionName
 
 
-def _text_or_object(value: object) -> str | None:
-    return "text" if isinstance(value, str) else "object" if isinstance(value, dict) else None
+def _choice(named: type, *words: str) -> OneType:
+    """A field that holds one of `words`, or an object that names a function."""
+    return OneType(
+        text_or_object,
+        "a string or an object",
+        text=Annotated[str, OneOf(*words)],
+        object=named,
+    )
 
 
-_WANTED = "a string or an object"
-Choice = Annotated[
-    Any,
-    OneType(
-        _text_or_object,
-        _WANTED,
-        text=Annotated[str, OneOf("auto", "none", "required")],
-        object=NamedTool,
-    ),
-]
-ResponseChoice = Annotated[
-    Any,
-    OneType(
-        _text_or_object,
-        _WANTED,
-        text=Annotated[str, OneOf("auto", "none", "required")],
-        object=NamedResponseTool,
-    ),
-]
-LegacyChoice = Annotated[
-    Any,
-    OneType(
-        _text_or_object, _WANTED, text=Annotated[str, OneOf("auto", "none")], object=NamedFunction
-    ),
-]
+Choice = Annotated[Any, _choice(NamedTool, "auto", "none", "required")]
+ResponseChoice = Annotated[Any, _choice(NamedResponseTool, "auto", "none", "required")]
+LegacyChoice = Annotated[Any, _choice(NamedFunction, "auto", "none")]
 Tools = Annotated[list[Tool], Field(max_length=1024, fail_fast=True)]
 ResponseTools = Annotated[list[ResponseTool], Field(max_length=1024, fail_fast=True)]
 LegacyFunctions = Annotated[list[FunctionTool], Field(max_length=1024, fail_fast=True)]
