@@ -46,8 +46,10 @@ def small_engine(
             kv_bytes=64 << 20,
         )
         engine = open_engine(write_config(Path(name) / "model", config), settings)
-    yield engine
-    engine.close()
+    try:
+        yield engine
+    finally:
+        engine.close()
 
 
 def new_prompt(engine: Engine, tokens: int, seed: int) -> Prompt:
