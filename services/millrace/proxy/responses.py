@@ -12,7 +12,7 @@ from typing import Any
 import orjson
 
 from millrace.proxy.errors import ApiError, bad_field, shown, unavailable
-from millrace.proxy.reply.response import ResponseReply
+from millrace.proxy.reply.response import ResponseReply, event_of
 from millrace.proxy.request.responses import ResponseRequest, messages_of
 from millrace.state.documents import Change, Document, DocumentStore
 from millrace.state.store import StoreError
@@ -103,8 +103,8 @@ class StoredResponses:
         if found.lost:
             body = _failed(found.body)
             start = await self._count_events(response_id)
-            event = {"type": "response.failed", "sequence_number": start, "response": body}
-            await self._settle(response_id, body, start, [orjson.dumps(event)])
+            event = event_of("response.failed", start, response=body)
+            await self._settle(response_id, body, start, [event])
             found = await self._get(response_id, tenant)
         return StoredResponse(
             body=orjson.loads(found.body),
@@ -130,7 +130,7 @@ class StoredResponses:
             await self._documents.delete(response_id)
 
     async def events(self, response_id: str, start: int) -> list[bytes]:
-        """Returns the JSON of a background response's events from number `start` on."""
+        """Returns a background response's events from number `start` on, server-sent."""
         with _reachable():
             return await self._documents.events(response_id, start)
 

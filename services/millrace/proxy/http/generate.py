@@ -67,6 +67,16 @@ class Services:
     responses: StoredResponses
     background: Background
 
+    def builder(self, *, chat: bool) -> Builder:
+        """Returns a maker of requests and replies of one of the two APIs."""
+        return Builder(
+            self.limits,
+            self.tokenizer,
+            self.gateway.incarnation,
+            self.prompts.parsers,
+            chat=chat,
+        )
+
 
 class Runs:
     """Submits requests and sends their answers, for all endpoints that generate."""
@@ -172,13 +182,7 @@ class GenerateEndpoint:
         self._gateway = services.gateway
         self._chat = chat
         self._runs = Runs(services)
-        self._builder = Builder(
-            services.limits,
-            services.tokenizer,
-            services.gateway.incarnation,
-            services.prompts.parsers,
-            chat=chat,
-        )
+        self._builder = services.builder(chat=chat)
 
     async def answer(self, scope: Scope, receive: Receive, send: Send) -> int:
         """Returns the status that was sent. Raises ApiError before anything was sent."""

@@ -24,8 +24,8 @@ from millrace.proxy.http.generate import (
     until_disconnect,
 )
 from millrace.proxy.prompts import EnginePrompt
-from millrace.proxy.reply.builder import Arrival, Builder
-from millrace.proxy.reply.response import ResponseReply, frame, head
+from millrace.proxy.reply.builder import Arrival
+from millrace.proxy.reply.response import ResponseReply, ends_stream, head
 from millrace.proxy.request.options import Options
 from millrace.proxy.request.responses import (
     ResponseRequest,
@@ -43,6 +43,8 @@ RESPONSE_PATH = RESPONSES_PATH + "/{response_id}"
 
 #: How often a stream of a stored response looks for new events.
 _POLL_S = 0.05
+#: How often it looks whether the response was cancelled or lost: that reads the whole response.
+_CHECK_S = 0.5
 _MOST_ITEMS = 100
 
 
@@ -62,13 +64,7 @@ class CreateResponse:
     def __init__(self, services: Services) -> None:
         self._services = services
         self._runs = Runs(services)
-        self._builder = Builder(
-            services.limits,
-            services.tokenizer,
-            services.gateway.incarnation,
-            services.prompts.parsers,
-            chat=True,
-        )
+        self._builder = services.builder(chat=True)
 
     async def answer(self, scope: Scope, receive: Receive, send: Send) -> int:
         """Returns the status that was sent. Raises ApiError before anything was sent."""
@@ -251,9 +247,9 @@ async def _send_events(
 ) -> int:
     """Sends the events from number `start` on as they come to the store, from any replica."""
     responses = services.responses
-    found = await responses.find(response_id, tenant)
+    final = (await responses.find(response_id, tenant)).final
     await start_stream(client)
-    silent_s = 0.0
+    silent_s = unchecked_s = 0.0
     gone = asyncio.create_task(until_disconnect(client.receive))
     try:
         while not gone.done():
@@ -261,14 +257,17 @@ async def _send_events(
             start += len(events)
             silent_s = 0.0 if events else silent_s + _POLL_S
             if events:
-                await send_part(client, b"".join(map(frame, events)))
+                await send_part(client, b"".join(events))
             elif silent_s >= KEEPALIVE_S:
                 silent_s = 0.0
                 await send_part(client, b": waiting\n\n")
-            if found.final:
+            if final or (events and ends_stream(events[-1])):
                 break
             await asyncio.sleep(_POLL_S)
-            found = await responses.find(response_id, tenant)
+            unchecked_s += _POLL_S
+            if unchecked_s >= _CHECK_S:
+                unchecked_s = 0.0
+                final = (await responses.find(response_id, tenant)).final
     except ApiError as error:  # deleted meanwhile, or the store is out of reach
         await send_part(client, b"event: error\ndata: " + error.body() + b"\n\n")
     finally:

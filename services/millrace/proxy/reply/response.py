@@ -21,12 +21,21 @@ Json = dict[str, Any]
 _ENDS: dict[str, tuple[str, Json | None]] = {
     "length": ("incomplete", {"reason": "max_output_tokens"}),
 }
+#: How the last event of a stream begins.
+_LAST_EVENTS = tuple(
+    b"event: response.%s\n" % state for state in (b"completed", b"incomplete", b"failed")
+)
 
 
-def frame(event: bytes) -> bytes:
+def event_of(kind: str, number: int, **fields: object) -> bytes:
     """Returns an event of a stream, as server-sent."""
-    kind: str = orjson.loads(event)["type"]
-    return b"event: %s\ndata: %s\n\n" % (kind.encode(), event)
+    event = {"type": kind, "sequence_number": number, **fields}
+    return b"event: %s\ndata: %s\n\n" % (kind.encode(), orjson.dumps(event))
+
+
+def ends_stream(event: bytes) -> bool:
+    """Returns whether no event follows this one."""
+    return event.startswith(_LAST_EVENTS)
 
 
 class ResponseReply:
@@ -59,7 +68,7 @@ class ResponseReply:
         self._taken = 0
         self._opened = False
         self.status = "queued" if head["background"] else "in_progress"
-        #: JSON of every event so far.
+        #: Every event so far, server-sent.
         self.events: list[bytes] = []
         #: True while no output came since `silent` was last set.
         self.silent = True
@@ -72,7 +81,7 @@ class ResponseReply:
     def take(self) -> bytes:
         """Returns all events that are ready, server-sent; or empty bytes."""
         out, self._comments = self._comments, []
-        out += [frame(event) for event in self.events[self._taken :]]
+        out += self.events[self._taken :]
         self._taken = len(self.events)
         return b"".join(out)
 
@@ -87,7 +96,7 @@ class ResponseReply:
 
     def begin(self) -> None:
         """Adds the first event. Without this call it comes with the first text."""
-        self._emit("response.created", response=self.to_dict())
+        self._emit_state("created")
 
     def on_text(self, choice: Choice, text: str) -> None:
         self.silent = False
@@ -106,7 +115,7 @@ class ResponseReply:
         raise AssertionError("a response echoes no prompt")
 
     def on_done(self, request: ProxyRequest) -> None:
-        self._emit(f"response.{self.status}", response=self.to_dict())
+        self._emit_state(self.status)
         self.progress.done()
 
     def on_error(self, error: ApiError) -> None:
@@ -124,7 +133,7 @@ class ResponseReply:
         self._head |= {"error": {"code": code, "message": error.message}}
         if not self.events:
             self.begin()
-        self._emit("response.failed", response=self.to_dict())
+        self._emit_state("failed")
 
     def to_dict(self) -> Json:
         ended = self.status in ("completed", "incomplete")
@@ -143,12 +152,15 @@ class ResponseReply:
         self.status = "in_progress"
         if not self.events:
             self.begin()
-        self._emit("response.in_progress", response=self.to_dict())
+        self._emit_state("in_progress")
+
+    def _emit_state(self, state: str) -> None:
+        if self._streams:
+            self._emit(f"response.{state}", response=self.to_dict())
 
     def _emit(self, kind: str, **fields: object) -> None:
         if self._streams:
-            event = {"type": kind, "sequence_number": len(self.events), **fields}
-            self.events.append(orjson.dumps(event))
+            self.events.append(event_of(kind, len(self.events), **fields))
 
 
 def usage(counted: Usage) -> Json:
