@@ -404,6 +404,7 @@ def show_config(
 BENCHMARKS = (
     "autoscale",
     "cdsp",
+    "constraints",
     "decode",
     "engine",
     "gateway",
