@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from millrace.cli import keys
 from millrace.cli.help_text import show_help
 from millrace.cli.options import (
     Autoscale,
@@ -387,6 +388,9 @@ def improvement_rate(
 
     configure(config, settings, "improvement-rate")
     run_async(show_or_change_improvement_rate(scheduler, wanted))
+
+
+keys.register(app)
 
 
 @app.command("config")
