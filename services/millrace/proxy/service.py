@@ -31,9 +31,10 @@ from millrace.proxy.request.options import Limits
 from millrace.proxy.request.pooled import PooledBodies
 from millrace.proxy.request.validation import Bodies
 from millrace.proxy.responses import StoredResponses
+from millrace.proxy.tenancy.limiter import Limiter
 from millrace.proxy.text.chat_template import ChatTemplate
 from millrace.proxy.text.tokenizer import Tokenizer
-from millrace.state.open import open_documents, open_store
+from millrace.state.open import open_documents, open_limits, open_store
 from millrace.telemetry.otlp import open_traces
 
 log = logging.getLogger(__name__)
@@ -157,6 +158,7 @@ class Proxy:
         await self._services.background.close()
         await self._serving
         await self._services.responses.close()
+        await self._services.limiter.close()
         await self.store.close()
         self._services.tokenizer.close()
         self._services.grammars.close()
@@ -204,7 +206,8 @@ def _services(
         gateway=gateway,
         metrics=metrics,
         objectives=Objectives(config),
-        tenants=Tenants(config.tenants),
+        tenants=Tenants(config, metrics.tenants),
+        limiter=Limiter(open_limits(config.store), metrics.tenants),
         responses=responses,
         background=Background(responses),
         traces=open_traces(config.telemetry, "proxy") if config.telemetry.otlp_endpoint else None,

@@ -196,10 +196,12 @@ def _posted(
         "responses": {
             "200": {"description": "OK", "content": {**_json(answer), **(other_content or {})}},
             "400": _error("A field is wrong; `param` names it"),
+            "401": _error("No known key, where keys are required"),
+            "403": _error("The key may not use the model or the class"),
             "404": _error("No such model"),
             "413": _error("The body is too large"),
             "415": _error("The body is not application/json"),
-            "429": _error("Overloaded; see Retry-After"),
+            "429": _error("Overloaded, or a limit is reached; see Retry-After"),
             "500": _error("The request failed"),
             "503": _error("Unavailable; see Retry-After"),
         },

@@ -26,6 +26,7 @@ from millrace.proxy.reply.reply import (
     WholeReply,
 )
 from millrace.proxy.request.options import Limits, Options, Sampling
+from millrace.proxy.tenancy.exchange import Exchange
 from millrace.proxy.text.tokenizer import Tokenizer
 
 
@@ -39,6 +40,8 @@ class Arrival:
     tenant: str
     trace: bool
     traceparent: str
+    #: The HTTP request, for its limits; None if nothing limits it.
+    exchange: Exchange | None = None
 
 
 class Builder:
