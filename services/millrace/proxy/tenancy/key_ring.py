@@ -58,8 +58,7 @@ class KeyRing:
     def tenant(self, name: str) -> Caller | None:
         """Returns the sender of a token that names this tenant, or None."""
         self._look()
-        config = self._tenants.get(name)
-        return None if config is None else caller_of(name, config)
+        return self._of_tokens.get(name)
 
     def _look(self) -> None:
         now = self._clock()
@@ -93,6 +92,7 @@ class KeyRing:
     def _use(self, tenants: Mapping[str, TenantConfig]) -> None:
         self._tenants = tenants
         self._callers: dict[bytes, Caller] = {}
+        self._of_tokens = {name: caller_of(name, one, key="token") for name, one in tenants.items()}
         for name, tenant in tenants.items():
             for digest in tenant.key_sha256:
                 found = caller_of(name, tenant, key=digest[:8])
