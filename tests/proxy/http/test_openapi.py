@@ -77,6 +77,7 @@ def test_document_describes_every_route(document):
         "/admin/scheduler",
         "/admin/improvement-rate",
         "/admin/requests/{id}",
+        "/admin/tenants",
     }
     chat = document["components"]["schemas"]["ChatRequest"]
     assert chat["required"] == ["model", "messages"]

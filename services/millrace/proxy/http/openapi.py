@@ -11,10 +11,12 @@ from millrace.proxy.http import admin
 from millrace.proxy.http.objectives import (
     CLASS_HEADER,
     E2E_HEADER,
+    FAIL_EARLY_HEADER,
     TBT_HEADER,
     TRACE_HEADER,
     TTFT_HEADER,
 )
+from millrace.proxy.http.tenant_admin import TENANTS_PATH
 from millrace.proxy.reply.answers import ANSWERS
 from millrace.proxy.request.validation import Bodies
 
@@ -77,6 +79,9 @@ def _paths(objectives: list[Json]) -> Json:
             ("The share by which a larger SP group must cut the TTFT", "ImprovementRate"),
             ("Change the improvement rate", "ImprovementRateWanted", "ImprovementRateChange"),
         ),
+        TENANTS_PATH: {
+            "get": _got("Tenants, their access and limits", _json("Tenants"), _refused())
+        },
         admin.REQUEST_PATH: {
             "get": {
                 **_got(
@@ -201,6 +206,11 @@ def _objectives(classes: Sequence[str]) -> list[Json]:
             CLASS_HEADER, {"enum": list(classes)}, "SLO class; headers override its objectives."
         ),
         _header(TRACE_HEADER, {"enum": ["0", "1"]}, "1: explain the TTFT in `millrace`."),
+        _header(
+            FAIL_EARLY_HEADER,
+            {"enum": ["0", "1"]},
+            "1: answer 429 if the first token is predicted after the TTFT objective.",
+        ),
         _header("traceparent", _STRING, "W3C trace context."),
     ]
 
