@@ -408,6 +408,7 @@ def show_config(
 BENCHMARKS = (
     "autoscale",
     "cdsp",
+    "constraints",
     "decode",
     "engine",
     "gateway",

@@ -9,6 +9,7 @@ import socket
 import time
 import uuid
 from collections.abc import Iterator
+from dataclasses import replace
 
 import uvicorn
 
@@ -27,6 +28,7 @@ from millrace.proxy.model_card import ModelCard, read_model_card
 from millrace.proxy.parsing.families import choose_parsers
 from millrace.proxy.prompts import PromptReader
 from millrace.proxy.request.options import Limits
+from millrace.proxy.request.pooled import PooledBodies
 from millrace.proxy.request.validation import Bodies
 from millrace.proxy.responses import StoredResponses
 from millrace.proxy.tenancy.limiter import Limiter
@@ -172,12 +174,16 @@ def _services(
     metrics: ProxyMetrics,
 ) -> Services:
     tokenizer = Tokenizer(card)
+    embedding = card.embedding
+    if config.proxy.pooling != "auto":
+        embedding = replace(embedding, pooling=config.proxy.pooling)
     limits = Limits(
         model=model_name or card.folder.resolve().name,
         vocab_size=card.vocab_size,
         context_tokens=card.context_tokens,
         eos_token_ids=card.eos_token_ids,
         defaults=card.defaults,
+        embedding=embedding,
         config=config.proxy,
     )
     parsers = choose_parsers(
@@ -193,6 +199,7 @@ def _services(
         config=config,
         limits=limits,
         bodies=Bodies(limits),
+        pooled=PooledBodies(limits),
         tokenizer=tokenizer,
         grammars=Grammars(card.folder, card.vocab_size, card.eos_token_ids),
         prompts=PromptReader(limits, tokenizer, template, parsers),

@@ -59,6 +59,12 @@ class ProxyConfig(_Section):
         _one_of("auto", "none", "think", "mistral", "harmony"),
         "form of reasoning in a model's text. auto: by the chat template; none: it is content",
     )
+    pooling: str = _setting(
+        "auto",
+        _one_of("auto", "last", "mean"),
+        "hidden state that stands for a text: of its last token, or the mean over all its tokens. "
+        "auto: by the model's sentence-transformers files, else last",
+    )
     max_new_tokens: int = _setting(
         4096, _within(1), "largest max_tokens, and the default when none is given"
     )

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import signal
 import time
 from multiprocessing.connection import Connection, wait
-from multiprocessing.context import SpawnProcess
+from multiprocessing.context import ForkServerProcess
 from multiprocessing.reduction import send_handle
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -17,6 +16,7 @@ import torch
 from millrace.core.errors import ConfigError
 from millrace.engine.errors import EngineDied
 from millrace.engine.model.communicator import Communicator, PeerLost
+from millrace.engine.parallel.child_processes import child_processes
 from millrace.engine.parallel.commands import Done, Failed, Instruction
 from millrace.engine.parallel.follower import Beside, RankPlace, follow
 from millrace.engine.parallel.stop_counter import StopCounter
@@ -60,13 +60,13 @@ class RankGroup:
         self.size = size
         self.device = torch.device(device)
         self.failure: RankError | None = None
-        context = multiprocessing.get_context("spawn")
+        context = child_processes()
         self.counter = StopCounter(context, size)
         self._timeout_s = timeout_s
         self._name = name
         self.besides: list[Connection] = []
         self._pipes: list[Connection] = []
-        self._processes: list[SpawnProcess] = []
+        self._processes: list[ForkServerProcess] = []
         self._awaited = False  # the ranks have yet to answer
         with TemporaryDirectory(prefix="millrace-ranks-") as folder:
             places = [

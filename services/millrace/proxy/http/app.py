@@ -25,6 +25,7 @@ from millrace.proxy.http.asgi import (
 )
 from millrace.proxy.http.front import Front, with_cors
 from millrace.proxy.http.generate import GenerateEndpoint, Services
+from millrace.proxy.http.pooled import PooledEndpoint
 from millrace.proxy.http.responses import (
     RESPONSE_PATH,
     RESPONSES_PATH,
@@ -33,6 +34,7 @@ from millrace.proxy.http.responses import (
 )
 from millrace.proxy.http.tenant_admin import TENANTS_PATH, TenantAdmin
 from millrace.proxy.http.tenants import exchange_of
+from millrace.proxy.request.pooled import POOLED_PATHS
 from millrace.proxy.request.validation import Conversation
 from millrace.version import version
 
@@ -84,6 +86,7 @@ class GatewayApp(FastAPI):
     def __init__(self, services: Services, raw: Mapping[str, RawEndpoint]) -> None:
         super().__init__(title="Millrace gateway", version=version())
         self._bodies = services.bodies
+        self._pooled = services.pooled
         self._classes = services.objectives.classes
         self._raw = raw
         proxy = services.config.proxy
@@ -109,7 +112,7 @@ class GatewayApp(FastAPI):
     def openapi(self) -> Json:
         if not self.openapi_schema:
             self.openapi_schema = openapi.document(
-                self._bodies, self._classes, self.title, self.version
+                self._bodies, self._pooled, self._classes, self.title, self.version
             )
         return self.openapi_schema
 
@@ -162,6 +165,7 @@ def create_app(
         "/v1/chat/completions": GenerateEndpoint(services, chat=True).answer,
         "/v1/completions": GenerateEndpoint(services, chat=False).answer,
         RESPONSES_PATH: CreateResponse(services).answer,
+        **{path: PooledEndpoint(services, path).answer for path in POOLED_PATHS},
         "/tokenize": JsonEndpoint(services, tokens.tokenize).answer,
         "/detokenize": JsonEndpoint(services, tokens.detokenize).answer,
     }

@@ -36,6 +36,7 @@ from millrace.proxy.reply.builder import Arrival, Builder
 from millrace.proxy.reply.explain import waterfall
 from millrace.proxy.reply.reply import DocumentReply, EventReply, GeneratingReply, StreamReply
 from millrace.proxy.request.options import Limits, Options
+from millrace.proxy.request.pooled import PooledBodies
 from millrace.proxy.request.validation import Bodies
 from millrace.proxy.responses import StoredResponses
 from millrace.proxy.tenancy.caller import Caller
@@ -65,6 +66,7 @@ class Services:
     config: Config
     limits: Limits
     bodies: Bodies
+    pooled: PooledBodies
     tokenizer: Tokenizer
     grammars: Grammars
     prompts: PromptReader
