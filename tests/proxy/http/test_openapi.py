@@ -78,6 +78,7 @@ def test_document_describes_every_route(document):
         "/admin/improvement-rate",
         "/admin/requests/{id}",
         "/admin/tenants",
+        "/admin/tenants/{name}",
     }
     chat = document["components"]["schemas"]["ChatRequest"]
     assert chat["required"] == ["model", "messages"]

@@ -22,6 +22,9 @@ class AuthConfig(Section):
     keys_file: str = setting(
         "", None, "TOML file with tables `tenants.NAME`; the proxy reads it again when it changes"
     )
+    stored_keys: str = setting(
+        "off", one_of("on", "off"), "on: tenants of PUT /admin/tenants, kept in the store, count"
+    )
     oidc_issuer: str = setting(
         "", None, "issuer of JSON web tokens that count as keys; empty: no tokens"
     )

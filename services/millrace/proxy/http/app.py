@@ -32,7 +32,12 @@ from millrace.proxy.http.responses import (
     CreateResponse,
     StoredEndpoints,
 )
-from millrace.proxy.http.tenant_admin import TENANTS_PATH, TenantAdmin
+from millrace.proxy.http.tenant_admin import (
+    TENANT_PATH,
+    TENANTS_PATH,
+    StoredTenantAdmin,
+    TenantAdmin,
+)
 from millrace.proxy.http.tenants import exchange_of
 from millrace.proxy.request.pooled import POOLED_PATHS
 from millrace.proxy.request.validation import Conversation
@@ -181,6 +186,9 @@ def create_app(
     tenants = TenantAdmin(services.config, services.tenants.keys, services.limiter)
     endpoint = RawEndpoint(services, TENANTS_PATH, tenants.answer)
     app.router.routes.append(Route(TENANTS_PATH, endpoint, methods=["GET"]))
+    stored = StoredTenantAdmin(services.config, services.stored_tenants)
+    endpoint = RawEndpoint(services, TENANT_PATH, stored.answer)
+    app.router.routes.append(Route(TENANT_PATH, endpoint, methods=["PUT", "DELETE"]))
     _add_responses(app, services)
     _add_models(app, services, created)
     _add_probes(app, services, render_metrics)

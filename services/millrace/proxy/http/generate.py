@@ -42,6 +42,7 @@ from millrace.proxy.responses import StoredResponses
 from millrace.proxy.tenancy.caller import Caller
 from millrace.proxy.tenancy.costs import reserved_cost, used_cost
 from millrace.proxy.tenancy.limiter import Limiter
+from millrace.proxy.tenancy.stored_tenants import StoredTenants
 from millrace.proxy.text.prefix import PromptHasher
 from millrace.proxy.text.tokenizer import Tokenizer
 from millrace.telemetry.otlp import TraceExporter
@@ -61,7 +62,9 @@ _EVENT_STREAM = [
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Services:
-    """The objects that the endpoints share. `traces` is None if no collector takes traces."""
+    """The objects that the endpoints share. `traces` is None if no collector takes traces,
+    `stored_tenants` if the store keeps none.
+    """
 
     config: Config
     limits: Limits
@@ -75,6 +78,7 @@ class Services:
     objectives: Objectives
     tenants: Tenants
     limiter: Limiter
+    stored_tenants: StoredTenants | None
     traces: TraceExporter | None
     responses: StoredResponses
     background: Background

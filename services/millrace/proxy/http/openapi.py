@@ -16,7 +16,7 @@ from millrace.proxy.http.objectives import (
     TRACE_HEADER,
     TTFT_HEADER,
 )
-from millrace.proxy.http.tenant_admin import TENANTS_PATH
+from millrace.proxy.http.tenant_admin import TENANT_BODY, TENANT_PATH, TENANTS_PATH
 from millrace.proxy.reply.answers import ANSWERS
 from millrace.proxy.reply.pooled_answers import POOLED_ANSWERS
 from millrace.proxy.request.pooled import (
@@ -89,9 +89,7 @@ def _paths(objectives: list[Json]) -> Json:
             ("The share by which a larger SP group must cut the TTFT", "ImprovementRate"),
             ("Change the improvement rate", "ImprovementRateWanted", "ImprovementRateChange"),
         ),
-        TENANTS_PATH: {
-            "get": _got("Tenants, their access and limits", _json("Tenants"), _refused())
-        },
+        **_tenants(),
         admin.REQUEST_PATH: {
             "get": {
                 **_got(
@@ -116,6 +114,32 @@ def _pooled(objectives: list[Json]) -> Json:
     return {
         path: {"post": _posted(summary, body, answer, None, objectives)}
         for path, summary, body, answer in described
+    }
+
+
+def _tenants() -> Json:
+    named = [{"name": "name", "in": "path", "required": True, "schema": _STRING}]
+    wrong = {"400": _error("A field is wrong"), **_refused()}
+    written = _json("StoredTenant")
+    return {
+        TENANTS_PATH: {
+            "get": _got("Tenants, their access and limits", _json("Tenants"), _refused())
+        },
+        TENANT_PATH: {
+            "put": {
+                **_got("Write a tenant into the store", written, wrong),
+                "parameters": named,
+                "requestBody": {"required": True, "content": _json("TenantWanted")},
+            },
+            "delete": {
+                **_got(
+                    "Remove a tenant from the store",
+                    written,
+                    {"404": _error("The store has no such tenant"), **wrong},
+                ),
+                "parameters": named,
+            },
+        },
     }
 
 
@@ -256,7 +280,7 @@ def _ref(name: str) -> Json:
 def _schemas(bodies: Bodies, pooled: PooledBodies) -> Json:
     adapters = [bodies.chat, bodies.completion, bodies.response, bodies.tokenize, bodies.detokenize]
     adapters += [pooled.embedding, pooled.score, pooled.rerank]
-    adapters += [route.body for route in admin.ROUTES]
+    adapters += [TENANT_BODY, *(route.body for route in admin.ROUTES)]
     adapters += map(TypeAdapter, (*ANSWERS, *POOLED_ANSWERS))
     _, schemas = TypeAdapter.json_schemas(
         [(number, "validation", adapter) for number, adapter in enumerate(adapters)],

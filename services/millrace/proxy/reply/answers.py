@@ -101,10 +101,14 @@ class TenantKey(TypedDict):
 
 
 class Tenant(TypedDict):
-    """A tenant: its access, and what its limits leave. Empty lists of names allow all."""
+    """A tenant: its access, and what its limits leave. Empty lists of names allow all.
+
+    `stored`: the store has a table of it.
+    """
 
     name: str
     weight: float
+    stored: bool
     models: list[str]
     slo_classes: list[str]
     limits: dict[str, int]
@@ -116,6 +120,13 @@ class Tenants(TypedDict):
     """All tenants, of the settings and of the file of keys."""
 
     tenants: list[Tenant]
+
+
+class StoredTenant(TypedDict):
+    """Whether the store has the tenant now."""
+
+    name: str
+    stored: bool
 
 
 class RequestsAhead(TypedDict):
@@ -376,6 +387,7 @@ ANSWERS: tuple[Any, ...] = (
     ResponseItems,
     SchedulerSettings,
     Status,
+    StoredTenant,
     Tenants,
     Text,
     Tokens,
