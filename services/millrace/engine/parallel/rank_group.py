@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import signal
+import threading
 import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 from multiprocessing.reduction import send_handle
@@ -42,29 +46,38 @@ class RankGroup:
         size: int,
         *,
         device: str = "cpu",
+        devices: Sequence[str] = (),
         threads: int = 1,
         timeout_s: float = 60.0,
         name: str = "",
-        beside: Beside | None = None,
+        beside: Mapping[str, Beside] | None = None,
     ) -> None:
-        """Starts ranks 1 to size - 1, which takes seconds. Rank r gets device r from `device` on.
+        """Starts ranks 1 to size - 1, which takes seconds.
+
+        Rank r gets device r from `device` on, or ``devices[r]``.
 
         `timeout_s`: how long a rank may wait for another in a collective. It must be more than
         the longest operator and the longest that a pass is left running, see `Lockstep.rest`.
-        `name`: what errors begin with. `beside`: what ranks 1 and on serve beside their passes;
-        `besides` has the pipes to it. Raises ConfigError for a size below 2 and RankError when a
-        rank does not start.
+        `name`: what errors begin with. `beside`: what ranks 1 and on serve beside their passes,
+        by name; `besides` has the pipes to it, in the order of the ranks. Raises ConfigError
+        for a size below 2 and RankError when a rank does not start.
         """
         if size < 2:
             raise ConfigError(f"tensor parallelism is {size}; a group has at least 2 ranks")
         self.size = size
-        self.device = torch.device(device)
+        of_ranks = [torch.device(d) for d in devices] or [
+            _device_of(rank, torch.device(device)) for rank in range(size)
+        ]
+        self.device = of_ranks[0]
+        #: Ranks on the device that has most of them.
+        self.sharers = max(Counter(map(str, of_ranks)).values())
+        through_host = self.sharers > 1
         self.failure: RankError | None = None
         context = multiprocessing.get_context("spawn")
         self.counter = StopCounter(context, size)
         self._timeout_s = timeout_s
         self._name = name
-        self.besides: list[Connection] = []
+        self.besides: dict[str, list[Connection]] = {}
         self._pipes: list[Connection] = []
         self._processes: list[SpawnProcess] = []
         self._awaited = False  # the ranks have yet to answer
@@ -73,7 +86,8 @@ class RankGroup:
                 RankPlace(
                     rank=rank,
                     size=size,
-                    device=str(_device_of(rank, self.device)),
+                    device=str(of_ranks[rank]),
+                    through_host=through_host,
                     rendezvous=str(Path(folder) / "rendezvous"),
                     timeout_s=timeout_s,
                     threads=threads,
@@ -82,18 +96,18 @@ class RankGroup:
             ]
             for place in places[1:]:
                 ours, theirs = context.Pipe()
-                also = None
-                if beside is not None:
+                also = {}
+                for service, serve in (beside or {}).items():
                     pipe, their_pipe = context.Pipe()
-                    self.besides.append(pipe)
-                    also = (beside, their_pipe)
+                    self.besides.setdefault(service, []).append(pipe)
+                    also[service] = serve, their_pipe
                 process = context.Process(
                     target=follow, args=(place, theirs, self.counter, also), daemon=True
                 )
                 process.start()
                 theirs.close()
-                if also is not None:
-                    also[1].close()
+                for _, their_pipe in also.values():
+                    their_pipe.close()
                 self._pipes.append(ours)
                 self._processes.append(process)
             self._answers(_START_TIMEOUT_S)
@@ -104,6 +118,7 @@ class RankGroup:
                     device=self.device,
                     rendezvous=places[0].rendezvous,
                     timeout_s=timeout_s,
+                    through_host=through_host,
                 )
             except PeerLost as error:
                 raise self.fail(error) from error
@@ -113,6 +128,20 @@ class RankGroup:
     def pids(self) -> tuple[int, ...]:
         """Process ids of ranks 1 and on."""
         return tuple(process.pid or 0 for process in self._processes)
+
+    def when_died(self, call: Callable[[RankError], None]) -> None:
+        """Has `call` made, on another thread, when a rank dies before the group ends."""
+        threading.Thread(target=self._watch, args=(call,), name="ranks", daemon=True).start()
+
+    def _watch(self, call: Callable[[RankError], None]) -> None:
+        ended = wait([process.sentinel for process in self._processes])
+        if self.failure is not None:
+            return  # ended by rank 0
+        for rank, process in enumerate(self._processes, start=1):
+            if process.sentinel in ended and process.pid is not None:
+                how = _peeked(process.pid)
+                call(RankError(f"{self._name}tensor parallelism of {self.size}: rank {rank} {how}"))
+                return
 
     def send(self, order: Instruction) -> None:
         """Gives all ranks an order, after they have answered the one before (`collect`)."""
@@ -180,7 +209,7 @@ class RankGroup:
             if isinstance(answer, Failed):
                 raise self.fail(_RankFailed(pipe, answer))
             assert isinstance(answer, Done)
-            found.append(answer.operators)
+            found.append(answer.count)
         return found
 
     def _verdict(self, cause: BaseException) -> str:
@@ -245,6 +274,17 @@ def _is_own(cause: BaseException) -> bool:
 
 def _device_of(rank: int, first: torch.device) -> torch.device:
     return first if first.type == "cpu" else torch.device(first.type, (first.index or 0) + rank)
+
+
+def _peeked(pid: int) -> str:
+    """Says how a child has ended, and leaves it to be reaped. Waits for one that is ending."""
+    try:
+        found = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    except ChildProcessError:  # reaped by a pass that met its end too
+        return "died"
+    assert found is not None  # only WNOHANG allows that
+    was_killed = found.si_code in (os.CLD_KILLED, os.CLD_DUMPED)
+    return f"died, {_ending(-found.si_status if was_killed else found.si_status)}"
 
 
 def _ending(exitcode: int) -> str:
