@@ -186,6 +186,7 @@ class LiveRole:
         await self.server.stop(grace=None)
         await self.role.close()
         self.transport.close()
+        await asyncio.to_thread(self.engine.close)
 
 
 @asynccontextmanager

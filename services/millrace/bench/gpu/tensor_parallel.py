@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Final
 
 import torch
@@ -19,6 +20,7 @@ from millrace.engine.assembly import Engine
 from millrace.engine.kv.host_swap import KvSwap
 from millrace.engine.kv.step_tables import page_table_of
 from millrace.instance.transfer.transports import kv_transport, set_environment
+from millrace.transfer.transport.base import Transport
 from millrace.transfer.transport.layout import Side, at_layer, layer_runs
 from millrace.transfer.transport.regions import Memory
 
@@ -39,10 +41,14 @@ def check(context: Context) -> None:
         small_engine(family, device, "float32", ranks=ranks) as split,
     ):
         context.claim(f"two ranks: {how}", *_close(logits_of(split), logits_of(alone)))
-        engines = {"two ranks": split, "one rank": alone}
-        for sender, receiver in (tuple(engines), tuple(engines)[::-1]):
-            found, wanted = moved(engines[sender], engines[receiver])
-            context.claim(f"KV of {sender} at {receiver}", *_close(found, wanted))
+        with ExitStack() as stack:
+            ends = {
+                name: End.open(stack, name, engine)
+                for name, engine in (("two ranks", split), ("one rank", alone))
+            }
+            for sender, receiver in (tuple(ends), tuple(ends)[::-1]):
+                found, wanted = moved(ends[sender], ends[receiver])
+                context.claim(f"KV of {sender} at {receiver}", *_close(found, wanted))
         found, wanted = swapped(split)
         same = bool(torch.equal(found, wanted))
         context.claim("KV of two ranks, swapped out and in", same, "the same bits" * same)
@@ -57,29 +63,41 @@ def placement(context: Context) -> tuple[Sequence[str], str]:
     return ("cuda:0", "cuda:0"), "on the one device there is, through the host"
 
 
-def moved(sender: Engine, receiver: Engine) -> tuple[Tensor, Tensor]:
+@dataclass(frozen=True, slots=True)
+class End:
+    """An engine with its KV on a transport."""
+
+    engine: Engine
+    transport: Transport
+    region: int
+
+    @staticmethod
+    def open(stack: ExitStack, name: str, engine: Engine) -> End:
+        """Opens the agents of all ranks until the stack ends."""
+        transport = kv_transport(name.replace(" ", "-"), engine).transport
+        stack.callback(transport.close)
+        return End(engine, transport, transport.register(Memory.of_tensor(engine.storage)))
+
+
+def moved(sender: End, receiver: End) -> tuple[Tensor, Tensor]:
     """Moves a prompt's KV. Returns the next step's logits at the receiver, and at the sender."""
-    prompts = [new_prompt(engine, _TOKENS, 7) for engine in (sender, receiver)]
-    _prefill(sender, prompts[0])
-    with ExitStack() as stack:
-        ends = []
-        for name, engine in (("sender", sender), ("receiver", receiver)):
-            opened = kv_transport(f"{name}-{engine.layout.ranks}", engine).transport
-            stack.callback(opened.close)
-            ends.append((opened, opened.register(Memory.of_tensor(engine.storage))))
-        (from_, region), (to, peer_region) = ends
-        sides = [
-            Side.of(engine.layout, prompt.pages, _TOKENS)
-            for engine, prompt in zip((sender, receiver), prompts, strict=True)
-        ]
-        runs = layer_runs(*sides, 0, _TOKENS)
-        peer = from_.connect(to.metadata()).result(_ANSWER_S)
-        with to.listening():
-            for layer in sender.layout.layers:
-                part = at_layer(runs, sender.layout, receiver.layout, layer)
-                written = from_.write(peer, part, b"", region=region, peer_region=peer_region)
-                written.result(_ANSWER_S)
-    return _step(receiver, prompts[1].pages), _step(sender, prompts[0].pages)
+    prompts = [new_prompt(end.engine, _TOKENS, 7) for end in (sender, receiver)]
+    _prefill(sender.engine, prompts[0])
+    pages = [prompt.pages for prompt in prompts]
+    layouts = sender.engine.layout, receiver.engine.layout
+    sides = [Side.of(layout, own, _TOKENS) for layout, own in zip(layouts, pages, strict=True)]
+    runs = layer_runs(sides[0], sides[1], 0, _TOKENS)
+    peer = sender.transport.connect(receiver.transport.metadata()).result(_ANSWER_S)
+    with receiver.transport.listening():
+        for layer in layouts[0].layers:
+            sender.transport.write(
+                peer,
+                at_layer(runs, *layouts, layer),
+                b"",
+                region=sender.region,
+                peer_region=receiver.region,
+            ).result(_ANSWER_S)
+    return _step(receiver.engine, pages[1]), _step(sender.engine, pages[0])
 
 
 def swapped(engine: Engine) -> tuple[Tensor, Tensor]:

@@ -67,6 +67,8 @@ class Communicator:
             self._nccl = None
             if device.type == "cuda" and not through_host:
                 self._nccl = _join_nccl(PrefixStore("nccl", store), rank, size, timeout)
+                self.all_reduce(torch.zeros(1, device=device))  # NCCL connects at its first use
+                torch.cuda.synchronize(device)
 
     def all_reduce(self, x: Tensor) -> None:
         """Sums x [any shape, contiguous] over the ranks, in place."""

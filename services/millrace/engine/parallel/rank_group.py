@@ -81,48 +81,50 @@ class RankGroup:
         self._pipes: list[Connection] = []
         self._processes: list[SpawnProcess] = []
         self._awaited = False  # the ranks have yet to answer
-        with TemporaryDirectory(prefix="millrace-ranks-") as folder:
-            places = [
-                RankPlace(
-                    rank=rank,
-                    size=size,
-                    device=str(of_ranks[rank]),
-                    through_host=through_host,
-                    rendezvous=str(Path(folder) / "rendezvous"),
-                    timeout_s=timeout_s,
-                    threads=threads,
-                )
-                for rank in range(size)
-            ]
-            for place in places[1:]:
-                ours, theirs = context.Pipe()
-                also = {}
-                for service, serve in (beside or {}).items():
-                    pipe, their_pipe = context.Pipe()
-                    self.besides.setdefault(service, []).append(pipe)
-                    also[service] = serve, their_pipe
-                process = context.Process(
-                    target=follow, args=(place, theirs, self.counter, also), daemon=True
-                )
-                process.start()
-                theirs.close()
-                for _, their_pipe in also.values():
-                    their_pipe.close()
-                self._pipes.append(ours)
-                self._processes.append(process)
-            self._answers(_START_TIMEOUT_S)
-            try:
-                self.ranks = Communicator(
-                    0,
-                    size,
-                    device=self.device,
-                    rendezvous=places[0].rendezvous,
-                    timeout_s=timeout_s,
-                    through_host=through_host,
-                )
-            except PeerLost as error:
-                raise self.fail(error) from error
-            self._answers(timeout_s)
+        self._folder = TemporaryDirectory(prefix="millrace-ranks-")
+        places = [
+            RankPlace(
+                rank=rank,
+                size=size,
+                device=str(of_ranks[rank]),
+                through_host=through_host,
+                rendezvous=str(Path(self._folder.name) / "rendezvous"),
+                timeout_s=timeout_s,
+                threads=threads,
+            )
+            for rank in range(size)
+        ]
+        for place in places[1:]:
+            ours, theirs = context.Pipe()
+            also = {}
+            for service, serve in (beside or {}).items():
+                pipe, their_pipe = context.Pipe()
+                self.besides.setdefault(service, []).append(pipe)
+                also[service] = serve, their_pipe
+            process = context.Process(
+                target=follow, args=(place, theirs, self.counter, also), daemon=True
+            )
+            process.start()
+            theirs.close()
+            for _, their_pipe in also.values():
+                their_pipe.close()
+            self._pipes.append(ours)
+            self._processes.append(process)
+        self._answers(_START_TIMEOUT_S)
+        try:
+            self.ranks = Communicator(
+                0,
+                size,
+                device=self.device,
+                rendezvous=places[0].rendezvous,
+                timeout_s=timeout_s,
+                through_host=through_host,
+            )
+        except PeerLost as error:
+            raise self.fail(error) from error
+        self._answers(timeout_s)
+        if self.device.type == "cpu":  # NCCL reads there as long as the group lives
+            self._folder.cleanup()
 
     @property
     def pids(self) -> tuple[int, ...]:
@@ -195,6 +197,7 @@ class RankGroup:
             process.join(max(0.0, deadline_s - time.monotonic()))
             process.kill()
             process.join()
+        self._folder.cleanup()
 
     def _answers(self, timeout_s: float) -> list[int]:
         deadline_s = time.monotonic() + timeout_s
