@@ -10,8 +10,9 @@ import httpx
 import pytest
 
 from millrace.local.stack import Stack, StackOptions
+from support.child_processes import forked_child
 from support.deadlines import HANG_S
-from support.live_stack import POOL_BYTES, eventually, greedy_ids
+from support.live_stack import POOL_BYTES, check_constrained, eventually, greedy_ids
 from support.served_model import served_folder
 from support.tiny_models import oracle, prompt
 
@@ -54,6 +55,7 @@ async def test_any_degree_into_any_other_gives_the_oracles_tokens(
     ):
         prompts = [prompt(n, seed=n) for n in (600, 20, 45, 33)]
         found = await asyncio.gather(*(greedy_ids(client, ids, 6) for ids in prompts))
+        await check_constrained(client, prompts[0])
     for ids, answer in zip(prompts, found, strict=True):
         assert answer == oracle("llama").greedy(ids, 6)
 
@@ -67,18 +69,7 @@ async def test_an_instance_that_lost_a_rank_is_started_again() -> None:
         expected = await greedy_ids(client, prompt(40), 4)
         service = stack.services["prefill-0"]
         assert service.process is not None
-        os.kill(rank_of(service.process.pid), signal.SIGKILL)
+        os.kill(forked_child(service.process.pid), signal.SIGKILL)
         await eventually(lambda: service.restarts == 1)  # nothing runs, and it is noticed
         await eventually(lambda: service.serving)
         assert await greedy_ids(client, prompt(40), 4) == expected
-
-
-def rank_of(pid: int) -> int:
-    """The process of rank 1: the child that is not multiprocessing's resource tracker."""
-    for task in os.listdir(f"/proc/{pid}/task"):
-        with open(f"/proc/{pid}/task/{task}/children", encoding="ascii") as children:
-            for child in children.read().split():
-                with open(f"/proc/{child}/cmdline", encoding="utf-8") as command:
-                    if "spawn_main" in command.read():
-                        return int(child)
-    raise AssertionError(f"process {pid} has no rank")

@@ -43,6 +43,11 @@ class Group:
         admit = AdmitDecode(request=request, attempt=attempt, kept_tokens=kept)
         self.decode.role.on_command(admit)
 
+    async def ask_result(self, request: RequestSpec, plan: Plan) -> None:
+        """Submits a prefill-only request, which decode never hears of."""
+        await remember(self.store, request, prompt(request.prompt_tokens))
+        self.run(request, plan)
+
     def run(self, request: RequestSpec, plan: Plan, attempt: int = 1, start: int = 0) -> None:
         """Gives every member its command."""
         chunks = []
@@ -54,7 +59,7 @@ class Group:
         run = RunPrefill(
             request=request,
             chunks=tuple(chunks),
-            decode=self.decode.member,
+            decode=self.decode.member if request.sampling.max_tokens else None,
             attempt=attempt,
             group=tuple(role.member for role in members),
         )

@@ -219,7 +219,7 @@ def kind_of(report: Report) -> str:
     return re.sub(r"(?<!^)(?=[A-Z])", "_", type(report).__name__).lower()
 
 
-def spec(request_id: str, prompt_tokens: int, **sampling: Any) -> RequestSpec:
+def spec(request_id: str, prompt_tokens: int, *, pooling: str = "", **sampling: Any) -> RequestSpec:
     """A greedy request of proxy-0's unless `sampling` says otherwise."""
     return RequestSpec(
         request_id=request_id,
@@ -227,6 +227,7 @@ def spec(request_id: str, prompt_tokens: int, **sampling: Any) -> RequestSpec:
         prompt_tokens=prompt_tokens,
         sampling=SamplingParams(**{"max_tokens": 8, **sampling}),
         arrival_unix_s=time.time(),
+        pooling=pooling,
     )
 
 
@@ -238,7 +239,7 @@ async def remember(store: MemoryStore, request: RequestSpec, ids: list[int]) -> 
 
 
 def run_prefill(
-    request: RequestSpec, decode: Member, *, start_token: int = 0, **more: Any
+    request: RequestSpec, decode: Member | None, *, start_token: int = 0, **more: Any
 ) -> RunPrefill:
     """The prompt from `start_token` on as one chunk."""
     chunk = Chunk(

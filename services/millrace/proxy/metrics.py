@@ -4,8 +4,44 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from millrace.core.limits.rules import Cost
 from millrace.proxy.generation.proxy_request import ProxyRequest
 from millrace.telemetry.metrics import Registry
+
+
+class TenantMetrics:
+    """What tenants use and are refused. The label is a tenant's name of the settings or the file of
+    keys, never a key.
+    """
+
+    def __init__(self, registry: Registry) -> None:
+        self._requests = registry.counter(
+            "millrace_proxy_tenant_requests_total", "Requests that ended, by tenant.", ("tenant",)
+        )
+        self._prompt_tokens = registry.counter(
+            "millrace_proxy_tenant_prompt_tokens_total",
+            "Prompt tokens of requests that began, by tenant.",
+            ("tenant",),
+        )
+        self._generated_tokens = registry.counter(
+            "millrace_proxy_tenant_generated_tokens_total",
+            "Tokens generated for a tenant.",
+            ("tenant",),
+        )
+        self._refused = registry.counter(
+            "millrace_proxy_tenant_refused_requests_total",
+            "Requests refused for want of a key, by access or by a limit.",
+            ("tenant", "reason"),
+        )
+
+    def used(self, tenant: str, cost: Cost) -> None:
+        """Counts a request that was submitted and has ended."""
+        self._requests.labels(tenant).inc()
+        self._prompt_tokens.labels(tenant).inc(cost.prompt_tokens)
+        self._generated_tokens.labels(tenant).inc(cost.generated_tokens)
+
+    def refused(self, tenant: str, reason: str) -> None:
+        self._refused.labels(tenant, reason).inc()
 
 
 class ProxyMetrics:
@@ -13,6 +49,7 @@ class ProxyMetrics:
 
     def __init__(self, inflight: Callable[[], float], parked: Callable[[], float]) -> None:
         self.registry = registry = Registry()
+        self.tenants = TenantMetrics(registry)
         registry.gauge_function(
             "millrace_proxy_inflight_requests",
             "Requests that are submitted and have not ended.",

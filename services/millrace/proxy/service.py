@@ -9,6 +9,7 @@ import socket
 import time
 import uuid
 from collections.abc import Iterator
+from dataclasses import replace
 
 import uvicorn
 
@@ -27,11 +28,13 @@ from millrace.proxy.model_card import ModelCard, read_model_card
 from millrace.proxy.parsing.families import choose_parsers
 from millrace.proxy.prompts import PromptReader
 from millrace.proxy.request.options import Limits
+from millrace.proxy.request.pooled import PooledBodies
 from millrace.proxy.request.validation import Bodies
 from millrace.proxy.responses import StoredResponses
+from millrace.proxy.tenancy.limiter import Limiter
 from millrace.proxy.text.chat_template import ChatTemplate
 from millrace.proxy.text.tokenizer import Tokenizer
-from millrace.state.open import open_documents, open_store
+from millrace.state.open import open_documents, open_limits, open_store
 from millrace.telemetry.otlp import open_traces
 
 log = logging.getLogger(__name__)
@@ -155,6 +158,7 @@ class Proxy:
         await self._services.background.close()
         await self._serving
         await self._services.responses.close()
+        await self._services.limiter.close()
         await self.store.close()
         self._services.tokenizer.close()
         self._services.grammars.close()
@@ -170,12 +174,16 @@ def _services(
     metrics: ProxyMetrics,
 ) -> Services:
     tokenizer = Tokenizer(card)
+    embedding = card.embedding
+    if config.proxy.pooling != "auto":
+        embedding = replace(embedding, pooling=config.proxy.pooling)
     limits = Limits(
         model=model_name or card.folder.resolve().name,
         vocab_size=card.vocab_size,
         context_tokens=card.context_tokens,
         eos_token_ids=card.eos_token_ids,
         defaults=card.defaults,
+        embedding=embedding,
         config=config.proxy,
     )
     parsers = choose_parsers(
@@ -191,13 +199,15 @@ def _services(
         config=config,
         limits=limits,
         bodies=Bodies(limits),
+        pooled=PooledBodies(limits),
         tokenizer=tokenizer,
         grammars=Grammars(card.folder, card.vocab_size, card.eos_token_ids),
         prompts=PromptReader(limits, tokenizer, template, parsers),
         gateway=gateway,
         metrics=metrics,
         objectives=Objectives(config),
-        tenants=Tenants(config.tenants),
+        tenants=Tenants(config, metrics.tenants),
+        limiter=Limiter(open_limits(config.store), metrics.tenants),
         responses=responses,
         background=Background(responses),
         traces=open_traces(config.telemetry, "proxy") if config.telemetry.otlp_endpoint else None,

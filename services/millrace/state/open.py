@@ -5,8 +5,10 @@ from __future__ import annotations
 from millrace.core.config import StoreConfig
 from millrace.core.errors import ConfigError
 from millrace.state.documents import DocumentStore, MemoryDocuments
+from millrace.state.limits import LimitStore, MemoryLimits
 from millrace.state.memory_store import MemoryStore
 from millrace.state.redis_documents import RedisDocuments
+from millrace.state.redis_limits import RedisLimits
 from millrace.state.redis_link import shown_url
 from millrace.state.redis_store import RedisStore
 from millrace.state.store import RequestStore
@@ -24,6 +26,11 @@ def open_store(config: StoreConfig) -> RequestStore:
 def open_documents(config: StoreConfig) -> DocumentStore:
     """Opens the documents at `config.url`, as `open_store`."""
     return MemoryDocuments() if _in_memory(config) else RedisDocuments(config)
+
+
+def open_limits(config: StoreConfig) -> LimitStore:
+    """Opens the limits at `config.url`, as `open_store`. In memory they hold in one process."""
+    return MemoryLimits() if _in_memory(config) else RedisLimits(config)
 
 
 def _in_memory(config: StoreConfig) -> bool:

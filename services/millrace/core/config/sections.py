@@ -6,30 +6,16 @@ Every message names the field by its dotted path, the value and the range. Units
 from __future__ import annotations
 
 import dataclasses
-import math
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from millrace.core.arithmetic import ceil_div
+from millrace.core.config.fields import Section as _Section
+from millrace.core.config.fields import one_of as _one_of
+from millrace.core.config.fields import setting as _setting
+from millrace.core.config.fields import within as _within
 from millrace.core.cost.rates import parse_rates
 from millrace.core.errors import ConfigError
-
-
-def _within(low: float, high: float = math.inf) -> Callable[[Any], str | None]:
-    def check(value: Any) -> str | None:  # noqa: ANN401 - a check sees any field's value
-        if low <= value <= high:
-            return None
-        return f"at least {low:g}" if math.isinf(high) else f"between {low:g} and {high:g}"
-
-    return check
-
-
-def _one_of(*choices: str) -> Callable[[Any], str | None]:
-    def check(value: Any) -> str | None:  # noqa: ANN401
-        return None if value in choices else "one of " + ", ".join(choices)
-
-    return check
 
 
 def _rates(value: Any) -> str | None:  # noqa: ANN401
@@ -43,22 +29,6 @@ def _rates(value: Any) -> str | None:  # noqa: ANN401
 def _profile(value: Any) -> str | None:  # noqa: ANN401
     known = isinstance(value, str) and (value in ("auto", "none") or value.endswith(".json"))
     return None if known else "auto, none or the path of a .json file"
-
-
-def _setting(default: Any, check: Callable[[Any], str | None] | None = None, doc: str = "") -> Any:  # noqa: ANN401
-    return field(default=default, metadata={"check": check, "doc": doc})
-
-
-class _Section:
-    """Checks every field of a section against its range when it is built."""
-
-    def __post_init__(self) -> None:
-        section = type(self).__name__.removesuffix("Config").lower()
-        for f in dataclasses.fields(self):  # type: ignore[arg-type]  # every section is a dataclass
-            check = f.metadata.get("check")
-            value = getattr(self, f.name)
-            if check is not None and (wanted := check(value)) is not None:
-                raise ConfigError(f"{section}.{f.name} is {value!r}; it must be {wanted}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,6 +58,12 @@ class ProxyConfig(_Section):
         "auto",
         _one_of("auto", "none", "think", "mistral", "harmony"),
         "form of reasoning in a model's text. auto: by the chat template; none: it is content",
+    )
+    pooling: str = _setting(
+        "auto",
+        _one_of("auto", "last", "mean"),
+        "hidden state that stands for a text: of its last token, or the mean over all its tokens. "
+        "auto: by the model's sentence-transformers files, else last",
     )
     max_new_tokens: int = _setting(
         4096, _within(1), "largest max_tokens, and the default when none is given"

@@ -69,7 +69,7 @@ class RingPass:
     blocks: tuple[tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]], ...]  # pages, positions
     last_layer: bool
     want_logits: bool
-    want_prompt_logprobs: bool
+    want_hidden: bool
 
     @classmethod
     def of(cls, task: RingTask) -> RingPass:
@@ -82,7 +82,7 @@ class RingPass:
             blocks=tuple((b.pages.numpy(), b.positions.numpy()) for b in task.blocks),
             last_layer=task.last_layer,
             want_logits=task.want_logits,
-            want_prompt_logprobs=task.want_prompt_logprobs,
+            want_hidden=task.want_hidden,
         )
 
     def unpacked(self, link: RingLink) -> RingTask:
@@ -94,7 +94,7 @@ class RingPass:
             link=link,
             last_layer=self.last_layer,
             want_logits=self.want_logits,
-            want_prompt_logprobs=self.want_prompt_logprobs,
+            want_hidden=self.want_hidden,
         )
 
 

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import os
 import signal
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection, wait
-from multiprocessing.context import SpawnProcess
+from multiprocessing.context import ForkServerProcess
 from multiprocessing.reduction import send_handle
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -21,6 +19,7 @@ import torch
 from millrace.core.errors import ConfigError
 from millrace.engine.errors import EngineDied
 from millrace.engine.model.communicator import Communicator, PeerLost
+from millrace.engine.parallel.child_processes import child_processes
 from millrace.engine.parallel.commands import Done, Failed, Instruction
 from millrace.engine.parallel.follower import Beside, RankPlace, follow
 from millrace.engine.parallel.stop_counter import StopCounter
@@ -73,14 +72,15 @@ class RankGroup:
         self.sharers = max(Counter(map(str, of_ranks)).values())
         through_host = self.sharers > 1
         self.failure: RankError | None = None
-        context = multiprocessing.get_context("spawn")
+        context = child_processes()
         self.counter = StopCounter(context, size)
         self._timeout_s = timeout_s
         self._name = name
         self.besides: dict[str, list[Connection]] = {}
         self._pipes: list[Connection] = []
-        self._processes: list[SpawnProcess] = []
+        self._processes: list[ForkServerProcess] = []
         self._awaited = False  # the ranks have yet to answer
+        self._reaping = threading.Lock()
         self._folder = TemporaryDirectory(prefix="millrace-ranks-")
         places = [
             RankPlace(
@@ -140,9 +140,10 @@ class RankGroup:
         if self.failure is not None:
             return  # ended by rank 0
         for rank, process in enumerate(self._processes, start=1):
-            if process.sentinel in ended and process.pid is not None:
-                how = _peeked(process.pid)
-                call(RankError(f"{self._name}tensor parallelism of {self.size}: rank {rank} {how}"))
+            if process.sentinel in ended:
+                how = _ending(self._exitcode(process, _VERDICT_S) or 0)
+                died = f"rank {rank} died, {how}"
+                call(RankError(f"{self._name}tensor parallelism of {self.size}: {died}"))
                 return
 
     def send(self, order: Instruction) -> None:
@@ -194,10 +195,16 @@ class RankGroup:
             pipe.close()  # a rank that waits for orders ends
         deadline_s = time.monotonic() + patience_s
         for process in self._processes:
-            process.join(max(0.0, deadline_s - time.monotonic()))
+            self._exitcode(process, max(0.0, deadline_s - time.monotonic()))
             process.kill()
-            process.join()
+            self._exitcode(process, None)
         self._folder.cleanup()
+
+    def _exitcode(self, process: ForkServerProcess, patience_s: float | None) -> int | None:
+        """Waits for the end of a process; None: it has not ended. One thread at a time may ask."""
+        with self._reaping:
+            process.join(patience_s)
+            return process.exitcode
 
     def _answers(self, timeout_s: float) -> list[int]:
         deadline_s = time.monotonic() + timeout_s
@@ -230,8 +237,8 @@ class RankGroup:
             last_message = failures.get(pipe)
             if last_message is not None and not last_message.by_peer:
                 failed.append(f"rank {rank} failed: {last_message.error}")
-            elif last_message is None and process.exitcode is not None:
-                died.append(f"rank {rank} died, {_ending(process.exitcode)}")
+            elif last_message is None and (code := self._exitcode(process, 0.0)) is not None:
+                died.append(f"rank {rank} died, {_ending(code)}")
             elif last_message is None:
                 begun = self.counter.begun(rank) + 1
                 silent.append(f"rank {rank} says nothing, {begun} operators into its last pass")
@@ -254,7 +261,7 @@ class RankGroup:
                 try:
                     answer = pipe.recv()
                 except (EOFError, OSError):
-                    waiting.pop(pipe).join(_VERDICT_S)
+                    self._exitcode(waiting.pop(pipe), _VERDICT_S)
                     continue
                 if isinstance(answer, Failed):
                     failures[pipe] = answer
@@ -277,17 +284,6 @@ def _is_own(cause: BaseException) -> bool:
 
 def _device_of(rank: int, first: torch.device) -> torch.device:
     return first if first.type == "cpu" else torch.device(first.type, (first.index or 0) + rank)
-
-
-def _peeked(pid: int) -> str:
-    """Says how a child has ended, and leaves it to be reaped. Waits for one that is ending."""
-    try:
-        found = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
-    except ChildProcessError:  # reaped by a pass that met its end too
-        return "died"
-    assert found is not None  # only WNOHANG allows that
-    was_killed = found.si_code in (os.CLD_KILLED, os.CLD_DUMPED)
-    return f"died, {_ending(-found.si_status if was_killed else found.si_status)}"
 
 
 def _ending(exitcode: int) -> str:

@@ -243,7 +243,7 @@ class Gateway:
 
     def on_fleet(self, fleet: Fleet) -> None:
         self._fleet_ready = fleet.ready
-        self._tokens.keep(fleet.decode)
+        self._tokens.keep(fleet.decode, on_demand=fleet.prefill)
         for request in [one for one in self._live.values() if one.orphaned]:
             self._move(request, ApiError(500, _NO_SCHEDULER, code="failed"), "scheduler")
         self._load.repeat()

@@ -83,9 +83,11 @@ class ProxyRequest:
         "orphaned",
         "parked_since",
         "placed_at",
+        "pooled",
         "predicted_ttft_s",
         "preemptions",
         "prompt_ids",
+        "prompt_logprobs",
         "prompt_tokens",
         "request_id",
         "sink",
@@ -152,6 +154,10 @@ class ProxyRequest:
         self.last_token_at = 0.0
         self.predicted_ttft_s = 0.0
         self.cached_tokens = 0
+        #: The vector of a prefill-only request, float32 little endian; empty before it has come.
+        self.pooled = b""
+        #: Of every token of the prompt, if requested; None for the first token.
+        self.prompt_logprobs: Sequence[PositionLogprobs | None] = ()
         self.spans: list[Span] = []
 
     @property
@@ -311,6 +317,8 @@ class ProxyRequest:
         if not self.may_move:
             self.prompt_ids = self.prompt_ids[:0].copy()
         self.cached_tokens = detail.cached_tokens
+        self.pooled = detail.pooled
+        self.prompt_logprobs = detail.prompt_logprobs
         if self._echo is not None:
             piece = self._echo.piece(detail.prompt_logprobs)
             for choice in self.choices:

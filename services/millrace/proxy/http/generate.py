@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 
 from millrace.core.config import Config
+from millrace.core.request import Slo
 from millrace.grammar.matcher import Grammars
 from millrace.grammar.source import GrammarError
 from millrace.proxy.background import Background
@@ -23,15 +24,19 @@ from millrace.proxy.http.asgi import (
     send_json,
 )
 from millrace.proxy.http.objectives import Objectives, traceparent, wants_trace
-from millrace.proxy.http.tenants import Tenants
+from millrace.proxy.http.tenants import Tenants, exchange_of
 from millrace.proxy.metrics import ProxyMetrics
 from millrace.proxy.prompts import EnginePrompt, PromptReader
 from millrace.proxy.reply.builder import Arrival, Builder
 from millrace.proxy.reply.explain import waterfall
 from millrace.proxy.reply.reply import DocumentReply, EventReply, GeneratingReply, StreamReply
 from millrace.proxy.request.options import Limits, Options
+from millrace.proxy.request.pooled import PooledBodies
 from millrace.proxy.request.validation import Bodies
 from millrace.proxy.responses import StoredResponses
+from millrace.proxy.tenancy.caller import Caller
+from millrace.proxy.tenancy.costs import reserved_cost, used_cost
+from millrace.proxy.tenancy.limiter import Limiter
 from millrace.proxy.text.prefix import PromptHasher
 from millrace.proxy.text.tokenizer import Tokenizer
 from millrace.telemetry.otlp import TraceExporter
@@ -56,6 +61,7 @@ class Services:
     config: Config
     limits: Limits
     bodies: Bodies
+    pooled: PooledBodies
     tokenizer: Tokenizer
     grammars: Grammars
     prompts: PromptReader
@@ -63,6 +69,7 @@ class Services:
     metrics: ProxyMetrics
     objectives: Objectives
     tenants: Tenants
+    limiter: Limiter
     traces: TraceExporter | None
     responses: StoredResponses
     background: Background
@@ -87,15 +94,27 @@ class Runs:
         self._hasher = PromptHasher(services.config.engine)
 
     def arrival(self, scope: Scope, at: float, unix_s: float) -> Arrival:
-        """Raises ApiError naming the wrong header."""
+        """Raises ApiError naming the wrong header, or (403) what the key may not use."""
+        exchange = exchange_of(scope)
         return Arrival(
             at=at,
             unix_s=unix_s,
-            slo=self._services.objectives.read(scope),
-            tenant=self._services.tenants.of(scope),
+            slo=self._objectives(scope, exchange.caller),
+            tenant=exchange.caller.tenant,
+            exchange=exchange,
             trace=wants_trace(scope),
             traceparent=traceparent(scope),
         )
+
+    def _objectives(self, scope: Scope, caller: Caller) -> Slo:
+        services = self._services
+        try:
+            caller.check_model(services.limits.model)
+            return services.objectives.read(scope, caller.slo_classes)
+        except ApiError as error:
+            if error.status == 403:
+                services.metrics.tenants.refused(caller.tenant, error.code or "")
+            raise
 
     async def check_constraint(self, options: Options) -> None:
         """Compiles the constraint, on a thread. Raises ApiError with the reason if it can't be."""
@@ -114,6 +133,16 @@ class Runs:
         """Returns the prompts with the hashes of their blocks."""
         hasher = self._hasher
         return [replace(p, blocks=await hasher.blocks(p.ids, options)) for p in prompts]
+
+    async def admit(self, reply: GeneratingReply, arrival: Arrival) -> None:
+        """Holds the request to the limits of its key; after it the caller calls `end`.
+
+        Raises ApiError (429, 503): then nothing is reserved.
+        """
+        if arrival.exchange is not None:
+            await self._services.limiter.admit(
+                arrival.exchange, reserved_cost(reply.progress.requests)
+            )
 
     async def submit(self, reply: GeneratingReply) -> None:
         """Raises ApiError (503, 429). After an error the caller calls `end`."""
@@ -150,6 +179,7 @@ class Runs:
         arrival: Arrival,
         send: Callable[[], Awaitable[int]],
     ) -> int:
+        await self.admit(reply, arrival)
         watch = asyncio.create_task(until_disconnect(client.receive))
         watch.add_done_callback(lambda _: self._leave(reply))
         try:
@@ -160,8 +190,13 @@ class Runs:
             self.end(reply, arrival)
 
     def end(self, reply: GeneratingReply, arrival: Arrival) -> None:
-        """Cancels the unfinished requests and exports the traces of all."""
+        """Cancels the unfinished requests, settles their limits and exports the traces of all."""
         self._leave(reply)
+        if arrival.exchange is not None:
+            progress = reply.progress
+            self._services.limiter.settle(
+                arrival.exchange, used_cost(progress.requests, progress.error)
+            )
         if self._services.traces is not None:
             for request in reply.progress.requests:
                 found = waterfall(request, arrival.unix_s, self._gateway.incarnation.id)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from millrace.core.config import Config
 from millrace.core.request import Slo
@@ -50,14 +50,26 @@ class Objectives:
         """The class names that a request may give."""
         return sorted(self._classes)
 
-    def read(self, scope: Scope) -> Slo:
-        """Returns the request's objectives. Raises ApiError naming the header."""
-        slo = self._default
+    def read(self, scope: Scope, allowed: Sequence[str] = ()) -> Slo:
+        """Returns the request's objectives. Raises ApiError naming the header.
+
+        If `allowed` names classes, another class is refused (403), and the first is the class of a
+        request that names none.
+        """
+        slo = self._classes[allowed[0]] if allowed else self._default
         name = header(scope, CLASS_HEADER.encode())
         if name is not None:
             if name not in self._classes:
                 known = ", ".join(self.classes)
                 raise bad_field(CLASS_HEADER, f"must be one of {known}, got {shown(name)}.")
+            if allowed and name not in allowed:
+                raise ApiError(
+                    403,
+                    f"This key may not use the class {shown(name)}; it may use "
+                    f"{', '.join(allowed)}.",
+                    param=CLASS_HEADER,
+                    code="class_not_allowed",
+                )
             slo = self._classes[name]
         ttft_s = _seconds(scope, TTFT_HEADER)
         tbt_s = _seconds(scope, TBT_HEADER)

@@ -16,6 +16,13 @@ from millrace.proxy.http.objectives import (
     TTFT_HEADER,
 )
 from millrace.proxy.reply.answers import ANSWERS
+from millrace.proxy.reply.pooled_answers import POOLED_ANSWERS
+from millrace.proxy.request.pooled import (
+    EMBEDDINGS_PATH,
+    RERANK_PATH,
+    SCORE_PATH,
+    PooledBodies,
+)
 from millrace.proxy.request.validation import Bodies
 
 Json = dict[str, Any]
@@ -25,13 +32,15 @@ _REF = "#/components/schemas/{model}"
 _STRING: Json = {"type": "string"}
 
 
-def document(bodies: Bodies, classes: Sequence[str], title: str, version: str) -> Json:
+def document(
+    bodies: Bodies, pooled: PooledBodies, classes: Sequence[str], title: str, version: str
+) -> Json:
     """Returns the whole document. `classes` are the names of the SLO classes."""
     return {
         "openapi": "3.1.0",
         "info": {"title": title, "version": version},
         "paths": _paths(_objectives(classes)),
-        "components": {"schemas": _schemas(bodies)},
+        "components": {"schemas": _schemas(bodies, pooled)},
     }
 
 
@@ -49,6 +58,7 @@ def _paths(objectives: list[Json]) -> Json:
             )
         },
         **_responses(stream, objectives),
+        **_pooled(objectives),
         "/tokenize": {"post": _posted("Text or messages to token ids", "Tokenize", "Tokens")},
         "/detokenize": {"post": _posted("Token ids to text", "Detokenize", "Text")},
         "/v1/models": {"get": _got("The served model", _json("Models"))},
@@ -89,6 +99,18 @@ def _paths(objectives: list[Json]) -> Json:
                 ],
             }
         },
+    }
+
+
+def _pooled(objectives: list[Json]) -> Json:
+    described = (
+        (EMBEDDINGS_PATH, "Texts to vectors", "EmbeddingRequest", "Embeddings"),
+        (SCORE_PATH, "Similarity of pairs of texts", "ScoreRequest", "Scores"),
+        (RERANK_PATH, "Documents by their similarity to a query", "RerankRequest", "Ranking"),
+    )
+    return {
+        path: {"post": _posted(summary, body, answer, None, objectives)}
+        for path, summary, body, answer in described
     }
 
 
@@ -174,10 +196,12 @@ def _posted(
         "responses": {
             "200": {"description": "OK", "content": {**_json(answer), **(other_content or {})}},
             "400": _error("A field is wrong; `param` names it"),
+            "401": _error("No known key, where keys are required"),
+            "403": _error("The key may not use the model or the class"),
             "404": _error("No such model"),
             "413": _error("The body is too large"),
             "415": _error("The body is not application/json"),
-            "429": _error("Overloaded; see Retry-After"),
+            "429": _error("Overloaded, or a limit is reached; see Retry-After"),
             "500": _error("The request failed"),
             "503": _error("Unavailable; see Retry-After"),
         },
@@ -219,10 +243,11 @@ def _ref(name: str) -> Json:
     return {"$ref": _REF.format(model=name)}
 
 
-def _schemas(bodies: Bodies) -> Json:
+def _schemas(bodies: Bodies, pooled: PooledBodies) -> Json:
     adapters = [bodies.chat, bodies.completion, bodies.response, bodies.tokenize, bodies.detokenize]
+    adapters += [pooled.embedding, pooled.score, pooled.rerank]
     adapters += [route.body for route in admin.ROUTES]
-    adapters += map(TypeAdapter, ANSWERS)
+    adapters += map(TypeAdapter, (*ANSWERS, *POOLED_ANSWERS))
     _, schemas = TypeAdapter.json_schemas(
         [(number, "validation", adapter) for number, adapter in enumerate(adapters)],
         ref_template=_REF,

@@ -220,6 +220,14 @@ class ChatChoice(TypedDict):
     logprobs: ChatLogprobs | None
 
 
+class PromptToken(TypedDict):
+    """A token at a position of the prompt; the rank of an unlikely one is not known."""
+
+    logprob: float
+    rank: int | None
+    decoded_token: str
+
+
 class TextChoice(TypedDict):
     """One of the completions of a text."""
 
@@ -229,6 +237,7 @@ class TextChoice(TypedDict):
     token_ids: NotRequired[list[int]]
     text: str
     logprobs: TextLogprobs | None
+    prompt_logprobs: NotRequired[list[dict[str, PromptToken] | None]]
 
 
 class Span(TypedDict):
@@ -267,6 +276,7 @@ class ChatCompletion(Completed):
 
     object: Literal["chat.completion"]
     choices: list[ChatChoice]
+    prompt_logprobs: NotRequired[list[dict[str, PromptToken] | None]]
 
 
 class Completion(Completed):

@@ -26,6 +26,7 @@ from millrace.proxy.reply.reply import (
     WholeReply,
 )
 from millrace.proxy.request.options import Limits, Options, Sampling
+from millrace.proxy.tenancy.exchange import Exchange
 from millrace.proxy.text.tokenizer import Tokenizer
 
 
@@ -39,6 +40,8 @@ class Arrival:
     tenant: str
     trace: bool
     traceparent: str
+    #: The HTTP request, for its limits; None if nothing limits it.
+    exchange: Exchange | None = None
 
 
 class Builder:
@@ -156,12 +159,14 @@ class Builder:
             prompt_ids=prompt.ids,
             tokenizer=self._tokenizer,
             skip_special_tokens=options.skip_special_tokens,
+            logprobs=options.sampling.logprobs,
         )
 
     def _spec(
         self, request_id: str, prompt: EnginePrompt, options: Options, arrival: Arrival
     ) -> RequestSpec:
-        prompt_field, prompt_tokens = "messages" if self._chat else "prompt", prompt.ids.size
+        prompt_field = prompt.field or ("messages" if self._chat else "prompt")
+        prompt_tokens = prompt.ids.size
         return RequestSpec(
             request_id=request_id,
             proxy=self._proxy,
@@ -179,6 +184,7 @@ class Builder:
             prefix_hashes=prompt.blocks.hashes,
             prefix_block_tokens=prompt.blocks.block_tokens,
             prefix_root=prompt.blocks.root,
+            pooling=options.pooling,
         )
 
 
