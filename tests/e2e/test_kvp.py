@@ -34,6 +34,7 @@ ROLES = {
     "kvp": [f"engine.kv_bytes={64 * PAGE_BYTES}"],
 }
 RANKS, STAGES = ["engine.tensor_parallel=2"], ["engine.stages=2"]
+OWN = [*RANKS, "engine.kv_pools=own"]
 
 
 @asynccontextmanager
@@ -128,7 +129,11 @@ async def killed_while_it_holds(
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("prefill", "owner"),
-    [*product(([], ["engine.stages=3"]), (RANKS, STAGES)), (RANKS + STAGES, RANKS + STAGES)],
+    [
+        (OWN, OWN),
+        *product(([], ["engine.stages=3"]), (OWN, STAGES)),
+        (RANKS + STAGES, RANKS + STAGES),
+    ],
 )
 async def test_groups_of_prefills_in_stages_and_ranks_into_any_homes(
     prefill: list[str], owner: list[str]

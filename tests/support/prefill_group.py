@@ -14,12 +14,11 @@ from millrace.core.scheduler.commands import AdmitDecode, Order, Registered, Run
 from millrace.core.scheduler.effects import ChunkRef
 from millrace.decode.loop import DecodeRole
 from millrace.prefill.loop import PrefillRole
-from millrace.transfer.transport.memory import MemoryHub
 from support.deadlines import HANG_S
 from support.live_stack import eventually
 from support.role_pair import GatedStore, Proxy, listening
 from support.tiny_models import prompt
-from support.worker_roles import LiveRole, live_roles, remember, spec
+from support.worker_roles import LiveRole, hub_for, live_roles, remember, spec
 
 #: Tokens of a chunk, and the prefill instances that compute it by their numbers, leader first.
 Plan = Sequence[tuple[int, Sequence[int]]]
@@ -94,7 +93,7 @@ async def group_of(
     size: int, settings: Config, model: str = "llama", last: Config | None = None
 ) -> AsyncIterator[Group]:
     """`size` prefill instances, the `last` with settings of its own, and a decode instance."""
-    store, hub = GatedStore(), MemoryHub()
+    store, hub = GatedStore(), hub_for(settings)
     shared: dict[str, Any] = {"hub": hub, "store": store, "model": model}
     each = [*[settings] * (size - 1), last or settings]
     prefills = [

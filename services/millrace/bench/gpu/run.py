@@ -26,7 +26,8 @@ from millrace.bench.gpu.command import LIMITS_S, Settings
 from millrace.bench.gpu.document import PartReport, Report, Status, Versions
 from millrace.bench.gpu.part import Found
 from millrace.core.errors import ConfigError
-from millrace.engine.assembly import available_bytes, processor_name, resolve_device
+from millrace.engine.assembly import processor_name, resolve_device
+from millrace.engine.sizing import available_bytes
 from millrace.version import version
 
 _CPU_PATIENCE: Final = 6.0

@@ -183,6 +183,12 @@ class EngineConfig(_Section):
     tensor_parallel: int = _setting(
         1, _within(1, 64), "ranks of an instance, which share each layer's heads and widths"
     )
+    kv_pools: str = _setting(
+        "auto",
+        _one_of("auto", "shared", "own"),
+        "KV pools of an instance's ranks. shared: in one memory on the host; own: each rank has "
+        "memory of its own; auto: shared on the host, own on GPUs",
+    )
     stages: int = _setting(
         1, _within(1, 64), "pipeline stages of an instance, each with consecutive layers"
     )

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from millrace.engine.attention.kvp_owner import Remote, RemoteAttention
 from millrace.engine.attention.ring import RingLink, RingTask
+from millrace.engine.errors import EngineDied
 from millrace.engine.forward.mixed_pass import (
     DecodeRows,
     RaggedTables,
@@ -139,6 +140,12 @@ class PipelineRunner:
         """`Processes.rest` of the first stage's ranks; later stages see to theirs."""
         if self._first.processes is not None:
             self._first.processes.rest()
+
+    def when_died(self, call: Callable[[EngineDied], None]) -> None:
+        """`Processes.when_died`."""
+        self.in_flight.when_died(call)
+        if self._first.processes is not None:
+            self._first.processes.when_died(call)
 
     def close(self) -> None:
         """Ends the later stages, and the ranks of the first."""
