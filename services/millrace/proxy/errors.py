@@ -103,6 +103,18 @@ def overloaded(message: str) -> ApiError:
     return ApiError(429, message, code="overloaded", retry_after_s=RETRY_AFTER_S)
 
 
+def would_be_late(predicted_s: float, objective_s: float) -> ApiError:
+    """Returns a 429 error for a client that wants no late answer. Times are TTFT, in seconds."""
+    return ApiError(
+        429,
+        f"The first token is predicted after {predicted_s:.3f} s; the objective is "
+        f"{objective_s:g} s.",
+        code="would_be_late",
+        retry_after_s=predicted_s - objective_s,
+        headers=[(b"x-millrace-predicted-ttft-ms", b"%d" % round(predicted_s * 1000))],
+    )
+
+
 def refusal(refused: Refuse) -> ApiError:
     """Returns the client's error for a refusal of the scheduler."""
     status = _REFUSALS.get(refused.code, 503)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from prometheus_client import Counter
+
 from millrace.core.limits.rules import Cost
 from millrace.proxy.generation.proxy_request import ProxyRequest
 from millrace.telemetry.metrics import Registry
@@ -34,11 +36,18 @@ class TenantMetrics:
             ("tenant", "reason"),
         )
 
+        self._of_tenant: dict[str, tuple[Counter, ...]] = {}
+
     def used(self, tenant: str, cost: Cost) -> None:
         """Counts a request that was submitted and has ended."""
-        self._requests.labels(tenant).inc()
-        self._prompt_tokens.labels(tenant).inc(cost.prompt_tokens)
-        self._generated_tokens.labels(tenant).inc(cost.generated_tokens)
+        found = self._of_tenant.get(tenant)
+        if found is None:  # looking up a label costs more than counting
+            used = (self._requests, self._prompt_tokens, self._generated_tokens)
+            found = self._of_tenant[tenant] = tuple(one.labels(tenant) for one in used)
+        requests, prompt_tokens, generated_tokens = found
+        requests.inc()
+        prompt_tokens.inc(cost.prompt_tokens)
+        generated_tokens.inc(cost.generated_tokens)
 
     def refused(self, tenant: str, reason: str) -> None:
         self._refused.labels(tenant, reason).inc()

@@ -32,9 +32,10 @@ from millrace.proxy.request.pooled import PooledBodies
 from millrace.proxy.request.validation import Bodies
 from millrace.proxy.responses import StoredResponses
 from millrace.proxy.tenancy.limiter import Limiter
+from millrace.proxy.tenancy.stored_tenants import StoredTenants
 from millrace.proxy.text.chat_template import ChatTemplate
 from millrace.proxy.text.tokenizer import Tokenizer
-from millrace.state.open import open_documents, open_limits, open_store
+from millrace.state.open import open_documents, open_limits, open_store, open_tenant_tables
 from millrace.telemetry.otlp import open_traces
 
 log = logging.getLogger(__name__)
@@ -124,6 +125,8 @@ class Proxy:
         )
         self._server = server = _HttpServer(http)
         self.gateway.start()
+        if self._services.stored_tenants is not None:
+            await self._services.stored_tenants.start()
         self._serving = asyncio.create_task(server.serve([bound]))
         while not server.started:
             if self._serving.done():
@@ -159,6 +162,8 @@ class Proxy:
         await self._serving
         await self._services.responses.close()
         await self._services.limiter.close()
+        if self._services.stored_tenants is not None:
+            await self._services.stored_tenants.close()
         await self.store.close()
         self._services.tokenizer.close()
         self._services.grammars.close()
@@ -194,6 +199,10 @@ def _services(
     template = None
     if card.chat_template is not None:
         template = ChatTemplate(card.chat_template, card.special_tokens)
+    tenants = Tenants(config, metrics.tenants)
+    stored = None
+    if config.auth.stored_keys == "on":
+        stored = StoredTenants(open_tenant_tables(config.store), tenants.keys)
     responses = StoredResponses(open_documents(config.store), config.store.responses_ttl_s)
     return Services(
         config=config,
@@ -206,7 +215,8 @@ def _services(
         gateway=gateway,
         metrics=metrics,
         objectives=Objectives(config),
-        tenants=Tenants(config, metrics.tenants),
+        tenants=tenants,
+        stored_tenants=stored,
         limiter=Limiter(open_limits(config.store), metrics.tenants),
         responses=responses,
         background=Background(responses),

@@ -12,6 +12,7 @@ from millrace.state.redis_limits import RedisLimits
 from millrace.state.redis_link import shown_url
 from millrace.state.redis_store import RedisStore
 from millrace.state.store import RequestStore
+from millrace.state.tenant_tables import MemoryTenantTables, RedisTenantTables, TenantTables
 
 
 def open_store(config: StoreConfig) -> RequestStore:
@@ -31,6 +32,11 @@ def open_documents(config: StoreConfig) -> DocumentStore:
 def open_limits(config: StoreConfig) -> LimitStore:
     """Opens the limits at `config.url`, as `open_store`. In memory they hold in one process."""
     return MemoryLimits() if _in_memory(config) else RedisLimits(config)
+
+
+def open_tenant_tables(config: StoreConfig) -> TenantTables:
+    """Opens the tables of tenants at `config.url`, as `open_store`."""
+    return MemoryTenantTables() if _in_memory(config) else RedisTenantTables(config)
 
 
 def _in_memory(config: StoreConfig) -> bool:

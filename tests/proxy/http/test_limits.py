@@ -199,6 +199,17 @@ async def test_a_background_response_is_refused_when_it_is_created(tmp_path):
         assert (sent.status_code, sent.json()["error"]["code"]) == (429, "rate_limit_exceeded")
 
 
+async def test_embeddings_cost_their_texts_and_are_refused_alike(tmp_path):
+    async with limited(tmp_path, tokens_per_day=1000, requests_per_minute=1) as stack:
+        stack.fleet.script = Script(vectors=[[1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0]] * 2)
+        body = {"model": MODEL, "input": [[5] * 20, [6] * 30]}
+        sent = await stack.http.post("/v1/embeddings", json=body, headers=KEY)
+        assert (sent.status_code, sent.headers[LEFT + "tokens"]) == (200, "950")
+        await until_left(stack, "tokens", 950)
+        refused = await stack.http.post("/v1/embeddings", json=body, headers=KEY)
+        assert refused.json()["error"]["code"] == "rate_limit_exceeded"
+
+
 async def test_a_key_has_limits_of_its_own_beside_its_tenants(tmp_path):
     tables = tenant_toml("acme", "sk-acme", requests_per_minute=5)
     tables += key_toml("acme", "sk-ci", name="ci", requests_per_minute=1)

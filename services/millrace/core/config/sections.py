@@ -81,6 +81,15 @@ class ProxyConfig(_Section):
     admin_token: str = _setting(
         "", None, "bearer token of /admin; empty: clients on the proxy's own machine only"
     )
+    request_timeout_s: float = _setting(
+        0.0, _within(0, 86400), "longest time from arrival to the last token; 0: no limit here"
+    )
+    cors_origins: str = _setting(
+        "", None, "origins of web pages that may call the API, with commas between; *: all"
+    )
+    access_log: str = _setting(
+        "off", _one_of("on", "off"), "a log record for every request, without its text"
+    )
     submit_timeout_s: float = _setting(
         10.0, _within(0.01), "longest wait for the scheduler's answer to a submission"
     )

@@ -101,22 +101,22 @@ def read_keys_file(text: str) -> dict[str, TenantConfig]:
 
 
 def with_keys(
-    settings: Mapping[str, TenantConfig], of_file: Mapping[str, TenantConfig]
+    tenants: Mapping[str, TenantConfig], more: Mapping[str, TenantConfig]
 ) -> dict[str, TenantConfig]:
-    """Returns the tenants of both. The access that the file gives a tenant replaces the settings'.
+    """Returns the tenants of both. The access that `more` gives a tenant replaces the other.
 
     Raises ConfigError if two tenants have the same key.
     """
-    merged = dict(settings)
-    owners = {digest: name for name, one in settings.items() for digest in one.digests}
-    for name, one in of_file.items():
+    merged = dict(tenants)
+    owners = {digest: name for name, one in tenants.items() for digest in one.digests}
+    for name, one in more.items():
         for digest in one.digests:
             if owners.get(digest, name) != name:
                 raise ConfigError(
-                    f"tenants.{name} has the key {digest}, which tenants.{owners[digest]} of the "
-                    "settings has, too; a key must belong to one tenant"
+                    f"tenants.{name} has the key {digest}, which tenants.{owners[digest]} has, "
+                    "too; a key must belong to one tenant"
                 )
-        known = settings.get(name, TenantConfig())
+        known = tenants.get(name, TenantConfig())
         merged[name] = TenantConfig(
             key_sha256=(*known.key_sha256, *one.key_sha256),
             weight=known.weight,

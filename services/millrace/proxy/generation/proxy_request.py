@@ -76,6 +76,7 @@ class ProxyRequest:
         "confirmed",
         "decode",
         "encoded_spec",
+        "fails_early",
         "first_token_at",
         "last_token_at",
         "losses",
@@ -125,6 +126,8 @@ class ProxyRequest:
         self.slo = slo
         self._detailed = detailed
         self._echo = echo
+        #: The client wants an error instead of a first token after the TTFT objective.
+        self.fails_early = False
         self._open_choices = len(choices)
         self.stage = Stage.SUBMITTED
         self.decode: Incarnation | None = None
@@ -168,6 +171,13 @@ class ProxyRequest:
     def stopped_by_proxy(self) -> bool:
         """Whether the engine may still generate tokens of a choice that met a stop string."""
         return any(choice.met_stop_string for choice in self.choices)
+
+    @property
+    def is_too_late(self) -> bool:
+        """Whether the client wants an error: the prediction misses the TTFT objective."""
+        ttft_s = self.slo.ttft_s
+        wanted = self.fails_early and not self.has_begun
+        return wanted and ttft_s is not None and self.predicted_ttft_s > ttft_s
 
     @property
     def may_move(self) -> bool:

@@ -23,7 +23,7 @@ from millrace.proxy.http.asgi import (
     send_error,
     send_json,
 )
-from millrace.proxy.http.front import Front
+from millrace.proxy.http.front import Front, with_cors
 from millrace.proxy.http.generate import GenerateEndpoint, Services
 from millrace.proxy.http.pooled import PooledEndpoint
 from millrace.proxy.http.responses import (
@@ -31,6 +31,12 @@ from millrace.proxy.http.responses import (
     RESPONSES_PATH,
     CreateResponse,
     StoredEndpoints,
+)
+from millrace.proxy.http.tenant_admin import (
+    TENANT_PATH,
+    TENANTS_PATH,
+    StoredTenantAdmin,
+    TenantAdmin,
 )
 from millrace.proxy.http.tenants import exchange_of
 from millrace.proxy.request.pooled import POOLED_PATHS
@@ -88,7 +94,10 @@ class GatewayApp(FastAPI):
         self._pooled = services.pooled
         self._classes = services.objectives.classes
         self._raw = raw
-        self._front = Front(self._dispatch, services.tenants, services.metrics, raw.keys())
+        proxy = services.config.proxy
+        logs = proxy.access_log == "on"
+        front = Front(self._dispatch, services.tenants, services.metrics, raw.keys(), logs=logs)
+        self._front = with_cors(front, proxy.cors_origins)
         self.router.routes.extend(Route(path, end, methods=["POST"]) for path, end in raw.items())
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -174,6 +183,12 @@ def create_app(
     of_request = RequestAdmin(services.config.proxy, scheduler)
     endpoint = RawEndpoint(services, REQUEST_PATH, of_request.answer)
     app.router.routes.append(Route(REQUEST_PATH, endpoint, methods=["GET"]))
+    tenants = TenantAdmin(services.config, services.tenants.keys, services.limiter)
+    endpoint = RawEndpoint(services, TENANTS_PATH, tenants.answer)
+    app.router.routes.append(Route(TENANTS_PATH, endpoint, methods=["GET"]))
+    stored = StoredTenantAdmin(services.config, services.stored_tenants)
+    endpoint = RawEndpoint(services, TENANT_PATH, stored.answer)
+    app.router.routes.append(Route(TENANT_PATH, endpoint, methods=["PUT", "DELETE"]))
     _add_responses(app, services)
     _add_models(app, services, created)
     _add_probes(app, services, render_metrics)

@@ -23,7 +23,12 @@ from millrace.proxy.http.asgi import (
     receive_body,
     send_json,
 )
-from millrace.proxy.http.objectives import Objectives, traceparent, wants_trace
+from millrace.proxy.http.objectives import (
+    Objectives,
+    traceparent,
+    wants_early_failure,
+    wants_trace,
+)
 from millrace.proxy.http.tenants import Tenants, exchange_of
 from millrace.proxy.metrics import ProxyMetrics
 from millrace.proxy.prompts import EnginePrompt, PromptReader
@@ -37,6 +42,7 @@ from millrace.proxy.responses import StoredResponses
 from millrace.proxy.tenancy.caller import Caller
 from millrace.proxy.tenancy.costs import reserved_cost, used_cost
 from millrace.proxy.tenancy.limiter import Limiter
+from millrace.proxy.tenancy.stored_tenants import StoredTenants
 from millrace.proxy.text.prefix import PromptHasher
 from millrace.proxy.text.tokenizer import Tokenizer
 from millrace.telemetry.otlp import TraceExporter
@@ -56,7 +62,9 @@ _EVENT_STREAM = [
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Services:
-    """The objects that the endpoints share. `traces` is None if no collector takes traces."""
+    """The objects that the endpoints share. `traces` is None if no collector takes traces,
+    `stored_tenants` if the store keeps none.
+    """
 
     config: Config
     limits: Limits
@@ -70,6 +78,7 @@ class Services:
     objectives: Objectives
     tenants: Tenants
     limiter: Limiter
+    stored_tenants: StoredTenants | None
     traces: TraceExporter | None
     responses: StoredResponses
     background: Background
@@ -103,6 +112,7 @@ class Runs:
             tenant=exchange.caller.tenant,
             exchange=exchange,
             trace=wants_trace(scope),
+            fails_early=wants_early_failure(scope),
             traceparent=traceparent(scope),
         )
 
@@ -180,6 +190,7 @@ class Runs:
         send: Callable[[], Awaitable[int]],
     ) -> int:
         await self.admit(reply, arrival)
+        timer = self._limit_time(reply)
         watch = asyncio.create_task(until_disconnect(client.receive))
         watch.add_done_callback(lambda _: self._leave(reply))
         try:
@@ -187,7 +198,22 @@ class Runs:
             return await send()
         finally:
             watch.cancel()
+            if timer is not None:
+                timer.cancel()
             self.end(reply, arrival)
+
+    def _limit_time(self, reply: GeneratingReply) -> asyncio.TimerHandle | None:
+        """Fails the response when `proxy.request_timeout_s` is over."""
+        limit_s = self._services.config.proxy.request_timeout_s
+        if not limit_s:
+            return None
+        error = ApiError(
+            504,
+            f"The answer was not complete within {limit_s:g} s.",
+            code="timeout",
+            headers=[(b"x-should-retry", b"false")],
+        )
+        return asyncio.get_running_loop().call_later(limit_s, reply.progress.fail, error)
 
     def end(self, reply: GeneratingReply, arrival: Arrival) -> None:
         """Cancels the unfinished requests, settles their limits and exports the traces of all."""
@@ -204,8 +230,10 @@ class Runs:
 
     def _leave(self, reply: GeneratingReply) -> None:
         """Cancels the unfinished requests: the client is gone, or the answer has failed."""
+        error = reply.progress.error
+        reason = "disconnected" if error is None or error.code != "timeout" else "timeout"
         for request in reply.progress.requests:
-            self._gateway.leave(request, "disconnected")
+            self._gateway.leave(request, reason)
         reply.progress.fail(ApiError(499, "The client closed the connection."))
 
 

@@ -16,6 +16,7 @@ TBT_HEADER = "x-millrace-tbt-slo-ms"
 E2E_HEADER = "x-millrace-e2e-slo-ms"
 CLASS_HEADER = "x-millrace-class"
 TRACE_HEADER = "x-millrace-trace"
+FAIL_EARLY_HEADER = "x-millrace-fail-early"
 
 _LARGEST_MS = 1e9
 _TRACEPARENT = re.compile(
@@ -101,14 +102,21 @@ def _seconds(scope: Scope, name: str) -> float | None:
 
 def wants_trace(scope: Scope) -> bool:
     """Whether the client asks for a trace. Raises ApiError unless the header is absent, 0 or 1."""
-    text = header(scope, TRACE_HEADER.encode())
+    return _is_set(scope, TRACE_HEADER)
+
+
+def wants_early_failure(scope: Scope) -> bool:
+    """Whether the client wants an error instead of a first token after its objective.
+
+    Raises ApiError as `wants_trace`.
+    """
+    return _is_set(scope, FAIL_EARLY_HEADER)
+
+
+def _is_set(scope: Scope, name: str) -> bool:
+    text = header(scope, name.encode())
     if text not in (None, "0", "1"):
-        raise ApiError(
-            400,
-            f"Invalid '{TRACE_HEADER}': must be 0 or 1.",
-            param=TRACE_HEADER,
-            code="invalid_value",
-        )
+        raise bad_field(name, "must be 0 or 1.")
     return text == "1"
 
 

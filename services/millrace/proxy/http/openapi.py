@@ -11,10 +11,12 @@ from millrace.proxy.http import admin
 from millrace.proxy.http.objectives import (
     CLASS_HEADER,
     E2E_HEADER,
+    FAIL_EARLY_HEADER,
     TBT_HEADER,
     TRACE_HEADER,
     TTFT_HEADER,
 )
+from millrace.proxy.http.tenant_admin import TENANT_BODY, TENANT_PATH, TENANTS_PATH
 from millrace.proxy.reply.answers import ANSWERS
 from millrace.proxy.reply.pooled_answers import POOLED_ANSWERS
 from millrace.proxy.request.pooled import (
@@ -87,6 +89,7 @@ def _paths(objectives: list[Json]) -> Json:
             ("The share by which a larger SP group must cut the TTFT", "ImprovementRate"),
             ("Change the improvement rate", "ImprovementRateWanted", "ImprovementRateChange"),
         ),
+        **_tenants(),
         admin.REQUEST_PATH: {
             "get": {
                 **_got(
@@ -111,6 +114,32 @@ def _pooled(objectives: list[Json]) -> Json:
     return {
         path: {"post": _posted(summary, body, answer, None, objectives)}
         for path, summary, body, answer in described
+    }
+
+
+def _tenants() -> Json:
+    named = [{"name": "name", "in": "path", "required": True, "schema": _STRING}]
+    wrong = {"400": _error("A field is wrong"), **_refused()}
+    written = _json("StoredTenant")
+    return {
+        TENANTS_PATH: {
+            "get": _got("Tenants, their access and limits", _json("Tenants"), _refused())
+        },
+        TENANT_PATH: {
+            "put": {
+                **_got("Write a tenant into the store", written, wrong),
+                "parameters": named,
+                "requestBody": {"required": True, "content": _json("TenantWanted")},
+            },
+            "delete": {
+                **_got(
+                    "Remove a tenant from the store",
+                    written,
+                    {"404": _error("The store has no such tenant"), **wrong},
+                ),
+                "parameters": named,
+            },
+        },
     }
 
 
@@ -223,6 +252,11 @@ def _objectives(classes: Sequence[str]) -> list[Json]:
             CLASS_HEADER, {"enum": list(classes)}, "SLO class; headers override its objectives."
         ),
         _header(TRACE_HEADER, {"enum": ["0", "1"]}, "1: explain the TTFT in `millrace`."),
+        _header(
+            FAIL_EARLY_HEADER,
+            {"enum": ["0", "1"]},
+            "1: answer 429 if the first token is predicted after the TTFT objective.",
+        ),
         _header("traceparent", _STRING, "W3C trace context."),
     ]
 
@@ -246,7 +280,7 @@ def _ref(name: str) -> Json:
 def _schemas(bodies: Bodies, pooled: PooledBodies) -> Json:
     adapters = [bodies.chat, bodies.completion, bodies.response, bodies.tokenize, bodies.detokenize]
     adapters += [pooled.embedding, pooled.score, pooled.rerank]
-    adapters += [route.body for route in admin.ROUTES]
+    adapters += [TENANT_BODY, *(route.body for route in admin.ROUTES)]
     adapters += map(TypeAdapter, (*ANSWERS, *POOLED_ANSWERS))
     _, schemas = TypeAdapter.json_schemas(
         [(number, "validation", adapter) for number, adapter in enumerate(adapters)],

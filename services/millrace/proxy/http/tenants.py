@@ -11,6 +11,7 @@ from millrace.proxy.metrics import TenantMetrics
 from millrace.proxy.tenancy.caller import Caller
 from millrace.proxy.tenancy.exchange import Exchange
 from millrace.proxy.tenancy.key_ring import KeyRing
+from millrace.proxy.tenancy.tokens import InvalidToken, Tokens, looks_like_token
 
 #: Where the exchange of a request is in its scope.
 EXCHANGE = "millrace.exchange"
@@ -35,16 +36,20 @@ class Tenants:
         self.keys = KeyRing(config)
         self._required = config.auth.require_key == "on"
         self._metrics = metrics
+        self._tokens = Tokens(config.auth) if config.auth.oidc_issuer else None
 
     async def identify(self, scope: Scope) -> Caller:
         """Returns the sender. Raises ApiError (401) without a known key where one is required."""
         keys = self.keys
-        if keys.empty and not self._required:
+        if keys.empty and self._tokens is None and not self._required:
             return keys.anonymous
         scheme, _, key = (header(scope, b"authorization") or "").partition(" ")
         key = key.strip()
         if scheme.lower() == "bearer" and key:
-            found = keys.find(sha256(key.encode("latin-1")).digest())
+            digest = sha256(key.encode("latin-1")).digest()
+            found = keys.find(digest)
+            if found is None and self._tokens is not None and looks_like_token(key):
+                found = await self._of_token(self._tokens, key, digest)
             if found is not None:
                 return found
         if self._required:
@@ -54,6 +59,27 @@ class Tenants:
     def of(self, scope: Scope) -> str:
         """Returns the name of the tenant that sent the request."""
         return exchange_of(scope).caller.tenant
+
+    async def _of_token(self, tokens: Tokens, token: str, digest: bytes) -> Caller | None:
+        """Returns the sender of a token, or None for a token that does not count.
+
+        Raises ApiError: 401 or 403 where keys are required, 503 if the issuer has to be asked for
+        its public keys and does not answer.
+        """
+        try:
+            name = await tokens.tenant(token, digest)
+        except InvalidToken as error:
+            if not self._required:
+                return None
+            self._metrics.refused(self.keys.anonymous.tenant, "invalid_token")
+            raise ApiError(
+                401, f"The token is not valid: {error}.", code="invalid_api_key"
+            ) from error
+        found = self.keys.tenant(name)
+        if found is None and self._required:
+            self._metrics.refused(self.keys.anonymous.tenant, "unknown_tenant")
+            raise ApiError(403, "The token names an unknown tenant.", code="unknown_tenant")
+        return found
 
     def _refusal(self, *, given: bool) -> ApiError:
         anonymous = self.keys.anonymous.tenant

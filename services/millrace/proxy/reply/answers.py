@@ -79,6 +79,56 @@ class SchedulerSettings(TypedDict):
     policies: list[str]
 
 
+class LimitLeft(TypedDict):
+    """What a limit leaves now; it is whole again in `reset_s`."""
+
+    meter: str
+    limit: int
+    used: int
+    left: int
+    reset_s: float
+
+
+class TenantKey(TypedDict):
+    """A key: the first digits of its digest, and its own access inside its tenant's."""
+
+    name: str
+    sha256: str
+    models: list[str]
+    slo_classes: list[str]
+    limits: dict[str, int]
+    left: list[LimitLeft]
+
+
+class Tenant(TypedDict):
+    """A tenant: its access, and what its limits leave. Empty lists of names allow all.
+
+    `stored`: the store has a table of it.
+    """
+
+    name: str
+    weight: float
+    stored: bool
+    models: list[str]
+    slo_classes: list[str]
+    limits: dict[str, int]
+    left: list[LimitLeft]
+    keys: list[TenantKey]
+
+
+class Tenants(TypedDict):
+    """All tenants, of the settings and of the file of keys."""
+
+    tenants: list[Tenant]
+
+
+class StoredTenant(TypedDict):
+    """Whether the store has the tenant now."""
+
+    name: str
+    stored: bool
+
+
 class RequestsAhead(TypedDict):
     """The requests of one part of the order that go before it."""
 
@@ -337,6 +387,8 @@ ANSWERS: tuple[Any, ...] = (
     ResponseItems,
     SchedulerSettings,
     Status,
+    StoredTenant,
+    Tenants,
     Text,
     Tokens,
 )

@@ -42,6 +42,8 @@ class Arrival:
     traceparent: str
     #: The HTTP request, for its limits; None if nothing limits it.
     exchange: Exchange | None = None
+    #: The client wants an error instead of a first token after the TTFT objective.
+    fails_early: bool = False
 
 
 class Builder:
@@ -121,6 +123,7 @@ class Builder:
                 echo=self._echo(prompt, options) if options.echo else None,
                 arrived_at=arrival.at,
             )
+            request.fails_early = arrival.fails_early
             reply.progress.add(request)
             requests.append(request)
         return requests

@@ -22,8 +22,14 @@ class Exchange:
     """One HTTP request. `headers` are added to its answer."""
 
     caller: Caller
-    request_id: str
+    #: On the monotonic clock, s; `answered_at` is None before the answer begins.
+    arrived_at: float
+    answered_at: float | None = None
+    #: 499 while no answer has begun: the status if the client leaves before.
+    status: int = 499
     headers: list[tuple[bytes, bytes]] = field(default_factory=list)
+    #: The answer's `x-request-id`; empty before the answer begins.
+    request_id: str = ""
     admission: Admission | None = None
     #: Whether `headers` has what the limits leave.
     shows_limits: bool = False

@@ -35,15 +35,27 @@ class KeyRing:
         self._stamp: _Stamp | None = None
         self._trouble = ""
         self._looked_at = clock()
+        self._of_file: Mapping[str, TenantConfig] = {}
+        #: The tenants of the store that are in use.
+        self.stored: Mapping[str, TenantConfig] = {}
         self._use(config.tenants)
         if self._path:
             self._read()
 
     @property
     def tenants(self) -> Mapping[str, TenantConfig]:
-        """All tenants, of the settings and of the file."""
+        """All tenants, of the settings, of the file and of the store."""
         self._look()
         return self._tenants
+
+    def check_stored(self, stored: Mapping[str, TenantConfig]) -> None:
+        """Raises ConfigError if these tenants of the store do not go with the others."""
+        self._merged(self._of_file, stored)
+
+    def use_stored(self, stored: Mapping[str, TenantConfig]) -> None:
+        """Replaces the tenants of the store. Raises ConfigError as `check_stored`."""
+        self._use(self._merged(self._of_file, stored))
+        self.stored = dict(stored)
 
     @property
     def empty(self) -> bool:
@@ -58,8 +70,7 @@ class KeyRing:
     def tenant(self, name: str) -> Caller | None:
         """Returns the sender of a token that names this tenant, or None."""
         self._look()
-        config = self._tenants.get(name)
-        return None if config is None else caller_of(name, config)
+        return self._of_tokens.get(name)
 
     def _look(self) -> None:
         now = self._clock()
@@ -81,18 +92,26 @@ class KeyRing:
         stamp = _stamp(path)
         try:
             found = read_keys_file(path.read_text(encoding="utf-8"))
-            tenants = with_keys(self._config.tenants, found)
-            check_tenants(tenants, self._config.slo_classes)
+            tenants = self._merged(found, self.stored)
         except (OSError, UnicodeDecodeError) as error:
             raise _unfit(self._path, str(error)) from error
         except ConfigError as error:
             raise _unfit(self._path, str(error)) from error
-        self._stamp = stamp
+        self._stamp, self._of_file = stamp, found
         self._use(tenants)
+
+    def _merged(
+        self, of_file: Mapping[str, TenantConfig], stored: Mapping[str, TenantConfig]
+    ) -> Mapping[str, TenantConfig]:
+        """Raises ConfigError for a key of two tenants, and for an unknown class."""
+        tenants = with_keys(with_keys(self._config.tenants, of_file), stored)
+        check_tenants(tenants, self._config.slo_classes)
+        return tenants
 
     def _use(self, tenants: Mapping[str, TenantConfig]) -> None:
         self._tenants = tenants
         self._callers: dict[bytes, Caller] = {}
+        self._of_tokens = {name: caller_of(name, one, key="token") for name, one in tenants.items()}
         for name, tenant in tenants.items():
             for digest in tenant.key_sha256:
                 found = caller_of(name, tenant, key=digest[:8])

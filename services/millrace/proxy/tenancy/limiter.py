@@ -82,11 +82,11 @@ class Limiter:
         if exchange.shows_limits or not exchange.caller.accounts:
             return
         with contextlib.suppress(ApiError):
-            self._show(exchange, await self.levels(exchange.caller))
+            self._show(exchange, await self.levels(exchange.caller, *exchange.caller.accounts))
 
-    async def levels(self, caller: Caller) -> Verdict:
-        """Returns the levels of the caller's meters. Raises ApiError (503)."""
-        return await self._ask("", [_nothing(caller, account) for account in caller.accounts])
+    async def levels(self, caller: Caller, *accounts: Account) -> Verdict:
+        """Returns the levels of meters of some of the caller's accounts. Raises ApiError (503)."""
+        return await self._ask("", [_nothing(caller, account) for account in accounts])
 
     async def close(self) -> None:
         """Writes the last corrections and closes the store."""
