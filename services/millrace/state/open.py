@@ -9,7 +9,9 @@ from millrace.state.memory_store import MemoryStore
 from millrace.state.redis_documents import RedisDocuments
 from millrace.state.redis_link import shown_url
 from millrace.state.redis_store import RedisStore
+from millrace.state.redis_streams import RedisStreams
 from millrace.state.store import RequestStore
+from millrace.state.streams import MemoryStreams, StreamStore
 
 
 def open_store(config: StoreConfig) -> RequestStore:
@@ -24,6 +26,11 @@ def open_store(config: StoreConfig) -> RequestStore:
 def open_documents(config: StoreConfig) -> DocumentStore:
     """Opens the documents at `config.url`, as `open_store`."""
     return MemoryDocuments() if _in_memory(config) else RedisDocuments(config)
+
+
+def open_streams(config: StoreConfig) -> StreamStore:
+    """Opens the owners of streams at `config.url`, as `open_store`."""
+    return MemoryStreams() if _in_memory(config) else RedisStreams(config)
 
 
 def _in_memory(config: StoreConfig) -> bool:
