@@ -24,12 +24,14 @@ from millrace.proxy.http.asgi import (
     send_json,
 )
 from millrace.proxy.http.generate import GenerateEndpoint, Services
+from millrace.proxy.http.requests import REQUEST_STATE_PATH, RequestEndpoints
 from millrace.proxy.http.responses import (
     RESPONSE_PATH,
     RESPONSES_PATH,
     CreateResponse,
     StoredEndpoints,
 )
+from millrace.proxy.http.streams import STREAM_PATH, ResumeEndpoint
 from millrace.proxy.request.validation import Conversation
 from millrace.version import version
 
@@ -160,6 +162,7 @@ def create_app(
     endpoint = RawEndpoint(services, REQUEST_PATH, of_request.answer)
     app.router.routes.append(Route(REQUEST_PATH, endpoint, methods=["GET"]))
     _add_responses(app, services)
+    _add_requests(app, services)
     _add_models(app, services, created)
     _add_probes(app, services, render_metrics)
     app.add_exception_handler(HTTPException, _http_error)
@@ -176,6 +179,20 @@ def _add_responses(app: FastAPI, services: Services) -> None:
     ):
         endpoint = RawEndpoint(services, path, answer)
         app.router.routes.append(Route(path, endpoint, methods=methods))
+
+
+def _add_requests(app: FastAPI, services: Services) -> None:
+    requests = RequestEndpoints(services)
+    resume = ResumeEndpoint(
+        services.streams,
+        services.store,
+        services.replays,
+        services.tenants,
+        services.config.proxy,
+    )
+    for path, answer in ((REQUEST_STATE_PATH, requests.show), (STREAM_PATH, resume.answer)):
+        endpoint = RawEndpoint(services, path, answer)
+        app.router.routes.append(Route(path, endpoint, methods=["GET"]))
 
 
 def _add_models(app: FastAPI, services: Services, created: int) -> None:
