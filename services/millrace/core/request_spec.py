@@ -32,7 +32,7 @@ class SamplingParams:
     unless the client ignores them.
     """
 
-    max_tokens: int
+    max_tokens: int  # 0: none is generated, the request is prefill only
     min_tokens: int = 0
     temperature: float = 0.0  # 0: greedy
     top_p: float = 1.0
@@ -74,6 +74,9 @@ class RequestSpec:
     The prompt's last `resumed_tokens` were generated in an earlier submission of the request.
     `prefix_hashes` name the prompt's whole blocks of `prefix_block_tokens` (`core.kv.prefix`); the
     first of them is chained to `prefix_root`. With 0 `prefix_block_tokens` no KV is shared.
+
+    `pooling` says which final hidden state a prefill-only request is answered with, or "" if with
+    none: that of the prompt's "last" token, or the "mean" over all its tokens.
     """
 
     request_id: str
@@ -88,3 +91,9 @@ class RequestSpec:
     prefix_block_tokens: int = 0
     prefix_root: int = 0
     tenant: str = "default"
+    pooling: str = ""
+
+    @property
+    def needs_whole_prompt(self) -> bool:
+        """Returns whether one attempt must compute every token: cached KV has no hidden states."""
+        return self.sampling.prompt_logprobs >= 0 or self.pooling == "mean"

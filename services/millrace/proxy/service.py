@@ -9,6 +9,7 @@ import socket
 import time
 import uuid
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 
 import uvicorn
@@ -29,13 +30,22 @@ from millrace.proxy.parsing.families import choose_parsers
 from millrace.proxy.prompts import PromptReader
 from millrace.proxy.reply.builder import Builder
 from millrace.proxy.request.options import Limits
+from millrace.proxy.request.pooled import PooledBodies
 from millrace.proxy.request.validation import Bodies
 from millrace.proxy.responses import StoredResponses
 from millrace.proxy.streams.owner import OwnedStreams, StreamLives
 from millrace.proxy.streams.replay import Replays
+from millrace.proxy.tenancy.limiter import Limiter
+from millrace.proxy.tenancy.stored_tenants import StoredTenants
 from millrace.proxy.text.chat_template import ChatTemplate
 from millrace.proxy.text.tokenizer import Tokenizer
-from millrace.state.open import open_documents, open_store, open_streams
+from millrace.state.open import (
+    open_documents,
+    open_limits,
+    open_store,
+    open_streams,
+    open_tenant_tables,
+)
 from millrace.state.store import RequestStore
 from millrace.telemetry.otlp import open_traces
 
@@ -126,6 +136,8 @@ class Proxy:
         )
         self._server = server = _HttpServer(http)
         self.gateway.start()
+        if self._services.stored_tenants is not None:
+            await self._services.stored_tenants.start()
         self._serving = asyncio.create_task(server.serve([bound]))
         while not server.started:
             if self._serving.done():
@@ -161,6 +173,9 @@ class Proxy:
         await self._services.background.close()
         await self._serving
         await self._services.responses.close()
+        await self._services.limiter.close()
+        if self._services.stored_tenants is not None:
+            await self._services.stored_tenants.close()
         await self.store.close()
         self._services.tokenizer.close()
         self._services.grammars.close()
@@ -177,12 +192,16 @@ def _services(
     metrics: ProxyMetrics,
 ) -> Services:
     tokenizer = Tokenizer(card)
+    embedding = card.embedding
+    if config.proxy.pooling != "auto":
+        embedding = replace(embedding, pooling=config.proxy.pooling)
     limits = Limits(
         model=model_name or card.folder.resolve().name,
         vocab_size=card.vocab_size,
         context_tokens=card.context_tokens,
         eos_token_ids=card.eos_token_ids,
         defaults=card.defaults,
+        embedding=embedding,
         config=config.proxy,
     )
     parsers = choose_parsers(
@@ -202,11 +221,16 @@ def _services(
         finished_ttl_s=config.store.finished_ttl_s,
     )
     streams = OwnedStreams(open_streams(config.store), store, gateway, replays, metrics, lives)
+    tenants = Tenants(config, metrics.tenants)
+    stored = None
+    if config.auth.stored_keys == "on":
+        stored = StoredTenants(open_tenant_tables(config.store), tenants.keys)
     responses = StoredResponses(open_documents(config.store), config.store.responses_ttl_s)
     return Services(
         config=config,
         limits=limits,
         bodies=bodies,
+        pooled=PooledBodies(limits),
         tokenizer=tokenizer,
         grammars=Grammars(card.folder, card.vocab_size, card.eos_token_ids),
         prompts=prompts,
@@ -216,7 +240,9 @@ def _services(
         replays=replays,
         metrics=metrics,
         objectives=Objectives(config),
-        tenants=Tenants(config.tenants),
+        tenants=tenants,
+        stored_tenants=stored,
+        limiter=Limiter(open_limits(config.store), metrics.tenants),
         responses=responses,
         background=Background(responses),
         traces=open_traces(config.telemetry, "proxy") if config.telemetry.otlp_endpoint else None,

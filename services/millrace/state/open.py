@@ -5,13 +5,16 @@ from __future__ import annotations
 from millrace.core.config import StoreConfig
 from millrace.core.errors import ConfigError
 from millrace.state.documents import DocumentStore, MemoryDocuments
+from millrace.state.limits import LimitStore, MemoryLimits
 from millrace.state.memory_store import MemoryStore
 from millrace.state.redis_documents import RedisDocuments
+from millrace.state.redis_limits import RedisLimits
 from millrace.state.redis_link import shown_url
 from millrace.state.redis_store import RedisStore
 from millrace.state.redis_streams import RedisStreams
 from millrace.state.store import RequestStore
 from millrace.state.streams import MemoryStreams, StreamStore
+from millrace.state.tenant_tables import MemoryTenantTables, RedisTenantTables, TenantTables
 
 
 def open_store(config: StoreConfig) -> RequestStore:
@@ -31,6 +34,16 @@ def open_documents(config: StoreConfig) -> DocumentStore:
 def open_streams(config: StoreConfig) -> StreamStore:
     """Opens the owners of streams at `config.url`, as `open_store`."""
     return MemoryStreams() if _in_memory(config) else RedisStreams(config)
+
+
+def open_limits(config: StoreConfig) -> LimitStore:
+    """Opens the limits at `config.url`, as `open_store`. In memory they hold in one process."""
+    return MemoryLimits() if _in_memory(config) else RedisLimits(config)
+
+
+def open_tenant_tables(config: StoreConfig) -> TenantTables:
+    """Opens the tables of tenants at `config.url`, as `open_store`."""
+    return MemoryTenantTables() if _in_memory(config) else RedisTenantTables(config)
 
 
 def _in_memory(config: StoreConfig) -> bool:

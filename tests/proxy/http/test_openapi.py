@@ -79,6 +79,8 @@ def test_document_describes_every_route(document):
         "/admin/scheduler",
         "/admin/improvement-rate",
         "/admin/requests/{id}",
+        "/admin/tenants",
+        "/admin/tenants/{name}",
     }
     chat = document["components"]["schemas"]["ChatRequest"]
     assert chat["required"] == ["model", "messages"]

@@ -15,7 +15,7 @@ from millrace.core.errors import TransferError
 from millrace.core.kv.layout import KvLayout
 from millrace.transfer.probe.pattern import End, ProbeError, probe_loopback
 from millrace.transfer.probe.process import ProbeServer
-from millrace.transfer.transport.regions import HOST, Memory
+from millrace.transfer.transport.regions import Memory
 from support.deadlines import HANG_S
 from support.kv_nodes import layout
 from support.rank_agents import RankedInstance
@@ -24,10 +24,10 @@ RANKS: KvLayout = dataclasses.replace(layout(), parts=2)
 
 
 class AllPools:
-    """The region of all ranks, as a ByteView; every rank's pool is seen where it lies."""
+    """The region of all ranks, as `Bytes`; every rank's pool is seen where it lies."""
 
     def __init__(self, ranks: RankedInstance) -> None:
-        self.memory = Memory(ranks.pools[0].data_ptr(), ranks.layout.pool_bytes, HOST)
+        self.nbytes = ranks.layout.pool_bytes
         self._part = ranks.layout.part_bytes
         self._pools = [pool.array.reshape(-1).view(np.uint8) for pool in ranks.pools]
         self.touched: set[int] = set()

@@ -10,6 +10,10 @@ The way of a request:
 3. Sent, its chunks are tasks in the pool's run queue (`fleet.run_queue`), which picks the tasks
    that run.
 
+A prefill-only request, which generates no token, needs no decode instance: step 1 passes it on. The
+leader of its group emits its result, and its RequestReleased ends the request. If an instance of it
+is lost before, it is prefilled again from its beginning, as no KV of it is anywhere else.
+
 What a request occupies at an instance is a `Holding` of this instance (`fleet.instances`). A
 holding outlives the request:
 

@@ -114,6 +114,7 @@ class SamplingRow:
             self.counts.add(token_id)
         if self.matcher is not None:
             self.matcher.consume(token_id)
+            self.matcher.begin_mask()  # the next step's pass hides it
 
     @property
     def uniform(self) -> float:

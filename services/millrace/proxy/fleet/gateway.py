@@ -13,7 +13,14 @@ from millrace.core.errors import IntegrityError
 from millrace.core.kv.transfer import Incarnation
 from millrace.core.scheduler.effects import Fail, Refuse
 from millrace.core.token_events import TokenEvent
-from millrace.proxy.errors import ApiError, id_taken, overloaded, refusal, unavailable
+from millrace.proxy.errors import (
+    ApiError,
+    id_taken,
+    overloaded,
+    refusal,
+    unavailable,
+    would_be_late,
+)
 from millrace.proxy.fleet.parking import LoadReport, Parking
 from millrace.proxy.fleet.prompts_ahead import PromptsAhead
 from millrace.proxy.fleet.records import Records
@@ -248,6 +255,11 @@ class Gateway:
             return
         self._tokens.open(placed.decode)
         request.place(decode, placed.predicted_ttft_s, time.monotonic())
+        if request.is_too_late:
+            objective_s = request.slo.ttft_s or 0.0
+            late = would_be_late(request.predicted_ttft_s, objective_s)
+            self._fail(request, late, cancel=True)
+            return
         if kept := request.take_kept(decode):
             self.on_batch(decode, kept)
 
@@ -275,7 +287,7 @@ class Gateway:
 
     def on_fleet(self, fleet: Fleet) -> None:
         self._fleet_ready = fleet.ready
-        self._tokens.keep(fleet.decode)
+        self._tokens.keep(fleet.decode, on_demand=fleet.prefill)
         for request in [one for one in self._live.values() if one.orphaned]:
             self._move(request, ApiError(500, _NO_SCHEDULER, code="failed"), "scheduler")
         self._load.repeat()

@@ -77,6 +77,7 @@ class ProxyRequest:
         "confirmed",
         "decode",
         "encoded_spec",
+        "fails_early",
         "first_token_at",
         "last_token_at",
         "lineage",
@@ -86,9 +87,11 @@ class ProxyRequest:
         "orphaned",
         "parked_since",
         "placed_at",
+        "pooled",
         "predicted_ttft_s",
         "preemptions",
         "prompt_ids",
+        "prompt_logprobs",
         "prompt_tokens",
         "recorded",
         "request_id",
@@ -136,6 +139,8 @@ class ProxyRequest:
         self.slo = slo
         self._detailed = detailed
         self._echo = echo
+        #: The client wants an error instead of a first token after the TTFT objective.
+        self.fails_early = False
         self._open_choices = len(choices)
         self.stage = Stage.SUBMITTED
         self.decode: Incarnation | None = None
@@ -165,6 +170,10 @@ class ProxyRequest:
         self.last_token_at = 0.0
         self.predicted_ttft_s = 0.0
         self.cached_tokens = 0
+        #: The vector of a prefill-only request, float32 little endian; empty before it has come.
+        self.pooled = b""
+        #: Of every token of the prompt, if requested; None for the first token.
+        self.prompt_logprobs: Sequence[PositionLogprobs | None] = ()
         self.spans: list[Span] = []
 
     @property
@@ -183,6 +192,13 @@ class ProxyRequest:
     def stopped_by_proxy(self) -> bool:
         """Whether the engine may still generate tokens of a choice that met a stop string."""
         return any(choice.met_stop_string for choice in self.choices)
+
+    @property
+    def is_too_late(self) -> bool:
+        """Whether the client wants an error: the prediction misses the TTFT objective."""
+        ttft_s = self.slo.ttft_s
+        wanted = self.fails_early and not self.has_begun
+        return wanted and ttft_s is not None and self.predicted_ttft_s > ttft_s
 
     @property
     def may_move(self) -> bool:
@@ -333,6 +349,8 @@ class ProxyRequest:
         if not self.may_move:
             self.prompt_ids = self.prompt_ids[:0].copy()
         self.cached_tokens = detail.cached_tokens
+        self.pooled = detail.pooled
+        self.prompt_logprobs = detail.prompt_logprobs
         if self._echo is not None:
             piece = self._echo.piece(detail.prompt_logprobs)
             for choice in self.choices:

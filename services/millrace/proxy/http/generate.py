@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from millrace.core.config import Config
+from millrace.core.request import Slo
 from millrace.grammar.matcher import Grammars
 from millrace.grammar.source import GrammarError
 from millrace.proxy.background import Background
@@ -24,20 +25,30 @@ from millrace.proxy.http.asgi import (
 )
 from millrace.proxy.http.client import Client, send_part, start_stream, until_disconnect
 from millrace.proxy.http.keep_alive import KeepAlive
-from millrace.proxy.http.objectives import Objectives, traceparent, wants_trace
+from millrace.proxy.http.objectives import (
+    Objectives,
+    traceparent,
+    wants_early_failure,
+    wants_trace,
+)
 from millrace.proxy.http.request_ids import chosen_id, id_digits
 from millrace.proxy.http.streams import ResumableSender, wants_resumable
-from millrace.proxy.http.tenants import Tenants
+from millrace.proxy.http.tenants import Tenants, exchange_of
 from millrace.proxy.metrics import ProxyMetrics
 from millrace.proxy.prompts import EnginePrompt, PromptReader
 from millrace.proxy.reply.builder import Arrival, Builder
 from millrace.proxy.reply.explain import waterfall
 from millrace.proxy.reply.reply import DocumentReply, EventReply, GeneratingReply, StreamReply
 from millrace.proxy.request.options import Limits, Options
+from millrace.proxy.request.pooled import PooledBodies
 from millrace.proxy.request.validation import Bodies
 from millrace.proxy.responses import StoredResponses
 from millrace.proxy.streams.owner import OwnedStreams
 from millrace.proxy.streams.replay import Replays
+from millrace.proxy.tenancy.caller import Caller
+from millrace.proxy.tenancy.costs import reserved_cost, used_cost
+from millrace.proxy.tenancy.limiter import Limiter
+from millrace.proxy.tenancy.stored_tenants import StoredTenants
 from millrace.proxy.text.prefix import PromptHasher
 from millrace.proxy.text.tokenizer import Tokenizer
 from millrace.state.store import RequestStore
@@ -49,11 +60,14 @@ _MOST_REASON = 1000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Services:
-    """The objects that the endpoints share. `traces` is None if no collector takes traces."""
+    """The objects that the endpoints share. `traces` is None if no collector takes traces,
+    `stored_tenants` if the store keeps none.
+    """
 
     config: Config
     limits: Limits
     bodies: Bodies
+    pooled: PooledBodies
     tokenizer: Tokenizer
     grammars: Grammars
     prompts: PromptReader
@@ -64,6 +78,8 @@ class Services:
     metrics: ProxyMetrics
     objectives: Objectives
     tenants: Tenants
+    limiter: Limiter
+    stored_tenants: StoredTenants | None
     traces: TraceExporter | None
     responses: StoredResponses
     background: Background
@@ -88,17 +104,30 @@ class Runs:
         self._hasher = PromptHasher(services.config.engine)
 
     def arrival(self, scope: Scope, at: float, unix_s: float) -> Arrival:
-        """Raises ApiError naming the wrong header."""
-        tenant, chosen = self._services.tenants.of(scope), chosen_id(scope)
+        """Raises ApiError naming the wrong header, or (403) what the key may not use."""
+        exchange, chosen = exchange_of(scope), chosen_id(scope)
+        tenant = exchange.caller.tenant
         return Arrival(
             at=at,
             unix_s=unix_s,
-            slo=self._services.objectives.read(scope),
+            slo=self._objectives(scope, exchange.caller),
             tenant=tenant,
+            exchange=exchange,
             trace=wants_trace(scope),
+            fails_early=wants_early_failure(scope),
             traceparent=traceparent(scope),
             id_digits=id_digits(tenant, chosen) if chosen else "",
         )
+
+    def _objectives(self, scope: Scope, caller: Caller) -> Slo:
+        services = self._services
+        try:
+            caller.check_model(services.limits.model)
+            return services.objectives.read(scope, caller.slo_classes)
+        except ApiError as error:
+            if error.status == 403:
+                services.metrics.tenants.refused(caller.tenant, error.code or "")
+            raise
 
     async def check_constraint(self, options: Options) -> None:
         """Compiles the constraint, on a thread. Raises ApiError with the reason if it can't be."""
@@ -117,6 +146,16 @@ class Runs:
         """Returns the prompts with the hashes of their blocks."""
         hasher = self._hasher
         return [replace(p, blocks=await hasher.blocks(p.ids, options)) for p in prompts]
+
+    async def admit(self, reply: GeneratingReply, arrival: Arrival) -> None:
+        """Holds the request to the limits of its key; after it the caller calls `end`.
+
+        Raises ApiError (429, 503): then nothing is reserved.
+        """
+        if arrival.exchange is not None:
+            await self._services.limiter.admit(
+                arrival.exchange, reserved_cost(reply.progress.requests)
+            )
 
     async def submit(self, reply: GeneratingReply) -> None:
         """Raises ApiError (503, 429). After an error the caller calls `end`."""
@@ -158,6 +197,8 @@ class Runs:
         arrival: Arrival,
         send: Callable[[], Awaitable[int]],
     ) -> int:
+        await self.admit(reply, arrival)
+        timer = self.limit_time(reply)
         watch = asyncio.create_task(until_disconnect(client.receive))
         watch.add_done_callback(lambda _: self._leave(reply))
         try:
@@ -165,11 +206,31 @@ class Runs:
             return await send()
         finally:
             watch.cancel()
+            if timer is not None:
+                timer.cancel()
             self.end(reply, arrival)
 
+    def limit_time(self, reply: GeneratingReply) -> asyncio.TimerHandle | None:
+        """Fails the response when `proxy.request_timeout_s` is over."""
+        limit_s = self._services.config.proxy.request_timeout_s
+        if not limit_s:
+            return None
+        error = ApiError(
+            504,
+            f"The answer was not complete within {limit_s:g} s.",
+            code="timeout",
+            headers=[(b"x-should-retry", b"false")],
+        )
+        return asyncio.get_running_loop().call_later(limit_s, reply.progress.fail, error)
+
     def end(self, reply: GeneratingReply, arrival: Arrival) -> None:
-        """Cancels the unfinished requests and exports the traces of all."""
+        """Cancels the unfinished requests, settles their limits and exports the traces of all."""
         self._leave(reply)
+        if arrival.exchange is not None:
+            progress = reply.progress
+            self._services.limiter.settle(
+                arrival.exchange, used_cost(progress.requests, progress.error)
+            )
         if self._services.traces is not None:
             for request in reply.progress.requests:
                 found = waterfall(request, arrival.unix_s, self._gateway.incarnation.id)
@@ -177,8 +238,10 @@ class Runs:
 
     def _leave(self, reply: GeneratingReply) -> None:
         """Cancels the unfinished requests: the client is gone, or the answer has failed."""
+        error = reply.progress.error
+        reason = "disconnected" if error is None or error.code != "timeout" else "timeout"
         for request in reply.progress.requests:
-            self._gateway.leave(request, "disconnected")
+            self._gateway.leave(request, reason)
         reply.progress.fail(ApiError(499, "The client closed the connection."))
 
 
@@ -191,9 +254,13 @@ class GenerateEndpoint:
         self._chat = chat
         self._runs = Runs(services)
         self._builder = services.builder(chat=chat)
-        config = services.config.proxy
         self._sender = ResumableSender(
-            services.streams, services.gateway.prompts, config, self._builder
+            services.streams,
+            services.gateway.prompts,
+            services.config.proxy,
+            self._builder,
+            self._runs,
+            chat=chat,
         )
 
     async def answer(self, scope: Scope, receive: Receive, send: Send) -> int:
@@ -206,9 +273,7 @@ class GenerateEndpoint:
         self._gateway.admit(len(prompts))
         if resumable:
             client = partial(Client, receive, send)
-            return await self._sender.answer(
-                body, prompts, options, arrival, client, chat=self._chat
-            )
+            return await self._sender.answer(body, prompts, options, arrival, client)
         response_id, reply, _ = self._builder.build(prompts, options, arrival)
         one = Client(receive, send, response_id)
         if isinstance(reply, StreamReply):

@@ -158,7 +158,12 @@ class CreateResponse:
         responses, streams = self._services.responses, asked.request.stream
         reply.begin()
         source = source_of(asked.request, asked.history)
-        await responses.create(reply, arrival.tenant, source)
+        await self._runs.admit(reply, arrival)
+        try:
+            await responses.create(reply, arrival.tenant, source)
+        except ApiError:
+            self._runs.end(reply, arrival)
+            raise
         first = reply.document()
         self._services.background.start(
             reply, lambda: self._runs.submit(reply), lambda: self._runs.end(reply, arrival)

@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from contextlib import aclosing
+from typing import Protocol
 
 from millrace.core.config import ProxyConfig
 from millrace.proxy.errors import ApiError, bad_field, shown, unavailable
@@ -18,12 +19,17 @@ from millrace.proxy.http.tenants import Tenants
 from millrace.proxy.prompts import EnginePrompt
 from millrace.proxy.reply.builder import Arrival, Builder
 from millrace.proxy.reply.event_numbers import EventId, EventNumbers, read_event_id
-from millrace.proxy.reply.reply import StreamReply
+from millrace.proxy.reply.reply import GeneratingReply, StreamReply
 from millrace.proxy.request.options import Options
 from millrace.proxy.streams.owner import OwnedStream, OwnedStreams
 from millrace.proxy.streams.reader import StreamReader
 from millrace.proxy.streams.replay import Replays
-from millrace.proxy.streams.source import RESUMABLE_HEADER, check_resumable, source_of
+from millrace.proxy.streams.source import (
+    RESUMABLE_HEADER,
+    StreamSource,
+    check_resumable,
+    source_of,
+)
 from millrace.state.store import RequestStore, StoreError
 from millrace.state.streams import StreamRecord
 
@@ -42,16 +48,38 @@ def wants_resumable(scope: Scope, config: ProxyConfig) -> bool:
     return text == "1"
 
 
+class Limits(Protocol):
+    """Holds requests to the limits of their keys and of time."""
+
+    async def admit(self, reply: GeneratingReply, arrival: Arrival) -> None:
+        """Raises ApiError (429, 503): then nothing is reserved."""
+
+    def limit_time(self, reply: GeneratingReply) -> asyncio.TimerHandle | None:
+        """Fails the response when its time is over."""
+
+    def end(self, reply: GeneratingReply, arrival: Arrival) -> None:
+        """Cancels the unfinished requests and settles their limits."""
+
+
 class ResumableSender:
     """Starts resumable streams and sends them to their first clients."""
 
     def __init__(
-        self, owned: OwnedStreams, prompts: PromptsAhead, config: ProxyConfig, builder: Builder
+        self,
+        owned: OwnedStreams,
+        prompts: PromptsAhead,
+        config: ProxyConfig,
+        builder: Builder,
+        limits: Limits,
+        *,
+        chat: bool,
     ) -> None:
         self._owned = owned
         self._prompts = prompts
         self._config = config
         self._builder = builder
+        self._limits = limits
+        self._chat = chat
 
     async def answer(
         self,
@@ -60,21 +88,37 @@ class ResumableSender:
         options: Options,
         arrival: Arrival,
         client: Callable[[str], Client],
-        *,
-        chat: bool,
     ) -> int:
         """Returns the status that was sent. Raises ApiError before anything was sent."""
         check_resumable(prompts, options, trace=arrival.trace)
         response_id, reply, _ = self._builder.build(prompts, options, arrival, EventNumbers())
         assert isinstance(reply, StreamReply)  # checked above
-        source = source_of(body, prompts[0], response_id, arrival, chat=chat)
-        stream = await self._owned.start(source, arrival.tenant, reply, lambda: None)
+        source = source_of(body, prompts[0], response_id, arrival, chat=self._chat)
+        stream = await self._start(source, reply, arrival)
         keep_alive = KeepAlive(reply, self._prompts, self._config, response_id)
         try:
             return await _send(stream, client(response_id))
         finally:
             keep_alive.close()
             stream.leave()
+
+    async def _start(
+        self, source: StreamSource, reply: StreamReply, arrival: Arrival
+    ) -> OwnedStream:
+        limits = self._limits
+        await limits.admit(reply, arrival)
+        timer = limits.limit_time(reply)
+
+        def end() -> None:
+            if timer is not None:
+                timer.cancel()
+            limits.end(reply, arrival)
+
+        try:
+            return await self._owned.start(source, arrival.tenant, reply, end)
+        except BaseException:
+            end()
+            raise
 
 
 async def _send(stream: OwnedStream, client: Client) -> int:

@@ -79,6 +79,56 @@ class SchedulerSettings(TypedDict):
     policies: list[str]
 
 
+class LimitLeft(TypedDict):
+    """What a limit leaves now; it is whole again in `reset_s`."""
+
+    meter: str
+    limit: int
+    used: int
+    left: int
+    reset_s: float
+
+
+class TenantKey(TypedDict):
+    """A key: the first digits of its digest, and its own access inside its tenant's."""
+
+    name: str
+    sha256: str
+    models: list[str]
+    slo_classes: list[str]
+    limits: dict[str, int]
+    left: list[LimitLeft]
+
+
+class Tenant(TypedDict):
+    """A tenant: its access, and what its limits leave. Empty lists of names allow all.
+
+    `stored`: the store has a table of it.
+    """
+
+    name: str
+    weight: float
+    stored: bool
+    models: list[str]
+    slo_classes: list[str]
+    limits: dict[str, int]
+    left: list[LimitLeft]
+    keys: list[TenantKey]
+
+
+class Tenants(TypedDict):
+    """All tenants, of the settings and of the file of keys."""
+
+    tenants: list[Tenant]
+
+
+class StoredTenant(TypedDict):
+    """Whether the store has the tenant now."""
+
+    name: str
+    stored: bool
+
+
 class RequestsAhead(TypedDict):
     """The requests of one part of the order that go before it."""
 
@@ -220,6 +270,14 @@ class ChatChoice(TypedDict):
     logprobs: ChatLogprobs | None
 
 
+class PromptToken(TypedDict):
+    """A token at a position of the prompt; the rank of an unlikely one is not known."""
+
+    logprob: float
+    rank: int | None
+    decoded_token: str
+
+
 class TextChoice(TypedDict):
     """One of the completions of a text."""
 
@@ -229,6 +287,7 @@ class TextChoice(TypedDict):
     token_ids: NotRequired[list[int]]
     text: str
     logprobs: TextLogprobs | None
+    prompt_logprobs: NotRequired[list[dict[str, PromptToken] | None]]
 
 
 class Span(TypedDict):
@@ -267,6 +326,7 @@ class ChatCompletion(Completed):
 
     object: Literal["chat.completion"]
     choices: list[ChatChoice]
+    prompt_logprobs: NotRequired[list[dict[str, PromptToken] | None]]
 
 
 class Completion(Completed):
@@ -343,6 +403,8 @@ ANSWERS: tuple[Any, ...] = (
     ResponseItems,
     SchedulerSettings,
     Status,
+    StoredTenant,
+    Tenants,
     Text,
     Tokens,
 )

@@ -27,6 +27,7 @@ from millrace.proxy.reply.reply import (
     WholeReply,
 )
 from millrace.proxy.request.options import Limits, Options, Sampling
+from millrace.proxy.tenancy.exchange import Exchange
 from millrace.proxy.text.tokenizer import Tokenizer
 
 
@@ -42,6 +43,10 @@ class Arrival:
     traceparent: str
     #: The digits of the response's id; empty: random digits.
     id_digits: str = ""
+    #: The HTTP request, for its limits; None if nothing limits it.
+    exchange: Exchange | None = None
+    #: The client wants an error instead of a first token after the TTFT objective.
+    fails_early: bool = False
 
 
 class Builder:
@@ -137,6 +142,7 @@ class Builder:
                 echo=self._echo(prompt, options) if options.echo else None,
                 arrived_at=arrival.at,
             )
+            request.fails_early = arrival.fails_early
             reply.progress.add(request)
             requests.append(request)
         return requests
@@ -160,12 +166,14 @@ class Builder:
             prompt_ids=prompt.ids,
             tokenizer=self._tokenizer,
             skip_special_tokens=options.skip_special_tokens,
+            logprobs=options.sampling.logprobs,
         )
 
     def _spec(
         self, request_id: str, prompt: EnginePrompt, options: Options, arrival: Arrival
     ) -> RequestSpec:
-        prompt_field, prompt_tokens = "messages" if self._chat else "prompt", prompt.ids.size
+        prompt_field = prompt.field or ("messages" if self._chat else "prompt")
+        prompt_tokens = prompt.ids.size
         return RequestSpec(
             request_id=request_id,
             proxy=self._proxy,
@@ -183,6 +191,7 @@ class Builder:
             prefix_hashes=prompt.blocks.hashes,
             prefix_block_tokens=prompt.blocks.block_tokens,
             prefix_root=prompt.blocks.root,
+            pooling=options.pooling,
         )
 
 

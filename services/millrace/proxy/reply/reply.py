@@ -83,13 +83,16 @@ class Progress:
 
     def choice_usage(self, choice: Choice) -> Usage:
         """Returns the usage of one choice so far: its own prompt and its own tokens."""
-        first = self.requests[0]
-        request = self.requests[choice.index // len(first.choices)]
+        request = self.request_of(choice)
         return Usage(
             prompt_tokens=request.prompt_tokens,
             completion_tokens=choice.token_count,
             cached_tokens=request.cached_tokens,
         )
+
+    def request_of(self, choice: Choice) -> ProxyRequest:
+        """Returns the request that a choice belongs to."""
+        return self.requests[choice.index // len(self.requests[0].choices)]
 
     def usage(self) -> Usage:
         return Usage(
@@ -307,6 +310,8 @@ class WholeReply:
     def document(self) -> bytes:
         """Returns the response's body. Call it once `progress.finished` is true."""
         wholes = [whole for whole in self._wholes if whole is not None]
+        for whole in wholes:
+            whole.of_prompt = self.progress.request_of(whole.choice).prompt_logprobs
         return self._format.document(wholes, self.progress.usage(), self.progress.extra())
 
     def on_text(self, choice: Choice, text: str) -> None:

@@ -173,12 +173,14 @@ class Failed(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., message: _Optional[str] = ..., resumable: _Optional[bool] = ...) -> None: ...
 
 class Fleet(_message.Message):
-    __slots__ = ("decode", "ready")
+    __slots__ = ("decode", "ready", "prefill")
     DECODE_FIELD_NUMBER: _ClassVar[int]
     READY_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_FIELD_NUMBER: _ClassVar[int]
     decode: _containers.RepeatedCompositeFieldContainer[Member]
     ready: bool
-    def __init__(self, decode: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., ready: _Optional[bool] = ...) -> None: ...
+    prefill: _containers.RepeatedCompositeFieldContainer[Member]
+    def __init__(self, decode: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., ready: _Optional[bool] = ..., prefill: _Optional[_Iterable[_Union[Member, _Mapping]]] = ...) -> None: ...
 
 class Member(_message.Message):
     __slots__ = ("incarnation", "address")
