@@ -63,7 +63,9 @@ UPDATES = {
     "fleet": messages.Fleet(decode=(DECODE, OTHER), ready=True, prefill=(OTHER,)),
     "progress": messages.Progress(
         request_id="r",
-        prompt=PromptProgress(state=RequestState.PREFILLING, computed_tokens=4, left_s=0.5),
+        prompt=PromptProgress(
+            state=RequestState.PREFILLING, computed_tokens=4, left_s=0.5, queue_place=2
+        ),
     ),
 }
 

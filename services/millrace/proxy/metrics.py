@@ -105,6 +105,14 @@ class ProxyMetrics:
             ("slo_class", "objective", "met"),
         )
 
+        self.streams = registry.counter(
+            "millrace_proxy_resumable_requests_total",
+            "Events of resumable streams: started, resumed by a client, adopted from another "
+            "replica, released to others at shutdown, fenced off by another replica, expired "
+            "without a client, diverged.",
+            ("event",),
+        )
+
     def finished(self, request: ProxyRequest) -> None:
         """Counts a request that ended without an error."""
         self.prompt_tokens.inc(request.prompt_tokens)
@@ -112,6 +120,8 @@ class ProxyMetrics:
             self.cached_tokens.inc(request.cached_tokens)
         first = request.first_token_at
         assert first is not None  # a request that ended had a token
+        if request.adopted:
+            return  # this replica does not know when the first tokens were sent
         slo, name = request.slo, request.slo.class_name
         ttft_s = first - request.arrived_at
         self._ttft.labels(name).observe(ttft_s)

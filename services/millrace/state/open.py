@@ -11,7 +11,9 @@ from millrace.state.redis_documents import RedisDocuments
 from millrace.state.redis_limits import RedisLimits
 from millrace.state.redis_link import shown_url
 from millrace.state.redis_store import RedisStore
+from millrace.state.redis_streams import RedisStreams
 from millrace.state.store import RequestStore
+from millrace.state.streams import MemoryStreams, StreamStore
 from millrace.state.tenant_tables import MemoryTenantTables, RedisTenantTables, TenantTables
 
 
@@ -27,6 +29,11 @@ def open_store(config: StoreConfig) -> RequestStore:
 def open_documents(config: StoreConfig) -> DocumentStore:
     """Opens the documents at `config.url`, as `open_store`."""
     return MemoryDocuments() if _in_memory(config) else RedisDocuments(config)
+
+
+def open_streams(config: StoreConfig) -> StreamStore:
+    """Opens the owners of streams at `config.url`, as `open_store`."""
+    return MemoryStreams() if _in_memory(config) else RedisStreams(config)
 
 
 def open_limits(config: StoreConfig) -> LimitStore:

@@ -69,6 +69,8 @@ def test_document_describes_every_route(document):
         "/v1/responses/{response_id}",
         "/v1/responses/{response_id}/cancel",
         "/v1/responses/{response_id}/input_items",
+        "/v1/requests/{request_id}",
+        "/v1/requests/{request_id}/stream",
         "/v1/models",
         "/v1/models/{model}",
         "/health",

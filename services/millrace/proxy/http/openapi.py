@@ -16,6 +16,7 @@ from millrace.proxy.http.objectives import (
     TRACE_HEADER,
     TTFT_HEADER,
 )
+from millrace.proxy.http.request_ids import ID_HEADER
 from millrace.proxy.http.tenant_admin import TENANT_BODY, TENANT_PATH, TENANTS_PATH
 from millrace.proxy.reply.answers import ANSWERS
 from millrace.proxy.reply.pooled_answers import POOLED_ANSWERS
@@ -26,6 +27,7 @@ from millrace.proxy.request.pooled import (
     PooledBodies,
 )
 from millrace.proxy.request.validation import Bodies
+from millrace.proxy.streams.source import RESUMABLE_HEADER
 
 Json = dict[str, Any]
 
@@ -48,18 +50,23 @@ def document(
 
 def _paths(objectives: list[Json]) -> Json:
     stream = {"text/event-stream": {"schema": _STRING}}
+    pattern = {"type": "string", "pattern": "^[A-Za-z0-9._-]{1,64}$"}
+    chosen = _header(ID_HEADER, pattern, "An id for /v1/requests/{request_id}, of the client's.")
+    resumable = _header(RESUMABLE_HEADER, {"enum": ["0", "1"]}, "1: the stream can be resumed.")
+    generating = [*objectives, chosen, resumable]
     return {
         "/v1/chat/completions": {
             "post": _posted(
-                "Answer a conversation", "ChatRequest", "ChatCompletion", stream, objectives
+                "Answer a conversation", "ChatRequest", "ChatCompletion", stream, generating
             )
         },
         "/v1/completions": {
             "post": _posted(
-                "Complete a text", "CompletionRequest", "Completion", stream, objectives
+                "Complete a text", "CompletionRequest", "Completion", stream, generating
             )
         },
         **_responses(stream, objectives),
+        **_requests(),
         **_pooled(objectives),
         "/tokenize": {"post": _posted("Text or messages to token ids", "Tokenize", "Tokens")},
         "/detokenize": {"post": _posted("Token ids to text", "Detokenize", "Text")},
@@ -183,6 +190,22 @@ def _responses(stream: Json, objectives: list[Json]) -> Json:
     }
 
 
+def _requests() -> Json:
+    named = [{"name": "request_id", "in": "path", "required": True, "schema": _STRING}]
+    gone = {"404": _error("The tenant has no such request"), "503": _error("No store answers")}
+    shown = _got("How far a request is", _json("RequestState"), gone)
+    stream = _got(
+        "The rest of a resumable stream",
+        {"text/event-stream": {"schema": _STRING}},
+        {"400": _error("Last-Event-ID is no id of an event"), **gone},
+    )
+    last = _header("Last-Event-ID", _STRING, "The last event not to send.")
+    return {
+        "/v1/requests/{request_id}": {"get": {**shown, "parameters": named}},
+        "/v1/requests/{request_id}/stream": {"get": {**stream, "parameters": [*named, last]}},
+    }
+
+
 def _query(name: str, schema: Json, description: str) -> Json:
     return {"name": name, "in": "query", "schema": schema, "description": description}
 
@@ -228,6 +251,7 @@ def _posted(
             "401": _error("No known key, where keys are required"),
             "403": _error("The key may not use the model or the class"),
             "404": _error("No such model"),
+            "409": _error("A request has the chosen id already"),
             "413": _error("The body is too large"),
             "415": _error("The body is not application/json"),
             "429": _error("Overloaded, or a limit is reached; see Retry-After"),

@@ -14,15 +14,8 @@ import orjson
 
 from millrace.proxy.errors import ApiError, bad_field, shown
 from millrace.proxy.http.asgi import Receive, Scope, Send, receive_body, send_json
-from millrace.proxy.http.generate import (
-    KEEPALIVE_S,
-    Client,
-    Runs,
-    Services,
-    send_part,
-    start_stream,
-    until_disconnect,
-)
+from millrace.proxy.http.client import Client, send_part, start_stream, until_disconnect
+from millrace.proxy.http.generate import Runs, Services
 from millrace.proxy.prompts import EnginePrompt
 from millrace.proxy.reply.builder import Arrival
 from millrace.proxy.reply.response import ResponseReply, ends_stream, head
@@ -145,7 +138,7 @@ class CreateResponse:
             temperature=sampling.temperature,
             top_p=sampling.top_p,
         )
-        answers = self._builder.answers(asked.prompt, asked.options)
+        answers = self._builder.answers(asked.prompt, asked.options, response_id)
         reply = ResponseReply(
             fields,
             self._builder.progress(arrival),
@@ -251,7 +244,7 @@ async def _send_events(
     services: Services, response_id: str, tenant: str, start: int, client: Client
 ) -> int:
     """Sends the events from number `start` on as they come to the store, from any replica."""
-    responses = services.responses
+    responses, keepalive_s = services.responses, services.config.proxy.keepalive_s
     final = (await responses.find(response_id, tenant)).final
     await start_stream(client)
     silent_s = unchecked_s = 0.0
@@ -263,7 +256,7 @@ async def _send_events(
             silent_s = 0.0 if events else silent_s + _POLL_S
             if events:
                 await send_part(client, b"".join(events))
-            elif silent_s >= KEEPALIVE_S:
+            elif silent_s >= keepalive_s:
                 silent_s = 0.0
                 await send_part(client, b": waiting\n\n")
             if final or (events and ends_stream(events[-1])):
