@@ -18,6 +18,7 @@ from support.deadlines import HANG_S
 from support.gateway import gateway
 
 EXAMPLES = 25
+HI = [{"role": "user", "content": "hi"}]
 QUIETLY = settings(
     max_examples=EXAMPLES,
     deadline=None,
@@ -26,7 +27,10 @@ QUIETLY = settings(
     database=None,
     derandomize=True,
 )
-PATHS = ["/v1/chat/completions", "/v1/completions", "/v1/responses", "/tokenize", "/detokenize"]
+PATHS = [
+    *("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings"),
+    *("/v1/score", "/v1/rerank", "/tokenize", "/detokenize"),
+]
 
 
 @pytest.fixture(scope="module")
@@ -130,9 +134,15 @@ def test_admin_routes_take_what_their_schema_allows_and_nothing_else(url, docume
 def test_answers_are_as_documented(url, document):
     schema = schemathesis.openapi.from_dict(document)
     for path, body in (
-        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}]}),
+        ("/v1/chat/completions", {"messages": HI}),
         ("/v1/completions", {"prompt": "hi", "logprobs": 2, "echo": True}),
+        ("/v1/chat/completions", {"messages": HI, "prompt_logprobs": 2}),
+        ("/v1/completions", {"prompt": ["hi", "ho"], "prompt_logprobs": 2, "max_tokens": 0}),
         ("/v1/responses", {"input": "hi"}),
+        ("/v1/embeddings", {"input": ["hi", "ho"]}),
+        ("/v1/embeddings", {"input": [[7, 8]], "encoding_format": "base64"}),
+        ("/v1/score", {"text_1": "hi", "text_2": ["hi", "ho"]}),
+        ("/v1/rerank", {"query": "hi", "documents": ["hi", {"text": "ho"}]}),
         ("/tokenize", {"prompt": "hi"}),
         ("/detokenize", {"tokens": [7, 8]}),
     ):
