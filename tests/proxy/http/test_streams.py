@@ -213,6 +213,7 @@ async def test_another_replica_adopts_a_lost_stream(
     lost = Decode(one, Script(reply=REPLY, hold=asyncio.Event(), hold_after=12))
     lost.journalled = journalled
     stream_id, found = await cut(one, path, fields, sent)
+    await one.proxy.store.finish(stream_id, "cancelled")  # by the scheduler: the replica is dead
     rest = events_of(await resumed(other, stream_id, found[-1][0]))
     assert contents(found + rest) == contents(undisturbed)
     spec = other.fleet.specs[-1]

@@ -209,6 +209,11 @@ class ProxyRequest:
         return self._tokens is not None or self.first_token_at is None
 
     @property
+    def kept(self) -> bool:
+        """Whether another replica may continue the request."""
+        return self.on_recorded is not None
+
+    @property
     def has_ended(self) -> bool:
         return self.stage is Stage.ENDED
 

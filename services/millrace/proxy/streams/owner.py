@@ -255,6 +255,7 @@ class OwnedStreams:
         stream = OwnedStream(self, stream_id, fence, replay.reply, state.incarnation)
         if replay.finished:
             await self._requests.finish(state.incarnation, RequestState.FINISHED.value)
+            await self._requests.release(state.incarnation)
         else:
             log.info("stream %s is adopted after %d tokens", stream_id, replay.token_count)
             replay.request.fixed_cached_tokens = state.cached_tokens
@@ -304,7 +305,9 @@ class OwnedStreams:
         spec = decode_spec(record.spec)
         cached = state.cached_tokens or 0  # None: no event of a token was sent
         tokens = (await self._requests.journal(state.incarnation, 0)).tolist()
-        if RequestState(record.state).is_final:
+        # The scheduler cancels the requests of a dead replica; a kept request has its prompt still.
+        over = record.state in (RequestState.FINISHED.value, RequestState.FAILED.value)
+        if over:
             replay = self._replays.to_read(source, cached)
         else:
             ids = await self._requests.prompt_ids(state.incarnation)
@@ -313,7 +316,7 @@ class OwnedStreams:
             replay.feed(0, tokens)
         except Diverged:
             raise AssertionError("nothing was fed before") from None
-        return None if RequestState(record.state).is_final and not replay.finished else replay
+        return None if over and not replay.finished else replay
 
 
 def _fenced_off() -> ApiError:
