@@ -247,6 +247,33 @@ async def test_finish_keeps_the_record_and_drops_the_prompt(store: RequestStore)
         await store.prompt_ids("a")
 
 
+async def test_a_kept_request_keeps_its_prompt_until_it_is_released(store: RequestStore) -> None:
+    await store.create("a", spec=b"s", prompt_ids=IDS, kept=True)
+    await store.append_tokens([entry("a", 0, 1)])
+    await store.finish("a", "cancelled")
+    await store.set_states([StateUpdate(request_id="a", state="decoding")])
+    np.testing.assert_array_equal(await store.prompt_ids("a"), IDS)
+    await store.finish("a", "finished")
+    await store.release("a")
+    record = await store.get("a")
+    assert record is not None and record.state == "cancelled"
+    assert (await store.journal("a", 0)).tolist() == [1]
+    with pytest.raises(StoreError, match="request a"):
+        await store.prompt_ids("a")
+    await store.release("unknown")
+
+
+async def test_a_kept_request_lives_on_after_its_end(opener: Opener) -> None:
+    store = opener(finished_ttl_s=0)
+    await store.create("a", spec=b"", prompt_ids=IDS, kept=True)
+    await store.finish("a", "cancelled")
+    assert await store.get("a") is not None
+    await store.release("a")
+    assert await store.get("a") is None
+    with pytest.raises(StoreError):
+        await store.prompt_ids("a")
+
+
 async def test_finished_requests_expire_soon(opener: Opener) -> None:
     store = opener(finished_ttl_s=0.2)
     await store.create("a", spec=b"", prompt_ids=IDS)

@@ -29,8 +29,10 @@ class _Entry:
     state: str
     spec: bytes
     prompt_tokens: int
-    prompt: npt.NDArray[np.int32] | None  # None once finished
+    prompt: npt.NDArray[np.int32] | None  # None once finished and not kept
     expires_s: float
+    kept: bool
+    final: bool = False
     decode_id: str = ""
     kv_tokens: int = 0
     journal: dict[int, list[int]] = field(default_factory=dict)
@@ -53,7 +55,12 @@ class MemoryStore:
         return len(self._entries)
 
     async def create(
-        self, request_id: str, *, spec: bytes, prompt_ids: npt.NDArray[np.int32]
+        self,
+        request_id: str,
+        *,
+        spec: bytes,
+        prompt_ids: npt.NDArray[np.int32],
+        kept: bool = False,
     ) -> None:
         check_new_request(request_id, prompt_ids)
         self._drop_expired()
@@ -65,6 +72,7 @@ class MemoryStore:
             prompt_tokens=prompt_ids.size,
             prompt=prompt_ids.copy(),
             expires_s=0.0,
+            kept=kept,
         )
         self._expire(request_id, self._ttl_s)
 
@@ -86,7 +94,7 @@ class MemoryStore:
     async def set_states(self, updates: Sequence[StateUpdate]) -> None:
         for update in updates:
             entry = self._find(update.request_id)
-            if entry is not None and entry.prompt is not None:
+            if entry is not None and not entry.final:
                 entry.state = update.state
                 entry.decode_id = update.decode_id or entry.decode_id
                 entry.kv_tokens = update.kv_tokens
@@ -124,11 +132,18 @@ class MemoryStore:
 
     async def finish(self, request_id: str, state: str) -> None:
         entry = self._find(request_id)
+        if entry is None or entry.final:
+            return
+        entry.state, entry.final = state, True
+        if not entry.kept:
+            await self.release(request_id)
+
+    async def release(self, request_id: str) -> None:
+        entry = self._find(request_id)
         if self._finished_ttl_s == 0:
             await self.delete(request_id)
-        elif entry is not None and entry.prompt is not None:
-            entry.state = state
-            entry.prompt = None
+        elif entry is not None:
+            entry.prompt, entry.kept = None, False
             self._expire(request_id, self._finished_ttl_s)
 
     async def delete(self, request_id: str) -> None:

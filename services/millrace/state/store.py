@@ -79,9 +79,16 @@ class RequestStore(Protocol):
     """Requests by id. Every method raises StoreError when the store can't be reached."""
 
     async def create(
-        self, request_id: str, *, spec: bytes, prompt_ids: npt.NDArray[np.int32]
+        self,
+        request_id: str,
+        *,
+        spec: bytes,
+        prompt_ids: npt.NDArray[np.int32],
+        kept: bool = False,
     ) -> None:
         """Records a request in state "queued" with its prompt ids (int32 [tokens], not empty).
+
+        `kept`: another request may continue it, so `finish` leaves its prompt until `release`.
 
         Raises IdTaken, or StoreError when the id is malformed or when there are no prompt ids.
         """
@@ -132,8 +139,12 @@ class RequestStore(Protocol):
     async def finish(self, request_id: str, state: str) -> None:
         """Sets the final state, removes the prompt and keeps the rest for `finished_ttl_s` more.
 
-        The first final state stays. A `finished_ttl_s` of 0 deletes at once.
+        The first final state stays. A `finished_ttl_s` of 0 deletes at once. A kept request keeps
+        its prompt and its lifetime.
         """
+
+    async def release(self, request_id: str) -> None:
+        """Ends a kept request's stay: the rest of it lives on as after `finish`."""
 
     async def delete(self, request_id: str) -> None:
         """Removes all data of a request; does nothing when there is none."""

@@ -20,7 +20,7 @@ from support.stores import private_redis
 from support.tool_model import THOUGHT, TWO, WEATHER, serving
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
-REPLY = "Rivers turn wheels 😀 and naïve wheels turn stones."
+REPLY = "Rivers turn wheels 😀 and naïve wheels turn stones. A race of water runs to the mill."
 MESSAGES = [{"role": "user", "content": "hi"}]
 RESUMABLE = {"x-millrace-resumable": "1"}
 USAGE = {"include_usage": True, "continuous_usage_stats": True}
@@ -28,8 +28,8 @@ USAGE = {"include_usage": True, "continuous_usage_stats": True}
 KINDS = [
     (CHAT, {"messages": MESSAGES}),
     (CHAT, {"messages": MESSAGES, "stream_options": USAGE, "return_token_ids": True}),
-    (CHAT, {"messages": MESSAGES, "stop": ["turn stones", " wheels t!"]}),
-    (COMPLETIONS, {"prompt": "hi", "stream_options": USAGE, "stop": ["naïve wheels"]}),
+    (CHAT, {"messages": MESSAGES, "stop": ["to the", " water r!"]}),
+    (COMPLETIONS, {"prompt": "hi", "stream_options": USAGE, "stop": ["of water"]}),
     (COMPLETIONS, {"prompt": [5, 6, 7], "max_tokens": 9, "return_token_ids": True}),
 ]
 
@@ -213,6 +213,7 @@ async def test_another_replica_adopts_a_lost_stream(
     lost = Decode(one, Script(reply=REPLY, hold=asyncio.Event(), hold_after=12))
     lost.journalled = journalled
     stream_id, found = await cut(one, path, fields, sent)
+    await one.proxy.store.finish(stream_id, "cancelled")  # by the scheduler: the replica is dead
     rest = events_of(await resumed(other, stream_id, found[-1][0]))
     assert contents(found + rest) == contents(undisturbed)
     spec = other.fleet.specs[-1]
@@ -297,7 +298,7 @@ async def test_another_answer_is_an_error_and_no_text(replicas, short_leases):
     lost = Decode(one, Script(reply=REPLY, hold=asyncio.Event(), hold_after=8))
     lost.journalled = 2
     stream_id, found = await cut(one, *KINDS[0], 7)
-    Decode(other, Script(reply="Rivers run to the mill, and the mill grinds wheat."))
+    Decode(other, Script(reply="Rivers run to the mill, and the mill grinds wheat, rye, barley."))
     text = await resumed(other, stream_id, found[-1][0])
     assert events_of(text) == []
     assert orjson.loads(text.strip().removeprefix("data: "))["error"]["code"] == "diverged"

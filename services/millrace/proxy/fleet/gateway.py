@@ -181,7 +181,9 @@ class Gateway:
             request.stage = Stage.ENDED  # `leave` must not touch the other request
             raise id_taken()
         request.encoded_spec = encode_spec(spec)
-        await self._records.create(spec.request_id, request.encoded_spec, request.prompt_ids)
+        await self._records.create(
+            spec.request_id, request.encoded_spec, request.prompt_ids, kept=request.kept
+        )
         request.recorded = True
         if spec.resumed_tokens:
             emitted = request.prompt_ids[-spec.resumed_tokens :]
@@ -427,7 +429,7 @@ class Gateway:
             if not request.has_ended:
                 self._fail(request, error, cancel=False)
         finally:
-            self._records.finish(before, "cancelled")
+            self._records.finish(before, "cancelled", kept=request.kept)
 
     # -- endings
 
@@ -437,7 +439,7 @@ class Gateway:
         if request.stopped_by_proxy:
             self._scheduler.cancel(request_id, "stop")
         self._metrics.finished(request)
-        self._records.finish(request_id, "finished")
+        self._records.finish(request_id, "finished", kept=request.kept)
 
     def _fail(self, request: ProxyRequest, error: ApiError, *, cancel: bool) -> None:
         self._forget(request)
@@ -447,7 +449,7 @@ class Gateway:
             if error.is_refusal and not request.has_begun:
                 self._records.delete(request.spec.request_id)  # its id is free again
             else:
-                self._records.finish(request.spec.request_id, "failed")
+                self._records.finish(request.spec.request_id, "failed", kept=request.kept)
         request.sink.on_error(error)
 
     def _forget(self, request: ProxyRequest) -> None:

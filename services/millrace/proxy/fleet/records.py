@@ -24,13 +24,18 @@ class Records:
 
     def __init__(self, store: RequestStore) -> None:
         self._store = store
-        self._endings: list[tuple[str, str]] = []
+        self._endings: list[tuple[str, str, bool]] = []
         self._background: set[asyncio.Task[None]] = set()
 
-    async def create(self, request_id: str, spec: EncodedSpec, prompt_ids: TokenArray) -> None:
-        """Writes a request's spec and prompt. Raises ApiError: 409 if the id is taken, 503."""
+    async def create(
+        self, request_id: str, spec: EncodedSpec, prompt_ids: TokenArray, *, kept: bool
+    ) -> None:
+        """Writes a request's spec and prompt. Raises ApiError: 409 if the id is taken, 503.
+
+        `kept`: another replica may continue the request after the scheduler has ended it.
+        """
         try:
-            await self._store.create(request_id, spec=spec, prompt_ids=prompt_ids)
+            await self._store.create(request_id, spec=spec, prompt_ids=prompt_ids, kept=kept)
         except IdTaken as error:
             raise id_taken() from error
         except MillraceError as error:
@@ -45,11 +50,11 @@ class Records:
         except MillraceError as error:
             raise unavailable("The request store does not answer.") from error
 
-    def finish(self, request_id: str, state: str) -> None:
-        """Writes the final state within ENDINGS_INTERVAL_S."""
+    def finish(self, request_id: str, state: str, *, kept: bool) -> None:
+        """Writes the final state within ENDINGS_INTERVAL_S, and releases a kept request."""
         if not self._endings:
             asyncio.get_running_loop().call_later(ENDINGS_INTERVAL_S, self._write_endings)
-        self._endings.append((request_id, state))
+        self._endings.append((request_id, state, kept))
 
     def delete(self, request_id: str) -> None:
         self.spawn(self._store.delete(request_id))
@@ -68,8 +73,13 @@ class Records:
 
     def _write_endings(self) -> None:
         endings, self._endings = self._endings, []
-        for request_id, state in endings:
-            self.spawn(self._store.finish(request_id, state))
+        for request_id, state, kept in endings:
+            self.spawn(self._end(request_id, state, kept=kept))
+
+    async def _end(self, request_id: str, state: str, *, kept: bool) -> None:
+        await self._store.finish(request_id, state)
+        if kept:
+            await self._store.release(request_id)
 
 
 async def _logged(work: Coroutine[Any, Any, None]) -> None:

@@ -79,6 +79,7 @@ class ProxyRequest:
         "encoded_spec",
         "fails_early",
         "first_token_at",
+        "fixed_cached_tokens",
         "last_token_at",
         "lineage",
         "losses",
@@ -133,6 +134,8 @@ class ProxyRequest:
         self.on_recorded: Callable[[], Awaitable[None]] | None = None
         #: Another replica began the request: its times before the adoption are unknown.
         self.adopted = False
+        #: The cached tokens that clients of an adopted request have seen; None: none saw any.
+        self.fixed_cached_tokens: int | None = None
         self.sink = sink
         self.choices = choices
         self.prompt_tokens = spec.prompt_tokens
@@ -204,6 +207,11 @@ class ProxyRequest:
     def may_move(self) -> bool:
         """Whether another instance can generate the rest of the request."""
         return self._tokens is not None or self.first_token_at is None
+
+    @property
+    def kept(self) -> bool:
+        """Whether another replica may continue the request."""
+        return self.on_recorded is not None
 
     @property
     def has_ended(self) -> bool:
@@ -348,7 +356,8 @@ class ProxyRequest:
         self.first_token_at = now
         if not self.may_move:
             self.prompt_ids = self.prompt_ids[:0].copy()
-        self.cached_tokens = detail.cached_tokens
+        fixed = self.fixed_cached_tokens
+        self.cached_tokens = detail.cached_tokens if fixed is None else fixed
         self.pooled = detail.pooled
         self.prompt_logprobs = detail.prompt_logprobs
         if self._echo is not None:

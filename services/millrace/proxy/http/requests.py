@@ -5,10 +5,10 @@ from __future__ import annotations
 import orjson
 
 from millrace.proxy.errors import ApiError, shown
-from millrace.proxy.fleet.request_states import RequestStates
 from millrace.proxy.http.asgi import Receive, Scope, Send, send_json
 from millrace.proxy.http.generate import Services
 from millrace.proxy.http.request_ids import candidates
+from millrace.proxy.streams.request_states import RequestStates
 
 REQUEST_STATE_PATH = "/v1/requests/{request_id}"
 

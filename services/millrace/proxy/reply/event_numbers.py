@@ -46,11 +46,11 @@ class EventNumbers:
         return self._number >= self._after.number
 
     def numbered(self, event: bytes) -> bytes:
-        """Returns an event with its id; empty bytes if the client has the event."""
+        """Returns an event with its id; empty bytes if the client has the event, or another."""
         self._number += 1
         self._checksum = crc32(event, self._checksum)
-        if self._number > self._after.number:
-            return b"id: %d-%08x\n%s" % (self._number, self._checksum, event)
         if self._number == self._after.number and self._checksum != self._after.checksum:
             self.diverged = True
-        return b""
+        if self.diverged or self._number <= self._after.number:
+            return b""
+        return b"id: %d-%08x\n%s" % (self._number, self._checksum, event)

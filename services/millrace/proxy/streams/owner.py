@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from millrace.core.request import RequestState
 from millrace.proxy.errors import ApiError, id_taken, unavailable
@@ -52,13 +52,18 @@ class OwnedStream:
     """A stream that this replica generates."""
 
     def __init__(
-        self, streams: OwnedStreams, stream_id: str, fence: int, reply: StreamReply, state: str
+        self,
+        streams: OwnedStreams,
+        stream_id: str,
+        fence: int,
+        reply: StreamReply,
+        incarnation: str,
     ) -> None:
-        """`state` is the incarnation that the store has."""
+        """`incarnation` is the id under which the store has its request."""
         self._streams = streams
         self.stream_id = stream_id
         self._fence = fence
-        self._incarnation = state
+        self._incarnation = incarnation
         self.reply = reply
         #: Whether a client of this replica reads the reply itself.
         self.attached = False
@@ -68,6 +73,13 @@ class OwnedStream:
     @property
     def request(self) -> ProxyRequest:
         return self.reply.progress.requests[0]
+
+    @property
+    def state(self) -> StreamState:
+        cached = self.request.fixed_cached_tokens
+        if self.request.has_begun:
+            cached = self.request.cached_tokens
+        return StreamState(incarnation=self._incarnation, cached_tokens=cached)
 
     async def save(self) -> None:
         """Writes the state and renews the lease. Raises ApiError: 503, or 409 if fenced off."""
@@ -81,8 +93,13 @@ class OwnedStream:
     def leave(self) -> None:
         """The client of this replica has left, or has the whole answer."""
         self.attached = False
+        self.settle()
+
+    def settle(self) -> bool:
+        """Writes the end of a stream that has ended; returns whether it has."""
         if self.reply.progress.finished:
             self._ended.set()
+        return self._ended.is_set()
 
     async def run(self) -> None:
         """Keeps the stream until its end."""
@@ -93,13 +110,12 @@ class OwnedStream:
             if not self.attached:
                 self.reply.take()  # a client that comes back reads a replay
             if not progress.finished:
-                await self._keep()
+                await self.keep()
         await self._finish()
 
     async def release(self) -> None:
         """Lets another replica adopt the stream at once; this replica ends its work."""
-        if self.reply.progress.finished:
-            self._ended.set()
+        if self.settle():
             return
         try:
             await self._renew(0.0)
@@ -108,7 +124,8 @@ class OwnedStream:
         self._streams.count("released")
         self._cut_off(unavailable("The server is shutting down; the stream can be resumed."))
 
-    async def _keep(self) -> None:
+    async def keep(self) -> None:
+        """Renews the lease; ends the work for a stream of another replica or without a client."""
         try:
             hold = await self._renew(LEASE_S)
         except StoreError as error:
@@ -137,28 +154,23 @@ class OwnedStream:
     async def _renew(self, held_s: float) -> Hold:
         wanted_s = self._streams.lives.grace_s if self.attached else 0.0
         lease = Lease(held_s=held_s, wanted_s=wanted_s)
-        body = self._state(None).encoded()
+        body = self.state.encoded()
         return await self._streams.store.renew(self.stream_id, self._fence, body, lease)
 
     async def _finish(self) -> None:
         if not self._fence:
             return
         error = self.reply.progress.error
-        body = self._state(error).encoded()
+        state = self.state
+        if error is not None:
+            state = replace(state, error=error_document(error))
         ttl_s = self._streams.lives.finished_ttl_s
         if error is not None and error.is_refusal and not self.request.has_begun:
             ttl_s = 0.0  # the client may send the request again with its id
         try:
-            await self._streams.store.finish(self.stream_id, self._fence, body, ttl_s)
-        except StoreError as error:
-            log.warning("stream %s was not finished: %s", self.stream_id, error)
-
-    def _state(self, error: ApiError | None) -> StreamState:
-        return StreamState(
-            incarnation=self._incarnation,
-            cached_tokens=self.request.cached_tokens if self.request.has_begun else None,
-            error=None if error is None else error_document(error),
-        )
+            await self._streams.store.finish(self.stream_id, self._fence, state.encoded(), ttl_s)
+        except StoreError as away:
+            log.warning("stream %s was not finished: %s", self.stream_id, away)
 
 
 class OwnedStreams:
@@ -222,6 +234,8 @@ class OwnedStreams:
 
     async def adopt(self, stream_id: str, record: StreamRecord) -> None:
         """Continues a lost stream, unless another replica is faster. Raises StoreError."""
+        if await self._holds(stream_id):
+            return
         lease = Lease(held_s=LEASE_S, wanted_s=self.lives.grace_s)
         if self.gateway.draining or not await self.store.adopt(stream_id, record.fence, lease):
             return
@@ -241,11 +255,25 @@ class OwnedStreams:
         stream = OwnedStream(self, stream_id, fence, replay.reply, state.incarnation)
         if replay.finished:
             await self._requests.finish(state.incarnation, RequestState.FINISHED.value)
+            await self._requests.release(state.incarnation)
         else:
             log.info("stream %s is adopted after %d tokens", stream_id, replay.token_count)
+            replay.request.fixed_cached_tokens = state.cached_tokens
             replay.request.lineage = f"{stream_id}.{fence}"
             self.gateway.adopt(replay.request, state.incarnation)
         self._keep(stream, lambda: None)
+
+    async def _holds(self, stream_id: str) -> bool:
+        """Whether this replica generates the stream, after all; renews its lease."""
+        stream, task = self._streams.get(stream_id), self._tasks.get(stream_id)
+        if stream is None or task is None:
+            return False
+        if not stream.settle():
+            await stream.keep()
+        if not stream.settle():
+            return True
+        await asyncio.wait([task])
+        return False
 
     async def close(self) -> None:
         """Releases all streams, so that other replicas continue them."""
@@ -277,7 +305,9 @@ class OwnedStreams:
         spec = decode_spec(record.spec)
         cached = state.cached_tokens or 0  # None: no event of a token was sent
         tokens = (await self._requests.journal(state.incarnation, 0)).tolist()
-        if RequestState(record.state).is_final:
+        # The scheduler cancels the requests of a dead replica; a kept request has its prompt still.
+        over = record.state in (RequestState.FINISHED.value, RequestState.FAILED.value)
+        if over:
             replay = self._replays.to_read(source, cached)
         else:
             ids = await self._requests.prompt_ids(state.incarnation)
@@ -286,7 +316,7 @@ class OwnedStreams:
             replay.feed(0, tokens)
         except Diverged:
             raise AssertionError("nothing was fed before") from None
-        return None if RequestState(record.state).is_final and not replay.finished else replay
+        return None if over and not replay.finished else replay
 
 
 def _fenced_off() -> ApiError:

@@ -88,12 +88,13 @@ class StreamReader:
     async def _more(self) -> list[int]:
         """Returns the tokens after those that were read of the present incarnation."""
         stream = self._owned.find(self._id)
-        cached = self._state.cached_tokens
-        if stream is not None and stream.request.has_begun:
-            cached = stream.request.cached_tokens
-        if cached is None:
+        if self._state.cached_tokens is None and stream is not None and stream.request.has_begun:
+            await stream.save()
+            self._state = stream.state
+        if self._state.cached_tokens is None:
             return []
         if self._replay is None:
+            cached = self._state.cached_tokens
             self._replay = self._replays.to_read(self._source, cached, self._after)
         if stream is not None:
             return stream.request.emitted_after(self._read)
