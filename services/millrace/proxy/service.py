@@ -17,6 +17,7 @@ from millrace.core.errors import MillraceError
 from millrace.core.kv.transfer import Incarnation
 from millrace.grammar.matcher import Grammars
 from millrace.proxy.background import Background
+from millrace.proxy.batches.opening import open_batches, open_files
 from millrace.proxy.fleet.gateway import Gateway
 from millrace.proxy.http.app import RenderMetrics, create_app
 from millrace.proxy.http.generate import Services
@@ -121,6 +122,8 @@ class Proxy:
         )
         self._server = server = _HttpServer(http)
         self.gateway.start()
+        self._services.files.start()
+        self._services.batches.start()
         self._serving = asyncio.create_task(server.serve([bound]))
         while not server.started:
             if self._serving.done():
@@ -146,8 +149,9 @@ class Proxy:
     async def stop(self) -> None:
         """Stops accepting, lets streams finish, cancels streams that outlast the drain's time."""
         assert self._server is not None and self._serving is not None, "start() comes first"
-        self.gateway.drain()
         self._server.should_exit = True
+        await self._services.batches.close()
+        self.gateway.drain()
         await asyncio.wait({self._serving}, timeout=self._config.proxy.drain_timeout_s)
         if not self._serving.done():
             log.warning("cancelling %d requests that outlast the drain", self.gateway.inflight)
@@ -155,6 +159,7 @@ class Proxy:
         await self._services.background.close()
         await self._serving
         await self._services.responses.close()
+        await self._services.files.close()
         await self.store.close()
         self._services.tokenizer.close()
         self._services.grammars.close()
@@ -186,11 +191,13 @@ def _services(
     template = None
     if card.chat_template is not None:
         template = ChatTemplate(card.chat_template, card.special_tokens)
+    files = open_files(config)
     responses = StoredResponses(open_documents(config.store), config.store.responses_ttl_s)
+    bodies = Bodies(limits)
     return Services(
         config=config,
         limits=limits,
-        bodies=Bodies(limits),
+        bodies=bodies,
         tokenizer=tokenizer,
         grammars=Grammars(card.folder, card.vocab_size, card.eos_token_ids),
         prompts=PromptReader(limits, tokenizer, template, parsers),
@@ -200,5 +207,14 @@ def _services(
         tenants=Tenants(config.tenants),
         responses=responses,
         background=Background(responses),
+        files=files,
+        batches=open_batches(
+            config,
+            files,
+            owner=gateway.incarnation.id,
+            is_ready=lambda: gateway.ready,
+            check_model=bodies.check_model,
+            metrics=metrics.batches,
+        ),
         traces=open_traces(config.telemetry, "proxy") if config.telemetry.otlp_endpoint else None,
     )

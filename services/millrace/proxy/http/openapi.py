@@ -16,6 +16,7 @@ from millrace.proxy.http.objectives import (
     TTFT_HEADER,
 )
 from millrace.proxy.reply.answers import ANSWERS
+from millrace.proxy.request.batch_bodies import BATCH, FILE_FORM
 from millrace.proxy.request.validation import Bodies
 
 Json = dict[str, Any]
@@ -49,6 +50,8 @@ def _paths(objectives: list[Json]) -> Json:
             )
         },
         **_responses(stream, objectives),
+        **_files(),
+        **_batches(),
         "/tokenize": {"post": _posted("Text or messages to token ids", "Tokenize", "Tokens")},
         "/detokenize": {"post": _posted("Token ids to text", "Detokenize", "Text")},
         "/v1/models": {"get": _got("The served model", _json("Models"))},
@@ -130,6 +133,70 @@ def _responses(stream: Json, objectives: list[Json]) -> Json:
             }
         },
     }
+
+
+def _files() -> Json:
+    gone = {"404": _error("The tenant has no such file"), "503": _error("No store answers")}
+    wrong = {"400": _error("A parameter is wrong; `param` names it"), "503": gone["503"]}
+    refused = {
+        **wrong,
+        "413": _error("The file is too large"),
+        "415": _error("The body is not multipart/form-data"),
+    }
+    form = {"multipart/form-data": {"schema": _ref("FileForm")}}
+    bytes_ = {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}
+    pages = [
+        _query("limit", {"type": "integer", "minimum": 1, "maximum": 10_000}, "Default: 10,000."),
+        _query("order", {"enum": ["asc", "desc"]}, "Default: desc."),
+        _query("after", _STRING, "The file before the first file."),
+        _query("purpose", _STRING, "Only files of this purpose."),
+    ]
+    named = [_named("file_id")]
+    return {
+        "/v1/files": {
+            "post": {
+                **_got("Upload a file", _json("File"), refused),
+                "requestBody": {"required": True, "content": form},
+            },
+            "get": {**_got("The files", _json("FileList"), wrong), "parameters": pages},
+        },
+        "/v1/files/{file_id}": {
+            "get": {**_got("One file", _json("File"), gone), "parameters": named},
+            "delete": {
+                **_got("Delete a file", _json("DeletedFile"), gone),
+                "parameters": named,
+            },
+        },
+        "/v1/files/{file_id}/content": {
+            "get": {**_got("The bytes of a file", bytes_, gone), "parameters": named}
+        },
+    }
+
+
+def _batches() -> Json:
+    gone = {"404": _error("The tenant has no such batch"), "503": _error("No store answers")}
+    wrong = {"400": _error("A parameter is wrong; `param` names it"), **gone}
+    pages = [
+        _query("limit", {"type": "integer", "minimum": 1, "maximum": 100}, "Default: 20."),
+        _query("after", _STRING, "The batch before the first batch."),
+    ]
+    named = [_named("batch_id")]
+    return {
+        "/v1/batches": {
+            "post": _posted("Create a batch", "BatchRequest", "Batch"),
+            "get": {**_got("The batches", _json("BatchList"), wrong), "parameters": pages},
+        },
+        "/v1/batches/{batch_id}": {
+            "get": {**_got("One batch", _json("Batch"), gone), "parameters": named}
+        },
+        "/v1/batches/{batch_id}/cancel": {
+            "post": {**_got("Cancel a batch", _json("Batch"), wrong), "parameters": named}
+        },
+    }
+
+
+def _named(name: str) -> Json:
+    return {"name": name, "in": "path", "required": True, "schema": _STRING}
 
 
 def _query(name: str, schema: Json, description: str) -> Json:
@@ -221,6 +288,7 @@ def _ref(name: str) -> Json:
 
 def _schemas(bodies: Bodies) -> Json:
     adapters = [bodies.chat, bodies.completion, bodies.response, bodies.tokenize, bodies.detokenize]
+    adapters += [BATCH, FILE_FORM]
     adapters += [route.body for route in admin.ROUTES]
     adapters += map(TypeAdapter, ANSWERS)
     _, schemas = TypeAdapter.json_schemas(

@@ -9,6 +9,10 @@ from millrace.core.config import TenantConfig
 from millrace.core.weights import DEFAULT_TENANT
 from millrace.proxy.http.asgi import Scope, header
 
+#: The key of a scope that names the tenant of a call from within the proxy, which has no headers of
+#: a client. Clients can't set keys of a scope.
+TENANT_KEY = "millrace.tenant"
+
 
 class Tenants:
     """Looks up the digests of keys.
@@ -27,6 +31,9 @@ class Tenants:
 
     def of(self, scope: Scope) -> str:
         """Returns the name of the tenant whose key is the request's bearer token."""
+        given = scope.get(TENANT_KEY)
+        if given is not None:
+            return str(given)
         if not self._names:
             return DEFAULT_TENANT
         scheme, _, key = (header(scope, b"authorization") or "").partition(" ")
