@@ -114,6 +114,10 @@ def gateway(context: Context) -> dict[str, Any]:
     grace_s = LINGER_S + math.ceil(drain_s) + GOODBYE_S
     pod = _with_weights(context, _pod(context, container, grace_s))
     pod["topologySpreadConstraints"] = [_spread(naming.component_selector(context.name, "proxy"))]
+    files = gateway_spec.files
+    if files is not None and files.claim_name is not None:
+        source = {"persistentVolumeClaim": {"claimName": files.claim_name}}
+        _add_volume(pod, "files", source, {"mountPath": config_file.FILES})
     return _template(context, "proxy", pod, gateway_spec.template)
 
 
