@@ -6,6 +6,7 @@ when lint or a test failed. `--unit` runs the tests that one edits against.
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -15,15 +16,8 @@ from pathlib import Path
 
 TESTS = Path(__file__).parent
 QUICK = ("-m", "not slow and not gpu", "--durations=12", "--durations-min=2")
-SHARED = ("-n", "auto", "--dist", "worksteal")
-
-#: Tests that share the cores. Whole stacks, and tests that watch the clock, have the machine to
-#: themselves.
-SHARING = (
-    *("chart", "contract", "core", "decode", "engine", "kernels", "models", "operator", "papers"),
-    *("parity", "profiles", "proxy", "scheduler", "sim", "state", "telemetry", "transfer", "wire"),
-    *("cli", "colocated", "docs", "instance", "kvp", "prefill"),
-)
+#: One more process than cores: tests wait for processes that they start, and for each other.
+SHARED = ("-n", str(len(os.sched_getaffinity(0)) + 1), "--dist", "worksteal")
 
 #: Rules, papers, the simulator, and services without models: about 200 s of CPU time in all. Whole
 #: experiments, explorations of every order of events, and fuzzing would double that.
@@ -74,12 +68,7 @@ def parts(unit: bool) -> dict[str, list[str]]:
         folders = [f"tests/{name}" for name in UNIT]
         left_out = [f"--ignore-glob=tests/{name}" for name in LONG]
         return {"unit tests": pytest(*SHARED, *left_out, *folders)}
-    folders = [f"tests/{name}" for name in SHARING]
-    return {
-        "lint": ["make", "--no-print-directory", "lint"],
-        "tests that share the cores": pytest(*SHARED, *folders),
-        "tests that have the machine to themselves": pytest(*(f"--ignore={f}" for f in folders)),
-    }
+    return {"lint": ["make", "--no-print-directory", "lint"], "tests": pytest(*SHARED)}
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -80,6 +80,12 @@ def test_parts_on_the_cpu_and_their_report():
     assert "preemption: passed" in shown.getvalue() and "\npassed\n" in shown.getvalue()
 
 
+def test_ranks_on_the_cpu_agree_with_one():
+    part = run_part("tensor-parallel", CPU, ROOT, LIMITS_S["tensor-parallel"])
+    assert part.status == "passed", part
+    assert len(part.findings) == 4
+
+
 def test_speed_on_the_cpu_puts_measured_beside_expected():
     part = run_part("speed", CPU, ROOT, LIMITS_S["speed"])
     assert part.status == "passed", part.reason

@@ -33,7 +33,7 @@ LINES = r"([a-z]{1,9}\n){600}"
 MOVED = {
     "prompt": "Words:",
     "guided_regex": LINES,
-    "max_tokens": 900,
+    "max_tokens": 450,
     "temperature": 1.2,
 }
 

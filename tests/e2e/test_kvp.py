@@ -16,7 +16,7 @@ import pytest
 from millrace.local.stack import Stack
 from millrace.wire.clients.scheduler_client import evict, get_instances
 from support.deadlines import HANG_S
-from support.live_stack import eventually, greedy_ids, live_stack
+from support.live_stack import check_constrained, eventually, greedy_ids, live_stack
 from support.served_model import served_folder
 from support.tiny_models import oracle, prompt
 
@@ -34,6 +34,7 @@ ROLES = {
     "kvp": [f"engine.kv_bytes={64 * PAGE_BYTES}"],
 }
 RANKS, STAGES = ["engine.tensor_parallel=2"], ["engine.stages=2"]
+OWN = [*RANKS, "engine.kv_pools=own"]
 
 
 @asynccontextmanager
@@ -95,6 +96,7 @@ async def test_long_contexts_spread_and_a_lost_worker_costs_no_answer() -> None:
     async with stack_of(kvp=2) as (stack, client):
         answers = await asyncio.gather(*(greedy_ids(client, p, 24) for p in [*short, *long]))
         assert answers == expected
+        await check_constrained(client, long[0])
 
         undisturbed = oracle(MODEL).greedy(lasting, 200)
         async with asyncio.timeout(5 * HANG_S):
@@ -127,7 +129,11 @@ async def killed_while_it_holds(
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("prefill", "owner"),
-    [*product(([], ["engine.stages=3"]), (RANKS, STAGES)), (RANKS + STAGES, RANKS + STAGES)],
+    [
+        (OWN, OWN),
+        *product(([], ["engine.stages=3"]), (OWN, STAGES)),
+        (RANKS + STAGES, RANKS + STAGES),
+    ],
 )
 async def test_groups_of_prefills_in_stages_and_ranks_into_any_homes(
     prefill: list[str], owner: list[str]

@@ -11,7 +11,14 @@ import pytest
 from millrace.local.stack import Stack, StackOptions
 from millrace.wire.clients.scheduler_client import evict, get_instances
 from support.deadlines import HANG_S
-from support.live_stack import POOL_BYTES, complete, eventually, greedy_ids, live_stack
+from support.live_stack import (
+    POOL_BYTES,
+    check_constrained,
+    complete,
+    eventually,
+    greedy_ids,
+    live_stack,
+)
 from support.served_model import served_folder
 from support.tiny_models import oracle, prompt
 
@@ -78,6 +85,7 @@ async def test_one_instance_serves_it_all() -> None:
             found = await answers(client)
             for ids, answer in zip(prompts, await greedy, strict=True):
                 assert answer == oracle(MODEL).greedy(ids, 12)
+            await check_constrained(client, prompts[3])
             again = await complete(client, prompt=prompts[0], max_tokens=1, temperature=0)
             traced = await client.post(
                 "/v1/completions",

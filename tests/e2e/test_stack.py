@@ -56,6 +56,28 @@ async def redis_keys(stack: Stack) -> list[bytes]:
         return await client.keys("*")
 
 
+async def test_vectors_and_scores_come_from_prefill_alone(stack: Stack) -> None:
+    """The last token's hidden state, as transformers has it; nothing is generated or left held."""
+    texts = [prompt(length, seed=length) for length in (1, 40, 1200)]
+    async with openai.AsyncOpenAI(base_url=f"{stack.url}/v1", api_key="none") as client:
+        answer = await client.embeddings.create(model="tiny", input=texts)
+        scored = await client.completions.create(
+            model="tiny", prompt=texts[1], max_tokens=0, extra_body={"prompt_logprobs": 1}
+        )
+    for ids, one in zip(texts, answer.data, strict=True):
+        expected = oracle(MODEL).hidden(ids)[-1]
+        expected = expected / expected.norm()
+        assert one.embedding == pytest.approx(expected.tolist(), abs=1e-4)
+    assert answer.usage.prompt_tokens == sum(map(len, texts))
+    found = scored.choices[0].prompt_logprobs
+    wanted = oracle(MODEL).logits(texts[1]).log_softmax(-1)
+    assert found[0] is None and scored.usage.completion_tokens == 0
+    for position, token_id in enumerate(texts[1][1:], 1):
+        told = found[position][str(token_id)]["logprob"]
+        assert told == pytest.approx(wanted[position - 1, token_id].item(), abs=1e-3)
+    await eventually(lambda: is_idle(stack))
+
+
 async def test_the_openai_client_works_sync_async_and_streaming(stack: Stack) -> None:
     messages = [{"role": "user", "content": "hello"}]
 

@@ -13,8 +13,9 @@ import httpx
 import pytest
 
 from millrace.local.stack import Stack, StackOptions
+from support.child_processes import forked_child
 from support.deadlines import HANG_S
-from support.live_stack import POOL_BYTES, complete, eventually, greedy_ids
+from support.live_stack import POOL_BYTES, check_constrained, complete, eventually, greedy_ids
 from support.served_model import served_folder
 from support.tiny_models import oracle, prompt
 
@@ -64,6 +65,7 @@ async def any_into_any(prefill: int, decode: int) -> None:
         found = await asyncio.gather(*(greedy_ids(client, ids, 6) for ids in prompts))
         for ids, answer in zip(prompts, found, strict=True):
             assert answer == oracle(MODEL).greedy(ids, 6)
+        await check_constrained(client, prompts[0])
 
 
 #: Requests with every sampling parameter and everything that an answer may carry.
@@ -126,17 +128,6 @@ async def test_a_mixed_instance_has_stages_of_ranks() -> None:
         assert found == [oracle("llama").greedy(ids, 40) for ids in asked]
 
 
-def later_stage(pid: int) -> int:
-    """A process of a later stage: the child that is not multiprocessing's resource tracker."""
-    for task in os.listdir(f"/proc/{pid}/task"):
-        with open(f"/proc/{pid}/task/{task}/children", encoding="ascii") as children:
-            for child in children.read().split():
-                with open(f"/proc/{child}/cmdline", encoding="utf-8") as command:
-                    if "spawn_main" in command.read():
-                        return int(child)
-    raise AssertionError(f"process {pid} has no later stage")
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 async def test_who_lost_a_stage_dies_and_comes_back_and_its_requests_go_on(role: str) -> None:
@@ -150,7 +141,7 @@ async def test_who_lost_a_stage_dies_and_comes_back_and_its_requests_go_on(role:
         await asyncio.sleep(0.5)
         service = stack.services[f"{role}-0"]
         assert service.process is not None
-        os.kill(later_stage(service.process.pid), signal.SIGKILL)
+        os.kill(forked_child(service.process.pid), signal.SIGKILL)
         found = await asyncio.gather(*running)
         assert found == [oracle(MODEL).greedy(ids, 300) for ids in asked]
         await eventually(lambda: service.restarts == 1)

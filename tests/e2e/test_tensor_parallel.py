@@ -10,13 +10,14 @@ import httpx
 import pytest
 
 from millrace.local.stack import Stack, StackOptions
+from support.child_processes import forked_child
 from support.deadlines import HANG_S
-from support.live_stack import POOL_BYTES, eventually, greedy_ids
+from support.live_stack import POOL_BYTES, check_constrained, eventually, greedy_ids
 from support.served_model import served_folder
 from support.tiny_models import oracle, prompt
 
 
-def options(prefill: int, decode: int) -> StackOptions:
+def options(prefill: int, decode: int, pools: str = "auto") -> StackOptions:
     return StackOptions(
         model=str(served_folder("llama")),
         model_name="tiny",
@@ -25,7 +26,11 @@ def options(prefill: int, decode: int) -> StackOptions:
         port=0,
         threads=1,
         start_timeout_s=2 * HANG_S,
-        settings=[f"engine.kv_bytes={POOL_BYTES}", "engine.dtype=float32"],
+        settings=[
+            f"engine.kv_bytes={POOL_BYTES}",
+            f"engine.kv_pools={pools}",
+            "engine.dtype=float32",
+        ],
         role_settings={
             "prefill": [f"engine.tensor_parallel={prefill}", "engine.max_chunk_tokens=128"],
             "decode": [f"engine.tensor_parallel={decode}"],
@@ -34,22 +39,23 @@ def options(prefill: int, decode: int) -> StackOptions:
 
 
 @pytest.mark.parametrize(
-    ("prefill", "decode"),
+    ("prefill", "decode", "pools"),
     [
-        (2, 1),
-        pytest.param(1, 2, marks=pytest.mark.slow),
-        pytest.param(2, 2, marks=pytest.mark.slow),
+        (2, 1, "own"),
+        pytest.param(1, 2, "own", marks=pytest.mark.slow),
+        pytest.param(2, 2, "shared", marks=pytest.mark.slow),
     ],
 )
 async def test_any_degree_into_any_other_gives_the_oracles_tokens(
-    prefill: int, decode: int
+    prefill: int, decode: int, pools: str
 ) -> None:
     async with (
-        Stack(options(prefill, decode)) as stack,
+        Stack(options(prefill, decode, pools)) as stack,
         httpx.AsyncClient(base_url=stack.url, timeout=2 * HANG_S) as client,
     ):
         prompts = [prompt(n, seed=n) for n in (600, 20, 45, 33)]
         found = await asyncio.gather(*(greedy_ids(client, ids, 6) for ids in prompts))
+        await check_constrained(client, prompts[0])
     for ids, answer in zip(prompts, found, strict=True):
         assert answer == oracle("llama").greedy(ids, 6)
 
@@ -63,17 +69,7 @@ async def test_an_instance_that_lost_a_rank_is_started_again() -> None:
         expected = await greedy_ids(client, prompt(40), 4)
         service = stack.services["prefill-0"]
         assert service.process is not None
-        os.kill(rank_of(service.process.pid), signal.SIGKILL)
-        assert await greedy_ids(client, prompt(40), 4) == expected  # tried again after the restart
-        await eventually(lambda: service.restarts == 1)
-
-
-def rank_of(pid: int) -> int:
-    """The process of rank 1: the child that is not multiprocessing's resource tracker."""
-    for task in os.listdir(f"/proc/{pid}/task"):
-        with open(f"/proc/{pid}/task/{task}/children", encoding="ascii") as children:
-            for child in children.read().split():
-                with open(f"/proc/{child}/cmdline", encoding="utf-8") as command:
-                    if "spawn_main" in command.read():
-                        return int(child)
-    raise AssertionError(f"process {pid} has no rank")
+        os.kill(forked_child(service.process.pid), signal.SIGKILL)
+        await eventually(lambda: service.restarts == 1)  # nothing runs, and it is noticed
+        await eventually(lambda: service.serving)
+        assert await greedy_ids(client, prompt(40), 4) == expected

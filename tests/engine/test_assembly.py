@@ -6,13 +6,12 @@ import torch
 from millrace.core.config import EngineConfig
 from millrace.core.errors import ConfigError
 from millrace.engine.assembly import (
-    available_bytes,
     open_engine,
     open_kv_only,
-    pool_bytes,
     profile_key,
     resolve_device,
 )
+from millrace.engine.sizing import available_bytes, pool_bytes
 from support.tiny_models import model_folder
 
 CPU = torch.device("cpu")

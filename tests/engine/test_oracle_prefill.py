@@ -31,13 +31,14 @@ def test_logits_of_every_prompt_position(name: str) -> None:
     runner = make_runner(model_folder(name))
     ids = prompt(90)
     task = Request(runner, ids).task(0, 90)
-    task.want_prompt_logprobs = True
+    task.want_hidden = True
     list(runner.prefill_batch([task]))
     assert task.hidden is not None and task.logits is not None
     expected = oracle(name).logits(ids)
     found = runner.project(task.hidden)
     torch.testing.assert_close(found, expected, atol=TOLERANCE, rtol=0)
     torch.testing.assert_close(task.logits, expected[-1], atol=TOLERANCE, rtol=0)
+    torch.testing.assert_close(task.hidden, oracle(name).hidden(ids), atol=TOLERANCE, rtol=0)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -82,7 +83,7 @@ def test_prompt_positions_of_one_task_in_a_batch() -> None:
     runner = make_runner(model_folder(name))
     prompts = [prompt(length, seed=3) for length in (12, 30, 7)]
     tasks = [Request(runner, ids).task(0, len(ids)) for ids in prompts]
-    tasks[1].want_prompt_logprobs, tasks[1].want_logits = True, False
+    tasks[1].want_hidden, tasks[1].want_logits = True, False
     list(runner.prefill_batch(tasks))
     assert tasks[1].hidden is not None and tasks[1].logits is None
     expected = [oracle(name).logits(ids) for ids in prompts]

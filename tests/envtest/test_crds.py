@@ -21,7 +21,7 @@ NO_PREFILL = "decode.role decode needs prefill; role mixed computes prompts and 
 MIXED = service(prefill=None, decode={"role": "mixed"})
 
 #: Objects that break only one rule, and the rule's message.
-RANKS_ON_GPUS = "tensorParallel above 1 needs gpus 0: on GPUs only rank 0 could send its KV"
+RANKS_ON_GPUS = "gpus must be 0 or at least tensorParallel: each rank needs a GPU"
 BROKEN: list[tuple[str, Object]] = [
     (
         "the name is a DNS label of at most 44 characters that starts with a letter",
@@ -68,9 +68,9 @@ BROKEN: list[tuple[str, Object]] = [
     ],
     ("stages above 1 need gpus 0: they run on CPUs only", pool("PrefillGroup", stages=2)),
     ("stages above 1 need gpus 0: they run on CPUs only", service(decode={"stages": 2})),
-    (RANKS_ON_GPUS, pool("PrefillGroup", tensorParallel=8, gpus=8)),
-    (RANKS_ON_GPUS, pool("DecodePool", tensorParallel=2)),
-    (RANKS_ON_GPUS, service(decode={"tensorParallel": 2})),
+    (RANKS_ON_GPUS, pool("PrefillGroup", tensorParallel=8, gpus=4)),
+    (RANKS_ON_GPUS, pool("DecodePool", tensorParallel=2, gpus=1)),
+    (RANKS_ON_GPUS, service(decode={"tensorParallel": 2, "gpus": 1})),
     *[
         (
             "minReplicas must be <= maxReplicas",

@@ -205,15 +205,20 @@ async def test_the_revision_is_part_of_what_names_the_weights(monkeypatch) -> No
     assert plain and revised == f"{plain}@r2"
 
 
-def test_ranks_on_gpus_are_refused_before_anything_is_loaded(monkeypatch) -> None:
-    monkeypatch.setattr(host_module, "resolve_device", lambda name: torch.device("cuda:0"))
+@pytest.mark.parametrize(("device", "seen"), [("cuda:0", 4), ("cuda:2", 9)])
+def test_ranks_without_a_gpu_each_are_refused_before_anything_is_loaded(
+    monkeypatch, device, seen
+) -> None:
+    monkeypatch.setattr(host_module, "resolve_device", lambda name: torch.device(device))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: seen)
     monkeypatch.setattr(host_module, "open_engines", lambda *_, **__: pytest.fail("it loads"))
     options = WorkerOptions(model="none", model_name="none", scheduler="127.0.0.1:1")
     config = Config(engine=EngineConfig(tensor_parallel=8))
-    with pytest.raises(ConfigError, match=r"engine\.tensor_parallel is 8 on cuda:0; .* must be 1"):
+    with pytest.raises(ConfigError, match=rf"tensor_parallel is 8 on {device}; .* [47] GPUs from"):
         host_module.open_for(options, config, 1)
 
 
-def test_ranks_on_cpus_and_one_rank_on_a_gpu_are_not() -> None:
-    for ranks, device in ((1, "cuda:0"), (8, "cpu")):
-        host_module.check_transferable(EngineConfig(tensor_parallel=ranks), torch.device(device))
+def test_ranks_on_cpus_and_those_with_a_gpu_each_are_not(monkeypatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    for ranks, device in ((1, "cuda:1"), (2, "cuda:0"), (8, "cpu")):
+        host_module.check_devices(EngineConfig(tensor_parallel=ranks), torch.device(device))

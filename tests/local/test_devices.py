@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from millrace.core.errors import ConfigError
-from millrace.engine.assembly import CUDA_POOL_SHARE, cuda_pool_bytes
+from millrace.engine.sizing import CUDA_POOL_SHARE, cuda_pool_bytes
 from millrace.local.devices import DevicePool, device_names, gpus_there
 from millrace.local.service import Service
 from millrace.local.stack import Stack, StackOptions

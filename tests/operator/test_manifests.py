@@ -9,7 +9,9 @@ import pytest
 import typer
 
 from millrace.cli.main import app
-from millrace.core.config import TenantConfig, load_config
+from millrace.core.config import AuthConfig, TenantConfig, load_config
+from millrace.core.config.tenants import Access
+from millrace.core.limits.rules import Limits
 from millrace.core.request import Slo
 from millrace_operator.manifests import objects, pods
 from millrace_operator.manifests.config_file import digest_for, text
@@ -25,7 +27,16 @@ EVERYTHING: dict[str, Any] = {
         {"name": "chat", "ttftSeconds": "0.5", "tbtMilliseconds": 50, "e2eSeconds": "9"},
         {"name": "a b", "weight": 2},
     ],
-    "tenants": [{"name": "acme", "keySha256": ["0a" * 32], "weight": 3}],
+    "tenants": [
+        {
+            "name": "acme",
+            "keySha256": ["0a" * 32],
+            "weight": 3,
+            "models": ["llama"],
+            "sloClasses": ["chat", "a b"],
+            "limits": {"requestsPerMinute": 60, "tokensPerDay": 10**9, "concurrency": 4},
+        }
+    ],
     "settings": {"engine.max_batch": "32", "proxy.max_inflight": "99"},
     "scheduling": {"policy": "lars", "planner": "cdsp"},
     "redis": {"secretRef": {"name": "redis"}},
@@ -34,6 +45,7 @@ EVERYTHING: dict[str, Any] = {
         "replicas": 3,
         "adminTokenSecretRef": {"name": "admin"},
         "files": {"claimName": "batch-files"},
+        "keys": {"required": True, "secretRef": {"name": "api-keys", "key": "k.toml"}},
         "template": {"spec": {"tolerations": [{"key": "spot", "operator": "Exists"}]}},
     },
     "scheduler": {"template": {"spec": {"priorityClassName": "high"}}},
@@ -93,7 +105,15 @@ def test_the_services_read_their_file(tmp_path):
     config = load_config(file)
     assert config.slo_classes["chat"] == Slo(ttft_s=0.5, tbt_s=0.05, e2e_s=9.0, class_name="chat")
     assert config.slo_classes["a b"] == Slo(class_name="a b")
-    assert config.tenants == {"acme": TenantConfig(key_sha256=("0a" * 32,), weight=3.0)}
+    access = Access(
+        models=("llama",),
+        slo_classes=("chat", "a b"),
+        limits=Limits(requests_per_minute=60, tokens_per_day=10**9, concurrency=4),
+    )
+    acme = TenantConfig(key_sha256=("0a" * 32,), weight=3.0, access=access)
+    assert config.tenants == {"acme": acme}
+    keys_file = "/etc/millrace-keys/keys.toml"
+    assert config.auth == AuthConfig(require_key="on", keys_file=keys_file)
     assert config.weights.classes == {"default": 1.0, "chat": 1.0, "a b": 2.0}
     assert config.weights.tenants == {"default": 1.0, "acme": 3.0}
     assert (config.scheduler.policy, config.scheduler.planner) == ("lars", "cdsp")
@@ -129,6 +149,21 @@ def test_the_gateway_has_its_files(tmp_path, files, url, claims):
     assert list(volumes.values()) == claims
     mounts = {m["name"]: m for m in pod["containers"][0]["volumeMounts"]}
     assert all(mounts[name] == {"name": name, "mountPath": "/files"} for name in volumes)
+
+
+def test_the_file_of_keys_is_mounted_in_the_gateway_alone():
+    mounts = {}
+    for (kind, name), manifest in all_objects(**EVERYTHING).items():
+        if kind in ("Deployment", "StatefulSet"):
+            pod = manifest["spec"]["template"]["spec"]
+            mounts[name] = {m["mountPath"]: m for m in main(manifest)["volumeMounts"]}
+            if "/etc/millrace-keys" in mounts[name]:
+                [volume] = [v for v in pod["volumes"] if v["name"] == "keys"]
+                items = [{"key": "k.toml", "path": "keys.toml"}]
+                secret = {"name": "api-keys", "items": items}
+                assert volume["projected"] == {"sources": [{"secret": secret}]}
+    having = [name for name, found in mounts.items() if "/etc/millrace-keys" in found]
+    assert having == ["chat-proxy"]
 
 
 def test_the_file_takes_any_text(tmp_path):
@@ -373,6 +408,11 @@ def test_a_scheduler_starts_again_for_weights_and_names_and_not_for_keys_or_obje
         ({"settings": {"colour": "red"}}, "write it as section.field"),
         ({"settings": {"slo_classes.a": "1"}}, "spec.sloClasses sets it"),
         ({"settings": {"tenants.a": "1"}}, "spec.tenants sets it"),
+        ({"settings": {"auth.require_key": "on"}}, "spec.gateway.keys.required sets it"),
+        (
+            {"tenants": [{"name": "a", "keySha256": ["0" * 64], "sloClasses": ["x"]}]},
+            "spec.tenants.a.slo_classes has 'x'; there are default",
+        ),
         (
             {"tenants": [{"name": n, "keySha256": ["0" * 64]} for n in "ab"]},
             r"spec.tenants.b.key_sha256 has 0+, which tenants.a has, too",

@@ -25,7 +25,7 @@ from millrace.sim.objectives import isolated_prefill, with_objectives
 from millrace.sim.results.report import Collector, RequestRecord
 from millrace.sim.workload.workload import PlannedRequest, SloClass
 
-WINDOW_S = 400.0
+WINDOW_S = 250.0
 
 
 def seconds(value: float | None) -> float:

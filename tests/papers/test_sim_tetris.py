@@ -28,7 +28,7 @@ from millrace.sim.studies.rate_profile import profile_rates
 SMALL = TESTBEDS["8b"]
 
 
-SIZE = paper.Size(duration_s=100.0, least=150)
+SIZE = paper.Size(duration_s=60.0, least=120)
 
 
 def p50_s(config, rate_rps, size=SIZE):

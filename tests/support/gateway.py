@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import httpx
+import numpy as np
 import openai
 from tokenizers import Tokenizer
 
@@ -18,7 +19,7 @@ from millrace.core.config import Config, load_config
 from millrace.core.request_spec import RequestSpec
 from millrace.core.scheduler.events import CancelRequested
 from millrace.core.span import Span
-from millrace.core.token_events import PositionLogprobs, TokenDetail, TokenEvent
+from millrace.core.token_events import NO_DETAIL, PositionLogprobs, TokenDetail, TokenEvent
 from millrace.proxy.service import Proxy, listen
 from support.deadlines import HANG_S
 from support.live_stack import eventually
@@ -41,6 +42,7 @@ class Script:
     on_submit: Callable[[RequestSpec], None] | None = None
     token_ids: list[int] | None = None
     spans: list[Span] = field(default_factory=list)
+    vectors: list[list[float]] = field(default_factory=list)  # of prefill-only requests, in order
 
 
 class Fleet(StubFleet):
@@ -85,7 +87,13 @@ class Fleet(StubFleet):
         self.emit(spec.proxy.id, [TokenEvent(spec.request_id, finish_reason=reason, detail=detail)])
 
     async def play(self, spec: RequestSpec, script: Script) -> None:
-        """Emits the script's tokens for every choice, one a step; of a continuation the rest."""
+        """Emits the script's tokens for every choice, one a step; of a continuation the rest.
+
+        A prefill-only request gets its result.
+        """
+        if spec.sampling.max_tokens == 0:
+            self.emit(spec.proxy.id, self.result(spec, script))
+            return
         ids = script.token_ids
         if ids is None:
             ids = self.tokenizer.encode(script.reply, add_special_tokens=False).ids
@@ -104,6 +112,20 @@ class Fleet(StubFleet):
             )
             await asyncio.sleep(0)
 
+    def result(self, spec: RequestSpec, script: Script) -> list[TokenEvent]:
+        """Returns an event per choice; the first has the result."""
+        first = {"spans": tuple(script.spans), "cached_tokens": 3}
+        if spec.pooling and script.vectors:
+            vector = script.vectors[self.specs.index(spec) % len(script.vectors)]
+            first["pooled"] = np.array(vector, dtype="<f4").tobytes()
+        if spec.sampling.prompt_logprobs >= 0:
+            first["prompt_logprobs"] = _of_prompt(spec)
+        details = [TokenDetail(**first), *[NO_DETAIL] * (spec.sampling.n - 1)]
+        return [
+            TokenEvent(spec.request_id, choice, finish_reason="length", detail=detail)
+            for choice, detail in enumerate(details)
+        ]
+
 
 def token_event(
     spec: RequestSpec,
@@ -121,10 +143,7 @@ def token_event(
     if position == spec.resumed_tokens and choice == 0:
         first = {"spans": tuple(script.spans), "cached_tokens": 3}
         if sampling.prompt_logprobs >= 0:
-            ids = range(spec.prompt_tokens)
-            first["prompt_logprobs"] = tuple(
-                _logprobs(i, sampling.prompt_logprobs) if i else None for i in ids
-            )
+            first["prompt_logprobs"] = _of_prompt(spec)
     detail = TokenDetail(logprobs=logprobs, **first)
     return TokenEvent(
         spec.request_id,
@@ -134,6 +153,11 @@ def token_event(
         stop_token_id=token_id if last and stops else -1,
         detail=detail,
     )
+
+
+def _of_prompt(spec: RequestSpec) -> tuple[PositionLogprobs | None, ...]:
+    top = spec.sampling.prompt_logprobs
+    return tuple(_logprobs(i, top) if i else None for i in range(spec.prompt_tokens))
 
 
 def _logprobs(token_id: int, top: int) -> PositionLogprobs:

@@ -21,10 +21,12 @@ from millrace.engine.forward.local_runner import ModelRunner
 from millrace.engine.forward.prefill_task import PrefillTask
 from millrace.engine.forward.stage_passes import StagePasses
 from millrace.engine.model.loader import Model
+from millrace.engine.parallel.rank_calls import RankCalls
+from millrace.engine.parallel.shard_ranks import RankedShards
 from millrace.engine.runner import Runner
 from millrace.engine.sampling.spec import SamplingSpec
 from millrace.transfer.kvp.exchange import KvpExchange
-from millrace.transfer.kvp.server import KvpServer
+from millrace.transfer.kvp.server import KvpServer, ShardCompute
 from millrace.transfer.transport.base import INLINE_BYTES, Transport
 from millrace.transfer.transport.memory import MemoryHub, MemoryTransport
 from millrace.transfer.transport.regions import Memory
@@ -56,20 +58,29 @@ class KvpWorker:
         num_pages: int = 64,
         lease_s: float = 1.0,
         pools: int = 1,
+        ranks: tuple[ModelRunner, RankCalls] | None = None,
         inline_bytes: int = INLINE_BYTES,
     ) -> None:
-        """`pools`: pools that divide the heads, as ranks do."""
+        """`pools`: pools that divide the heads, as ranks do. `ranks`: a group's runner, whose ranks
+        have pools of their own, and the way to their attention."""
         self.name = name
         self.transport = transport
-        self.pool = make_pool(model, page_tokens=page_tokens, num_pages=num_pages)
         shape = shape_of(model, max_rows)
-        self.memory = exchange_memory(KvpServer.memory_bytes(shape, 2))
-        layers, pages, planes, heads, *rest = self.pool.storage.shape
-        storage = torch.zeros(
-            pools, layers, pages, planes, heads // pools, *rest, dtype=model.dtype
-        )
-        windows = model.config.sliding_windows
-        self.attention = ShardAttention(storage, shape, self.memory, windows)
+        windows, nbytes = model.config.sliding_windows, KvpServer.memory_bytes(shape, 2)
+        self.attention: ShardCompute
+        if ranks is not None:
+            runner, calls = ranks
+            self.pool = runner.pool
+            shards = RankedShards(runner.storage, shape, nbytes, windows, "auto", calls)
+            self.attention, self.memory = shards, shards.memory
+        else:
+            self.pool = make_pool(model, page_tokens=page_tokens, num_pages=num_pages)
+            self.memory = exchange_memory(nbytes)
+            layers, pages, planes, heads, *rest = self.pool.storage.shape
+            storage = torch.zeros(
+                pools, layers, pages, planes, heads // pools, *rest, dtype=model.dtype
+            )
+            self.attention = ShardAttention(storage, shape, self.memory, windows)
         self.server = KvpServer(
             transport,
             Memory.of_tensor(self.memory),
@@ -166,9 +177,11 @@ class World:
         timeout_s: float = 20.0,
         runner: Runner | None = None,
         pools: int = 1,
+        ranks: tuple[ModelRunner, RankCalls] | None = None,
         inline_bytes: int = INLINE_BYTES,
     ) -> None:
-        """`pools`: of each KVP worker. `runner`: the KV owner's, over a pool of `page_tokens`."""
+        """`pools` and `ranks`: of each KVP worker. `runner`: the KV owner's, over a pool of
+        `page_tokens`."""
         hub = MemoryHub()
         sizes = {"page_tokens": page_tokens, "max_rows": max_rows, "inline_bytes": inline_bytes}
         self.page_tokens = page_tokens
@@ -177,7 +190,12 @@ class World:
         )
         self.workers = [
             KvpWorker(
-                f"worker-{i}", model, MemoryTransport(f"worker-{i}", hub), pools=pools, **sizes
+                f"worker-{i}",
+                model,
+                MemoryTransport(f"worker-{i}", hub),
+                pools=pools,
+                ranks=ranks,
+                **sizes,
             )
             for i in range(count)
         ]

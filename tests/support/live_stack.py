@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -78,6 +79,14 @@ async def greedy_ids(
         return_token_ids=True,
     )
     return answer["choices"][0]["token_ids"]
+
+
+async def check_constrained(client: httpx.AsyncClient, prompt: list[int]) -> None:
+    """Asks for lines of letters, which a random model never writes by itself."""
+    lines = "([a-z]{1,9}\n){4}"
+    answer = await complete(client, prompt=prompt, guided_regex=lines, max_tokens=60, seed=3)
+    (choice,) = answer["choices"]
+    assert choice["finish_reason"] == "stop" and re.fullmatch(lines, choice["text"]), choice
 
 
 async def eventually(check: Any, timeout_s: float = HANG_S, *, what: str = "") -> None:

@@ -49,11 +49,14 @@ def open_runner(
     dtype: str = "float32",
     num_pages: int = 64,
     page_tokens: int = 16,
+    own_pools: bool = False,
     **load: str,
 ) -> ModelRunner:
-    """A runner over memory that all ranks share."""
+    """A runner over memory that all ranks share, or over pools of their own."""
     model = load_ranks(group, folder, dtype=dtype, **load)
     layout = layout_of(model, num_pages, page_tokens)
+    if own_pools:
+        return ModelRunner(GroupPasses(group, model, layout))
     handle = new_memory(layout)
     try:
         return ModelRunner(GroupPasses(group, model, layout, handle=handle))

@@ -14,12 +14,11 @@ from millrace.core.scheduler.commands import AdmitDecode, Order, Registered, Run
 from millrace.core.scheduler.effects import ChunkRef
 from millrace.decode.loop import DecodeRole
 from millrace.prefill.loop import PrefillRole
-from millrace.transfer.transport.memory import MemoryHub
 from support.deadlines import HANG_S
 from support.live_stack import eventually
 from support.role_pair import GatedStore, Proxy, listening
 from support.tiny_models import prompt
-from support.worker_roles import LiveRole, live_roles, remember, spec
+from support.worker_roles import LiveRole, hub_for, live_roles, remember, spec
 
 #: Tokens of a chunk, and the prefill instances that compute it by their numbers, leader first.
 Plan = Sequence[tuple[int, Sequence[int]]]
@@ -44,6 +43,11 @@ class Group:
         admit = AdmitDecode(request=request, attempt=attempt, kept_tokens=kept)
         self.decode.role.on_command(admit)
 
+    async def ask_result(self, request: RequestSpec, plan: Plan) -> None:
+        """Submits a prefill-only request, which decode never hears of."""
+        await remember(self.store, request, prompt(request.prompt_tokens))
+        self.run(request, plan)
+
     def run(self, request: RequestSpec, plan: Plan, attempt: int = 1, start: int = 0) -> None:
         """Gives every member its command."""
         chunks = []
@@ -55,7 +59,7 @@ class Group:
         run = RunPrefill(
             request=request,
             chunks=tuple(chunks),
-            decode=self.decode.member,
+            decode=self.decode.member if request.sampling.max_tokens else None,
             attempt=attempt,
             group=tuple(role.member for role in members),
         )
@@ -89,7 +93,7 @@ async def group_of(
     size: int, settings: Config, model: str = "llama", last: Config | None = None
 ) -> AsyncIterator[Group]:
     """`size` prefill instances, the `last` with settings of its own, and a decode instance."""
-    store, hub = GatedStore(), MemoryHub()
+    store, hub = GatedStore(), hub_for(settings)
     shared: dict[str, Any] = {"hub": hub, "store": store, "model": model}
     each = [*[settings] * (size - 1), last or settings]
     prefills = [

@@ -26,10 +26,28 @@ os.environ.update(transport_environment("127.0.0.1"))
 _numbers = itertools.count()
 
 
+class SharedBytes:
+    """A rank's pool as a `ByteView`."""
+
+    def __init__(self, seen: np.ndarray) -> None:
+        self._seen = seen
+        self.memory = Memory.of_array(seen)
+
+    @property
+    def nbytes(self) -> int:
+        return self.memory.nbytes
+
+    def read(self, start: int, count: int) -> bytes:
+        return self._seen[start : start + count].tobytes()
+
+    def write(self, start: int, data: bytes) -> None:
+        self._seen[start : start + len(data)] = np.frombuffer(data, dtype=np.uint8)
+
+
 def serve_rank(pipe: Connection, pool: Any) -> None:
     """A rank's process: it serves its agent, and nothing else."""
     seen = np.frombuffer(pool, dtype=np.uint8)
-    serve_agent(pipe, NixlTransport, lambda: Memory.of_array(seen))
+    serve_agent(pipe, NixlTransport, lambda: SharedBytes(seen))
 
 
 class RankPool:
@@ -76,7 +94,7 @@ class RankedInstance:
         self.agents = [
             RemoteAgent(pipe, rank, f"{name}.{rank}") for rank, pipe in enumerate(pipes, start=1)
         ]
-        memories = [Memory.of_tensor(self.pools[0]), *(agent.pool for agent in self.agents)]
+        memories = [Memory.of_tensor(self.pools[0]), *(agent.pool.memory for agent in self.agents)]
         self.transport = RankedTransport(NixlTransport(name), self.agents, memories)
 
     def signal(self, rank: int, number: signal.Signals) -> None:

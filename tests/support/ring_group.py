@@ -206,7 +206,7 @@ class RingGroup:
         self.prompt_ids = torch.tensor(prompt)
         self.pool: KvLayout = pool
         self.between = between
-        self.want_prompt_logprobs = False
+        self.want_hidden = False
         self.hidden: dict[int, Tensor] = {}  # by position
         self.logits: Tensor | None = None
         self.rings: list[LocalRing] = []
@@ -235,7 +235,7 @@ class RingGroup:
                 history_tokens=now.start_token,
                 pages=member.pages,
                 want_logits=self._is_last(shares, number),
-                want_prompt_logprobs=self.want_prompt_logprobs,
+                want_hidden=self.want_hidden,
             )
             for boundary in member.runner.prefill_batch([task]):
                 self.between(member, boundary)
@@ -257,13 +257,13 @@ class RingGroup:
                     pages=member.pages,
                     buffers=member.buffers,
                     layout=self.pool,
-                    last_layer=is_last or self.want_prompt_logprobs,
+                    last_layer=is_last or self.want_hidden,
                 )
                 for member, link in zip(members, links, strict=True)
             ]
             tasks[0].want_logits = is_last
             for task in tasks:
-                task.want_prompt_logprobs = self.want_prompt_logprobs
+                task.want_hidden = self.want_hidden
             ring.tasks.append(tasks)
         return ring, ring.tasks
 

@@ -21,7 +21,6 @@ from millrace.instance.host import Role, WorkerContext
 from millrace.prefill.loop import PrefillRole
 from millrace.state.memory_store import MemoryStore
 from millrace.transfer.push.send.session import SendSession
-from millrace.transfer.transport.memory import MemoryHub
 from millrace.wire.clients.token_stream import token_events
 from support.live_stack import eventually
 from support.tiny_models import prompt
@@ -30,6 +29,7 @@ from support.worker_roles import (
     LiveRole,
     admit_decode,
     config,
+    hub_for,
     live_roles,
     remember,
     run_prefill,
@@ -186,7 +186,11 @@ async def live_pair(
 ) -> AsyncIterator[Pair]:
     """Both at work, and the proxy. `decode`: settings of its own; `build` makes its role."""
     store = GatedStore()
-    shared: dict[str, Any] = {"hub": MemoryHub(), "store": store, "model": model}
+    shared: dict[str, Any] = {
+        "hub": hub_for(prefill, decode or prefill),
+        "store": store,
+        "model": model,
+    }
     first = LiveRole(PrefillRole, prefill, name="prefill-0", **shared)
     second = LiveRole(build, decode or prefill, name="decode-0", **shared)
     async with live_roles(first, second):

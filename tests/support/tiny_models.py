@@ -185,6 +185,12 @@ class Oracle:
         return out.logits[0].float()
 
     @torch.no_grad()
+    def hidden(self, token_ids: Sequence[int]) -> torch.Tensor:
+        """Returns float32 [L, hidden_size] of every position, after the final norm."""
+        out = self.model.base_model(torch.tensor([list(token_ids)]))
+        return out.last_hidden_state[0].float()
+
+    @torch.no_grad()
     def greedy(self, token_ids: Sequence[int], count: int) -> list[int]:
         """Returns `count` tokens after the prompt, end-of-sequence ids included."""
         generated = self.model.generate(

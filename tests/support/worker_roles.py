@@ -22,13 +22,15 @@ from millrace.core.request_spec import RequestSpec, SamplingParams
 from millrace.core.scheduler.commands import AdmitDecode, Cancel, Member, Order, RunPrefill
 from millrace.core.scheduler.effects import ChunkRef
 from millrace.core.scheduler.reports import Registration, Report
-from millrace.engine.assembly import open_engine
+from millrace.engine.assembly import open_engines
 from millrace.engine.attention.ring import RingTask
 from millrace.engine.forward.passes import Boundary
 from millrace.engine.forward.prefill_task import PrefillTask
 from millrace.instance.host import Role, WorkerContext
+from millrace.instance.transfer.transports import kv_transport, serve_rank
 from millrace.state.memory_store import MemoryStore
 from millrace.telemetry.metrics import Registry
+from millrace.transfer.transport.base import Transport
 from millrace.transfer.transport.memory import MemoryHub, MemoryTransport
 from millrace.wire.codec.request_spec import encode_spec
 from millrace.wire.server import bind, create_server
@@ -37,6 +39,11 @@ from support.live_stack import eventually
 from support.tiny_models import model_folder
 
 PROXY = Incarnation("proxy-0", 1)
+
+
+def hub_for(*settings: Config) -> MemoryHub | None:
+    """Returns the hub of roles with these settings; None where a rank has a pool of its own."""
+    return None if any(s.engine.kv_pools == "own" for s in settings) else MemoryHub()
 
 
 def config(**engine: Any) -> Config:
@@ -60,14 +67,21 @@ class LiveRole:
         settings: Config,
         *,
         name: str,
-        hub: MemoryHub,
+        hub: MemoryHub | None,
         store: MemoryStore,
         model: str = "llama",
     ) -> None:
+        """`hub`: of all roles of the test; None: they use NIXL, for KV in several processes."""
         self.incarnation = Incarnation(name, time.time_ns())
         self.messages: list[tuple[str, Any]] = []
-        self.engine = open_engine(model_folder(model), settings.engine)
-        self.transport = MemoryTransport(f"{name}-{self.incarnation.generation}", hub)
+        folder = model_folder(model)
+        (self.engine,) = open_engines(folder, settings.engine, 1, transport=serve_rank)
+        address = f"{name}-{self.incarnation.generation}"
+        self.transport: Transport
+        if hub is None:
+            self.transport = kv_transport(address, self.engine).transport
+        else:
+            self.transport = MemoryTransport(address, hub)
         self.registry = Registry()
         loop = asyncio.get_running_loop()
         self.role: Any = build(
@@ -172,6 +186,7 @@ class LiveRole:
         await self.server.stop(grace=None)
         await self.role.close()
         self.transport.close()
+        await asyncio.to_thread(self.engine.close)
 
 
 @asynccontextmanager
@@ -204,7 +219,7 @@ def kind_of(report: Report) -> str:
     return re.sub(r"(?<!^)(?=[A-Z])", "_", type(report).__name__).lower()
 
 
-def spec(request_id: str, prompt_tokens: int, **sampling: Any) -> RequestSpec:
+def spec(request_id: str, prompt_tokens: int, *, pooling: str = "", **sampling: Any) -> RequestSpec:
     """A greedy request of proxy-0's unless `sampling` says otherwise."""
     return RequestSpec(
         request_id=request_id,
@@ -212,6 +227,7 @@ def spec(request_id: str, prompt_tokens: int, **sampling: Any) -> RequestSpec:
         prompt_tokens=prompt_tokens,
         sampling=SamplingParams(**{"max_tokens": 8, **sampling}),
         arrival_unix_s=time.time(),
+        pooling=pooling,
     )
 
 
@@ -223,7 +239,7 @@ async def remember(store: MemoryStore, request: RequestSpec, ids: list[int]) -> 
 
 
 def run_prefill(
-    request: RequestSpec, decode: Member, *, start_token: int = 0, **more: Any
+    request: RequestSpec, decode: Member | None, *, start_token: int = 0, **more: Any
 ) -> RunPrefill:
     """The prompt from `start_token` on as one chunk."""
     chunk = Chunk(

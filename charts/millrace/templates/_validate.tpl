@@ -37,11 +37,13 @@
 {{- range $role := list "prefill" "decode" -}}
 {{- with get $v $role -}}
 {{- $onCpus := and (hasKey . "gpus") (eq (int .gpus) 0) -}}
-{{- range $field := list "tensorParallel" "stages" -}}
-{{- $degree := int (get (get $v $role) $field | default 1) -}}
-{{- if and (gt $degree 1) (not $onCpus) -}}
-{{- fail (printf "%s.%s is %d, but %s.gpus is not 0: above 1 it runs on CPUs only; on GPUs raise %s.replicas, and scheduling.maxSpDegree for long prompts" $role $field $degree $role $role) -}}
+{{- $stages := int (.stages | default 1) -}}
+{{- if and (gt $stages 1) (not $onCpus) -}}
+{{- fail (printf "%s.stages is %d, but %s.gpus is not 0: above 1 it runs on CPUs only; on GPUs raise %s.replicas, and scheduling.maxSpDegree for long prompts" $role $stages $role $role) -}}
 {{- end -}}
+{{- $ranks := int (.tensorParallel | default 1) -}}
+{{- if and (hasKey . "gpus") (not $onCpus) (lt (int .gpus) $ranks) -}}
+{{- fail (printf "%s.gpus is %d, but %s.tensorParallel is %d: each rank needs a GPU" $role (int .gpus) $role $ranks) -}}
 {{- end -}}
 {{- end -}}
 {{- end -}}

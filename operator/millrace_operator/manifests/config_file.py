@@ -9,7 +9,7 @@ from functools import lru_cache
 from typing import Any
 
 from millrace.core.config import Config, load_config
-from millrace.core.config.tenants import read_tenants
+from millrace.core.config.tenants import check_tenants, read_tenants
 from millrace.core.errors import ConfigError
 from millrace_operator.schema.pools import Kvp
 from millrace_operator.schema.service import (
@@ -27,6 +27,7 @@ FOLDER = "/etc/millrace"
 FILES = "/files"
 #: The value of files.url with which a proxy refuses files.
 NO_FILES = "none"
+KEYS_FOLDER, KEYS_FILE = "/etc/millrace-keys", "keys.toml"
 
 #: Seconds within which a gateway pod's open streams end, or continue at another pod.
 GATEWAY_DRAIN_S = 600
@@ -36,6 +37,8 @@ _OWN = {
     "store.url": "spec.redis",
     "proxy.admin_token": "spec.gateway.adminTokenSecretRef",
     "files.url": "spec.gateway.files",
+    "auth.require_key": "spec.gateway.keys.required",
+    "auth.keys_file": "spec.gateway.keys.secretRef",
     "proxy.host": "the operator",
     "proxy.port": "the operator",
     "telemetry.metrics_port": "the operator",
@@ -56,7 +59,8 @@ _READ_BESIDES: dict[str, tuple[str, ...]] = {
 #: Sections, or fields of them, that a role reads at its start. Others may change while it runs.
 _READ = {
     "proxy": {
-        *("proxy", "files", "batches", "slo_classes", "tenants", "store", "telemetry", "tls"),
+        *("proxy", "auth", "files", "batches"),
+        *("slo_classes", "tenants", "store", "telemetry", "tls"),
         *("engine.prefix_cache", "engine.prefix_block_tokens", "engine.page_tokens"),
     },
     "scheduler": {"scheduler", "store", "telemetry", "tls"},
@@ -85,6 +89,10 @@ def tables(spec: ModelServiceSpec) -> dict[str, Table]:
     }
     if limit := spec.model.max_context_tokens:
         found["engine"] = {"max_context_tokens": limit}
+    if (keys := spec.gateway.keys) is not None:
+        found["auth"] = {"require_key": "on" if keys.required else "off"}
+        if keys.secret_ref is not None:
+            found["auth"]["keys_file"] = f"{KEYS_FOLDER}/{KEYS_FILE}"
     if spec.tls is not None:
         files = {"ca_file": "ca.crt", "cert_file": "tls.crt", "key_file": "tls.key"}
         found["tls"] = {name: f"{FOLDER}/tls/{file}" for name, file in files.items()}
@@ -99,7 +107,7 @@ def tables(spec: ModelServiceSpec) -> dict[str, Table]:
     if spec.slo_classes:
         found["slo_classes"] = {entry.name: _class(entry) for entry in spec.slo_classes}
     if spec.tenants:
-        found["tenants"] = _tenants(spec.tenants)
+        found["tenants"] = _tenants(spec.tenants, found.get("slo_classes", {}))
     return found
 
 
@@ -217,14 +225,17 @@ def _class(entry: SloClass) -> Table:
     return objectives
 
 
-def _tenants(entries: Iterable[Tenant]) -> Table:
+def _tenants(entries: Iterable[Tenant], classes: Iterable[str]) -> Table:
     found: Table = {}
     for entry in entries:
-        found[entry.name] = {"key_sha256": list(entry.key_sha256)}
-        if entry.weight is not None:
-            found[entry.name]["weight"] = entry.weight
+        limits = {} if entry.limits is None else entry.limits.model_dump(exclude_none=True)
+        found[entry.name] = {"key_sha256": list(entry.key_sha256), **limits}
+        for name in ("weight", "models", "slo_classes"):
+            value = getattr(entry, name)
+            if value is not None:
+                found[entry.name][name] = list(value) if isinstance(value, tuple) else value
     try:
-        read_tenants(found)
+        check_tenants(read_tenants(found), list(classes))
     except ConfigError as error:
         raise SpecError(f"spec.{error}") from error
     return found

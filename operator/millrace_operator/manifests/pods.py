@@ -113,6 +113,10 @@ def gateway(context: Context) -> dict[str, Any]:
     drain_s = context.config.proxy.drain_timeout_s
     grace_s = LINGER_S + math.ceil(drain_s) + GOODBYE_S
     pod = _with_weights(context, _pod(context, container, grace_s))
+    if (keys := gateway_spec.keys) is not None and (file := keys.secret_ref) is not None:
+        secret = {"name": file.name, "items": [_as(file.key, config_file.KEYS_FILE)]}
+        mount = {"mountPath": config_file.KEYS_FOLDER, "readOnly": True}
+        _add_volume(pod, "keys", {"projected": {"sources": [{"secret": secret}]}}, mount)
     pod["topologySpreadConstraints"] = [_spread(naming.component_selector(context.name, "proxy"))]
     files = gateway_spec.files
     if files is not None and files.claim_name is not None:

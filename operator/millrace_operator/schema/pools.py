@@ -84,12 +84,12 @@ class ModelInstances(Instances):
             "stages above 1 need gpus 0: they run on CPUs only",
         ),
         rule(
-            "self.tensorParallel == 1 || (has(self.gpus) && self.gpus == 0)",
-            "tensorParallel above 1 needs gpus 0: on GPUs only rank 0 could send its KV",
+            "!has(self.gpus) || self.gpus == 0 || self.gpus >= self.tensorParallel",
+            "gpus must be 0 or at least tensorParallel: each rank needs a GPU",
         ),
     )
     tensor_parallel: Literal[1, 2, 4, 8] = doc(
-        "Ranks that share each layer. Above 1 on CPUs only: gpus must be 0.", 1
+        "Ranks that share each layer, each on a GPU of its own unless gpus is 0.", 1
     )
     stages: int = doc(
         "Pipeline stages of an instance, each with consecutive layers. Above 1 on CPUs only: "

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from millrace.core.limits.rules import MOST_PER_DAY, MOST_PER_MINUTE
 from millrace_operator.schema.pools import Decode, Kvp, Prefill, Section
 from millrace_operator.schema.record import (
     Decimal,
@@ -151,6 +152,28 @@ class SloClass(Record):
     weight: int | None = doc("Weight of the class beside the others; absent: 1.", None, **WEIGHT)
 
 
+class TenantLimits(Record):
+    """Limits of a tenant over all gateway pods. Absent: no limit."""
+
+    requests_per_minute: int | None = doc("Requests a minute.", None, ge=1, le=MOST_PER_MINUTE)
+    tokens_per_minute: int | None = doc(
+        "Tokens a minute, of prompts and generated.", None, ge=1, le=MOST_PER_MINUTE
+    )
+    prompt_tokens_per_minute: int | None = doc(
+        "Tokens of prompts a minute.", None, ge=1, le=MOST_PER_MINUTE
+    )
+    generated_tokens_per_minute: int | None = doc(
+        "Generated tokens a minute.", None, ge=1, le=MOST_PER_MINUTE
+    )
+    tokens_per_day: int | None = doc(
+        "Tokens a day, of prompts and generated; the day begins at midnight UTC.",
+        None,
+        ge=1,
+        le=MOST_PER_DAY,
+    )
+    concurrency: int | None = doc("Requests open at once.", None, ge=1, le=1_000_000)
+
+
 class Tenant(Record):
     """A tenant: requests with one of its API keys."""
 
@@ -161,6 +184,16 @@ class Tenant(Record):
     weight: int | None = doc(
         "Weight of the tenant beside the others of its class; absent: 1.", None, **WEIGHT
     )
+    models: tuple[NonEmpty, ...] | None = doc(
+        "Models that it may use; absent: all.", None, max_length=64, strict=False
+    )
+    slo_classes: tuple[NonEmpty, ...] | None = doc(
+        "Classes that it may use; the first is that of requests that name none. Absent: all.",
+        None,
+        max_length=32,
+        strict=False,
+    )
+    limits: TenantLimits | None = None
 
 
 class Scheduling(Record):
@@ -208,6 +241,19 @@ class AdminToken(SecretRef):
     key: SecretKey = "token"
 
 
+class KeysFile(SecretRef):
+    """A TOML file of tenants, with the digests of their keys. Changes need no restart."""
+
+    key: SecretKey = "keys.toml"
+
+
+class Keys(Record):
+    """API keys of clients, beside those of `tenants`."""
+
+    required: bool = doc("Whether requests without a known key are refused (401).", False)
+    secret_ref: KeysFile | None = None
+
+
 class Parking(Record):
     """Requests that wait while no instance can serve them."""
 
@@ -241,6 +287,7 @@ class Gateway(Record):
     replicas: int = doc("Gateway pods.", 2, ge=1, le=100)
     port: Port = doc("Port of the gateway's Service.", 80)
     admin_token_secret_ref: AdminToken | None = None
+    keys: Keys | None = None
     parking: Parking = section()
     files: FileStore | None = None
     template: PodTemplate | None = pod_template("the gateway")

@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from millrace.cli import keys
 from millrace.cli.help_text import show_help
 from millrace.cli.options import (
     Autoscale,
@@ -389,6 +390,9 @@ def improvement_rate(
     run_async(show_or_change_improvement_rate(scheduler, wanted))
 
 
+keys.register(app)
+
+
 @app.command("config")
 def show_config(
     markdown: Annotated[
@@ -404,6 +408,7 @@ def show_config(
 BENCHMARKS = (
     "autoscale",
     "cdsp",
+    "constraints",
     "decode",
     "engine",
     "gateway",

@@ -108,9 +108,12 @@ class MixedAdmissions:
         self._table.wake.set()
 
     def _cached(self, spec: RequestSpec) -> list[int]:
-        """Takes cached pages of the prompt's first blocks; the last token is always computed."""
+        """Takes cached pages of the prompt's first blocks; the last token is always computed.
+
+        Takes none where hidden states of the whole prompt are needed: the cache has KV alone.
+        """
         cache = self.prefix_cache
-        if not cache.block_tokens:
+        if not cache.block_tokens or spec.needs_whole_prompt:
             return []
         most = (spec.prompt_tokens - 1) // cache.block_tokens
         return cache.take(prompt_blocks(spec, cache)[:most])

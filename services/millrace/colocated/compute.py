@@ -23,7 +23,8 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class Iteration:
-    """The result of an iteration: a token per decode, the first tokens of finished prompts.
+    """The result of an iteration: a token per decode, the first tokens of finished prompts that are
+    to be answered.
 
     errors: why a prompt failed, by request id; lost: why a prompt failed at this instance because a
     KVP worker lost its KV, by request id.
@@ -70,14 +71,15 @@ class MixedCompute:
         return result
 
     def _task(self, share: Share) -> PrefillTask:
-        prompt = share.prompt
+        prompt, request = share.prompt, share.prompt.request
+        pools = prompt.hidden_pool.wants(has_last=share.is_last)
         return PrefillTask(
             token_ids=prompt.ids[prompt.done : prompt.done + share.tokens],
             history_tokens=prompt.done,
             pages=prompt.pages,
-            want_logits=share.is_last,
-            want_prompt_logprobs=prompt.request.sampling.prompt_logprobs >= 0,
-            shards=prompt.request.shards,
+            want_logits=share.is_last and not request.prefill_only,
+            want_hidden=pools or request.spec.needs_whole_prompt,
+            shards=request.shards,
         )
 
     def _pass(
@@ -101,6 +103,8 @@ class MixedCompute:
             result.lost[name] = task.lost
             return
         if task.hidden is not None:
+            prompt.hidden_pool.add(task.hidden, has_last=share.is_last)
+        if task.hidden is not None and sampling.prompt_logprobs >= 0:
             top, start = sampling.prompt_logprobs, task.history_tokens
             run = prompt_logprobs(self._runner, top, prompt.ids, start, task.hidden)
             prompt.logprobs.append(run)

@@ -33,6 +33,7 @@ from millrace.core.request import Request
 from millrace.core.scheduler.objectives import allowed_s
 from millrace.core.weights import Weights
 from millrace.decode.request import DecodeRequest
+from millrace.prefill.hidden_pool import HiddenPool
 
 log = logging.getLogger(__name__)
 
@@ -54,6 +55,10 @@ class Prompt:
     done: int = 0  # tokens whose KV is computed or cached
     compute_s: float = 0.0  # of the iterations that had a chunk of it
     logprobs: list[PromptLogprobsRun] = field(default_factory=list)
+    hidden_pool: HiddenPool = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.hidden_pool = HiddenPool(self.request.spec.pooling)
 
     @property
     def prompt_tokens(self) -> int:
@@ -164,7 +169,7 @@ class IterationPacker:
         )
         found = LiveRequest(asked)
         found.predict(predicted_s, predicted_s)
-        found.expect(min(FIRST_GUESS_TOKENS, asked.max_new_tokens))
+        found.expect(max(1, min(FIRST_GUESS_TOKENS, asked.max_new_tokens)))
         step_s = min(spec.slo.tbt_s or math.inf, self._config.t_target_s)
         found.accept(order, asked.arrival_s + allowed_s(found, step_s))
         return found

@@ -124,12 +124,13 @@ class Prompts:
                 self._output.fail(request, why, "transfer")
             elif is_last:
                 self._packer.computed(prompt, now_s)
-                self._through(share, iteration.first_tokens[request.id])
+                first_tokens = iteration.first_tokens.get(request.id, ())
+                self._through(share, first_tokens)
                 yield request
 
     def _through(self, share: Share, first_tokens: tuple[FirstToken, ...]) -> None:
-        """Ends a computed prompt: sends its first tokens; the request joins the batch if it is not
-        complete."""
+        """Ends a computed prompt: sends its first tokens, or the result of a prefill-only request;
+        the request joins the batch if it is not complete."""
         prompt, request = share.prompt, share.prompt.request
         del self._prompts[request.id]
         prompt.spans.leave()
@@ -149,4 +150,5 @@ def _finished(prompt: Prompt, first_tokens: tuple[FirstToken, ...]) -> FinishedP
         spans=tuple(prompt.spans.spans),
         prompt_logprobs=(None, *found) if asked else (),
         cached_tokens=prompt.request.cached_tokens,
+        pooled=prompt.hidden_pool.vector(prompt.prompt_tokens),
     )

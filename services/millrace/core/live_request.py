@@ -53,6 +53,7 @@ class LiveRequest:
         "pace_s",
         "predicted_prefill_s",
         "predicted_work_s",
+        "prefill_only",
         "prefix_hashes",
         "prompt_tokens",
         "proxy_id",
@@ -79,6 +80,7 @@ class LiveRequest:
         self.arrival_s: Final = spec.arrival_s
         self.prefix_hashes: Final = spec.prefix_hashes
         self.resumable: Final = spec.resumable
+        self.prefill_only: Final = spec.prefill_only
 
         self.waits: Final = Waits(spec.arrival_s)
         self.state = RequestState.QUEUED
@@ -198,9 +200,11 @@ class LiveRequest:
 
     # ---- placement and attempts
 
-    def place(self, decode_id: str, shards: tuple[Shard, ...], kept_tokens: int) -> None:
+    def place(
+        self, decode_id: str | None, shards: tuple[Shard, ...] = (), kept_tokens: int = 0
+    ) -> None:
         """Notes that its first or next attempt has memory for its KV, with `kept_tokens` there
-        already.
+        already. Without a decode instance it is prefill only, and no KV is kept.
         """
         self.decode_id = decode_id
         self.shards = shards

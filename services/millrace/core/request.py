@@ -101,3 +101,8 @@ class Request:
     prefix_hashes: tuple[int, ...] = ()  # of the prompt's whole blocks (`kv.prefix`); none: unknown
     tenant: str = "default"
     resumable: bool = True  # an attempt may start after the tokens that earlier ones left at decode
+
+    @property
+    def prefill_only(self) -> bool:
+        """Returns whether it generates no token: its result is computed from its prompt alone."""
+        return self.max_new_tokens == 0

@@ -3,7 +3,7 @@ it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
@@ -32,7 +32,7 @@ class SamplingParams:
     unless the client ignores them.
     """
 
-    max_tokens: int
+    max_tokens: int  # 0: none is generated, the request is prefill only
     min_tokens: int = 0
     temperature: float = 0.0  # 0: greedy
     top_p: float = 1.0
@@ -50,6 +50,23 @@ class SamplingParams:
     constraint: Constraint | None = None
 
 
+def finish_reason(
+    sampling: SamplingParams, output_len: int, token_id: int, stop_ids: Container[int]
+) -> str:
+    """The effect of `token_id`, the `output_len`-th output token (from 1).
+
+    `stop_ids` are the stop token ids of `sampling`, for a fast look-up.
+
+    "stop": it is a stop id; "length": `max_tokens` is reached; "": the sequence continues. A stop
+    id that comes with the last allowed token counts as "stop". Below `min_tokens` a stop id ends
+    an answer only where its grammar has ended.
+    """
+    may_stop = output_len > sampling.min_tokens or sampling.constraint is not None
+    if token_id in stop_ids and may_stop:
+        return "stop"
+    return "length" if output_len >= sampling.max_tokens else ""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestSpec:
     """A request without its prompt's token ids, which are in the request store.
@@ -57,6 +74,9 @@ class RequestSpec:
     The prompt's last `resumed_tokens` were generated in an earlier submission of the request.
     `prefix_hashes` name the prompt's whole blocks of `prefix_block_tokens` (`core.kv.prefix`); the
     first of them is chained to `prefix_root`. With 0 `prefix_block_tokens` no KV is shared.
+
+    `pooling` says which final hidden state a prefill-only request is answered with, or "" if with
+    none: that of the prompt's "last" token, or the "mean" over all its tokens.
     """
 
     request_id: str
@@ -71,3 +91,9 @@ class RequestSpec:
     prefix_block_tokens: int = 0
     prefix_root: int = 0
     tenant: str = "default"
+    pooling: str = ""
+
+    @property
+    def needs_whole_prompt(self) -> bool:
+        """Returns whether one attempt must compute every token: cached KV has no hidden states."""
+        return self.sampling.prompt_logprobs >= 0 or self.pooling == "mean"

@@ -27,6 +27,7 @@ class TokenDetail(NamedTuple):
     #: prompt.
     prompt_logprobs: tuple[PositionLogprobs | None, ...] = ()
     cached_tokens: int = 0  # on the first event
+    pooled: bytes = b""  # of a prefill-only request: float32 [hidden_size], little endian
 
     def __call__(self) -> TokenDetail:
         """Returns the detail itself, for an event whose detail needs no decoding."""
@@ -37,7 +38,9 @@ NO_DETAIL: Final = TokenDetail()
 
 
 class TokenEvent(NamedTuple):
-    """The next tokens of one choice of a request, as a decode instance streams them to a proxy.
+    """The next tokens of one choice of a request, as an instance streams them to a proxy.
+
+    A prefill-only request has one event, without tokens; its finish reason is "length".
 
     A decode instance makes one event per token, and a proxy reads one event per token. Two choices
     keep an event cheap: a named tuple takes a quarter of the time of a frozen dataclass, and a
@@ -78,8 +81,8 @@ class FirstToken:
 class FinishedPrefill:
     """The report of a prefill's leader to the decode instance at the end, beside the KV.
 
-    `first_tokens` has one entry per choice; KVP workers get none. None in `prompt_logprobs` stands
-    for the prompt's first token.
+    `first_tokens` has one entry per choice, and none for KVP workers and prefill-only requests.
+    None in `prompt_logprobs` stands for the prompt's first token.
     """
 
     total_chunks: int = 0
@@ -87,3 +90,4 @@ class FinishedPrefill:
     spans: tuple[Span, ...] = ()
     prompt_logprobs: tuple[PositionLogprobs | None, ...] = ()
     cached_tokens: int = 0
+    pooled: bytes = b""  # as in `TokenDetail`; of a mixed instance's own prompts alone

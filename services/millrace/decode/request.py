@@ -124,10 +124,18 @@ class DecodeRequest:
     num_shards: int = 0  # at KVP workers, which hold the KV after its own pages
     shards: tuple[RemoteShard, ...] = ()  # set when the KV of all has landed
     open_choices: set[int] = field(default_factory=set)
+    _emitted: dict[int, int] = field(default_factory=dict)  # tokens by choice
     generated_tokens: int = 0
     finish_reason: str = ""
     first_step_s: float | None = None
     away_since_s: float | None = None  # ready or preempted: out of the batch since then
+
+    def emitted(self, choice: int, tokens: int) -> int:
+        """Counts emitted tokens of a choice; returns the number of its tokens before them, with the
+        tokens of earlier submissions of the request."""
+        before = self._emitted.get(choice, self.spec.resumed_tokens)
+        self._emitted[choice] = before + tokens
+        return before
 
     @staticmethod
     def of(spec: RequestSpec, attempt: int = 1) -> DecodeRequest:
@@ -165,7 +173,12 @@ class DecodeRequest:
 
         A request for prompt log-probabilities begins again: it needs those of the whole prompt.
         """
-        return self.state in _WITHOUT_TOKENS and self.sampling.prompt_logprobs < 0
+        return self.state in _WITHOUT_TOKENS and not self.spec.needs_whole_prompt
+
+    @property
+    def prefill_only(self) -> bool:
+        """Whether it generates no token."""
+        return self.sampling.max_tokens == 0
 
     @property
     def joined(self) -> bool:
@@ -207,11 +220,13 @@ class DecodeRequest:
         self.advance(DecodeEvent.PAGES_RESERVED)
 
     def start_choices(self, first_token_ids: Many[int]) -> None:
-        """Notes the first tokens, one per choice, at the time when they are sent."""
+        """Notes the first tokens, one per choice, at the time when they are sent; none if the
+        request is prefill only.
+        """
         self.advance(DecodeEvent.FIRST_TOKENS_SENT)
         self.first_token_ids = list(first_token_ids)
         self.first_token_s = self.clock.now_s()
-        self.open_choices = set(range(len(first_token_ids)))
+        self.open_choices = set(range(self.sampling.n))
 
     def last_report(self) -> RequestFinished | RequestReleased:
         """The report to the scheduler, after the instance has released everything."""

@@ -15,7 +15,6 @@ from millrace.decode.kvp.shards import SpreadRequests
 from millrace.decode.output.output import Output
 from millrace.decode.pace import TokenPace
 from millrace.decode.request_table import RequestTable
-from millrace.decode.servicer import DecodeServicer
 from millrace.engine.kv.prefix_cache import PrefixCache
 from millrace.instance.host import WorkerContext
 from millrace.instance.prefix import cached_blocks
@@ -23,6 +22,7 @@ from millrace.instance.shards.kvp_servicer import KvpServicer
 from millrace.instance.shards.shard_host import ShardHost
 from millrace.instance.shards.shard_table import ShardTable
 from millrace.instance.tasks import Tasks
+from millrace.instance.token_servicer import TokenServicer
 from millrace.instance.transfer.kv_servicer import KvReceiverServicer
 from millrace.transfer.push.receive.manager import ReceiveManager
 
@@ -76,7 +76,7 @@ class TokenRole:
         return self._pool.free_pages
 
     def attach(self, server: grpc.aio.Server) -> None:
-        DecodeServicer(self._output.streams, self._context.incarnation).add_to(server)
+        TokenServicer(self._output.streams, self._context.incarnation).add_to(server)
         KvReceiverServicer(self._receiver).add_to(server)
         KvpServicer(self._host).add_to(server)
 

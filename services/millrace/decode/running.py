@@ -48,7 +48,7 @@ class Running:
         self.batch = DecodeBatch(self._runner, engine.pool, sampler, max_batch=self._max_batch)
         engine.runner.states.page_table = self.batch.page_table
         self._swapper = Swapper(
-            KvSwap(engine.storage, engine.layout, config.swap_bytes),
+            KvSwap(engine.storage, config.swap_bytes, engine.swap),
             admissions.pages,
             tasks,
             metrics,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -20,18 +20,23 @@ from millrace.engine.forward.stage_passes import StagePasses
 from millrace.engine.kv.pool import KvPool
 from millrace.engine.model.config import ModelConfig
 from millrace.engine.model.loader import Model, load_model, model_hash, resolve_model
-from millrace.engine.parallel.group_passes import GroupPasses, load_ranks
-from millrace.engine.parallel.kv_memory import new_memory
+from millrace.engine.parallel.follower import Beside
+from millrace.engine.parallel.group_passes import load_ranks
+from millrace.engine.parallel.rank_calls import RankCalls
 from millrace.engine.parallel.rank_group import RankGroup
+from millrace.engine.parallel.rank_pools import (
+    RankPools,
+    agreed_bytes,
+    group_passes,
+    has_own_pools,
+    services,
+)
 from millrace.engine.runner import Runner
+from millrace.engine.sizing import pool_bytes
 from millrace.grammar.matcher import Grammars
 from millrace.profiles.cache import ProfileKey
 from millrace_kernels.api import describe_backends
 from millrace_kernels.dispatch import rows_backend
-
-CPU_POOL_SHARE = 0.1  # of available memory: several workers share one machine
-CPU_POOL_MOST_BYTES = 4 << 30
-CUDA_POOL_SHARE = 0.85  # of the memory that the weights leave free
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,9 +52,15 @@ class KvMemory:
     device: torch.device
     layout: KvLayout  # of `storage`, all heads
     pool: KvPool  # the record of pages; of several ranks, rank 0's
-    storage: torch.Tensor  # the KV that this process can read, of all ranks, for transfers
+    storage: torch.Tensor  # the KV that this process maps: of all ranks, or with `ranks` rank 0's
     backends: str  # which backend computes which operators, for the log
     max_context_tokens: int
+    ranks: RankPools | None = None  # the pools of ranks 1 and on, if they have pools of their own
+
+    @property
+    def swap(self) -> RankCalls | None:
+        """To the swap buffers of ranks with pools of their own."""
+        return None if self.ranks is None else self.ranks.swap
 
     @property
     def pool_context_tokens(self) -> int:
@@ -83,12 +94,9 @@ class Engine(KvMemory):
             self.runner.in_flight.check_integrity()
 
     def when_died(self, call: Callable[[EngineDied], None]) -> None:
-        """Has `call` made, on any thread, when a later stage has died.
-
-        The next pass finds a dead rank out.
-        """
-        if self.runner.in_flight is not None:
-            self.runner.in_flight.when_died(call)
+        """Has `call` made, on any thread, when a rank or a later stage has died."""
+        if self.runner.processes is not None:
+            self.runner.processes.when_died(call)
 
     def close(self) -> None:
         """Ends the other ranks or stages, if there are any."""
@@ -113,10 +121,13 @@ def open_engines(
     count: int,
     progress: Callable[[float], None] | None = None,
     revision: str = "",
+    transport: Beside | None = None,
+    devices: Sequence[str] = (),
 ) -> list[Engine]:
     """Opens `count` engines over the same weights. Each has a pool of its own, with an equal share
     of the memory that a single engine would get. Their KV never mixes with the KV of another
-    `revision` of the model. Otherwise as `open_engine`.
+    `revision` of the model. `transport`: what moves the KV of ranks that have pools of their own.
+    `devices`: of the ranks, see `RankGroup`. Otherwise as `open_engine`.
     """
     device = resolve_device(config.device)
     ranks = config.tensor_parallel
@@ -124,12 +135,16 @@ def open_engines(
         raise ConfigError(
             f"engine.tensor_parallel is {ranks}; instances that share their weights can have 1"
         )
+    own_pools = has_own_pools(config, device)
     threads = max(1, (config.threads or len(os.sched_getaffinity(0))) // ranks)
     torch.set_num_threads(threads)
     folder = resolve_model(model)
     group = None
     if ranks > 1:
-        group = RankGroup(ranks, device=str(device), threads=threads)
+        beside = services(transport) if own_pools else None
+        group = RankGroup(
+            ranks, device=str(device), devices=devices, threads=threads, beside=beside
+        )
     try:
         if group is None:
             loaded = load_model(
@@ -149,18 +164,26 @@ def open_engines(
             )
         whole = ModelConfig.from_folder(folder)
         context = _context(config, whole, folder)
+        parts = min(ranks, whole.num_kv_heads)
         one_page = _one_page(
             whole,
             config,
             model_hash=_revised(loaded.hash, revision),
             dtype=loaded.dtype,
-            parts=min(ranks, whole.num_kv_heads),
+            parts=parts,
+            copies=ranks // parts if own_pools else 1,
         )
-        size = pool_bytes(config, device, context * one_page.bytes_per_token)
-        layout = _sized(one_page, size // count)
+        least = context * one_page.bytes_per_token
+        if group is None:
+            layout = _sized(one_page, pool_bytes(config, device, least) // count)
+        else:
+            each = agreed_bytes(group, config, least, pools=one_page.ranks)
+            layout = _sized(one_page, each * one_page.ranks)
         shape = KvShape(folder=folder, model=whole, layout=layout, max_context_tokens=context)
+        pools = RankPools.of(group) if group is not None and own_pools else None
         return [
-            engine_of(shape, _runner(loaded, layout, config, group), config) for _ in range(count)
+            engine_of(shape, _runner(loaded, layout, config, group), config, pools)
+            for _ in range(count)
         ]
     except BaseException:
         if group is not None:
@@ -230,8 +253,10 @@ class KvShape:
         )
 
 
-def engine_of(shape: KvShape, runner: Runner, config: EngineConfig) -> Engine:
-    """Makes the engine of a runner over the pool of `shape`.
+def engine_of(
+    shape: KvShape, runner: Runner, config: EngineConfig, ranks: RankPools | None = None
+) -> Engine:
+    """Makes the engine of a runner over the pool of `shape`. `ranks`: `KvMemory.ranks`.
 
     Raises ConfigError where `config.attention_backend` can't compute the model's attention.
     """
@@ -254,6 +279,7 @@ def engine_of(shape: KvShape, runner: Runner, config: EngineConfig) -> Engine:
         grammars=Grammars(shape.folder, shape.model.vocab_size, shape.model.eos_token_ids),
         backends=f"attention {attention}, linears and sampling {rest}; {describe_backends()}",
         max_context_tokens=shape.max_context_tokens,
+        ranks=ranks,
     )
 
 
@@ -272,9 +298,15 @@ def _revised(model_hash: str, revision: str) -> str:
 
 
 def _one_page(
-    whole: ModelConfig, config: EngineConfig, *, model_hash: str, dtype: torch.dtype, parts: int
+    whole: ModelConfig,
+    config: EngineConfig,
+    *,
+    model_hash: str,
+    dtype: torch.dtype,
+    parts: int,
+    copies: int = 1,
 ) -> KvLayout:
-    """The layout of one page: all heads of the whole model, in `parts`."""
+    """The layout of one page: all heads of the whole model, in `parts`, each `copies` times."""
     return KvLayout(
         model_hash=model_hash,
         dtype=str(dtype).removeprefix("torch."),
@@ -286,6 +318,7 @@ def _one_page(
         head_count=whole.num_kv_heads,
         num_pages=1,
         parts=parts,
+        copies=copies,
     )
 
 
@@ -298,20 +331,9 @@ def _runner(
         pool = KvPool(layout, device=model.device)
         passes = StagePasses(model, pool, config.attention_backend)
     else:
-        own = replace(layout, head_count=layout.part_heads, parts=1)
-        passes = _group_passes(group, model, own, config.attention_backend)
+        own = replace(layout, head_count=layout.part_heads, parts=1, copies=1)
+        passes = group_passes(group, model, own, config)
     return ModelRunner(passes)
-
-
-def _group_passes(group: RankGroup, model: Model, layout: KvLayout, backend: str) -> GroupPasses:
-    """Makes the passes of a group. On the host the ranks share one memory, for rank 0 to send."""
-    if group.device.type != "cpu":
-        return GroupPasses(group, model, layout, backend)
-    handle = new_memory(layout)
-    try:
-        return GroupPasses(group, model, layout, backend, handle=handle)
-    finally:
-        os.close(handle)
 
 
 def resolve_device(name: str) -> torch.device:
@@ -355,42 +377,6 @@ def processor_name(device: torch.device) -> str:
         if line.startswith("model name"):
             return line.partition(":")[2].strip()
     return platform.machine()
-
-
-def pool_bytes(config: EngineConfig, device: torch.device, least_bytes: int) -> int:
-    """Bytes for the KV pool: as configured, else a share of the free memory; on a CPU at least
-    `least_bytes`."""
-    if config.kv_bytes:
-        return config.kv_bytes
-    if device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
-        own = torch.cuda.memory_reserved(device)
-        return cuda_pool_bytes(free, total, own, config.device_share)
-    share = min(int(available_bytes() * CPU_POOL_SHARE), CPU_POOL_MOST_BYTES)
-    return max(share, least_bytes)
-
-
-def cuda_pool_bytes(free: int, total: int, own: int, share: float) -> int:
-    """Bytes for the KV pool on a GPU of `total` bytes, of which this process has taken `own`.
-
-    Where other processes share the device, memory beyond `share` is theirs, even while it is free.
-    Raises ConfigError when the weights leave nothing of the share.
-    """
-    mine = free if share == 1.0 else min(free, int(total * share) - own)
-    if mine <= 0:
-        raise ConfigError(
-            f"engine.device_share is {share:g}; of {total} bytes the weights take {own}, and "
-            f"{free} are free: nothing is left for KV"
-        )
-    return int(mine * CUDA_POOL_SHARE)
-
-
-def available_bytes() -> int:
-    """Bytes of memory available without swapping, as the kernel estimates."""
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def _sized(one_page: KvLayout, size_bytes: int) -> KvLayout:

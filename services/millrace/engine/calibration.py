@@ -90,7 +90,7 @@ def _prefill_s(engine: Engine, tokens: int, pages: list[int], max_chunk_tokens: 
             history_tokens=history,
             pages=pages,
             want_logits=True,
-            want_prompt_logprobs=False,
+            want_hidden=False,
         )
         for _ in engine.runner.prefill_batch([task]):
             pass

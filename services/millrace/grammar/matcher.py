@@ -6,7 +6,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Final
 
@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
+from millrace.core.arithmetic import ceil_div
 from millrace.core.request_spec import Constraint
 from millrace.grammar.source import GrammarError, grammar_of
 
@@ -28,31 +29,51 @@ _LIMITS: Final = LLParserLimits(max_lexer_states=50_000, verbose_errors=False)
 class Matcher:
     """The place of one answer in its grammar. `error` says why the answer can't continue.
 
-    Not thread-safe.
+    Not thread-safe. A mask may be computed on a thread while its caller does other work: the
+    library releases the GIL.
     """
 
-    __slots__ = ("_found", "error")
+    __slots__ = ("_found", "_mask", "_words", "error")
 
-    def __init__(self, found: LLMatcher | None, error: str = "") -> None:
+    def __init__(self, found: LLMatcher | None, words: int, error: str = "") -> None:
+        """`words`: of a mask."""
         self._found = found
+        self._words = words
+        self._mask: Future[Mask] | None = None
         self.error = error
 
     def consume(self, token_id: int) -> None:
         """Moves past a token of the answer; sets `error` if the grammar does not allow it."""
+        if self._mask is not None:
+            self.mask()
         if self._found is not None and not self.error and not self._found.consume_token(token_id):
             self.error = f"the answer left its grammar: {self._found.get_error()}"
 
-    def fill(self, mask: Mask) -> None:
-        """Sets the bits of the tokens that may come next; the GIL is released meanwhile.
+    def begin_mask(self) -> None:
+        """Begins to compute the next `mask` on a thread."""
+        if self._mask is None:
+            self._mask = _threads().submit(self._computed)
+
+    def mask(self) -> Mask:
+        """Returns the tokens that may come next; none of them after an error.
 
         Where the answer may end they include the end-of-sequence ids.
         """
-        if self._found is None or self.error:
-            mask.fill(0)
-            return
-        self._found.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
-        if self._found.is_error():
-            self.error = f"the grammar is too complex: {self._found.get_error()}"
+        begun, self._mask = self._mask, None
+        return self._computed() if begun is None else begun.result()
+
+    def _computed(self) -> Mask:
+        mask = np.zeros(self._words, dtype=np.uint32)
+        if self._found is not None and not self.error:
+            self._found.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+            if self._found.is_error():
+                self.error = f"the grammar is too complex: {self._found.get_error()}"
+        return mask
+
+
+@cache
+def _threads() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(thread_name_prefix="masks")
 
 
 class Grammars:
@@ -65,6 +86,7 @@ class Grammars:
     def __init__(self, folder: Path, vocab_size: int, eos_ids: Sequence[int]) -> None:
         self._path = folder / "tokenizer.json"
         self._vocab_size = vocab_size
+        self._words = ceil_div(vocab_size, 32)
         self._eos_ids = list(eos_ids)
         self._kept: OrderedDict[Constraint, Future[LLMatcher]] = OrderedDict()
         self._lock = threading.Lock()
@@ -86,9 +108,9 @@ class Grammars:
         Waits for the compilation. A constraint that can't be compiled gives a matcher with `error`.
         """
         try:
-            matcher = Matcher(self.prepare(constraint).result().deep_copy())
+            matcher = Matcher(self.prepare(constraint).result().deep_copy(), self._words)
         except GrammarError as error:
-            return Matcher(None, str(error))
+            return Matcher(None, self._words, str(error))
         for token_id in token_ids:
             matcher.consume(token_id)
         return matcher

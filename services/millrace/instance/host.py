@@ -30,7 +30,12 @@ from millrace.instance.stages.stages import open_staged_engine
 from millrace.instance.tasks import first_of, stacks, stop_event
 from millrace.instance.transfer.kv_path import KvPath
 from millrace.instance.transfer.probe_servicer import ProbeServicer
-from millrace.instance.transfer.transports import open_transport, set_environment
+from millrace.instance.transfer.transports import (
+    KvTransport,
+    open_transport,
+    serve_rank,
+    set_environment,
+)
 from millrace.instance.vitals import Vitals, open_vitals
 from millrace.instance.watch import check_idle, watch
 from millrace.state.open import open_store
@@ -206,7 +211,7 @@ async def serve_instance(
     incarnation = Incarnation(instance_id, time.time_ns())
     async with contextlib.AsyncExitStack() as stack:
         stack.callback(memory.close)
-        transport, probes = await open_transport(stack, options.host, incarnation, memory)
+        kv, probes = await open_transport(stack, options.host, incarnation, memory)
         store = open_store(config.store)
         stack.push_async_callback(store.close)
         loop = asyncio.get_running_loop()
@@ -214,7 +219,7 @@ async def serve_instance(
             HostContext(
                 config=config,
                 incarnation=incarnation,
-                transport=transport,
+                transport=kv.transport,
                 store=store,
                 registry=registry,
                 send=lambda report: link.send(report),
@@ -243,7 +248,7 @@ async def serve_instance(
             asyncio.create_task(watch(memory), name="the watch over the engine"),
         ]
         stack.push_async_callback(_end_tasks, tasks)
-        proof = _prove(kv_path, role, transport, memory, options.scheduler)
+        proof = _prove(kv_path, role, kv, memory.layout.ranks, options.scheduler)
         await first_of([proof, stop.wait()], tasks)
         if stop.is_set():
             return
@@ -274,17 +279,15 @@ async def _start_server(
     return server, health, port
 
 
-async def _prove(
-    kv_path: KvPath, role: Role, transport: Transport, memory: KvMemory, scheduler: str
-) -> None:
+async def _prove(kv_path: KvPath, role: Role, kv: KvTransport, ranks: int, scheduler: str) -> None:
     """Returns when KV was transferred within this process, and to and from a peer if any exists."""
-    await kv_path.check_own(transport, role.kv_region, memory.storage, memory.layout.ranks)
+    await kv_path.check_own(kv.transport, role.kv_region, kv.pools, ranks)
     await kv_path.reach_peers(scheduler, role.name)
 
 
 def open_for(options: WorkerOptions, config: Config, count: int) -> list[Engine]:
     """Opens `count` engines or one staged engine; logs the progress and the result."""
-    check_transferable(config.engine, resolve_device(config.engine.device))
+    check_devices(config.engine, resolve_device(config.engine.device))
     stages, version = config.engine.stages, {"revision": options.revision}
     if stages > 1 and count > 1:
         raise ConfigError(
@@ -297,18 +300,23 @@ def open_for(options: WorkerOptions, config: Config, count: int) -> list[Engine]
             open_staged_engine(options.model, config.engine, options.host, progress, **version)
         ]
     else:
-        engines = open_engines(options.model, config.engine, count, _log_progress(), **version)
+        set_environment(options.host)  # which the ranks inherit
+        engines = open_engines(
+            options.model, config.engine, count, _log_progress(), **version, transport=serve_rank
+        )
     log_memory("loaded", engines[0])
     return engines
 
 
-def check_transferable(config: EngineConfig, device: torch.device) -> None:
-    """Raises ConfigError when an instance's whole KV could not be transferred."""
-    if config.tensor_parallel > 1 and device.type != "cpu":
+def check_devices(config: EngineConfig, device: torch.device) -> None:
+    """Raises ConfigError when this process does not see a GPU for each rank."""
+    if config.tensor_parallel == 1 or device.type == "cpu":
+        return
+    there = torch.cuda.device_count() - (device.index or 0)
+    if there < config.tensor_parallel:
         raise ConfigError(
-            f"engine.tensor_parallel is {config.tensor_parallel} on {device}; it must be 1 there: "
-            "only the KV of rank 0 could be transferred. What works: more instances, which "
-            "share long prompts (scheduler.planner=cdsp), or engine.device=cpu"
+            f"engine.tensor_parallel is {config.tensor_parallel} on {device}; this process sees "
+            f"{there} GPUs from there on, and each rank needs one"
         )
 
 

@@ -31,6 +31,7 @@ from millrace.core.token_events import FirstToken
 from millrace.engine.sampling.spec import SamplingSpec
 from millrace.instance.sampling import sampling_spec
 from millrace.instance.spans import Stopwatch, span
+from millrace.prefill.hidden_pool import HiddenPool
 from millrace.prefill.metrics import PrefillMetrics
 from millrace.prefill.states import TRANSITIONS, PrefillEvent, PrefillState
 from millrace.transfer.push.control import Sending
@@ -51,8 +52,9 @@ class PrefillJob:
     the CPU, of which a group's member has only the ids of its shards and the id after each shard;
     and ``passes`` (`cut`). ``link`` to the other members is set when all have joined.
 
-    The compute thread sets ``first_tokens`` at the request's leader, and ``prompt_logprobs``, those
-    of the tokens that this instance computed, if requested, in any order. At the end it calls
+    The compute thread sets ``first_tokens`` at the request's leader, unless the request is prefill
+    only, and ``prompt_logprobs``, those of the tokens that this instance computed, if requested, in
+    any order. It adds the hidden states that are wanted to ``hidden_pool``. At the end it calls
     ``done`` with the error or None.
 
     ``failure``, from the moment when the job is cancelled or fails, says why its result is no
@@ -65,6 +67,7 @@ class PrefillJob:
     clock: Stopwatch
     sampling: SamplingSpec
     received_s: float
+    hidden_pool: HiddenPool
     layout: Layout | None = None
     prompt_ids: torch.Tensor = _NO_IDS
     #: Of each chunk; none where all its tokens are cached.
@@ -99,6 +102,7 @@ class PrefillJob:
             clock=clock,
             sampling=sampling_spec(command.request),
             received_s=clock.now_s(),
+            hidden_pool=HiddenPool(command.request.pooling),
         )
 
     @property
@@ -122,6 +126,32 @@ class PrefillJob:
     def leads(self) -> bool:
         """Whether this instance leads and reports for the group: it computes the last token."""
         return self.members[0] == self.instance_id
+
+    @property
+    def prefill_only(self) -> bool:
+        """Whether its KV goes nowhere, and the leader sends the result to the proxy."""
+        return self.command.decode is None
+
+    @property
+    def needs_whole_prompt(self) -> bool:
+        """Whether the hidden states of all its tokens are needed."""
+        return self.command.request.needs_whole_prompt
+
+    def wants_hidden(self, one: GroupPass) -> bool:
+        """Returns whether this instance's hidden states of a pass are needed."""
+        return self.needs_whole_prompt or self.hidden_pool.wants(has_last=self._has_last(one))
+
+    def wants_logits(self, one: GroupPass) -> bool:
+        """Returns whether the first token is sampled after the pass, at this instance."""
+        return not self.prefill_only and self._has_last(one)
+
+    def add_hidden(self, one: GroupPass, hidden: torch.Tensor) -> None:
+        """Adds this instance's hidden states of a pass, [L, hidden_size], to the pool."""
+        self.hidden_pool.add(hidden, has_last=self._has_last(one))
+
+    def _has_last(self, one: GroupPass) -> bool:
+        """Whether this instance computes the prompt's last token in the pass: its leader does."""
+        return self.is_last(one) and self.leads
 
     @property
     def is_shared(self) -> bool:

@@ -19,6 +19,7 @@ import grpc
 from millrace.core.errors import CapacityError, MillraceError, TransferError
 from millrace.core.instance.group import GroupError
 from millrace.core.instance.standstill import Standstill
+from millrace.core.kv.transfer import Incarnation
 from millrace.core.scheduler.commands import Cancel, Command, Drain, Order, Registered, RunPrefill
 from millrace.core.scheduler.reports import Heartbeat, Registration, RequestFailed, RequestReleased
 from millrace.core.token_events import FinishedPrefill, PositionLogprobs
@@ -36,6 +37,7 @@ from millrace.prefill.metrics import PrefillMetrics
 from millrace.prefill.prefix import PromptPrefixes
 from millrace.prefill.priority_lock import PriorityLock
 from millrace.prefill.prompt import fetch_prompt
+from millrace.prefill.results import Results
 from millrace.prefill.sending import open_session, transfer_spans
 from millrace.prefill.states import PrefillEvent
 from millrace.state.store import StoreError
@@ -74,6 +76,7 @@ class PrefillRole:
             identity=context.incarnation,
             config=context.config.transfer,
         )
+        self._results = Results(context, self._metrics, self._proxy_gone)
         self._prefixes = PromptPrefixes(context, self._metrics)
         self.prefix_cache = self._prefixes.cache
         self._membership = Membership(context, self._peers, self._sender.region, self._broken)
@@ -101,6 +104,7 @@ class PrefillRole:
 
     def attach(self, server: grpc.aio.Server) -> None:
         self._membership.attach(server)
+        self._results.attach(server)
 
     def complete_registration(self, base: Registration) -> Registration:
         self.prefix_cache.report_all()
@@ -172,6 +176,11 @@ class PrefillRole:
         """Cancels a job: a computing job checks for it; a waiting job is dropped from the pool."""
         job.cancel(reason)
         self._execution.drop_unwanted()
+
+    def _proxy_gone(self, proxy: Incarnation) -> None:
+        for job in self._jobs.values():
+            if job.prefill_only and job.command.request.proxy == proxy:
+                self._cancel(job, f"proxy {proxy.id} is gone")
 
     def _evict(self, *, abort: bool) -> None:
         """Drops every job: with `abort` by an error, else for a retry at another instance."""
@@ -270,7 +279,7 @@ class PrefillRole:
     async def _work(self, job: PrefillJob) -> None:
         """Prepares, computes and hands over the job. Raises Cancelled and MillraceError."""
         with job.cancellable():
-            session = await self._prepare(job)
+            await self._prepare(job)
             if job.layout is not None:
                 await self._membership.meet(job)
         job.advance(PrefillEvent.READY)
@@ -278,14 +287,19 @@ class PrefillRole:
         job.advance(PrefillEvent.END_COMPUTE)
         self._prefixes.keep(job)
         with job.cancellable():
+            finished = None
             if job.leads:
                 logprobs = await self._membership.collect(job)
-                await session.finish(self._finished(job, session, logprobs))
+                if job.session is None:
+                    self._results.send(job, logprobs)
+                else:
+                    finished = self._finished(job, job.session, logprobs)
             else:
                 await self._membership.hand_in(job)
-                await session.finish(None)
+            if job.session is not None:
+                await job.session.finish(finished)
 
-    async def _prepare(self, job: PrefillJob) -> Sending:
+    async def _prepare(self, job: PrefillJob) -> None:
         """Fetches the prompt, reserves pages, cuts the passes and opens the handshake."""
         async with self._prepare_turn.of(job.request_id):
             if job.is_shared:
@@ -295,7 +309,6 @@ class PrefillRole:
             job.cut(self._compute.max_chunk_tokens)
             job.session = await open_session(self._sender, self._peers, job)
             self._prefixes.hand_over(job)
-        return job.session
 
     async def _lay_out(self, job: PrefillJob) -> None:
         sizes = self._engine.layout.page_tokens, self._compute.max_chunk_tokens
@@ -340,7 +353,7 @@ class PrefillRole:
         except Exception as error:
             log.exception("request %s: prefill failed", job.request_id)
             raise ComputeError(f"prefill failed: {error}") from error
-        if job.leads and not job.first_tokens:
+        if job.leads and not (job.first_tokens or job.prefill_only):
             raise ComputeError(f"request {job.request_id}: the last chunk gave no logits")
 
     def _submit(self, job: PrefillJob, chunk: int) -> None:

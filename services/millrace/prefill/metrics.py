@@ -26,6 +26,12 @@ class PrefillMetrics:
         self.cached_tokens = registry.counter(
             "millrace_prefill_cached_tokens_total", "prompt tokens whose KV was cached"
         )
+        self.answered = registry.counter(
+            "millrace_prefill_answered_requests_total",
+            "prefill-only requests whose result was sent; kind: last and mean are pooled "
+            "hidden states",
+            ["kind"],
+        )
         self.wait_s = registry.histogram(
             "millrace_prefill_wait_seconds", "time from the command to the start of its compute"
         )

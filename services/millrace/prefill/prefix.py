@@ -33,10 +33,10 @@ class PromptPrefixes:
     def wanted(self, job: PrefillJob) -> Sequence[int]:
         """Lists the blocks that the job may take from the cache.
 
-        There are none for prompt log-probabilities, which need the whole prompt computed.
+        There are none where hidden states of the whole prompt are needed: the cache has KV alone.
         """
         blocks = prompt_blocks(job.command.request, self.cache)
-        if not blocks or job.is_shared or job.sampling.prompt_logprobs >= 0:
+        if not blocks or job.is_shared or job.needs_whole_prompt:
             return ()
         return reusable(blocks, job.prompt_tokens, self.cache.block_tokens)
 

@@ -13,8 +13,14 @@ from millrace.transfer.push.send.manager import SendManager
 from millrace.wire.clients.kv_peer import KvPeers
 
 
-async def open_session(sender: SendManager, peers: KvPeers, job: PrefillJob) -> Sending:
-    """Starts the handshakes of a job after its pages are reserved. Raises TransferError."""
+async def open_session(sender: SendManager, peers: KvPeers, job: PrefillJob) -> Sending | None:
+    """Starts the handshakes of a job after its pages are reserved. Raises TransferError.
+
+    Returns None for a prefill-only job, whose KV goes nowhere.
+    """
+    decode = job.command.decode
+    if decode is None:
+        return None
     if job.command.shards:
         return await sender.open_spread(
             job.request_id,
@@ -24,7 +30,6 @@ async def open_session(sender: SendManager, peers: KvPeers, job: PrefillJob) -> 
             attempt=job.attempt,
             runs=job.runs(),
         )
-    decode = job.command.decode
     return await sender.open(
         job.request_id,
         peer=peers.to(decode.address),
@@ -70,6 +75,7 @@ def targets(command: RunPrefill, peers: KvPeers, *, leads: bool) -> list[Target]
         raise TransferError(
             f"request {request.request_id}: its shards end at token {at} of {prompt_tokens}"
         )
+    assert command.decode is not None  # shards are KV of requests that decode
     owner = command.decode.incarnation
     if command.shards[0].worker.incarnation != owner:
         raise TransferError(

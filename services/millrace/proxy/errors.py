@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import reprlib
+from collections.abc import Sequence
 
 import orjson
 
@@ -30,7 +32,8 @@ class ApiError(MillraceError):
     """Ends a request with `status` and `{"error": {"message", "type", "param", "code"}}`.
 
     `param` is the path of the wrong field (`messages[2].content`), or None if no field is wrong.
-    `retry_after_s` becomes a Retry-After header.
+    `retry_after_s` becomes a Retry-After header, beside `headers`. `kind` is the error's type; the
+    default depends on the status.
     """
 
     def __init__(
@@ -41,6 +44,8 @@ class ApiError(MillraceError):
         param: str | None = None,
         code: str | None = None,
         retry_after_s: float | None = None,
+        kind: str | None = None,
+        headers: Sequence[tuple[bytes, bytes]] = (),
     ) -> None:
         super().__init__(message)
         self.status = status
@@ -48,12 +53,21 @@ class ApiError(MillraceError):
         self.param = param
         self.code = code
         self.retry_after_s = retry_after_s
+        self.kind = kind
+        self.more_headers = headers
 
     @property
     def type(self) -> str:
+        if self.kind is not None:
+            return self.kind
         if self.status == 429:
             return "rate_limit_error"
         return INVALID if self.status < 500 else SERVER
+
+    @property
+    def is_refusal(self) -> bool:
+        """Whether the request may succeed later, unchanged."""
+        return self.status in (429, 503)
 
     def body(self) -> bytes:
         """Returns the JSON document of the error."""
@@ -70,9 +84,9 @@ class ApiError(MillraceError):
 
     def headers(self) -> list[tuple[bytes, bytes]]:
         """Returns the headers of a response that holds only this error."""
-        headers = [(b"content-type", b"application/json")]
+        headers = [(b"content-type", b"application/json"), *self.more_headers]
         if self.retry_after_s is not None:
-            seconds = max(1, round(self.retry_after_s))
+            seconds = max(1, math.ceil(self.retry_after_s))
             headers.append((b"retry-after", b"%d" % seconds))
         if self.status == 401:
             headers.append((b"www-authenticate", b"Bearer"))
@@ -92,6 +106,23 @@ def unavailable(message: str) -> ApiError:
 def overloaded(message: str) -> ApiError:
     """Returns a 429 error: the server has too many requests."""
     return ApiError(429, message, code="overloaded", retry_after_s=RETRY_AFTER_S)
+
+
+def id_taken() -> ApiError:
+    """Returns a 409 error: a request of this id is known, and its answer is not this client's."""
+    return ApiError(409, "A request with this id exists already.", code="request_id_taken")
+
+
+def would_be_late(predicted_s: float, objective_s: float) -> ApiError:
+    """Returns a 429 error for a client that wants no late answer. Times are TTFT, in seconds."""
+    return ApiError(
+        429,
+        f"The first token is predicted after {predicted_s:.3f} s; the objective is "
+        f"{objective_s:g} s.",
+        code="would_be_late",
+        retry_after_s=predicted_s - objective_s,
+        headers=[(b"x-millrace-predicted-ttft-ms", b"%d" % round(predicted_s * 1000))],
+    )
 
 
 def refusal(refused: Refuse) -> ApiError:

@@ -4,8 +4,53 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from prometheus_client import Counter
+
+from millrace.core.limits.rules import Cost
 from millrace.proxy.generation.proxy_request import ProxyRequest
 from millrace.telemetry.metrics import Registry
+
+
+class TenantMetrics:
+    """What tenants use and are refused. The label is a tenant's name of the settings or the file of
+    keys, never a key.
+    """
+
+    def __init__(self, registry: Registry) -> None:
+        self._requests = registry.counter(
+            "millrace_proxy_tenant_requests_total", "Requests that ended, by tenant.", ("tenant",)
+        )
+        self._prompt_tokens = registry.counter(
+            "millrace_proxy_tenant_prompt_tokens_total",
+            "Prompt tokens of requests that began, by tenant.",
+            ("tenant",),
+        )
+        self._generated_tokens = registry.counter(
+            "millrace_proxy_tenant_generated_tokens_total",
+            "Tokens generated for a tenant.",
+            ("tenant",),
+        )
+        self._refused = registry.counter(
+            "millrace_proxy_tenant_refused_requests_total",
+            "Requests refused for want of a key, by access or by a limit.",
+            ("tenant", "reason"),
+        )
+
+        self._of_tenant: dict[str, tuple[Counter, ...]] = {}
+
+    def used(self, tenant: str, cost: Cost) -> None:
+        """Counts a request that was submitted and has ended."""
+        found = self._of_tenant.get(tenant)
+        if found is None:  # looking up a label costs more than counting
+            used = (self._requests, self._prompt_tokens, self._generated_tokens)
+            found = self._of_tenant[tenant] = tuple(one.labels(tenant) for one in used)
+        requests, prompt_tokens, generated_tokens = found
+        requests.inc()
+        prompt_tokens.inc(cost.prompt_tokens)
+        generated_tokens.inc(cost.generated_tokens)
+
+    def refused(self, tenant: str, reason: str) -> None:
+        self._refused.labels(tenant, reason).inc()
 
 
 class ProxyMetrics:
@@ -13,6 +58,7 @@ class ProxyMetrics:
 
     def __init__(self, inflight: Callable[[], float], parked: Callable[[], float]) -> None:
         self.registry = registry = Registry()
+        self.tenants = TenantMetrics(registry)
         registry.gauge_function(
             "millrace_proxy_inflight_requests",
             "Requests that are submitted and have not ended.",
@@ -60,6 +106,14 @@ class ProxyMetrics:
         )
         self.batches = BatchMetrics(registry)
 
+        self.streams = registry.counter(
+            "millrace_proxy_resumable_requests_total",
+            "Events of resumable streams: started, resumed by a client, adopted from another "
+            "replica, released to others at shutdown, fenced off by another replica, expired "
+            "without a client, diverged.",
+            ("event",),
+        )
+
     def finished(self, request: ProxyRequest) -> None:
         """Counts a request that ended without an error."""
         self.prompt_tokens.inc(request.prompt_tokens)
@@ -67,6 +121,8 @@ class ProxyMetrics:
             self.cached_tokens.inc(request.cached_tokens)
         first = request.first_token_at
         assert first is not None  # a request that ended had a token
+        if request.adopted:
+            return  # this replica does not know when the first tokens were sent
         slo, name = request.slo, request.slo.class_name
         ttft_s = first - request.arrived_at
         self._ttft.labels(name).observe(ttft_s)

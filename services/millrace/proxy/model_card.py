@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from millrace.core.errors import ModelError
-from millrace.proxy.request.options import SamplingDefaults
+from millrace.proxy.request.options import EmbeddingFacts, SamplingDefaults
 
 _DEFAULT_CONTEXT_TOKENS = 2048
 
@@ -25,6 +25,7 @@ class ModelCard:
     defaults: SamplingDefaults
     special_tokens: Mapping[str, str]
     chat_template: str | None
+    embedding: EmbeddingFacts = field(default_factory=EmbeddingFacts)
 
 
 def read_model_card(model: str | Path, max_context_tokens: int = 0) -> ModelCard:
@@ -54,6 +55,11 @@ def read_model_card(model: str | Path, max_context_tokens: int = 0) -> ModelCard
         defaults=_sampling_defaults(generation),
         special_tokens=_special_tokens(tokenizer),
         chat_template=_chat_template(folder, tokenizer),
+        embedding=EmbeddingFacts(
+            pooling=_pooling(folder),
+            hidden_size=int(text_config.get("hidden_size", 0)),
+            dimensions=_ids(config.get("matryoshka_dimensions")),
+        ),
     )
 
 
@@ -84,6 +90,30 @@ def _read_json(path: Path, *, optional: bool = False) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ModelError(f"{path} must hold a JSON object")
     return value
+
+
+def _pooling(folder: Path) -> str:
+    """Returns how the model's sentence-transformers files pool hidden states; "last" without them.
+
+    modules.json lists the modules with their types and folders. The pooling module's config.json
+    has a flag per mode (`pooling_mode_lasttoken`), or the mode's name (`pooling_mode`).
+    """
+    path = folder / "modules.json"
+    if not path.exists():
+        return "last"
+    try:
+        modules = json.loads(path.read_text(encoding="utf-8"))
+        paths = [one["path"] for one in modules if str(one["type"]).endswith(".Pooling")]
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise ModelError(f"can't read {path}: {error}") from error
+    if not paths:
+        return "last"
+    config = _read_json(folder / str(paths[0]) / "config.json")
+    named = config.get("pooling_mode")
+    flags = [name.removeprefix("pooling_mode_") for name, on in config.items() if on is True]
+    modes = [named] if isinstance(named, str) else [f for f in flags if f != "include_prompt"]
+    known = {"lasttoken": "last", "mean_tokens": "mean", "mean": "mean"}
+    return known.get(modes[0], modes[0]) if len(modes) == 1 else "+".join(modes) or "last"
 
 
 def _ids(value: Any) -> tuple[int, ...]:  # noqa: ANN401 - the file may hold any JSON

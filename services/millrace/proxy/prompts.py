@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,12 +22,14 @@ _END_CHARACTERS = 64
 class EnginePrompt:
     """One prompt: int32 [tokens], at least one token; its text if the reply may echo it.
 
-    `end` holds a chat's last characters, which may open the reasoning.
+    `end` holds a chat's last characters, which may open the reasoning. `field` is the prompt's path
+    in the body, if it is neither the messages of a chat nor the prompt of a completion.
     """
 
     ids: TokenArray
     text: str = ""
     end: str = ""
+    field: str = ""
     blocks: PromptBlocks = NO_BLOCKS
 
 
@@ -83,6 +86,23 @@ class PromptReader:
             _checked(await self._read_prompt(prompt, request), f"prompt[{i}]" if many else "prompt")
             for i, prompt in enumerate(request.prompts)
         ]
+
+    async def read_texts(
+        self, texts: Sequence[tuple[str, Prompt]], *, add_special_tokens: bool
+    ) -> list[EnginePrompt]:
+        """Returns the prompts of (path, text or token ids), in order.
+
+        Raises ApiError, which names the path, for a text without tokens.
+        """
+        found = []
+        for path, text in texts:
+            if isinstance(text, str):
+                special = add_special_tokens
+                ids = await self._tokenizer.encode_async(text, add_special_tokens=special)
+            else:
+                ids = np.array(text, dtype=np.int32)
+            found.append(_checked(EnginePrompt(ids=ids, field=path), path))
+        return found
 
     async def _read_prompt(self, prompt: Prompt, request: CompletionRequest) -> EnginePrompt:
         if isinstance(prompt, str):

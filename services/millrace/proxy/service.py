@@ -9,6 +9,8 @@ import socket
 import time
 import uuid
 from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
 
 import uvicorn
 
@@ -27,12 +29,25 @@ from millrace.proxy.metrics import ProxyMetrics
 from millrace.proxy.model_card import ModelCard, read_model_card
 from millrace.proxy.parsing.families import choose_parsers
 from millrace.proxy.prompts import PromptReader
+from millrace.proxy.reply.builder import Builder
 from millrace.proxy.request.options import Limits
+from millrace.proxy.request.pooled import PooledBodies
 from millrace.proxy.request.validation import Bodies
 from millrace.proxy.responses import StoredResponses
+from millrace.proxy.streams.owner import OwnedStreams, StreamLives
+from millrace.proxy.streams.replay import Replays
+from millrace.proxy.tenancy.limiter import Limiter
+from millrace.proxy.tenancy.stored_tenants import StoredTenants
 from millrace.proxy.text.chat_template import ChatTemplate
 from millrace.proxy.text.tokenizer import Tokenizer
-from millrace.state.open import open_documents, open_store
+from millrace.state.open import (
+    open_documents,
+    open_limits,
+    open_store,
+    open_streams,
+    open_tenant_tables,
+)
+from millrace.state.store import RequestStore
 from millrace.telemetry.otlp import open_traces
 
 log = logging.getLogger(__name__)
@@ -90,7 +105,7 @@ class Proxy:
             config=config.proxy,
             metrics=self.metrics,
         )
-        self._services = _services(config, card, model_name, self.gateway, self.metrics)
+        self._services = _services(config, card, model_name, self.gateway, self.store, self.metrics)
         self._server: _HttpServer | None = None
         self._serving: asyncio.Task[None] | None = None
         self.port = 0
@@ -124,6 +139,8 @@ class Proxy:
         self.gateway.start()
         self._services.files.start()
         self._services.batches.start()
+        if self._services.stored_tenants is not None:
+            await self._services.stored_tenants.start()
         self._serving = asyncio.create_task(server.serve([bound]))
         while not server.started:
             if self._serving.done():
@@ -155,11 +172,15 @@ class Proxy:
         await asyncio.wait({self._serving}, timeout=self._config.proxy.drain_timeout_s)
         if not self._serving.done():
             log.warning("cancelling %d requests that outlast the drain", self.gateway.inflight)
+        await self._services.streams.close()
         await self.gateway.close()
         await self._services.background.close()
         await self._serving
         await self._services.responses.close()
         await self._services.files.close()
+        await self._services.limiter.close()
+        if self._services.stored_tenants is not None:
+            await self._services.stored_tenants.close()
         await self.store.close()
         self._services.tokenizer.close()
         self._services.grammars.close()
@@ -172,15 +193,20 @@ def _services(
     card: ModelCard,
     model_name: str | None,
     gateway: Gateway,
+    store: RequestStore,
     metrics: ProxyMetrics,
 ) -> Services:
     tokenizer = Tokenizer(card)
+    embedding = card.embedding
+    if config.proxy.pooling != "auto":
+        embedding = replace(embedding, pooling=config.proxy.pooling)
     limits = Limits(
         model=model_name or card.folder.resolve().name,
         vocab_size=card.vocab_size,
         context_tokens=card.context_tokens,
         eos_token_ids=card.eos_token_ids,
         defaults=card.defaults,
+        embedding=embedding,
         config=config.proxy,
     )
     parsers = choose_parsers(
@@ -192,19 +218,37 @@ def _services(
     if card.chat_template is not None:
         template = ChatTemplate(card.chat_template, card.special_tokens)
     files = open_files(config)
+    bodies, prompts = Bodies(limits), PromptReader(limits, tokenizer, template, parsers)
+    builders = partial(Builder, limits, tokenizer, gateway.incarnation, parsers)
+    replays = Replays(bodies, builders)
+    lives = StreamLives(
+        grace_s=config.proxy.resume_grace_s,
+        ttl_s=config.store.ttl_s,
+        finished_ttl_s=config.store.finished_ttl_s,
+    )
+    streams = OwnedStreams(open_streams(config.store), store, gateway, replays, metrics, lives)
+    tenants = Tenants(config, metrics.tenants)
+    stored = None
+    if config.auth.stored_keys == "on":
+        stored = StoredTenants(open_tenant_tables(config.store), tenants.keys)
     responses = StoredResponses(open_documents(config.store), config.store.responses_ttl_s)
-    bodies = Bodies(limits)
     return Services(
         config=config,
         limits=limits,
         bodies=bodies,
+        pooled=PooledBodies(limits),
         tokenizer=tokenizer,
         grammars=Grammars(card.folder, card.vocab_size, card.eos_token_ids),
-        prompts=PromptReader(limits, tokenizer, template, parsers),
+        prompts=prompts,
         gateway=gateway,
+        store=store,
+        streams=streams,
+        replays=replays,
         metrics=metrics,
         objectives=Objectives(config),
-        tenants=Tenants(config.tenants),
+        tenants=tenants,
+        stored_tenants=stored,
+        limiter=Limiter(open_limits(config.store), metrics.tenants),
         responses=responses,
         background=Background(responses),
         files=files,

@@ -358,7 +358,7 @@ class SchedulerLoop:
         command = messages.SendRunPrefill(
             request=self._specs[effect.request_id],
             chunks=effect.chunks,
-            decode=self.workers[effect.decode_id].member,
+            decode=self.workers[effect.decode_id].member if effect.decode_id else None,
             attempt=effect.attempt,
             group=self._members(effect.chunks[-1].instance_ids),
             shards=self._shards(effect.shards),
@@ -402,18 +402,23 @@ class SchedulerLoop:
             self._metrics.ended(effect)
 
     def _tell_if_queued(self, request_id: str) -> None:
-        """Tells the proxy that a request waits for room at a decode instance."""
+        """Tells the proxy that no instance has room for a request yet."""
         request = self.machine.requests.get(request_id)
-        if request is not None and request.decode_id is None:
+        if request is None or request.state is not RequestState.QUEUED:
+            return
+        if request.decode_id is None:
             self._update(request.proxy_id, messages.Queued(request_id=request_id))
 
     def send_progress(self, proxy: Proxy, request_ids: Iterable[str]) -> None:
-        """Sends a proxy the progress of its requests' prompts; leaves out ended requests."""
+        """Sends the progress of prompts, also of other proxies; leaves out ended requests."""
+        machine = self.machine
         for request_id in request_ids:
-            request = self.machine.requests.get(request_id)
-            if request is not None and request.proxy_id == proxy.key:
-                expected_s = self._first_tokens.expected_s(request_id)
-                if found := progress_of(request, self.clock(), expected_s):
+            request = machine.requests.get(request_id)
+            if request is not None:
+                expected_s, place = self._first_tokens.expected_s(request_id), None
+                if request.state is not RequestState.TRANSFERRING:
+                    place = machine.queue_place(request)
+                if found := progress_of(request, self.clock(), expected_s, place):
                     self._update(proxy.key, messages.Progress(request_id=request_id, prompt=found))
 
     def _update(self, key: str, update: messages.ProxyUpdate) -> None:

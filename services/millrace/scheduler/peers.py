@@ -96,11 +96,11 @@ class Proxy:
 def fleet(cluster: Cluster, workers: Iterable[Worker]) -> Fleet:
     """Describes the fleet to proxies.
 
-    Draining decode instances are listed, too: their streams must stay open to the end.
+    Draining instances are listed, too: their streams must stay open to the end.
     """
+    known = list(workers)
     return Fleet(
-        decode=tuple(
-            worker.member for worker in workers if worker.card.role in ("decode", "mixed")
-        ),
+        decode=tuple(one.member for one in known if one.card.role in ("decode", "mixed")),
         ready=bool(cluster.ready_pools()),
+        prefill=tuple(one.member for one in known if one.card.role == "prefill"),
     )

@@ -13,10 +13,11 @@ import numpy.typing as npt
 from millrace.core.config import StoreConfig
 from millrace.core.request import RequestState
 from millrace.state.store import (
+    IdTaken,
     JournalEntry,
+    JournalPart,
     RequestRecord,
     StateUpdate,
-    StoreError,
     check_found,
     check_new_request,
     check_slice,
@@ -57,7 +58,7 @@ class MemoryStore:
         check_new_request(request_id, prompt_ids)
         self._drop_expired()
         if request_id in self._entries:
-            raise StoreError(f"request {request_id} is in the store already")
+            raise IdTaken(f"request {request_id} is in the store already")
         self._entries[request_id] = _Entry(
             state=RequestState.QUEUED.value,
             spec=spec,
@@ -94,11 +95,19 @@ class MemoryStore:
         for addition in entries:
             entry = self._find(addition.request_id)
             if entry is not None:
-                entry.journal.setdefault(addition.choice, []).extend(addition.token_ids)
+                known = entry.journal.setdefault(addition.choice, [])
+                if addition.start <= len(known):
+                    known.extend(addition.token_ids[len(known) - addition.start :])
 
     async def journal(self, request_id: str, choice: int) -> npt.NDArray[np.int32]:
         entry = self._find(request_id)
         return np.array([] if entry is None else entry.journal.get(choice, []), dtype=np.int32)
+
+    async def journal_after(
+        self, request_id: str, choice: int, *, known: int, place: int
+    ) -> JournalPart:
+        ids = await self.journal(request_id, choice)
+        return JournalPart(token_ids=ids[known:], place=place)
 
     async def get(self, request_id: str) -> RequestRecord | None:
         entry = self._find(request_id)

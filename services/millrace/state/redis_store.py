@@ -17,10 +17,11 @@ from millrace.state.keys import ID_DTYPE, journal_frame, journal_tokens, request
 from millrace.state.redis_link import RedisLink, as_bytes
 from millrace.state.scripts import Script, ScriptCall
 from millrace.state.store import (
+    IdTaken,
     JournalEntry,
+    JournalPart,
     RequestRecord,
     StateUpdate,
-    StoreError,
     check_found,
     check_new_request,
     check_slice,
@@ -81,7 +82,7 @@ class RedisStore:
         call = ScriptCall(_CREATE, (keys.record, keys.prompt), fields)
         (created,) = await self._link.once(lambda: self._scripts.run([call]))
         if not created:
-            raise StoreError(f"request {request_id} is in the store already")
+            raise IdTaken(f"request {request_id} is in the store already")
 
     async def prompt_ids(
         self, request_id: str, start: int = 0, stop: int | None = None
@@ -130,14 +131,20 @@ class RedisStore:
         calls: list[ScriptCall] = []
         for entry in entries:
             keys = request_keys(self._prefix, entry.request_id)
-            frame = journal_frame(entry.choice, entry.token_ids)
+            frame = journal_frame(entry.choice, entry.start, entry.token_ids)
             calls.append(ScriptCall(_APPEND, (keys.record, keys.journal), (frame,)))
-        await self._link.once(lambda: self._scripts.run(calls))
+        await self._link.again(lambda: self._scripts.run(calls))
 
     async def journal(self, request_id: str, choice: int) -> npt.NDArray[np.int32]:
+        return (await self.journal_after(request_id, choice, known=0, place=0)).token_ids
+
+    async def journal_after(
+        self, request_id: str, choice: int, *, known: int, place: int
+    ) -> JournalPart:
         key = request_keys(self._prefix, request_id).journal
-        found = await self._link.again(lambda: self._client.get(key))
-        return journal_tokens(as_bytes(found), choice)
+        found = as_bytes(await self._link.again(lambda: self._client.getrange(key, place, -1)))
+        ids = journal_tokens(found, choice, known)
+        return JournalPart(token_ids=ids, place=place + len(found))
 
     async def get(self, request_id: str) -> RequestRecord | None:
         key = request_keys(self._prefix, request_id).record

@@ -10,6 +10,7 @@ import asyncio
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from redis.asyncio import Redis
 from redis.exceptions import NoScriptError
@@ -29,7 +30,7 @@ class Script:
 
 @dataclass(frozen=True, slots=True)
 class ScriptCall:
-    """One run of a script, which returns a number."""
+    """One run of a script, which returns a number or a list of numbers."""
 
     script: Script
     keys: Sequence[bytes]
@@ -39,7 +40,7 @@ class ScriptCall:
 @dataclass(frozen=True, slots=True, eq=False)
 class _Group:
     calls: Sequence[ScriptCall]
-    done: asyncio.Future[list[int]]
+    done: asyncio.Future[list[Any]]
 
 
 class ScriptRunner:
@@ -50,7 +51,7 @@ class ScriptRunner:
         self._waiting: list[_Group] = []
         self._sender: asyncio.Task[None] | None = None
 
-    async def run(self, calls: Sequence[ScriptCall]) -> list[int]:
+    async def run(self, calls: Sequence[ScriptCall]) -> list[Any]:
         """Returns the answers, in order. Raises redis' error of the first call that failed.
 
         If the caller is cancelled, its calls may still run.
@@ -109,7 +110,7 @@ class ScriptRunner:
             except Exception as error:
                 group.done.set_exception(error)
 
-    async def _evaluate(self, calls: Sequence[ScriptCall]) -> list[int | Exception]:
+    async def _evaluate(self, calls: Sequence[ScriptCall]) -> list[Any]:
         """Makes one round trip; two more when the server does not know a script yet."""
         answers = await self._pipeline(calls)
         unknown = [i for i, answer in enumerate(answers) if isinstance(answer, NoScriptError)]
@@ -121,11 +122,11 @@ class ScriptRunner:
                 answers[i] = answer
         return answers
 
-    async def _pipeline(self, calls: Sequence[ScriptCall]) -> list[int | Exception]:
+    async def _pipeline(self, calls: Sequence[ScriptCall]) -> list[Any]:
         async with self._client.pipeline(transaction=False) as pipe:
             for call in calls:
                 pipe.evalsha(call.script.sha, len(call.keys), *call.keys, *call.arguments)
-            answers: list[int | Exception] = await pipe.execute(raise_on_error=False)
+            answers: list[Any] = await pipe.execute(raise_on_error=False)
         return answers
 
 
@@ -133,8 +134,9 @@ def _bytes(call: ScriptCall) -> int:
     return sum(len(a) for a in call.arguments if isinstance(a, bytes))
 
 
-def _numbers(answers: Sequence[int | Exception]) -> list[int]:
-    numbers: list[int] = []
+def _numbers(answers: Sequence[Any]) -> list[Any]:
+    """Raises the first error among the answers."""
+    numbers: list[Any] = []
     for answer in answers:
         if isinstance(answer, Exception):
             raise answer

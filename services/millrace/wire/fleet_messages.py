@@ -50,7 +50,10 @@ ProxyMessage = Submit | events.CancelRequested | ProxyLoad | AskProgress
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placed:
-    """The request is accepted, and `decode` will stream its tokens."""
+    """The request is accepted, and `decode` will stream its tokens.
+
+    For a prefill-only request it is the prefill instance that will stream its result.
+    """
 
     request_id: str
     decode: Member
@@ -66,10 +69,15 @@ class Queued:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fleet:
-    """Lists the decode instances. A proxy keeps a token stream open to each."""
+    """Lists the instances that stream to proxies.
+
+    A proxy keeps a token stream open to each decode instance, and opens one to a prefill instance
+    that gets a prefill-only request.
+    """
 
     decode: tuple[Member, ...]
     ready: bool  # at least one prefill instance and one decode instance accept work
+    prefill: tuple[Member, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,7 +110,7 @@ class SendRunPrefill:
 
     request: EncodedSpec
     chunks: tuple[Chunk, ...]
-    decode: Member
+    decode: Member | None
     attempt: int
     group: tuple[Member, ...]
     shards: tuple[KvShard, ...] = ()

@@ -24,5 +24,5 @@ finish(
     stream="".join(c.choices[0].delta.content or "" for c in stream if c.choices),
     stream_usage=stream[-1].usage.completion_tokens,
     tools=error_of(lambda: litellm.completion(**common, tools=[TOOL], tool_choice="auto"), errors),
-    embeddings=error_of(lambda: litellm.embedding(**embedding), errors),
+    embeddings=litellm.embedding(**embedding).data[0]["embedding"],
 )

@@ -45,6 +45,6 @@ console.log(
     stream,
     stream_usage: (await streamed.usage).outputTokens,
     tools: await errorOf(() => generateText({ ...common, tools: { weather } })),
-    embeddings: await errorOf(() => embed({ model: embedder, value: "x", maxRetries: 0 })),
+    embeddings: (await embed({ model: embedder, value: "x", maxRetries: 0 })).embedding,
   }),
 );

@@ -214,7 +214,7 @@ def _phrase(effect: effects.Effect) -> Phrase:
             shards = [f"in {len(effect.shards)} shards"] if effect.shards else []
             rest = [
                 *map(_chunk, effect.chunks),
-                f"-> {effect.decode_id}",
+                f"-> {effect.decode_id or 'its proxy'}",
                 *shards,
                 *_attempt(effect),
             ]

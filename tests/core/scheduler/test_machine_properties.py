@@ -218,7 +218,11 @@ class World(RuleBasedStateMachine):
         request = self.machine.requests[r]
         assert request.attempts <= self.config.max_attempts
         assert i not in self.leaving | self.cordoned
-        assert effect.decode_id == self.placed_at[r] and effect.attempt == self.attempt[r]
+        if effect.decode_id:
+            assert effect.decode_id == self.placed_at[r] and effect.attempt == self.attempt[r]
+        else:  # prefill only: the leader emits the result
+            assert request.prefill_only and not request.shards and not request.kept_tokens
+            assert self.placed_at[r] == effect.chunks[0].instance_ids[0]
         assert effect.chunks[0].start_token == request.kept_tokens
         tokens = sum(chunk.num_tokens for chunk in effect.chunks)
         assert tokens == request.prompt_tokens - request.kept_tokens
@@ -386,7 +390,7 @@ class World(RuleBasedStateMachine):
         request_id=request_ids,
         proxy_id=st.sampled_from(PROXIES),
         prompt_tokens=st.one_of(st.integers(1, 60), st.integers(65, 300)),
-        max_new_tokens=st.integers(1, 20),
+        max_new_tokens=st.one_of(st.integers(1, 20), st.just(0)),
         choices=st.integers(1, 2),
         resumable=st.sampled_from([True, True, True, False]),
         tbt_s=st.sampled_from([None, None, 0.03, 0.06]),
@@ -646,7 +650,7 @@ class World(RuleBasedStateMachine):
     ) -> None:
         tasks = [t for t in instance.queue if any(r.id == request_id for r in t.requests)]
         if not tasks:
-            self.release(instance.id, 0, request_id)
+            self.release(instance.id, 0, request_id, data.draw(st.booleans()))
             return
         task = tasks[0]
         if not (task.chosen and task.ready):
@@ -711,7 +715,9 @@ class World(RuleBasedStateMachine):
         request = self.machine.requests.get(request_id)
         if request is None or request.state is not RequestState.PREFILLING:
             return
-        assert request.decode_id is not None
+        if request.decode_id is None:
+            assert request.prefill_only
+            return
         tokens = data.draw(st.integers(1, request.prompt_tokens))
         self.prefix_lands(request.decode_id, 0, request_id, 0, tokens)
         member = data.draw(st.sampled_from(request.chunks[-1].instance_ids))

@@ -136,6 +136,7 @@ class GrowingRequests:
                 storage=self.pool.storage,
                 runner=self.model,
                 grammars=None,
+                swap=None,
             ),
             config=config,
             incarnation=SimpleNamespace(id="decode-0"),

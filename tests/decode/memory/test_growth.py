@@ -15,8 +15,8 @@ import pytest
 from millrace.core.config import Config
 from millrace.core.cost.decode_step import DecodeStepTime
 from millrace.core.scheduler.commands import Drain
-from millrace.decode import token_streams
 from millrace.decode.loop import DecodeRole
+from millrace.instance import token_streams
 from millrace.instance.host import WorkerContext
 from millrace.proxy.generation.continuation import continuation
 from support.live_stack import eventually

@@ -156,7 +156,7 @@ def test_hidden_states_of_every_position_are_there_where_they_are_wanted() -> No
             (runner, Request(runner, tokens).task(0, 50)),
             (made.runner, Long(made, tokens, (16, 32, 56)).task(0, 50)),
         ):
-            task.want_prompt_logprobs = True
+            task.want_hidden = True
             for _ in on.prefill_batch([task]):
                 pass
             assert task.hidden is not None and task.logits is not None

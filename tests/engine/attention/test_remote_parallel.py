@@ -1,4 +1,4 @@
-"""A KV owner of several ranks with KVP workers: tensor parallelism times KVP."""
+"""KV owners and KVP workers of several ranks: tensor parallelism times KVP."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ import random
 from itertools import pairwise
 
 import pytest
+import torch
 
 from millrace.engine.decode_batch import DecodeBatch
 from millrace.engine.forward.mixed_pass import NO_DECODES
 from millrace.engine.kv.step_tables import page_table_of
 from millrace.engine.model.loader import load_model
 from millrace.engine.parallel.rank_group import RankGroup
+from millrace.engine.parallel.rank_pools import RankPools, services
 from millrace.engine.sampling.sampler import Sampler
 from support.deadlines import HANG_S
 from support.kvp_world import Long, random_cuts, sequence_of, world
@@ -20,16 +22,24 @@ from support.tiny_engine import Request, greedy, make_runner
 from support.tiny_models import prompt
 
 
-@pytest.mark.parametrize("name", ["llama3-rope-tied", "qwen2-yarn-window"])
-def test_ranks_spread_requests_over_workers(name: str) -> None:
-    """Chunks that straddle shards, then decodes over a shard's end beside a short sequence."""
+@pytest.mark.parametrize(
+    ("name", "ranks", "own_pools"),
+    [
+        ("llama3-rope-tied", 2, False),
+        ("llama3-rope-tied", 2, True),
+        ("qwen2-yarn-window", 4, True),
+    ],
+)
+def test_ranks_spread_requests_over_workers(name: str, ranks: int, own_pools: bool) -> None:
+    """Chunks that straddle shards, then decodes over a shard's end beside a short sequence. Four
+    ranks hold qwen2's two KV heads twice."""
     rng, steps, folder = random.Random(name), 12, split_folder(name)
     prompts = [prompt(75, seed=1), prompt(40, seed=2)]
     wanted = make_runner(folder)
     expected = greedy(wanted, [Request(wanted, p, steps) for p in prompts], steps)
     model = load_model(folder, device="cpu")
-    group = RankGroup(2, timeout_s=2 * HANG_S)
-    runner = open_runner(group, folder, num_pages=96)
+    group = RankGroup(ranks, timeout_s=2 * HANG_S)
+    runner = open_runner(group, folder, num_pages=96, own_pools=own_pools)
     try:
         with world(model, 2, page_tokens=16, max_rows=9, runner=runner) as made:
             requests = [Long(made, prompts[0], (32, 80, 96)), Long(made, prompts[1], (64,))]
@@ -48,3 +58,34 @@ def test_ranks_spread_requests_over_workers(name: str) -> None:
         assert found == {str(i): answer[1:] for i, answer in enumerate(expected)}
     finally:
         runner.processes.close()
+
+
+@pytest.mark.parametrize(("name", "ranks"), [("llama3-rope-tied", 2), ("qwen2-yarn-window", 4)])
+def test_ranks_with_pools_of_their_own_attend_for_an_owner(name: str, ranks: int) -> None:
+    """A KVP worker of several ranks, each with its heads; then one of its shards is closed."""
+    steps, folder, ids = 6, split_folder(name), prompt(75, seed=1)
+    wanted = make_runner(folder)
+    (expected,) = greedy(wanted, [Request(wanted, ids, steps)], steps)
+    group = RankGroup(ranks, timeout_s=2 * HANG_S, beside=services(None))
+    worker = open_runner(group, folder, own_pools=True)
+    serving = worker, RankPools.of(group).shards
+    try:
+        with world(
+            load_model(folder, device="cpu"), 1, page_tokens=16, max_rows=9, ranks=serving
+        ) as made:
+            request = Long(made, ids, (32, 96))
+            for start, stop in ((0, 40), (40, 75)):
+                task = request.task(start, stop)
+                made.runner.mixed(NO_DECODES, page_table_of([task.pages]), [task])
+                assert not task.lost
+            assert task.logits is not None and int(task.logits.argmax()) == expected[0]
+            batch = DecodeBatch(made.runner, made.runner.pool, Sampler(), max_batch=4)
+            batch.add(sequence_of(request, "r", expected[0], steps))
+            assert [out.token_id for _ in expected[1:] for out in batch.step()] == expected[1:]
+            made.workers[0].close_shard(request.shards[0].shard)
+            late = request.task(75, 76, want_logits=False)
+            late.token_ids = torch.tensor([expected[0]])
+            made.runner.mixed(NO_DECODES, page_table_of([late.pages]), [late])
+            assert late.lost
+    finally:
+        worker.processes.close()

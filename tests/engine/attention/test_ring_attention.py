@@ -50,7 +50,7 @@ def alone(runner: ModelRunner, tokens: Sequence[int]) -> tuple[Tensor, Tensor]:
 
 def hidden_alone(runner: ModelRunner, tokens: Sequence[int]) -> Tensor:
     task = Request(runner, tokens).task(0, len(tokens))
-    task.want_prompt_logprobs = True
+    task.want_hidden = True
     for _ in runner.prefill_batch([task]):
         pass
     assert task.hidden is not None
@@ -133,7 +133,7 @@ def test_bfloat16_agrees_within_its_rounding() -> None:
 def test_hidden_states_of_every_position_come_from_who_computed_them() -> None:
     group = small_group((1, 2, 3), 101, (40, 99, 101))
     wanted = hidden_alone(group.members[0].runner, group.prompt_ids.tolist())
-    group.want_prompt_logprobs = True
+    group.want_hidden = True
     group.run()
     found = torch.stack([group.hidden[position] for position in range(101)])
     assert_close(found, wanted, rtol=1e-4, atol=1e-4)

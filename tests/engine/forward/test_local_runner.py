@@ -66,9 +66,9 @@ def disturb(runner: ModelRunner, other: Request) -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", RESUMED)
-@pytest.mark.parametrize("want_prompt_logprobs", [False, True])
+@pytest.mark.parametrize("want_hidden", [False, True])
 def test_stopping_at_any_boundary_and_resuming_changes_nothing(
-    name: str, dtype: str, want_prompt_logprobs: bool
+    name: str, dtype: str, want_hidden: bool
 ) -> None:
     """Other passes run whole at each boundary; all results are those of an undisturbed run."""
     runner = make_runner(model_folder(name), dtype=dtype, num_pages=128)
@@ -76,7 +76,7 @@ def test_stopping_at_any_boundary_and_resuming_changes_nothing(
     tasks = [request.task(24, 60) for request in requests]
     for request, task in zip(requests, tasks, strict=True):
         list(runner.prefill_batch([request.task(0, 24, want_logits=False)]))
-        task.want_prompt_logprobs = want_prompt_logprobs
+        task.want_hidden = want_hidden
     undisturbed, disturbed = tasks
     list(runner.prefill_batch([undisturbed]))
     other = Request(runner, prompt(45, seed=2), room=1)
@@ -84,7 +84,7 @@ def test_stopping_at_any_boundary_and_resuming_changes_nothing(
         disturb(runner, other)
     assert disturbed.logits is not None and undisturbed.logits is not None
     assert torch.equal(disturbed.logits, undisturbed.logits)
-    if want_prompt_logprobs:
+    if want_hidden:
         assert disturbed.hidden is not None and undisturbed.hidden is not None
         assert torch.equal(disturbed.hidden, undisturbed.hidden)
     kv, undisturbed_kv = (runner.pool.storage[:, r.pages] for r in requests)

@@ -102,12 +102,12 @@ def test_prompt_logprobs_are_of_all_rows_of_those_that_ask() -> None:
     runner = make_runner(model_folder("llama"), num_pages=100)
     ids = prompt(30)
     whole = Request(runner, ids).task(0, 30)
-    whole.want_prompt_logprobs = True
+    whole.want_hidden = True
     for _ in runner.prefill_batch([whole]):
         pass
     decodes = started(runner, (5, 9))
     asking, plain = Request(runner, ids).task(0, 30), Request(runner, prompt(7)).task(0, 7)
-    asking.want_prompt_logprobs = True
+    asking.want_hidden = True
     mixed(runner, decodes, [plain, asking])
     assert asking.hidden is not None and whole.hidden is not None and plain.hidden is None
     torch.testing.assert_close(asking.hidden, whole.hidden, rtol=1e-4, atol=1e-4)

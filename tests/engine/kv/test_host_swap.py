@@ -8,25 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from millrace.core.errors import CapacityError, IntegrityError
-from millrace.core.kv.layout import KvLayout
 from millrace.engine.kv.host_swap import KvSwap
 
 PAGES = 12
-
-
-def layout(parts: int = 1) -> KvLayout:
-    return KvLayout(
-        model_hash="m",
-        dtype="bfloat16",
-        num_layers=3,
-        num_kv_heads=2,
-        head_dim=4,
-        page_tokens=8,
-        head_start=0,
-        head_count=2,
-        num_pages=PAGES,
-        parts=parts,
-    )
 
 
 def storage(ranks: int = 0) -> torch.Tensor:
@@ -43,7 +27,7 @@ PICKED = st.lists(st.integers(0, PAGES - 1), unique=True, min_size=1)
 @settings(max_examples=60)
 def test_pages_come_back_as_they_were(ranks, groups, random):
     kv = storage(ranks)
-    swap = KvSwap(kv, layout(max(1, ranks)), 40 * PAGE_BYTES)
+    swap = KvSwap(kv, 40 * PAGE_BYTES)
     assert swap.page_bytes == PAGE_BYTES
     away = []
     for pages in groups:
@@ -71,7 +55,7 @@ def picked(kv: torch.Tensor, pages: list[int]) -> torch.Tensor:
 
 
 def test_what_does_not_fit_takes_nothing():
-    swap = KvSwap(storage(), layout(), 5 * PAGE_BYTES - 1)
+    swap = KvSwap(storage(), 5 * PAGE_BYTES - 1)
     assert swap.free_pages == 4
     swap.reserve(3)
     with pytest.raises(CapacityError, match="2 pages of swap wanted, 1 are free"):
@@ -82,10 +66,4 @@ def test_what_does_not_fit_takes_nothing():
 
 
 def test_no_memory_no_room():
-    assert KvSwap(storage(), layout(), 0).free_pages == 0
-
-
-def test_part_of_a_groups_memory_cannot_be_swapped():
-    """On CUDA a process reads the pages of rank 0 alone."""
-    swap = KvSwap(storage(2)[:1], layout(2), 100 * PAGE_BYTES)
-    assert swap.free_pages == 0
+    assert KvSwap(storage(), 0).free_pages == 0

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import itertools
+import resource
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from millrace.core.config import EngineConfig
+from millrace.core.errors import ConfigError
 from millrace.core.kv.layout import KvLayout
 from millrace.engine.forward.local_runner import ModelRunner
 from millrace.engine.parallel.group_passes import GroupPasses, load_ranks
 from millrace.engine.parallel.rank_group import RankGroup
+from millrace.engine.parallel.rank_pools import agreed_bytes, has_own_pools
+from millrace.engine.sizing import CPU_POOL_SHARE
 from millrace.instance.transfer.transports import serve_rank
 from millrace.transfer.transport.layout import Side, at_layer, layer_runs
 from millrace.transfer.transport.nixl.transport import NixlTransport
@@ -34,9 +41,9 @@ class End:
 
     def __init__(self, runner: ModelRunner, group: RankGroup | None = None) -> None:
         own, name = Memory.of_tensor(runner.pool.storage), f"end-{next(_numbers)}"
-        pipes = [] if group is None else group.besides
+        pipes = [] if group is None else group.besides["transport"]
         agents = [RemoteAgent(pipe, i, f"{name}.{i}") for i, pipe in enumerate(pipes, start=1)]
-        pools = [own, *(agent.pool for agent in agents)]
+        pools = [own, *(agent.pool.memory for agent in agents)]
         self.transport = RankedTransport(NixlTransport(name), agents, pools)
         self.region = self.transport.register(own)
         parts = min(len(pools), runner.pool.layout.num_kv_heads)
@@ -73,7 +80,7 @@ def continued(runner: ModelRunner, request: Request, first: torch.Tensor) -> lis
 def group(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[RankGroup]:
     for name, value in transport_environment("127.0.0.1").items():
         monkeypatch.setenv(name, value)
-    ranks = RankGroup(request.param, timeout_s=2 * HANG_S, beside=serve_rank)
+    ranks = RankGroup(request.param, timeout_s=2 * HANG_S, beside={"transport": serve_rank})
     yield ranks
     ranks.close()
 
@@ -99,3 +106,49 @@ def test_one_rank_and_ranks_continue_each_others_prompts(group: RankGroup, name:
     finally:
         for end in ends:
             end.transport.close()
+
+
+def test_the_rank_with_the_least_memory_says_how_many_pages_there_are() -> None:
+    """Each pool is as large as what the rank can still map allows."""
+    least = 512 << 20
+    group = RankGroup(2, timeout_s=2 * HANG_S)
+    try:
+        unbound = agreed_bytes(group, EngineConfig(), 0, pools=2)
+        (pid,) = group.pids
+        mapped = int(Path(f"/proc/{pid}/statm").read_text().split()[0]) * resource.getpagesize()
+        resource.prlimit(pid, resource.RLIMIT_AS, (mapped + least, mapped + least))
+        agreed = agreed_bytes(group, EngineConfig(), 0, pools=2)
+        assert 0 < agreed <= least * CPU_POOL_SHARE / 2 < unbound
+        assert agreed_bytes(group, EngineConfig(kv_bytes=1 << 20), 0, pools=2) == 1 << 19
+    finally:
+        group.close()
+
+
+@pytest.mark.parametrize(
+    ("settings", "device", "own"),
+    [
+        ({"tensor_parallel": 2}, "cpu", False),
+        ({"tensor_parallel": 2}, "cuda:0", True),
+        ({"tensor_parallel": 2, "kv_pools": "own"}, "cpu", True),
+        ({"kv_pools": "own"}, "cpu", False),
+        ({"kv_pools": "shared"}, "cuda:0", False),
+    ],
+)
+def test_ranks_on_gpus_have_pools_of_their_own_and_others_at_wish(
+    settings: dict[str, Any], device: str, own: bool
+) -> None:
+    assert has_own_pools(EngineConfig(**settings), torch.device(device)) is own
+
+
+@pytest.mark.parametrize(
+    ("settings", "device", "message"),
+    [
+        ({"tensor_parallel": 2, "kv_pools": "shared"}, "cuda:0", "is 'shared' on cuda:0; .* host"),
+        ({"stages": 2, "kv_pools": "own"}, "cpu", "is 'own' and engine.stages 2; stages share"),
+    ],
+)
+def test_pools_that_cannot_be_are_refused(
+    settings: dict[str, Any], device: str, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=rf"engine\.kv_pools {message}"):
+        has_own_pools(EngineConfig(**settings), torch.device(device))

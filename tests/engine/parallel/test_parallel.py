@@ -97,15 +97,17 @@ def test_pools_of_all_ranks_send_the_kv_of_one(group: RankGroup, name: str) -> N
 def test_prompt_logprobs_and_copied_pages_come_from_all_ranks(group: RankGroup) -> None:
     folder = split_folder("qwen3-layer-types")
     alone, runner = make_runner(folder), open_runner(group, folder)
-    logits = []
+    logits, hidden = [], []
     for run in (alone, runner):
         request = Request(run, prompt(30))
         task = request.task(0, 30, want_logits=False)
-        task.want_prompt_logprobs = True
+        task.want_hidden = True
         for _ in run.prefill_batch([task]):
             pass
         assert task.hidden is not None
+        hidden.append(task.hidden)
         logits.append(run.project(task.hidden))
+    torch.testing.assert_close(hidden[1], hidden[0], rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(logits[1], logits[0], rtol=1e-4, atol=1e-4)
     source, target = request.pages[0], runner.pool.allocate(1)[0]
     runner.copy_page(source, target)

@@ -6,9 +6,11 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from queue import SimpleQueue
 
 import psutil
 import pytest
@@ -62,6 +64,24 @@ def test_a_rank_killed_in_a_pass_is_named_among_those_it_pulls_down(start: START
     assert time.monotonic() - killed_s < 10
     other.close()  # of a group that has ended: nothing is left to send
     assert_ended(group, runner, message)
+
+
+def test_a_rank_that_dies_while_nothing_runs_is_told(start: START) -> None:
+    group, told = start(2), SimpleQueue[RankError]()
+    group.when_died(told.put)
+    os.kill(group.pids[0], signal.SIGKILL)
+    error = told.get(timeout=HANG_S)
+    assert str(error) == "tensor parallelism of 2: rank 1 died, killed by SIGKILL"
+
+
+def test_a_closed_group_tells_of_no_death(start: START) -> None:
+    group, told = start(2), SimpleQueue[RankError]()
+    watching = set(threading.enumerate())
+    group.when_died(told.put)
+    (watcher,) = set(threading.enumerate()) - watching
+    group.close()
+    watcher.join(HANG_S)
+    assert not watcher.is_alive() and told.empty()
 
 
 def test_a_rank_killed_between_passes_is_named(start: START) -> None:

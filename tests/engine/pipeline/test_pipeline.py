@@ -99,12 +99,17 @@ def test_prompt_logprobs_want_every_row_of_the_last_stage(
     wanted, one = make_runner(five_layers), staged(five_layers, count, ranks)
     found = []
     for runner in (one.runner, wanted):
-        task = Request(runner, prompt(30)).task(0, 30)
-        task.want_prompt_logprobs = True
-        for _ in runner.prefill_batch([task]):
-            pass
-        assert task.hidden is not None and task.logits is not None
-        found.append((runner.project(task.hidden), task.logits))
+        tasks = [
+            Request(runner, prompt(30)).task(0, 30, want_logits=more) for more in (True, False)
+        ]
+        for task in tasks:
+            task.want_hidden = True
+            for _ in runner.prefill_batch([task]):
+                pass
+            assert task.hidden is not None
+        alone, both = tasks[1].hidden, tasks[0].hidden
+        assert tasks[0].logits is not None and tasks[1].logits is None
+        found.append((runner.project(both), tasks[0].logits, both, alone))
     for ours, theirs in zip(*found, strict=True):
         assert_same(ours, theirs, ranks)
 

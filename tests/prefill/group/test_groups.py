@@ -129,9 +129,11 @@ async def test_a_cancelled_gang_leaves_nothing(cancelled_first: int) -> None:
         await group.tokens("next")
 
 
-async def test_members_may_be_tensor_parallel() -> None:
+@pytest.mark.parametrize("pools", ["own", pytest.param("shared", marks=pytest.mark.slow)])
+async def test_members_may_be_tensor_parallel(pools: str) -> None:
     """Sequence parallelism of tensor-parallel instances, with a suspension."""
-    async with group_of(2, config(max_chunk_tokens=128, tensor_parallel=2)) as group:
+    settings = config(max_chunk_tokens=128, tensor_parallel=2, kv_pools=pools)
+    async with group_of(2, settings) as group:
         expected, expected_short = await alone(group, 900), await alone(group, 20)
         await group.ask("long", [(300, [1]), (600, [1, 0])])
         await group.prefills[1].said("chunk_started", "long")

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
-from hashlib import sha256
 
 import openai
 import orjson
 import pytest
 
-from millrace.core.config import TenantConfig, load_config
 from support.batches import lines, quick_batches
 from support.deadlines import HANG_S
 from support.gateway import MODEL, gateway
 from support.stores import private_redis
+from support.tenants import config_with, tenant_toml
 
 __all__ = ["quick_batches"]
 pytestmark = pytest.mark.usefixtures("quick_batches")
@@ -88,14 +87,20 @@ async def test_answers_are_those_of_the_endpoint(stack):
     [
         ("/v1/completions", {"prompt": "hi"}, lambda b: b["choices"][0]["text"]),
         ("/v1/responses", {"input": "hi"}, lambda b: b["output"][0]["content"][0]["text"]),
+        ("/v1/embeddings", {"input": "hi"}, lambda b: b["data"][0]["embedding"]),
     ],
 )
 async def test_other_endpoints(stack, url, body, text):
+    wanted = "Hello there"
+    if url == "/v1/embeddings":
+        stack.fleet.script.vectors = [[0.0] * 7 + [3.0]]
+        wanted = [0.0] * 7 + [1.0]
     made = await start(stack, line("a", url, **body), url)
     found = await finished(stack, made.id)
     rows = await rows_of(stack, found.output_file_id)
     answer = rows["a"]["response"]["body"]
-    assert text(answer) == "Hello there"
+    assert text(answer) == wanted
+    assert found.usage.input_tokens > 0
     if url == "/v1/responses":  # the output file has it; the store of responses is spared
         with pytest.raises(openai.NotFoundError):
             await stack.client.responses.retrieve(answer["id"])
@@ -179,10 +184,8 @@ async def test_a_replica_that_shuts_down_hands_its_batch_to_another(tmp_path):
 
 
 async def test_batches_run_in_the_name_of_their_tenant(tmp_path):
-    digest = sha256(b"acme-key").hexdigest()
-    config = replace(
-        load_config(overrides=[]), tenants={"acme": TenantConfig(key_sha256=(digest,))}
-    )
+    limits = {"slo_classes": ["default"]}  # of clients: batches have a class of their own
+    config = config_with(tmp_path, tenant_toml("acme", "acme-key", **limits))
     async with gateway(tmp_path, config=config) as stack:
         acme = replace(stack, client=stack.client.with_options(api_key="acme-key"))
         made = await start(acme, chat("a"))

@@ -151,8 +151,6 @@ async def test_no_token_with_echo_scores_the_prompt(stack, stream, logprobs):
     body |= {"logprobs": logprobs, "return_token_ids": True, "stop": "h", "stream": stream}
     if stream:
         body["stream_options"] = {"include_usage": True, "continuous_usage_stats": True}
-    # The engine's one token ends the sequence, and must not be shown.
-    stack.fleet.script = Script(token_ids=[1], finish="stop")
     response = await stack.http.post("/v1/completions", json=body)
     assert response.status_code == 200, response.text
     if stream:
@@ -171,7 +169,9 @@ async def test_no_token_with_echo_scores_the_prompt(stack, stream, logprobs):
         document = response.json()
         usage = document["usage"]
         choices = [[choice] for choice in document["choices"]]
-    assert [spec.sampling.max_tokens for spec in stack.fleet.specs] == [1, 1]
+    assert [spec.sampling.max_tokens for spec in stack.fleet.specs] == [0, 0]
+    pooling = "last" if logprobs is None else ""
+    assert [spec.pooling for spec in stack.fleet.specs] == [pooling] * 2
     lengths = [spec.prompt_tokens for spec in stack.fleet.specs]
     assert (usage["prompt_tokens"], usage["completion_tokens"]) == (sum(lengths), 0)
     for pieces, text, tokens in zip(

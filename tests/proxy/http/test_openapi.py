@@ -75,6 +75,8 @@ def test_document_describes_every_route(document):
         "/v1/batches",
         "/v1/batches/{batch_id}",
         "/v1/batches/{batch_id}/cancel",
+        "/v1/requests/{request_id}",
+        "/v1/requests/{request_id}/stream",
         "/v1/models",
         "/v1/models/{model}",
         "/health",
@@ -83,6 +85,8 @@ def test_document_describes_every_route(document):
         "/admin/scheduler",
         "/admin/improvement-rate",
         "/admin/requests/{id}",
+        "/admin/tenants",
+        "/admin/tenants/{name}",
     }
     chat = document["components"]["schemas"]["ChatRequest"]
     assert chat["required"] == ["model", "messages"]

@@ -1,48 +1,71 @@
-"""The tenant of a request, by its bearer token."""
+"""The sender of a request, by its bearer token."""
 
 from __future__ import annotations
 
-from hashlib import sha256
-
 import pytest
 
-from millrace.core.config import TenantConfig
+from millrace.core.config import Config, load_config
+from millrace.proxy.errors import ApiError
 from millrace.proxy.http.tenants import Tenants
+from millrace.proxy.metrics import TenantMetrics
+from millrace.telemetry.metrics import Registry
+from support.tenants import config_with, key_toml, tenant_toml
 
-KEYS = {"acme": ("sk-1", "sk-2"), "other": ("sk-3",)}
-TENANTS = Tenants(
-    {
-        name: TenantConfig(key_sha256=tuple(sha256(key.encode()).hexdigest() for key in keys))
-        for name, keys in KEYS.items()
-    }
+TABLES = (
+    tenant_toml("acme", "sk-1", "sk-2")
+    + key_toml("acme", "sk-5", name="ci")
+    + tenant_toml("other", "sk-3")
 )
+CASES = [
+    ("Bearer sk-1", "acme"),
+    ("bearer sk-2", "acme"),
+    ("Bearer  sk-3 ", "other"),
+    ("Bearer sk-5", "acme"),
+    ("Bearer sk-4", "default"),
+    ("Bearer", "default"),
+    ("Bearer \xe9", "default"),
+    ("Basic sk-1", "default"),
+    ("sk-1", "default"),
+    ("", "default"),
+    (None, "default"),
+]
 
 
-def tenant(authorization: str | None, tenants: Tenants = TENANTS) -> str:
+def tenants(config: Config) -> Tenants:
+    return Tenants(config, TenantMetrics(Registry()))
+
+
+def scope(authorization: str | None) -> dict:
     given = [] if authorization is None else [(b"authorization", authorization.encode("latin-1"))]
-    return tenants.of({"headers": [(b"host", b"x"), *given]})
+    return {"headers": [(b"host", b"x"), *given]}
 
 
-@pytest.mark.parametrize(
-    ("authorization", "name"),
-    [
-        ("Bearer sk-1", "acme"),
-        ("bearer sk-2", "acme"),
-        ("Bearer  sk-3 ", "other"),
-        ("Bearer sk-4", "default"),
-        ("Bearer", "default"),
-        ("Bearer \xe9", "default"),
-        ("Basic sk-1", "default"),
-        ("sk-1", "default"),
-        ("", "default"),
-        (None, "default"),
-    ],
-)
-def test_a_known_key_names_its_tenant_and_anything_else_the_default_one(
-    authorization: str | None, name: str
-) -> None:
-    assert tenant(authorization) == name
+@pytest.mark.parametrize(("authorization", "name"), CASES)
+async def test_a_known_key_names_its_tenant_and_anything_else_the_default_one(
+    tmp_path, authorization, name
+):
+    known = tenants(config_with(tmp_path, TABLES))
+    assert (await known.identify(scope(authorization))).tenant == name
 
 
-def test_without_tenants_everybody_is_the_default_one() -> None:
-    assert tenant("Bearer sk-1", Tenants({})) == "default"
+@pytest.mark.parametrize(("authorization", "name"), CASES)
+async def test_a_required_key_must_be_known(tmp_path, authorization, name):
+    known = tenants(config_with(tmp_path, TABLES, "auth.require_key=on"))
+    if name != "default":
+        assert (await known.identify(scope(authorization))).tenant == name
+        return
+    with pytest.raises(ApiError) as caught:
+        await known.identify(scope(authorization))
+    assert (caught.value.status, caught.value.code) == (401, "invalid_api_key")
+    assert "sk-4" not in caught.value.message
+
+
+async def test_a_key_has_a_name_for_logs_which_is_never_the_key(tmp_path):
+    known = tenants(config_with(tmp_path, TABLES))
+    assert (await known.identify(scope("Bearer sk-5"))).key == "ci"
+    name = (await known.identify(scope("Bearer sk-1"))).key
+    assert len(name) == 8 and "sk-1" not in name
+
+
+async def test_without_tenants_everybody_is_the_default_one():
+    assert (await tenants(load_config()).identify(scope("Bearer sk-1"))).tenant == "default"

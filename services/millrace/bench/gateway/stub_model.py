@@ -8,6 +8,7 @@ from pathlib import Path
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 SPECIAL_TOKENS = ("<|bos|>", "<|end|>", "<|user|>", "<|assistant|>", "<|system|>")
+HIDDEN_SIZE = 8
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}"
     "{% if m['role'] not in ['system', 'user', 'assistant'] %}"
@@ -45,6 +46,7 @@ def write_stub_model(folder: Path, *, context_tokens: int = 4096) -> Path:
     tokenizer.save(str(folder / "tokenizer.json"))
     config = {
         "vocab_size": tokenizer.get_vocab_size(),
+        "hidden_size": HIDDEN_SIZE,
         "max_position_embeddings": context_tokens,
         "eos_token_id": 1,
     }

@@ -9,13 +9,14 @@ from millrace.bench.common.options import command as made
 from millrace.bench.common.options import option, read_names
 
 LIMITS_S = {
-    "kernels": 150.0,
+    "kernels": 140.0,
     "oracle": 60.0,
     "preemption": 30.0,
     "transfer": 40.0,
-    "stack": 90.0,
-    "speed": 120.0,
-    "speed-moe": 100.0,
+    "tensor-parallel": 45.0,
+    "stack": 80.0,
+    "speed": 110.0,
+    "speed-moe": 90.0,
 }
 """The parts in their order, and the most seconds of each: together less than 10 minutes."""
 

@@ -26,8 +26,12 @@ from millrace.bench.gpu.command import LIMITS_S, Settings
 from millrace.bench.gpu.document import PartReport, Report, Status, Versions
 from millrace.bench.gpu.part import Found
 from millrace.core.errors import ConfigError
-from millrace.engine.assembly import available_bytes, processor_name, resolve_device
+from millrace.engine.assembly import processor_name, resolve_device
+from millrace.engine.sizing import available_bytes
 from millrace.version import version
+
+_CPU_PATIENCE: Final = 6.0
+"""Limits without a GPU are so many times as long: the machine may be busy."""
 
 _TAIL: Final = 1500
 """Characters of a failed part's output that the report keeps."""
@@ -46,10 +50,11 @@ def run(
     source = Path(settings.source)
     if not (source / "tests" / "kernels").is_dir():
         raise ConfigError(f"--source is {settings.source}; it must be Millrace's source tree")
+    patience = 1.0 if device.type == "cuda" else _CPU_PATIENCE
     parts = []
     for number, name in enumerate(settings.parts):
         on_progress(number, len(settings.parts), name)
-        parts.append(run_part(name, device, source, LIMITS_S[name]))
+        parts.append(run_part(name, device, source, patience * LIMITS_S[name]))
     on_progress(len(parts), len(parts), "done")
     return _report(device, parts).model_dump()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
@@ -15,9 +15,10 @@ from torch import Tensor
 
 from millrace.bench.gpu.shapes import write_config
 from millrace.core.config import EngineConfig
-from millrace.engine.assembly import Engine, open_engine
+from millrace.engine.assembly import Engine, open_engines
 from millrace.engine.forward.prefill_task import PrefillTask
 from millrace.engine.kv.step_tables import page_table_of
+from millrace.instance.transfer.transports import serve_rank
 
 PROMPT_TOKENS: Final = 150
 _CUT: Final = 67  # tokens of the first chunk
@@ -34,9 +35,16 @@ class Prompt:
 
 @contextmanager
 def small_engine(
-    config: Mapping[str, Any], device: str, dtype: str, backend: str = "auto"
+    config: Mapping[str, Any],
+    device: str,
+    dtype: str,
+    backend: str = "auto",
+    ranks: Sequence[str] = (),
 ) -> Iterator[Engine]:
-    """Opens an engine with a pool of 64 MiB; the weights are the same on every device."""
+    """Opens an engine with a pool of 64 MiB; the weights are the same on every device.
+
+    `ranks`: the devices of several ranks, each with a pool and a NIXL agent of its own.
+    """
     with TemporaryDirectory() as name:
         settings = EngineConfig(
             device=device,
@@ -44,8 +52,11 @@ def small_engine(
             load_format="dummy",
             attention_backend=backend,
             kv_bytes=64 << 20,
+            tensor_parallel=max(1, len(ranks)),
+            kv_pools="own" if ranks else "auto",
         )
-        engine = open_engine(write_config(Path(name) / "model", config), settings)
+        folder = write_config(Path(name) / "model", config)
+        (engine,) = open_engines(folder, settings, 1, transport=serve_rank, devices=ranks)
     try:
         yield engine
     finally:

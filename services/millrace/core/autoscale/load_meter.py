@@ -12,7 +12,7 @@ the time of the call. Rates and ratios cover the last `window_s` seconds.
   between tokens from its instance's last heartbeat counts: an answer may run for minutes.
 - A request that waits for a decode instance's pages waits for nothing that prefill could do. So
   `backlog_s` and the TTFT leave it out, and `kv_utilisation` includes it and may exceed 1. The pool
-  that lacks capacity is then the pool that grows.
+  that lacks capacity is then the pool that grows. A prefill-only request waits for prefill alone.
 
 A fleet prefills on instances of one role, prefill or mixed. With both roles, each role's load is
 that of the whole fleet. A role has a load even after its last instance left: requests may wait for
@@ -176,7 +176,8 @@ class LoadMeter:
         waiting_s = 0.0
         for request in self._machine.requests.values():
             if request.state is RequestState.QUEUED:
-                waits = request.decode_id is not None or not served
+                placed = request.decode_id is not None or request.prefill_only
+                waits = placed or not served
             else:
                 waits = request.state is RequestState.PREFILLING and request.decode_id in mixed
             if waits:
@@ -205,7 +206,7 @@ class LoadMeter:
         page_tokens = decodes[0].page_tokens
         helped = any(isinstance(one, KvpInstance) for one in self._instances())
         for request in self._machine.requests.values():
-            if request.decode_id is None:
+            if request.decode_id is None and not request.prefill_only:
                 at_owner = self._waits_to_spread(request) if helped else None
                 pages = decodes[0].booked_for(request)
                 used += page_tokens * pages if at_owner is None else at_owner
@@ -240,7 +241,7 @@ class LoadMeter:
         """
         final_tokens = request.prompt_tokens + request.max_new_tokens
         if request.decode_id is None:
-            at_owner = self._waits_to_spread(request)
+            at_owner = None if request.prefill_only else self._waits_to_spread(request)
             if at_owner is None:
                 return None
             return Context(tokens=final_tokens, final_tokens=final_tokens, owner_tokens=at_owner)

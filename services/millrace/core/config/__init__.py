@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+from millrace.core.config.auth import AuthConfig
 from millrace.core.config.files import BatchesConfig, FilesConfig
 from millrace.core.config.sections import (
     EngineConfig,
@@ -29,12 +30,19 @@ from millrace.core.config.sections import (
     TlsConfig,
     TransferConfig,
 )
-from millrace.core.config.tenants import TenantConfig, read_tenants, read_weight, weights_of
+from millrace.core.config.tenants import (
+    TenantConfig,
+    check_tenants,
+    read_tenants,
+    read_weight,
+    weights_of,
+)
 from millrace.core.errors import ConfigError
 from millrace.core.request import Slo
 from millrace.core.weights import Weights
 
 __all__ = [
+    "AuthConfig",
     "BatchesConfig",
     "Config",
     "EngineConfig",
@@ -64,6 +72,7 @@ class Config:
     """
 
     proxy: ProxyConfig = field(default_factory=ProxyConfig)
+    auth: AuthConfig = field(default_factory=AuthConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
     mixed: MixedConfig = field(default_factory=MixedConfig)
@@ -89,6 +98,7 @@ class Config:
                 f"scheduler.lease_s is {self.scheduler.lease_s:g}; it must be at least twice "
                 f"scheduler.heartbeat_s ({self.scheduler.heartbeat_s:g})"
             )
+        check_tenants(self.tenants, self.slo_classes)
 
 
 def load_config(path: Path | None = None, overrides: Iterable[str] = ()) -> Config:

@@ -6,30 +6,16 @@ Every message names the field by its dotted path, the value and the range. Units
 from __future__ import annotations
 
 import dataclasses
-import math
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from millrace.core.arithmetic import ceil_div
+from millrace.core.config.fields import Section as _Section
+from millrace.core.config.fields import one_of as _one_of
+from millrace.core.config.fields import setting as _setting
+from millrace.core.config.fields import within as _within
 from millrace.core.cost.rates import parse_rates
 from millrace.core.errors import ConfigError
-
-
-def _within(low: float, high: float = math.inf) -> Callable[[Any], str | None]:
-    def check(value: Any) -> str | None:  # noqa: ANN401 - a check sees any field's value
-        if low <= value <= high:
-            return None
-        return f"at least {low:g}" if math.isinf(high) else f"between {low:g} and {high:g}"
-
-    return check
-
-
-def _one_of(*choices: str) -> Callable[[Any], str | None]:
-    def check(value: Any) -> str | None:  # noqa: ANN401
-        return None if value in choices else "one of " + ", ".join(choices)
-
-    return check
 
 
 def _rates(value: Any) -> str | None:  # noqa: ANN401
@@ -43,22 +29,6 @@ def _rates(value: Any) -> str | None:  # noqa: ANN401
 def _profile(value: Any) -> str | None:  # noqa: ANN401
     known = isinstance(value, str) and (value in ("auto", "none") or value.endswith(".json"))
     return None if known else "auto, none or the path of a .json file"
-
-
-def _setting(default: Any, check: Callable[[Any], str | None] | None = None, doc: str = "") -> Any:  # noqa: ANN401
-    return field(default=default, metadata={"check": check, "doc": doc})
-
-
-class _Section:
-    """Checks every field of a section against its range when it is built."""
-
-    def __post_init__(self) -> None:
-        section = type(self).__name__.removesuffix("Config").lower()
-        for f in dataclasses.fields(self):  # type: ignore[arg-type]  # every section is a dataclass
-            check = f.metadata.get("check")
-            value = getattr(self, f.name)
-            if check is not None and (wanted := check(value)) is not None:
-                raise ConfigError(f"{section}.{f.name} is {value!r}; it must be {wanted}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,6 +59,12 @@ class ProxyConfig(_Section):
         _one_of("auto", "none", "think", "mistral", "harmony"),
         "form of reasoning in a model's text. auto: by the chat template; none: it is content",
     )
+    pooling: str = _setting(
+        "auto",
+        _one_of("auto", "last", "mean"),
+        "hidden state that stands for a text: of its last token, or the mean over all its tokens. "
+        "auto: by the model's sentence-transformers files, else last",
+    )
     max_new_tokens: int = _setting(
         4096, _within(1), "largest max_tokens, and the default when none is given"
     )
@@ -104,6 +80,26 @@ class ProxyConfig(_Section):
     )
     admin_token: str = _setting(
         "", None, "bearer token of /admin; empty: clients on the proxy's own machine only"
+    )
+    keepalive_s: float = _setting(
+        10.0, _within(0.01, 3600), "a stream that is silent for one to two of these gets a comment"
+    )
+    progress_interval_s: float = _setting(
+        1.0, _within(0.01, 3600), "time between two progress events of a stream that shows them"
+    )
+    resume_grace_s: float = _setting(
+        60.0,
+        _within(0, 86400),
+        "a resumable stream goes on this long without a client; 0: no stream is resumable",
+    )
+    request_timeout_s: float = _setting(
+        0.0, _within(0, 86400), "longest time from arrival to the last token; 0: no limit here"
+    )
+    cors_origins: str = _setting(
+        "", None, "origins of web pages that may call the API, with commas between; *: all"
+    )
+    access_log: str = _setting(
+        "off", _one_of("on", "off"), "a log record for every request, without its text"
     )
     submit_timeout_s: float = _setting(
         10.0, _within(0.01), "longest wait for the scheduler's answer to a submission"
@@ -197,6 +193,12 @@ class EngineConfig(_Section):
     threads: int = _setting(0, _within(0, 4096), "compute threads; 0: all cores of the process")
     tensor_parallel: int = _setting(
         1, _within(1, 64), "ranks of an instance, which share each layer's heads and widths"
+    )
+    kv_pools: str = _setting(
+        "auto",
+        _one_of("auto", "shared", "own"),
+        "KV pools of an instance's ranks. shared: in one memory on the host; own: each rank has "
+        "memory of its own; auto: shared on the host, own on GPUs",
     )
     stages: int = _setting(
         1, _within(1, 64), "pipeline stages of an instance, each with consecutive layers"

@@ -57,3 +57,4 @@ class HandIn:
     attempt: int
     member: Incarnation
     logprobs: tuple[PromptLogprobsRun, ...] = ()
+    hidden_sum: bytes = b""  # of its tokens' final hidden states: float64 [hidden_size]

@@ -33,7 +33,7 @@ def refusal(
     pools = cluster.ready_pools()
     if not pools:
         return _unavailable(cluster, config)
-    if not any(p.could_prefill(request) and p.could_decode(request) for p in pools):
+    if not any(pool.could_serve(request) for pool in pools):
         return _too_large(request, pools)
     prefills = sum(pool.prefillers for pool in pools)
     each_s = queued_s / prefills

@@ -52,12 +52,13 @@ class RunPrefill:
     """The command on the wire: compute these chunks, after all that the instance already holds.
 
     `group` has every instance of the chunks, in the order of the last chunk; empty: this instance
-    alone. `shards` say where the KV goes, by position; empty: all of it to `decode`.
+    alone. `shards` say where the KV goes, by position; empty: all of it to `decode`. Without
+    `decode` the request is prefill only: the KV goes nowhere, and the leader sends its result.
     """
 
     request: RequestSpec
     chunks: tuple[Chunk, ...]
-    decode: Member
+    decode: Member | None
     attempt: int = 1
     group: tuple[Member, ...] = ()
     shards: tuple[KvShard, ...] = ()

@@ -12,7 +12,11 @@ from millrace.core.request import Chunk, RequestState, Shard
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Tell the proxy that the request is accepted and which decode instance emits its tokens."""
+    """Tell the proxy that the request is accepted and which instance emits its tokens.
+
+    `decode_id`: a decode instance; of a prefill-only request the instance that computes its last
+    token.
+    """
 
     request_id: str
     proxy_id: str
@@ -71,7 +75,8 @@ class RunPrefill:
 
     Every instance named in `chunks` gets one; it queues those chunks that name it, each as an entry
     of its own (see `Order`). Chunks that begin after token 0 continue after the tokens that
-    decode keeps. With `shards` the KV goes to their workers, else all of it to decode.
+    decode keeps. With `shards` the KV goes to their workers, else all of it to decode. With an
+    empty `decode_id` the request is prefill only: no KV is sent, and the leader emits the result.
     """
 
     instance_id: str

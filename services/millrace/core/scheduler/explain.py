@@ -18,6 +18,7 @@ from millrace.core.scheduler.ended_requests import Ended
 from millrace.core.scheduler.fleet.cluster import Pool
 from millrace.core.scheduler.fleet.run_queue import RunQueue
 from millrace.core.scheduler.fleet.task import Task
+from millrace.core.scheduler.fleet.waiting_queue import WaitingQueue
 from millrace.core.scheduler.request_table import RequestTable
 
 
@@ -69,6 +70,31 @@ def explain(table: RequestTable, request_id: str, now_s: float) -> Explanation |
         return _of_live(table, request, now_s)
     ended = table.ended.get(request_id)
     return None if ended is None else _of_ended(ended, table.cluster.policy.name)
+
+
+def queue_place(table: RequestTable, request: LiveRequest) -> int | None:
+    """Returns the request's place in its queue, from 1; None if it waits in none.
+
+    A request that has no decode instance yet is counted among the requests without one. Requests
+    at the prefill instances go before those that no instance has.
+    """
+    line = table.waiting_queue_of.get(request.id)
+    if line is not None and line is table.unplaced:
+        return line.count_before(request) + 1
+    owner = table.cluster.instances.get(request.decode_id or "")
+    if owner is None:
+        return None
+    if line is not None:
+        rank = (line.key(request), request.order, 0)
+        sharing = table.cluster.pool_of(owner).run_queue
+        return line.count_before(request) + len(_heads_before(sharing, rank)) + 1
+    run_queue = table.run_queue_of.get(request.id)
+    if run_queue is None:
+        return None
+    task = run_queue.tasks[request.id][0]
+    if task.started_s is not None:
+        return None
+    return len(_heads_before(run_queue, task.rank, task.mask)) + 1
 
 
 def _of_ended(ended: Ended, policy: str) -> Explanation:
@@ -138,10 +164,9 @@ def _place(table: RequestTable, request: LiveRequest) -> _Place | None:
         before = [(one, line.key(one)) for one in line.before(request)]
         return _Place(ranking=line.ranking, key=key, before=before)
     run_queue = table.run_queue_of.get(request.id)
-    owner = table.cluster.instances.get(request.decode_id or "")
-    if owner is None or (line is None and run_queue is None):
+    pool = _pool_of(table, line, run_queue)
+    if pool is None:
         return None
-    pool = table.cluster.pool_of(owner)
     if line is not None:
         key = line.key(request)
         before = [(one, line.key(one)) for one in line.before(request)]
@@ -151,6 +176,16 @@ def _place(table: RequestTable, request: LiveRequest) -> _Place | None:
     task = run_queue.tasks[request.id][0]
     sharing = _heads_before(run_queue, task.rank, task.mask)
     return _Place(ranking=pool.ranking, key=task.rank[0], before=sharing, pool=pool, task=task)
+
+
+def _pool_of(
+    table: RequestTable, line: WaitingQueue | None, run_queue: RunQueue | None
+) -> Pool | None:
+    """Returns the pool in whose queue the request is; None where it is in none."""
+    for pool in table.cluster.pools.values():
+        if pool.waiting is line or pool.run_queue is run_queue:
+            return pool
+    return None
 
 
 def _heads_before(
@@ -184,6 +219,8 @@ def _ahead(place: _Place, now_s: float) -> tuple[Ahead, ...]:
 
 def _waits_for(table: RequestTable, request: LiveRequest, place: _Place | None) -> str:
     if request.state is RequestState.TRANSFERRING:
+        if request.decode_id is None:
+            return "its result to be sent"
         return f"its KV to land at {request.decode_id}"
     if place is None or request.first_token_s is not None:
         return ""

@@ -184,15 +184,23 @@ def _check_request(request: LiveRequest, table: RequestTable) -> None:
         _check_shards(request, table)
     if request.state is RequestState.QUEUED:
         _same(f"{request.id}: chunks", request.chunks, ())
-        pool = table.cluster.pool_of(decode) if decode is not None else None
-        line = table.unplaced if pool is None else pool.waiting
-        if request.id not in line or table.waiting_queue_of.get(request.id) is not line:
+        line = table.waiting_queue_of.get(request.id)
+        if line is None or request.id not in line or line not in _lines(request, table):
             raise IntegrityError(f"{request.id}: waits in no queue, or in the wrong one")
     if request.state is RequestState.PREFILLING:
         for instance_id in _computing(request, table):
             prefill = instances.get(instance_id)
             if prefill is None or table.served(request.id, prefill) is not request:
                 raise IntegrityError(f"{request.id}: prefills at {instance_id}, which lacks it")
+
+
+def _lines(request: LiveRequest, table: RequestTable) -> list[WaitingQueue]:
+    """The queues in which a queued request may wait."""
+    decode = table.cluster.instances.get(request.decode_id or "")
+    if decode is not None:
+        return [table.cluster.pool_of(decode).waiting]
+    pools = table.cluster.pools.values() if request.prefill_only else ()
+    return [table.unplaced, *(pool.waiting for pool in pools)]
 
 
 def _computing(request: LiveRequest, table: RequestTable) -> set[str]:

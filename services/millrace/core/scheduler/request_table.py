@@ -240,7 +240,7 @@ class RequestTable:
         """
         self.end(step, request, RequestState.FINISHED, reason)
         tbt_s = None
-        if generated_tokens is not None:
+        if generated_tokens is not None and not request.prefill_only:
             tbt_s = mean_tbt_s(request, generated_tokens, step.now_s)
             self.cluster.answer_lengths.ended(request, generated_tokens)
         self.cluster.policy.finished(request, step.now_s, tbt_s)

@@ -86,13 +86,13 @@ class StepContext:
 
     def run_prefill(self, request: LiveRequest, instance_id: str) -> None:
         """Has the instance compute its part of these chunks."""
-        assert request.decode_id is not None  # only placed requests are sent
+        assert request.decode_id is not None or request.prefill_only  # only placed ones are sent
         self.effects.append(
             RunPrefill(
                 instance_id=instance_id,
                 request_id=request.id,
                 chunks=request.chunks,
-                decode_id=request.decode_id,
+                decode_id=request.decode_id or "",
                 attempt=request.attempt,
                 shards=request.shards,
             )

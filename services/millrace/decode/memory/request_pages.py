@@ -70,7 +70,7 @@ class RequestPages:
 
         If it raises CapacityError, it takes none.
         """
-        tokens = min(end_token, spec.prompt_tokens + spec.sampling.max_tokens - 1)
+        tokens = min(end_token, spec.prompt_tokens + max(spec.sampling.max_tokens, 1) - 1)
         pages = self._pool.allocate(ceil_div(tokens, self.page_tokens))
         shared = min(tokens, spec.prompt_tokens) // self.page_tokens
         return HeldPages.of(pages, shared, {0: len(pages) - shared})

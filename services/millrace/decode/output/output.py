@@ -13,10 +13,10 @@ from millrace.decode.output.journal import Journal
 from millrace.decode.output.token_events import first_token_events, step_event
 from millrace.decode.request import DecodeEvent, DecodeRequest
 from millrace.decode.request_table import RequestTable
-from millrace.decode.token_streams import TokenStreams
 from millrace.engine.decode_batch import TokenOut
 from millrace.engine.sampling.spec import finish_reason
 from millrace.instance.host import WorkerContext
+from millrace.instance.token_streams import TokenStreams
 from millrace.wire.moves import PREEMPTED
 
 log = logging.getLogger(__name__)
@@ -42,9 +42,13 @@ class Output:
     # -- tokens
 
     def first_tokens(self, request: DecodeRequest, finished: FinishedPrefill) -> None:
-        """Sends the first tokens, sampled by prefill, one per choice."""
+        """Sends the first tokens, sampled by prefill, one per choice; or the result of a
+        prefill-only request, which ends it."""
         for event in first_token_events(request, finished):
-            self._emit(request, event, finish_reason(request.sampling, 1, event.token_ids[0]))
+            reason = "length"
+            if event.token_ids:
+                reason = finish_reason(request.sampling, 1, event.token_ids[0])
+            self._emit(request, event, reason)
 
     def step_tokens(self, outs: Many[TokenOut], batch: int) -> None:
         """Sends the tokens of a step of `batch` sequences; skips requests that have ended."""
@@ -77,7 +81,9 @@ class Output:
                 spans = (*detail.spans, *request.spans)
                 event = event._replace(detail=detail._replace(spans=spans))
         self.streams.publish(request.proxy, event)
-        self.journal.add(request.id, event.choice, event.token_ids)
+        if event.token_ids:
+            start = request.emitted(event.choice, len(event.token_ids))
+            self.journal.add(request.id, event.choice, start, event.token_ids)
         if not request.open_choices and not request.ended:
             request.finish_reason = reason
             self._table.leave(request)

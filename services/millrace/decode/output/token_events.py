@@ -10,18 +10,23 @@ from millrace.engine.decode_batch import TokenOut
 
 
 def first_token_events(request: DecodeRequest, finished: FinishedPrefill) -> Iterator[TokenEvent]:
-    """Yields one event per choice; the first event also has prefill's data about the prompt."""
+    """Yields one event per choice; the first event also has prefill's data about the prompt.
+
+    The events of a prefill-only request have no tokens.
+    """
     asked = request.sampling.logprobs >= 0
-    for choice, first in enumerate(finished.first_tokens):
-        logprobs = (first.logprobs,) if asked and first.logprobs is not None else ()
+    for choice in range(request.sampling.n):
+        firsts = finished.first_tokens[choice : choice + 1]
+        logprobs = tuple(one.logprobs for one in firsts if asked and one.logprobs is not None)
         detail = TokenDetail(logprobs)
         if choice == 0:
             detail = detail._replace(
                 spans=tuple(s for s in finished.spans if s is not request.transfer),
                 prompt_logprobs=finished.prompt_logprobs,
                 cached_tokens=finished.cached_tokens or request.cached_tokens,
+                pooled=finished.pooled,
             )
-        yield TokenEvent(request.id, choice, (first.token_id,), detail=detail)
+        yield TokenEvent(request.id, choice, tuple(one.token_id for one in firsts), detail=detail)
 
 
 def step_event(out: TokenOut) -> TokenEvent:

@@ -26,6 +26,22 @@ from millrace_kernels import api as kernels
 from millrace_kernels.plan import AttentionPlan
 
 
+@dataclass(frozen=True, slots=True)
+class HeadShare:
+    """Neighbouring heads of a model: q heads, and the KV heads that they read."""
+
+    q: slice
+    kv: slice
+
+    @property
+    def num_q_heads(self) -> int:
+        return int(self.q.stop - self.q.start)
+
+    @property
+    def num_kv_heads(self) -> int:
+        return int(self.kv.stop - self.kv.start)
+
+
 @dataclass(slots=True, eq=False)
 class _Shard:
     pages: npt.NDArray[np.int32]
@@ -55,20 +71,25 @@ class ShardAttention:
         memory: Tensor,
         windows: Sequence[int | None],
         backend: str = "auto",
+        share: HeadShare | None = None,
     ) -> None:
         """storage: [layers, pages, 2, k, page_tokens, d], or [pools, ...] of these, with the heads
         in their order. memory: uint8, the server's; ``windows[i]``: layer i's sliding window.
+        `share`: the heads of the shape for which this object attends; None: all.
 
-        Raises ValueError when the pools don't hold the heads that the shape names.
+        Raises ValueError when the pools don't hold the heads of the share.
         """
         self._pools = storage if storage.dim() == 7 else storage[None]
         pools, _, _, _, heads, self._page_tokens, head_dim = self._pools.shape
-        if (pools * heads, head_dim) != (shape.num_kv_heads, shape.head_dim):
+        if share is None:
+            share = HeadShare(slice(0, shape.num_q_heads), slice(0, shape.num_kv_heads))
+        if (pools * heads, head_dim) != (share.num_kv_heads, shape.head_dim):
             raise ValueError(
                 f"the pools have {pools * heads} heads of {head_dim}, the exchange "
-                f"{shape.num_kv_heads} of {shape.head_dim}"
+                f"{share.num_kv_heads} of {shape.head_dim}"
             )
         self._shape = shape
+        self._share = share
         self._memory = memory
         self._windows = tuple(windows)
         self._backend = backend
@@ -127,31 +148,45 @@ class ShardAttention:
         Returns the entries whose shard is gone; their out and lse say that no token was seen.
         Raises TransferError for a piece or layer that does not exist.
         """
-        now = self._pieces.get(slot, {}).get(piece)
-        if now is None or not 0 <= layer < len(self._windows):
-            raise TransferError(f"piece {piece} was never begun, or has no layer {layer}")
+        now = self._begun(slot, piece, layer)
         views, device = now.views, self._pools.device
         count = len(self._pools)
         if now.new is not None:
-            kv = views.kv if now.kept is None else views.kv[now.kept]
+            kv = views.kv[:, :, self._share.kv]
+            kv = kv if now.kept is None else kv[now.kept]
             now.new.write(self._pools[:, layer], kv)
         plan = self._plan_of(now, self._windows[layer])
         scale = self._shape.head_dim**-0.5
-        if count == 1 and device.type == "cpu":
+        if count == 1 and device.type == "cpu" and self._is_whole:
             kv_layer = self._pools[0, layer]
             kernels.run_attention(
                 plan, views.q, kv_layer, scale=scale, out=views.out, lse_out=views.lse
             )
             return now.missing
-        heads = self._shape.num_q_heads // count
-        for number, q in enumerate(views.q.to(device).chunk(count, dim=1)):
+        heads, first = self._share.num_q_heads // count, self._share.q.start
+        queries = views.q[:, self._share.q].to(device)
+        for number, q in enumerate(queries.chunk(count, dim=1)):
             q_nhd, kv_layer = q.contiguous(), self._pools[number, layer]
             wide = torch.empty(q_nhd.shape, dtype=torch.float32, device=device)
             out, lse = kernels.run_attention(plan, q_nhd, kv_layer, scale=scale, out=wide)
-            own = slice(number * heads, (number + 1) * heads)
+            own = slice(first + number * heads, first + (number + 1) * heads)
             views.out[:, own].copy_(out)
             views.lse[:, own].copy_(lse)
         return now.missing
+
+    def check(self, slot: int, piece: int, layer: int) -> None:
+        """Raises TransferError for a piece or layer that does not exist."""
+        self._begun(slot, piece, layer)
+
+    def _begun(self, slot: int, piece: int, layer: int) -> _Piece:
+        found = self._pieces.get(slot, {}).get(piece)
+        if found is None or not 0 <= layer < len(self._windows):
+            raise TransferError(f"piece {piece} was never begun, or has no layer {layer}")
+        return found
+
+    @property
+    def _is_whole(self) -> bool:
+        return self._share.num_q_heads == self._shape.num_q_heads
 
     def forget(self, slot: int) -> None:
         """Forgets an owner's pass, which is over."""
@@ -200,8 +235,8 @@ class ShardAttention:
                 kv_lens=kv_lens,
                 page_table=pages,
                 page_tokens=self._page_tokens,
-                num_q_heads=self._shape.num_q_heads // len(self._pools),
-                num_kv_heads=self._shape.num_kv_heads // len(self._pools),
+                num_q_heads=self._share.num_q_heads // len(self._pools),
+                num_kv_heads=self._share.num_kv_heads // len(self._pools),
                 head_dim=self._shape.head_dim,
                 dtype=self._dtype,
                 device=self._pools.device,

@@ -80,7 +80,7 @@ class RingTask:
     page_tokens + row of each token's K/V. ``blocks[s]``: the block of step s; as many as the group
     has members. With `last_layer` some member wants rows of this pass, so that the last layer's
     attention goes round too; all members have the same value. `want_logits` (of the member's last
-    token), `want_prompt_logprobs`, `name`, `logits` and `hidden` are this member's, as in
+    token), `want_hidden`, `name`, `logits` and `hidden` are this member's, as in
     `PrefillTask`.
     """
 
@@ -91,7 +91,7 @@ class RingTask:
     link: RingLink
     last_layer: bool = True
     want_logits: bool = False
-    want_prompt_logprobs: bool = False
+    want_hidden: bool = False
     name: str = ""
     logits: Tensor | None = None
     hidden: Tensor | None = None
@@ -99,7 +99,7 @@ class RingTask:
     @property
     def wants_rows(self) -> bool:
         """Returns whether this member continues past the last layer's attention."""
-        return self.want_logits or (self.want_prompt_logprobs and len(self.token_ids) > 0)
+        return self.want_logits or (self.want_hidden and len(self.token_ids) > 0)
 
     def check(self) -> None:
         """Raises ValueError when the fields don't fit each other."""
@@ -144,7 +144,7 @@ class RingAttention:
         goes_round = task.last_layer or not to_the_end
         self._exchanged = len(windows) if goes_round else len(windows) - 1
         #: Reduces the last layer's rows to one or to none.
-        self.is_cut = to_the_end and not task.want_prompt_logprobs
+        self.is_cut = to_the_end and not task.want_hidden
 
         @cache
         def plans(window: int | None, is_cut: bool) -> list[AttentionPlan | None]:

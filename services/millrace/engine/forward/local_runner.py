@@ -45,7 +45,7 @@ class ModelRunner:
         page_tokens = self.pool.layout.page_tokens
         check_tasks(tasks, page_tokens)
         tables = prompt_tables(tasks, page_tokens, self.remote)
-        keeps_all = any(task.want_prompt_logprobs for task in tasks)
+        keeps_all = any(task.want_hidden for task in tasks)
         remote = remote_attention(self.remote, tables, self.passes.shared)
         steps = self.passes.run(
             tables,
@@ -80,7 +80,7 @@ class ModelRunner:
         if tasks or not size:
             check_tasks(tasks, page_tokens)
         tables = mixed_tables(decodes, page_table, tasks, page_tokens, self.remote)
-        keeps_all = any(task.want_prompt_logprobs for task in tasks)
+        keeps_all = any(task.want_hidden for task in tasks)
         remote = remote_attention(self.remote, tables, self.passes.shared)
         logits = torch.empty(0, self.model.config.vocab_size, device=self.model.device)
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from millrace.engine.attention.kvp_owner import RemoteAttention, RemoteLink
 from millrace.engine.attention.ring import RingTask
 from millrace.engine.completion import Completion
+from millrace.engine.errors import EngineDied
 from millrace.engine.forward.mixed_pass import RaggedTables
 from millrace.engine.forward.pass_states import PassStates
 from millrace.engine.kv.pool import KvPool
@@ -51,6 +52,9 @@ class Processes(Protocol):
     def rest(self) -> None:
         """Brings all ranks to a boundary on which they agree. A caller that suspends a pass and
         calls nothing else for longer than a collective may wait must call `rest`."""
+
+    def when_died(self, call: Callable[[EngineDied], None]) -> None:
+        """Has `call` made, on any thread, when one of the processes has died."""
 
     def close(self) -> None:
         """Ends the processes. Suspended passes are lost."""

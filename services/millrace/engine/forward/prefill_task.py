@@ -24,8 +24,9 @@ class PrefillTask:
     ``token_ids``: int64 [L] of this chunk, L at least 1; ``history_tokens`` of the prompt came
     before it and lie in ``pages`` (all pages of the request, in order) already. After the last
     operator ``logits`` is float32 [vocab] of the chunk's last position when ``want_logits``, and
-    ``hidden`` [L, hidden_size] of every position, for `Runner.project`, when
-    ``want_prompt_logprobs`` (logits of a whole chunk would not fit beside a large vocabulary).
+    ``hidden`` [L, hidden_size] of every position, after the final norm, when ``want_hidden``:
+    for `Runner.project` (logits of a whole chunk would not fit beside a large vocabulary), or to be
+    pooled.
 
     With ``shards`` KVP workers hold the K/V from the first shard on, and ``pages`` hold the K/V
     before it. After the pass ``lost`` says why a shard was lost, if one was: then logits and hidden
@@ -40,7 +41,7 @@ class PrefillTask:
     history_tokens: int
     pages: Pages
     want_logits: bool = True
-    want_prompt_logprobs: bool = False
+    want_hidden: bool = False
     shards: Sequence[RemoteShard] = ()
     lost: str = ""
     name: str = ""
@@ -80,7 +81,7 @@ def hand_out(
         begin, end = end, end + len(task.token_ids)
         if task.want_logits:
             task.logits = next(logits)
-        if task.want_prompt_logprobs and hidden is not None:
+        if task.want_hidden and hidden is not None:
             task.hidden = hidden[begin:end]
 
 

@@ -1,5 +1,7 @@
 """Host memory for the KV of preempted sequences: whole pages, of all layers and ranks.
 
+Ranks with pools of their own have buffers of their own, with the same slots.
+
 A slot of the buffer holds one page. Runs of neighbouring pages that lie in neighbouring slots are
 one copy per layer. On CUDA the memory is pinned and copies run on a stream of their own, beside
 decode steps; on the host they are plain copies.
@@ -9,18 +11,27 @@ One thread owns the table of slots; another thread copies.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Final
+from collections.abc import Callable, Sequence
+from typing import Any, Final, Protocol
 
 import torch
 from torch import Tensor
 
 from millrace.core.errors import CapacityError, IntegrityError
-from millrace.core.kv.layout import KvLayout
 from millrace.engine.kv.host_memory import host_zeros
 from millrace.engine.kv.pool import PageExtents, page_runs
 
+_Copy = Callable[[Sequence[int], Sequence[int]], None]
 _PAGE_DIMS: Final = 5  # of a page among others: [pages, 2, heads, page_tokens, head_dim]
+
+
+class RankBuffers(Protocol):
+    """The `SwapBuffer`s of ranks 1 and on; `engine.parallel.rank_calls.RankCalls`."""
+
+    ranks: int  # rank 0 included
+
+    def begin(self, method: str, *arguments: Any) -> None: ...  # noqa: ANN401
+    def collect(self) -> list[Any]: ...
 
 
 class KvSwap:
@@ -28,26 +39,22 @@ class KvSwap:
     thread.
     """
 
-    def __init__(self, storage: Tensor, layout: KvLayout, swap_bytes: int) -> None:
-        """`storage`: the KV of an engine, [..., pages, 2, heads, page_tokens, head_dim].
+    def __init__(self, storage: Tensor, swap_bytes: int, others: RankBuffers | None = None) -> None:
+        """`storage`: the KV of an engine, [..., pages, 2, heads, page_tokens, head_dim]; with
+        `others`, rank 0's alone.
 
-        The swap has no room at all where `storage` is not all of the layout: on CUDA the storage of
-        a group of ranks is rank 0's alone. Raises CapacityError when the host lacks the memory.
+        Raises CapacityError when the host lacks the memory, EngineDied when another rank does.
         """
-        self._layers_lpx = storage.flatten(0, storage.dim() - _PAGE_DIMS - 1).flatten(2)
-        layers, _, elements = self._layers_lpx.shape
-        self.page_bytes = layers * elements * storage.element_size()
-        whole = storage.numel() * storage.element_size() >= layout.pool_bytes
-        self.num_pages = swap_bytes // self.page_bytes if whole else 0
+        ranks = 1 if others is None else others.ranks
+        pages = _pages_first(storage)
+        self.page_bytes = ranks * pages.shape[0] * pages.shape[2] * storage.element_size()
+        self.num_pages = swap_bytes // self.page_bytes
         self._free = PageExtents(self.num_pages)
-        self._stream: torch.cuda.Stream | None = None
-        shape = (layers, self.num_pages, elements)
-        try:
-            self._host_lpx = self._allocate(shape, storage)
-        except (RuntimeError, MemoryError) as error:
-            raise CapacityError(
-                f"engine.swap_bytes is {swap_bytes}; the host has no room for it"
-            ) from error
+        self._others = others
+        self._buffer = SwapBuffer(storage, self.num_pages)
+        if others is not None:
+            others.begin("open", self.num_pages)
+            others.collect()
 
     @property
     def free_pages(self) -> int:
@@ -73,11 +80,11 @@ class KvSwap:
 
     def swap_out(self, pages: Sequence[int], slots: Sequence[int]) -> None:
         """Copies pages to slots, in this order; returns when the pages may be reused."""
-        self._copy(self._layers_lpx, pages, self._host_lpx, slots)
+        self._at_all(self._buffer.swap_out, pages, slots)
 
     def swap_in(self, slots: Sequence[int], pages: Sequence[int]) -> None:
         """Copies slots to pages, in this order; returns when both may be used."""
-        self._copy(self._host_lpx, slots, self._layers_lpx, pages)
+        self._at_all(self._buffer.swap_in, slots, pages)
 
     def check_integrity(self, expected_used: int | None = None) -> None:
         """Raises IntegrityError when slots are lost, or their use differs from expected."""
@@ -86,11 +93,42 @@ class KvSwap:
         if expected_used is not None and used != expected_used:
             raise IntegrityError(f"{used} pages of swap are in use, {expected_used} should be")
 
+    def _at_all(self, copy: _Copy, source: Sequence[int], target: Sequence[int]) -> None:
+        if self._others is not None:
+            self._others.begin(copy.__name__, source, target)
+        copy(source, target)
+        if self._others is not None:
+            self._others.collect()
+
+
+class SwapBuffer:
+    """The buffer of the pools in one process. One thread at a time copies."""
+
+    def __init__(self, storage: Tensor, num_pages: int) -> None:
+        """`storage`: as of `KvSwap`. Raises CapacityError when the host lacks the memory."""
+        self._layers_lpx = _pages_first(storage)
+        self._stream: torch.cuda.Stream | None = None
+        layers, _, elements = self._layers_lpx.shape
+        try:
+            self._host_lpx = self._allocate((layers, num_pages, elements), storage)
+        except (RuntimeError, MemoryError) as error:
+            raise CapacityError(
+                f"engine.swap_bytes asks for {num_pages} pages; the host has no room for them"
+            ) from error
+
+    def swap_out(self, pages: Sequence[int], slots: Sequence[int]) -> None:
+        """`KvSwap.swap_out`."""
+        self._copy(self._layers_lpx, pages, self._host_lpx, slots)
+
+    def swap_in(self, slots: Sequence[int], pages: Sequence[int]) -> None:
+        """`KvSwap.swap_in`."""
+        self._copy(self._host_lpx, slots, self._layers_lpx, pages)
+
     def _allocate(self, shape: tuple[int, int, int], storage: Tensor) -> Tensor:
         if storage.device.type == "cpu":
             return host_zeros(shape, storage.dtype)
         self._stream = torch.cuda.Stream(storage.device)  # type: ignore[no-untyped-call] # torch's
-        return torch.empty(shape, dtype=storage.dtype, pin_memory=self.num_pages > 0)
+        return torch.empty(shape, dtype=storage.dtype, pin_memory=shape[1] > 0)
 
     def _copy(
         self, source_lpx: Tensor, origin: Sequence[int], target_lpx: Tensor, goal: Sequence[int]
@@ -104,6 +142,11 @@ class KvSwap:
         with torch.cuda.stream(self._stream):
             _copy_runs(source_lpx, target_lpx, runs)
         self._stream.synchronize()
+
+
+def _pages_first(storage: Tensor) -> Tensor:
+    """Returns a view [layers of all pools, pages, elements of a page]."""
+    return storage.flatten(0, storage.dim() - _PAGE_DIMS - 1).flatten(2)
 
 
 def _common_runs(origin: Sequence[int], goal: Sequence[int]) -> list[tuple[int, int, int]]:

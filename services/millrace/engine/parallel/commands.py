@@ -9,12 +9,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from millrace.core.config import EngineConfig
 from millrace.core.kv.kvp_pass import RemoteRows
 from millrace.core.kv.layout import KvLayout
 from millrace.engine.attention.ring import KvBlock, RingLink, RingTask
 from millrace.engine.forward.mixed_pass import RaggedTables
 from millrace.engine.kv.page_table import TableDelta, TableMirror
 from millrace.engine.model.stage import ALONE, Stage
+from millrace.engine.sizing import rank_bytes
 
 _NO_TABLE: Final = torch.empty(0, 0, dtype=torch.int32)
 
@@ -28,6 +30,21 @@ class Load:
     load_format: str
     seed: int
     stage: Stage = ALONE
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Room:
+    """Say how many bytes your device has for your pool; arguments as of `rank_bytes`."""
+
+    config: EngineConfig
+    least_bytes: int
+    pools: int
+    sharers: int
+
+    def bytes_on(self, device: torch.device) -> int:
+        return rank_bytes(
+            self.config, device, self.least_bytes, pools=self.pools, sharers=self.sharers
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +69,7 @@ class RingPass:
     blocks: tuple[tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]], ...]  # pages, positions
     last_layer: bool
     want_logits: bool
-    want_prompt_logprobs: bool
+    want_hidden: bool
 
     @classmethod
     def of(cls, task: RingTask) -> RingPass:
@@ -65,7 +82,7 @@ class RingPass:
             blocks=tuple((b.pages.numpy(), b.positions.numpy()) for b in task.blocks),
             last_layer=task.last_layer,
             want_logits=task.want_logits,
-            want_prompt_logprobs=task.want_prompt_logprobs,
+            want_hidden=task.want_hidden,
         )
 
     def unpacked(self, link: RingLink) -> RingTask:
@@ -77,7 +94,7 @@ class RingPass:
             link=link,
             last_layer=self.last_layer,
             want_logits=self.want_logits,
-            want_prompt_logprobs=self.want_prompt_logprobs,
+            want_hidden=self.want_hidden,
         )
 
 
@@ -187,7 +204,7 @@ class CopyPage:
     target: int
 
 
-Command = Load | Open | Run | Decode | Project | CopyPage
+Command = Load | Room | Open | Run | Decode | Project | CopyPage
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,9 +217,10 @@ class Instruction:
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """A rank's answer to a command: how many operators of its pass have run; 0 without a pass."""
+    """A rank's answer to a command: how many operators of its pass have run, or the bytes of
+    `Room`; 0 for other commands."""
 
-    operators: int
+    count: int
 
 
 @dataclass(frozen=True, slots=True)

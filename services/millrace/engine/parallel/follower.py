@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
@@ -39,16 +39,17 @@ from millrace.engine.parallel.commands import (
     Open,
     Project,
     RingPass,
+    Room,
     Run,
 )
-from millrace.engine.parallel.kv_memory import mapped, pool_number
-from millrace.engine.parallel.kvp_links import SharedRemote
+from millrace.engine.parallel.kv_memory import copies_of, mapped, pool_number
+from millrace.engine.parallel.kvp_links import GatheredKv, MappedKv, NewKv, SharedRemote
 from millrace.engine.parallel.ring_links import SharedLink
 from millrace.engine.parallel.stop_counter import StopCounter
 
-Beside = Callable[[Connection, Callable[[], Tensor]], None]
-"""Runs on a thread of a rank beside its passes: with a pipe to rank 0, and a function that returns
-the storage of the rank's pool once the pool is there."""
+Beside = Callable[[Connection, Callable[[], Tensor], int], None]
+"""Runs on a thread of a rank beside its passes, in inference mode: with a pipe to rank 0, a
+function that returns the storage of the rank's pool once the pool is there, and the rank."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +59,7 @@ class RankPlace:
     rank: int
     size: int
     device: str
+    through_host: bool
     rendezvous: str
     timeout_s: float
     threads: int
@@ -67,11 +69,11 @@ def follow(
     place: RankPlace,
     orders: Connection,
     counter: StopCounter,
-    beside: tuple[Beside, Connection] | None = None,
+    beside: Mapping[str, tuple[Beside, Connection]] | None = None,
 ) -> None:
     """Serves rank 0's orders. Ends with rank 0, when the pipe closes, or after the first error.
 
-    `beside`: what else the rank serves, with its pipe.
+    `beside`: what else the rank serves, each with its pipe.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 handles the interrupt of a terminal
     threading.Thread(target=end_with_parent, daemon=True).start()
@@ -79,10 +81,11 @@ def follow(
         orders.send(Done(0))  # up; later errors are sent as messages
         with torch.inference_mode():
             follower = Follower(place, orders, counter)
-            if beside is not None:
-                serve, pipe = beside
-                arguments = (pipe, follower.storage)
-                threading.Thread(target=serve, args=arguments, daemon=True).start()
+            for name, (serve, pipe) in (beside or {}).items():
+                arguments = (serve, pipe, follower, place.rank)
+                thread = threading.Thread(target=_serve_beside, args=arguments, name=name)
+                thread.daemon = True
+                thread.start()
             orders.send(Done(0))
             while True:
                 orders.send(Done(follower.obey(orders.recv())))
@@ -97,29 +100,38 @@ def follow(
     raise SystemExit(1)
 
 
+def _serve_beside(serve: Beside, pipe: Connection, follower: Follower, rank: int) -> None:
+    if follower.device.type == "cuda":
+        torch.cuda.set_device(follower.device)  # each thread has its own
+    with torch.inference_mode():
+        serve(pipe, follower.storage, rank)
+
+
 class Follower:
     """The state of one rank: its part of the model, its pool, its suspended passes."""
 
     def __init__(self, place: RankPlace, orders: Connection, counter: StopCounter) -> None:
         torch.set_num_threads(place.threads)
-        self._device = torch.device(place.device)
-        if self._device.type == "cuda":
-            torch.cuda.set_device(self._device)
+        self.device = torch.device(place.device)
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
         self._shard = TpShard(place.rank, place.size)
         self._orders = orders
         self._counter = counter
         self._ranks = Communicator(
             place.rank,
             place.size,
-            device=self._device,
+            device=self.device,
             rendezvous=place.rendezvous,
             timeout_s=place.timeout_s,
+            through_host=place.through_host,
         )
-        self._run_ahead = RunAhead(self._device)
+        self._run_ahead = RunAhead(self.device)
         self._passes: dict[int, _Pass] = {}
         self._stage = ALONE
         self._model: Model | None = None
         self._part: StagePasses | None = None
+        self._new_kv: NewKv | None = None
         self._page_table = TableMirror()  # rank 0's
         self._opened: Future[Tensor] = Future()
 
@@ -128,7 +140,7 @@ class Follower:
         return self._opened.result()
 
     def obey(self, order: Instruction) -> int:
-        """Carries an order out. Returns the operators of `Done`."""
+        """Carries an order out. Returns the count of `Done`."""
         for number in order.dropped:
             del self._passes[number]
         return self._carry_out(order.command)
@@ -137,6 +149,8 @@ class Follower:
         match command:
             case Load():
                 self._load(command)
+            case Room():
+                return command.bytes_on(self.device)
             case Open():
                 self._open(command)
             case Run():
@@ -162,7 +176,7 @@ class Follower:
         self._stage = command.stage
         self._model = load_model(
             command.folder,
-            device=self._device,
+            device=self.device,
             dtype=command.dtype,
             load_format=command.load_format,
             seed=command.seed,
@@ -173,7 +187,9 @@ class Follower:
     def _open(self, command: Open) -> None:
         model = required(self._model)  # rank 0 loads before it opens
         layout, memory = command.layouts[self._shard.rank], None
+        self._new_kv = GatheredKv(self._ranks, copies_of(layout, self._shard.size))
         if command.is_shared:
+            self._new_kv = MappedKv()
             handle = recv_handle(self._orders)
             try:
                 memory = mapped(layout, handle)[pool_number(layout)]
@@ -199,11 +215,12 @@ class Follower:
         while self._enters(current):
             if next(current.steps, None) is None:
                 del self._passes[command.number]
-                if self._device.type == "cuda":  # its KV is to lie there when rank 0 hears of it
-                    torch.cuda.synchronize(self._device)
                 break
             current.operators += 1
             self._run_ahead.step()
+        if self.device.type == "cuda":
+            # What rank 0 hears by the answer: the KV lies there, and no kernel writes more of it.
+            torch.cuda.synchronize(self.device)
         return current.operators
 
     def _begin(self, begin: Begin) -> _Pass:
@@ -214,7 +231,8 @@ class Follower:
             return _Pass(steps, is_ring=True)
         tables, remote = begin.unpacked(self._page_table), None
         if tables.remote:
-            remote = RemoteAttention(SharedRemote(self._ranks), tables.remote, tables.slots)
+            to_workers = SharedRemote(self._ranks, required(self._new_kv))
+            remote = RemoteAttention(to_workers, tables.remote, tables.slots)
         return _Pass(
             self._running.run(
                 tables,
@@ -255,7 +273,7 @@ class Follower:
     def _project(self, command: Project) -> None:
         model = self._running.model
         shape = (command.rows, model.config.hidden_size)
-        hidden = torch.empty(shape, dtype=model.dtype, device=self._device)
+        hidden = torch.empty(shape, dtype=model.dtype, device=self.device)
         self._ranks.broadcast(hidden)
         self._running.project(hidden)
 

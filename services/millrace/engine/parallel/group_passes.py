@@ -35,8 +35,8 @@ from millrace.engine.parallel.commands import (
     RingPass,
     StagePass,
 )
-from millrace.engine.parallel.kv_memory import mapped, rank_layouts
-from millrace.engine.parallel.kvp_links import SharedRemote
+from millrace.engine.parallel.kv_memory import copies_of, mapped, rank_layouts
+from millrace.engine.parallel.kvp_links import GatheredKv, MappedKv, NewKv, SharedRemote
 from millrace.engine.parallel.lockstep import Lockstep
 from millrace.engine.parallel.rank_group import RankGroup
 from millrace.engine.parallel.ring_links import SharedLink
@@ -120,7 +120,9 @@ class GroupPasses:
         self.storage = self.pool.storage[None]
         if whole is not None:
             self.storage = whole[:, model.layers.start : model.layers.stop]
-        self._is_shared = whole is not None
+            self._new_kv: NewKv = MappedKv(self.storage)
+        else:
+            self._new_kv = GatheredKv(group.ranks, copies_of(layout, group.size))
         self._own = StagePasses(
             model, self.pool, attention_backend, stage=stage, memory=memory, ranks=group.ranks
         )
@@ -155,13 +157,8 @@ class GroupPasses:
         """`Passes.ring`, suspended as in `Lockstep.run`.
 
         No rank begins a step of the ring before the caller asks for the step, for a step waits for
-        other instances. Raises ValueError on CUDA, where a transport reaches rank 0's K/V alone.
+        other instances.
         """
-        if self._group.device.type != "cpu":
-            raise ValueError(
-                f"a ring of groups of {self._group.size} ranks needs them on the host, "
-                f"not on {self._group.device}"
-            )
         link = SharedLink(self._group.ranks, task.link, task.link.rank, task.link.size)
         # The caller makes other stages' calls by the task's own link.
         shared = replace(task, link=link)
@@ -184,11 +181,8 @@ class GroupPasses:
             return self._own.decode(token_ids, positions, page_table, kv_lens)
 
     def shared(self, link: RemoteLink) -> RemoteLink:
-        """The link, for a pass of all ranks. Raises ValueError where the K/V of other ranks can't
-        be read here."""
-        if not self._is_shared:
-            raise ValueError("ranks with pools of their own can't be the KV owner of a request")
-        return SharedRemote(self._group.ranks, link, self.storage)
+        """The link, for a pass of all ranks."""
+        return SharedRemote(self._group.ranks, self._new_kv, link)
 
     def project(self, hidden: Tensor) -> Tensor:
         """`Runner.project`, at the first stage."""

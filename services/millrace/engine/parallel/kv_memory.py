@@ -29,6 +29,11 @@ def pools_of(layout: KvLayout) -> int:
     return layout.num_kv_heads // layout.head_count
 
 
+def copies_of(layout: KvLayout, ranks: int) -> int:
+    """Returns how many neighbouring ranks of `ranks` hold the heads of `layout`, a rank's."""
+    return ranks // pools_of(layout)
+
+
 def pool_number(layout: KvLayout) -> int:
     """Returns the number of a rank's pool."""
     return layout.head_start // layout.head_count

@@ -17,6 +17,7 @@ from itertools import count
 from torch import Tensor
 
 from millrace.core.errors import IntegrityError
+from millrace.engine.errors import EngineDied
 from millrace.engine.forward.passes import Boundary
 from millrace.engine.parallel.commands import Begin, Command, Instruction, Project, Run
 from millrace.engine.parallel.rank_group import RankError, RankGroup
@@ -110,6 +111,10 @@ class Lockstep:
         self._group.counter.request_stop()
         while self._run_operator(current):
             pass
+
+    def when_died(self, call: Callable[[EngineDied], None]) -> None:
+        """`Processes.when_died`."""
+        self._group.when_died(call)
 
     def close(self) -> None:
         """`Processes.close`."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import signal
+import threading
 import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection, wait
-from multiprocessing.context import SpawnProcess
+from multiprocessing.context import ForkServerProcess
 from multiprocessing.reduction import send_handle
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -17,6 +19,7 @@ import torch
 from millrace.core.errors import ConfigError
 from millrace.engine.errors import EngineDied
 from millrace.engine.model.communicator import Communicator, PeerLost
+from millrace.engine.parallel.child_processes import child_processes
 from millrace.engine.parallel.commands import Done, Failed, Instruction
 from millrace.engine.parallel.follower import Beside, RankPlace, follow
 from millrace.engine.parallel.stop_counter import StopCounter
@@ -42,77 +45,106 @@ class RankGroup:
         size: int,
         *,
         device: str = "cpu",
+        devices: Sequence[str] = (),
         threads: int = 1,
         timeout_s: float = 60.0,
         name: str = "",
-        beside: Beside | None = None,
+        beside: Mapping[str, Beside] | None = None,
     ) -> None:
-        """Starts ranks 1 to size - 1, which takes seconds. Rank r gets device r from `device` on.
+        """Starts ranks 1 to size - 1, which takes seconds.
+
+        Rank r gets device r from `device` on, or ``devices[r]``.
 
         `timeout_s`: how long a rank may wait for another in a collective. It must be more than
         the longest operator and the longest that a pass is left running, see `Lockstep.rest`.
-        `name`: what errors begin with. `beside`: what ranks 1 and on serve beside their passes;
-        `besides` has the pipes to it. Raises ConfigError for a size below 2 and RankError when a
-        rank does not start.
+        `name`: what errors begin with. `beside`: what ranks 1 and on serve beside their passes,
+        by name; `besides` has the pipes to it, in the order of the ranks. Raises ConfigError
+        for a size below 2 and RankError when a rank does not start.
         """
         if size < 2:
             raise ConfigError(f"tensor parallelism is {size}; a group has at least 2 ranks")
         self.size = size
-        self.device = torch.device(device)
+        of_ranks = [torch.device(d) for d in devices] or [
+            _device_of(rank, torch.device(device)) for rank in range(size)
+        ]
+        self.device = of_ranks[0]
+        #: Ranks on the device that has most of them.
+        self.sharers = max(Counter(map(str, of_ranks)).values())
+        through_host = self.sharers > 1
         self.failure: RankError | None = None
-        context = multiprocessing.get_context("spawn")
+        context = child_processes()
         self.counter = StopCounter(context, size)
         self._timeout_s = timeout_s
         self._name = name
-        self.besides: list[Connection] = []
+        self.besides: dict[str, list[Connection]] = {}
         self._pipes: list[Connection] = []
-        self._processes: list[SpawnProcess] = []
+        self._processes: list[ForkServerProcess] = []
         self._awaited = False  # the ranks have yet to answer
-        with TemporaryDirectory(prefix="millrace-ranks-") as folder:
-            places = [
-                RankPlace(
-                    rank=rank,
-                    size=size,
-                    device=str(_device_of(rank, self.device)),
-                    rendezvous=str(Path(folder) / "rendezvous"),
-                    timeout_s=timeout_s,
-                    threads=threads,
-                )
-                for rank in range(size)
-            ]
-            for place in places[1:]:
-                ours, theirs = context.Pipe()
-                also = None
-                if beside is not None:
-                    pipe, their_pipe = context.Pipe()
-                    self.besides.append(pipe)
-                    also = (beside, their_pipe)
-                process = context.Process(
-                    target=follow, args=(place, theirs, self.counter, also), daemon=True
-                )
-                process.start()
-                theirs.close()
-                if also is not None:
-                    also[1].close()
-                self._pipes.append(ours)
-                self._processes.append(process)
-            self._answers(_START_TIMEOUT_S)
-            try:
-                self.ranks = Communicator(
-                    0,
-                    size,
-                    device=self.device,
-                    rendezvous=places[0].rendezvous,
-                    timeout_s=timeout_s,
-                )
-            except PeerLost as error:
-                raise self.fail(error) from error
-            self._answers(timeout_s)
+        self._reaping = threading.Lock()
+        self._folder = TemporaryDirectory(prefix="millrace-ranks-")
+        places = [
+            RankPlace(
+                rank=rank,
+                size=size,
+                device=str(of_ranks[rank]),
+                through_host=through_host,
+                rendezvous=str(Path(self._folder.name) / "rendezvous"),
+                timeout_s=timeout_s,
+                threads=threads,
+            )
+            for rank in range(size)
+        ]
+        for place in places[1:]:
+            ours, theirs = context.Pipe()
+            also = {}
+            for service, serve in (beside or {}).items():
+                pipe, their_pipe = context.Pipe()
+                self.besides.setdefault(service, []).append(pipe)
+                also[service] = serve, their_pipe
+            process = context.Process(
+                target=follow, args=(place, theirs, self.counter, also), daemon=True
+            )
+            process.start()
+            theirs.close()
+            for _, their_pipe in also.values():
+                their_pipe.close()
+            self._pipes.append(ours)
+            self._processes.append(process)
+        self._answers(_START_TIMEOUT_S)
+        try:
+            self.ranks = Communicator(
+                0,
+                size,
+                device=self.device,
+                rendezvous=places[0].rendezvous,
+                timeout_s=timeout_s,
+                through_host=through_host,
+            )
+        except PeerLost as error:
+            raise self.fail(error) from error
+        self._answers(timeout_s)
+        if self.device.type == "cpu":  # NCCL reads there as long as the group lives
+            self._folder.cleanup()
 
     @property
     def pids(self) -> tuple[int, ...]:
         """Process ids of ranks 1 and on."""
         return tuple(process.pid or 0 for process in self._processes)
+
+    def when_died(self, call: Callable[[RankError], None]) -> None:
+        """Has `call` made, on another thread, when a rank dies before the group ends."""
+        threading.Thread(target=self._watch, args=(call,), name="ranks", daemon=True).start()
+
+    def _watch(self, call: Callable[[RankError], None]) -> None:
+        ended = wait([process.sentinel for process in self._processes])
+        if self.failure is not None:
+            return  # ended by rank 0
+        for rank, process in enumerate(self._processes, start=1):
+            if process.sentinel in ended:
+                how = _ending(self._exitcode(process, _VERDICT_S) or 0)
+                died = f"rank {rank} died, {how}"
+                call(RankError(f"{self._name}tensor parallelism of {self.size}: {died}"))
+                return
 
     def send(self, order: Instruction) -> None:
         """Gives all ranks an order, after they have answered the one before (`collect`)."""
@@ -163,9 +195,16 @@ class RankGroup:
             pipe.close()  # a rank that waits for orders ends
         deadline_s = time.monotonic() + patience_s
         for process in self._processes:
-            process.join(max(0.0, deadline_s - time.monotonic()))
+            self._exitcode(process, max(0.0, deadline_s - time.monotonic()))
             process.kill()
-            process.join()
+            self._exitcode(process, None)
+        self._folder.cleanup()
+
+    def _exitcode(self, process: ForkServerProcess, patience_s: float | None) -> int | None:
+        """Waits for the end of a process; None: it has not ended. One thread at a time may ask."""
+        with self._reaping:
+            process.join(patience_s)
+            return process.exitcode
 
     def _answers(self, timeout_s: float) -> list[int]:
         deadline_s = time.monotonic() + timeout_s
@@ -180,7 +219,7 @@ class RankGroup:
             if isinstance(answer, Failed):
                 raise self.fail(_RankFailed(pipe, answer))
             assert isinstance(answer, Done)
-            found.append(answer.operators)
+            found.append(answer.count)
         return found
 
     def _verdict(self, cause: BaseException) -> str:
@@ -198,8 +237,8 @@ class RankGroup:
             last_message = failures.get(pipe)
             if last_message is not None and not last_message.by_peer:
                 failed.append(f"rank {rank} failed: {last_message.error}")
-            elif last_message is None and process.exitcode is not None:
-                died.append(f"rank {rank} died, {_ending(process.exitcode)}")
+            elif last_message is None and (code := self._exitcode(process, 0.0)) is not None:
+                died.append(f"rank {rank} died, {_ending(code)}")
             elif last_message is None:
                 begun = self.counter.begun(rank) + 1
                 silent.append(f"rank {rank} says nothing, {begun} operators into its last pass")
@@ -222,7 +261,7 @@ class RankGroup:
                 try:
                     answer = pipe.recv()
                 except (EOFError, OSError):
-                    waiting.pop(pipe).join(_VERDICT_S)
+                    self._exitcode(waiting.pop(pipe), _VERDICT_S)
                     continue
                 if isinstance(answer, Failed):
                     failures[pipe] = answer

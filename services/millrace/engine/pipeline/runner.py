@@ -14,6 +14,7 @@ from torch import Tensor
 
 from millrace.engine.attention.kvp_owner import Remote, RemoteAttention
 from millrace.engine.attention.ring import RingLink, RingTask
+from millrace.engine.errors import EngineDied
 from millrace.engine.forward.mixed_pass import (
     DecodeRows,
     RaggedTables,
@@ -109,7 +110,7 @@ class PipelineRunner:
             check_tasks(tasks, self.pool.layout.page_tokens)
         page_tokens = self.pool.layout.page_tokens
         tables = mixed_tables(decodes, page_table, tasks, page_tokens, self.remote)
-        keeps_all = any(task.want_prompt_logprobs for task in tasks)
+        keeps_all = any(task.want_hidden for task in tasks)
         remote = remote_attention(self.remote, tables, self._first.shared)
         entry = self._begin("", tables, keeps_all=keeps_all, reports_layers=False)
         try:
@@ -140,6 +141,12 @@ class PipelineRunner:
         if self._first.processes is not None:
             self._first.processes.rest()
 
+    def when_died(self, call: Callable[[EngineDied], None]) -> None:
+        """`Processes.when_died`."""
+        self.in_flight.when_died(call)
+        if self._first.processes is not None:
+            self._first.processes.when_died(call)
+
     def close(self) -> None:
         """Ends the later stages, and the ranks of the first."""
         if self._first.processes is not None:
@@ -149,7 +156,7 @@ class PipelineRunner:
     # -- passes
 
     def _steps(self, tasks: Sequence[PrefillTask], tables: RaggedTables) -> Generator[Boundary]:
-        keeps_all = any(task.want_prompt_logprobs for task in tasks)
+        keeps_all = any(task.want_hidden for task in tasks)
         is_wanted = keeps_all or len(tables.rows) > 0
         entry = self._begin(
             tasks[0].name, tables, keeps_all=keeps_all, reports_layers=True, on_layer=_all_of(tasks)
@@ -214,7 +221,7 @@ class PipelineRunner:
     def _finish_ring(self, entry: PassInFlight, task: RingTask) -> None:
         assert entry.rows is not None  # the task wants rows
         hidden = self._normed(entry.rows)
-        if task.want_prompt_logprobs:
+        if task.want_hidden:
             task.hidden = hidden
         if task.want_logits:
             task.logits = self.project(hidden[-1:])[0]

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from functools import cache
 
 import numpy as np
 import torch
@@ -13,7 +11,7 @@ from torch import Tensor
 
 from millrace.core.arithmetic import ceil_div
 from millrace.engine.sampling.spec import Ids, SamplingRow
-from millrace.grammar.matcher import Mask, Matcher
+from millrace.grammar.matcher import Mask
 
 
 def bar_tokens(logits: Tensor, rows: Sequence[tuple[int, SamplingRow]]) -> None:
@@ -27,7 +25,11 @@ def bar_tokens(logits: Tensor, rows: Sequence[tuple[int, SamplingRow]]) -> None:
         return
     vocab = logits.shape[1]
     masks = np.zeros((len(rows), ceil_div(vocab, 32)), dtype=np.uint32)
-    _fill([row.matcher for _, row in rows if row.matcher is not None], masks)
+    matchers = [row.matcher for _, row in rows if row.matcher is not None]
+    for matcher in matchers[1:]:  # those that did not begin when their last token came
+        matcher.begin_mask()
+    for mask, matcher in zip(masks, matchers, strict=True):
+        mask[:] = matcher.mask()
     for (_, row), mask in zip(rows, masks, strict=True):
         if row.bars_stop_ids:
             _bar_stop_ids(mask, row.spec.stop_id_array)
@@ -45,14 +47,6 @@ def _bar_stop_ids(mask: Mask, stop_ids: Ids) -> None:
         mask[:] = left
 
 
-def _fill(matchers: Sequence[Matcher], masks: Mask) -> None:
-    """Fills a mask per matcher, several on threads: the library releases the GIL."""
-    if len(matchers) == 1:
-        matchers[0].fill(masks[0])
-        return
-    list(_threads().map(Matcher.fill, matchers, masks))
-
-
 def _unpacked(masks: Mask, device: torch.device) -> Tensor:
     """Returns bool [b, 32 * words] on the device."""
     if device.type == "cpu":
@@ -61,8 +55,3 @@ def _unpacked(masks: Mask, device: torch.device) -> Tensor:
     packed = torch.from_numpy(masks.view(np.uint8)).to(device)
     shifts = torch.arange(8, dtype=torch.uint8, device=device)
     return ((packed.unsqueeze(-1) >> shifts) & 1).bool().flatten(1)
-
-
-@cache
-def _threads() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(thread_name_prefix="masks")

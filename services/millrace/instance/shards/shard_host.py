@@ -11,6 +11,8 @@ import asyncio
 import logging
 from typing import Final
 
+from torch import Tensor
+
 from millrace.core.errors import TransferError
 from millrace.core.kv.kvp_hold import AttachAsk, AttachGrant, HoldAsk
 from millrace.core.kv.kvp_pass import ExchangeShape
@@ -19,11 +21,12 @@ from millrace.core.scheduler.reports import RequestReleased
 from millrace.engine.assembly import KvMemory
 from millrace.engine.attention.kvp_memory import exchange_memory
 from millrace.engine.attention.kvp_worker import ShardAttention
+from millrace.engine.parallel.shard_ranks import RankedShards
 from millrace.instance.host import HostContext
 from millrace.instance.shards.shard_metrics import ShardMetrics, TimedShards
 from millrace.instance.shards.shard_table import HeldShard, ShardTable
 from millrace.instance.tasks import Tasks
-from millrace.transfer.kvp.server import KvpServer
+from millrace.transfer.kvp.server import KvpServer, ShardCompute
 from millrace.transfer.push.handshake import stale_receiver
 from millrace.transfer.push.receive.manager import ReceiveManager
 from millrace.transfer.transport.layout import mismatch
@@ -66,14 +69,9 @@ class ShardHost:
         self._send = context.send
         self._metrics = ShardMetrics(context.registry, table)
         shape = exchange_shape(memory)
-        exchanged = exchange_memory(KvpServer.memory_bytes(shape, OWNERS))
-        attention = ShardAttention(
-            memory.storage,
-            shape,
-            exchanged,
-            memory.shape.sliding_windows,
-            context.config.engine.attention_backend,
-        )
+        nbytes = KvpServer.memory_bytes(shape, OWNERS)
+        backend = context.config.engine.attention_backend
+        attention, exchanged = _attention(memory, shape, nbytes, backend)
         self._server = KvpServer(
             context.transport,
             Memory.of_tensor(exchanged),
@@ -208,3 +206,15 @@ class ShardHost:
             raise TransferError(stale)
         if differs := mismatch(ask.layout, self._layout):
             raise TransferError(differs)
+
+
+def _attention(
+    memory: KvMemory, shape: ExchangeShape, nbytes: int, backend: str
+) -> tuple[ShardCompute, Tensor]:
+    """Returns the attention over all ranks' pools, and the exchange's memory."""
+    windows = memory.shape.sliding_windows
+    if memory.ranks is not None:
+        shards = RankedShards(memory.storage, shape, nbytes, windows, backend, memory.ranks.shards)
+        return shards, shards.memory
+    exchanged = exchange_memory(nbytes)
+    return ShardAttention(memory.storage, shape, exchanged, windows, backend), exchanged

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import atexit
 import logging
-import multiprocessing
 import os
 import signal
 import threading
@@ -16,7 +15,7 @@ import uuid
 from collections.abc import Callable
 from dataclasses import replace
 from multiprocessing.connection import Connection, wait
-from multiprocessing.context import SpawnProcess
+from multiprocessing.context import ForkServerProcess
 from multiprocessing.reduction import send_handle
 from typing import Any, Final, TypeVar
 
@@ -31,9 +30,11 @@ from millrace.engine.kv.pool import KvPool
 from millrace.engine.model.config import ModelConfig
 from millrace.engine.model.stage import Stage
 from millrace.engine.model.tp_shard import TpShard
+from millrace.engine.parallel.child_processes import child_processes
 from millrace.engine.parallel.commands import Load
 from millrace.engine.parallel.kv_memory import mapped, new_memory
 from millrace.engine.parallel.rank_group import RankGroup
+from millrace.engine.parallel.rank_pools import has_own_pools
 from millrace.engine.pipeline.in_flight import StageError
 from millrace.engine.pipeline.messages import (
     Answer,
@@ -84,6 +85,7 @@ def open_staged_engine(
             f"engine.stages is {config.stages} on {device}; stages share the memory of their KV, "
             f"so engine.device must be cpu"
         )
+    has_own_pools(config, device)  # refuses such pools of stages
     shape = KvShape.of(model, config, revision)
     ranks = config.tensor_parallel
     Stage(0, config.stages).check(shape.model)  # before any process is started
@@ -135,7 +137,7 @@ class StageProcesses:
         self._max_rows = config.max_chunk_tokens + config.max_batch
         self._name = f"stages-{uuid.uuid4().hex[:12]}"
         self._pipes: list[Connection] = []
-        self._processes: list[SpawnProcess] = []
+        self._processes: list[ForkServerProcess] = []
         self._telling = threading.Lock()
         self._transport: NixlTransport | None = None
         self._listening: Any = None
@@ -144,7 +146,7 @@ class StageProcesses:
 
     def start(self) -> None:
         """Starts the processes of all later stages; `load` waits for them."""
-        context = multiprocessing.get_context("spawn")
+        context = child_processes()
         atexit.register(self.close)  # else the process waits for them at exit
         for index in range(1, self.count + 1):
             place = StagePlace(

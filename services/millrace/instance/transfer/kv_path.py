@@ -20,8 +20,6 @@ import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 
-import torch
-
 from millrace.core.errors import TransferError
 from millrace.core.kv.probe import ProbeEndpoint
 from millrace.core.kv.transfer import Incarnation
@@ -34,7 +32,7 @@ from millrace.transfer.probe.pattern import (
     probe_loopback,
 )
 from millrace.transfer.transport.base import Transport
-from millrace.transfer.transport.byte_window import ByteWindow
+from millrace.transfer.transport.regions import Bytes
 from millrace.wire.clients.probe_peer import probe_call
 from millrace.wire.clients.scheduler_client import InstanceView, SchedulerUnavailable, get_instances
 
@@ -80,17 +78,18 @@ class KvPath:
         )
 
     async def check_own(
-        self, transport: Transport, region: int, storage: torch.Tensor, ranks: int = 1
+        self, transport: Transport, region: int, pools: Bytes, ranks: int = 1
     ) -> None:
         """Moves bytes out of every rank's KV pool and into it. The pools must be unused; they are
         unchanged.
 
-        `region`: of the pools, which follow one another in `storage`, at the `transport`. Raises
+        `region`: of the pools, which follow one another in `pools`, at the `transport`. Raises
         TransferError.
         """
         with self._timed("loopback"):
-            pool = ByteWindow(storage)
-            await probe_loopback(transport, region, pool, self._open_end, EXCHANGE_TIMEOUT_S, ranks)
+            await probe_loopback(
+                transport, region, pools, self._open_end, EXCHANGE_TIMEOUT_S, ranks
+            )
 
     async def reach_peers(self, scheduler: str, role: str) -> None:
         """Probes peers again and again; returns when a peer passed or there is no peer."""

@@ -7,6 +7,7 @@ import logging
 import os
 from collections.abc import Callable
 from contextlib import AsyncExitStack
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
 from torch import Tensor
@@ -15,12 +16,13 @@ from millrace.core.kv.transfer import Incarnation
 from millrace.engine.assembly import KvMemory
 from millrace.transfer.probe.process import ProbeServer
 from millrace.transfer.transport.base import Transport
+from millrace.transfer.transport.byte_window import ByteWindow
 from millrace.transfer.transport.device_memory import check_registers
 from millrace.transfer.transport.nixl.environment import transport_environment
 from millrace.transfer.transport.nixl.transport import NixlTransport
 from millrace.transfer.transport.ranked import RankedTransport
-from millrace.transfer.transport.regions import Memory
-from millrace.transfer.transport.remote import serve_agent
+from millrace.transfer.transport.regions import Bytes, JoinedBytes, Memory
+from millrace.transfer.transport.remote import RemoteAgent, serve_agent
 
 log = logging.getLogger(__name__)
 
@@ -28,26 +30,52 @@ log = logging.getLogger(__name__)
 SOME_ELEMENTS = 1 << 16
 
 
+@dataclass(frozen=True, slots=True)
+class KvTransport:
+    """The transport of an instance's KV. `pools`: the bytes of all ranks' KV, rank after rank."""
+
+    transport: Transport
+    pools: Bytes
+
+
 async def open_transport(
     stack: AsyncExitStack,
     host: str,
     incarnation: Incarnation,
     memory: KvMemory,
-) -> tuple[Transport, ProbeServer]:
+) -> tuple[KvTransport, ProbeServer]:
     """Opens the transport of requests, and the server that makes the ends of probes."""
     set_environment(host)
     name = transport_name(incarnation)
     probes = await stack.enter_async_context(ProbeServer(name, str(memory.storage.device)))
     some = Memory.of_tensor(memory.storage.view(-1)[:SOME_ELEMENTS])
     log.info(await asyncio.to_thread(check_registers, f"{name}-registers", some))
-    transport = RankedTransport(NixlTransport(name))  # peers may have several ranks
-    stack.push_async_callback(asyncio.to_thread, transport.close)
-    return transport, probes
+    opened = await asyncio.to_thread(kv_transport, name, memory)
+    stack.push_async_callback(asyncio.to_thread, opened.transport.close)
+    return opened, probes
 
 
-def serve_rank(pipe: Connection, storage: Callable[[], Tensor]) -> None:
+def kv_transport(name: str, memory: KvMemory) -> KvTransport:
+    """Opens an agent of this process, and one in every rank that has a pool of its own. Peers may
+    have several ranks in any case.
+
+    Raises TransferError, with the rank that has opened none.
+    """
+    pools = ByteWindow(memory.storage)
+    if memory.ranks is None:
+        return KvTransport(RankedTransport(NixlTransport(name)), pools)
+    agents = [
+        RemoteAgent(pipe, rank, f"{name}.{rank}")
+        for rank, pipe in enumerate(memory.ranks.transports, start=1)
+    ]
+    memories = [pools.memory, *(agent.pool.memory for agent in agents)]
+    transport = RankedTransport(NixlTransport(name), agents, memories)
+    return KvTransport(transport, JoinedBytes([pools, *(agent.pool for agent in agents)]))
+
+
+def serve_rank(pipe: Connection, storage: Callable[[], Tensor], rank: int) -> None:
     """Serves the transport of a rank's KV pool to rank 0, in the rank's process (`Beside`)."""
-    serve_agent(pipe, NixlTransport, lambda: Memory.of_tensor(storage()))
+    serve_agent(pipe, NixlTransport, lambda: ByteWindow(storage()))
 
 
 def set_environment(host: str) -> None:

@@ -73,12 +73,14 @@ class PrefillCompute:
             )
 
     def add_prompt_logprobs(self, job: PrefillJob, start: int, hidden: torch.Tensor) -> None:
-        """Adds the log-probabilities of the prompt's own tokens.
+        """Adds the log-probabilities of the prompt's own tokens, if they are requested.
 
         hidden: [L, hidden_size] of the positions from `start` on; each gives the probability of
         the next id.
         """
         top = job.sampling.prompt_logprobs
+        if top < 0:
+            return
         run = prompt_logprobs(self.engine.runner, top, job.prompt_ids, start, hidden)
         job.prompt_logprobs.append(run)
 

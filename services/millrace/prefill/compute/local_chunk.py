@@ -92,8 +92,8 @@ class LocalChunk(ChunkTask):
             ),
             history_tokens=start,
             pages=job.pages,
-            want_logits=job.is_last(one),
-            want_prompt_logprobs=job.sampling.prompt_logprobs >= 0,
+            want_logits=job.wants_logits(one),
+            want_hidden=job.wants_hidden(one),
             name=name,
             on_layer=partial(self._publish, one),
         )
@@ -105,6 +105,7 @@ class LocalChunk(ChunkTask):
             return
         if task.hidden is not None:
             self._compute.add_prompt_logprobs(job, one.start_token, task.hidden)
+            job.add_hidden(one, task.hidden)
         if task.logits is not None:
             try:
                 self._compute.sample(job, task.logits)

@@ -66,7 +66,6 @@ class RingChunk(ChunkTask):
         self._chunk = chunk
         self._shares = shares
         self._rank = shares.group.index(job.instance_id)
-        self._wants_logprobs = job.sampling.prompt_logprobs >= 0
         self._pass: GroupPass | None = None  # the current pass
         self._link: ChunkLink | AloneLink
         if len(shares.group) == 1:
@@ -114,12 +113,12 @@ class RingChunk(ChunkTask):
             rows = torch.split(task.hidden, [run.num_tokens for run in runs])
             for run, hidden in zip(runs, rows, strict=True):
                 compute.add_prompt_logprobs(job, run.start_token, hidden)
+            job.add_hidden(one, task.hidden)
         if task.logits is not None:
             compute.sample(job, task.logits)
 
     def _task(self, index: int, one: GroupPass) -> RingTask:
         job = self._job
-        is_last = job.is_last(one)
         task = ring_task(
             self._shares,
             index,
@@ -128,11 +127,11 @@ class RingChunk(ChunkTask):
             pages=job.pages,
             buffers=ring_buffers(job.buffers),
             layout=self._compute.engine.pool.layout,
-            last_layer=is_last or self._wants_logprobs,
+            last_layer=job.is_last(one) or job.needs_whole_prompt,
         )
         task.name = job.request_id
-        task.want_logits = is_last and job.leads
-        task.want_prompt_logprobs = self._wants_logprobs
+        task.want_logits = job.wants_logits(one)
+        task.want_hidden = job.wants_hidden(one)
         return task
 
     def _end_pass(self, one: GroupPass) -> None:
@@ -177,7 +176,7 @@ class RingChunk(ChunkTask):
         stops, last_stop = [StopPoint.PASS], 0
         for one in self._shares.passes:
             last_stop = len(stops) - 1 + attn
-            goes_on = self._job.is_last(one) or self._wants_logprobs
+            goes_on = self._job.is_last(one) or self._job.needs_whole_prompt
             stops += operators if goes_on else operators[: attn + 1]
             if one is not self._shares.passes[-1]:
                 stops.append(StopPoint.PASS)

@@ -127,6 +127,7 @@ class Membership:
         """Asks decode to write back the KV that an earlier attempt left there, layer by layer."""
         assert job.layout is not None and job.link is not None and job.session is not None
         decode = job.command.decode
+        assert decode is not None  # it keeps the fetched KV
         await job.session.opened()  # then decode can be asked whether it still writes
         runs = job.layout.fetched[job.instance_id]
         job.link.fetched(transport_name(decode.incarnation))
@@ -148,25 +149,32 @@ class Membership:
     # -- results for the leader's report
 
     async def collect(self, job: PrefillJob) -> tuple[PositionLogprobs | None, ...]:
-        """Collects the prompt's log-probabilities of all members; none if not requested."""
-        if job.sampling.prompt_logprobs < 0:
+        """Collects the prompt's log-probabilities of all members; none if not requested.
+
+        Adds the members' hidden states to the job's own, if requested.
+        """
+        if not job.needs_whole_prompt:
             return ()
         runs = list(job.prompt_logprobs)
         if len(job.members) > 1:
             for handed_in in await self._rendezvous.handed_in(job):
                 runs += handed_in.logprobs
+                job.hidden_pool.take(handed_in.hidden_sum)
+        if job.sampling.prompt_logprobs < 0:
+            return ()
         runs.sort(key=lambda run: run.start_token)
         return (None, *(one for run in runs for one in run.positions))
 
     async def hand_in(self, job: PrefillJob) -> None:
-        """Sends this member's log-probabilities to the leader, if requested."""
-        if job.sampling.prompt_logprobs < 0:
+        """Sends this member's log-probabilities and hidden states to the leader, if requested."""
+        if not job.needs_whole_prompt:
             return
         hand_in = HandIn(
             request_id=job.request_id,
             attempt=job.attempt,
             member=self._incarnation,
             logprobs=tuple(job.prompt_logprobs),
+            hidden_sum=job.hidden_pool.hand_in(),
         )
         await self._leaders.hand_in(_leader(job).address, hand_in)
 

@@ -55,7 +55,7 @@ class Rendezvous:
         return _roster(table)
 
     async def handed_in(self, job: PrefillJob) -> list[HandIn]:
-        """Waits for the log-probabilities of all other members, and returns them."""
+        """Waits for the results of all other members, and returns them."""
         table = self._table(job)
         while any(one not in table.handed_in for one in job.members[1:]):
             await table.changed.wait()

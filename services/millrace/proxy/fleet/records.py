@@ -8,9 +8,9 @@ from collections.abc import Coroutine
 from typing import Any
 
 from millrace.core.errors import MillraceError
-from millrace.proxy.errors import unavailable
+from millrace.proxy.errors import id_taken, unavailable
 from millrace.proxy.text.tokenizer import TokenArray
-from millrace.state.store import RequestStore
+from millrace.state.store import IdTaken, JournalEntry, RequestStore
 from millrace.wire.fleet_messages import EncodedSpec
 
 log = logging.getLogger(__name__)
@@ -28,11 +28,21 @@ class Records:
         self._background: set[asyncio.Task[None]] = set()
 
     async def create(self, request_id: str, spec: EncodedSpec, prompt_ids: TokenArray) -> None:
-        """Writes a request's spec and prompt. Raises ApiError (503)."""
+        """Writes a request's spec and prompt. Raises ApiError: 409 if the id is taken, 503."""
         try:
             await self._store.create(request_id, spec=spec, prompt_ids=prompt_ids)
+        except IdTaken as error:
+            raise id_taken() from error
         except MillraceError as error:
             log.warning("request %s: %s", request_id, error)
+            raise unavailable("The request store does not answer.") from error
+
+    async def begin_journal(self, request_id: str, token_ids: TokenArray) -> None:
+        """Writes the tokens of earlier incarnations (int32 [tokens]). Raises ApiError (503)."""
+        entry = JournalEntry(request_id=request_id, choice=0, start=0, token_ids=token_ids.tolist())
+        try:
+            await self._store.append_tokens([entry])
+        except MillraceError as error:
             raise unavailable("The request store does not answer.") from error
 
     def finish(self, request_id: str, state: str) -> None:

@@ -1,4 +1,7 @@
-"""Token streams: one from each decode instance, open before any request is placed there."""
+"""Token streams: one from each decode instance, open before any request is placed there.
+
+A stream from a prefill instance is opened when the first prefill-only request is placed there.
+"""
 
 from __future__ import annotations
 
@@ -42,11 +45,12 @@ class TokenLinks:
         self._listed: set[Incarnation] = set()
         self._received: dict[Incarnation, int] = {}  # events, on all streams of a link
 
-    def keep(self, members: Iterable[Member]) -> None:
-        """Opens streams to all members. Streams to other instances stay until they break or `prune`
-        ends them.
+    def keep(self, members: Iterable[Member], on_demand: Iterable[Member] = ()) -> None:
+        """Opens streams to all members, and keeps those that are open to members `on_demand`.
+
+        Streams to other instances stay until they break or `prune` ends them.
         """
-        self._listed = set()
+        self._listed = {member.incarnation for member in on_demand}
         for member in members:
             self._listed.add(member.incarnation)
             self.open(member)

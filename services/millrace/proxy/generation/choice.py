@@ -69,7 +69,7 @@ class Choice:
         self._include_stop = options.include_stop
         self._keeps_ids = options.return_token_ids
         self._min_tokens = options.sampling.min_tokens
-        self._shows_nothing = options.scores_only
+        self._shows_nothing = options.prefill_only
         self._entries: list[LogprobEntry] = []
         #: Generated tokens so far, a stop token included.
         self.token_count = 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from enum import Enum
 from typing import Protocol
@@ -70,23 +70,30 @@ class ProxyRequest:
         "_moved_at",
         "_open_choices",
         "_tokens",
+        "adopted",
         "arrived_at",
         "cached_tokens",
         "choices",
         "confirmed",
         "decode",
         "encoded_spec",
+        "fails_early",
         "first_token_at",
         "last_token_at",
+        "lineage",
         "losses",
         "moves",
+        "on_recorded",
         "orphaned",
         "parked_since",
         "placed_at",
+        "pooled",
         "predicted_ttft_s",
         "preemptions",
         "prompt_ids",
+        "prompt_logprobs",
         "prompt_tokens",
+        "recorded",
         "request_id",
         "sink",
         "slo",
@@ -113,16 +120,27 @@ class ProxyRequest:
         """`detailed`: choices show log probabilities or token ids beside their text."""
         self.request_id = spec.request_id
         self.spec = spec
-        self.encoded_spec = b""  # set when it is recorded
+        self.encoded_spec = b""  # set when it is submitted
+        #: Whether the store has this incarnation: before that its id may be another request's.
+        self.recorded = False
         #: The prompt of this incarnation, int32 [tokens]. The next incarnation needs it: the store
         #: forgets a request's prompt when the scheduler forgets the request.
         self.prompt_ids = prompt_ids
+        #: The incarnations' ids begin so.
+        self.lineage = spec.request_id
+        #: Runs when the store has a migrated request, before the request is submitted; raises
+        #: ApiError.
+        self.on_recorded: Callable[[], Awaitable[None]] | None = None
+        #: Another replica began the request: its times before the adoption are unknown.
+        self.adopted = False
         self.sink = sink
         self.choices = choices
         self.prompt_tokens = spec.prompt_tokens
         self.slo = slo
         self._detailed = detailed
         self._echo = echo
+        #: The client wants an error instead of a first token after the TTFT objective.
+        self.fails_early = False
         self._open_choices = len(choices)
         self.stage = Stage.SUBMITTED
         self.decode: Incarnation | None = None
@@ -152,16 +170,35 @@ class ProxyRequest:
         self.last_token_at = 0.0
         self.predicted_ttft_s = 0.0
         self.cached_tokens = 0
+        #: The vector of a prefill-only request, float32 little endian; empty before it has come.
+        self.pooled = b""
+        #: Of every token of the prompt, if requested; None for the first token.
+        self.prompt_logprobs: Sequence[PositionLogprobs | None] = ()
         self.spans: list[Span] = []
 
     @property
     def completion_tokens(self) -> int:
         return sum(choice.token_count for choice in self.choices)
 
+    def emitted_after(self, known: int) -> list[int]:
+        """Returns the tokens after the first `known` tokens, of all incarnations; of one choice."""
+        earlier = self.prompt_ids.size - self.prompt_tokens
+        tokens = self._tokens or array("i")
+        if known >= earlier:
+            return tokens[known - earlier :].tolist()
+        return [*self.prompt_ids[self.prompt_tokens + known :].tolist(), *tokens]
+
     @property
     def stopped_by_proxy(self) -> bool:
         """Whether the engine may still generate tokens of a choice that met a stop string."""
         return any(choice.met_stop_string for choice in self.choices)
+
+    @property
+    def is_too_late(self) -> bool:
+        """Whether the client wants an error: the prediction misses the TTFT objective."""
+        ttft_s = self.slo.ttft_s
+        wanted = self.fails_early and not self.has_begun
+        return wanted and ttft_s is not None and self.predicted_ttft_s > ttft_s
 
     @property
     def may_move(self) -> bool:
@@ -229,9 +266,10 @@ class ProxyRequest:
             self._tokens = array("i")
         e2e_s = self.slo.e2e_s
         left_s = None if e2e_s is None else e2e_s - (now - self.arrived_at)
-        rest = continuation(self.spec, f"{self.request_id}.{self.moves}", tokens.size, left_s)
+        rest = continuation(self.spec, f"{self.lineage}.{self.moves}", tokens.size, left_s)
         self.spec = with_blocks(rest, self.prompt_ids)
         self.stage, self.decode = Stage.MOVING, None
+        self.recorded = False
         self._early = {}
         self.confirmed = self.orphaned = False
         self.parked_since = None
@@ -311,6 +349,8 @@ class ProxyRequest:
         if not self.may_move:
             self.prompt_ids = self.prompt_ids[:0].copy()
         self.cached_tokens = detail.cached_tokens
+        self.pooled = detail.pooled
+        self.prompt_logprobs = detail.prompt_logprobs
         if self._echo is not None:
             piece = self._echo.piece(detail.prompt_logprobs)
             for choice in self.choices:

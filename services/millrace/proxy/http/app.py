@@ -26,13 +26,25 @@ from millrace.proxy.http.asgi import (
 from millrace.proxy.http.batch_calls import BatchCalls
 from millrace.proxy.http.batches import BATCH_PATH, BATCHES_PATH, BatchEndpoints
 from millrace.proxy.http.files import FILE_PATH, FILES_PATH, FileEndpoints
+from millrace.proxy.http.front import Front, with_cors
 from millrace.proxy.http.generate import GenerateEndpoint, Services
+from millrace.proxy.http.pooled import PooledEndpoint
+from millrace.proxy.http.requests import REQUEST_STATE_PATH, RequestEndpoints
 from millrace.proxy.http.responses import (
     RESPONSE_PATH,
     RESPONSES_PATH,
     CreateResponse,
     StoredEndpoints,
 )
+from millrace.proxy.http.streams import STREAM_PATH, ResumeEndpoint
+from millrace.proxy.http.tenant_admin import (
+    TENANT_PATH,
+    TENANTS_PATH,
+    StoredTenantAdmin,
+    TenantAdmin,
+)
+from millrace.proxy.http.tenants import exchange_of
+from millrace.proxy.request.pooled import POOLED_PATHS
 from millrace.proxy.request.validation import Conversation
 from millrace.version import version
 
@@ -52,6 +64,7 @@ class RawEndpoint:
 
     def __init__(self, services: Services, route: str, answer: Answer) -> None:
         self._requests = services.metrics.requests
+        self._limiter = services.limiter
         self._route = route
         self._answer = answer
 
@@ -63,6 +76,7 @@ class RawEndpoint:
             return
         except ApiError as error:
             status = error.status
+            await self._limiter.look(exchange_of(scope))
             await send_error(send, receive, error)
         except Exception:
             status = 500
@@ -82,12 +96,23 @@ class GatewayApp(FastAPI):
     def __init__(self, services: Services, raw: Mapping[str, RawEndpoint]) -> None:
         super().__init__(title="Millrace gateway", version=version())
         self._bodies = services.bodies
+        self._pooled = services.pooled
         self._classes = services.objectives.classes
         self._raw = raw
+        proxy = services.config.proxy
+        logs = proxy.access_log == "on"
+        front = Front(self._dispatch, services.tenants, services.metrics, raw.keys(), logs=logs)
+        self._front = with_cors(front, proxy.cors_origins)
         self.router.routes.extend(Route(path, end, methods=["POST"]) for path, end in raw.items())
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["method"] == "POST":
+        if scope["type"] == "http":
+            await self._front(scope, receive, send)
+        else:
+            await super().__call__(scope, receive, send)
+
+    async def _dispatch(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["method"] == "POST":
             endpoint = self._raw.get(scope["path"])
             if endpoint is not None:
                 await endpoint(scope, receive, send)
@@ -97,7 +122,7 @@ class GatewayApp(FastAPI):
     def openapi(self) -> Json:
         if not self.openapi_schema:
             self.openapi_schema = openapi.document(
-                self._bodies, self._classes, self.title, self.version
+                self._bodies, self._pooled, self._classes, self.title, self.version
             )
         return self.openapi_schema
 
@@ -150,6 +175,7 @@ def create_app(
         "/v1/chat/completions": GenerateEndpoint(services, chat=True).answer,
         "/v1/completions": GenerateEndpoint(services, chat=False).answer,
         RESPONSES_PATH: CreateResponse(services).answer,
+        **{path: PooledEndpoint(services, path).answer for path in POOLED_PATHS},
         "/tokenize": JsonEndpoint(services, tokens.tokenize).answer,
         "/detokenize": JsonEndpoint(services, tokens.detokenize).answer,
     }
@@ -162,9 +188,17 @@ def create_app(
     of_request = RequestAdmin(services.config.proxy, scheduler)
     endpoint = RawEndpoint(services, REQUEST_PATH, of_request.answer)
     app.router.routes.append(Route(REQUEST_PATH, endpoint, methods=["GET"]))
+    tenants = TenantAdmin(services.config, services.tenants.keys, services.limiter)
+    endpoint = RawEndpoint(services, TENANTS_PATH, tenants.answer)
+    app.router.routes.append(Route(TENANTS_PATH, endpoint, methods=["GET"]))
+    stored = StoredTenantAdmin(services.config, services.stored_tenants)
+    endpoint = RawEndpoint(services, TENANT_PATH, stored.answer)
+    app.router.routes.append(Route(TENANT_PATH, endpoint, methods=["PUT", "DELETE"]))
     _add_responses(app, services)
-    services.batches.serve(BatchCalls(handlers, services.config.batches.slo_class).ask)
+    calls = BatchCalls(handlers, services.tenants.keys, services.config.batches.slo_class)
+    services.batches.serve(calls.ask)
     _add_files(app, services)
+    _add_requests(app, services)
     _add_models(app, services, created)
     _add_probes(app, services, render_metrics)
     app.add_exception_handler(HTTPException, _http_error)
@@ -198,6 +232,20 @@ def _add_files(app: FastAPI, services: Services) -> None:
         app.router.routes.append(Route(path, endpoint, methods=methods))
 
 
+def _add_requests(app: FastAPI, services: Services) -> None:
+    requests = RequestEndpoints(services)
+    resume = ResumeEndpoint(
+        services.streams,
+        services.store,
+        services.replays,
+        services.tenants,
+        services.config.proxy,
+    )
+    for path, answer in ((REQUEST_STATE_PATH, requests.show), (STREAM_PATH, resume.answer)):
+        endpoint = RawEndpoint(services, path, answer)
+        app.router.routes.append(Route(path, endpoint, methods=["GET"]))
+
+
 def _add_models(app: FastAPI, services: Services, created: int) -> None:
     model = {
         "id": services.limits.model,
@@ -208,13 +256,16 @@ def _add_models(app: FastAPI, services: Services, created: int) -> None:
     }
 
     @app.get("/v1/models")
-    async def list_models() -> Response:
-        return _json({"object": "list", "data": [model]})
+    async def list_models(request: Request) -> Response:
+        caller = exchange_of(request.scope).caller
+        allowed = [model] if caller.may_use(services.limits.model) else []
+        return _json({"object": "list", "data": allowed})
 
     @app.get("/v1/models/{name:path}")
-    async def show_model(name: str) -> Response:
+    async def show_model(request: Request, name: str) -> Response:
         try:
             services.bodies.check_model(name)
+            exchange_of(request.scope).caller.check_model(services.limits.model)
         except ApiError as error:
             return Response(error.body(), error.status, media_type="application/json")
         return _json(model)

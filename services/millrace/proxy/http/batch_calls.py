@@ -5,15 +5,21 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import time
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from dataclasses import replace
 from typing import Any
 
+from millrace.core.weights import DEFAULT_TENANT
 from millrace.proxy.batches.lines import Answer, LineRequest, answer_of
 from millrace.proxy.errors import ApiError, bad_field
 from millrace.proxy.http.asgi import Message, Receive, Scope, Send
 from millrace.proxy.http.objectives import CLASS_HEADER
-from millrace.proxy.http.tenants import TENANT_KEY
+from millrace.proxy.http.tenants import EXCHANGE
 from millrace.proxy.request.batch_bodies import BATCH_ENDPOINTS
+from millrace.proxy.tenancy.caller import Caller
+from millrace.proxy.tenancy.exchange import Exchange
+from millrace.proxy.tenancy.key_ring import KeyRing
 
 log = logging.getLogger(__name__)
 
@@ -27,9 +33,13 @@ _REFUSED = ("stream", "background")
 class BatchCalls:
     """Calls the endpoints in the name of a tenant."""
 
-    def __init__(self, endpoints: Mapping[str, Endpoint], slo_class: str) -> None:
-        """`endpoints` by path: all of BATCH_ENDPOINTS. Calls are of the class `slo_class`."""
+    def __init__(self, endpoints: Mapping[str, Endpoint], keys: KeyRing, slo_class: str) -> None:
+        """`endpoints` by path: all of BATCH_ENDPOINTS. Calls are of the class `slo_class`.
+
+        The limits and models of the tenant in `keys` hold, whichever key created the batch.
+        """
         self._endpoints = {path: endpoints[path] for path in BATCH_ENDPOINTS}
+        self._keys = keys
         self._slo_class = slo_class
 
     async def ask(self, path: str, request: LineRequest, tenant: str) -> Answer:
@@ -45,7 +55,7 @@ class BatchCalls:
             if path == "/v1/responses":  # its answer is in the output file already
                 body = {"store": False, **body}
             call = _Call(json.dumps(body).encode())  # orjson writes no integer above 64 bits
-            scope = _scope(path, tenant, self._slo_class)
+            scope = _scope(path, self._caller(tenant), self._slo_class)
             await self._endpoints[path](scope, call.receive, call.send)
         except ApiError as error:
             return answer_of(error)
@@ -54,8 +64,16 @@ class BatchCalls:
             return answer_of(ApiError(500, "Internal error."))
         return call.answer()
 
+    def _caller(self, tenant: str) -> Caller:
+        """Returns the sender of a tenant's batches, which may use the class of batches."""
+        if tenant == DEFAULT_TENANT:
+            found = self._keys.anonymous
+        else:
+            found = self._keys.tenant(tenant) or Caller(tenant=tenant)
+        return replace(found, slo_classes=())
 
-def _scope(path: str, tenant: str, slo_class: str) -> MutableMapping[str, Any]:
+
+def _scope(path: str, caller: Caller, slo_class: str) -> MutableMapping[str, Any]:
     return {
         "type": "http",
         "method": "POST",
@@ -65,7 +83,7 @@ def _scope(path: str, tenant: str, slo_class: str) -> MutableMapping[str, Any]:
             (b"content-type", b"application/json"),
             (CLASS_HEADER.encode(), slo_class.encode()),
         ],
-        TENANT_KEY: tenant,
+        EXCHANGE: Exchange(caller=caller, arrived_at=time.monotonic()),
     }
 
 

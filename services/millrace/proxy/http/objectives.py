@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from millrace.core.config import Config
 from millrace.core.request import Slo
@@ -17,6 +17,7 @@ TBT_HEADER = "x-millrace-tbt-slo-ms"
 E2E_HEADER = "x-millrace-e2e-slo-ms"
 CLASS_HEADER = "x-millrace-class"
 TRACE_HEADER = "x-millrace-trace"
+FAIL_EARLY_HEADER = "x-millrace-fail-early"
 
 #: The objective of the class `batch`, unless it is configured: later than that of any other class.
 BATCH_TTFT_S = 86400.0
@@ -58,14 +59,26 @@ class Objectives:
         """The class names that a request may give."""
         return sorted(self._classes)
 
-    def read(self, scope: Scope) -> Slo:
-        """Returns the request's objectives. Raises ApiError naming the header."""
-        slo = self._default
+    def read(self, scope: Scope, allowed: Sequence[str] = ()) -> Slo:
+        """Returns the request's objectives. Raises ApiError naming the header.
+
+        If `allowed` names classes, another class is refused (403), and the first is the class of a
+        request that names none.
+        """
+        slo = self._classes[allowed[0]] if allowed else self._default
         name = header(scope, CLASS_HEADER.encode())
         if name is not None:
             if name not in self._classes:
                 known = ", ".join(self.classes)
                 raise bad_field(CLASS_HEADER, f"must be one of {known}, got {shown(name)}.")
+            if allowed and name not in allowed:
+                raise ApiError(
+                    403,
+                    f"This key may not use the class {shown(name)}; it may use "
+                    f"{', '.join(allowed)}.",
+                    param=CLASS_HEADER,
+                    code="class_not_allowed",
+                )
             slo = self._classes[name]
         ttft_s = _seconds(scope, TTFT_HEADER)
         tbt_s = _seconds(scope, TBT_HEADER)
@@ -97,14 +110,21 @@ def _seconds(scope: Scope, name: str) -> float | None:
 
 def wants_trace(scope: Scope) -> bool:
     """Whether the client asks for a trace. Raises ApiError unless the header is absent, 0 or 1."""
-    text = header(scope, TRACE_HEADER.encode())
+    return _is_set(scope, TRACE_HEADER)
+
+
+def wants_early_failure(scope: Scope) -> bool:
+    """Whether the client wants an error instead of a first token after its objective.
+
+    Raises ApiError as `wants_trace`.
+    """
+    return _is_set(scope, FAIL_EARLY_HEADER)
+
+
+def _is_set(scope: Scope, name: str) -> bool:
+    text = header(scope, name.encode())
     if text not in (None, "0", "1"):
-        raise ApiError(
-            400,
-            f"Invalid '{TRACE_HEADER}': must be 0 or 1.",
-            param=TRACE_HEADER,
-            code="invalid_value",
-        )
+        raise bad_field(name, "must be 0 or 1.")
     return text == "1"
 
 

@@ -11,13 +11,25 @@ from millrace.proxy.http import admin
 from millrace.proxy.http.objectives import (
     CLASS_HEADER,
     E2E_HEADER,
+    FAIL_EARLY_HEADER,
     TBT_HEADER,
     TRACE_HEADER,
     TTFT_HEADER,
 )
+from millrace.proxy.http.request_ids import ID_HEADER
+from millrace.proxy.http.tenant_admin import TENANT_BODY, TENANT_PATH, TENANTS_PATH
 from millrace.proxy.reply.answers import ANSWERS
+from millrace.proxy.reply.batch_answers import BATCH_ANSWERS
+from millrace.proxy.reply.pooled_answers import POOLED_ANSWERS
 from millrace.proxy.request.batch_bodies import BATCH, FILE_FORM
+from millrace.proxy.request.pooled import (
+    EMBEDDINGS_PATH,
+    RERANK_PATH,
+    SCORE_PATH,
+    PooledBodies,
+)
 from millrace.proxy.request.validation import Bodies
+from millrace.proxy.streams.source import RESUMABLE_HEADER
 
 Json = dict[str, Any]
 
@@ -26,32 +38,40 @@ _REF = "#/components/schemas/{model}"
 _STRING: Json = {"type": "string"}
 
 
-def document(bodies: Bodies, classes: Sequence[str], title: str, version: str) -> Json:
+def document(
+    bodies: Bodies, pooled: PooledBodies, classes: Sequence[str], title: str, version: str
+) -> Json:
     """Returns the whole document. `classes` are the names of the SLO classes."""
     return {
         "openapi": "3.1.0",
         "info": {"title": title, "version": version},
         "paths": _paths(_objectives(classes)),
-        "components": {"schemas": _schemas(bodies)},
+        "components": {"schemas": _schemas(bodies, pooled)},
     }
 
 
 def _paths(objectives: list[Json]) -> Json:
     stream = {"text/event-stream": {"schema": _STRING}}
+    pattern = {"type": "string", "pattern": "^[A-Za-z0-9._-]{1,64}$"}
+    chosen = _header(ID_HEADER, pattern, "An id for /v1/requests/{request_id}, of the client's.")
+    resumable = _header(RESUMABLE_HEADER, {"enum": ["0", "1"]}, "1: the stream can be resumed.")
+    generating = [*objectives, chosen, resumable]
     return {
         "/v1/chat/completions": {
             "post": _posted(
-                "Answer a conversation", "ChatRequest", "ChatCompletion", stream, objectives
+                "Answer a conversation", "ChatRequest", "ChatCompletion", stream, generating
             )
         },
         "/v1/completions": {
             "post": _posted(
-                "Complete a text", "CompletionRequest", "Completion", stream, objectives
+                "Complete a text", "CompletionRequest", "Completion", stream, generating
             )
         },
         **_responses(stream, objectives),
         **_files(),
         **_batches(),
+        **_requests(),
+        **_pooled(objectives),
         "/tokenize": {"post": _posted("Text or messages to token ids", "Tokenize", "Tokens")},
         "/detokenize": {"post": _posted("Token ids to text", "Detokenize", "Text")},
         "/v1/models": {"get": _got("The served model", _json("Models"))},
@@ -80,6 +100,7 @@ def _paths(objectives: list[Json]) -> Json:
             ("The share by which a larger SP group must cut the TTFT", "ImprovementRate"),
             ("Change the improvement rate", "ImprovementRateWanted", "ImprovementRateChange"),
         ),
+        **_tenants(),
         admin.REQUEST_PATH: {
             "get": {
                 **_got(
@@ -91,6 +112,44 @@ def _paths(objectives: list[Json]) -> Json:
                     {"name": "id", "in": "path", "required": True, "schema": _STRING},
                 ],
             }
+        },
+    }
+
+
+def _pooled(objectives: list[Json]) -> Json:
+    described = (
+        (EMBEDDINGS_PATH, "Texts to vectors", "EmbeddingRequest", "Embeddings"),
+        (SCORE_PATH, "Similarity of pairs of texts", "ScoreRequest", "Scores"),
+        (RERANK_PATH, "Documents by their similarity to a query", "RerankRequest", "Ranking"),
+    )
+    return {
+        path: {"post": _posted(summary, body, answer, None, objectives)}
+        for path, summary, body, answer in described
+    }
+
+
+def _tenants() -> Json:
+    named = [{"name": "name", "in": "path", "required": True, "schema": _STRING}]
+    wrong = {"400": _error("A field is wrong"), **_refused()}
+    written = _json("StoredTenant")
+    return {
+        TENANTS_PATH: {
+            "get": _got("Tenants, their access and limits", _json("Tenants"), _refused())
+        },
+        TENANT_PATH: {
+            "put": {
+                **_got("Write a tenant into the store", written, wrong),
+                "parameters": named,
+                "requestBody": {"required": True, "content": _json("TenantWanted")},
+            },
+            "delete": {
+                **_got(
+                    "Remove a tenant from the store",
+                    written,
+                    {"404": _error("The store has no such tenant"), **wrong},
+                ),
+                "parameters": named,
+            },
         },
     }
 
@@ -199,6 +258,22 @@ def _named(name: str) -> Json:
     return {"name": name, "in": "path", "required": True, "schema": _STRING}
 
 
+def _requests() -> Json:
+    named = [{"name": "request_id", "in": "path", "required": True, "schema": _STRING}]
+    gone = {"404": _error("The tenant has no such request"), "503": _error("No store answers")}
+    shown = _got("How far a request is", _json("RequestState"), gone)
+    stream = _got(
+        "The rest of a resumable stream",
+        {"text/event-stream": {"schema": _STRING}},
+        {"400": _error("Last-Event-ID is no id of an event"), **gone},
+    )
+    last = _header("Last-Event-ID", _STRING, "The last event not to send.")
+    return {
+        "/v1/requests/{request_id}": {"get": {**shown, "parameters": named}},
+        "/v1/requests/{request_id}/stream": {"get": {**stream, "parameters": [*named, last]}},
+    }
+
+
 def _query(name: str, schema: Json, description: str) -> Json:
     return {"name": name, "in": "query", "schema": schema, "description": description}
 
@@ -241,10 +316,13 @@ def _posted(
         "responses": {
             "200": {"description": "OK", "content": {**_json(answer), **(other_content or {})}},
             "400": _error("A field is wrong; `param` names it"),
+            "401": _error("No known key, where keys are required"),
+            "403": _error("The key may not use the model or the class"),
             "404": _error("No such model"),
+            "409": _error("A request has the chosen id already"),
             "413": _error("The body is too large"),
             "415": _error("The body is not application/json"),
-            "429": _error("Overloaded; see Retry-After"),
+            "429": _error("Overloaded, or a limit is reached; see Retry-After"),
             "500": _error("The request failed"),
             "503": _error("Unavailable; see Retry-After"),
         },
@@ -266,6 +344,11 @@ def _objectives(classes: Sequence[str]) -> list[Json]:
             CLASS_HEADER, {"enum": list(classes)}, "SLO class; headers override its objectives."
         ),
         _header(TRACE_HEADER, {"enum": ["0", "1"]}, "1: explain the TTFT in `millrace`."),
+        _header(
+            FAIL_EARLY_HEADER,
+            {"enum": ["0", "1"]},
+            "1: answer 429 if the first token is predicted after the TTFT objective.",
+        ),
         _header("traceparent", _STRING, "W3C trace context."),
     ]
 
@@ -286,11 +369,14 @@ def _ref(name: str) -> Json:
     return {"$ref": _REF.format(model=name)}
 
 
-def _schemas(bodies: Bodies) -> Json:
+def _schemas(bodies: Bodies, pooled: PooledBodies) -> Json:
     adapters = [bodies.chat, bodies.completion, bodies.response, bodies.tokenize, bodies.detokenize]
     adapters += [BATCH, FILE_FORM]
     adapters += [route.body for route in admin.ROUTES]
     adapters += map(TypeAdapter, ANSWERS)
+    adapters += [pooled.embedding, pooled.score, pooled.rerank]
+    adapters += [TENANT_BODY, *(route.body for route in admin.ROUTES)]
+    adapters += map(TypeAdapter, (*ANSWERS, *BATCH_ANSWERS, *POOLED_ANSWERS))
     _, schemas = TypeAdapter.json_schemas(
         [(number, "validation", adapter) for number, adapter in enumerate(adapters)],
         ref_template=_REF,

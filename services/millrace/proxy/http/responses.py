@@ -13,15 +13,8 @@ import orjson
 
 from millrace.proxy.errors import ApiError, bad_field, shown
 from millrace.proxy.http.asgi import Receive, Scope, Send, receive_body, send_json
-from millrace.proxy.http.generate import (
-    KEEPALIVE_S,
-    Client,
-    Runs,
-    Services,
-    send_part,
-    start_stream,
-    until_disconnect,
-)
+from millrace.proxy.http.client import Client, send_part, start_stream, until_disconnect
+from millrace.proxy.http.generate import Runs, Services
 from millrace.proxy.http.query import flag, newest_first, number, query_of
 from millrace.proxy.prompts import EnginePrompt
 from millrace.proxy.reply.builder import Arrival
@@ -145,7 +138,7 @@ class CreateResponse:
             temperature=sampling.temperature,
             top_p=sampling.top_p,
         )
-        answers = self._builder.answers(asked.prompt, asked.options)
+        answers = self._builder.answers(asked.prompt, asked.options, response_id)
         reply = ResponseReply(
             fields,
             self._builder.progress(arrival),
@@ -165,7 +158,12 @@ class CreateResponse:
         responses, streams = self._services.responses, asked.request.stream
         reply.begin()
         source = source_of(asked.request, asked.history)
-        await responses.create(reply, arrival.tenant, source)
+        await self._runs.admit(reply, arrival)
+        try:
+            await responses.create(reply, arrival.tenant, source)
+        except ApiError:
+            self._runs.end(reply, arrival)
+            raise
         first = reply.document()
         self._services.background.start(
             reply, lambda: self._runs.submit(reply), lambda: self._runs.end(reply, arrival)
@@ -243,7 +241,7 @@ async def _send_events(
     services: Services, response_id: str, tenant: str, start: int, client: Client
 ) -> int:
     """Sends the events from number `start` on as they come to the store, from any replica."""
-    responses = services.responses
+    responses, keepalive_s = services.responses, services.config.proxy.keepalive_s
     final = (await responses.find(response_id, tenant)).final
     await start_stream(client)
     silent_s = unchecked_s = 0.0
@@ -255,7 +253,7 @@ async def _send_events(
             silent_s = 0.0 if events else silent_s + _POLL_S
             if events:
                 await send_part(client, b"".join(events))
-            elif silent_s >= KEEPALIVE_S:
+            elif silent_s >= keepalive_s:
                 silent_s = 0.0
                 await send_part(client, b": waiting\n\n")
             if final or (events and ends_stream(events[-1])):

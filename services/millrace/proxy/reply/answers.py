@@ -79,6 +79,56 @@ class SchedulerSettings(TypedDict):
     policies: list[str]
 
 
+class LimitLeft(TypedDict):
+    """What a limit leaves now; it is whole again in `reset_s`."""
+
+    meter: str
+    limit: int
+    used: int
+    left: int
+    reset_s: float
+
+
+class TenantKey(TypedDict):
+    """A key: the first digits of its digest, and its own access inside its tenant's."""
+
+    name: str
+    sha256: str
+    models: list[str]
+    slo_classes: list[str]
+    limits: dict[str, int]
+    left: list[LimitLeft]
+
+
+class Tenant(TypedDict):
+    """A tenant: its access, and what its limits leave. Empty lists of names allow all.
+
+    `stored`: the store has a table of it.
+    """
+
+    name: str
+    weight: float
+    stored: bool
+    models: list[str]
+    slo_classes: list[str]
+    limits: dict[str, int]
+    left: list[LimitLeft]
+    keys: list[TenantKey]
+
+
+class Tenants(TypedDict):
+    """All tenants, of the settings and of the file of keys."""
+
+    tenants: list[Tenant]
+
+
+class StoredTenant(TypedDict):
+    """Whether the store has the tenant now."""
+
+    name: str
+    stored: bool
+
+
 class RequestsAhead(TypedDict):
     """The requests of one part of the order that go before it."""
 
@@ -220,6 +270,14 @@ class ChatChoice(TypedDict):
     logprobs: ChatLogprobs | None
 
 
+class PromptToken(TypedDict):
+    """A token at a position of the prompt; the rank of an unlikely one is not known."""
+
+    logprob: float
+    rank: int | None
+    decoded_token: str
+
+
 class TextChoice(TypedDict):
     """One of the completions of a text."""
 
@@ -229,6 +287,7 @@ class TextChoice(TypedDict):
     token_ids: NotRequired[list[int]]
     text: str
     logprobs: TextLogprobs | None
+    prompt_logprobs: NotRequired[list[dict[str, PromptToken] | None]]
 
 
 class Span(TypedDict):
@@ -267,6 +326,7 @@ class ChatCompletion(Completed):
 
     object: Literal["chat.completion"]
     choices: list[ChatChoice]
+    prompt_logprobs: NotRequired[list[dict[str, PromptToken] | None]]
 
 
 class Completion(Completed):
@@ -311,113 +371,40 @@ class ResponseItems(TypedDict):
     has_more: bool
 
 
-class File(TypedDict):
-    """A file of /v1/files."""
+class RequestState(TypedDict):
+    """How far a request is. Times are seconds; null: unknown, or over."""
 
+    object: Literal["millrace.request"]
     id: str
-    object: Literal["file"]
-    bytes: int
-    created_at: int
-    expires_at: int
-    filename: str
-    purpose: str
-    status: Literal["processed"]
-    status_details: None
-
-
-class DeletedFile(TypedDict):
-    """The answer to the deletion of a file."""
-
-    id: str
-    object: Literal["file"]
-    deleted: bool
-
-
-class FileList(TypedDict):
-    """A page of files."""
-
-    object: Literal["list"]
-    data: list[File]
-    first_id: str | None
-    last_id: str | None
-    has_more: bool
-
-
-class BatchCounts(TypedDict):
-    """The requests of a batch, and those whose result is recorded."""
-
-    total: int
-    completed: int
-    failed: int
-
-
-class Batch(TypedDict):
-    """A batch of /v1/batches. The time of each state is null until the batch enters it."""
-
-    id: str
-    object: Literal["batch"]
-    endpoint: str
-    model: str | None
-    errors: dict[str, Any] | None
-    input_file_id: str
-    completion_window: str
-    status: Literal[
-        "validating",
-        "failed",
-        "in_progress",
-        "finalizing",
-        "completed",
-        "expired",
-        "cancelling",
-        "cancelled",
-    ]
-    output_file_id: str | None
-    error_file_id: str | None
-    created_at: int
-    expires_at: int
-    in_progress_at: int | None
-    finalizing_at: int | None
-    completed_at: int | None
-    failed_at: int | None
-    expired_at: int | None
-    cancelling_at: int | None
-    cancelled_at: int | None
-    request_counts: BatchCounts
-    usage: dict[str, Any]
-    metadata: dict[str, str] | None
-
-
-class BatchList(TypedDict):
-    """A page of batches."""
-
-    object: Literal["list"]
-    data: list[Batch]
-    first_id: str | None
-    last_id: str | None
-    has_more: bool
+    state: str
+    created: int
+    prompt_tokens: int
+    computed_tokens: int
+    completion_tokens: int
+    queue_place: int | None
+    left_s: float | None
+    predicted_ttft_s: float | None
 
 
 #: Every answer that the document names.
 ANSWERS: tuple[Any, ...] = (
-    Batch,
-    BatchList,
     ChatCompletion,
     Completion,
-    DeletedFile,
     DeletedResponse,
     Error,
     Explanation,
-    File,
-    FileList,
     ImprovementRate,
     ImprovementRateChange,
     Model,
     Models,
     PolicyChange,
+    RequestState,
     Response,
     ResponseItems,
     SchedulerSettings,
     Status,
+    StoredTenant,
+    Tenants,
     Text,
     Tokens,
 )

@@ -52,6 +52,7 @@ class Whole:
     entries: list[LogprobEntry]
     token_ids: list[int]
     answer: ParsedAnswer | None = None
+    of_prompt: Sequence[PositionLogprobs | None] = ()  # log probabilities of its prompt's tokens
 
     @property
     def finish_reason(self) -> str | None:
@@ -164,6 +165,9 @@ class ChatFormat:
             if self._head.options.return_token_ids:
                 choice["token_ids"] = whole.token_ids
             choices.append(choice)
+        if (most := self._head.options.shown_prompt_logprobs) >= 0 and wholes:
+            shown = prompt_logprobs(wholes[0].of_prompt, most, self._tokenizer)
+            extra = {"prompt_logprobs": shown, **extra}
         return self._head.document("chat.completion", choices, usage, extra)
 
     def _logprobs(self, entries: Sequence[LogprobEntry]) -> Json | None:
@@ -239,6 +243,9 @@ class CompletionFormat:
             choice["stop_reason"] = whole.choice.stop_reason
             if self._head.options.return_token_ids:
                 choice["token_ids"] = whole.token_ids
+            if (most := self._head.options.shown_prompt_logprobs) >= 0:
+                shown = prompt_logprobs(whole.of_prompt, most, self._tokenizer)
+                choice["prompt_logprobs"] = shown
             choices.append(choice)
         return self._head.document(self._KIND, choices, usage, extra)
 
@@ -266,6 +273,34 @@ class CompletionFormat:
         except UnicodeDecodeError:
             # As OpenAI's API writes tokens that are part of a character.
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+
+
+def prompt_logprobs(
+    positions: Sequence[PositionLogprobs | None], most: int, tokenizer: Tokenizer
+) -> list[Json | None]:
+    """Writes a prompt's log probabilities as vLLM does: an object by token id for each position.
+
+    The prompt's own token comes first, then the `most` likeliest. The rank of a token that is not
+    among these is not known (null).
+    """
+    found: list[Json | None] = []
+    for position in positions:
+        if position is None:
+            found.append(None)
+            continue
+        top = position.top[:most]
+        ranks = {token_id: rank for rank, (token_id, _) in enumerate(top, 1)}
+        found.append(
+            {
+                str(token_id): {
+                    "logprob": max(logprob, _LOWEST_LOGPROB),
+                    "rank": ranks.get(token_id),
+                    "decoded_token": tokenizer.token_bytes(token_id).decode("utf-8", "replace"),
+                }
+                for token_id, logprob in (position.chosen, *top)
+            }
+        )
+    return found
 
 
 def _text_choice(index: int, text: str) -> Json:

@@ -14,7 +14,12 @@ from millrace.proxy.request.fields import STRICT, OneOf, Within
 from millrace.proxy.request.response_bodies import Metadata
 
 #: The endpoints whose requests may come in batches. The proxy's table of answers needs each, too.
-BATCH_ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
+BATCH_ENDPOINTS = (
+    "/v1/chat/completions",
+    "/v1/completions",
+    "/v1/responses",
+    "/v1/embeddings",
+)
 
 _UNITS_S = {"m": 60, "h": 3600, "d": 86400}
 _MOST_WINDOW_S = 30 * 86400

@@ -45,6 +45,10 @@ class StreamOptions(TypedDict, total=False):
         bool | None,
         Field(description="With include_usage: every chunk shows its choice's usage so far."),
     ]
+    include_progress: Annotated[
+        bool | None,
+        Field(description="Send events `millrace.progress` until the first token."),
+    ]
     include_obfuscation: Ignored[bool]
 
 
@@ -109,7 +113,6 @@ class GenerateBody(ConstraintFields, total=False):
     logprob_token_ids: _Refused
     max_reasoning_tokens: Annotated[Any, Unsupported(-1)]
     priority: Annotated[Any, Unsupported(0)]
-    prompt_logprobs: _Refused
     repetition_detection: _Refused
     return_tokens_as_token_ids: _RefusedUnlessFalse
     thinking_token_budget: Annotated[Any, Unsupported(-1)]

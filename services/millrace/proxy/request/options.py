@@ -26,6 +26,19 @@ class SamplingDefaults:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EmbeddingFacts:
+    """How the model turns a text into a vector.
+
+    `pooling`: as `RequestSpec.pooling`, or the name of another way, which no instance computes.
+    `hidden_size`: floats of a vector. `dimensions`: lengths to which it may be cut; none: any.
+    """
+
+    pooling: str = "last"
+    hidden_size: int = 0
+    dimensions: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
     """Limits of a request, from the model and the configuration. All counts are tokens."""
 
@@ -34,12 +47,13 @@ class Limits:
     context_tokens: int
     eos_token_ids: tuple[int, ...]
     defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
+    embedding: EmbeddingFacts = field(default_factory=EmbeddingFacts)
     config: ProxyConfig = field(default_factory=ProxyConfig)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """How to draw tokens. `max_tokens` None: as many as fit the context; 0: see `scores_only`."""
+    """How to draw tokens. `max_tokens` None: as many as fit the context; 0: see `prefill_only`."""
 
     max_tokens: int | None
     min_tokens: int
@@ -66,6 +80,7 @@ class Options:
     stream: bool = False
     include_usage: bool = False
     continuous_usage: bool = False  # every chunk of a stream shows the usage so far
+    include_progress: bool = False  # a stream shows how far its prompt is
     stop: tuple[str, ...] = ()
     include_stop: bool = False
     skip_special_tokens: bool = True
@@ -77,20 +92,23 @@ class Options:
     constraint_field: str = ""  # that the client used; empty: no constraint
     tools: ToolOptions | None = None
     include_reasoning: bool = True
+    pooling: str = ""  # of a request for a vector: as `RequestSpec.pooling`
+    shown_prompt_logprobs: int = -1  # the field prompt_logprobs; -1: absent
 
     @property
-    def scores_only(self) -> bool:
-        """Whether the answer is only the echoed prompt.
-
-        The engine samples a first token with every prefill: the proxy asks for that token, but
-        neither shows nor counts it.
-        """
+    def prefill_only(self) -> bool:
+        """Whether no token is generated: the answer is the echoed prompt, or a vector."""
         return self.sampling.max_tokens == 0
+
+    @property
+    def needs_whole_prompt(self) -> bool:
+        """Whether every token of the prompt is computed, whatever is cached."""
+        return self.prompt_logprobs >= 0 or self.pooling == "mean"
 
     @property
     def prompt_logprobs(self) -> int:
         """Log probabilities of the prompt's own tokens, counted as in `Sampling.logprobs`."""
-        return self.sampling.logprobs if self.echo else -1
+        return max(self.sampling.logprobs if self.echo else -1, self.shown_prompt_logprobs)
 
     def new_tokens(self, prompt_tokens: int, limits: Limits, prompt_field: str) -> int:
         """Returns the most tokens to generate after a prompt of `prompt_tokens` in `prompt_field`.
@@ -98,11 +116,12 @@ class Options:
         Raises ApiError (context_length_exceeded) if the requested tokens do not fit.
         """
         room = limits.context_tokens - prompt_tokens
-        if room < 1:
+        if room < (0 if self.prefill_only else 1):
+            more = "" if self.prefill_only else " and at least one more"
             raise bad_field(
                 prompt_field,
                 f"the prompt has {prompt_tokens} tokens; this model's context of "
-                f"{limits.context_tokens} tokens must hold it and at least one more.",
+                f"{limits.context_tokens} tokens must hold it{more}.",
                 "context_length_exceeded",
             )
         asked = self.sampling.max_tokens
@@ -115,7 +134,17 @@ class Options:
                 f"context of {limits.context_tokens} tokens.",
                 "context_length_exceeded",
             )
-        return max(1, asked)
+        return asked
+
+
+def pooling_options(checked: Mapping[str, Any], limits: Limits, pooling: str) -> Options:
+    """Returns the options of requests for a vector, of a body with checked fields."""
+    return Options(
+        sampling=_sampling({}, limits, 0, -1),
+        cache_prompt=checked.get("cache_prompt", True),
+        cache_salt=checked.get("cache_salt", ""),
+        pooling=pooling,
+    )
 
 
 def read_options(checked: Mapping[str, Any], limits: Limits, logprobs: int) -> Options:
@@ -130,8 +159,12 @@ def read_options(checked: Mapping[str, Any], limits: Limits, logprobs: int) -> O
     stream_options = get("stream_options", {})
     include_usage = stream_options.get("include_usage", False)
     field_name = "max_completion_tokens" if "max_completion_tokens" in checked else "max_tokens"
-    if get(field_name) == 0 and not get("echo", False):
-        raise bad_field(field_name, "must be at least 1 without 'echo', got 0.")
+    scored = get("prompt_logprobs", -1)
+    if get(field_name) == 0 and not get("echo", False) and scored < 0:
+        wanted = "must be at least 1 without 'echo' or 'prompt_logprobs', got 0."
+        raise bad_field(field_name, wanted)
+    if stream and scored >= 0:
+        raise bad_field("prompt_logprobs", "can't be combined with 'stream'.")
     tools = read_tools(checked)
     constraint_field, constraint = _constraint(checked, tools)
     if constraint is not None and get("ignore_eos", False):
@@ -143,6 +176,7 @@ def read_options(checked: Mapping[str, Any], limits: Limits, logprobs: int) -> O
         stream=stream,
         include_usage=include_usage,
         continuous_usage=include_usage and stream_options.get("continuous_usage_stats", False),
+        include_progress=stream_options.get("include_progress") or False,
         stop=get("stop", ()),
         include_stop=get("include_stop_str_in_output", False),
         skip_special_tokens=get("skip_special_tokens", True),
@@ -154,6 +188,9 @@ def read_options(checked: Mapping[str, Any], limits: Limits, logprobs: int) -> O
         constraint_field=constraint_field,
         tools=tools,
         include_reasoning=get("include_reasoning", True),
+        # Of a prompt that is only echoed, the engine computes as little as it can.
+        pooling="last" if sampling.max_tokens == 0 and max(logprobs, scored) < 0 else "",
+        shown_prompt_logprobs=scored,
     )
 
 

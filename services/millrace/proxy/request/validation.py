@@ -18,6 +18,8 @@ from millrace.proxy.request.response_bodies import ResponseBody
 from millrace.proxy.request.tools import ToolOptions, read_history
 
 _MAX_STOP_IDS = 1024
+_MOST = "Most tokens to generate. 0, with echo or prompt_logprobs: only the prompt is computed."
+_OF_PROMPT = "Log probabilities of the prompt's tokens, and of so many likeliest at each position."
 #: The most prompts of one completion request.
 MAX_PROMPTS = 256
 
@@ -59,7 +61,8 @@ class Bodies:
         model = Annotated[str, Field(json_schema_extra={"enum": [limits.model]})]
         shared: dict[str, Any] = {
             "model": Required[model],
-            "max_tokens": _count(1, config.max_new_tokens, "Most tokens to generate."),
+            "max_tokens": _count(0, config.max_new_tokens, _MOST),
+            "prompt_logprobs": _count(0, config.max_logprobs, _OF_PROMPT),
             "n": _count(1, config.max_choices, "Choices to generate for each prompt."),
             "min_tokens": _count(0, config.max_new_tokens),
             "logit_bias": _logit_bias(vocab_size) | None,
@@ -70,18 +73,16 @@ class Bodies:
             ChatBody,
             **shared,
             max_completion_tokens=_count(
-                1, config.max_new_tokens, "Newer name of max_tokens; takes precedence over it."
+                0, config.max_new_tokens, "Newer name of max_tokens; takes precedence over it."
             ),
             top_logprobs=_count(0, config.max_logprobs),
         )
-        scored = "Most tokens to generate; 0, with echo: the answer is only the prompt."
         self.completion = adapter(
             "CompletionRequest",
             CompletionBody,
             **shared
             | {
-                "prompt": Required[_prompt(vocab_size)],
-                "max_tokens": _count(0, config.max_new_tokens, scored),
+                "prompt": Required[prompt_type(vocab_size)],
                 "logprobs": _count(0, config.max_logprobs),
                 "best_of": _count(1, config.max_choices, "Must equal n."),
             },
@@ -111,10 +112,8 @@ class Bodies:
         """Checks a completion's body. Raises ApiError naming the field."""
         checked = read_body(self.completion, body)
         self.check_model(checked["model"])
-        prompt = checked["prompt"]
-        alone = isinstance(prompt, str) or isinstance(prompt[0], int)
         return CompletionRequest(
-            prompts=[prompt] if alone else prompt,
+            prompts=prompts_of(checked["prompt"]),
             options=read_options(checked, self.limits, checked.get("logprobs", -1)),
             add_special_tokens=checked.get("add_special_tokens", True),
         )
@@ -141,13 +140,24 @@ class Bodies:
 
     def check_model(self, name: str) -> None:
         """Raises a 404 unless `name` is the served model's."""
-        if name != self.limits.model:
-            raise ApiError(
-                404,
-                f"The model {shown(name)} does not exist; this server has {self.limits.model!r}.",
-                param="model",
-                code="model_not_found",
-            )
+        check_model(name, self.limits.model)
+
+
+def check_model(name: str, served: str) -> None:
+    """Raises a 404 unless `name` is `served`."""
+    if name != served:
+        raise ApiError(
+            404,
+            f"The model {shown(name)} does not exist; this server has {served!r}.",
+            param="model",
+            code="model_not_found",
+        )
+
+
+def prompts_of(value: Any) -> list[Prompt]:  # noqa: ANN401 - of `prompt_type`
+    """Returns the prompts of a field of `prompt_type`."""
+    alone = isinstance(value, str) or isinstance(value[0], int)
+    return [value] if alone else value
 
 
 def _conversation(checked: Mapping[str, Any], tools: ToolOptions | None = None) -> Conversation:
@@ -198,10 +208,13 @@ def _logit_bias(vocab_size: int) -> Any:  # noqa: ANN401 - a type
     ]
 
 
-def _prompt(vocab_size: int) -> Any:  # noqa: ANN401 - a type
-    """Returns the type of `prompt`: a string, strings, token ids or lists of token ids."""
+def prompt_type(vocab_size: int, most: int = MAX_PROMPTS) -> Any:  # noqa: ANN401 - a type
+    """Returns the type of `prompt`: a string, strings, token ids or lists of token ids.
+
+    `most`: strings, or lists of token ids.
+    """
     ids = _token_ids(vocab_size, 1)
-    many = Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)
+    many = Field(min_length=1, max_length=most, fail_fast=True)
     of_type = OneType(
         _kind_of_prompt,
         "a string or an array",

@@ -38,10 +38,10 @@ class PromptHasher:
     async def blocks(self, ids: TokenArray, options: Options) -> PromptBlocks:
         """Returns the blocks of a prompt, int32 [tokens].
 
-        A request for the prompt's log probabilities has no blocks: its whole prompt is computed.
+        A request that needs its whole prompt computed has no blocks.
         """
         block_tokens = self._block_tokens
-        if not block_tokens or not options.cache_prompt or options.prompt_logprobs >= 0:
+        if not block_tokens or not options.cache_prompt or options.needs_whole_prompt:
             return NO_BLOCKS
         root, salt = self._root, options.cache_salt
         if salt:

@@ -20,7 +20,7 @@ from typing import Protocol
 
 from millrace.core.errors import TransferError
 from millrace.transfer.transport.base import Transport, outcome
-from millrace.transfer.transport.regions import Memory
+from millrace.transfer.transport.regions import Bytes, ByteView
 from millrace.transfer.transport.runs import Runs
 
 log = logging.getLogger(__name__)
@@ -41,17 +41,6 @@ CHANNEL = 9
 
 class ProbeError(TransferError):
     """The bytes did not arrive, or other bytes did."""
-
-
-class ByteView(Protocol):
-    """Memory that a transport may write to and the host reads and writes."""
-
-    @property
-    def memory(self) -> Memory: ...
-
-    def read(self, start: int, count: int) -> bytes: ...
-
-    def write(self, start: int, data: bytes) -> None: ...
 
 
 class ProbeDiedError(ProbeError):
@@ -101,7 +90,7 @@ class ProbeEnd:
     """
 
     def __init__(
-        self, transport: Transport, view: ByteView, *, region: int, seed: int, size: int
+        self, transport: Transport, view: Bytes, *, region: int, seed: int, size: int
     ) -> None:
         """`view` shows the transport's `region`, which is registered already."""
         self.name = transport.name
@@ -208,7 +197,7 @@ async def _close(transport: Transport) -> None:
 async def probe_loopback(
     transport: Transport,
     region: int,
-    pool: ByteView,
+    pool: Bytes,
     open_end: OpenEnd,
     timeout_s: float,
     ranks: int = 1,
@@ -220,7 +209,7 @@ async def probe_loopback(
     checked. If the process of the other end dies, the probe tries again, LOOPBACK_TRIES times in
     all. Raises TransferError, which names the rank where there are several.
     """
-    part = pool.memory.nbytes // ranks
+    part = pool.nbytes // ranks
     size = min(PATTERN_BYTES, part // 2)
     own = ProbeEnd(transport, pool, region=region, seed=random.getrandbits(64), size=size)
     for rank in range(ranks):
@@ -241,7 +230,7 @@ class _Loopback:
     start: int
     timeout_s: float
 
-    async def run(self, pool: ByteView, open_end: OpenEnd, size: int, name: str) -> None:
+    async def run(self, pool: Bytes, open_end: OpenEnd, size: int, name: str) -> None:
         before = pool.read(self.start, 2 * size)
         for attempt in range(1, LOOPBACK_TRIES + 1):
             try:

@@ -36,11 +36,11 @@ from typing import Any
 import numpy as np
 
 from millrace.core.errors import TransferError
-from millrace.transfer.probe.pattern import ByteView, ProbeEnd, probe_end
+from millrace.transfer.probe.pattern import ProbeEnd, probe_end
 from millrace.transfer.transport.nixl.library import load_ucx
 from millrace.transfer.transport.nixl.transport import NixlTransport
 from millrace.transfer.transport.ranked import RankedTransport
-from millrace.transfer.transport.regions import Memory
+from millrace.transfer.transport.regions import ByteView, Memory
 
 #: Seconds after which the kernel ends a child, even if the transport's library hangs.
 LIFE_S = 60
@@ -59,6 +59,10 @@ class HostBytes:
     @property
     def memory(self) -> Memory:
         return Memory.of_array(self._bytes)
+
+    @property
+    def nbytes(self) -> int:
+        return self._bytes.nbytes
 
     def read(self, start: int, count: int) -> bytes:
         return self._bytes[start : start + count].tobytes()

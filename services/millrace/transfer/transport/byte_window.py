@@ -17,6 +17,10 @@ class ByteWindow:
     def memory(self) -> Memory:
         return Memory.of_tensor(self._bytes)
 
+    @property
+    def nbytes(self) -> int:
+        return self._bytes.numel()
+
     def read(self, start: int, count: int) -> bytes:
         return self._bytes[start : start + count].cpu().numpy().tobytes()
 

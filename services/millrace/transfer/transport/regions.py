@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -27,6 +28,44 @@ class TensorLike(Protocol):
     def is_contiguous(self) -> bool: ...
 
 
+class Bytes(Protocol):
+    """Bytes that the host reads and writes, wherever they lie."""
+
+    @property
+    def nbytes(self) -> int: ...
+
+    def read(self, start: int, count: int) -> bytes: ...
+
+    def write(self, start: int, data: bytes) -> None:
+        """Returns when the bytes lie there."""
+
+
+class JoinedBytes:
+    """Several `Bytes`, one after another. No call may cross from one into the next."""
+
+    def __init__(self, parts: Sequence[Bytes]) -> None:
+        self._parts = tuple(parts)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for part in self._parts)
+
+    def read(self, start: int, count: int) -> bytes:
+        part, start = self._at(start)
+        return part.read(start, count)
+
+    def write(self, start: int, data: bytes) -> None:
+        part, start = self._at(start)
+        part.write(start, data)
+
+    def _at(self, start: int) -> tuple[Bytes, int]:
+        for part in self._parts:
+            if start < part.nbytes:
+                return part, start
+            start -= part.nbytes
+        raise ValueError("the bytes begin past the end")
+
+
 @dataclass(frozen=True, slots=True)
 class Memory:
     """A contiguous region. `device` is a CUDA device's index, or HOST. The owner keeps it alive."""
@@ -49,6 +88,13 @@ class Memory:
         if not array.flags.c_contiguous:
             raise ValueError("only a contiguous array can be registered as one region")
         return Memory(array.ctypes.data, array.nbytes)
+
+
+class ByteView(Bytes, Protocol):
+    """Memory that a transport may write to and the host reads and writes."""
+
+    @property
+    def memory(self) -> Memory: ...
 
 
 def host_bytes(memory: Memory) -> npt.NDArray[np.uint8]:

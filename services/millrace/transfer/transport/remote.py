@@ -19,7 +19,7 @@ from typing import Any, Final
 
 from millrace.core.errors import TransferError
 from millrace.transfer.transport.base import PeerLostError, Transport
-from millrace.transfer.transport.regions import Memory
+from millrace.transfer.transport.regions import ByteView, Memory
 from millrace.transfer.transport.runs import Runs
 
 #: Seconds for a rank to start its transport, to register memory and to end.
@@ -28,8 +28,28 @@ CALL_TIMEOUT_S: Final = 60.0
 _Answer = tuple[int, Any, str, bool]  # of which call, value, error, whether a peer is lost
 
 
+class RemotePool:
+    """A rank's KV pool, in the rank's process, as `Bytes`. Nothing else may use it meanwhile."""
+
+    def __init__(self, call: Callable[..., Future[Any]], memory: Memory) -> None:
+        """`memory`: where the pool lies in the rank's process."""
+        self.memory = memory
+        self._call = call
+
+    @property
+    def nbytes(self) -> int:
+        return self.memory.nbytes
+
+    def read(self, start: int, count: int) -> bytes:
+        found: bytes = self._call("peek", start, count).result(CALL_TIMEOUT_S)
+        return found
+
+    def write(self, start: int, data: bytes) -> None:
+        self._call("poke", start, data).result(CALL_TIMEOUT_S)
+
+
 class RemoteAgent:
-    """Rank 0's side, an `Agent`. `pool` is the rank's KV memory, in the rank's process."""
+    """Rank 0's side, an `Agent`. `pool` is the rank's."""
 
     def __init__(self, pipe: Connection, rank: int, name: str) -> None:
         """Has the rank open its transport under `name`. Raises TransferError when it can't."""
@@ -44,9 +64,10 @@ class RemoteAgent:
         for work in (self._send, self._read):
             threading.Thread(target=work, name=f"agent {name}", daemon=True).start()
         try:
-            self.pool: Memory = self._call("open", name).result(CALL_TIMEOUT_S)
+            memory: Memory = self._call("open", name).result(CALL_TIMEOUT_S)
         except TimeoutError:
             raise TransferError(f"{self._of} opened no transport in time") from None
+        self.pool = RemotePool(self._call, memory)
 
     def register(self, memory: Memory) -> int:
         index: int = self._call("register", memory).result(CALL_TIMEOUT_S)
@@ -122,7 +143,7 @@ class RemoteAgent:
 
 
 def serve_agent(
-    pipe: Connection, open_transport: Callable[[str], Transport], pool: Callable[[], Memory]
+    pipe: Connection, open_transport: Callable[[str], Transport], pool: Callable[[], ByteView]
 ) -> None:
     """Serves rank 0's calls in the rank's process; returns when rank 0 closes the agent or is gone.
 
@@ -143,7 +164,7 @@ class _Server:
         self,
         pipe: Connection,
         open_transport: Callable[[str], Transport],
-        pool: Callable[[], Memory],
+        pool: Callable[[], ByteView],
     ) -> None:
         self._pipe = pipe
         self._open_transport = open_transport
@@ -178,7 +199,13 @@ class _Server:
 
     def _open(self, name: str) -> Memory:
         self._opened = self._open_transport(name)
-        return self._pool()
+        return self._pool().memory
+
+    def _peek(self, start: int, count: int) -> bytes:
+        return self._pool().read(start, count)
+
+    def _poke(self, start: int, data: bytes) -> None:
+        self._pool().write(start, data)
 
     def _register(self, memory: Memory) -> int:
         return self._transport.register(memory)

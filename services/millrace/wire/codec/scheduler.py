@@ -67,7 +67,6 @@ def request(spec: common_pb2.RequestSpec, *, proxy_id: str, now_s: float) -> Req
     _require("request_id", spec.request_id, bool(spec.request_id), "not empty")
     for name, value in (
         ("prompt_tokens", spec.prompt_tokens),
-        ("sampling.max_tokens", spec.sampling.max_tokens),
         ("sampling.n", spec.sampling.n),
     ):
         _require(name, value, value >= 1, "at least 1")
@@ -76,6 +75,11 @@ def request(spec: common_pb2.RequestSpec, *, proxy_id: str, now_s: float) -> Req
         _require(
             f"slo.{name}", objective_s, 0 <= objective_s < math.inf, "0 (none) or more, and finite"
         )
+    scored, most = spec.sampling.prompt_logprobs >= 0, spec.sampling.max_tokens
+    if spec.pooling:
+        _require("sampling.max_tokens", most, most == 0, "0 with pooling")
+    elif not scored:
+        _require("sampling.max_tokens", most, most >= 1, "at least 1")
     return Request(
         id=spec.request_id,
         proxy_id=proxy_id,
@@ -86,7 +90,8 @@ def request(spec: common_pb2.RequestSpec, *, proxy_id: str, now_s: float) -> Req
         arrival_s=now_s,
         prefix_hashes=tuple(spec.prefix_hashes),
         tenant=spec.tenant or DEFAULT_TENANT,
-        resumable=spec.sampling.prompt_logprobs < 0,  # only one attempt computes the whole prompt
+        # As `RequestSpec.needs_whole_prompt`, without decoding the whole spec.
+        resumable=not scored and spec.pooling != common_pb2.POOLING_MEAN,
     )
 
 

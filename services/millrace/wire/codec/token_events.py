@@ -76,6 +76,8 @@ def _add_detail(message: decode_pb2.TokenEvent, detail: TokenDetail) -> None:
         message.prompt_logprobs.extend(map(logprobs_message, detail.prompt_logprobs))
     if detail.cached_tokens:
         message.cached_tokens = detail.cached_tokens
+    if detail.pooled:
+        message.pooled = detail.pooled
 
 
 def batch_of(batch: decode_pb2.TokenBatch) -> TokenBatch:
@@ -107,6 +109,7 @@ def _detail_of(message: decode_pb2.TokenEvent) -> TokenDetail:
         spans=tuple(map(SPAN.decode, message.spans)),
         prompt_logprobs=tuple(map(logprobs_of, message.prompt_logprobs)),
         cached_tokens=message.cached_tokens,
+        pooled=message.pooled,
     )
 
 
@@ -115,5 +118,6 @@ def _detail_of(message: decode_pb2.TokenEvent) -> TokenDetail:
 FINISHED = derive(
     FinishedPrefill,
     transfer_pb2.FinishedPrefill,
+    absent={"pooled": b""},  # requests with a vector send no KV
     prompt_logprobs=Codec(PositionLogprobs, logprobs_message, logprobs_of),
 )

@@ -26,7 +26,7 @@ from millrace.wire.pb import common_pb2 as millrace_dot_v1_dot_common__pb2
 from millrace.wire.pb import transfer_pb2 as millrace_dot_v1_dot_transfer__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16millrace/v1/gang.proto\x12\x0bmillrace.v1\x1a\x18millrace/v1/common.proto\x1a\x1amillrace/v1/transfer.proto\"\xa0\x01\n\x0bGroupMember\x12-\n\x0bincarnation\x18\x01 \x01(\x0b\x32\x18.millrace.v1.Incarnation\x12%\n\x06layout\x18\x02 \x01(\x0b\x32\x15.millrace.v1.KvLayout\x12\r\n\x05pages\x18\x03 \x03(\r\x12\x14\n\x0c\x62uffer_pages\x18\x04 \x03(\r\x12\x16\n\x0e\x61gent_metadata\x18\x05 \x01(\x0c\"\xa0\x01\n\x0bJoinRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12(\n\x06leader\x18\x03 \x01(\x0b\x32\x18.millrace.v1.Incarnation\x12(\n\x06member\x18\x04 \x01(\x0b\x32\x18.millrace.v1.GroupMember\x12\x18\n\x10max_chunk_tokens\x18\x05 \x01(\r\"G\n\tJoinReply\x12\x0f\n\x07refusal\x18\x01 \x01(\t\x12)\n\x07members\x18\x02 \x03(\x0b\x32\x18.millrace.v1.GroupMember\"\x90\x01\n\rHandInRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12(\n\x06member\x18\x03 \x01(\x0b\x32\x18.millrace.v1.Incarnation\x12\x30\n\x08logprobs\x18\x04 \x03(\x0b\x32\x1e.millrace.v1.PromptLogprobsRun\"Z\n\x11PromptLogprobsRun\x12\x13\n\x0bstart_token\x18\x01 \x01(\r\x12\x30\n\tpositions\x18\x02 \x03(\x0b\x32\x1d.millrace.v1.PositionLogprobs\"\x1e\n\x0bHandInReply\x12\x0f\n\x07refusal\x18\x01 \x01(\t2\x88\x01\n\x0cPrefillGroup\x12\x38\n\x04Join\x12\x18.millrace.v1.JoinRequest\x1a\x16.millrace.v1.JoinReply\x12>\n\x06HandIn\x12\x1a.millrace.v1.HandInRequest\x1a\x18.millrace.v1.HandInReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16millrace/v1/gang.proto\x12\x0bmillrace.v1\x1a\x18millrace/v1/common.proto\x1a\x1amillrace/v1/transfer.proto\"\xa0\x01\n\x0bGroupMember\x12-\n\x0bincarnation\x18\x01 \x01(\x0b\x32\x18.millrace.v1.Incarnation\x12%\n\x06layout\x18\x02 \x01(\x0b\x32\x15.millrace.v1.KvLayout\x12\r\n\x05pages\x18\x03 \x03(\r\x12\x14\n\x0c\x62uffer_pages\x18\x04 \x03(\r\x12\x16\n\x0e\x61gent_metadata\x18\x05 \x01(\x0c\"\xa0\x01\n\x0bJoinRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12(\n\x06leader\x18\x03 \x01(\x0b\x32\x18.millrace.v1.Incarnation\x12(\n\x06member\x18\x04 \x01(\x0b\x32\x18.millrace.v1.GroupMember\x12\x18\n\x10max_chunk_tokens\x18\x05 \x01(\r\"G\n\tJoinReply\x12\x0f\n\x07refusal\x18\x01 \x01(\t\x12)\n\x07members\x18\x02 \x03(\x0b\x32\x18.millrace.v1.GroupMember\"\xa4\x01\n\rHandInRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12(\n\x06member\x18\x03 \x01(\x0b\x32\x18.millrace.v1.Incarnation\x12\x30\n\x08logprobs\x18\x04 \x03(\x0b\x32\x1e.millrace.v1.PromptLogprobsRun\x12\x12\n\nhidden_sum\x18\x05 \x01(\x0c\"Z\n\x11PromptLogprobsRun\x12\x13\n\x0bstart_token\x18\x01 \x01(\r\x12\x30\n\tpositions\x18\x02 \x03(\x0b\x32\x1d.millrace.v1.PositionLogprobs\"\x1e\n\x0bHandInReply\x12\x0f\n\x07refusal\x18\x01 \x01(\t2\x88\x01\n\x0cPrefillGroup\x12\x38\n\x04Join\x12\x18.millrace.v1.JoinRequest\x1a\x16.millrace.v1.JoinReply\x12>\n\x06HandIn\x12\x1a.millrace.v1.HandInRequest\x1a\x18.millrace.v1.HandInReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -40,11 +40,11 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_JOINREPLY']._serialized_start=419
   _globals['_JOINREPLY']._serialized_end=490
   _globals['_HANDINREQUEST']._serialized_start=493
-  _globals['_HANDINREQUEST']._serialized_end=637
-  _globals['_PROMPTLOGPROBSRUN']._serialized_start=639
-  _globals['_PROMPTLOGPROBSRUN']._serialized_end=729
-  _globals['_HANDINREPLY']._serialized_start=731
-  _globals['_HANDINREPLY']._serialized_end=761
-  _globals['_PREFILLGROUP']._serialized_start=764
-  _globals['_PREFILLGROUP']._serialized_end=900
+  _globals['_HANDINREQUEST']._serialized_end=657
+  _globals['_PROMPTLOGPROBSRUN']._serialized_start=659
+  _globals['_PROMPTLOGPROBSRUN']._serialized_end=749
+  _globals['_HANDINREPLY']._serialized_start=751
+  _globals['_HANDINREPLY']._serialized_end=781
+  _globals['_PREFILLGROUP']._serialized_start=784
+  _globals['_PREFILLGROUP']._serialized_end=920
 # @@protoc_insertion_point(module_scope)

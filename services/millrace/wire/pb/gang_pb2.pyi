@@ -45,16 +45,18 @@ class JoinReply(_message.Message):
     def __init__(self, refusal: _Optional[str] = ..., members: _Optional[_Iterable[_Union[GroupMember, _Mapping]]] = ...) -> None: ...
 
 class HandInRequest(_message.Message):
-    __slots__ = ("request_id", "attempt", "member", "logprobs")
+    __slots__ = ("request_id", "attempt", "member", "logprobs", "hidden_sum")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     MEMBER_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    HIDDEN_SUM_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     attempt: int
     member: _common_pb2.Incarnation
     logprobs: _containers.RepeatedCompositeFieldContainer[PromptLogprobsRun]
-    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., member: _Optional[_Union[_common_pb2.Incarnation, _Mapping]] = ..., logprobs: _Optional[_Iterable[_Union[PromptLogprobsRun, _Mapping]]] = ...) -> None: ...
+    hidden_sum: bytes
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., member: _Optional[_Union[_common_pb2.Incarnation, _Mapping]] = ..., logprobs: _Optional[_Iterable[_Union[PromptLogprobsRun, _Mapping]]] = ..., hidden_sum: _Optional[bytes] = ...) -> None: ...
 
 class PromptLogprobsRun(_message.Message):
     __slots__ = ("start_token", "positions")

@@ -123,14 +123,16 @@ class Progress(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., prompt: _Optional[_Union[PromptProgress, _Mapping]] = ...) -> None: ...
 
 class PromptProgress(_message.Message):
-    __slots__ = ("state", "computed_tokens", "left_s")
+    __slots__ = ("state", "computed_tokens", "left_s", "queue_place")
     STATE_FIELD_NUMBER: _ClassVar[int]
     COMPUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     LEFT_S_FIELD_NUMBER: _ClassVar[int]
+    QUEUE_PLACE_FIELD_NUMBER: _ClassVar[int]
     state: RequestState
     computed_tokens: int
     left_s: float
-    def __init__(self, state: _Optional[_Union[RequestState, str]] = ..., computed_tokens: _Optional[int] = ..., left_s: _Optional[float] = ...) -> None: ...
+    queue_place: int
+    def __init__(self, state: _Optional[_Union[RequestState, str]] = ..., computed_tokens: _Optional[int] = ..., left_s: _Optional[float] = ..., queue_place: _Optional[int] = ...) -> None: ...
 
 class Placed(_message.Message):
     __slots__ = ("request_id", "decode", "predicted_ttft_s")
@@ -171,12 +173,14 @@ class Failed(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., message: _Optional[str] = ..., resumable: _Optional[bool] = ...) -> None: ...
 
 class Fleet(_message.Message):
-    __slots__ = ("decode", "ready")
+    __slots__ = ("decode", "ready", "prefill")
     DECODE_FIELD_NUMBER: _ClassVar[int]
     READY_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_FIELD_NUMBER: _ClassVar[int]
     decode: _containers.RepeatedCompositeFieldContainer[Member]
     ready: bool
-    def __init__(self, decode: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., ready: _Optional[bool] = ...) -> None: ...
+    prefill: _containers.RepeatedCompositeFieldContainer[Member]
+    def __init__(self, decode: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., ready: _Optional[bool] = ..., prefill: _Optional[_Iterable[_Union[Member, _Mapping]]] = ...) -> None: ...
 
 class Member(_message.Message):
     __slots__ = ("incarnation", "address")

@@ -1,5 +1,8 @@
 """Places requests at a decode instance, the KV owner, and spreads long ones from there.
 
+A prefill-only request needs no decode instance where instances of role prefill are: it waits for
+those at once. Of a pool without any, a mixed instance takes it as any other request.
+
 The best request in the queue is placed first. Of the instances that have the pages, those count
 where the placement loses least (`placement_loss`). Of these it gets the freest (`fleet.freeness`),
 or the instance that has most of the prompt in its prefix cache, if that saves much of the prefill.
@@ -70,6 +73,9 @@ class DecodePlacement:
         index = waiting = 0
         while pools and index < len(unplaced) and waiting < MAX_WAITING:
             request = unplaced[index]
+            if request.prefill_only and (prefillers := _prefillers(request, pools)):
+                self._place_prefill_only(step, request, prefillers)
+                continue
             fitting = _fitting(request, pools)
             spot = self._spot(request, fitting, reserved, step.now_s)
             if spot is not None:
@@ -83,7 +89,10 @@ class DecodePlacement:
 
     def has_room(self, request: LiveRequest, now_s: float) -> bool:
         """Returns whether the request has room anywhere now."""
-        fitting = _fitting(request, self._cluster.ready_pools())
+        pools = self._cluster.ready_pools()
+        if request.prefill_only and _prefillers(request, pools):
+            return True
+        fitting = _fitting(request, pools)
         return self._spot(request, fitting, (), now_s) is not None
 
     def _spot(
@@ -232,6 +241,23 @@ class DecodePlacement:
             )
             self._send(step, request, (whole,), {})
 
+    def _place_prefill_only(
+        self, step: StepContext, request: LiveRequest, pools: list[Pool]
+    ) -> None:
+        """Lets a request that generates nothing wait for prefill, in the quickest of the pools."""
+
+        def ttft_s(pool: Pool) -> float:
+            return self._predicted_ttft_s(request, pool, step.now_s)
+
+        pool = min(pools, key=ttft_s) if len(pools) > 1 else pools[0]
+        self._table.unqueue(request)
+        request.place(None)
+        if request.attempt > 1 or len(self._cluster.pools) > 1:
+            pool.predict(request)
+        if request.attempt == 1:  # a later attempt is recorded when the one before it is over
+            step.record(request)
+        self._table.enqueue(step, request, pool.waiting)
+
     def _hold(self, request: LiveRequest, spot: _Spot) -> None:
         spot.owner.hold(request, *spot.shards[:1])
         for shard in spot.shards[1:]:
@@ -255,6 +281,11 @@ class DecodePlacement:
         ] or [0.0]
         queued_s = pool.waiting.work_before_s(key, request.order)
         return own_s + ((sum(ahead_s) + queued_s) / len(ahead_s) if queued_s else min(ahead_s))
+
+
+def _prefillers(request: LiveRequest, pools: list[Pool]) -> list[Pool]:
+    """Returns the pools whose prefill instances could take the request."""
+    return [pool for pool in pools if pool.prefill and pool.could_prefill(request)]
 
 
 def _fitting(request: LiveRequest, pools: list[Pool]) -> _Fitting:

@@ -279,7 +279,8 @@ class Dispatcher:
             sum(task.predicted_s for task in tasks),
             sum(task.predicted_s * len(task.members) for task in tasks),
         )
-        self._send(step, request, chunks, candidate.pages)
+        ttft_s = candidate.plan.ttft_s
+        self._send(step, request, chunks, candidate.pages, ttft_s)
         for other in together:
             alone = Chunk(
                 index=0,
@@ -288,7 +289,7 @@ class Dispatcher:
                 instance_ids=chunks[0].instance_ids,
             )
             card = pool.prefill[alone.instance_ids[0]].card
-            self._send(step, other, (alone,), pages_of_plan((alone,), card.page_tokens, 0))
+            self._send(step, other, (alone,), pages_of_plan((alone,), card.page_tokens, 0), ttft_s)
 
     def _batch(
         self, head: LiveRequest, candidate: _Candidate, pool: Pool, now_s: float
@@ -330,8 +331,14 @@ class Dispatcher:
         request: LiveRequest,
         chunks: tuple[Chunk, ...],
         pages: dict[str, int],
+        ttft_s: float = 0.0,
     ) -> None:
+        """`ttft_s`: the predicted seconds to the result, for a request that has no decode
+        instance: its first instance emits the result.
+        """
         request.send(chunks, step.now_s)
+        if request.decode_id is None:
+            step.place(request, chunks[0].instance_ids[0], ttft_s)
         for instance_id in chunks[-1].instance_ids:  # it holds all groups before it
             instance = self._cluster.instances[instance_id]
             if isinstance(instance, PrefillInstance):

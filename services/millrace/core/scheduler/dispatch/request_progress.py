@@ -40,6 +40,10 @@ class RequestProgress:
         if request is not None and self._event_filter.is_of_earlier(report, request, instance):
             return
         instance.release(report.request_id)
+        if request is not None and _emitted_result(report, request, instance):
+            self._table.finish(step, request, None)
+            self._dispatcher.run(step)
+            return
         if request is not None and _did_its_part(report, request, instance):
             self._table.did_part(request, instance)
             self._dispatcher.run(step)
@@ -145,6 +149,16 @@ def _did_its_part(report: RequestReleased, request: LiveRequest, instance: Insta
         and report.complete
         and request.state is RequestState.PREFILLING
         and instance.id != request.chunks[0].instance_ids[0]
+    )
+
+
+def _emitted_result(report: RequestReleased, request: LiveRequest, instance: Instance) -> bool:
+    """Returns whether the leader of a prefill-only request has sent the result to the proxy."""
+    return (
+        request.decode_id is None
+        and report.complete
+        and request.state is RequestState.TRANSFERRING
+        and instance.id == request.chunks[0].instance_ids[0]
     )
 
 

@@ -229,6 +229,11 @@ class Pool:
             return self.kvp_placement.could_hold(request, owners)
         return any(d.could_hold(request) for d in owners)
 
+    def could_serve(self, request: LiveRequest) -> bool:
+        """Returns whether its instances could prefill and, if need be, decode the request."""
+        needs_decode = not (request.prefill_only and self.prefill)
+        return self.could_prefill(request) and (not needs_decode or self.could_decode(request))
+
     def kv_owners(self) -> list[DecodeInstance]:
         """The instances where requests can be placed: mixed only, without any prefill instance."""
         return list(self.decode.values() if self.prefill else self._mixed())

@@ -1,4 +1,4 @@
-"""Serves the Decode gRPC service: token streams to the proxies."""
+"""Serves the Decode gRPC service: streams of tokens and results to the proxies."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from contextlib import aclosing
 import grpc
 
 from millrace.core.kv.transfer import Incarnation
-from millrace.decode.token_streams import TokenStreams
+from millrace.instance.token_streams import TokenStreams
 from millrace.wire.codec.incarnation import incarnation_of
 from millrace.wire.codec.token_events import batch_message
 from millrace.wire.pb import decode_pb2, decode_pb2_grpc
 
 
-class DecodeServicer(decode_pb2_grpc.DecodeServicer):
+class TokenServicer(decode_pb2_grpc.DecodeServicer):
     """Streams each proxy its outbox, one message for all ready events."""
 
     def __init__(self, streams: TokenStreams, incarnation: Incarnation) -> None:

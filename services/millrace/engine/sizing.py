@@ -1,0 +1,73 @@
+"""Bytes for KV pools: as configured, or a share of what the machine or the device has free."""
+
+from __future__ import annotations
+
+import os
+import resource
+from pathlib import Path
+
+import torch
+
+from millrace.core.config import EngineConfig
+from millrace.core.errors import ConfigError
+
+CPU_POOL_SHARE = 0.1  # of available memory: several workers share one machine
+CPU_POOL_MOST_BYTES = 4 << 30
+CUDA_POOL_SHARE = 0.85  # of the memory that the weights leave free
+
+
+def pool_bytes(config: EngineConfig, device: torch.device, least_bytes: int) -> int:
+    """Bytes for the KV pool: as configured, else a share of the free memory; on a CPU at least
+    `least_bytes`."""
+    if config.kv_bytes:
+        return config.kv_bytes
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        own = torch.cuda.memory_reserved(device)
+        return cuda_pool_bytes(free, total, own, config.device_share)
+    share = min(int(available_bytes() * CPU_POOL_SHARE), CPU_POOL_MOST_BYTES)
+    return max(share, least_bytes)
+
+
+def rank_bytes(
+    config: EngineConfig, device: torch.device, least_bytes: int, *, pools: int, sharers: int
+) -> int:
+    """Bytes for the pool of one rank on `device`.
+
+    What is configured, and memory of the host, is for all `pools` of the instance together; a GPU's
+    memory is for the `sharers` ranks that are on it. Otherwise as `pool_bytes`.
+    """
+    of_device = device.type == "cuda" and not config.kv_bytes
+    return pool_bytes(config, device, least_bytes) // (sharers if of_device else pools)
+
+
+def cuda_pool_bytes(free: int, total: int, own: int, share: float) -> int:
+    """Bytes for the KV pool on a GPU of `total` bytes, of which this process has taken `own`.
+
+    Where other processes share the device, memory beyond `share` is theirs, even while it is free.
+    Raises ConfigError when the weights leave nothing of the share.
+    """
+    mine = free if share == 1.0 else min(free, int(total * share) - own)
+    if mine <= 0:
+        raise ConfigError(
+            f"engine.device_share is {share:g}; of {total} bytes the weights take {own}, and "
+            f"{free} are free: nothing is left for KV"
+        )
+    return int(mine * CUDA_POOL_SHARE)
+
+
+def available_bytes() -> int:
+    """Bytes of memory available without swapping, as the kernel estimates, or as many as the
+    process's limit of address space leaves."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if limit == resource.RLIM_INFINITY:
+        return _estimated_bytes()
+    mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    return max(0, min(_estimated_bytes(), limit - mapped))
+
+
+def _estimated_bytes() -> int:
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

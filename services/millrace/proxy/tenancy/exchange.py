@@ -1,0 +1,37 @@
+"""What the proxy keeps of one HTTP request beside its answer: sender, reservation, headers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from millrace.proxy.tenancy.caller import Caller
+from millrace.state.limits import AccountCharge
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Admission:
+    """What a request holds at its accounts from its admission to its end."""
+
+    lease: str
+    accounts: Sequence[AccountCharge]
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Exchange:
+    """One HTTP request. `headers` are added to its answer."""
+
+    caller: Caller
+    #: On the monotonic clock, s; `answered_at` is None before the answer begins.
+    arrived_at: float
+    answered_at: float | None = None
+    #: 499 while no answer has begun: the status if the client leaves before.
+    status: int = 499
+    headers: list[tuple[bytes, bytes]] = field(default_factory=list)
+    #: The answer's `x-request-id`; empty before the answer begins.
+    request_id: str = ""
+    admission: Admission | None = None
+    #: Whether `headers` has what the limits leave.
+    shows_limits: bool = False
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
