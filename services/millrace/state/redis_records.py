@@ -186,7 +186,7 @@ class RedisRecords:
     async def _run(self, script: Script, record_id: str, *arguments: bytes | str | int) -> int:
         call = ScriptCall(script, [self._key(record_id)], arguments)
         (answer,) = await self._link.again(lambda: self._link.scripts.run([call]))
-        return answer
+        return int(answer)
 
     async def _hint(self, record_id: str, in_s: float) -> None:
         """Lists an open record to be claimed after `in_s`."""
