@@ -134,7 +134,7 @@ class RedisStreams:
     ) -> int:
         call = ScriptCall(script, (self._key(stream_id),), arguments)
         (answer,) = await self._link.again(lambda: self._link.scripts.run([call]))
-        return answer
+        return int(answer)
 
     def _key(self, stream_id: str) -> bytes:
         return f"{self._prefix}:stream:{{{stream_id}}}".encode("utf-8", "surrogatepass")
