@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from millrace.core.config import StoreConfig
-from millrace.proxy.batches.lines import Answer
+from millrace.proxy.batches.lines import Answer, answer_of
 from millrace.proxy.errors import ApiError
 from millrace.state.store import StoreError
 from support.batches import (
@@ -332,4 +332,17 @@ async def test_a_store_that_fails_while_results_are_written_loses_none(memory, m
     assert (found.status, found.completed, broken) == ("completed", 6, [])
     assert sorted(ids(await memory.read(found.output_file_id))) == [f"r{i}" for i in range(6)]
     assert len(endpoint.asked) == 12
+    await one.close()
+
+
+async def test_a_request_that_no_limit_ever_lets_pass_is_not_sent_again(memory):
+    refusal = ApiError(429, "larger than the limit", headers=[(b"x-should-retry", b"false")])
+    endpoint = Endpoint(says=lambda r: answer_of(refusal))
+    one = process(memory, endpoint, "one")
+    one.start()
+    made = await create(one, await memory.upload(lines(1)))
+    found = await until(one, made.id, ended)
+    assert (found.status, found.failed, endpoint.asked) == ("completed", 1, ["r0"])
+    [row] = await memory.read(found.error_file_id)
+    assert row["response"]["status_code"] == 429
     await one.close()

@@ -259,7 +259,7 @@ class Job:
                 async with tools.slots:
                     answer = await self._endpoint(self._batch.endpoint, request, self._batch.tenant)
                 failures += answer.status == 503 and tools.is_ready()
-                if answer.status not in (429, 503) or failures >= MOST_FAILURES:
+                if not answer.again or failures >= MOST_FAILURES:
                     return answer
             await asyncio.sleep(wait_s * random.uniform(0.5, 1.0))
             wait_s = min(2 * wait_s, LONGEST_WAIT_S)

@@ -19,6 +19,8 @@ Json = dict[str, Any]
 #: Bytes of a line beside its body: the other fields.
 _FRAME_BYTES = 64 << 10
 _LONGEST_ID = 512
+#: What the endpoints tell clients of an error that stays.
+_NO_RETRY = (b"x-should-retry", b"false")
 
 
 class LineError(MillraceError):
@@ -118,20 +120,30 @@ def _field(fields: Json, name: str, wanted: type, path: str = "") -> Any:  # noq
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """What the endpoint said to a request of a batch."""
+    """What the endpoint said to a request of a batch.
+
+    `hopeless`: the same refusal would follow however often the request is sent.
+    """
 
     status: int
     request_id: str | None
     body: bytes
+    hopeless: bool = False
 
     @property
     def ok(self) -> bool:
         return self.status == 200
 
+    @property
+    def again(self) -> bool:
+        """Whether the request may succeed later, unchanged."""
+        return self.status in (429, 503) and not self.hopeless
+
 
 def answer_of(error: ApiError) -> Answer:
     """Returns the answer of an endpoint that refused the request."""
-    return Answer(status=error.status, request_id=None, body=error.body())
+    hopeless = _NO_RETRY in error.more_headers
+    return Answer(status=error.status, request_id=None, body=error.body(), hopeless=hopeless)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
