@@ -28,6 +28,8 @@ from millrace.sim.studies.rate_profile import profile_rates
 SMALL = TESTBEDS["8b"]
 
 
+#: Experiments that take 10 s even in small. Their systems are compared below all the same.
+LARGE = ("tetris-fig8", "tetris-fig9")
 SIZE = paper.Size(duration_s=60.0, least=120)
 
 
@@ -134,7 +136,14 @@ def test_transfer_hides_behind_prefill_unless_backends_are_few():
     assert found["enough"] < 0.005 < found["half"] < 0.3
 
 
-@pytest.mark.parametrize("name", [name for name in EXPERIMENTS if name.startswith("tetris")])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] if name in LARGE else [])
+        for name in EXPERIMENTS
+        if name.startswith("tetris")
+    ],
+)
 def test_a_quick_run_writes_what_it_found(name, tmp_path):
     found, picture = tmp_path / "found.json", tmp_path / "found.png"
     console = Console(width=100, record=True)
