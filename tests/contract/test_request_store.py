@@ -48,8 +48,8 @@ def store(opener: Opener) -> RequestStore:
     return opener()
 
 
-def entry(request_id: str, choice: int, *token_ids: int) -> JournalEntry:
-    return JournalEntry(request_id=request_id, choice=choice, token_ids=token_ids)
+def entry(request_id: str, choice: int, *token_ids: int, start: int = 0) -> JournalEntry:
+    return JournalEntry(request_id=request_id, choice=choice, start=start, token_ids=token_ids)
 
 
 async def test_a_new_request_reads_back(store: RequestStore) -> None:
@@ -177,13 +177,44 @@ async def test_journals_keep_choices_apart_and_in_order(store: RequestStore) -> 
     await store.create("b", spec=b"", prompt_ids=IDS)
     await store.append_tokens([entry("a", 0, 5, 6), entry("a", 1, 7), entry("b", 0, 1)])
     await store.append_tokens([])
-    await store.append_tokens([entry("a", 1, 8, 9), entry("a", 0), entry("a", 0, 2**31 - 1)])
+    await store.append_tokens(
+        [
+            entry("a", 1, 8, 9, start=1),
+            entry("a", 0, start=2),
+            entry("a", 0, 2**31 - 1, start=2),
+        ]
+    )
     assert (await store.journal("a", 0)).tolist() == [5, 6, 2**31 - 1]
     assert (await store.journal("a", 1)).tolist() == [7, 8, 9]
     assert (await store.journal("a", 2)).tolist() == []
     assert (await store.journal("b", 0)).tolist() == [1]
     assert (await store.journal("unknown", 0)).tolist() == []
     assert (await store.journal("a", 0)).dtype == np.int32
+
+
+async def test_a_journal_has_repeated_tokens_once_and_ends_before_lost_tokens(
+    store: RequestStore,
+) -> None:
+    await store.create("a", spec=b"", prompt_ids=IDS)
+    await store.append_tokens([entry("a", 0, 5, 6), entry("a", 0, 5, 6)])
+    await store.append_tokens([entry("a", 0, 6, 7, start=1), entry("a", 0, 9, start=4)])
+    assert (await store.journal("a", 0)).tolist() == [5, 6, 7]
+    await store.append_tokens([entry("a", 0, 8, 9, 10, start=3)])
+    assert (await store.journal("a", 0)).tolist() == [5, 6, 7, 8, 9, 10]
+
+
+async def test_a_journal_is_read_on_from_the_last_read(store: RequestStore) -> None:
+    await store.create("a", spec=b"", prompt_ids=IDS)
+    part = await store.journal_after("a", 0, known=0, place=0)
+    assert part.token_ids.size == 0
+    known = 0
+    for tokens in ([1], [2, 3], [], [4]):
+        await store.append_tokens([entry("a", 0, *tokens, start=known), entry("a", 1, 7)])
+        part = await store.journal_after("a", 0, known=known, place=part.place)
+        assert (part.token_ids.tolist(), part.token_ids.dtype) == (tokens, np.int32)
+        known += len(tokens)
+    part = await store.journal_after("a", 0, known=1, place=0)
+    assert part.token_ids.tolist() == [2, 3, 4]
 
 
 async def test_nothing_brings_a_deleted_request_back(store: RequestStore) -> None:
@@ -206,13 +237,40 @@ async def test_finish_keeps_the_record_and_drops_the_prompt(store: RequestStore)
     await store.create("a", spec=b"s", prompt_ids=IDS)
     await store.append_tokens([entry("a", 0, 1)])
     await store.finish("a", "cancelled")
-    await store.append_tokens([entry("a", 0, 2)])
+    await store.append_tokens([entry("a", 0, 2, start=1)])
     await store.finish("a", "finished")
     await store.set_states([StateUpdate(request_id="a", state="decoding")])
     record = await store.get("a")
     assert record is not None and (record.state, record.spec) == ("cancelled", b"s")
     assert (await store.journal("a", 0)).tolist() == [1, 2]
     with pytest.raises(StoreError, match="request a"):
+        await store.prompt_ids("a")
+
+
+async def test_a_kept_request_keeps_its_prompt_until_it_is_released(store: RequestStore) -> None:
+    await store.create("a", spec=b"s", prompt_ids=IDS, kept=True)
+    await store.append_tokens([entry("a", 0, 1)])
+    await store.finish("a", "cancelled")
+    await store.set_states([StateUpdate(request_id="a", state="decoding")])
+    np.testing.assert_array_equal(await store.prompt_ids("a"), IDS)
+    await store.finish("a", "finished")
+    await store.release("a")
+    record = await store.get("a")
+    assert record is not None and record.state == "cancelled"
+    assert (await store.journal("a", 0)).tolist() == [1]
+    with pytest.raises(StoreError, match="request a"):
+        await store.prompt_ids("a")
+    await store.release("unknown")
+
+
+async def test_a_kept_request_lives_on_after_its_end(opener: Opener) -> None:
+    store = opener(finished_ttl_s=0)
+    await store.create("a", spec=b"", prompt_ids=IDS, kept=True)
+    await store.finish("a", "cancelled")
+    assert await store.get("a") is not None
+    await store.release("a")
+    assert await store.get("a") is None
+    with pytest.raises(StoreError):
         await store.prompt_ids("a")
 
 
@@ -262,7 +320,7 @@ async def test_many_callers_at_once(store: RequestStore) -> None:
         prompt = np.arange(i + 1, dtype=np.int32)
         await store.create(request_id, spec=request_id.encode(), prompt_ids=prompt)
         for token in range(5):
-            await store.append_tokens([entry(request_id, 0, i, token)])
+            await store.append_tokens([entry(request_id, 0, i, token, start=2 * token)])
         np.testing.assert_array_equal(await store.prompt_ids(request_id), prompt)
         record = await store.get(request_id)
         assert record is not None and record.spec == request_id.encode()

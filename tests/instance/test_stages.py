@@ -93,7 +93,8 @@ def pids_of(others: set[int | None]) -> dict[str, list[int]]:
     found = [child for child in multiprocessing.active_children() if child.pid not in others]
     own = [child.pid for child in found if child.daemon]  # stages have children of their own
     stages = [c.pid for c in sorted(found, key=lambda c: c.name) if not c.daemon]
-    theirs = [child.pid for pid in stages for child in psutil.Process(pid).children()]
+    servers = [server for pid in stages for server in psutil.Process(pid).children()]
+    theirs = [rank.pid for server in servers for rank in server.children()]
     return {"stage 1": stages, "rank of stage 0": own, "rank of stage 1": theirs}
 
 

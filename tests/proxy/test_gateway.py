@@ -29,6 +29,14 @@ async def stack(tmp_path):
 
 
 @pytest.fixture
+async def talkative(tmp_path):
+    """A gateway whose silent streams get comments and progress events at once."""
+    settings = ("proxy.keepalive_s=0.05", "proxy.progress_interval_s=0.05")
+    async with gateway(tmp_path, *settings) as running:
+        yield running
+
+
+@pytest.fixture
 async def impatient(tmp_path):
     """A gateway that waits for one second for the scheduler's answer to a submission."""
     async with gateway(tmp_path, "proxy.submit_timeout_s=1") as running:
@@ -340,19 +348,18 @@ def progress(spec, state: str, computed_tokens: int, left_s: float | None) -> Pr
     return Progress(request_id=spec.request_id, prompt=prompt)
 
 
-async def test_silent_streams_get_comments(stack, monkeypatch):
-    monkeypatch.setattr("millrace.proxy.http.generate.KEEPALIVE_S", 0.05)
-    stack.fleet.script = Script(hold=asyncio.Event(), hold_after=0)
+async def test_silent_streams_get_comments(talkative):
+    talkative.fleet.script = Script(hold=asyncio.Event(), hold_after=0)
 
     def queue(spec):
-        stack.fleet.progress[spec.request_id] = progress(spec, "queued", 0, None)
-        stack.fleet.place(spec)
-        stack.fleet.play_later(spec)
+        talkative.fleet.progress[spec.request_id] = progress(spec, "queued", 0, None)
+        talkative.fleet.place(spec)
+        talkative.fleet.play_later(spec)
 
-    stack.fleet.script.on_submit = queue
-    async with stack.http.stream("POST", CHAT, json=STREAM) as response:
+    talkative.fleet.script.on_submit = queue
+    async with talkative.http.stream("POST", CHAT, json=STREAM) as response:
         found = response.aiter_lines()
-        [spec] = stack.fleet.specs
+        [spec] = talkative.fleet.specs
         total = spec.prompt_tokens
         assert await anext(found) == f": queued, 0 of {total} tokens"
         for state, computed, left_s, said in (
@@ -364,34 +371,69 @@ async def test_silent_streams_get_comments(stack, monkeypatch):
                 f": transferring, {total} of {total} tokens, about 0 s left",
             ),
         ):
-            stack.fleet.progress[spec.request_id] = progress(spec, state, computed, left_s)
+            talkative.fleet.progress[spec.request_id] = progress(spec, state, computed, left_s)
             lines = (line async for line in found if line)
             while (line := await anext(lines)) != said:  # those sent before the news
                 assert line.startswith(": ")
-        stack.fleet.script.hold.set()
+        talkative.fleet.script.hold.set()
         rest = [line async for line in found]
     assert rest[-2:] == ["data: [DONE]", ""]
 
 
 async def test_several_prompts_are_said_as_one_and_silence_of_the_scheduler_is_borne(
-    stack, monkeypatch
+    talkative, monkeypatch
 ):
-    monkeypatch.setattr("millrace.proxy.http.generate.KEEPALIVE_S", 0.05)
     monkeypatch.setattr("millrace.proxy.fleet.prompts_ahead.ANSWER_S", 0.05)
-    stack.fleet.script = Script(hold=asyncio.Event(), hold_after=0)
+    talkative.fleet.script = Script(hold=asyncio.Event(), hold_after=0)
     body = {"model": MODEL, "prompt": ["one two", "three"], "stream": True}
-    async with stack.http.stream("POST", "/v1/completions", json=body) as response:
+    async with talkative.http.stream("POST", "/v1/completions", json=body) as response:
         lines = (line async for line in response.aiter_lines() if line)
-        first, second = stack.fleet.specs
+        first, second = talkative.fleet.specs
         total = first.prompt_tokens + second.prompt_tokens
         assert await anext(lines) == f": queued, 0 of {total} tokens"  # no answer came
         for spec, state, left_s in ((first, "transferring", 1.0), (second, "prefilling", 9.0)):
-            stack.fleet.progress[spec.request_id] = progress(spec, state, 2, left_s)
+            talkative.fleet.progress[spec.request_id] = progress(spec, state, 2, left_s)
         said = f": prefilling, 4 of {total} tokens, about 9 s left"
         while (line := await anext(lines)) != said:
             assert line.startswith(": queued")
-        stack.fleet.script.hold.set()
+        talkative.fleet.script.hold.set()
         assert [line async for line in lines][-1] == "data: [DONE]"
+
+
+async def test_progress_events_come_if_asked_for(talkative):
+    stack = talkative
+    stack.fleet.script = Script(hold=asyncio.Event(), hold_after=0)
+
+    def queue(spec):
+        prompt = PromptProgress(
+            state=RequestState.QUEUED, computed_tokens=2, left_s=60.0, queue_place=3
+        )
+        stack.fleet.progress[spec.request_id] = Progress(request_id=spec.request_id, prompt=prompt)
+        stack.fleet.place(spec)
+        stack.fleet.play_later(spec)
+
+    stack.fleet.script.on_submit = queue
+    body = {**STREAM, "stream_options": {"include_progress": True}}
+    async with stack.http.stream("POST", CHAT, json=body) as response:
+        found = (line async for line in response.aiter_lines() if line)
+        assert await anext(found) == "event: millrace.progress"
+        event = orjson.loads((await anext(found)).removeprefix("data: "))
+        [spec] = stack.fleet.specs
+        assert 60.0 <= event.pop("predicted_ttft_s") <= 60.0 + HANG_S
+        assert event == {
+            "id": spec.request_id,
+            "state": "queued",
+            "prompt_tokens": spec.prompt_tokens,
+            "computed_tokens": 2,
+            "queue_place": 3,
+            "left_s": 60.0,
+        }
+        stack.fleet.script.hold.set()
+        rest = [line async for line in found]
+    assert rest[-1] == "data: [DONE]"
+    answer = [orjson.loads(line[6:]) for line in rest if line.startswith('data: {"id":"chat')]
+    chunks = [chunk for chunk in answer if "choices" in chunk]
+    assert "".join(c["choices"][0]["delta"].get("content", "") for c in chunks) == "Hello there"
 
 
 async def test_metrics(stack):

@@ -70,9 +70,12 @@ async def test_a_proxy_hears_how_far_its_prompts_are():
         await proxy.submit(spec("first"), spec("second"))
         await proxy.next("placed")
         await proxy.next("queued")
-        await other.call.write(scheduler_pb2.ProxyMessage(ask=ask))  # not its requests
+        await other.call.write(scheduler_pb2.ProxyMessage(ask=ask))  # of another proxy's requests
+        heard = [await other.next("progress"), await other.next("progress")]
+        assert [one.request_id for one in heard] == ["first", "second"]
         await proxy.call.write(scheduler_pb2.ProxyMessage(ask=ask))
         first, second = await proxy.next("progress"), await proxy.next("progress")
+        assert (first.prompt.queue_place, second.prompt.queue_place) == (1, 1)
         assert (first.request_id, first.prompt.computed_tokens) == ("first", 0)
         assert first.prompt.state == scheduler_pb2.REQUEST_STATE_PREFILLING
         assert 0.0 <= first.prompt.left_s <= 0.1  # as placed: 100 tokens of 1 ms
@@ -92,9 +95,6 @@ async def test_a_proxy_hears_how_far_its_prompts_are():
         await proxy.next("placed")
         await proxy.call.write(scheduler_pb2.ProxyMessage(ask=ask))
         assert (await proxy.next("progress")).request_id == "second"  # alone
-        fleet = asyncio.ensure_future(other.next("fleet"))
-        await decode.say(draining=scheduler_pb2.Draining())
-        await fleet  # the first that it heard: of others' requests it heard nothing
 
 
 async def _asked(proxy, request_id: str) -> scheduler_pb2.Progress:

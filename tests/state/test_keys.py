@@ -12,9 +12,14 @@ FRAMES = st.lists(
 )
 
 
-@given(FRAMES)
-def test_every_choice_reads_back_in_order(frames: list[tuple[int, list[int]]]) -> None:
-    journal = b"".join(journal_frame(choice, ids) for choice, ids in frames)
+@given(FRAMES, st.integers(0, 3))
+def test_every_choice_reads_back_in_order(frames: list[tuple[int, list[int]]], known: int) -> None:
+    counts = [0] * 4
+    journal = b""
+    for choice, ids in frames:
+        journal += journal_frame(choice, counts[choice], ids)
+        counts[choice] += len(ids)
     for choice in range(4):
         wanted = [token for c, ids in frames if c == choice for token in ids]
         assert journal_tokens(journal, choice).tolist() == wanted
+        assert journal_tokens(journal, choice, known).tolist() == wanted[known:]

@@ -50,6 +50,7 @@ SPEC = RequestSpec(
     prefix_hashes=((1 << 64) - 1, 12),
     prefix_block_tokens=13,
     prefix_root=14,
+    pooling="mean",
 )
 
 UPDATES = {
@@ -59,10 +60,12 @@ UPDATES = {
         request_id="r", proxy_id="x", code="overloaded", message="full", retry_after_s=1.5
     ),
     "failed": effects.Fail(request_id="r", proxy_id="x", message="lost", resumable=True),
-    "fleet": messages.Fleet(decode=(DECODE, OTHER), ready=True),
+    "fleet": messages.Fleet(decode=(DECODE, OTHER), ready=True, prefill=(OTHER,)),
     "progress": messages.Progress(
         request_id="r",
-        prompt=PromptProgress(state=RequestState.PREFILLING, computed_tokens=4, left_s=0.5),
+        prompt=PromptProgress(
+            state=RequestState.PREFILLING, computed_tokens=4, left_s=0.5, queue_place=2
+        ),
     ),
 }
 

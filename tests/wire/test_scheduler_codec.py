@@ -18,6 +18,7 @@ from millrace.wire.codec import scheduler as codec
 from millrace.wire.codec.derive import derive
 from millrace.wire.codec.enums import MessageError
 from millrace.wire.codec.incarnation import MEMBER
+from millrace.wire.codec.request_spec import spec_of
 from millrace.wire.pb import common_pb2, scheduler_pb2
 
 LATENCY = Latency(a=1, b=2, c=3, d=4, points=((16, 0.5), (64, 0.5), (100, 2.0)))
@@ -143,6 +144,35 @@ def test_a_spec_becomes_a_request_of_the_schedulers_time():
     assert (made.prompt_tokens, made.max_new_tokens, made.choices) == (10, 20, 3)
     assert (made.slo.ttft_s, made.slo.tbt_s, made.slo.class_name) == (0.5, None, "chat")
     assert made.prefix_hashes == ((1 << 64) - 1, 7)
+
+
+@pytest.mark.parametrize(
+    ("pooling", "prompt_logprobs", "resumable"),
+    [("last", -1, True), ("mean", -1, False), ("", 0, False)],
+)
+def test_a_spec_without_new_tokens_is_prefill_only(pooling, prompt_logprobs, resumable):
+    """What needs hidden states of the whole prompt never begins after cached or kept tokens."""
+    spec = common_pb2.RequestSpec(
+        request_id="r",
+        prompt_tokens=100,
+        sampling=common_pb2.SamplingParams(max_tokens=0, n=1, prompt_logprobs=prompt_logprobs),
+        pooling=f"POOLING_{pooling.upper()}" if pooling else 0,
+    )
+    found = codec.request(spec, proxy_id="x", now_s=0.0)
+    assert found.prefill_only and found.resumable is resumable
+    assert spec_of(spec).needs_whole_prompt is not resumable
+
+
+@pytest.mark.parametrize(("pooling", "max_tokens"), [("POOLING_LAST", 1), (0, 0)])
+def test_new_tokens_that_do_not_fit_the_result_are_named(pooling, max_tokens):
+    spec = common_pb2.RequestSpec(
+        request_id="r",
+        prompt_tokens=100,
+        sampling=common_pb2.SamplingParams(max_tokens=max_tokens, n=1, prompt_logprobs=-1),
+        pooling=pooling,
+    )
+    with pytest.raises(MessageError, match=r"sampling\.max_tokens"):
+        codec.request(spec, proxy_id="x", now_s=0.0)
 
 
 @pytest.mark.parametrize("name", ["ttft_s", "tbt_s", "e2e_s"])

@@ -83,3 +83,5 @@ def test_positions_without_log_probabilities_are_none() -> None:
     assert FINISHED.decode(message).first_tokens == (FirstToken(3),)
     event = TokenEvent("r", token_ids=[], detail=TokenDetail(prompt_logprobs=(None, found)))
     assert over_the_wire([event]) == [event]
+    result = TokenEvent("r", token_ids=[], finish_reason="length", detail=TokenDetail(pooled=b"f4"))
+    assert over_the_wire([result]) == [result]

@@ -3,7 +3,7 @@ it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
@@ -48,6 +48,23 @@ class SamplingParams:
     logprobs: int = -1  # -1: none; k: the chosen token's and the k likeliest
     prompt_logprobs: int = -1
     constraint: Constraint | None = None
+
+
+def finish_reason(
+    sampling: SamplingParams, output_len: int, token_id: int, stop_ids: Container[int]
+) -> str:
+    """The effect of `token_id`, the `output_len`-th output token (from 1).
+
+    `stop_ids` are the stop token ids of `sampling`, for a fast look-up.
+
+    "stop": it is a stop id; "length": `max_tokens` is reached; "": the sequence continues. A stop
+    id that comes with the last allowed token counts as "stop". Below `min_tokens` a stop id ends
+    an answer only where its grammar has ended.
+    """
+    may_stop = output_len > sampling.min_tokens or sampling.constraint is not None
+    if token_id in stop_ids and may_stop:
+        return "stop"
+    return "length" if output_len >= sampling.max_tokens else ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

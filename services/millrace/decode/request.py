@@ -124,10 +124,18 @@ class DecodeRequest:
     num_shards: int = 0  # at KVP workers, which hold the KV after its own pages
     shards: tuple[RemoteShard, ...] = ()  # set when the KV of all has landed
     open_choices: set[int] = field(default_factory=set)
+    _emitted: dict[int, int] = field(default_factory=dict)  # tokens by choice
     generated_tokens: int = 0
     finish_reason: str = ""
     first_step_s: float | None = None
     away_since_s: float | None = None  # ready or preempted: out of the batch since then
+
+    def emitted(self, choice: int, tokens: int) -> int:
+        """Counts emitted tokens of a choice; returns the number of its tokens before them, with the
+        tokens of earlier submissions of the request."""
+        before = self._emitted.get(choice, self.spec.resumed_tokens)
+        self._emitted[choice] = before + tokens
+        return before
 
     @staticmethod
     def of(spec: RequestSpec, attempt: int = 1) -> DecodeRequest:

@@ -64,6 +64,11 @@ class ApiError(MillraceError):
             return "rate_limit_error"
         return INVALID if self.status < 500 else SERVER
 
+    @property
+    def is_refusal(self) -> bool:
+        """Whether the request may succeed later, unchanged."""
+        return self.status in (429, 503)
+
     def body(self) -> bytes:
         """Returns the JSON document of the error."""
         return orjson.dumps(
@@ -101,6 +106,11 @@ def unavailable(message: str) -> ApiError:
 def overloaded(message: str) -> ApiError:
     """Returns a 429 error: the server has too many requests."""
     return ApiError(429, message, code="overloaded", retry_after_s=RETRY_AFTER_S)
+
+
+def id_taken() -> ApiError:
+    """Returns a 409 error: a request of this id is known, and its answer is not this client's."""
+    return ApiError(409, "A request with this id exists already.", code="request_id_taken")
 
 
 def would_be_late(predicted_s: float, objective_s: float) -> ApiError:

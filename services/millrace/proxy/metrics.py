@@ -104,6 +104,15 @@ class ProxyMetrics:
             "Finished requests with an objective, by whether they met it. TBT is a request's mean.",
             ("slo_class", "objective", "met"),
         )
+        self.batches = BatchMetrics(registry)
+
+        self.streams = registry.counter(
+            "millrace_proxy_resumable_requests_total",
+            "Events of resumable streams: started, resumed by a client, adopted from another "
+            "replica, released to others at shutdown, fenced off by another replica, expired "
+            "without a client, diverged.",
+            ("event",),
+        )
 
     def finished(self, request: ProxyRequest) -> None:
         """Counts a request that ended without an error."""
@@ -112,6 +121,8 @@ class ProxyMetrics:
             self.cached_tokens.inc(request.cached_tokens)
         first = request.first_token_at
         assert first is not None  # a request that ended had a token
+        if request.adopted:
+            return  # this replica does not know when the first tokens were sent
         slo, name = request.slo, request.slo.class_name
         ttft_s = first - request.arrived_at
         self._ttft.labels(name).observe(ttft_s)
@@ -125,3 +136,27 @@ class ProxyMetrics:
         if slo.tbt_s is not None and steps > 0:
             mean_s = (request.last_token_at - first) / steps
             self._slo.labels(name, "tbt", str(mean_s <= slo.tbt_s).lower()).inc()
+
+
+class BatchMetrics:
+    """What becomes of batches at this process."""
+
+    def __init__(self, registry: Registry) -> None:
+        self.running = registry.gauge(
+            "millrace_proxy_running_batches", "Batches that this process runs."
+        )
+        self._states = registry.counter(
+            "millrace_proxy_batch_changes_total", "Batches that entered a state.", ("state",)
+        )
+        self._lines = registry.counter(
+            "millrace_proxy_batch_requests_total",
+            "Requests of batches whose result is recorded: in the output file or the error file.",
+            ("result",),
+        )
+
+    def entered(self, state: str) -> None:
+        self._states.labels(state).inc()
+
+    def lines(self, completed: int, failed: int) -> None:
+        self._lines.labels("completed").inc(completed)
+        self._lines.labels("failed").inc(failed)

@@ -10,6 +10,7 @@ import time
 import uuid
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 
 import uvicorn
 
@@ -18,6 +19,7 @@ from millrace.core.errors import MillraceError
 from millrace.core.kv.transfer import Incarnation
 from millrace.grammar.matcher import Grammars
 from millrace.proxy.background import Background
+from millrace.proxy.batches.opening import open_batches, open_files
 from millrace.proxy.fleet.gateway import Gateway
 from millrace.proxy.http.app import RenderMetrics, create_app
 from millrace.proxy.http.generate import Services
@@ -27,15 +29,25 @@ from millrace.proxy.metrics import ProxyMetrics
 from millrace.proxy.model_card import ModelCard, read_model_card
 from millrace.proxy.parsing.families import choose_parsers
 from millrace.proxy.prompts import PromptReader
+from millrace.proxy.reply.builder import Builder
 from millrace.proxy.request.options import Limits
 from millrace.proxy.request.pooled import PooledBodies
 from millrace.proxy.request.validation import Bodies
 from millrace.proxy.responses import StoredResponses
+from millrace.proxy.streams.owner import OwnedStreams, StreamLives
+from millrace.proxy.streams.replay import Replays
 from millrace.proxy.tenancy.limiter import Limiter
 from millrace.proxy.tenancy.stored_tenants import StoredTenants
 from millrace.proxy.text.chat_template import ChatTemplate
 from millrace.proxy.text.tokenizer import Tokenizer
-from millrace.state.open import open_documents, open_limits, open_store, open_tenant_tables
+from millrace.state.open import (
+    open_documents,
+    open_limits,
+    open_store,
+    open_streams,
+    open_tenant_tables,
+)
+from millrace.state.store import RequestStore
 from millrace.telemetry.otlp import open_traces
 
 log = logging.getLogger(__name__)
@@ -93,7 +105,7 @@ class Proxy:
             config=config.proxy,
             metrics=self.metrics,
         )
-        self._services = _services(config, card, model_name, self.gateway, self.metrics)
+        self._services = _services(config, card, model_name, self.gateway, self.store, self.metrics)
         self._server: _HttpServer | None = None
         self._serving: asyncio.Task[None] | None = None
         self.port = 0
@@ -125,6 +137,8 @@ class Proxy:
         )
         self._server = server = _HttpServer(http)
         self.gateway.start()
+        self._services.files.start()
+        self._services.batches.start()
         if self._services.stored_tenants is not None:
             await self._services.stored_tenants.start()
         self._serving = asyncio.create_task(server.serve([bound]))
@@ -152,15 +166,18 @@ class Proxy:
     async def stop(self) -> None:
         """Stops accepting, lets streams finish, cancels streams that outlast the drain's time."""
         assert self._server is not None and self._serving is not None, "start() comes first"
-        self.gateway.drain()
         self._server.should_exit = True
+        await self._services.batches.close()
+        self.gateway.drain()
         await asyncio.wait({self._serving}, timeout=self._config.proxy.drain_timeout_s)
         if not self._serving.done():
             log.warning("cancelling %d requests that outlast the drain", self.gateway.inflight)
+        await self._services.streams.close()
         await self.gateway.close()
         await self._services.background.close()
         await self._serving
         await self._services.responses.close()
+        await self._services.files.close()
         await self._services.limiter.close()
         if self._services.stored_tenants is not None:
             await self._services.stored_tenants.close()
@@ -176,6 +193,7 @@ def _services(
     card: ModelCard,
     model_name: str | None,
     gateway: Gateway,
+    store: RequestStore,
     metrics: ProxyMetrics,
 ) -> Services:
     tokenizer = Tokenizer(card)
@@ -199,6 +217,16 @@ def _services(
     template = None
     if card.chat_template is not None:
         template = ChatTemplate(card.chat_template, card.special_tokens)
+    files = open_files(config)
+    bodies, prompts = Bodies(limits), PromptReader(limits, tokenizer, template, parsers)
+    builders = partial(Builder, limits, tokenizer, gateway.incarnation, parsers)
+    replays = Replays(bodies, builders)
+    lives = StreamLives(
+        grace_s=config.proxy.resume_grace_s,
+        ttl_s=config.store.ttl_s,
+        finished_ttl_s=config.store.finished_ttl_s,
+    )
+    streams = OwnedStreams(open_streams(config.store), store, gateway, replays, metrics, lives)
     tenants = Tenants(config, metrics.tenants)
     stored = None
     if config.auth.stored_keys == "on":
@@ -207,12 +235,15 @@ def _services(
     return Services(
         config=config,
         limits=limits,
-        bodies=Bodies(limits),
+        bodies=bodies,
         pooled=PooledBodies(limits),
         tokenizer=tokenizer,
         grammars=Grammars(card.folder, card.vocab_size, card.eos_token_ids),
-        prompts=PromptReader(limits, tokenizer, template, parsers),
+        prompts=prompts,
         gateway=gateway,
+        store=store,
+        streams=streams,
+        replays=replays,
         metrics=metrics,
         objectives=Objectives(config),
         tenants=tenants,
@@ -220,5 +251,14 @@ def _services(
         limiter=Limiter(open_limits(config.store), metrics.tenants),
         responses=responses,
         background=Background(responses),
+        files=files,
+        batches=open_batches(
+            config,
+            files,
+            owner=gateway.incarnation.id,
+            is_ready=lambda: gateway.ready,
+            check_model=bodies.check_model,
+            metrics=metrics.batches,
+        ),
         traces=open_traces(config.telemetry, "proxy") if config.telemetry.otlp_endpoint else None,
     )

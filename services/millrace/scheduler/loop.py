@@ -410,12 +410,15 @@ class SchedulerLoop:
             self._update(request.proxy_id, messages.Queued(request_id=request_id))
 
     def send_progress(self, proxy: Proxy, request_ids: Iterable[str]) -> None:
-        """Sends a proxy the progress of its requests' prompts; leaves out ended requests."""
+        """Sends the progress of prompts, also of other proxies; leaves out ended requests."""
+        machine = self.machine
         for request_id in request_ids:
-            request = self.machine.requests.get(request_id)
-            if request is not None and request.proxy_id == proxy.key:
-                expected_s = self._first_tokens.expected_s(request_id)
-                if found := progress_of(request, self.clock(), expected_s):
+            request = machine.requests.get(request_id)
+            if request is not None:
+                expected_s, place = self._first_tokens.expected_s(request_id), None
+                if request.state is not RequestState.TRANSFERRING:
+                    place = machine.queue_place(request)
+                if found := progress_of(request, self.clock(), expected_s, place):
                     self._update(proxy.key, messages.Progress(request_id=request_id, prompt=found))
 
     def _update(self, key: str, update: messages.ProxyUpdate) -> None:

@@ -4,7 +4,8 @@ The braces put a request's keys into one hash slot, so that a script may use the
 kind of server.
 
 A journal is a sequence of frames, each of little-endian int32: the choice's number, the number of
-ids, the ids. One key holds all choices: every key of a request is known from its id.
+the choice's tokens before the frame, the number of ids, the ids. One key holds all choices: every
+key of a request is known from its id. A frame may repeat tokens of earlier frames.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 ID_DTYPE = np.dtype("<i4")
+_HEAD = 3  # numbers of a frame before its ids
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,18 +34,22 @@ def request_keys(prefix: str, request_id: str) -> RequestKeys:
     return RequestKeys(record=stem, prompt=stem + b":prompt", journal=stem + b":journal")
 
 
-def journal_frame(choice: int, token_ids: Sequence[int]) -> bytes:
-    return np.array([choice, len(token_ids), *token_ids], dtype=ID_DTYPE).tobytes()
+def journal_frame(choice: int, start: int, token_ids: Sequence[int]) -> bytes:
+    return np.array([choice, start, len(token_ids), *token_ids], dtype=ID_DTYPE).tobytes()
 
 
-def journal_tokens(journal: bytes, choice: int) -> npt.NDArray[np.int32]:
-    """Returns the ids of `choice` in `journal`, in order; int32 [tokens]."""
+def journal_tokens(journal: bytes, choice: int, known: int = 0) -> npt.NDArray[np.int32]:
+    """Returns the ids of `choice` after its first `known` ids, in order; int32 [tokens].
+
+    `journal` begins at a frame. The result ends where a frame is missing.
+    """
     numbers = np.frombuffer(journal, dtype=ID_DTYPE)
     found = [np.empty(0, dtype=np.int32)]
     position = 0
     while position < numbers.size:
-        start = position + 2
-        position = start + int(numbers[start - 1])
-        if numbers[start - 2] == choice:
-            found.append(numbers[start:position].astype(np.int32))
+        of_choice, start, count = numbers[position : position + _HEAD].tolist()
+        position += _HEAD + count
+        if of_choice == choice and start <= known < start + count:
+            found.append(numbers[position - (start + count - known) : position].astype(np.int32))
+            known = start + count
     return np.concatenate(found)

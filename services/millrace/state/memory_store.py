@@ -13,10 +13,11 @@ import numpy.typing as npt
 from millrace.core.config import StoreConfig
 from millrace.core.request import RequestState
 from millrace.state.store import (
+    IdTaken,
     JournalEntry,
+    JournalPart,
     RequestRecord,
     StateUpdate,
-    StoreError,
     check_found,
     check_new_request,
     check_slice,
@@ -28,8 +29,10 @@ class _Entry:
     state: str
     spec: bytes
     prompt_tokens: int
-    prompt: npt.NDArray[np.int32] | None  # None once finished
+    prompt: npt.NDArray[np.int32] | None  # None once finished and not kept
     expires_s: float
+    kept: bool
+    final: bool = False
     decode_id: str = ""
     kv_tokens: int = 0
     journal: dict[int, list[int]] = field(default_factory=dict)
@@ -52,18 +55,24 @@ class MemoryStore:
         return len(self._entries)
 
     async def create(
-        self, request_id: str, *, spec: bytes, prompt_ids: npt.NDArray[np.int32]
+        self,
+        request_id: str,
+        *,
+        spec: bytes,
+        prompt_ids: npt.NDArray[np.int32],
+        kept: bool = False,
     ) -> None:
         check_new_request(request_id, prompt_ids)
         self._drop_expired()
         if request_id in self._entries:
-            raise StoreError(f"request {request_id} is in the store already")
+            raise IdTaken(f"request {request_id} is in the store already")
         self._entries[request_id] = _Entry(
             state=RequestState.QUEUED.value,
             spec=spec,
             prompt_tokens=prompt_ids.size,
             prompt=prompt_ids.copy(),
             expires_s=0.0,
+            kept=kept,
         )
         self._expire(request_id, self._ttl_s)
 
@@ -85,7 +94,7 @@ class MemoryStore:
     async def set_states(self, updates: Sequence[StateUpdate]) -> None:
         for update in updates:
             entry = self._find(update.request_id)
-            if entry is not None and entry.prompt is not None:
+            if entry is not None and not entry.final:
                 entry.state = update.state
                 entry.decode_id = update.decode_id or entry.decode_id
                 entry.kv_tokens = update.kv_tokens
@@ -94,11 +103,19 @@ class MemoryStore:
         for addition in entries:
             entry = self._find(addition.request_id)
             if entry is not None:
-                entry.journal.setdefault(addition.choice, []).extend(addition.token_ids)
+                known = entry.journal.setdefault(addition.choice, [])
+                if addition.start <= len(known):
+                    known.extend(addition.token_ids[len(known) - addition.start :])
 
     async def journal(self, request_id: str, choice: int) -> npt.NDArray[np.int32]:
         entry = self._find(request_id)
         return np.array([] if entry is None else entry.journal.get(choice, []), dtype=np.int32)
+
+    async def journal_after(
+        self, request_id: str, choice: int, *, known: int, place: int
+    ) -> JournalPart:
+        ids = await self.journal(request_id, choice)
+        return JournalPart(token_ids=ids[known:], place=place)
 
     async def get(self, request_id: str) -> RequestRecord | None:
         entry = self._find(request_id)
@@ -115,11 +132,18 @@ class MemoryStore:
 
     async def finish(self, request_id: str, state: str) -> None:
         entry = self._find(request_id)
+        if entry is None or entry.final:
+            return
+        entry.state, entry.final = state, True
+        if not entry.kept:
+            await self.release(request_id)
+
+    async def release(self, request_id: str) -> None:
+        entry = self._find(request_id)
         if self._finished_ttl_s == 0:
             await self.delete(request_id)
-        elif entry is not None and entry.prompt is not None:
-            entry.state = state
-            entry.prompt = None
+        elif entry is not None:
+            entry.prompt, entry.kept = None, False
             self._expire(request_id, self._finished_ttl_s)
 
     async def delete(self, request_id: str) -> None:

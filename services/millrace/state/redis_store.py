@@ -17,22 +17,24 @@ from millrace.state.keys import ID_DTYPE, journal_frame, journal_tokens, request
 from millrace.state.redis_link import RedisLink, as_bytes
 from millrace.state.scripts import Script, ScriptCall
 from millrace.state.store import (
+    IdTaken,
     JournalEntry,
+    JournalPart,
     RequestRecord,
     StateUpdate,
-    StoreError,
     check_found,
     check_new_request,
     check_slice,
 )
 
 # A record's fields: state, decode_id, kv_tokens, spec, prompt_tokens; `final` once the state is
-# final.
+# final; `kept` until a kept request is released. An expiry of 0 ms deletes.
 _CREATE = Script("""
 if redis.call('EXISTS', KEYS[1]) == 1 then return 0 end
 redis.call('HSET', KEYS[1], 'state', ARGV[1], 'spec', ARGV[2], 'prompt_tokens', ARGV[3])
 redis.call('PEXPIRE', KEYS[1], ARGV[5])
 redis.call('SET', KEYS[2], ARGV[4], 'PX', ARGV[5])
+if ARGV[6] == '1' then redis.call('HSET', KEYS[1], 'kept', '1') end
 return 1
 """)
 _SET_STATE = Script("""
@@ -50,15 +52,23 @@ if redis.call('APPEND', KEYS[2], ARGV[1]) == #ARGV[1] then
 end
 return 1
 """)
-_FINISH = Script("""
-local seen = redis.call('HMGET', KEYS[1], 'state', 'final')
-if not seen[1] or seen[2] then return 0 end
-redis.call('HSET', KEYS[1], 'state', ARGV[1], 'final', '1')
+_RELEASED = """
+redis.call('HDEL', KEYS[1], 'kept')
 redis.call('DEL', KEYS[2])
-redis.call('PEXPIRE', KEYS[1], ARGV[2])
-redis.call('PEXPIRE', KEYS[3], ARGV[2])
+redis.call('PEXPIRE', KEYS[1], ARGV[1])
+redis.call('PEXPIRE', KEYS[3], ARGV[1])
 return 1
-""")
+"""
+_FINISH = Script(
+    """
+local seen = redis.call('HMGET', KEYS[1], 'state', 'final', 'kept')
+if not seen[1] or seen[2] then return 0 end
+redis.call('HSET', KEYS[1], 'state', ARGV[2], 'final', '1')
+if seen[3] then return 1 end
+"""
+    + _RELEASED
+)
+_RELEASE = Script("if redis.call('EXISTS', KEYS[1]) == 0 then return 0 end" + _RELEASED)
 
 
 class RedisStore:
@@ -73,15 +83,20 @@ class RedisStore:
         self._client, self._scripts = self._link.client, self._link.scripts
 
     async def create(
-        self, request_id: str, *, spec: bytes, prompt_ids: npt.NDArray[np.int32]
+        self,
+        request_id: str,
+        *,
+        spec: bytes,
+        prompt_ids: npt.NDArray[np.int32],
+        kept: bool = False,
     ) -> None:
         ids = check_new_request(request_id, prompt_ids)
         keys = request_keys(self._prefix, request_id)
-        fields = (RequestState.QUEUED.value, spec, prompt_ids.size, ids, self._ttl_ms)
+        fields = (RequestState.QUEUED.value, spec, prompt_ids.size, ids, self._ttl_ms, int(kept))
         call = ScriptCall(_CREATE, (keys.record, keys.prompt), fields)
         (created,) = await self._link.once(lambda: self._scripts.run([call]))
         if not created:
-            raise StoreError(f"request {request_id} is in the store already")
+            raise IdTaken(f"request {request_id} is in the store already")
 
     async def prompt_ids(
         self, request_id: str, start: int = 0, stop: int | None = None
@@ -130,14 +145,20 @@ class RedisStore:
         calls: list[ScriptCall] = []
         for entry in entries:
             keys = request_keys(self._prefix, entry.request_id)
-            frame = journal_frame(entry.choice, entry.token_ids)
+            frame = journal_frame(entry.choice, entry.start, entry.token_ids)
             calls.append(ScriptCall(_APPEND, (keys.record, keys.journal), (frame,)))
-        await self._link.once(lambda: self._scripts.run(calls))
+        await self._link.again(lambda: self._scripts.run(calls))
 
     async def journal(self, request_id: str, choice: int) -> npt.NDArray[np.int32]:
+        return (await self.journal_after(request_id, choice, known=0, place=0)).token_ids
+
+    async def journal_after(
+        self, request_id: str, choice: int, *, known: int, place: int
+    ) -> JournalPart:
         key = request_keys(self._prefix, request_id).journal
-        found = await self._link.again(lambda: self._client.get(key))
-        return journal_tokens(as_bytes(found), choice)
+        found = as_bytes(await self._link.again(lambda: self._client.getrange(key, place, -1)))
+        ids = journal_tokens(found, choice, known)
+        return JournalPart(token_ids=ids, place=place + len(found))
 
     async def get(self, request_id: str) -> RequestRecord | None:
         key = request_keys(self._prefix, request_id).record
@@ -157,13 +178,14 @@ class RedisStore:
         )
 
     async def finish(self, request_id: str, state: str) -> None:
-        if self._finished_ttl_ms == 0:
-            await self.delete(request_id)
-            return
+        await self._end(_FINISH, request_id, (self._finished_ttl_ms, state))
+
+    async def release(self, request_id: str) -> None:
+        await self._end(_RELEASE, request_id, (self._finished_ttl_ms,))
+
+    async def _end(self, script: Script, request_id: str, arguments: tuple[int | str, ...]) -> None:
         keys = request_keys(self._prefix, request_id)
-        call = ScriptCall(
-            _FINISH, (keys.record, keys.prompt, keys.journal), (state, self._finished_ttl_ms)
-        )
+        call = ScriptCall(script, (keys.record, keys.prompt, keys.journal), arguments)
         await self._link.again(lambda: self._scripts.run([call]))
 
     async def delete(self, request_id: str) -> None:

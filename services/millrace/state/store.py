@@ -24,6 +24,10 @@ class StoreError(MillraceError):
     """The store can't be reached, or does not have the requested data."""
 
 
+class IdTaken(StoreError):
+    """The store has a request of this id already."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateUpdate:
     """A request's new state (a value of core.request.RequestState), and its decode instance.
@@ -39,13 +43,24 @@ class StateUpdate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JournalEntry:
-    """Tokens that choice number `choice` of a request emitted, in order, after its earlier
-    tokens.
+    """Tokens that choice number `choice` of a request emitted, in order.
+
+    They follow the first `start` tokens of the choice. Tokens that a journal has are not appended
+    again, so a writer may repeat an entry.
     """
 
     request_id: str
     choice: int
+    start: int
     token_ids: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JournalPart:
+    """Tokens of a journal, int32 [tokens], and the place where the next read begins."""
+
+    token_ids: npt.NDArray[np.int32]
+    place: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,11 +79,18 @@ class RequestStore(Protocol):
     """Requests by id. Every method raises StoreError when the store can't be reached."""
 
     async def create(
-        self, request_id: str, *, spec: bytes, prompt_ids: npt.NDArray[np.int32]
+        self,
+        request_id: str,
+        *,
+        spec: bytes,
+        prompt_ids: npt.NDArray[np.int32],
+        kept: bool = False,
     ) -> None:
         """Records a request in state "queued" with its prompt ids (int32 [tokens], not empty).
 
-        Raises StoreError when the id is taken or malformed, or when there are no prompt ids.
+        `kept`: another request may continue it, so `finish` leaves its prompt until `release`.
+
+        Raises IdTaken, or StoreError when the id is malformed or when there are no prompt ids.
         """
 
     async def prompt_ids(
@@ -94,11 +116,22 @@ class RequestStore(Protocol):
     async def append_tokens(self, entries: Sequence[JournalEntry]) -> None:
         """Appends to journals in one round trip. Deleted requests stay deleted.
 
-        After a StoreError it is unknown which entries were appended.
+        After a StoreError it is unknown which entries were appended: append them all again.
         """
 
     async def journal(self, request_id: str, choice: int) -> npt.NDArray[np.int32]:
-        """Returns the tokens journalled for a choice, int32 [tokens]; empty when there are none."""
+        """Returns the tokens journalled for a choice, int32 [tokens]; empty when there are none.
+
+        It ends before the first token that its writer has lost.
+        """
+
+    async def journal_after(
+        self, request_id: str, choice: int, *, known: int, place: int
+    ) -> JournalPart:
+        """Returns the tokens after the first `known` tokens; reads from `place` on.
+
+        `place` is 0, or comes from the read that found the last of the `known` tokens.
+        """
 
     async def get(self, request_id: str) -> RequestRecord | None:
         """Returns the request's record, or None when it is deleted or expired."""
@@ -106,8 +139,12 @@ class RequestStore(Protocol):
     async def finish(self, request_id: str, state: str) -> None:
         """Sets the final state, removes the prompt and keeps the rest for `finished_ttl_s` more.
 
-        The first final state stays. A `finished_ttl_s` of 0 deletes at once.
+        The first final state stays. A `finished_ttl_s` of 0 deletes at once. A kept request keeps
+        its prompt and its lifetime.
         """
+
+    async def release(self, request_id: str) -> None:
+        """Ends a kept request's stay: the rest of it lives on as after `finish`."""
 
     async def delete(self, request_id: str) -> None:
         """Removes all data of a request; does nothing when there is none."""

@@ -137,3 +137,23 @@ def test_the_part_at_the_time_counts() -> None:
     found = explained(one, "waits")
     parts = {row.part for row in found.waited if row.reason == PREFILL}
     assert "in time" in parts and found.part in {"late", "due"}
+
+
+def place(one: Bench, name: str) -> int | None:
+    return one.machine.queue_place(one.machine.requests[name])
+
+
+def test_places_in_the_queue_count_from_one() -> None:
+    one = bench("p0", "d0")
+    for number in range(4):
+        one.submit(f"r{number}", 100, ttft_s=5.0)
+    assert [place(one, f"r{number}") for number in range(4)] == [1, 2, 3, 4]
+    one.submit("urgent", 100, ttft_s=1.0)
+    assert place(one, "r3") == 5
+
+
+def test_requests_without_a_decode_instance_have_places_among_themselves() -> None:
+    one = bench("p0", "d0", pages=10)
+    for name in ("a", "b", "c"):
+        one.submit(name, 100, 28, ttft_s=9.0)
+    assert [place(one, name) for name in ("b", "c")] == [1, 2]

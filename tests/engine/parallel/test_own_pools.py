@@ -7,16 +7,18 @@ import resource
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from millrace.core.config import EngineConfig
+from millrace.core.errors import ConfigError
 from millrace.core.kv.layout import KvLayout
 from millrace.engine.forward.local_runner import ModelRunner
 from millrace.engine.parallel.group_passes import GroupPasses, load_ranks
 from millrace.engine.parallel.rank_group import RankGroup
-from millrace.engine.parallel.rank_pools import agreed_bytes
+from millrace.engine.parallel.rank_pools import agreed_bytes, has_own_pools
 from millrace.engine.sizing import CPU_POOL_SHARE
 from millrace.instance.transfer.transports import serve_rank
 from millrace.transfer.transport.layout import Side, at_layer, layer_runs
@@ -120,3 +122,33 @@ def test_the_rank_with_the_least_memory_says_how_many_pages_there_are() -> None:
         assert agreed_bytes(group, EngineConfig(kv_bytes=1 << 20), 0, pools=2) == 1 << 19
     finally:
         group.close()
+
+
+@pytest.mark.parametrize(
+    ("settings", "device", "own"),
+    [
+        ({"tensor_parallel": 2}, "cpu", False),
+        ({"tensor_parallel": 2}, "cuda:0", True),
+        ({"tensor_parallel": 2, "kv_pools": "own"}, "cpu", True),
+        ({"kv_pools": "own"}, "cpu", False),
+        ({"kv_pools": "shared"}, "cuda:0", False),
+    ],
+)
+def test_ranks_on_gpus_have_pools_of_their_own_and_others_at_wish(
+    settings: dict[str, Any], device: str, own: bool
+) -> None:
+    assert has_own_pools(EngineConfig(**settings), torch.device(device)) is own
+
+
+@pytest.mark.parametrize(
+    ("settings", "device", "message"),
+    [
+        ({"tensor_parallel": 2, "kv_pools": "shared"}, "cuda:0", "is 'shared' on cuda:0; .* host"),
+        ({"stages": 2, "kv_pools": "own"}, "cpu", "is 'own' and engine.stages 2; stages share"),
+    ],
+)
+def test_pools_that_cannot_be_are_refused(
+    settings: dict[str, Any], device: str, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=rf"engine\.kv_pools {message}"):
+        has_own_pools(EngineConfig(**settings), torch.device(device))

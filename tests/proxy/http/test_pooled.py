@@ -163,7 +163,7 @@ async def test_a_lost_instance_is_asked_again(stack):
 
 
 async def test_the_cache_is_shared_by_salt_for_the_last_token(tmp_path):
-    async with gateway(tmp_path, "engine.block_tokens=16") as stack:
+    async with gateway(tmp_path) as stack:
         stack.fleet.script = Script(vectors=VECTORS)
         text = "a long text " * 20
         for extra in ({}, {"cache_salt": "x"}, {"cache_prompt": False}):

@@ -15,33 +15,33 @@ from millrace.core.errors import TransferError
 from millrace.core.kv.layout import KvLayout
 from millrace.transfer.probe.pattern import End, ProbeError, probe_loopback
 from millrace.transfer.probe.process import ProbeServer
-from millrace.transfer.transport.regions import Memory
+from millrace.transfer.transport.regions import JoinedBytes, Memory
 from support.deadlines import HANG_S
 from support.kv_nodes import layout
-from support.rank_agents import RankedInstance
+from support.rank_agents import RankedInstance, SharedBytes
 
 RANKS: KvLayout = dataclasses.replace(layout(), parts=2)
 
 
 class AllPools:
-    """The region of all ranks, as `Bytes`; every rank's pool is seen where it lies."""
+    """The region of all ranks, as an instance has it; notes which ranks are written to."""
 
     def __init__(self, ranks: RankedInstance) -> None:
-        self.nbytes = ranks.layout.pool_bytes
+        own = SharedBytes(ranks.pools[0].array.reshape(-1).view(np.uint8))
+        self._joined = JoinedBytes([own, *(agent.pool for agent in ranks.agents)])
+        self.nbytes = self._joined.nbytes
         self._part = ranks.layout.part_bytes
-        self._pools = [pool.array.reshape(-1).view(np.uint8) for pool in ranks.pools]
         self.touched: set[int] = set()
         self.spoiled: int | None = None  # a rank whose memory takes no byte
 
     def read(self, start: int, count: int) -> bytes:
-        rank, at = divmod(start, self._part)
-        return self._pools[rank][at : at + count].tobytes()
+        return self._joined.read(start, count)
 
     def write(self, start: int, data: bytes) -> None:
-        rank, at = divmod(start, self._part)
+        rank = start // self._part
         self.touched.add(rank)
         if rank != self.spoiled:
-            self._pools[rank][at : at + len(data)] = np.frombuffer(data, dtype=np.uint8)
+            self._joined.write(start, data)
 
 
 @pytest.fixture

@@ -81,6 +81,17 @@ class ProxyConfig(_Section):
     admin_token: str = _setting(
         "", None, "bearer token of /admin; empty: clients on the proxy's own machine only"
     )
+    keepalive_s: float = _setting(
+        10.0, _within(0.01, 3600), "a stream that is silent for one to two of these gets a comment"
+    )
+    progress_interval_s: float = _setting(
+        1.0, _within(0.01, 3600), "time between two progress events of a stream that shows them"
+    )
+    resume_grace_s: float = _setting(
+        60.0,
+        _within(0, 86400),
+        "a resumable stream goes on this long without a client; 0: no stream is resumable",
+    )
     request_timeout_s: float = _setting(
         0.0, _within(0, 86400), "longest time from arrival to the last token; 0: no limit here"
     )

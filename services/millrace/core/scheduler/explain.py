@@ -72,6 +72,31 @@ def explain(table: RequestTable, request_id: str, now_s: float) -> Explanation |
     return None if ended is None else _of_ended(ended, table.cluster.policy.name)
 
 
+def queue_place(table: RequestTable, request: LiveRequest) -> int | None:
+    """Returns the request's place in its queue, from 1; None if it waits in none.
+
+    A request that has no decode instance yet is counted among the requests without one. Requests
+    at the prefill instances go before those that no instance has.
+    """
+    line = table.waiting_queue_of.get(request.id)
+    if line is not None and line is table.unplaced:
+        return line.count_before(request) + 1
+    owner = table.cluster.instances.get(request.decode_id or "")
+    if owner is None:
+        return None
+    if line is not None:
+        rank = (line.key(request), request.order, 0)
+        sharing = table.cluster.pool_of(owner).run_queue
+        return line.count_before(request) + len(_heads_before(sharing, rank)) + 1
+    run_queue = table.run_queue_of.get(request.id)
+    if run_queue is None:
+        return None
+    task = run_queue.tasks[request.id][0]
+    if task.started_s is not None:
+        return None
+    return len(_heads_before(run_queue, task.rank, task.mask)) + 1
+
+
 def _of_ended(ended: Ended, policy: str) -> Explanation:
     return Explanation(
         request_id=ended.request_id,

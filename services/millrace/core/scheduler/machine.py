@@ -52,7 +52,7 @@ from millrace.core.scheduler.dispatch.event_filter import EventFilter
 from millrace.core.scheduler.dispatch.request_progress import RequestProgress
 from millrace.core.scheduler.dispatch.stall_watch import StallWatch
 from millrace.core.scheduler.effects import Effect
-from millrace.core.scheduler.explain import Explanation, explain
+from millrace.core.scheduler.explain import Explanation, explain, queue_place
 from millrace.core.scheduler.fleet.cluster import Cluster, Pool
 from millrace.core.scheduler.fleet.instances import DecodeInstance, Instance, PrefillInstance
 from millrace.core.scheduler.objectives import allowed_s, mean_step_s
@@ -179,6 +179,10 @@ class Machine:
     def explain(self, request_id: str, now_s: float) -> Explanation | None:
         """Says why a request waits, or waited if it ended lately. None if it is not known."""
         return explain(self._table, request_id, now_s)
+
+    def queue_place(self, request: LiveRequest) -> int | None:
+        """Returns the request's place in its queue, from 1; None if it waits in none."""
+        return queue_place(self._table, request)
 
     def check_integrity(self) -> None:
         """Counts everything again from the requests. Raises IntegrityError on a difference."""

@@ -82,7 +82,8 @@ class Output:
                 event = event._replace(detail=detail._replace(spans=spans))
         self.streams.publish(request.proxy, event)
         if event.token_ids:
-            self.journal.add(request.id, event.choice, event.token_ids)
+            start = request.emitted(event.choice, len(event.token_ids))
+            self.journal.add(request.id, event.choice, start, event.token_ids)
         if not request.open_choices and not request.ended:
             request.finish_reason = reason
             self._table.leave(request)

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
+from millrace.core import request_spec
 from millrace.core.request_spec import SamplingParams
 from millrace.engine.sampling.philox import uniforms
 from millrace.engine.sampling.token_counts import TokenCounts
@@ -144,13 +145,6 @@ class SamplingRow:
 
 
 def finish_reason(spec: SamplingSpec, output_len: int, token_id: int) -> str:
-    """The effect of `token_id`, the `output_len`-th output token (from 1, without resumed tokens).
-
-    "stop": it is a stop id; "length": `max_tokens` is reached; "": the sequence continues. A stop
-    id that comes with the last allowed token counts as "stop". Below `min_tokens` a stop id ends
-    an answer only where its grammar has ended.
-    """
-    may_stop = output_len > spec.min_tokens or spec.constraint is not None
-    if token_id in spec.stop_ids and may_stop:
-        return "stop"
-    return "length" if output_len >= spec.max_tokens else ""
+    """The effect of `token_id`, the `output_len`-th output token (from 1, without resumed
+    tokens): "stop", "length", or empty if the sequence continues."""
+    return request_spec.finish_reason(spec, output_len, token_id, spec.stop_ids)

@@ -34,6 +34,7 @@ from millrace.engine.parallel.child_processes import child_processes
 from millrace.engine.parallel.commands import Load
 from millrace.engine.parallel.kv_memory import mapped, new_memory
 from millrace.engine.parallel.rank_group import RankGroup
+from millrace.engine.parallel.rank_pools import has_own_pools
 from millrace.engine.pipeline.in_flight import StageError
 from millrace.engine.pipeline.messages import (
     Answer,
@@ -84,6 +85,7 @@ def open_staged_engine(
             f"engine.stages is {config.stages} on {device}; stages share the memory of their KV, "
             f"so engine.device must be cpu"
         )
+    has_own_pools(config, device)  # refuses such pools of stages
     shape = KvShape.of(model, config, revision)
     ranks = config.tensor_parallel
     Stage(0, config.stages).check(shape.model)  # before any process is started

@@ -6,13 +6,21 @@ import asyncio
 import logging
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 from millrace.core.config import ProxyConfig
 from millrace.core.errors import IntegrityError
 from millrace.core.kv.transfer import Incarnation
 from millrace.core.scheduler.effects import Fail, Refuse
 from millrace.core.token_events import TokenEvent
-from millrace.proxy.errors import ApiError, overloaded, refusal, unavailable, would_be_late
+from millrace.proxy.errors import (
+    ApiError,
+    id_taken,
+    overloaded,
+    refusal,
+    unavailable,
+    would_be_late,
+)
 from millrace.proxy.fleet.parking import LoadReport, Parking
 from millrace.proxy.fleet.prompts_ahead import PromptsAhead
 from millrace.proxy.fleet.records import Records
@@ -123,6 +131,15 @@ class Gateway:
         """The open requests, in the order in which they came or were last migrated."""
         return list(self._live.values())
 
+    def of_response(self, response_id: str) -> list[ProxyRequest]:
+        """The open requests of a response, a request per prompt."""
+        several = response_id + "-"
+        return [
+            one
+            for one in self._live.values()
+            if one.request_id == response_id or one.request_id.startswith(several)
+        ]
+
     @property
     def inflight(self) -> int:
         return len(self._live)
@@ -157,12 +174,22 @@ class Gateway:
     async def submit(self, request: ProxyRequest) -> None:
         """Records a request in the store and hands it to the scheduler, or parks it.
 
-        Raises ApiError (503, 429). After an error the caller calls `leave`.
+        Raises ApiError (503, 429, 409). After an error the caller calls `leave`.
         """
         spec = request.spec
-        self._live[spec.request_id] = request
+        if self._live.setdefault(spec.request_id, request) is not request:
+            request.stage = Stage.ENDED  # `leave` must not touch the other request
+            raise id_taken()
         request.encoded_spec = encode_spec(spec)
-        await self._records.create(spec.request_id, request.encoded_spec, request.prompt_ids)
+        await self._records.create(
+            spec.request_id, request.encoded_spec, request.prompt_ids, kept=request.kept
+        )
+        request.recorded = True
+        if spec.resumed_tokens:
+            emitted = request.prompt_ids[-spec.resumed_tokens :]
+            await self._records.begin_journal(spec.request_id, emitted)
+        if request.on_recorded is not None and request.moves:
+            await request.on_recorded()
         if request.has_ended:
             self._records.delete(request.spec.request_id)  # the client left meanwhile
             return
@@ -192,8 +219,22 @@ class Gateway:
         if not request.has_ended:
             self._metrics.cancelled.labels(reason).inc()
             self._forget(request)
-            self._scheduler.cancel(request.spec.request_id, reason)
-            self._records.delete(request.spec.request_id)
+            if request.recorded:
+                self._scheduler.cancel(request.spec.request_id, reason)
+                self._records.delete(request.spec.request_id)
+
+    def abandon(self, request: ProxyRequest) -> None:
+        """Ends a request here alone: another replica continues it, from its records."""
+        if not request.has_ended:
+            self._forget(request)
+            self._scheduler.cancel(request.spec.request_id, "its stream is continued elsewhere")
+
+    def adopt(self, request: ProxyRequest, incarnation: str) -> None:
+        """Continues a request that another replica has submitted as `incarnation`."""
+        request.adopted = True
+        request.spec = replace(request.spec, request_id=incarnation)
+        self._live[incarnation] = request
+        self._move(request, ApiError(500, _LOST, code="failed"), "adopted")
 
     # -- messages of the scheduler
 
@@ -367,7 +408,6 @@ class Gateway:
             return
         self._scheduler.cancel(before, "it is migrated")
         del self._live[before]
-        self._records.finish(before, "cancelled")
         request.move(time.monotonic())
         self._live[request.spec.request_id] = request
         self._metrics.moved.labels(reason).inc()
@@ -378,17 +418,18 @@ class Gateway:
             request.spec.resumed_tokens,
             error.message,
         )
-        self._records.spawn(self._go_on(request))
+        self._records.spawn(self._go_on(request, before))
 
-    async def _go_on(self, request: ProxyRequest) -> None:
-        """Submits a request's next incarnation."""
-        if request.has_ended:
-            return  # the client left meanwhile
+    async def _go_on(self, request: ProxyRequest, before: str) -> None:
+        """Submits a request's next incarnation; the store has it before the former one ends."""
         try:
-            await self.submit(request)
+            if not request.has_ended:  # the client may have left meanwhile
+                await self.submit(request)
         except ApiError as error:
             if not request.has_ended:
                 self._fail(request, error, cancel=False)
+        finally:
+            self._records.finish(before, "cancelled", kept=request.kept)
 
     # -- endings
 
@@ -398,13 +439,17 @@ class Gateway:
         if request.stopped_by_proxy:
             self._scheduler.cancel(request_id, "stop")
         self._metrics.finished(request)
-        self._records.finish(request_id, "finished")
+        self._records.finish(request_id, "finished", kept=request.kept)
 
     def _fail(self, request: ProxyRequest, error: ApiError, *, cancel: bool) -> None:
         self._forget(request)
-        if cancel:
-            self._scheduler.cancel(request.spec.request_id, "failed at the proxy")
-        self._records.finish(request.spec.request_id, "failed")
+        if request.recorded:
+            if cancel:
+                self._scheduler.cancel(request.spec.request_id, "failed at the proxy")
+            if error.is_refusal and not request.has_begun:
+                self._records.delete(request.spec.request_id)  # its id is free again
+            else:
+                self._records.finish(request.spec.request_id, "failed", kept=request.kept)
         request.sink.on_error(error)
 
     def _forget(self, request: ProxyRequest) -> None:

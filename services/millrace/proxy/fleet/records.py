@@ -8,9 +8,9 @@ from collections.abc import Coroutine
 from typing import Any
 
 from millrace.core.errors import MillraceError
-from millrace.proxy.errors import unavailable
+from millrace.proxy.errors import id_taken, unavailable
 from millrace.proxy.text.tokenizer import TokenArray
-from millrace.state.store import RequestStore
+from millrace.state.store import IdTaken, JournalEntry, RequestStore
 from millrace.wire.fleet_messages import EncodedSpec
 
 log = logging.getLogger(__name__)
@@ -24,22 +24,37 @@ class Records:
 
     def __init__(self, store: RequestStore) -> None:
         self._store = store
-        self._endings: list[tuple[str, str]] = []
+        self._endings: list[tuple[str, str, bool]] = []
         self._background: set[asyncio.Task[None]] = set()
 
-    async def create(self, request_id: str, spec: EncodedSpec, prompt_ids: TokenArray) -> None:
-        """Writes a request's spec and prompt. Raises ApiError (503)."""
+    async def create(
+        self, request_id: str, spec: EncodedSpec, prompt_ids: TokenArray, *, kept: bool
+    ) -> None:
+        """Writes a request's spec and prompt. Raises ApiError: 409 if the id is taken, 503.
+
+        `kept`: another replica may continue the request after the scheduler has ended it.
+        """
         try:
-            await self._store.create(request_id, spec=spec, prompt_ids=prompt_ids)
+            await self._store.create(request_id, spec=spec, prompt_ids=prompt_ids, kept=kept)
+        except IdTaken as error:
+            raise id_taken() from error
         except MillraceError as error:
             log.warning("request %s: %s", request_id, error)
             raise unavailable("The request store does not answer.") from error
 
-    def finish(self, request_id: str, state: str) -> None:
-        """Writes the final state within ENDINGS_INTERVAL_S."""
+    async def begin_journal(self, request_id: str, token_ids: TokenArray) -> None:
+        """Writes the tokens of earlier incarnations (int32 [tokens]). Raises ApiError (503)."""
+        entry = JournalEntry(request_id=request_id, choice=0, start=0, token_ids=token_ids.tolist())
+        try:
+            await self._store.append_tokens([entry])
+        except MillraceError as error:
+            raise unavailable("The request store does not answer.") from error
+
+    def finish(self, request_id: str, state: str, *, kept: bool) -> None:
+        """Writes the final state within ENDINGS_INTERVAL_S, and releases a kept request."""
         if not self._endings:
             asyncio.get_running_loop().call_later(ENDINGS_INTERVAL_S, self._write_endings)
-        self._endings.append((request_id, state))
+        self._endings.append((request_id, state, kept))
 
     def delete(self, request_id: str) -> None:
         self.spawn(self._store.delete(request_id))
@@ -58,8 +73,13 @@ class Records:
 
     def _write_endings(self) -> None:
         endings, self._endings = self._endings, []
-        for request_id, state in endings:
-            self.spawn(self._store.finish(request_id, state))
+        for request_id, state, kept in endings:
+            self.spawn(self._end(request_id, state, kept=kept))
+
+    async def _end(self, request_id: str, state: str, *, kept: bool) -> None:
+        await self._store.finish(request_id, state)
+        if kept:
+            await self._store.release(request_id)
 
 
 async def _logged(work: Coroutine[Any, Any, None]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from enum import Enum
 from typing import Protocol
@@ -70,6 +70,7 @@ class ProxyRequest:
         "_moved_at",
         "_open_choices",
         "_tokens",
+        "adopted",
         "arrived_at",
         "cached_tokens",
         "choices",
@@ -78,9 +79,12 @@ class ProxyRequest:
         "encoded_spec",
         "fails_early",
         "first_token_at",
+        "fixed_cached_tokens",
         "last_token_at",
+        "lineage",
         "losses",
         "moves",
+        "on_recorded",
         "orphaned",
         "parked_since",
         "placed_at",
@@ -90,6 +94,7 @@ class ProxyRequest:
         "prompt_ids",
         "prompt_logprobs",
         "prompt_tokens",
+        "recorded",
         "request_id",
         "sink",
         "slo",
@@ -116,10 +121,21 @@ class ProxyRequest:
         """`detailed`: choices show log probabilities or token ids beside their text."""
         self.request_id = spec.request_id
         self.spec = spec
-        self.encoded_spec = b""  # set when it is recorded
+        self.encoded_spec = b""  # set when it is submitted
+        #: Whether the store has this incarnation: before that its id may be another request's.
+        self.recorded = False
         #: The prompt of this incarnation, int32 [tokens]. The next incarnation needs it: the store
         #: forgets a request's prompt when the scheduler forgets the request.
         self.prompt_ids = prompt_ids
+        #: The incarnations' ids begin so.
+        self.lineage = spec.request_id
+        #: Runs when the store has a migrated request, before the request is submitted; raises
+        #: ApiError.
+        self.on_recorded: Callable[[], Awaitable[None]] | None = None
+        #: Another replica began the request: its times before the adoption are unknown.
+        self.adopted = False
+        #: The cached tokens that clients of an adopted request have seen; None: none saw any.
+        self.fixed_cached_tokens: int | None = None
         self.sink = sink
         self.choices = choices
         self.prompt_tokens = spec.prompt_tokens
@@ -167,6 +183,14 @@ class ProxyRequest:
     def completion_tokens(self) -> int:
         return sum(choice.token_count for choice in self.choices)
 
+    def emitted_after(self, known: int) -> list[int]:
+        """Returns the tokens after the first `known` tokens, of all incarnations; of one choice."""
+        earlier = self.prompt_ids.size - self.prompt_tokens
+        tokens = self._tokens or array("i")
+        if known >= earlier:
+            return tokens[known - earlier :].tolist()
+        return [*self.prompt_ids[self.prompt_tokens + known :].tolist(), *tokens]
+
     @property
     def stopped_by_proxy(self) -> bool:
         """Whether the engine may still generate tokens of a choice that met a stop string."""
@@ -183,6 +207,11 @@ class ProxyRequest:
     def may_move(self) -> bool:
         """Whether another instance can generate the rest of the request."""
         return self._tokens is not None or self.first_token_at is None
+
+    @property
+    def kept(self) -> bool:
+        """Whether another replica may continue the request."""
+        return self.on_recorded is not None
 
     @property
     def has_ended(self) -> bool:
@@ -245,9 +274,10 @@ class ProxyRequest:
             self._tokens = array("i")
         e2e_s = self.slo.e2e_s
         left_s = None if e2e_s is None else e2e_s - (now - self.arrived_at)
-        rest = continuation(self.spec, f"{self.request_id}.{self.moves}", tokens.size, left_s)
+        rest = continuation(self.spec, f"{self.lineage}.{self.moves}", tokens.size, left_s)
         self.spec = with_blocks(rest, self.prompt_ids)
         self.stage, self.decode = Stage.MOVING, None
+        self.recorded = False
         self._early = {}
         self.confirmed = self.orphaned = False
         self.parked_since = None
@@ -326,7 +356,8 @@ class ProxyRequest:
         self.first_token_at = now
         if not self.may_move:
             self.prompt_ids = self.prompt_ids[:0].copy()
-        self.cached_tokens = detail.cached_tokens
+        fixed = self.fixed_cached_tokens
+        self.cached_tokens = detail.cached_tokens if fixed is None else fixed
         self.pooled = detail.pooled
         self.prompt_logprobs = detail.prompt_logprobs
         if self._echo is not None:

@@ -6,15 +6,17 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from millrace.core.config import Config
 from millrace.core.request import Slo
 from millrace.grammar.matcher import Grammars
 from millrace.grammar.source import GrammarError
 from millrace.proxy.background import Background
+from millrace.proxy.batches.service import Batches
 from millrace.proxy.errors import ApiError, bad_field
+from millrace.proxy.files.store import Files
 from millrace.proxy.fleet.gateway import Gateway
-from millrace.proxy.fleet.prompts_ahead import PromptsAhead
 from millrace.proxy.http.asgi import (
     JSON,
     Receive,
@@ -23,12 +25,16 @@ from millrace.proxy.http.asgi import (
     receive_body,
     send_json,
 )
+from millrace.proxy.http.client import Client, send_part, start_stream, until_disconnect
+from millrace.proxy.http.keep_alive import KeepAlive
 from millrace.proxy.http.objectives import (
     Objectives,
     traceparent,
     wants_early_failure,
     wants_trace,
 )
+from millrace.proxy.http.request_ids import chosen_id, id_digits
+from millrace.proxy.http.streams import ResumableSender, wants_resumable
 from millrace.proxy.http.tenants import Tenants, exchange_of
 from millrace.proxy.metrics import ProxyMetrics
 from millrace.proxy.prompts import EnginePrompt, PromptReader
@@ -39,25 +45,19 @@ from millrace.proxy.request.options import Limits, Options
 from millrace.proxy.request.pooled import PooledBodies
 from millrace.proxy.request.validation import Bodies
 from millrace.proxy.responses import StoredResponses
+from millrace.proxy.streams.owner import OwnedStreams
+from millrace.proxy.streams.replay import Replays
 from millrace.proxy.tenancy.caller import Caller
 from millrace.proxy.tenancy.costs import reserved_cost, used_cost
 from millrace.proxy.tenancy.limiter import Limiter
 from millrace.proxy.tenancy.stored_tenants import StoredTenants
 from millrace.proxy.text.prefix import PromptHasher
 from millrace.proxy.text.tokenizer import Tokenizer
+from millrace.state.store import RequestStore
 from millrace.telemetry.otlp import TraceExporter
-
-#: A silent stream gets a comment this often, so that no proxy in between closes the connection.
-KEEPALIVE_S = 10.0
 
 #: A reason why a constraint can't be compiled may repeat it.
 _MOST_REASON = 1000
-
-_EVENT_STREAM = [
-    (b"content-type", b"text/event-stream; charset=utf-8"),
-    (b"cache-control", b"no-cache"),
-    (b"x-accel-buffering", b"no"),
-]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +74,9 @@ class Services:
     grammars: Grammars
     prompts: PromptReader
     gateway: Gateway
+    store: RequestStore
+    streams: OwnedStreams
+    replays: Replays
     metrics: ProxyMetrics
     objectives: Objectives
     tenants: Tenants
@@ -82,6 +85,8 @@ class Services:
     traces: TraceExporter | None
     responses: StoredResponses
     background: Background
+    files: Files
+    batches: Batches
 
     def builder(self, *, chat: bool) -> Builder:
         """Returns a maker of requests and replies of one of the two APIs."""
@@ -104,16 +109,18 @@ class Runs:
 
     def arrival(self, scope: Scope, at: float, unix_s: float) -> Arrival:
         """Raises ApiError naming the wrong header, or (403) what the key may not use."""
-        exchange = exchange_of(scope)
+        exchange, chosen = exchange_of(scope), chosen_id(scope)
+        tenant = exchange.caller.tenant
         return Arrival(
             at=at,
             unix_s=unix_s,
             slo=self._objectives(scope, exchange.caller),
-            tenant=exchange.caller.tenant,
+            tenant=tenant,
             exchange=exchange,
             trace=wants_trace(scope),
             fails_early=wants_early_failure(scope),
             traceparent=traceparent(scope),
+            id_digits=id_digits(tenant, chosen) if chosen else "",
         )
 
     def _objectives(self, scope: Scope, caller: Caller) -> Slo:
@@ -168,7 +175,12 @@ class Runs:
         """
 
         async def send() -> int:
-            return await _send_stream(reply, client, self._gateway.prompts, settle)
+            prompts, config = self._gateway.prompts, self._services.config.proxy
+            keep_alive = KeepAlive(reply, prompts, config, client.response_id)
+            try:
+                return await _send_stream(reply, client, settle)
+            finally:
+                keep_alive.close()
 
         return await self._run(reply, client, arrival, send)
 
@@ -190,7 +202,7 @@ class Runs:
         send: Callable[[], Awaitable[int]],
     ) -> int:
         await self.admit(reply, arrival)
-        timer = self._limit_time(reply)
+        timer = self.limit_time(reply)
         watch = asyncio.create_task(until_disconnect(client.receive))
         watch.add_done_callback(lambda _: self._leave(reply))
         try:
@@ -202,7 +214,7 @@ class Runs:
                 timer.cancel()
             self.end(reply, arrival)
 
-    def _limit_time(self, reply: GeneratingReply) -> asyncio.TimerHandle | None:
+    def limit_time(self, reply: GeneratingReply) -> asyncio.TimerHandle | None:
         """Fails the response when `proxy.request_timeout_s` is over."""
         limit_s = self._services.config.proxy.request_timeout_s
         if not limit_s:
@@ -246,19 +258,31 @@ class GenerateEndpoint:
         self._chat = chat
         self._runs = Runs(services)
         self._builder = services.builder(chat=chat)
+        self._sender = ResumableSender(
+            services.streams,
+            services.gateway.prompts,
+            services.config.proxy,
+            self._builder,
+            self._runs,
+            chat=chat,
+        )
 
     async def answer(self, scope: Scope, receive: Receive, send: Send) -> int:
         """Returns the status that was sent. Raises ApiError before anything was sent."""
         at, unix_s = time.monotonic(), time.time_ns() / 1e9
         body = await receive_body(scope, receive, self._services.config.proxy.max_body_bytes)
         arrival = self._runs.arrival(scope, at, unix_s)
+        resumable = wants_resumable(scope, self._services.config.proxy)
         prompts, options = await self._read(body)
         self._gateway.admit(len(prompts))
+        if resumable:
+            client = partial(Client, receive, send)
+            return await self._sender.answer(body, prompts, options, arrival, client)
         response_id, reply, _ = self._builder.build(prompts, options, arrival)
-        client = Client(receive, send, response_id)
+        one = Client(receive, send, response_id)
         if isinstance(reply, StreamReply):
-            return await self._runs.send_stream(reply, client, arrival)
-        return await self._runs.send_whole(reply, client, arrival)
+            return await self._runs.send_stream(reply, one, arrival)
+        return await self._runs.send_whole(reply, one, arrival)
 
     async def _read(self, body: bytes) -> tuple[list[EnginePrompt], Options]:
         services = self._services
@@ -279,19 +303,6 @@ class GenerateEndpoint:
 Settle = Callable[[], Awaitable[None]]
 
 
-@dataclass(frozen=True, slots=True)
-class Client:
-    """The client of one request. Answers carry the response's id in a header."""
-
-    receive: Receive
-    send: Send
-    response_id: str
-
-    @property
-    def headers(self) -> list[tuple[bytes, bytes]]:
-        return [(b"x-request-id", self.response_id.encode())]
-
-
 async def _send_whole(reply: DocumentReply, client: Client, settle: Settle | None) -> int:
     progress = reply.progress
     while not progress.finished:
@@ -304,73 +315,24 @@ async def _send_whole(reply: DocumentReply, client: Client, settle: Settle | Non
     return 200
 
 
-async def _send_stream(
-    reply: EventReply, client: Client, prompts: PromptsAhead, settle: Settle | None
-) -> int:
+async def _send_stream(reply: EventReply, client: Client, settle: Settle | None) -> int:
     """Sends all output that is ready in one piece. Raises ApiError before anything was sent."""
     progress = reply.progress
-    keep_alive = _KeepAlive(reply, prompts)
-    try:
-        while not (data := reply.take()) and not progress.finished:
+    while not (data := reply.take()) and not progress.finished:
+        await progress.signal.wait()
+    if progress.error is not None:
+        raise progress.error
+    await start_stream(client)
+    while not progress.finished:
+        if data:
+            await send_part(client, data)
+        else:
             await progress.signal.wait()
-        if progress.error is not None:
-            raise progress.error
-        await start_stream(client)
-        while not progress.finished:
-            if data:
-                await send_part(client, data)
-            else:
-                await progress.signal.wait()
-            data = reply.take()
-        data += reply.take()
-        if progress.error is not None:
-            data += reply.failure(progress.error)
-        elif settle is not None:
-            await settle()
-        await client.send({"type": "http.response.body", "body": data})
-        return 200
-    finally:
-        keep_alive.close()
-
-
-async def start_stream(client: Client) -> None:
-    """Sends the status and the headers of a stream of events."""
-    headers = _EVENT_STREAM + client.headers
-    await client.send({"type": "http.response.start", "status": 200, "headers": headers})
-
-
-async def send_part(client: Client, data: bytes) -> None:
-    """Sends a part of a stream that is not the last part."""
-    await client.send({"type": "http.response.body", "body": data, "more_body": True})
-
-
-class _KeepAlive:
-    """Writes a comment to a stream that was silent for one to two intervals."""
-
-    def __init__(self, reply: EventReply, prompts: PromptsAhead) -> None:
-        self._reply = reply
-        self._prompts = prompts
-        self._loop = asyncio.get_running_loop()
-        self._timer = self._loop.call_later(KEEPALIVE_S, self._tick)
-        self._speaking: asyncio.Task[None] | None = None
-
-    def close(self) -> None:
-        self._timer.cancel()
-        if self._speaking is not None:
-            self._speaking.cancel()
-
-    def _tick(self) -> None:
-        if self._reply.silent and (self._speaking is None or self._speaking.done()):
-            self._speaking = asyncio.create_task(self._speak())
-        self._reply.silent = True
-        self._timer = self._loop.call_later(KEEPALIVE_S, self._tick)
-
-    async def _speak(self) -> None:
-        text = await self._prompts.describe(self._reply.progress.requests)
-        self._reply.comment((text or "waiting").encode())
-
-
-async def until_disconnect(receive: Receive) -> None:
-    """Returns when the client has left. The body was read before."""
-    while (await receive())["type"] != "http.disconnect":
-        continue
+        data = reply.take()
+    data += reply.take()
+    if progress.error is not None:
+        data += reply.failure(progress.error)
+    elif settle is not None:
+        await settle()
+    await client.send({"type": "http.response.body", "body": data})
+    return 200

@@ -6,7 +6,8 @@ import time
 import uuid
 
 from millrace.proxy.http.asgi import Receive, Scope, Send, receive_body
-from millrace.proxy.http.generate import Client, Runs, Services
+from millrace.proxy.http.client import Client
+from millrace.proxy.http.generate import Runs, Services
 from millrace.proxy.reply.builder import Arrival
 from millrace.proxy.reply.pooled import PooledReply
 

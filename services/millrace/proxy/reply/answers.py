@@ -371,6 +371,21 @@ class ResponseItems(TypedDict):
     has_more: bool
 
 
+class RequestState(TypedDict):
+    """How far a request is. Times are seconds; null: unknown, or over."""
+
+    object: Literal["millrace.request"]
+    id: str
+    state: str
+    created: int
+    prompt_tokens: int
+    computed_tokens: int
+    completion_tokens: int
+    queue_place: int | None
+    left_s: float | None
+    predicted_ttft_s: float | None
+
+
 #: Every answer that the document names.
 ANSWERS: tuple[Any, ...] = (
     ChatCompletion,
@@ -383,6 +398,7 @@ ANSWERS: tuple[Any, ...] = (
     Model,
     Models,
     PolicyChange,
+    RequestState,
     Response,
     ResponseItems,
     SchedulerSettings,

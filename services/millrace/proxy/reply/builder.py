@@ -15,6 +15,7 @@ from millrace.proxy.generation.echo import Echo
 from millrace.proxy.generation.proxy_request import ProxyRequest
 from millrace.proxy.parsing.families import Parsers
 from millrace.proxy.prompts import EnginePrompt
+from millrace.proxy.reply.event_numbers import EventNumbers
 from millrace.proxy.reply.explain import explain
 from millrace.proxy.reply.formats import ChatFormat, CompletionFormat, Format
 from millrace.proxy.reply.parsed import ParsedAnswer
@@ -40,6 +41,8 @@ class Arrival:
     tenant: str
     trace: bool
     traceparent: str
+    #: The digits of the response's id; empty: random digits.
+    id_digits: str = ""
     #: The HTTP request, for its limits; None if nothing limits it.
     exchange: Exchange | None = None
     #: The client wants an error instead of a first token after the TTFT objective.
@@ -67,17 +70,27 @@ class Builder:
         self._id_prefix = "chatcmpl-" if chat else "cmpl-"
 
     def build(
-        self, prompts: Sequence[EnginePrompt], options: Options, arrival: Arrival
+        self,
+        prompts: Sequence[EnginePrompt],
+        options: Options,
+        arrival: Arrival,
+        numbers: EventNumbers | None = None,
     ) -> tuple[str, Reply, list[ProxyRequest]]:
         """Returns the response's id, its reply and its requests, ready to be submitted.
 
+        `numbers` give the events of a resumable stream their ids.
+
         Raises ApiError (context_length_exceeded) when a prompt leaves no room.
         """
-        response_id = self._id_prefix + uuid.uuid4().hex
-        answers = self.answers(prompts[0], options) if self._chat else ()
+        response_id = self._id_prefix + (arrival.id_digits or uuid.uuid4().hex)
+        answers = self.answers(prompts[0], options, response_id) if self._chat else ()
         choices = len(prompts) * options.choices
         progress = self.progress(arrival)
-        reply = self._reply(response_id, choices, options, arrival, progress, answers)
+        make: Callable[..., Format] = ChatFormat if self._chat else CompletionFormat
+        fmt = make(response_id, int(arrival.unix_s), self._limits.model, options, self._tokenizer)
+        reply: Reply = WholeReply(fmt, choices, progress, answers)
+        if options.stream:
+            reply = StreamReply(fmt, choices, options, progress, answers, numbers)
         return response_id, reply, self.requests(response_id, reply, prompts, options, arrival)
 
     def progress(self, arrival: Arrival) -> Progress:
@@ -88,7 +101,9 @@ class Builder:
             else None
         )
 
-    def answers(self, prompt: EnginePrompt, options: Options) -> list[ParsedAnswer]:
+    def answers(
+        self, prompt: EnginePrompt, options: Options, response_id: str
+    ) -> list[ParsedAnswer]:
         """Returns the parser of every choice of a chat; none if all of the text is content."""
         schemas = None if options.tools is None else options.tools.schemas
         forced = options.tools is not None and options.tools.constraint is not None
@@ -96,7 +111,11 @@ class Builder:
         end = prompt.end if options.sampling.constraint is None else ""
         made = (self._parsers.make(schemas, end, forced=forced) for _ in range(options.choices))
         length = self._parsers.call_id_length
-        return [ParsedAnswer(p, options, id_length=length) for p in made if p is not None]
+        return [
+            ParsedAnswer(parser, options, f"{response_id}/{index}", id_length=length)
+            for index, parser in enumerate(made)
+            if parser is not None
+        ]
 
     def requests(
         self,
@@ -127,21 +146,6 @@ class Builder:
             reply.progress.add(request)
             requests.append(request)
         return requests
-
-    def _reply(
-        self,
-        response_id: str,
-        choices: int,
-        options: Options,
-        arrival: Arrival,
-        progress: Progress,
-        answers: Sequence[ParsedAnswer],
-    ) -> Reply:
-        make: Callable[..., Format] = ChatFormat if self._chat else CompletionFormat
-        fmt = make(response_id, int(arrival.unix_s), self._limits.model, options, self._tokenizer)
-        if options.stream:
-            return StreamReply(fmt, choices, options, progress, answers)
-        return WholeReply(fmt, choices, progress, answers)
 
     def _choices(self, first: int, prompt: EnginePrompt, options: Options) -> list[Choice]:
         skip = options.skip_special_tokens

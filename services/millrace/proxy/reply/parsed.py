@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import random
 import string
-import uuid
+from hashlib import sha256
 from typing import Any
 
 from millrace.proxy.parsing.events import (
@@ -23,10 +22,15 @@ _LETTERS = string.ascii_letters + string.digits
 
 
 class ParsedAnswer:
-    """The parsed output of one choice. `id_length` fixes the length of call ids; 0: any."""
+    """The parsed output of one choice. `id_length` fixes the length of call ids; 0: any.
 
-    def __init__(self, parser: Parser, options: Options, *, id_length: int = 0) -> None:
+    Call ids follow from `name`, which no other choice has, and from the text: a choice that is
+    parsed again has the same ids.
+    """
+
+    def __init__(self, parser: Parser, options: Options, name: str, *, id_length: int = 0) -> None:
         self._parser = parser
+        self._name = name
         self._reasoning = options.include_reasoning
         self._legacy = options.tools is not None and options.tools.legacy
         self._parallel = options.tools is None or options.tools.parallel
@@ -98,6 +102,9 @@ class ParsedAnswer:
         return {"tool_calls": [call]}
 
     def _new_id(self) -> str:
+        digest = sha256(f"{self._name}/{self._calls}".encode())
         if self._id_length:
-            return "".join(random.choices(_LETTERS, k=self._id_length))
-        return f"call_{uuid.uuid4().hex[:24]}"
+            return "".join(_LETTERS[byte % len(_LETTERS)] for byte in digest.digest())[
+                : self._id_length
+            ]
+        return f"call_{digest.hexdigest()[:24]}"

@@ -12,6 +12,7 @@ import orjson
 from millrace.proxy.errors import ApiError
 from millrace.proxy.generation.choice import Choice, LogprobEntry, Piece
 from millrace.proxy.generation.proxy_request import ProxyRequest, Sink
+from millrace.proxy.reply.event_numbers import EventNumbers
 from millrace.proxy.reply.formats import DONE, Format, Usage, Whole
 from millrace.proxy.reply.parsed import ParsedAnswer
 from millrace.proxy.request.options import Options
@@ -118,11 +119,17 @@ class EventReply(GeneratingReply, Protocol):
     #: True while no output came since `silent` was last set.
     silent: bool
 
+    #: Whether the client asked for events of its prompt's progress.
+    shows_progress: bool
+
     def take(self) -> bytes:
         """Returns all events that are ready, or empty bytes."""
 
     def comment(self, text: bytes) -> None:
         """Adds a line that clients skip."""
+
+    def show_progress(self, document: Json) -> None:
+        """Adds an event `millrace.progress`, for a client that asked for it."""
 
     def failure(self, error: ApiError) -> bytes:
         """Returns the last events of a stream that ends with `error`."""
@@ -144,9 +151,11 @@ class StreamReply:
         "_format",
         "_frames",
         "_include_usage",
+        "_numbers",
         "_open_choices",
         "_out",
         "progress",
+        "shows_progress",
         "silent",
     )
 
@@ -157,11 +166,14 @@ class StreamReply:
         options: Options,
         progress: Progress,
         answers: Sequence[ParsedAnswer] = (),
+        numbers: EventNumbers | None = None,
     ) -> None:
         """`choices` counts the choices of the whole response.
 
-        `answers` parse the choices' text; empty if all of the text is content.
+        `answers` parse the choices' text; empty if all of the text is content. `numbers` give the
+        events their ids; None: the events have no ids.
         """
+        self._numbers = numbers
         self._format = fmt
         self._answers = answers
         self._frames: list[tuple[bytes, bytes] | None] = [None] * choices
@@ -169,8 +181,9 @@ class StreamReply:
         self._include_usage = options.include_usage
         self._continuous_usage = options.continuous_usage
         self._out: list[bytes] = []
-        #: True while no output came since `quiet` was last set.
+        #: True while no output came since `silent` was last set.
         self.silent = True
+        self.shows_progress = options.include_progress
         self.progress = progress
 
     def take(self) -> bytes:
@@ -181,6 +194,11 @@ class StreamReply:
     def comment(self, text: bytes) -> None:
         """Adds a line that clients skip: it shows proxies in between that the connection lives."""
         self._out.append(b": " + text + b"\n\n")
+        self.progress.signal.wake()
+
+    def show_progress(self, document: Json) -> None:
+        """Adds an event of its own name: clients of OpenAI's API would read it as a chunk."""
+        self._out.append(b"event: millrace.progress\ndata: " + orjson.dumps(document) + b"\n\n")
         self.progress.signal.wake()
 
     def failure(self, error: ApiError) -> bytes:
@@ -195,9 +213,9 @@ class StreamReply:
         frame = self._frames[choice.index] or self._open(choice)
         if text and self._continuous_usage:
             piece = Piece(text=text)
-            self._out.append(self._format.piece(choice.index, piece, self._usage_so_far(choice)))
+            self._emit(self._format.piece(choice.index, piece, self._usage_so_far(choice)))
         elif text:
-            self._out.append(frame[0] + orjson.dumps(text) + frame[1])
+            self._emit(frame[0] + orjson.dumps(text) + frame[1])
         if choice.finish_reason is not None:
             self._close(choice)
         self.progress.signal.wake()
@@ -209,7 +227,7 @@ class StreamReply:
         for shown in self._parsed(choice, piece) if self._answers else (piece,):
             if shown.text or shown.entries or shown.token_ids or shown.delta:
                 so_far = self._usage_so_far(choice)
-                self._out.append(self._format.piece(choice.index, shown, so_far))
+                self._emit(self._format.piece(choice.index, shown, so_far))
         if choice.finish_reason is not None:
             self._close(choice)
         self.progress.signal.wake()
@@ -225,20 +243,23 @@ class StreamReply:
     def echo(self, choice: Choice, piece: Piece) -> None:
         """Adds the prompt before the choice's own text."""
         self._open(choice)
-        self._out.append(self._format.piece(choice.index, piece, self._usage_so_far(choice)))
+        self._emit(self._format.piece(choice.index, piece, self._usage_so_far(choice)))
 
     def on_done(self, request: ProxyRequest) -> None:
         self.progress.done()
         if self.progress.finished:
-            self._out.append(DONE)
+            self._emit(DONE)
 
     def on_error(self, error: ApiError) -> None:
         self.progress.fail(error)
 
+    def _emit(self, event: bytes) -> None:
+        self._out.append(event if self._numbers is None else self._numbers.numbered(event))
+
     def _open(self, choice: Choice) -> tuple[bytes, bytes]:
         frame = self._frames[choice.index] = self._format.text_frame(choice.index)
         if opening := self._format.opening(choice.index, self._usage_at_start(choice)):
-            self._out.append(opening)
+            self._emit(opening)
         return frame
 
     def _close(self, choice: Choice) -> None:
@@ -250,10 +271,10 @@ class StreamReply:
         if self._answers:
             reason = self._answers[choice.index].finish_reason(reason)
         if last and self._include_usage:
-            self._out.append(self._format.closing(choice, reason, so_far))
-            self._out.append(self._format.usage(self.progress.usage(), extra))
+            self._emit(self._format.closing(choice, reason, so_far))
+            self._emit(self._format.usage(self.progress.usage(), extra))
         else:
-            self._out.append(self._format.closing(choice, reason, so_far | extra))
+            self._emit(self._format.closing(choice, reason, so_far | extra))
 
     def _usage_so_far(self, choice: Choice) -> Json:
         """Returns the usage that a chunk of this choice shows."""

@@ -50,6 +50,7 @@ class ResponseReply:
         "_taken",
         "events",
         "progress",
+        "shows_progress",
         "silent",
         "status",
     )
@@ -72,6 +73,8 @@ class ResponseReply:
         self.events: list[bytes] = []
         #: True while no output came since `silent` was last set.
         self.silent = True
+        #: The events of /v1/responses have a numbering in which no other event has a place.
+        self.shows_progress = False
         self.progress = progress
 
     @property
@@ -89,6 +92,9 @@ class ResponseReply:
         """Adds a line that clients skip: it shows proxies in between that the connection lives."""
         self._comments.append(b": " + text + b"\n\n")
         self.progress.signal.wake()
+
+    def show_progress(self, document: Json) -> None:
+        raise AssertionError("a response shows no progress")
 
     def document(self) -> bytes:
         """Returns the response as it is now. Its output comes when it has ended."""

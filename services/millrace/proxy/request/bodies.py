@@ -45,6 +45,10 @@ class StreamOptions(TypedDict, total=False):
         bool | None,
         Field(description="With include_usage: every chunk shows its choice's usage so far."),
     ]
+    include_progress: Annotated[
+        bool | None,
+        Field(description="Send events `millrace.progress` until the first token."),
+    ]
     include_obfuscation: Ignored[bool]
 
 

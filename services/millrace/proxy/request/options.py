@@ -80,6 +80,7 @@ class Options:
     stream: bool = False
     include_usage: bool = False
     continuous_usage: bool = False  # every chunk of a stream shows the usage so far
+    include_progress: bool = False  # a stream shows how far its prompt is
     stop: tuple[str, ...] = ()
     include_stop: bool = False
     skip_special_tokens: bool = True
@@ -175,6 +176,7 @@ def read_options(checked: Mapping[str, Any], limits: Limits, logprobs: int) -> O
         stream=stream,
         include_usage=include_usage,
         continuous_usage=include_usage and stream_options.get("continuous_usage_stats", False),
+        include_progress=stream_options.get("include_progress") or False,
         stop=get("stop", ()),
         include_stop=get("include_stop_str_in_output", False),
         skip_special_tokens=get("skip_special_tokens", True),

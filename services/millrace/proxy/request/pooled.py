@@ -70,8 +70,12 @@ class PooledBodies:
         )
         self.score = adapter("ScoreRequest", ScoreBody, **shared, text_1=texts, text_2=texts)
         many = Field(min_length=1, max_length=MOST_TEXTS - 1, fail_fast=True)
-        documents = Required[Annotated[list[Document], many]]
-        self.rerank = adapter("RerankRequest", RerankBody, **shared, documents=documents)
+        self.rerank = adapter(
+            "RerankRequest",
+            RerankBody,
+            **shared,
+            documents=Required[Annotated[list[Document], many]],
+        )
         self._read = {
             EMBEDDINGS_PATH: (self.embedding, self._embedding),
             SCORE_PATH: (self.score, self._score),

@@ -17,7 +17,7 @@ from millrace.proxy.text.detokenizer import ByteDetokenizer, Detokenizer, Window
 
 #: Longer texts are tokenised on a thread: 8 KiB take about a millisecond.
 INLINE_CHARACTERS = 8192
-_CONTEXT_TOKENS = 8
+CONTEXT_TOKENS = 8
 
 TokenArray = npt.NDArray[np.int32]
 
@@ -84,7 +84,7 @@ class Tokenizer:
             if hidden is not None:
                 return ByteDetokenizer(self._table_without(hidden))
             return ByteDetokenizer(self._shown_bytes if skip_special_tokens else self._bytes)
-        context = [] if prompt_ids is None else prompt_ids[-_CONTEXT_TOKENS:].tolist()
+        context = [] if prompt_ids is None else prompt_ids[-CONTEXT_TOKENS:].tolist()
         decode = self._raw.decode
         if hidden is not None:
             return WindowDetokenizer(

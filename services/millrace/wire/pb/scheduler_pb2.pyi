@@ -123,14 +123,16 @@ class Progress(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., prompt: _Optional[_Union[PromptProgress, _Mapping]] = ...) -> None: ...
 
 class PromptProgress(_message.Message):
-    __slots__ = ("state", "computed_tokens", "left_s")
+    __slots__ = ("state", "computed_tokens", "left_s", "queue_place")
     STATE_FIELD_NUMBER: _ClassVar[int]
     COMPUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     LEFT_S_FIELD_NUMBER: _ClassVar[int]
+    QUEUE_PLACE_FIELD_NUMBER: _ClassVar[int]
     state: RequestState
     computed_tokens: int
     left_s: float
-    def __init__(self, state: _Optional[_Union[RequestState, str]] = ..., computed_tokens: _Optional[int] = ..., left_s: _Optional[float] = ...) -> None: ...
+    queue_place: int
+    def __init__(self, state: _Optional[_Union[RequestState, str]] = ..., computed_tokens: _Optional[int] = ..., left_s: _Optional[float] = ..., queue_place: _Optional[int] = ...) -> None: ...
 
 class Placed(_message.Message):
     __slots__ = ("request_id", "decode", "predicted_ttft_s")

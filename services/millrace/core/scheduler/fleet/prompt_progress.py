@@ -19,19 +19,27 @@ _BEFORE_FIRST_TOKEN = frozenset(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptProgress:
-    """Tokens computed, and seconds left (`left_s`); None if nothing predicts the first token."""
+    """Tokens computed, and seconds left (`left_s`); None if nothing predicts the first token.
+
+    `queue_place` is 1 for the request that is computed next; None for a request in no queue.
+    """
 
     state: RequestState
     computed_tokens: int
     left_s: float | None
+    queue_place: int | None = None
 
 
 def progress_of(
-    request: LiveRequest, now_s: float, expected_s: float | None
+    request: LiveRequest,
+    now_s: float,
+    expected_s: float | None,
+    queue_place: int | None = None,
 ) -> PromptProgress | None:
     """Returns the progress of a request whose first token is not out; None for any other.
 
     `expected_s`: predicted time of the first token, as of the placement; None: not placed.
+    `queue_place`: as in the result.
     """
     if request.state not in _BEFORE_FIRST_TOKEN or request.first_token_s is not None:
         return None
@@ -40,7 +48,9 @@ def progress_of(
     if expected_s is not None:
         left_s = max(0.0, expected_s - now_s, _by_plan_s(request, now_s))
         left_s = max(left_s, _at_its_pace_s(request, now_s, computed))
-    return PromptProgress(state=request.state, computed_tokens=computed, left_s=left_s)
+    return PromptProgress(
+        state=request.state, computed_tokens=computed, left_s=left_s, queue_place=queue_place
+    )
 
 
 def computed_tokens(request: LiveRequest) -> int:

@@ -70,10 +70,13 @@ class WaitingQueue:
     def key(self, request: LiveRequest) -> PriorityKey:
         return self._ranks[request.id][0]
 
+    def count_before(self, request: LiveRequest) -> int:
+        """Returns how many requests go before one of the queue."""
+        return bisect_left(self._entries, self._ranks[request.id])
+
     def before(self, request: LiveRequest) -> list[LiveRequest]:
         """Returns the requests that go before one of the queue."""
-        first = bisect_left(self._entries, self._ranks[request.id])
-        return [entry[2] for entry in self._entries[:first]]
+        return [entry[2] for entry in self._entries[: self.count_before(request)]]
 
     def rerank(self, keys: Mapping[str, PriorityKey]) -> None:
         """Gives the requests that are among `keys`, by id, their new keys."""

@@ -1,0 +1,215 @@
+"""Resumable streams: sends them at first, and again to a client that comes back."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from contextlib import aclosing
+from typing import Protocol
+
+from millrace.core.config import ProxyConfig
+from millrace.proxy.errors import ApiError, bad_field, shown, unavailable
+from millrace.proxy.fleet.prompts_ahead import PromptsAhead
+from millrace.proxy.http.asgi import Receive, Scope, Send, header
+from millrace.proxy.http.client import Client, send_part, start_stream, until_disconnect
+from millrace.proxy.http.keep_alive import KeepAlive
+from millrace.proxy.http.request_ids import candidates
+from millrace.proxy.http.tenants import Tenants
+from millrace.proxy.prompts import EnginePrompt
+from millrace.proxy.reply.builder import Arrival, Builder
+from millrace.proxy.reply.event_numbers import EventId, EventNumbers, read_event_id
+from millrace.proxy.reply.reply import GeneratingReply, StreamReply
+from millrace.proxy.request.options import Options
+from millrace.proxy.streams.owner import OwnedStream, OwnedStreams
+from millrace.proxy.streams.reader import StreamReader
+from millrace.proxy.streams.replay import Replays
+from millrace.proxy.streams.source import (
+    RESUMABLE_HEADER,
+    StreamSource,
+    check_resumable,
+    source_of,
+)
+from millrace.state.store import RequestStore, StoreError
+from millrace.state.streams import StreamRecord
+
+STREAM_PATH = "/v1/requests/{request_id}/stream"
+LAST_EVENT_HEADER = "last-event-id"
+
+
+def wants_resumable(scope: Scope, config: ProxyConfig) -> bool:
+    """Whether the client asks for a resumable stream. Raises ApiError naming the header."""
+    text = header(scope, RESUMABLE_HEADER.encode())
+    if text not in (None, "0", "1"):
+        raise bad_field(RESUMABLE_HEADER, f"must be 0 or 1, got {shown(text)}.")
+    if text == "1" and not config.resume_grace_s:
+        wrong = "this server resumes no streams (proxy.resume_grace_s is 0)."
+        raise bad_field(RESUMABLE_HEADER, wrong, "unsupported_parameter")
+    return text == "1"
+
+
+class Limits(Protocol):
+    """Holds requests to the limits of their keys and of time."""
+
+    async def admit(self, reply: GeneratingReply, arrival: Arrival) -> None:
+        """Raises ApiError (429, 503): then nothing is reserved."""
+
+    def limit_time(self, reply: GeneratingReply) -> asyncio.TimerHandle | None:
+        """Fails the response when its time is over."""
+
+    def end(self, reply: GeneratingReply, arrival: Arrival) -> None:
+        """Cancels the unfinished requests and settles their limits."""
+
+
+class ResumableSender:
+    """Starts resumable streams and sends them to their first clients."""
+
+    def __init__(
+        self,
+        owned: OwnedStreams,
+        prompts: PromptsAhead,
+        config: ProxyConfig,
+        builder: Builder,
+        limits: Limits,
+        *,
+        chat: bool,
+    ) -> None:
+        self._owned = owned
+        self._prompts = prompts
+        self._config = config
+        self._builder = builder
+        self._limits = limits
+        self._chat = chat
+
+    async def answer(
+        self,
+        body: bytes,
+        prompts: Sequence[EnginePrompt],
+        options: Options,
+        arrival: Arrival,
+        client: Callable[[str], Client],
+    ) -> int:
+        """Returns the status that was sent. Raises ApiError before anything was sent."""
+        check_resumable(prompts, options, trace=arrival.trace)
+        response_id, reply, _ = self._builder.build(prompts, options, arrival, EventNumbers())
+        assert isinstance(reply, StreamReply)  # checked above
+        source = source_of(body, prompts[0], response_id, arrival, chat=self._chat)
+        stream = await self._start(source, reply, arrival)
+        keep_alive = KeepAlive(reply, self._prompts, self._config, response_id)
+        try:
+            return await _send(stream, client(response_id))
+        finally:
+            keep_alive.close()
+            stream.leave()
+
+    async def _start(
+        self, source: StreamSource, reply: StreamReply, arrival: Arrival
+    ) -> OwnedStream:
+        limits = self._limits
+        await limits.admit(reply, arrival)
+        timer = limits.limit_time(reply)
+
+        def end() -> None:
+            if timer is not None:
+                timer.cancel()
+            limits.end(reply, arrival)
+
+        try:
+            return await self._owned.start(source, arrival.tenant, reply, end)
+        except BaseException:
+            end()
+            raise
+
+
+async def _send(stream: OwnedStream, client: Client) -> int:
+    """Sends the reply until its end, or until the client leaves: the request then goes on."""
+    reply, progress, status, saved = stream.reply, stream.reply.progress, 499, False
+    gone = asyncio.create_task(until_disconnect(client.receive))
+    gone.add_done_callback(lambda _: progress.signal.wake())
+    try:
+        while not gone.done():
+            finished, data = progress.finished, reply.take()
+            if progress.error is not None:
+                if status != 200:
+                    raise progress.error
+                data += reply.failure(progress.error)
+            if not data and not finished:
+                await progress.signal.wait()
+                continue
+            if stream.request.has_begun and not saved:  # a replay needs the number of cached tokens
+                saved = True
+                await stream.save()
+            if status != 200:
+                status = 200
+                await start_stream(client)
+            if finished:
+                await client.send({"type": "http.response.body", "body": data})
+                break
+            await send_part(client, data)
+        return status
+    finally:
+        gone.cancel()
+
+
+class ResumeEndpoint:
+    """Answers GET of `STREAM_PATH`: the events after `Last-Event-ID`, and those to come."""
+
+    def __init__(
+        self,
+        owned: OwnedStreams,
+        requests: RequestStore,
+        replays: Replays,
+        tenants: Tenants,
+        config: ProxyConfig,
+    ) -> None:
+        self._owned = owned
+        self._requests = requests
+        self._replays = replays
+        self._tenants = tenants
+        self._keepalive_s = config.keepalive_s
+
+    async def answer(self, scope: Scope, receive: Receive, send: Send) -> int:
+        """Returns the status that was sent. Raises ApiError before anything was sent."""
+        after = _last_event(scope)
+        stream_id, record = await self._find(scope)
+        reader = StreamReader(self._owned, self._requests, self._replays, stream_id, record, after)
+        self._owned.count("resumed")
+        client = Client(receive, send, stream_id)
+        await start_stream(client)
+        spoken = time.monotonic()
+        gone = asyncio.create_task(until_disconnect(receive))
+        try:
+            async with aclosing(reader.parts()) as parts:
+                async for data in parts:
+                    if gone.done():
+                        break
+                    now = time.monotonic()
+                    if data or now - spoken >= self._keepalive_s:
+                        spoken = now
+                        await send_part(client, data or b": waiting\n\n")
+        finally:
+            gone.cancel()
+        await send({"type": "http.response.body", "body": b""})
+        return 200
+
+    async def _find(self, scope: Scope) -> tuple[str, StreamRecord]:
+        tenant, request_id = self._tenants.of(scope), scope["path_params"]["request_id"]
+        try:
+            for stream_id in candidates(tenant, request_id):
+                record = await self._owned.store.get(stream_id)
+                if record is not None and record.tenant == tenant:
+                    return stream_id, record
+        except StoreError as error:
+            raise unavailable("The store of streams does not answer.") from error
+        message = f"No resumable stream with id {shown(request_id)}."
+        raise ApiError(404, message, param="request_id", code="stream_not_found")
+
+
+def _last_event(scope: Scope) -> EventId | None:
+    text = header(scope, LAST_EVENT_HEADER.encode())
+    if not text:
+        return None
+    found = read_event_id(text)
+    if found is None:
+        raise bad_field("Last-Event-ID", f"is no id of an event: {shown(text)}.")
+    return found

@@ -1,0 +1,329 @@
+"""The resumable streams that this replica generates: their leases, their ends and their adoption.
+
+A stream's request goes on without its client. Once a second its owner renews its lease and hears
+whether a client still wants the stream, here or at another replica.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from millrace.core.request import RequestState
+from millrace.proxy.errors import ApiError, id_taken, unavailable
+from millrace.proxy.fleet.gateway import Gateway
+from millrace.proxy.generation.proxy_request import ProxyRequest
+from millrace.proxy.metrics import ProxyMetrics
+from millrace.proxy.reply.reply import StreamReply
+from millrace.proxy.streams.replay import Diverged, Replay, Replays
+from millrace.proxy.streams.source import (
+    StreamSource,
+    StreamState,
+    error_document,
+    read_source,
+    read_state,
+)
+from millrace.state.store import IdTaken, RequestStore, StoreError
+from millrace.state.streams import Hold, Lease, StreamRecord, StreamStore
+from millrace.wire.codec.request_spec import decode_spec
+
+log = logging.getLogger(__name__)
+
+RENEW_S = 1.0
+#: A stream without a renewal for this long may be adopted by another replica.
+LEASE_S = 5.0
+#: Time to release the streams at shutdown. A stream that is not released is lost with its lease.
+CLOSE_S = 2.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamLives:
+    """How long streams live, in seconds: without a client, at most, and after their ends."""
+
+    grace_s: float
+    ttl_s: float
+    finished_ttl_s: float
+
+
+class OwnedStream:
+    """A stream that this replica generates."""
+
+    def __init__(
+        self,
+        streams: OwnedStreams,
+        stream_id: str,
+        fence: int,
+        reply: StreamReply,
+        incarnation: str,
+    ) -> None:
+        """`incarnation` is the id under which the store has its request."""
+        self._streams = streams
+        self.stream_id = stream_id
+        self._fence = fence
+        self._incarnation = incarnation
+        self.reply = reply
+        #: Whether a client of this replica reads the reply itself.
+        self.attached = False
+        self._ended = asyncio.Event()
+        self.request.on_recorded = self._recorded
+
+    @property
+    def request(self) -> ProxyRequest:
+        return self.reply.progress.requests[0]
+
+    @property
+    def state(self) -> StreamState:
+        cached = self.request.fixed_cached_tokens
+        if self.request.has_begun:
+            cached = self.request.cached_tokens
+        return StreamState(incarnation=self._incarnation, cached_tokens=cached)
+
+    async def save(self) -> None:
+        """Writes the state and renews the lease. Raises ApiError: 503, or 409 if fenced off."""
+        try:
+            hold = await self._renew(LEASE_S)
+        except StoreError as error:
+            raise unavailable("The store of streams does not answer.") from error
+        if hold is Hold.LOST:
+            raise _fenced_off()
+
+    def leave(self) -> None:
+        """The client of this replica has left, or has the whole answer."""
+        self.attached = False
+        self.settle()
+
+    def settle(self) -> bool:
+        """Writes the end of a stream that has ended; returns whether it has."""
+        if self.reply.progress.finished:
+            self._ended.set()
+        return self._ended.is_set()
+
+    async def run(self) -> None:
+        """Keeps the stream until its end."""
+        progress = self.reply.progress
+        while not progress.finished:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._ended.wait(), RENEW_S)
+            if not self.attached:
+                self.reply.take()  # a client that comes back reads a replay
+            if not progress.finished:
+                await self.keep()
+        await self._finish()
+
+    async def release(self) -> None:
+        """Lets another replica adopt the stream at once; this replica ends its work."""
+        if self.settle():
+            return
+        try:
+            await self._renew(0.0)
+        except StoreError as error:
+            log.warning("stream %s was not released: %s", self.stream_id, error)
+        self._streams.count("released")
+        self._cut_off(unavailable("The server is shutting down; the stream can be resumed."))
+
+    async def keep(self) -> None:
+        """Renews the lease; ends the work for a stream of another replica or without a client."""
+        try:
+            hold = await self._renew(LEASE_S)
+        except StoreError as error:
+            log.warning("stream %s: %s", self.stream_id, error)
+            return
+        if hold is Hold.LOST:
+            log.warning("stream %s is continued by another replica", self.stream_id)
+            self._streams.count("fenced")
+            self._cut_off(_fenced_off())
+        elif hold is Hold.UNWANTED:
+            self._streams.count("expired")
+            self._streams.gateway.leave(self.request, "expired")
+            expired = ApiError(410, "No client has read the stream for too long.", code="expired")
+            self.reply.progress.fail(expired)
+
+    def _cut_off(self, error: ApiError) -> None:
+        self._streams.gateway.abandon(self.request)
+        self._fence = 0  # no change of this replica counts any more
+        self.reply.progress.fail(error)
+        self._ended.set()
+
+    async def _recorded(self) -> None:
+        self._incarnation = self.request.spec.request_id
+        await self.save()
+
+    async def _renew(self, held_s: float) -> Hold:
+        wanted_s = self._streams.lives.grace_s if self.attached else 0.0
+        lease = Lease(held_s=held_s, wanted_s=wanted_s)
+        body = self.state.encoded()
+        return await self._streams.store.renew(self.stream_id, self._fence, body, lease)
+
+    async def _finish(self) -> None:
+        if not self._fence:
+            return
+        error = self.reply.progress.error
+        state = self.state
+        if error is not None:
+            state = replace(state, error=error_document(error))
+        ttl_s = self._streams.lives.finished_ttl_s
+        if error is not None and error.is_refusal and not self.request.has_begun:
+            ttl_s = 0.0  # the client may send the request again with its id
+        try:
+            await self._streams.store.finish(self.stream_id, self._fence, state.encoded(), ttl_s)
+        except StoreError as away:
+            log.warning("stream %s was not finished: %s", self.stream_id, away)
+
+
+class OwnedStreams:
+    """All streams that this replica generates, by id."""
+
+    def __init__(
+        self,
+        store: StreamStore,
+        requests: RequestStore,
+        gateway: Gateway,
+        replays: Replays,
+        metrics: ProxyMetrics,
+        lives: StreamLives,
+    ) -> None:
+        self.store = store
+        self.gateway = gateway
+        self.lives = lives
+        self._requests = requests
+        self._replays = replays
+        self._counter = metrics.streams
+        self._streams: dict[str, OwnedStream] = {}
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+
+    def count(self, event: str) -> None:
+        self._counter.labels(event).inc()
+
+    def find(self, stream_id: str) -> OwnedStream | None:
+        """Returns the stream if this replica generates it."""
+        return self._streams.get(stream_id)
+
+    async def start(
+        self, source: StreamSource, tenant: str, reply: StreamReply, on_end: Callable[[], None]
+    ) -> OwnedStream:
+        """Records a stream and submits its request. Raises ApiError (503, 429, 409)."""
+        request, stream_id = reply.progress.requests[0], source.response_id
+        stream = OwnedStream(self, stream_id, 1, reply, stream_id)
+        stream.attached = True
+        lease = Lease(held_s=LEASE_S, wanted_s=self.lives.grace_s)
+        body = StreamState(incarnation=stream_id).encoded()
+        try:
+            await self.store.create(
+                stream_id,
+                tenant=tenant,
+                source=source.encoded(),
+                body=body,
+                lease=lease,
+                ttl_s=self.lives.ttl_s,
+            )
+        except StoreError as error:
+            raise _not_created(error) from error
+        try:
+            await self.gateway.submit(request)
+        except ApiError:
+            self.gateway.leave(request, "refused")
+            with contextlib.suppress(StoreError):
+                await self.store.finish(stream_id, 1, body, 0.0)
+            raise
+        self.count("started")
+        self._keep(stream, on_end)
+        return stream
+
+    async def adopt(self, stream_id: str, record: StreamRecord) -> None:
+        """Continues a lost stream, unless another replica is faster. Raises StoreError."""
+        if await self._holds(stream_id):
+            return
+        lease = Lease(held_s=LEASE_S, wanted_s=self.lives.grace_s)
+        if self.gateway.draining or not await self.store.adopt(stream_id, record.fence, lease):
+            return
+        fence = record.fence + 1
+        latest = await self.store.get(stream_id)  # the former owner may have changed it meanwhile
+        if latest is None or latest.fence != fence:
+            return
+        state = read_state(latest.body)
+        replay = await self._rebuilt(read_source(latest.source), state)
+        if replay is None:
+            error = ApiError(500, "The stream's request is lost.", code="failed")
+            body = StreamState(incarnation=state.incarnation, error=error_document(error))
+            ttl_s = self.lives.finished_ttl_s
+            await self.store.finish(stream_id, fence, body.encoded(), ttl_s)
+            return
+        self.count("adopted")
+        stream = OwnedStream(self, stream_id, fence, replay.reply, state.incarnation)
+        if replay.finished:
+            await self._requests.finish(state.incarnation, RequestState.FINISHED.value)
+            await self._requests.release(state.incarnation)
+        else:
+            log.info("stream %s is adopted after %d tokens", stream_id, replay.token_count)
+            replay.request.fixed_cached_tokens = state.cached_tokens
+            replay.request.lineage = f"{stream_id}.{fence}"
+            self.gateway.adopt(replay.request, state.incarnation)
+        self._keep(stream, lambda: None)
+
+    async def _holds(self, stream_id: str) -> bool:
+        """Whether this replica generates the stream, after all; renews its lease."""
+        stream, task = self._streams.get(stream_id), self._tasks.get(stream_id)
+        if stream is None or task is None:
+            return False
+        if not stream.settle():
+            await stream.keep()
+        if not stream.settle():
+            return True
+        await asyncio.wait([task])
+        return False
+
+    async def close(self) -> None:
+        """Releases all streams, so that other replicas continue them."""
+        releases = [asyncio.create_task(one.release()) for one in self._streams.values()]
+        if waiting := [*releases, *self._tasks.values()]:
+            await asyncio.wait(waiting, timeout=CLOSE_S)
+        for task in list(self._tasks.values()):
+            task.cancel()
+        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+        await self.store.close()
+
+    def _keep(self, stream: OwnedStream, on_end: Callable[[], None]) -> None:
+        task = asyncio.create_task(stream.run())
+        self._streams[stream.stream_id], self._tasks[stream.stream_id] = stream, task
+
+        def ended(task: asyncio.Task[None]) -> None:
+            del self._streams[stream.stream_id], self._tasks[stream.stream_id]
+            on_end()
+            if not task.cancelled() and (error := task.exception()) is not None:
+                log.error("stream %s", stream.stream_id, exc_info=error)
+
+        task.add_done_callback(ended)
+
+    async def _rebuilt(self, source: StreamSource, state: StreamState) -> Replay | None:
+        """Returns the stream up to its last journalled token; None if its request is gone."""
+        record = await self._requests.get(state.incarnation)
+        if record is None:
+            return None
+        spec = decode_spec(record.spec)
+        cached = state.cached_tokens or 0  # None: no event of a token was sent
+        tokens = (await self._requests.journal(state.incarnation, 0)).tolist()
+        # The scheduler cancels the requests of a dead replica; a kept request has its prompt still.
+        over = record.state in (RequestState.FINISHED.value, RequestState.FAILED.value)
+        if over:
+            replay = self._replays.to_read(source, cached)
+        else:
+            ids = await self._requests.prompt_ids(state.incarnation)
+            replay = self._replays.to_continue(source, spec, ids, cached)
+        try:
+            replay.feed(0, tokens)
+        except Diverged:
+            raise AssertionError("nothing was fed before") from None
+        return None if over and not replay.finished else replay
+
+
+def _fenced_off() -> ApiError:
+    return ApiError(409, "Another replica continues the stream.", code="continued_elsewhere")
+
+
+def _not_created(error: StoreError) -> ApiError:
+    if isinstance(error, IdTaken):
+        return id_taken()
+    return unavailable("The store of streams does not answer.")

@@ -1,0 +1,152 @@
+"""Writes a stream's events again, from its source and its tokens.
+
+A replay feeds tokens to a request and a reply of the same kinds that made the events at first, one
+token an event, as decode instances send them. So it makes the same bytes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Protocol
+
+import numpy as np
+
+from millrace.core.request_spec import RequestSpec, finish_reason
+from millrace.core.token_events import TokenDetail, TokenEvent
+from millrace.proxy.generation.proxy_request import ProxyRequest
+from millrace.proxy.prompts import EnginePrompt
+from millrace.proxy.reply.builder import Arrival, Builder
+from millrace.proxy.reply.event_numbers import EventId, EventNumbers
+from millrace.proxy.reply.reply import StreamReply
+from millrace.proxy.request.options import Options
+from millrace.proxy.request.validation import Bodies
+from millrace.proxy.streams.source import StreamSource, slo_of
+from millrace.proxy.text.prefix import PromptBlocks
+from millrace.proxy.text.tokenizer import TokenArray
+
+
+class Builders(Protocol):
+    """Makes the builders of requests and replies of the two APIs."""
+
+    def __call__(self, *, chat: bool) -> Builder: ...
+
+
+class Diverged(Exception):
+    """The tokens are not those that were streamed before."""
+
+
+class Replay:
+    """One stream, written again up to its last known token."""
+
+    def __init__(
+        self, request: ProxyRequest, reply: StreamReply, numbers: EventNumbers, cached_tokens: int
+    ) -> None:
+        self.request = request
+        self.reply = reply
+        self._numbers = numbers
+        self._cached_tokens = cached_tokens
+        self._sampling = request.spec.sampling
+        self._stop_ids = frozenset(self._sampling.stop_token_ids)
+        self._tokens: list[int] = []
+
+    @property
+    def token_count(self) -> int:
+        return len(self._tokens)
+
+    @property
+    def finished(self) -> bool:
+        """Whether the tokens end the answer."""
+        return self.request.has_ended
+
+    def feed(self, start: int, token_ids: Sequence[int]) -> None:
+        """Takes tokens that follow the first `start` tokens. Raises Diverged."""
+        known = self._tokens[start : start + len(token_ids)]
+        if list(token_ids[: len(known)]) != known:
+            raise Diverged
+        for token_id in token_ids[len(known) :]:
+            if self.finished:
+                return  # generated before the engine knew of the stop string
+            self._tokens.append(token_id)
+            self.request.take(self._event(token_id), time.monotonic())
+        if self._numbers.diverged or (self.finished and not self._numbers.reached):
+            raise Diverged
+
+    def _event(self, token_id: int) -> TokenEvent:
+        reason = finish_reason(self._sampling, len(self._tokens), token_id, self._stop_ids)
+        return TokenEvent(
+            self.request.spec.request_id,
+            token_ids=(token_id,),
+            finish_reason=reason,
+            stop_token_id=token_id if reason == "stop" else -1,
+            detail=TokenDetail(cached_tokens=self._cached_tokens),
+        )
+
+
+class Replays:
+    """Makes replays of streams from their sources."""
+
+    def __init__(self, bodies: Bodies, builders: Builders) -> None:
+        self._bodies = bodies
+        self._builders = builders
+
+    def to_read(
+        self, source: StreamSource, cached_tokens: int, after: EventId | None = None
+    ) -> Replay:
+        """Returns a replay for a client that has the events up to `after`. It can't go on."""
+        ids = np.zeros(source.prompt_tokens, dtype=np.int32)
+        if source.context_ids:
+            ids[-len(source.context_ids) :] = source.context_ids
+        prompt = EnginePrompt(ids=ids, end=source.prompt_end)
+        return self._make(source, prompt, self._options(source), "", cached_tokens, after)
+
+    def to_continue(
+        self, source: StreamSource, spec: RequestSpec, prompt_ids: TokenArray, cached_tokens: int
+    ) -> Replay:
+        """Returns a replay whose request can go on.
+
+        `spec` is of its last incarnation, `prompt_ids` are that incarnation's, int32 [tokens].
+        """
+        options = self._options(source)
+        options = replace(options, sampling=replace(options.sampling, seed=spec.sampling.seed))
+        blocks = PromptBlocks()
+        if spec.prefix_block_tokens:
+            whole = source.prompt_tokens // spec.prefix_block_tokens
+            blocks = PromptBlocks(
+                block_tokens=spec.prefix_block_tokens,
+                root=spec.prefix_root,
+                hashes=spec.prefix_hashes[:whole],
+            )
+        ids = prompt_ids[: source.prompt_tokens]
+        prompt = EnginePrompt(ids=ids, end=source.prompt_end, blocks=blocks)
+        return self._make(source, prompt, options, spec.tenant, cached_tokens, None)
+
+    def _options(self, source: StreamSource) -> Options:
+        bodies, body = self._bodies, source.plain_body
+        read = bodies.read_chat if source.chat else bodies.read_completion
+        return read(body).options
+
+    def _make(
+        self,
+        source: StreamSource,
+        prompt: EnginePrompt,
+        options: Options,
+        tenant: str,
+        cached_tokens: int,
+        after: EventId | None,
+    ) -> Replay:
+        arrival = Arrival(
+            at=time.monotonic() - max(0.0, time.time_ns() / 1e9 - source.created_s),
+            unix_s=source.created_s,
+            slo=slo_of(source),
+            tenant=tenant,
+            trace=False,
+            traceparent="",
+            id_digits=source.id_digits,
+        )
+        numbers = EventNumbers(after)
+        builder = self._builders(chat=source.chat)
+        _, reply, [request] = builder.build([prompt], options, arrival, numbers)
+        assert isinstance(reply, StreamReply)  # only streams are resumable
+        return Replay(request, reply, numbers, cached_tokens)

@@ -1,0 +1,133 @@
+"""Finds how far a request is, at any replica: by its own requests, the store and the scheduler."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from millrace.core.request import RequestState
+from millrace.core.request_spec import RequestSpec
+from millrace.proxy.errors import unavailable
+from millrace.proxy.fleet.gateway import MOST_LOSSES, MOST_MOVES, Gateway
+from millrace.proxy.fleet.prompts_ahead import PromptsAhead
+from millrace.proxy.generation.proxy_request import ProxyRequest
+from millrace.proxy.streams.source import read_state
+from millrace.state.store import RequestRecord, RequestStore, StoreError
+from millrace.state.streams import StreamStore
+from millrace.wire.codec.request_spec import decode_spec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestReport:
+    """How far a response is. `queue_place` counts from 1; `left_s` are the predicted seconds until
+    the first token, `predicted_ttft_s` the same since the arrival. None: unknown, or over.
+    """
+
+    id: str
+    state: str
+    created: int  # Unix time, s
+    prompt_tokens: int
+    computed_tokens: int
+    completion_tokens: int
+    queue_place: int | None = None
+    left_s: float | None = None
+    predicted_ttft_s: float | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"object": "millrace.request", **asdict(self)}
+
+
+class RequestStates:
+    """Answers for the requests of one tenant."""
+
+    def __init__(self, gateway: Gateway, store: RequestStore, streams: StreamStore) -> None:
+        self._gateway = gateway
+        self._prompts: PromptsAhead = gateway.prompts
+        self._store = store
+        self._streams = streams
+
+    async def find(self, response_id: str, tenant: str) -> RequestReport | None:
+        """Returns None if the tenant has no such request, or no longer. Raises ApiError (503)."""
+        own = [r for r in self._gateway.of_response(response_id) if r.spec.tenant == tenant]
+        if own:
+            return await self._of_own(response_id, own)
+        try:
+            return await self._of_record(response_id, tenant)
+        except StoreError as error:
+            raise unavailable("The request store does not answer.") from error
+
+    async def _of_own(self, response_id: str, requests: list[ProxyRequest]) -> RequestReport:
+        report = await self._prompts.report(requests)
+        total = sum(one.prompt_tokens for one in requests)
+        found = RequestReport(
+            id=response_id,
+            state="decoding",
+            created=int(requests[0].spec.arrival_unix_s),
+            prompt_tokens=total,
+            computed_tokens=total,
+            completion_tokens=sum(one.completion_tokens for one in requests),
+        )
+        if report is None:
+            return found
+        waiting = sum(r.spec.prompt_tokens for r in requests if not r.has_begun)
+        fields = asdict(found) | report.to_dict()
+        fields["prompt_tokens"] = total
+        fields["computed_tokens"] = max(0, total - waiting) + report.computed_tokens
+        return RequestReport(**fields)
+
+    async def _of_record(self, response_id: str, tenant: str) -> RequestReport | None:
+        """Reports a request of another replica, or a request that has ended."""
+        record = await self._latest(response_id)
+        if record is None:
+            return None
+        spec = decode_spec(record.spec)
+        if spec.tenant != tenant:
+            return None
+        emitted = 0
+        for choice in range(spec.sampling.n):
+            emitted += len(await self._store.journal(record.request_id, choice))
+        return await self._told(response_id, record, spec, emitted)
+
+    async def _told(
+        self, response_id: str, record: RequestRecord, spec: RequestSpec, emitted: int
+    ) -> RequestReport:
+        final = RequestState(record.state).is_final
+        answers = {} if final or emitted else await self._prompts.ask([record.request_id])
+        asked = answers.get(record.request_id)
+        prompt = None if asked is None else asked.prompt
+        original = spec.prompt_tokens - spec.resumed_tokens
+        state = "decoding" if emitted and not final else record.state
+        computed, left_s, place = record.kv_tokens, None, None
+        if emitted or state == RequestState.FINISHED.value:
+            computed = original
+        if prompt is not None:
+            state, computed = prompt.state.value, prompt.computed_tokens
+            left_s, place = prompt.left_s, prompt.queue_place
+        waited_s = time.time_ns() / 1e9 - spec.arrival_unix_s
+        return RequestReport(
+            id=response_id,
+            state=state,
+            created=int(spec.arrival_unix_s),
+            prompt_tokens=original,
+            computed_tokens=min(computed, original),
+            completion_tokens=emitted,
+            queue_place=place,
+            left_s=left_s,
+            predicted_ttft_s=None if left_s is None else waited_s + left_s,
+        )
+
+    async def _latest(self, response_id: str) -> RequestRecord | None:
+        """Returns the record of the last incarnation that the store knows."""
+        stream = await self._streams.get(response_id)
+        if stream is not None:
+            return await self._store.get(read_state(stream.body).incarnation)
+        last = await self._store.get(response_id)
+        if last is not None and last.state != RequestState.CANCELLED.value:
+            return last
+        # It was migrated, or is unknown: an incarnation's record outlives it by a minute only.
+        most = MOST_MOVES + MOST_LOSSES
+        names = [f"{response_id}.{number}" for number in range(1, most + 1)]
+        found = await asyncio.gather(*(self._store.get(name) for name in names))
+        return next((record for record in reversed(found) if record is not None), last)

@@ -1,0 +1,135 @@
+"""What a replica needs to write a stream's events again from its tokens, as the store keeps it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import orjson
+from pydantic_core import from_json
+
+from millrace.core.request import Slo
+from millrace.proxy.errors import ApiError, bad_field
+from millrace.proxy.prompts import EnginePrompt
+from millrace.proxy.reply.builder import Arrival
+from millrace.proxy.request.options import Options
+from millrace.proxy.text.tokenizer import CONTEXT_TOKENS
+
+Json = dict[str, Any]
+
+RESUMABLE_HEADER = "x-millrace-resumable"
+
+#: Stand for the prompt, which the options do not depend on.
+_NO_MESSAGES = [{"role": "user", "content": "-"}]
+_NO_PROMPT = "-"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamSource:
+    """The request of a stream: what its events depend on beside the tokens.
+
+    `body` is the request's body without its prompt. `context_ids` are the prompt's last tokens,
+    `prompt_end` its last characters.
+    """
+
+    chat: bool
+    response_id: str
+    created_s: float  # Unix time
+    body: Json
+    prompt_tokens: int
+    prompt_end: str
+    context_ids: Sequence[int]
+    slo: Json
+
+    def encoded(self) -> bytes:
+        return json.dumps(asdict(self)).encode()  # orjson writes no integer above 64 bits
+
+    @property
+    def plain_body(self) -> bytes:
+        """The body with another prompt."""
+        return json.dumps(self.body).encode()
+
+    @property
+    def id_digits(self) -> str:
+        return self.response_id.partition("-")[2]
+
+
+def source_of(
+    body: bytes, prompt: EnginePrompt, response_id: str, arrival: Arrival, *, chat: bool
+) -> StreamSource:
+    """Returns the source of a checked request."""
+    plain = from_json(body) | ({"messages": _NO_MESSAGES} if chat else {"prompt": _NO_PROMPT})
+    return StreamSource(
+        chat=chat,
+        response_id=response_id,
+        created_s=arrival.unix_s,
+        body=plain,
+        prompt_tokens=prompt.ids.size,
+        prompt_end=prompt.end,
+        context_ids=prompt.ids[-CONTEXT_TOKENS:].tolist(),
+        slo=asdict(arrival.slo),
+    )
+
+
+def read_source(encoded: bytes) -> StreamSource:
+    return StreamSource(**json.loads(encoded))
+
+
+def slo_of(source: StreamSource) -> Slo:
+    return Slo(**source.slo)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamState:
+    """What changes while a stream is generated.
+
+    `incarnation` is the id under which the store has its request. `cached_tokens` of its prompt are
+    known with the first token. `error` is the error of a stream that has failed.
+    """
+
+    incarnation: str
+    cached_tokens: int | None = None
+    error: Json | None = None
+
+    def encoded(self) -> bytes:
+        return orjson.dumps(asdict(self))
+
+
+def read_state(encoded: bytes) -> StreamState:
+    return StreamState(**orjson.loads(encoded))
+
+
+def check_resumable(prompts: Sequence[EnginePrompt], options: Options, *, trace: bool) -> None:
+    """Raises ApiError naming the field that makes the stream's events depend on more than tokens.
+
+    The journal has the tokens of one choice; it has no log probabilities and no times.
+    """
+    wrong: tuple[tuple[bool, str, str], ...] = (
+        (not options.stream, "stream", "must be true"),
+        (options.choices > 1, "n", "must be 1"),
+        (len(prompts) > 1, "prompt", "must be one prompt"),
+        (options.sampling.logprobs >= 0, "logprobs", "can't be combined"),
+        (options.echo, "echo", "can't be combined"),
+        (trace, "x-millrace-trace", "can't be combined"),
+    )
+    for is_wrong, field, why in wrong:
+        if is_wrong:
+            raise bad_field(field, f"{why} with '{RESUMABLE_HEADER}'.", "unsupported_parameter")
+
+
+def error_of(state: StreamState) -> ApiError | None:
+    """Returns the error of a stream that has failed."""
+    if state.error is None:
+        return None
+    return ApiError(**state.error)
+
+
+def error_document(error: ApiError) -> Json:
+    return {
+        "status": error.status,
+        "message": error.message,
+        "param": error.param,
+        "code": error.code,
+    }

@@ -1,0 +1,144 @@
+"""Keeps the owners of resumable streams in Redis, shared by all replicas of the proxy.
+
+Leases are measured by the server's clock. Every change is one script, so that of two replicas that
+adopt a stream at once one gets it.
+"""
+
+from __future__ import annotations
+
+from millrace.core.config import StoreConfig
+from millrace.state.redis_link import RedisLink, as_bytes
+from millrace.state.scripts import Script, ScriptCall
+from millrace.state.store import IdTaken
+from millrace.state.streams import Hold, Lease, StreamRecord
+
+# A stream's fields: tenant, source, body, fence; held and wanted, until ms of the server's clock;
+# `final` once it is final.
+_NOW = """
+local clock = redis.call('TIME')
+local now = clock[1] * 1000 + math.floor(clock[2] / 1000)
+local function wanted_until(ms)
+  local before = tonumber(redis.call('HGET', KEYS[1], 'wanted') or 0)
+  local until_ms = math.max(before, now + tonumber(ms))
+  redis.call('HSET', KEYS[1], 'wanted', until_ms)
+  return until_ms
+end
+"""
+_OWNED = """
+local known = redis.call('HMGET', KEYS[1], 'fence', 'final', 'held')
+if known[1] ~= ARGV[1] or known[2] then return 0 end
+"""
+_CREATE = Script(
+    _NOW
+    + """
+if redis.call('EXISTS', KEYS[1]) == 1 then return 0 end
+redis.call('HSET', KEYS[1], 'tenant', ARGV[1], 'source', ARGV[2], 'body', ARGV[3], 'fence', 1,
+  'held', now + ARGV[4], 'wanted', now + ARGV[5])
+redis.call('PEXPIRE', KEYS[1], ARGV[6])
+return 1
+"""
+)
+_RENEW = Script(
+    _NOW
+    + _OWNED
+    + """
+redis.call('HSET', KEYS[1], 'body', ARGV[2], 'held', now + ARGV[3])
+if now < wanted_until(ARGV[4]) then return 2 end
+return 1
+"""
+)
+_WANT = Script(
+    _NOW
+    + """
+if redis.call('EXISTS', KEYS[1]) == 1 then wanted_until(ARGV[1]) end
+return 1
+"""
+)
+_ADOPT = Script(
+    _NOW
+    + _OWNED
+    + """
+if tonumber(known[3]) > now then return 0 end
+redis.call('HSET', KEYS[1], 'fence', ARGV[1] + 1, 'held', now + ARGV[2])
+wanted_until(ARGV[3])
+return 1
+"""
+)
+_FINISH = Script(
+    _OWNED
+    + """
+redis.call('HSET', KEYS[1], 'body', ARGV[2], 'final', '1')
+redis.call('PEXPIRE', KEYS[1], ARGV[3])
+return 1
+"""
+)
+
+
+class RedisStreams:
+    """A StreamStore over Redis."""
+
+    def __init__(self, config: StoreConfig) -> None:
+        """Connects at the first call. Raises ConfigError when `config.url` is not valid."""
+        self._link = RedisLink(config)
+        self._prefix = config.key_prefix
+
+    async def create(
+        self, stream_id: str, *, tenant: str, source: bytes, body: bytes, lease: Lease, ttl_s: float
+    ) -> None:
+        arguments = (tenant, source, body, *_ms(lease), round(ttl_s * 1000))
+        call = ScriptCall(_CREATE, (self._key(stream_id),), arguments)
+        (created,) = await self._link.once(lambda: self._link.scripts.run([call]))
+        if not created:
+            raise IdTaken(f"stream {stream_id} is in the store already")
+
+    async def get(self, stream_id: str) -> StreamRecord | None:
+        key, client = self._key(stream_id), self._link.client
+        fields = ("tenant", "source", "body", "fence", "final", "held")
+        tenant, source, body, fence, final, held = await self._link.again(
+            lambda: client.hmget(key, fields)
+        )
+        if tenant is None:
+            return None
+        lost = False
+        if final is None:
+            seconds, microseconds = await self._link.again(lambda: client.time())
+            lost = int(as_bytes(held)) <= int(seconds) * 1000 + int(microseconds) // 1000
+        return StreamRecord(
+            tenant=as_bytes(tenant).decode(),
+            source=as_bytes(source),
+            body=as_bytes(body),
+            fence=int(as_bytes(fence)),
+            final=final is not None,
+            lost=lost,
+        )
+
+    async def renew(self, stream_id: str, fence: int, body: bytes, lease: Lease) -> Hold:
+        return Hold(await self._run(_RENEW, stream_id, (fence, body, *_ms(lease))))
+
+    async def want(self, stream_id: str, wanted_s: float) -> None:
+        await self._run(_WANT, stream_id, (round(wanted_s * 1000),))
+
+    async def adopt(self, stream_id: str, fence: int, lease: Lease) -> bool:
+        call = ScriptCall(_ADOPT, (self._key(stream_id),), (fence, *_ms(lease)))
+        (adopted,) = await self._link.once(lambda: self._link.scripts.run([call]))
+        return bool(adopted)
+
+    async def finish(self, stream_id: str, fence: int, body: bytes, ttl_s: float) -> bool:
+        return bool(await self._run(_FINISH, stream_id, (fence, body, round(ttl_s * 1000))))
+
+    async def close(self) -> None:
+        await self._link.close()
+
+    async def _run(
+        self, script: Script, stream_id: str, arguments: tuple[bytes | str | int, ...]
+    ) -> int:
+        call = ScriptCall(script, (self._key(stream_id),), arguments)
+        (answer,) = await self._link.again(lambda: self._link.scripts.run([call]))
+        return int(answer)
+
+    def _key(self, stream_id: str) -> bytes:
+        return f"{self._prefix}:stream:{{{stream_id}}}".encode("utf-8", "surrogatepass")
+
+
+def _ms(lease: Lease) -> tuple[int, int]:
+    return round(lease.held_s * 1000), round(lease.wanted_s * 1000)

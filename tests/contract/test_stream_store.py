@@ -1,0 +1,121 @@
+"""What every StreamStore does, in memory and on a real redis-server."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+
+from millrace.core.config import StoreConfig
+from millrace.state.open import open_streams
+from millrace.state.store import IdTaken
+from millrace.state.streams import Hold, Lease, MemoryStreams, StreamRecord, StreamStore
+from support.stores import private_redis
+
+LONG = Lease(held_s=60.0, wanted_s=60.0)
+OVER = Lease(held_s=0.0, wanted_s=60.0)
+
+
+@pytest.fixture(params=["memory", "redis"])
+async def store(request: pytest.FixtureRequest) -> AsyncIterator[StreamStore]:
+    if request.param == "memory":
+        opened = open_streams(StoreConfig())
+        yield opened
+        await opened.close()
+        return
+    async with private_redis() as url:
+        opened = open_streams(StoreConfig(url=url))
+        yield opened
+        await opened.close()
+
+
+async def create(store: StreamStore, lease: Lease = LONG, *, ttl_s: float = 60.0) -> None:
+    await store.create("s", tenant="acme", source=b"\x00so", body=b"1", lease=lease, ttl_s=ttl_s)
+
+
+async def found(store: StreamStore) -> StreamRecord:
+    record = await store.get("s")
+    assert record is not None
+    return record
+
+
+async def test_a_new_stream_reads_back(store: StreamStore) -> None:
+    assert await store.get("s") is None
+    await create(store)
+    assert await found(store) == StreamRecord(
+        tenant="acme", source=b"\x00so", body=b"1", fence=1, final=False, lost=False
+    )
+    with pytest.raises(IdTaken):
+        await create(store)
+
+
+async def test_its_owner_changes_it_and_nobody_adopts_it(store: StreamStore) -> None:
+    await create(store)
+    assert await store.renew("s", 1, b"2", LONG) is Hold.HELD
+    assert (await found(store)).body == b"2"
+    assert not await store.adopt("s", 1, LONG)
+
+
+async def test_a_lost_stream_has_one_adopter_and_its_former_owner_is_cut_off(
+    store: StreamStore,
+) -> None:
+    await create(store, OVER)
+    assert (await found(store)).lost
+    adopted = await asyncio.gather(*(store.adopt("s", 1, LONG) for _ in range(5)))
+    assert sorted(adopted) == [False] * 4 + [True]
+    assert await store.renew("s", 1, b"late", LONG) is Hold.LOST
+    assert not await store.finish("s", 1, b"late", 60.0)
+    record = await found(store)
+    assert (record.body, record.fence, record.final, record.lost) == (b"1", 2, False, False)
+    assert await store.renew("s", 2, b"2", LONG) is Hold.HELD
+
+
+async def test_an_owner_that_comes_back_before_an_adopter_keeps_the_stream(
+    store: StreamStore,
+) -> None:
+    await create(store, OVER)
+    assert await store.renew("s", 1, b"2", LONG) is Hold.HELD
+    assert not await store.adopt("s", 1, LONG)
+
+
+async def test_a_final_stream_stays(store: StreamStore) -> None:
+    await create(store, OVER)
+    assert await store.finish("s", 1, b"end", 60.0)
+    assert not await store.finish("s", 1, b"again", 60.0)
+    assert await store.renew("s", 1, b"2", LONG) is Hold.LOST
+    assert not await store.adopt("s", 1, LONG)
+    record = await found(store)
+    assert (record.body, record.final, record.lost) == (b"end", True, False)
+
+
+async def test_a_stream_is_unwanted_until_a_client_reads_it(store: StreamStore) -> None:
+    absent = Lease(held_s=60.0)
+    await create(store, absent)
+    assert await store.renew("s", 1, b"1", absent) is Hold.UNWANTED
+    await store.want("s", 60.0)
+    assert await store.renew("s", 1, b"1", absent) is Hold.HELD
+    await store.want("s", 0.0)  # another reader leaves earlier: the first still reads
+    assert await store.renew("s", 1, b"1", absent) is Hold.HELD
+
+
+async def test_nothing_brings_a_deleted_stream_back(store: StreamStore) -> None:
+    await create(store)
+    assert await store.finish("s", 1, b"", 0.0)
+    await store.want("s", 60.0)
+    assert await store.renew("s", 1, b"2", LONG) is Hold.LOST
+    assert not await store.adopt("s", 1, LONG)
+    assert await store.get("s") is None
+    await create(store)
+
+
+async def test_lifetimes_follow_the_clock() -> None:
+    now_s = 0.0
+    store = MemoryStreams(clock=lambda: now_s)
+    await create(store, Lease(held_s=5.0, wanted_s=8.0), ttl_s=20.0)
+    now_s = 5.0
+    assert (await found(store)).lost
+    now_s = 8.0
+    assert await store.renew("s", 1, b"2", Lease(held_s=5.0)) is Hold.UNWANTED
+    now_s = 20.0
+    assert await store.get("s") is None

@@ -1,0 +1,436 @@
+"""Resumable streams: on one replica and on two with the same Redis, from every event on."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import AsyncExitStack
+from dataclasses import replace
+from hashlib import sha256
+
+import orjson
+import pytest
+
+from millrace.core.config import StoreConfig, TenantConfig, load_config
+from millrace.proxy.streams import owner, reader
+from millrace.state.store import JournalEntry
+from support.deadlines import HANG_S
+from support.gateway import MODEL, Script, gateway, token_event
+from support.live_stack import eventually
+from support.stores import private_redis
+from support.tool_model import THOUGHT, TWO, WEATHER, serving
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+REPLY = "Rivers turn wheels 😀 and naïve wheels turn stones. A race of water runs to the mill."
+MESSAGES = [{"role": "user", "content": "hi"}]
+RESUMABLE = {"x-millrace-resumable": "1"}
+USAGE = {"include_usage": True, "continuous_usage_stats": True}
+#: Path and fields of streams whose events depend on the tokens in different ways.
+KINDS = [
+    (CHAT, {"messages": MESSAGES}),
+    (CHAT, {"messages": MESSAGES, "stream_options": USAGE, "return_token_ids": True}),
+    (CHAT, {"messages": MESSAGES, "stop": ["to the", " water r!"]}),
+    (COMPLETIONS, {"prompt": "hi", "stream_options": USAGE, "stop": ["of water"]}),
+    (COMPLETIONS, {"prompt": [5, 6, 7], "max_tokens": 9, "return_token_ids": True}),
+]
+
+
+class Decode:
+    """Plays a stack's script and journals every token, but those from `journalled` on."""
+
+    def __init__(self, stack, script):
+        self.fleet, self.store, self.script = stack.fleet, stack.proxy.store, script
+        self.journalled = None
+        self.tasks = []
+        stack.fleet.script = replace(script, on_submit=self.submitted)
+
+    def submitted(self, spec):
+        self.fleet.place(spec)
+        self.tasks.append(asyncio.create_task(self.play(spec)))
+
+    async def play(self, spec):
+        script = self.script
+        ids = script.token_ids or [
+            *self.fleet.tokenizer.encode(script.reply, add_special_tokens=False).ids,
+            1,
+        ]
+        first = spec.resumed_tokens
+        ids = ids[: first + spec.sampling.max_tokens]
+        for position, token_id in list(enumerate(ids))[first:]:
+            if script.hold is not None and position == script.hold_after:
+                await script.hold.wait()
+            last, stops = position == len(ids) - 1, token_id == 1
+            said = replace(script, finish="stop" if stops else "length")
+            event = token_event(spec, 0, position, token_id, said, last=last, stops=stops)
+            if self.journalled is None or position < self.journalled:
+                entry = JournalEntry(
+                    request_id=spec.request_id, choice=0, start=position, token_ids=[token_id]
+                )
+                await self.store.append_tokens([entry])
+            self.fleet.emit(spec.proxy.id, [event])
+            await asyncio.sleep(0)
+
+
+@pytest.fixture
+async def stack(tmp_path):
+    async with gateway(tmp_path) as running:
+        yield running
+
+
+@pytest.fixture
+async def replicas(tmp_path):
+    """Two proxies with the same Redis, each with a scripted fleet of its own."""
+    async with AsyncExitStack() as exits:
+        url = await exits.enter_async_context(private_redis())
+        yield [
+            await exits.enter_async_context(gateway(tmp_path / name, f"store.url={url}"))
+            for name in ("a", "b")
+        ]
+
+
+@pytest.fixture
+def short_leases(monkeypatch):
+    """Owners never renew: their streams are lost at once."""
+    monkeypatch.setattr(owner, "LEASE_S", 0.0)
+    monkeypatch.setattr(owner, "RENEW_S", HANG_S)
+
+
+def body_of(fields):
+    return {"model": MODEL, "stream": True, "max_tokens": 64, "temperature": 0, **fields}
+
+
+def events_of(text):
+    """Returns (id, the event without its id) of every numbered event."""
+    found = []
+    for event in text.split("\n\n"):
+        if event.startswith("id: "):
+            head, _, rest = event.partition("\n")
+            found.append((head[4:], rest))
+    return found
+
+
+async def whole(stack, path, fields, **headers):
+    """Returns the id of a stream and its events, undisturbed."""
+    response = await stack.http.post(path, json=body_of(fields), headers={**RESUMABLE, **headers})
+    assert response.status_code == 200, response.text
+    return response.headers["x-request-id"], events_of(response.text)
+
+
+async def resumed(stack, stream_id, after=None):
+    """Returns the events after an event."""
+    headers = {} if after is None else {"last-event-id": after}
+    response = await stack.http.get(f"/v1/requests/{stream_id}/stream", headers=headers)
+    assert response.status_code == 200, response.text
+    return response.text
+
+
+async def cut(stack, path, fields, events):
+    """Starts a stream and leaves it after a number of events; returns its id and the events."""
+    found = []
+    async with stack.http.stream("POST", path, json=body_of(fields), headers=RESUMABLE) as response:
+        lines = response.aiter_lines()
+        while len(found) < events:
+            if (line := await anext(lines)).startswith("id: "):
+                found.append((line[4:], await anext(lines)))
+        return response.headers["x-request-id"], found
+
+
+@pytest.mark.parametrize(("path", "fields"), KINDS)
+async def test_an_ended_stream_continues_from_every_event(replicas, path, fields):
+    Decode(replicas[0], Script(reply=REPLY))
+    stream_id, events = await whole(replicas[0], path, fields)
+    assert len(events) > 4 and events[-1][1] == "data: [DONE]"
+    assert [number.partition("-")[0] for number, _ in events] == [
+        str(i + 1) for i in range(len(events))
+    ]
+    for stack in replicas:
+        assert events_of(await resumed(stack, stream_id)) == events
+        for i, (number, _) in enumerate(events):
+            assert events_of(await resumed(stack, stream_id, number)) == events[i + 1 :]
+
+
+@pytest.mark.parametrize("reply", [TWO, THOUGHT])
+async def test_parsed_answers_continue_with_the_same_calls(tmp_path, reply):
+    async with private_redis() as url, serving(tmp_path, f"store.url={url}") as stack:
+        Decode(stack, Script(reply=reply))
+        fields = {"messages": MESSAGES, "tools": [{"type": "function", "function": WEATHER}]}
+        stream_id, events = await whole(stack, CHAT, fields)
+        for i, (number, _) in enumerate(events):
+            assert events_of(await resumed(stack, stream_id, number)) == events[i + 1 :]
+
+
+@pytest.mark.parametrize("at", [0, 1])
+async def test_a_client_that_left_comes_back_while_the_stream_goes_on(replicas, at):
+    """At its owner and at another replica, which reads the journal."""
+    hold = asyncio.Event()
+    Decode(replicas[0], Script(reply=REPLY, hold=hold, hold_after=6))
+    path, fields = KINDS[1]
+    stream_id, found = await cut(replicas[0], path, fields, 3)
+    coming = asyncio.create_task(resumed(replicas[at], stream_id, found[-1][0]))
+    await eventually(lambda: "resumed" in metric(replicas[at]))
+    assert not replicas[0].fleet.cancels
+    hold.set()
+    rest = events_of(await coming)
+    assert not replicas[0].fleet.cancels and not replicas[1].fleet.specs
+    hold.set()
+    _, undisturbed = await whole(replicas[0], path, fields)
+    assert contents(found + rest) == contents(undisturbed)
+    assert [int(n.partition("-")[0]) for n, _ in found + rest] == [
+        i + 1 for i in range(len(undisturbed))
+    ]
+
+
+def contents(events):
+    """Returns the events without what differs between two answers: ids and times."""
+    found = []
+    for _, event in events:
+        data = event.removeprefix("data: ")
+        if data.startswith("{"):
+            chunk = orjson.loads(data)
+            found.append({k: v for k, v in chunk.items() if k not in ("id", "created")})
+        else:
+            found.append(data)
+    return found
+
+
+def metric(stack):
+    registry = stack.proxy.metrics.registry.render("")[0].decode()
+    return {
+        line.split('"')[1]: float(line.split()[-1])
+        for line in registry.splitlines()
+        if line.startswith("millrace_proxy_resumable_requests_total{")
+    }
+
+
+@pytest.mark.parametrize(("path", "fields"), KINDS[:4])
+@pytest.mark.parametrize(("sent", "journalled"), [(1, 0), (3, 8), (8, 3)])
+async def test_another_replica_adopts_a_lost_stream(
+    replicas, short_leases, path, fields, sent, journalled
+):
+    """`sent` events had come; the journal has more tokens, or fewer, or none."""
+    one, other = replicas
+    Decode(other, Script(reply=REPLY))
+    _, undisturbed = await whole(other, path, fields)
+    lost = Decode(one, Script(reply=REPLY, hold=asyncio.Event(), hold_after=12))
+    lost.journalled = journalled
+    stream_id, found = await cut(one, path, fields, sent)
+    await one.proxy.store.finish(stream_id, "cancelled")  # by the scheduler: the replica is dead
+    rest = events_of(await resumed(other, stream_id, found[-1][0]))
+    assert contents(found + rest) == contents(undisturbed)
+    spec = other.fleet.specs[-1]
+    assert (spec.request_id, spec.resumed_tokens) == (f"{stream_id}.2.1", journalled)
+    assert spec.sampling.seed == one.fleet.specs[-1].sampling.seed
+    assert metric(other)["adopted"] == 1.0
+    # The whole stream can be read again at both, from the journal of its last incarnation.
+    for stack in replicas:
+        again = events_of(await resumed(stack, stream_id))
+        assert again == found + rest
+    lost.script.hold.set()
+
+
+async def test_an_adopted_stream_can_be_adopted_again(replicas, short_leases):
+    one, other = replicas
+    path, fields = KINDS[1]
+    holds = [asyncio.Event(), asyncio.Event()]
+    Decode(one, Script(reply=REPLY, hold=holds[0], hold_after=5)).journalled = 4
+    stream_id, found = await cut(one, path, fields, 3)
+    Decode(other, Script(reply=REPLY, hold=holds[1], hold_after=9))
+    async with other.http.stream(
+        "GET", f"/v1/requests/{stream_id}/stream", headers={"last-event-id": found[-1][0]}
+    ) as response:
+        lines = response.aiter_lines()
+        while len(found) < 7:
+            if (line := await anext(lines)).startswith("id: "):
+                found.append((line[4:], await anext(lines)))
+    holds[0].set()
+    await one.idle()  # it has abandoned the stream
+    Decode(one, Script(reply=REPLY))
+    rest = events_of(await resumed(one, stream_id, found[-1][0]))
+    assert one.fleet.specs[-1].request_id == f"{stream_id}.3.1"
+    holds[1].set()
+    _, undisturbed = await whole(one, path, fields)
+    assert contents(found + rest) == contents(undisturbed)
+
+
+async def test_a_replica_that_is_cut_off_ends_its_work(replicas, monkeypatch):
+    """It learns of the adoption when it renews its lease: it sends no end and changes nothing."""
+    one, other = replicas
+    monkeypatch.setattr(owner, "RENEW_S", HANG_S)
+    monkeypatch.setattr(owner, "LEASE_S", 0.0)
+    hold = asyncio.Event()
+    Decode(one, Script(reply=REPLY, hold=hold, hold_after=5))
+    Decode(other, Script(reply=REPLY))
+    path, fields = KINDS[0]
+    async with one.http.stream("POST", path, json=body_of(fields), headers=RESUMABLE) as response:
+        lines = response.aiter_lines()
+        while not (await anext(lines)).startswith("id: "):
+            pass
+        stream_id = response.headers["x-request-id"]
+        events = events_of(await resumed(other, stream_id))
+        assert events[-1][1] == "data: [DONE]"
+        one.fleet.move(one.fleet.specs[0])  # it tells the store where it goes on
+        rest = [line async for line in lines if line]
+    assert orjson.loads(rest[-1].removeprefix("data: "))["error"]["code"] == "continued_elsewhere"
+    hold.set()
+    assert events_of(await resumed(other, stream_id)) == events
+
+
+async def test_a_migrated_stream_is_read_at_another_replica(replicas):
+    one, other = replicas
+    hold = asyncio.Event()
+    decode = Decode(one, Script(reply=REPLY, hold=hold, hold_after=6))
+    decode.journalled = 4  # its decode instance dies before it has journalled all
+    path, fields = KINDS[1]
+    stream_id, found = await cut(one, path, fields, 3)
+    coming = asyncio.create_task(resumed(other, stream_id, found[-1][0]))
+    await eventually(lambda: "resumed" in metric(other))
+    decode.journalled, decode.script = None, Script(reply=REPLY)
+    one.fleet.move(one.fleet.specs[0])
+    rest = events_of(await coming)
+    hold.set()
+    _, undisturbed = await whole(one, path, fields)
+    assert contents(found + rest) == contents(undisturbed)
+    assert other.fleet.specs == []
+
+
+async def test_another_answer_is_an_error_and_no_text(replicas, short_leases):
+    """If the regenerated tokens differ from those that were sent, an error ends the stream."""
+    one, other = replicas
+    lost = Decode(one, Script(reply=REPLY, hold=asyncio.Event(), hold_after=8))
+    lost.journalled = 2
+    stream_id, found = await cut(one, *KINDS[0], 7)
+    Decode(other, Script(reply="Rivers run to the mill, and the mill grinds wheat, rye, barley."))
+    text = await resumed(other, stream_id, found[-1][0])
+    assert events_of(text) == []
+    assert orjson.loads(text.strip().removeprefix("data: "))["error"]["code"] == "diverged"
+    lost.script.hold.set()
+
+
+async def test_an_id_of_another_stream_is_no_place_to_resume_from(stack):
+    Decode(stack, Script(reply=REPLY))
+    stream_id, events = await whole(stack, *KINDS[0])
+    for wrong in ("99-00000000", events[2][0][:-1] + "z", "x"):
+        headers = {"last-event-id": wrong}
+        response = await stack.http.get(f"/v1/requests/{stream_id}/stream", headers=headers)
+        assert "error" in response.text and events_of(response.text) == []
+    number = events[2][0].partition("-")[0]
+    text = await resumed(stack, stream_id, f"{number}-{int(events[2][0][-8:], 16) ^ 1:08x}")
+    assert events_of(text) == [] and '"diverged"' in text
+
+
+async def test_without_a_client_a_stream_is_cancelled_after_the_grace_time(tmp_path, monkeypatch):
+    monkeypatch.setattr(owner, "RENEW_S", 0.02)
+    monkeypatch.setattr(reader, "LAST_TOKENS_S", 0.0)
+    async with gateway(tmp_path, "proxy.resume_grace_s=0.1") as stack:
+        Decode(stack, Script(reply=REPLY, hold=asyncio.Event(), hold_after=4))
+        stream_id, found = await cut(stack, *KINDS[0], 2)
+        await asyncio.wait_for(stack.fleet.cancelled.wait(), HANG_S)
+        assert stack.fleet.cancels[0].reason == "expired"
+
+        async def ended():
+            return '"expired"' in await resumed(stack, stream_id, found[-1][0])
+
+        await eventually(ended)
+        assert metric(stack)["expired"] == 1.0
+
+
+async def test_a_reader_keeps_a_stream_alive(tmp_path, monkeypatch):
+    monkeypatch.setattr(owner, "RENEW_S", 0.02)
+    monkeypatch.setattr(reader, "CHECK_S", 0.02)
+    async with gateway(tmp_path, "proxy.resume_grace_s=0.5") as stack:
+        hold = asyncio.Event()
+        Decode(stack, Script(reply=REPLY, hold=hold, hold_after=4))
+        stream_id, found = await cut(stack, *KINDS[0], 2)
+        coming = asyncio.create_task(resumed(stack, stream_id, found[-1][0]))
+        await eventually(lambda: "resumed" in metric(stack))
+        await asyncio.sleep(0.8)
+        assert not stack.fleet.cancels
+        hold.set()
+        assert events_of(await coming)[-1][1] == "data: [DONE]"
+
+
+async def test_a_proxy_that_stops_hands_its_streams_over(tmp_path):
+    async with AsyncExitStack() as exits:
+        url = await exits.enter_async_context(private_redis())
+        settings = (f"store.url={url}", "proxy.drain_timeout_s=0")
+        other = await exits.enter_async_context(gateway(tmp_path / "b", *settings))
+        Decode(other, Script(reply=REPLY))
+        path, fields = KINDS[0]
+        async with gateway(tmp_path / "a", *settings) as one:
+            Decode(one, Script(reply=REPLY, hold=asyncio.Event(), hold_after=6))
+            stream_id, found = await cut(one, path, fields, 3)
+            await one.proxy.stop()
+            rest = events_of(await resumed(other, stream_id, found[-1][0]))
+            _, undisturbed = await whole(other, path, fields)
+            assert contents(found + rest) == contents(undisturbed)
+            await one.idle()
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"stream": False}, "stream"),
+        ({"n": 2}, "n"),
+        ({"logprobs": True}, "logprobs"),
+    ],
+)
+async def test_what_a_journal_lacks_is_refused_by_name(stack, fields, param):
+    body = body_of({"messages": MESSAGES, **fields})
+    response = await stack.http.post(CHAT, json=body, headers=RESUMABLE)
+    assert (response.status_code, response.json()["error"]["param"]) == (400, param)
+
+
+async def test_other_refusals(stack, tmp_path):
+    for fields, headers, param in (
+        ({"prompt": ["a", "b"]}, RESUMABLE, "prompt"),
+        ({"prompt": "a", "echo": True}, RESUMABLE, "echo"),
+        ({"prompt": "a"}, {**RESUMABLE, "x-millrace-trace": "1"}, "x-millrace-trace"),
+        ({"prompt": "a"}, {"x-millrace-resumable": "yes"}, "x-millrace-resumable"),
+    ):
+        response = await stack.http.post(COMPLETIONS, json=body_of(fields), headers=headers)
+        assert (response.status_code, response.json()["error"]["param"]) == (400, param)
+    async with gateway(tmp_path / "off", "proxy.resume_grace_s=0") as off:
+        response = await off.http.post(
+            COMPLETIONS, json=body_of({"prompt": "a"}), headers=RESUMABLE
+        )
+        assert response.status_code == 400
+
+
+async def test_the_id_of_a_refused_request_is_free_again(stack):
+    stack.fleet.script = Script(
+        on_submit=lambda spec: stack.fleet.refuse(spec, "overloaded", "no room", retry_after_s=7)
+    )
+    named = {"x-millrace-request-id": "mine"}
+    body = body_of({"messages": MESSAGES})
+    for headers in (named, {**named, **RESUMABLE}, named):
+        response = await stack.http.post(CHAT, json=body, headers=headers)
+        assert response.status_code == 429
+
+        async def gone():
+            found = [await stack.http.get(f"/v1/requests/mine{end}") for end in ("", "/stream")]
+            return [one.status_code for one in found] == [404, 404]
+
+        await eventually(gone)
+
+
+async def test_streams_without_the_header_have_no_ids_and_cannot_be_resumed(stack):
+    response = await stack.http.post(CHAT, json=body_of({"messages": MESSAGES}))
+    assert "id: " not in response.text.replace('"id"', "")
+    stream_id = response.headers["x-request-id"]
+    response = await stack.http.get(f"/v1/requests/{stream_id}/stream")
+    assert (response.status_code, response.json()["error"]["code"]) == (404, "stream_not_found")
+
+
+async def test_tenants_resume_their_own_streams_only(tmp_path):
+    tenants = {
+        name: TenantConfig(key_sha256=(sha256(name.encode()).hexdigest(),))
+        for name in ("ann", "bob")
+    }
+    async with private_redis() as url:
+        config = replace(load_config(), tenants=tenants, store=StoreConfig(url=url))
+        async with gateway(tmp_path, config=config) as stack:
+            Decode(stack, Script(reply=REPLY))
+            ann, bob = ({"authorization": f"Bearer {name}"} for name in ("ann", "bob"))
+            stream_id, _ = await whole(stack, *KINDS[0], **ann)
+            for who, status in ((ann, 200), (bob, 404)):
+                path = f"/v1/requests/{stream_id}/stream"
+                assert (await stack.http.get(path, headers=who)).status_code == status
