@@ -60,11 +60,13 @@ async def converse(
     max_tokens: int,
     temperature: float,
     trace: bool,
+    api_key: str = "",
 ) -> None:
     """Sends one message, or converses until an empty line or Ctrl-D. Raises GatewayError."""
+    headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
     console = Console()
     history: list[Message] = [{"role": "system", "content": system}] if system else []
-    async with httpx.AsyncClient(base_url=url, timeout=None) as client:
+    async with httpx.AsyncClient(base_url=url, timeout=None, headers=headers) as client:
         model = await served_model(client)
         while True:
             text = message or await _ask(console)
@@ -96,9 +98,16 @@ async def converse(
 
 
 async def served_model(client: httpx.AsyncClient) -> str:
-    """Returns the name of the gateway's model. Raises GatewayError if there is no gateway."""
+    """Returns the name of the gateway's model.
+
+    Raises GatewayError if there is no gateway, or if the key may use no model.
+    """
     try:
         response = await client.get("/v1/models")
+        if response.status_code != httpx.codes.OK:
+            raise GatewayError(_message(response.content, response.status_code))
+        if response.json()["data"] == []:
+            raise GatewayError("this key may use no model of the gateway")
         return str(response.json()["data"][0]["id"])
     except (httpx.TransportError, ValueError, LookupError) as error:
         raise GatewayError(f"no gateway at {client.base_url}: {error}") from error

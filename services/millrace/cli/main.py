@@ -297,6 +297,9 @@ def chat(
     max_tokens: Annotated[int, typer.Option("--max-tokens", min=1)] = 256,
     temperature: Annotated[float, typer.Option("--temperature", min=0.0)] = 0.7,
     trace: Annotated[bool, typer.Option("--trace", help="Show each answer's waterfall.")] = False,
+    api_key: Annotated[
+        str, typer.Option("--api-key", envvar="MILLRACE_API_KEY", help="Sent as a bearer token.")
+    ] = "",
 ) -> None:
     """Talk to a running gateway in the terminal."""
     from millrace.cli.chat import converse
@@ -309,6 +312,7 @@ def chat(
             max_tokens=max_tokens,
             temperature=temperature,
             trace=trace,
+            api_key=api_key,
         )
     )
 

@@ -31,6 +31,8 @@ log = logging.getLogger(__name__)
 #: A request counts as open for this long after the last renewal: its proxy may have died.
 LEASE_S = 30.0
 RENEW_S = LEASE_S / 3
+#: An error waits no longer than this for the headers that show the limits.
+LOOK_S = 0.5
 #: Time for the last corrections at shutdown.
 CLOSE_S = 2.0
 
@@ -81,8 +83,10 @@ class Limiter:
         """Notes what is left for the headers of an answer to a request that was not admitted."""
         if exchange.shows_limits or not exchange.caller.accounts:
             return
-        with contextlib.suppress(ApiError):
-            self._show(exchange, await self.levels(exchange.caller, *exchange.caller.accounts))
+        with contextlib.suppress(ApiError, TimeoutError):
+            async with asyncio.timeout(LOOK_S):
+                levels = await self.levels(exchange.caller, *exchange.caller.accounts)
+            self._show(exchange, levels)
 
     async def levels(self, caller: Caller, *accounts: Account) -> Verdict:
         """Returns the levels of meters of some of the caller's accounts. Raises ApiError (503)."""
