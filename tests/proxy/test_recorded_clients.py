@@ -41,9 +41,9 @@ async def test_requests_of_a_client(stack, path):
         response = await stack.http.post(request["path"], json=body)
         assert response.status_code == request["status"], response.text
         if response.status_code != 200:
-            error = response.json()["error"]
-            wanted = "POST /v1/embeddings" if "embeddings" in request["path"] else "tool"
-            assert wanted in error["message"]
+            assert "tool" in response.json()["error"]["message"]
+        elif request["path"] == "/v1/embeddings":
+            assert len(response.json()["data"]) == 1
         elif body.get("stream"):
             check_stream(response.text, body.get("stream_options") or {})
         else:
