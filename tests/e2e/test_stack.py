@@ -1,6 +1,7 @@
 """What a user of the whole stack relies on, against real processes."""
 
 import asyncio
+import json
 import math
 from collections.abc import AsyncIterator
 
@@ -279,3 +280,34 @@ async def test_a_waterfall_explains_the_first_token(client: httpx.AsyncClient) -
     assert {"queued", "chunk 0", "chunk 2", "kv_transfer", "first_decode_step"} <= spans.keys()
     assert spans["chunk 0"]["end_s"] <= spans["chunk 1"]["start_s"] + 1e-3
     assert spans["kv_transfer"]["end_s"] <= spans["first_decode_step"]["end_s"]
+
+
+async def test_a_batch_has_the_answers_of_single_requests(stack: Stack) -> None:
+    prompts = {f"r{i}": prompt(5 + 29 * i, i) for i in range(6)}
+    fixed = {"model": "tiny", "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+    lines = [
+        {
+            "custom_id": name,
+            "method": "POST",
+            "url": "/v1/completions",
+            "body": {"prompt": ids, "return_token_ids": True, **fixed},
+        }
+        for name, ids in prompts.items()
+    ]
+    content = "\n".join(map(json.dumps, lines)).encode()
+    async with openai.AsyncOpenAI(base_url=f"{stack.url}/v1", api_key="none") as opened:
+        file = await opened.files.create(file=("in.jsonl", content), purpose="batch")
+        batch = await opened.batches.create(
+            input_file_id=file.id, endpoint="/v1/completions", completion_window="1h"
+        )
+        async with asyncio.timeout(HANG_S):
+            while batch.status not in ("completed", "failed"):
+                await asyncio.sleep(0.1)
+                batch = await opened.batches.retrieve(batch.id)
+        assert batch.status == "completed", batch.errors
+        rows = (await opened.files.content(batch.output_file_id)).text.splitlines()
+    answers = {row["custom_id"]: row["response"]["body"] for row in map(json.loads, rows)}
+    assert answers.keys() == prompts.keys()
+    for name, ids in prompts.items():
+        found = answers[name]["choices"][0]["token_ids"]
+        assert found == oracle(MODEL).greedy(ids, 8)

@@ -44,6 +44,7 @@ EVERYTHING: dict[str, Any] = {
     "gateway": {
         "replicas": 3,
         "adminTokenSecretRef": {"name": "admin"},
+        "files": {"claimName": "batch-files"},
         "keys": {"required": True, "secretRef": {"name": "api-keys", "key": "k.toml"}},
         "template": {"spec": {"tolerations": [{"key": "spot", "operator": "Exists"}]}},
     },
@@ -121,8 +122,33 @@ def test_the_services_read_their_file(tmp_path):
     assert (config.engine.max_batch, config.engine.max_context_tokens) == (32, 65536)
     assert (config.proxy.max_inflight, config.proxy.default_ttft_slo_ms) == (99, 10_000)
     assert (config.proxy.park_timeout_s, config.proxy.max_parked) == (300, 1024)
+    assert config.files.url == "/files"
     assert config.telemetry.metrics_port == 9090
     assert config.tls.key_file == "/etc/millrace/tls/tls.key"
+
+
+@pytest.mark.parametrize(
+    ("files", "url", "claims"),
+    [
+        ({}, "none", []),
+        ({"url": "s3://bucket/folder"}, "s3://bucket/folder", []),
+        ({"claimName": "batch-files"}, "/files", ["batch-files"]),
+    ],
+)
+def test_the_gateway_has_its_files(tmp_path, files, url, claims):
+    found = all_objects(gateway={"files": files})
+    file = tmp_path / "config.toml"
+    file.write_text(found["ConfigMap", "chat-config"]["data"]["config.toml"])
+    assert load_config(file).files.url == url
+    pod = found["Deployment", "chat-proxy"]["spec"]["template"]["spec"]
+    volumes = {
+        v["name"]: v["persistentVolumeClaim"]["claimName"]
+        for v in pod["volumes"]
+        if "persistentVolumeClaim" in v
+    }
+    assert list(volumes.values()) == claims
+    mounts = {m["name"]: m for m in pod["containers"][0]["volumeMounts"]}
+    assert all(mounts[name] == {"name": name, "mountPath": "/files"} for name in volumes)
 
 
 def test_the_file_of_keys_is_mounted_in_the_gateway_alone():

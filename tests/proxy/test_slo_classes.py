@@ -106,7 +106,7 @@ async def test_a_class_of_the_name_default_is_for_requests_without_one(tmp_path)
         {"ttft_s": 2.0, "tbt_s": 0.07, "e2e_s": 9.0}
     ]
     parameters = document["paths"]["/v1/completions"]["post"]["parameters"]
-    assert {p["name"]: p["schema"] for p in parameters}[CLASS] == {"enum": ["default"]}
+    assert {p["name"]: p["schema"] for p in parameters}[CLASS] == {"enum": ["batch", "default"]}
 
 
 async def test_without_any_setting_there_is_no_objective(tmp_path):
@@ -122,7 +122,7 @@ async def test_what_is_wrong_reaches_no_scheduler(tmp_path, path):
         sent = await http.post(path, json=body, headers={CLASS: "chats"})
         error = sent.json()["error"]
         assert (sent.status_code, error["param"], error["code"]) == (400, CLASS, "invalid_value")
-        assert "must be one of chat, default, document, got 'chats'" in error["message"]
+        assert "must be one of batch, chat, default, document, got 'chats'" in error["message"]
         for name in (TTFT, TBT, E2E):
             for value in ("", "soon", "0", "-5", "nan", "inf", "1e10", "0x10", "1_000", "5 ms"):
                 sent = await http.post(path, json=body, headers={name: value})

@@ -42,7 +42,8 @@ class Script:
     on_submit: Callable[[RequestSpec], None] | None = None
     token_ids: list[int] | None = None
     spans: list[Span] = field(default_factory=list)
-    vectors: list[list[float]] = field(default_factory=list)  # of prefill-only requests, in order
+    #: Of prefill-only requests, in order.
+    vectors: list[list[float]] = field(default_factory=lambda: [[float(i) for i in range(8)]])
 
 
 class Fleet(StubFleet):
@@ -115,7 +116,7 @@ class Fleet(StubFleet):
     def result(self, spec: RequestSpec, script: Script) -> list[TokenEvent]:
         """Returns an event per choice; the first has the result."""
         first = {"spans": tuple(script.spans), "cached_tokens": 3}
-        if spec.pooling and script.vectors:
+        if spec.pooling:
             vector = script.vectors[self.specs.index(spec) % len(script.vectors)]
             first["pooled"] = np.array(vector, dtype="<f4").tobytes()
         if spec.sampling.prompt_logprobs >= 0:

@@ -12,11 +12,21 @@ from millrace.core.config import Config, load_config
 from millrace.core.config.tenants import check_tenants, read_tenants
 from millrace.core.errors import ConfigError
 from millrace_operator.schema.pools import Kvp
-from millrace_operator.schema.service import ModelServiceSpec, Scheduling, SloClass, Tenant
+from millrace_operator.schema.service import (
+    FileStore,
+    ModelServiceSpec,
+    Scheduling,
+    SloClass,
+    Tenant,
+)
 from millrace_operator.spec import SpecError
 
 METRICS_PORT = 9090
 FOLDER = "/etc/millrace"
+#: The mount of the volume with the bytes of files.
+FILES = "/files"
+#: The value of files.url with which a proxy refuses files.
+NO_FILES = "none"
 KEYS_FOLDER, KEYS_FILE = "/etc/millrace-keys", "keys.toml"
 
 #: Seconds within which a gateway pod's open streams end, or continue at another pod.
@@ -26,6 +36,7 @@ GATEWAY_DRAIN_S = 600
 _OWN = {
     "store.url": "spec.redis",
     "proxy.admin_token": "spec.gateway.adminTokenSecretRef",
+    "files.url": "spec.gateway.files",
     "auth.require_key": "spec.gateway.keys.required",
     "auth.keys_file": "spec.gateway.keys.secretRef",
     "proxy.host": "the operator",
@@ -48,7 +59,8 @@ _READ_BESIDES: dict[str, tuple[str, ...]] = {
 #: Sections, or fields of them, that a role reads at its start. Others may change while it runs.
 _READ = {
     "proxy": {
-        *("proxy", "auth", "slo_classes", "tenants", "store", "telemetry", "tls"),
+        *("proxy", "auth", "files", "batches"),
+        *("slo_classes", "tenants", "store", "telemetry", "tls"),
         *("engine.prefix_cache", "engine.prefix_block_tokens", "engine.page_tokens"),
     },
     "scheduler": {"scheduler", "store", "telemetry", "tls"},
@@ -73,6 +85,7 @@ def tables(spec: ModelServiceSpec) -> dict[str, Table]:
         "proxy": _proxy(spec),
         "scheduler": _scheduler(spec.scheduling) | _spreading(spec.kvp),
         "telemetry": {"metrics_port": METRICS_PORT, "log_format": "json"},
+        "files": {"url": _files_url(spec.gateway.files)},
     }
     if limit := spec.model.max_context_tokens:
         found["engine"] = {"max_context_tokens": limit}
@@ -165,6 +178,12 @@ def _proxy(spec: ModelServiceSpec) -> Table:
         "max_parked": parking.max_requests,
         "drain_timeout_s": GATEWAY_DRAIN_S,
     }
+
+
+def _files_url(files: FileStore | None) -> str:
+    if files is None:
+        return NO_FILES
+    return FILES if files.claim_name is not None else files.url or NO_FILES
 
 
 def _scheduler(scheduling: Scheduling) -> Table:

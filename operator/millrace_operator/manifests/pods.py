@@ -118,6 +118,10 @@ def gateway(context: Context) -> dict[str, Any]:
         mount = {"mountPath": config_file.KEYS_FOLDER, "readOnly": True}
         _add_volume(pod, "keys", {"projected": {"sources": [{"secret": secret}]}}, mount)
     pod["topologySpreadConstraints"] = [_spread(naming.component_selector(context.name, "proxy"))]
+    files = gateway_spec.files
+    if files is not None and files.claim_name is not None:
+        source = {"persistentVolumeClaim": {"claimName": files.claim_name}}
+        _add_volume(pod, "files", source, {"mountPath": config_file.FILES})
     return _template(context, "proxy", pod, gateway_spec.template)
 
 

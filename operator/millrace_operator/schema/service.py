@@ -263,6 +263,24 @@ class Parking(Record):
     max_requests: int = doc("Most requests that wait at one gateway pod.", 1024, ge=1, le=100_000)
 
 
+class FileStore(Record):
+    """The bytes of files and batches. Without a claim or a URL the gateway refuses them."""
+
+    rules = (
+        rule("!has(self.claimName) || !has(self.url)", "claimName and url exclude each other"),
+    )
+
+    claim_name: str | None = doc(
+        "Claim of the volume that all gateway pods write: ReadWriteMany with several.",
+        None,
+        min_length=1,
+        max_length=253,
+    )
+    url: str | None = doc(
+        "URL for fsspec, as s3://bucket/folder.", None, min_length=1, max_length=1024
+    )
+
+
 class Gateway(Record):
     """The REST gateway."""
 
@@ -271,6 +289,7 @@ class Gateway(Record):
     admin_token_secret_ref: AdminToken | None = None
     keys: Keys | None = None
     parking: Parking = section()
+    files: FileStore | None = None
     template: PodTemplate | None = pod_template("the gateway")
 
 

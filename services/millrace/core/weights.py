@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 #: The class of a request that names none, and the tenant of a request without a known key.
 DEFAULT_CLASS = "default"
 DEFAULT_TENANT = "default"
+#: The class of requests that can wait for hours. It exists without being configured.
+BATCH_CLASS = "batch"
 
 #: The range of a weight.
 LEAST_WEIGHT, MOST_WEIGHT = 1e-3, 1e3

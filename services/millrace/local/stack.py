@@ -159,12 +159,13 @@ class Stack:
 
     async def _start(self) -> None:
         o = self.options
-        redis_url = o.redis
+        redis_url, files = o.redis, []
         if not redis_url:
             self._progress("starting a private Redis")
             self._redis = PrivateRedis()
             redis_url = await self._redis.start(self.directory)
-        common = _set(f"store.url={redis_url}") + o.common_arguments
+            files = [f"files.url={self.directory / 'files'}"]  # their records end with this Redis
+        common = _set(f"store.url={redis_url}", *files) + o.common_arguments
         self._progress("starting the scheduler")
         scheduler = self.service("scheduler", ["scheduler", *common, "--port", "0"])
         await scheduler.start(o.start_timeout_s)

@@ -104,6 +104,7 @@ class ProxyMetrics:
             "Finished requests with an objective, by whether they met it. TBT is a request's mean.",
             ("slo_class", "objective", "met"),
         )
+        self.batches = BatchMetrics(registry)
 
         self.streams = registry.counter(
             "millrace_proxy_resumable_requests_total",
@@ -135,3 +136,27 @@ class ProxyMetrics:
         if slo.tbt_s is not None and steps > 0:
             mean_s = (request.last_token_at - first) / steps
             self._slo.labels(name, "tbt", str(mean_s <= slo.tbt_s).lower()).inc()
+
+
+class BatchMetrics:
+    """What becomes of batches at this process."""
+
+    def __init__(self, registry: Registry) -> None:
+        self.running = registry.gauge(
+            "millrace_proxy_running_batches", "Batches that this process runs."
+        )
+        self._states = registry.counter(
+            "millrace_proxy_batch_changes_total", "Batches that entered a state.", ("state",)
+        )
+        self._lines = registry.counter(
+            "millrace_proxy_batch_requests_total",
+            "Requests of batches whose result is recorded: in the output file or the error file.",
+            ("result",),
+        )
+
+    def entered(self, state: str) -> None:
+        self._states.labels(state).inc()
+
+    def lines(self, completed: int, failed: int) -> None:
+        self._lines.labels("completed").inc(completed)
+        self._lines.labels("failed").inc(failed)

@@ -19,6 +19,7 @@ from millrace.core.errors import MillraceError
 from millrace.core.kv.transfer import Incarnation
 from millrace.grammar.matcher import Grammars
 from millrace.proxy.background import Background
+from millrace.proxy.batches.opening import open_batches, open_files
 from millrace.proxy.fleet.gateway import Gateway
 from millrace.proxy.http.app import RenderMetrics, create_app
 from millrace.proxy.http.generate import Services
@@ -136,6 +137,8 @@ class Proxy:
         )
         self._server = server = _HttpServer(http)
         self.gateway.start()
+        self._services.files.start()
+        self._services.batches.start()
         if self._services.stored_tenants is not None:
             await self._services.stored_tenants.start()
         self._serving = asyncio.create_task(server.serve([bound]))
@@ -163,8 +166,9 @@ class Proxy:
     async def stop(self) -> None:
         """Stops accepting, lets streams finish, cancels streams that outlast the drain's time."""
         assert self._server is not None and self._serving is not None, "start() comes first"
-        self.gateway.drain()
         self._server.should_exit = True
+        await self._services.batches.close()
+        self.gateway.drain()
         await asyncio.wait({self._serving}, timeout=self._config.proxy.drain_timeout_s)
         if not self._serving.done():
             log.warning("cancelling %d requests that outlast the drain", self.gateway.inflight)
@@ -173,6 +177,7 @@ class Proxy:
         await self._services.background.close()
         await self._serving
         await self._services.responses.close()
+        await self._services.files.close()
         await self._services.limiter.close()
         if self._services.stored_tenants is not None:
             await self._services.stored_tenants.close()
@@ -212,6 +217,7 @@ def _services(
     template = None
     if card.chat_template is not None:
         template = ChatTemplate(card.chat_template, card.special_tokens)
+    files = open_files(config)
     bodies, prompts = Bodies(limits), PromptReader(limits, tokenizer, template, parsers)
     builders = partial(Builder, limits, tokenizer, gateway.incarnation, parsers)
     replays = Replays(bodies, builders)
@@ -245,5 +251,14 @@ def _services(
         limiter=Limiter(open_limits(config.store), metrics.tenants),
         responses=responses,
         background=Background(responses),
+        files=files,
+        batches=open_batches(
+            config,
+            files,
+            owner=gateway.incarnation.id,
+            is_ready=lambda: gateway.ready,
+            check_model=bodies.check_model,
+            metrics=metrics.batches,
+        ),
         traces=open_traces(config.telemetry, "proxy") if config.telemetry.otlp_endpoint else None,
     )

@@ -7,9 +7,11 @@ from millrace.core.errors import ConfigError
 from millrace.state.documents import DocumentStore, MemoryDocuments
 from millrace.state.limits import LimitStore, MemoryLimits
 from millrace.state.memory_store import MemoryStore
+from millrace.state.records import Deadlines, MemoryDeadlines, MemoryRecords, RecordStore
 from millrace.state.redis_documents import RedisDocuments
 from millrace.state.redis_limits import RedisLimits
 from millrace.state.redis_link import shown_url
+from millrace.state.redis_records import RedisDeadlines, RedisRecords
 from millrace.state.redis_store import RedisStore
 from millrace.state.redis_streams import RedisStreams
 from millrace.state.store import RequestStore
@@ -23,30 +25,41 @@ def open_store(config: StoreConfig) -> RequestStore:
 
     Raises ConfigError for a URL of another kind.
     """
-    return MemoryStore(config) if _in_memory(config) else RedisStore(config)
+    return MemoryStore(config) if in_memory(config) else RedisStore(config)
 
 
 def open_documents(config: StoreConfig) -> DocumentStore:
     """Opens the documents at `config.url`, as `open_store`."""
-    return MemoryDocuments() if _in_memory(config) else RedisDocuments(config)
+    return MemoryDocuments() if in_memory(config) else RedisDocuments(config)
+
+
+def open_records(config: StoreConfig, kind: str) -> RecordStore:
+    """Opens the records of one kind at `config.url`, as `open_store`."""
+    return MemoryRecords() if in_memory(config) else RedisRecords(config, kind)
+
+
+def open_deadlines(config: StoreConfig, kind: str) -> Deadlines:
+    """Opens the deadlines of one kind at `config.url`, as `open_store`."""
+    return MemoryDeadlines() if in_memory(config) else RedisDeadlines(config, kind)
 
 
 def open_streams(config: StoreConfig) -> StreamStore:
     """Opens the owners of streams at `config.url`, as `open_store`."""
-    return MemoryStreams() if _in_memory(config) else RedisStreams(config)
+    return MemoryStreams() if in_memory(config) else RedisStreams(config)
 
 
 def open_limits(config: StoreConfig) -> LimitStore:
     """Opens the limits at `config.url`, as `open_store`. In memory they hold in one process."""
-    return MemoryLimits() if _in_memory(config) else RedisLimits(config)
+    return MemoryLimits() if in_memory(config) else RedisLimits(config)
 
 
 def open_tenant_tables(config: StoreConfig) -> TenantTables:
     """Opens the tables of tenants at `config.url`, as `open_store`."""
-    return MemoryTenantTables() if _in_memory(config) else RedisTenantTables(config)
+    return MemoryTenantTables() if in_memory(config) else RedisTenantTables(config)
 
 
-def _in_memory(config: StoreConfig) -> bool:
+def in_memory(config: StoreConfig) -> bool:
+    """Returns whether the store ends with its process. Raises ConfigError as `open_store`."""
     scheme, separator, _ = config.url.partition("://")
     if separator and scheme in ("memory", "redis", "rediss", "unix"):
         return scheme == "memory"

@@ -25,7 +25,7 @@ UNITS = frozenset(
         *("seconds", "bytes", "tokens", "ratio", "info"),
         *("requests", "chunks", "steps", "sequences", "pages", "tasks", "messages"),
         *("instances", "connections", "transfers", "errors", "retries", "changes"),
-        *("rounds", "commands", "shards"),
+        *("rounds", "commands", "shards", "batches"),
     }
 )
 _NAME = re.compile(r"millrace(_[a-z][a-z0-9]*){2,}_(?P<unit>[a-z]+)")

@@ -18,6 +18,7 @@ from support.deadlines import HANG_S
 from support.gateway import gateway
 
 EXAMPLES = 25
+HI = [{"role": "user", "content": "hi"}]
 QUIETLY = settings(
     max_examples=EXAMPLES,
     deadline=None,
@@ -26,7 +27,10 @@ QUIETLY = settings(
     database=None,
     derandomize=True,
 )
-PATHS = ["/v1/chat/completions", "/v1/completions", "/v1/responses", "/tokenize", "/detokenize"]
+PATHS = [
+    *("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings"),
+    *("/v1/score", "/v1/rerank", "/tokenize", "/detokenize"),
+]
 
 
 @pytest.fixture(scope="module")
@@ -69,6 +73,12 @@ def test_document_describes_every_route(document):
         "/v1/responses/{response_id}",
         "/v1/responses/{response_id}/cancel",
         "/v1/responses/{response_id}/input_items",
+        "/v1/files",
+        "/v1/files/{file_id}",
+        "/v1/files/{file_id}/content",
+        "/v1/batches",
+        "/v1/batches/{batch_id}",
+        "/v1/batches/{batch_id}/cancel",
         "/v1/requests/{request_id}",
         "/v1/requests/{request_id}/stream",
         "/v1/models",
@@ -127,12 +137,42 @@ def test_admin_routes_take_what_their_schema_allows_and_nothing_else(url, docume
     fuzz()
 
 
+def test_files_and_batches_are_as_documented(url, document):
+    schema = schemathesis.openapi.from_dict(document)
+    form = {"purpose": "batch", "expires_after[seconds]": "3600"}
+    sent = httpx.post(f"{url}/v1/files", files={"file": ("a", b"{}")}, data=form, trust_env=False)
+    sent.request.read()
+    schema["/v1/files"]["POST"].Case().validate_response(sent)
+    file_id = sent.json()["id"]
+    for path in ("/v1/files", "/v1/batches"):
+        schema[path]["GET"].Case(query={"limit": 1}).call_and_validate(base_url=url)
+    body = {"input_file_id": file_id, "endpoint": "/v1/completions", "completion_window": "1h"}
+    create = schema["/v1/batches"]["POST"].Case(body=body, media_type="application/json")
+    batch_id = create.call_and_validate(base_url=url).json()["id"]
+    for path, method, name in (
+        ("/v1/files/{file_id}", "GET", {"file_id": file_id}),
+        ("/v1/files/{file_id}/content", "GET", {"file_id": file_id}),
+        ("/v1/files/{file_id}", "DELETE", {"file_id": file_id}),
+        ("/v1/files/{file_id}", "GET", {"file_id": file_id}),
+        ("/v1/batches/{batch_id}", "GET", {"batch_id": batch_id}),
+        ("/v1/batches/{batch_id}/cancel", "POST", {"batch_id": batch_id}),
+    ):
+        case = schema[path][method].Case(path_parameters=name)
+        case.call_and_validate(base_url=url)
+
+
 def test_answers_are_as_documented(url, document):
     schema = schemathesis.openapi.from_dict(document)
     for path, body in (
-        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}]}),
+        ("/v1/chat/completions", {"messages": HI}),
         ("/v1/completions", {"prompt": "hi", "logprobs": 2, "echo": True}),
+        ("/v1/chat/completions", {"messages": HI, "prompt_logprobs": 2}),
+        ("/v1/completions", {"prompt": ["hi", "ho"], "prompt_logprobs": 2, "max_tokens": 0}),
         ("/v1/responses", {"input": "hi"}),
+        ("/v1/embeddings", {"input": ["hi", "ho"]}),
+        ("/v1/embeddings", {"input": [[7, 8]], "encoding_format": "base64"}),
+        ("/v1/score", {"text_1": "hi", "text_2": ["hi", "ho"]}),
+        ("/v1/rerank", {"query": "hi", "documents": ["hi", {"text": "ho"}]}),
         ("/tokenize", {"prompt": "hi"}),
         ("/detokenize", {"tokens": [7, 8]}),
     ):

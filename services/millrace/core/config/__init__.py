@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from millrace.core.config.auth import AuthConfig
+from millrace.core.config.files import BatchesConfig, FilesConfig
 from millrace.core.config.sections import (
     EngineConfig,
     MixedConfig,
@@ -42,8 +43,10 @@ from millrace.core.weights import Weights
 
 __all__ = [
     "AuthConfig",
+    "BatchesConfig",
     "Config",
     "EngineConfig",
+    "FilesConfig",
     "MixedConfig",
     "ProxyConfig",
     "ScalingConfig",
@@ -78,6 +81,8 @@ class Config:
     telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)
     tls: TlsConfig = field(default_factory=TlsConfig)
     scaling: ScalingConfig = field(default_factory=ScalingConfig)
+    files: FilesConfig = field(default_factory=FilesConfig)
+    batches: BatchesConfig = field(default_factory=BatchesConfig)
     slo_classes: Mapping[str, Slo] = field(default_factory=lambda: types.MappingProxyType({}))
     class_weights: Mapping[str, float] = field(default_factory=dict)
     tenants: Mapping[str, TenantConfig] = field(default_factory=dict)

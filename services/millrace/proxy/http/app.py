@@ -23,6 +23,9 @@ from millrace.proxy.http.asgi import (
     send_error,
     send_json,
 )
+from millrace.proxy.http.batch_calls import BatchCalls
+from millrace.proxy.http.batches import BATCH_PATH, BATCHES_PATH, BatchEndpoints
+from millrace.proxy.http.files import FILE_PATH, FILES_PATH, FileEndpoints
 from millrace.proxy.http.front import Front, with_cors
 from millrace.proxy.http.generate import GenerateEndpoint, Services
 from millrace.proxy.http.pooled import PooledEndpoint
@@ -192,6 +195,9 @@ def create_app(
     endpoint = RawEndpoint(services, TENANT_PATH, stored.answer)
     app.router.routes.append(Route(TENANT_PATH, endpoint, methods=["PUT", "DELETE"]))
     _add_responses(app, services)
+    calls = BatchCalls(handlers, services.tenants.keys, services.config.batches.slo_class)
+    services.batches.serve(calls.ask)
+    _add_files(app, services)
     _add_requests(app, services)
     _add_models(app, services, created)
     _add_probes(app, services, render_metrics)
@@ -206,6 +212,21 @@ def _add_responses(app: FastAPI, services: Services) -> None:
         (RESPONSE_PATH, stored.retrieve_or_delete, ["GET", "DELETE"]),
         (RESPONSE_PATH + "/cancel", stored.cancel, ["POST"]),
         (RESPONSE_PATH + "/input_items", stored.input_items, ["GET"]),
+    ):
+        endpoint = RawEndpoint(services, path, answer)
+        app.router.routes.append(Route(path, endpoint, methods=methods))
+
+
+def _add_files(app: FastAPI, services: Services) -> None:
+    files = FileEndpoints(services.files, services.tenants)
+    batches = BatchEndpoints(services.batches, services.tenants)
+    for path, answer, methods in (
+        (FILES_PATH, files.create_or_list, ["GET", "POST"]),
+        (FILE_PATH, files.retrieve_or_delete, ["GET", "DELETE"]),
+        (FILE_PATH + "/content", files.content, ["GET"]),
+        (BATCHES_PATH, batches.create_or_list, ["GET", "POST"]),
+        (BATCH_PATH, batches.retrieve, ["GET"]),
+        (BATCH_PATH + "/cancel", batches.cancel, ["POST"]),
     ):
         endpoint = RawEndpoint(services, path, answer)
         app.router.routes.append(Route(path, endpoint, methods=methods))

@@ -13,7 +13,9 @@ from millrace.core.request import Slo
 from millrace.grammar.matcher import Grammars
 from millrace.grammar.source import GrammarError
 from millrace.proxy.background import Background
+from millrace.proxy.batches.service import Batches
 from millrace.proxy.errors import ApiError, bad_field
+from millrace.proxy.files.store import Files
 from millrace.proxy.fleet.gateway import Gateway
 from millrace.proxy.http.asgi import (
     JSON,
@@ -83,6 +85,8 @@ class Services:
     traces: TraceExporter | None
     responses: StoredResponses
     background: Background
+    files: Files
+    batches: Batches
 
     def builder(self, *, chat: bool) -> Builder:
         """Returns a maker of requests and replies of one of the two APIs."""

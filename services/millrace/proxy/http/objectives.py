@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from millrace.core.config import Config
 from millrace.core.request import Slo
+from millrace.core.weights import BATCH_CLASS
 from millrace.proxy.errors import ApiError, bad_field, shown
 from millrace.proxy.http.asgi import Scope, header
 
@@ -17,6 +18,9 @@ E2E_HEADER = "x-millrace-e2e-slo-ms"
 CLASS_HEADER = "x-millrace-class"
 TRACE_HEADER = "x-millrace-trace"
 FAIL_EARLY_HEADER = "x-millrace-fail-early"
+
+#: The objective of the class `batch`, unless it is configured: later than that of any other class.
+BATCH_TTFT_S = 86400.0
 
 _LARGEST_MS = 1e9
 _TRACEPARENT = re.compile(
@@ -35,7 +39,11 @@ class Objectives:
             tbt_s=proxy.default_tbt_slo_ms / 1e3 or None,
             e2e_s=proxy.default_e2e_slo_ms / 1e3 or None,
         )
-        self._classes: Mapping[str, Slo] = {fallback.class_name: fallback} | {
+        batch = Slo(ttft_s=BATCH_TTFT_S, class_name=BATCH_CLASS)
+        self._classes: Mapping[str, Slo] = {
+            fallback.class_name: fallback,
+            batch.class_name: batch,
+        } | {
             name: Slo(
                 ttft_s=fallback.ttft_s if slo.ttft_s is None else slo.ttft_s,
                 tbt_s=fallback.tbt_s if slo.tbt_s is None else slo.tbt_s,

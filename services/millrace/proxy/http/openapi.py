@@ -19,7 +19,9 @@ from millrace.proxy.http.objectives import (
 from millrace.proxy.http.request_ids import ID_HEADER
 from millrace.proxy.http.tenant_admin import TENANT_BODY, TENANT_PATH, TENANTS_PATH
 from millrace.proxy.reply.answers import ANSWERS
+from millrace.proxy.reply.batch_answers import BATCH_ANSWERS
 from millrace.proxy.reply.pooled_answers import POOLED_ANSWERS
+from millrace.proxy.request.batch_bodies import BATCH, FILE_FORM
 from millrace.proxy.request.pooled import (
     EMBEDDINGS_PATH,
     RERANK_PATH,
@@ -66,6 +68,8 @@ def _paths(objectives: list[Json]) -> Json:
             )
         },
         **_responses(stream, objectives),
+        **_files(),
+        **_batches(),
         **_requests(),
         **_pooled(objectives),
         "/tokenize": {"post": _posted("Text or messages to token ids", "Tokenize", "Tokens")},
@@ -190,6 +194,70 @@ def _responses(stream: Json, objectives: list[Json]) -> Json:
     }
 
 
+def _files() -> Json:
+    gone = {"404": _error("The tenant has no such file"), "503": _error("No store answers")}
+    wrong = {"400": _error("A parameter is wrong; `param` names it"), "503": gone["503"]}
+    refused = {
+        **wrong,
+        "413": _error("The file is too large"),
+        "415": _error("The body is not multipart/form-data"),
+    }
+    form = {"multipart/form-data": {"schema": _ref("FileForm")}}
+    bytes_ = {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}
+    pages = [
+        _query("limit", {"type": "integer", "minimum": 1, "maximum": 10_000}, "Default: 10,000."),
+        _query("order", {"enum": ["asc", "desc"]}, "Default: desc."),
+        _query("after", _STRING, "The file before the first file."),
+        _query("purpose", _STRING, "Only files of this purpose."),
+    ]
+    named = [_named("file_id")]
+    return {
+        "/v1/files": {
+            "post": {
+                **_got("Upload a file", _json("File"), refused),
+                "requestBody": {"required": True, "content": form},
+            },
+            "get": {**_got("The files", _json("FileList"), wrong), "parameters": pages},
+        },
+        "/v1/files/{file_id}": {
+            "get": {**_got("One file", _json("File"), gone), "parameters": named},
+            "delete": {
+                **_got("Delete a file", _json("DeletedFile"), gone),
+                "parameters": named,
+            },
+        },
+        "/v1/files/{file_id}/content": {
+            "get": {**_got("The bytes of a file", bytes_, gone), "parameters": named}
+        },
+    }
+
+
+def _batches() -> Json:
+    gone = {"404": _error("The tenant has no such batch"), "503": _error("No store answers")}
+    wrong = {"400": _error("A parameter is wrong; `param` names it"), **gone}
+    pages = [
+        _query("limit", {"type": "integer", "minimum": 1, "maximum": 100}, "Default: 20."),
+        _query("after", _STRING, "The batch before the first batch."),
+    ]
+    named = [_named("batch_id")]
+    return {
+        "/v1/batches": {
+            "post": _posted("Create a batch", "BatchRequest", "Batch"),
+            "get": {**_got("The batches", _json("BatchList"), wrong), "parameters": pages},
+        },
+        "/v1/batches/{batch_id}": {
+            "get": {**_got("One batch", _json("Batch"), gone), "parameters": named}
+        },
+        "/v1/batches/{batch_id}/cancel": {
+            "post": {**_got("Cancel a batch", _json("Batch"), wrong), "parameters": named}
+        },
+    }
+
+
+def _named(name: str) -> Json:
+    return {"name": name, "in": "path", "required": True, "schema": _STRING}
+
+
 def _requests() -> Json:
     named = [{"name": "request_id", "in": "path", "required": True, "schema": _STRING}]
     gone = {"404": _error("The tenant has no such request"), "503": _error("No store answers")}
@@ -303,9 +371,12 @@ def _ref(name: str) -> Json:
 
 def _schemas(bodies: Bodies, pooled: PooledBodies) -> Json:
     adapters = [bodies.chat, bodies.completion, bodies.response, bodies.tokenize, bodies.detokenize]
+    adapters += [BATCH, FILE_FORM]
+    adapters += [route.body for route in admin.ROUTES]
+    adapters += map(TypeAdapter, ANSWERS)
     adapters += [pooled.embedding, pooled.score, pooled.rerank]
     adapters += [TENANT_BODY, *(route.body for route in admin.ROUTES)]
-    adapters += map(TypeAdapter, (*ANSWERS, *POOLED_ANSWERS))
+    adapters += map(TypeAdapter, (*ANSWERS, *BATCH_ANSWERS, *POOLED_ANSWERS))
     _, schemas = TypeAdapter.json_schemas(
         [(number, "validation", adapter) for number, adapter in enumerate(adapters)],
         ref_template=_REF,

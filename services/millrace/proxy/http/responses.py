@@ -8,7 +8,6 @@ import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
-from urllib.parse import parse_qs
 
 import orjson
 
@@ -16,6 +15,7 @@ from millrace.proxy.errors import ApiError, bad_field, shown
 from millrace.proxy.http.asgi import Receive, Scope, Send, receive_body, send_json
 from millrace.proxy.http.client import Client, send_part, start_stream, until_disconnect
 from millrace.proxy.http.generate import Runs, Services
+from millrace.proxy.http.query import flag, newest_first, number, query_of
 from millrace.proxy.prompts import EnginePrompt
 from millrace.proxy.reply.builder import Arrival
 from millrace.proxy.reply.response import ResponseReply, ends_stream, head
@@ -187,14 +187,14 @@ class StoredEndpoints:
             await self._services.responses.delete(response_id, tenant)
             deleted = {"id": response_id, "object": "response", "deleted": True}
             return await _send_document(send, deleted)
-        query = _query(scope)
+        query = query_of(scope)
         found = await self._services.responses.find(response_id, tenant)
-        if not _flag(query, "stream"):
+        if not flag(query, "stream"):
             return await _send_document(send, found.body)
         if not (found.source.streams and found.body["background"]):
             wrong = "only a response that was created with 'background' and 'stream' can be."
             raise bad_field("stream", wrong)
-        start = _number(query, "starting_after", -1, 0, 2**53) + 1
+        start = number(query, "starting_after", -1, 0, 2**53) + 1
         client = Client(receive, send, response_id)
         return await _send_events(self._services, response_id, tenant, start, client)
 
@@ -204,14 +204,11 @@ class StoredEndpoints:
         )
 
     async def input_items(self, scope: Scope, receive: Receive, send: Send) -> int:
-        query = _query(scope)
+        query = query_of(scope)
         found = await self._services.responses.find(*self._named(scope))
-        limit = _number(query, "limit", 20, 1, _MOST_ITEMS)
-        order = query.get("order", "desc")
-        if order not in ("asc", "desc"):
-            raise bad_field("order", f"must be 'asc' or 'desc', got {shown(order)}.")
+        limit = number(query, "limit", 20, 1, _MOST_ITEMS)
         items = list(found.source.items)
-        if order == "desc":
+        if newest_first(query):
             items.reverse()
         if (after := query.get("after")) is not None:
             ids = [item["id"] for item in items]
@@ -272,26 +269,3 @@ async def _send_events(
         gone.cancel()
     await client.send({"type": "http.response.body", "body": b""})
     return 200
-
-
-def _query(scope: Scope) -> dict[str, str]:
-    """Returns the last value of every parameter of the query."""
-    found = parse_qs(scope["query_string"].decode("latin-1"), keep_blank_values=True)
-    return {name: values[-1] for name, values in found.items()}
-
-
-def _flag(query: dict[str, str], name: str) -> bool:
-    text = query.get(name, "false")
-    if text not in ("true", "false"):
-        raise bad_field(name, f"must be 'true' or 'false', got {shown(text)}.")
-    return text == "true"
-
-
-def _number(query: dict[str, str], name: str, default: int, low: int, high: int) -> int:
-    text = query.get(name)
-    if text is None:
-        return default
-    value = int(text) if text.isascii() and text.isdigit() and len(text) <= 16 else -1
-    if not low <= value <= high:
-        raise bad_field(name, f"must be an integer from {low} to {high}, got {shown(text)}.")
-    return value

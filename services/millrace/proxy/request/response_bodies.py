@@ -197,6 +197,12 @@ def _check_metadata(pairs: dict[str, str]) -> dict[str, str]:
     return pairs
 
 
+#: Up to 16 pairs that belong to the client.
+Metadata = Annotated[
+    dict[str, Annotated[str, Field(max_length=512)]], AfterValidator(_check_metadata)
+]
+
+
 class ResponseBody(TypedDict, total=False):
     """The body of /v1/responses: first served, then ignored, then refused fields."""
 
@@ -224,8 +230,7 @@ class ResponseBody(TypedDict, total=False):
     stream: Annotated[bool | None, Field(description="Answer as server-sent events.")]
     stream_options: ResponseStreamOptions | None
     metadata: Annotated[
-        Annotated[dict[str, Annotated[str, Field(max_length=512)]], AfterValidator(_check_metadata)]
-        | None,
+        Metadata | None,
         Field(description="At most 16 pairs, returned with the response."),
     ]
     truncation: Annotated[

@@ -10,10 +10,19 @@ from hypothesis import strategies as st
 
 from millrace.core.live_request import LiveRequest
 from millrace.core.priority.millrace import policy as policy_module
-from millrace.core.priority.millrace.entry import DUE, GIVEN_UP, IN_TIME, LATE, LEAD, LEAST_S
+from millrace.core.priority.millrace.entry import (
+    BACKGROUND,
+    DUE,
+    GIVEN_UP,
+    IN_TIME,
+    LATE,
+    LEAD,
+    LEAST_S,
+)
 from millrace.core.priority.millrace.late_line import LEAST_SHARE, LEAST_STRETCH, STEP
 from millrace.core.priority.millrace.policy import MillracePolicy, MillraceRanking
 from millrace.core.request import Slo
+from millrace.core.weights import Weights
 from support.live_requests import live_request
 
 QUARTER_S = 0.25  # sums of these are exact
@@ -323,3 +332,41 @@ def test_a_late_request_is_served_however_many_could_be_in_time() -> None:
 
 def test_parts_are_in_order() -> None:
     assert DUE < IN_TIME < GIVEN_UP < LATE
+
+
+def batch(name: str, work_s: float, arrival_s: float = 0.0) -> LiveRequest:
+    """Returns a request of a batch, as the proxy sends it: due in a day."""
+    slo = Slo(ttft_s=86400.0, class_name="batch")
+    return one(name, 86400.0 + arrival_s, work_s, slo=slo, arrival_s=arrival_s)
+
+
+def test_batches_go_after_all_others_by_arrival_however_long_they_wait() -> None:
+    late = one("late", 0.5, 5.0)
+    requests = [batch("b", 0.1, 1.0), batch("a", 9.0), unstated("plain", 50.0), late]
+    queue = Queue([*requests, one("urgent", 9.0, 1.0)])
+    for now_s in (0.0, 10.0, 1e4, 1e6):  # others are due by and by; batches never are
+        queue.update(now_s)
+        assert queue.order[-2:] == ["a", "b"]
+        assert queue.part(BACKGROUND) == {"a", "b"}
+    queue.remove("a")
+    assert queue.update(2e6).order[-1] == "b"
+
+
+def test_batches_change_no_key_and_no_attainment_of_others() -> None:
+    requests = [one(f"r{i}", 2.0 + i, 1.5, order=i) for i in range(6)]
+    alone, beside = Queue(requests), Queue([*requests, *(batch(f"b{i}", 9.0) for i in range(50))])
+    for now_s in (0.0, 1.0, 3.0):
+        alone.update(now_s)
+        beside.update(now_s)
+        assert {name: beside.keys[name] for name in alone.keys} == alone.keys
+    before = beside.policy.attainments.of_class("default")
+    for i in range(50):
+        beside.policy.first_token(beside.requests[f"b{i}"], 100.0)
+    assert beside.policy.attainments.of_class("default") == before
+    assert beside.policy.value(beside.requests["b0"]) == 0.0
+
+
+def test_a_configured_class_batch_is_a_class_like_others() -> None:
+    policy = MillracePolicy()
+    policy.weigh(Weights(classes={"batch": 1.0}))
+    assert Queue([batch("a", 1.0)], policy).update().part(IN_TIME) == {"a"}

@@ -21,6 +21,7 @@ import math
 from collections.abc import Mapping
 
 from millrace.core.live_request import LiveRequest
+from millrace.core.weights import BATCH_CLASS
 
 #: The share of requests in time that is asked of every class.
 GOAL = 0.9
@@ -110,7 +111,7 @@ class Attainments:
         name = request.slo.class_name
         own = self._classes.get(name)
         if own is None:
-            own = self._classes[name] = _Class(self._weights.get(name, 1.0))
+            own = self._classes[name] = _Class(self._weight(name))
         number = (request.prompt_tokens.bit_length() + 2) // 3
         band = own.bands.get(number)
         if band is None:
@@ -122,8 +123,16 @@ class Attainments:
         """Takes other weights of the classes from now on."""
         self._weights = weights
         for name, own in self._classes.items():
-            own.weight = weights.get(name, 1.0)
+            own.weight = self._weight(name)
             self._value(own)
+
+    def is_background(self, request: LiveRequest) -> bool:
+        """Returns whether the request goes after all others: its class is worth nothing."""
+        return self._weight(request.slo.class_name) == 0.0
+
+    def _weight(self, name: str) -> float:
+        """Returns the weight of a class. The class `batch` has none unless it is configured."""
+        return self._weights.get(name, 0.0 if name == BATCH_CLASS else 1.0)
 
     def judge(self, request: LiveRequest, in_time: bool, weight: float = 1.0) -> None:
         """Notes at a request with an objective whether it met all of them, and counts that as

@@ -13,6 +13,8 @@ from millrace.core.priority.ranking import PriorityKey
 
 #: The parts of the order, first to last.
 DUE, IN_TIME, IN_TIME_AFTER, GIVEN_UP, LATE, LATE_AFTER = 0.0, 1.0, 1.5, 2.0, 3.0, 4.0
+#: After all parts: requests of the class `batch`, first come, first served.
+BACKGROUND = 5.0
 #: In words. "after others": its tenant is ahead of the others of its class.
 PARTS: Final = MappingProxyType(
     {
@@ -22,6 +24,7 @@ PARTS: Final = MappingProxyType(
         GIVEN_UP: "given up",
         LATE: "late",
         LATE_AFTER: "late, after others",
+        BACKGROUND: "background",
     }
 )
 
@@ -38,6 +41,7 @@ class Entry:
     """A request, the part of the order that it is in, and when it is due there."""
 
     __slots__ = (
+        "background",
         "band",
         "delays",
         "due_s",
@@ -56,8 +60,16 @@ class Entry:
         "yields_kept",
     )
 
-    def __init__(self, request: LiveRequest, band: Band | None, standing: Standing) -> None:
+    def __init__(
+        self,
+        request: LiveRequest,
+        band: Band | None,
+        standing: Standing,
+        *,
+        background: bool = False,
+    ) -> None:
         self.request: Final = request
+        self.background: Final = background  # after all others, by arrival
         self.standing: Final = standing
         self.band: Final = band  # None: it has no objective
         self.size_s: Final = max(request.predicted_prefill_s, LEAST_S)
@@ -76,6 +88,8 @@ class Entry:
 
     @property
     def key(self) -> PriorityKey:
+        if self.background:
+            return (BACKGROUND, self.request.arrival_s)
         if self.is_due:
             return (DUE, self.due_s)
         if self.possible and self.kept:
@@ -85,6 +99,11 @@ class Entry:
         if self.possible:
             return (GIVEN_UP, self.request.deadline_s)
         return (LATE, self.due_s)
+
+    @property
+    def waits_a_stretch(self) -> bool:
+        """Whether its wait is a multiple of its size: it is not to be in time."""
+        return not self.background and not (self.band is not None and self.kept)
 
     @property
     def latest_start_s(self) -> float:
@@ -108,3 +127,14 @@ class Entry:
         if self.yields:
             self.patience = max(self.patience, self.standing.patience)
         self.due_s = self.request.arrival_s + stretch * self.size_s * self.patience
+
+
+def words(key: PriorityKey, now_s: float) -> str:
+    """Returns the part and the time in it."""
+    part, at_s = key
+    if part == BACKGROUND:
+        return f"{PARTS[part]}: arrived {now_s - at_s:.3g} s ago"
+    what = "to be done" if part in (DUE, LATE, LATE_AFTER) else "deadline"
+    left_s = at_s - now_s
+    when = f"in {left_s:.3g} s" if left_s > 0.0 else f"{-left_s:.3g} s ago"
+    return f"{PARTS[part]}: {what} {when}"

@@ -18,6 +18,9 @@
 4. Due. A request of 2 or 3 that has waited as long as that factor says goes before all, so these
    requests have a share of the pool under any load, and every wait is bounded.
 
+5. Background. Requests of the class `batch` go after all others, in the order of their arrival.
+   They can wait for hours: no share of the pool is theirs, and their outcomes count nowhere.
+
 Tenants that are ahead of the others of their class (`tenants`) are given up first, and go last
 within 1, and after 3 instead of in 2 and 3. With one tenant there is no such difference.
 
@@ -40,7 +43,7 @@ from heapq import heappop, heappush
 
 from millrace.core.live_request import LiveRequest
 from millrace.core.priority.millrace.attainment import Attainments
-from millrace.core.priority.millrace.entry import DUE, LATE, LATE_AFTER, PARTS, Entry
+from millrace.core.priority.millrace.entry import PARTS, Entry, words
 from millrace.core.priority.millrace.forecast import Forecast, Row
 from millrace.core.priority.millrace.late_line import LEAST_SHARE, LateLine
 from millrace.core.priority.millrace.tenants import Tenants
@@ -91,7 +94,9 @@ class MillracePolicy:
         self._judge(request, in_time)
 
     def _judge(self, request: LiveRequest, in_time: bool) -> None:
-        self.attainments.judge(request, in_time, self.tenants.counts(request))
+        background = self.attainments.is_background(request)
+        counts = 0.0 if background else self.tenants.counts(request)
+        self.attainments.judge(request, in_time, counts)
 
     def ended(self, request: LiveRequest, now_s: float) -> None:
         self.tenants.ended(request, now_s)
@@ -162,6 +167,9 @@ class MillraceRanking:
         self._tenants.join(request)
         entry = self._entry(request)
         self._entries[request.id] = entry
+        if entry.background:
+            request.waits.move(PARTS[entry.key[0]], now_s)
+            return entry.key
         if entry.band is not None:
             insort(self._timed, (request.deadline_s, request.order, entry))
         entry.possible = _possible(request, entry, now_s)
@@ -175,6 +183,8 @@ class MillraceRanking:
         return entry.key
 
     def _entry(self, request: LiveRequest) -> Entry:
+        if self._attainments.is_background(request):
+            return Entry(request, None, self._tenants.standing(request), background=True)
         band = None if request.allowed_ttft_s is None else self._attainments.band(request)
         return Entry(request, band, self._tenants.standing(request))
 
@@ -193,6 +203,8 @@ class MillraceRanking:
 
     def remove(self, request: LiveRequest) -> None:
         entry = self._entries.pop(request.id)
+        if entry.background:
+            return
         if entry.band is not None:
             self._untime(entry)
         if not entry.kept:
@@ -211,6 +223,8 @@ class MillraceRanking:
 
     def key(self, request: LiveRequest, now_s: float) -> PriorityKey:
         entry = self._entry(request)
+        if entry.background:
+            return entry.key
         entry.kept = entry.possible = _possible(request, entry, now_s)
         entry.leads(self._longest_lead_s())
         entry.stretched(self._late.stretch)
@@ -221,12 +235,11 @@ class MillraceRanking:
 
     def describe(self, request: LiveRequest, key: PriorityKey, now_s: float) -> RankDetails:
         entry = self._entries.get(request.id)
-        stated = entry is not None and entry.band is not None
         return RankDetails(
-            key=_words(key, now_s),
+            key=words(key, now_s),
             attainment=self._attainments.of_class(request.slo.class_name),
             value=entry.band.value if entry is not None and entry.band is not None else None,
-            stretch=entry.stretch if entry is not None and not (stated and entry.kept) else None,
+            stretch=entry.stretch if entry is not None and entry.waits_a_stretch else None,
         )
 
     def update(self, now_s: float, instances: int) -> Mapping[str, PriorityKey]:
@@ -367,15 +380,6 @@ class MillraceRanking:
 def _possible(request: LiveRequest, entry: Entry, now_s: float) -> bool:
     """Returns whether the request would be in time alone."""
     return entry.band is not None and now_s + request.remaining_s(now_s) <= request.deadline_s
-
-
-def _words(key: PriorityKey, now_s: float) -> str:
-    """Returns the part and the time in it."""
-    part, at_s = key
-    what = "to be done" if part in (DUE, LATE, LATE_AFTER) else "deadline"
-    left_s = at_s - now_s
-    when = f"in {left_s:.3g} s" if left_s > 0.0 else f"{-left_s:.3g} s ago"
-    return f"{PARTS[part]}: {what} {when}"
 
 
 def _rank(row: tuple[float, int, Entry]) -> tuple[float, int]:

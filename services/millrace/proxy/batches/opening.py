@@ -1,0 +1,71 @@
+"""Opens the files and batches that a configuration names."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+
+from millrace.core.config import Config
+from millrace.proxy.batches.service import Batches
+from millrace.proxy.batches.tools import Tools
+from millrace.proxy.files.store import Files
+from millrace.proxy.metrics import BatchMetrics
+from millrace.state.blobs import Blobs
+from millrace.state.open import in_memory, open_deadlines, open_records
+
+DEFAULT_FOLDER = "~/.local/share/millrace/files"
+
+
+def open_files(config: Config) -> Files:
+    """Raises ConfigError for a URL that no backend can open."""
+    folder = None
+    url = config.files.url
+    if not url and in_memory(config.store):
+        # The records end with this process, so the bytes do, too.
+        folder = Path(tempfile.gettempdir()) / f"millrace-files-{uuid.uuid4().hex}"
+        url = str(folder)
+    elif not url:
+        url = str(Path(DEFAULT_FOLDER).expanduser())
+    return Files(
+        open_records(config.store, "file"),
+        open_deadlines(config.store, "file"),
+        Blobs(url),
+        config.files,
+        unix_s,
+        folder,
+    )
+
+
+def open_batches(
+    config: Config,
+    files: Files,
+    *,
+    owner: str,
+    is_ready: Callable[[], bool],
+    check_model: Callable[[str], None],
+    metrics: BatchMetrics,
+) -> Batches:
+    """`owner`, `is_ready` and `check_model` are as in `Tools`."""
+    return Batches(
+        Tools(
+            records=open_records(config.store, "batch"),
+            files=files,
+            config=config.batches,
+            owner=owner,
+            clock=unix_s,
+            is_ready=is_ready,
+            check_model=check_model,
+            most_body_bytes=config.proxy.max_body_bytes,
+            slots=asyncio.Semaphore(config.batches.max_inflight),
+            metrics=metrics,
+        )
+    )
+
+
+def unix_s() -> float:
+    """Returns Unix time, s."""
+    return time.time_ns() / 1e9

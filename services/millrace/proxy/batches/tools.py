@@ -1,0 +1,37 @@
+"""What the jobs of a process share."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+from millrace.core.config import BatchesConfig
+from millrace.proxy.batches.lines import Answer, LineRequest
+from millrace.proxy.files.store import Files
+from millrace.proxy.metrics import BatchMetrics
+from millrace.state.records import RecordStore
+
+#: Answers a request: the endpoint's path, the request, the tenant.
+Ask = Callable[[str, LineRequest, str], Awaitable[Answer]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tools:
+    """What all jobs of a process share.
+
+    `owner` names the process in leases; `clock` returns Unix time, s. `is_ready` tells whether the
+    fleet takes requests. `check_model` raises ApiError for an unknown model. `slots` bounds the
+    requests in flight.
+    """
+
+    records: RecordStore
+    files: Files
+    config: BatchesConfig
+    owner: str
+    clock: Callable[[], float]
+    is_ready: Callable[[], bool]
+    check_model: Callable[[str], None]
+    most_body_bytes: int
+    slots: asyncio.Semaphore
+    metrics: BatchMetrics

@@ -1,0 +1,41 @@
+"""The parameters of a query: read once, checked by name."""
+
+from __future__ import annotations
+
+from urllib.parse import parse_qs
+
+from millrace.proxy.errors import bad_field, shown
+from millrace.proxy.http.asgi import Scope
+
+
+def query_of(scope: Scope) -> dict[str, str]:
+    """Returns the last value of every parameter of the query."""
+    found = parse_qs(scope["query_string"].decode("latin-1"), keep_blank_values=True)
+    return {name: values[-1] for name, values in found.items()}
+
+
+def flag(query: dict[str, str], name: str) -> bool:
+    """Returns a parameter that is true or false. Raises ApiError naming it."""
+    text = query.get(name, "false")
+    if text not in ("true", "false"):
+        raise bad_field(name, f"must be 'true' or 'false', got {shown(text)}.")
+    return text == "true"
+
+
+def number(query: dict[str, str], name: str, default: int, low: int, high: int) -> int:
+    """Returns an integer parameter. Raises ApiError naming it."""
+    text = query.get(name)
+    if text is None:
+        return default
+    value = int(text) if text.isascii() and text.isdigit() and len(text) <= 16 else -1
+    if not low <= value <= high:
+        raise bad_field(name, f"must be an integer from {low} to {high}, got {shown(text)}.")
+    return value
+
+
+def newest_first(query: dict[str, str]) -> bool:
+    """Returns whether `order` is descending, as it is by default. Raises ApiError naming it."""
+    order = query.get("order", "desc")
+    if order not in ("asc", "desc"):
+        raise bad_field("order", f"must be 'asc' or 'desc', got {shown(order)}.")
+    return order == "desc"

@@ -1,0 +1,248 @@
+"""Keeps records in Redis, shared by all replicas of the proxy.
+
+Leases are measured by the server's clock. A sorted set per tenant orders the pages, and another one
+lists the open records with the time of their next claim: hints both, the record itself decides.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+
+from millrace.core.config import StoreConfig
+from millrace.state.records import Record
+from millrace.state.redis_link import RedisLink, as_bytes
+from millrace.state.scripts import Script, ScriptCall
+
+# A record's fields: tenant, body, version, owner, lease_until (ms of the server's clock); `final`
+# once it is final.
+_NOW = """
+local time = redis.call('TIME')
+local now = time[1] * 1000 + math.floor(time[2] / 1000)
+"""
+# ARGV: tenant, body, final or '', time to live in ms.
+_CREATE = Script(
+    """
+redis.call('DEL', KEYS[1])
+redis.call('HSET', KEYS[1], 'tenant', ARGV[1], 'body', ARGV[2], 'version', 1, 'owner', '',
+  'lease_until', 0)
+if ARGV[3] ~= '' then redis.call('HSET', KEYS[1], 'final', ARGV[3]) end
+redis.call('PEXPIRE', KEYS[1], ARGV[4])
+return 1
+"""
+)
+# ARGV: version, body, final or ''.
+_SWAP = Script(
+    """
+local known = redis.call('HMGET', KEYS[1], 'version', 'final')
+if known[1] ~= ARGV[1] or known[2] then return 0 end
+redis.call('HSET', KEYS[1], 'body', ARGV[2])
+redis.call('HINCRBY', KEYS[1], 'version', 1)
+if ARGV[3] ~= '' then redis.call('HSET', KEYS[1], 'final', ARGV[3]) end
+return 1
+"""
+)
+# ARGV: owner, lease in ms. Returns 1, 0 if another has a lease, or -1 if none can claim it again.
+_CLAIM = Script(
+    _NOW
+    + """
+local known = redis.call('HMGET', KEYS[1], 'version', 'final', 'lease_until')
+if not known[1] or known[2] then return -1 end
+if tonumber(known[3]) > now then return 0 end
+redis.call('HSET', KEYS[1], 'owner', ARGV[1], 'lease_until', now + tonumber(ARGV[2]))
+redis.call('HINCRBY', KEYS[1], 'version', 1)
+return 1
+"""
+)
+# ARGV: owner, lease in ms.
+_RENEW = Script(
+    _NOW
+    + """
+local known = redis.call('HMGET', KEYS[1], 'owner', 'final')
+if known[1] ~= ARGV[1] or known[2] then return 0 end
+redis.call('HSET', KEYS[1], 'lease_until', now + tonumber(ARGV[2]))
+return 1
+"""
+)
+# ARGV: owner.
+_RELEASE = Script(
+    """
+local known = redis.call('HMGET', KEYS[1], 'owner', 'final')
+if known[1] ~= ARGV[1] or known[2] then return 0 end
+redis.call('HSET', KEYS[1], 'owner', '', 'lease_until', 0)
+redis.call('HINCRBY', KEYS[1], 'version', 1)
+return 1
+"""
+)
+_FIELDS = ("tenant", "body", "version", "owner", "final")
+
+
+class RedisRecords:
+    """A RecordStore over Redis."""
+
+    def __init__(self, config: StoreConfig, kind: str) -> None:
+        """Connects at the first call. Raises ConfigError when `config.url` is not valid."""
+        self._link = RedisLink(config)
+        self._stem = f"{config.key_prefix}:{kind}"
+        self._open = f"{self._stem}:open".encode()
+
+    async def create(
+        self,
+        record_id: str,
+        *,
+        tenant: str,
+        body: bytes,
+        at_s: float,
+        ttl_s: float,
+        final: bool = False,
+    ) -> None:
+        arguments = (tenant, body, "1" if final else "", round(ttl_s * 1000))
+        await self._run(_CREATE, record_id, *arguments)
+        if not final:
+            await self._hint(record_id, 0.0)
+        row = {record_id: at_s}
+        await self._link.again(lambda: self._link.client.zadd(self._index(tenant), row))
+
+    async def get(self, record_id: str) -> Record | None:
+        [found] = await self.get_many([record_id])
+        return found
+
+    async def get_many(self, record_ids: Sequence[str]) -> list[Record | None]:
+        if not record_ids:
+            return []
+
+        async def read() -> list[list[bytes | None]]:
+            async with self._link.client.pipeline(transaction=False) as pipe:
+                for record_id in record_ids:
+                    pipe.hmget(self._key(record_id), _FIELDS)
+                answers: list[list[bytes | None]] = await pipe.execute()
+            return answers
+
+        rows = await self._link.again(read)
+        return [_record(name, row) for name, row in zip(record_ids, rows, strict=True)]
+
+    async def swap(self, old: Record, body: bytes, *, final: bool = False) -> bool:
+        swapped = await self._run(
+            _SWAP, old.record_id, str(old.version), body, "1" if final else ""
+        )
+        if swapped and final:
+            await self._link.again(lambda: self._link.client.zrem(self._open, old.record_id))
+        return bool(swapped)
+
+    async def delete(self, record_id: str, tenant: str) -> bool:
+        client = self._link.client
+        found = await self._link.again(lambda: client.unlink(self._key(record_id)))
+        await self._link.again(lambda: client.zrem(self._open, record_id))
+        await self._link.again(lambda: client.zrem(self._index(tenant), record_id))
+        return bool(found)
+
+    async def page(
+        self, tenant: str, *, after: str | None, count: int, newest_first: bool
+    ) -> list[str] | None:
+        client, index = self._link.client, self._index(tenant)
+        start = 0
+        if after is not None:
+            place = client.zrevrank if newest_first else client.zrank
+            found = await self._link.again(lambda: place(index, after))
+            if not isinstance(found, int):
+                return None
+            start = found + 1
+        end = start + count - 1
+        rows = await self._link.again(lambda: client.zrange(index, start, end, desc=newest_first))
+        return _names(rows)
+
+    async def claimable(self, count: int) -> list[str]:
+        client, now_s = self._link.client, time.time_ns() / 1e9
+        rows = await self._link.again(
+            lambda: client.zrangebyscore(self._open, "-inf", now_s, start=0, num=count)
+        )
+        return _names(rows)
+
+    async def claim(self, record_id: str, owner: str, lease_s: float) -> Record | None:
+        claimed = await self._run(_CLAIM, record_id, owner, round(lease_s * 1000))
+        if claimed < 0:
+            await self._link.again(lambda: self._link.client.zrem(self._open, record_id))
+        if claimed == 0:
+            await self._hint(record_id, lease_s)
+        if claimed != 1:
+            return None
+        await self._hint(record_id, lease_s)
+        found = await self.get(record_id)
+        return found if found is not None and found.owner == owner else None
+
+    async def renew(self, record_id: str, owner: str, lease_s: float) -> bool:
+        renewed = await self._run(_RENEW, record_id, owner, round(lease_s * 1000))
+        if renewed:
+            await self._hint(record_id, lease_s)
+        return bool(renewed)
+
+    async def release(self, record_id: str, owner: str) -> None:
+        if await self._run(_RELEASE, record_id, owner):
+            await self._hint(record_id, 0.0)
+
+    async def close(self) -> None:
+        await self._link.close()
+
+    async def _run(self, script: Script, record_id: str, *arguments: bytes | str | int) -> int:
+        call = ScriptCall(script, [self._key(record_id)], arguments)
+        (answer,) = await self._link.again(lambda: self._link.scripts.run([call]))
+        return int(answer)
+
+    async def _hint(self, record_id: str, in_s: float) -> None:
+        """Lists an open record to be claimed after `in_s`."""
+        row = {record_id: time.time_ns() / 1e9 + in_s if in_s else 0.0}
+        await self._link.again(lambda: self._link.client.zadd(self._open, row))
+
+    def _key(self, record_id: str) -> bytes:
+        return f"{self._stem}:{{{record_id}}}".encode("utf-8", "surrogatepass")
+
+    def _index(self, tenant: str) -> bytes:
+        return f"{self._stem}:of:{tenant}".encode("utf-8", "surrogatepass")
+
+
+class RedisDeadlines:
+    """Deadlines over Redis: a sorted set by time."""
+
+    def __init__(self, config: StoreConfig, kind: str) -> None:
+        """Connects at the first call. Raises ConfigError when `config.url` is not valid."""
+        self._link = RedisLink(config)
+        self._key = f"{config.key_prefix}:{kind}:deadlines".encode()
+
+    async def set(self, names: Sequence[str], at_s: float) -> None:
+        if names:
+            rows = dict.fromkeys(names, at_s)
+            await self._link.again(lambda: self._link.client.zadd(self._key, rows))
+
+    async def passed(self, now_s: float, count: int) -> list[str]:
+        rows = await self._link.again(
+            lambda: self._link.client.zrangebyscore(
+                self._key, "-inf", f"({now_s}", start=0, num=count
+            )
+        )
+        return _names(rows)
+
+    async def forget(self, names: Sequence[str]) -> None:
+        if names:
+            await self._link.again(lambda: self._link.client.zrem(self._key, *names))
+
+    async def close(self) -> None:
+        await self._link.close()
+
+
+def _names(rows: Iterable[object]) -> list[str]:
+    """Returns the members of a sorted set, without scores."""
+    return [row.decode() for row in rows if isinstance(row, bytes)]
+
+
+def _record(record_id: str, row: Sequence[bytes | None]) -> Record | None:
+    tenant, body, version, owner, final = row
+    if version is None:
+        return None
+    return Record(
+        record_id=record_id,
+        tenant=as_bytes(tenant).decode(),
+        body=as_bytes(body),
+        version=int(version),
+        owner=as_bytes(owner).decode(),
+        final=final is not None,
+    )
