@@ -103,7 +103,7 @@ async def test_nothing_brings_a_deleted_stream_back(store: StreamStore) -> None:
     await create(store)
     assert await store.finish("s", 1, b"", 0.0)
     await store.want("s", 60.0)
-    assert await store.renew("s", 1, b"2", LONG) is Hold.LOST
+    assert await store.renew("s", 1, b"2", LONG) is Hold.GONE
     assert not await store.adopt("s", 1, LONG)
     assert await store.get("s") is None
     await create(store)

@@ -40,6 +40,7 @@ return 1
 )
 _RENEW = Script(
     _NOW
+    + "if redis.call('EXISTS', KEYS[1]) == 0 then return 3 end"
     + _OWNED
     + """
 redis.call('HSET', KEYS[1], 'body', ARGV[2], 'held', now + ARGV[3])

@@ -22,9 +22,10 @@ from millrace.state.store import IdTaken
 class Hold(Enum):
     """What an owner learns when it renews its lease."""
 
-    LOST = 0  # another replica has adopted the stream, it is final, or it is deleted
+    LOST = 0  # another replica has adopted the stream, or it is final
     UNWANTED = 1  # no client has read it for too long
     HELD = 2
+    GONE = 3  # the store does not have it any more: nobody can adopt it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,7 +134,9 @@ class MemoryStreams:
 
     async def renew(self, stream_id: str, fence: int, body: bytes, lease: Lease) -> Hold:
         entry, now_s = self._find(stream_id), self._clock()
-        if entry is None or entry.final or entry.fence != fence:
+        if entry is None:
+            return Hold.GONE
+        if entry.final or entry.fence != fence:
             return Hold.LOST
         entry.body, entry.held_until_s = body, now_s + lease.held_s
         entry.wanted_until_s = max(entry.wanted_until_s, now_s + lease.wanted_s)

@@ -9,10 +9,13 @@ from hashlib import sha256
 
 import orjson
 import pytest
+from redis.asyncio import Redis
 
 from millrace.core.config import StoreConfig, TenantConfig, load_config
 from millrace.proxy.streams import owner, reader
+from millrace.state.redis_streams import RedisStreams
 from millrace.state.store import JournalEntry
+from millrace.state.streams import Hold, MemoryStreams
 from support.deadlines import HANG_S
 from support.gateway import MODEL, Script, gateway, token_event
 from support.live_stack import eventually
@@ -77,14 +80,31 @@ async def stack(tmp_path):
 
 
 @pytest.fixture
-async def replicas(tmp_path):
+async def store_url():
+    async with private_redis() as url:
+        yield url
+
+
+@pytest.fixture
+async def replicas(tmp_path, store_url):
     """Two proxies with the same Redis, each with a scripted fleet of its own."""
     async with AsyncExitStack() as exits:
-        url = await exits.enter_async_context(private_redis())
         yield [
-            await exits.enter_async_context(gateway(tmp_path / name, f"store.url={url}"))
+            await exits.enter_async_context(gateway(tmp_path / name, f"store.url={store_url}"))
             for name in ("a", "b")
         ]
+
+
+def spied(monkeypatch, store, name):
+    """Returns the list of what a method of a kind of StreamStore returns from now on."""
+    original, found = getattr(store, name), []
+
+    async def call(*arguments):
+        found.append(await original(*arguments))
+        return found[-1]
+
+    monkeypatch.setattr(store, name, call)
+    return found
 
 
 @pytest.fixture
@@ -333,19 +353,40 @@ async def test_without_a_client_a_stream_is_cancelled_after_the_grace_time(tmp_p
         assert metric(stack)["expired"] == 1.0
 
 
-async def test_a_reader_keeps_a_stream_alive(tmp_path, monkeypatch):
-    monkeypatch.setattr(owner, "RENEW_S", 0.02)
+async def test_a_reader_keeps_a_stream_wanted(stack, monkeypatch):
     monkeypatch.setattr(reader, "CHECK_S", 0.02)
-    async with gateway(tmp_path, "proxy.resume_grace_s=0.5") as stack:
-        hold = asyncio.Event()
-        Decode(stack, Script(reply=REPLY, hold=hold, hold_after=4))
-        stream_id, found = await cut(stack, *KINDS[0], 2)
-        coming = asyncio.create_task(resumed(stack, stream_id, found[-1][0]))
-        await eventually(lambda: "resumed" in metric(stack))
-        await asyncio.sleep(0.8)
-        assert not stack.fleet.cancels
+    wanted = spied(monkeypatch, MemoryStreams, "want")
+    hold = asyncio.Event()
+    Decode(stack, Script(reply=REPLY, hold=hold, hold_after=4))
+    stream_id, found = await cut(stack, *KINDS[0], 2)
+    assert not wanted
+    coming = asyncio.create_task(resumed(stack, stream_id, found[-1][0]))
+    await eventually(lambda: len(wanted) > 2)
+    hold.set()
+    assert events_of(await coming)[-1][1] == "data: [DONE]"
+
+
+async def test_a_stream_goes_on_when_the_store_has_lost_it(replicas, store_url, monkeypatch):
+    """As after a restart of Redis without its data: the client has its stream, and no other may."""
+    monkeypatch.setattr(owner, "RENEW_S", 0.02)
+    renewals = spied(monkeypatch, RedisStreams, "renew")
+    one, other = replicas
+    hold = asyncio.Event()
+    Decode(one, Script(reply=REPLY, hold=hold, hold_after=5))
+    path, fields = KINDS[0]
+    async with one.http.stream("POST", path, json=body_of(fields), headers=RESUMABLE) as response:
+        lines = response.aiter_lines()
+        while not (await anext(lines)).startswith("id: "):
+            pass
+        stream_id = response.headers["x-request-id"]
+        await one.proxy.store.delete(stream_id)
+        async with Redis.from_url(store_url) as client:
+            await client.delete(f"millrace:stream:{{{stream_id}}}")
+        await eventually(lambda: renewals.count(Hold.GONE) > 2)
         hold.set()
-        assert events_of(await coming)[-1][1] == "data: [DONE]"
+        assert [line async for line in lines if line][-1] == "data: [DONE]"
+    found = await other.http.get(f"/v1/requests/{stream_id}/stream")
+    assert found.status_code == 404
 
 
 async def test_a_proxy_that_stops_hands_its_streams_over(tmp_path):

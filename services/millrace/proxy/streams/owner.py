@@ -135,7 +135,7 @@ class OwnedStream:
             log.warning("stream %s is continued by another replica", self.stream_id)
             self._streams.count("fenced")
             self._cut_off(_fenced_off())
-        elif hold is Hold.UNWANTED:
+        elif hold is Hold.UNWANTED or (hold is Hold.GONE and not self.attached):
             self._streams.count("expired")
             self._streams.gateway.leave(self.request, "expired")
             expired = ApiError(410, "No client has read the stream for too long.", code="expired")
