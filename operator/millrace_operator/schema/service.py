@@ -184,14 +184,16 @@ class Tenant(Record):
     weight: int | None = doc(
         "Weight of the tenant beside the others of its class; absent: 1.", None, **WEIGHT
     )
-    models: tuple[NonEmpty, ...] | None = doc(
+    models: tuple[Annotated[NonEmpty, Field(description="Name of a model.")], ...] | None = doc(
         "Models that it may use; absent: all.", None, max_length=64, strict=False
     )
-    slo_classes: tuple[NonEmpty, ...] | None = doc(
-        "Classes that it may use; the first is that of requests that name none. Absent: all.",
-        None,
-        max_length=32,
-        strict=False,
+    slo_classes: tuple[Annotated[NonEmpty, Field(description="Name of a class.")], ...] | None = (
+        doc(
+            "Classes that it may use; the first is that of requests that name none. Absent: all.",
+            None,
+            max_length=32,
+            strict=False,
+        )
     )
     limits: TenantLimits | None = None
 

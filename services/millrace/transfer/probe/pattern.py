@@ -33,7 +33,7 @@ PATTERN_BYTES = 256 << 10
 LOOPBACK_TRIES = 3
 
 #: Seconds to wait for news of the other end's death after our own end has failed.
-DEATH_S = 1.0
+DEATH_S = 10.0
 
 #: First byte of a probe's notification, by which a transport finds its subscriber.
 CHANNEL = 9
