@@ -6,7 +6,7 @@ from typing import Any, Literal, NotRequired
 
 from typing_extensions import TypedDict
 
-from millrace.proxy.reply.answers import PromptTokens
+from millrace.proxy.reply.answers import PromptTokens, Waterfall
 
 
 class PromptUsage(TypedDict):
@@ -24,6 +24,7 @@ class Pooled(TypedDict):
     created: int
     model: str
     usage: PromptUsage
+    millrace: NotRequired[Waterfall]
 
 
 class Embedding(TypedDict):
