@@ -57,6 +57,10 @@ BROKEN: list[tuple[str, Object]] = [
             gateway={"parking": {"timeoutSeconds": 0}},
         ),
     ),
+    (
+        "claimName and url exclude each other",
+        service(gateway={"files": {"claimName": "files", "url": "s3://bucket/files"}}),
+    ),
     (NO_PREFILL, service(prefill=None)),
     (NO_PREFILL, service(decode={"role": "mixed"})),
     *[
