@@ -10,14 +10,16 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 TESTS = Path(__file__).parent
 QUICK = ("-m", "not slow and not gpu", "--durations=12", "--durations-min=2")
-#: One more process than cores: tests wait for processes that they start, and for each other.
-SHARED = ("-n", str(len(os.sched_getaffinity(0)) + 1), "--dist", "worksteal")
+#: One more process than cores: tests wait for processes that they start, and for each other. A
+#: file's tests share stacks, so they stay together.
+SHARED = ("-n", str(len(os.sched_getaffinity(0)) + 1), "--dist", "loadfile")
 
 #: Rules, papers, the simulator, and services without models: about 200 s of CPU time in all. Whole
 #: experiments, explorations of every order of events, and fuzzing would double that.
@@ -41,21 +43,38 @@ class Part:
     last_line: str
 
 
-def run(name: str, command: Sequence[str]) -> Part:
-    """Runs a command in the repository's root, and shows its output as it comes."""
-    print(f"\n== {name}", flush=True)
+def run(name: str, command: Sequence[str], *, is_live: bool = True) -> Part:
+    """Runs a command in the repository's root, and shows its output: as it comes, or at the end."""
     failures: list[str] = []
     last_line = ""
+    shown = [f"\n== {name}\n"]
     with subprocess.Popen(
         command, cwd=TESTS.parent, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
     ) as process:
         assert process.stdout is not None
         for line in process.stdout:
-            print(line, end="", flush=True)
+            shown.append(line)
+            if is_live:
+                show(shown)
             if _FAILED.match(line):
                 failures.append(line.rstrip())
             last_line = line.rstrip() or last_line
+    show(shown)
     return Part(name, process.returncode, failures, last_line)
+
+
+def show(lines: list[str]) -> None:
+    """Prints the lines in one piece, and empties the list."""
+    print("".join(lines), end="", flush=True)
+    lines.clear()
+
+
+def run_all(commands: Mapping[str, Sequence[str]]) -> list[Part]:
+    """Runs all parts side by side; shows the last one's output as it comes."""
+    last = list(commands)[-1]
+    with ThreadPoolExecutor(len(commands)) as pool:
+        parts = pool.map(lambda one: run(*one, is_live=one[0] == last), commands.items())
+        return list(parts)
 
 
 def pytest(*arguments: str) -> list[str]:
@@ -72,7 +91,7 @@ def parts(unit: bool) -> dict[str, list[str]]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    done = [run(name, command) for name, command in parts("--unit" in arguments).items()]
+    done = run_all(parts("--unit" in arguments))
     print("\n== in all")
     for part in done:
         verdict = "passed" if part.status == 0 else f"FAILED, status {part.status}"

@@ -17,7 +17,7 @@ from schemathesis.generation import GenerationMode
 from support.deadlines import HANG_S
 from support.gateway import gateway
 
-EXAMPLES = 25
+EXAMPLES = 15
 HI = [{"role": "user", "content": "hi"}]
 QUIETLY = settings(
     max_examples=EXAMPLES,
