@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -22,6 +24,8 @@ from millrace.grammar.source import GrammarError, grammar_of
 Mask = npt.NDArray[np.uint32]
 
 _MOST_KEPT: Final = 256
+# Handing a mask to a thread and back takes about 50 us.
+_WORTH_A_THREAD_S: Final = 1e-4
 # The library ends a compilation or a step that needs more; a lexer state takes 1 to 2 kB.
 _LIMITS: Final = LLParserLimits(max_lexer_states=50_000, verbose_errors=False)
 
@@ -33,13 +37,14 @@ class Matcher:
     library releases the GIL.
     """
 
-    __slots__ = ("_found", "_mask", "_words", "error")
+    __slots__ = ("_found", "_mask", "_took_s", "_words", "error")
 
     def __init__(self, found: LLMatcher | None, words: int, error: str = "") -> None:
         """`words`: of a mask."""
         self._found = found
         self._words = words
         self._mask: Future[Mask] | None = None
+        self._took_s = math.inf  # of the last mask
         self.error = error
 
     def consume(self, token_id: int) -> None:
@@ -50,8 +55,8 @@ class Matcher:
             self.error = f"the answer left its grammar: {self._found.get_error()}"
 
     def begin_mask(self) -> None:
-        """Begins to compute the next `mask` on a thread."""
-        if self._mask is None:
+        """Begins to compute the next `mask` on a thread, if the last one took long enough."""
+        if self._mask is None and self._took_s > _WORTH_A_THREAD_S:
             self._mask = _threads().submit(self._computed)
 
     def mask(self) -> Mask:
@@ -65,7 +70,9 @@ class Matcher:
     def _computed(self) -> Mask:
         mask = np.zeros(self._words, dtype=np.uint32)
         if self._found is not None and not self.error:
+            begun_s = time.perf_counter()
             self._found.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+            self._took_s = time.perf_counter() - begun_s
             if self._found.is_error():
                 self.error = f"the grammar is too complex: {self._found.get_error()}"
         return mask

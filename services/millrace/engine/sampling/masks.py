@@ -17,9 +17,9 @@ from millrace.grammar.matcher import Mask
 def bar_tokens(logits: Tensor, rows: Sequence[tuple[int, SamplingRow]]) -> None:
     """Sets logits of tokens that a row's matcher does not allow to -inf, in place.
 
-    `logits` is float32 [b, vocab]; `rows` are an index into it and the row there. Below
-    `min_tokens` stop ids are barred, too, unless the grammar allows nothing else. One bit a token
-    crosses to the device, and is unpacked there.
+    `logits` is float32 [b, vocab]; `rows` are an index into it and the row there, in ascending
+    order. Below `min_tokens` stop ids are barred, too, unless the grammar allows nothing else. One
+    bit a token crosses to the device, and is unpacked there.
     """
     if not rows:
         return
@@ -33,9 +33,12 @@ def bar_tokens(logits: Tensor, rows: Sequence[tuple[int, SamplingRow]]) -> None:
     for (_, row), mask in zip(rows, masks, strict=True):
         if row.bars_stop_ids:
             _bar_stop_ids(mask, row.spec.stop_id_array)
+    barred = _unpacked(~masks, logits.device)[:, :vocab]
+    if len(rows) == len(logits):  # all of them, in their order
+        logits.masked_fill_(barred, -math.inf)
+        return
     index = torch.tensor([index for index, _ in rows], device=logits.device)
-    allowed = _unpacked(masks, logits.device)[:, :vocab]
-    logits[index] = logits[index].masked_fill_(~allowed, -math.inf)
+    logits[index] = logits[index].masked_fill_(barred, -math.inf)
 
 
 def _bar_stop_ids(mask: Mask, stop_ids: Ids) -> None:
