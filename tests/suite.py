@@ -18,8 +18,12 @@ from pathlib import Path
 TESTS = Path(__file__).parent
 QUICK = ("-m", "not slow and not gpu", "--durations=12", "--durations-min=2")
 #: One more process than cores: tests wait for processes that they start, and for each other. A
-#: file's tests share stacks, so they stay together.
-SHARED = ("-n", str(len(os.sched_getaffinity(0)) + 1), "--dist", "loadfile")
+#: file's tests share stacks, so they stay together. Files come in the order of their names: whole
+#: stacks early, and small files at the end, which leaves no process waiting for another.
+SHARED = (
+    *("-n", str(len(os.sched_getaffinity(0)) + 1), "--dist", "loadfile"),
+    "--no-loadscope-reorder",
+)
 
 #: Rules, papers, the simulator, and services without models: about 200 s of CPU time in all. Whole
 #: experiments, explorations of every order of events, and fuzzing would double that.
