@@ -1,4 +1,4 @@
-"""Names of a request's keys in Redis, and the bytes of its journal.
+"""Names of keys in Redis, and the bytes of a request's journal.
 
 The braces put a request's keys into one hash slot, so that a script may use them together on any
 kind of server.
@@ -29,8 +29,13 @@ class RequestKeys:
     journal: bytes
 
 
+def key_of(*parts: str) -> bytes:
+    """Returns the name of a key. Ids of clients may hold lone surrogates."""
+    return ":".join(parts).encode("utf-8", "surrogatepass")
+
+
 def request_keys(prefix: str, request_id: str) -> RequestKeys:
-    stem = f"{prefix}:request:{{{request_id}}}".encode("utf-8", "surrogatepass")
+    stem = key_of(prefix, "request", f"{{{request_id}}}")
     return RequestKeys(record=stem, prompt=stem + b":prompt", journal=stem + b":journal")
 
 

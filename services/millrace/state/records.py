@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 
@@ -105,20 +105,13 @@ class _Entry:
     lease_until_s: float = 0.0
 
 
-@dataclass(slots=True)
-class _Shelf:
-    """A tenant's ids in the order of their creation."""
-
-    rows: list[tuple[float, str]] = field(default_factory=list)
-
-
 class MemoryRecords:
     """A RecordStore in a dictionary. `clock` returns seconds that never decrease."""
 
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._entries: dict[str, _Entry] = {}
-        self._shelves: dict[str, _Shelf] = {}
+        self._rows: dict[str, list[tuple[float, str]]] = {}  # by tenant, in order of creation
 
     async def create(
         self,
@@ -135,7 +128,7 @@ class MemoryRecords:
             record_id=record_id, tenant=tenant, body=body, version=1, owner="", final=final
         )
         self._entries[record_id] = _Entry(record=record, at_s=at_s, expires_s=self._clock() + ttl_s)
-        insort(self._shelves.setdefault(tenant, _Shelf()).rows, (at_s, record_id))
+        insort(self._rows.setdefault(tenant, []), (at_s, record_id))
 
     async def get(self, record_id: str) -> Record | None:
         entry = self._find(record_id)
@@ -157,7 +150,7 @@ class MemoryRecords:
     async def page(
         self, tenant: str, *, after: str | None, count: int, newest_first: bool
     ) -> list[str] | None:
-        rows = self._shelves.get(tenant, _Shelf()).rows
+        rows = self._rows.get(tenant, [])
         start = len(rows) if newest_first else 0
         if after is not None:
             entry = self._entries.get(after)
@@ -197,7 +190,7 @@ class MemoryRecords:
 
     async def close(self) -> None:
         self._entries.clear()
-        self._shelves.clear()
+        self._rows.clear()
 
     def _change(self, entry: _Entry, **changes: bytes | str | bool) -> None:
         version = entry.record.version + 1
@@ -214,7 +207,7 @@ class MemoryRecords:
         entry = self._entries.pop(record_id, None)
         if entry is None:
             return False
-        self._shelves[entry.record.tenant].rows.remove((entry.at_s, record_id))
+        self._rows[entry.record.tenant].remove((entry.at_s, record_id))
         return entry.expires_s > self._clock()
 
     def _drop_expired(self) -> None:

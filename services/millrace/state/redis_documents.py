@@ -8,14 +8,16 @@ from __future__ import annotations
 
 from millrace.core.config import StoreConfig
 from millrace.state.documents import Change, Document
+from millrace.state.keys import key_of
 from millrace.state.redis_link import RedisLink, as_bytes
-from millrace.state.scripts import Script, ScriptCall
+from millrace.state.scripts import NOW_MS, Script, ScriptCall
 
 # A document's fields: tenant, source, body, lease_until (ms of the server's clock); `final` once it
 # is final. ARGV: body, first event, lease in ms, final or '', events.
-_CHANGE = """
-local now = redis.call('TIME')
-local until_ms = now[1] * 1000 + math.floor(now[2] / 1000) + tonumber(ARGV[3])
+_CHANGE = (
+    NOW_MS
+    + """
+local until_ms = now_ms() + tonumber(ARGV[3])
 redis.call('HSET', KEYS[1], 'body', ARGV[1], 'lease_until', until_ms)
 if ARGV[4] ~= '' then redis.call('HSET', KEYS[1], 'final', ARGV[4]) end
 local seen = redis.call('LLEN', KEYS[2]) - tonumber(ARGV[2])
@@ -24,6 +26,7 @@ local ttl = redis.call('PTTL', KEYS[1])
 if ttl > 0 then redis.call('PEXPIRE', KEYS[2], ttl) end
 return 1
 """
+)
 _CREATE = Script(
     """
 local kept = 3
@@ -56,7 +59,7 @@ class RedisDocuments:
     ) -> None:
         arguments = (*_arguments(change), tenant, source, round(ttl_s * 1000))
         call = ScriptCall(_CREATE, self._keys(document_id), arguments)
-        await self._link.again(lambda: self._link.scripts.run([call]))
+        await self._link.run(call)
 
     async def get(self, document_id: str) -> Document | None:
         record, _ = self._keys(document_id)
@@ -69,8 +72,7 @@ class RedisDocuments:
             return None
         lost = False
         if final is None:
-            seconds, microseconds = await self._link.again(lambda: client.time())
-            lost = int(as_bytes(lease_until)) <= int(seconds) * 1000 + int(microseconds) // 1000
+            lost = int(as_bytes(lease_until)) <= await self._link.now_ms()
         return Document(
             tenant=as_bytes(tenant).decode(),
             source=as_bytes(source),
@@ -81,8 +83,7 @@ class RedisDocuments:
 
     async def update(self, document_id: str, change: Change) -> bool:
         call = ScriptCall(_UPDATE, self._keys(document_id), _arguments(change))
-        (changed,) = await self._link.again(lambda: self._link.scripts.run([call]))
-        return bool(changed)
+        return bool(await self._link.run(call))
 
     async def events(self, document_id: str, start: int) -> list[bytes]:
         _, log = self._keys(document_id)
@@ -98,7 +99,7 @@ class RedisDocuments:
 
     def _keys(self, document_id: str) -> tuple[bytes, bytes]:
         """Returns the keys of the record, a hash, and of the events, a list."""
-        stem = f"{self._prefix}:document:{{{document_id}}}".encode("utf-8", "surrogatepass")
+        stem = key_of(self._prefix, "document", f"{{{document_id}}}")
         return stem, stem + b":events"
 
 

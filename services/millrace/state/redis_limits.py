@@ -13,9 +13,10 @@ from typing import Any
 
 from millrace.core.config import StoreConfig
 from millrace.core.limits.rules import DAY_MS, MINUTE_MS, Charge, level_of
+from millrace.state.keys import key_of
 from millrace.state.limits import AccountCharge, Verdict
 from millrace.state.redis_link import RedisLink
-from millrace.state.scripts import Script, ScriptCall
+from millrace.state.scripts import NOW_MS, Script, ScriptCall
 
 #: Life of an account that nobody uses: longer than a day's budget, and than any debt of a bucket.
 _IDLE_MS = 2 * DAY_MS
@@ -23,12 +24,8 @@ _IDLE_MS = 2 * DAY_MS
 # KEYS: by account, a hash of meters (`NAME`: level, `NAME@`: its time) and a sorted set of leases.
 # ARGV: lease, its ms, the time in ms or '' for the server's, by account: concurrency, number of
 # charges, and by charge: meter, limit, amount, 1 if daily.
-_PRELUDE = f"""
-local lease, lease_ms, now = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3])
-if not now then
-  local time = redis.call('TIME')
-  now = time[1] * 1000 + math.floor(time[2] / 1000)
-end
+_PRELUDE = f"""{NOW_MS}
+local lease, lease_ms, now = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3]) or now_ms()
 local day, midnight = math.floor(now / {DAY_MS}), {DAY_MS} - now % {DAY_MS}
 local accounts, position = {{}}, 4
 for i = 1, #KEYS, 2 do
@@ -121,12 +118,9 @@ return 1
 )
 # KEYS: a sorted set. ARGV: ms of the leases, the time in ms or '', the leases.
 _RENEW = Script(
-    """
-local lease_ms, now = tonumber(ARGV[1]), tonumber(ARGV[2])
-if not now then
-  local time = redis.call('TIME')
-  now = time[1] * 1000 + math.floor(time[2] / 1000)
-end
+    NOW_MS
+    + """
+local lease_ms, now = tonumber(ARGV[1]), tonumber(ARGV[2]) or now_ms()
 for i = 3, #ARGV do redis.call('ZADD', KEYS[1], now + lease_ms, ARGV[i]) end
 redis.call('PEXPIRE', KEYS[1], lease_ms)
 return 1
@@ -148,12 +142,11 @@ class RedisLimits:
 
     async def admit(self, lease: str, lease_ms: int, accounts: Sequence[AccountCharge]) -> Verdict:
         call = self._call(_ADMIT, lease, lease_ms, accounts)
-        [answer] = await self._link.again(lambda: self._link.scripts.run([call]))
-        return _verdict(answer, accounts)
+        return _verdict(await self._link.run(call), accounts)
 
     async def settle(self, lease: str, accounts: Sequence[AccountCharge]) -> None:
         call = self._call(_SETTLE, lease, 0, accounts)
-        await self._link.again(lambda: self._link.scripts.run([call]))
+        await self._link.run(call)
 
     async def renew(self, leases: Sequence[tuple[str, str, str]], lease_ms: int) -> None:
         calls = [
@@ -183,7 +176,7 @@ class RedisLimits:
 
     def _keys(self, group: str, account: str) -> tuple[bytes, bytes]:
         """Returns the keys of the meters and of the leases: all of a tenant in one hash slot."""
-        stem = f"{self._prefix}:limits:{{{group}}}:{account}".encode("utf-8", "surrogatepass")
+        stem = key_of(self._prefix, "limits", f"{{{group}}}", account)
         return stem, stem + b":open"
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from redis.asyncio import BlockingConnectionPool, Redis
@@ -15,7 +15,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 
 from millrace.core.config import StoreConfig
 from millrace.core.errors import ConfigError
-from millrace.state.scripts import ScriptRunner
+from millrace.state.scripts import ScriptCall, ScriptRunner
 from millrace.state.store import StoreError
 
 T = TypeVar("T")
@@ -68,6 +68,21 @@ class RedisLink:
     async def close(self) -> None:
         await self.scripts.close()
         await self.client.aclose()
+
+    async def run(self, call: ScriptCall) -> Any:  # noqa: ANN401 - a number, or a list of numbers
+        """Runs an idempotent script and returns its answer."""
+        (answer,) = await self.again(lambda: self.scripts.run([call]))
+        return answer
+
+    async def run_once(self, call: ScriptCall) -> Any:  # noqa: ANN401 - as `run`
+        """Runs a script that must not run twice and returns its answer."""
+        (answer,) = await self.once(lambda: self.scripts.run([call]))
+        return answer
+
+    async def now_ms(self) -> int:
+        """Returns the server's clock."""
+        seconds, microseconds = await self.again(lambda: self.client.time())
+        return int(seconds) * 1000 + int(microseconds) // 1000
 
     async def again(self, call: Callable[[], Awaitable[T]]) -> T:
         """Makes an idempotent call; tries again when the connection was lost."""

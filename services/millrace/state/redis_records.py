@@ -10,16 +10,13 @@ import time
 from collections.abc import Iterable, Sequence
 
 from millrace.core.config import StoreConfig
+from millrace.state.keys import key_of
 from millrace.state.records import Record
 from millrace.state.redis_link import RedisLink, as_bytes
-from millrace.state.scripts import Script, ScriptCall
+from millrace.state.scripts import NOW_MS, Script, ScriptCall
 
 # A record's fields: tenant, body, version, owner, lease_until (ms of the server's clock); `final`
 # once it is final.
-_NOW = """
-local time = redis.call('TIME')
-local now = time[1] * 1000 + math.floor(time[2] / 1000)
-"""
 # ARGV: tenant, body, final or '', time to live in ms.
 _CREATE = Script(
     """
@@ -44,23 +41,23 @@ return 1
 )
 # ARGV: owner, lease in ms. Returns 1, 0 if another has a lease, or -1 if none can claim it again.
 _CLAIM = Script(
-    _NOW
+    NOW_MS
     + """
 local known = redis.call('HMGET', KEYS[1], 'version', 'final', 'lease_until')
 if not known[1] or known[2] then return -1 end
-if tonumber(known[3]) > now then return 0 end
-redis.call('HSET', KEYS[1], 'owner', ARGV[1], 'lease_until', now + tonumber(ARGV[2]))
+if tonumber(known[3]) > now_ms() then return 0 end
+redis.call('HSET', KEYS[1], 'owner', ARGV[1], 'lease_until', now_ms() + tonumber(ARGV[2]))
 redis.call('HINCRBY', KEYS[1], 'version', 1)
 return 1
 """
 )
 # ARGV: owner, lease in ms.
 _RENEW = Script(
-    _NOW
+    NOW_MS
     + """
 local known = redis.call('HMGET', KEYS[1], 'owner', 'final')
 if known[1] ~= ARGV[1] or known[2] then return 0 end
-redis.call('HSET', KEYS[1], 'lease_until', now + tonumber(ARGV[2]))
+redis.call('HSET', KEYS[1], 'lease_until', now_ms() + tonumber(ARGV[2]))
 return 1
 """
 )
@@ -83,8 +80,8 @@ class RedisRecords:
     def __init__(self, config: StoreConfig, kind: str) -> None:
         """Connects at the first call. Raises ConfigError when `config.url` is not valid."""
         self._link = RedisLink(config)
-        self._stem = f"{config.key_prefix}:{kind}"
-        self._open = f"{self._stem}:open".encode()
+        self._stem = config.key_prefix, kind
+        self._open = key_of(*self._stem, "open")
 
     async def create(
         self,
@@ -185,8 +182,7 @@ class RedisRecords:
 
     async def _run(self, script: Script, record_id: str, *arguments: bytes | str | int) -> int:
         call = ScriptCall(script, [self._key(record_id)], arguments)
-        (answer,) = await self._link.again(lambda: self._link.scripts.run([call]))
-        return int(answer)
+        return int(await self._link.run(call))
 
     async def _hint(self, record_id: str, in_s: float) -> None:
         """Lists an open record to be claimed after `in_s`."""
@@ -194,10 +190,10 @@ class RedisRecords:
         await self._link.again(lambda: self._link.client.zadd(self._open, row))
 
     def _key(self, record_id: str) -> bytes:
-        return f"{self._stem}:{{{record_id}}}".encode("utf-8", "surrogatepass")
+        return key_of(*self._stem, f"{{{record_id}}}")
 
     def _index(self, tenant: str) -> bytes:
-        return f"{self._stem}:of:{tenant}".encode("utf-8", "surrogatepass")
+        return key_of(*self._stem, "of", tenant)
 
 
 class RedisDeadlines:
@@ -206,7 +202,7 @@ class RedisDeadlines:
     def __init__(self, config: StoreConfig, kind: str) -> None:
         """Connects at the first call. Raises ConfigError when `config.url` is not valid."""
         self._link = RedisLink(config)
-        self._key = f"{config.key_prefix}:{kind}:deadlines".encode()
+        self._key = key_of(config.key_prefix, kind, "deadlines")
 
     async def set(self, names: Sequence[str], at_s: float) -> None:
         if names:

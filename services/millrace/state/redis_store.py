@@ -94,8 +94,7 @@ class RedisStore:
         keys = request_keys(self._prefix, request_id)
         fields = (RequestState.QUEUED.value, spec, prompt_ids.size, ids, self._ttl_ms, int(kept))
         call = ScriptCall(_CREATE, (keys.record, keys.prompt), fields)
-        (created,) = await self._link.once(lambda: self._scripts.run([call]))
-        if not created:
+        if not await self._link.run_once(call):
             raise IdTaken(f"request {request_id} is in the store already")
 
     async def prompt_ids(
@@ -186,7 +185,7 @@ class RedisStore:
     async def _end(self, script: Script, request_id: str, arguments: tuple[int | str, ...]) -> None:
         keys = request_keys(self._prefix, request_id)
         call = ScriptCall(script, (keys.record, keys.prompt, keys.journal), arguments)
-        await self._link.again(lambda: self._scripts.run([call]))
+        await self._link.run(call)
 
     async def delete(self, request_id: str) -> None:
         keys = request_keys(self._prefix, request_id)

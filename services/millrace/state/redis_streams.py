@@ -7,16 +7,18 @@ adopt a stream at once one gets it.
 from __future__ import annotations
 
 from millrace.core.config import StoreConfig
+from millrace.state.keys import key_of
 from millrace.state.redis_link import RedisLink, as_bytes
-from millrace.state.scripts import Script, ScriptCall
+from millrace.state.scripts import NOW_MS, Script, ScriptCall
 from millrace.state.store import IdTaken
 from millrace.state.streams import Hold, Lease, StreamRecord
 
 # A stream's fields: tenant, source, body, fence; held and wanted, until ms of the server's clock;
 # `final` once it is final.
-_NOW = """
-local clock = redis.call('TIME')
-local now = clock[1] * 1000 + math.floor(clock[2] / 1000)
+_NOW = (
+    NOW_MS
+    + """
+local now = now_ms()
 local function wanted_until(ms)
   local before = tonumber(redis.call('HGET', KEYS[1], 'wanted') or 0)
   local until_ms = math.max(before, now + tonumber(ms))
@@ -24,6 +26,7 @@ local function wanted_until(ms)
   return until_ms
 end
 """
+)
 _OWNED = """
 local known = redis.call('HMGET', KEYS[1], 'fence', 'final', 'held')
 if known[1] ~= ARGV[1] or known[2] then return 0 end
@@ -88,8 +91,7 @@ class RedisStreams:
     ) -> None:
         arguments = (tenant, source, body, *_ms(lease), round(ttl_s * 1000))
         call = ScriptCall(_CREATE, (self._key(stream_id),), arguments)
-        (created,) = await self._link.once(lambda: self._link.scripts.run([call]))
-        if not created:
+        if not await self._link.run_once(call):
             raise IdTaken(f"stream {stream_id} is in the store already")
 
     async def get(self, stream_id: str) -> StreamRecord | None:
@@ -102,8 +104,7 @@ class RedisStreams:
             return None
         lost = False
         if final is None:
-            seconds, microseconds = await self._link.again(lambda: client.time())
-            lost = int(as_bytes(held)) <= int(seconds) * 1000 + int(microseconds) // 1000
+            lost = int(as_bytes(held)) <= await self._link.now_ms()
         return StreamRecord(
             tenant=as_bytes(tenant).decode(),
             source=as_bytes(source),
@@ -121,8 +122,7 @@ class RedisStreams:
 
     async def adopt(self, stream_id: str, fence: int, lease: Lease) -> bool:
         call = ScriptCall(_ADOPT, (self._key(stream_id),), (fence, *_ms(lease)))
-        (adopted,) = await self._link.once(lambda: self._link.scripts.run([call]))
-        return bool(adopted)
+        return bool(await self._link.run_once(call))
 
     async def finish(self, stream_id: str, fence: int, body: bytes, ttl_s: float) -> bool:
         return bool(await self._run(_FINISH, stream_id, (fence, body, round(ttl_s * 1000))))
@@ -134,11 +134,10 @@ class RedisStreams:
         self, script: Script, stream_id: str, arguments: tuple[bytes | str | int, ...]
     ) -> int:
         call = ScriptCall(script, (self._key(stream_id),), arguments)
-        (answer,) = await self._link.again(lambda: self._link.scripts.run([call]))
-        return int(answer)
+        return int(await self._link.run(call))
 
     def _key(self, stream_id: str) -> bytes:
-        return f"{self._prefix}:stream:{{{stream_id}}}".encode("utf-8", "surrogatepass")
+        return key_of(self._prefix, "stream", f"{{{stream_id}}}")
 
 
 def _ms(lease: Lease) -> tuple[int, int]:

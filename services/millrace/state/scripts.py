@@ -20,6 +20,15 @@ LARGE_BYTES = 256 << 10
 MAX_BATCH_CALLS = 1024
 
 
+#: Begins scripts that read the server's clock: `now_ms()` returns it.
+NOW_MS = """
+local function now_ms()
+  local time = redis.call('TIME')
+  return time[1] * 1000 + math.floor(time[2] / 1000)
+end
+"""
+
+
 class Script:
     """A Lua script and its name at Redis."""
 

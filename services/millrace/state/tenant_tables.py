@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from millrace.core.config import StoreConfig
+from millrace.state.keys import key_of
 from millrace.state.redis_link import RedisLink, as_bytes
 
 
@@ -52,7 +53,7 @@ class RedisTenantTables:
     def __init__(self, config: StoreConfig) -> None:
         """Connects at the first call. Raises ConfigError when `config.url` is not valid."""
         self._link = RedisLink(config)
-        self._key = f"{config.key_prefix}:tenants".encode("utf-8", "surrogatepass")
+        self._key = key_of(config.key_prefix, "tenants")
 
     async def all(self) -> dict[str, bytes]:
         found = await self._link.again(lambda: self._link.client.hgetall(self._key))
