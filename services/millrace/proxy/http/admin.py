@@ -14,7 +14,6 @@ from collections.abc import Awaitable, Callable
 from dataclasses import asdict, dataclass
 from typing import Annotated, Any
 
-import orjson
 from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, with_config
 from pydantic_core import PydanticCustomError
 from typing_extensions import TypedDict
@@ -23,7 +22,7 @@ from millrace.core.config import ProxyConfig
 from millrace.core.priority import POLICIES
 from millrace.core.weights import LEAST_WEIGHT, MOST_WEIGHT, Weights
 from millrace.proxy.errors import ApiError, shown
-from millrace.proxy.http.asgi import JSON, Receive, Scope, Send, header, receive_body, send_json
+from millrace.proxy.http.asgi import Receive, Scope, Send, header, receive_body, send_document
 from millrace.proxy.request.fields import STRICT, OneOf, Within
 from millrace.proxy.request.reading import read_body
 from millrace.wire.clients.scheduler_client import (
@@ -169,8 +168,7 @@ class RequestAdmin:
             raise ApiError(404, f"{error}.", code="unknown_request") from error
         except SchedulerUnavailable as error:
             raise ApiError(503, str(error), code="unavailable", retry_after_s=1.0) from error
-        await send_json(send, 200, orjson.dumps(asdict(found)), JSON)
-        return 200
+        return await send_document(send, asdict(found))
 
 
 class SchedulerAdmin:
@@ -192,8 +190,7 @@ class SchedulerAdmin:
                 found = await self._route.show(self._address)
         except SchedulerUnavailable as error:
             raise ApiError(503, str(error), code="unavailable", retry_after_s=1.0) from error
-        await send_json(send, 200, orjson.dumps(found), JSON)
-        return 200
+        return await send_document(send, found)
 
     async def _change(self, body: bytes) -> Settings:
         wanted = read_body(self._route.body, body)

@@ -20,8 +20,8 @@ from millrace.proxy.http.asgi import (
     Scope,
     Send,
     receive_body,
+    send_document,
     send_error,
-    send_json,
 )
 from millrace.proxy.http.batch_calls import BatchCalls
 from millrace.proxy.http.batches import BATCH_PATH, BATCHES_PATH, BatchEndpoints
@@ -137,8 +137,7 @@ class JsonEndpoint:
     async def answer(self, scope: Scope, receive: Receive, send: Send) -> int:
         """Returns the status that was sent. Raises ApiError before anything was sent."""
         document = await self._handle(await receive_body(scope, receive, self._max_body_bytes))
-        await send_json(send, 200, orjson.dumps(document))
-        return 200
+        return await send_document(send, document)
 
 
 class TokenEndpoints:

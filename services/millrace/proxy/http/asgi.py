@@ -6,6 +6,8 @@ import asyncio
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
+import orjson
+
 from millrace.proxy.errors import ApiError
 
 Scope = MutableMapping[str, Any]
@@ -109,6 +111,12 @@ async def send_json(
         }
     )
     await send({"type": "http.response.body", "body": body})
+
+
+async def send_document(send: Send, document: object) -> int:
+    """Sends a document of JSON, with the status 200, which is returned."""
+    await send_json(send, 200, orjson.dumps(document))
+    return 200
 
 
 async def send_error(send: Send, receive: Receive, error: ApiError) -> None:

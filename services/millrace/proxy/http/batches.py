@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import orjson
-
-from millrace.proxy.batches.batch import Batch
 from millrace.proxy.batches.service import Batches
 from millrace.proxy.files.pages import PageWanted
-from millrace.proxy.http.asgi import Receive, Scope, Send, receive_body, send_json
+from millrace.proxy.http.asgi import Receive, Scope, Send, receive_body, send_document
 from millrace.proxy.http.files import listed
 from millrace.proxy.http.query import number, query_of
 from millrace.proxy.http.tenants import Tenants
@@ -33,25 +30,22 @@ class BatchEndpoints:
         tenant = self._tenants.of(scope)
         if scope["method"] == "POST":
             fields = read_body(BATCH, await receive_body(scope, receive, _MOST_BODY_BYTES))
-            return await _send(send, await self._batches.create(fields, tenant))
+            batch = await self._batches.create(fields, tenant)
+            return await send_document(send, batch.document())
         query = query_of(scope)
         limit = number(query, "limit", 20, 1, _MOST_LISTED)
         wanted = PageWanted(limit=limit, after=query.get("after"))
         page = await self._batches.page(tenant, wanted)
-        await send_json(send, 200, orjson.dumps(listed(page)))
-        return 200
+        return await send_document(send, listed(page))
 
     async def retrieve(self, scope: Scope, receive: Receive, send: Send) -> int:
-        return await _send(send, await self._batches.find(*self._named(scope)))
+        batch = await self._batches.find(*self._named(scope))
+        return await send_document(send, batch.document())
 
     async def cancel(self, scope: Scope, receive: Receive, send: Send) -> int:
-        return await _send(send, await self._batches.cancel(*self._named(scope)))
+        batch = await self._batches.cancel(*self._named(scope))
+        return await send_document(send, batch.document())
 
     def _named(self, scope: Scope) -> tuple[str, str]:
         """Returns the id of the batch and the tenant."""
         return scope["path_params"]["batch_id"], self._tenants.of(scope)
-
-
-async def _send(send: Send, batch: Batch) -> int:
-    await send_json(send, 200, orjson.dumps(batch.document()))
-    return 200

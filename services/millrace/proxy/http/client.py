@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from dataclasses import dataclass
 
 from millrace.proxy.http.asgi import Receive, Send
@@ -35,6 +39,28 @@ async def start_stream(client: Client) -> None:
 async def send_part(client: Client, data: bytes) -> None:
     """Sends a part of a stream that is not the last part."""
     await client.send({"type": "http.response.body", "body": data, "more_body": True})
+
+
+async def send_parts(client: Client, parts: AsyncGenerator[bytes, None], keepalive_s: float) -> int:
+    """Sends a stream whose events are looked for: `parts` yields them, and empty bytes whenever
+    there is none. Ends when `parts` does, or the client has left; returns the status.
+    """
+    await start_stream(client)
+    spoken = time.monotonic()
+    gone = asyncio.create_task(until_disconnect(client.receive))
+    try:
+        async with aclosing(parts):
+            async for data in parts:
+                if gone.done():
+                    break
+                now = time.monotonic()
+                if data or now - spoken >= keepalive_s:
+                    spoken = now
+                    await send_part(client, data or b": waiting\n\n")
+    finally:
+        gone.cancel()
+    await client.send({"type": "http.response.body", "body": b""})
+    return 200
 
 
 async def until_disconnect(receive: Receive) -> None:

@@ -6,14 +6,12 @@ import contextlib
 import logging
 from typing import Any
 
-import orjson
-
 from millrace.proxy.errors import ApiError, bad_field, shown
-from millrace.proxy.files.objects import File, Part
+from millrace.proxy.files.objects import Part
 from millrace.proxy.files.pages import Page, PageWanted
 from millrace.proxy.files.store import Files
-from millrace.proxy.http.asgi import Receive, Scope, Send, send_json
-from millrace.proxy.http.query import newest_first, number, query_of
+from millrace.proxy.http.asgi import Receive, Scope, Send, send_document
+from millrace.proxy.http.query import list_of, newest_first, number, query_of
 from millrace.proxy.http.tenants import Tenants
 from millrace.proxy.http.uploads import Upload, open_upload
 
@@ -57,17 +55,16 @@ class FileEndpoints:
             purpose=purpose,
             lifetime_s=lifetime_s,
         )
-        return await _send(send, file)
+        return await send_document(send, file.document())
 
     async def retrieve_or_delete(self, scope: Scope, receive: Receive, send: Send) -> int:
         """Answers GET and DELETE of one file."""
         file_id, tenant = scope["path_params"]["file_id"], self._tenants.of(scope)
         if scope["method"] != "DELETE":
-            return await _send(send, await self._files.find(file_id, tenant))
+            return await send_document(send, (await self._files.find(file_id, tenant)).document())
         await self._files.delete(file_id, tenant)
         deleted = {"id": file_id, "object": "file", "deleted": True}
-        await send_json(send, 200, orjson.dumps(deleted))
-        return 200
+        return await send_document(send, deleted)
 
     async def content(self, scope: Scope, receive: Receive, send: Send) -> int:
         """Answers GET of a file's bytes."""
@@ -104,20 +101,12 @@ class FileEndpoints:
             newest_first=newest_first(query),
         )
         page = await self._files.page(self._tenants.of(scope), wanted, query.get("purpose"))
-        await send_json(send, 200, orjson.dumps(listed(page)))
-        return 200
+        return await send_document(send, listed(page))
 
 
 def listed(page: Page[Any]) -> dict[str, Any]:
     """Returns OpenAI's list of a page of objects with documents."""
-    rows = [row.document() for row in page.rows]
-    return {
-        "object": "list",
-        "data": rows,
-        "first_id": rows[0]["id"] if rows else None,
-        "last_id": rows[-1]["id"] if rows else None,
-        "has_more": page.has_more,
-    }
+    return list_of([row.document() for row in page.rows], has_more=page.has_more)
 
 
 def lifetime_of(fields: dict[str, str], default_s: float) -> float:
@@ -138,8 +127,3 @@ def _purpose(upload: Upload) -> str:
     if purpose not in PURPOSES:
         raise bad_field("purpose", f"must be one of {', '.join(PURPOSES)}, got {shown(purpose)}.")
     return purpose
-
-
-async def _send(send: Send, file: File) -> int:
-    await send_json(send, 200, orjson.dumps(file.document()))
-    return 200

@@ -1,7 +1,9 @@
-"""The parameters of a query: read once, checked by name."""
+"""The parameters of a query, read once and checked by name; and the lists that answer it."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from typing import Any
 from urllib.parse import parse_qs
 
 from millrace.proxy.errors import bad_field, shown
@@ -31,6 +33,17 @@ def number(query: dict[str, str], name: str, default: int, low: int, high: int) 
     if not low <= value <= high:
         raise bad_field(name, f"must be an integer from {low} to {high}, got {shown(text)}.")
     return value
+
+
+def list_of(rows: Sequence[Mapping[str, Any]], *, has_more: bool) -> dict[str, Any]:
+    """Returns OpenAI's list: a page of objects with ids, and whether more follow."""
+    return {
+        "object": "list",
+        "data": rows,
+        "first_id": rows[0]["id"] if rows else None,
+        "last_id": rows[-1]["id"] if rows else None,
+        "has_more": has_more,
+    }
 
 
 def newest_first(query: dict[str, str]) -> bool:

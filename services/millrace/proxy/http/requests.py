@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import orjson
-
 from millrace.proxy.errors import ApiError, shown
-from millrace.proxy.http.asgi import Receive, Scope, Send, send_json
+from millrace.proxy.http.asgi import Receive, Scope, Send, send_document
 from millrace.proxy.http.generate import Services
 from millrace.proxy.http.request_ids import candidates
 from millrace.proxy.streams.request_states import RequestStates
@@ -26,8 +24,7 @@ class RequestEndpoints:
         tenant, request_id = self._tenants.of(scope), scope["path_params"]["request_id"]
         for response_id in candidates(tenant, request_id):
             if (found := await self._states.find(response_id, tenant)) is not None:
-                await send_json(send, 200, orjson.dumps(found.to_dict()))
-                return 200
+                return await send_document(send, found.to_dict())
         raise unknown(request_id)
 
 

@@ -5,17 +5,15 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import orjson
-
 from millrace.proxy.errors import ApiError, bad_field, shown
-from millrace.proxy.http.asgi import Receive, Scope, Send, receive_body, send_json
-from millrace.proxy.http.client import Client, send_part, start_stream, until_disconnect
+from millrace.proxy.http.asgi import Receive, Scope, Send, receive_body, send_document, send_json
+from millrace.proxy.http.client import Client, send_parts
 from millrace.proxy.http.generate import Runs, Services
-from millrace.proxy.http.query import flag, newest_first, number, query_of
+from millrace.proxy.http.query import flag, list_of, newest_first, number, query_of
 from millrace.proxy.prompts import EnginePrompt
 from millrace.proxy.reply.builder import Arrival
 from millrace.proxy.reply.response import ResponseReply, ends_stream, head
@@ -27,7 +25,7 @@ from millrace.proxy.request.responses import (
     read_response,
     renamed,
 )
-from millrace.proxy.responses import source_of
+from millrace.proxy.responses import StoredResponses, source_of
 
 Json = dict[str, Any]
 
@@ -186,11 +184,11 @@ class StoredEndpoints:
         if scope["method"] == "DELETE":
             await self._services.responses.delete(response_id, tenant)
             deleted = {"id": response_id, "object": "response", "deleted": True}
-            return await _send_document(send, deleted)
+            return await send_document(send, deleted)
         query = query_of(scope)
         found = await self._services.responses.find(response_id, tenant)
         if not flag(query, "stream"):
-            return await _send_document(send, found.body)
+            return await send_document(send, found.body)
         if not (found.source.streams and found.body["background"]):
             wrong = "only a response that was created with 'background' and 'stream' can be."
             raise bad_field("stream", wrong)
@@ -199,9 +197,7 @@ class StoredEndpoints:
         return await _send_events(self._services, response_id, tenant, start, client)
 
     async def cancel(self, scope: Scope, receive: Receive, send: Send) -> int:
-        return await _send_document(
-            send, await self._services.responses.cancel(*self._named(scope))
-        )
+        return await send_document(send, await self._services.responses.cancel(*self._named(scope)))
 
     async def input_items(self, scope: Scope, receive: Receive, send: Send) -> int:
         query = query_of(scope)
@@ -216,56 +212,38 @@ class StoredEndpoints:
                 raise bad_field("after", f"the input has no item {shown(after)}.")
             items = items[ids.index(after) + 1 :]
         page = items[:limit]
-        return await _send_document(
-            send,
-            {
-                "object": "list",
-                "data": page,
-                "first_id": page[0]["id"] if page else None,
-                "last_id": page[-1]["id"] if page else None,
-                "has_more": len(items) > len(page),
-            },
-        )
+        return await send_document(send, list_of(page, has_more=len(items) > len(page)))
 
     def _named(self, scope: Scope) -> tuple[str, str]:
         """Returns the id of the response and the tenant."""
         return scope["path_params"]["response_id"], self._services.tenants.of(scope)
 
 
-async def _send_document(send: Send, document: Json) -> int:
-    await send_json(send, 200, orjson.dumps(document))
-    return 200
-
-
 async def _send_events(
     services: Services, response_id: str, tenant: str, start: int, client: Client
 ) -> int:
     """Sends the events from number `start` on as they come to the store, from any replica."""
-    responses, keepalive_s = services.responses, services.config.proxy.keepalive_s
-    final = (await responses.find(response_id, tenant)).final
-    await start_stream(client)
-    silent_s = unchecked_s = 0.0
-    gone = asyncio.create_task(until_disconnect(client.receive))
+    final = (await services.responses.find(response_id, tenant)).final
+    parts = _events(services.responses, response_id, tenant, start, final=final)
+    return await send_parts(client, parts, services.config.proxy.keepalive_s)
+
+
+async def _events(
+    responses: StoredResponses, response_id: str, tenant: str, start: int, *, final: bool
+) -> AsyncGenerator[bytes, None]:
+    """Yields the events as they come, and empty bytes whenever there is none."""
+    unchecked_s = 0.0
     try:
-        while not gone.done():
+        while True:
             events = await responses.events(response_id, start)
             start += len(events)
-            silent_s = 0.0 if events else silent_s + _POLL_S
-            if events:
-                await send_part(client, b"".join(events))
-            elif silent_s >= keepalive_s:
-                silent_s = 0.0
-                await send_part(client, b": waiting\n\n")
+            yield b"".join(events)
             if final or (events and ends_stream(events[-1])):
-                break
+                return
             await asyncio.sleep(_POLL_S)
             unchecked_s += _POLL_S
             if unchecked_s >= _CHECK_S:
                 unchecked_s = 0.0
                 final = (await responses.find(response_id, tenant)).final
     except ApiError as error:  # deleted meanwhile, or the store is out of reach
-        await send_part(client, b"event: error\ndata: " + error.body() + b"\n\n")
-    finally:
-        gone.cancel()
-    await client.send({"type": "http.response.body", "body": b""})
-    return 200
+        yield b"event: error\ndata: " + error.body() + b"\n\n"

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable, Sequence
-from contextlib import aclosing
 from typing import Protocol
 
 from millrace.core.config import ProxyConfig
 from millrace.proxy.errors import ApiError, bad_field, shown, unavailable
 from millrace.proxy.fleet.prompts_ahead import PromptsAhead
 from millrace.proxy.http.asgi import Receive, Scope, Send, header
-from millrace.proxy.http.client import Client, send_part, start_stream, until_disconnect
+from millrace.proxy.http.client import Client, send_part, send_parts, start_stream, until_disconnect
 from millrace.proxy.http.keep_alive import KeepAlive
 from millrace.proxy.http.request_ids import candidates
 from millrace.proxy.http.tenants import Tenants
@@ -175,22 +173,7 @@ class ResumeEndpoint:
         reader = StreamReader(self._owned, self._requests, self._replays, stream_id, record, after)
         self._owned.count("resumed")
         client = Client(receive, send, stream_id)
-        await start_stream(client)
-        spoken = time.monotonic()
-        gone = asyncio.create_task(until_disconnect(receive))
-        try:
-            async with aclosing(reader.parts()) as parts:
-                async for data in parts:
-                    if gone.done():
-                        break
-                    now = time.monotonic()
-                    if data or now - spoken >= self._keepalive_s:
-                        spoken = now
-                        await send_part(client, data or b": waiting\n\n")
-        finally:
-            gone.cancel()
-        await send({"type": "http.response.body", "body": b""})
-        return 200
+        return await send_parts(client, reader.parts(), self._keepalive_s)
 
     async def _find(self, scope: Scope) -> tuple[str, StreamRecord]:
         tenant, request_id = self._tenants.of(scope), scope["path_params"]["request_id"]

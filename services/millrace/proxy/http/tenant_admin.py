@@ -6,7 +6,6 @@ import re
 from dataclasses import asdict
 from typing import Annotated, Any
 
-import orjson
 from pydantic import Field, TypeAdapter, with_config
 from typing_extensions import TypedDict
 
@@ -15,7 +14,7 @@ from millrace.core.config.tenants import Access
 from millrace.core.limits.rules import MOST_PER_DAY, MOST_PER_MINUTE, Level
 from millrace.proxy.errors import ApiError, bad_field, shown
 from millrace.proxy.http.admin import Guard
-from millrace.proxy.http.asgi import JSON, Receive, Scope, Send, receive_body, send_json
+from millrace.proxy.http.asgi import Receive, Scope, Send, receive_body, send_document
 from millrace.proxy.request.fields import STRICT, Within
 from millrace.proxy.request.reading import read_body
 from millrace.proxy.tenancy.caller import TENANT_ACCOUNT, Caller, caller_of
@@ -81,8 +80,7 @@ class TenantAdmin:
         del receive  # a GET
         self._guard.check(scope)
         tenants = [await self._tenant(*found) for found in sorted(self._keys.tenants.items())]
-        await send_json(send, 200, orjson.dumps({"tenants": tenants}), JSON)
-        return 200
+        return await send_document(send, {"tenants": tenants})
 
     async def _tenant(self, name: str, config: TenantConfig) -> Json:
         shared = [
@@ -144,8 +142,7 @@ class StoredTenantAdmin:
             body = await receive_body(scope, receive, self._max_body_bytes)
             await self._stored.put(name, read_body(TENANT_BODY, body))
         done = {"name": name, "stored": scope["method"] == "PUT"}
-        await send_json(send, 200, orjson.dumps(done), JSON)
-        return 200
+        return await send_document(send, done)
 
 
 def _access(access: Access) -> Json:
