@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 import reprlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import orjson
 
 from millrace.core.errors import MillraceError
 from millrace.core.scheduler.effects import Refuse
+from millrace.state.store import StoreError
 
 INVALID = "invalid_request_error"
 SERVER = "server_error"
@@ -101,6 +103,15 @@ def bad_field(param: str, message: str, code: str = "invalid_value") -> ApiError
 def unavailable(message: str) -> ApiError:
     """Returns a 503 error: the client may try again soon."""
     return ApiError(503, message, code="unavailable", retry_after_s=RETRY_AFTER_S)
+
+
+@contextmanager
+def reachable(kept: str) -> Iterator[None]:
+    """Makes the error of a store a 503 error; `kept` is what the store keeps."""
+    try:
+        yield
+    except StoreError as error:
+        raise unavailable(f"The store of {kept} does not answer: {error}") from error
 
 
 def overloaded(message: str) -> ApiError:

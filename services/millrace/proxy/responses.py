@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import orjson
 
-from millrace.proxy.errors import ApiError, bad_field, shown, unavailable
+from millrace.proxy.errors import ApiError, bad_field, reachable, shown
 from millrace.proxy.reply.response import ResponseReply, event_of
 from millrace.proxy.request.responses import ResponseRequest, messages_of
 from millrace.state.documents import Change, Document, DocumentStore
-from millrace.state.store import StoreError
 
 log = logging.getLogger(__name__)
 
@@ -67,7 +65,7 @@ class StoredResponses:
 
     async def create(self, reply: ResponseReply, tenant: str, source: Source) -> None:
         """Keeps a response, with its events so far if it runs in the background."""
-        with _reachable():
+        with reachable("responses"):
             await self._documents.create(
                 reply.response_id,
                 tenant=tenant,
@@ -91,7 +89,7 @@ class StoredResponses:
 
         Returns False if the response was cancelled or deleted: its work ends.
         """
-        with _reachable():
+        with reachable("responses"):
             return await self._documents.update(reply.response_id, _change(reply, first_event))
 
     async def find(self, response_id: str, tenant: str) -> StoredResponse:
@@ -126,12 +124,12 @@ class StoredResponses:
 
     async def delete(self, response_id: str, tenant: str) -> None:
         await self._get(response_id, tenant)
-        with _reachable():
+        with reachable("responses"):
             await self._documents.delete(response_id)
 
     async def events(self, response_id: str, start: int) -> list[bytes]:
         """Returns a background response's events from number `start` on, server-sent."""
-        with _reachable():
+        with reachable("responses"):
             return await self._documents.events(response_id, start)
 
     async def history(self, response_id: str, tenant: str) -> list[Json]:
@@ -151,7 +149,7 @@ class StoredResponses:
         await self._documents.close()
 
     async def _get(self, response_id: str, tenant: str) -> Document:
-        with _reachable():
+        with reachable("responses"):
             found = await self._documents.get(response_id)
         if found is None or found.tenant != tenant:
             message = f"Response with id {shown(response_id)} not found."
@@ -162,7 +160,7 @@ class StoredResponses:
         self, response_id: str, body: Json, first_event: int, events: Sequence[bytes]
     ) -> None:
         change = Change(body=orjson.dumps(body), first_event=first_event, events=events, final=True)
-        with _reachable():
+        with reachable("responses"):
             await self._documents.update(response_id, change)
 
     async def _count_events(self, response_id: str) -> int:
@@ -184,11 +182,3 @@ def _failed(body: bytes) -> Json:
     error = {"code": "server_error", "message": message}
     document: Json = orjson.loads(body) | {"status": "failed", "error": error}
     return document
-
-
-@contextmanager
-def _reachable() -> Iterator[None]:
-    try:
-        yield
-    except StoreError as error:
-        raise unavailable(f"The store of responses does not answer: {error}") from error

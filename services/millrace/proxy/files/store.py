@@ -16,7 +16,8 @@ from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 
 from millrace.core.config import FilesConfig
-from millrace.proxy.errors import ApiError, unavailable
+from millrace.proxy import errors
+from millrace.proxy.errors import ApiError
 from millrace.proxy.files.objects import File, Part, decode_file
 from millrace.proxy.files.pages import Page, PageWanted, read_page
 from millrace.state.blobs import BlobMissing, Blobs, BlobWriter
@@ -182,9 +183,8 @@ def no_such_file(file_id: str, param: str = "id") -> ApiError:
 @contextmanager
 def reachable() -> Iterator[None]:
     """Makes an error of a store a 503, and a missing blob a 404."""
-    try:
-        yield
-    except BlobMissing as error:
-        raise ApiError(404, "The bytes of this file are gone.", code="file_gone") from error
-    except StoreError as error:
-        raise unavailable(f"The store of files does not answer: {error}") from error
+    with errors.reachable("files"):
+        try:
+            yield
+        except BlobMissing as error:
+            raise ApiError(404, "The bytes of this file are gone.", code="file_gone") from error

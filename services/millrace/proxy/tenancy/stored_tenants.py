@@ -16,7 +16,7 @@ import orjson
 from millrace.core.config import TenantConfig
 from millrace.core.config.tenants import read_tenants
 from millrace.core.errors import ConfigError
-from millrace.proxy.errors import ApiError, unavailable
+from millrace.proxy.errors import ApiError, reachable
 from millrace.proxy.tenancy.key_ring import KeyRing
 from millrace.state.store import StoreError
 from millrace.state.tenant_tables import TenantTables
@@ -84,10 +84,8 @@ class StoredTenants:
         await self._tables.close()
 
     async def _write(self, work: Awaitable[T]) -> T:
-        try:
+        with reachable("tenants"):
             done = await work
-        except StoreError as error:
-            raise unavailable(f"The store of tenants does not answer: {error}") from error
         await self.read()
         return done
 
