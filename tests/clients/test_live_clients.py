@@ -20,7 +20,7 @@ import pytest
 import pytest_asyncio
 
 from clients.request_recorder import Recorder, recorder
-from millrace.cli.main import SHIPPED_MODEL
+from millrace.shipped import SHIPPED_MODEL
 from support.deadlines import HANG_S
 from support.live_stack import live_stack
 

@@ -1,0 +1,185 @@
+"""The commands that run or measure a stack on this machine: `millrace up`, `profile`, `demo`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from millrace.cli.options import (
+    Autoscale,
+    ColocatedRole,
+    Colocation,
+    ConfigPath,
+    DecodeSizes,
+    Devices,
+    Host,
+    KvpSize,
+    MaxChunkTokens,
+    ModelName,
+    ModelOrShipped,
+    NoProfile,
+    Port,
+    PrefillSizes,
+    ScaleToZero,
+    Settings,
+    ShareDevices,
+    Stages,
+    with_stages,
+)
+from millrace.cli.process import configure, plain_errors, run_async, usable_devices
+from millrace.shipped import SHIPPED_MODEL
+
+
+def register(app: typer.Typer) -> None:
+    """Adds the commands."""
+    app.command("up")(up)
+    app.command("profile")(profile)
+    app.command("demo")(demo)
+
+
+def up(  # noqa: PLR0913 - every option of the command line is a parameter
+    model: ModelOrShipped = str(SHIPPED_MODEL),
+    model_name: ModelName = "",
+    prefill: PrefillSizes = "",
+    decode: DecodeSizes = "",
+    colocated: Annotated[
+        int,
+        typer.Option(
+            "--colocated",
+            min=0,
+            help="Instances that prefill and decode, instead of separate pools.",
+        ),
+    ] = 0,
+    role: ColocatedRole = Colocation.PAIR,
+    kvp: KvpSize = 0,
+    stages: Stages = None,
+    autoscale: Autoscale = False,
+    scale_to_zero: ScaleToZero = False,
+    max_chunk_tokens: MaxChunkTokens = None,
+    host: Host = "127.0.0.1",
+    port: Port = 8080,
+    redis: Annotated[
+        str, typer.Option("--redis", metavar="URL", help="Default: a private Redis server.")
+    ] = "",
+    threads: Annotated[
+        int, typer.Option("--threads", help="Compute threads per instance; 0: half the cores.")
+    ] = 0,
+    devices: Devices = "",
+    share_devices: ShareDevices = False,
+    no_profile: NoProfile = False,
+    config: ConfigPath = None,
+    settings: Settings = [],  # noqa: B006
+) -> None:
+    """Run the whole stack on this machine: proxy, scheduler, prefill, decode, Redis."""
+    from millrace.local.scaling import PARKING, Scaling, parse_sizes
+    from millrace.local.stack import StackOptions
+    from millrace.local.up import run_until_stopped
+
+    if max_chunk_tokens is not None:
+        settings = [*settings, f"engine.max_chunk_tokens={max_chunk_tokens}"]
+    settings = with_stages(settings, stages)
+    tree = configure(config, settings, "up")
+    if tree.engine.stages > 1 and colocated and role is Colocation.PAIR:
+        raise typer.BadParameter(
+            f"engine.stages is {tree.engine.stages}; a pair of instances that share their weights "
+            "can have 1 (--role mixed can have more)"
+        )
+    autoscale |= scale_to_zero
+    if autoscale and colocated:
+        raise typer.BadParameter("--autoscale is for prefill and decode, not for --colocated")
+    if scale_to_zero and not tree.proxy.park_timeout_s:
+        settings = [*settings, PARKING]
+    measures = not no_profile and tree.engine.profile == "auto" and tree.engine.stages == 1
+    with plain_errors():
+        sizes = parse_sizes({"prefill": prefill, "decode": decode}, autoscale=autoscale)
+    options = StackOptions(
+        model=model,
+        model_name=model_name,
+        prefill=sizes["prefill"][0],
+        decode=sizes["decode"][0],
+        colocated=colocated,
+        colocation=role,
+        kvp=kvp,
+        host=host,
+        port=port,
+        redis=redis,
+        threads=threads,
+        config=config,
+        settings=settings,
+        profile=tree.engine if measures else None,
+        devices=usable_devices(tree, devices),
+        devices_each=tree.engine.tensor_parallel * tree.engine.stages,
+        share_devices=share_devices,
+        most={role: most for role, (_, most) in sizes.items()} if autoscale else {},
+    )
+    with plain_errors():
+        options.device_pool()
+    scaling = Scaling(sizes=sizes, config=tree.scaling, to_zero=scale_to_zero)
+    run_async(run_until_stopped(options, scaling if autoscale else None))
+
+
+def profile(  # noqa: PLR0913
+    model: Annotated[
+        str, typer.Argument(metavar="[FOLDER|HUB-ID]", help="Default: the shipped model.")
+    ] = str(SHIPPED_MODEL),
+    device: Annotated[str, typer.Option("--device", help="As engine.device.")] = "",
+    dtype: Annotated[str, typer.Option("--dtype", help="As engine.dtype.")] = "",
+    threads: Annotated[
+        int | None,
+        typer.Option("--threads", help="As engine.threads: must equal the workers' number."),
+    ] = None,
+    max_tokens: Annotated[
+        int, typer.Option("--max-tokens", help="Longest prompt; 0: as long as the budget allows.")
+    ] = 0,
+    budget_s: Annotated[float, typer.Option("--budget-s", help="Seconds to measure for.")] = 60.0,
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", metavar="PATH", help="Write the profile to this file, too."),
+    ] = None,
+    json_path: Annotated[
+        Path | None, typer.Option("--json", metavar="PATH", help="All measured points.")
+    ] = None,
+    if_missing: Annotated[
+        bool, typer.Option("--if-missing", help="Measure only if the cache has no such profile.")
+    ] = False,
+    sp: Annotated[
+        str,
+        typer.Option("--sp", metavar="N,...", help="Measure SP groups of N live instances, too."),
+    ] = "",
+    config: ConfigPath = None,
+    settings: Settings = [],  # noqa: B006
+) -> None:
+    """Measure a model on this machine, for the scheduler and the simulator."""
+    given = {"device": device, "dtype": dtype, "threads": threads}
+    chosen = [f"engine.{name}={value}" for name, value in given.items() if value not in ("", None)]
+    settings = [*settings, *chosen]
+    tree = configure(config, settings, "profile")
+    if not all(part.isdecimal() for part in sp.split(",") if sp):
+        raise typer.BadParameter(f"--sp {sp!r}: write whole numbers with commas between")
+    with plain_errors():
+        from millrace.profiler.command import ProfileOptions, run
+
+        options = ProfileOptions(
+            model=model,
+            budget_s=budget_s,
+            max_tokens=max_tokens,
+            out=out,
+            report=json_path,
+            if_missing=if_missing,
+            sp=tuple(sorted({int(part) for part in sp.split(",") if part})),
+            settings=settings,
+            config=config,
+        )
+        run(options, tree.engine)
+
+
+def demo(
+    model: ModelOrShipped = str(SHIPPED_MODEL),
+) -> None:
+    """Start a stack, send one long and several short chats, show waterfalls, stop."""
+    from millrace.cli.demo import run
+
+    configure(None, [], "demo")
+    run_async(run(model))

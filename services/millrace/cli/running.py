@@ -1,0 +1,126 @@
+"""The commands that talk to a running stack: its gateway or its scheduler."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from millrace.cli.options import (
+    ConfigPath,
+    JsonAnswer,
+    SchedulerAddress,
+    Settings,
+)
+from millrace.cli.process import configure, run_async
+
+
+def register(app: typer.Typer) -> None:
+    """Adds the commands."""
+    app.command("chat")(chat)
+    app.command("policy")(policy)
+    app.command("fleet")(fleet)
+    app.command("explain")(explain)
+    app.command("improvement-rate")(improvement_rate)
+
+
+def chat(
+    url: Annotated[str, typer.Option("--url", help="The gateway.")] = "http://127.0.0.1:8080",
+    message: Annotated[
+        str, typer.Argument(help="One message to send; without it, a conversation.")
+    ] = "",
+    system: Annotated[str, typer.Option("--system", help="System message.")] = "",
+    max_tokens: Annotated[int, typer.Option("--max-tokens", min=1)] = 256,
+    temperature: Annotated[float, typer.Option("--temperature", min=0.0)] = 0.7,
+    trace: Annotated[bool, typer.Option("--trace", help="Show each answer's waterfall.")] = False,
+    api_key: Annotated[
+        str, typer.Option("--api-key", envvar="MILLRACE_API_KEY", help="Sent as a bearer token.")
+    ] = "",
+) -> None:
+    """Talk to a running gateway in the terminal."""
+    from millrace.cli.chat import converse
+
+    run_async(
+        converse(
+            url,
+            message=message,
+            system=system,
+            max_tokens=max_tokens,
+            temperature=temperature,
+            trace=trace,
+            api_key=api_key,
+        )
+    )
+
+
+def policy(
+    name: Annotated[str, typer.Argument(metavar="[POLICY]", help="Policy to change to.")] = "",
+    weight: Annotated[
+        list[str],
+        typer.Option("--weight", metavar="CLASS=N", help="Weight of an SLO class; repeatable."),
+    ] = [],  # noqa: B006
+    tenant_weight: Annotated[
+        list[str],
+        typer.Option("--tenant-weight", metavar="TENANT=N", help="Weight of a tenant; repeatable."),
+    ] = [],  # noqa: B006
+    scheduler: SchedulerAddress = "127.0.0.1:7070",
+    json_path: JsonAnswer = None,
+    config: ConfigPath = None,
+    settings: Settings = [],  # noqa: B006
+) -> None:
+    """Show or change the policy and weights by which a running scheduler orders requests."""
+    from millrace.cli.policy import parse_weights, show_or_change_policy
+
+    configure(config, settings, "policy")
+
+    async def run() -> None:
+        weights = parse_weights(weight, tenant_weight)
+        await show_or_change_policy(scheduler, name, weights, json_path)
+
+    run_async(run())
+
+
+def fleet(
+    scheduler: SchedulerAddress = "127.0.0.1:7070",
+    json_path: JsonAnswer = None,
+    config: ConfigPath = None,
+    settings: Settings = [],  # noqa: B006
+) -> None:
+    """Show a running scheduler's instances, and the signals that scale its pools."""
+    from millrace.cli.fleet import show
+
+    configure(config, settings, "fleet")
+    run_async(show(scheduler, json_path))
+
+
+def explain(
+    request_id: Annotated[str, typer.Argument(metavar="ID", help="As x-request-id says.")],
+    scheduler: SchedulerAddress = "127.0.0.1:7070",
+    json_path: JsonAnswer = None,
+    config: ConfigPath = None,
+    settings: Settings = [],  # noqa: B006
+) -> None:
+    """Say why a request waits, or waited if it is one of the last 1,000 that ended."""
+    from millrace.cli.explain import show
+
+    configure(config, settings, "explain")
+    run_async(show(scheduler, request_id, json_path))
+
+
+def improvement_rate(
+    wanted: Annotated[
+        str,
+        typer.Argument(
+            metavar="[RATE|ARRIVALS_PER_S:RATE,...]",
+            help="Fixed rate from 0 to 1, or a table of rates by arrivals per second.",
+        ),
+    ] = "",
+    scheduler: SchedulerAddress = "127.0.0.1:7070",
+    config: ConfigPath = None,
+    settings: Settings = [],  # noqa: B006
+) -> None:
+    """Show or change the share by which a larger SP group must cut the TTFT."""
+    from millrace.cli.policy import show_or_change_improvement_rate
+
+    configure(config, settings, "improvement-rate")
+    run_async(show_or_change_improvement_rate(scheduler, wanted))
