@@ -2,7 +2,7 @@
 
 import asyncio
 import signal
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import httpx
@@ -12,7 +12,7 @@ import pytest
 from millrace.local.stack import Stack
 from millrace.wire.clients.scheduler_client import evict, get_instances, set_cordon
 from support.deadlines import HANG_S
-from support.live_stack import complete, eventually, live_stack
+from support.live_stack import complete, eventually, held, live_stack
 from support.served_model import served_folder
 from support.tiny_models import prompt
 
@@ -71,14 +71,16 @@ class Client:
 
 
 async def disturbed(
-    client: httpx.AsyncClient, bodies: list[dict[str, Any]], disturb: Callable[[], Any]
+    client: httpx.AsyncClient,
+    bodies: list[dict[str, Any]],
+    stack: Stack,
+    name: str,
+    disturb: Callable[[], Awaitable[None]],
 ) -> list[Client]:
-    """All answers at once, disturbed once tokens of each have come."""
+    """All answers at once, disturbed at a decode instance once tokens of each have come."""
     answers = [Client(client, body) for body in bodies]
-    await eventually(lambda: all(len(answer.token_ids) > 5 for answer in answers))
-    found = disturb()
-    if found is not None:
-        await found
+    async with held(stack, name, lambda: all(len(one.token_ids) > 5 for one in answers)):
+        await disturb()
     await asyncio.gather(*(answer.done for answer in answers))
     return answers
 
@@ -112,7 +114,7 @@ async def test_answers_survive_the_death_of_their_decode_instance() -> None:
             await process.wait()
             stack.remove("decode-0")  # for good
 
-        answers = await disturbed(client, bodies, kill)
+        answers = await disturbed(client, bodies, stack, "decode-0", kill)
         assert [answer.error for answer in answers] == [""] * 2
         assert [answer.token_ids for answer in answers] == expected
         assert sum(answer.moves for answer in answers) > 0
@@ -128,13 +130,17 @@ async def test_answers_survive_an_eviction_and_end_with_an_abort() -> None:
     ):
         expected = await undisturbed(client, bodies)
         address = scheduler_of(stack)
-        answers = await disturbed(client, bodies, lambda: evict(address, "decode-0", abort=False))
+        answers = await disturbed(
+            client, bodies, stack, "decode-0", lambda: evict(address, "decode-0", abort=False)
+        )
         assert [answer.error for answer in answers] == [""] * 2
         assert [answer.token_ids for answer in answers] == expected
         assert sum(answer.moves for answer in answers) > 0
         await eventually(lambda: holds_nothing(stack, "decode-0"))
 
-        answers = await disturbed(client, bodies, lambda: evict(address, "decode-1", abort=True))
+        answers = await disturbed(
+            client, bodies, stack, "decode-1", lambda: evict(address, "decode-1", abort=True)
+        )
         assert any("let go of its requests" in answer.error for answer in answers)
         for answer, whole in zip(answers, expected, strict=True):
             assert answer.error or answer.token_ids == whole

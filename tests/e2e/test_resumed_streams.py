@@ -15,7 +15,7 @@ from millrace.core.config import load_config
 from millrace.local.stack import Stack
 from millrace.proxy.service import Proxy, listen
 from support.deadlines import HANG_S
-from support.live_stack import complete, eventually, live_stack
+from support.live_stack import complete, eventually, held, live_stack
 from support.served_model import served_folder
 from support.tiny_models import prompt
 
@@ -105,13 +105,13 @@ async def test_streams_survive_the_death_of_their_proxy() -> None:
             asyncio.create_task(one.start(client, body))
             for one, body in zip(readers, BODIES, strict=True)
         ]
-        await eventually(lambda: all(len(one.token_ids) > 20 for one in readers))
-        process = stack.services["proxy"].process
-        assert process is not None
-        process.send_signal(signal.SIGKILL)
-        await process.wait()
-        stack.remove("proxy")  # for good
-        await asyncio.gather(*reading)
+        async with held(stack, "decode-0", lambda: all(len(one.token_ids) > 20 for one in readers)):
+            process = stack.services["proxy"].process
+            assert process is not None
+            process.send_signal(signal.SIGKILL)
+            await process.wait()
+            stack.remove("proxy")  # for good
+            await asyncio.gather(*reading)
         seen = [len(one.token_ids) for one in readers]
         assert all(20 < count < TOKENS for count in seen), seen
 

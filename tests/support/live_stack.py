@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import AsyncIterator, Mapping, Sequence
+import signal
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,8 @@ from support.deadlines import HANG_S
 
 POOL_BYTES = 64 << 20
 MOST_LOG_LINES = 60
+#: A service that is held runs and stops for this long in turns: some steps of the smallest models.
+SLICE_S = 0.02
 
 
 @asynccontextmanager
@@ -105,3 +108,29 @@ async def eventually(check: Any, timeout_s: float = HANG_S, *, what: str = "") -
             print(stacks())
             raise AssertionError(f"{what or 'it'}: still {value!r} after {timeout_s:g} s")
         await asyncio.sleep(0.01)
+
+
+@asynccontextmanager
+async def held(
+    stack: Stack, name: str, check: Callable[[], bool]
+) -> AsyncIterator[asyncio.subprocess.Process]:
+    """Lets a service run in short slices until `check()` is true; inside, it is stopped.
+
+    What the service does is then in the state that `check` wants, however busy the machine is.
+    """
+    process = stack.services[name].process
+    assert process is not None
+
+    async def has_run_enough() -> bool:
+        process.send_signal(signal.SIGCONT)
+        await asyncio.sleep(SLICE_S)
+        process.send_signal(signal.SIGSTOP)
+        await asyncio.sleep(SLICE_S)  # others do what it caused
+        return check()
+
+    try:
+        await eventually(has_run_enough)
+        yield process
+    finally:
+        if process.returncode is None:
+            process.send_signal(signal.SIGCONT)
