@@ -52,10 +52,11 @@ def test_the_wheel_has_the_model_types_and_profiles_and_no_sources_of_c(portable
     assert {f"{package}/py.typed" for package in PACKAGES} <= names
     model = ROOT / "models/millrace-tiny"
     assert {f"millrace/models/millrace-tiny/{file.name}" for file in model.iterdir()} <= names
+    assert "millrace/proxy/board/page.html" in names
     profiles = (ROOT / "services/millrace/profiles").glob("*.json")
     assert {f"millrace/profiles/{file.name}" for file in profiles} <= names
     assert {Path(name).suffix for name in names} <= {
-        *("", ".py", ".pyi", ".json", ".md", ".typed", ".txt", ".safetensors")
+        *("", ".py", ".pyi", ".json", ".md", ".typed", ".txt", ".safetensors", ".html")
     }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -115,6 +116,32 @@ register(app)
 on_this_machine.register(app)
 running.register(app)
 keys.register(app)
+
+
+@app.command()
+def board(
+    path: Annotated[
+        Path,
+        typer.Argument(
+            metavar="FILE",
+            help="Of `millrace sim run --board`, or a recording of `--record`.",
+        ),
+    ],
+    html: Annotated[
+        Path | None,
+        typer.Option("--html", metavar="PATH", help="Write one page that needs no server."),
+    ] = None,
+    port: Port = 0,
+) -> None:
+    """Show a recorded or simulated run in the browser: a server on this machine, or a page."""
+    from millrace.cli.board import page_of, serve, write_page
+
+    with plain_errors():
+        page = page_of(path)
+        if html is not None:
+            write_page(page, html)
+        else:
+            serve(page, port)
 
 
 @app.command("config")

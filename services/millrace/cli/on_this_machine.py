@@ -22,6 +22,7 @@ from millrace.cli.options import (
     NoProfile,
     Port,
     PrefillSizes,
+    Record,
     ScaleToZero,
     Settings,
     ShareDevices,
@@ -69,6 +70,7 @@ def up(  # noqa: PLR0913 - every option of the command line is a parameter
     devices: Devices = "",
     share_devices: ShareDevices = False,
     no_profile: NoProfile = False,
+    record: Record = None,
     config: ConfigPath = None,
     settings: Settings = [],  # noqa: B006
 ) -> None:
@@ -107,6 +109,7 @@ def up(  # noqa: PLR0913 - every option of the command line is a parameter
         redis=redis,
         threads=threads,
         config=config,
+        record=record,
         settings=settings,
         profile=tree.engine if measures else None,
         devices=usable_devices(tree, devices),

@@ -39,7 +39,11 @@ SchedulerAddress = Annotated[
 ]
 Record = Annotated[
     Path | None,
-    typer.Option("--record", metavar="FILE", help="Record the run for `millrace sim replay`."),
+    typer.Option(
+        "--record",
+        metavar="FILE",
+        help="Record the run for `millrace board FILE` and `millrace sim replay`.",
+    ),
 ]
 Host = Annotated[str, typer.Option("--host", help="Address to listen on.")]
 Port = Annotated[int, typer.Option("--port", help="Port to listen on; 0 picks a free one.")]

@@ -64,6 +64,7 @@ class StackOptions:
     devices_each: int = 1
     share_devices: bool = False
     most: Mapping[str, int] = field(default_factory=dict)  # instances by role, autoscaled
+    record: Path | None = None  # the file to which the scheduler records the run
 
     @property
     def compute_threads(self) -> int:
@@ -167,7 +168,8 @@ class Stack:
             files = [f"files.url={self.directory / 'files'}"]  # their records end with this Redis
         common = _set(f"store.url={redis_url}", *files) + o.common_arguments
         self._progress("starting the scheduler")
-        scheduler = self.service("scheduler", ["scheduler", *common, "--port", "0"])
+        recorded = [] if o.record is None else ["--record", str(o.record.absolute())]
+        scheduler = self.service("scheduler", ["scheduler", *common, *recorded, "--port", "0"])
         await scheduler.start(o.start_timeout_s)
         scheduler.arguments[scheduler.arguments.index("--port") + 1] = str(scheduler.port)
         address = self.scheduler_address

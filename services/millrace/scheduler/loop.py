@@ -21,6 +21,7 @@ from millrace.core.scheduler.fleet.prompt_progress import progress_of
 from millrace.core.scheduler.machine import Machine
 from millrace.core.scheduler.reports import Draining
 from millrace.core.weights import Weights
+from millrace.scheduler.board_feed import BoardFeed
 from millrace.scheduler.first_tokens import FirstTokens
 from millrace.scheduler.in_force import InForce
 from millrace.scheduler.metrics import SchedulerMetrics
@@ -85,6 +86,7 @@ class SchedulerLoop:
             "millrace_scheduler_parked_requests", "requests parked at the proxies", self._parked
         )
         self._first_tokens = FirstTokens(registry)
+        self.board = BoardFeed(self.machine)
         self._inbox: asyncio.Queue[tuple[events.Event | None, Subject]] = asyncio.Queue()
         self._room = asyncio.Event()
         self._room.set()
@@ -176,6 +178,8 @@ class SchedulerLoop:
         wanted = self._step(event, start_s)
         self._metrics.step_s.observe(self.clock() - start_s)
         self._meter.saw(event, wanted, start_s)
+        if self.board.outboxes:
+            self.board.saw(event, wanted, start_s)
         if isinstance(event, _MEMBERSHIP) or _is_draining(event):
             self._tell_fleet()
         for effect in wanted:
@@ -311,6 +315,7 @@ class SchedulerLoop:
             proxy.outbox.close()
         for worker in self.workers.values():
             worker.outbox.close()
+        self.board.close()
 
     @property
     def addresses(self) -> dict[str, str]:

@@ -27,6 +27,9 @@ from millrace.wire.pb import common_pb2, scheduler_pb2, scheduler_pb2_grpc
 
 log = logging.getLogger(__name__)
 
+#: Lines of the board that come within this time travel in one message.
+BOARD_INTERVAL_S = 0.1
+
 M = TypeVar("M")
 WorkerContext = grpc.aio.ServicerContext[
     AsyncIterator[scheduler_pb2.WorkerMessage], AsyncIterator[scheduler_pb2.WorkerCommand]
@@ -51,6 +54,9 @@ CordonContext = grpc.aio.ServicerContext[
 ]
 ExplainContext = grpc.aio.ServicerContext[
     scheduler_pb2.ExplainRequest, Awaitable[scheduler_pb2.Explanation]
+]
+BoardContext = grpc.aio.ServicerContext[
+    scheduler_pb2.WatchBoardRequest, AsyncIterator[scheduler_pb2.BoardLines]
 ]
 EvictContext = grpc.aio.ServicerContext[
     scheduler_pb2.EvictRequest, Awaitable[scheduler_pb2.EvictReply]
@@ -221,6 +227,19 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
             message = f"no request {request.request_id!r} is known, or no longer"
             await context.abort(grpc.StatusCode.NOT_FOUND, message)
         return status_codec.EXPLANATION.encode(found)
+
+    async def WatchBoard(
+        self, request: scheduler_pb2.WatchBoardRequest, context: BoardContext
+    ) -> AsyncIterator[scheduler_pb2.BoardLines]:
+        feed = self._loop.board
+        outbox = feed.watch(self._loop.clock())
+        try:
+            while lines := await outbox.take():
+                yield scheduler_pb2.BoardLines(lines=b"".join(lines))
+                await asyncio.sleep(BOARD_INTERVAL_S)
+        finally:
+            feed.leave(outbox)
+        await _end(context, outbox)
 
     async def _first(self, messages: AsyncIterator[M]) -> M | None:
         """Returns the stream's first message; None if no message comes within a lease."""

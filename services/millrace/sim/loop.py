@@ -9,7 +9,10 @@ what runs next.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
+from millrace.core.board.events import line_of
+from millrace.core.board.observer import Observer
 from millrace.core.errors import IntegrityError
 from millrace.core.request import Request, Slo
 from millrace.core.scheduler import effects as fx
@@ -35,7 +38,8 @@ _TO_INSTANCES = (fx.AdmitDecode, fx.RunPrefill, fx.Order, fx.CancelOn)
 
 class Simulation:
     """One run. `progress(ended, now_s)` is called at intervals; `stop(collector)` after every
-    request, and ends the run early when true. `machine`: one that observes itself."""
+    request, and ends the run early when true. `machine`: one that observes itself. `board` gets the
+    lines of the board (`core.board`)."""
 
     def __init__(
         self,
@@ -46,8 +50,11 @@ class Simulation:
         progress: Callable[[int, float], None] | None = None,
         stop: Callable[[Collector], bool] | None = None,
         machine: Machine | None = None,
+        board: Callable[[dict[str, Any]], None] | None = None,
     ) -> None:
         self.machine = machine or Machine(spec.scheduler)
+        self._board = board
+        self._observer = Observer(self.machine)
         self._spec = spec
         self._requests = requests
         self._collector = collector
@@ -150,6 +157,10 @@ class Simulation:
         effects = self.machine.step(event, self.clock.now_s)
         if self._scaling is not None:
             self._scaling.saw(event, effects)
+        if self._board is not None:
+            now_s = self.clock.now_s
+            for found in self._observer.saw(event, effects, now_s):
+                self._board(line_of(found, now_s))
         return effects
 
     def _settle(self) -> None:

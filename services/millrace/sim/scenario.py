@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 from millrace.core.cost.profile import Profile
 from millrace.core.errors import ConfigError
@@ -166,6 +167,7 @@ class Watch:
     """
 
     sink: Callable[[RequestRecord], None] | None = None
+    board: Callable[[dict[str, Any]], None] | None = None  # lines of the board
     timeline: Timeline | None = None
     progress: Progress | None = None
     goal: float | None = None
@@ -186,6 +188,7 @@ def simulate(scenario: Scenario, watch: Watch = Watch()) -> Report:
         watch.timeline,
         progress=watch.progress,
         stop=stop,
+        board=watch.board,
     ).run()
     return collector.report(counters.duration_s, counters)
 

@@ -89,6 +89,8 @@ def test_document_describes_every_route(document):
         "/admin/scheduler",
         "/admin/improvement-rate",
         "/admin/requests/{id}",
+        "/admin/board/events",
+        "/board",
         "/admin/tenants",
         "/admin/tenants/{name}",
     }

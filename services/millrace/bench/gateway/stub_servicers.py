@@ -110,6 +110,12 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
         message = f"no request {request.request_id!r} waits in this fleet"
         await context.abort(grpc.StatusCode.NOT_FOUND, message)
 
+    async def WatchBoard(
+        self, request: scheduler_pb2.WatchBoardRequest, context: Context
+    ) -> AsyncIterator[scheduler_pb2.BoardLines]:
+        await context.abort(grpc.StatusCode.UNIMPLEMENTED, "this fleet has no workers")
+        yield scheduler_pb2.BoardLines()
+
     async def GetLoad(
         self, request: scheduler_pb2.LoadRequest, context: Context
     ) -> scheduler_pb2.LoadReply:

@@ -14,7 +14,7 @@ from millrace.sim.scenario import Scenario
 
 def document(name: str, given: dict[str, Any], scenario: Scenario) -> dict[str, Any]:
     """Returns the head of a JSON document: the options, without the paths of outputs."""
-    outputs = {"json", "plot", "records", "gantt", "gantt_window", "jobs"}
+    outputs = {"json", "plot", "records", "board", "gantt", "gantt_window", "jobs"}
     asked = {
         option: str(value) if isinstance(value, Path) else value
         for option, value in given.items()

@@ -64,6 +64,12 @@ def run(  # noqa: PLR0913 - every option of the command line is a parameter
         Path | None,
         typer.Option("--records", metavar="PATH", help="JSON lines: one per request."),
     ] = None,
+    board: Annotated[
+        Path | None,
+        typer.Option(
+            "--board", metavar="PATH", help="JSON lines (.gz: packed) for `millrace board PATH`."
+        ),
+    ] = None,
     gantt: Annotated[
         Path | None,
         typer.Option("--gantt", metavar="PATH", help="PNG: instances over time."),

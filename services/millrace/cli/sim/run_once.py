@@ -14,16 +14,18 @@ from rich.console import Console
 from millrace.cli.sim.asked import document, progress
 from millrace.cli.sim.options import AXES, build_systems, parse_range
 from millrace.cli.sim.tables import print_report
+from millrace.core.board.events import Head
+from millrace.core.board.files import BoardFile
 from millrace.core.errors import ConfigError
 from millrace.sim.results.plots import draw_board, draw_run
 from millrace.sim.results.report import RequestRecord, write_json
 from millrace.sim.results.timeline import Timeline
-from millrace.sim.scenario import Watch, simulate
+from millrace.sim.scenario import Scenario, Watch, simulate
 
 
 def run_once(given: dict[str, Any]) -> None:
     """Runs the simulation of `given`, the command's options; prints and writes the result."""
-    records, gantt = given["records"], given["gantt"]
+    records, gantt, board = given["records"], given["gantt"], given["board"]
     json, plot = given["json"], given["plot"]
     found = build_systems(given, {name: [given[name]] for name in AXES})
     scenario = next(iter(found.values()))
@@ -31,6 +33,7 @@ def run_once(given: dict[str, Any]) -> None:
     with ExitStack() as stack:
         watch = Watch(
             sink=None if records is None else stack.enter_context(_record_sink(records)),
+            board=None if board is None else stack.enter_context(board_file(board, scenario)).write,
             timeline=None if gantt is None else _timeline(given["gantt_window"]),
             progress=stack.enter_context(_bar(console, "requests", scenario.traffic.count())),
         )
@@ -42,6 +45,13 @@ def run_once(given: dict[str, Any]) -> None:
         draw_run(report, plot)
     if gantt is not None and watch.timeline is not None:
         draw_board(watch.timeline.blocks, gantt)
+
+
+def board_file(path: Path, scenario: Scenario) -> BoardFile:
+    """Opens the board's file of a run. Raises BoardError."""
+    scheduler, spec = scenario.spec.scheduler, scenario.spec
+    title = f"{spec.profile.name}: {scheduler.policy}, {scheduler.planner}"
+    return BoardFile(path, Head(source="simulation", title=title))
 
 
 def _timeline(window: str) -> Timeline:

@@ -2,7 +2,7 @@
 
 `proxy.admin_token`, as a bearer token, protects the routes. If no token is set, only clients on the
 proxy's own machine may use them: not a request that a reverse proxy forwards, or that a page in a
-browser makes.
+browser makes, unless it is a page of this proxy at a loopback address (the board).
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import re
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict, dataclass
 from typing import Annotated, Any
+from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, with_config
 from pydantic_core import PydanticCustomError
@@ -41,7 +42,9 @@ _ROW = r"[0-9]{1,6}(\.[0-9]{1,6})?:(0(\.[0-9]{1,6})?|1(\.0{1,6})?)"
 _ROWS = f"{_ROW}(,{_ROW})*"
 
 #: Headers of a request whose client is not the peer of its connection.
-_RELAYED = (b"forwarded", b"x-forwarded-for", b"origin")
+_RELAYED = (b"forwarded", b"x-forwarded-for")
+#: Names of this machine that no other machine's page can have as its origin.
+_LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 Settings = dict[str, Any]
 
@@ -225,7 +228,7 @@ class Guard:
 
 
 def _is_local(scope: Scope) -> bool:
-    if any(header(scope, name) is not None for name in _RELAYED):
+    if any(header(scope, name) is not None for name in _RELAYED) or _is_of_other_page(scope):
         return False
     client = scope.get("client")
     try:
@@ -234,3 +237,11 @@ def _is_local(scope: Scope) -> bool:
         return False
     mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
     return (mapped or address).is_loopback
+
+
+def _is_of_other_page(scope: Scope) -> bool:
+    """Returns whether a page that is not this proxy's own, at a loopback address, asks."""
+    origin, host = header(scope, b"origin"), header(scope, b"host")
+    if origin is None:
+        return False
+    return origin != f"http://{host}" or urlsplit(origin).hostname not in _LOOPBACK

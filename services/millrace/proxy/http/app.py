@@ -25,6 +25,7 @@ from millrace.proxy.http.asgi import (
 )
 from millrace.proxy.http.batch_calls import BatchCalls
 from millrace.proxy.http.batches import BATCH_PATH, BATCHES_PATH, BatchEndpoints
+from millrace.proxy.http.board import EVENTS_PATH, PAGE_PATH, BoardEvents, show_page
 from millrace.proxy.http.files import FILE_PATH, FILES_PATH, FileEndpoints
 from millrace.proxy.http.front import Front, with_cors
 from millrace.proxy.http.generate import GenerateEndpoint, Services
@@ -187,6 +188,10 @@ def create_app(
     of_request = RequestAdmin(services.config.proxy, scheduler)
     endpoint = RawEndpoint(services, REQUEST_PATH, of_request.answer)
     app.router.routes.append(Route(REQUEST_PATH, endpoint, methods=["GET"]))
+    events = BoardEvents(services.config.proxy, scheduler, lambda: services.gateway.draining)
+    for path, answer in ((PAGE_PATH, show_page), (EVENTS_PATH, events.answer)):
+        endpoint = RawEndpoint(services, path, answer)
+        app.router.routes.append(Route(path, endpoint, methods=["GET"]))
     tenants = TenantAdmin(services.config, services.tenants.keys, services.limiter)
     endpoint = RawEndpoint(services, TENANTS_PATH, tenants.answer)
     app.router.routes.append(Route(TENANTS_PATH, endpoint, methods=["GET"]))

@@ -1,8 +1,9 @@
 """What every HTTP request passes first: its sender is identified, and its answer gets headers.
 
 Every route needs a key where keys are required, except the open routes: probes and metrics, which
-Kubernetes and Prometheus read; the description of the API, which says nothing of a deployment; and
-`/admin`, which has a guard of its own. A new route is protected unless it is added here.
+Kubernetes and Prometheus read; the description of the API and the empty page of the board, which
+say nothing of a deployment; and `/admin`, which has a guard of its own. A new route is protected
+unless it is added here.
 """
 
 from __future__ import annotations
@@ -24,7 +25,10 @@ from millrace.proxy.tenancy.exchange import Exchange
 log = logging.getLogger("millrace.access")
 
 _OPEN = frozenset(
-    {"/health", "/ready", "/metrics", "/docs", "/docs/oauth2-redirect", "/redoc", "/openapi.json"}
+    {
+        *("/health", "/ready", "/metrics", "/board"),
+        *("/docs", "/docs/oauth2-redirect", "/redoc", "/openapi.json"),
+    }
 )
 _ADMIN = "/admin/"
 

@@ -8,6 +8,7 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from millrace.proxy.http import admin
+from millrace.proxy.http.board import EVENTS_PATH, PAGE_PATH
 from millrace.proxy.http.objectives import (
     CLASS_HEADER,
     E2E_HEADER,
@@ -101,6 +102,10 @@ def _paths(objectives: list[Json]) -> Json:
             ("Change the improvement rate", "ImprovementRateWanted", "ImprovementRateChange"),
         ),
         **_tenants(),
+        PAGE_PATH: {"get": _got("The board, a page", {"text/html": {"schema": _STRING}})},
+        EVENTS_PATH: {
+            "get": _got("What happens on the fleet: lines of the board", stream, _refused())
+        },
         admin.REQUEST_PATH: {
             "get": {
                 **_got(

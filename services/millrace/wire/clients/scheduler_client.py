@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -156,6 +156,17 @@ async def explain(address: str, request_id: str) -> Explanation:
     except UnknownInstance as error:  # the same status
         raise UnknownRequest(str(error)) from error
     return EXPLANATION.decode(reply)
+
+
+async def watch_board(address: str) -> AsyncGenerator[bytes, None]:
+    """Yields the board's lines (`core.board.events`) as they come, one or more whole lines at once.
+
+    The first are the head and what is there now. Raises SchedulerUnavailable, also where the
+    scheduler ends the stream of a listener that reads too slowly.
+    """
+    async with _stub(address) as stub:
+        async for part in stub.WatchBoard(scheduler_pb2.WatchBoardRequest()):
+            yield part.lines
 
 
 async def set_cordon(address: str, instance_id: str, cordoned: bool) -> None:

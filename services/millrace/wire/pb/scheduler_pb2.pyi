@@ -786,3 +786,13 @@ class Waited(_message.Message):
     part: str
     seconds: float
     def __init__(self, reason: _Optional[str] = ..., part: _Optional[str] = ..., seconds: _Optional[float] = ...) -> None: ...
+
+class WatchBoardRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class BoardLines(_message.Message):
+    __slots__ = ("lines",)
+    LINES_FIELD_NUMBER: _ClassVar[int]
+    lines: bytes
+    def __init__(self, lines: _Optional[bytes] = ...) -> None: ...

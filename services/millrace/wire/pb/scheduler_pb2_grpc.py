@@ -81,6 +81,11 @@ class SchedulerStub:
                 request_serializer=millrace_dot_v1_dot_scheduler__pb2.ExplainRequest.SerializeToString,
                 response_deserializer=millrace_dot_v1_dot_scheduler__pb2.Explanation.FromString,
                 _registered_method=True)
+        self.WatchBoard = channel.unary_stream(
+                '/millrace.v1.Scheduler/WatchBoard',
+                request_serializer=millrace_dot_v1_dot_scheduler__pb2.WatchBoardRequest.SerializeToString,
+                response_deserializer=millrace_dot_v1_dot_scheduler__pb2.BoardLines.FromString,
+                _registered_method=True)
 
 
 class SchedulerServicer:
@@ -142,6 +147,13 @@ class SchedulerServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def WatchBoard(self, request, context):
+        """what happens on the fleet, from now on
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_SchedulerServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -189,6 +201,11 @@ def add_SchedulerServicer_to_server(servicer, server):
                     servicer.Explain,
                     request_deserializer=millrace_dot_v1_dot_scheduler__pb2.ExplainRequest.FromString,
                     response_serializer=millrace_dot_v1_dot_scheduler__pb2.Explanation.SerializeToString,
+            ),
+            'WatchBoard': grpc.unary_stream_rpc_method_handler(
+                    servicer.WatchBoard,
+                    request_deserializer=millrace_dot_v1_dot_scheduler__pb2.WatchBoardRequest.FromString,
+                    response_serializer=millrace_dot_v1_dot_scheduler__pb2.BoardLines.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -436,6 +453,33 @@ class Scheduler:
             '/millrace.v1.Scheduler/Explain',
             millrace_dot_v1_dot_scheduler__pb2.ExplainRequest.SerializeToString,
             millrace_dot_v1_dot_scheduler__pb2.Explanation.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WatchBoard(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/millrace.v1.Scheduler/WatchBoard',
+            millrace_dot_v1_dot_scheduler__pb2.WatchBoardRequest.SerializeToString,
+            millrace_dot_v1_dot_scheduler__pb2.BoardLines.FromString,
             options,
             channel_credentials,
             insecure,

@@ -27,6 +27,8 @@ class SchedulerStub:
     SetCordon: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.SetCordonRequest, _scheduler_pb2.SetCordonReply]
     Evict: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.EvictRequest, _scheduler_pb2.EvictReply]
     Explain: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.ExplainRequest, _scheduler_pb2.Explanation]
+    WatchBoard: _aio.UnaryStreamMultiCallable[_scheduler_pb2.WatchBoardRequest, _scheduler_pb2.BoardLines]
+    """what happens on the fleet, from now on"""
 
 class SchedulerServicer(metaclass=_abc_1.ABCMeta):
     """Every peer of the scheduler keeps one long-lived two-way stream to the scheduler. The end of the stream means that the
@@ -95,5 +97,13 @@ class SchedulerServicer(metaclass=_abc_1.ABCMeta):
         request: _scheduler_pb2.ExplainRequest,
         context: _aio.ServicerContext[_scheduler_pb2.ExplainRequest, _abc.Awaitable[_scheduler_pb2.Explanation]],
     ) -> _abc.Awaitable[_scheduler_pb2.Explanation]: ...
+
+    @_abc_1.abstractmethod
+    def WatchBoard(
+        self,
+        request: _scheduler_pb2.WatchBoardRequest,
+        context: _aio.ServicerContext[_scheduler_pb2.WatchBoardRequest, _abc.AsyncIterator[_scheduler_pb2.BoardLines]],
+    ) -> _abc.AsyncIterator[_scheduler_pb2.BoardLines]:
+        """what happens on the fleet, from now on"""
 
 def add_SchedulerServicer_to_server(servicer: SchedulerServicer, server: _aio.Server) -> None: ...

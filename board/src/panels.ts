@@ -1,0 +1,253 @@
+// All that is not a chart, as lit's templates.
+
+import { type TemplateResult, html, nothing } from "lit/html.js";
+import { type Board, type ColourBy, countAt, lateness } from "./board";
+import { clock } from "./chart";
+import { type Theme, css } from "./colors";
+import { COMPUTES, DECODES, LANDS, type Request, TURN, WAITS } from "./run";
+import type { Settings } from "./source";
+
+export interface Actions {
+  changed(): void;
+  openFile(file: File): void;
+  signIn(key: string): void;
+  changeSetting(path: "scheduler" | "improvement-rate", body: object): void;
+}
+
+const SPEEDS = [0.25, 1, 4, 16, 64];
+const MOST_ROWS = 50;
+
+const choice = (label: string, value: string, values: Iterable<string>, pick: (value: string) => void) => html`<label
+  >${label}
+  <select @change=${(event: Event) => pick((event.target as HTMLSelectElement).value)}>
+    ${[...values].map((one) => html`<option value=${one} ?selected=${one === value}>${one || "all"}</option>`)}
+  </select></label
+>`;
+
+const distinct = (values: Iterable<string>): string[] => ["", ...new Set([...values].filter(Boolean))].sort();
+
+export function controls(board: Board, moment: number, settings: Settings | null, actions: Actions): TemplateResult {
+  const { run, filter } = board;
+  const set = (change: () => void) => () => {
+    change();
+    actions.changed();
+  };
+  const pick = (name: keyof typeof filter) => (value: string) => set(() => (filter[name] = value))();
+  return html`
+    ${board.mode === "replay" ? player(board, moment, set) : nothing}
+    ${choice("Class", filter.sloClass, distinct(run.requests.map((one) => one.sloClass)), pick("sloClass"))}
+    ${choice("Key", filter.tenant, distinct(run.requests.map((one) => one.tenant)), pick("tenant"))}
+    ${choice("Model", filter.model, distinct([...run.instances.values()].map((one) => one.model)), pick("model"))}
+    ${choice("Colour", board.colourBy, ["request", "class", "key"], (value) =>
+      set(() => (board.colourBy = value as ColourBy))(),
+    )}
+    <button @click=${set(() => board.showAll())}>Whole run</button>
+    <button aria-pressed=${board.follows} @click=${set(() => board.followEnd())}>Follow</button>
+    ${board.mode === "live" && settings ? whatIf(settings, actions) : nothing}
+    <label>Open <input type="file" accept=".jsonl,.gz" @change=${(event: Event) => {
+      const file = (event.target as HTMLInputElement).files?.[0];
+      if (file) actions.openFile(file);
+    }} /></label>
+  `;
+}
+
+function player(board: Board, moment: number, set: (change: () => void) => () => void): TemplateResult {
+  return html`
+    <button id="play" @click=${set(() => board.play())}>${board.playing ? "Stop" : "Play"}</button>
+    ${choice("Speed", String(board.speed), SPEEDS.map(String), (value) => set(() => (board.speed = Number(value)))())}
+    <label class="scrubber"
+      >Time
+      <input
+        id="scrubber"
+        type="range"
+        min="0"
+        max=${board.run.now}
+        step="any"
+        style="width: 75%"
+        .value=${String(moment)}
+        aria-valuetext=${clock(moment)}
+        @input=${(event: Event) => set(() => board.scrub(Number((event.target as HTMLInputElement).value)))()}
+    /></label>
+  `;
+}
+
+function whatIf(settings: Settings, actions: Actions): TemplateResult {
+  const submit = (event: SubmitEvent) => {
+    event.preventDefault();
+    const form = new FormData(event.target as HTMLFormElement);
+    const policy = String(form.get("policy"));
+    const rate = Number(form.get("rate"));
+    if (policy !== settings.policy) actions.changeSetting("scheduler", { policy });
+    if (rate !== settings.improvement_rate) actions.changeSetting("improvement-rate", { rate });
+  };
+  return html`<form id="what-if" @submit=${submit}>
+    <label
+      >Policy
+      <select name="policy">
+        ${settings.policies.map((one) => html`<option ?selected=${one === settings.policy}>${one}</option>`)}
+      </select></label
+    >
+    <label
+      >Improvement rate
+      <input name="rate" type="number" min="0" max="1" step="any" .value=${String(settings.improvement_rate)}
+    /></label>
+    <button>Change</button>
+  </form>`;
+}
+
+export function signIn(message: string, asksKey: boolean, actions: Actions): TemplateResult | typeof nothing {
+  if (!message) return nothing;
+  const submit = (event: SubmitEvent) => {
+    event.preventDefault();
+    actions.signIn(String(new FormData(event.target as HTMLFormElement).get("key")));
+  };
+  return html`${message}
+  ${asksKey
+    ? html`<form @submit=${submit}>
+        <label>Admin key <input name="key" type="password" autocomplete="current-password" /></label>
+        <button>Show</button>
+      </form>`
+    : nothing}`;
+}
+
+export function summary(board: Board, moment: number): string {
+  const { run } = board;
+  if (!run.instances.size) return board.mode === "live" ? "No instance is registered." : "";
+  const counts = countAt(board, moment);
+  const share = counts.judged ? `, ${((100 * counts.inTime) / counts.judged).toFixed(1)} % in time` : "";
+  return [
+    clock(moment),
+    `${counts.waiting} wait`,
+    `${counts.computing} compute`,
+    `${counts.decoding} decode`,
+    `${counts.firstTokens} first tokens${share}`,
+    `${run.preemptions.at(moment)} preemptions`,
+    `policy ${run.policy}`,
+    `improvement rate ${run.improvementRate.toFixed(2)}`,
+  ].join(" · ");
+}
+
+export function legend(theme: Theme): TemplateResult {
+  const names: [number, string][] = [
+    [WAITS, "waits for a place"],
+    [TURN, "waits for its turn"],
+    [COMPUTES, "computes"],
+    [LANDS, "KV lands"],
+    [DECODES, "decodes"],
+  ];
+  return html`${names.map(
+    ([kind, name]) => html`<span><i style="background:${css(theme.kinds[kind])}"></i>${name}</span>`,
+  )}<span><i style="background:${css(theme.afterLate)}"></i>after a late first token</span><span>● first token (red: late)</span><span>│ objective</span>`;
+}
+
+// ---- details of a request
+
+export function details(request: Request | null, moment: number): TemplateResult {
+  if (!request) return html`<h2>Request</h2><p>Point at a chunk, or choose a request in the table.</p>`;
+  const rows: [string, string | TemplateResult][] = [
+    ["class", request.sloClass],
+    ["key", request.tenant],
+    ["model", request.model || "-"],
+    ["prompt", `${request.promptTokens.toLocaleString("en")} tokens, answer at most ${request.maxNewTokens}`],
+    ["state", request.end <= moment || request.end === Infinity ? request.state : "in progress"],
+    ["arrived", clock(request.arrival, 0.001)],
+    ["TTFT", ttft(request)],
+    ["KV at", request.kv.join(", ") || "-"],
+    ["attempts", String(request.attempts)],
+  ];
+  if (request.message) rows.push(["why", request.message]);
+  const last = Math.max(...request.spans.map((span) => Math.min(span.end, moment)), request.arrival + 1e-6);
+  return html`<h2>Request</h2>
+    <strong>${request.id}</strong>
+    <dl>${rows.map(([name, value]) => html`<dt>${name}</dt><dd>${value}</dd>`)}</dl>
+    ${request.plan.length
+      ? html`<h2>Plan</h2>
+          <ul class="fall">
+            ${request.plan.map(
+              (chunk) => html`<li>
+                chunk ${chunk.index}: ${chunk.num_tokens.toLocaleString("en")} tokens on
+                ${chunk.instance_ids.length} (${chunk.instance_ids.join(", ")})
+              </li>`,
+            )}
+          </ul>`
+      : nothing}
+    ${request.spans.length
+      ? html`<h2>Computed</h2>
+          <ul class="fall">
+            ${request.spans.map((span) => bar(request, span, last, moment))}
+          </ul>`
+      : nothing}`;
+}
+
+function bar(request: Request, span: Request["spans"][number], last: number, moment: number): TemplateResult {
+  const whole = last - request.arrival;
+  const left = (100 * (span.start - request.arrival)) / whole;
+  const end = Math.min(span.end, moment);
+  const ends = { "": "computes", done: "done", suspended: "suspended", lost: "lost" }[span.why];
+  const by = span.by.length ? ` by ${span.by.join(", ")}` : "";
+  return html`<li>
+    chunk ${span.chunk}, ${Math.max(end - span.start, 0).toFixed(3)} s, ${span.instances.length}
+    ${span.instances.length === 1 ? "instance" : "instances"}, ${ends}${by}
+    <b style="margin-left:${left}%;width:${(100 * Math.max(end - span.start, 0)) / whole}%"></b>
+  </li>`;
+}
+
+function ttft(request: Request): TemplateResult {
+  const parts = [request.ttft === null ? "none so far" : `${request.ttft.toFixed(3)} s`];
+  if (request.ttftSlo !== null) parts.push(`objective ${request.ttftSlo.toFixed(3)} s`);
+  if (request.predictedTtft !== null) parts.push(`predicted ${request.predictedTtft.toFixed(3)} s`);
+  return html`<span class=${request.inTime === false ? "late" : ""}>${parts.join(", ")}</span>`;
+}
+
+// ---- the same as the charts, in words
+
+export function tables(board: Board, moment: number, actions: Actions): TemplateResult {
+  const worst = board.run.requests
+    .filter((one) => one.arrival <= moment && board.passes(one))
+    .map((one) => ({ one, ratio: lateness(one, moment) }))
+    .sort((a, b) => b.ratio - a.ratio)
+    .slice(0, MOST_ROWS);
+  const select = (request: Request) => () => {
+    board.selected = request;
+    actions.changed();
+  };
+  return html`
+    <details id="worst">
+      <summary>Requests with the highest TTFT against their objective</summary>
+      <table>
+        <thead><tr><th>request</th><th>class</th><th>key</th><th>tokens</th><th>TTFT s</th><th>TTFT/SLO</th><th>state</th></tr></thead>
+        <tbody>
+          ${worst.map(
+            ({ one, ratio }) => html`<tr>
+              <td><button @click=${select(one)}>${one.id}</button></td>
+              <td>${one.sloClass}</td>
+              <td>${one.tenant}</td>
+              <td>${one.promptTokens}</td>
+              <td>${one.ttft === null ? "-" : one.ttft.toFixed(3)}</td>
+              <td class=${ratio > 1 ? "late" : ""}>${ratio ? ratio.toFixed(2) : "-"}</td>
+              <td>${one.state}</td>
+            </tr>`,
+          )}
+        </tbody>
+      </table>
+    </details>
+    <details id="instances">
+      <summary>Instances</summary>
+      <table>
+        <thead><tr><th>instance</th><th>role</th><th>takes work</th><th>running</th><th>waiting</th><th>pages used</th></tr></thead>
+        <tbody>
+          ${board.run.ordered().map(
+            (one) => html`<tr>
+              <td>${one.id}</td>
+              <td>${one.role}</td>
+              <td>${one.goneAt <= moment ? "gone" : one.takesWork ? "yes" : "no"}</td>
+              <td>${one.running.at(moment)}</td>
+              <td>${one.waiting.at(moment)}</td>
+              <td>${one.used.at(moment)} of ${one.kvPages}</td>
+            </tr>`,
+          )}
+        </tbody>
+      </table>
+    </details>
+  `;
+}

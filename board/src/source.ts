@@ -1,0 +1,87 @@
+// Where lines come from: the gateway's stream of events, a file, or the page itself.
+
+import { type Line, LineReader } from "./events";
+
+export class Refused extends Error {
+  constructor(
+    readonly status: number,
+    message: string,
+  ) {
+    super(message);
+  }
+}
+
+const headers = (key: string): HeadersInit => (key ? { authorization: `Bearer ${key}` } : {});
+
+async function failure(answer: Response): Promise<Refused> {
+  const text = await answer.text();
+  try {
+    return new Refused(answer.status, JSON.parse(text).error.message);
+  } catch {
+    return new Refused(answer.status, text.slice(0, 200) || answer.statusText);
+  }
+}
+
+/**
+ * Reads the live events until the stream ends; then throws its reason. EventSource sends no key, so
+ * the stream is read by fetch.
+ */
+export async function follow(key: string, signal: AbortSignal, take: (lines: Line[]) => void): Promise<void> {
+  const answer = await fetch("admin/board/events", { headers: headers(key), signal, cache: "no-store" });
+  if (!answer.ok || !answer.body) throw await failure(answer);
+  const lines = new LineReader();
+  let rest = "";
+  for await (const part of parts(answer.body)) {
+    const events = (rest + part).split("\n\n");
+    rest = events.pop() ?? "";
+    for (const event of events) {
+      const data = event.split("\n").filter((line) => line.startsWith("data: "));
+      const text = data.map((line) => line.slice(6) + "\n").join("");
+      if (event.startsWith("event: error")) throw new Error(JSON.parse(text).message);
+      if (text) take([...lines.read(text)]);
+    }
+  }
+}
+
+async function* parts(body: ReadableStream<Uint8Array>): AsyncGenerator<string> {
+  const reader = body.pipeThrough(new TextDecoderStream() as never).getReader() as ReadableStreamDefaultReader<string>;
+  for (let read = await reader.read(); !read.done; read = await reader.read()) yield read.value;
+}
+
+/** Reads a file that the reader chose; names that end in .gz are unpacked. */
+export async function readFile(file: File): Promise<Line[]> {
+  const body = file.stream() as ReadableStream<Uint8Array<ArrayBuffer>>;
+  const plain = file.name.endsWith(".gz") ? body.pipeThrough(new DecompressionStream("gzip")) : body;
+  return readText(await new Response(plain).text());
+}
+
+export function readText(text: string): Line[] {
+  const lines = new LineReader();
+  return [...lines.read(text), ...lines.end()];
+}
+
+/** Returns the recording that `millrace board` put into the page; empty in the gateway's page. */
+export const embedded = (): string => document.getElementById("recording")?.textContent?.trim() ?? "";
+
+// ---- the what-if switch: the gateway's own routes for administrators
+
+export interface Settings {
+  policy: string;
+  policies: string[];
+  improvement_rate: number;
+}
+
+export async function settings(key: string): Promise<Settings> {
+  const answer = await fetch("admin/scheduler", { headers: headers(key) });
+  if (!answer.ok) throw await failure(answer);
+  return answer.json();
+}
+
+export async function change(key: string, path: "scheduler" | "improvement-rate", body: object): Promise<void> {
+  const answer = await fetch(`admin/${path}`, {
+    method: "PUT",
+    headers: { ...headers(key), "content-type": "application/json" },
+    body: JSON.stringify(body),
+  });
+  if (!answer.ok) throw await failure(answer);
+}

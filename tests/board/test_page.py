@@ -1,0 +1,224 @@
+"""The board's page in a browser: what it shows of a run, by hand, by keyboard and in words."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from pathlib import Path
+
+import pytest
+
+from millrace.cli.board import page_of, write_page
+from millrace.core.board.events import Head
+from millrace.core.board.files import BoardFile
+from millrace.core.config import SchedulerConfig
+from millrace.sim.cluster.spec import SimSpec
+from millrace.sim.scenario import Scenario, Traffic, Watch, simulate
+from millrace.sim.workload.workload import SloClass
+from support.deadlines import HANG_S
+from support.live_stack import live_stack
+from support.simulation import toy_profile
+
+WAIT_MS = HANG_S * 1000
+
+
+def recording(path: Path) -> Path:
+    scenario = Scenario(
+        spec=SimSpec(
+            profile=toy_profile(),
+            prefill=4,
+            decode=2,
+            scheduler=SchedulerConfig(policy="edf", preemption="operator"),
+        ),
+        traffic=Traffic(
+            mix="medha-mix",
+            rate_rps=4.0,
+            requests=60,
+            max_input_tokens=60_000,
+            slo_classes=(SloClass(name="short", ttft_s=0.5), SloClass(name="long", ttft_s=20.0)),
+        ),
+    )
+    with BoardFile(path, Head(source="simulation", title="toy")) as file:
+        simulate(scenario, Watch(board=file.write))
+    return path
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("board")
+    write_page(page_of(recording(folder / "b.jsonl")), folder / "b.html")
+    return f"file://{folder}/b.html"
+
+
+@pytest.fixture
+def opened(browser, url):
+    """The page with a recording; no script may have failed at the end."""
+    page = browser.new_page(viewport={"width": 1200, "height": 900})
+    failures: list[str] = []
+    page.on("pageerror", lambda error: failures.append(str(error)))
+    page.on("console", lambda said: failures.append(said.text) if said.type == "error" else None)
+    page.set_default_timeout(WAIT_MS)
+    page.goto(url)
+    page.wait_for_function("document.querySelector('#summary').textContent.includes('first')")
+    yield page
+    page.close()
+    assert not failures
+
+
+COLOURS = """(id) => {
+  const canvas = document.getElementById(id);
+  const { data } = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height);
+  return new Set(new Uint32Array(data.buffer)).size;
+}"""
+
+
+def test_it_shows_the_whole_run_at_first(opened):
+    assert "60 first tokens" in opened.inner_text("#summary")
+    assert opened.title() == "toy - Millrace"
+    assert opened.evaluate(COLOURS, "fleet") > 5 and opened.evaluate(COLOURS, "lines") > 5
+    label = opened.get_attribute("#fleet", "aria-label")
+    assert label.startswith("6 instances over time.") and "policy edf" in label
+
+
+def test_a_replay_is_scrubbed_and_played(opened):
+    opened.locator("#scrubber").fill("0")
+    opened.wait_for_function("document.querySelector('#summary').textContent.startsWith('0.0 s')")
+    assert "0 first tokens" in opened.inner_text("#summary")
+    opened.select_option("label:has-text('Speed') select", "64")
+    opened.click("#play")
+    assert opened.inner_text("#play") == "Stop"
+    opened.wait_for_function("document.querySelector('#play').textContent === 'Play'")
+    assert "60 first tokens" in opened.inner_text("#summary")
+
+
+def test_a_request_is_chosen_by_keyboard_and_told_in_words(opened):
+    opened.locator("#worst summary").press("Enter")
+    first = opened.locator("#worst tbody button").first
+    name = first.inner_text()
+    first.press("Enter")
+    details = opened.locator("#details")
+    details.get_by_text(name, exact=True).wait_for()
+    text = details.inner_text()
+    assert "objective" in text and "chunk 0" in text and "KV at" in text
+
+
+def test_a_filter_counts_its_class_alone(opened):
+    opened.select_option("label:has-text('Class') select", "long")
+    opened.wait_for_function("!document.querySelector('#summary').textContent.includes('60 first')")
+    opened.locator("#worst summary").press("Enter")
+    classes = opened.locator("#worst tbody td:nth-child(2)").all_inner_texts()
+    assert classes and set(classes) == {"long"}
+
+
+def test_keys_move_and_zoom_a_chart(opened):
+    def picture() -> str:
+        opened.wait_for_timeout(50)  # frames come every 17 ms
+        return opened.evaluate("document.getElementById('fleet').toDataURL()")
+
+    opened.focus("#fleet")
+    seen = [picture()]
+    for key in ("+", "ArrowRight", "Home"):
+        opened.keyboard.press(key)
+        seen.append(picture())
+    assert seen[0] != seen[1] != seen[2] != seen[3] and seen[3] == seen[0]
+
+
+def test_pointing_at_a_chunk_shows_its_request(opened):
+    box = opened.locator("#fleet").bounding_box()
+    for share in (0.05, 0.1, 0.2, 0.3, 0.4, 0.5):
+        opened.mouse.move(box["x"] + 80 + share * (box["width"] - 80), box["y"] + 30)
+        opened.wait_for_timeout(400)  # panels are drawn every 250 ms
+        if "Computed" in opened.inner_text("#details"):
+            break
+    text = opened.inner_text("#details")
+    assert "Computed" in text and "prompt" in text
+
+
+def test_every_control_has_a_name(opened):
+    unnamed = opened.evaluate(
+        """() => {
+          const named = (one) =>
+            one.closest("[role=img][aria-label]") ||
+            one.labels?.length || one.textContent.trim() || one.ariaLabel;
+          const all = [...document.querySelectorAll("button, input, select, canvas")];
+          return all.filter((one) => !named(one)).map((one) => one.outerHTML);
+        }"""
+    )
+    assert unnamed == []
+
+
+def test_dark_and_light_differ(browser, url):
+    grounds = set()
+    for scheme in ("dark", "light"):
+        page = browser.new_page(color_scheme=scheme)
+        page.goto(url)
+        grounds.add(page.evaluate("getComputedStyle(document.body).backgroundColor"))
+        page.close()
+    assert len(grounds) == 2
+
+
+def test_a_bad_recording_is_said_to_be_bad(browser, tmp_path):
+    path = tmp_path / "b.html"
+    good = tmp_path / "b.jsonl"
+    good.write_text('{"millrace_board":1,"source":"live"}\n')
+    write_page(page_of(good).replace('"millrace_board":1', '"millrace_board":9'), path)
+    page = browser.new_page()
+    page.goto(f"file://{path}")
+    page.get_by_text("reads version 1").wait_for(timeout=WAIT_MS)
+    page.close()
+
+
+# ---- the gateway's page
+
+
+class Served:
+    """A stack of real processes, served in another thread: Playwright's calls block this one."""
+
+    def __init__(self, model: str, *settings: str) -> None:
+        self._model, self._settings = model, settings
+        self._ready, self._stop = threading.Event(), asyncio.Event()
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()))
+
+    async def _serve(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        try:
+            async with live_stack(self._model, settings=self._settings) as stack:
+                self.url = stack.url
+                self._ready.set()
+                await self._stop.wait()
+        finally:
+            self._ready.set()
+
+    def __enter__(self) -> Served:
+        self._thread.start()
+        assert self._ready.wait(3 * HANG_S) and self.url
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._loop.call_soon_threadsafe(self._stop.set)
+        self._thread.join()
+
+
+def test_a_live_stack_is_followed_and_its_policy_changed(browser):
+    import httpx
+
+    from millrace.shipped import SHIPPED_MODEL
+
+    with Served(str(SHIPPED_MODEL), "proxy.admin_token=s3cret") as served:
+        page = browser.new_page()
+        page.set_default_timeout(WAIT_MS)
+        page.goto(f"{served.url}/board")
+        page.get_by_label("Admin key").fill("wrong")
+        page.get_by_role("button", name="Show").click()
+        page.get_by_text("needs proxy.admin_token").wait_for()
+        page.get_by_label("Admin key").fill("s3cret")
+        page.get_by_role("button", name="Show").click()
+        page.locator("#fleet[aria-label^='3 instances']").wait_for()
+        body = {"model": "tiny", "prompt": "Once upon a time", "max_tokens": 4}
+        answer = httpx.post(f"{served.url}/v1/completions", json=body, timeout=HANG_S)
+        assert answer.status_code == 200
+        page.locator("#summary", has_text="1 first tokens").wait_for()
+        page.locator("#what-if [name=policy]").select_option("fcfs")
+        page.get_by_role("button", name="Change").click()
+        page.locator("#summary", has_text="policy fcfs").wait_for()
+        page.close()
