@@ -6,19 +6,21 @@ export class Frames {
   private readonly gaps: number[] = [];
   private readonly drawing: number[] = [];
   private last = 0;
+  private began = 0;
   private moved = false;
 
   /** Begins a frame; returns the milliseconds since the one before. */
   begin(now: number): number {
     const gap = this.last ? now - this.last : 0;
     this.last = now;
+    this.began = performance.now();
     if (this.moved && gap) keep(this.gaps, gap);
     return gap;
   }
 
   /** Ends a frame; `moves`: the next one follows as soon as it can. */
   end(moves: boolean): void {
-    if (moves) keep(this.drawing, performance.now() - this.last);
+    if (moves) keep(this.drawing, performance.now() - this.began);
     this.moved = moves;
   }
 

@@ -48,9 +48,14 @@ export class Lane {
     for (const index of [...this.open]) this.finish(index, end);
   }
 
+  /** Returns the first span that may reach `from`, open spans left out. */
+  first(from: number): number {
+    return lowerBound(this.start, this.count, from - this.longest);
+  }
+
   /** Calls `visit` with the spans that overlap [from, to), in order of their starts. */
   each(from: number, to: number, visit: (index: number) => void): void {
-    const first = lowerBound(this.start, this.count, from - this.longest);
+    const first = this.first(from);
     for (const index of this.open) if (index < first) visit(index);
     for (let index = first; index < this.count && this.start[index] < to; index++) {
       if (this.end[index] > from) visit(index);

@@ -6,7 +6,7 @@ import { Chart, GUTTER, type Mark, type Row, clock } from "./chart";
 import { DARK, LIGHT, type Pixel, type Theme, hueOf } from "./colors";
 import { Frames } from "./frames";
 import { Levels, levelsAt } from "./levels";
-import { type Actions, controls, details, legend, signIn, summary, tables } from "./panels";
+import { type Actions, type Opened, controls, details, legend, signIn, summary, tables } from "./panels";
 import type { Window } from "./raster";
 import { DECODES, LANDS, type Request, STOPPED } from "./run";
 import { Refused, type Settings, change, embedded, follow, readFile, readText, settings } from "./source";
@@ -31,6 +31,7 @@ class Page implements Actions {
   private readonly dark = matchMedia("(prefers-color-scheme: dark)");
   private key = sessionStorage.getItem(KEY) ?? "";
   private settings: Settings | null = null;
+  private readonly opened: Opened = { worst: false, instances: false };
   private message = "";
   private asksKey = false;
   private stale = true;
@@ -171,6 +172,7 @@ class Page implements Actions {
     const { requests } = board.run;
     const focus = board.shown?.index ?? -1;
     const hues = theme.hues.length;
+    if (focus < 0 && !board.filtered && board.colourBy === "request") return (owner) => theme.hues[owner % hues];
     return (owner) => {
       const request = requests[owner];
       if (focus >= 0 ? owner !== focus : board.filtered && !board.passes(request)) return theme.dimmed;
@@ -215,14 +217,15 @@ class Page implements Actions {
     const moment = board.now(now);
     render(controls(board, moment, this.settings, this), element("controls"));
     render(signIn(this.message, this.asksKey, this), element("message"));
-    render(html`${summary(board, moment)}`, element("summary"));
+    const said = summary(board, moment);
+    render(html`${said}`, element("summary"));
     render(legend(theme), element("legend"));
     render(details(board.shown, moment), element("details"));
-    render(tables(board, moment, this), element("tables"));
+    render(tables(board, moment, this.opened, this), element("tables"));
     render(html`${this.footer()}`, element("footer"));
     if (board.run.instances.size) this.levels.draw(board.run, board.window(now), theme);
     const rows = `${board.run.instances.size} instances over time`;
-    element("fleet").setAttribute("aria-label", `${rows}. ${summary(board, moment)}`);
+    element("fleet").setAttribute("aria-label", `${rows}. ${said}`);
     element("levels").setAttribute("aria-label", levelsAt(board.run, moment));
     element("lines").setAttribute("aria-label", `${board.run.requests.length} requests over time`);
     document.title = board.run.head?.title ? `${board.run.head.title} - Millrace` : "Millrace board";

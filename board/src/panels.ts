@@ -35,8 +35,8 @@ export function controls(board: Board, moment: number, settings: Settings | null
   const pick = (name: keyof typeof filter) => (value: string) => set(() => (filter[name] = value))();
   return html`
     ${board.mode === "replay" ? player(board, moment, set) : nothing}
-    ${choice("Class", filter.sloClass, distinct(run.requests.map((one) => one.sloClass)), pick("sloClass"))}
-    ${choice("Key", filter.tenant, distinct(run.requests.map((one) => one.tenant)), pick("tenant"))}
+    ${choice("Class", filter.sloClass, distinct(run.classes), pick("sloClass"))}
+    ${choice("Key", filter.tenant, distinct(run.tenants), pick("tenant"))}
     ${choice("Model", filter.model, distinct([...run.instances.values()].map((one) => one.model)), pick("model"))}
     ${choice("Colour", board.colourBy, ["request", "class", "key"], (value) =>
       set(() => (board.colourBy = value as ColourBy))(),
@@ -201,7 +201,30 @@ function ttft(request: Request): TemplateResult {
 
 // ---- the same as the charts, in words
 
-export function tables(board: Board, moment: number, actions: Actions): TemplateResult {
+/** What the reader has opened: closed tables are not made. */
+export interface Opened {
+  worst: boolean;
+  instances: boolean;
+}
+
+export function tables(board: Board, moment: number, opened: Opened, actions: Actions): TemplateResult {
+  const toggle = (name: keyof Opened) => (event: Event) => {
+    opened[name] = (event.target as HTMLDetailsElement).open;
+    actions.changed();
+  };
+  return html`
+    <details id="worst" @toggle=${toggle("worst")}>
+      <summary>Requests with the highest TTFT against their objective</summary>
+      ${opened.worst ? worstRequests(board, moment, actions) : nothing}
+    </details>
+    <details id="instances" @toggle=${toggle("instances")}>
+      <summary>Instances</summary>
+      ${opened.instances ? instances(board, moment) : nothing}
+    </details>
+  `;
+}
+
+function worstRequests(board: Board, moment: number, actions: Actions): TemplateResult {
   const worst = board.run.requests
     .filter((one) => one.arrival <= moment && board.passes(one))
     .map((one) => ({ one, ratio: lateness(one, moment) }))
@@ -211,43 +234,42 @@ export function tables(board: Board, moment: number, actions: Actions): Template
     board.selected = request;
     actions.changed();
   };
-  return html`
-    <details id="worst">
-      <summary>Requests with the highest TTFT against their objective</summary>
-      <table>
-        <thead><tr><th>request</th><th>class</th><th>key</th><th>tokens</th><th>TTFT s</th><th>TTFT/SLO</th><th>state</th></tr></thead>
-        <tbody>
-          ${worst.map(
-            ({ one, ratio }) => html`<tr>
-              <td><button @click=${select(one)}>${one.id}</button></td>
-              <td>${one.sloClass}</td>
-              <td>${one.tenant}</td>
-              <td>${one.promptTokens}</td>
-              <td>${one.ttft === null ? "-" : one.ttft.toFixed(3)}</td>
-              <td class=${ratio > 1 ? "late" : ""}>${ratio ? ratio.toFixed(2) : "-"}</td>
-              <td>${one.state}</td>
-            </tr>`,
-          )}
-        </tbody>
-      </table>
-    </details>
-    <details id="instances">
-      <summary>Instances</summary>
-      <table>
-        <thead><tr><th>instance</th><th>role</th><th>takes work</th><th>running</th><th>waiting</th><th>pages used</th></tr></thead>
-        <tbody>
-          ${board.run.ordered().map(
-            (one) => html`<tr>
-              <td>${one.id}</td>
-              <td>${one.role}</td>
-              <td>${one.goneAt <= moment ? "gone" : one.takesWork ? "yes" : "no"}</td>
-              <td>${one.running.at(moment)}</td>
-              <td>${one.waiting.at(moment)}</td>
-              <td>${one.used.at(moment)} of ${one.kvPages}</td>
-            </tr>`,
-          )}
-        </tbody>
-      </table>
-    </details>
-  `;
+  return html`<table>
+    <thead>
+      <tr>${["request", "class", "key", "tokens", "TTFT s", "TTFT/SLO", "state"].map((name) => html`<th>${name}</th>`)}</tr>
+    </thead>
+    <tbody>
+      ${worst.map(
+        ({ one, ratio }) => html`<tr>
+          <td><button @click=${select(one)}>${one.id}</button></td>
+          <td>${one.sloClass}</td>
+          <td>${one.tenant}</td>
+          <td>${one.promptTokens}</td>
+          <td>${one.ttft === null ? "-" : one.ttft.toFixed(3)}</td>
+          <td class=${ratio > 1 ? "late" : ""}>${ratio ? ratio.toFixed(2) : "-"}</td>
+          <td>${one.state}</td>
+        </tr>`,
+      )}
+    </tbody>
+  </table>`;
+}
+
+function instances(board: Board, moment: number): TemplateResult {
+  return html`<table>
+    <thead>
+      <tr>${["instance", "role", "takes work", "running", "waiting", "pages used"].map((name) => html`<th>${name}</th>`)}</tr>
+    </thead>
+    <tbody>
+      ${board.run.ordered().map(
+        (one) => html`<tr>
+          <td>${one.id}</td>
+          <td>${one.role}</td>
+          <td>${one.goneAt <= moment ? "gone" : one.takesWork ? "yes" : "no"}</td>
+          <td>${one.running.at(moment)}</td>
+          <td>${one.waiting.at(moment)}</td>
+          <td>${one.used.at(moment)} of ${one.kvPages}</td>
+        </tr>`,
+      )}
+    </tbody>
+  </table>`;
 }

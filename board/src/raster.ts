@@ -23,13 +23,23 @@ export function paintLane(
   const scale = width / (view.to - view.from);
   const base = row * width;
   const to = Math.min(view.to, view.until);
+  const { start, end, owner, kind } = lane;
   let drawn = 0;
-  lane.each(view.from, to, (index) => {
-    const left = Math.max(0, Math.floor((lane.start[index] - view.from) * scale));
-    const end = Math.min(lane.end[index], to);
-    const right = Math.min(width, Math.max(left + 1, Math.round((end - view.from) * scale)));
-    pixels.fill(colour(lane.owner[index], lane.kind[index]), base + left, base + right);
+  let last = -1; // the pixel of the last span that was narrower than a pixel
+  const paint = (index: number): void => {
     drawn++;
-  });
+    const left = Math.max(0, Math.floor((start[index] - view.from) * scale));
+    const right = Math.min(width, Math.max(left + 1, Math.round((Math.min(end[index], to) - view.from) * scale)));
+    if (right === left + 1) {
+      if (left === last) return; // one span of a pixel is as good as another
+      last = left;
+      pixels[base + left] = colour(owner[index], kind[index]);
+    } else pixels.fill(colour(owner[index], kind[index]), base + left, base + right);
+  };
+  const first = lane.first(view.from);
+  for (const index of lane.open) if (index < first) paint(index);
+  for (let index = first; index < lane.count && start[index] < to; index++) {
+    if (end[index] > view.from) paint(index);
+  }
   return drawn;
 }

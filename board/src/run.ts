@@ -82,6 +82,8 @@ export class Run {
   readonly instances = new Map<string, Instance>();
   readonly requests: Request[] = [];
   readonly byId = new Map<string, Request>();
+  readonly classes = new Set<string>();
+  readonly tenants = new Set<string>();
   readonly lifelines: Lane[] = [];
   readonly queued = new Series();
   readonly preemptions = new Series();
@@ -267,6 +269,8 @@ export class Run {
       lane: this.lane(event.t),
     };
     this.requests.push(request);
+    this.classes.add(request.sloClass);
+    this.tenants.add(request.tenant);
     this.byId.set(request.id, request);
     this.turnTo(request, WAITS, event.t);
   }

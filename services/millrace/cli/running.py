@@ -12,7 +12,7 @@ from millrace.cli.options import (
     SchedulerAddress,
     Settings,
 )
-from millrace.cli.process import configure, run_async
+from millrace.cli.process import configure, plain_errors, run_async
 
 
 def register(app: typer.Typer) -> None:
@@ -20,6 +20,7 @@ def register(app: typer.Typer) -> None:
     app.command("chat")(chat)
     app.command("policy")(policy)
     app.command("fleet")(fleet)
+    app.command("top")(top)
     app.command("explain")(explain)
     app.command("improvement-rate")(improvement_rate)
 
@@ -91,6 +92,20 @@ def fleet(
 
     configure(config, settings, "fleet")
     run_async(show(scheduler, json_path))
+
+
+def top(
+    scheduler: SchedulerAddress = "127.0.0.1:7070",
+    config: ConfigPath = None,
+    settings: Settings = [],  # noqa: B006
+) -> None:
+    """Follow a running scheduler's instances and requests in the terminal."""
+    from millrace.cli.top.app import Top
+    from millrace.wire.clients.scheduler_client import watch_board
+
+    configure(config, settings, "top")
+    with plain_errors():
+        Top(lambda: watch_board(scheduler)).run()
 
 
 def explain(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -38,3 +40,15 @@ def progress(console: Console) -> Progress:
         refresh_per_second=4,
         transient=True,
     )
+
+
+@contextmanager
+def bar(console: Console, what: str, total: int) -> Iterator[Callable[[int, float], None]]:
+    """Shows how many of `total` requests have ended, and the simulated time."""
+    with progress(console) as shown:
+        bar = shown.add_task(what, total=total, note="")
+
+        def advance(ended: int, now_s: float) -> None:
+            shown.update(bar, completed=ended, note=f"simulated {now_s:,.0f} s")
+
+        yield advance

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from millrace.cli.sim import arguments as of
+from millrace.cli.sim.compare_command import compare_command
 from millrace.cli.sim.rates_command import rates_command
 from millrace.cli.sim.replay_command import command as replay_command
 from millrace.cli.sim.sweep_command import sweep_command
@@ -18,6 +19,7 @@ from millrace.sim.workload.mixes import LONG_FRACTION
 def register(app: typer.Typer) -> None:
     """Adds the commands."""
     app.command("run")(run)
+    app.command("compare")(compare_command)
     app.command("sweep")(sweep_command)
     app.command("replay")(replay_command)
     app.command("profile-rates")(rates_command)

@@ -11,7 +11,7 @@ from typing import Any
 
 from rich.console import Console
 
-from millrace.cli.sim.asked import document, progress
+from millrace.cli.sim.asked import bar, document
 from millrace.cli.sim.options import AXES, build_systems, parse_range
 from millrace.cli.sim.tables import print_report
 from millrace.core.board.events import Head
@@ -35,7 +35,7 @@ def run_once(given: dict[str, Any]) -> None:
             sink=None if records is None else stack.enter_context(_record_sink(records)),
             board=None if board is None else stack.enter_context(board_file(board, scenario)).write,
             timeline=None if gantt is None else _timeline(given["gantt_window"]),
-            progress=stack.enter_context(_bar(console, "requests", scenario.traffic.count())),
+            progress=stack.enter_context(bar(console, "requests", scenario.traffic.count())),
         )
         report = simulate(scenario, watch)
     print_report(report, console)
@@ -67,14 +67,3 @@ def _record_sink(path: Path) -> Iterator[Callable[[RequestRecord], None]]:
         raise ConfigError(f"--records {path}: {error}") from error
     with file:
         yield lambda record: print(json_lines.dumps(asdict(record)), file=file)
-
-
-@contextmanager
-def _bar(console: Console, what: str, total: int) -> Iterator[Callable[[int, float], None]]:
-    with progress(console) as shown:
-        bar = shown.add_task(what, total=total, note="")
-
-        def advance(ended: int, now_s: float) -> None:
-            shown.update(bar, completed=ended, note=f"simulated {now_s:,.0f} s")
-
-        yield advance
