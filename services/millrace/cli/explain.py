@@ -51,6 +51,13 @@ def lines(found: Explanation) -> Iterator[tuple[str, str]]:
         ],
     )
     yield from _rows(
+        "before it",
+        [
+            f"{one.request_id}, {one.seconds:.3g} s" + (f" ({one.key})" if one.key else "")
+            for one in found.before
+        ],
+    )
+    yield from _rows(
         "waited",
         [
             f"{one.seconds:.3g} s for {one.reason}" + (f" ({one.part})" if one.part else "")
@@ -59,6 +66,7 @@ def lines(found: Explanation) -> Iterator[tuple[str, str]]:
     )
     if found.suspended_by:
         yield "suspended by", ", ".join(found.suspended_by)
+    yield from _rows("would help", [f"{one.what}: {one.saves_s:.3g} s" for one in found.helps])
 
 
 def _rows(name: str, texts: list[str]) -> Iterator[tuple[str, str]]:

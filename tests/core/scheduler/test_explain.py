@@ -7,7 +7,7 @@ import pytest
 from millrace.core.config import SchedulerConfig
 from millrace.core.priority import POLICIES
 from millrace.core.scheduler.ended_requests import MOST_ENDED
-from millrace.core.scheduler.explain import Explanation
+from millrace.core.scheduler.explain import MOST_BEFORE, Explanation
 from millrace.core.waits import COMPUTING, DECODE_ROOM, PREFILL, SUSPENDED, TURN
 from support.core_events import Bench, groups_of, instance
 
@@ -113,6 +113,52 @@ def test_one_that_ended_keeps_its_times() -> None:
     assert (found.state, found.first_token_s, found.in_time) == ("finished", 0.5, True)
     assert waited(found) == {TURN: 0.25, COMPUTING: 0.25}
     assert sum(row.seconds for row in found.waited) == found.first_token_s
+
+
+def saved(found: Explanation) -> dict[str, float]:
+    return {one.what: round(one.saves_s, 6) for one in found.helps}
+
+
+def test_those_before_it_are_named_with_their_keys() -> None:
+    one = bench("p0", "d0", policy="edf", tasks_ahead=1)
+    for number in range(MOST_BEFORE + 2):
+        one.submit(f"r{number}", 1000, ttft_s=5.0 + number)
+    found = explained(one, f"r{MOST_BEFORE + 1}")
+    assert [row.request_id for row in found.before] == [f"r{n}" for n in range(MOST_BEFORE)]
+    assert found.before[0].key == "deadline in 5 s" and found.before[0].seconds == 1.0
+    assert [row.requests for row in found.ahead] == [MOST_BEFORE + 1]  # all are counted
+    assert explained(one, "r0").before == ()
+
+
+def test_what_would_have_helped_is_what_it_waited_for_and_computed() -> None:
+    one = bench("p0", "d0")  # a token takes 1 ms, on a group of two half of that
+    one.submit("first", 1000, ttft_s=9.0)
+    one.submit("r", 400, ttft_s=9.0)
+    one.now_s = 1.5
+    one.chunk_started("p0", "r")
+    one.now_s = 2.0
+    one.computed("p0", "r")
+    idle = "an idle prefill instance: more instances, or to go before others by the policy"
+    cache = "a prefix cache that holds half of its prompt, 200 tokens"
+    assert saved(explained(one, "r")) == {idle: 1.5, cache: pytest.approx(0.2, rel=0.3)}
+    one.decoding("d0", "r")
+    one.finished("d0", "r")
+    assert saved(explained(one, "r")).keys() == {idle, cache}  # after its end, too
+    assert [row.what for row in explained(one, "r").helps] == [idle, cache]
+
+
+def test_a_larger_group_is_named_where_there_is_one() -> None:
+    one = bench("p0", "p1", "d0", planner="fixed_sp", fixed_sp=1)
+    one.submit("r", 1000, ttft_s=9.0)
+    [member] = one.machine.requests["r"].chunks[0].instance_ids
+    one.chunk_started(member, "r")
+    one.now_s = 1.0
+    one.computed(member, "r")
+    wanted = {"a prefix cache that holds half of its prompt, 500 tokens"}
+    assert saved(explained(one, "r")).keys() == wanted  # this planner makes no groups
+    one.machine.cluster.pools["h"].configure(SchedulerConfig(planner="cdsp"))
+    found = saved(explained(one, "r"))
+    assert found["a group of 2 prefill instances instead of 1"] == pytest.approx(0.5, rel=0.3)
 
 
 def test_only_the_last_that_ended_are_kept() -> None:

@@ -81,6 +81,7 @@ def test_document_describes_every_route(document):
         "/v1/batches/{batch_id}/cancel",
         "/v1/requests/{request_id}",
         "/v1/requests/{request_id}/stream",
+        "/v1/requests/{request_id}/explain",
         "/v1/models",
         "/v1/models/{model}",
         "/health",

@@ -23,6 +23,10 @@ class Ended:
     in_time: bool | None
     seconds: dict[tuple[str, str], float]
     suspended_by: tuple[str, ...]
+    prompt_tokens: int
+    kept_tokens: int  # that decode had, at the begin of its last attempt
+    group: int  # instances of its largest chunk; 0: it had no plan
+    decode_id: str | None
 
 
 class EndedRequests:
@@ -49,11 +53,20 @@ class EndedRequests:
             in_time=_in_time(request),
             seconds=request.waits.seconds,
             suspended_by=request.waits.suspended_by,
+            prompt_tokens=request.prompt_tokens,
+            kept_tokens=request.kept_tokens,
+            group=group_of(request),
+            decode_id=request.decode_id,
         )
         self._ended.pop(request.id, None)
         self._ended[request.id] = ended
         if len(self._ended) > MOST_ENDED:
             self._ended.popitem(last=False)
+
+
+def group_of(request: LiveRequest) -> int:
+    """Returns the instances of its largest chunk; 0 where it has no plan."""
+    return max((len(chunk.instance_ids) for chunk in request.chunks), default=0)
 
 
 def _in_time(request: LiveRequest) -> bool | None:

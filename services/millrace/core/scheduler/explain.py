@@ -14,12 +14,16 @@ from dataclasses import dataclass
 from millrace.core.live_request import LiveRequest
 from millrace.core.priority import PriorityKey, Ranking
 from millrace.core.request import RequestState
-from millrace.core.scheduler.ended_requests import Ended
+from millrace.core.scheduler.advice import Help, Prompt, helps
+from millrace.core.scheduler.ended_requests import Ended, group_of
 from millrace.core.scheduler.fleet.cluster import Pool
 from millrace.core.scheduler.fleet.run_queue import RunQueue
 from millrace.core.scheduler.fleet.task import Task
 from millrace.core.scheduler.fleet.waiting_queue import WaitingQueue
 from millrace.core.scheduler.request_table import RequestTable
+
+#: The most requests before it that an explanation names.
+MOST_BEFORE = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +32,17 @@ class Ahead:
 
     part: str
     requests: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Before:
+    """One request that goes before it: its part of the order, its key in words, and its prefill in
+    seconds."""
+
+    request_id: str
+    part: str
+    key: str
     seconds: float
 
 
@@ -61,6 +76,8 @@ class Explanation:
     ahead: tuple[Ahead, ...] = ()
     waited: tuple[Waited, ...] = ()
     suspended_by: tuple[str, ...] = ()
+    before: tuple[Before, ...] = ()  # the first of them, at most `MOST_BEFORE`
+    helps: tuple[Help, ...] = ()  # what would have helped, the most first
 
 
 def explain(table: RequestTable, request_id: str, now_s: float) -> Explanation | None:
@@ -69,7 +86,7 @@ def explain(table: RequestTable, request_id: str, now_s: float) -> Explanation |
     if request is not None:
         return _of_live(table, request, now_s)
     ended = table.ended.get(request_id)
-    return None if ended is None else _of_ended(ended, table.cluster.policy.name)
+    return None if ended is None else _of_ended(table, ended)
 
 
 def queue_place(table: RequestTable, request: LiveRequest) -> int | None:
@@ -97,16 +114,19 @@ def queue_place(table: RequestTable, request: LiveRequest) -> int | None:
     return len(_heads_before(run_queue, task.rank, task.mask)) + 1
 
 
-def _of_ended(ended: Ended, policy: str) -> Explanation:
+def _of_ended(table: RequestTable, ended: Ended) -> Explanation:
+    prompt = Prompt(tokens=ended.prompt_tokens, kept_tokens=ended.kept_tokens, group=ended.group)
+    pool = _pool_at(table, ended.decode_id)
     return Explanation(
         request_id=ended.request_id,
         state=ended.state,
         slo_class=ended.slo_class,
-        policy=policy,
+        policy=table.cluster.policy.name,
         first_token_s=ended.first_token_s,
         in_time=ended.in_time,
         waited=_waited(ended.seconds),
         suspended_by=ended.suspended_by,
+        helps=helps(ended.seconds, prompt, pool),
     )
 
 
@@ -116,6 +136,9 @@ def _of_live(table: RequestTable, request: LiveRequest, now_s: float) -> Explana
     ranking, key = (place.ranking, place.key) if place is not None else (None, None)
     part = "" if ranking is None or key is None else ranking.part(key)
     standing = None if ranking is None or key is None else ranking.describe(request, key, now_s)
+    waits, kept = request.waits, request.kept_tokens
+    prompt = Prompt(tokens=request.prompt_tokens, kept_tokens=kept, group=group_of(request))
+    seconds = waits.until(now_s)
     return Explanation(
         request_id=request.id,
         state=request.state.value,
@@ -132,8 +155,10 @@ def _of_live(table: RequestTable, request: LiveRequest, now_s: float) -> Explana
         value=None if standing is None else standing.value,
         stretch=None if standing is None else standing.stretch,
         ahead=() if place is None else _ahead(place, now_s),
-        waited=_waited(request.waits.until(now_s)),
-        suspended_by=request.waits.suspended_by,
+        waited=_waited(seconds),
+        suspended_by=waits.suspended_by,
+        before=() if place is None else _before(place, now_s),
+        helps=helps(seconds, prompt, _pool_at(table, request.decode_id)),
     )
 
 
@@ -212,6 +237,30 @@ def _ahead(place: _Place, now_s: float) -> tuple[Ahead, ...]:
     return tuple(
         Ahead(part=part, requests=count, seconds=seconds[part]) for part, count in requests.items()
     )
+
+
+def _before(place: _Place, now_s: float) -> tuple[Before, ...]:
+    ranking = place.ranking
+    first = sorted(place.before, key=lambda row: (row[1], row[0].order))[:MOST_BEFORE]
+    return tuple(
+        Before(
+            request_id=one.id,
+            part=ranking.part(key),
+            key=ranking.describe(one, key, now_s).key,
+            seconds=one.remaining_s(now_s),
+        )
+        for one, key in first
+    )
+
+
+def _pool_at(table: RequestTable, instance_id: str | None) -> Pool | None:
+    """Returns the pool of an instance, or the only one; None without prefill instances there."""
+    instance = table.cluster.instances.get(instance_id or "")
+    pools = list(table.cluster.pools.values())
+    pool = table.cluster.pool_of(instance) if instance is not None else None
+    if pool is None and len(pools) == 1:
+        pool = pools[0]
+    return pool if pool is not None and pool.prefill else None
 
 
 # ---- what it lacks

@@ -30,7 +30,7 @@ from millrace.proxy.http.files import FILE_PATH, FILES_PATH, FileEndpoints
 from millrace.proxy.http.front import Front, with_cors
 from millrace.proxy.http.generate import GenerateEndpoint, Services
 from millrace.proxy.http.pooled import PooledEndpoint
-from millrace.proxy.http.requests import REQUEST_STATE_PATH, RequestEndpoints
+from millrace.proxy.http.requests import EXPLAIN_PATH, REQUEST_STATE_PATH, RequestEndpoints
 from millrace.proxy.http.responses import (
     RESPONSE_PATH,
     RESPONSES_PATH,
@@ -202,7 +202,7 @@ def create_app(
     calls = BatchCalls(handlers, services.tenants.keys, services.config.batches.slo_class)
     services.batches.serve(calls.ask)
     _add_files(app, services)
-    _add_requests(app, services)
+    _add_requests(app, services, scheduler)
     _add_models(app, services, created)
     _add_probes(app, services, render_metrics)
     app.add_exception_handler(HTTPException, _http_error)
@@ -236,8 +236,8 @@ def _add_files(app: FastAPI, services: Services) -> None:
         app.router.routes.append(Route(path, endpoint, methods=methods))
 
 
-def _add_requests(app: FastAPI, services: Services) -> None:
-    requests = RequestEndpoints(services)
+def _add_requests(app: FastAPI, services: Services, scheduler: str) -> None:
+    requests = RequestEndpoints(services, scheduler)
     resume = ResumeEndpoint(
         services.streams,
         services.store,
@@ -245,7 +245,11 @@ def _add_requests(app: FastAPI, services: Services) -> None:
         services.tenants,
         services.config.proxy,
     )
-    for path, answer in ((REQUEST_STATE_PATH, requests.show), (STREAM_PATH, resume.answer)):
+    for path, answer in (
+        (REQUEST_STATE_PATH, requests.show),
+        (EXPLAIN_PATH, requests.explain),
+        (STREAM_PATH, resume.answer),
+    ):
         endpoint = RawEndpoint(services, path, answer)
         app.router.routes.append(Route(path, endpoint, methods=["GET"]))
 

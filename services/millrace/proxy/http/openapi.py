@@ -267,6 +267,7 @@ def _requests() -> Json:
     named = [{"name": "request_id", "in": "path", "required": True, "schema": _STRING}]
     gone = {"404": _error("The tenant has no such request"), "503": _error("No store answers")}
     shown = _got("How far a request is", _json("RequestState"), gone)
+    explained = _got("Why a request waits, or waited", _json("RequestExplanation"), gone)
     stream = _got(
         "The rest of a resumable stream",
         {"text/event-stream": {"schema": _STRING}},
@@ -275,6 +276,7 @@ def _requests() -> Json:
     last = _header("Last-Event-ID", _STRING, "The last event not to send.")
     return {
         "/v1/requests/{request_id}": {"get": {**shown, "parameters": named}},
+        "/v1/requests/{request_id}/explain": {"get": {**explained, "parameters": named}},
         "/v1/requests/{request_id}/stream": {"get": {**stream, "parameters": [*named, last]}},
     }
 

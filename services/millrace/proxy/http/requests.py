@@ -1,20 +1,31 @@
-"""GET /v1/requests/{id}: how far a request is, asked of any replica."""
+"""GET /v1/requests/{id}: how far a request is, asked of any replica; and why it is no further."""
 
 from __future__ import annotations
 
-from millrace.proxy.errors import ApiError, shown
+import contextlib
+from dataclasses import asdict
+
+from millrace.core.scheduler.explain import Explanation
+from millrace.proxy.errors import ApiError, shown, unavailable
 from millrace.proxy.http.asgi import Receive, Scope, Send, send_document
 from millrace.proxy.http.generate import Services
 from millrace.proxy.http.request_ids import candidates
 from millrace.proxy.streams.request_states import RequestStates
+from millrace.wire.clients.scheduler_client import SchedulerUnavailable, UnknownRequest, explain
 
 REQUEST_STATE_PATH = "/v1/requests/{request_id}"
+EXPLAIN_PATH = REQUEST_STATE_PATH + "/explain"
+
+#: Fields of an explanation that name other requests, or instances.
+_NAMING = ("before", "suspended_by", "waits_for")
 
 
 class RequestEndpoints:
     """Answers about the requests of the client's own tenant."""
 
-    def __init__(self, services: Services) -> None:
+    def __init__(self, services: Services, scheduler: str) -> None:
+        """`scheduler` is a host:port."""
+        self._scheduler = scheduler
         self._tenants = services.tenants
         self._states = RequestStates(services.gateway, services.store, services.streams.store)
 
@@ -26,6 +37,32 @@ class RequestEndpoints:
             if (found := await self._states.find(response_id, tenant)) is not None:
                 return await send_document(send, found.to_dict())
         raise unknown(request_id)
+
+    async def explain(self, scope: Scope, receive: Receive, send: Send) -> int:
+        """Sends why a request waits, or waited, without the names of other requests.
+
+        Returns the status that was sent. Raises ApiError before anything was sent.
+        """
+        del receive  # a GET
+        tenant, request_id = self._tenants.of(scope), scope["path_params"]["request_id"]
+        for response_id in candidates(tenant, request_id):
+            if await self._states.find(response_id, tenant) is None:
+                continue
+            found = await self._explained(response_id)
+            shown = {name: value for name, value in asdict(found).items() if name not in _NAMING}
+            return await send_document(send, {"object": "millrace.explanation", **shown})
+        raise unknown(request_id)
+
+    async def _explained(self, response_id: str) -> Explanation:
+        """Returns the explanation of the response's first request. Raises ApiError."""
+        names = (response_id, f"{response_id}-0")  # of one prompt, or of the first of several
+        try:
+            for name in names:
+                with contextlib.suppress(UnknownRequest):
+                    return await explain(self._scheduler, name)
+        except SchedulerUnavailable as error:
+            raise unavailable(str(error)) from error
+        raise unknown(response_id)
 
 
 def unknown(request_id: str) -> ApiError:

@@ -9,6 +9,8 @@ from typing import Any, Literal, NotRequired
 
 from typing_extensions import TypedDict
 
+from millrace.proxy.reply.explained_answers import Explanation, RequestExplanation
+
 
 class ApiErrorBody(TypedDict):
     """What went wrong; `param` names the field of the body."""
@@ -127,44 +129,6 @@ class StoredTenant(TypedDict):
 
     name: str
     stored: bool
-
-
-class RequestsAhead(TypedDict):
-    """The requests of one part of the order that go before it."""
-
-    part: str
-    requests: int
-    seconds: float
-
-
-class Waited(TypedDict):
-    """How long it waited for one thing while in one part of the order."""
-
-    reason: str
-    part: str
-    seconds: float
-
-
-class Explanation(TypedDict):
-    """Why a request waits, or waited. Texts are empty and numbers null where nothing is known."""
-
-    request_id: str
-    state: str
-    slo_class: str
-    policy: str
-    part: str
-    key: str
-    waits_for: str
-    left_s: float
-    deadline_in_s: float | None
-    first_token_s: float | None
-    in_time: bool | None
-    attainment: float | None
-    value: float | None
-    stretch: float | None
-    ahead: list[RequestsAhead]
-    waited: list[Waited]
-    suspended_by: list[str]
 
 
 class PolicyChange(TypedDict):
@@ -398,6 +362,7 @@ ANSWERS: tuple[Any, ...] = (
     Model,
     Models,
     PolicyChange,
+    RequestExplanation,
     RequestState,
     Response,
     ResponseItems,

@@ -730,7 +730,7 @@ class ExplainRequest(_message.Message):
     def __init__(self, request_id: _Optional[str] = ...) -> None: ...
 
 class Explanation(_message.Message):
-    __slots__ = ("request_id", "state", "slo_class", "policy", "part", "key", "waits_for", "left_s", "deadline_in_s", "first_token_s", "in_time", "attainment", "value", "stretch", "ahead", "waited", "suspended_by")
+    __slots__ = ("request_id", "state", "slo_class", "policy", "part", "key", "waits_for", "left_s", "deadline_in_s", "first_token_s", "in_time", "attainment", "value", "stretch", "ahead", "waited", "suspended_by", "before", "helps")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     SLO_CLASS_FIELD_NUMBER: _ClassVar[int]
@@ -748,6 +748,8 @@ class Explanation(_message.Message):
     AHEAD_FIELD_NUMBER: _ClassVar[int]
     WAITED_FIELD_NUMBER: _ClassVar[int]
     SUSPENDED_BY_FIELD_NUMBER: _ClassVar[int]
+    BEFORE_FIELD_NUMBER: _ClassVar[int]
+    HELPS_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     state: str
     slo_class: str
@@ -765,7 +767,29 @@ class Explanation(_message.Message):
     ahead: _containers.RepeatedCompositeFieldContainer[RequestsAhead]
     waited: _containers.RepeatedCompositeFieldContainer[Waited]
     suspended_by: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, request_id: _Optional[str] = ..., state: _Optional[str] = ..., slo_class: _Optional[str] = ..., policy: _Optional[str] = ..., part: _Optional[str] = ..., key: _Optional[str] = ..., waits_for: _Optional[str] = ..., left_s: _Optional[float] = ..., deadline_in_s: _Optional[float] = ..., first_token_s: _Optional[float] = ..., in_time: _Optional[bool] = ..., attainment: _Optional[float] = ..., value: _Optional[float] = ..., stretch: _Optional[float] = ..., ahead: _Optional[_Iterable[_Union[RequestsAhead, _Mapping]]] = ..., waited: _Optional[_Iterable[_Union[Waited, _Mapping]]] = ..., suspended_by: _Optional[_Iterable[str]] = ...) -> None: ...
+    before: _containers.RepeatedCompositeFieldContainer[RequestBefore]
+    helps: _containers.RepeatedCompositeFieldContainer[Help]
+    def __init__(self, request_id: _Optional[str] = ..., state: _Optional[str] = ..., slo_class: _Optional[str] = ..., policy: _Optional[str] = ..., part: _Optional[str] = ..., key: _Optional[str] = ..., waits_for: _Optional[str] = ..., left_s: _Optional[float] = ..., deadline_in_s: _Optional[float] = ..., first_token_s: _Optional[float] = ..., in_time: _Optional[bool] = ..., attainment: _Optional[float] = ..., value: _Optional[float] = ..., stretch: _Optional[float] = ..., ahead: _Optional[_Iterable[_Union[RequestsAhead, _Mapping]]] = ..., waited: _Optional[_Iterable[_Union[Waited, _Mapping]]] = ..., suspended_by: _Optional[_Iterable[str]] = ..., before: _Optional[_Iterable[_Union[RequestBefore, _Mapping]]] = ..., helps: _Optional[_Iterable[_Union[Help, _Mapping]]] = ...) -> None: ...
+
+class RequestBefore(_message.Message):
+    __slots__ = ("request_id", "part", "key", "seconds")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    PART_FIELD_NUMBER: _ClassVar[int]
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    part: str
+    key: str
+    seconds: float
+    def __init__(self, request_id: _Optional[str] = ..., part: _Optional[str] = ..., key: _Optional[str] = ..., seconds: _Optional[float] = ...) -> None: ...
+
+class Help(_message.Message):
+    __slots__ = ("what", "saves_s")
+    WHAT_FIELD_NUMBER: _ClassVar[int]
+    SAVES_S_FIELD_NUMBER: _ClassVar[int]
+    what: str
+    saves_s: float
+    def __init__(self, what: _Optional[str] = ..., saves_s: _Optional[float] = ...) -> None: ...
 
 class RequestsAhead(_message.Message):
     __slots__ = ("part", "requests", "seconds")

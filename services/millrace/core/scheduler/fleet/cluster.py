@@ -190,16 +190,25 @@ class Pool:
         kept = request.kept_tokens
         prefill_s = self.rest_s(request, kept)
         least = self._degrees[0]
-        request.predict(prefill_s, least * self._rest_s(request, kept, least))
+        request.predict(prefill_s, least * self._rest_s(request.prompt_tokens, kept, least))
 
     def rest_s(self, request: LiveRequest, kept: int) -> float:
         """The seconds of the tokens after the first `kept` tokens, alone on the idle pool."""
         self._prepare()
-        return min(self._rest_s(request, kept, sp) for sp in self._degrees)
+        return min(self._rest_s(request.prompt_tokens, kept, sp) for sp in self._degrees)
 
-    def _rest_s(self, request: LiveRequest, kept: int, sp: int) -> float:
-        modelled_s = self.latency.chunk_s(request.prompt_tokens - kept, kept, sp)
-        return self.corrections.seconds(ANYONE, band_of(request.prompt_tokens, sp), modelled_s)
+    def predicted_s(self, prompt_tokens: int, kept: int, sp: int) -> float:
+        """Returns the seconds of the tokens after the first `kept` tokens on an idle group of `sp`.
+
+        Degrees beyond those of the latency model count as its largest.
+        """
+        self._prepare()
+        known = max((one for one in self.latency.by_sp if one <= sp), default=1)
+        return self._rest_s(prompt_tokens, kept, known)
+
+    def _rest_s(self, prompt_tokens: int, kept: int, sp: int) -> float:
+        modelled_s = self.latency.chunk_s(prompt_tokens - kept, kept, sp)
+        return self.corrections.seconds(ANYONE, band_of(prompt_tokens, sp), modelled_s)
 
     @property
     def latency(self) -> SpLatency:
