@@ -28,7 +28,22 @@ const LEAST_NAMED = 20;
 /** The most spans that get borders and names of their own. */
 const MOST_DETAILED = 4000;
 
+/** While the window rests, only what came since the last frame is painted, and so many seconds before:
+ * a live run's events come late. */
+const LATE_S = 2;
+/** All is painted again after this time. */
+const AGAIN_MS = 2000;
+
+/** What the raster holds. */
+interface Painted {
+  key: string;
+  view: Window;
+  spans: number;
+  atMs: number;
+}
+
 export class Chart {
+  private painted: Painted | null = null;
   private readonly context: CanvasRenderingContext2D;
   private readonly raster = document.createElement("canvas");
   private image: ImageData | null = null;
@@ -45,8 +60,8 @@ export class Chart {
     this.context = context;
   }
 
-  /** Draws all; returns how many spans it drew. */
-  draw(rows: Row[], marks: Mark[], view: Window, theme: Theme, name: (owner: number) => string): number {
+  /** Draws all; returns how many spans are in view. `key` changes with the rows and their colours. */
+  draw(rows: Row[], marks: Mark[], view: Window, theme: Theme, name: (owner: number) => string, key: string): number {
     const ratio = window.devicePixelRatio || 1;
     this.fit(rows.length, ratio);
     const { context, canvas } = this;
@@ -54,7 +69,7 @@ export class Chart {
     context.setTransform(1, 0, 0, 1, 0, 0);
     context.fillStyle = theme.groundCss;
     context.fillRect(0, 0, canvas.width, canvas.height);
-    const drawn = this.paint(rows, view, theme, width, ratio);
+    const drawn = this.paint(rows, view, theme, width, ratio, key);
     context.setTransform(ratio, 0, 0, ratio, 0, 0);
     this.axis(view, theme, width / ratio);
     this.separate(rows.length, theme, width / ratio);
@@ -85,24 +100,39 @@ export class Chart {
     }
   }
 
-  private paint(rows: Row[], view: Window, theme: Theme, width: number, ratio: number): number {
+  private paint(rows: Row[], view: Window, theme: Theme, width: number, ratio: number, key: string): number {
     if (!rows.length) return 0;
     if (this.image?.width !== width || this.image.height !== rows.length) {
       this.raster.width = width;
       this.raster.height = rows.length;
       this.image = new ImageData(width, rows.length);
+      this.painted = null;
     }
-    const pixels = new Uint32Array(this.image.data.buffer);
-    pixels.fill(theme.ground);
-    let drawn = 0;
-    rows.forEach((row, index) => {
-      for (const { lane, colour } of row.lanes) drawn += paintLane(pixels, width, index, lane, view, colour);
-    });
+    this.fill(new Uint32Array(this.image.data.buffer), rows, view, theme, width, key);
     this.raster.getContext("2d")?.putImageData(this.image, 0, 0);
     this.context.imageSmoothingEnabled = false;
     const height = rows.length * this.rowHeight * ratio;
     this.context.drawImage(this.raster, 0, 0, width, rows.length, GUTTER * ratio, AXIS * ratio, width, height);
-    return drawn;
+    return this.painted?.spans ?? 0;
+  }
+
+  private fill(pixels: Uint32Array, rows: Row[], view: Window, theme: Theme, width: number, key: string): void {
+    const { painted } = this;
+    const atMs = performance.now();
+    const rests =
+      painted?.key === key &&
+      painted.view.from === view.from &&
+      painted.view.to === view.to &&
+      painted.view.until <= view.until &&
+      atMs - painted.atMs < AGAIN_MS;
+    const since = rests ? Math.max(view.from, painted.view.until - LATE_S) : view.from;
+    const first = Math.floor(((since - view.from) * width) / (view.to - view.from));
+    let spans = 0;
+    rows.forEach((row, index) => {
+      if (first < width) pixels.fill(theme.ground, index * width + first, (index + 1) * width);
+      for (const { lane, colour } of row.lanes) spans += paintLane(pixels, width, index, lane, view, colour, since);
+    });
+    this.painted = rests ? { ...painted, view } : { key, view, spans, atMs };
   }
 
   private axis(view: Window, theme: Theme, width: number): void {

@@ -158,12 +158,14 @@ class Page implements Actions {
     }));
     const name = (owner: number) => (owner < 0 ? "" : run.requests[owner].id);
     const few = this.drawn <= MOST_MARKED;
-    this.drawn = this.fleet.draw(fleet, few ? this.stops(fleet, view) : [], view, theme, name);
+    const { colourBy, filter, shown } = board;
+    const key = [run.shape, run.begun, this.dark.matches, colourBy, shown?.index, ...Object.values(filter)].join(" ");
+    this.drawn = this.fleet.draw(fleet, few ? this.stops(fleet, view) : [], view, theme, name, key);
     const lines: Row[] = run.lifelines.map((lane) => ({
       label: "",
       lanes: [{ lane, colour: (owner, kind) => this.ofLifeline(run.requests[owner], kind, theme) }],
     }));
-    this.lines.draw(lines, few ? this.tokens(view) : [], view, theme, name);
+    this.lines.draw(lines, few ? this.tokens(view) : [], view, theme, name, key);
   }
 
   /** Returns the colours of chunks: all but the request in focus, or those of the filter, are dim. */

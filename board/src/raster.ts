@@ -11,7 +11,10 @@ export interface Window {
   until: number;
 }
 
-/** Fills row `row` of `pixels`, `width` wide, with the lane's spans. Returns how many it drew. */
+/**
+ * Fills row `row` of `pixels`, `width` wide, with the lane's spans that reach beyond `since`. Returns how
+ * many it drew.
+ */
 export function paintLane(
   pixels: Uint32Array,
   width: number,
@@ -19,6 +22,7 @@ export function paintLane(
   lane: Lane,
   view: Window,
   colour: (owner: number, kind: number) => Pixel,
+  since = view.from,
 ): number {
   const scale = width / (view.to - view.from);
   const base = row * width;
@@ -36,10 +40,10 @@ export function paintLane(
       pixels[base + left] = colour(owner[index], kind[index]);
     } else pixels.fill(colour(owner[index], kind[index]), base + left, base + right);
   };
-  const first = lane.first(view.from);
+  const first = lane.first(since);
   for (const index of lane.open) if (index < first) paint(index);
   for (let index = first; index < lane.count && start[index] < to; index++) {
-    if (end[index] > view.from) paint(index);
+    if (end[index] > since) paint(index);
   }
   return drawn;
 }

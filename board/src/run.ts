@@ -72,7 +72,11 @@ const LANE_REST = 0.02;
 
 export class FormatError extends Error {}
 
+let runs = 0;
+
 export class Run {
+  /** Tells runs of one page apart. */
+  readonly begun = runs++;
   head: Head | null = null;
   /** The writer's clock at the first event: all times of a run count from there. */
   origin: number | null = null;

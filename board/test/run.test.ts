@@ -195,6 +195,15 @@ describe("pixels", () => {
     expect(paint(8)).toEqual([1, 1, 2, 0, 0, 0, 3, 3, 0, 0, 3]);
   });
 
+  test("what ended before the last frame is not painted again", () => {
+    const lane = new Lane();
+    lane.finish(lane.begin(0, 1, 0), 2);
+    lane.finish(lane.begin(3, 2, 0), 6);
+    const pixels = new Uint32Array(10);
+    expect(paintLane(pixels, 10, 0, lane, { from: 0, to: 10, until: 8 }, (owner) => owner, 5)).toBe(1);
+    expect([...pixels]).toEqual([0, 0, 0, 2, 2, 2, 0, 0, 0, 0]);
+  });
+
   test("nothing is drawn after the moment of a replay", () => {
     expect(paint(1)).toEqual([1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1]);
   });

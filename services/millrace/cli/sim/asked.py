@@ -46,9 +46,9 @@ def progress(console: Console) -> Progress:
 def bar(console: Console, what: str, total: int) -> Iterator[Callable[[int, float], None]]:
     """Shows how many of `total` requests have ended, and the simulated time."""
     with progress(console) as shown:
-        bar = shown.add_task(what, total=total, note="")
+        task = shown.add_task(what, total=total, note="")
 
         def advance(ended: int, now_s: float) -> None:
-            shown.update(bar, completed=ended, note=f"simulated {now_s:,.0f} s")
+            shown.update(task, completed=ended, note=f"simulated {now_s:,.0f} s")
 
         yield advance

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import gzip
+import uuid
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from functools import cache
@@ -86,7 +87,7 @@ class BoardEvents:
                 first = await anext(lines, b"")
             except SchedulerUnavailable as error:
                 raise ApiError(503, str(error), code="unavailable", retry_after_s=1.0) from error
-            client = Client(receive, send, "board")
+            client = Client(receive, send, f"board_{uuid.uuid4().hex}")
             return await send_parts(client, self._parts(first, lines), self._keepalive_s)
 
     async def _parts(
