@@ -9,7 +9,7 @@ import { Levels, levelsAt } from "./levels";
 import { type Actions, type Opened, controls, details, legend, signIn, summary, tables } from "./panels";
 import type { Window } from "./raster";
 import { DECODES, LANDS, type Request, STOPPED } from "./run";
-import { Refused, type Settings, change, embedded, follow, readFile, readText, settings } from "./source";
+import { type Explanation, Refused, type Settings, change, embedded, explanation, follow, readFile, readText, settings } from "./source";
 import "./style.css";
 
 const PANELS_EVERY_MS = 250;
@@ -32,6 +32,7 @@ class Page implements Actions {
   private key = sessionStorage.getItem(KEY) ?? "";
   private settings: Settings | null = null;
   private readonly opened: Opened = { worst: false, instances: false };
+  private why: Explanation | null = null;
   private message = "";
   private asksKey = false;
   private stale = true;
@@ -96,6 +97,15 @@ class Page implements Actions {
     sessionStorage.setItem(KEY, key);
     this.tell("");
     this.goLive();
+  }
+
+  async explain(id: string): Promise<void> {
+    try {
+      this.why = await explanation(this.key, id);
+      this.tell("");
+    } catch (error) {
+      this.tell((error as Error).message);
+    }
   }
 
   async changeSetting(path: "scheduler" | "improvement-rate", body: object): Promise<void> {
@@ -222,7 +232,8 @@ class Page implements Actions {
     const said = summary(board, moment);
     render(html`${said}`, element("summary"));
     render(legend(theme), element("legend"));
-    render(details(board.shown, moment), element("details"));
+    const why = { askable: board.mode === "live", found: this.why };
+    render(details(board.shown, moment, why, this), element("details"));
     render(tables(board, moment, this.opened, this), element("tables"));
     render(html`${this.footer()}`, element("footer"));
     if (board.run.instances.size) this.levels.draw(board.run, board.window(now), theme);

@@ -5,12 +5,13 @@ import { type Board, type ColourBy, countAt, lateness } from "./board";
 import { clock } from "./chart";
 import { type Theme, css } from "./colors";
 import { COMPUTES, DECODES, LANDS, type Request, TURN, WAITS } from "./run";
-import type { Settings } from "./source";
+import type { Explanation, Settings } from "./source";
 
 export interface Actions {
   changed(): void;
   openFile(file: File): void;
   signIn(key: string): void;
+  explain(id: string): void;
   changeSetting(path: "scheduler" | "improvement-rate", body: object): void;
 }
 
@@ -142,7 +143,13 @@ export function legend(theme: Theme): TemplateResult {
 
 // ---- details of a request
 
-export function details(request: Request | null, moment: number): TemplateResult {
+export interface Why {
+  /** Whether a gateway can be asked. */
+  askable: boolean;
+  found: Explanation | null;
+}
+
+export function details(request: Request | null, moment: number, why: Why, actions: Actions): TemplateResult {
   if (!request) return html`<h2>Request</h2><p>Point at a chunk, or choose a request in the table.</p>`;
   const rows: [string, string | TemplateResult][] = [
     ["class", request.sloClass],
@@ -160,6 +167,8 @@ export function details(request: Request | null, moment: number): TemplateResult
   return html`<h2>Request</h2>
     <strong>${request.id}</strong>
     <dl>${rows.map(([name, value]) => html`<dt>${name}</dt><dd>${value}</dd>`)}</dl>
+    ${why.askable ? html`<button id="why" @click=${() => actions.explain(request.id)}>Why?</button>` : nothing}
+    ${why.found?.request_id === request.id ? explained(why.found) : nothing}
     ${request.plan.length
       ? html`<h2>Plan</h2>
           <ul class="fall">
@@ -177,6 +186,18 @@ export function details(request: Request | null, moment: number): TemplateResult
             ${request.spans.map((span) => bar(request, span, last, moment))}
           </ul>`
       : nothing}`;
+}
+
+function explained(found: Explanation): TemplateResult {
+  const list = (title: string, lines: string[]) =>
+    lines.length ? html`<h2>${title}</h2><ul class="fall">${lines.map((line) => html`<li>${line}</li>`)}</ul>` : nothing;
+  const seconds = (value: number) => `${value.toPrecision(3)} s`;
+  return html`
+    ${list("Waits for", found.waits_for ? [found.waits_for] : [])}
+    ${list("Time until its first token", found.waited.map((one) => `${seconds(one.seconds)} for ${one.reason}`))}
+    ${list("Before it", found.before.map((one) => `${one.request_id}, ${seconds(one.seconds)} (${one.key})`))}
+    ${list("Would help, at most", found.helps.map((one) => `${seconds(one.saves_s)}: ${one.what}`))}
+  `;
 }
 
 function bar(request: Request, span: Request["spans"][number], last: number, moment: number): TemplateResult {

@@ -63,6 +63,21 @@ export function readText(text: string): Line[] {
 /** Returns the recording that `millrace board` put into the page; empty in the gateway's page. */
 export const embedded = (): string => document.getElementById("recording")?.textContent?.trim() ?? "";
 
+/** Why a request waits, or waited: the fields of `GET /admin/requests/{id}` that the page shows. */
+export interface Explanation {
+  request_id: string;
+  waits_for: string;
+  waited: { reason: string; part: string; seconds: number }[];
+  before: { request_id: string; key: string; seconds: number }[];
+  helps: { what: string; saves_s: number }[];
+}
+
+export async function explanation(key: string, id: string): Promise<Explanation> {
+  const answer = await fetch(`admin/requests/${encodeURIComponent(id)}`, { headers: headers(key) });
+  if (!answer.ok) throw await failure(answer);
+  return answer.json();
+}
+
 // ---- the what-if switch: the gateway's own routes for administrators
 
 export interface Settings {

@@ -84,9 +84,10 @@ def test_a_replay_is_scrubbed_and_played(opened):
     opened.locator("#scrubber").fill("0")
     opened.wait_for_function("document.querySelector('#summary').textContent.startsWith('0.0 s')")
     assert "0 first tokens" in opened.inner_text("#summary")
-    opened.select_option("label:has-text('Speed') select", "64")
+    opened.select_option("label:has-text('Speed') select", "0.25")
     opened.click("#play")
-    assert opened.inner_text("#play") == "Stop"
+    opened.locator("#play", has_text="Stop").wait_for()
+    opened.select_option("label:has-text('Speed') select", "64")
     opened.wait_for_function("document.querySelector('#play').textContent === 'Play'")
     assert "60 first tokens" in opened.inner_text("#summary")
 
@@ -106,7 +107,9 @@ def test_a_filter_counts_its_class_alone(opened):
     opened.select_option("label:has-text('Class') select", "long")
     opened.wait_for_function("!document.querySelector('#summary').textContent.includes('60 first')")
     opened.locator("#worst summary").press("Enter")
-    classes = opened.locator("#worst tbody td:nth-child(2)").all_inner_texts()
+    cells = opened.locator("#worst tbody td:nth-child(2)")
+    cells.first.wait_for()
+    classes = cells.all_inner_texts()
     assert classes and set(classes) == {"long"}
 
 
@@ -218,6 +221,10 @@ def test_a_live_stack_is_followed_and_its_policy_changed(browser):
         answer = httpx.post(f"{served.url}/v1/completions", json=body, timeout=HANG_S)
         assert answer.status_code == 200
         page.locator("#summary", has_text="1 first tokens").wait_for()
+        page.locator("#worst summary").press("Enter")
+        page.locator("#worst tbody button").first.press("Enter")
+        page.get_by_role("button", name="Why?").click()
+        page.locator("#details", has_text="Time until its first token").wait_for()
         page.locator("#what-if [name=policy]").select_option("fcfs")
         page.get_by_role("button", name="Change").click()
         page.locator("#summary", has_text="policy fcfs").wait_for()
