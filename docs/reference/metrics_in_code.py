@@ -129,7 +129,9 @@ def _bind(target: ast.expr, value: ast.expr) -> dict[str, ast.expr]:
 
 
 def _resolved(node: ast.expr, names: Names) -> ast.expr:
-    return names.get(node.id, node) if isinstance(node, ast.Name) else node
+    while isinstance(node, ast.Name) and node.id in names:
+        node = names[node.id]
+    return node
 
 
 def _text(node: ast.expr, names: Names) -> str:

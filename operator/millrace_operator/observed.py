@@ -101,4 +101,5 @@ class ObservedService:
     """The observed state of a ModelService."""
 
     live: Mapping[tuple[str, str], Object] = field(default_factory=dict)  # (kind, name): children
+    listed: Mapping[str, Object] = field(default_factory=dict)  # ModelServices of its gateway
     now_s: float  # unix seconds

@@ -16,6 +16,7 @@ ARROWS: dict[tuple[str, str], set[int]] = {
     ("client", "proxy"): {8080},
     ("proxy", "scheduler"): {7070},
     ("proxy", "decode"): {7071},
+    ("proxy", "prefill"): {7071},
     ("proxy", "redis"): {6379},
     ("scheduler", "redis"): {6379},
     ("prefill", "redis"): {6379},
@@ -110,6 +111,20 @@ def test_another_models_pods_in_the_namespace_share_redis_alone() -> None:
         assert allowed(policies(found), other, all_pods["redis"], 6379)
         for target in ("scheduler", "prefill", "decode"):
             assert not any(allowed(policies(found), other, all_pods[target], p) for p in PORTS)
+
+
+def test_a_gateway_reaches_the_other_models_that_it_serves() -> None:
+    base = values_of("cpu")
+    front = objects({**base, "gateway": {"models": [{"service": "back"}]}}, name="front")
+    back = objects({**base, "networkPolicy": {"gateways": ["front"]}}, name="back")
+    both = policies(front) + policies(back)
+    proxy = Pod("proxy", "llm", naming.labels("front", "proxy"))
+    for role, port in (("scheduler", 7070), ("prefill", 7071), ("decode", 7071)):
+        target = Pod(role, "llm", naming.labels("back", role))
+        assert allowed(both, proxy, target, port)
+        stranger = Pod("proxy", "llm", naming.labels("another", "proxy"))
+        assert not allowed(both, stranger, target, port)
+        assert not allowed(policies(front), Pod("decode", "llm", {}), proxy, port)
 
 
 def test_without_policies_there_is_none() -> None:

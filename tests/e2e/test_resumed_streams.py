@@ -12,6 +12,7 @@ import httpx
 import orjson
 
 from millrace.core.config import load_config
+from millrace.core.config.models import ModelConfig
 from millrace.local.stack import Stack
 from millrace.proxy.service import Proxy, listen
 from support.deadlines import HANG_S
@@ -78,9 +79,7 @@ async def second_replica(stack: Stack) -> AsyncIterator[httpx.AsyncClient]:
     folder = str(served_folder(MODEL))
     proxy = Proxy(
         load_config(overrides=[store]),
-        model=folder,
-        model_name="tiny",
-        scheduler=stack.scheduler_address,
+        ModelConfig(name="tiny", model=folder, scheduler=stack.scheduler_address),
     )
     await proxy.start(listen("127.0.0.1", 0))
     try:

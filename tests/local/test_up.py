@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
+from millrace.core.errors import ConfigError
 from millrace.local.service import Service, StartupError
 from millrace.local.stack import Stack, StackOptions, UncleanStopError
 from support.live_stack import eventually
@@ -151,3 +152,20 @@ def test_groups_are_measured_where_their_instances_have_cores_of_their_own(
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
     assert StackOptions(model="m", **changes).group_sizes == sizes
+
+
+def test_models_of_one_stack_have_names_of_their_own() -> None:
+    assert StackOptions(model="m").models() == [("m", "")]
+    two = StackOptions(model="/a/m", more=[("/b/n", ""), ("org/x", "y")])
+    assert two.models() == [("/a/m", "m"), ("/b/n", "n"), ("org/x", "y")]
+    with pytest.raises(ConfigError, match="two models have the name 'm'"):
+        StackOptions(model="/a/m", more=[("/b/m", "")]).models()
+
+
+def test_every_model_needs_devices_of_its_own() -> None:
+    one = StackOptions(model="m", prefill=1, decode=1, devices=["0", "1"])
+    assert one.device_pool()
+    with pytest.raises(ConfigError, match="2 prefill"):
+        StackOptions(
+            model="m", more=[("n", "")], prefill=1, decode=1, devices=["0", "1"]
+        ).device_pool()

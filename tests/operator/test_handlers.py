@@ -55,6 +55,19 @@ def test_what_is_asked_of_a_service_concerns_its_pools(seen: Seen):
     assert seen() == set()  # only the operator writes a status
 
 
+def test_a_services_spec_concerns_the_gateways_that_list_it(seen: Seen):
+    front = obj("front") | {"spec": {"gateway": {"models": [{"service": "chat"}]}}}
+    key = Key("ModelService", "ns", "front")
+    seen.touches.service("ADDED", front)
+    assert seen() == {key}
+    seen.touches.service("MODIFIED", obj("chat", 2))
+    assert seen() == {SERVICE, PREFILL, DECODE, key}
+    seen.touches.service("MODIFIED", obj("front", 2))  # it lists no service any more
+    assert seen() == {key}
+    seen.touches.service("DELETED", obj("chat", 2))
+    assert seen() == {SERVICE, PREFILL, DECODE}
+
+
 def test_a_pools_state_concerns_the_service_and_its_siblings(seen: Seen):
     pool = obj("chat-prefill", readyReplicas=1)
     seen.touches.pool("PrefillGroup", "MODIFIED", pool)

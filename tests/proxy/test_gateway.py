@@ -443,11 +443,11 @@ async def test_metrics(stack):
     for line in (
         'millrace_proxy_http_requests_total{code="200",route="/v1/chat/completions"} 1.0',
         'millrace_proxy_http_requests_total{code="400",route="/v1/chat/completions"} 1.0',
-        'millrace_proxy_slo_requests_total{met="true",objective="ttft",slo_class="default"} 1.0',
-        'millrace_proxy_slo_requests_total{met="true",objective="e2e",slo_class="default"} 1.0',
-        'millrace_proxy_ttft_seconds_count{slo_class="default"} 1.0',
-        "millrace_proxy_generated_tokens_total 8.0",
-        "millrace_proxy_tbt_seconds_count 7.0",
-        "millrace_proxy_inflight_requests 0.0",
+        'slo_requests_total{met="true",model="tiny",objective="ttft",slo_class="default"} 1.0',
+        'slo_requests_total{met="true",model="tiny",objective="e2e",slo_class="default"} 1.0',
+        'millrace_proxy_ttft_seconds_count{model="tiny",slo_class="default"} 1.0',
+        'millrace_proxy_generated_tokens_total{model="tiny"} 8.0',
+        'millrace_proxy_tbt_seconds_count{model="tiny"} 7.0',
+        'millrace_proxy_inflight_requests{model="tiny"} 0.0',
     ):
         assert line in text

@@ -14,6 +14,7 @@ from tokenizers import Tokenizer
 
 from millrace.bench.gateway.stub_model import write_stub_model
 from millrace.core.config import load_config
+from millrace.core.config.models import ModelConfig
 from millrace.core.errors import MillraceError, ModelError
 from millrace.proxy.main import serve
 from millrace.proxy.service import listen
@@ -26,6 +27,10 @@ BODY = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}]}
 CHAT = "/v1/chat/completions"
 
 
+def nowhere(folder) -> ModelConfig:
+    return ModelConfig(model=str(folder / "nowhere"), scheduler="127.0.0.1:1")
+
+
 @asynccontextmanager
 async def service(folder, *settings):
     """Yields the fleet, a client and the task of `serve`; then stops them."""
@@ -36,9 +41,7 @@ async def service(folder, *settings):
     task = asyncio.create_task(
         serve(
             load_config(overrides=["proxy.port=0", *settings]),
-            model=str(folder),
-            model_name=MODEL,
-            scheduler=fleet.scheduler_address,
+            ModelConfig(name=MODEL, model=str(folder), scheduler=fleet.scheduler_address),
             on_ready=port.set_result,
         )
     )
@@ -128,10 +131,10 @@ async def test_a_taken_port_is_named(tmp_path):
 
 async def test_a_missing_model_is_named(tmp_path):
     with pytest.raises(ModelError, match="nowhere"):
-        await serve(load_config(), model=str(tmp_path / "nowhere"), scheduler="127.0.0.1:1")
+        await serve(load_config(), nowhere(tmp_path))
 
 
 async def test_workers_say_why_they_can_t_start(tmp_path):
     config = load_config(overrides=["proxy.workers=2", "proxy.port=0"])
     with pytest.raises(MillraceError, match="nowhere"):
-        await serve(config, model=str(tmp_path / "nowhere"), scheduler="127.0.0.1:1")
+        await serve(config, nowhere(tmp_path))

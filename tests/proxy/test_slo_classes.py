@@ -12,6 +12,7 @@ import pytest
 
 from millrace.bench.gateway.stub_model import write_stub_model
 from millrace.core.config import load_config
+from millrace.core.config.models import ModelConfig
 from millrace.proxy.service import Proxy, listen
 from support.deadlines import HANG_S
 from support.gateway import MODEL
@@ -47,7 +48,7 @@ async def served(folder, settings: str = SETTINGS):
         await net.worker("p0")
         await net.worker("d0")
         config = load_config(file)
-        proxy = Proxy(config, model=str(folder), model_name=MODEL, scheduler=net.address)
+        proxy = Proxy(config, ModelConfig(name=MODEL, model=str(folder), scheduler=net.address))
         await proxy.start(listen("127.0.0.1", 0))
         url = f"http://127.0.0.1:{proxy.port}"
         try:

@@ -149,7 +149,7 @@ def process(world: World, endpoint: Endpoint, name: str, **config: Any) -> Batch
         config=BatchesConfig(**{"max_inflight": 4, **config}),
         owner=name,
         clock=lambda: world.now_s,
-        is_ready=lambda: True,
+        is_ready=lambda _: True,
         check_model=check_model,
         most_body_bytes=1 << 20,
         slots=asyncio.Semaphore(4),

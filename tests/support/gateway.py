@@ -16,6 +16,7 @@ from tokenizers import Tokenizer
 from millrace.bench.gateway.stub_fleet import StubFleet
 from millrace.bench.gateway.stub_model import write_stub_model
 from millrace.core.config import Config, load_config
+from millrace.core.config.models import ModelConfig
 from millrace.core.request_spec import RequestSpec
 from millrace.core.scheduler.events import CancelRequested
 from millrace.core.span import Span
@@ -206,7 +207,8 @@ async def gateway(
     fleet = Fleet(Tokenizer.from_file(str(folder / "tokenizer.json")))
     await fleet.start()
     config = config or load_config(overrides=settings)
-    proxy = Proxy(config, model=str(folder), model_name=MODEL, scheduler=fleet.scheduler_address)
+    served = ModelConfig(name=MODEL, model=str(folder), scheduler=fleet.scheduler_address)
+    proxy = Proxy(config, served)
     await proxy.start(listen("127.0.0.1", 0))
     url = f"http://127.0.0.1:{proxy.port}"
     try:

@@ -7,6 +7,16 @@
       - {key: app.kubernetes.io/component, operator: In, values: [{{ join ", " .components }}]}
 {{- end -}}
 
+{{/* Peers: proxies of other ModelServices that serve this release's model. */}}
+{{- define "millrace.gatewayPeers" -}}
+{{- with .Values.networkPolicy.gateways -}}
+- podSelector:
+    matchLabels: {app.kubernetes.io/component: proxy}
+    matchExpressions:
+      - {key: millrace.dev/service, operator: In, values: {{ toJson . }}}
+{{- end -}}
+{{- end -}}
+
 {{- define "millrace.dnsRule" -}}
 {{- with .Values.networkPolicy.dns -}}
 - ports:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from millrace_operator.manifests import config_file, naming, pods
+from millrace_operator.manifests.gateway_models import MODELS_FILE, lists_models
 from millrace_operator.manifests.pods import Context
 from millrace_operator.observed import Object, Pool, Resource
 from millrace_operator.schema import API_VERSION
@@ -79,8 +80,15 @@ def _config_map(context: Context) -> Manifest:
         "apiVersion": "v1",
         "kind": "ConfigMap",
         "metadata": _part_metadata(context, "config"),
-        "data": {"config.toml": config_file.text(context.tables)},
+        "data": {"config.toml": config_file.text(context.tables), **_models_file(context)},
     }
+
+
+def _models_file(context: Context) -> Mapping[str, str]:
+    """Returns the file that a gateway of several models reads, and follows without a restart."""
+    if not lists_models(context.service):
+        return {}
+    return {MODELS_FILE: context.models.text(context.service, context.config)}
 
 
 def _network_service(

@@ -14,12 +14,19 @@ from typing import Any
 from millrace.core.config import Config, EngineConfig
 from millrace_operator.manifests import config_file, naming, templates
 from millrace_operator.manifests.config_file import Table, digest, digest_for
+from millrace_operator.manifests.gateway_models import (
+    MODELS,
+    MODELS_FILE,
+    MODELS_FOLDER,
+    GatewayModels,
+    lists_models,
+    others_folder,
+)
 from millrace_operator.observed import Pool, Service
 from millrace_operator.schema.pools import KINDS, PoolSpec
 from millrace_operator.schema.service import ModelServiceSpec, SecretRef, ServedModel, StoreUrl
 from millrace_operator.spec import Defaults, SpecError, gpus
 
-MODELS = "/models"
 CACHE = "/cache"
 
 #: Seconds beyond a pod's drain time before Kubernetes kills it: it must also deregister.
@@ -41,9 +48,13 @@ class Context:
     tables: Mapping[str, Table]
     config: Config  # the tables as the services read them
     revision: str  # hash of the fields that make two instances' KV differ
+    models: GatewayModels  # of the gateway
 
     @classmethod
-    def of(cls, service: Service, defaults: Defaults) -> Context:
+    def of(
+        cls, service: Service, defaults: Defaults, listed: Mapping[str, Service] | None = None
+    ) -> Context:
+        """`listed` are the ModelServices of spec.gateway.models that exist."""
         tables = config_file.tables(service.spec)
         config = config_file.config(tables)
         return cls(
@@ -52,6 +63,7 @@ class Context:
             tables=tables,
             config=config,
             revision=_revision(service.spec.model, config.engine),
+            models=GatewayModels.of(service, listed or {}, defaults.redis_secret),
         )
 
     @property
@@ -98,7 +110,7 @@ def gateway(context: Context) -> dict[str, Any]:
     container = {
         **_container(context, "proxy", {"http": naming.GATEWAY_PORT}),
         "args": [
-            *("proxy", *_model_args(context)),
+            *("proxy", *_gateway_args(context)),
             *("--host", "0.0.0.0", "--port", str(naming.GATEWAY_PORT)),
             *_CONFIG_ARGS,
         ],
@@ -112,7 +124,13 @@ def gateway(context: Context) -> dict[str, Any]:
     }
     drain_s = context.config.proxy.drain_timeout_s
     grace_s = LINGER_S + math.ceil(drain_s) + GOODBYE_S
-    pod = _with_weights(context, _pod(context, container, grace_s))
+    pod = _with_weights(context.spec, _pod(context, container, grace_s))
+    for other in context.models.others:
+        _with_weights(other.spec, pod, f"weights-{other.name}", others_folder(other.name))
+    if lists_models(context.service):
+        config = {"name": naming.part_name(context.name, "config"), "items": [_as(MODELS_FILE)]}
+        mount = {"mountPath": MODELS_FOLDER, "readOnly": True}
+        _add_volume(pod, "models", {"projected": {"sources": [{"configMap": config}]}}, mount)
     if (keys := gateway_spec.keys) is not None and (file := keys.secret_ref) is not None:
         secret = {"name": file.name, "items": [_as(file.key, config_file.KEYS_FILE)]}
         mount = {"mountPath": config_file.KEYS_FOLDER, "readOnly": True}
@@ -138,7 +156,7 @@ def instance(pool: Pool, context: Context) -> dict[str, Any]:
     }
     if devices := gpus(spec):
         container["resources"] = {"limits": {spec.gpu_resource: str(devices)}}
-    pod = _with_weights(context, _pod(context, container, drain_s + GOODBYE_S))
+    pod = _with_weights(context.spec, _pod(context, container, drain_s + GOODBYE_S))
     _add_volume(pod, "shm", {"emptyDir": {"medium": "Memory"}}, {"mountPath": "/dev/shm"})
     own = {naming.POOL_LABEL: pool.name}
     pod |= _placement(spec.topology_key, own)
@@ -158,6 +176,13 @@ def _model_args(context: Context) -> list[str]:
         *("--model", model.uri, "--model-name", model.name),
         *("--scheduler", scheduler_at),
     ]
+
+
+def _gateway_args(context: Context) -> list[str]:
+    """Names the model and its scheduler, or the file that lists several."""
+    if not lists_models(context.service):
+        return _model_args(context)
+    return ["--set", f"proxy.models_file={MODELS_FOLDER}/{MODELS_FILE}"]
 
 
 def _instance_args(spec: PoolSpec, context: Context, drain_s: int) -> list[str]:
@@ -227,19 +252,21 @@ def _add_volume(
     pod["containers"][0]["volumeMounts"].append({"name": name, **mount})
 
 
-def _with_weights(context: Context, pod: dict[str, Any]) -> dict[str, Any]:
-    weights = context.spec.weights
-    mount: dict[str, Any] = {"mountPath": MODELS, "readOnly": True}
+def _with_weights(
+    spec: ModelServiceSpec, pod: dict[str, Any], name: str = "weights", folder: str = MODELS
+) -> dict[str, Any]:
+    weights = spec.weights
+    mount: dict[str, Any] = {"mountPath": folder, "readOnly": True}
     if claim := weights.persistent_volume_claim:
         source = {"claimName": claim.claim_name, "readOnly": claim.read_only}
         if claim.sub_path:
             mount["subPath"] = claim.sub_path
-        _add_volume(pod, "weights", {"persistentVolumeClaim": source}, mount)
+        _add_volume(pod, name, {"persistentVolumeClaim": source}, mount)
     elif path := weights.host_path:
-        folder = {"path": path.path, "type": "Directory"}
-        _add_volume(pod, "weights", {"hostPath": folder}, mount)
+        host = {"path": path.path, "type": "Directory"}
+        _add_volume(pod, name, {"hostPath": host}, mount)
     elif image := weights.image:
-        _add_volume(pod, "weights", {"image": image.model_dump(by_alias=True)}, mount)
+        _add_volume(pod, name, {"image": image.model_dump(by_alias=True)}, mount)
     return pod
 
 

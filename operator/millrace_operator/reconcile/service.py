@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,7 +14,7 @@ from millrace_operator.reconcile import conditions
 from millrace_operator.reconcile.actions import Action, Apply, Delete, Report, SetStatus
 from millrace_operator.reconcile.conditions import Condition
 from millrace_operator.schema.pools import KINDS, PoolKind
-from millrace_operator.spec import Defaults, SpecError
+from millrace_operator.spec import Defaults, SpecError, parse_service
 
 
 def reconcile_service(
@@ -25,17 +26,29 @@ def reconcile_service(
     if service.spec.paused:
         return _status_actions(service, observed, revision=service.status.get("revision", ""))
     try:
-        context = Context.of(service, defaults)
+        context = Context.of(service, defaults, _listed(observed))
         wanted = objects.of_service(context)
     except SpecError as error:
         problem = Report(reason="InvalidSpec", message=str(error), warning=True)
         revision = service.status.get("revision", "")
         return _status_actions(service, observed, revision=revision, problem=problem)
+    missing = None
+    if problems := context.models.problems:
+        missing = Report(reason="ModelMissing", message="; ".join(problems), warning=True)
     return [
         *(Apply(manifest=manifest) for manifest in objects.changed(observed.live, wanted)),
         *_retired(service, observed),
-        *_status_actions(service, observed, revision=context.revision),
+        *_status_actions(service, observed, revision=context.revision, problem=missing),
     ]
+
+
+def _listed(observed: ObservedService) -> dict[str, Service]:
+    """Returns the ModelServices behind the gateway that can be read."""
+    found = {}
+    for name, given in observed.listed.items():
+        with contextlib.suppress(SpecError):  # its own pass says so
+            found[name] = parse_service(given)
+    return found
 
 
 def _retired(service: Service, observed: ObservedService) -> list[Delete]:

@@ -131,8 +131,14 @@ class Cluster:
         selector = f"{SERVICE_LABEL}={name},!{POOL_LABEL}"
         lists = [self._kube.list(kind, namespace, selector) for kind in _SERVICE_CHILDREN]
         *children, pools = await asyncio.gather(*lists, self._pools(namespace, name))
+        names = [one.service for one in service.spec.gateway.models or ()]
+        found = await asyncio.gather(
+            *(self._kube.get("ModelService", namespace, one) for one in names)
+        )
         return ObservedService(
-            live=self._live(service.metadata["uid"], [*children, pools]), now_s=self._parts.wall()
+            live=self._live(service.metadata["uid"], [*children, pools]),
+            listed={one: obj for one, obj in zip(names, found, strict=True) if obj is not None},
+            now_s=self._parts.wall(),
         )
 
     async def observe_pool(self, pool: Pool) -> ObservedPool:

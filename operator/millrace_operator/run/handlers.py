@@ -43,14 +43,25 @@ class Touches:
         self._touch = touch
         self._seen: dict[Key, tuple[object, object]] = {}  # for itself, for others
         self._pools: dict[tuple[str, str], set[Key]] = {}  # by (namespace, service)
+        self._listed: dict[Key, frozenset[str]] = {}  # services behind each service's gateway
 
     def service(self, event: str | None, body: Mapping[str, Any]) -> None:
-        """Touches a ModelService and its pools, which are built from its spec, too."""
+        """Touches a ModelService, its pools, and the gateways that list it: all are built from its
+        spec, too.
+        """
         key = _key("ModelService", body)
-        if self._changed(key, event, body)[0]:
-            self._touch(key)
-            for pool in self._pools.get((key.namespace, key.name), ()):
-                self._touch(pool)
+        if not self._changed(key, event, body)[0]:
+            return
+        self._touch(key)
+        for pool in self._pools.get((key.namespace, key.name), ()):
+            self._touch(pool)
+        for gateway, names in self._listed.items():
+            if gateway.namespace == key.namespace and key.name in names:
+                self._touch(gateway)
+        models = ((body.get("spec") or {}).get("gateway") or {}).get("models") or ()
+        self._listed[key] = frozenset(one["service"] for one in models)
+        if event == "DELETED" or not models:
+            del self._listed[key]
 
     def pool(self, kind: str, event: str | None, body: Mapping[str, Any]) -> None:
         """Touches a pool, its service, which shows its state, and its siblings, whose rollouts wait

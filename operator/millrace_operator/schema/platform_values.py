@@ -210,6 +210,9 @@ class NetworkPolicy(Partial):
         "HTTPS to all addresses; auto: for pods that fetch models."
     )
     extra_egress: Opaques = doc("Egress rules of the service's pods.")
+    gateways: tuple[Annotated[NonEmpty, Field(description="A ModelService.")], ...] = doc(
+        "ModelServices in this namespace whose gateways serve this release's model, too."
+    )
     extra_redis_clients: Opaques = doc("Other peers that may use Redis.")
 
 

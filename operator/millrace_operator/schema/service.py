@@ -283,6 +283,37 @@ class FileStore(Record):
     )
 
 
+class CanaryShare(Record):
+    """The share of a model's requests that another model of the gateway answers."""
+
+    service: NonEmpty = doc("ModelService that answers them: one of gateway.models.")
+    percent: int = doc("Share of the requests, in percent.", ge=0, le=100)
+
+
+Aliases = Annotated[
+    tuple[Annotated[NonEmpty, Field(description="A name.")], ...],
+    Field(
+        max_length=16,
+        strict=False,
+        description="Further names of the model for clients of this gateway.",
+    ),
+]
+
+
+class GatewayModel(Record):
+    """A further model of the gateway: that of another ModelService."""
+
+    service: NonEmpty = doc("Name of a ModelService in the same namespace, with the same redis.")
+    aliases: Aliases | None = None
+    canary: CanaryShare | None = None
+
+
+GatewayModels = Annotated[
+    tuple[GatewayModel, ...],
+    keyed_list("Further models at this gateway's address. Changes need no restart.", "service", 64),
+]
+
+
 class Gateway(Record):
     """The REST gateway."""
 
@@ -292,6 +323,9 @@ class Gateway(Record):
     keys: Keys | None = None
     parking: Parking = section()
     files: FileStore | None = None
+    models: GatewayModels | None = None
+    aliases: Aliases | None = None
+    canary: CanaryShare | None = None
     template: PodTemplate | None = pod_template("the gateway")
 
 
@@ -325,6 +359,11 @@ class ModelServiceSpec(Record):
 
     rules = (
         rule("self.model.name == oldSelf.model.name", "model.name is immutable"),
+        rule(
+            "!has(self.gateway.canary) || (has(self.gateway.models) && "
+            "self.gateway.models.exists(model, model.service == self.gateway.canary.service))",
+            "gateway.canary.service is none of gateway.models",
+        ),
         rule(
             "!has(self.kvp) || self.model.maxContextTokens <= "
             "self.kvp.tokensPerWorker * self.kvp.maxWorkersPerRequest",

@@ -14,8 +14,8 @@ from millrace.cli.help_text import show_help
 from millrace.cli.options import (
     ConfigPath,
     Host,
-    Model,
     ModelName,
+    ModelOrFile,
     Port,
     ReadyFd,
     Record,
@@ -86,7 +86,7 @@ def scheduler(
 
 @app.command()
 def proxy(
-    model: Model,
+    model: ModelOrFile = "",
     model_name: ModelName = "",
     scheduler: SchedulerAddress = "127.0.0.1:7070",
     host: Host = "127.0.0.1",
@@ -96,18 +96,14 @@ def proxy(
     ready_fd: ReadyFd = None,
 ) -> None:
     """Run the REST gateway: OpenAI's API over HTTP, tokenising and streaming."""
+    from millrace.core.config.models import ModelConfig
     from millrace.proxy.main import serve
 
     tree = configure(config, [f"proxy.host={host}", f"proxy.port={port}", *settings], "proxy")
-    run_async(
-        serve(
-            tree,
-            model=model,
-            model_name=model_name or None,
-            scheduler=scheduler,
-            on_ready=tell(ready_fd),
-        )
-    )
+    if bool(model) == bool(tree.proxy.models_file):
+        raise typer.BadParameter("give either --model or the setting proxy.models_file")
+    served = ModelConfig(name=model_name, model=model, scheduler=scheduler) if model else None
+    run_async(serve(tree, served, on_ready=tell(ready_fd)))
 
 
 register(app)

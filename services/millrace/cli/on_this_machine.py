@@ -17,8 +17,9 @@ from millrace.cli.options import (
     Host,
     KvpSize,
     MaxChunkTokens,
-    ModelName,
+    ModelNames,
     ModelOrShipped,
+    ModelsOrShipped,
     NoProfile,
     Port,
     PrefillSizes,
@@ -41,8 +42,8 @@ def register(app: typer.Typer) -> None:
 
 
 def up(  # noqa: PLR0913 - every option of the command line is a parameter
-    model: ModelOrShipped = str(SHIPPED_MODEL),
-    model_name: ModelName = "",
+    model: ModelsOrShipped = [str(SHIPPED_MODEL)],  # noqa: B006
+    model_name: ModelNames = [],  # noqa: B006
     prefill: PrefillSizes = "",
     decode: DecodeSizes = "",
     colocated: Annotated[
@@ -88,7 +89,15 @@ def up(  # noqa: PLR0913 - every option of the command line is a parameter
             f"engine.stages is {tree.engine.stages}; a pair of instances that share their weights "
             "can have 1 (--role mixed can have more)"
         )
+    if model_name and len(model_name) != len(model):
+        raise typer.BadParameter(
+            f"{len(model)} models and {len(model_name)} names: give every model a --model-name, or "
+            "none"
+        )
+    named = list(zip(model, model_name or [""] * len(model), strict=True))
     autoscale |= scale_to_zero
+    if autoscale and len(named) > 1:
+        raise typer.BadParameter("--autoscale is for one model")
     if autoscale and colocated:
         raise typer.BadParameter("--autoscale is for prefill and decode, not for --colocated")
     if scale_to_zero and not tree.proxy.park_timeout_s:
@@ -97,8 +106,9 @@ def up(  # noqa: PLR0913 - every option of the command line is a parameter
     with plain_errors():
         sizes = parse_sizes({"prefill": prefill, "decode": decode}, autoscale=autoscale)
     options = StackOptions(
-        model=model,
-        model_name=model_name,
+        model=named[0][0],
+        model_name=named[0][1],
+        more=named[1:],
         prefill=sizes["prefill"][0],
         decode=sizes["decode"][0],
         colocated=colocated,
@@ -118,6 +128,7 @@ def up(  # noqa: PLR0913 - every option of the command line is a parameter
         most={role: most for role, (_, most) in sizes.items()} if autoscale else {},
     )
     with plain_errors():
+        options.models()
         options.device_pool()
     scaling = Scaling(sizes=sizes, config=tree.scaling, to_zero=scale_to_zero)
     run_async(run_until_stopped(options, scaling if autoscale else None))

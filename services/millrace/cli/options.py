@@ -27,12 +27,34 @@ Model = Annotated[
         "--model", metavar="FOLDER|HUB-ID", help="Hugging Face model folder, or a hub id."
     ),
 ]
+ModelOrFile = Annotated[
+    str,
+    typer.Option(
+        "--model",
+        metavar="FOLDER|HUB-ID",
+        help="Hugging Face model folder, or a hub id; without it the setting proxy.models_file.",
+    ),
+]
 ModelOrShipped = Annotated[
     str, typer.Option("--model", metavar="FOLDER|HUB-ID", help="Default: the shipped model.")
 ]
 ModelName = Annotated[
     str,
     typer.Option("--model-name", help="Model name for clients. Default: the folder's name."),
+]
+ModelsOrShipped = Annotated[
+    list[str],
+    typer.Option(
+        "--model",
+        metavar="FOLDER|HUB-ID",
+        help="Default: the shipped model. Repeatable: every model gets instances of its own.",
+    ),
+]
+ModelNames = Annotated[
+    list[str],
+    typer.Option(
+        "--model-name", help="Model name for clients, a name per model. Default: the folder's name."
+    ),
 ]
 SchedulerAddress = Annotated[
     str, typer.Option("--scheduler", metavar="HOST:PORT", help="The scheduler's address.")

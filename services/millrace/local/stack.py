@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from millrace.core.config import EngineConfig
+from millrace.core.config.models import ModelConfig, models_file
 from millrace.core.errors import ConfigError, MillraceError
 from millrace.local.devices import DevicePool
 from millrace.local.private_redis import PrivateRedis
@@ -41,7 +42,8 @@ class StackOptions:
 
     `settings` (`section.field=value`) go to every service. `role_settings` go to the instances of
     one role and take precedence. With `profile`, the engine's settings, a model that was never
-    measured here is measured before the services start.
+    measured here is measured before the services start. Each of `more` models, with its name, gets
+    a scheduler and instances of its own, as many as the first model has.
     """
 
     model: str
@@ -65,6 +67,21 @@ class StackOptions:
     share_devices: bool = False
     most: Mapping[str, int] = field(default_factory=dict)  # instances by role, autoscaled
     record: Path | None = None  # the file to which the scheduler records the run
+    more: Sequence[tuple[str, str]] = ()
+
+    def models(self) -> list[tuple[str, str]]:
+        """Returns every model with its name for clients. Raises ConfigError if two have the same.
+
+        A single model may have an empty name: then the folder's name is its name.
+        """
+        if not self.more:
+            return [(self.model, self.model_name)]
+        pairs = [(self.model, self.model_name), *self.more]
+        named = [(model, name or Path(model).resolve().name) for model, name in pairs]
+        names = [name for _, name in named]
+        if twice := [name for name in names if names.count(name) > 1]:
+            raise ConfigError(f"two models have the name {twice[0]!r}; give them other names")
+        return named
 
     @property
     def compute_threads(self) -> int:
@@ -107,9 +124,10 @@ class StackOptions:
 
     def device_pool(self) -> DevicePool:
         """Makes the pool of devices. Raises ConfigError when the devices do not suffice."""
+        most = {**self.fleet, **self.most}
         return DevicePool(
             self.devices,
-            {**self.fleet, **self.most},
+            {role: count * (1 + len(self.more)) for role, count in most.items()},
             each=self.devices_each,
             shared=self.share_devices,
         )
@@ -131,7 +149,7 @@ class Stack:
         self.services: dict[str, Service] = {}
         self._progress = progress
         self._redis: PrivateRedis | None = None
-        self._workers: list[str] = []  # arguments of every instance
+        self._workers: list[list[str]] = [[]]  # arguments of every instance, by model
         self._made = Counter[str]()  # instances by role, ever: a name is never used twice
         self._removals: set[asyncio.Task[None]] = set()
         self._unclean: list[str] = []
@@ -143,9 +161,20 @@ class Stack:
         return f"http://{self.options.host}:{self.services['proxy'].port}"
 
     @property
+    def models_file(self) -> Path:
+        """The file of the proxy's models, if there are several."""
+        return self.directory / "models.toml"
+
+    @property
     def scheduler_address(self) -> str:
-        """The scheduler's gRPC address, host:port."""
+        """The first model's scheduler, host:port."""
         return f"127.0.0.1:{self.services['scheduler'].port}"
+
+    @property
+    def scheduler_addresses(self) -> list[str]:
+        """Every model's scheduler, host:port."""
+        schedulers = [one for name, one in self.services.items() if name.startswith("scheduler")]
+        return [f"127.0.0.1:{one.port}" for one in schedulers]
 
     async def __aenter__(self) -> Stack:
         try:
@@ -168,22 +197,42 @@ class Stack:
             files = [f"files.url={self.directory / 'files'}"]  # their records end with this Redis
         common = _set(f"store.url={redis_url}", *files) + o.common_arguments
         self._progress("starting the scheduler")
-        recorded = [] if o.record is None else ["--record", str(o.record.absolute())]
-        scheduler = self.service("scheduler", ["scheduler", *common, *recorded, "--port", "0"])
-        await scheduler.start(o.start_timeout_s)
-        scheduler.arguments[scheduler.arguments.index("--port") + 1] = str(scheduler.port)
-        address = self.scheduler_address
-        named = ["--model", o.model, *(["--model-name", o.model_name] if o.model_name else [])]
-        peers = self._workers = [*common, *named, "--scheduler", address]
-        workers = [self._instance(role) for role, count in o.fleet.items() for _ in range(count)]
+        served = []
+        for number, (model, name) in enumerate(o.models()):
+            address = await self._start_scheduler(number, common)
+            served.append(ModelConfig(name=name, model=model, scheduler=address))
+        self._workers = [[*common, *_served_by(one)] for one in served]
+        workers = [
+            self._instance(role, number)
+            for number in range(len(served))
+            for role, count in o.fleet.items()
+            for _ in range(count)
+        ]
         for worker in workers:
             self._give_devices(worker)
+        peers = self._workers[0]
+        if len(served) > 1:
+            self.models_file.write_text(models_file(served), encoding="utf-8")
+            peers = [*common, *_set(f"proxy.models_file={self.models_file}")]
         proxy = self.service("proxy", ["proxy", *peers, "--host", o.host, "--port", str(o.port)])
         fleet = ", ".join(f"{count} {role}" for role, count in o.fleet.items())
-        self._progress(f"loading {o.model}: {fleet}")
+        self._progress(f"loading {', '.join(one.model for one in served)}: {fleet}")
         await all_or_first_error(w.start(o.start_timeout_s) for w in [*workers, proxy])
         proxy.arguments[proxy.arguments.index("--port") + 1] = str(proxy.port)
         self.keep()
+
+    async def _start_scheduler(self, number: int, common: Sequence[str]) -> str:
+        """Starts the scheduler of model `number`; returns its address, which it keeps.
+
+        The first model's scheduler records the run, if it is to be recorded.
+        """
+        name = f"scheduler-{number}" if number else "scheduler"
+        record = None if number else self.options.record
+        recorded = [] if record is None else ["--record", str(record.absolute())]
+        scheduler = self.service(name, ["scheduler", *common, *recorded, "--port", "0"])
+        await scheduler.start(self.options.start_timeout_s)
+        scheduler.arguments[scheduler.arguments.index("--port") + 1] = str(scheduler.port)
+        return f"127.0.0.1:{scheduler.port}"
 
     def supervise(self, service: Service) -> Service:
         """Takes a service into the stack: `stop` ends it."""
@@ -233,10 +282,10 @@ class Stack:
         if not died:  # it ended by itself, which is not an error
             self._unclean += _complaints([service])
 
-    def _instance(self, role: str) -> Service:
+    def _instance(self, role: str, model: int = 0) -> Service:
         name = f"{role}-{self._made[role]}"
         self._made[role] += 1
-        arguments = [role, *self._workers, "--id", name, *self.options.engine_settings(role)]
+        arguments = [role, *self._workers[model], "--id", name, *self.options.engine_settings(role)]
         if role == "colocated":
             arguments += ["--role", self.options.colocation]
         return self.service(name, arguments)
@@ -317,6 +366,11 @@ def _complaints(services: Iterable[Service]) -> list[str]:
         for s in services
         if s.process is not None and not s.ended_well
     ]
+
+
+def _served_by(model: ModelConfig) -> list[str]:
+    named = ["--model-name", model.name] if model.name else []
+    return ["--model", model.model, *named, "--scheduler", model.scheduler]
 
 
 def _set(*settings: str) -> list[str]:

@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import importlib.util
 import signal
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -40,8 +41,10 @@ async def run_until_stopped(options: StackOptions, scaling: Scaling | None = Non
     try:
         for one in await get_mechanisms(stack.scheduler_address):
             console.print(str(one), markup=False, highlight=False, soft_wrap=True)
-        print(usage(stack.url, options.model_name or Path(options.model).name))
-        print(f"Fleet: millrace fleet --scheduler {stack.scheduler_address}")
+        names = [name or Path(model).name for model, name in options.models()]
+        print(usage(stack.url, names))
+        for address in stack.scheduler_addresses:
+            print(f"Fleet: millrace fleet --scheduler {address}")
         print(f"Logs: {stack.directory}. Ctrl-C stops everything.", flush=True)
         async with contextlib.AsyncExitStack() as around:
             if scaling is not None:
@@ -75,9 +78,11 @@ async def measure_first(options: StackOptions, budget_s: float = 0.0) -> None:
 
     budget_s: as in `profile_first`.
     """
-    if options.profile is not None:
+    if options.profile is None:
+        return
+    for model, _ in options.models():
         await profile_first(
-            options.model,
+            model,
             options.profile,
             [*options.common_arguments, *options.engine_settings("prefill")],
             options.group_sizes,
@@ -90,9 +95,10 @@ def missing_cpp() -> list[str]:
     return [name for name in CPP_MODULES if importlib.util.find_spec(name) is None]
 
 
-def usage(url: str, model_name: str) -> str:
+def usage(url: str, model_names: Sequence[str]) -> str:
     """Returns the first commands for a new user."""
-    return f"""Millrace serves {model_name} at {url}
+    model_name = model_names[0]
+    return f"""Millrace serves {", ".join(model_names)} at {url}
 
 curl {url}/v1/chat/completions -H 'content-type: application/json' -d '{{
   "model": "{model_name}", "stream": true, "max_tokens": 64,

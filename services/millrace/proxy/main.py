@@ -7,24 +7,23 @@ import signal
 from collections.abc import Callable
 
 from millrace.core.config import Config
+from millrace.core.config.models import ModelConfig
 from millrace.proxy.service import Proxy, listen
 from millrace.proxy.workers import serve_workers
 
 
 async def serve(
     config: Config,
+    model: ModelConfig | None = None,
     *,
-    model: str,
-    model_name: str | None = None,
-    scheduler: str,
     on_ready: Callable[[int], None] | None = None,
 ) -> None:
     """Serves until SIGTERM or SIGINT, then drains: `config.proxy.drain_timeout_s` at most.
 
-    `model` is a folder or a hub id; `model_name` is the name for clients (None: the folder's name);
-    `scheduler` is a host:port. `on_ready` gets the HTTP port once connections are accepted;
-    /ready reports when requests would succeed. `config.proxy.workers` processes share the port.
-    Raises ModelError for an unusable model, MillraceError if the port is taken.
+    Serves `model`, or else the models of `proxy.models_file`. `on_ready` gets the HTTP port once
+    connections are accepted; /ready reports when requests would succeed. `config.proxy.workers`
+    processes share the port. Raises ModelError for an unusable model, ConfigError for a wrong file
+    of models, MillraceError if the port is taken.
     """
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -32,16 +31,9 @@ async def serve(
         loop.add_signal_handler(number, stop.set)
     try:
         if config.proxy.workers > 1:
-            await serve_workers(
-                config,
-                model=model,
-                model_name=model_name,
-                scheduler=scheduler,
-                stop=stop,
-                on_ready=on_ready,
-            )
+            await serve_workers(config, model, stop=stop, on_ready=on_ready)
             return
-        proxy = Proxy(config, model=model, model_name=model_name, scheduler=scheduler)
+        proxy = Proxy(config, model)
         await proxy.start(listen(config.proxy.host, config.proxy.port))
         if on_ready is not None:
             on_ready(proxy.port)

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from prometheus_client import Counter
 
 from millrace.core.limits.rules import Cost
 from millrace.proxy.generation.proxy_request import ProxyRequest
-from millrace.telemetry.metrics import Registry
+from millrace.telemetry.metrics import Registry, Sample
+
+INFLIGHT = "millrace_proxy_inflight_requests"
+PARKED = "millrace_proxy_parked_requests"
+_OPEN_REQUESTS = (
+    (INFLIGHT, "that are submitted and have not ended"),
+    (PARKED, "in flight that wait in the proxy until instances are ready"),
+)
 
 
 class TenantMetrics:
@@ -56,56 +61,18 @@ class TenantMetrics:
 class ProxyMetrics:
     """The proxy's metrics. Latencies are in seconds."""
 
-    def __init__(self, inflight: Callable[[], float], parked: Callable[[], float]) -> None:
+    def __init__(self, open_requests: Sample) -> None:
+        """`open_requests` returns `INFLIGHT` and `PARKED` of every model."""
         self.registry = registry = Registry()
         self.tenants = TenantMetrics(registry)
-        registry.gauge_function(
-            "millrace_proxy_inflight_requests",
-            "Requests that are submitted and have not ended.",
-            inflight,
-        )
-        registry.gauge_function(
-            "millrace_proxy_parked_requests",
-            "Requests in flight that wait in the proxy until instances are ready.",
-            parked,
-        )
-        self.moved = registry.counter(
-            "millrace_proxy_moved_requests_total",
-            "Migrations of requests to another instance, by reason.",
-            ("reason",),
+        registry.gauges_by(
+            "model", {name: f"Requests {which}." for name, which in _OPEN_REQUESTS}, open_requests
         )
         self.requests = registry.counter(
             "millrace_proxy_http_requests_total", "HTTP requests answered.", ("route", "code")
         )
-        self.cancelled = registry.counter(
-            "millrace_proxy_cancelled_requests_total", "Cancelled requests, by reason.", ("reason",)
-        )
-        self.tokens = registry.counter(
-            "millrace_proxy_generated_tokens_total", "Tokens received from decode instances."
-        )
-        self.prompt_tokens = registry.counter(
-            "millrace_proxy_prompt_tokens_total", "Prompt tokens of finished requests."
-        )
-        self.cached_tokens = registry.counter(
-            "millrace_proxy_cached_prompt_tokens_total",
-            "Prompt tokens of finished requests whose KV was found in a cache.",
-        )
-        self._ttft = registry.histogram(
-            "millrace_proxy_ttft_seconds", "Time from arrival to first token.", ("slo_class",)
-        )
-        self.tbt = registry.histogram(
-            "millrace_proxy_tbt_seconds", "Time between a request's tokens."
-        )
-        self._e2e = registry.histogram(
-            "millrace_proxy_e2e_seconds", "Time from arrival to last token.", ("slo_class",)
-        )
-        self._slo = registry.counter(
-            "millrace_proxy_slo_requests_total",
-            "Finished requests with an objective, by whether they met it. TBT is a request's mean.",
-            ("slo_class", "objective", "met"),
-        )
+        self.models = ModelFamilies(registry)
         self.batches = BatchMetrics(registry)
-
         self.streams = registry.counter(
             "millrace_proxy_resumable_requests_total",
             "Events of resumable streams: started, resumed by a client, adopted from another "
@@ -114,28 +81,94 @@ class ProxyMetrics:
             ("event",),
         )
 
+
+class ModelFamilies:
+    """The metrics that have a series for each model."""
+
+    def __init__(self, registry: Registry) -> None:
+        self.moved = registry.counter(
+            "millrace_proxy_moved_requests_total",
+            "Migrations of requests to another instance, by reason.",
+            ("model", "reason"),
+        )
+        self.cancelled = registry.counter(
+            "millrace_proxy_cancelled_requests_total",
+            "Cancelled requests, by reason.",
+            ("model", "reason"),
+        )
+        self.tokens = registry.counter(
+            "millrace_proxy_generated_tokens_total",
+            "Tokens received from decode instances.",
+            ("model",),
+        )
+        self.prompt_tokens = registry.counter(
+            "millrace_proxy_prompt_tokens_total", "Prompt tokens of finished requests.", ("model",)
+        )
+        self.cached_tokens = registry.counter(
+            "millrace_proxy_cached_prompt_tokens_total",
+            "Prompt tokens of finished requests whose KV was found in a cache.",
+            ("model",),
+        )
+        self.ttft = registry.histogram(
+            "millrace_proxy_ttft_seconds",
+            "Time from arrival to first token.",
+            ("model", "slo_class"),
+        )
+        self.tbt = registry.histogram(
+            "millrace_proxy_tbt_seconds", "Time between a request's tokens.", ("model",)
+        )
+        self.e2e = registry.histogram(
+            "millrace_proxy_e2e_seconds",
+            "Time from arrival to last token.",
+            ("model", "slo_class"),
+        )
+        self.slo = registry.counter(
+            "millrace_proxy_slo_requests_total",
+            "Finished requests with an objective, by whether they met it. TBT is a request's mean.",
+            ("model", "slo_class", "objective", "met"),
+        )
+
+
+class ModelMetrics:
+    """The metrics of one model's requests."""
+
+    def __init__(self, families: ModelFamilies, model: str) -> None:
+        self._families = families
+        self._model = model
+        self.tokens = families.tokens.labels(model)
+        self.tbt = families.tbt.labels(model)
+        self._prompt_tokens = families.prompt_tokens.labels(model)
+        self._cached_tokens = families.cached_tokens.labels(model)
+
+    def moved(self, reason: str) -> None:
+        self._families.moved.labels(self._model, reason).inc()
+
+    def cancelled(self, reason: str) -> None:
+        self._families.cancelled.labels(self._model, reason).inc()
+
     def finished(self, request: ProxyRequest) -> None:
         """Counts a request that ended without an error."""
-        self.prompt_tokens.inc(request.prompt_tokens)
+        self._prompt_tokens.inc(request.prompt_tokens)
         if request.cached_tokens:
-            self.cached_tokens.inc(request.cached_tokens)
+            self._cached_tokens.inc(request.cached_tokens)
         first = request.first_token_at
         assert first is not None  # a request that ended had a token
         if request.adopted:
             return  # this replica does not know when the first tokens were sent
+        families, model = self._families, self._model
         slo, name = request.slo, request.slo.class_name
         ttft_s = first - request.arrived_at
-        self._ttft.labels(name).observe(ttft_s)
+        families.ttft.labels(model, name).observe(ttft_s)
         e2e_s = request.last_token_at - request.arrived_at
-        self._e2e.labels(name).observe(e2e_s)
+        families.e2e.labels(model, name).observe(e2e_s)
         if slo.ttft_s is not None:
-            self._slo.labels(name, "ttft", str(ttft_s <= slo.ttft_s).lower()).inc()
+            families.slo.labels(model, name, "ttft", str(ttft_s <= slo.ttft_s).lower()).inc()
         if slo.e2e_s is not None:
-            self._slo.labels(name, "e2e", str(e2e_s <= slo.e2e_s).lower()).inc()
+            families.slo.labels(model, name, "e2e", str(e2e_s <= slo.e2e_s).lower()).inc()
         steps = request.completion_tokens // len(request.choices) - 1
         if slo.tbt_s is not None and steps > 0:
             mean_s = (request.last_token_at - first) / steps
-            self._slo.labels(name, "tbt", str(mean_s <= slo.tbt_s).lower()).inc()
+            families.slo.labels(model, name, "tbt", str(mean_s <= slo.tbt_s).lower()).inc()
 
 
 class BatchMetrics:

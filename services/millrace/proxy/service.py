@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import socket
 import time
 import uuid
 from collections.abc import Iterator
-from dataclasses import replace
-from functools import partial
 
 import uvicorn
 
 from millrace.core.config import Config
+from millrace.core.config.models import ModelConfig
 from millrace.core.errors import MillraceError
 from millrace.core.kv.transfer import Incarnation
-from millrace.grammar.matcher import Grammars
 from millrace.proxy.background import Background
 from millrace.proxy.batches.opening import open_batches, open_files
 from millrace.proxy.fleet.gateway import Gateway
@@ -25,21 +24,13 @@ from millrace.proxy.http.app import RenderMetrics, create_app
 from millrace.proxy.http.generate import Services
 from millrace.proxy.http.objectives import Objectives
 from millrace.proxy.http.tenants import Tenants
-from millrace.proxy.metrics import ProxyMetrics
-from millrace.proxy.model_card import ModelCard, read_model_card
-from millrace.proxy.parsing.families import choose_parsers
-from millrace.proxy.prompts import PromptReader
-from millrace.proxy.reply.builder import Builder
-from millrace.proxy.request.options import Limits
-from millrace.proxy.request.pooled import PooledBodies
-from millrace.proxy.request.validation import Bodies
+from millrace.proxy.metrics import ModelMetrics, ProxyMetrics
+from millrace.proxy.models.models import Models
 from millrace.proxy.responses import StoredResponses
 from millrace.proxy.streams.owner import OwnedStreams, StreamLives
 from millrace.proxy.streams.replay import Replays
 from millrace.proxy.tenancy.limiter import Limiter
 from millrace.proxy.tenancy.stored_tenants import StoredTenants
-from millrace.proxy.text.chat_template import ChatTemplate
-from millrace.proxy.text.tokenizer import Tokenizer
 from millrace.state.open import (
     open_documents,
     open_limits,
@@ -86,26 +77,32 @@ class _HttpServer(uvicorn.Server):
 
 
 class Proxy:
-    """One proxy process: an HTTP server before a gateway."""
+    """One proxy process: an HTTP server before the gateways of its models."""
 
-    def __init__(
-        self, config: Config, *, model: str, model_name: str | None = None, scheduler: str
-    ) -> None:
-        """Reads the model's small files. Raises ModelError."""
+    def __init__(self, config: Config, model: ModelConfig | None = None) -> None:
+        """Reads the small files of `model`, or else of the models of `proxy.models_file`.
+
+        Raises ModelError, ConfigError.
+        """
         self._config = config
-        self._scheduler = scheduler
-        card = read_model_card(model, config.engine.max_context_tokens)
-        incarnation = Incarnation(f"proxy-{uuid.uuid4().hex[:8]}", time.time_ns())
+        self._process_id = process_id = f"proxy-{uuid.uuid4().hex[:8]}"
+        numbers = itertools.count(1)
         self.store = open_store(config.store)
-        self.metrics = ProxyMetrics(lambda: self.gateway.inflight, lambda: self.gateway.parked)
-        self.gateway = Gateway(
-            incarnation=incarnation,
-            scheduler=scheduler,
-            store=self.store,
-            config=config.proxy,
-            metrics=self.metrics,
-        )
-        self._services = _services(config, card, model_name, self.gateway, self.store, self.metrics)
+        self.metrics = ProxyMetrics(lambda: self.models.measured())
+
+        def make_gateway(name: str, settings: Config, scheduler: str) -> Gateway:
+            # Of its own: a model's old and new gateways may have the same fleet.
+            gateway_id = f"{process_id}-{next(numbers)}"
+            return Gateway(
+                incarnation=Incarnation(gateway_id, time.time_ns()),
+                scheduler=scheduler,
+                store=self.store,
+                config=settings.proxy,
+                metrics=ModelMetrics(self.metrics.models, name),
+            )
+
+        self.models = Models(config, model, make_gateway)
+        self._services = _services(config, self.models, process_id, self.store, self.metrics)
         self._server: _HttpServer | None = None
         self._serving: asyncio.Task[None] | None = None
         self.port = 0
@@ -115,12 +112,7 @@ class Proxy:
     ) -> None:
         """Starts the server, which accepts connections on `bound` when this method returns."""
         self.port = bound.getsockname()[1]
-        app = create_app(
-            self._services,
-            int(time.time_ns() // 10**9),
-            render_metrics or self.render,
-            self._scheduler,
-        )
+        app = create_app(self._services, render_metrics or self.render)
         http = uvicorn.Config(
             app,
             http="httptools",
@@ -136,7 +128,7 @@ class Proxy:
             timeout_graceful_shutdown=int(self._config.proxy.drain_timeout_s + _CLOSE_S) + 1,
         )
         self._server = server = _HttpServer(http)
-        self.gateway.start()
+        self.models.start()
         self._services.files.start()
         self._services.batches.start()
         if self._services.stored_tenants is not None:
@@ -147,7 +139,12 @@ class Proxy:
                 self._serving.result()
                 raise MillraceError("the HTTP server ended before it began")
             await asyncio.sleep(0.005)
-        log.info("proxy %s serves on port %d", self.gateway.incarnation.id, self.port)
+        log.info("proxy %s serves on port %d", self._process_id, self.port)
+
+    @property
+    def gateway(self) -> Gateway:
+        """The first model's gateway."""
+        return self.models.first.gateway
 
     async def render(self, accept: str) -> tuple[bytes, str]:
         """Returns the metrics of this process."""
@@ -168,12 +165,12 @@ class Proxy:
         assert self._server is not None and self._serving is not None, "start() comes first"
         self._server.should_exit = True
         await self._services.batches.close()
-        self.gateway.drain()
+        self.models.drain()
         await asyncio.wait({self._serving}, timeout=self._config.proxy.drain_timeout_s)
         if not self._serving.done():
-            log.warning("cancelling %d requests that outlast the drain", self.gateway.inflight)
+            log.warning("cancelling %d requests that outlast the drain", self.models.inflight)
         await self._services.streams.close()
-        await self.gateway.close()
+        await self.models.close()
         await self._services.background.close()
         await self._serving
         await self._services.responses.close()
@@ -182,51 +179,25 @@ class Proxy:
         if self._services.stored_tenants is not None:
             await self._services.stored_tenants.close()
         await self.store.close()
-        self._services.tokenizer.close()
-        self._services.grammars.close()
         if self._services.traces is not None:
             await asyncio.to_thread(self._services.traces.close)
 
 
 def _services(
     config: Config,
-    card: ModelCard,
-    model_name: str | None,
-    gateway: Gateway,
+    models: Models,
+    process_id: str,
     store: RequestStore,
     metrics: ProxyMetrics,
 ) -> Services:
-    tokenizer = Tokenizer(card)
-    embedding = card.embedding
-    if config.proxy.pooling != "auto":
-        embedding = replace(embedding, pooling=config.proxy.pooling)
-    limits = Limits(
-        model=model_name or card.folder.resolve().name,
-        vocab_size=card.vocab_size,
-        context_tokens=card.context_tokens,
-        eos_token_ids=card.eos_token_ids,
-        defaults=card.defaults,
-        embedding=embedding,
-        config=config.proxy,
-    )
-    parsers = choose_parsers(
-        card.chat_template,
-        tools=config.proxy.tool_parser,
-        reasoning=config.proxy.reasoning_parser,
-    )
-    template = None
-    if card.chat_template is not None:
-        template = ChatTemplate(card.chat_template, card.special_tokens)
     files = open_files(config)
-    bodies, prompts = Bodies(limits), PromptReader(limits, tokenizer, template, parsers)
-    builders = partial(Builder, limits, tokenizer, gateway.incarnation, parsers)
-    replays = Replays(bodies, builders)
+    replays = Replays(models)
     lives = StreamLives(
         grace_s=config.proxy.resume_grace_s,
         ttl_s=config.store.ttl_s,
         finished_ttl_s=config.store.finished_ttl_s,
     )
-    streams = OwnedStreams(open_streams(config.store), store, gateway, replays, metrics, lives)
+    streams = OwnedStreams(open_streams(config.store), store, models, replays, metrics, lives)
     tenants = Tenants(config, metrics.tenants)
     stored = None
     if config.auth.stored_keys == "on":
@@ -234,13 +205,7 @@ def _services(
     responses = StoredResponses(open_documents(config.store), config.store.responses_ttl_s)
     return Services(
         config=config,
-        limits=limits,
-        bodies=bodies,
-        pooled=PooledBodies(limits),
-        tokenizer=tokenizer,
-        grammars=Grammars(card.folder, card.vocab_size, card.eos_token_ids),
-        prompts=prompts,
-        gateway=gateway,
+        models=models,
         store=store,
         streams=streams,
         replays=replays,
@@ -255,9 +220,9 @@ def _services(
         batches=open_batches(
             config,
             files,
-            owner=gateway.incarnation.id,
-            is_ready=lambda: gateway.ready,
-            check_model=bodies.check_model,
+            owner=process_id,
+            is_ready=models.is_ready,
+            check_model=models.named,
             metrics=metrics.batches,
         ),
         traces=open_traces(config.telemetry, "proxy") if config.telemetry.otlp_endpoint else None,

@@ -22,6 +22,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
 from millrace.core.config import Config
+from millrace.core.config.models import ModelConfig
 from millrace.core.errors import MillraceError
 from millrace.proxy.service import Proxy, listen
 from millrace.telemetry.log import setup_logging
@@ -41,19 +42,15 @@ class _Work:
 
     index: int
     config: Config
-    model: str
-    model_name: str | None
-    scheduler: str
+    model: ModelConfig | None
     port: int
     metrics: Path
 
 
 async def serve_workers(
     config: Config,
+    model: ModelConfig | None,
     *,
-    model: str,
-    model_name: str | None,
-    scheduler: str,
     stop: asyncio.Event,
     on_ready: Callable[[int], None] | None,
 ) -> None:
@@ -77,8 +74,6 @@ async def serve_workers(
                     index=index,
                     config=config,
                     model=model,
-                    model_name=model_name,
-                    scheduler=scheduler,
                     port=port,
                     metrics=Path(folder),
                 )
@@ -150,9 +145,7 @@ async def _worker(work: _Work, ready: Connection) -> None:
     loop.add_reader(parent.sentinel, stop.set)
     try:
         use_tls(work.config.tls)
-        proxy = Proxy(
-            work.config, model=work.model, model_name=work.model_name, scheduler=work.scheduler
-        )
+        proxy = Proxy(work.config, work.model)
         siblings = Siblings(proxy, work.metrics, work.index, work.config.proxy.workers)
         await siblings.start()
         bound = listen(work.config.proxy.host, work.port, shared=True)

@@ -246,7 +246,7 @@ async def test_after_the_window_the_rest_expires(world):
         (line("a") + line("b") + line("a"), 3, "duplicate_custom_id"),
         (line("a", url="/v1/completions"), 1, "invalid_url"),
         (line("a", body={"model": "other"}), 1, "model_not_found"),
-        (line("a") + line("b", body={"model": "other"}), 2, "mismatched_model"),
+        (line("a") + line("b", body={"model": "other"}), 2, "model_not_found"),
         (lines(9), 9, "too_many_tasks"),
         (b"\n\n", None, "empty_file"),
         (line("a") + line("b", "x" * (2 << 20)), 2, "line_too_long"),

@@ -50,7 +50,10 @@ async def test_requests_wait_for_a_fleet_and_go_on_in_order(stack):
     waiting = [r.request_id for r in stack.proxy.gateway.requests]
     assert not stack.fleet.specs
     await eventually(lambda: stack.fleet.parked_requests == 3)
-    assert "millrace_proxy_parked_requests 3.0" in (await stack.http.get("/metrics")).text
+    assert (
+        'millrace_proxy_parked_requests{model="tiny"} 3.0'
+        in (await stack.http.get("/metrics")).text
+    )
     stack.fleet.announce(ready=True)
     assert [answer(response) for response in await asyncio.gather(*asking)] == ["Hello there"] * 3
     assert [spec.request_id for spec in stack.fleet.specs] == waiting

@@ -421,11 +421,11 @@ async def test_metrics_count_one_request(stack):
     await disturbed(stack, BODY, stack.fleet.move)
     text = (await stack.http.get("/metrics")).text
     for line in (
-        'millrace_proxy_moved_requests_total{reason="moved"} 1.0',
-        'millrace_proxy_ttft_seconds_count{slo_class="default"} 1.0',
-        'millrace_proxy_e2e_seconds_count{slo_class="default"} 1.0',
-        "millrace_proxy_inflight_requests 0.0",
-        "millrace_proxy_parked_requests 0.0",
+        'millrace_proxy_moved_requests_total{model="tiny",reason="moved"} 1.0',
+        'millrace_proxy_ttft_seconds_count{model="tiny",slo_class="default"} 1.0',
+        'millrace_proxy_e2e_seconds_count{model="tiny",slo_class="default"} 1.0',
+        'millrace_proxy_inflight_requests{model="tiny"} 0.0',
+        'millrace_proxy_parked_requests{model="tiny"} 0.0',
     ):
         assert line in text
 

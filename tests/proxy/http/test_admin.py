@@ -182,8 +182,9 @@ async def test_without_a_token_the_proxys_own_page_is_let_in(stack, host, origin
     ],
 )
 async def test_without_a_token_only_this_machine_is_let_in(stack, client, local):
-    admin = SchedulerAdmin(ProxyConfig(), stack.fleet.scheduler_address, POLICY)
+    admin = SchedulerAdmin(ProxyConfig(), lambda _: stack.fleet.scheduler_address, POLICY)
     scope = {"type": "http", "method": "GET", "headers": [], "client": client}
+    scope["query_string"] = b""
     sent = []
 
     async def send(message):
@@ -238,7 +239,7 @@ async def test_a_request_is_explained_as_the_scheduler_does():
 
         scope = {"type": "http", "method": "GET", "headers": [], "client": ("127.0.0.1", 9)}
         scope["path_params"] = {"id": "r"}
-        admin = RequestAdmin(ProxyConfig(), net.address)
+        admin = RequestAdmin(ProxyConfig(), lambda: [net.address])
         assert await admin.answer(scope, asyncio.Event().wait, send) == 200
         found = json.loads(sent[-1]["body"])
         expected = asdict(await explain(net.address, "r"))

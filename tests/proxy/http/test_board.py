@@ -78,7 +78,13 @@ class Client:
     def __init__(self, events: BoardEvents) -> None:
         self.left = asyncio.Event()
         self.sent: asyncio.Queue[dict] = asyncio.Queue()
-        scope = {"type": "http", "method": "GET", "headers": [], "client": ("127.0.0.1", 1)}
+        scope = {
+            "type": "http",
+            "method": "GET",
+            "headers": [],
+            "query_string": b"",
+            "client": ("127.0.0.1", 1),
+        }
         self.task = asyncio.create_task(events.answer(scope, self._receive, self.sent.put))
 
     async def _receive(self) -> dict:
@@ -101,7 +107,9 @@ class Client:
 
 
 def events_of(address: str, stopping: asyncio.Event | None = None, **more: object) -> BoardEvents:
-    return BoardEvents(ProxyConfig(), address, (stopping or asyncio.Event()).is_set, **more)
+    return BoardEvents(
+        ProxyConfig(), lambda _: address, (stopping or asyncio.Event()).is_set, **more
+    )
 
 
 async def test_events_have_the_boards_lines():

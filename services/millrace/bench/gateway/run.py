@@ -30,6 +30,7 @@ from millrace.bench.gateway.command import Settings
 from millrace.bench.gateway.stub_fleet import StubFleet
 from millrace.bench.gateway.stub_model import write_stub_model
 from millrace.core.config import Config, load_config
+from millrace.core.config.models import ModelConfig
 from millrace.core.errors import MillraceError
 from millrace.core.request_spec import RequestSpec
 from millrace.core.token_events import TokenEvent
@@ -272,6 +273,5 @@ def _run_proxy(config: Config, model: str, scheduler: str, ready: Connection) ->
 
     setup_logging(config.telemetry, "proxy")
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(
-            serve(config, model=model, model_name="stub", scheduler=scheduler, on_ready=ready.send)
-        )
+        served = ModelConfig(name="stub", model=model, scheduler=scheduler)
+        runner.run(serve(config, served, on_ready=ready.send))

@@ -20,13 +20,13 @@ _TEXT = """Rivers turn wheels and wheels turn stones. A race of water runs to th
 mill grinds what the fields gave: wheat, rye, barley. Zürich, naïve café, 東京, 😀."""
 
 
-def stub_tokenizer() -> Tokenizer:
-    """Returns a byte-level BPE of about 400 tokens; its post-processor puts <|bos|> first."""
+def stub_tokenizer(vocab_size: int = 400) -> Tokenizer:
+    """Returns a byte-level BPE of `vocab_size` tokens; its post-processor puts <|bos|> first."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=400,
+        vocab_size=vocab_size,
         min_frequency=1,
         special_tokens=list(SPECIAL_TOKENS),
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
@@ -39,10 +39,10 @@ def stub_tokenizer() -> Tokenizer:
     return tokenizer
 
 
-def write_stub_model(folder: Path, *, context_tokens: int = 4096) -> Path:
+def write_stub_model(folder: Path, *, context_tokens: int = 4096, vocab_size: int = 400) -> Path:
     """Writes config.json, tokenizer.json and tokenizer_config.json; returns the folder."""
     folder.mkdir(parents=True, exist_ok=True)
-    tokenizer = stub_tokenizer()
+    tokenizer = stub_tokenizer(vocab_size)
     tokenizer.save(str(folder / "tokenizer.json"))
     config = {
         "vocab_size": tokenizer.get_vocab_size(),

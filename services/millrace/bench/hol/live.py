@@ -193,10 +193,11 @@ class LiveSystem:
         """Waits for cancelled requests to leave the stack. Raises MillraceError."""
         assert self._client is not None  # within the context
         until_s = time.perf_counter() + _IDLE_TIMEOUT_S
-        name = "millrace_proxy_inflight_requests "
+        name = "millrace_proxy_inflight_requests{"
         while time.perf_counter() < until_s:
             text = bytes((await self._client.get("/metrics")).body).decode()
-            values = [float(line.split()[1]) for line in text.splitlines() if line.startswith(name)]
+            found = [line for line in text.splitlines() if line.startswith(name)]
+            values = [float(line.rsplit(maxsplit=1)[1]) for line in found]
             if not values:
                 raise MillraceError(f"the gateway's metrics lack {name}")
             if not sum(values):

@@ -59,6 +59,7 @@ __all__ = [
     "TransferConfig",
     "load_config",
     "settings",
+    "with_settings",
 ]
 
 T = TypeVar("T")
@@ -119,6 +120,23 @@ def load_config(path: Path | None = None, overrides: Iterable[str] = ()) -> Conf
             raise ConfigError(f"--set {override!r}: write it as section.field=value")
         _table(section, tree.setdefault(section, {}))[key] = text
     return _build(tree)
+
+
+def with_settings(config: Config, given: Mapping[str, Any], path: str) -> Config:
+    """Returns the tree with other values of some fields, `section.field` each.
+
+    Raises ConfigError, which names the field after `path`.
+    """
+    for dotted, value in given.items():
+        section, _, name = dotted.partition(".")
+        part = getattr(config, section)
+        hint = typing.get_type_hints(type(part))[name]
+        try:
+            changed = dataclasses.replace(part, **{name: _coerce(dotted, hint, value)})
+        except ConfigError as error:
+            raise ConfigError(f"{path}: {error}") from error
+        config = dataclasses.replace(config, **{section: changed})
+    return config
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -36,6 +36,12 @@ class ProxyConfig(_Section):
     host: str = _setting("127.0.0.1")
     port: int = _setting(8080, _within(0, 65535), "0 picks a free port")
     workers: int = _setting(1, _within(1, 256), "processes that share the port")
+    models_file: str = _setting(
+        "",
+        None,
+        "TOML file with tables `models.NAME`, in place of --model; the proxy reads it again when "
+        "it changes",
+    )
     max_body_bytes: int = _setting(32 << 20, _within(1024), "larger bodies get 413")
     max_choices: int = _setting(16, _within(1, 1024), "largest n of a request")
     max_logprobs: int = _setting(20, _within(0, 1024))

@@ -19,7 +19,10 @@ _TURN = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checked:
-    """The requests of an input and their model, or the errors of its lines."""
+    """The requests of an input, or the errors of its lines.
+
+    `model` is None if the requests name several models.
+    """
 
     total: int
     model: str | None
@@ -27,15 +30,21 @@ class Checked:
 
 
 class _Check:
-    """What all lines have in common: one model, and a `custom_id` each."""
+    """What all lines have in common: models that are served, and a `custom_id` each."""
 
-    def __init__(self, endpoint: str, most_lines: int, check_model: Callable[[str], None]) -> None:
+    def __init__(
+        self, endpoint: str, most_lines: int, check_model: Callable[[str], object]
+    ) -> None:
         self._endpoint = endpoint
         self._most_lines = most_lines
         self._check_model = check_model
         self._ids: set[bytes] = set()  # digests: 16 bytes each
+        self._models: set[str] = set()
         self.total = 0
-        self.model: str | None = None
+
+    @property
+    def model(self) -> str | None:
+        return next(iter(self._models)) if len(self._models) == 1 else None
 
     def take(self, text: bytes) -> None:
         """Raises LineError."""
@@ -49,15 +58,12 @@ class _Check:
             message = f"The custom_id {shown(request.custom_id)} is used in an earlier line."
             raise LineError("duplicate_custom_id", message, "custom_id")
         self._ids.add(digest)
-        if self.model is None:
+        if request.model not in self._models:
             try:
                 self._check_model(request.model)
             except ApiError as error:
                 raise LineError("model_not_found", error.message, "body.model") from None
-            self.model = request.model
-        elif request.model != self.model:
-            message = f"All requests need one model: {self.model!r}, got {shown(request.model)}."
-            raise LineError("mismatched_model", message, "body.model")
+            self._models.add(request.model)
 
 
 async def check_input(
@@ -65,7 +71,7 @@ async def check_input(
     endpoint: str,
     *,
     most_lines: int,
-    check_model: Callable[[str], None],
+    check_model: Callable[[str], object],
     stop: Callable[[], bool],
 ) -> Checked | None:
     """Returns what the lines hold, or None when `stop` said so.

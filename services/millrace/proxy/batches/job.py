@@ -252,13 +252,13 @@ class Job:
         progress.done(number)
 
     async def _ask(self, request: LineRequest) -> Answer:
-        """Returns the endpoint's answer; asks again while the own fleet can't take the request."""
-        tools, wait_s, failures = self._tools, FIRST_WAIT_S, 0
+        """Returns the endpoint's answer; asks again while its fleet can't take it."""
+        tools, model, wait_s, failures = self._tools, request.model, FIRST_WAIT_S, 0
         while True:
-            if tools.is_ready():
+            if tools.is_ready(model):
                 async with tools.slots:
                     answer = await self._endpoint(self._batch.endpoint, request, self._batch.tenant)
-                failures += answer.status == 503 and tools.is_ready()
+                failures += answer.status == 503 and tools.is_ready(model)
                 if not answer.again or failures >= MOST_FAILURES:
                     return answer
             await asyncio.sleep(wait_s * random.uniform(0.5, 1.0))

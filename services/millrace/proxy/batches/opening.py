@@ -45,8 +45,8 @@ def open_batches(
     files: Files,
     *,
     owner: str,
-    is_ready: Callable[[], bool],
-    check_model: Callable[[str], None],
+    is_ready: Callable[[str], bool],
+    check_model: Callable[[str], object],
     metrics: BatchMetrics,
 ) -> Batches:
     """`owner`, `is_ready` and `check_model` are as in `Tools`."""

@@ -20,9 +20,9 @@ Ask = Callable[[str, LineRequest, str], Awaitable[Answer]]
 class Tools:
     """What all jobs of a process share.
 
-    `owner` names the process in leases; `clock` returns Unix time, s. `is_ready` tells whether the
-    fleet takes requests. `check_model` raises ApiError for an unknown model. `slots` bounds the
-    requests in flight.
+    `owner` names the process in leases; `clock` returns Unix time, s. `is_ready` tells whether a
+    model's fleet takes requests. `check_model` raises ApiError for an unknown model. `slots` bounds
+    the requests in flight.
     """
 
     records: RecordStore
@@ -30,8 +30,8 @@ class Tools:
     config: BatchesConfig
     owner: str
     clock: Callable[[], float]
-    is_ready: Callable[[], bool]
-    check_model: Callable[[str], None]
+    is_ready: Callable[[str], bool]
+    check_model: Callable[[str], object]
     most_body_bytes: int
     slots: asyncio.Semaphore
     metrics: BatchMetrics

@@ -1,4 +1,4 @@
-"""Holds all requests in flight; gives them the scheduler's messages and their tokens."""
+"""Holds one model's requests in flight; gives them the scheduler's messages and their tokens."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from millrace.proxy.fleet.records import Records
 from millrace.proxy.fleet.scheduler_link import SchedulerLink
 from millrace.proxy.fleet.token_links import TokenLinks
 from millrace.proxy.generation.proxy_request import ProxyRequest, Stage
-from millrace.proxy.metrics import ProxyMetrics
+from millrace.proxy.metrics import ModelMetrics
 from millrace.state.store import RequestStore
 from millrace.wire.codec.request_spec import encode_spec
 from millrace.wire.fleet_messages import Fleet, Placed, Queued
@@ -67,7 +67,7 @@ class Gateway:
         scheduler: str,
         store: RequestStore,
         config: ProxyConfig,
-        metrics: ProxyMetrics,
+        metrics: ModelMetrics,
     ) -> None:
         self.incarnation = incarnation
         self._records = Records(store)
@@ -217,7 +217,7 @@ class Gateway:
     def leave(self, request: ProxyRequest, reason: str) -> None:
         """Ends a request whose client left; does nothing to a request that has ended."""
         if not request.has_ended:
-            self._metrics.cancelled.labels(reason).inc()
+            self._metrics.cancelled(reason)
             self._forget(request)
             if request.recorded:
                 self._scheduler.cancel(request.spec.request_id, reason)
@@ -410,7 +410,7 @@ class Gateway:
         del self._live[before]
         request.move(time.monotonic())
         self._live[request.spec.request_id] = request
-        self._metrics.moved.labels(reason).inc()
+        self._metrics.moved(reason)
         log.info(
             "request %s is migrated as %s after %d tokens: %s",
             before,

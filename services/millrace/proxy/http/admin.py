@@ -10,7 +10,7 @@ from __future__ import annotations
 import hmac
 import ipaddress
 import re
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import asdict, dataclass
 from typing import Annotated, Any
 from urllib.parse import urlsplit
@@ -21,9 +21,11 @@ from typing_extensions import TypedDict
 
 from millrace.core.config import ProxyConfig
 from millrace.core.priority import POLICIES
+from millrace.core.scheduler.explain import Explanation
 from millrace.core.weights import LEAST_WEIGHT, MOST_WEIGHT, Weights
-from millrace.proxy.errors import ApiError, shown
+from millrace.proxy.errors import ApiError, shown, unavailable
 from millrace.proxy.http.asgi import Receive, Scope, Send, header, receive_body, send_document
+from millrace.proxy.http.query import query_of
 from millrace.proxy.request.fields import STRICT, OneOf, Within
 from millrace.proxy.request.reading import read_body
 from millrace.wire.clients.scheduler_client import (
@@ -155,50 +157,66 @@ REQUEST_PATH = "/admin/requests/{id}"
 
 
 class RequestAdmin:
-    """Answers GET of `REQUEST_PATH` by asking the scheduler at `address`."""
+    """Answers GET of `REQUEST_PATH` by asking the schedulers."""
 
-    def __init__(self, config: ProxyConfig, address: str) -> None:
+    def __init__(self, config: ProxyConfig, schedulers: Callable[[], Iterable[str]]) -> None:
+        """`schedulers` returns their addresses."""
         self._guard = Guard(config)
-        self._address = address
+        self._schedulers = schedulers
 
     async def answer(self, scope: Scope, receive: Receive, send: Send) -> int:
         """Returns the status that was sent. Raises ApiError before anything was sent."""
         del receive  # a GET
         self._guard.check(scope)
-        try:
-            found = await explain(self._address, scope["path_params"]["id"])
-        except UnknownRequest as error:
-            raise ApiError(404, f"{error}.", code="unknown_request") from error
-        except SchedulerUnavailable as error:
-            raise ApiError(503, str(error), code="unavailable", retry_after_s=1.0) from error
-        return await send_document(send, asdict(found))
+        return await send_document(send, asdict(await self._find(scope["path_params"]["id"])))
+
+    async def _find(self, request_id: str) -> Explanation:
+        """Asks one scheduler after another. Raises ApiError: 404, or 503 if one does not answer."""
+        failure = ApiError(404, "No model is served.", code="unknown_request")
+        for address in self._schedulers():
+            try:
+                return await explain(address, request_id)
+            except UnknownRequest as error:
+                if failure.status != 503:
+                    failure = ApiError(404, f"{error}.", code="unknown_request")
+            except SchedulerUnavailable as error:
+                failure = unavailable(str(error))
+        raise failure
 
 
 class SchedulerAdmin:
-    """Answers GET and PUT of one route by asking the scheduler at `address`."""
+    """Answers GET and PUT of one route by asking a scheduler.
 
-    def __init__(self, config: ProxyConfig, address: str, route: AdminRoute) -> None:
+    It is that of the model in the query (`?model=NAME`), by default the first model's.
+    """
+
+    def __init__(
+        self, config: ProxyConfig, scheduler_of: Callable[[str | None], str], route: AdminRoute
+    ) -> None:
+        """`scheduler_of` returns the address by the model's name. It raises ApiError (404)."""
         self._route = route
         self._guard = Guard(config)
         self._max_body_bytes = config.max_body_bytes
-        self._address = address
+        self._scheduler_of = scheduler_of
 
     async def answer(self, scope: Scope, receive: Receive, send: Send) -> int:
         """Returns the status that was sent. Raises ApiError before anything was sent."""
         self._guard.check(scope)
+        address = self._scheduler_of(query_of(scope).get("model"))
         try:
             if scope["method"] == "PUT":
-                found = await self._change(await receive_body(scope, receive, self._max_body_bytes))
+                body = await receive_body(scope, receive, self._max_body_bytes)
+                found = await self._change(address, body)
             else:
-                found = await self._route.show(self._address)
+                found = await self._route.show(address)
         except SchedulerUnavailable as error:
             raise ApiError(503, str(error), code="unavailable", retry_after_s=1.0) from error
         return await send_document(send, found)
 
-    async def _change(self, body: bytes) -> Settings:
+    async def _change(self, address: str, body: bytes) -> Settings:
         wanted = read_body(self._route.body, body)
         try:
-            return await self._route.change(self._address, wanted)
+            return await self._route.change(address, wanted)
         except SchedulerRefused as error:
             named = (name for name in wanted if str(error).startswith(name))
             param = next(named, next(iter(wanted)))

@@ -45,6 +45,8 @@ from millrace.proxy.http.tenant_admin import (
     TenantAdmin,
 )
 from millrace.proxy.http.tenants import exchange_of
+from millrace.proxy.models.asked_model import asked_model
+from millrace.proxy.models.served_model import ServedModel
 from millrace.proxy.request.pooled import POOLED_PATHS
 from millrace.proxy.request.validation import Conversation
 from millrace.version import version
@@ -96,8 +98,8 @@ class GatewayApp(FastAPI):
 
     def __init__(self, services: Services, raw: Mapping[str, RawEndpoint]) -> None:
         super().__init__(title="Millrace gateway", version=version())
-        self._bodies = services.bodies
-        self._pooled = services.pooled
+        self._models = services.models
+        self._described = -1  # the list of models in the schema
         self._classes = services.objectives.classes
         self._raw = raw
         proxy = services.config.proxy
@@ -121,74 +123,73 @@ class GatewayApp(FastAPI):
         await super().__call__(scope, receive, send)
 
     def openapi(self) -> Json:
-        if not self.openapi_schema:
+        if self._described != self._models.version:
+            self._described = self._models.version
             self.openapi_schema = openapi.document(
-                self._bodies, self._pooled, self._classes, self.title, self.version
+                self._models, self._classes, self.title, self.version
             )
-        return self.openapi_schema
+        return self.openapi_schema or {}
+
+
+#: Answers a JSON body for one model with a JSON document.
+Handle = Callable[[ServedModel, bytes], Awaitable[Json]]
 
 
 class JsonEndpoint:
-    """Answers a JSON body with a JSON document."""
+    """Answers a JSON body with a JSON document, by the model that the body names."""
 
-    def __init__(self, services: Services, handle: Callable[[bytes], Awaitable[Json]]) -> None:
+    def __init__(self, services: Services, handle: Handle) -> None:
         self._max_body_bytes = services.config.proxy.max_body_bytes
+        self._models = services.models
         self._handle = handle
 
     async def answer(self, scope: Scope, receive: Receive, send: Send) -> int:
         """Returns the status that was sent. Raises ApiError before anything was sent."""
-        document = await self._handle(await receive_body(scope, receive, self._max_body_bytes))
-        return await send_document(send, document)
+        body = await receive_body(scope, receive, self._max_body_bytes)
+        name = asked_model(body) or self._models.first.name
+        model = self._models.find(name, exchange_of(scope).caller)
+        return await send_document(send, await self._handle(model, body))
 
 
-class TokenEndpoints:
-    """The /tokenize and /detokenize endpoints."""
-
-    def __init__(self, services: Services) -> None:
-        self._services = services
-
-    async def tokenize(self, body: bytes) -> Json:
-        services = self._services
-        request = services.bodies.read_tokenize(body)
-        if isinstance(request, Conversation):
-            prompt = await services.prompts.read_chat(request)
-        else:
-            [prompt] = await services.prompts.read_completion(request)
-        ids = prompt.ids.tolist()
-        return {
-            "count": len(ids),
-            "max_model_len": services.limits.context_tokens,
-            "tokens": ids,
-        }
-
-    async def detokenize(self, body: bytes) -> Json:
-        ids, skip = self._services.bodies.read_detokenize(body)
-        return {"prompt": self._services.tokenizer.decode(ids, skip_special_tokens=skip)}
+async def tokenize(model: ServedModel, body: bytes) -> Json:
+    """Answers /tokenize."""
+    request = model.bodies.read_tokenize(body)
+    if isinstance(request, Conversation):
+        prompt = await model.prompts.read_chat(request)
+    else:
+        [prompt] = await model.prompts.read_completion(request)
+    ids = prompt.ids.tolist()
+    return {"count": len(ids), "max_model_len": model.limits.context_tokens, "tokens": ids}
 
 
-def create_app(
-    services: Services, created: int, render_metrics: RenderMetrics, scheduler: str
-) -> FastAPI:
-    """Builds the application. `created` is the model's Unix time, s; `scheduler` a host:port."""
-    tokens = TokenEndpoints(services)
+async def detokenize(model: ServedModel, body: bytes) -> Json:
+    """Answers /detokenize."""
+    ids, skip = model.bodies.read_detokenize(body)
+    return {"prompt": model.tokenizer.decode(ids, skip_special_tokens=skip)}
+
+
+def create_app(services: Services, render_metrics: RenderMetrics) -> FastAPI:
+    """Builds the application."""
     handlers: dict[str, Answer] = {
         "/v1/chat/completions": GenerateEndpoint(services, chat=True).answer,
         "/v1/completions": GenerateEndpoint(services, chat=False).answer,
         RESPONSES_PATH: CreateResponse(services).answer,
         **{path: PooledEndpoint(services, path).answer for path in POOLED_PATHS},
-        "/tokenize": JsonEndpoint(services, tokens.tokenize).answer,
-        "/detokenize": JsonEndpoint(services, tokens.detokenize).answer,
+        "/tokenize": JsonEndpoint(services, tokenize).answer,
+        "/detokenize": JsonEndpoint(services, detokenize).answer,
     }
     raw = {path: RawEndpoint(services, path, answer) for path, answer in handlers.items()}
     app = GatewayApp(services, raw)
     for route in ROUTES:
-        admin = SchedulerAdmin(services.config.proxy, scheduler, route)
+        admin = SchedulerAdmin(services.config.proxy, services.models.scheduler_of, route)
         endpoint = RawEndpoint(services, route.path, admin.answer)
         app.router.routes.append(Route(route.path, endpoint, methods=METHODS))
-    of_request = RequestAdmin(services.config.proxy, scheduler)
+    of_request = RequestAdmin(services.config.proxy, services.models.schedulers)
     endpoint = RawEndpoint(services, REQUEST_PATH, of_request.answer)
     app.router.routes.append(Route(REQUEST_PATH, endpoint, methods=["GET"]))
-    events = BoardEvents(services.config.proxy, scheduler, lambda: services.gateway.draining)
+    events = BoardEvents(
+        services.config.proxy, services.models.scheduler_of, lambda: services.models.draining
+    )
     for path, answer in ((PAGE_PATH, show_page), (EVENTS_PATH, events.answer)):
         endpoint = RawEndpoint(services, path, answer)
         app.router.routes.append(Route(path, endpoint, methods=["GET"]))
@@ -202,8 +203,8 @@ def create_app(
     calls = BatchCalls(handlers, services.tenants.keys, services.config.batches.slo_class)
     services.batches.serve(calls.ask)
     _add_files(app, services)
-    _add_requests(app, services, scheduler)
-    _add_models(app, services, created)
+    _add_requests(app, services)
+    _add_models(app, services)
     _add_probes(app, services, render_metrics)
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(Exception, _internal_error)
@@ -236,8 +237,8 @@ def _add_files(app: FastAPI, services: Services) -> None:
         app.router.routes.append(Route(path, endpoint, methods=methods))
 
 
-def _add_requests(app: FastAPI, services: Services, scheduler: str) -> None:
-    requests = RequestEndpoints(services, scheduler)
+def _add_requests(app: FastAPI, services: Services) -> None:
+    requests = RequestEndpoints(services)
     resume = ResumeEndpoint(
         services.streams,
         services.store,
@@ -254,29 +255,34 @@ def _add_requests(app: FastAPI, services: Services, scheduler: str) -> None:
         app.router.routes.append(Route(path, endpoint, methods=["GET"]))
 
 
-def _add_models(app: FastAPI, services: Services, created: int) -> None:
-    model = {
-        "id": services.limits.model,
-        "object": "model",
-        "created": created,
-        "owned_by": "millrace",
-        "max_model_len": services.limits.context_tokens,
-    }
+def _add_models(app: FastAPI, services: Services) -> None:
+    models = services.models
 
     @app.get("/v1/models")
     async def list_models(request: Request) -> Response:
-        caller = exchange_of(request.scope).caller
-        allowed = [model] if caller.may_use(services.limits.model) else []
-        return _json({"object": "list", "data": allowed})
+        allowed = models.names_for(exchange_of(request.scope).caller)
+        data = [_model_document(name, model) for name, model in allowed]
+        return _json({"object": "list", "data": data})
 
     @app.get("/v1/models/{name:path}")
     async def show_model(request: Request, name: str) -> Response:
         try:
-            services.bodies.check_model(name)
-            exchange_of(request.scope).caller.check_model(services.limits.model)
+            found = models.find(name, exchange_of(request.scope).caller)
         except ApiError as error:
             return Response(error.body(), error.status, media_type="application/json")
-        return _json(model)
+        return _json(_model_document(name, found))
+
+
+def _model_document(name: str, model: ServedModel) -> Json:
+    """Returns what clients see of a model; `root` is its own name, where `name` is an alias."""
+    return {
+        "id": name,
+        "object": "model",
+        "created": model.created,
+        "owned_by": "millrace",
+        "root": model.name,
+        "max_model_len": model.limits.context_tokens,
+    }
 
 
 def _add_probes(app: FastAPI, services: Services, render_metrics: RenderMetrics) -> None:
@@ -286,7 +292,7 @@ def _add_probes(app: FastAPI, services: Services, render_metrics: RenderMetrics)
 
     @app.get("/ready")
     async def ready() -> Response:
-        if services.gateway.ready:
+        if services.models.ready:
             return _json({"status": "ready"})
         return _json({"status": "not ready"}, 503)
 

@@ -21,6 +21,7 @@ from millrace.proxy.errors import ApiError
 from millrace.proxy.http.admin import Guard
 from millrace.proxy.http.asgi import Receive, Scope, Send, header
 from millrace.proxy.http.client import Client, send_parts
+from millrace.proxy.http.query import query_of
 from millrace.wire.clients.scheduler_client import SchedulerUnavailable, watch_board
 
 PAGE_PATH = "/board"
@@ -69,20 +70,22 @@ class BoardEvents:
     def __init__(
         self,
         config: ProxyConfig,
-        address: str,
+        scheduler_of: Callable[[str | None], str],
         is_stopping: Callable[[], bool],
         watch: Watch = watch_board,
     ) -> None:
+        """`scheduler_of` returns the address by the model's name. It raises ApiError (404)."""
         self._guard = Guard(config)
         self._keepalive_s = config.keepalive_s
-        self._address = address
+        self._scheduler_of = scheduler_of
         self._is_stopping = is_stopping
         self._watch = watch
 
     async def answer(self, scope: Scope, receive: Receive, send: Send) -> int:
         """Returns the status that was sent. Raises ApiError before anything was sent."""
         self._guard.check(scope)
-        async with aclosing(self._watch(self._address)) as lines:
+        address = self._scheduler_of(query_of(scope).get("model"))
+        async with aclosing(self._watch(address)) as lines:
             try:
                 first = await anext(lines, b"")
             except SchedulerUnavailable as error:

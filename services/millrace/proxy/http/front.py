@@ -144,6 +144,7 @@ def _record(exchange: Exchange, scope: Scope) -> dict[str, Any]:
         "client_request_id": (header(scope, CLIENT_REQUEST_ID) or "")[:_MOST_CHARACTERS],
         "tenant": exchange.caller.tenant,
         "key": exchange.caller.key,
+        "model": exchange.model,
         "method": scope["method"],
         "path": scope["raw_path"].decode("latin-1")[:_MOST_CHARACTERS],
         "status": exchange.status,

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
+import uuid
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 
 from millrace.core.config import Config
-from millrace.core.request import Slo
-from millrace.grammar.matcher import Grammars
 from millrace.grammar.source import GrammarError
 from millrace.proxy.background import Background
 from millrace.proxy.batches.service import Batches
 from millrace.proxy.errors import ApiError, bad_field
 from millrace.proxy.files.store import Files
-from millrace.proxy.fleet.gateway import Gateway
 from millrace.proxy.http.asgi import (
     JSON,
     Receive,
@@ -37,13 +36,14 @@ from millrace.proxy.http.request_ids import chosen_id, id_digits
 from millrace.proxy.http.streams import ResumableSender, wants_resumable
 from millrace.proxy.http.tenants import Tenants, exchange_of
 from millrace.proxy.metrics import ProxyMetrics
-from millrace.proxy.prompts import EnginePrompt, PromptReader
-from millrace.proxy.reply.builder import Arrival, Builder
+from millrace.proxy.models.asked_model import asked_model
+from millrace.proxy.models.models import Models
+from millrace.proxy.models.served_model import ServedModel
+from millrace.proxy.prompts import EnginePrompt
+from millrace.proxy.reply.builder import Arrival
 from millrace.proxy.reply.explain import waterfall
 from millrace.proxy.reply.reply import DocumentReply, EventReply, GeneratingReply, StreamReply
-from millrace.proxy.request.options import Limits, Options
-from millrace.proxy.request.pooled import PooledBodies
-from millrace.proxy.request.validation import Bodies
+from millrace.proxy.request.options import Options
 from millrace.proxy.responses import StoredResponses
 from millrace.proxy.streams.owner import OwnedStreams
 from millrace.proxy.streams.replay import Replays
@@ -51,8 +51,6 @@ from millrace.proxy.tenancy.caller import Caller
 from millrace.proxy.tenancy.costs import reserved_cost, used_cost
 from millrace.proxy.tenancy.limiter import Limiter
 from millrace.proxy.tenancy.stored_tenants import StoredTenants
-from millrace.proxy.text.prefix import PromptHasher
-from millrace.proxy.text.tokenizer import Tokenizer
 from millrace.state.store import RequestStore
 from millrace.telemetry.otlp import TraceExporter
 
@@ -67,13 +65,7 @@ class Services:
     """
 
     config: Config
-    limits: Limits
-    bodies: Bodies
-    pooled: PooledBodies
-    tokenizer: Tokenizer
-    grammars: Grammars
-    prompts: PromptReader
-    gateway: Gateway
+    models: Models
     store: RequestStore
     streams: OwnedStreams
     replays: Replays
@@ -88,50 +80,60 @@ class Services:
     files: Files
     batches: Batches
 
-    def builder(self, *, chat: bool) -> Builder:
-        """Returns a maker of requests and replies of one of the two APIs."""
-        return Builder(
-            self.limits,
-            self.tokenizer,
-            self.gateway.incarnation,
-            self.prompts.parsers,
-            chat=chat,
-        )
 
-
-class Runs:
-    """Submits requests and sends their answers, for all endpoints that generate."""
+class Entry:
+    """Takes a request in: its headers, and the model that it names."""
 
     def __init__(self, services: Services) -> None:
         self._services = services
-        self._gateway = services.gateway
-        self._hasher = PromptHasher(services.config.engine)
 
     def arrival(self, scope: Scope, at: float, unix_s: float) -> Arrival:
-        """Raises ApiError naming the wrong header, or (403) what the key may not use."""
+        """Raises ApiError naming the wrong header, or (403) the class that the key may not use."""
         exchange, chosen = exchange_of(scope), chosen_id(scope)
-        tenant = exchange.caller.tenant
+        caller = exchange.caller
+        with self._counted(caller):
+            slo = self._services.objectives.read(scope, caller.slo_classes)
         return Arrival(
             at=at,
             unix_s=unix_s,
-            slo=self._objectives(scope, exchange.caller),
-            tenant=tenant,
+            slo=slo,
+            tenant=caller.tenant,
             exchange=exchange,
             trace=wants_trace(scope),
             fails_early=wants_early_failure(scope),
             traceparent=traceparent(scope),
-            id_digits=id_digits(tenant, chosen) if chosen else "",
+            id_digits=id_digits(caller.tenant, chosen) if chosen else uuid.uuid4().hex,
         )
 
-    def _objectives(self, scope: Scope, caller: Caller) -> Slo:
-        services = self._services
+    def model(self, body: bytes, scope: Scope, digits: str) -> ServedModel:
+        """Returns the model that answers a body, for a request whose id has these digits.
+
+        Raises ApiError: 404 without such a model, 403 if the key may not use it.
+        """
+        exchange = exchange_of(scope)
+        with self._counted(exchange.caller):
+            found = self._services.models.choose(asked_model(body), exchange.caller, digits)
+        exchange.model = found.name
+        return found
+
+    @contextmanager
+    def _counted(self, caller: Caller) -> Iterator[None]:
+        """Counts a request that its sender may not make."""
         try:
-            caller.check_model(services.limits.model)
-            return services.objectives.read(scope, caller.slo_classes)
+            yield
         except ApiError as error:
             if error.status == 403:
-                services.metrics.tenants.refused(caller.tenant, error.code or "")
+                self._services.metrics.tenants.refused(caller.tenant, error.code or "")
             raise
+
+
+class Runs:
+    """Submits requests to one model and sends their answers, for all endpoints that generate."""
+
+    def __init__(self, services: Services, model: ServedModel) -> None:
+        self._services = services
+        self._model = model
+        self._gateway = model.gateway
 
     async def check_constraint(self, options: Options) -> None:
         """Compiles the constraint, on a thread. Raises ApiError with the reason if it can't be."""
@@ -139,7 +141,7 @@ class Runs:
         if constraint is None:
             return
         try:
-            await asyncio.shield(asyncio.wrap_future(self._services.grammars.prepare(constraint)))
+            await asyncio.shield(asyncio.wrap_future(self._model.grammars.prepare(constraint)))
         except GrammarError as error:
             reason = str(error)[:_MOST_REASON]
             raise bad_field(options.constraint_field, f"can't be compiled: {reason}") from error
@@ -148,7 +150,7 @@ class Runs:
         self, prompts: Sequence[EnginePrompt], options: Options
     ) -> list[EnginePrompt]:
         """Returns the prompts with the hashes of their blocks."""
-        hasher = self._hasher
+        hasher = self._model.hasher
         return [replace(p, blocks=await hasher.blocks(p.ids, options)) for p in prompts]
 
     async def admit(self, reply: GeneratingReply, arrival: Arrival) -> None:
@@ -254,49 +256,44 @@ class GenerateEndpoint:
 
     def __init__(self, services: Services, *, chat: bool) -> None:
         self._services = services
-        self._gateway = services.gateway
+        self._entry = Entry(services)
         self._chat = chat
-        self._runs = Runs(services)
-        self._builder = services.builder(chat=chat)
-        self._sender = ResumableSender(
-            services.streams,
-            services.gateway.prompts,
-            services.config.proxy,
-            self._builder,
-            self._runs,
-            chat=chat,
-        )
 
     async def answer(self, scope: Scope, receive: Receive, send: Send) -> int:
         """Returns the status that was sent. Raises ApiError before anything was sent."""
         at, unix_s = time.monotonic(), time.time_ns() / 1e9
-        body = await receive_body(scope, receive, self._services.config.proxy.max_body_bytes)
-        arrival = self._runs.arrival(scope, at, unix_s)
-        resumable = wants_resumable(scope, self._services.config.proxy)
-        prompts, options = await self._read(body)
-        self._gateway.admit(len(prompts))
+        config = self._services.config.proxy
+        body = await receive_body(scope, receive, config.max_body_bytes)
+        arrival = self._entry.arrival(scope, at, unix_s)
+        resumable = wants_resumable(scope, config)
+        model = self._entry.model(body, scope, arrival.id_digits)
+        runs, builder = Runs(self._services, model), model.builder(chat=self._chat)
+        prompts, options = await self._read(body, model, runs)
+        model.gateway.admit(len(prompts))
         if resumable:
             client = partial(Client, receive, send)
-            return await self._sender.answer(body, prompts, options, arrival, client)
-        response_id, reply, _ = self._builder.build(prompts, options, arrival)
+            sender = ResumableSender(self._services.streams, model, config, runs, chat=self._chat)
+            return await sender.answer(body, prompts, options, arrival, client)
+        response_id, reply, _ = builder.build(prompts, options, arrival)
         one = Client(receive, send, response_id)
         if isinstance(reply, StreamReply):
-            return await self._runs.send_stream(reply, one, arrival)
-        return await self._runs.send_whole(reply, one, arrival)
+            return await runs.send_stream(reply, one, arrival)
+        return await runs.send_whole(reply, one, arrival)
 
-    async def _read(self, body: bytes) -> tuple[list[EnginePrompt], Options]:
-        services = self._services
+    async def _read(
+        self, body: bytes, model: ServedModel, runs: Runs
+    ) -> tuple[list[EnginePrompt], Options]:
         if self._chat:
-            chat = services.bodies.read_chat(body)
+            chat = model.bodies.read_chat(body)
             options = chat.options
-            await self._runs.check_constraint(options)
-            prompts = [await services.prompts.read_chat(chat.conversation)]
+            await runs.check_constraint(options)
+            prompts = [await model.prompts.read_chat(chat.conversation)]
         else:
-            completion = services.bodies.read_completion(body)
+            completion = model.bodies.read_completion(body)
             options = completion.options
-            await self._runs.check_constraint(options)
-            prompts = await services.prompts.read_completion(completion)
-        return await self._runs.with_blocks(prompts, options), options
+            await runs.check_constraint(options)
+            prompts = await model.prompts.read_completion(completion)
+        return await runs.with_blocks(prompts, options), options
 
 
 #: Runs when an answer is complete, before its end is sent.

@@ -19,6 +19,7 @@ from millrace.proxy.http.objectives import (
 )
 from millrace.proxy.http.request_ids import ID_HEADER
 from millrace.proxy.http.tenant_admin import TENANT_BODY, TENANT_PATH, TENANTS_PATH
+from millrace.proxy.models.models import Models
 from millrace.proxy.reply.answers import ANSWERS
 from millrace.proxy.reply.batch_answers import BATCH_ANSWERS
 from millrace.proxy.reply.pooled_answers import POOLED_ANSWERS
@@ -27,9 +28,7 @@ from millrace.proxy.request.pooled import (
     EMBEDDINGS_PATH,
     RERANK_PATH,
     SCORE_PATH,
-    PooledBodies,
 )
-from millrace.proxy.request.validation import Bodies
 from millrace.proxy.streams.source import RESUMABLE_HEADER
 
 Json = dict[str, Any]
@@ -38,16 +37,23 @@ _REF = "#/components/schemas/{model}"
 
 _STRING: Json = {"type": "string"}
 
+#: The bodies that name a model.
+_BODIES = (
+    *("ChatRequest", "CompletionRequest", "ResponseRequest", "Tokenize", "Detokenize"),
+    *("EmbeddingRequest", "ScoreRequest", "RerankRequest"),
+)
 
-def document(
-    bodies: Bodies, pooled: PooledBodies, classes: Sequence[str], title: str, version: str
-) -> Json:
-    """Returns the whole document. `classes` are the names of the SLO classes."""
+
+def document(models: Models, classes: Sequence[str], title: str, version: str) -> Json:
+    """Returns the whole document. `classes` are the names of the SLO classes.
+
+    The limits of the fields are the first model's.
+    """
     return {
         "openapi": "3.1.0",
         "info": {"title": title, "version": version},
         "paths": _paths(_objectives(classes)),
-        "components": {"schemas": _schemas(bodies, pooled)},
+        "components": {"schemas": _schemas(models)},
     }
 
 
@@ -75,7 +81,7 @@ def _paths(objectives: list[Json]) -> Json:
         **_pooled(objectives),
         "/tokenize": {"post": _posted("Text or messages to token ids", "Tokenize", "Tokens")},
         "/detokenize": {"post": _posted("Token ids to text", "Detokenize", "Text")},
-        "/v1/models": {"get": _got("The served model", _json("Models"))},
+        "/v1/models": {"get": _got("The served models", _json("Models"))},
         "/v1/models/{model}": {
             "get": {
                 **_got("One model", _json("Model"), {"404": _error("No such model")}),
@@ -376,11 +382,10 @@ def _ref(name: str) -> Json:
     return {"$ref": _REF.format(model=name)}
 
 
-def _schemas(bodies: Bodies, pooled: PooledBodies) -> Json:
+def _schemas(models: Models) -> Json:
+    bodies, pooled = models.first.bodies, models.first.pooled
     adapters = [bodies.chat, bodies.completion, bodies.response, bodies.tokenize, bodies.detokenize]
     adapters += [BATCH, FILE_FORM]
-    adapters += [route.body for route in admin.ROUTES]
-    adapters += map(TypeAdapter, ANSWERS)
     adapters += [pooled.embedding, pooled.score, pooled.rerank]
     adapters += [TENANT_BODY, *(route.body for route in admin.ROUTES)]
     adapters += map(TypeAdapter, (*ANSWERS, *BATCH_ANSWERS, *POOLED_ANSWERS))
@@ -388,4 +393,14 @@ def _schemas(bodies: Bodies, pooled: PooledBodies) -> Json:
         [(number, "validation", adapter) for number, adapter in enumerate(adapters)],
         ref_template=_REF,
     )
-    return dict(schemas["$defs"])
+    found: Json = schemas["$defs"]
+    for name in _BODIES:
+        _name_models(found[name]["properties"]["model"], models.names)
+    return found
+
+
+def _name_models(schema: Json, names: Sequence[str]) -> None:
+    """Lists the names in the schema of a body's field `model`, which may also allow null."""
+    for option in schema.get("anyOf", [schema]):
+        if option.get("type") == "string":
+            option["enum"] = list(names)

@@ -7,7 +7,8 @@ import uuid
 
 from millrace.proxy.http.asgi import Receive, Scope, Send, receive_body
 from millrace.proxy.http.client import Client
-from millrace.proxy.http.generate import Runs, Services
+from millrace.proxy.http.generate import Entry, Runs, Services
+from millrace.proxy.models.served_model import ServedModel
 from millrace.proxy.reply.builder import Arrival
 from millrace.proxy.reply.pooled import PooledReply
 
@@ -17,37 +18,40 @@ class PooledEndpoint:
 
     def __init__(self, services: Services, path: str) -> None:
         self._services = services
+        self._entry = Entry(services)
         self._path = path
-        self._runs = Runs(services)
-        self._builder = services.builder(chat=False)
-
-    async def build(self, body: bytes, arrival: Arrival) -> PooledReply:
-        """Reads a body; returns the reply, whose requests are ready to be submitted.
-
-        Raises ApiError naming the field.
-        """
-        services = self._services
-        asked = services.pooled.read(self._path, body)
-        prompts = await services.prompts.read_texts(
-            asked.texts, add_special_tokens=asked.add_special_tokens
-        )
-        prompts = await self._runs.with_blocks(prompts, asked.options)
-        reply = PooledReply(
-            asked,
-            response_id=asked.id_prefix + uuid.uuid4().hex,
-            created=int(arrival.unix_s),
-            model=services.limits.model,
-            progress=self._builder.progress(arrival),
-        )
-        self._builder.requests(reply.response_id, reply, prompts, asked.options, arrival)
-        return reply
 
     async def answer(self, scope: Scope, receive: Receive, send: Send) -> int:
         """Returns the status that was sent. Raises ApiError before anything was sent."""
         at, unix_s = time.monotonic(), time.time_ns() / 1e9
         body = await receive_body(scope, receive, self._services.config.proxy.max_body_bytes)
-        arrival = self._runs.arrival(scope, at, unix_s)
-        reply = await self.build(body, arrival)
-        self._services.gateway.admit(len(reply.progress.requests))
+        arrival = self._entry.arrival(scope, at, unix_s)
+        model = self._entry.model(body, scope, arrival.id_digits)
+        runs = Runs(self._services, model)
+        reply = await self._build(body, arrival, model, runs)
+        model.gateway.admit(len(reply.progress.requests))
         client = Client(receive, send, reply.response_id)
-        return await self._runs.send_whole(reply, client, arrival)
+        return await runs.send_whole(reply, client, arrival)
+
+    async def _build(
+        self, body: bytes, arrival: Arrival, model: ServedModel, runs: Runs
+    ) -> PooledReply:
+        """Reads a body; returns the reply, whose requests are ready to be submitted.
+
+        Raises ApiError naming the field.
+        """
+        asked = model.pooled.read(self._path, body)
+        prompts = await model.prompts.read_texts(
+            asked.texts, add_special_tokens=asked.add_special_tokens
+        )
+        prompts = await runs.with_blocks(prompts, asked.options)
+        builder = model.builder(chat=False)
+        reply = PooledReply(
+            asked,
+            response_id=asked.id_prefix + uuid.uuid4().hex,
+            created=int(arrival.unix_s),
+            model=model.name,
+            progress=builder.progress(arrival),
+        )
+        builder.requests(reply.response_id, reply, prompts, asked.options, arrival)
+        return reply

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from dataclasses import asdict
 
 from millrace.core.scheduler.explain import Explanation
@@ -23,11 +24,10 @@ _NAMING = ("before", "suspended_by", "waits_for")
 class RequestEndpoints:
     """Answers about the requests of the client's own tenant."""
 
-    def __init__(self, services: Services, scheduler: str) -> None:
-        """`scheduler` is a host:port."""
-        self._scheduler = scheduler
+    def __init__(self, services: Services) -> None:
+        self._schedulers = services.models.schedulers
         self._tenants = services.tenants
-        self._states = RequestStates(services.gateway, services.store, services.streams.store)
+        self._states = RequestStates(services.models, services.store, services.streams.store)
 
     async def show(self, scope: Scope, receive: Receive, send: Send) -> int:
         """Returns the status that was sent. Raises ApiError before anything was sent."""
@@ -57,9 +57,9 @@ class RequestEndpoints:
         """Returns the explanation of the response's first request. Raises ApiError."""
         names = (response_id, f"{response_id}-0")  # of one prompt, or of the first of several
         try:
-            for name in names:
+            for address, name in itertools.product(self._schedulers(), names):
                 with contextlib.suppress(UnknownRequest):
-                    return await explain(self._scheduler, name)
+                    return await explain(address, name)
         except SchedulerUnavailable as error:
             raise unavailable(str(error)) from error
         raise unknown(response_id)

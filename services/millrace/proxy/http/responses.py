@@ -12,8 +12,9 @@ from typing import Any
 from millrace.proxy.errors import ApiError, bad_field, shown
 from millrace.proxy.http.asgi import Receive, Scope, Send, receive_body, send_document, send_json
 from millrace.proxy.http.client import Client, send_parts
-from millrace.proxy.http.generate import Runs, Services
+from millrace.proxy.http.generate import Entry, Runs, Services
 from millrace.proxy.http.query import flag, list_of, newest_first, number, query_of
+from millrace.proxy.models.served_model import ServedModel
 from millrace.proxy.prompts import EnginePrompt
 from millrace.proxy.reply.builder import Arrival
 from millrace.proxy.reply.response import ResponseReply, ends_stream, head
@@ -54,17 +55,34 @@ class CreateResponse:
 
     def __init__(self, services: Services) -> None:
         self._services = services
-        self._runs = Runs(services)
-        self._builder = services.builder(chat=True)
+        self._entry = Entry(services)
 
     async def answer(self, scope: Scope, receive: Receive, send: Send) -> int:
         """Returns the status that was sent. Raises ApiError before anything was sent."""
         at, unix_s = time.monotonic(), time.time_ns() / 1e9
-        services = self._services
-        body = await receive_body(scope, receive, services.config.proxy.max_body_bytes)
-        arrival = self._runs.arrival(scope, at, unix_s)
+        most_bytes = self._services.config.proxy.max_body_bytes
+        body = await receive_body(scope, receive, most_bytes)
+        arrival = self._entry.arrival(scope, at, unix_s)
+        model = self._entry.model(body, scope, arrival.id_digits)
+        creation = _Creation(self._services, model, arrival)
+        return await creation.answer(body, receive, send)
+
+
+class _Creation:
+    """One request for a response, answered by one model."""
+
+    def __init__(self, services: Services, model: ServedModel, arrival: Arrival) -> None:
+        self._services = services
+        self._model = model
+        self._arrival = arrival
+        self._runs = Runs(services, model)
+        self._builder = model.builder(chat=True)
+
+    async def answer(self, body: bytes, receive: Receive, send: Send) -> int:
+        """Returns the status that was sent. Raises ApiError before anything was sent."""
+        services, arrival = self._services, self._arrival
         asked = await self._read(body, arrival.tenant)
-        services.gateway.admit(1)
+        self._model.gateway.admit(1)
         reply = self._reply(asked, arrival)
         client = Client(receive, send, reply.response_id)
         if asked.request.background:
@@ -81,11 +99,10 @@ class CreateResponse:
         return await self._runs.send_whole(reply, client, arrival, settle)
 
     async def _read(self, body: bytes, tenant: str) -> _Asked:
-        services = self._services
-        request = read_response(services.bodies, body)
+        request = read_response(self._model.bodies, body)
         history: list[Json] = []
         if request.previous is not None:
-            history = await services.responses.history(request.previous, tenant)
+            history = await self._services.responses.history(request.previous, tenant)
         prompt, options = await self._prompt(request, history, 0)
         if request.truncates and not self._fits(prompt, options):
             prompt, options = await self._shortened(request, history)
@@ -115,15 +132,15 @@ class CreateResponse:
     async def _prompt(
         self, request: ResponseRequest, history: Sequence[Json], dropped: int
     ) -> tuple[EnginePrompt, Options]:
-        chat = read_as_chat(self._services.bodies, request, history, dropped)
+        chat = read_as_chat(self._model.bodies, request, history, dropped)
         try:
-            return await self._services.prompts.read_chat(chat.conversation), chat.options
+            return await self._model.prompts.read_chat(chat.conversation), chat.options
         except ApiError as error:
             raise renamed(error) from None
 
     def _fits(self, prompt: EnginePrompt, options: Options) -> bool:
         wanted = options.sampling.max_tokens or 1
-        return prompt.ids.size + wanted <= self._services.limits.context_tokens
+        return prompt.ids.size + wanted <= self._model.limits.context_tokens
 
     def _reply(self, asked: _Asked, arrival: Arrival) -> ResponseReply:
         """Returns the reply with its request, ready to be submitted."""
@@ -132,7 +149,7 @@ class CreateResponse:
         fields = head(
             response_id,
             int(arrival.unix_s),
-            request.fields,
+            {**request.fields, "model": self._model.name},
             temperature=sampling.temperature,
             top_p=sampling.top_p,
         )

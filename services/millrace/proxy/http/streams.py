@@ -8,14 +8,14 @@ from typing import Protocol
 
 from millrace.core.config import ProxyConfig
 from millrace.proxy.errors import ApiError, bad_field, shown, unavailable
-from millrace.proxy.fleet.prompts_ahead import PromptsAhead
 from millrace.proxy.http.asgi import Receive, Scope, Send, header
 from millrace.proxy.http.client import Client, send_part, send_parts, start_stream, until_disconnect
 from millrace.proxy.http.keep_alive import KeepAlive
 from millrace.proxy.http.request_ids import candidates
 from millrace.proxy.http.tenants import Tenants
+from millrace.proxy.models.served_model import ServedModel
 from millrace.proxy.prompts import EnginePrompt
-from millrace.proxy.reply.builder import Arrival, Builder
+from millrace.proxy.reply.builder import Arrival
 from millrace.proxy.reply.event_numbers import EventId, EventNumbers, read_event_id
 from millrace.proxy.reply.reply import GeneratingReply, StreamReply
 from millrace.proxy.request.options import Options
@@ -65,17 +65,15 @@ class ResumableSender:
     def __init__(
         self,
         owned: OwnedStreams,
-        prompts: PromptsAhead,
+        model: ServedModel,
         config: ProxyConfig,
-        builder: Builder,
         limits: Limits,
         *,
         chat: bool,
     ) -> None:
         self._owned = owned
-        self._prompts = prompts
+        self._model = model
         self._config = config
-        self._builder = builder
         self._limits = limits
         self._chat = chat
 
@@ -89,11 +87,14 @@ class ResumableSender:
     ) -> int:
         """Returns the status that was sent. Raises ApiError before anything was sent."""
         check_resumable(prompts, options, trace=arrival.trace)
-        response_id, reply, _ = self._builder.build(prompts, options, arrival, EventNumbers())
+        builder = self._model.builder(chat=self._chat)
+        response_id, reply, _ = builder.build(prompts, options, arrival, EventNumbers())
         assert isinstance(reply, StreamReply)  # checked above
-        source = source_of(body, prompts[0], response_id, arrival, chat=self._chat)
+        name = self._model.name
+        source = source_of(body, name, prompts[0], response_id, arrival, chat=self._chat)
         stream = await self._start(source, reply, arrival)
-        keep_alive = KeepAlive(reply, self._prompts, self._config, response_id)
+        prompts_ahead = self._model.gateway.prompts
+        keep_alive = KeepAlive(reply, prompts_ahead, self._config, response_id)
         try:
             return await _send(stream, client(response_id))
         finally:
@@ -113,7 +114,7 @@ class ResumableSender:
             limits.end(reply, arrival)
 
         try:
-            return await self._owned.start(source, arrival.tenant, reply, end)
+            return await self._owned.start(source, self._model, arrival.tenant, reply, end)
         except BaseException:
             end()
             raise

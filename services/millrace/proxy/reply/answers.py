@@ -34,6 +34,8 @@ class Model(TypedDict):
     object: str
     created: int
     owned_by: str
+    root: str
+    max_model_len: int
 
 
 class Models(TypedDict):

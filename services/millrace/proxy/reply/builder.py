@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -41,8 +40,8 @@ class Arrival:
     tenant: str
     trace: bool
     traceparent: str
-    #: The digits of the response's id; empty: random digits.
-    id_digits: str = ""
+    #: The digits of the response's id.
+    id_digits: str
     #: The HTTP request, for its limits; None if nothing limits it.
     exchange: Exchange | None = None
     #: The client wants an error instead of a first token after the TTFT objective.
@@ -82,7 +81,7 @@ class Builder:
 
         Raises ApiError (context_length_exceeded) when a prompt leaves no room.
         """
-        response_id = self._id_prefix + (arrival.id_digits or uuid.uuid4().hex)
+        response_id = self._id_prefix + arrival.id_digits
         answers = self.answers(prompts[0], options, response_id) if self._chat else ()
         choices = len(prompts) * options.choices
         progress = self.progress(arrival)

@@ -22,7 +22,7 @@ from millrace.proxy.request.fields import Within, adapter
 from millrace.proxy.request.options import Limits, Options, pooling_options
 from millrace.proxy.request.pooled_bodies import Document, EmbeddingBody, RerankBody, ScoreBody
 from millrace.proxy.request.reading import read_body
-from millrace.proxy.request.validation import Prompt, check_model, prompt_type, prompts_of
+from millrace.proxy.request.validation import Prompt, prompt_type, prompts_of
 
 EMBEDDINGS_PATH: Final = "/v1/embeddings"
 SCORE_PATH: Final = "/v1/score"
@@ -53,14 +53,13 @@ class PooledRequest:
 
 
 class PooledBodies:
-    """Reads the bodies of one server, by models that are built once from its limits."""
+    """Reads the bodies for one model, by types that are built once from its limits."""
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
         facts = limits.embedding
-        model = Annotated[str, Field(json_schema_extra={"enum": [limits.model]})]
         texts = Required[prompt_type(limits.vocab_size, MOST_TEXTS)]
-        shared: dict[str, Any] = {"model": Required[model]}
+        shared: dict[str, Any] = {"model": Required[str]}
         dimensions = Annotated[
             Annotated[int, Within(1, max(facts.hidden_size, 1))] | None,
             Field(description="Length of the vectors: their first numbers. Default: all."),
@@ -86,7 +85,6 @@ class PooledBodies:
         """Checks the body of a route of `POOLED_PATHS`. Raises ApiError naming the field."""
         model, read = self._read[path]
         checked = read_body(model, body)
-        check_model(checked["model"], self._limits.model)
         pooling = self._limits.embedding.pooling
         if pooling not in ("last", "mean"):
             raise ApiError(

@@ -1,4 +1,4 @@
-"""Reads request bodies within the limits of one server: its model, vocabulary and settings."""
+"""Reads request bodies within the limits of one model: its vocabulary, context and settings."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Annotated, Any, Required
 from pydantic import AfterValidator, Field
 from pydantic_core import PydanticCustomError
 
-from millrace.proxy.errors import ApiError, bad_field, shown
+from millrace.proxy.errors import bad_field, shown
 from millrace.proxy.request.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from millrace.proxy.request.fields import OneType, Within, adapter
 from millrace.proxy.request.options import Limits, Options, read_options
@@ -53,14 +53,16 @@ class CompletionRequest:
 
 
 class Bodies:
-    """Reads the request bodies of one server, by models that are built once from its limits."""
+    """Reads request bodies for one model, by types that are built once from its limits.
+
+    The field `model` has been read before: it chose this reader.
+    """
 
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
         config, vocab_size = limits.config, limits.vocab_size
-        model = Annotated[str, Field(json_schema_extra={"enum": [limits.model]})]
         shared: dict[str, Any] = {
-            "model": Required[model],
+            "model": Required[str],
             "max_tokens": _count(0, config.max_new_tokens, _MOST),
             "prompt_logprobs": _count(0, config.max_logprobs, _OF_PROMPT),
             "n": _count(1, config.max_choices, "Choices to generate for each prompt."),
@@ -90,17 +92,16 @@ class Bodies:
         self.response = adapter(
             "ResponseRequest",
             ResponseBody,
-            model=Required[model],
+            model=Required[str],
             max_output_tokens=_count(1, config.max_new_tokens, "Most tokens to generate."),
         )
-        self.tokenize = adapter("Tokenize", TokenizeBody, model=model | None)
+        self.tokenize = adapter("Tokenize", TokenizeBody, model=str | None)
         tokens = Required[_token_ids(vocab_size, 0)]
-        self.detokenize = adapter("Detokenize", DetokenizeBody, model=model | None, tokens=tokens)
+        self.detokenize = adapter("Detokenize", DetokenizeBody, model=str | None, tokens=tokens)
 
     def read_chat(self, body: bytes) -> ChatRequest:
         """Checks a chat completion's body. Raises ApiError naming the field."""
         checked = read_body(self.chat, body)
-        self.check_model(checked["model"])
         top = checked.get("top_logprobs")
         if top is not None and not checked.get("logprobs", False):
             raise bad_field("top_logprobs", "is only allowed when 'logprobs' is true.")
@@ -111,7 +112,6 @@ class Bodies:
     def read_completion(self, body: bytes) -> CompletionRequest:
         """Checks a completion's body. Raises ApiError naming the field."""
         checked = read_body(self.completion, body)
-        self.check_model(checked["model"])
         return CompletionRequest(
             prompts=prompts_of(checked["prompt"]),
             options=read_options(checked, self.limits, checked.get("logprobs", -1)),
@@ -121,7 +121,6 @@ class Bodies:
     def read_tokenize(self, body: bytes) -> Conversation | CompletionRequest:
         """Checks the body of /tokenize: messages, or one prompt."""
         checked = read_body(self.tokenize, body)
-        self.check_model(checked.get("model", self.limits.model))
         if ("messages" in checked) == ("prompt" in checked):
             raise bad_field("prompt", "give either 'prompt' or 'messages'.")
         if "messages" in checked:
@@ -135,23 +134,7 @@ class Bodies:
     def read_detokenize(self, body: bytes) -> tuple[list[int], bool]:
         """Checks the body of /detokenize: token ids, and whether to skip special tokens."""
         checked = read_body(self.detokenize, body)
-        self.check_model(checked.get("model", self.limits.model))
         return checked["tokens"], checked.get("skip_special_tokens", False)
-
-    def check_model(self, name: str) -> None:
-        """Raises a 404 unless `name` is the served model's."""
-        check_model(name, self.limits.model)
-
-
-def check_model(name: str, served: str) -> None:
-    """Raises a 404 unless `name` is `served`."""
-    if name != served:
-        raise ApiError(
-            404,
-            f"The model {shown(name)} does not exist; this server has {served!r}.",
-            param="model",
-            code="model_not_found",
-        )
 
 
 def prompts_of(value: Any) -> list[Prompt]:  # noqa: ANN401 - of `prompt_type`

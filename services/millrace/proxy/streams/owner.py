@@ -17,6 +17,8 @@ from millrace.proxy.errors import ApiError, id_taken, unavailable
 from millrace.proxy.fleet.gateway import Gateway
 from millrace.proxy.generation.proxy_request import ProxyRequest
 from millrace.proxy.metrics import ProxyMetrics
+from millrace.proxy.models.models import Models
+from millrace.proxy.models.served_model import ServedModel
 from millrace.proxy.reply.reply import StreamReply
 from millrace.proxy.streams.replay import Diverged, Replay, Replays
 from millrace.proxy.streams.source import (
@@ -58,9 +60,11 @@ class OwnedStream:
         fence: int,
         reply: StreamReply,
         incarnation: str,
+        gateway: Gateway,
     ) -> None:
-        """`incarnation` is the id under which the store has its request."""
+        """`incarnation` is the id under which the store has its request; `gateway` runs it."""
         self._streams = streams
+        self._gateway = gateway
         self.stream_id = stream_id
         self._fence = fence
         self._incarnation = incarnation
@@ -137,12 +141,12 @@ class OwnedStream:
             self._cut_off(_fenced_off())
         elif hold is Hold.UNWANTED or (hold is Hold.GONE and not self.attached):
             self._streams.count("expired")
-            self._streams.gateway.leave(self.request, "expired")
+            self._gateway.leave(self.request, "expired")
             expired = ApiError(410, "No client has read the stream for too long.", code="expired")
             self.reply.progress.fail(expired)
 
     def _cut_off(self, error: ApiError) -> None:
-        self._streams.gateway.abandon(self.request)
+        self._gateway.abandon(self.request)
         self._fence = 0  # no change of this replica counts any more
         self.reply.progress.fail(error)
         self._ended.set()
@@ -180,13 +184,13 @@ class OwnedStreams:
         self,
         store: StreamStore,
         requests: RequestStore,
-        gateway: Gateway,
+        models: Models,
         replays: Replays,
         metrics: ProxyMetrics,
         lives: StreamLives,
     ) -> None:
         self.store = store
-        self.gateway = gateway
+        self._models = models
         self.lives = lives
         self._requests = requests
         self._replays = replays
@@ -202,11 +206,16 @@ class OwnedStreams:
         return self._streams.get(stream_id)
 
     async def start(
-        self, source: StreamSource, tenant: str, reply: StreamReply, on_end: Callable[[], None]
+        self,
+        source: StreamSource,
+        model: ServedModel,
+        tenant: str,
+        reply: StreamReply,
+        on_end: Callable[[], None],
     ) -> OwnedStream:
         """Records a stream and submits its request. Raises ApiError (503, 429, 409)."""
-        request, stream_id = reply.progress.requests[0], source.response_id
-        stream = OwnedStream(self, stream_id, 1, reply, stream_id)
+        request, stream_id, gateway = reply.progress.requests[0], source.response_id, model.gateway
+        stream = OwnedStream(self, stream_id, 1, reply, stream_id, gateway)
         stream.attached = True
         lease = Lease(held_s=LEASE_S, wanted_s=self.lives.grace_s)
         body = StreamState(incarnation=stream_id).encoded()
@@ -222,9 +231,9 @@ class OwnedStreams:
         except StoreError as error:
             raise _not_created(error) from error
         try:
-            await self.gateway.submit(request)
+            await gateway.submit(request)
         except ApiError:
-            self.gateway.leave(request, "refused")
+            gateway.leave(request, "refused")
             with contextlib.suppress(StoreError):
                 await self.store.finish(stream_id, 1, body, 0.0)
             raise
@@ -233,11 +242,15 @@ class OwnedStreams:
         return stream
 
     async def adopt(self, stream_id: str, record: StreamRecord) -> None:
-        """Continues a lost stream, unless another replica is faster. Raises StoreError."""
+        """Continues a lost stream, unless another replica is faster.
+
+        Raises StoreError, and ApiError (404) if this replica does not serve its model.
+        """
         if await self._holds(stream_id):
             return
         lease = Lease(held_s=LEASE_S, wanted_s=self.lives.grace_s)
-        if self.gateway.draining or not await self.store.adopt(stream_id, record.fence, lease):
+        gateway = self._models.of_stream(read_source(record.source).model).gateway
+        if gateway.draining or not await self.store.adopt(stream_id, record.fence, lease):
             return
         fence = record.fence + 1
         latest = await self.store.get(stream_id)  # the former owner may have changed it meanwhile
@@ -252,7 +265,7 @@ class OwnedStreams:
             await self.store.finish(stream_id, fence, body.encoded(), ttl_s)
             return
         self.count("adopted")
-        stream = OwnedStream(self, stream_id, fence, replay.reply, state.incarnation)
+        stream = OwnedStream(self, stream_id, fence, replay.reply, state.incarnation, gateway)
         if replay.finished:
             await self._requests.finish(state.incarnation, RequestState.FINISHED.value)
             await self._requests.release(state.incarnation)
@@ -260,7 +273,7 @@ class OwnedStreams:
             log.info("stream %s is adopted after %d tokens", stream_id, replay.token_count)
             replay.request.fixed_cached_tokens = state.cached_tokens
             replay.request.lineage = f"{stream_id}.{fence}"
-            self.gateway.adopt(replay.request, state.incarnation)
+            gateway.adopt(replay.request, state.incarnation)
         self._keep(stream, lambda: None)
 
     async def _holds(self, stream_id: str) -> bool:

@@ -9,28 +9,21 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Protocol
 
 import numpy as np
 
 from millrace.core.request_spec import RequestSpec, finish_reason
 from millrace.core.token_events import TokenDetail, TokenEvent
 from millrace.proxy.generation.proxy_request import ProxyRequest
+from millrace.proxy.models.models import Models
 from millrace.proxy.prompts import EnginePrompt
-from millrace.proxy.reply.builder import Arrival, Builder
+from millrace.proxy.reply.builder import Arrival
 from millrace.proxy.reply.event_numbers import EventId, EventNumbers
 from millrace.proxy.reply.reply import StreamReply
 from millrace.proxy.request.options import Options
-from millrace.proxy.request.validation import Bodies
 from millrace.proxy.streams.source import StreamSource, slo_of
 from millrace.proxy.text.prefix import PromptBlocks
 from millrace.proxy.text.tokenizer import TokenArray
-
-
-class Builders(Protocol):
-    """Makes the builders of requests and replies of the two APIs."""
-
-    def __call__(self, *, chat: bool) -> Builder: ...
 
 
 class Diverged(Exception):
@@ -85,11 +78,13 @@ class Replay:
 
 
 class Replays:
-    """Makes replays of streams from their sources."""
+    """Makes replays of streams from their sources.
 
-    def __init__(self, bodies: Bodies, builders: Builders) -> None:
-        self._bodies = bodies
-        self._builders = builders
+    Methods raise ApiError (404) if the model of a stream is gone.
+    """
+
+    def __init__(self, models: Models) -> None:
+        self._models = models
 
     def to_read(
         self, source: StreamSource, cached_tokens: int, after: EventId | None = None
@@ -123,7 +118,7 @@ class Replays:
         return self._make(source, prompt, options, spec.tenant, cached_tokens, None)
 
     def _options(self, source: StreamSource) -> Options:
-        bodies, body = self._bodies, source.plain_body
+        bodies, body = self._models.of_stream(source.model).bodies, source.plain_body
         read = bodies.read_chat if source.chat else bodies.read_completion
         return read(body).options
 
@@ -146,7 +141,7 @@ class Replays:
             id_digits=source.id_digits,
         )
         numbers = EventNumbers(after)
-        builder = self._builders(chat=source.chat)
+        builder = self._models.of_stream(source.model).builder(chat=source.chat)
         _, reply, [request] = builder.build([prompt], options, arrival, numbers)
         assert isinstance(reply, StreamReply)  # only streams are resumable
         return Replay(request, reply, numbers, cached_tokens)

@@ -10,9 +10,10 @@ from typing import Any
 from millrace.core.request import RequestState
 from millrace.core.request_spec import RequestSpec
 from millrace.proxy.errors import unavailable
-from millrace.proxy.fleet.gateway import MOST_LOSSES, MOST_MOVES, Gateway
+from millrace.proxy.fleet.gateway import MOST_LOSSES, MOST_MOVES
 from millrace.proxy.fleet.prompts_ahead import PromptsAhead
 from millrace.proxy.generation.proxy_request import ProxyRequest
+from millrace.proxy.models.models import Models
 from millrace.proxy.streams.source import read_state
 from millrace.state.store import RequestRecord, RequestStore, StoreError
 from millrace.state.streams import StreamStore
@@ -42,24 +43,26 @@ class RequestReport:
 class RequestStates:
     """Answers for the requests of one tenant."""
 
-    def __init__(self, gateway: Gateway, store: RequestStore, streams: StreamStore) -> None:
-        self._gateway = gateway
-        self._prompts: PromptsAhead = gateway.prompts
+    def __init__(self, models: Models, store: RequestStore, streams: StreamStore) -> None:
+        self._models = models
         self._store = store
         self._streams = streams
 
     async def find(self, response_id: str, tenant: str) -> RequestReport | None:
         """Returns None if the tenant has no such request, or no longer. Raises ApiError (503)."""
-        own = [r for r in self._gateway.of_response(response_id) if r.spec.tenant == tenant]
-        if own:
-            return await self._of_own(response_id, own)
+        if (gateway := self._models.gateway_of(response_id)) is not None:
+            own = [r for r in gateway.of_response(response_id) if r.spec.tenant == tenant]
+            if own:
+                return await self._of_own(response_id, own, gateway.prompts)
         try:
             return await self._of_record(response_id, tenant)
         except StoreError as error:
             raise unavailable("The request store does not answer.") from error
 
-    async def _of_own(self, response_id: str, requests: list[ProxyRequest]) -> RequestReport:
-        report = await self._prompts.report(requests)
+    async def _of_own(
+        self, response_id: str, requests: list[ProxyRequest], prompts: PromptsAhead
+    ) -> RequestReport:
+        report = await prompts.report(requests)
         total = sum(one.prompt_tokens for one in requests)
         found = RequestReport(
             id=response_id,
@@ -94,8 +97,7 @@ class RequestStates:
         self, response_id: str, record: RequestRecord, spec: RequestSpec, emitted: int
     ) -> RequestReport:
         final = RequestState(record.state).is_final
-        answers = {} if final or emitted else await self._prompts.ask([record.request_id])
-        asked = answers.get(record.request_id)
+        asked = None if final or emitted else await self._models.ask_progress(record.request_id)
         prompt = None if asked is None else asked.prompt
         original = spec.prompt_tokens - spec.resumed_tokens
         state = "decoding" if emitted and not final else record.state

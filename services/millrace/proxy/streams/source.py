@@ -31,10 +31,11 @@ class StreamSource:
     """The request of a stream: what its events depend on beside the tokens.
 
     `body` is the request's body without its prompt. `context_ids` are the prompt's last tokens,
-    `prompt_end` its last characters.
+    `prompt_end` its last characters. `model` answers it, whatever the body names.
     """
 
     chat: bool
+    model: str
     response_id: str
     created_s: float  # Unix time
     body: Json
@@ -57,12 +58,19 @@ class StreamSource:
 
 
 def source_of(
-    body: bytes, prompt: EnginePrompt, response_id: str, arrival: Arrival, *, chat: bool
+    body: bytes,
+    model: str,
+    prompt: EnginePrompt,
+    response_id: str,
+    arrival: Arrival,
+    *,
+    chat: bool,
 ) -> StreamSource:
     """Returns the source of a checked request."""
     plain = from_json(body) | ({"messages": _NO_MESSAGES} if chat else {"prompt": _NO_PROMPT})
     return StreamSource(
         chat=chat,
+        model=model,
         response_id=response_id,
         created_s=arrival.unix_s,
         body=plain,

@@ -25,6 +25,8 @@ class Exchange:
     #: On the monotonic clock, s; `answered_at` is None before the answer begins.
     arrived_at: float
     answered_at: float | None = None
+    #: The name of the model that answers; empty before it is chosen.
+    model: str = ""
     #: 499 while no answer has begun: the status if the client leaves before.
     status: int = 499
     headers: list[tuple[bytes, bytes]] = field(default_factory=list)

@@ -2,45 +2,32 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Mapping
-from pathlib import Path
 
 from millrace.core.config import Config, TenantConfig
 from millrace.core.config.tenants import check_tenants, read_keys_file, with_keys
-from millrace.core.errors import ConfigError
 from millrace.core.weights import DEFAULT_TENANT
 from millrace.proxy.tenancy.caller import Caller, caller_of
-
-log = logging.getLogger(__name__)
-
-#: How often the file is looked at, at most.
-LOOK_S = 1.0
-
-_Stamp = tuple[int, int, int]
+from millrace.proxy.watched_file import LOOK_S, WatchedFile
 
 
 class KeyRing:
-    """Finds the sender of a request by the digest of its key.
-
-    If the file becomes unreadable or wrong, the last good keys stay in use, and the log says why.
-    """
+    """Finds the sender of a request by the digest of its key."""
 
     def __init__(self, config: Config, *, clock: Callable[[], float] = time.monotonic) -> None:
         """Reads the file. Raises ConfigError naming `auth.keys_file`. `clock` is in seconds."""
         self._config = config
         self._clock = clock
-        self._path = config.auth.keys_file
-        self._stamp: _Stamp | None = None
-        self._trouble = ""
+        self._file: WatchedFile | None = None
         self._looked_at = clock()
         self._of_file: Mapping[str, TenantConfig] = {}
         #: The tenants of the store that are in use.
         self.stored: Mapping[str, TenantConfig] = {}
         self._use(config.tenants)
-        if self._path:
-            self._read()
+        if path := config.auth.keys_file:
+            self._file = WatchedFile("auth.keys_file", path, self._read)
+            self._file.read()
 
     @property
     def tenants(self) -> Mapping[str, TenantConfig]:
@@ -60,7 +47,7 @@ class KeyRing:
     @property
     def empty(self) -> bool:
         """Whether there is no key and no limit, and so nothing to look up."""
-        return not (self._path or self._callers or self.anonymous.accounts)
+        return not (self._file or self._callers or self.anonymous.accounts)
 
     def find(self, digest: bytes) -> Caller | None:
         """Returns the sender whose key has this SHA-256 digest, or None."""
@@ -74,30 +61,14 @@ class KeyRing:
 
     def _look(self) -> None:
         now = self._clock()
-        if not self._path or now - self._looked_at < LOOK_S:
-            return
-        self._looked_at = now
-        try:
-            if _stamp(Path(self._path)) != self._stamp:
-                self._read()
-                log.info("the keys of %s are in use", self._path)
-            self._trouble = ""
-        except ConfigError as error:
-            if str(error) != self._trouble:
-                self._trouble = str(error)
-                log.error("the last good keys stay in use: %s", error)
+        if self._file is not None and now - self._looked_at >= LOOK_S:
+            self._looked_at = now
+            self._file.look()
 
-    def _read(self) -> None:
-        path = Path(self._path)
-        stamp = _stamp(path)
-        try:
-            found = read_keys_file(path.read_text(encoding="utf-8"))
-            tenants = self._merged(found, self.stored)
-        except (OSError, UnicodeDecodeError) as error:
-            raise _unfit(self._path, str(error)) from error
-        except ConfigError as error:
-            raise _unfit(self._path, str(error)) from error
-        self._stamp, self._of_file = stamp, found
+    def _read(self, text: str) -> None:
+        found = read_keys_file(text)
+        tenants = self._merged(found, self.stored)
+        self._of_file = found
         self._use(tenants)
 
     def _merged(
@@ -122,16 +93,3 @@ class KeyRing:
                 )
         #: The sender of requests without a known key.
         self.anonymous = caller_of(DEFAULT_TENANT, tenants.get(DEFAULT_TENANT, TenantConfig()))
-
-
-def _stamp(path: Path) -> _Stamp:
-    """Identifies the content of the file: it changes when a mounted secret is replaced."""
-    try:
-        found = path.stat()
-    except OSError as error:
-        raise _unfit(str(path), error.strerror or str(error)) from error
-    return found.st_mtime_ns, found.st_ino, found.st_size
-
-
-def _unfit(path: str, reason: str) -> ConfigError:
-    return ConfigError(f"auth.keys_file {path}: {reason}")
