@@ -1,4 +1,4 @@
-"""`millrace explain`: why a request waits, or waited."""
+"""`millrace explain`: why a request waits, or waited, now or in a recorded run."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from pathlib import Path
 
 from millrace.cli.process import write_json
 from millrace.core.scheduler.explain import Explanation
-from millrace.wire.clients.scheduler_client import explain
+from millrace.sim.explained import explain_recorded
+from millrace.wire.clients.scheduler_client import UnknownRequest, explain
 
 
 async def show(address: str, request_id: str, json_path: Path | None) -> None:
@@ -17,10 +18,29 @@ async def show(address: str, request_id: str, json_path: Path | None) -> None:
     Raises MillraceError if no scheduler answers, for an unknown request and for a bad path.
     """
     found = await explain(address, request_id)
-    for name, text in lines(found):
-        print(f"{name:<13}{text}".rstrip())
+    _print(found)
     if json_path is not None:
         write_json(json_path, asdict(found))
+
+
+def show_recorded(path: Path, request_id: str, json_path: Path | None) -> None:
+    """Prints what the scheduler of a recorded run would have said, moment by moment.
+
+    Raises MillraceError for an unknown request, for a file that is no recording and for a bad path.
+    """
+    moments = explain_recorded(path, request_id)
+    if not moments:
+        raise UnknownRequest(f"{path} has no request {request_id!r}")
+    for moment in moments:
+        print(f"-- {moment.when}, {moment.after_s:.3g} s after its arrival")
+        _print(moment.explanation)
+    if json_path is not None:
+        write_json(json_path, {"moments": [asdict(moment) for moment in moments]})
+
+
+def _print(found: Explanation) -> None:
+    for name, text in lines(found):
+        print(f"{name:<13}{text}".rstrip())
 
 
 def lines(found: Explanation) -> Iterator[tuple[str, str]]:

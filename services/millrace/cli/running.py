@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -111,15 +112,25 @@ def top(
 def explain(
     request_id: Annotated[str, typer.Argument(metavar="ID", help="As x-request-id says.")],
     scheduler: SchedulerAddress = "127.0.0.1:7070",
+    recording: Annotated[
+        Path | None,
+        typer.Option(
+            "--recording", metavar="FILE", help="Of --record: explain a request of that run."
+        ),
+    ] = None,
     json_path: JsonAnswer = None,
     config: ConfigPath = None,
     settings: Settings = [],  # noqa: B006
 ) -> None:
     """Say why a request waits, or waited if it is one of the last 1,000 that ended."""
-    from millrace.cli.explain import show
+    from millrace.cli.explain import show, show_recorded
 
     configure(config, settings, "explain")
-    run_async(show(scheduler, request_id, json_path))
+    if recording is None:
+        run_async(show(scheduler, request_id, json_path))
+        return
+    with plain_errors():
+        show_recorded(recording, request_id, json_path)
 
 
 def improvement_rate(
