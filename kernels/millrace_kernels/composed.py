@@ -36,8 +36,8 @@ class ComposedLinear:
         """
         if residual is None:
             return self(self._rows.rms_norm(x, norm_weight, eps), out), x
-        normed, summed = self._rows.add_rms_norm(x, residual, norm_weight, eps)
-        return self(normed, out), summed if total is None else total.copy_(summed)
+        normed, summed = self._rows.add_rms_norm(x, residual, norm_weight, eps, total)
+        return self(normed, out), summed
 
     def after_silu(self, gate_up: Tensor, out: Tensor | None = None) -> Tensor:
         """Returns linear(silu(gate) * up) for gate_up [n, 2 * H] with gate in the first half."""

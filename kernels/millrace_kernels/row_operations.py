@@ -33,7 +33,13 @@ class Rows(Protocol):
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, /) -> Tensor: ...
 
     def add_rms_norm(
-        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, /
+        self,
+        x: Tensor,
+        residual: Tensor,
+        weight: Tensor,
+        eps: float,
+        total: Tensor | None = None,
+        /,
     ) -> tuple[Tensor, Tensor]: ...
 
     def silu_mul(self, gate_up: Tensor, /) -> Tensor: ...

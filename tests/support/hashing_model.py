@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import torch
 
+from millrace.engine.forward.pass_states import StepCounts
 from millrace.engine.kv.pool import KvPool
 from millrace.engine.sampling.sampler import Sampler, SamplingRow, SamplingSpec, finish_reason
 
@@ -22,8 +23,11 @@ class HashingModel:
 
     def __init__(self, pool: KvPool):
         self.pool = pool
-        self.states = SimpleNamespace(page_table=None)  # the host's table is read
+        self.states = SimpleNamespace(steps=StepCounts())
         self.poisoned: set[int] = set()  # last tokens for which the logits are NaN
+
+    def follow(self, page_table):
+        """Reads the host's table at every step."""
 
     def write(self, page, offset, token_id):
         self.pool.storage[0, page, 0, 0, offset, 0] = token_id + 1

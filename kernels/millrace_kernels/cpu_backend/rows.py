@@ -25,9 +25,12 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return norm(x, None, weight, eps)[0]
 
 
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Returns (rms_norm(total), total) for total = residual + x."""
-    return norm(x, residual, weight, eps)
+def add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, total: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Returns (rms_norm(total), total) for total = residual + x, which may be the residual."""
+    normed, summed = norm(x, residual, weight, eps)
+    return normed, summed if total is None else total.copy_(summed)
 
 
 def norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:

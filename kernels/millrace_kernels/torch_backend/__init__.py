@@ -161,9 +161,11 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)
 
 
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Returns (rms_norm(total), total) for total = residual + x."""
-    total = residual + x
+def add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, total: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Returns (rms_norm(total), total) for total = residual + x, which may be the residual."""
+    total = torch.add(residual, x, out=total)
     return rms_norm(total, weight, eps), total
 
 

@@ -28,21 +28,34 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return _norm(x, None, weight, eps)[0]
 
 
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Returns (rms_norm(x + residual), x + residual); the sum is rounded to x's dtype first."""
+def add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, total: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Returns (rms_norm(x + residual), x + residual); the sum is rounded to x's dtype first.
+
+    The sum is written into `total` where it is given, which may be the residual itself. Raises
+    ValueError unless total is contiguous, of x's shape and dtype.
+    """
     if x.shape != residual.shape:
         raise ValueError(f"x is {tuple(x.shape)}, residual {tuple(residual.shape)}")
-    return _norm(x, residual, weight, eps)
+    if total is not None and not (
+        total.shape == x.shape and total.dtype == x.dtype and total.is_contiguous()
+    ):
+        raise ValueError(f"total is {total.dtype} {tuple(total.shape)}, x {tuple(x.shape)}")
+    return _norm(x, residual, weight, eps, total)
 
 
-def _norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def _norm(
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, total: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     width = x.shape[-1]
     if weight.shape != (width,):
         raise ValueError(f"weight is {tuple(weight.shape)} for rows of {width}")
     rows = _side_by_side(x)
     old = rows if residual is None else _side_by_side(residual)
     out = torch.empty(rows.shape, dtype=x.dtype, device=x.device)
-    total = rows if residual is None else torch.empty_like(out)
+    if total is None:
+        total = rows if residual is None else torch.empty_like(out)
     if rows.shape[0]:
         launch(
             kernels.norm_rows,
@@ -60,7 +73,7 @@ def _norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tup
             ADDS=residual is not None,
             num_warps=min(max(block(width) // 512, 1), 16),
         )
-    return out.view(x.shape), x if residual is None else total.view(x.shape)
+    return out.view(x.shape), x if residual is None else total.view_as(x)
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ returns at once for every settled row.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final
 
 import torch
@@ -45,11 +46,10 @@ def sample(
     if not logits.shape[0] or _none(drawn):
         return ids, peaks
     device, (rows, vocab) = logits.device, logits.shape
-    temperatures, *filters, uniforms = (
-        setting.to(device, non_blocking=True).contiguous()
-        for setting in (temperatures, top_k, top_p, min_p, uniforms)
+    temperatures, top_k, top_p, min_p, uniforms = _copy_over(
+        device, temperatures, top_k, top_p, min_p, uniforms
     )
-    settings = (peaks, temperatures, *filters, uniforms)
+    settings = (peaks, temperatures, top_k.long(), top_p, min_p, uniforms)
     blocks = -(-vocab // _BLOCK)
     masses = torch.empty((rows, blocks), dtype=torch.float64, device=device)
     launch(
@@ -110,6 +110,17 @@ def _likeliest(logits: Tensor, count: int) -> Tensor:
     ordered = bits ^ ((bits >> 31) & _LAST_ID)
     keys: Tensor = (ordered.long() << 32) | (_LAST_ID - ids)
     return keys.sort(dim=-1, descending=True).values
+
+
+def _copy_over(device: torch.device, *settings: Tensor) -> Sequence[Tensor]:
+    """Returns settings [b] on the device, those of the host as float64 by one copy for which the
+    host does not wait. float64 holds every `top_k` up to a vocabulary."""
+    if settings[0].device.type != "cpu":
+        return [setting.contiguous() for setting in settings]
+    shape = (len(settings), *settings[0].shape)
+    packed = torch.empty(shape, dtype=torch.float64, pin_memory=device.type == "cuda")
+    torch.stack([setting.double() for setting in settings], out=packed)
+    return packed.to(device, non_blocking=True).unbind()
 
 
 def _none(rows: Tensor) -> bool:

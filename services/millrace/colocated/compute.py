@@ -14,6 +14,7 @@ from millrace.core.token_events import FirstToken
 from millrace.engine.assembly import Engine
 from millrace.engine.decode_batch import DecodeBatch, TokenOut
 from millrace.engine.errors import EngineDied
+from millrace.engine.forward.pass_states import StepCounts
 from millrace.engine.forward.prefill_task import PrefillTask
 from millrace.engine.sampling.sampler import Sampler
 from millrace.prefill.compute.first_tokens import SamplingError, prompt_logprobs, sample_first
@@ -45,7 +46,12 @@ class MixedCompute:
         self._device = engine.device
         self._sampler = Sampler(engine.grammars)
         self.batch = DecodeBatch(engine.runner, engine.pool, self._sampler, max_batch=max_batch)
-        engine.runner.states.page_table = self.batch.page_table
+        engine.runner.follow(self.batch.page_table)
+
+    @property
+    def steps(self) -> StepCounts:
+        """Returns the decode steps so far on a GPU."""
+        return self._runner.states.steps
 
     @torch.inference_mode()
     def run(self, shares: Sequence[Share]) -> Iteration:

@@ -159,6 +159,7 @@ class MixedRole(TokenRole):
             self._pace.stepped(time.perf_counter())
             self._decode_metrics.batch.observe(plan.shape.decodes)
             self._decode_metrics.step_s.observe(iteration.seconds)
+            self._decode_metrics.count_steps(self._compute.steps)
         for request in self._prompts.take(plan, iteration, self._clock.now_s()):
             self._admissions.keep_prefix(request)
 

@@ -46,7 +46,7 @@ class Running:
         self._step_time = context.decode_step
         sampler = Sampler(engine.grammars)
         self.batch = DecodeBatch(self._runner, engine.pool, sampler, max_batch=self._max_batch)
-        engine.runner.states.page_table = self.batch.page_table
+        engine.runner.follow(self.batch.page_table)
         self._swapper = Swapper(
             KvSwap(engine.storage, config.swap_bytes, engine.swap),
             admissions.pages,
@@ -72,6 +72,7 @@ class Running:
         self._metrics.batch.observe(self.batch.size)
         outs = self.batch.step()
         self._metrics.step_s.observe(time.perf_counter() - begun)
+        self._metrics.count_steps(self._runner.states.steps)
         return outs
 
     def apply_changes(self) -> None:

@@ -13,6 +13,7 @@ import torch
 from millrace.core.config import EngineConfig
 from millrace.core.errors import ConfigError
 from millrace.core.kv.layout import KvLayout
+from millrace.engine.device.graph_sizes import GraphSizes, describe, graph_sizes
 from millrace.engine.errors import EngineDied
 from millrace.engine.forward.local_runner import ModelRunner
 from millrace.engine.forward.passes import Passes
@@ -181,8 +182,9 @@ def open_engines(
             layout = _sized(one_page, each * one_page.ranks)
         shape = KvShape(folder=folder, model=whole, layout=layout, max_context_tokens=context)
         pools = RankPools.of(group) if group is not None and own_pools else None
+        graphs = graph_sizes(config, whole, device, loaded.dtype, context)
         return [
-            engine_of(shape, _runner(loaded, layout, config, group), config, pools)
+            engine_of(shape, _runner(loaded, layout, config, group, graphs), config, pools)
             for _ in range(count)
         ]
     except BaseException:
@@ -267,7 +269,8 @@ def engine_of(
         raise ConfigError(
             f"engine.attention_backend is {config.attention_backend!r}: {error}"
         ) from error
-    rest = rows_backend(model.device, model.dtype)
+    rest = f"{rows_backend(model.device, model.dtype)}"
+    rest += describe(config, model.config, model.device, model.dtype)
     return Engine(
         folder=shape.folder,
         shape=shape.model,
@@ -323,13 +326,17 @@ def _one_page(
 
 
 def _runner(
-    model: Model, layout: KvLayout, config: EngineConfig, group: RankGroup | None
+    model: Model,
+    layout: KvLayout,
+    config: EngineConfig,
+    group: RankGroup | None,
+    graphs: GraphSizes | None,
 ) -> Runner:
     """Makes a runner over new pools. `layout`: of all ranks' pools."""
     passes: Passes
     if group is None:
         pool = KvPool(layout, device=model.device)
-        passes = StagePasses(model, pool, config.attention_backend)
+        passes = StagePasses(model, pool, config.attention_backend, graphs=graphs)
     else:
         own = replace(layout, head_count=layout.part_heads, parts=1, copies=1)
         passes = group_passes(group, model, own, config)

@@ -13,6 +13,7 @@ from millrace.engine.forward.mixed_pass import DecodeRows
 from millrace.engine.forward.pass_states import PassStates
 from millrace.engine.forward.passes import Boundary, Processes
 from millrace.engine.forward.prefill_task import PrefillTask
+from millrace.engine.kv.page_table import PageTable
 from millrace.engine.kv.pool import KvPool
 from millrace.engine.model.loader import Model
 from millrace.engine.pipeline.in_flight import InFlight
@@ -81,6 +82,10 @@ class Runner(Protocol):
         float32 [b, vocab] on the model's device; the tasks get theirs. Raises ValueError as
         `prefill_batch` does.
         """
+
+    def follow(self, page_table: PageTable) -> None:
+        """Takes the page table of the decode batch, over whose first rows steps will come. Captures
+        the CUDA graphs of steps, if the engine has any; called once, before the first step."""
 
     def project(self, hidden: Tensor) -> Tensor:
         """float32 [n, vocab]: logits of rows of `PrefillTask.hidden`."""

@@ -90,7 +90,7 @@ def test_passes_over_a_batchs_table_read_its_copy() -> None:
     request = Request(runner, prompt(20), room=4)
     request.tokens.append(int(prefill(runner, request).argmax()))
     table = PageTable(2, shared=False)
-    runner.states.page_table = table
+    runner.follow(table)
     table.put(0, request.pages)
     view = table.first(1)
     kv_lens = torch.tensor([21], dtype=torch.int32)

@@ -172,6 +172,9 @@ def test_norms_and_silu(dtype):
     normed, total = rows.add_rms_norm(x, residual, weight, 1e-5)
     assert torch.equal(total, x + residual)
     close(normed, reference.rms_norm(total, weight, 1e-5), dtype)
+    in_place = rows.add_rms_norm(x, residual, weight, 1e-5, residual)
+    assert in_place[1].data_ptr() == residual.data_ptr() and torch.equal(residual, total)
+    assert torch.equal(in_place[0], normed)
     fused = randn(6, 7, 20, dtype=dtype)[:, 2:5]
     close(
         rows.rms_norm(fused, weight[:20], 0.0), reference.rms_norm(fused, weight[:20], 0.0), dtype

@@ -1,15 +1,18 @@
-"""Every kernel compiles for both GPUs, without a GPU, with the variants of its own launch.
+"""Every kernel compiles for three GPUs, without a GPU, with the variants of its own launch.
 
 The operations run on CPU tensors with `launch` replaced: it does not queue the kernel, but compiles
-it with the launch's argument types, constants and configuration, and checks its needs of an SM.
+it with the launch's argument types, constants and configuration, and checks its needs of an SM:
+shared memory, registers, and bytes of registers that were spilled to memory.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,14 +22,32 @@ if os.environ.get("TRITON_INTERPRET"):
     pytest.skip("the interpreter compiles nothing", allow_module_level=True)
 
 import triton
+from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from millrace_kernels.api import plan_attention
 from millrace_kernels.triton_backend import attention, configs, linear, moe, rows, sampling
 
-SHARED_KIB = {"sm_80": 99, "sm_90": 227}
-"""Shared memory of one program, in bytes; for sm_80 the limit of 8.6 and 8.9."""
+SHARED_KIB = {"sm_80": 99, "sm_90": 227, "sm_100": 227}
+"""KiB of shared memory of one program; for sm_80 the limit of 8.6 and 8.9."""
+
+REGISTERS = 65_536
+"""Registers of an SM, which one program must not exceed."""
+
+SPILLED = {
+    "attend/sm_80/16bit": 64,
+    "attend/sm_80/32bit": 32,
+    "attend/sm_90/16bit": 40,
+    "attend/sm_90/32bit": 576,
+    "attend/sm_100/16bit": 72,
+    "attend/sm_100/32bit": 616,
+    "expand/sm_100/32bit": 8,
+}
+"""Most bytes that a thread of a kernel spills to memory; 0 for a kernel not named."""
+
+TABLE_OF = {"sm_80": "sm_80", "sm_90": "sm_90", "sm_100": "sm_90"}
+"""The entries of the table of tile sizes that a GPU uses."""
 
 TYPES = {
     torch.bfloat16: "*bf16",
@@ -39,8 +60,10 @@ TYPES = {
 
 
 @pytest.fixture(params=SHARED_KIB)
-def compiled(request, monkeypatch) -> dict[str, int]:
+def compiled(request, monkeypatch, tmp_path) -> dict[str, int]:
     """Returns the names of the launched kernels, and the bytes of shared memory of each."""
+    if not Path(knobs.nvidia.ptxas_blackwell.path).exists():
+        pytest.skip("this Triton brings no ptxas")
     found: dict[str, int] = {}
 
     def compile_it(kernel, grid, *args, num_warps=4, num_stages=2, **constants) -> None:
@@ -48,14 +71,29 @@ def compiled(request, monkeypatch) -> dict[str, int]:
         source = ASTSource(kernel, *signature(kernel, args, constants))
         options = {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": True}
         target = GPUTarget("cuda", int(request.param[3:]), 32)
-        shared = triton.compile(source, target=target, options=options).metadata.shared
+        built = triton.compile(source, target=target, options=options)
+        shared = built.metadata.shared
         assert shared <= SHARED_KIB[request.param] * 1024
+        registers, spilled = usage(built.asm["cubin"], tmp_path)
+        assert registers * 32 * num_warps <= REGISTERS
+        name = f"{kernel.__name__}/{request.param}/{8 * args[0].element_size()}bit"
+        assert spilled <= SPILLED.get(name, 0), f"{name} spills {spilled} bytes"
         found[kernel.__name__] = max(shared, found.get(kernel.__name__, 0))
 
     for module in (attention, linear, moe, rows, sampling):
         monkeypatch.setattr(module, "launch", compile_it)
-    monkeypatch.setattr(configs, "gpu_name", lambda device: request.param)
+    monkeypatch.setattr(configs, "gpu_name", lambda device: TABLE_OF[request.param])
     return found
+
+
+def usage(cubin: bytes, folder: Path) -> tuple[int, int]:
+    """Returns the registers of a thread of a kernel, and the bytes of its stack: what it spills."""
+    (folder / "kernel.cubin").write_bytes(cubin)
+    tool = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", str(folder / "kernel.cubin")]
+    shown = subprocess.run(tool, capture_output=True, text=True, check=True).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+)", shown)
+    assert found, shown
+    return int(found[1]), int(found[2])
 
 
 def signature(kernel, args, constants):
@@ -176,7 +214,7 @@ def test_sampling(compiled):
 
 def test_the_table_names_each_configuration_once():
     names = configs.committed()
-    for gpu in SHARED_KIB:
+    for gpu in set(TABLE_OF.values()):
         for dtype in (torch.bfloat16, torch.float32):
             for head_dim in (64, 128, 256):
                 for kernel in ("attend_few", "attend_rows"):

@@ -211,7 +211,7 @@ def merge_pieces(
     BLOCK_P: tl.constexpr,
 ) -> None:
     """Grid (rows to merge, h): merges a row's pieces, BLOCK_P at a time, into its row of out and
-    lse.
+    lse. A merge of no pieces writes nothing.
     """
     merge_ptr += tl.program_id(0) * MERGE_FIELDS
     row = tl.load(merge_ptr).to(tl.int64)
@@ -240,9 +240,10 @@ def merge_pieces(
         top = new_top
     divisor = tl.where(total > 0, total, 1.0)
     at = row * heads + head
-    tl.store(lse_ptr + at, tl.where(total > 0, top + tl.log(divisor), float("-inf")))
+    lse = tl.where(total > 0, top + tl.log(divisor), float("-inf"))
+    tl.store(lse_ptr + at, lse, mask=pieces > 0)
     out = (acc / divisor).to(out_ptr.dtype.element_ty)
-    tl.store(out_ptr + at * HEAD_DIM + d, out, mask=d < HEAD_DIM)
+    tl.store(out_ptr + at * HEAD_DIM + d, out, mask=d < tl.where(pieces > 0, HEAD_DIM, 0))
 
 
 @jit()

@@ -26,6 +26,13 @@ def _rates(value: Any) -> str | None:  # noqa: ANN401
     return None
 
 
+def _batches(value: Any) -> str | None:  # noqa: ANN401
+    sizes = str(value).split(",") if value else []
+    if all(size.strip().isdecimal() and int(size) > 0 for size in sizes):
+        return None
+    return "numbers of sequences of at least 1, separated by commas"
+
+
 def _profile(value: Any) -> str | None:  # noqa: ANN401
     known = isinstance(value, str) and (value in ("auto", "none") or value.endswith(".json"))
     return None if known else "auto, none or the path of a .json file"
@@ -216,6 +223,18 @@ class EngineConfig(_Section):
         "auto",
         _one_of("auto", "cpu", "torch", "triton", "flashinfer", "reference"),
         "auto: the fastest that can run",
+    )
+    cuda_graphs: str = _setting(
+        "auto",
+        _one_of("auto", "on", "off"),
+        "decode steps on a GPU by CUDA graphs. auto: where they can be captured; on: an instance "
+        "that can't capture them does not start",
+    )
+    cuda_graph_batches: str = _setting(
+        "",
+        _batches,
+        "sizes of decode batches to capture, SEQUENCES,...; a larger batch runs without a graph; "
+        "empty: powers of two up to max_batch, and max_batch",
     )
     page_tokens: int = _setting(16, _within(1, 1024), "tokens of a KV page")
     kv_bytes: int = _setting(0, _within(0), "memory of the KV pool; 0: a share of the free memory")

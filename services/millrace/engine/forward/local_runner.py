@@ -19,6 +19,7 @@ from millrace.engine.forward.mixed_pass import (
 )
 from millrace.engine.forward.passes import Boundary, Passes, Processes
 from millrace.engine.forward.prefill_task import PrefillTask, check_tasks, hand_out
+from millrace.engine.kv.page_table import PageTable
 from millrace.engine.model.operators import Activations
 
 
@@ -101,6 +102,10 @@ class ModelRunner:
         if remote is not None:
             hand_out_lost(remote.end(), decodes, tasks)
         return logits[:size]
+
+    def follow(self, page_table: PageTable) -> None:
+        """`Runner.follow`."""
+        self.passes.follow(page_table)
 
     def project(self, hidden: Tensor) -> Tensor:
         """`Runner.project`."""

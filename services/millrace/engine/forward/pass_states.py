@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from dataclasses import dataclass, field
+
 import torch
 from torch import Tensor
 
 from millrace.core.kv.layout import KvLayout
 from millrace.engine.attention.ring import KvBlock, RingAttention, RingTask
+from millrace.engine.device.copies import upload
 from millrace.engine.forward.mixed_pass import RaggedTables
 from millrace.engine.kv.page_table import PageTable
 from millrace.engine.kv.step_tables import indptr_of, one_each, slots_of
@@ -16,6 +20,15 @@ from millrace.engine.model.rope import Rotary
 from millrace.engine.model.scratch import Scratch
 from millrace_kernels import api as kernels
 from millrace_kernels.plan import AttentionPlan, Backend
+
+
+@dataclass(slots=True)
+class StepCounts:
+    """Decode steps on a GPU so far: by CUDA graphs, and `eager`, operator by operator, by the
+    reason."""
+
+    graph: int = 0
+    eager: Counter[str] = field(default_factory=Counter)
 
 
 class PassStates:
@@ -28,9 +41,10 @@ class PassStates:
         is_ordered = attention_backend == Backend.FLASHINFER  # takes K/V in order alone
         self._ring_backend = Backend.AUTO if is_ordered else attention_backend
         self._windows = tuple(dict.fromkeys(model.config.sliding_windows))
+        self.steps = StepCounts()
         self.page_table: PageTable | None = None
-        """The table of a decode batch, whose copy on the device passes read. The batch's owner sets
-        it."""
+        """The table of a decode batch, whose copy on the device passes read; see
+        `Runner.follow`."""
         self.rotary = Rotary(model.config.rope, model.config.head_dim, model.device)
 
     def attention_backend(self) -> Backend:
@@ -38,9 +52,13 @@ class PassStates:
 
         Raises ValueError when the configured backend can't, for this model on this device.
         """
+        return self.step_plans()[self._windows[0]].backend
+
+    def step_plans(self) -> dict[int | None, AttentionPlan]:
+        """Plans a decode step of one token, by sliding window. Raises ValueError as
+        `attention_backend` does."""
         page = torch.zeros(1, 1, dtype=torch.int32)
-        plans = self._plans(one_each(1), torch.ones(1, dtype=torch.int32), page)
-        return plans[self._windows[0]].backend
+        return self._plans(one_each(1), torch.ones(1, dtype=torch.int32), page)
 
     def decode(
         self,
@@ -51,42 +69,62 @@ class PassStates:
         scratch: Scratch | None,
     ) -> Activations:
         """Makes the activations of a decode step; arguments as of `Runner.decode`."""
-        size, device = len(positions), self._model.device
-        cos, sin = self.rotary(positions.to(device))
+        size = len(positions)
+        slots = self.slots(positions, page_table)
+        plans = self._plans(one_each(size), kv_lens, page_table)
+        token_ids, positions, slots = upload(self._model.device, token_ids, positions, slots)
+        return self.of_step(token_ids, positions, slots, plans, scratch)
+
+    def of_step(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        slots: Tensor,
+        plans: dict[int | None, AttentionPlan],
+        scratch: Scratch | None = None,
+    ) -> Activations:
+        """Makes the activations of a decode step from int64 [b] each, on the model's device."""
+        cos, sin = self.rotary(positions)
         return Activations(
-            num_tokens=size,
-            token_ids=token_ids.to(device),
-            slots=self.slots(positions, page_table),
+            num_tokens=len(positions),
+            token_ids=token_ids,
+            slots=slots,
             cos=cos,
             sin=sin,
-            lse=self._room_for_lse(size),
-            plans=self._plans(one_each(size), kv_lens, page_table),
+            lse=self._room_for_lse(len(positions)),
+            plans=plans,
             scratch=scratch,
         )
 
+    def pages_of(self, tokens: int) -> int:
+        """Returns the pages that hold so many tokens."""
+        return self._layout.pages_for(tokens)
+
     def slots(self, positions: Tensor, page_table: Tensor) -> Tensor:
-        """Returns int64 [b]: the slots of a step's new tokens' K/V."""
+        """Returns int64 [b] on the host: the slots of a step's new tokens' K/V."""
         rows, page_tokens = one_each(len(positions))[:-1], self._layout.page_tokens
-        return slots_of(page_table, rows, positions, page_tokens).to(self._model.device)
+        return slots_of(page_table, rows, positions, page_tokens)
 
     def ragged(self, tables: RaggedTables, scratch: Scratch | None, *, is_cut: bool) -> Activations:
         """Makes the activations of a prefill or mixed pass. `is_cut`: the last layer computes the
         wanted rows alone, at the latest after its attention."""
-        device = self._model.device
-        positions = tables.positions.to(torch.int32) if tables.remote else None
-        rows = len(tables.token_ids)
-        cos, sin = self.rotary(tables.positions.to(device))
+        given = tables.positions.to(torch.int32) if tables.remote else None
+        size = len(tables.token_ids)
+        token_ids, positions, slots, rows = upload(
+            self._model.device, tables.token_ids, tables.positions, tables.slots, tables.rows
+        )
+        cos, sin = self.rotary(positions)
         state = Activations(
-            num_tokens=rows,
-            token_ids=tables.token_ids.to(device),
-            slots=tables.slots.to(device),
+            num_tokens=size,
+            token_ids=token_ids,
+            slots=slots,
             cos=cos,
             sin=sin,
-            lse=self._room_for_lse(rows),
-            plans=self._plans(tables.indptr, tables.kv_lens, tables.page_table, positions),
+            lse=self._room_for_lse(size),
+            plans=self._plans(tables.indptr, tables.kv_lens, tables.page_table, given),
             scratch=scratch,
         )
-        state.rows = tables.rows.to(device)
+        state.rows = rows
         state.keeps_rows = is_cut and bool(tables.remote)
         if is_cut and not tables.remote:
             window = self._model.config.sliding_windows[-1]
@@ -97,19 +135,25 @@ class PassStates:
 
     def ring(self, task: RingTask, ring: RingAttention, scratch: Scratch | None) -> Activations:
         """Makes the activations of a member's part of a pass of an SP group."""
-        device = self._model.device
-        cos, sin = self.rotary(task.positions.to(device))
         rows = [len(task.token_ids) - 1] if task.want_logits else []
+        token_ids, positions, slots, wanted = upload(
+            self._model.device,
+            task.token_ids,
+            task.positions,
+            task.slots,
+            torch.tensor(rows, dtype=torch.int64),
+        )
+        cos, sin = self.rotary(positions)
         return Activations(
             num_tokens=len(task.token_ids),
-            token_ids=task.token_ids.to(device),
-            slots=task.slots.to(device),
+            token_ids=token_ids,
+            slots=slots,
             cos=cos,
             sin=sin,
             lse=self._room_for_lse(0),
             plans={},
             ring=ring,
-            rows=torch.tensor(rows, dtype=torch.int64, device=device),
+            rows=wanted,
             scratch=scratch,
         )
 

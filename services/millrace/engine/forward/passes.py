@@ -20,6 +20,7 @@ from millrace.engine.completion import Completion
 from millrace.engine.errors import EngineDied
 from millrace.engine.forward.mixed_pass import RaggedTables
 from millrace.engine.forward.pass_states import PassStates
+from millrace.engine.kv.page_table import PageTable
 from millrace.engine.kv.pool import KvPool
 from millrace.engine.model.loader import Model
 from millrace.engine.model.operators import Activations
@@ -109,6 +110,9 @@ class Passes(Protocol):
     ) -> Activations:
         """Computes a decode step at the first stage; arguments as of `Runner.decode`. Returns the
         activations after the last operator, which hold until the next step."""
+
+    def follow(self, page_table: PageTable) -> None:
+        """`Runner.follow`, at the first stage."""
 
     def shared(self, link: RemoteLink) -> RemoteLink:
         """The link as `run` takes it: all ranks make the same calls of it."""

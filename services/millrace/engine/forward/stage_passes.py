@@ -12,10 +12,13 @@ from millrace.core.errors import ModelError
 from millrace.core.kv.layout import KvLayout
 from millrace.engine.attention.kvp_owner import RemoteAttention, RemoteLink
 from millrace.engine.attention.ring import RingAttention, RingTask
+from millrace.engine.device.graph_sizes import GraphSizes
+from millrace.engine.forward.device_steps import DeviceSteps
 from millrace.engine.forward.mixed_pass import RaggedTables
 from millrace.engine.forward.pass_states import PassStates
 from millrace.engine.forward.passes import Boundary, Fetch, Finish
 from millrace.engine.forward.recorded_step import KeptTables, RecordedSteps
+from millrace.engine.kv.page_table import PageTable
 from millrace.engine.kv.pool import KvPool
 from millrace.engine.model.communicator import Communicator, SplitHead
 from millrace.engine.model.loader import Model
@@ -46,10 +49,12 @@ class StagePasses:
         stage: Stage = ALONE,
         memory: Tensor | None = None,
         ranks: Communicator | None = None,
+        graphs: GraphSizes | None = None,
     ) -> None:
         """`pool`: of the stage's layers; see `stage_pool`. `memory`: that of all layers of the
         whole model, [layers, pages, ...], in which the ring's buffers lie; None: the pool's.
         `ranks`: those with which the stage is shared, which must all make the same calls.
+        `graphs`: the CUDA graphs of decode steps, see `graph_sizes`.
 
         Raises ModelError when the pool was made for another model, dtype or share of its heads.
         """
@@ -78,8 +83,13 @@ class StagePasses:
             op: Boundary(op.layer if op.name == "embed" else model.layers.start + op.layer, op.name)
             for op in self.operators
         }
+        is_host = model.device.type == "cpu"
         # On other devices torch's allocator keeps memory itself.
-        self.scratch = Scratch(model.dtype) if model.device.type == "cpu" else None
+        self.scratch = Scratch(model.dtype) if is_host else None
+        self._graph_sizes = graphs
+        self.device_steps = (
+            None if is_host or not is_alone else DeviceSteps(model, self.states, self.operators)
+        )
 
     def run(
         self,
@@ -116,11 +126,19 @@ class StagePasses:
         self, token_ids: Tensor, positions: Tensor, page_table: Tensor, kv_lens: Tensor
     ) -> Activations:
         """`Passes.decode`."""
+        if self.device_steps is not None:
+            return self.device_steps.run(token_ids, positions, page_table, kv_lens)
         begin = self._embed(token_ids)
         state = self._steps.run(begin, token_ids, positions, page_table, kv_lens)
         for operator in self._after_layers:
             operator.run(state)
         return state
+
+    def follow(self, page_table: PageTable) -> None:
+        """`Passes.follow`."""
+        self.states.page_table = page_table
+        if self.device_steps is not None and self._graph_sizes is not None:
+            self.device_steps.capture(self._graph_sizes, page_table)
 
     def shared(self, link: RemoteLink) -> RemoteLink:
         """Returns the link itself: there is no other rank."""

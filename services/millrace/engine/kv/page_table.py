@@ -16,6 +16,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from millrace.engine.device.copies import upload
 from millrace.engine.kv.step_tables import Pages
 
 _FIRST_WIDTH: Final = 16
@@ -41,6 +42,16 @@ class PageTable:
         self._host: Entries = np.zeros((rows, _FIRST_WIDTH), dtype=np.int32)
         self._copy: Tensor | None = None  # on another device
         self._changed: list[npt.NDArray[np.int64]] = []  # flat indices that the copy lacks
+
+    def fix(self, width: int) -> Tensor:
+        """Makes room for rows of `width` pages, and returns the device's copy, int32 [rows, at
+        least width]. The copy keeps its address while no row gets more pages."""
+        if width > self.width:
+            self._widen(width)
+        copy = self.copy_of(self.first(len(self._host)))
+        if copy is None:
+            raise ValueError("the page table has no copy: attention reads the host's")
+        return copy
 
     @property
     def width(self) -> int:
@@ -84,8 +95,8 @@ class PageTable:
             self._copy = torch.from_numpy(self._host).to(self._device, copy=True)
         elif self._changed:
             index = np.unique(np.concatenate(self._changed))
-            delta = torch.from_numpy(np.stack((index, self._host.reshape(-1)[index])))
-            where, pages = delta.to(self._device)
+            entries = torch.from_numpy(self._host.reshape(-1)[index]).long()
+            where, pages = upload(self._device, torch.from_numpy(index), entries)
             self._copy.view(-1)[where] = pages.int()
         self._changed.clear()
         return self._copy[: len(view)]

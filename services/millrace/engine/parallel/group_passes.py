@@ -20,7 +20,7 @@ from millrace.engine.attention.ring import RingTask
 from millrace.engine.forward.mixed_pass import RaggedTables
 from millrace.engine.forward.passes import Boundary, Fetch, Finish
 from millrace.engine.forward.stage_passes import StagePasses, stage_pool
-from millrace.engine.kv.page_table import TableMirror
+from millrace.engine.kv.page_table import PageTable, TableMirror
 from millrace.engine.model.config import ModelConfig
 from millrace.engine.model.loader import Model, load_model, resolve_model
 from millrace.engine.model.operators import Activations
@@ -179,6 +179,10 @@ class GroupPasses:
         )
         with self.processes.watched():
             return self._own.decode(token_ids, positions, page_table, kv_lens)
+
+    def follow(self, page_table: PageTable) -> None:
+        """`Passes.follow`."""
+        self._own.follow(page_table)
 
     def shared(self, link: RemoteLink) -> RemoteLink:
         """The link, for a pass of all ranks."""

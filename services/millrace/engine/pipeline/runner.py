@@ -25,6 +25,7 @@ from millrace.engine.forward.mixed_pass import (
 )
 from millrace.engine.forward.passes import Boundary, Finish, Passes, Processes
 from millrace.engine.forward.prefill_task import PrefillTask, check_tasks, hand_out
+from millrace.engine.kv.page_table import PageTable
 from millrace.engine.kv.pool import KvPool
 from millrace.engine.model.config import ModelConfig
 from millrace.engine.model.operators import Activations, required
@@ -125,6 +126,10 @@ class PipelineRunner:
             self.in_flight.give_up(entry)
             raise
         return logits
+
+    def follow(self, page_table: PageTable) -> None:
+        """`Runner.follow`."""
+        self._first.follow(page_table)
 
     def project(self, hidden: Tensor) -> Tensor:
         """`Runner.project`."""

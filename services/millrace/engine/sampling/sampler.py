@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from millrace.core.token_events import PositionLogprobs
+from millrace.engine.device.copies import HostCopies
 from millrace.engine.sampling.logit_edits import edit_logits
 from millrace.engine.sampling.logprobs import position_logprobs, prompt_logprobs
 from millrace.engine.sampling.masks import bar_tokens
@@ -133,6 +134,7 @@ class Sampler:
         ids, peaks = kernels.sample(
             logits, temperatures, settings.top_k, settings.top_p, settings.min_p, uniforms
         )
+        ids, peaks = HostCopies(ids, peaks).wait()
         result = Sampled(ids.tolist(), [None] * len(rows))
         _refuse(result, range(len(rows)), peaks, _NOT_FINITE)
         edited = [i for i in edited if i not in result.errors]
@@ -164,7 +166,7 @@ def _sample_edited(
     edit_logits(work, [rows[i] for i in edited])
     _constrain(work, rows, edited)
     columns = (settings.temperatures, settings.top_k, settings.top_p, settings.min_p, uniforms)
-    ids, peaks = kernels.sample(work, *(column[index] for column in columns))
+    ids, peaks = HostCopies(*kernels.sample(work, *(column[index] for column in columns))).wait()
     for row, token_id in zip(edited, ids.tolist(), strict=True):
         result.token_ids[row] = token_id
     _refuse(result, edited, peaks, _ALL_BARRED)

@@ -1,0 +1,103 @@
+"""Decode steps by CUDA graphs give the tokens of the host's engine, on the fake device with
+Triton's interpreter.
+
+`test_graph_steps.py` runs this file in a process of its own, because Triton reads TRITON_INTERPRET
+when it is imported. The graphs here repeat torch's operators and Triton's kernels over the memory
+of their capture; all other memory of a capture is garbage before each replay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from millrace.engine.assembly import Engine
+from millrace.engine.decode_batch import DecodeBatch, Sequence
+from millrace.engine.forward.pass_states import StepCounts
+from millrace.engine.sampling.spec import SamplingSpec
+from support.device_engine import TINY, device_engine, new_batch, prefilled, tiles
+from support.fake_cuda import FakeCuda, fake_cuda
+
+Script = Callable[[Engine, DecodeBatch], Iterator[None]]
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
+    with tiles(), fake_cuda(monkeypatch) as device:
+        yield device
+
+
+def play(engine: Engine, script: Script) -> dict[str, list[int]]:
+    """Returns the tokens of each request, its first token included."""
+    batch = new_batch(engine)
+    tokens: dict[str, list[int]] = {}
+    events = script(engine, batch)
+    next(events)
+    while batch.size:
+        for out in batch.step():
+            assert not out.error, out
+            tokens.setdefault(out.request_id, []).append(out.token_id)
+        batch.check_integrity()
+        next(events, None)
+    return tokens
+
+
+def greedy(tokens: int) -> SamplingSpec:
+    return SamplingSpec(max_tokens=tokens)
+
+
+def drawn(tokens: int, **more: float) -> SamplingSpec:
+    return SamplingSpec(max_tokens=tokens, temperature=0.9, seed=tokens, **more)
+
+
+def coming_and_going(engine: Engine, batch: DecodeBatch) -> Iterator[None]:
+    """Sequences join, move to other rows and leave; lengths cross pages and attention's cuts."""
+
+    def sequence(name: str, tokens: int, spec: SamplingSpec) -> Sequence:
+        return prefilled(engine, name, tokens, spec)
+
+    batch.add(sequence("a", 30, greedy(5)))
+    yield
+    batch.add(sequence("bb", 1, drawn(4)))
+    batch.add(sequence("ccc", 62, drawn(6, top_p=0.9)))
+    yield
+    paused = batch.pause("a")
+    yield
+    for one in paused:
+        batch.resume(one)
+    batch.add(sequence("dddd", 15, SamplingSpec(max_tokens=4, repetition_penalty=1.3)))
+    yield
+    batch.remove("bb")
+    yield
+
+
+def played_on(
+    device: str, family: str, script: Script, **settings: object
+) -> tuple[dict[str, list[int]], StepCounts]:
+    engine = device_engine(family, device, sizes=TINY, dtype="float32", **settings)
+    return play(engine, script), engine.runner.states.steps
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe", "mistral"])
+def test_graphs_give_the_tokens_of_the_host(monkeypatch, family):
+    wanted, _ = played_on("cpu", family, coming_and_going, attention_backend="reference")
+    with tiles(), fake_cuda(monkeypatch):
+        found, steps = played_on(
+            "cuda:0", family, coming_and_going, cuda_graph_batches="4", max_context_tokens=80
+        )
+    assert found == wanted
+    assert steps.graph >= 6 and not steps.eager
+
+
+def test_what_fits_no_graph_runs_without(cuda):
+    def three(engine: Engine, batch: DecodeBatch) -> Iterator[None]:
+        batch.add(prefilled(engine, "a", 30, greedy(6)))
+        batch.add(prefilled(engine, "bb", 20, greedy(3)))
+        batch.add(prefilled(engine, "ccc", 10, greedy(4)))
+        yield
+
+    found, steps = played_on("cuda:0", "llama", three, cuda_graph_batches="1", kv_bytes=1 << 19)
+    without, _ = played_on("cuda:0", "llama", three, cuda_graphs="off", kv_bytes=1 << 19)
+    assert found == without
+    assert steps.eager == {"batch": 3} and steps.graph == 2

@@ -1,0 +1,154 @@
+"""How often the engine's CUDA paths launch, copy and wait, on a device that counts.
+
+The kernels compute nothing here; `test_graph_steps.py` has their results.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="triton (extra `gpu`) isn't installed")
+
+from millrace.engine.forward.prefill_task import PrefillTask
+from millrace.engine.sampling.spec import SamplingSpec
+from support.device_engine import TINY, device_engine, new_batch, prefilled
+from support.fake_cuda import FakeCuda, fake_cuda
+
+LAYERS = 2
+GREEDY = SamplingSpec(max_tokens=100)
+NUCLEUS = SamplingSpec(max_tokens=100, temperature=0.8, top_p=0.9)
+
+MOST_OF_LAYER = {"llama": 9, "qwen3_moe": 28}
+"""Launches of a layer: norms, products, rotation with the K/V write, attention, activation. Those
+of a mixture sort its tokens by expert."""
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
+    with fake_cuda(monkeypatch) as device:
+        yield device
+
+
+@pytest.mark.parametrize("family", MOST_OF_LAYER)
+def test_a_prefill_waits_for_nothing_between_its_first_operator_and_its_last(cuda, family):
+    engine = device_engine(family, "cuda:0", sizes=TINY, dtype="bfloat16")
+    task = PrefillTask(token_ids=torch.arange(40), history_tokens=0, pages=engine.pool.allocate(3))
+    most = {"experts": 20, "gate": 7}
+    with torch.inference_mode(), cuda.counted() as counts:
+        before = 10  # the pass's tables, and its angles
+        for boundary in engine.runner.prefill_batch([task]):
+            assert counts.launches - before <= most.get(boundary.operator, 4), boundary
+            before = counts.launches
+    assert not counts.syncs
+    assert counts.copies <= 3 and not counts.by_name["wait event"]
+
+
+@pytest.mark.parametrize("spec", [GREEDY, NUCLEUS], ids=["greedy", "nucleus"])
+@pytest.mark.parametrize("family", MOST_OF_LAYER)
+def test_a_step_without_a_graph_waits_once_for_its_tokens(cuda, family, spec):
+    engine = device_engine(family, "cuda:0", sizes=TINY, dtype="bfloat16", cuda_graphs="off")
+    batch = new_batch(engine)
+    for i in range(3):
+        batch.add(prefilled(engine, str(i), 14 + i, spec))
+    batch.step()
+    for _ in range(4):  # the lengths pass the end of a page
+        with cuda.counted() as counts:
+            assert len(batch.step()) == 3
+        assert not counts.syncs
+        assert counts.by_name["wait event"] == 1
+        assert counts.launches <= LAYERS * MOST_OF_LAYER[family] + (26 if spec is NUCLEUS else 11)
+        assert counts.copies <= 6
+    assert engine.runner.states.steps.eager == {"off": 5}
+
+
+@pytest.mark.parametrize(
+    ("spec", "launches"), [(GREEDY, 3), (NUCLEUS, 18)], ids=["greedy", "nucleus"]
+)
+@pytest.mark.parametrize("family", MOST_OF_LAYER)
+def test_a_step_is_one_graph_and_a_choice(cuda, family, spec, launches):
+    engine = device_engine(family, "cuda:0", sizes=TINY, dtype="bfloat16", cuda_graph_batches="4")
+    batch = new_batch(engine)
+    for i in range(3):
+        batch.add(prefilled(engine, str(i), 14 + i, spec))
+    batch.step()
+    for _ in range(4):
+        with cuda.counted() as counts:
+            assert len(batch.step()) == 3
+        assert not counts.syncs
+        assert (counts.replays, counts.by_name["wait event"]) == (1, 1)
+        assert counts.launches <= launches  # two of a page table's changes
+        assert counts.copies <= 5
+    assert (engine.runner.states.steps.graph, engine.runner.states.steps.eager) == (5, {})
+
+
+def test_the_number_of_a_steps_calls_does_not_grow_with_the_layers(cuda):
+    found = []
+    for layers in (2, 5):
+        engine = device_engine(
+            "llama",
+            "cuda:0",
+            sizes={**TINY, "num_hidden_layers": layers},
+            cuda_graph_batches="1",
+        )
+        batch = new_batch(engine)
+        batch.add(prefilled(engine, "a", 5, GREEDY))
+        with cuda.counted() as counts:
+            batch.step()
+        found.append((counts.launches, counts.copies, counts.allocations))
+    assert found[0] == found[1]
+
+
+def test_the_device_counts_what_makes_the_host_wait(cuda):
+    there = torch.arange(4.0, device="cuda")
+    waits = {
+        "item": lambda: there.sum().item(),
+        "bool": lambda: bool(there.any()),
+        "list": lambda: there.tolist(),
+        "numpy": lambda: there.numpy(force=True),
+        "nonzero": lambda: there.nonzero(),
+        "mask": lambda: there[there > 1],
+        "to the host": lambda: there.cpu(),
+        "from pageable memory": lambda: torch.zeros(3).to("cuda", non_blocking=True),
+        "blocking": lambda: torch.zeros(3, pin_memory=True).to("cuda"),
+        "synchronize": lambda: torch.cuda.synchronize(),
+    }
+    for name, wait in waits.items():
+        with cuda.counted() as counts:
+            wait()
+        assert len(counts.syncs) == 1, name
+    with cuda.counted() as counts:
+        torch.zeros(3, pin_memory=True).to("cuda", non_blocking=True).add_(1).mul(2)
+    assert (counts.syncs, counts.launches, counts.copies) == ([], 2, 1)
+
+
+def test_a_copy_to_the_host_arrives_with_its_event(cuda):
+    here = torch.zeros(3, pin_memory=True)
+    here.copy_(torch.ones(3, device="cuda"), non_blocking=True)
+    event = torch.cuda.Event()
+    event.record(torch.cuda.current_stream())
+    assert here.tolist() == [0, 0, 0]
+    event.synchronize()
+    assert here.tolist() == [1, 1, 1]
+
+
+def test_a_graph_may_not_read_memory_without_an_owner(cuda):
+    kept, lost, graph = torch.ones(2, device="cuda"), torch.ones(2, device="cuda"), None
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = kept + lost
+    kept += 1
+    graph.replay()
+    assert out.tolist() == [3, 3]
+    del lost
+    with pytest.raises(AssertionError, match="no owner"):
+        graph.replay()
+
+
+def test_a_graph_may_not_wait_or_copy(cuda):
+    there = torch.ones(2, device="cuda")
+    for wrong in (lambda: there.tolist(), lambda: torch.ones(2).to("cuda")):
+        with pytest.raises(AssertionError), torch.cuda.graph(torch.cuda.CUDAGraph()):
+            wrong()

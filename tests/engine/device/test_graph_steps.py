@@ -1,0 +1,23 @@
+"""Runs `graph_steps.py` in a process of its own, in Triton's interpreter."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton", reason="triton (extra `gpu`) isn't installed")
+
+
+def test_in_the_interpreter():
+    checks = Path(__file__).with_name("graph_steps.py")
+    found = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(checks)],
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert found.returncode == 0, found.stdout[-8000:] + found.stderr[-2000:]
