@@ -78,9 +78,9 @@ def prefilled(engine: Engine, name: str, tokens: int, spec: SamplingSpec) -> Seq
     )
 
 
-def new_batch(engine: Engine, max_batch: int = 8) -> DecodeBatch:
+def new_batch(engine: Engine, *, runs_ahead: bool = False) -> DecodeBatch:
     """Returns an empty batch that the engine's decode steps follow."""
-    batch = DecodeBatch(engine.runner, engine.pool, Sampler(), max_batch=max_batch)
+    batch = DecodeBatch(engine.runner, engine.pool, Sampler(), max_batch=8, runs_ahead=runs_ahead)
     with torch.inference_mode():
         engine.runner.follow(batch.page_table)
     return batch

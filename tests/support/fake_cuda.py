@@ -99,13 +99,15 @@ class DeviceTensor(torch.Tensor):
 
 @dataclass
 class Counts:
-    """What the device was asked for. `syncs`: where the host waited, and why."""
+    """What the device was asked for. `syncs`: where the host waited for all of it, and why;
+    `behind`: what was enqueued behind each event for which the host waited."""
 
     launches: int = 0
     copies: int = 0
     allocations: int = 0
     replays: int = 0
     by_name: Counter[str] = field(default_factory=Counter)
+    behind: list[int] = field(default_factory=list)
     syncs: list[str] = field(default_factory=list)
 
 
@@ -229,6 +231,7 @@ class FakeCuda:
     def wait_for(self, before: int, why: str) -> None:
         """Waits for what was enqueued up to that number."""
         self.counts.by_name[f"wait {why}"] += 1
+        self.counts.behind.append(self.enqueued - before)
         self.arrive(before)
 
     def arrive(self, before: int) -> None:

@@ -76,7 +76,7 @@ class DecodeRole(TokenRole):
         emitted: Many[TokenOut] = ()
         while True:
             self._running.apply_changes()
-            if batch.size:
+            if batch.is_due:
                 step = loop.run_in_executor(self._thread, self._running.step)
                 self._output.step_tokens(emitted, batch.size)  # while the next step computes
                 emitted = await step

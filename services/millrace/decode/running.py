@@ -14,6 +14,7 @@ from millrace.decode.output.output import Output
 from millrace.decode.request import DecodeEvent, DecodeRequest
 from millrace.decode.request_table import RequestTable
 from millrace.engine.decode_batch import DecodeBatch, TokenOut
+from millrace.engine.device.run_ahead import runs_ahead
 from millrace.engine.kv.host_swap import KvSwap
 from millrace.engine.sampling.sampler import Sampler
 from millrace.instance.host import WorkerContext
@@ -45,7 +46,13 @@ class Running:
         self._metrics = metrics
         self._step_time = context.decode_step
         sampler = Sampler(engine.grammars)
-        self.batch = DecodeBatch(self._runner, engine.pool, sampler, max_batch=self._max_batch)
+        self.batch = DecodeBatch(
+            self._runner,
+            engine.pool,
+            sampler,
+            max_batch=self._max_batch,
+            runs_ahead=runs_ahead(config, engine.device),
+        )
         engine.runner.follow(self.batch.page_table)
         self._swapper = Swapper(
             KvSwap(engine.storage, config.swap_bytes, engine.swap),

@@ -3,27 +3,33 @@
 The arrays that a step feeds to the model persist from step to step. The batch never allocates
 pages: a sequence brings its pages, and may be given more as it grows. The last row moves into the
 row of a leaving sequence, so rows are a dense prefix.
+
+With `runs_ahead` a step begins before the tokens of the step before have come to the host: they
+feed it on the device. So the host learns one step late that a sequence has ended. The step in
+flight still writes to that sequence's pages, and its last token comes with that step's tokens.
 """
 
 from __future__ import annotations
 
 from collections import abc
-from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from millrace.core.errors import CapacityError, IntegrityError
-from millrace.core.kv.kvp_pass import RemoteShard
-from millrace.core.token_events import PositionLogprobs
 from millrace.engine.forward.mixed_pass import DecodeRows
 from millrace.engine.forward.prefill_task import PrefillTask
 from millrace.engine.kv.page_table import PageTable
 from millrace.engine.kv.pool import KvPool
 from millrace.engine.sampling.sampler import Sampled, Sampler
-from millrace.engine.sampling.spec import PromptIds, SamplingRow, SamplingSpec, finish_reason
+from millrace.engine.sampling.spec import SamplingRow, finish_reason
+from millrace.engine.sequence import PausedSequence as PausedSequence
+from millrace.engine.sequence import Sequence as Sequence
+from millrace.engine.sequence import TokenOut as TokenOut
+from millrace.engine.sequence import check_shards
+from millrace.engine.step_in_flight import StepInFlight
 
 
 class DecodeRunner(Protocol):
@@ -43,70 +49,17 @@ class DecodeRunner(Protocol):
         """`Runner.mixed`."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Sequence:
-    """One choice of a request, with its prompt's KV in place.
-
-    `pages` hold prompt and output in token order: room for one token of output at least, and for
-    `prompt_tokens + max_tokens - 1` tokens where nothing calls `DecodeBatch.grow`. Pages filled by
-    the prompt alone may be shared with other sequences; the first page that takes output, and all
-    pages after it, must be the sequence's own. The caller frees the pages. `prompt_ids` (int
-    [prompt_tokens]) are needed if `spec.needs_prompt_ids`.
-
-    With `shards` KVP workers hold the K/V from the first shard on, of the prompt as well as of the
-    output; `pages` hold the K/V before it.
-    """
-
-    request_id: str
-    choice: int
-    pages: list[int]
-    prompt_tokens: int
-    first_token_id: int
-    spec: SamplingSpec
-    prompt_ids: PromptIds = None
-    shards: tuple[RemoteShard, ...] = ()
-
-    @property
-    def own_end(self) -> int:
-        """Returns the most tokens that `pages` ever hold."""
-        most = self.prompt_tokens + self.spec.max_tokens - 1
-        return min(most, self.shards[0].start_token) if self.shards else most
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class PausedSequence:
-    """A sequence taken out between two steps: all state of its next token except the KV."""
-
-    sequence: Sequence
-    row: SamplingRow
-    token_id: int  # the next step feeds it
-
-    @property
-    def kv_tokens(self) -> int:
-        """Returns the tokens whose KV its pages and shards hold."""
-        return self.sequence.prompt_tokens + self.row.output_position - 1
-
-
-class TokenOut(NamedTuple):
-    """The result of a step for one sequence.
-
-    With a finish reason the sequence has left the batch.
-    """
-
-    request_id: str
-    choice: int
-    token_id: int  # -1 with finish reasons "error" and "lost"
-    logprobs: PositionLogprobs | None = None
-    finish_reason: str = ""  # "": runs on; stop | length | error | lost: KV at a KVP worker is gone
-    stop_token_id: int = -1
-    error: str = ""
-
-
 class DecodeBatch:
     """Not thread-safe: `step` may run on another thread; meanwhile only `size` may be read."""
 
     def __init__(
-        self, runner: DecodeRunner, pool: KvPool, sampler: Sampler, *, max_batch: int
+        self,
+        runner: DecodeRunner,
+        pool: KvPool,
+        sampler: Sampler,
+        *,
+        max_batch: int,
+        runs_ahead: bool = False,
     ) -> None:
         self._runner = runner
         self._sampler = sampler
@@ -120,13 +73,23 @@ class DecodeBatch:
         self._kv_lens = np.zeros(max_batch, dtype=np.int32)  # in pages, with the token to feed
         self._ends = np.zeros(max_batch, dtype=np.int64)  # KV lengths that they may reach
         self._room = np.zeros(max_batch, dtype=np.int64)  # tokens that their pages hold
+        self._sources = np.full(max_batch, -1, dtype=np.int64)  # in the step in flight; -1: none
         self._spread = 0  # sequences with shards
+        self._runs_ahead = runs_ahead
+        self._hosted = 0  # sequences that need their tokens on the host
+        self._flight: StepInFlight | None = None
+        self._settled: list[TokenOut] = []  # tokens that no `step` has returned yet
         self._lost: dict[int, str] = {}  # rows of the step at hand, and why
         self.page_table = PageTable(max_batch, pool.storage.device)  # rows from `size` on are free
 
     @property
     def size(self) -> int:
         return len(self._sequences)
+
+    @property
+    def is_due(self) -> bool:
+        """Returns whether `step` has something to compute or to return."""
+        return bool(self._sequences or self._settled)
 
     @property
     def context_tokens(self) -> int:
@@ -152,6 +115,7 @@ class DecodeBatch:
 
     def pause(self, request_id: str) -> list[PausedSequence]:
         """Takes out all choices of a request, if any are in, for a later `resume`."""
+        self.settle()
         paused = []
         for choice in list(self._slots.get(request_id, ())):
             slot = self._slots[request_id][choice]
@@ -173,7 +137,9 @@ class DecodeBatch:
         self._positions[slot] = paused.kv_tokens
         self._ends[slot] = sequence.own_end
         self._kv_lens[slot] = min(paused.kv_tokens + 1, sequence.own_end)
+        self._sources[slot] = -1
         self._spread += bool(sequence.shards)
+        self._hosted += sequence.spec.needs_host
         self._sequences.append(sequence)
         self._rows.append(paused.row)
         self._slots.setdefault(sequence.request_id, {})[sequence.choice] = slot
@@ -195,6 +161,8 @@ class DecodeBatch:
 
     def remove(self, request_id: str) -> int:
         """Takes out all choices of a request, if any are in. Returns how many."""
+        if self._flight is not None and self._flight.writes_to(request_id):
+            self.settle()
         choices = list(self._slots.get(request_id, ()))
         for choice in choices:
             self._drop(self._slots[request_id][choice])
@@ -208,6 +176,20 @@ class DecodeBatch:
         finish reason "error", a sequence that has lost a KVP worker with "lost". The others
         continue.
         """
+        settled, self._settled = self._settled, []
+        if self._flight is None and self._may_run_ahead():
+            self._flight = self._launch(None)
+        if self._flight is None:
+            return settled + self._step()
+        return settled + self._advance(self._flight)
+
+    @torch.inference_mode()
+    def settle(self) -> None:
+        """Waits for the step in flight, if there is one. The next `step` returns its tokens."""
+        if self._flight is not None:
+            self._settled += self._land(self._flight, None)
+
+    def _step(self) -> list[TokenOut]:
         if self.size == 0:
             return []
         rows, table = self.rows(), self.page_table.first(self.size)
@@ -216,7 +198,8 @@ class DecodeBatch:
         return self.take(self._runner.decode(rows.token_ids, rows.positions, table, rows.kv_lens))
 
     def rows(self) -> DecodeRows:
-        """Returns the rows of all sequences for the next pass: views that `take` changes."""
+        """Returns the rows of all sequences for the next pass: views that `take` changes. No step
+        may be in flight."""
         arrays = (self._token_ids, self._positions, self._kv_lens)
         token_ids, positions, kv_lens = (torch.from_numpy(array[: self.size]) for array in arrays)
         self._lost = {}
@@ -231,6 +214,65 @@ class DecodeBatch:
             lost=self._lost,
         )
 
+    # -- steps ahead of their tokens
+
+    def _may_run_ahead(self) -> bool:
+        return self._runs_ahead and bool(self._sequences) and not (self._hosted or self._spread)
+
+    def _launch(self, before: StepInFlight | None) -> StepInFlight:
+        """Begins a step. `before`: the step in flight."""
+        size, self._lost = self.size, {}
+        arrays = (self._token_ids, self._positions, self._kv_lens)
+        token_ids, positions, kv_lens = (torch.from_numpy(array[:size]) for array in arrays)
+        sources = self._sources[:size]
+        if before is not None:
+            token_ids = before.feed(sources, self._token_ids[:size])
+        logits = self._runner.decode(token_ids, positions, self.page_table.first(size), kv_lens)
+        rows = list(self._rows)
+        sampling = self._sampler.begin(logits, rows, (sources >= 0).tolist())
+        sources[:] = np.arange(size)
+        positions += 1
+        kv_lens += 1
+        return StepInFlight(list(self._sequences), rows, sampling)
+
+    def _advance(self, flight: StepInFlight) -> list[TokenOut]:
+        """Begins the next step, if it may, and returns the tokens of the step in flight."""
+        ended = np.flatnonzero(self._kv_lens[: self.size] > self._ends[: self.size])
+        for slot in reversed(ended.tolist()):  # their last tokens are in flight
+            self._drop(slot)
+        may_follow = self._may_run_ahead() and not self.lacking()
+        following = self._launch(flight) if may_follow else None
+        return self._land(flight, following)
+
+    def _land(self, flight: StepInFlight, following: StepInFlight | None) -> list[TokenOut]:
+        """Waits for the tokens of a step. `following`: the step that they feed, which is in flight
+        from now on."""
+        self._flight = following
+        sampled, outs = flight.sampling.finish(), flight.late
+        if following is None:
+            self._sources[: self.size] = -1
+        for number, (sequence, row) in enumerate(zip(flight.sequences, flight.rows, strict=True)):
+            if sequence in flight.left:
+                continue
+            out = self._out(sequence, row, number, sampled)
+            slot = self._slot_of(sequence)
+            if slot is not None:
+                self._token_ids[slot] = out.token_id
+            if out.finish_reason and slot is not None:
+                self._drop(slot)
+            if out.finish_reason and following is not None and sequence in following.sequences:
+                following.left.add(sequence)
+                following.late.append(out)
+            else:
+                outs.append(out)
+        if following is not None and not self._sequences:  # all have ended
+            outs += self._land(following, None)
+        return outs
+
+    def _slot_of(self, sequence: Sequence) -> int | None:
+        slot = self._slots.get(sequence.request_id, {}).get(sequence.choice)
+        return slot if slot is not None and self._sequences[slot] is sequence else None
+
     @torch.inference_mode()
     def take(self, logits: Tensor) -> list[TokenOut]:
         """Ends a `step`, given float32 [size, vocab] of a pass over `rows`."""
@@ -243,7 +285,8 @@ class DecodeBatch:
         self._kv_lens[:size] += 1
         if self._spread:
             np.minimum(self._kv_lens[:size], self._ends[:size], out=self._kv_lens[:size])
-        outs = [self._take(slot, sampled) for slot in range(size)]
+        pairs = zip(self._sequences, self._rows, strict=True)
+        outs = [self._out(*pair, slot, sampled) for slot, pair in enumerate(pairs)]
         for slot in reversed(range(size)):  # from the end: a drop moves none that is still to drop
             if outs[slot].finish_reason:
                 self._drop(slot)
@@ -263,7 +306,8 @@ class DecodeBatch:
             if self.page_table.row(slot, len(sequence.pages)) != sequence.pages:
                 raise IntegrityError(f"{name}: its row of the page table is not its pages")
             fed = sequence.prompt_tokens + self._rows[slot].output_position
-            in_pages = min(fed, sequence.own_end)
+            fed += int(self._sources[slot] >= 0)
+            in_pages = min(fed, sequence.own_end) if sequence.shards else fed
             if (self._positions[slot], self._kv_lens[slot]) != (fed - 1, in_pages):
                 raise IntegrityError(f"{name}: position or KV length is not {fed} tokens' worth")
         if self._spread != sum(bool(sequence.shards) for sequence in self._sequences):
@@ -292,15 +336,15 @@ class DecodeBatch:
         needed = min(paused.kv_tokens + 1, sequence.own_end)
         if slots < needed:
             raise ValueError(f"{name} needs room for {needed} tokens; its pages hold {slots}")
-        _check_shards(name, sequence)
+        check_shards(name, sequence)
 
     def _write_pages(self, slot: int) -> None:
         pages = self._sequences[slot].pages
         self.page_table.put(slot, pages)
         self._room[slot] = len(pages) * self._page_tokens
 
-    def _take(self, slot: int, sampled: Sampled) -> TokenOut:
-        sequence, row = self._sequences[slot], self._rows[slot]
+    def _out(self, sequence: Sequence, row: SamplingRow, slot: int, sampled: Sampled) -> TokenOut:
+        """Returns the result of a row of a step."""
         token_id = sampled.token_ids[slot]
         if slot in self._lost:
             return TokenOut(
@@ -333,24 +377,14 @@ class DecodeBatch:
         if not choices:
             del self._slots[gone.request_id]
         self._spread -= bool(gone.shards)
+        self._hosted -= gone.spec.needs_host
         last, last_row = self._sequences.pop(), self._rows.pop()
         if last is gone:
             return
         end = self.size  # the slot `last` had
         self._sequences[slot], self._rows[slot] = last, last_row
         self._slots[last.request_id][last.choice] = slot
-        for array in (self._token_ids, self._positions, self._kv_lens, self._ends, self._room):
+        arrays = (self._token_ids, self._positions, self._kv_lens, self._ends, self._room)
+        for array in (*arrays, self._sources):
             array[slot] = array[end]
         self.page_table.move(end, slot, len(last.pages))
-
-
-def _check_shards(name: str, sequence: Sequence) -> None:
-    """Raises ValueError when its shards leave a gap, or end before its last token."""
-    end = sequence.shards[0].start_token if sequence.shards else 0
-    for shard in sequence.shards:
-        if shard.start_token != end or shard.end_token <= end:
-            raise ValueError(f"{name}: a shard begins at token {shard.start_token}, not at {end}")
-        end = shard.end_token
-    needed = sequence.prompt_tokens + sequence.spec.max_tokens - 1
-    if sequence.shards and end < needed:
-        raise ValueError(f"{name}: its shards end at token {end}, not at {needed}")

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import torch
 
 from millrace.core.config import Config, EngineConfig, SchedulerConfig
 from millrace.core.cost.decode_step import DecodeStepTime
@@ -109,6 +110,7 @@ class GrowingRequests:
         max_batch: int = 4,
         step: DecodeStepTime | None = None,
         reserve: str = "grow",
+        ahead: bool = False,
     ) -> None:
         layout = KvLayout(
             model_hash="t",
@@ -124,13 +126,18 @@ class GrowingRequests:
         self.pool = KvPool(layout)
         self.model = _Model(self.pool)
         config = Config(
-            engine=EngineConfig(max_batch=max_batch, swap_bytes=swap_pages * PAGE_BYTES),
+            engine=EngineConfig(
+                max_batch=max_batch,
+                swap_bytes=swap_pages * PAGE_BYTES,
+                decode_ahead="on" if ahead else "off",
+            ),
             scheduler=SchedulerConfig(
                 decode_reserve=reserve, decode_headroom_tokens=headroom_tokens
             ),
         )
         context: Any = SimpleNamespace(
             engine=SimpleNamespace(
+                device=torch.device("cpu"),
                 pool=self.pool,
                 layout=layout,
                 storage=self.pool.storage,

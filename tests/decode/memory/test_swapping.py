@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from hypothesis.strategies import integers, sampled_from
+from hypothesis.strategies import booleans, integers, sampled_from
 
 from decode.memory.growing_requests import GrowingRequests
 from millrace.core.cost.decode_step import DecodeStepTime
@@ -258,11 +258,11 @@ class Churn(RuleBasedStateMachine):
         self.loop.run_until_complete(work)
 
     @precondition(lambda self: self.instance is None)
-    @rule(sizes=SETTINGS, headroom=integers(1, 6))
-    def begin(self, sizes: tuple[int, int], headroom: int) -> None:
+    @rule(sizes=SETTINGS, headroom=integers(1, 6), ahead=booleans())
+    def begin(self, sizes: tuple[int, int], headroom: int, ahead: bool) -> None:
         async def made() -> None:
             self.instance = GrowingRequests(
-                pages=sizes[0], swap_pages=sizes[1], headroom_tokens=headroom
+                pages=sizes[0], swap_pages=sizes[1], headroom_tokens=headroom, ahead=ahead
             )
 
         self.wait(made())
@@ -329,4 +329,4 @@ class Churn(RuleBasedStateMachine):
 
 
 TestChurn = Churn.TestCase
-TestChurn.settings = settings(max_examples=20, stateful_step_count=30)
+TestChurn.settings = settings(max_examples=30, stateful_step_count=30)

@@ -30,11 +30,11 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
 
 def play(engine: Engine, script: Script) -> dict[str, list[int]]:
     """Returns the tokens of each request, its first token included."""
-    batch = new_batch(engine)
+    batch = new_batch(engine, runs_ahead=engine.device.type == "cuda")
     tokens: dict[str, list[int]] = {}
     events = script(engine, batch)
     next(events)
-    while batch.size:
+    while batch.is_due:
         for out in batch.step():
             assert not out.error, out
             tokens.setdefault(out.request_id, []).append(out.token_id)

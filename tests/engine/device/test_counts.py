@@ -84,6 +84,26 @@ def test_a_step_is_one_graph_and_a_choice(cuda, family, spec, launches):
     assert (engine.runner.states.steps.graph, engine.runner.states.steps.eager) == (5, {})
 
 
+@pytest.mark.parametrize("graphs", ["auto", "off"])
+@pytest.mark.parametrize("spec", [GREEDY, NUCLEUS], ids=["greedy", "nucleus"])
+def test_the_next_step_is_enqueued_before_the_host_waits(cuda, spec, graphs):
+    engine = device_engine("llama", "cuda:0", sizes=TINY, dtype="bfloat16", cuda_graphs=graphs)
+    batch = new_batch(engine, runs_ahead=True)
+    for i in range(3):
+        batch.add(prefilled(engine, str(i), 14 + i, spec))
+    batch.step()
+    for number in range(4):
+        if number == 2:
+            batch.add(prefilled(engine, "late", 9, spec))
+        with cuda.counted() as counts:
+            assert len(batch.step()) == 3 + (number == 3)
+        assert not counts.syncs
+        (behind,) = counts.behind
+        assert behind > counts.replays
+        assert counts.replays == (graphs == "auto")
+        assert counts.copies <= 8
+
+
 def test_the_number_of_a_steps_calls_does_not_grow_with_the_layers(cuda):
     found = []
     for layers in (2, 5):

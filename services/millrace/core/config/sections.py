@@ -236,6 +236,12 @@ class EngineConfig(_Section):
         "sizes of decode batches to capture, SEQUENCES,...; a larger batch runs without a graph; "
         "empty: powers of two up to max_batch, and max_batch",
     )
+    decode_ahead: str = _setting(
+        "auto",
+        _one_of("auto", "on", "off"),
+        "a decode step begins before the host has the tokens of the step before. auto: on GPUs; "
+        "on needs one rank and one stage",
+    )
     page_tokens: int = _setting(16, _within(1, 1024), "tokens of a KV page")
     kv_bytes: int = _setting(0, _within(0), "memory of the KV pool; 0: a share of the free memory")
     device_share: float = _setting(

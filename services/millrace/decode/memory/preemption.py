@@ -140,6 +140,9 @@ class Preemption:
         wants = self._growing()
         if not wants:
             return 0
+        if sum(sum(lacking.values()) for _, lacking in wants) > self._pages.free:
+            self._batch.settle()  # tokens in flight may end sequences
+            wants = self._growing()
         promised, coming = 0, self._coming()
         for request, lacking in sorted(wants, key=lambda want: self.priority(want[0])):
             if request.state not in (DecodeState.RUNNING, DecodeState.PAUSED):
@@ -212,6 +215,7 @@ class Preemption:
         coming = 0
         if pages <= 0:
             return coming
+        self._batch.settle()
         mine = self.priority(request)
         lower = [one for one in self._victims() if self.priority(one) > mine]
         for victim in sorted(lower, key=self.priority, reverse=True):

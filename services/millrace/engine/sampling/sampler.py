@@ -84,11 +84,14 @@ class _Settings:
         self.is_greedy = all(spec.is_greedy for spec in specs)
         self.no_uniforms = torch.zeros(len(specs), dtype=torch.float64)
 
-    def uniforms(self, rows: Sequence[SamplingRow]) -> Tensor:
-        """Returns the rows' random numbers at their present positions, float64 [b]."""
+    def uniforms(self, rows: Sequence[SamplingRow], ahead: Sequence[int]) -> Tensor:
+        """Returns the rows' random numbers so many tokens after their positions, float64 [b]."""
         if self.is_greedy:
             return self.no_uniforms
-        drawn = [0.0 if row.spec.is_greedy else row.uniform for row in rows]
+        drawn = [
+            0.0 if row.spec.is_greedy else row.uniform(tokens)
+            for row, tokens in zip(rows, ahead, strict=True)
+        ]
         return torch.tensor(drawn, dtype=torch.float64)
 
 
@@ -124,8 +127,20 @@ class Sampler:
         others are unaffected. Log probabilities are those of `logits` before any penalty, bias,
         temperature or filter.
         """
+        return self.begin(logits, rows).finish()
+
+    @torch.inference_mode()
+    def begin(
+        self, logits: Tensor, rows: Sequence[SamplingRow], ahead: Sequence[int] | None = None
+    ) -> Sampling:
+        """Enqueues the choice of `sample`; the logits must hold until `finish` where a row
+        `needs_host`.
+
+        `ahead`: the tokens of each row that are chosen on the device and not yet in its state, for
+        rows that don't.
+        """
         settings = self._settings_of(rows)
-        uniforms = settings.uniforms(rows)
+        uniforms = settings.uniforms(rows, ahead or [0] * len(rows))
         edited = [i for i, row in enumerate(rows) if row.edits_logits]
         temperatures = settings.temperatures
         if edited:  # of these only the peak is wanted here
@@ -134,15 +149,7 @@ class Sampler:
         ids, peaks = kernels.sample(
             logits, temperatures, settings.top_k, settings.top_p, settings.min_p, uniforms
         )
-        ids, peaks = HostCopies(ids, peaks).wait()
-        result = Sampled(ids.tolist(), [None] * len(rows))
-        _refuse(result, range(len(rows)), peaks, _NOT_FINITE)
-        edited = [i for i in edited if i not in result.errors]
-        block = max(1, _EDITED_ELEMENTS // logits.shape[1])
-        for start in range(0, len(edited), block):
-            _sample_edited(logits, rows, edited[start : start + block], settings, uniforms, result)
-        _add_logprobs(logits, rows, result)
-        return result
+        return Sampling(logits, rows, edited, settings, uniforms, ids, HostCopies(ids, peaks))
 
     def _settings_of(self, rows: Sequence[SamplingRow]) -> _Settings:
         """Returns the settings of the rows; kept from the step before unless rows have changed."""
@@ -150,6 +157,34 @@ class Sampler:
         if specs != settings.specs:
             settings = self._settings = _Settings(specs)
         return settings
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """The choice of a token for each row, under way on the device."""
+
+    logits: Tensor
+    rows: Sequence[SamplingRow]
+    edited: list[int]  # rows that are chosen in `finish`, from edited logits
+    settings: _Settings
+    uniforms: Tensor
+    token_ids: Tensor  # int64 [b] on the device
+    copies: HostCopies
+
+    @torch.inference_mode()
+    def finish(self) -> Sampled:
+        """Waits for the tokens, and chooses those that need the host."""
+        ids, peaks = self.copies.wait()
+        logits, rows = self.logits, self.rows
+        result = Sampled(ids.tolist(), [None] * len(rows))
+        _refuse(result, range(len(rows)), peaks, _NOT_FINITE)
+        edited = [i for i in self.edited if i not in result.errors]
+        block = max(1, _EDITED_ELEMENTS // logits.shape[1])
+        for start in range(0, len(edited), block):
+            some = edited[start : start + block]
+            _sample_edited(logits, rows, some, self.settings, self.uniforms, result)
+        _add_logprobs(logits, rows, result)
+        return result
 
 
 def _sample_edited(

@@ -62,6 +62,18 @@ class SamplingSpec(SamplingParams):
         )
 
     @cached_property
+    def needs_host(self) -> bool:
+        """Returns whether a token's choice, or its result, needs the tokens before it on the
+        host."""
+        return (
+            self.needs_counts
+            or bool(self.logit_bias)
+            or self.constraint is not None
+            or self.logprobs >= 0
+            or (self.min_tokens > 0 and bool(self.stop_token_ids))
+        )
+
+    @cached_property
     def bias(self) -> tuple[Ids, npt.NDArray[np.float32]]:
         """Returns `logit_bias` as arrays: ids int64 [k], values float32 [k]."""
         return (
@@ -116,13 +128,13 @@ class SamplingRow:
             self.matcher.consume(token_id)
             self.matcher.begin_mask()  # the next step's pass hides it
 
-    @property
-    def uniform(self) -> float:
-        """Returns the number in [0, 1) that decides this position.
+    def uniform(self, ahead: int = 0) -> float:
+        """Returns the number in [0, 1) that decides the position `ahead` tokens after this one.
 
         A run of them is drawn at a time.
         """
-        run, offset = divmod(self.spec.resumed_tokens + self.output_position, _RUN)
+        position = self.spec.resumed_tokens + self.output_position + ahead
+        run, offset = divmod(position, _RUN)
         if self._draws is None or self._run != run:
             self._run = run
             self._draws = uniforms(self.spec.seed, self.choice, run * _RUN, _RUN)
