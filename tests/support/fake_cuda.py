@@ -254,7 +254,7 @@ class FakeCuda:
             self.captured.add(work)
 
     @contextmanager
-    def capturing(self, graph: FakeGraph, pool: object = None) -> Iterator[None]:
+    def capturing(self, graph: FakeGraph, **options: object) -> Iterator[None]:
         """`torch.cuda.graph`."""
         assert self.captured is None
         self.captured = graph

@@ -9,12 +9,13 @@ from millrace.bench.common.options import command as made
 from millrace.bench.common.options import option, read_names
 
 LIMITS_S = {
-    "kernels": 140.0,
+    "kernels": 115.0,
     "oracle": 60.0,
+    "decode": 42.0,
     "preemption": 30.0,
     "transfer": 40.0,
-    "tensor-parallel": 45.0,
-    "stack": 80.0,
+    "tensor-parallel": 40.0,
+    "stack": 70.0,
     "speed": 110.0,
     "speed-moe": 90.0,
 }

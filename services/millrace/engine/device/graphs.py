@@ -37,6 +37,6 @@ class Graphs:
         work()
         torch.cuda.synchronize()  # at start-up: a captured stream must be idle
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             result = work()
         return Graph(graph, result)
