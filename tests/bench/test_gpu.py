@@ -80,6 +80,17 @@ def test_parts_on_the_cpu_and_their_report():
     assert "preemption: passed" in shown.getvalue() and "\npassed\n" in shown.getvalue()
 
 
+def test_steps_on_the_cpu_give_the_tokens_of_steps_one_by_one_and_of_transformers():
+    part = run_part("decode", CPU, ROOT, 6 * LIMITS_S["decode"])
+    assert part.status == "passed", part
+    assert [finding.name.partition(":")[0] for finding in part.findings] == [
+        *("llama", "mistral", "qwen3_moe"),
+        "the tokens of transformers",
+    ]
+    values = {figure.name: figure.value for figure in part.figures}
+    assert len(values) == 2 * (2 * 3 + 2) and all(value > 0 for value in values.values())
+
+
 def test_ranks_on_the_cpu_agree_with_one():
     part = run_part("tensor-parallel", CPU, ROOT, LIMITS_S["tensor-parallel"])
     assert part.status == "passed", part

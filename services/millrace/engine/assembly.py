@@ -182,7 +182,7 @@ def open_engines(
             layout = _sized(one_page, each * one_page.ranks)
         shape = KvShape(folder=folder, model=whole, layout=layout, max_context_tokens=context)
         pools = RankPools.of(group) if group is not None and own_pools else None
-        graphs = graph_sizes(config, whole, device, loaded.dtype, context)
+        graphs = graph_sizes(config, whole.head_dim, device, loaded.dtype, context)
         return [
             engine_of(shape, _runner(loaded, layout, config, group, graphs), config, pools)
             for _ in range(count)
@@ -270,7 +270,7 @@ def engine_of(
             f"engine.attention_backend is {config.attention_backend!r}: {error}"
         ) from error
     rest = f"{rows_backend(model.device, model.dtype)}"
-    rest += describe(config, model.config, model.device, model.dtype)
+    rest += describe(config, model.config.head_dim, model.device, model.dtype)
     return Engine(
         folder=shape.folder,
         shape=shape.model,

@@ -8,9 +8,7 @@ import torch
 from millrace.core.config import EngineConfig
 from millrace.core.errors import ConfigError
 from millrace.engine.device.graph_sizes import describe, graph_sizes
-from millrace.engine.model.config import ModelConfig
 from millrace_kernels import triton_backend
-from support.tiny_models import model_folder
 
 CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
 
@@ -21,8 +19,7 @@ def triton(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def sizes(device: torch.device = CUDA, **settings: object) -> tuple[int, ...]:
-    model = ModelConfig.from_folder(model_folder("llama"))
-    found = graph_sizes(EngineConfig(**settings), model, device, torch.bfloat16, 500)
+    found = graph_sizes(EngineConfig(**settings), 64, device, torch.bfloat16, 500)
     assert found is None or found.context_tokens == 500
     return () if found is None else found.batches
 
@@ -44,8 +41,7 @@ def test_sizes_are_powers_of_two_and_the_largest_batch():
 )
 def test_an_engine_says_why_it_has_no_graphs(settings, why):
     assert sizes(**settings) == ()
-    model = ModelConfig.from_folder(model_folder("llama"))
-    assert why in describe(EngineConfig(**settings), model, CUDA, torch.bfloat16)
+    assert why in describe(EngineConfig(**settings), 64, CUDA, torch.bfloat16)
     if "cuda_graphs" not in settings:
         with pytest.raises(ConfigError, match=r"engine.cuda_graphs is 'on', but .*" + why[-20:]):
             sizes(**settings, cuda_graphs="on")

@@ -20,6 +20,7 @@ from millrace.bench.gpu.roofline import (
     prefill_flops,
 )
 from millrace.bench.gpu.shapes import FAMILIES, LLAMA_3_8B, write_config
+from millrace.bench.gpu.steps import decoding, seconds_per_step
 from millrace.bench.hol.pool import blocking
 from millrace.core.config import EngineConfig
 from millrace.engine.assembly import Engine, open_engine
@@ -86,6 +87,8 @@ def measure(context: Context, shape: Mapping[str, Any], *, is_whole: bool) -> No
                 dtype="bfloat16",
                 load_format="dummy",
                 kv_bytes=0 if context.is_cuda else 64 << 20,
+                max_batch=max(sizes.batches),
+                cuda_graph_batches=",".join(map(str, sizes.batches)),
             ),
         )
     for tokens in sizes.prompts:
@@ -164,24 +167,14 @@ def measure_prefill(
 def measure_decode(
     context: Context, engine: Engine, sizes: Sizes, peaks: Peaks, batch: int
 ) -> None:
-    """Measures a step of `batch` sequences over the pool's present content, with a greedy choice
-    that the host reads: the next step needs it."""
-    each = engine.layout.pages_for(sizes.context)
-    if batch * each > engine.pool.free_pages:
+    """Measures greedy steps of `batch` sequences over the pool's present content, as an instance
+    makes them."""
+    steps = 8 * sizes.repeats
+    if batch * engine.layout.pages_for(sizes.context + steps + 4) > engine.pool.free_pages:
         context.claim(f"decode of {batch} sequences", False, "the KV pool is too small")
         return
-    pages = engine.pool.allocate(batch * each)
-    table = page_table_of([pages[i * each : (i + 1) * each] for i in range(batch)])
-    kv_lens = torch.full((batch,), sizes.context, dtype=torch.int32)
-    fed = torch.arange(batch)
-
-    def step() -> None:
-        logits = engine.runner.decode(fed, kv_lens.long() - 1, table, kv_lens)
-        logits.argmax(-1).cpu()
-
-    step()  # the first two make what later steps use again
-    seconds = statistics.median(times_s(context, 8 * sizes.repeats, step))
-    engine.pool.free(pages)
+    with decoding(engine, (sizes.context,) * batch, steps + 4, fast=True) as running:
+        seconds = seconds_per_step(engine, running, steps)
     read = decode_bytes(engine.shape, batch, sizes.context)
     context.figure(
         f"decode of {batch} sequences of {sizes.context} tokens",

@@ -12,6 +12,7 @@ from millrace.engine import decode_batch
 from millrace.engine.assembly import Engine
 from millrace.engine.attention_cost import settled_s
 from millrace.engine.decode_batch import DecodeBatch
+from millrace.engine.forward.prefill_task import PrefillTask
 from millrace.engine.sampling.sampler import Sampler
 from millrace.engine.sampling.spec import SamplingSpec
 
@@ -94,8 +95,6 @@ def profiled(engine: Engine, batch: DecodeBatch, steps: int) -> tuple[float, flo
 @torch.inference_mode()
 def followed(engine: Engine, prompt: Sequence[int], pages: list[int], tokens: int) -> list[int]:
     """Returns a prompt's next tokens, the likeliest at each step, by prefill and decode steps."""
-    from millrace.engine.forward.prefill_task import PrefillTask
-
     task = PrefillTask(token_ids=torch.tensor(prompt), history_tokens=0, pages=pages)
     for _ in engine.runner.prefill_batch([task]):
         pass

@@ -8,7 +8,6 @@ import torch
 
 from millrace.core.config import EngineConfig
 from millrace.core.errors import ConfigError
-from millrace.engine.model.config import ModelConfig
 from millrace_kernels import triton_backend
 from millrace_kernels.plan import Backend
 
@@ -23,7 +22,7 @@ class GraphSizes:
 
 
 def graph_sizes(
-    config: EngineConfig, model: ModelConfig, device: torch.device, dtype: torch.dtype, context: int
+    config: EngineConfig, head_dim: int, device: torch.device, dtype: torch.dtype, context: int
 ) -> GraphSizes | None:
     """Returns the graphs of decode steps; None for steps without graphs.
 
@@ -35,7 +34,7 @@ def graph_sizes(
         raise ConfigError(
             f"engine.cuda_graph_batches has {given[-1]}; engine.max_batch is {config.max_batch}"
         )
-    reason = refusal(config, model, device, dtype)
+    reason = refusal(config, head_dim, device, dtype)
     if reason and config.cuda_graphs == "on":
         raise ConfigError(f"engine.cuda_graphs is 'on', but {reason}")
     if reason:
@@ -44,9 +43,7 @@ def graph_sizes(
     return GraphSizes(batches=tuple(given or [*powers, config.max_batch]), context_tokens=context)
 
 
-def refusal(
-    config: EngineConfig, model: ModelConfig, device: torch.device, dtype: torch.dtype
-) -> str:
+def refusal(config: EngineConfig, head_dim: int, device: torch.device, dtype: torch.dtype) -> str:
     """Returns why an engine captures no graphs, or ""."""
     if config.cuda_graphs == "off":
         return "engine.cuda_graphs is off"
@@ -56,14 +53,12 @@ def refusal(
         return f"engine.tensor_parallel is {config.tensor_parallel}; graphs need one rank"
     if config.attention_backend not in (Backend.AUTO, Backend.TRITON):
         return f"graphs need Triton, and engine.attention_backend is {config.attention_backend!r}"
-    return triton_backend.unavailable(device) or triton_backend.refusal(dtype, model.head_dim)
+    return triton_backend.unavailable(device) or triton_backend.refusal(dtype, head_dim)
 
 
-def describe(
-    config: EngineConfig, model: ModelConfig, device: torch.device, dtype: torch.dtype
-) -> str:
+def describe(config: EngineConfig, head_dim: int, device: torch.device, dtype: torch.dtype) -> str:
     """Describes in a phrase how decode steps run on a GPU, for the log; "" for the CPU."""
     if device.type != "cuda":
         return ""
-    reason = refusal(config, model, device, dtype)
+    reason = refusal(config, head_dim, device, dtype)
     return f", decode without CUDA graphs ({reason})" if reason else ", decode by CUDA graphs"
