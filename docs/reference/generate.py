@@ -220,6 +220,7 @@ AREAS = {
     "mixed": "Mixed instances, beside those of decode instances.",
     "kvp": "KVP workers, and instances that hold shards for others.",
     "kv": "The KV pool and the prefix cache of every instance.",
+    "attention": "The attention of every instance.",
     "transfer": "The KV path of every instance.",
     "ROLE": "Every instance.",
     "operator": "The operator.",

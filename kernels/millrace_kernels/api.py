@@ -150,7 +150,7 @@ def run_attention(
         result, lse_nh = reference.attention(plan, q_nhd, kv_layer, scale=scale)
         return out.copy_(result), lse_out.copy_(lse_nh)
     if plan.native is not None:
-        plan.native.run(q_nhd, kv_layer, scale=scale, out_nhd=out, lse_nh=lse_out)
+        dispatch.run_native(plan, q_nhd, kv_layer, scale=scale, out_nhd=out, lse_nh=lse_out)
     if plan.native_rows != dispatch.ALL_ROWS:
         torch_backend.attention(plan, q_nhd, kv_layer, scale=scale, out_nhd=out, lse_nh=lse_out)
     return out, lse_out

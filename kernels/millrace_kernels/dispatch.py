@@ -8,7 +8,7 @@ Triton and FlashInfer are optional, so neither is imported before a call needs i
 from __future__ import annotations
 
 import logging
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from functools import cache
 from typing import Final
 
@@ -27,6 +27,7 @@ ALL_ROWS: Final = cpu_backend.ALL_ROWS
 _FASTEST_FIRST: Final = (Backend.CPU, Backend.FLASHINFER, Backend.TRITON)
 
 _tried: dict[Hashable, str] = {}  # why FlashInfer failed, by shape
+_fallbacks = 0
 
 
 def with_backend(plan: AttentionPlan) -> AttentionPlan:
@@ -34,20 +35,64 @@ def with_backend(plan: AttentionPlan) -> AttentionPlan:
 
     Raises ValueError when the wanted backend can't do it.
     """
-    is_auto = plan.backend is Backend.AUTO
-    if is_auto:
-        able = (backend for backend in _FASTEST_FIRST if not _refusal(backend, plan))
-        plan.backend = next(able, Backend.TORCH)
+    plan.is_auto = plan.backend is Backend.AUTO
+    if plan.is_auto:
+        plan.backend = _first_of(_FASTEST_FIRST, plan)
         if plan.backend is Backend.FLASHINFER and (reason := _trial(plan)):
-            plan.backend = next(able, Backend.TORCH)
-            _tell_once(plan.device, reason, plan.backend)
+            _give_on(plan, f"failed its trial ({reason})")
+            return plan
     elif reason := _refusal(plan.backend, plan):
         raise ValueError(f"attention backend {plan.backend.value!r}: {reason}")
+    try:
+        _make_native(plan)
+    except Exception as error:  # any error of FlashInfer, its compiler or the driver
+        if not _falls_back(plan, error):
+            raise
+    return plan
+
+
+def run_native(
+    plan: AttentionPlan,
+    q_nhd: Tensor,
+    kv_layer: Tensor,
+    *,
+    scale: float,
+    out_nhd: Tensor,
+    lse_nh: Tensor,
+) -> None:
+    """Runs the part of a plan that its backend computes by its own plan.
+
+    Where FlashInfer fails, the next backend computes the plan instead, and all later plans of its
+    shape, unless FlashInfer was asked for by name.
+    """
+    while plan.native is not None:
+        try:
+            plan.native.run(q_nhd, kv_layer, scale=scale, out_nhd=out_nhd, lse_nh=lse_nh)
+            return
+        except Exception as error:  # as above
+            if not _falls_back(plan, error):
+                raise
+
+
+def fallbacks() -> int:
+    """Returns how many plans another backend has computed because FlashInfer failed on their
+    shape."""
+    return _fallbacks
+
+
+def _first_of(backends: Sequence[Backend], plan: AttentionPlan) -> Backend:
+    able = (backend for backend in backends if not _refusal(backend, plan))
+    return next(able, Backend.TORCH)
+
+
+def _make_native(plan: AttentionPlan) -> None:
+    """Makes the backend's own plan. Raises what the backend raises."""
     if plan.backend in (Backend.REFERENCE, Backend.TORCH):
-        return plan
+        plan.native, plan.native_rows = None, 0
+        return
     plan.native_rows = ALL_ROWS
     if plan.backend is Backend.CPU:
-        if is_auto:
+        if plan.is_auto:
             plan.native_rows = cpu_backend.attention_rows(plan)
         plan.native = cpu_backend.plan(plan)
     elif plan.backend is Backend.FLASHINFER:
@@ -56,30 +101,51 @@ def with_backend(plan: AttentionPlan) -> AttentionPlan:
         from millrace_kernels.triton_backend import attention
 
         plan.native = attention.plan(plan)
-    return plan
+
+
+def _falls_back(plan: AttentionPlan, error: Exception) -> bool:
+    """Gives a plan on that FlashInfer has failed. False for a plan that no other backend may
+    take."""
+    if plan.backend is not Backend.FLASHINFER or not plan.is_auto:
+        return False
+    reason = trial.reason_of(error)
+    _tried[_shape_of(plan)] = reason
+    _give_on(plan, f"failed a call ({reason})")
+    return True
+
+
+def _give_on(plan: AttentionPlan, why: str) -> None:
+    """Makes the plan of the next backend after FlashInfer."""
+    global _fallbacks
+    _fallbacks += 1
+    after = _FASTEST_FIRST[_FASTEST_FIRST.index(Backend.FLASHINFER) + 1 :]
+    plan.backend = _first_of(after, plan)
+    _tell_once(plan.device, why, plan.backend)
+    _make_native(plan)
 
 
 def _trial(plan: AttentionPlan) -> str:
-    """Returns why FlashInfer fails on calls of the plan's shape, or "". Each shape is tried once.
-
-    The key has all properties by which its compiled modules differ.
-    """
-    key = (
-        plan.device,
-        plan.dtype,
-        (plan.num_q_heads, plan.num_kv_heads, plan.head_dim, plan.page_tokens),
-        (plan.causal, plan.sliding_window is None, plan.soft_cap is None),
-    )
+    """Returns why FlashInfer fails on calls of the plan's shape, or "". Each shape is tried
+    once."""
+    key = _shape_of(plan)
     if key not in _tried:
         _tried[key] = trial.failure(plan, flashinfer_backend.plan)
     return _tried[key]
 
 
-@cache
-def _tell_once(device: torch.device, reason: str, instead: Backend) -> None:
-    log.warning(
-        "attention on %s runs by %s: FlashInfer failed its trial (%s)", device, instead, reason
+def _shape_of(plan: AttentionPlan) -> Hashable:
+    """Returns all properties of a plan by which FlashInfer's compiled modules differ."""
+    return (
+        plan.device,
+        plan.dtype,
+        (plan.num_q_heads, plan.num_kv_heads, plan.head_dim, plan.page_tokens),
+        (plan.causal, plan.sliding_window is None, plan.soft_cap is None),
     )
+
+
+@cache
+def _tell_once(device: torch.device, why: str, instead: Backend) -> None:
+    log.warning("attention on %s runs by %s: FlashInfer %s", device, instead, why)
 
 
 def _refusal(backend: Backend, plan: AttentionPlan) -> str:

@@ -57,8 +57,9 @@ class AttentionPlan:
     q_indptr: int32 [B + 1] on the CPU, kv_lens: int32 [B] on the CPU, page_table: int32 [B,
     max_pages]. q_positions: int32 [n], kv_positions: int32 [sum(kv_lens)], both on the CPU.
     `sequences` holds (first row, last row + 1, kv_len) of each; sequences with at most
-    `native_rows` rows of q go to `native`, the rest to torch. `dispatch` fills in these three;
-    nothing else changes a plan (not frozen: making a plan is part of every decode step).
+    `native_rows` rows of q go to `native`, the rest to torch. `is_auto`: the backend was not asked
+    for by name. `dispatch` fills in these and the backend; nothing else changes a plan (not
+    frozen: making a plan is part of every decode step).
     `device_table` has the entries of `page_table` that are read, on the device, or is None.
     """
 
@@ -81,6 +82,7 @@ class AttentionPlan:
     sliding_window: int | None
     soft_cap: float | None
     device_table: Tensor | None = None
+    is_auto: bool = False
 
     @property
     def num_tokens(self) -> int:

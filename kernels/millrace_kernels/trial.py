@@ -31,9 +31,14 @@ def failure(like: AttentionPlan, make: Callable[[AttentionPlan], NativePlan]) ->
     try:
         errors = [_error(_plan(like, call), make) for call in _CALLS]
     except Exception as error:  # any error of the package, its compiler or the driver
-        return " ".join(f"{type(error).__name__}: {error}".split())[:_WORDS]
+        return reason_of(error)
     worst = max(errors)
     return "" if worst <= _TOLERANCE else f"its results are off by {worst:.2g}"
+
+
+def reason_of(error: Exception) -> str:
+    """Returns an error in one line."""
+    return " ".join(f"{type(error).__name__}: {error}".split())[:_WORDS]
 
 
 def _plan(like: AttentionPlan, call: tuple[tuple[int, int], ...]) -> AttentionPlan:

@@ -85,6 +85,67 @@ def test_where_flashinfer_fails_its_trial_the_next_one_runs(
     assert len(trials) == 2
 
 
+class Breaking:
+    """A plan of FlashInfer's that fails when it runs."""
+
+    def __init__(self, why="no kernel image"):
+        self.why = why
+
+    def run(self, q_nhd, kv_layer, *, scale, out_nhd, lse_nh):
+        out_nhd.fill_(float("nan"))
+        raise RuntimeError(self.why)
+
+
+@pytest.mark.parametrize("has", [BOTH, ("flashinfer",)], ids=["triton", "torch"])
+@pytest.mark.parametrize("where", ["plan", "run"])
+def test_where_flashinfer_fails_a_call_the_next_one_computes_it(
+    machine, monkeypatch, caplog, has, where
+):
+    from millrace_kernels.triton_backend import attention
+
+    shape = SHAPE + 20 + 2 * len(where) + len(has)  # no other test has it
+    call = Call(q_lens=(1, 3), kv_lens=(40, 3), head_dim=64, page_tokens=shape, dtype=BF16)
+    expected, _ = call.run("reference")
+    made, why = [], f"no kernel image, {where} {has}"  # warned of once
+
+    def failing(plan):
+        made.append(plan)
+        if where == "plan":
+            raise RuntimeError(why)
+        return Breaking(why)
+
+    def torchs(plan):
+        return SimpleNamespace(
+            run=lambda *q_kv, **more: torch_backend.attention(
+                replace(plan, native=None, native_rows=0), *q_kv, **more
+            )
+        )
+
+    machine(*has)
+    monkeypatch.setattr(flashinfer_backend, "plan", failing)
+    monkeypatch.setattr(attention, "plan", torchs)
+    monkeypatch.setattr(flashinfer_backend, "unavailable", lambda device: "")
+    if "triton" in has:
+        monkeypatch.setattr(triton_backend, "unavailable", lambda device: "")
+    monkeypatch.setattr(cpu_backend, "takes_dtype", lambda device, dtype: False)
+    before = dispatch.fallbacks()
+    for number in (1, 2):
+        found, _ = call.run("auto")
+        torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-2)
+        assert dispatch.fallbacks() == before + number
+    assert len(made) == 1  # the shape is not tried again
+    assert f"FlashInfer failed a call (RuntimeError: {why})" in caplog.text
+
+
+def test_a_backend_asked_for_by_name_does_not_fall_back(machine, monkeypatch):
+    machine(*BOTH)
+    monkeypatch.setattr(flashinfer_backend, "plan", lambda plan: Breaking())
+    plan = dispatch.with_backend(unplanned("flashinfer"))
+    q_nhd = torch.zeros(5, 4, 64)
+    with pytest.raises(RuntimeError, match="no kernel image"):
+        dispatch.run_native(plan, q_nhd, q_nhd, scale=1.0, out_nhd=q_nhd, lse_nh=q_nhd)
+
+
 @pytest.mark.parametrize(
     ("has", "changes", "chosen"),
     [

@@ -6,6 +6,7 @@ from typing import Protocol
 
 from millrace.engine.assembly import KvMemory
 from millrace.telemetry.metrics import Registry
+from millrace_kernels import dispatch
 
 
 class Counted(Protocol):
@@ -23,6 +24,11 @@ def add_gauges(registry: Registry, role: Counted, memory: KvMemory) -> None:
     )
     registry.gauge_function(
         "millrace_kv_used_pages", "KV pages that requests use", lambda: memory.pool.used_pages
+    )
+    registry.gauge_function(
+        "millrace_attention_fallback_changes",
+        "attention plans that another backend computed because FlashInfer failed on their shape",
+        dispatch.fallbacks,
     )
     for index, state in enumerate(("running", "waiting")):
         registry.gauge_function(
