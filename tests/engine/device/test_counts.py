@@ -104,6 +104,27 @@ def test_the_next_step_is_enqueued_before_the_host_waits(cuda, spec, graphs):
         assert counts.copies <= 8
 
 
+def test_edited_logits_and_log_probabilities_only_add_waits_for_their_own_results(cuda):
+    engine = device_engine("llama", "cuda:0", sizes=TINY, dtype="bfloat16")
+    batch = new_batch(engine, runs_ahead=True)
+    spec = SamplingSpec(
+        max_tokens=100,
+        repetition_penalty=1.2,
+        frequency_penalty=0.1,
+        logit_bias={3: 1.0},
+        min_tokens=90,
+        stop_token_ids=(5,),
+        logprobs=0,
+    )
+    batch.add(prefilled(engine, "edited", 14, spec))
+    batch.add(prefilled(engine, "plain", 15, GREEDY))
+    batch.step()
+    with cuda.counted() as counts:
+        assert len(batch.step()) == 2
+    assert not counts.syncs
+    assert counts.by_name["wait event"] == 3  # tokens, edited rows' tokens, log probabilities
+
+
 def test_the_number_of_a_steps_calls_does_not_grow_with_the_layers(cuda):
     found = []
     for layers in (2, 5):

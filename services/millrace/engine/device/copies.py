@@ -29,6 +29,13 @@ def upload(device: torch.device, *tables: Tensor) -> Sequence[Tensor]:
     return [next(parts) if table.device.type == "cpu" else table for table in tables]
 
 
+def send(device: torch.device, table: Tensor) -> Tensor:
+    """Returns a tensor of the host on the device."""
+    if device.type == "cpu":
+        return table
+    return table.pin_memory().to(device, non_blocking=True)
+
+
 class HostCopies:
     """Copies of tensors on their way to the host, behind the work that computes them."""
 

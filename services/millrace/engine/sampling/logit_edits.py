@@ -15,6 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from millrace.engine.device.copies import send
 from millrace.engine.sampling.spec import SamplingRow
 
 _RowIds = tuple[int, npt.NDArray[np.int64]]
@@ -83,4 +84,4 @@ def _flat_index(
 
 
 def _on(like: Tensor, array: npt.NDArray[np.generic]) -> Tensor:
-    return torch.from_numpy(array).to(like.device)
+    return send(like.device, torch.from_numpy(array))

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from millrace.core.token_events import PositionLogprobs
+from millrace.engine.device.copies import HostCopies, send
 from millrace_kernels.torch_backend.sampling import ranked
 
 _SPARE: Final = (
@@ -40,16 +41,16 @@ def position_logprobs(
     if not chosen:
         return []
     normaliser = torch.logsumexp(logits, dim=-1, keepdim=True)
-    ids = torch.tensor(chosen, dtype=torch.int64, device=logits.device).unsqueeze(1)
+    ids = send(logits.device, torch.tensor(chosen, dtype=torch.int64)).unsqueeze(1)
     count = min(max(top), logits.shape[-1])
     if count > 0:
         ids = torch.cat((ids, top_tokens(logits, count)), dim=1)
-    values = (logits.gather(1, ids) - normaliser).tolist()
+    values, ids = HostCopies(logits.gather(1, ids) - normaliser, ids).wait()
     return [
         PositionLogprobs(
             (row_ids[0], row[0]), list(zip(row_ids[1 : k + 1], row[1 : k + 1], strict=True))
         )
-        for row_ids, row, k in zip(ids.tolist(), values, top, strict=True)
+        for row_ids, row, k in zip(ids.tolist(), values.tolist(), top, strict=True)
     ]
 
 

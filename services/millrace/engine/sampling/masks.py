@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from millrace.core.arithmetic import ceil_div
+from millrace.engine.device.copies import send
 from millrace.engine.sampling.spec import Ids, SamplingRow
 from millrace.grammar.matcher import Mask
 
@@ -37,7 +38,7 @@ def bar_tokens(logits: Tensor, rows: Sequence[tuple[int, SamplingRow]]) -> None:
     if len(rows) == len(logits):  # all of them, in their order
         logits.masked_fill_(barred, -math.inf)
         return
-    index = torch.tensor([index for index, _ in rows], device=logits.device)
+    index = send(logits.device, torch.tensor([index for index, _ in rows]))
     logits[index] = logits[index].masked_fill_(barred, -math.inf)
 
 
@@ -55,6 +56,6 @@ def _unpacked(masks: Mask, device: torch.device) -> Tensor:
     if device.type == "cpu":
         bits = np.unpackbits(masks.view(np.uint8), axis=1, bitorder="little")
         return torch.from_numpy(bits.view(np.bool_))
-    packed = torch.from_numpy(masks.view(np.uint8)).to(device)
+    packed = send(device, torch.from_numpy(masks.view(np.uint8)))
     shifts = torch.arange(8, dtype=torch.uint8, device=device)
     return ((packed.unsqueeze(-1) >> shifts) & 1).bool().flatten(1)

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from millrace.core.token_events import PositionLogprobs
-from millrace.engine.device.copies import HostCopies
+from millrace.engine.device.copies import HostCopies, send
 from millrace.engine.sampling.logit_edits import edit_logits
 from millrace.engine.sampling.logprobs import position_logprobs, prompt_logprobs
 from millrace.engine.sampling.masks import bar_tokens
@@ -197,7 +197,7 @@ def _sample_edited(
 ) -> None:
     """Fills in the tokens of the rows `edited`, from a copy of their logits."""
     index = torch.tensor(edited)
-    work = logits[index.to(logits.device)]
+    work = logits[send(logits.device, index)]
     edit_logits(work, [rows[i] for i in edited])
     _constrain(work, rows, edited)
     columns = (settings.temperatures, settings.top_k, settings.top_p, settings.min_p, uniforms)
@@ -229,7 +229,7 @@ def _add_logprobs(logits: Tensor, rows: Sequence[SamplingRow], result: Sampled) 
     if not wanted:
         return
     found = position_logprobs(
-        logits[torch.tensor(wanted, device=logits.device)],
+        logits[send(logits.device, torch.tensor(wanted))],
         [result.token_ids[i] for i in wanted],
         [rows[i].spec.logprobs for i in wanted],
     )
