@@ -76,6 +76,26 @@ async def test_the_last_tokens_are_journalled_at_the_end() -> None:
     assert (await store.journal("r", 0)).tolist() == oracle("llama").greedy(prompt(10), 8)
 
 
+async def test_steps_that_run_ahead_stream_the_same_tokens_and_release_all_pages() -> None:
+    free = oracle("llama").greedy(prompt(21), 14)
+    at = next(i for i in range(3, 14) if free[i] not in free[:i])
+    ahead = config(max_chunk_tokens=512, max_batch=4, decode_ahead="on")
+    async with live_pair(SETTINGS, ahead) as pair:
+        await pair.ask("long", 37, max_tokens=20)
+        await pair.ask("stops", 21, max_tokens=14, stop_token_ids=[free[at]])
+        await pair.ask("gone", 8, max_tokens=500)
+        await eventually(lambda: len(pair.tokens.get(("gone", 0), [])) > 3)
+        pair.decode.cancel("gone")
+        for name in ("long", "stops"):
+            await pair.decode.said("request_finished", name)
+        await pair.decode.said("request_released", "gone")
+        await eventually(lambda: {("long", 0), ("stops", 0)} <= pair.ends.keys())
+        assert pair.used_pages == 0
+    assert pair.tokens["long", 0] == oracle("llama").greedy(prompt(37), 20)
+    assert pair.tokens["stops", 0] == free[: at + 1]
+    assert (pair.ends["long", 0], pair.ends["stops", 0]) == ("length", "stop")
+
+
 async def test_all_choices_may_end_with_their_first_token(pair: Pair) -> None:
     await pair.ask("r", 33, max_tokens=1, n=3)
     finished = await pair.decode.said("request_finished", "r")
