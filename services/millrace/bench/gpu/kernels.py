@@ -15,20 +15,24 @@ _QUICK: Final = "test_linear or test_norms_and_silu or test_merging"
 
 
 def check(context: Context) -> None:
-    """On a GPU all comparisons, on the CPU a few in Triton's interpreter."""
+    """On a GPU all comparisons, on the CPU a few in Triton's interpreter, and decode steps by its
+    kernels against the float64 reference, on a device that the tests simulate."""
     if importlib.util.find_spec("triton") is None:
         context.found.skipped = "the package triton is not installed"
         return
-    compare(context, "triton", "tests/kernels/triton/comparisons.py")
-    if context.is_cuda and importlib.util.find_spec("flashinfer"):
+    quick = [] if context.is_cuda else ["-k", _QUICK]
+    compare(context, "triton", "tests/kernels/triton/comparisons.py", *quick)
+    if not context.is_cuda:
+        steps = "tests/engine/device/graph_steps.py"
+        compare(context, "decode steps by triton, in graphs", steps, "-k", "llama")
+    elif importlib.util.find_spec("flashinfer"):
         compare(context, "flashinfer", "tests/kernels/test_flashinfer.py", "-m", "gpu")
 
 
 def compare(context: Context, name: str, *arguments: str) -> None:
     """Runs tests of the source tree and notes their last line."""
-    more = [] if context.is_cuda else ["-k", _QUICK]
     ran = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments, *more],
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments],
         cwd=context.source,
         env={**os.environ, "TRITON_INTERPRET": "" if context.is_cuda else "1"},
         capture_output=True,
