@@ -25,9 +25,11 @@ ALLOWED = {
     "engine/kv/test_page_table.py": {"_python_dispatch", "_to_copy"},
     # The same, and torch's way to a tensor that stands for another.
     "support/fake_cuda.py": {
-        *("_python_dispatch", "_pytree", "_make_wrapper_subclass", "_schema", "_can_decompose"),
+        *("_python_dispatch", "_pytree", "_schema", "_can_decompose"),
         *("_local_scalar_dense", "_unique2", "_to_copy"),
     },
+    "support/fake_graphs.py": {"_pytree"},
+    "support/fake_tensors.py": {"_pytree", "_make_wrapper_subclass"},
     # kopf and kmock show neither their handlers nor a hook before each request.
     "operator/test_handlers.py": {
         *("_watching", "_changing", "_spawning", "_indexing", "_webhooks", "_activities"),

@@ -12,9 +12,7 @@ compute nothing.
 
 from __future__ import annotations
 
-import os
 import traceback
-import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -30,9 +28,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from millrace_kernels import triton_backend
 from millrace_kernels.triton_backend import configs
+from support.fake_graphs import INTERPRETS, FakeGraph, call_again, spoil
+from support.fake_tensors import CUDA, META, DeviceTensor, hosts, is_tensor
 
-CUDA = torch.device("cuda", 0)
-_META = torch.device("meta")
 _aten = torch.ops.aten
 _SYNCS = {
     _aten._local_scalar_dense.default,
@@ -49,52 +47,6 @@ _EMPTY = {
     _aten.new_empty_strided.default,
 }
 _SOURCES = ("services", "kernels")
-_INTERPRETS = bool(os.environ.get("TRITON_INTERPRET"))
-
-
-_alive: weakref.WeakValueDictionary[int, DeviceTensor] = weakref.WeakValueDictionary()
-
-
-class DeviceTensor(torch.Tensor):
-    """A tensor on the fake device; `host` has its numbers."""
-
-    host: torch.Tensor
-
-    @staticmethod
-    def __new__(cls, host: torch.Tensor) -> DeviceTensor:
-        made = torch.Tensor._make_wrapper_subclass(
-            cls,
-            host.shape,
-            strides=host.stride(),
-            storage_offset=host.storage_offset(),
-            dtype=host.dtype,
-            device=_META,
-        )
-        made.host = host
-        _alive[id(made)] = made
-        return made
-
-    @property
-    def device(self) -> torch.device:
-        return CUDA
-
-    @property
-    def is_cuda(self) -> bool:
-        return True
-
-    @property
-    def is_meta(self) -> bool:
-        return False
-
-    def data_ptr(self) -> int:
-        return self.host.data_ptr()
-
-    def __repr__(self) -> str:
-        return f"DeviceTensor({self.host})"
-
-    @classmethod
-    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
-        raise AssertionError(f"{func} of a device tensor outside its FakeCuda")
 
 
 @dataclass
@@ -140,54 +92,6 @@ class FakeStream:
         self._device.wait_for(self._device.enqueued, "stream")
 
 
-class FakeGraph:
-    """`torch.cuda.CUDAGraph`: the operators of a capture, on the same memory. Python does not run
-    again. Memory that the capture made is garbage before each replay, as graphs share it; memory
-    from before must still have an owner."""
-
-    def __init__(self, device: FakeCuda) -> None:
-        self._device = device
-        self._calls: list[Callable[[], object]] = []
-        self._reads: set[int] = set()
-        self._made: dict[int, torch.Tensor] = {}
-
-    def replay(self) -> None:
-        device = self._device
-        device.counts.replays += 1
-        device.enqueued += 1
-        owned = {storage_of(tensor.host) for tensor in list(_alive.values())}
-        assert self._reads <= owned, "a graph reads memory that has no owner any more"
-        for graph in device.graphs:
-            for made in graph._made.values():
-                spoil(made)
-        for call in self._calls:
-            call()
-
-    def touches(self, inputs: Iterable[torch.Tensor], outputs: Iterable[torch.Tensor]) -> None:
-        """Notes the memory of one captured call."""
-        for tensor in inputs:
-            if storage_of(tensor) not in self._made:
-                self._reads.add(storage_of(tensor))
-        for tensor in outputs:
-            self._made[storage_of(tensor)] = tensor
-
-    def add(self, call: Callable[[], object]) -> None:
-        self._calls.append(call)
-
-
-def storage_of(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
-
-
-def spoil(tensor: torch.Tensor) -> None:
-    """Fills memory with what nothing may read: with zeros where kernels compute nothing, whose
-    results are read all the same."""
-    if tensor.is_floating_point():
-        tensor.fill_(torch.nan if _INTERPRETS else 0.0)
-    else:
-        tensor.zero_()
-
-
 class FakeCuda:
     """The device. `counts` are since the last `counted`."""
 
@@ -207,6 +111,11 @@ class FakeCuda:
             yield self.counts
         finally:
             self.counts = before
+
+    def replayed(self) -> None:
+        """Counts a replay."""
+        self.counts.replays += 1
+        self.enqueued += 1
 
     def pin(self, tensor: torch.Tensor) -> torch.Tensor:
         self._pinned.add(tensor.untyped_storage().data_ptr())
@@ -280,7 +189,7 @@ class FakeCuda:
             self.sync(str(func).removeprefix("aten.").removesuffix(".default"))
         if self._is_work(func):
             return self._compute(func, args, kwargs, leaves)
-        out = func(*_hosts(args), **_hosts(kwargs))
+        out = func(*hosts(args), **hosts(kwargs))
         if func in _EMPTY:
             spoil(out)
             if self.captured is not None:
@@ -288,9 +197,9 @@ class FakeCuda:
         return self._wrapped(out, leaves)
 
     def _compute(self, func: Any, args: Any, kwargs: Any, leaves: list[Any]) -> Any:
-        out = func(*_hosts(args), **_hosts(kwargs))
+        out = func(*hosts(args), **hosts(kwargs))
         inputs = {id(leaf.host) for leaf in leaves if isinstance(leaf, DeviceTensor)}
-        fresh = [x for x in tree_leaves(out) if _is_tensor(x) and id(x) not in inputs]
+        fresh = [x for x in tree_leaves(out) if is_tensor(x) and id(x) not in inputs]
         self.counts.allocations += len(fresh)
         self.counts.launches += 1
         self.counts.by_name[str(func).removeprefix("aten.")] += 1
@@ -298,7 +207,7 @@ class FakeCuda:
         if self.captured is not None:
             used = [leaf.host for leaf in leaves if isinstance(leaf, DeviceTensor)]
             self.captured.touches(used, fresh)
-            self.captured.add(_again(func, _hosts(args), _hosts(kwargs), out, inputs))
+            self.captured.add(call_again(func, hosts(args), hosts(kwargs), out, inputs))
         return self._wrapped(out, leaves)
 
     def _copy(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -306,7 +215,7 @@ class FakeCuda:
         if func is _aten._to_copy.default:
             source, target, wanted = args[0], None, kwargs.get("device")
             is_on = isinstance(source, DeviceTensor)
-            goes_in = not is_on and wanted == _META
+            goes_in = not is_on and wanted == META
             if not goes_in and not (is_on and wanted is not None and wanted.type == "cpu"):
                 return None
             is_async = bool(kwargs.get("non_blocking"))
@@ -353,7 +262,7 @@ class FakeCuda:
         known = {id(leaf.host): leaf for leaf in leaves if isinstance(leaf, DeviceTensor)}
 
         def wrap(value: Any) -> Any:
-            if not _is_tensor(value):
+            if not is_tensor(value):
                 return value
             found = known.get(id(value))
             return DeviceTensor(value) if found is None else found
@@ -361,36 +270,11 @@ class FakeCuda:
         return tree_map(wrap, out)
 
 
-def _again(func: Any, args: Any, kwargs: Any, out: Any, inputs: set[int]) -> Callable[[], None]:
-    """Returns a call that computes the operator again, into the memory of its first result."""
-    kept = [x if _is_tensor(x) and id(x) not in inputs else None for x in tree_leaves(out)]
-
-    def again() -> None:
-        for old, new in zip(kept, tree_leaves(func(*args, **kwargs)), strict=True):
-            if old is not None:
-                old.copy_(new)
-
-    return again
-
-
-def _is_tensor(value: object) -> bool:
-    return isinstance(value, torch.Tensor)
-
-
 def _by_mask(func: Any, args: Any) -> bool:
     """Returns whether an index is a mask, whose true entries the host must count."""
     if func not in (_aten.index.Tensor, _aten.index_put_.default, _aten.index_put.default):
         return False
     return any(x is not None and x.dtype in (torch.bool, torch.uint8) for x in args[1])
-
-
-def _hosts(values: Any) -> Any:
-    def host(value: Any) -> Any:
-        if isinstance(value, DeviceTensor):
-            return value.host
-        return torch.device("cpu") if value == _META and isinstance(value, torch.device) else value
-
-    return tree_map(host, values)
 
 
 class _Functions(TorchFunctionMode):
@@ -415,7 +299,7 @@ class _Functions(TorchFunctionMode):
             return self._device.pin(first.clone())
         if name == "is_pinned":
             return self._device.is_pinned(first)
-        if kwargs.get("device") == _META and name in ("tensor", "as_tensor", "from_numpy"):
+        if kwargs.get("device") == META and name in ("tensor", "as_tensor", "from_numpy"):
             kwargs.pop("device")
             return func(*args, **kwargs).to(CUDA)
         made = func(*args, **kwargs)
@@ -424,8 +308,8 @@ class _Functions(TorchFunctionMode):
 
 def _as_meta(value: Any) -> Any:
     if isinstance(value, torch.device):
-        return _META if value.type == "cuda" else value
-    return _META if isinstance(value, str) and value.partition(":")[0] == "cuda" else value
+        return META if value.type == "cuda" else value
+    return META if isinstance(value, str) and value.partition(":")[0] == "cuda" else value
 
 
 class _Operators(TorchDispatchMode):
@@ -436,7 +320,7 @@ class _Operators(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         is_there = any(isinstance(x, DeviceTensor) for x in tree_leaves((args, kwargs)))
-        if not is_there and kwargs.get("device") != _META:
+        if not is_there and kwargs.get("device") != META:
             return func(*args, **kwargs)
         if func._can_decompose():  # in inference mode operators of several others come whole
             with self:
@@ -452,14 +336,14 @@ def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
     device = FakeCuda()
 
     def launch(kernel, grid, *args, num_warps=4, num_stages=2, **constants) -> None:
-        hosts = _hosts(args)
+        given = hosts(args)
         name = getattr(kernel, "__name__", None) or kernel.fn.__name__
 
         def work() -> None:
-            if _INTERPRETS:
-                kernel[grid](*hosts, **constants)
+            if INTERPRETS:
+                kernel[grid](*given, **constants)
 
-        device.launch(name, work, [x for x in hosts if _is_tensor(x)])
+        device.launch(name, work, [x for x in given if is_tensor(x)])
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))

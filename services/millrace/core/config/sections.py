@@ -227,20 +227,17 @@ class EngineConfig(_Section):
     cuda_graphs: str = _setting(
         "auto",
         _one_of("auto", "on", "off"),
-        "decode steps on a GPU by CUDA graphs. auto: where they can be captured; on: an instance "
-        "that can't capture them does not start",
+        "decode steps by CUDA graphs. auto: where possible; on: else the instance does not start",
     )
     cuda_graph_batches: str = _setting(
         "",
         _batches,
-        "sizes of decode batches to capture, SEQUENCES,...; a larger batch runs without a graph; "
-        "empty: powers of two up to max_batch, and max_batch",
+        "sizes of batches to capture, SEQUENCES,...; empty: powers of two and max_batch",
     )
     decode_ahead: str = _setting(
         "auto",
         _one_of("auto", "on", "off"),
-        "a decode step begins before the host has the tokens of the step before. auto: on GPUs; "
-        "on needs one rank and one stage",
+        "a decode step begins before the host has the last step's tokens. auto: on GPUs",
     )
     page_tokens: int = _setting(16, _within(1, 1024), "tokens of a KV page")
     kv_bytes: int = _setting(0, _within(0), "memory of the KV pool; 0: a share of the free memory")
