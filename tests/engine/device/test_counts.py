@@ -46,6 +46,26 @@ def test_a_prefill_waits_for_nothing_between_its_first_operator_and_its_last(cud
     assert counts.copies <= 3 and not counts.by_name["wait event"]
 
 
+def test_a_pass_of_answers_and_a_chunk_waits_once_for_the_answers_tokens(cuda):
+    engine = device_engine("llama", "cuda:0", sizes=TINY, dtype="bfloat16")
+    batch = new_batch(engine)
+    for i in range(2):
+        batch.add(prefilled(engine, str(i), 14 + i, GREEDY))
+    pages = engine.pool.allocate(2)
+    for start in (0, 9):
+        task = PrefillTask(
+            token_ids=torch.arange(9), history_tokens=start, pages=pages, want_logits=False
+        )
+        with torch.inference_mode(), cuda.counted() as counts:
+            batch.page_table.put(2, pages)
+            logits = engine.runner.mixed(batch.rows(), batch.page_table.first(3), [task])
+            assert len(batch.take(logits)) == 2
+        assert not counts.syncs
+        assert counts.by_name["wait event"] == 1
+        # Rows of answers and of chunks are attended to by kernels of their own.
+        assert counts.launches <= LAYERS * (MOST_OF_LAYER["llama"] + 1) + 13
+
+
 @pytest.mark.parametrize("spec", [GREEDY, NUCLEUS], ids=["greedy", "nucleus"])
 @pytest.mark.parametrize("family", MOST_OF_LAYER)
 def test_a_step_without_a_graph_waits_once_for_its_tokens(cuda, family, spec):
