@@ -13,6 +13,7 @@ from typing import Any
 import httpx
 
 from millrace.instance.tasks import stacks
+from millrace.local.forks import ForkedProcess
 from millrace.local.stack import Stack, StackOptions
 from support.deadlines import HANG_S
 
@@ -111,9 +112,7 @@ async def eventually(check: Any, timeout_s: float = HANG_S, *, what: str = "") -
 
 
 @asynccontextmanager
-async def held(
-    stack: Stack, name: str, check: Callable[[], bool]
-) -> AsyncIterator[asyncio.subprocess.Process]:
+async def held(stack: Stack, name: str, check: Callable[[], bool]) -> AsyncIterator[ForkedProcess]:
     """Lets a service run in short slices until `check()` is true; inside, it is stopped.
 
     What the service does is then in the state that `check` wants, however busy the machine is.

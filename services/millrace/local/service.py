@@ -9,7 +9,6 @@ import asyncio
 import logging
 import os
 import signal
-import sys
 from collections.abc import Coroutine, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,7 +16,7 @@ from pathlib import Path
 import orjson
 
 from millrace.core.errors import MillraceError
-from millrace.local.child import ending_with_this
+from millrace.local.forks import ForkedProcess, fork
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +38,7 @@ class Service:
     arguments: list[str]
     log_path: Path
     environment: Mapping[str, str] = field(default_factory=dict)
-    process: asyncio.subprocess.Process | None = None
+    process: ForkedProcess | None = None
     port: int = 0
     serving: bool = False
     restarts: int = 0
@@ -52,21 +51,18 @@ class Service:
         await self.wait_until_it_serves(timeout_s)
 
     async def launch(self) -> None:
-        """Starts the process."""
+        """Starts the process. Raises OSError when it can't be made."""
         self.serving = False
         read_fd, write_fd = os.pipe()
-        with self.log_path.open("ab") as output:
-            command = [sys.executable, "-m", "millrace.cli", *self.arguments]
-            self.process = await asyncio.create_subprocess_exec(
-                *ending_with_this([*command, "--ready-fd", str(write_fd)], signal.SIGTERM),
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                env={**os.environ, **self.environment},
-                pass_fds=(write_fd,),
-                start_new_session=True,
-            )
-        os.close(write_fd)
+        try:
+            with self.log_path.open("ab") as output:
+                environment = {**os.environ, **self.environment}
+                self.process = await fork(self.arguments, environment, output.fileno(), write_fd)
+        except BaseException:
+            os.close(read_fd)
+            raise
+        finally:
+            os.close(write_fd)
         self._ready_fd = read_fd
 
     async def wait_until_it_serves(self, timeout_s: float) -> None:

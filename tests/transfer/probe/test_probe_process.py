@@ -231,7 +231,9 @@ async def test_a_crash_in_a_probe_ends_neither_instance(where, monkeypatch, capl
         await asyncio.wait_for(path.reach_peers(net.address, "decode"), WAIT_S)
         assert (len(asker.opened), len(asked.opened)) == (2, 2)
     assert "not ready: KV can't travel between d0 and any of the 1 asked" in caplog.text
-    found = ["the probe's process was ended by SIGABRT"]
-    if where == "asked":  # or the asker notices it first
-        found.append("can't connect to p0-probe-1: its process has ended")
+    dead = "p0" if where == "asked" else "d0"
+    found = [
+        "the probe's process was ended by SIGABRT",
+        f"can't connect to {dead}-probe-1: its process has ended",  # its peer notices it first
+    ]
     assert any(why in caplog.text for why in found)
