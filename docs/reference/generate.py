@@ -14,6 +14,7 @@ from typing import Any
 
 import yaml
 from docs.reference.metrics_in_code import ROLES, Metric, metrics
+from docs.reference.parameters import parameters_page
 from typer.main import get_command
 
 from millrace.cli import main as command_line
@@ -249,6 +250,7 @@ PAGES: Mapping[str, Callable[[], str]] = {
     "values.md": values,
     "crds.md": crds,
     "metrics.md": metrics_page,
+    "parameters.md": parameters_page,
 }
 
 if __name__ == "__main__":

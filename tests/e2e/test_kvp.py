@@ -16,7 +16,7 @@ import pytest
 from millrace.local.stack import Stack
 from millrace.wire.clients.scheduler_client import evict, get_instances
 from support.deadlines import HANG_S
-from support.live_stack import check_constrained, eventually, greedy_ids, live_stack
+from support.live_stack import check_sampling, eventually, greedy_ids, live_stack
 from support.served_model import served_folder
 from support.tiny_models import oracle, prompt
 
@@ -96,7 +96,7 @@ async def test_long_contexts_spread_and_a_lost_worker_costs_no_answer() -> None:
     async with stack_of(kvp=2) as (stack, client):
         answers = await asyncio.gather(*(greedy_ids(client, p, 24) for p in [*short, *long]))
         assert answers == expected
-        await check_constrained(client, long[0])
+        await check_sampling(client, long[0])
 
         undisturbed = oracle(MODEL).greedy(lasting, 200)
         async with asyncio.timeout(5 * HANG_S):

@@ -13,7 +13,8 @@ from millrace.wire.clients.scheduler_client import evict, get_instances
 from support.deadlines import HANG_S
 from support.live_stack import (
     POOL_BYTES,
-    check_constrained,
+    REASONS,
+    check_sampling,
     complete,
     eventually,
     greedy_ids,
@@ -52,7 +53,7 @@ def options(colocated: int = 1, *more: str) -> StackOptions:
         port=0,
         threads=1,
         start_timeout_s=2 * HANG_S,
-        settings=[f"engine.kv_bytes={POOL_BYTES}", *SETTINGS, *more],
+        settings=[f"engine.kv_bytes={POOL_BYTES}", REASONS, *SETTINGS, *more],
     )
 
 
@@ -85,7 +86,7 @@ async def test_one_instance_serves_it_all() -> None:
             found = await answers(client)
             for ids, answer in zip(prompts, await greedy, strict=True):
                 assert answer == oracle(MODEL).greedy(ids, 12)
-            await check_constrained(client, prompts[3])
+            await check_sampling(client, prompts[3])
             again = await complete(client, prompt=prompts[0], max_tokens=1, temperature=0)
             traced = await client.post(
                 "/v1/completions",

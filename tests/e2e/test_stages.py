@@ -15,7 +15,7 @@ import pytest
 from millrace.local.stack import Stack, StackOptions
 from support.child_processes import forked_child
 from support.deadlines import HANG_S
-from support.live_stack import POOL_BYTES, check_constrained, complete, eventually, greedy_ids
+from support.live_stack import POOL_BYTES, REASONS, check_sampling, complete, eventually, greedy_ids
 from support.served_model import served_folder
 from support.tiny_models import oracle, prompt
 
@@ -37,7 +37,7 @@ def options(of_prefill: int, of_decode: int, **others: Any) -> StackOptions:
         port=0,
         threads=1,
         start_timeout_s=2 * HANG_S,
-        settings=[f"engine.kv_bytes={POOL_BYTES}", *SETTINGS, *given.pop("settings", ())],
+        settings=[f"engine.kv_bytes={POOL_BYTES}", REASONS, *SETTINGS, *given.pop("settings", ())],
         role_settings={
             "prefill": [f"engine.stages={of_prefill}", "engine.max_chunk_tokens=128"],
             "decode": [f"engine.stages={of_decode}", *decode_settings],
@@ -65,7 +65,7 @@ async def any_into_any(prefill: int, decode: int) -> None:
         found = await asyncio.gather(*(greedy_ids(client, ids, 6) for ids in prompts))
         for ids, answer in zip(prompts, found, strict=True):
             assert answer == oracle(MODEL).greedy(ids, 6)
-        await check_constrained(client, prompts[0])
+        await check_sampling(client, prompts[0])
 
 
 #: Requests with every sampling parameter and everything that an answer may carry.

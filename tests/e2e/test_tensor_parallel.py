@@ -12,7 +12,7 @@ import pytest
 from millrace.local.stack import Stack, StackOptions
 from support.child_processes import forked_child
 from support.deadlines import HANG_S
-from support.live_stack import POOL_BYTES, check_constrained, eventually, greedy_ids
+from support.live_stack import POOL_BYTES, REASONS, check_sampling, eventually, greedy_ids
 from support.served_model import served_folder
 from support.tiny_models import oracle, prompt
 
@@ -30,6 +30,7 @@ def options(prefill: int, decode: int, pools: str = "auto") -> StackOptions:
             f"engine.kv_bytes={POOL_BYTES}",
             f"engine.kv_pools={pools}",
             "engine.dtype=float32",
+            REASONS,
         ],
         role_settings={
             "prefill": [f"engine.tensor_parallel={prefill}", "engine.max_chunk_tokens=128"],
@@ -55,7 +56,7 @@ async def test_any_degree_into_any_other_gives_the_oracles_tokens(
     ):
         prompts = [prompt(n, seed=n) for n in (600, 20, 45, 33)]
         found = await asyncio.gather(*(greedy_ids(client, ids, 6) for ids in prompts))
-        await check_constrained(client, prompts[0])
+        await check_sampling(client, prompts[0])
     for ids, answer in zip(prompts, found, strict=True):
         assert answer == oracle("llama").greedy(ids, 6)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -43,6 +43,8 @@ class Script:
     on_submit: Callable[[RequestSpec], None] | None = None
     token_ids: list[int] | None = None
     spans: list[Span] = field(default_factory=list)
+    #: Of every token, by choice.
+    logprobs: list[float] = field(default_factory=lambda: [-0.5])
     #: Of prefill-only requests, in order.
     vectors: list[list[float]] = field(default_factory=lambda: [[float(i) for i in range(8)]])
 
@@ -141,7 +143,8 @@ def token_event(
 ) -> TokenEvent:
     sampling, logprobs, first = spec.sampling, (), {}
     if sampling.logprobs >= 0:
-        logprobs = (_logprobs(token_id, sampling.logprobs),)
+        logprob = script.logprobs[choice % len(script.logprobs)]
+        logprobs = (_logprobs(token_id, sampling.logprobs, logprob),)
     if position == spec.resumed_tokens and choice == 0:
         first = {"spans": tuple(script.spans), "cached_tokens": 3}
         if sampling.prompt_logprobs >= 0:
@@ -162,8 +165,8 @@ def _of_prompt(spec: RequestSpec) -> tuple[PositionLogprobs | None, ...]:
     return tuple(_logprobs(i, top) if i else None for i in range(spec.prompt_tokens))
 
 
-def _logprobs(token_id: int, top: int) -> PositionLogprobs:
-    return PositionLogprobs((token_id, -0.5), tuple((10 + i, -1.0 - i) for i in range(top)))
+def _logprobs(token_id: int, top: int, logprob: float = -0.5) -> PositionLogprobs:
+    return PositionLogprobs((token_id, logprob), tuple((10 + i, -1.0 - i) for i in range(top)))
 
 
 @dataclass
@@ -200,10 +203,12 @@ class Stack:
 
 @asynccontextmanager
 async def gateway(
-    folder: Path, *settings: str, config: Config | None = None
+    folder: Path, *settings: str, config: Config | None = None, markers: Sequence[str] = ()
 ) -> AsyncIterator[Stack]:
-    """A proxy on a free port, ready. `settings` are `section.field=value` overrides."""
-    write_stub_model(folder, context_tokens=CONTEXT_TOKENS)
+    """A proxy on a free port, ready. `settings` are `section.field=value` overrides; `markers` are
+    special tokens of the model.
+    """
+    write_stub_model(folder, context_tokens=CONTEXT_TOKENS, markers=markers)
     fleet = Fleet(Tokenizer.from_file(str(folder / "tokenizer.json")))
     await fleet.start()
     config = config or load_config(overrides=settings)

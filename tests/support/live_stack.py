@@ -18,6 +18,8 @@ from millrace.local.stack import Stack, StackOptions
 from support.deadlines import HANG_S
 
 POOL_BYTES = 64 << 20
+#: `check_sampling` needs it: the models' templates do not say how they mark reasoning.
+REASONS = "proxy.reasoning_parser=think"
 MOST_LOG_LINES = 60
 #: A service that is held runs and stops for this long in turns: some steps of the smallest models.
 SLICE_S = 0.02
@@ -45,7 +47,7 @@ async def live_stack(
         port=0,
         threads=1,
         start_timeout_s=2 * HANG_S,
-        settings=[f"engine.kv_bytes={POOL_BYTES}", *settings],
+        settings=[f"engine.kv_bytes={POOL_BYTES}", REASONS, *settings],
         role_settings=role_settings or {},
     )
     async with Stack(options) as stack:
@@ -91,6 +93,35 @@ async def check_constrained(client: httpx.AsyncClient, prompt: list[int]) -> Non
     answer = await complete(client, prompt=prompt, guided_regex=lines, max_tokens=60, seed=3)
     (choice,) = answer["choices"]
     assert choice["finish_reason"] == "stop" and re.fullmatch(lines, choice["text"]), choice
+
+
+async def check_sampling(client: httpx.AsyncClient, prompt: list[int]) -> None:
+    """Checks a grammar, a budget of reasoning, and barred tokens in the layout at hand."""
+    await check_constrained(client, prompt)
+    start, end = [await token_ids(client, text) for text in ("<think>", "</think>")]
+    few = [*start, *end, *range(300, 320)]
+    answer = await complete(
+        client,
+        prompt=[*prompt, *start],
+        max_reasoning_tokens=7,
+        allowed_token_ids=few,
+        bad_words=["</think>", "<"],
+        max_tokens=24,
+        ignore_eos=True,
+        return_token_ids=True,
+        temperature=1.5,
+        seed=5,
+    )
+    ids = answer["choices"][0]["token_ids"]
+    assert ids[7 : 7 + len(end)] == end, ids
+    others = ids[:7] + ids[7 + len(end) :]
+    assert set(others) <= set(few) - {end[0]}, ids
+
+
+async def token_ids(client: httpx.AsyncClient, text: str) -> list[int]:
+    """Returns the tokens of a text, without special tokens around it."""
+    body = {"prompt": text, "add_special_tokens": False}
+    return (await client.post("/tokenize", json=body)).json()["tokens"]
 
 
 async def eventually(check: Any, timeout_s: float = HANG_S, *, what: str = "") -> None:

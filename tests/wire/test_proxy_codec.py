@@ -9,7 +9,7 @@ import pytest
 
 from millrace.core.kv.transfer import Incarnation
 from millrace.core.request import RequestState, Slo
-from millrace.core.request_spec import Constraint, RequestSpec, SamplingParams
+from millrace.core.request_spec import Constraint, ReasoningBudget, RequestSpec, SamplingParams
 from millrace.core.scheduler import effects, events
 from millrace.core.scheduler.commands import Member
 from millrace.core.scheduler.fleet.prompt_progress import PromptProgress
@@ -42,6 +42,9 @@ SPEC = RequestSpec(
         logprobs=9,
         prompt_logprobs=10,
         constraint=Constraint(kind="regex", text="a+"),
+        allowed_token_ids=(11, 12),
+        bad_words=((13,), (14, 15)),
+        reasoning=ReasoningBudget(max_tokens=16, form="harmony", opened=True, calls=True),
     ),
     slo=Slo(ttft_s=0.5, tbt_s=0.1, e2e_s=2.5, class_name="chat"),
     arrival_unix_s=1e9 + 0.25,

@@ -70,8 +70,7 @@ class MixedAdmissions:
 
         All cached blocks of the prompt are used, even if the scheduler expected fewer or more.
         """
-        if admit.request.sampling.constraint is not None:
-            self._grammars.prepare(admit.request.sampling.constraint)
+        self._grammars.begin(admit.request.sampling)
         request = self._table.get(admit.request.request_id)
         if request is not None:  # ended: its release report answers this, too
             request.attempt = admit.attempt

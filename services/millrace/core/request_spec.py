@@ -25,6 +25,22 @@ class Constraint:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ReasoningBudget:
+    """The most tokens of reasoning before an answer; then the end of the reasoning is forced.
+
+    `form` says how the model marks reasoning: think, mistral or harmony (`core.reasoning`).
+    `opened`: the prompt opens the reasoning; of harmony: it opens a message of the assistant.
+    `calls`: the model may call tools after the reasoning. With a constraint, the constraint begins
+    after the reasoning.
+    """
+
+    max_tokens: int
+    form: str
+    opened: bool = False
+    calls: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """How the tokens are chosen. The defaults are greedy, and filter and penalise nothing.
 
@@ -48,6 +64,9 @@ class SamplingParams:
     logprobs: int = -1  # -1: none; k: the chosen token's and the k likeliest
     prompt_logprobs: int = -1
     constraint: Constraint | None = None
+    allowed_token_ids: tuple[int, ...] = ()  # none: all may be generated
+    bad_words: tuple[tuple[int, ...], ...] = ()  # sequences that the answer never has
+    reasoning: ReasoningBudget | None = None
 
 
 def finish_reason(

@@ -79,8 +79,7 @@ class Admissions:
 
     def admit(self, admit: AdmitDecode) -> None:
         """Admits a new request, or another attempt at a request whose first tokens were kept."""
-        if admit.request.sampling.constraint is not None:
-            self._engine.grammars.prepare(admit.request.sampling.constraint)
+        self._engine.grammars.begin(admit.request.sampling)
         request = self._table.get(admit.request.request_id)
         if request is not None:
             request.attempt = admit.attempt  # an ended request's release report answers this, too

@@ -14,11 +14,12 @@ from typing import Final
 
 import numpy as np
 import numpy.typing as npt
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from llguidance import LLMatcher, LLParserLimits
 
 from millrace.core.arithmetic import ceil_div
-from millrace.core.request_spec import Constraint
+from millrace.core.request_spec import Constraint, SamplingParams
 from millrace.grammar.source import GrammarError, grammar_of
+from millrace.grammar.vocabulary import Vocabulary
 
 #: One bit a token, lowest bit first: uint32 [ceil(vocabulary / 32)].
 Mask = npt.NDArray[np.uint32]
@@ -91,12 +92,17 @@ class Grammars:
     """
 
     def __init__(self, folder: Path, vocab_size: int, eos_ids: Sequence[int]) -> None:
-        self._path = folder / "tokenizer.json"
-        self._vocab_size = vocab_size
+        self.vocabulary = Vocabulary(folder, vocab_size, eos_ids)
         self._words = ceil_div(vocab_size, 32)
-        self._eos_ids = list(eos_ids)
         self._kept: OrderedDict[Constraint, Future[LLMatcher]] = OrderedDict()
         self._lock = threading.Lock()
+
+    def begin(self, sampling: SamplingParams) -> None:
+        """Begins to prepare what an answer needs, so that its first token waits less."""
+        if sampling.constraint is not None:
+            self.prepare(sampling.constraint)
+        elif sampling.reasoning is not None:
+            self._thread.submit(lambda: self.vocabulary.tokenizer)
 
     def prepare(self, constraint: Constraint) -> Future[LLMatcher]:
         """Begins to compile a constraint, unless it is known. The future may raise GrammarError."""
@@ -109,25 +115,24 @@ class Grammars:
             self._kept.move_to_end(constraint)
             return future
 
-    def matcher(self, constraint: Constraint, token_ids: Sequence[int] = ()) -> Matcher:
-        """Returns the matcher of an answer that begins with `token_ids`.
+    def matcher(self, constraint: Constraint) -> Matcher:
+        """Returns the matcher of an answer without tokens.
 
         Waits for the compilation. A constraint that can't be compiled gives a matcher with `error`.
         """
         try:
-            matcher = Matcher(self.prepare(constraint).result().deep_copy(), self._words)
+            return Matcher(self.prepare(constraint).result().deep_copy(), self._words)
         except GrammarError as error:
             return Matcher(None, self._words, str(error))
-        for token_id in token_ids:
-            matcher.consume(token_id)
-        return matcher
 
     def close(self) -> None:
         """Ends the thread once it has compiled what was asked for."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     def _compile(self, constraint: Constraint) -> LLMatcher:
-        compiled = LLMatcher(self._tokenizer, grammar_of(constraint), log_level=0, limits=_LIMITS)
+        compiled = LLMatcher(
+            self.vocabulary.tokenizer, grammar_of(constraint), log_level=0, limits=_LIMITS
+        )
         if compiled.is_error():
             raise GrammarError(compiled.get_error().strip())
         return compiled
@@ -135,17 +140,3 @@ class Grammars:
     @cached_property
     def _thread(self) -> ThreadPoolExecutor:
         return ThreadPoolExecutor(1, thread_name_prefix="grammars")
-
-    @cached_property
-    def _tokenizer(self) -> LLTokenizer:
-        if not self._eos_ids:
-            raise GrammarError("the model has no end-of-sequence token")
-        try:
-            return LLTokenizer(
-                str(self._path),
-                n_vocab=self._vocab_size,
-                eos_token=self._eos_ids,
-                slices=LLTokenizer.json_slices(),
-            )
-        except Exception as error:  # the library raises what its Rust code raises
-            raise GrammarError(f"the model's tokenizer can't be constrained: {error}") from error

@@ -154,8 +154,7 @@ class PrefillRole:
     def on_command(self, command: Command) -> None:
         match command:
             case RunPrefill():
-                if command.request.sampling.constraint is not None:
-                    self._engine.grammars.prepare(command.request.sampling.constraint)
+                self._engine.grammars.begin(command.request.sampling)
                 self._begin(PrefillJob.of(command, self._id))
             case Order():
                 self._reorder(command)

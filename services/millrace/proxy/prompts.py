@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from millrace.proxy.errors import ApiError, bad_field
 from millrace.proxy.parsing.families import Parsers
-from millrace.proxy.request.options import Limits
+from millrace.proxy.request.options import Limits, Options
 from millrace.proxy.request.validation import CompletionRequest, Conversation, Prompt
 from millrace.proxy.text.chat_template import ChatTemplate
 from millrace.proxy.text.prefix import NO_BLOCKS, PromptBlocks
@@ -103,6 +103,25 @@ class PromptReader:
                 ids = np.array(text, dtype=np.int32)
             found.append(_checked(EnginePrompt(ids=ids, field=path), path))
         return found
+
+    def cut(self, prompt: EnginePrompt, options: Options) -> EnginePrompt:
+        """Returns the prompt with the tokens that `options.truncation` keeps.
+
+        Raises ApiError naming the field.
+        """
+        kept = options.kept_tokens(prompt.ids.size, self._limits)
+        if options.truncation is None or kept == prompt.ids.size:
+            return prompt
+        left = options.truncation.side == "left"
+        ids = prompt.ids[-kept:] if left else prompt.ids[:kept]
+        text = end = ""
+        if options.echo:
+            skip = options.skip_special_tokens
+            text = self._tokenizer.decode(ids.tolist(), skip_special_tokens=skip)
+        if prompt.end:
+            last = ids[-_END_CHARACTERS:].tolist()
+            end = self._tokenizer.decode(last, skip_special_tokens=False)[-_END_CHARACTERS:]
+        return replace(prompt, ids=ids, text=text, end=end)
 
     async def _read_prompt(self, prompt: Prompt, request: CompletionRequest) -> EnginePrompt:
         if isinstance(prompt, str):

@@ -100,7 +100,7 @@ async def test_without_normalisation(stack):
         ("dimensions", 0, "dimensions"),
         ("dimensions", HIDDEN_SIZE + 1, "dimensions"),
         ("encoding_format", "hex", "encoding_format"),
-        ("truncate_prompt_tokens", 3, "truncate_prompt_tokens"),
+        ("truncate_prompt_tokens", 0, "truncate_prompt_tokens"),
         ("temperature", 1, "temperature"),
     ],
 )

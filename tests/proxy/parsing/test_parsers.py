@@ -332,7 +332,9 @@ def test_harmony_with_the_recipient_before_the_channel():
 def test_forced_calls():
     text = '[{"name": "now", "arguments": {}}, {"name": "now", "arguments": {"a": 1}}]'
     for pieces in ([text], list(text)):
-        parser = Parsers(tools="hermes", reasoning="think").make(SCHEMAS, "<think>", forced=True)
+        parser = Parsers(tools="hermes", reasoning="think").make(
+            SCHEMAS, "<think>", forced=True, reasons=False
+        )
         assert run(parser, pieces) == ("", "", [("now", "{}"), ("now", '{"a": 1}')])
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
@@ -39,10 +40,20 @@ def stub_tokenizer(vocab_size: int = 400) -> Tokenizer:
     return tokenizer
 
 
-def write_stub_model(folder: Path, *, context_tokens: int = 4096, vocab_size: int = 400) -> Path:
-    """Writes config.json, tokenizer.json and tokenizer_config.json; returns the folder."""
+def write_stub_model(
+    folder: Path,
+    *,
+    context_tokens: int = 4096,
+    vocab_size: int = 400,
+    markers: Sequence[str] = (),
+) -> Path:
+    """Writes config.json, tokenizer.json and tokenizer_config.json; returns the folder.
+
+    `markers` are special tokens beside the usual ones.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = stub_tokenizer(vocab_size)
+    tokenizer.add_special_tokens(list(markers))
     tokenizer.save(str(folder / "tokenizer.json"))
     config = {
         "vocab_size": tokenizer.get_vocab_size(),

@@ -1,4 +1,4 @@
-"""Changes to the model's logits before a token is chosen: penalties, `logit_bias` and `min_tokens`.
+"""Changes to the model's logits before a token is chosen: penalties, `logit_bias`, barred tokens.
 
 Only the entries concerned are touched: they are addressed by flat index, all rows of a batch in
 one gather and scatter, so the work grows with the distinct tokens a sequence has seen and not with
@@ -22,8 +22,8 @@ _RowIds = tuple[int, npt.NDArray[np.int64]]
 
 
 def edit_logits(logits: Tensor, rows: Sequence[SamplingRow]) -> None:
-    """Applies each row's penalties, bias and `min_tokens` to `logits` (float32 [b, vocab],
-    contiguous) in place.
+    """Applies each row's penalties, bias, `allowed_token_ids`, `bad_words` and `min_tokens` to
+    `logits` (float32 [b, vocab], contiguous) in place.
 
     Repetition penalty as in Keskar et al., "CTRL", section 4.1, with the sign rule that
     `transformers` uses (a negative logit is multiplied); presence and frequency penalties as
@@ -37,10 +37,25 @@ def edit_logits(logits: Tensor, rows: Sequence[SamplingRow]) -> None:
         where, inside = _flat_index([(k, ids) for k, ids, _ in biased], vocab)
         values = np.concatenate([values for _, _, values in biased])[inside]
         flat.index_add_(0, _on(flat, where), _on(flat, values))
+    _keep_allowed(logits, rows)
     barred = [(k, row.spec.stop_id_array) for k, row in enumerate(rows) if _bars(row)]
+    barred += [(k, row.bad_words.barred()) for k, row in enumerate(rows) if row.bad_words]
     if barred:
         where, _ = _flat_index(barred, vocab)
         flat.index_fill_(0, _on(flat, where), -math.inf)
+
+
+def _keep_allowed(logits: Tensor, rows: Sequence[SamplingRow]) -> None:
+    """Bars all tokens but `allowed_token_ids` in the rows that have some."""
+    specs = [row.spec for row in rows]
+    limited = [(k, spec.allowed_id_array) for k, spec in enumerate(specs) if spec.allowed_token_ids]
+    if not limited:
+        return
+    flat = logits.view(-1)
+    where = _on(flat, _flat_index(limited, logits.shape[1])[0])
+    kept = flat[where]
+    logits.index_fill_(0, torch.tensor([k for k, _ in limited], device=logits.device), -math.inf)
+    flat[where] = kept
 
 
 def _bars(row: SamplingRow) -> bool:

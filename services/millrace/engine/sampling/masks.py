@@ -1,4 +1,4 @@
-"""Bars the tokens that the grammars of a batch do not allow."""
+"""Bars the tokens that the grammars and the budgets of reasoning of a batch do not allow."""
 
 from __future__ import annotations
 
@@ -32,6 +32,9 @@ def bar_tokens(logits: Tensor, rows: Sequence[tuple[int, SamplingRow]]) -> None:
     for mask, matcher in zip(masks, matchers, strict=True):
         mask[:] = matcher.mask()
     for (_, row), mask in zip(rows, masks, strict=True):
+        if row.reasoning is not None:
+            for token_id in row.reasoning.also:
+                mask[token_id >> 5] |= np.uint32(1 << (token_id & 31))
         if row.bars_stop_ids:
             _bar_stop_ids(mask, row.spec.stop_id_array)
     barred = _unpacked(~masks, logits.device)[:, :vocab]
@@ -40,6 +43,24 @@ def bar_tokens(logits: Tensor, rows: Sequence[tuple[int, SamplingRow]]) -> None:
         return
     index = send(logits.device, torch.tensor([index for index, _ in rows]))
     logits[index] = logits[index].masked_fill_(barred, -math.inf)
+
+
+def limit_reasoning(logits: Tensor, rows: Sequence[tuple[int, SamplingRow]]) -> None:
+    """Bars the tokens that end the reasoning wrongly, and all but those that must end it.
+
+    Arguments as those of `bar_tokens`. A token that must come is chosen whatever else bars it.
+    """
+    for index, row in rows:
+        reasoning = row.reasoning
+        if reasoning is None:
+            continue
+        if reasoning.barred:
+            logits[index, list(reasoning.barred)] = -math.inf
+        if reasoning.only:
+            ids = list(reasoning.only)
+            kept = logits[index, ids].nan_to_num(neginf=torch.finfo(logits.dtype).min)
+            logits[index] = -math.inf
+            logits[index, ids] = kept
 
 
 def _bar_stop_ids(mask: Mask, stop_ids: Ids) -> None:

@@ -1,10 +1,10 @@
 """Chooses the next token of every sequence of a batch.
 
 Order of work on a row's logits: repetition penalty over prompt and output (divide if positive,
-multiply if negative), presence and frequency penalties over the output, `logit_bias`, stop ids
-barred below `min_tokens`, tokens barred that the row's grammar does not allow; then greedy choice,
-or temperature, `top_k`, `top_p` of what is left, `min_p` relative to the likeliest, and a draw from
-what remains.
+multiply if negative), presence and frequency penalties over the output, `logit_bias`, all but
+`allowed_token_ids` barred, `bad_words` and, below `min_tokens`, stop ids barred, tokens barred that
+the row's grammar or its budget of reasoning does not allow; then greedy choice, or temperature,
+`top_k`, `top_p` of what is left, `min_p` relative to the likeliest, and a draw from what remains.
 
 A row's token depends on its own logits, spec and (seed, choice, output position) alone. Draws
 invert the CDF in float64, with one Philox uniform a row; every tie is settled by the lowest id.
@@ -17,7 +17,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -25,14 +24,17 @@ from millrace.core.token_events import PositionLogprobs
 from millrace.engine.device.copies import HostCopies, send
 from millrace.engine.sampling.logit_edits import edit_logits
 from millrace.engine.sampling.logprobs import position_logprobs, prompt_logprobs
-from millrace.engine.sampling.masks import bar_tokens
+from millrace.engine.sampling.masks import bar_tokens, limit_reasoning
+from millrace.engine.sampling.reasoning import reasoning_of
 from millrace.engine.sampling.spec import (
     PromptIds,
     SamplingRow,
     SamplingSpec,
     finish_reason,
+    resumed_ids,
 )
 from millrace.grammar.matcher import Grammars
+from millrace.grammar.source import GrammarError
 from millrace_kernels import api as kernels
 
 __all__ = [
@@ -47,7 +49,10 @@ __all__ = [
 
 NO_TOKEN: Final = -1
 _NOT_FINITE: Final = "the model's logits are not finite (NaN or infinite); no token was chosen"
-_ALL_BARRED: Final = "min_tokens, logit_bias or a penalty leaves no token to choose from"
+_ALL_BARRED: Final = (
+    "min_tokens, logit_bias, allowed_token_ids, bad_words or a penalty leaves no token to choose "
+    "from"
+)
 _NO_GRAMMARS: Final = "this instance can't constrain answers"
 _EDITED_ELEMENTS: Final = 1 << 24  # logits that are copied at once to be edited
 
@@ -98,7 +103,7 @@ class _Settings:
 class Sampler:
     """Keeps nothing of a sequence: the state of its output is in its `SamplingRow`.
 
-    Without `grammars`, rows with a constraint get errors.
+    Without `grammars`, rows with a constraint or a budget of reasoning get errors.
     """
 
     def __init__(self, grammars: Grammars | None = None) -> None:
@@ -111,12 +116,26 @@ class Sampler:
         Waits until the spec's constraint is compiled.
         """
         row = SamplingRow.first(spec, choice, prompt_ids)
-        if spec.constraint is None or self._grammars is None:
+        if not spec.guided:
             return row
-        resumed: list[int] = []
-        if spec.resumed_tokens and prompt_ids is not None:
-            resumed = np.asarray(prompt_ids[-spec.resumed_tokens :]).tolist()
-        row.matcher = self._grammars.matcher(spec.constraint, resumed)
+        if self._grammars is None:
+            row.error = _NO_GRAMMARS
+            return row
+        if spec.constraint is not None:
+            row.matcher = self._grammars.matcher(spec.constraint)
+        if spec.reasoning is not None:
+            try:
+                row.reasoning = reasoning_of(
+                    spec.reasoning,
+                    self._grammars.vocabulary,
+                    spec.stop_token_ids,
+                    constrained=spec.constraint is not None,
+                )
+            except GrammarError as error:
+                row.error = str(error)
+                return row
+        for token_id in resumed_ids(spec, prompt_ids):
+            row.follow(token_id)
         return row
 
     @torch.inference_mode()
@@ -206,16 +225,16 @@ def _sample_edited(
         result.token_ids[row] = token_id
     _refuse(result, edited, peaks, _ALL_BARRED)
     for i in edited:
-        if rows[i].spec.constraint is not None:
-            matcher = rows[i].matcher
-            error = _NO_GRAMMARS if matcher is None else matcher.error
-            if error:
-                result.fail(i, error)
+        matcher = rows[i].matcher
+        if error := rows[i].error or (matcher.error if matcher is not None else ""):
+            result.fail(i, error)
 
 
 def _constrain(work: Tensor, rows: Sequence[SamplingRow], edited: list[int]) -> None:
-    """Bars the tokens that the rows' grammars do not allow, in float32 [k, vocab]."""
-    bar_tokens(work, [(k, rows[i]) for k, i in enumerate(edited) if rows[i].matcher is not None])
+    """Bars what the rows' grammars and budgets of reasoning do not allow, in float32 [k, vocab]."""
+    placed = [(k, rows[i]) for k, i in enumerate(edited)]
+    bar_tokens(work, [(k, row) for k, row in placed if row.is_constrained])
+    limit_reasoning(work, placed)
 
 
 def _refuse(result: Sampled, rows: Sequence[int], peaks: Tensor, message: str) -> None:

@@ -13,7 +13,9 @@ from torch import Tensor
 
 from millrace.core import request_spec
 from millrace.core.request_spec import SamplingParams
+from millrace.engine.sampling.bad_words import BadWords
 from millrace.engine.sampling.philox import uniforms
+from millrace.engine.sampling.reasoning import Reasoning
 from millrace.engine.sampling.token_counts import TokenCounts
 from millrace.grammar.matcher import Matcher
 
@@ -27,7 +29,7 @@ _RUN: Final = 64
 class SamplingSpec(SamplingParams):
     """The sampling settings of one request, with what the sampler derives from them.
 
-    Ids outside the vocabulary in `stop_token_ids` or `logit_bias` have no effect. The prompt's last
+    Ids outside the vocabulary have no effect. The prompt's last
     `resumed_tokens` were generated in an earlier submission of the request: they count as output,
     for penalties and for the number that decides a draw. `max_tokens` and `min_tokens` count the
     tokens after them.
@@ -50,8 +52,14 @@ class SamplingSpec(SamplingParams):
 
     @cached_property
     def needs_prompt_ids(self) -> bool:
-        resumes = self.resumed_tokens > 0 and (self.needs_counts or self.constraint is not None)
+        follows = self.constraint is not None or self.reasoning is not None or bool(self.bad_words)
+        resumes = self.resumed_tokens > 0 and (self.needs_counts or follows)
         return resumes or self.repetition_penalty != 1.0
+
+    @cached_property
+    def guided(self) -> bool:
+        """Returns whether a grammar or a budget of reasoning decides about tokens."""
+        return self.constraint is not None or self.reasoning is not None
 
     @cached_property
     def needs_counts(self) -> bool:
@@ -68,7 +76,9 @@ class SamplingSpec(SamplingParams):
         return (
             self.needs_counts
             or bool(self.logit_bias)
-            or self.constraint is not None
+            or bool(self.allowed_token_ids)
+            or bool(self.bad_words)
+            or self.guided
             or self.logprobs >= 0
             or (self.min_tokens > 0 and bool(self.stop_token_ids))
         )
@@ -85,6 +95,10 @@ class SamplingSpec(SamplingParams):
     def stop_id_array(self) -> Ids:
         return np.array(self.stop_token_ids, dtype=np.int64)
 
+    @cached_property
+    def allowed_id_array(self) -> Ids:
+        return np.array(self.allowed_token_ids, dtype=np.int64)
+
 
 @dataclass(slots=True)
 class SamplingRow:
@@ -98,7 +112,10 @@ class SamplingRow:
     choice: int = 0
     output_position: int = 0
     counts: TokenCounts | None = None
+    bad_words: BadWords | None = None
     matcher: Matcher | None = None  # of specs with a constraint
+    reasoning: Reasoning | None = None  # of specs with a budget of it
+    error: str = ""  # why no token can be chosen
     _draws: npt.NDArray[np.float64] | None = field(default=None, repr=False)
     _run: int = field(default=-1, repr=False)
 
@@ -112,21 +129,40 @@ class SamplingRow:
         without.
         """
         if spec.needs_prompt_ids and prompt_ids is None:
-            raise ValueError("these penalties, or this constraint, need the prompt's token ids")
-        if not spec.needs_counts:
-            return cls(spec, choice)
-        if not spec.needs_prompt_ids or prompt_ids is None:
-            return cls(spec, choice, counts=TokenCounts())
-        return cls(spec, choice, counts=TokenCounts(prompt_ids, spec.resumed_tokens))
+            raise ValueError("this sampling needs the prompt's token ids")
+        row = cls(spec, choice)
+        if spec.needs_counts and prompt_ids is not None and spec.needs_prompt_ids:
+            row.counts = TokenCounts(prompt_ids, spec.resumed_tokens)
+        elif spec.needs_counts:
+            row.counts = TokenCounts()
+        if spec.bad_words:
+            row.bad_words = BadWords(spec.bad_words)
+            for token_id in resumed_ids(spec, prompt_ids):
+                row.bad_words.append(token_id)
+        return row
 
     def append(self, token_id: int) -> None:
         """Adds an output token to the state."""
         self.output_position += 1
         if self.counts is not None:
             self.counts.add(token_id)
-        if self.matcher is not None:
-            self.matcher.consume(token_id)
+        if self.bad_words is not None:
+            self.bad_words.append(token_id)
+        self.follow(token_id)
+        if self.is_constrained and self.matcher is not None:
             self.matcher.begin_mask()  # the next step's pass hides it
+
+    def follow(self, token_id: int) -> None:
+        """Moves the reasoning, or else the grammar, past a token of the answer."""
+        answers = self.reasoning is None or self.reasoning.append(token_id)
+        if answers and self.matcher is not None:
+            self.matcher.consume(token_id)
+
+    @property
+    def is_constrained(self) -> bool:
+        """Returns whether the grammar decides about the next token."""
+        begun = self.reasoning is None or self.reasoning.answers
+        return self.matcher is not None and begun
 
     def uniform(self, ahead: int = 0) -> float:
         """Returns the number in [0, 1) that decides the position `ahead` tokens after this one.
@@ -147,13 +183,25 @@ class SamplingRow:
         return (
             self.counts is not None
             or bool(spec.logit_bias)
+            or bool(spec.allowed_token_ids)
+            or self.bad_words is not None
             or spec.constraint is not None
             or self.bars_stop_ids
+            or bool(self.error)
+            or (self.reasoning is not None and bool(self.reasoning.only))
         )
 
     @property
     def bars_stop_ids(self) -> bool:
         return self.output_position < self.spec.min_tokens and bool(self.spec.stop_token_ids)
+
+
+def resumed_ids(spec: SamplingSpec, prompt_ids: PromptIds) -> list[int]:
+    """Returns the tokens of the prompt that an earlier submission of the request generated."""
+    if not spec.resumed_tokens or prompt_ids is None:
+        return []
+    ids: list[int] = np.asarray(prompt_ids[-spec.resumed_tokens :]).tolist()
+    return ids
 
 
 def finish_reason(spec: SamplingSpec, output_len: int, token_id: int) -> str:

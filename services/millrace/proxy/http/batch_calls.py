@@ -52,6 +52,10 @@ class BatchCalls:
             for name in _REFUSED:
                 if body.get(name):
                     raise bad_field(name, "must be false in a batch.")
+            if body.get("millrace") is not None:
+                raise bad_field(
+                    "millrace", "must be absent in a batch, which has a class of its own."
+                )
             if path == "/v1/responses":  # its answer is in the output file already
                 body = {"store": False, **body}
             call = _Call(json.dumps(body).encode())  # orjson writes no integer above 64 bits

@@ -92,7 +92,7 @@ class Entry:
         exchange, chosen = exchange_of(scope), chosen_id(scope)
         caller = exchange.caller
         with self._counted(caller):
-            slo = self._services.objectives.read(scope, caller.slo_classes)
+            slo = self._services.objectives.read(scope, caller.slo_classes, {})
         return Arrival(
             at=at,
             unix_s=unix_s,
@@ -100,10 +100,20 @@ class Entry:
             tenant=caller.tenant,
             exchange=exchange,
             trace=wants_trace(scope),
-            fails_early=wants_early_failure(scope),
+            fails_early=wants_early_failure(scope, {}),
             traceparent=traceparent(scope),
             id_digits=id_digits(caller.tenant, chosen) if chosen else uuid.uuid4().hex,
         )
+
+    def stated(self, scope: Scope, arrival: Arrival, options: Options) -> Arrival:
+        """Returns the arrival with the body's objectives, too. Raises ApiError as `arrival`."""
+        body = options.objectives
+        if not body:
+            return arrival
+        caller = exchange_of(scope).caller
+        with self._counted(caller):
+            slo = self._services.objectives.read(scope, caller.slo_classes, body)
+        return replace(arrival, slo=slo, fails_early=wants_early_failure(scope, body))
 
     def model(self, body: bytes, scope: Scope, digits: str) -> ServedModel:
         """Returns the model that answers a body, for a request whose id has these digits.
@@ -146,10 +156,14 @@ class Runs:
             reason = str(error)[:_MOST_REASON]
             raise bad_field(options.constraint_field, f"can't be compiled: {reason}") from error
 
-    async def with_blocks(
+    async def prepared(
         self, prompts: Sequence[EnginePrompt], options: Options
     ) -> list[EnginePrompt]:
-        """Returns the prompts with the hashes of their blocks."""
+        """Returns the prompts cut as the options say, with the hashes of their blocks.
+
+        Raises ApiError naming the field.
+        """
+        prompts = [self._model.prompts.cut(prompt, options) for prompt in prompts]
         hasher = self._model.hasher
         return [replace(p, blocks=await hasher.blocks(p.ids, options)) for p in prompts]
 
@@ -269,6 +283,7 @@ class GenerateEndpoint:
         model = self._entry.model(body, scope, arrival.id_digits)
         runs, builder = Runs(self._services, model), model.builder(chat=self._chat)
         prompts, options = await self._read(body, model, runs)
+        arrival = self._entry.stated(scope, arrival, options)
         model.gateway.admit(len(prompts))
         if resumable:
             client = partial(Client, receive, send)
@@ -293,7 +308,7 @@ class GenerateEndpoint:
             options = completion.options
             await runs.check_constraint(options)
             prompts = await model.prompts.read_completion(completion)
-        return await runs.with_blocks(prompts, options), options
+        return await runs.prepared(prompts, options), options
 
 
 #: Runs when an answer is complete, before its end is sent.

@@ -1,16 +1,18 @@
-"""Reads a request's objectives, class and trace from its headers."""
+"""Reads a request's objectives and class from its headers and its body, its trace from a header."""
 
 from __future__ import annotations
 
 import math
 import re
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from millrace.core.config import Config
 from millrace.core.request import Slo
 from millrace.core.weights import BATCH_CLASS
 from millrace.proxy.errors import ApiError, bad_field, shown
 from millrace.proxy.http.asgi import Scope, header
+from millrace.proxy.request.objectives import LARGEST_MS
 
 TTFT_HEADER = "x-millrace-ttft-slo-ms"
 TBT_HEADER = "x-millrace-tbt-slo-ms"
@@ -22,7 +24,6 @@ FAIL_EARLY_HEADER = "x-millrace-fail-early"
 #: The objective of the class `batch`, unless it is configured: later than that of any other class.
 BATCH_TTFT_S = 86400.0
 
-_LARGEST_MS = 1e9
 _TRACEPARENT = re.compile(
     r"(?!ff)[0-9a-f]{2}-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}"
 )
@@ -30,7 +31,8 @@ _TRACEPARENT = re.compile(
 
 class Objectives:
     """Reads the objectives of requests. TTFT, TBT and E2E come from the header, or else from the
-    class, or else from `proxy`. A request without a class has the class `default`."""
+    body's field `millrace`, or else from the class, or else from `proxy`. A request without a class
+    has the class `default`."""
 
     def __init__(self, config: Config) -> None:
         proxy = config.proxy
@@ -59,30 +61,33 @@ class Objectives:
         """The class names that a request may give."""
         return sorted(self._classes)
 
-    def read(self, scope: Scope, allowed: Sequence[str] = ()) -> Slo:
-        """Returns the request's objectives. Raises ApiError naming the header.
+    def read(self, scope: Scope, allowed: Sequence[str], body: Mapping[str, Any]) -> Slo:
+        """Returns the request's objectives. Raises ApiError naming the header or the field.
 
+        `body` has the checked fields of the body's `millrace`; a header goes before its field.
         If `allowed` names classes, another class is refused (403), and the first is the class of a
         request that names none.
         """
         slo = self._classes[allowed[0]] if allowed else self._default
-        name = header(scope, CLASS_HEADER.encode())
+        name, field = header(scope, CLASS_HEADER.encode()), CLASS_HEADER
+        if name is None and "class" in body:
+            name, field = body["class"], "millrace.class"
         if name is not None:
             if name not in self._classes:
                 known = ", ".join(self.classes)
-                raise bad_field(CLASS_HEADER, f"must be one of {known}, got {shown(name)}.")
+                raise bad_field(field, f"must be one of {known}, got {shown(name)}.")
             if allowed and name not in allowed:
                 raise ApiError(
                     403,
                     f"This key may not use the class {shown(name)}; it may use "
                     f"{', '.join(allowed)}.",
-                    param=CLASS_HEADER,
+                    param=field,
                     code="class_not_allowed",
                 )
             slo = self._classes[name]
-        ttft_s = _seconds(scope, TTFT_HEADER)
-        tbt_s = _seconds(scope, TBT_HEADER)
-        e2e_s = _seconds(scope, E2E_HEADER)
+        ttft_s = _seconds(scope, TTFT_HEADER, body.get("ttft_slo_ms"))
+        tbt_s = _seconds(scope, TBT_HEADER, body.get("tbt_slo_ms"))
+        e2e_s = _seconds(scope, E2E_HEADER, body.get("e2e_slo_ms"))
         if ttft_s is None and tbt_s is None and e2e_s is None:
             return slo
         return Slo(
@@ -93,15 +98,15 @@ class Objectives:
         )
 
 
-def _seconds(scope: Scope, name: str) -> float | None:
+def _seconds(scope: Scope, name: str, in_body_ms: float | None) -> float | None:
     text = header(scope, name.encode())
     if text is None:
-        return None
+        return None if in_body_ms is None else in_body_ms / 1e3
     try:
         value = math.nan if "_" in text else float(text)  # Python would take 1_000
     except ValueError:
         value = math.nan
-    if not 0 < value <= _LARGEST_MS:
+    if not 0 < value <= LARGEST_MS:
         raise bad_field(
             name, f"must be a number of milliseconds above 0, at most 1e9; got {shown(text)}."
         )
@@ -113,19 +118,19 @@ def wants_trace(scope: Scope) -> bool:
     return _is_set(scope, TRACE_HEADER)
 
 
-def wants_early_failure(scope: Scope) -> bool:
+def wants_early_failure(scope: Scope, body: Mapping[str, Any]) -> bool:
     """Whether the client wants an error instead of a first token after its objective.
 
-    Raises ApiError as `wants_trace`.
+    `body` as in `Objectives.read`. Raises ApiError as `wants_trace`.
     """
-    return _is_set(scope, FAIL_EARLY_HEADER)
+    return _is_set(scope, FAIL_EARLY_HEADER, absent=body.get("fail_early", False))
 
 
-def _is_set(scope: Scope, name: str) -> bool:
+def _is_set(scope: Scope, name: str, *, absent: bool = False) -> bool:
     text = header(scope, name.encode())
     if text not in (None, "0", "1"):
         raise bad_field(name, "must be 0 or 1.")
-    return text == "1"
+    return absent if text is None else text == "1"
 
 
 def traceparent(scope: Scope) -> str:

@@ -28,23 +28,24 @@ class PooledEndpoint:
         arrival = self._entry.arrival(scope, at, unix_s)
         model = self._entry.model(body, scope, arrival.id_digits)
         runs = Runs(self._services, model)
-        reply = await self._build(body, arrival, model, runs)
+        reply = await self._build(body, scope, arrival, model, runs)
         model.gateway.admit(len(reply.progress.requests))
         client = Client(receive, send, reply.response_id)
         return await runs.send_whole(reply, client, arrival)
 
     async def _build(
-        self, body: bytes, arrival: Arrival, model: ServedModel, runs: Runs
+        self, body: bytes, scope: Scope, arrival: Arrival, model: ServedModel, runs: Runs
     ) -> PooledReply:
         """Reads a body; returns the reply, whose requests are ready to be submitted.
 
         Raises ApiError naming the field.
         """
         asked = model.pooled.read(self._path, body)
+        arrival = self._entry.stated(scope, arrival, asked.options)
         prompts = await model.prompts.read_texts(
             asked.texts, add_special_tokens=asked.add_special_tokens
         )
-        prompts = await runs.with_blocks(prompts, asked.options)
+        prompts = await runs.prepared(prompts, asked.options)
         builder = model.builder(chat=False)
         reply = PooledReply(
             asked,

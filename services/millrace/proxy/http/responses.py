@@ -65,7 +65,7 @@ class CreateResponse:
         arrival = self._entry.arrival(scope, at, unix_s)
         model = self._entry.model(body, scope, arrival.id_digits)
         creation = _Creation(self._services, model, arrival)
-        return await creation.answer(body, receive, send)
+        return await creation.answer(body, scope, receive, send)
 
 
 class _Creation:
@@ -78,10 +78,11 @@ class _Creation:
         self._runs = Runs(services, model)
         self._builder = model.builder(chat=True)
 
-    async def answer(self, body: bytes, receive: Receive, send: Send) -> int:
+    async def answer(self, body: bytes, scope: Scope, receive: Receive, send: Send) -> int:
         """Returns the status that was sent. Raises ApiError before anything was sent."""
-        services, arrival = self._services, self._arrival
-        asked = await self._read(body, arrival.tenant)
+        services = self._services
+        asked = await self._read(body, self._arrival.tenant)
+        arrival = Entry(services).stated(scope, self._arrival, asked.options)
         self._model.gateway.admit(1)
         reply = self._reply(asked, arrival)
         client = Client(receive, send, reply.response_id)
@@ -110,7 +111,7 @@ class _Creation:
             await self._runs.check_constraint(options)
         except ApiError as error:
             raise renamed(error) from None
-        [prompt] = await self._runs.with_blocks([prompt], options)
+        [prompt] = await self._runs.prepared([prompt], options)
         return _Asked(request, history, prompt, options)
 
     async def _shortened(

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from millrace.core.reasoning import HARMONY, MARKERS, OPENED_MESSAGE
+from millrace.proxy.parsing.combined import Combined
 from millrace.proxy.parsing.events import Parser
 from millrace.proxy.parsing.harmony import HARMONY_TOKENS, Harmony
 from millrace.proxy.parsing.held_calls import HeldCalls, PythonList, XmlCall
@@ -21,7 +23,6 @@ from millrace.proxy.parsing.json_calls import (
 from millrace.proxy.parsing.reasoning import Plain, ReasoningSplit
 
 _JSON = {"hermes": HERMES, "llama3_json": LLAMA_JSON, "mistral": MISTRAL, "deepseek": DEEPSEEK}
-_REASONING = {"think": ("<think>", "</think>"), "mistral": ("[THINK]", "[/THINK]")}
 _TOOL_CALL = ("<tool_call>", "</tool_call>")
 _PYTHON = ("<|python_start|>", "<|python_end|>", "<|python_tag|>")
 #: The tokens that parsers read. Detokenising keeps them, even if they are special.
@@ -66,7 +67,7 @@ class Parsers:
         tools = _TOKENS.get(self.tools, ()) if calls else ()
         if self.harmony:
             return HARMONY_TOKENS
-        return (*tools, *_REASONING.get(self.reasoning, ()))
+        return (*tools, *MARKERS.get(self.reasoning, ()))
 
     @property
     def harmony(self) -> bool:
@@ -74,27 +75,49 @@ class Parsers:
         return "harmony" in (self.tools, self.reasoning)
 
     @property
+    def reasoning_form(self) -> str:
+        """How the model marks reasoning; "none" if it does not, or in an unknown form."""
+        return HARMONY if self.harmony else self.reasoning
+
+    def opens_reasoning(self, prompt_end: str) -> bool:
+        """Whether a prompt that ends so opens the reasoning; of harmony: an assistant's message."""
+        start = OPENED_MESSAGE if self.harmony else MARKERS[self.reasoning][0]
+        return prompt_end.rstrip().endswith(start)
+
+    @property
     def call_id_length(self) -> int:
         """The length of a call's id; 0: any. Mistral's templates refuse other ids than theirs."""
         return 9 if self.tools == "mistral" else 0
 
     def make(
-        self, schemas: Mapping[str, Any] | None, prompt_end: str, *, forced: bool = False
+        self,
+        schemas: Mapping[str, Any] | None,
+        prompt_end: str,
+        *,
+        forced: bool = False,
+        reasons: bool = True,
     ) -> Parser | None:
         """Returns the parser of one answer; None if all of the text is content.
 
         `schemas` holds the parameters of the offered functions; None: no calls are wanted.
         `prompt_end` is the end of the prompt's text, which may open the reasoning. `forced`: a
-        constraint forces calls, so the answer has neither reasoning nor the family's form.
+        constraint forces calls, so the answer has not the family's form. `reasons`: the answer may
+        begin with reasoning.
         """
         if forced:
-            return JsonCalls(FORCED, schemas or {})
+            calls = JsonCalls(FORCED, schemas or {})
+            return self._after_reasoning(calls, prompt_end) if reasons else calls
         if self.harmony:
             return Harmony(calls=schemas is not None)
         answer = Plain() if schemas is None else self._calls(schemas)
-        markers = _REASONING.get(self.reasoning)
+        return self._after_reasoning(answer, prompt_end)
+
+    def _after_reasoning(self, answer: Parser, prompt_end: str) -> Parser | None:
+        if self.harmony:
+            return Combined(Harmony(calls=False), answer)
+        markers = MARKERS.get(self.reasoning)
         if markers is not None:
-            opened = prompt_end.rstrip().endswith(markers[0])
+            opened = self.opens_reasoning(prompt_end)
             return ReasoningSplit(*markers, opened=opened, answer=answer)
         return None if isinstance(answer, Plain) else answer
 

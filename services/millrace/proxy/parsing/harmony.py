@@ -8,16 +8,13 @@ from __future__ import annotations
 
 import re
 
+from millrace.core.reasoning import ANALYSIS, CLOSERS, MESSAGE, MOST_HEADER, OPENERS
 from millrace.proxy.parsing.call_readers import ArgumentsReader
 from millrace.proxy.parsing.events import Content, Markers, Reasoning
 from millrace.proxy.parsing.state_parser import State, StateParser
 
-_MESSAGE = "<|message|>"
-_OPENERS = ("<|start|>", "<|channel|>")
-_CLOSERS = ("<|end|>", "<|call|>", "<|return|>")
 #: The tokens of the format, which are special tokens of the model.
-HARMONY_TOKENS = (*_OPENERS, *_CLOSERS, _MESSAGE, "<|constrain|>")
-_MOST_HEADER = 512
+HARMONY_TOKENS = (*OPENERS, *CLOSERS, MESSAGE, "<|constrain|>")
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 _RECIPIENT = re.compile(r"to=(?:functions\.)?([\w.-]+)")
 
@@ -28,7 +25,7 @@ class Harmony(StateParser):
     def __init__(self, *, calls: bool) -> None:
         super().__init__(self._beginning)
         self._offers = calls
-        self._markers = Markers(*_OPENERS, *_CLOSERS)
+        self._markers = Markers(*OPENERS, *CLOSERS)
         self._kind: type[Content | Reasoning] = Content
         self._name = ""
         self._reader: ArgumentsReader | None = None
@@ -37,7 +34,7 @@ class Harmony(StateParser):
     def _end(self) -> None:
         rest, self._buffer = self._buffer, ""
         # A header that the answer's end cuts off says nothing.
-        if rest.strip() and not rest.lstrip().startswith(_OPENERS):
+        if rest.strip() and not rest.lstrip().startswith(OPENERS):
             self._show(rest, self._kind)
 
     def _beginning(self) -> bool:
@@ -50,26 +47,26 @@ class Harmony(StateParser):
 
     def _header_or(self, otherwise: State) -> bool:
         stripped = self._buffer.lstrip()
-        few = len(self._buffer) - len(stripped) <= _MOST_HEADER
-        if few and stripped.startswith(_OPENERS):
+        few = len(self._buffer) - len(stripped) <= MOST_HEADER
+        if few and stripped.startswith(OPENERS):
             self._state = self._header
-        elif few and any(opener.startswith(stripped) for opener in _OPENERS):
+        elif few and any(opener.startswith(stripped) for opener in OPENERS):
             return False
         else:
             self._state = otherwise
         return True
 
     def _header(self) -> bool:
-        at = self._buffer.find(_MESSAGE, 0, _MOST_HEADER)
+        at = self._buffer.find(MESSAGE, 0, MOST_HEADER)
         if at < 0:
-            if len(self._buffer) < _MOST_HEADER:
+            if len(self._buffer) < MOST_HEADER:
                 return False
-            self._show(self._buffer[:_MOST_HEADER])
-            self._kind, self._buffer = Content, self._buffer[_MOST_HEADER:]
+            self._show(self._buffer[:MOST_HEADER])
+            self._kind, self._buffer = Content, self._buffer[MOST_HEADER:]
             return self._go(self._text)
-        header, self._buffer = self._buffer[:at], self._buffer[at + len(_MESSAGE) :]
+        header, self._buffer = self._buffer[:at], self._buffer[at + len(MESSAGE) :]
         channel, recipient = _CHANNEL.search(header), _RECIPIENT.search(header)
-        reasons = channel is not None and channel.group(1) == "analysis"
+        reasons = channel is not None and channel.group(1) == ANALYSIS
         self._kind = Reasoning if reasons else Content
         self._state = self._text
         if recipient is not None and self._offers:
@@ -78,7 +75,7 @@ class Harmony(StateParser):
 
     def _before_call(self) -> bool:
         stripped = self._buffer.lstrip()
-        few = len(self._buffer) - len(stripped) <= _MOST_HEADER
+        few = len(self._buffer) - len(stripped) <= MOST_HEADER
         if not stripped and few:
             return False
         self._state = self._text
@@ -108,7 +105,7 @@ class Harmony(StateParser):
         marker = self._show_to(self._markers, self._kind)
         if marker is None:
             return False
-        if marker in _CLOSERS:
+        if marker in CLOSERS:
             self._buffer = self._buffer[len(marker) :]
             return self._go(self._between)
         return self._go(self._header)

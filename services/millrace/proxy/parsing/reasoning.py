@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
+from millrace.core.reasoning import MOST_HEADER
 from millrace.proxy.parsing.events import Content, Event, Markers, Parser, Reasoning
 from millrace.proxy.parsing.state_parser import State, StateParser
-
-#: The most spaces before the first marker.
-_MOST_SPACES = 512
 
 
 class Plain:
@@ -46,7 +44,7 @@ class ReasoningSplit(StateParser):
 
     def _beginning(self) -> bool:
         stripped = self._buffer.lstrip()
-        few = len(self._buffer) - len(stripped) <= _MOST_SPACES
+        few = len(self._buffer) - len(stripped) <= MOST_HEADER
         if few and stripped.startswith(self._start):
             self._buffer = stripped[len(self._start) :]
             self._state = self._before_reasoning

@@ -8,12 +8,13 @@ from functools import partial
 
 from millrace.core.kv.transfer import Incarnation
 from millrace.core.request import Slo
-from millrace.core.request_spec import RequestSpec, SamplingParams
+from millrace.core.request_spec import RequestSpec
 from millrace.proxy.generation.choice import Choice
 from millrace.proxy.generation.echo import Echo
 from millrace.proxy.generation.proxy_request import ProxyRequest
 from millrace.proxy.parsing.families import Parsers
 from millrace.proxy.prompts import EnginePrompt
+from millrace.proxy.reply.engine_sampling import EngineSampling
 from millrace.proxy.reply.event_numbers import EventNumbers
 from millrace.proxy.reply.explain import explain
 from millrace.proxy.reply.formats import ChatFormat, CompletionFormat, Format
@@ -25,7 +26,7 @@ from millrace.proxy.reply.reply import (
     StreamReply,
     WholeReply,
 )
-from millrace.proxy.request.options import Limits, Options, Sampling
+from millrace.proxy.request.options import Limits, Options
 from millrace.proxy.tenancy.exchange import Exchange
 from millrace.proxy.text.tokenizer import Tokenizer
 
@@ -66,6 +67,7 @@ class Builder:
         self._proxy = proxy
         self._parsers = parsers
         self._chat = chat
+        self._sampling = EngineSampling(limits, tokenizer, parsers)
         self._id_prefix = "chatcmpl-" if chat else "cmpl-"
 
     def build(
@@ -79,15 +81,16 @@ class Builder:
 
         `numbers` give the events of a resumable stream their ids.
 
-        Raises ApiError (context_length_exceeded) when a prompt leaves no room.
+        Raises ApiError (400) when a prompt leaves no room, or when the model can't do what the
+        options ask for.
         """
         response_id = self._id_prefix + arrival.id_digits
         answers = self.answers(prompts[0], options, response_id) if self._chat else ()
-        choices = len(prompts) * options.choices
+        choices = len(prompts) * options.choices  # as the engine counts them
         progress = self.progress(arrival)
         make: Callable[..., Format] = ChatFormat if self._chat else CompletionFormat
         fmt = make(response_id, int(arrival.unix_s), self._limits.model, options, self._tokenizer)
-        reply: Reply = WholeReply(fmt, choices, progress, answers)
+        reply: Reply = WholeReply(fmt, choices, progress, answers, options.best)
         if options.stream:
             reply = StreamReply(fmt, choices, options, progress, answers, numbers)
         return response_id, reply, self.requests(response_id, reply, prompts, options, arrival)
@@ -106,9 +109,13 @@ class Builder:
         """Returns the parser of every choice of a chat; none if all of the text is content."""
         schemas = None if options.tools is None else options.tools.schemas
         forced = options.tools is not None and options.tools.constraint is not None
-        # A constrained answer begins at once, even if the prompt opens the reasoning.
-        end = prompt.end if options.sampling.constraint is None else ""
-        made = (self._parsers.make(schemas, end, forced=forced) for _ in range(options.choices))
+        # A constrained answer without a budget begins at once, even if the prompt opens reasoning.
+        reasons = options.sampling.constraint is None or options.reasoning_tokens >= 0
+        end = prompt.end if reasons else ""
+        made = (
+            self._parsers.make(schemas, end, forced=forced, reasons=reasons)
+            for _ in range(options.choices)
+        )
         length = self._parsers.call_id_length
         return [
             ParsedAnswer(parser, options, f"{response_id}/{index}", id_length=length)
@@ -165,7 +172,7 @@ class Builder:
             prompt_ids=prompt.ids,
             tokenizer=self._tokenizer,
             skip_special_tokens=options.skip_special_tokens,
-            logprobs=options.sampling.logprobs,
+            logprobs=options.shown_logprobs,
         )
 
     def _spec(
@@ -177,12 +184,7 @@ class Builder:
             request_id=request_id,
             proxy=self._proxy,
             prompt_tokens=prompt_tokens,
-            sampling=_sampling_params(
-                options.sampling,
-                max_tokens=options.new_tokens(prompt_tokens, self._limits, prompt_field),
-                choices=options.choices,
-                prompt_logprobs=options.prompt_logprobs,
-            ),
+            sampling=self._sampling.params(prompt, options, prompt_field),
             slo=arrival.slo,
             tenant=arrival.tenant,
             arrival_unix_s=arrival.unix_s,
@@ -192,26 +194,3 @@ class Builder:
             prefix_root=prompt.blocks.root,
             pooling=options.pooling,
         )
-
-
-def _sampling_params(
-    sampling: Sampling, *, max_tokens: int, choices: int, prompt_logprobs: int
-) -> SamplingParams:
-    return SamplingParams(
-        max_tokens=max_tokens,
-        min_tokens=sampling.min_tokens,
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        top_k=sampling.top_k,
-        min_p=sampling.min_p,
-        repetition_penalty=sampling.repetition_penalty,
-        presence_penalty=sampling.presence_penalty,
-        frequency_penalty=sampling.frequency_penalty,
-        logit_bias=sampling.logit_bias,
-        seed=sampling.seed,
-        stop_token_ids=sampling.stop_token_ids,
-        n=choices,
-        logprobs=sampling.logprobs,
-        prompt_logprobs=prompt_logprobs,
-        constraint=sampling.constraint,
-    )

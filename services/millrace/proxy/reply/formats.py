@@ -55,6 +55,12 @@ class Whole:
     of_prompt: Sequence[PositionLogprobs | None] = ()  # log probabilities of its prompt's tokens
 
     @property
+    def mean_logprob(self) -> float:
+        """The mean log probability of its tokens; 0 without any."""
+        found = [entry.position.chosen[1] for entry in self.entries if entry.position is not None]
+        return sum(found) / len(found) if found else 0.0
+
+    @property
     def finish_reason(self) -> str | None:
         """The finish reason that the client sees; known once the message was read."""
         reason = self.choice.finish_reason
@@ -80,7 +86,8 @@ class Format(Protocol):
 
     def usage(self, usage: Usage, extra: Json) -> bytes: ...
 
-    def document(self, wholes: Sequence[Whole], usage: Usage, extra: Json) -> bytes: ...
+    def document(self, wholes: Sequence[Whole], usage: Usage, extra: Json) -> bytes:
+        """Returns the whole answer, with the choices in the order of `wholes`."""
 
 
 class _Head:
@@ -154,9 +161,9 @@ class ChatFormat:
 
     def document(self, wholes: Sequence[Whole], usage: Usage, extra: Json) -> bytes:
         choices = []
-        for whole in wholes:
+        for index, whole in enumerate(wholes):
             choice: Json = {
-                "index": whole.choice.index,
+                "index": index,
                 "message": _message(whole),
                 "logprobs": self._logprobs(whole.entries),
                 "finish_reason": whole.finish_reason,
@@ -171,7 +178,7 @@ class ChatFormat:
         return self._head.document("chat.completion", choices, usage, extra)
 
     def _logprobs(self, entries: Sequence[LogprobEntry]) -> Json | None:
-        if self._head.options.sampling.logprobs < 0:
+        if self._head.options.shown_logprobs < 0:
             return None
         return {"content": [self._entry(entry) for entry in entries], "refusal": None}
 
@@ -183,8 +190,9 @@ class ChatFormat:
 
     def _token(self, token_id: int, logprob: float) -> Json:
         raw = self._tokenizer.token_bytes(token_id)
+        text = raw.decode("utf-8", "replace")
         return {
-            "token": raw.decode("utf-8", "replace"),
+            "token": _id_text(token_id) if self._head.options.tokens_as_ids else text,
             "logprob": max(logprob, _LOWEST_LOGPROB),
             "bytes": list(raw),
         }
@@ -236,8 +244,8 @@ class CompletionFormat:
 
     def document(self, wholes: Sequence[Whole], usage: Usage, extra: Json) -> bytes:
         choices = []
-        for whole in wholes:
-            choice = _text_choice(whole.choice.index, "".join(whole.text))
+        for index, whole in enumerate(wholes):
+            choice = _text_choice(index, "".join(whole.text))
             choice["logprobs"] = self._logprobs(whole.entries)
             choice["finish_reason"] = whole.choice.finish_reason
             choice["stop_reason"] = whole.choice.stop_reason
@@ -250,7 +258,7 @@ class CompletionFormat:
         return self._head.document(self._KIND, choices, usage, extra)
 
     def _logprobs(self, entries: Sequence[LogprobEntry]) -> Json | None:
-        asked = self._head.options.sampling.logprobs
+        asked = self._head.options.shown_logprobs
         if asked < 0:
             return None
         positions = [entry.position for entry in entries]
@@ -267,12 +275,19 @@ class CompletionFormat:
         return {self._text(token_id): max(value, _LOWEST_LOGPROB) for token_id, value in tokens}
 
     def _text(self, token_id: int) -> str:
+        if self._head.options.tokens_as_ids:
+            return _id_text(token_id)
         raw = self._tokenizer.token_bytes(token_id)
         try:
             return raw.decode()
         except UnicodeDecodeError:
             # As OpenAI's API writes tokens that are part of a character.
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+
+
+def _id_text(token_id: int) -> str:
+    """Returns a token as vLLM's `return_tokens_as_token_ids` shows it."""
+    return f"token_id:{token_id}"
 
 
 def prompt_logprobs(

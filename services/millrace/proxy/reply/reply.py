@@ -292,7 +292,7 @@ class StreamReply:
 class WholeReply:
     """Gathers the output into one JSON document at the end."""
 
-    __slots__ = ("_answers", "_format", "_wholes", "progress")
+    __slots__ = ("_answers", "_best", "_format", "_wholes", "progress")
 
     def __init__(
         self,
@@ -300,8 +300,12 @@ class WholeReply:
         choices: int,
         progress: Progress,
         answers: Sequence[ParsedAnswer] = (),
+        best: int | None = None,
     ) -> None:
-        """`answers` parse the choices' text; empty if all of the text is content."""
+        """`answers` parse the choices' text; empty if all of the text is content. `best`: so many
+        of each prompt's choices are answered, those with the likeliest tokens; None: all.
+        """
+        self._best = best
         self._format = fmt
         self._answers = answers
         self._wholes: list[Whole | None] = [None] * choices
@@ -310,9 +314,20 @@ class WholeReply:
     def document(self) -> bytes:
         """Returns the response's body. Call it once `progress.finished` is true."""
         wholes = [whole for whole in self._wholes if whole is not None]
+        if self._best is not None:
+            wholes = self._likeliest(wholes, self._best)
         for whole in wholes:
             whole.of_prompt = self.progress.request_of(whole.choice).prompt_logprobs
         return self._format.document(wholes, self.progress.usage(), self.progress.extra())
+
+    def _likeliest(self, wholes: list[Whole], best: int) -> list[Whole]:
+        """Returns the `best` choices of every prompt, the likeliest first."""
+        made = len(self.progress.requests[0].choices)
+        return [
+            whole
+            for first in range(0, len(wholes), made)
+            for whole in sorted(wholes[first : first + made], key=lambda w: -w.mean_logprob)[:best]
+        ]
 
     def on_text(self, choice: Choice, text: str) -> None:
         self._whole(choice).text.append(text)

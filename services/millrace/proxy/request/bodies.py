@@ -1,7 +1,7 @@
 """The models of request bodies: OpenAI's fields, common extensions, and fields of other servers.
 
 A field that would change the answer and is not supported is refused by name; a field without an
-effect on the answer's tokens is ignored, as in vLLM. docs/reference/api.md gives the reasons.
+effect on the answer's tokens is ignored, as in vLLM. docs/reference/parameters.md has the reasons.
 `validation` adds the fields that have limits of one server.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Required
 
-from pydantic import AfterValidator, Field, with_config
+from pydantic import Field, with_config
 from typing_extensions import TypedDict
 
 from millrace.proxy.request.constraints import ConstraintFields
@@ -18,20 +18,16 @@ from millrace.proxy.request.fields import (
     AnyObject,
     Ignored,
     OneOf,
-    OneType,
     Unsupported,
     Within,
-    text_or_array,
 )
 from millrace.proxy.request.messages import Messages
+from millrace.proxy.request.sampling_fields import SamplingFields
 from millrace.proxy.request.tools import Choice, LegacyChoice, LegacyFunctions, Tools
 
-_Stop = Annotated[str, Field(min_length=1, max_length=512)]
-_OneStop = Annotated[_Stop, AfterValidator(lambda text: (text,))]
-_Stops = Annotated[list[_Stop], Field(max_length=16, fail_fast=True), AfterValidator(tuple)]
-_Refused = Annotated[Any, Unsupported()]
-_RefusedUnlessFalse = Annotated[Any, Unsupported(False)]
-_RefusedUnlessEmpty = Annotated[Any, Unsupported([])]
+_NOT_BUILT = "not built"
+_TEXT_ONLY = "text in, text out"
+_OF_VLLM = "vLLM's own disaggregation and plug-ins"
 
 
 @with_config(STRICT)
@@ -52,38 +48,21 @@ class StreamOptions(TypedDict, total=False):
     include_obfuscation: Ignored[bool]
 
 
-class GenerateBody(ConstraintFields, total=False):
+class GenerateBody(SamplingFields, ConstraintFields, total=False):
     """The fields of both completion endpoints: first served, then ignored, then refused fields."""
 
-    temperature: Annotated[float | None, Within(0, 2), Field(description="0: greedy.")]
-    top_p: Annotated[float | None, Within(0, 1, above=True)]
-    top_k: Annotated[int | None, Within(-1, 2**31 - 1), Field(description="0 or -1: off.")]
-    min_p: Annotated[float | None, Within(0, 1)]
-    presence_penalty: Annotated[float | None, Within(-2, 2)]
-    frequency_penalty: Annotated[float | None, Within(-2, 2)]
-    repetition_penalty: Annotated[
-        float | None, Within(0, 100, above=True), Field(description="1: off.")
+    truncation_side: Annotated[
+        Annotated[str, OneOf("left", "right")] | None,
+        Field(description="Where truncate_prompt_tokens cuts. Default: left, so the end is kept."),
     ]
-    seed: Annotated[
-        int | None, Within(-(2**63), 2**64 - 1), Field(description="Same seed, same output.")
-    ]
-    ignore_eos: Annotated[
-        bool | None, Field(description="Continue after the end-of-sequence token.")
-    ]
-    stop: (
-        Annotated[
-            Any,
-            OneType(text_or_array, "a string or an array of strings", text=_OneStop, array=_Stops),
-        ]
-        | None
-    )
-    include_stop_str_in_output: bool | None
-    skip_special_tokens: Annotated[bool | None, Field(description="Default: true.")]
     add_special_tokens: Annotated[
         bool | None, Field(description="Add the tokenizer's special tokens to the prompt.")
     ]
     return_token_ids: Annotated[
         bool | None, Field(description="Add token_ids to every choice or chunk.")
+    ]
+    return_tokens_as_token_ids: Annotated[
+        bool | None, Field(description="Log probabilities show tokens as `token_id:N`.")
     ]
     cache_prompt: Annotated[
         bool | None,
@@ -92,12 +71,10 @@ class GenerateBody(ConstraintFields, total=False):
             "keep this prompt's KV.",
         ),
     ]
-    cache_salt: Annotated[
-        Annotated[str, Field(max_length=256)] | None,
-        Field(description="Prompts share KV only if their salts are equal."),
-    ]
     stream: Annotated[bool | None, Field(description="Answer as server-sent events.")]
-    stream_options: StreamOptions | None
+    stream_options: Annotated[
+        StreamOptions | None, Field(description="What a stream shows beside the answer.")
+    ]
 
     user: Ignored[str]
     request_id: Ignored[str]
@@ -106,25 +83,26 @@ class GenerateBody(ConstraintFields, total=False):
     spaces_between_special_tokens: Ignored[bool]
     stream_interval: Ignored[Annotated[int, Within(1, 2**31 - 1)]]
 
-    use_beam_search: _RefusedUnlessFalse
-    allowed_token_ids: _Refused
-    bad_words: _RefusedUnlessEmpty
-    kv_transfer_params: _Refused
-    logprob_token_ids: _Refused
-    max_reasoning_tokens: Annotated[Any, Unsupported(-1)]
-    priority: Annotated[Any, Unsupported(0)]
-    repetition_detection: _Refused
-    return_tokens_as_token_ids: _RefusedUnlessFalse
-    thinking_token_budget: Annotated[Any, Unsupported(-1)]
-    truncate_prompt_tokens: _Refused
-    vllm_xargs: Annotated[Any, Unsupported({})]
+    use_beam_search: Annotated[Any, Unsupported(False, why=_NOT_BUILT)]
+    ec_transfer_params: Annotated[Any, Unsupported({}, why=_OF_VLLM)]
+    kv_transfer_params: Annotated[Any, Unsupported({}, why=_OF_VLLM)]
+    logprob_token_ids: Annotated[Any, Unsupported(why=_NOT_BUILT)]
+    priority: Annotated[
+        Any, Unsupported(0, why="requests are ordered by objectives and the policy")
+    ]
+    repetition_detection: Annotated[Any, Unsupported(why=_NOT_BUILT)]
+    return_mm_kwargs: Annotated[Any, Unsupported(False, True, why=_TEXT_ONLY)]
+    return_token_offsets: Annotated[Any, Unsupported(False, why=_NOT_BUILT)]
+    routed_experts_prompt_start: Annotated[Any, Unsupported(0, why=_NOT_BUILT)]
+    vllm_xargs: Annotated[Any, Unsupported({}, why=_OF_VLLM)]
+    watermarking: Annotated[Any, Unsupported(False, why=_NOT_BUILT)]
 
 
 class ChatBody(GenerateBody, total=False):
     """The body of /v1/chat/completions."""
 
-    messages: Required[Messages]
-    logprobs: bool | None
+    messages: Required[Annotated[Messages, Field(description="The conversation so far.")]]
+    logprobs: Annotated[bool | None, Field(description="Show log probabilities of the tokens.")]
     add_generation_prompt: Annotated[bool | None, Field(description="Default: true.")]
     continue_final_message: Annotated[
         bool | None, Field(description="Continue the last message, not a new message.")
@@ -148,9 +126,10 @@ class ChatBody(GenerateBody, total=False):
     include_reasoning: Annotated[
         bool | None, Field(description="Default: true. False: reasoning is left out.")
     ]
-    modalities: (
-        Annotated[list[Annotated[str, OneOf("text")]], Field(min_length=1, fail_fast=True)] | None
-    )
+    modalities: Annotated[
+        Annotated[list[Annotated[str, OneOf("text")]], Field(min_length=1, fail_fast=True)] | None,
+        Field(description="Only `text`."),
+    ]
 
     metadata: Ignored[AnyObject]
     prompt_cache_key: Ignored[str]
@@ -161,13 +140,16 @@ class ChatBody(GenerateBody, total=False):
     store: Ignored[bool]
     verbosity: Ignored[Annotated[str, OneOf("low", "medium", "high")]]
 
-    audio: _Refused
-    chat_template: _Refused
-    documents: _RefusedUnlessEmpty
-    echo: _RefusedUnlessFalse
-    mm_processor_kwargs: Annotated[Any, Unsupported({})]
-    prediction: _Refused
-    web_search_options: _Refused
+    audio: Annotated[Any, Unsupported(why=_TEXT_ONLY)]
+    chat_template: Annotated[Any, Unsupported(why="the model's own template is used")]
+    documents: Annotated[Any, Unsupported([], why=_NOT_BUILT)]
+    echo: Annotated[Any, Unsupported(False, why="only completions echo")]
+    media_io_kwargs: Annotated[Any, Unsupported({}, why=_TEXT_ONLY)]
+    mm_processor_kwargs: Annotated[Any, Unsupported({}, why=_TEXT_ONLY)]
+    moderation: Annotated[Any, Unsupported(why=_NOT_BUILT)]
+    prediction: Annotated[Any, Unsupported(why=_NOT_BUILT)]
+    return_prompt_text: Annotated[Any, Unsupported(False, why=_NOT_BUILT)]
+    web_search_options: Annotated[Any, Unsupported(why=_NOT_BUILT)]
 
 
 class CompletionBody(GenerateBody, total=False):
@@ -175,8 +157,8 @@ class CompletionBody(GenerateBody, total=False):
 
     echo: Annotated[bool | None, Field(description="Echo the prompt before the completion.")]
 
-    prompt_embeds: _Refused
-    suffix: Annotated[Any, Unsupported("")]
+    prompt_embeds: Annotated[Any, Unsupported(why=_TEXT_ONLY)]
+    suffix: Annotated[Any, Unsupported("", why=_NOT_BUILT)]
 
 
 class TokenizeBody(TypedDict, total=False):

@@ -78,8 +78,12 @@ class StructuredOutputs(TypedDict, total=False):
 class ConstraintFields(TypedDict, total=False):
     """The fields of both completion endpoints that constrain the answer."""
 
-    response_format: ResponseFormat | None
-    structured_outputs: StructuredOutputs | None
+    response_format: Annotated[
+        ResponseFormat | None, Field(description="JSON, or JSON of a schema.")
+    ]
+    structured_outputs: Annotated[
+        StructuredOutputs | None, Field(description="A grammar that the answer follows.")
+    ]
     guided_json: Annotated[_JsonOrText | None, Field(description="structured_outputs.json")]
     guided_regex: Annotated[
         Annotated[str, Field(min_length=1)] | None, Field(description="structured_outputs.regex")

@@ -10,6 +10,7 @@ import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Annotated, Any, TypeVar, get_args, get_type_hints
 
 from pydantic import (
@@ -21,7 +22,7 @@ from pydantic import (
     ValidationError,
     with_config,
 )
-from pydantic_core import CoreSchema, InitErrorDetails, PydanticCustomError
+from pydantic_core import CoreSchema, InitErrorDetails, PydanticCustomError, SchemaValidator
 from pydantic_core import core_schema as core
 from typing_extensions import TypedDict
 
@@ -37,11 +38,45 @@ MOST_LEVELS = 100
 STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
 
+class UnknownField(Exception):
+    """A quick reading met an unknown field. `certain`: no other form of its object may have it."""
+
+    def __init__(self, *, certain: bool) -> None:
+        super().__init__()
+        self.certain = certain
+
+
 def adapter(name: str, body: type, **fields: Any) -> TypeAdapter[dict[str, Any]]:  # noqa: ANN401
     """Returns the adapter of a body: `fields`, which have limits of one server, and its own."""
     make: Any = TypedDict  # mypy knows only a TypedDict whose fields stand beside it
     types = {**fields, **get_type_hints(body, include_extras=True)}
     return TypeAdapter(with_config(STRICT)(make(name, types, total=False)))
+
+
+@lru_cache(maxsize=128)
+def quick_validator(model: TypeAdapter[Any]) -> SchemaValidator:
+    """Returns a validator that reads as `model` does, but raises UnknownField at the first."""
+    return SchemaValidator(_quick(model.core_schema))
+
+
+def _quick(schema: Any, *, certain: bool = True) -> Any:  # noqa: ANN401 - a part of a schema
+    """Returns the schema with objects that raise UnknownField; Pydantic collects all errors."""
+    if isinstance(schema, list):
+        return [_quick(part, certain=certain) for part in schema]
+    if not isinstance(schema, dict):
+        return schema
+    certain = certain and schema.get("type") != "union"
+    found = {k: _quick(v, certain=certain) for k, v in schema.items() if k != "metadata"}
+    if found.get("type") == "typed-dict":
+
+        def refuse(value: object) -> object:
+            raise UnknownField(certain=certain)
+
+        config = found.get("config", {})
+        found["config"] = {k: v for k, v in config.items() if k != "extra_fields_behavior"}
+        found["extra_behavior"] = "allow"
+        found["extras_schema"] = core.no_info_plain_validator_function(refuse)
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,11 +179,12 @@ class OneOf:
 class Unsupported:
     """A field of OpenAI's API or of vLLM that Millrace does not support.
 
-    Values in `harmless` have no effect and are accepted.
+    Values in `harmless` have no effect and are accepted. `why` is for the documentation.
     """
 
-    def __init__(self, *harmless: object) -> None:
+    def __init__(self, *harmless: object, why: str = "") -> None:
         self._harmless = (None, *harmless)
+        self._why = why
 
     def __get_pydantic_core_schema__(
         self, source: type, handler: GetCoreSchemaHandler
@@ -156,7 +192,8 @@ class Unsupported:
         return core.no_info_plain_validator_function(self._check)
 
     def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: object) -> Schema:
-        return {"enum": list(self._harmless), "description": "Not supported."}
+        description = f"Not supported: {self._why}." if self._why else "Not supported."
+        return {"enum": list(self._harmless), "description": description}
 
     def _check(self, value: object) -> object:
         if any(type(value) is type(asked) and value == asked for asked in self._harmless):

@@ -69,6 +69,15 @@ class Sampling:
     stop_token_ids: tuple[int, ...]
     logprobs: int  # -1: none; k: the chosen token and the k likeliest tokens
     constraint: Constraint | None = None
+    allowed_token_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Truncation:
+    """How many tokens of a prompt are kept (-1: those that fit), and the side that is cut."""
+
+    tokens: int
+    side: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +85,15 @@ class Options:
     """The options of both completion endpoints. `max_tokens_field` is the name the client used."""
 
     sampling: Sampling
-    choices: int = 1
+    choices: int = 1  # that are generated
+    best: int | None = None  # so many of each prompt's choices are answered; None: all
+    shown_logprobs: int = -1  # as `Sampling.logprobs`, in the answer
+    tokens_as_ids: bool = False  # log probabilities show ids in the place of texts
+    bad_words: tuple[str, ...] = ()
+    reasoning_tokens: int = -1  # most tokens of reasoning; -1: no budget
+    reasoning_field: str = ""  # that the client used
+    truncation: Truncation | None = None
+    objectives: Mapping[str, Any] = field(default_factory=dict)  # the body's field `millrace`
     stream: bool = False
     include_usage: bool = False
     continuous_usage: bool = False  # every chunk of a stream shows the usage so far
@@ -108,7 +125,23 @@ class Options:
     @property
     def prompt_logprobs(self) -> int:
         """Log probabilities of the prompt's own tokens, counted as in `Sampling.logprobs`."""
-        return max(self.sampling.logprobs if self.echo else -1, self.shown_prompt_logprobs)
+        return max(self.shown_logprobs if self.echo else -1, self.shown_prompt_logprobs)
+
+    def kept_tokens(self, prompt_tokens: int, limits: Limits) -> int:
+        """Returns how many tokens of a prompt are kept. Raises ApiError naming the field."""
+        if self.truncation is None:
+            return prompt_tokens
+        asked = self.sampling.max_tokens
+        room = limits.context_tokens - (1 if asked is None else asked)
+        wanted = self.truncation.tokens
+        if wanted > room or room < 1:
+            raise bad_field(
+                "truncate_prompt_tokens",
+                f"{max(wanted, 1)} prompt tokens and {asked or 1} to generate exceed this model's "
+                f"context of {limits.context_tokens} tokens.",
+                "context_length_exceeded",
+            )
+        return min(prompt_tokens, room if wanted < 0 else wanted)
 
     def new_tokens(self, prompt_tokens: int, limits: Limits, prompt_field: str) -> int:
         """Returns the most tokens to generate after a prompt of `prompt_tokens` in `prompt_field`.
@@ -144,15 +177,57 @@ def pooling_options(checked: Mapping[str, Any], limits: Limits, pooling: str) ->
         cache_prompt=checked.get("cache_prompt", True),
         cache_salt=checked.get("cache_salt", ""),
         pooling=pooling,
+        truncation=_truncation(checked, "right"),
+        objectives=stated(checked),
     )
+
+
+def stated(checked: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns the objectives of a body with checked fields."""
+    given = checked.get("millrace", {})
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def _truncation(checked: Mapping[str, Any], side: str) -> Truncation | None:
+    """Returns how the prompts are cut; `side` is cut unless the body says otherwise."""
+    tokens = checked.get("truncate_prompt_tokens")
+    if tokens is None:
+        return None
+    if tokens == 0:
+        raise bad_field("truncate_prompt_tokens", "must be -1 or at least 1, got 0.")
+    return Truncation(tokens=tokens, side=checked.get("truncation_side", side))
+
+
+def _reasoning_budget(checked: Mapping[str, Any]) -> tuple[str, int]:
+    """Returns the field with the most tokens of reasoning, and the tokens (-1: no budget)."""
+    names = ("max_reasoning_tokens", "thinking_token_budget")
+    found = [(name, checked[name]) for name in names if name in checked]
+    custom = checked.get("custom_params", {}).get("thinking_budget")
+    if custom is not None:
+        found.append(("custom_params.thinking_budget", custom))
+    if len({tokens for _, tokens in found}) > 1:
+        raise bad_field(found[1][0], f"must equal '{found[0][0]}' when both are given.")
+    return found[0] if found else ("", -1)
+
+
+def _choices(checked: Mapping[str, Any]) -> tuple[int, int | None]:
+    """Returns how many choices of a prompt are generated, and how many answered (None: all)."""
+    shown = checked.get("n", 1)
+    made = checked.get("best_of", shown)
+    if made == shown:
+        return shown, None
+    if made < shown:
+        raise bad_field("best_of", f"must be at least 'n' ({shown}), got {made}.")
+    for name in ("stream", "echo"):
+        if checked.get(name, False):
+            raise bad_field("best_of", f"must equal 'n' when '{name}' is true.")
+    return made, shown
 
 
 def read_options(checked: Mapping[str, Any], limits: Limits, logprobs: int) -> Options:
     """Returns the options of a body with checked fields; checks that the fields fit together."""
     get = checked.get
-    choices = get("n", 1)
-    if get("best_of", choices) != choices:
-        raise bad_field("best_of", "must equal 'n' when it is given.", "unsupported_parameter")
+    choices, best = _choices(checked)
     stream = get("stream", False)
     if "stream_options" in checked and not stream:
         raise bad_field("stream_options", "is only allowed when 'stream' is true.")
@@ -169,10 +244,20 @@ def read_options(checked: Mapping[str, Any], limits: Limits, logprobs: int) -> O
     constraint_field, constraint = _constraint(checked, tools)
     if constraint is not None and get("ignore_eos", False):
         raise bad_field("ignore_eos", f"can't be combined with '{constraint_field}'.")
-    sampling = _sampling(checked, limits, checked.get(field_name), logprobs)
+    reasoning_field, reasoning_tokens = _reasoning_budget(checked)
+    judged = logprobs if best is None else max(logprobs, 0)  # the best are the likeliest
+    sampling = _sampling(checked, limits, checked.get(field_name), judged)
     return Options(
         sampling=replace(sampling, constraint=constraint),
         choices=choices,
+        best=best,
+        shown_logprobs=logprobs,
+        tokens_as_ids=get("return_tokens_as_token_ids", False),
+        bad_words=tuple(dict.fromkeys(get("bad_words", ()))),
+        reasoning_tokens=reasoning_tokens,
+        reasoning_field=reasoning_field,
+        truncation=_truncation(checked, "left"),
+        objectives=stated(checked),
         stream=stream,
         include_usage=include_usage,
         continuous_usage=include_usage and stream_options.get("continuous_usage_stats", False),
@@ -232,4 +317,5 @@ def _sampling(
         seed=random.getrandbits(63) if seed is None else seed & 0xFFFF_FFFF_FFFF_FFFF,
         stop_token_ids=tuple(stop_ids),
         logprobs=logprobs,
+        allowed_token_ids=tuple(dict.fromkeys(get("allowed_token_ids", ()))),
     )

@@ -22,7 +22,13 @@ from millrace.proxy.request.fields import Within, adapter
 from millrace.proxy.request.options import Limits, Options, pooling_options
 from millrace.proxy.request.pooled_bodies import Document, EmbeddingBody, RerankBody, ScoreBody
 from millrace.proxy.request.reading import read_body
-from millrace.proxy.request.validation import Prompt, prompt_type, prompts_of
+from millrace.proxy.request.validation import (
+    MODEL,
+    Prompt,
+    prompt_type,
+    prompts_of,
+    truncation_type,
+)
 
 EMBEDDINGS_PATH: Final = "/v1/embeddings"
 SCORE_PATH: Final = "/v1/score"
@@ -59,7 +65,10 @@ class PooledBodies:
         self._limits = limits
         facts = limits.embedding
         texts = Required[prompt_type(limits.vocab_size, MOST_TEXTS)]
-        shared: dict[str, Any] = {"model": Required[str]}
+        shared: dict[str, Any] = {
+            "model": Required[MODEL],
+            "truncate_prompt_tokens": truncation_type(limits.context_tokens),
+        }
         dimensions = Annotated[
             Annotated[int, Within(1, max(facts.hidden_size, 1))] | None,
             Field(description="Length of the vectors: their first numbers. Default: all."),
@@ -73,7 +82,9 @@ class PooledBodies:
             "RerankRequest",
             RerankBody,
             **shared,
-            documents=Required[Annotated[list[Document], many]],
+            documents=Required[
+                Annotated[list[Document], many, Field(description="The texts to rank.")]
+            ],
         )
         self._read = {
             EMBEDDINGS_PATH: (self.embedding, self._embedding),
@@ -103,7 +114,7 @@ class PooledBodies:
             listed = ", ".join(map(str, known))
             raise bad_field("dimensions", f"must be one of {listed} for this model, got {length}.")
         as_text = checked.get("encoding_format", "float") == "base64"
-        is_unit = checked.get("normalize", True)
+        is_unit = bool(checked.get("normalize", checked.get("use_activation", True)))
 
         def write(vectors: Sequence[Vector]) -> Json:
             shown = (_cut(vector, length, is_unit=is_unit) for vector in vectors)

@@ -11,6 +11,7 @@ from pydantic import Field, with_config
 from typing_extensions import TypedDict
 
 from millrace.proxy.request.fields import STRICT, Ignored, OneOf, OneType, Unsupported, Within
+from millrace.proxy.request.objectives import ObjectiveFields
 
 _Refused = Annotated[Any, Unsupported()]
 _Text = Annotated[str, Field(min_length=1)]
@@ -31,12 +32,22 @@ class PooledBody(TypedDict, total=False):
         Field(description="Prompts share KV only if their salts are equal."),
     ]
 
+    truncation_side: Annotated[
+        Annotated[str, OneOf("left", "right")] | None,
+        Field(description="Where truncate_prompt_tokens cuts. Default: right."),
+    ]
+    millrace: Annotated[
+        ObjectiveFields | None, Field(description="Objectives, as the x-millrace-* headers.")
+    ]
+
     user: Ignored[str]
     request_id: Ignored[str]
 
-    priority: Annotated[Any, Unsupported(0)]
-    truncate_prompt_tokens: _Refused
-    mm_processor_kwargs: Annotated[Any, Unsupported({})]
+    padding: Annotated[Any, Unsupported("do_not_pad", why="prompts are never padded")]
+    priority: Annotated[
+        Any, Unsupported(0, why="requests are ordered by objectives and the policy")
+    ]
+    mm_processor_kwargs: Annotated[Any, Unsupported({}, why="text in, vectors out")]
 
 
 class EmbeddingBody(PooledBody, total=False):
@@ -50,8 +61,10 @@ class EmbeddingBody(PooledBody, total=False):
         bool | None, Field(description="Default: true. The length of every vector is 1.")
     ]
 
-    embed_dtype: Annotated[Any, Unsupported("float32")]
-    endianness: Annotated[Any, Unsupported("native", "little")]
+    use_activation: Annotated[bool | None, Field(description="vLLM's name of normalize.")]
+
+    embed_dtype: Annotated[Any, Unsupported("float32", why="vectors are float32")]
+    endianness: Annotated[Any, Unsupported("native", "little", why="bytes are little endian")]
 
 
 class ScoreBody(PooledBody, total=False):
@@ -77,7 +90,7 @@ Document = Annotated[
 class RerankBody(PooledBody, total=False):
     """The body of /v1/rerank."""
 
-    query: Required[_Text]
+    query: Required[Annotated[_Text, Field(description="The text that documents are compared to.")]]
     top_n: Annotated[
         int | None, Within(0, 2**31 - 1), Field(description="Most results. Absent or 0: all.")
     ]

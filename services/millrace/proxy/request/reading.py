@@ -10,9 +10,12 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
 from millrace.proxy.errors import ApiError, bad_field, shown
+from millrace.proxy.request.fields import UnknownField, quick_validator
 
 #: A body with more errors gets an answer without a field: Pydantic's list of them costs too much.
 _MOST_ERRORS = 10_000
+#: So does a body with an unknown field and about so many fields: it is not decoded again.
+_MOST_FIELDS = 100_000
 _LONGEST_PATH = 200  # characters
 
 _NAMES = {
@@ -35,11 +38,15 @@ _WANTED = {
 def read_body(model: TypeAdapter[Any], body: bytes) -> dict[str, Any]:
     """Returns the fields that are not null. Raises ApiError (400), which names the wrong field."""
     try:
-        checked = model.validator.validate_json(body)
+        checked = quick_validator(model).validate_json(body)
     except ValidationError as error:
         if error.error_count() > _MOST_ERRORS:
             message = f"The request body has {error.error_count()} wrong fields."
             raise ApiError(400, message, code="invalid_body") from None
+        checked = _read_again(model, body)
+    except UnknownField as unknown:
+        if unknown.certain and body.count(b'":') > _MOST_FIELDS:
+            raise _too_many() from None
         checked = _read_again(model, body)
     return {name: value for name, value in checked.items() if value is not None}
 
@@ -47,13 +54,33 @@ def read_body(model: TypeAdapter[Any], body: bytes) -> dict[str, Any]:
 def _read_again(model: TypeAdapter[Any], body: bytes) -> dict[str, Any]:
     """Reads a refused body as Python objects, which finds the wrong field.
 
-    Returns the fields if none is wrong: only the first reading refuses 5.0 for an integer.
+    Returns the fields if none is wrong: only the first reading refuses 5.0 for an integer, and
+    fields of another form of an object that has several.
     """
     decoded = _parse_json(body)
     if not isinstance(decoded, dict):
         raise ApiError(400, "The request body must be a JSON object.", code="invalid_body")
     try:
-        checked: dict[str, Any] = model.validate_python(decoded)
+        checked: dict[str, Any] = quick_validator(model).validate_python(decoded)
+    except UnknownField:
+        if body.count(b'":') > _MOST_FIELDS:
+            raise _too_many() from None
+        return _named(model, decoded)
+    except ValidationError as error:
+        raise _first_error(error, decoded) from None
+    return checked
+
+
+def _too_many() -> ApiError:
+    message = f"The request body has unknown fields, and more than {_MOST_FIELDS} fields."
+    return ApiError(400, message, code="unknown_parameter")
+
+
+def _named(model: TypeAdapter[Any], decoded: dict[str, Any]) -> dict[str, Any]:
+    """Raises the error of the first wrong field, which may be an unknown field."""
+    checked: dict[str, Any]
+    try:
+        checked = model.validate_python(decoded)
     except ValidationError as error:
         raise _first_error(error, decoded) from None
     return checked

@@ -9,6 +9,7 @@ from pydantic_core import PydanticCustomError
 from typing_extensions import TypedDict
 
 from millrace.proxy.errors import shown
+from millrace.proxy.request.constraints import StructuredOutputs
 from millrace.proxy.request.fields import (
     STRICT,
     AnyObject,
@@ -22,9 +23,10 @@ from millrace.proxy.request.fields import (
     text_or_array,
     wrong_field,
 )
+from millrace.proxy.request.sampling_fields import SamplingFields
 from millrace.proxy.request.tools import ResponseChoice, ResponseTools
 
-_Refused = Annotated[Any, Unsupported()]
+_NOT_BUILT = "not built"
 _Text = Annotated[str, Field(min_length=1)]
 
 _PART_TYPES = ("input_text", "output_text", "text", "refusal")
@@ -203,7 +205,7 @@ Metadata = Annotated[
 ]
 
 
-class ResponseBody(TypedDict, total=False):
+class ResponseBody(SamplingFields, total=False):
     """The body of /v1/responses: first served, then ignored, then refused fields."""
 
     input: Required[
@@ -215,6 +217,7 @@ class ResponseBody(TypedDict, total=False):
                 text=_Text,
                 array=Annotated[list[_Item], Field(min_length=1, fail_fast=True)],
             ),
+            Field(description="A text, or the conversation's items."),
         ]
     ]
     instructions: Annotated[
@@ -228,7 +231,9 @@ class ResponseBody(TypedDict, total=False):
         bool | None, Field(description="Answer at once, and generate without a client.")
     ]
     stream: Annotated[bool | None, Field(description="Answer as server-sent events.")]
-    stream_options: ResponseStreamOptions | None
+    stream_options: Annotated[
+        ResponseStreamOptions | None, Field(description="What a stream shows beside the answer.")
+    ]
     metadata: Annotated[
         Metadata | None,
         Field(description="At most 16 pairs, returned with the response."),
@@ -237,8 +242,10 @@ class ResponseBody(TypedDict, total=False):
         Annotated[str, OneOf("disabled", "auto")] | None,
         Field(description="auto: drop the oldest messages of a conversation that is too long."),
     ]
-    reasoning: Reasoning | None
-    text: TextOptions | None
+    reasoning: Annotated[
+        Reasoning | None, Field(description="`effort` is passed to the chat template.")
+    ]
+    text: Annotated[TextOptions | None, Field(description="`format`: JSON, or JSON of a schema.")]
     tools: Annotated[
         ResponseTools | None, Field(description="Functions that the assistant may call.")
     ]
@@ -248,19 +255,8 @@ class ResponseBody(TypedDict, total=False):
     parallel_tool_calls: Annotated[
         bool | None, Field(description="Default: true. False: only the first call is shown.")
     ]
-    temperature: Annotated[float | None, Within(0, 2), Field(description="0: greedy.")]
-    top_p: Annotated[float | None, Within(0, 1, above=True)]
-    top_k: Annotated[int | None, Within(-1, 2**31 - 1), Field(description="0 or -1: off.")]
-    min_p: Annotated[float | None, Within(0, 1)]
-    repetition_penalty: Annotated[
-        float | None, Within(0, 100, above=True), Field(description="1: off.")
-    ]
-    seed: Annotated[
-        int | None, Within(-(2**63), 2**64 - 1), Field(description="Same seed, same output.")
-    ]
-    cache_salt: Annotated[
-        Annotated[str, Field(max_length=256)] | None,
-        Field(description="Prompts share KV only if their salts are equal."),
+    structured_outputs: Annotated[
+        StructuredOutputs | None, Field(description="vLLM's form of text.format.")
     ]
     chat_template_kwargs: Annotated[
         AnyObject | None, Field(description="Further arguments of the chat template.")
@@ -272,11 +268,22 @@ class ResponseBody(TypedDict, total=False):
     prompt_cache_retention: Ignored[str]
     safety_identifier: Ignored[str]
     service_tier: Ignored[Annotated[str, OneOf("auto", "default", "flex", "scale", "priority")]]
+    request_id: Ignored[str]
     user: Ignored[str]
 
-    context_management: _Refused
-    conversation: _Refused
-    include: Annotated[Any, Unsupported([], ["reasoning.encrypted_content"])]
-    moderation: _Refused
-    prompt: _Refused
-    top_logprobs: Annotated[Any, Unsupported(0)]
+    access_programs: Annotated[Any, Unsupported([], why=_NOT_BUILT)]
+    context_management: Annotated[Any, Unsupported(why=_NOT_BUILT)]
+    conversation: Annotated[Any, Unsupported(why=_NOT_BUILT)]
+    enable_response_messages: Annotated[Any, Unsupported(False, why=_NOT_BUILT)]
+    image: Annotated[Any, Unsupported(why="text in, text out")]
+    include: Annotated[Any, Unsupported([], ["reasoning.encrypted_content"], why=_NOT_BUILT)]
+    mm_processor_kwargs: Annotated[Any, Unsupported({}, why="text in, text out")]
+    moderation: Annotated[Any, Unsupported(why=_NOT_BUILT)]
+    previous_input_messages: Annotated[Any, Unsupported(why="previous_response_id does it")]
+    previous_response: Annotated[Any, Unsupported(why="previous_response_id does it")]
+    priority: Annotated[
+        Any, Unsupported(0, why="requests are ordered by objectives and the policy")
+    ]
+    prompt: Annotated[Any, Unsupported(why=_NOT_BUILT)]
+    top_logprobs: Annotated[Any, Unsupported(0, why=_NOT_BUILT)]
+    vllm_xargs: Annotated[Any, Unsupported({}, why="vLLM's own plug-ins")]

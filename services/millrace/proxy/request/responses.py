@@ -15,23 +15,22 @@ from typing import Any
 
 from millrace.proxy.errors import ApiError, bad_field, shown
 from millrace.proxy.request.reading import read_body
+from millrace.proxy.request.sampling_fields import SamplingFields
 from millrace.proxy.request.validation import Bodies, ChatRequest
 
 Json = dict[str, Any]
 
 #: Fields that have the same name and meaning in both APIs.
 _SAME = [
+    *SamplingFields.__annotations__,
     "model",
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "repetition_penalty",
-    "seed",
-    "cache_salt",
     "chat_template_kwargs",
+    "logit_bias",
+    "max_reasoning_tokens",
     "parallel_tool_calls",
     "stream",
+    "structured_outputs",
+    "thinking_token_budget",
 ]
 #: Fields of a chat's body, and what clients of responses call them; longer names first.
 _NAMES = {

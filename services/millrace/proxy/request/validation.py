@@ -18,12 +18,18 @@ from millrace.proxy.request.response_bodies import ResponseBody
 from millrace.proxy.request.tools import ToolOptions, read_history
 
 _MAX_STOP_IDS = 1024
+_MAX_ALLOWED_IDS = 16384
+#: Fields with limits of one server that responses have, too.
+_OF_RESPONSES = ("logit_bias", "max_reasoning_tokens", "thinking_token_budget")
+_REASONING = "After so many tokens of reasoning its end is forced. -1: no budget."
 _MOST = "Most tokens to generate. 0, with echo or prompt_logprobs: only the prompt is computed."
 _OF_PROMPT = "Log probabilities of the prompt's tokens, and of so many likeliest at each position."
 #: The most prompts of one completion request.
 MAX_PROMPTS = 256
 
 Prompt = str | list[int]
+#: The field `model`.
+MODEL = Annotated[str, Field(description="The model that answers.")]
 _Text = Annotated[str, Field(min_length=1)]
 
 
@@ -62,13 +68,30 @@ class Bodies:
         self.limits = limits
         config, vocab_size = limits.config, limits.vocab_size
         shared: dict[str, Any] = {
-            "model": Required[str],
+            "model": Required[MODEL],
             "max_tokens": _count(0, config.max_new_tokens, _MOST),
             "prompt_logprobs": _count(0, config.max_logprobs, _OF_PROMPT),
             "n": _count(1, config.max_choices, "Choices to generate for each prompt."),
-            "min_tokens": _count(0, config.max_new_tokens),
-            "logit_bias": _logit_bias(vocab_size) | None,
-            "stop_token_ids": _token_ids(vocab_size, 0, _MAX_STOP_IDS) | None,
+            "min_tokens": _count(
+                0, config.max_new_tokens, "No end of the answer before so many tokens."
+            ),
+            "logit_bias": Annotated[
+                _logit_bias(vocab_size) | None,
+                Field(description="From token id to the bias added to its logit."),
+            ],
+            "stop_token_ids": Annotated[
+                _token_ids(vocab_size, 0, _MAX_STOP_IDS) | None,
+                Field(description="Further tokens that end the answer."),
+            ],
+            "allowed_token_ids": Annotated[
+                _token_ids(vocab_size, 1, _MAX_ALLOWED_IDS) | None,
+                Field(description="No other tokens are generated, no end of sequence either."),
+            ],
+            "truncate_prompt_tokens": truncation_type(limits.context_tokens),
+            "thinking_token_budget": _count(
+                -1, config.max_new_tokens, "vLLM's name of max_reasoning_tokens."
+            ),
+            "max_reasoning_tokens": _count(-1, config.max_new_tokens, _REASONING),
         }
         self.chat = adapter(
             "ChatRequest",
@@ -77,7 +100,9 @@ class Bodies:
             max_completion_tokens=_count(
                 0, config.max_new_tokens, "Newer name of max_tokens; takes precedence over it."
             ),
-            top_logprobs=_count(0, config.max_logprobs),
+            top_logprobs=_count(
+                0, config.max_logprobs, "So many of the likeliest tokens at each position."
+            ),
         )
         self.completion = adapter(
             "CompletionRequest",
@@ -85,15 +110,20 @@ class Bodies:
             **shared
             | {
                 "prompt": Required[prompt_type(vocab_size)],
-                "logprobs": _count(0, config.max_logprobs),
-                "best_of": _count(1, config.max_choices, "Must equal n."),
+                "logprobs": _count(
+                    0, config.max_logprobs, "Log probabilities, and so many of the likeliest."
+                ),
+                "best_of": _count(
+                    1, config.max_choices, "Choices to generate; the best n are answered."
+                ),
             },
         )
         self.response = adapter(
             "ResponseRequest",
             ResponseBody,
-            model=Required[str],
+            model=Required[MODEL],
             max_output_tokens=_count(1, config.max_new_tokens, "Most tokens to generate."),
+            **{name: shared[name] for name in _OF_RESPONSES},
         )
         self.tokenize = adapter("Tokenize", TokenizeBody, model=str | None)
         tokens = Required[_token_ids(vocab_size, 0)]
@@ -170,6 +200,11 @@ def _token_ids(vocab_size: int, fewest: int, most: int | None = None) -> Any:  #
     return Annotated[list[token_id], Field(min_length=fewest, max_length=most, fail_fast=True)]
 
 
+def truncation_type(context_tokens: int) -> Any:  # noqa: ANN401 - a type
+    """Returns the type of `truncate_prompt_tokens`."""
+    return _count(-1, context_tokens, "Keep so many tokens of the prompt. -1: those that fit.")
+
+
 def _logit_bias(vocab_size: int) -> Any:  # noqa: ANN401 - a type
     def by_id(given: dict[str, float]) -> dict[int, float]:
         for key in given:
@@ -182,10 +217,7 @@ def _logit_bias(vocab_size: int) -> Any:  # noqa: ANN401 - a type
                 raise PydanticCustomError("invalid_value", wrong)
         return {int(key): bias for key, bias in given.items()}
 
-    described = Field(
-        description="From token id to the bias added to its logit.",
-        json_schema_extra={"propertyNames": {"pattern": "^[0-9]{1,10}$"}},
-    )
+    described = Field(json_schema_extra={"propertyNames": {"pattern": "^[0-9]{1,10}$"}})
     return Annotated[
         dict[str, Annotated[float, Within(-100, 100)]], described, AfterValidator(by_id)
     ]
@@ -206,7 +238,8 @@ def prompt_type(vocab_size: int, most: int = MAX_PROMPTS) -> Any:  # noqa: ANN40
         text=_Text,
         texts=Annotated[list[_Text], many],
     )
-    return Annotated[Any, of_type]
+    doc = "One or several texts, or lists of token ids."
+    return Annotated[Any, of_type, Field(description=doc)]
 
 
 def _kind_of_prompt(prompt: object) -> str | None:

@@ -222,7 +222,10 @@ def _tuple(descriptor: Descriptor, message: type[Any], hints: tuple[Any, ...]) -
         return Codec(tuple, cast(Any, encode), cast(Any, attrgetter(*names)))
     (name,) = names
     element = _translation(descriptor.fields[0], hints[0], None)
-    assert element is not None  # a tuple of tuples of numbers: no message has such a field
+    if element is None:
+        return Codec(
+            tuple, lambda value: message(**{name: value}), lambda m: tuple(getattr(m, name))
+        )
 
     def encode_all(value: Iterable[object]) -> Any:  # noqa: ANN401 - a message
         return message(**{name: map(element.encode, value)})
