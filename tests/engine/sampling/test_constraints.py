@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 import re
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from tokenizers import Tokenizer
 from millrace.core.request_spec import Constraint
 from millrace.engine.sampling.sampler import Sampler, SamplingRow, SamplingSpec, finish_reason
 from millrace.grammar.matcher import Grammars
+from support.json_schemas import schemas
 
 FOLDER = Path(__file__).parents[3] / "models" / "millrace-tiny"
 TOKENIZER = Tokenizer.from_file(str(FOLDER / "tokenizer.json"))
@@ -65,84 +65,10 @@ def text_of(ids: list[int]) -> str:
     return TOKENIZER.decode(ids[:-1], skip_special_tokens=False)
 
 
-class Schemas:
-    """Makes schemas with bounded answers."""
-
-    def __init__(self, seed: int) -> None:
-        self._random = random.Random(seed)
-
-    def one(self, depth: int = 3) -> dict[str, Any]:
-        simple = [self.integer, self.number, self.text, self.enum, self.boolean, self.pattern]
-        nested = [self.object, self.array, self.either, self.reference]
-        make = self._random.choice(simple + nested * 2 if depth else simple)
-        return make(depth - 1)
-
-    def integer(self, depth: int) -> dict[str, Any]:
-        low = self._random.randint(-2000, 2000)
-        return {"type": "integer", "minimum": low, "maximum": low + self._random.randint(0, 5000)}
-
-    def number(self, depth: int) -> dict[str, Any]:
-        low = self._random.randint(-50, 50)
-        return {"type": "number", "minimum": low, "exclusiveMaximum": low + 10}
-
-    def text(self, depth: int) -> dict[str, Any]:
-        low = self._random.randint(0, 4)
-        return {"type": "string", "minLength": low, "maxLength": low + self._random.randint(0, 9)}
-
-    def enum(self, depth: int) -> dict[str, Any]:
-        values = ["red", 'a "quote"', "é😀", 3, -1.5, None, True, ["x", 1], {"k": "v"}, "\n\\"]
-        return {"enum": self._random.sample(values, self._random.randint(1, 4))}
-
-    def boolean(self, depth: int) -> dict[str, Any]:
-        return {"type": self._random.choice(["boolean", "null", ["boolean", "null"]])}
-
-    def pattern(self, depth: int) -> dict[str, Any]:
-        patterns = ["^[A-Z]{2}[0-9]{4}$", "^(foo|bar)-[a-f]{1,8}$", r"^\d{3}\.\w{2}$"]
-        formats = ["date", "time", "uuid", "ipv4"]
-        if self._random.random() < 0.3:
-            return {"type": "string", "format": self._random.choice(formats)}
-        return {"type": "string", "pattern": self._random.choice(patterns)}
-
-    def object(self, depth: int) -> dict[str, Any]:
-        names = [f"key {i}" for i in range(self._random.randint(1, 4))]
-        return {
-            "type": "object",
-            "properties": {name: self.one(depth) for name in names},
-            "required": self._random.sample(names, self._random.randint(0, len(names))),
-            "additionalProperties": False,
-        }
-
-    def array(self, depth: int) -> dict[str, Any]:
-        low = self._random.randint(0, 2)
-        return {"type": "array", "items": self.one(0), "minItems": low, "maxItems": low + 2}
-
-    def either(self, depth: int) -> dict[str, Any]:
-        return {"anyOf": [self.one(depth), self.one(0)]}
-
-    def reference(self, depth: int) -> dict[str, Any]:
-        return {
-            "$defs": {"part": self.one(0)},
-            "type": "object",
-            "properties": {"a": {"$ref": "#/$defs/part"}, "b": {"$ref": "#/$defs/part"}},
-            "required": ["a", "b"],
-            "additionalProperties": False,
-        }
-
-
-def root_references(schema: dict[str, Any]) -> bool:
-    """Whether `$ref` is resolved: references point at the root, so `$defs` must be there."""
-    return "$ref" not in json.dumps(schema) or "$defs" in schema
-
-
 def test_random_logits_give_valid_json_for_320_schemas(sampler):
-    made = Schemas(seed=1)
-    schemas = []
-    while len(schemas) < SCHEMAS:
-        schema = made.one()
-        if root_references(schema):
-            schemas.append(schema)
+    asked = schemas(seed=1, count=SCHEMAS)
     for start in range(0, SCHEMAS, 40):
-        block = schemas[start : start + 40]
+        block = asked[start : start + 40]
         rows = [sampler.row(schema_spec(schema, seed=start + i)) for i, schema in enumerate(block)]
         for schema, (ids, reason) in zip(block, answers(sampler, rows, start), strict=True):
             assert reason == "stop", schema

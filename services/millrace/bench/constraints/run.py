@@ -131,28 +131,36 @@ def _measure(engine: Engine, grammars: Grammars, settings: Settings, kind: str) 
     return {
         "kind": kind,
         "compile_ms": compile_ms,
-        "mask_us": _mask_us(grammars, settings, CONSTRAINTS[kind]),
+        **_masks(grammars, settings, CONSTRAINTS[kind]),
         "free_step_ms": free_ms,
         "constrained_step_ms": constrained_ms,
         "cost_share": constrained_ms / free_ms - 1.0,
     }
 
 
-def _mask_us(grammars: Grammars, settings: Settings, constraint: Constraint) -> dict[str, float]:
-    """Times single masks along answers that are drawn evenly from what the masks allow."""
+def _masks(grammars: Grammars, settings: Settings, constraint: Constraint) -> dict[str, Any]:
+    """Times single masks along answers that are drawn evenly from what the masks allow.
+
+    `forced_share` are the masks that allow one token only: the steps that an exact jump forward
+    could save at most.
+    """
     drawn = random.Random(1)
-    matcher, took = grammars.matcher(constraint), []
+    matcher, took, forced = grammars.matcher(constraint), [], 0
     for _ in range(settings.steps):
         begun = time.perf_counter()
         mask = matcher.mask()
         took.append(1e6 * (time.perf_counter() - begun))
         allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
+        forced += len(allowed) == 1
         token_id = int(drawn.choice(allowed))
         if token_id == _EOS:
             matcher = grammars.matcher(constraint)
         else:
             matcher.consume(token_id)
-    return {"p50": float(np.percentile(took, 50)), "p99": float(np.percentile(took, 99))}
+    return {
+        "mask_us": {"p50": float(np.percentile(took, 50)), "p99": float(np.percentile(took, 99))},
+        "forced_share": forced / len(took),
+    }
 
 
 class _Batch:
