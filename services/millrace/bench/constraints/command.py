@@ -10,7 +10,7 @@ from millrace.bench.common.models import LLAMA_100M
 from millrace.bench.common.options import command as made
 from millrace.bench.common.options import option, read_dtype, read_names
 
-KINDS = ("json_object", "json_schema", "regex", "choice")
+KINDS = ("json_object", "json_schema", "json_names", "regex", "choice")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -62,9 +62,22 @@ _SCHEMA: Final = {
     },
     "required": ["name", "kind", "size", "parts"],
 }
+#: Long names and no white space: most of the text is forced.
+_NAMES: Final = {
+    "type": "object",
+    "properties": {
+        "location_of_the_weather_station": {"type": "string", "maxLength": 12},
+        "unit_of_temperature": {"enum": ["celsius", "fahrenheit"]},
+        "include_forecast_days": {"type": "integer", "minimum": 0, "maximum": 14},
+    },
+    "required": ["location_of_the_weather_station", "unit_of_temperature", "include_forecast_days"],
+    "additionalProperties": False,
+    "x-guidance": {"whitespace_flexible": False},
+}
 CONSTRAINTS: Final = {
     "json_object": Constraint(kind="json_object", text=""),
     "json_schema": Constraint(kind="json_schema", text=json.dumps(_SCHEMA)),
+    "json_names": Constraint(kind="json_schema", text=json.dumps(_NAMES)),
     "regex": Constraint(kind="regex", text=r"([A-Z][a-z]{2,12}( [a-z]{1,12}){3,20}\. ){5,50}"),
     "choice": Constraint(
         kind="choice", text=json.dumps([f"answer {i} of a long list" for i in range(500)])
