@@ -54,6 +54,7 @@ SPEC = RequestSpec(
     prefix_block_tokens=13,
     prefix_root=14,
     pooling="mean",
+    priority=-3,
 )
 
 UPDATES = {

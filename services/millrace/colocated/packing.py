@@ -166,6 +166,7 @@ class IterationPacker:
             slo=spec.slo,
             arrival_s=spec.arrival_unix_s,
             tenant=spec.tenant,
+            priority=spec.priority,
         )
         found = LiveRequest(asked)
         found.predict(predicted_s, predicted_s)

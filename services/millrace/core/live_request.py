@@ -55,6 +55,7 @@ class LiveRequest:
         "predicted_work_s",
         "prefill_only",
         "prefix_hashes",
+        "priority",
         "prompt_tokens",
         "proxy_id",
         "resumable",
@@ -77,6 +78,7 @@ class LiveRequest:
         self.choices: Final = spec.choices
         self.slo: Final = spec.slo
         self.tenant: Final = spec.tenant
+        self.priority: Final = spec.priority
         self.arrival_s: Final = spec.arrival_s
         self.prefix_hashes: Final = spec.prefix_hashes
         self.resumable: Final = spec.resumable

@@ -100,6 +100,7 @@ class Request:
     arrival_s: float = 0.0
     prefix_hashes: tuple[int, ...] = ()  # of the prompt's whole blocks (`kv.prefix`); none: unknown
     tenant: str = "default"
+    priority: int = 0  # among its tenant's requests of its class; the smaller goes first
     resumable: bool = True  # an attempt may start after the tokens that earlier ones left at decode
 
     @property

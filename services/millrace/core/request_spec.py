@@ -110,6 +110,7 @@ class RequestSpec:
     prefix_block_tokens: int = 0
     prefix_root: int = 0
     tenant: str = "default"
+    priority: int = 0  # among its tenant's requests of its class; the smaller goes first
     pooling: str = ""
 
     @property

@@ -161,6 +161,15 @@ async def test_objectives_come_from_the_body_and_headers_go_first(stack, path):
         assert (slo.tbt_s, slo.e2e_s) == (0.0505, 90.0)
 
 
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS, "/v1/responses", "/v1/embeddings"])
+async def test_priorities_reach_the_scheduler(stack, path):
+    prompt = {CHAT: {"messages": USER}, COMPLETIONS: {"prompt": "hi"}}.get(path, {"input": "hi"})
+    for fields, priority in (({"priority": -7}, -7), ({}, 0)):
+        response = await stack.http.post(path, json={"model": MODEL, **prompt, **fields})
+        assert response.status_code == 200, response.text
+        assert stack.fleet.specs[-1].priority == priority
+
+
 async def test_the_body_may_ask_for_an_early_refusal(tmp_path):
     async with gateway(tmp_path) as stack:
         stack.fleet.script.on_submit = lambda spec: stack.fleet.place(spec, predicted_ttft_s=9.0)

@@ -21,7 +21,8 @@ def print_tables(report: Mapping[str, Any], console: Console) -> None:
         f"decode of {settings['batch']} sequences, {settings['vocabulary']} tokens of vocabulary, "
         f"{settings['dtype']}; goal of the cost: {goal:.0%}",
         "constraint | compile ms | mask µs p50 | p99 | forced | free step ms | constrained | cost",
-        "{kind} | {compile_ms:.1f} | {mask_us[p50]:.0f} | {mask_us[p99]:.0f} | {forced_share:.1%} | "
+        "{kind} | {compile_ms:.1f} | {mask_us[p50]:.0f} | {mask_us[p99]:.0f} | "
+        "{forced_share:.1%} | "
         "{free_step_ms:.2f} | {constrained_step_ms:.2f} | {cost}",
         rows,
         left=1,

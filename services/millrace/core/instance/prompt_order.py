@@ -6,6 +6,7 @@ from collections.abc import Container
 
 from millrace.core.live_request import LiveRequest
 from millrace.core.priority import POLICIES, PriorityKey
+from millrace.core.priority.own_order import ranking_of
 from millrace.core.weights import Weights
 
 
@@ -19,7 +20,7 @@ class PromptOrder:
         self._ordered: list[LiveRequest] | None = []  # None: to be sorted
         self._weights = Weights()
         self._policy = POLICIES[policy]()
-        self._ranking = self._policy.ranking()
+        self._ranking = ranking_of(self._policy)
 
     @property
     def policy(self) -> str:
@@ -32,7 +33,7 @@ class PromptOrder:
         """Ranks all prompts by another policy from now on."""
         self._policy = POLICIES[policy]()
         self._policy.weigh(self._weights)
-        self._ranking = self._policy.ranking()
+        self._ranking = ranking_of(self._policy)
         for request in self._requests.values():
             self.add(request, now_s)
 

@@ -11,6 +11,7 @@ from itertools import count
 
 from millrace.core.config import SchedulerConfig
 from millrace.core.live_request import LiveRequest
+from millrace.core.priority.own_order import ranking_of
 from millrace.core.request import RequestState
 from millrace.core.scheduler.ended_requests import EndedRequests
 from millrace.core.scheduler.fleet.cluster import Cluster, Pool
@@ -37,7 +38,7 @@ class RequestTable:
         self.cluster = cluster
         self.requests: dict[str, LiveRequest] = {}  # oldest first
         self.by_proxy: dict[str, dict[str, None]] = {}
-        self._unplaced_ranking = cluster.policy.ranking()
+        self._unplaced_ranking = ranking_of(cluster.policy)
         self.unplaced = WaitingQueue(self._unplaced_ranking)
         self.waiting_queue_of: dict[str, WaitingQueue] = {}  # of every queued request
         self.run_queue_of: dict[str, RunQueue] = {}  # requests with something left to compute
@@ -69,7 +70,7 @@ class RequestTable:
     def change_policy(self, name: str, now_s: float) -> None:
         """Ranks everything again at once, since keys of two policies can't be compared."""
         self.cluster.rank_by(name, now_s)
-        self._unplaced_ranking = self.cluster.policy.ranking()
+        self._unplaced_ranking = ranking_of(self.cluster.policy)
         self.unplaced.rank_by(self._unplaced_ranking, now_s)
 
     def unqueue(self, request: LiveRequest) -> None:

@@ -187,6 +187,7 @@ class Builder:
             sampling=self._sampling.params(prompt, options, prompt_field),
             slo=arrival.slo,
             tenant=arrival.tenant,
+            priority=options.priority,
             arrival_unix_s=arrival.unix_s,
             traceparent=arrival.traceparent,
             prefix_hashes=prompt.blocks.hashes,

@@ -87,9 +87,6 @@ class GenerateBody(SamplingFields, ConstraintFields, total=False):
     ec_transfer_params: Annotated[Any, Unsupported({}, why=_OF_VLLM)]
     kv_transfer_params: Annotated[Any, Unsupported({}, why=_OF_VLLM)]
     logprob_token_ids: Annotated[Any, Unsupported(why=_NOT_BUILT)]
-    priority: Annotated[
-        Any, Unsupported(0, why="requests are ordered by objectives and the policy")
-    ]
     repetition_detection: Annotated[Any, Unsupported(why=_NOT_BUILT)]
     return_mm_kwargs: Annotated[Any, Unsupported(False, True, why=_TEXT_ONLY)]
     return_token_offsets: Annotated[Any, Unsupported(False, why=_NOT_BUILT)]

@@ -12,6 +12,12 @@ from millrace.proxy.request.fields import STRICT, Within
 #: The largest objective, in milliseconds.
 LARGEST_MS = 1e9
 
+#: As vLLM's field.
+Priority = Annotated[
+    int | None,
+    Within(-(2**31), 2**31 - 1),
+    Field(description="Order among the tenant's requests of the class: the smaller goes first."),
+]
 _Ms = Annotated[float | None, Within(0, LARGEST_MS, above=True)]
 _FIELDS: dict[str, Any] = {
     "class": Annotated[str | None, Field(description="x-millrace-class", max_length=63)],

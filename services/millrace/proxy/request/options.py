@@ -93,6 +93,7 @@ class Options:
     reasoning_tokens: int = -1  # most tokens of reasoning; -1: no budget
     reasoning_field: str = ""  # that the client used
     truncation: Truncation | None = None
+    priority: int = 0  # as `RequestSpec.priority`
     objectives: Mapping[str, Any] = field(default_factory=dict)  # the body's field `millrace`
     stream: bool = False
     include_usage: bool = False
@@ -178,6 +179,7 @@ def pooling_options(checked: Mapping[str, Any], limits: Limits, pooling: str) ->
         cache_salt=checked.get("cache_salt", ""),
         pooling=pooling,
         truncation=_truncation(checked, "right"),
+        priority=checked.get("priority", 0),
         objectives=stated(checked),
     )
 
@@ -257,6 +259,7 @@ def read_options(checked: Mapping[str, Any], limits: Limits, logprobs: int) -> O
         reasoning_tokens=reasoning_tokens,
         reasoning_field=reasoning_field,
         truncation=_truncation(checked, "left"),
+        priority=checked.get("priority", 0),
         objectives=stated(checked),
         stream=stream,
         include_usage=include_usage,

@@ -11,7 +11,7 @@ from pydantic import Field, with_config
 from typing_extensions import TypedDict
 
 from millrace.proxy.request.fields import STRICT, Ignored, OneOf, OneType, Unsupported, Within
-from millrace.proxy.request.objectives import ObjectiveFields
+from millrace.proxy.request.objectives import ObjectiveFields, Priority
 
 _Refused = Annotated[Any, Unsupported()]
 _Text = Annotated[str, Field(min_length=1)]
@@ -36,6 +36,7 @@ class PooledBody(TypedDict, total=False):
         Annotated[str, OneOf("left", "right")] | None,
         Field(description="Where truncate_prompt_tokens cuts. Default: right."),
     ]
+    priority: Priority
     millrace: Annotated[
         ObjectiveFields | None, Field(description="Objectives, as the x-millrace-* headers.")
     ]
@@ -44,9 +45,6 @@ class PooledBody(TypedDict, total=False):
     request_id: Ignored[str]
 
     padding: Annotated[Any, Unsupported("do_not_pad", why="prompts are never padded")]
-    priority: Annotated[
-        Any, Unsupported(0, why="requests are ordered by objectives and the policy")
-    ]
     mm_processor_kwargs: Annotated[Any, Unsupported({}, why="text in, vectors out")]
 
 

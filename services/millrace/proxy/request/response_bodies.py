@@ -281,9 +281,6 @@ class ResponseBody(SamplingFields, total=False):
     moderation: Annotated[Any, Unsupported(why=_NOT_BUILT)]
     previous_input_messages: Annotated[Any, Unsupported(why="previous_response_id does it")]
     previous_response: Annotated[Any, Unsupported(why="previous_response_id does it")]
-    priority: Annotated[
-        Any, Unsupported(0, why="requests are ordered by objectives and the policy")
-    ]
     prompt: Annotated[Any, Unsupported(why=_NOT_BUILT)]
     top_logprobs: Annotated[Any, Unsupported(0, why=_NOT_BUILT)]
     vllm_xargs: Annotated[Any, Unsupported({}, why="vLLM's own plug-ins")]

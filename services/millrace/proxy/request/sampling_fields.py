@@ -8,7 +8,7 @@ from pydantic import AfterValidator, Field, with_config
 from typing_extensions import TypedDict
 
 from millrace.proxy.request.fields import STRICT, OneType, Within, text_or_array
-from millrace.proxy.request.objectives import ObjectiveFields
+from millrace.proxy.request.objectives import ObjectiveFields, Priority
 
 _MOST_BAD_WORDS = 1024
 
@@ -92,6 +92,7 @@ class SamplingFields(TypedDict, total=False):
         Annotated[str, Field(max_length=256)] | None,
         Field(description="Prompts share KV only if their salts are equal."),
     ]
+    priority: Priority
     millrace: Annotated[
         ObjectiveFields | None, Field(description="Objectives, as the x-millrace-* headers.")
     ]

@@ -14,6 +14,7 @@ from millrace.core.cost.rates import live_rate
 from millrace.core.kv.pages import Shares
 from millrace.core.live_request import LiveRequest
 from millrace.core.priority import POLICIES, Ranking
+from millrace.core.priority.own_order import ranking_of
 from millrace.core.scheduler.events import ImprovementRateChanged, InstanceJoined
 from millrace.core.scheduler.fleet.batching import filling_tokens
 from millrace.core.scheduler.fleet.instances import (
@@ -334,7 +335,7 @@ class Cluster:
     def _pool(self, model_hash: str) -> Pool:
         pool = self.pools.get(model_hash)
         if pool is None:
-            pool = self.pools[model_hash] = Pool(self._config, self.policy.ranking())
+            pool = self.pools[model_hash] = Pool(self._config, ranking_of(self.policy))
             pool.by_value = self._live_rate.by_value
         return pool
 
@@ -343,7 +344,7 @@ class Cluster:
         self.policy = POLICIES[policy]()
         self.policy.weigh(self.weights)
         for pool in self.pools.values():
-            pool.rank_by(self.policy.ranking(), now_s)
+            pool.rank_by(ranking_of(self.policy), now_s)
 
     def weigh(self, weights: Weights) -> None:
         """Uses these weights from now on; names without one keep theirs."""
