@@ -249,6 +249,29 @@ async def test_harmony_knows_whether_calls_may_follow(tmp_path):
         assert not stack.fleet.specs[-1].sampling.reasoning.calls
 
 
+@pytest.mark.parametrize(
+    ("fields", "kind"),
+    [
+        ({"regex": "[ab]+"}, "regex"),
+        ({"ebnf": 'root ::= "a"'}, "grammar"),
+        ({"json_schema": '{"type": "object"}'}, "json_schema"),
+    ],
+)
+async def test_constraints_have_sglangs_names(stack, fields, kind):
+    for path in (CHAT, COMPLETIONS):
+        assert (await sampling(stack, path, **fields)).constraint.kind == kind
+    [name] = fields
+    error = await refused(stack, COMPLETIONS, guided_regex="a", **fields)
+    assert f"guided_regex, {name}" in error["message"]
+
+
+async def test_a_stop_string_stays_by_both_names(stack):
+    for name in ("include_stop_str_in_output", "no_stop_trim"):
+        for kept, text in ((True, "Hello th"), (False, "Hello")):
+            answer = await post(stack, stop=" th", **{name: kept})
+            assert answer["choices"][0]["text"] == text
+
+
 async def test_responses_have_budgets(tmp_path):
     async with serving(tmp_path) as stack:
         body = {"model": MODEL, "input": "hi", "max_reasoning_tokens": 3}

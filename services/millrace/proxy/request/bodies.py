@@ -78,6 +78,7 @@ class GenerateBody(SamplingFields, ConstraintFields, total=False):
 
     user: Ignored[str]
     request_id: Ignored[str]
+    rid: Ignored[str]
     session_id: Ignored[str]
     length_penalty: Ignored[Annotated[float, Within(-(10**9), 10**9)]]
     spaces_between_special_tokens: Ignored[bool]
@@ -87,6 +88,10 @@ class GenerateBody(SamplingFields, ConstraintFields, total=False):
     ec_transfer_params: Annotated[Any, Unsupported({}, why=_OF_VLLM)]
     kv_transfer_params: Annotated[Any, Unsupported({}, why=_OF_VLLM)]
     logprob_token_ids: Annotated[Any, Unsupported(why=_NOT_BUILT)]
+    lora_path: Annotated[Any, Unsupported(why=_NOT_BUILT)]
+    custom_logit_processor: Annotated[Any, Unsupported(why="code of clients does not run")]
+    return_hidden_states: Annotated[Any, Unsupported(False, why="/v1/embeddings has vectors")]
+    stop_regex: Annotated[Any, Unsupported([], why=_NOT_BUILT)]
     repetition_detection: Annotated[Any, Unsupported(why=_NOT_BUILT)]
     return_mm_kwargs: Annotated[Any, Unsupported(False, True, why=_TEXT_ONLY)]
     return_token_offsets: Annotated[Any, Unsupported(False, why=_NOT_BUILT)]
@@ -145,6 +150,8 @@ class ChatBody(GenerateBody, total=False):
     mm_processor_kwargs: Annotated[Any, Unsupported({}, why=_TEXT_ONLY)]
     moderation: Annotated[Any, Unsupported(why=_NOT_BUILT)]
     prediction: Annotated[Any, Unsupported(why=_NOT_BUILT)]
+    separate_reasoning: Annotated[Any, Unsupported(True, why="proxy.reasoning_parser=none does it")]
+    stream_reasoning: Annotated[Any, Unsupported(True, why="include_reasoning=false leaves it out")]
     return_prompt_text: Annotated[Any, Unsupported(False, why=_NOT_BUILT)]
     web_search_options: Annotated[Any, Unsupported(why=_NOT_BUILT)]
 

@@ -96,6 +96,17 @@ class ConstraintFields(TypedDict, total=False):
         Annotated[str, Field(max_length=256)] | None,
         Field(description="structured_outputs.whitespace_pattern"),
     ]
+    json_schema: Annotated[
+        _JsonOrText | None, Field(description="SGLang's name of structured_outputs.json.")
+    ]
+    regex: Annotated[
+        Annotated[str, Field(min_length=1)] | None,
+        Field(description="SGLang's name of structured_outputs.regex."),
+    ]
+    ebnf: Annotated[
+        Annotated[str, Field(min_length=1)] | None,
+        Field(description="SGLang's name of structured_outputs.grammar."),
+    ]
 
 
 _KINDS: Final = {
@@ -106,7 +117,16 @@ _KINDS: Final = {
     "json_object": "json_object",
     "structural_tag": "structural_tag",
 }
-_GUIDED: Final = ("json", "regex", "choice", "grammar")
+#: vLLM's older names and SGLang's names of fields of structured_outputs.
+_NAMES: Final = {
+    "guided_json": "json",
+    "guided_regex": "regex",
+    "guided_choice": "choice",
+    "guided_grammar": "grammar",
+    "json_schema": "json",
+    "regex": "regex",
+    "ebnf": "grammar",
+}
 
 
 def read_constraint(checked: Mapping[str, Any]) -> tuple[str, Constraint | None]:
@@ -114,7 +134,7 @@ def read_constraint(checked: Mapping[str, Any]) -> tuple[str, Constraint | None]
 
     Raises ApiError naming the fields if there are several.
     """
-    found = [*_of_format(checked), *_of_structured(checked), *_of_guided(checked)]
+    found = [*_of_format(checked), *_of_structured(checked), *_of_names(checked)]
     if not found:
         return "", None
     if len(found) > 1:
@@ -148,11 +168,11 @@ def _of_structured(checked: Mapping[str, Any]) -> list[tuple[str, str, Any]]:
     return found
 
 
-def _of_guided(checked: Mapping[str, Any]) -> list[tuple[str, str, Any]]:
+def _of_names(checked: Mapping[str, Any]) -> list[tuple[str, str, Any]]:
     return [
-        (f"guided_{name}", _KINDS[name], checked[f"guided_{name}"])
-        for name in _GUIDED
-        if checked.get(f"guided_{name}") is not None
+        (name, _KINDS[meant], checked[name])
+        for name, meant in _NAMES.items()
+        if checked.get(name) is not None
     ]
 
 

@@ -266,7 +266,7 @@ def read_options(checked: Mapping[str, Any], limits: Limits, logprobs: int) -> O
         continuous_usage=include_usage and stream_options.get("continuous_usage_stats", False),
         include_progress=stream_options.get("include_progress") or False,
         stop=get("stop", ()),
-        include_stop=get("include_stop_str_in_output", False),
+        include_stop=get("include_stop_str_in_output", get("no_stop_trim", False)),
         skip_special_tokens=get("skip_special_tokens", True),
         return_token_ids=get("return_token_ids", False),
         echo=get("echo", False),

@@ -81,6 +81,9 @@ class SamplingFields(TypedDict, total=False):
     include_stop_str_in_output: Annotated[
         bool | None, Field(description="Keep the text that ended the answer.")
     ]
+    no_stop_trim: Annotated[
+        bool | None, Field(description="SGLang's name of include_stop_str_in_output.")
+    ]
     skip_special_tokens: Annotated[
         bool | None, Field(description="Default: true. Leave special tokens out of the text.")
     ]
