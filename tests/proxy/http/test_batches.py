@@ -112,15 +112,17 @@ async def test_refused_requests_have_the_endpoints_errors(stack):
         + chat("field", temperature=9)
         + chat("streams", stream=True)
         + chat("grammar", structured_outputs={"regex": "("})
+        + chat("objectives", millrace={"ttft_slo_ms": 5})
     )
     found = await finished(stack, (await start(stack, content)).id)
-    assert (found.status, found.request_counts.failed) == ("completed", 3)
+    assert (found.status, found.request_counts.failed) == ("completed", 4)
     assert list(await rows_of(stack, found.output_file_id)) == ["ok"]
     rows = await rows_of(stack, found.error_file_id)
     errors = {name: row["response"]["body"]["error"] for name, row in rows.items()}
     assert {row["response"]["status_code"] for row in rows.values()} == {400}
     assert errors["field"]["param"] == "temperature"
     assert errors["streams"]["param"] == "stream"
+    assert errors["objectives"]["param"] == "millrace"
     assert errors["grammar"]["param"].startswith("structured_outputs")
 
 
