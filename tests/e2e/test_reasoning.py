@@ -38,11 +38,11 @@ CHAT = {
     "model": "tiny",
     "messages": [{"role": "user", "content": "Which mill?"}],
     "structured_outputs": {"json": SCHEMA, "disable_any_whitespace": True},
-    "max_tokens": 700,
+    "max_tokens": 1000,
     "temperature": 1.3,
     "return_token_ids": True,
 }
-BUDGET = 150
+BUDGET = 500
 
 
 def reasoning_model(folder: Path) -> tuple[int, int]:
@@ -98,7 +98,7 @@ async def test_a_budget_holds_before_a_schema_and_after_a_move(tmp_path: Path) -
             {"seed": seed, "ids": [], "content": "", "reasoning": "", "moves": 0} for seed in (3, 4)
         ]
         reading = [asyncio.create_task(read_stream(client, body, one)) for one in found]
-        await eventually(lambda: all(10 < len(one["ids"]) < BUDGET for one in found))
+        await eventually(lambda: all(len(one["ids"]) > 10 for one in found))
         await evict(scheduler, "decode-0", abort=False)
         await asyncio.gather(*reading)
         assert [one["ids"] for one in found] == [one["token_ids"] for one in expected]

@@ -22,6 +22,8 @@ from support.tiny_engine import Request, make_runner, prefill
 
 MOST_TOKENS = 1200
 AT_ONCE = 25
+#: No white space: models like it.
+COMPACT = {"whitespace_flexible": False, "whitespace_pattern": None}
 #: Folder and end-of-sequence tokens.
 MODELS = {"toy": (lambda: SHIPPED_MODEL, (5, 1)), "random": (lambda: served_folder("qwen3"), (2,))}
 SCHEMAS = schemas(seed=7, count=300)
@@ -45,16 +47,19 @@ class Model:
         found: dict[str, list[int]] = {}
         held = []
         for number, schema in enumerate(asked):
+            schema = {**schema, "x-guidance": COMPACT}
             spec = SamplingSpec(
                 max_tokens=MOST_TOKENS,
                 temperature=1.0,
+                frequency_penalty=1.0,  # a number may have any number of digits
                 seed=seed + number,
                 stop_token_ids=self.eos,
                 constraint=Constraint(kind="json_schema", text=json.dumps(schema)),
             )
             request = Request(self.runner, prompt, room=MOST_TOKENS)
             held.append(request.pages)
-            first = sampler.sample(prefill(self.runner, request)[None], [sampler.row(spec)])
+            row = sampler.row(spec, 0, prompt)
+            first = sampler.sample(prefill(self.runner, request)[None], [row])
             assert not first.errors
             [token_id] = first.token_ids
             found[str(number)] = [token_id]
@@ -68,6 +73,7 @@ class Model:
                     prompt_tokens=len(prompt),
                     first_token_id=token_id,
                     spec=spec,
+                    prompt_ids=prompt,
                 )
             )
         while batch.size:

@@ -72,7 +72,7 @@ _NAMES: Final = {
     },
     "required": ["location_of_the_weather_station", "unit_of_temperature", "include_forecast_days"],
     "additionalProperties": False,
-    "x-guidance": {"whitespace_flexible": False},
+    "x-guidance": {"whitespace_flexible": False, "whitespace_pattern": None},
 }
 CONSTRAINTS: Final = {
     "json_object": Constraint(kind="json_object", text=""),
