@@ -38,11 +38,11 @@ CHAT = {
     "model": "tiny",
     "messages": [{"role": "user", "content": "Which mill?"}],
     "structured_outputs": {"json": SCHEMA, "disable_any_whitespace": True},
-    "max_tokens": 1000,
+    "max_tokens": 2000,
     "temperature": 1.3,
     "return_token_ids": True,
 }
-BUDGET = 500
+BUDGET = 1500
 
 
 def reasoning_model(folder: Path) -> tuple[int, int]:
