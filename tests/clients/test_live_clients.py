@@ -1,4 +1,4 @@
-"""Other people's clients as processes of their own, against a live stack with the shipped model.
+"""Other people's clients as processes of their own, against a live stack with the shipped weights.
 
 `make test-clients` installs them. `RECORD_CLIENTS=1` writes what they send to tests/data/clients,
 which tests/proxy/test_recorded_clients.py posts in every `make test`.
@@ -12,6 +12,7 @@ import math
 import os
 import shutil
 from collections.abc import AsyncIterator
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -43,9 +44,27 @@ PROGRAMS = ("openai_sdk", "litellm_sdk", "langchain_sdk", "llama_index_sdk")
 PROVIDERS = ("openai", "openai-compatible")
 
 
+#: A template with tools in Qwen's form: the shipped model's own has none.
+TEMPLATE = """{% if tools %}{{ tools | tojson }}<tool_call>{% endif %}{% for m in messages %}
+{{ m.role }}: {{ m.content }}{% for c in m.tool_calls or [] %}<tool_call>{{ c.function.name }}
+{{- c.function.arguments | tojson }}</tool_call>{% endfor %}{% endfor %}
+{%- if add_generation_prompt %}
+assistant: {% endif %}"""
+#: A tenant with one request at a time, for clients that try again.
+TENANTS = f"""[tenants.limited]
+key_sha256 = ["{sha256(b"sk-limited").hexdigest()}"]
+concurrency = 1
+slo_classes = ["default"]
+"""
+
+
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def gateway_url() -> AsyncIterator[str]:
-    async with live_stack(SHIPPED_MODEL, prefill=1) as stack:
+async def gateway_url(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[str]:
+    folder = tmp_path_factory.mktemp("clients")
+    model = shutil.copytree(SHIPPED_MODEL, folder / "model")
+    (model / "chat_template.jinja").write_text(TEMPLATE)
+    (folder / "settings.toml").write_text(TENANTS)
+    async with live_stack(model, prefill=1, config=folder / "settings.toml") as stack:
         yield stack.url
 
 
@@ -116,8 +135,8 @@ def check(found: dict[str, Any], answer: dict[str, Any]) -> None:
     assert text
     assert (found["chat"], found["stream"]) == (text, text)
     assert (found["usage"], found["stream_usage"]) == (tokens, tokens)
-    assert "tools" in found["tools"]
-    assert "400" in found["tools"] or "Invalid" in found["tools"]
+    tool, arguments = found["tool"]
+    assert (tool, json.loads(arguments)["place"] in ("Oslo", "Rome")) == ("weather", True)
     if found["embeddings"] is not None:
         assert math.hypot(*found["embeddings"]) == pytest.approx(1.0, abs=1e-4)
 
@@ -132,6 +151,12 @@ async def test_python_client(gateway_url: str, relay: Recorder, program: str) ->
     )
     check(json.loads(printed.splitlines()[-1]), await expected(gateway_url))
     record(program, relay)
+
+
+async def test_openai_client_at_every_endpoint(gateway_url: str) -> None:
+    program = str(HERE / "programs" / "openai_endpoints.py")
+    printed = await run(str(VENV / "bin" / "python"), program, f"{gateway_url}/v1", MODEL)
+    assert "retries" in json.loads(printed.splitlines()[-1])["parts"]
 
 
 @pytest.mark.parametrize("provider", PROVIDERS)
@@ -167,6 +192,8 @@ async def test_guidellm(relay: Recorder, tmp_path: Path, route: str) -> None:
     )
     [benchmark] = json.loads(report.read_text())["benchmarks"]
     totals = benchmark["metrics"]["request_totals"]
-    assert (totals["successful"], totals["errored"]) == (6, 0)
+    # Of its last requests, one a stream, guidellm itself may cut some off when it ends.
+    assert (totals["successful"] + totals["incomplete"], totals["errored"]) == (6, 0)
+    assert totals["successful"] >= 4
     assert set(relay.statuses) == {200}
     record(f"guidellm_{'chat' if 'chat' in route else 'completions'}", relay)

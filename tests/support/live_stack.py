@@ -34,6 +34,7 @@ async def live_stack(
     kvp: int = 0,
     settings: Sequence[str] = (),
     role_settings: Mapping[str, Sequence[str]] | None = None,
+    config: Path | None = None,
 ) -> AsyncIterator[Stack]:
     """Starts the stack on free ports. Stopping raises when any process ended with an error. When a
     test fails, the ends of all logs are printed.
@@ -49,6 +50,7 @@ async def live_stack(
         start_timeout_s=2 * HANG_S,
         settings=[f"engine.kv_bytes={POOL_BYTES}", REASONS, *settings],
         role_settings=role_settings or {},
+        config=config,
     )
     async with Stack(options) as stack:
         try:

@@ -1,7 +1,7 @@
 """litellm, as an OpenAI-compatible server is used by it."""
 
 import litellm
-from report import MESSAGES, MODEL, TOOL, URL, error_of, finish
+from report import CALL_TOKENS, MESSAGES, MODEL, TOOL, URL, finish
 
 litellm.suppress_debug_info = True
 common = {
@@ -16,13 +16,19 @@ common = {
 }
 answer = litellm.completion(**common, user="somebody", parallel_tool_calls=None)
 stream = list(litellm.completion(**common, stream=True, stream_options={"include_usage": True}))
-errors = (litellm.exceptions.APIError, litellm.exceptions.BadRequestError, litellm.NotFoundError)
+called = litellm.completion(
+    **common | {"max_tokens": CALL_TOKENS},
+    tools=[TOOL],
+    tool_choice="required",
+    parallel_tool_calls=False,
+)
+[call] = called.choices[0].message.tool_calls
 embedding = {"model": f"openai/{MODEL}", "api_base": URL, "api_key": "none", "input": ["x"]}
 finish(
     chat=answer.choices[0].message.content,
     usage=answer.usage.completion_tokens,
     stream="".join(c.choices[0].delta.content or "" for c in stream if c.choices),
     stream_usage=stream[-1].usage.completion_tokens,
-    tools=error_of(lambda: litellm.completion(**common, tools=[TOOL], tool_choice="auto"), errors),
+    tool=[call.function.name, call.function.arguments],
     embeddings=litellm.embedding(**embedding).data[0]["embedding"],
 )
