@@ -7,9 +7,8 @@ import re
 from pydantic import TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
-#: A quote inside a JSON string has a backslash before it, so these bytes end and begin a string.
-_KEY = b'"model"'
-_NAMED = re.compile(rb'"model"\s*:\s*"([^"\\\x00-\x1f]*)"')
+#: The first field of a body. Millions of token ids may follow, which would take long to parse.
+_FIRST = re.compile(rb'\s*\{\s*"model"\s*:\s*"([^"\\\x00-\x1f]*)"')
 
 
 class _Body(TypedDict, total=False):
@@ -20,18 +19,11 @@ _BODY = TypeAdapter(_Body)
 
 
 def asked_model(body: bytes) -> str | None:
-    """Returns the field `model` of a JSON body; None if it is absent or wrong.
-
-    A body in which the key may be a nested one is parsed. So is a name with an escape.
-    """
-    at = body.find(_KEY)
-    if at >= 0 and body.find(_KEY, at + 1) < 0 and (plain := _NAMED.match(body, at)) is not None:
-        try:
-            return plain[1].decode()
-        except UnicodeDecodeError:
-            return None
+    """Returns the field `model` of a JSON body; None if it is absent or wrong."""
     try:
+        if (first := _FIRST.match(body)) is not None:
+            return first[1].decode()
         found: _Body = _BODY.validator.validate_json(body)
-    except ValidationError:
+    except (UnicodeDecodeError, ValidationError):
         return None
     return found.get("model")
