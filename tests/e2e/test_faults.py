@@ -12,6 +12,7 @@ import orjson
 import pytest
 import pytest_asyncio
 import redis.asyncio
+import redis.exceptions
 
 from millrace.local.service import StartupError
 from millrace.local.stack import Stack, StackOptions
@@ -126,21 +127,89 @@ async def test_a_frozen_prefill_is_taken_for_dead(fleet, client) -> None:
     assert await greedy_ids(client, ids[0], 8) == answers[0]
 
 
-async def test_requests_outlive_their_store_and_new_ones_are_refused() -> None:
+async def redis_pid(stack: Stack) -> int:
+    url = next(a for a in stack.services["proxy"].arguments if a.startswith("store.url="))
+    async with redis.asyncio.from_url(url.removeprefix("store.url=")) as store:
+        return (await store.info("server"))["process_id"]
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_store_that_dies_is_started_again_and_costs_no_answer(fleet, client) -> None:
     """Redis holds the journal and prompts; tokens under way need neither."""
-    async with (
-        live_stack(served_folder(MODEL), prefill=1, settings=FAST) as stack,
-        httpx.AsyncClient(base_url=stack.url, timeout=2 * HANG_S) as client,
-    ):
-        begun = asyncio.Event()
-        answer = asyncio.create_task(streamed_ids(client, prompt(50), 400, begun))
-        await asyncio.wait_for(begun.wait(), HANG_S)
-        url = next(a for a in stack.services["proxy"].arguments if a.startswith("store.url="))
-        async with redis.asyncio.from_url(url.removeprefix("store.url=")) as store:
-            await store.shutdown(nosave=True)
-        refused = await client.post("/v1/completions", json={"model": "tiny", "prompt": [9]})
-        assert refused.status_code == 503
-        assert await answer == oracle(MODEL).greedy(prompt(50), 400)
+    begun = asyncio.Event()
+    answer = asyncio.create_task(streamed_ids(client, [9], 2000, begun))
+    await asyncio.wait_for(begun.wait(), HANG_S)
+    os.kill(await redis_pid(fleet), signal.SIGKILL)
+
+    async def is_answered() -> bool:
+        asked = {"model": "tiny", "prompt": prompt(50), "max_tokens": 8}
+        response = await client.post("/v1/completions", json=asked)
+        if response.status_code != 200:
+            assert response.status_code == 503 and int(response.headers["retry-after"]) >= 1
+        return response.status_code == 200
+
+    await eventually(is_answered)
+    assert await answer == await greedy_ids(client, [9], 2000)
+    assert await greedy_ids(client, prompt(50), 8) == oracle(MODEL).greedy(prompt(50), 8)
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_an_answer_is_migrated_after_its_store_has_lost_it(fleet, client) -> None:
+    """The records of a running answer are gone with the old Redis when its decode dies."""
+    undisturbed = await greedy_ids(client, [11], 2000)
+    restarts = fleet.services["decode-0"].restarts
+    begun = asyncio.Event()
+    answer = asyncio.create_task(streamed_ids(client, [11], 2000, begun))
+    await asyncio.wait_for(begun.wait(), HANG_S)
+    lost = await redis_pid(fleet)
+    os.kill(lost, signal.SIGKILL)
+
+    async def is_new() -> bool:
+        try:
+            return await redis_pid(fleet) != lost
+        except redis.exceptions.RedisError:
+            return False
+
+    await eventually(is_new)
+    kill(fleet, "decode-0")
+    assert await answer == undisturbed
+    await eventually(lambda: fleet.services["decode-0"].restarts == restarts + 1)
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_store_that_does_not_answer_delays_no_answer(fleet, client) -> None:
+    undisturbed = await greedy_ids(client, [12], 2000)
+    begun = asyncio.Event()
+    answer = asyncio.create_task(streamed_ids(client, [12], 2000, begun))
+    await asyncio.wait_for(begun.wait(), HANG_S)
+    store = await redis_pid(fleet)
+    os.kill(store, signal.SIGSTOP)
+    try:
+        refused = asyncio.create_task(
+            client.post("/v1/completions", json={"model": "tiny", "prompt": [9], "max_tokens": 2})
+        )
+        assert await answer == undisturbed
+        response = await refused
+        assert response.status_code == 503 and int(response.headers["retry-after"]) >= 1
+    finally:
+        os.kill(store, signal.SIGCONT)
+    assert await greedy_ids(client, [12], 2000) == undisturbed
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_frozen_decode_is_taken_for_dead_and_its_streams_continue(fleet, client) -> None:
+    undisturbed = await greedy_ids(client, [13], 2000)
+    begun = asyncio.Event()
+    answer = asyncio.create_task(streamed_ids(client, [13], 2000, begun))
+    await asyncio.wait_for(begun.wait(), HANG_S)
+    kill(fleet, "decode-0", signal.SIGSTOP)
+    name = fleet.add("decode")
+    try:
+        assert await answer == undisturbed
+    finally:
+        kill(fleet, "decode-0", signal.SIGCONT)
+        fleet.remove(name)
+    assert await greedy_ids(client, [13], 2000) == undisturbed
 
 
 async def test_drain_finishes_what_runs() -> None:

@@ -106,6 +106,23 @@ async def test_long_contexts_spread_and_a_lost_worker_costs_no_answer() -> None:
         await eventually(lambda: stack.services[worker].serving)
 
 
+async def test_an_answer_waits_for_the_restart_of_all_the_memory_that_it_needs() -> None:
+    """Two thirds of its memory die at once: what is left can't hold it, until the restarts."""
+    lasting = prompt(1700, 12)
+    undisturbed = oracle(MODEL).greedy(lasting, 200)
+    async with stack_of(kvp=2) as (stack, client):
+        begun = asyncio.Event()
+        answer = asyncio.create_task(streamed_ids(client, lasting, 200, begun))
+        await asyncio.wait_for(begun.wait(), HANG_S)
+        workers = [stack.services[name] for name in ("kvp-0", "kvp-1")]
+        for worker in workers:
+            assert worker.process is not None
+            os.kill(worker.process.pid, signal.SIGKILL)
+        async with asyncio.timeout(2 * HANG_S):
+            assert await answer == undisturbed
+        assert [worker.restarts for worker in workers] == [1, 1]
+
+
 async def killed_while_it_holds(
     stack: Stack, client: httpx.AsyncClient, ids: list[int], undisturbed: list[int]
 ) -> bool:

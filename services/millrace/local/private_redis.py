@@ -94,6 +94,13 @@ class PrivateRedis:
             *("--dir", str(self._log.parent), "--logfile", str(self._log)),
         ]
 
+    async def ended(self) -> None:
+        """Returns when the child has ended by itself; `start` may be called again after it."""
+        if self._process is not None:
+            await self._process.wait()
+            self._process = None
+            self._socket.unlink(missing_ok=True)
+
     async def stop(self) -> None:
         """Ends the child by SIGTERM, or SIGKILL when that takes more than `STOP_TIMEOUT_S`."""
         process, self._process = self._process, None

@@ -22,6 +22,7 @@ from millrace.core.errors import ConfigError, MillraceError
 from millrace.local.devices import DevicePool
 from millrace.local.private_redis import PrivateRedis
 from millrace.local.service import Service, StartupError, all_or_first_error
+from millrace.state.store import StoreError
 
 log = logging.getLogger(__name__)
 
@@ -149,6 +150,7 @@ class Stack:
         self.services: dict[str, Service] = {}
         self._progress = progress
         self._redis: PrivateRedis | None = None
+        self._redis_keeper: asyncio.Task[None] | None = None
         self._workers: list[list[str]] = [[]]  # arguments of every instance, by model
         self._made = Counter[str]()  # instances by role, ever: a name is never used twice
         self._removals: set[asyncio.Task[None]] = set()
@@ -164,6 +166,11 @@ class Stack:
     def models_file(self) -> Path:
         """The file of the proxy's models, if there are several."""
         return self.directory / "models.toml"
+
+    @property
+    def redis_pid(self) -> int | None:
+        """Returns the process id of the private Redis; None while there is none."""
+        return None if self._redis is None else self._redis.pid
 
     @property
     def scheduler_address(self) -> str:
@@ -243,6 +250,8 @@ class Stack:
         """Restarts services that die, from now on."""
         for service in self.services.values():
             service.keeper = asyncio.create_task(self._keep(service))
+        if self._redis is not None:
+            self._redis_keeper = asyncio.create_task(self._keep_redis(self._redis))
 
     def instances(self, role: str) -> list[str]:
         """Returns the instances' names of a role, oldest first, starting instances included."""
@@ -325,6 +334,22 @@ class Stack:
             except (StartupError, OSError) as error:
                 log.warning("%s could not be started: %s", service.name, error)
 
+    async def _keep_redis(self, redis: PrivateRedis) -> None:
+        """Restarts the private Redis when it dies. It is empty then: running answers continue, and
+        what was kept about them is written again as they need it.
+        """
+        pause_s = RESTART_FIRST_S
+        while True:
+            await redis.ended()
+            log.warning("the private Redis died; starting it again, without what it held")
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, RESTART_MOST_S)
+            try:
+                await redis.start(self.directory)
+                pause_s = RESTART_FIRST_S
+            except StoreError as error:
+                log.warning("the private Redis could not be started: %s", error)
+
     async def stop(self) -> None:
         """Stops the proxy first, so that running answers finish; then the workers, KVP workers
         last; then scheduler and Redis.
@@ -341,6 +366,9 @@ class Stack:
             await asyncio.gather(
                 *(s.stop() for n, s in self.services.items() if n.split("-")[0] in wave)
             )
+        if self._redis_keeper is not None:
+            self._redis_keeper.cancel()
+            await asyncio.gather(self._redis_keeper, return_exceptions=True)
         if self._redis is not None:
             await self._redis.stop()
         unclean = self._unclean + _complaints(self.services.values())

@@ -98,6 +98,7 @@ class Proxy:
                 scheduler=scheduler,
                 store=self.store,
                 config=settings.proxy,
+                request_timeout_s=settings.scheduler.request_timeout_s,
                 metrics=ModelMetrics(self.metrics.models, name),
             )
 

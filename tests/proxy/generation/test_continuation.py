@@ -293,7 +293,7 @@ async def test_an_answer_may_make_way_as_often_as_it_takes(stack):
     assert len(stack.fleet.specs) == incarnations
 
 
-@pytest.mark.parametrize("code", ["unavailable", "overloaded"])
+@pytest.mark.parametrize("code", ["unavailable", "overloaded", "too_large"])
 async def test_a_continuation_waits_for_its_turn(stack, code):
     refused = []
 
@@ -325,19 +325,18 @@ async def test_a_continuation_waits_until_there_is_a_fleet(stack):
     await eventually(lambda: stack.fleet.parked_requests == 0)
 
 
-async def test_a_continuation_does_not_wait_for_ever(stack, monkeypatch):
-    monkeypatch.setattr("millrace.proxy.fleet.parking.CONTINUATION_WAIT_S", 0.2)
-
+async def test_a_continuation_waits_until_its_deadline(tmp_path):
     held = Script(reply=TEXT, hold=asyncio.Event(), hold_after=3)
-    stack.fleet.script = held
-    asking = asyncio.create_task(ask(stack, BODY))
-    await eventually(lambda: tokens_of(stack) == 3)
-    stack.fleet.announce(ready=False)
-    await eventually(lambda: not stack.proxy.gateway.ready)
-    stack.fleet.move(stack.fleet.specs[0])
-    answer = await asking
-    assert "0.2 s" in answer.error["message"]
-    held.hold.set()
+    async with gateway(tmp_path, "scheduler.request_timeout_s=2") as stack:
+        stack.fleet.script = held
+        asking = asyncio.create_task(ask(stack, BODY))
+        await eventually(lambda: tokens_of(stack) == 3)
+        stack.fleet.announce(ready=False)
+        await eventually(lambda: not stack.proxy.gateway.ready)
+        stack.fleet.move(stack.fleet.specs[0])
+        answer = await asking
+        assert "2 s" in answer.error["message"]
+        held.hold.set()
 
 
 async def test_streams_go_on_when_the_scheduler_is_back(stack):

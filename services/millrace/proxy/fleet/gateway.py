@@ -67,8 +67,10 @@ class Gateway:
         scheduler: str,
         store: RequestStore,
         config: ProxyConfig,
+        request_timeout_s: float,
         metrics: ModelMetrics,
     ) -> None:
+        """`request_timeout_s`: the scheduler's longest time from arrival to the last token."""
         self.incarnation = incarnation
         self._records = Records(store)
         self._config = config
@@ -79,7 +81,7 @@ class Gateway:
         self.prompts = PromptsAhead(self._scheduler.ask_progress)
         self.on_progress = self.prompts.take
         self._load = LoadReport(self._scheduler.report)
-        self._parking = Parking(config, self._load.set)
+        self._parking = Parking(config, self._load.set, request_timeout_s)
         self._fleet_ready = False
         self._tasks: list[asyncio.Task[None]] = []
         #: Set when the process shuts down: the gateway takes no new request.

@@ -9,17 +9,21 @@ from millrace.core.config import ProxyConfig
 from millrace.proxy.errors import ApiError, overloaded, unavailable
 from millrace.proxy.generation.proxy_request import ProxyRequest, Stage
 
-#: A migrated request waits at least this long for another instance, even where parking is off: its
-#: client has some tokens already, and an instance that died may be back by then.
-CONTINUATION_WAIT_S = 30.0
 REPORT_INTERVAL_S = 1.0
 
 
 class Parking:
     """Holds the parked requests, in the order in which they came."""
 
-    def __init__(self, config: ProxyConfig, changed: Callable[[int], None]) -> None:
-        """Calls `changed` with the number of parked requests whenever that changes."""
+    def __init__(
+        self, config: ProxyConfig, changed: Callable[[int], None], request_timeout_s: float
+    ) -> None:
+        """Calls `changed` with the number of parked requests whenever that changes.
+
+        A migrated request waits until `request_timeout_s` after its arrival, even where parking is
+        off: its client has some tokens already, and an instance that died may come back.
+        """
+        self._request_timeout_s = request_timeout_s
         self._timeout_s = config.park_timeout_s
         self._most = config.max_parked
         self._changed = changed
@@ -68,10 +72,11 @@ class Parking:
     def takes_refused(self, request: ProxyRequest, code: str) -> bool:
         """Whether a request that the scheduler refused may wait to be submitted again.
 
-        A migrated request was admitted once, so it may wait after a refusal for overload, too.
+        A migrated request was admitted once, so there was room for it, and it may wait until there
+        is room again.
         """
         if request.moves:
-            return code in ("unavailable", "overloaded")
+            return code in ("unavailable", "overloaded", "too_large")
         return self.is_open and code == "unavailable"
 
     def shut(self) -> list[ProxyRequest]:
@@ -81,10 +86,9 @@ class Parking:
 
     def expiry(self, request: ProxyRequest, now: float) -> ApiError | None:
         """Returns the error (503) that ends a request's wait, if the wait was too long."""
-        limit_s = self._timeout_s
+        limit_s, since = self._timeout_s, request.parked_since
         if request.moves:
-            limit_s = max(limit_s, CONTINUATION_WAIT_S)
-        since = request.parked_since
+            limit_s, since = self._request_timeout_s, request.arrived_at
         if request.stage is not Stage.PARKED or since is None or now - since <= limit_s:
             return None
         return unavailable(f"No instances were ready within {limit_s:g} s.")
