@@ -57,6 +57,7 @@ class _Pair:
     region: int
     offset: int
     waiting: tuple[int, int, int] | None = None  # pass, piece and layer of the answer to come
+    rows: int = 0  # of the answer to come
     posted_s: float = 0.0
     write: Future[None] | None = None
     runs: dict[tuple[int, int], Runs] = field(default_factory=dict)
@@ -217,6 +218,7 @@ class KvpExchange:
             raise TransferError(f"{worker} has not answered the last request")
         piece, layer, rows, new_rows, entries = request
         pair.waiting = self._number, piece, layer
+        pair.rows = rows
         pair.posted_s = time.monotonic()
         self._outstanding += 1
         if pair.lost:
@@ -258,6 +260,9 @@ class KvpExchange:
                     continue
                 if message.kind is KvpKind.FAILED:
                     self._lose(pair, message.body.decode(errors="replace"))
+                elif wrong := self._misfit(pair, message):
+                    self._lose(pair, wrong)
+                    message = None
             pair.waiting = None
             self._outstanding -= 1
             if message is None or message.kind is KvpKind.FAILED:
@@ -305,6 +310,17 @@ class KvpExchange:
                 pair.runs.clear()
             pair.runs[nbytes, entries] = runs
         return runs
+
+    def _misfit(self, pair: _Pair, message: KvpMessage) -> str:
+        """Returns why an answer can't be the one to the open request; empty when it can."""
+        nbytes = self.shape.returned_bytes(pair.rows)
+        inline = nbytes if nbytes <= self._inline_bytes else 0
+        if message.rows == pair.rows and len(message.results) == inline:
+            return ""
+        return (
+            f"{pair.worker} answered with {message.rows} rows in {len(message.results)} bytes; "
+            f"{pair.rows} rows in {inline} bytes were due"
+        )
 
     def _look(self) -> None:
         """Finds KVP workers that have ended, and deadlines that have passed."""

@@ -54,6 +54,7 @@ class _Owner:
     region: int
     offset: int
     number: int = 0  # number of its last pass
+    served: tuple[int, int, int] | None = None  # pass, piece and layer of its last request
     write: Future[None] | None = None
     runs: dict[int, Runs] = field(default_factory=dict)
 
@@ -214,6 +215,10 @@ class KvpServer:
         """Computes a layer of a piece: stores its K/V, attends, and sends the partial results."""
         if self._owners.get(owner.slot) is not owner:  # the KV owner has left
             return
+        request = (message.number, message.piece, message.layer)
+        if request == owner.served:  # it came twice: the next one may lie in its place by now
+            return
+        owner.served = request
         try:
             missing = self._attend(owner, message)
         except Exception as error:  # else the KV owner waits for its deadline
@@ -245,6 +250,7 @@ class KvpServer:
         )
 
     def _attend(self, owner: _Owner, message: KvpMessage) -> Sequence[int]:
+        self._check(message)
         if message.number < owner.number:
             raise TransferError(f"pass {message.number} comes after pass {owner.number}")
         if message.number > owner.number:
@@ -256,17 +262,22 @@ class KvpServer:
             self._compute.begin(owner.slot, message.piece, self._at(owner), message.entries)
         return self._compute.layer(owner.slot, message.piece, message.layer)
 
+    def _check(self, message: KvpMessage) -> None:
+        """Raises TransferError for a request that does not fit into the pair's memory."""
+        shape = self._shape
+        end = message.entries * shape.entry_bytes
+        fits = message.new_rows <= message.rows <= shape.max_rows and end <= shape.queries_at
+        nbytes = end + shape.sent_bytes(message.rows, message.new_rows) if fits else 0
+        if not fits or (not message.body and nbytes <= self._inline_bytes):
+            raise _misfit(message)
+
     def _take_in(self, owner: _Owner, message: KvpMessage) -> None:
         """Copies a notification's data to the place where a write would have put it."""
         shape, at = self._shape, self._at(owner)[0]
         end = message.entries * shape.entry_bytes
         nbytes = shape.sent_bytes(message.rows, message.new_rows)
-        fits = message.new_rows <= message.rows <= shape.max_rows and end <= shape.queries_at
-        if not fits or len(message.body) != end + nbytes:
-            raise TransferError(
-                f"{len(message.body)} bytes came with {message.rows} rows, {message.new_rows} new "
-                f"ones and {message.entries} entries"
-            )
+        if len(message.body) != end + nbytes:
+            raise _misfit(message)
         body, q = np.frombuffer(message.body, dtype=np.uint8), at + shape.queries_at
         self._bytes[at : at + end] = body[:end]
         self._bytes[q : q + nbytes] = body[end:]
@@ -306,3 +317,10 @@ class KvpServer:
             self._places.drained(peer, message.slot)
         elif owner is not None and is_its:
             self._works.put(partial(self._layer, owner, message))
+
+
+def _misfit(message: KvpMessage) -> TransferError:
+    return TransferError(
+        f"{len(message.body)} bytes came with {message.rows} rows, {message.new_rows} new ones and "
+        f"{message.entries} entries"
+    )
