@@ -22,15 +22,17 @@ def test_a_small_run_reports_every_case():
         ("contiguous", "buffer-free"),
         ("scattered", "buffer-free"),
         ("contiguous", "buffered"),
+        ("contiguous", "checked"),
+        ("scattered", "checked"),
     ]
     for rate in report["rates"]:
         assert rate["bytes"] == 2 << 20
         for shape in ("one", "stream"):  # of a single repetition
             expected = rate[f"{shape}_bytes_per_s"] / rate[f"{shape}_bare_bytes_per_s"]
             assert abs(rate[f"{shape}_ratio"] / expected - 1) < 1e-9
-    assert [o["mode"] for o in report["overlap"]] == ["buffer-free", "buffered"]
+    assert [o["mode"] for o in report["overlap"]] == ["buffer-free", "buffered", "checked"]
     assert all(o["at_end_ms"] > 0 and o["compute_ms"] > 0 for o in report["overlap"])
-    assert [done for done, _, _ in steps] == list(range(5)) and steps[-1][1] == 5
+    assert [done for done, _, _ in steps] == list(range(8)) and steps[-1][1] == 8
     console = Console(width=120, record=True, file=io.StringIO())
     print_tables(report, console)
     assert "buffer-free" in console.export_text()

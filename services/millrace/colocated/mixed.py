@@ -69,7 +69,7 @@ class MixedRole(TokenRole):
                 storage=context.engine.storage,
                 identity=context.incarnation,
                 config=context.config.transfer,
-                callbacks=hosted.beside(NOBODY),
+                callbacks=hosted.beside(NOBODY, context.registry),
             ),
             spread=self._admissions.spread,
             prefix_cache=self._admissions.prefix_cache,

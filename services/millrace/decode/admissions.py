@@ -65,7 +65,8 @@ class Admissions:
                     on_landed=self._landed,
                     on_prefix=self._prefix_landed,
                     on_failed=self._receive_failed,
-                )
+                ),
+                context.registry,
             ),
         )
         self.spread = SpreadRequests(

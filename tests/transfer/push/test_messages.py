@@ -34,6 +34,7 @@ messages = st.builds(
             start_token=u32,
             num_tokens=u32,
             nbytes=u64,
+            checksum=u32,
         ),
         max_size=5,
     ).map(tuple),

@@ -27,6 +27,12 @@ from millrace.wire.server import bind, create_server
 MIB = 1 << 20
 #: Staging of each backend of the buffered receiver: a slot holds 1 MiB, 256 tokens of a layer.
 BUFFER_BYTES = 8 * MIB
+#: The receivers' settings. `checked` is buffer-free, with checksums.
+MODES = {
+    "buffer-free": TransferConfig(),
+    "buffered": TransferConfig(buffer_bytes=BUFFER_BYTES),
+    "checked": TransferConfig(kv_checksum="on"),
+}
 ANSWER_TIMEOUT_S = 60.0
 
 #: A future request: its id, its pages and its tokens.
@@ -56,7 +62,7 @@ class Receiver:
 
 @contextmanager
 def receiver_process(layout: KvLayout) -> Iterator[Receiver]:
-    """Starts a process with a buffer-free and a buffered receiver, until the block ends."""
+    """Starts a process with a receiver of each mode, until the block ends."""
     context = mp.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=_receive, args=(theirs, layout), daemon=True)
@@ -114,14 +120,14 @@ async def _serve(pipe: Connection, layout: KvLayout) -> None:
     commands = _Commands(memory)
     addresses: dict[str, str] = {}
     servers = []
-    for mode, buffer_bytes in (("buffer-free", 0), ("buffered", BUFFER_BYTES)):
+    for mode, config in MODES.items():
         server = create_server()
         commands.managers[mode] = ReceiveManager(
             transport=NixlTransport(f"bench-{mode}-{os.getpid()}"),
             layout=layout,
             storage=pool,
             identity=(mode, 1),
-            config=TransferConfig(buffer_bytes=buffer_bytes),
+            config=config,
             callbacks=ReceiveCallbacks(
                 on_first_tokens=lambda request_id, message: None,
                 on_landed=commands.landed.put_nowait,

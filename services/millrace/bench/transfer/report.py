@@ -26,7 +26,8 @@ def print_tables(report: dict[str, Any], console: Console) -> None:
         rows,
         left=2,
         caption="shake: the handshake. one: a request by itself, with its handshake. "
-        f"all: a stream of requests, {report['in_flight']} in flight.",
+        f"all: a stream of requests, {report['in_flight']} in flight. checked: buffer-free, with "
+        "transfer.kv_checksum, until the last sum.",
     )
     overlap = table(
         "KV still to land after the last layer, ms, medians",

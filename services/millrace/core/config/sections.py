@@ -330,6 +330,11 @@ class TransferConfig(_Section):
     lease_s: float = _setting(
         30.0, _within(0.05), "lifetime of a reservation without a message from its sender"
     )
+    kv_checksum: str = _setting(
+        "off",
+        _one_of("on", "off"),
+        "on: KV that arrives here must come with a crc32c, which is checked in the pages",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -61,7 +61,7 @@ class HandshakeGrant:
     `pages` are the receiver's pages of all tokens that were asked for, in order; data goes to the
     transport's `region`. With `buffered` that is the staging region, and data goes, packed, to
     ``[buffer_offset, buffer_offset + buffer_bytes)`` of it. The sender may write as long as it
-    heard from the receiver within `lease_s`.
+    heard from the receiver within `lease_s`. With `checksums` every part must come with its crc32c.
     """
 
     lease: int
@@ -73,6 +73,7 @@ class HandshakeGrant:
     buffered: bool = False
     buffer_offset: int = 0
     buffer_bytes: int = 0
+    checksums: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

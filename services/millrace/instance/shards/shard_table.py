@@ -10,6 +10,7 @@ from typing import Any
 from millrace.core.kv.kvp_hold import HoldAsk
 from millrace.core.kv.transfer import Incarnation
 from millrace.core.token_events import FinishedPrefill
+from millrace.telemetry.metrics import Registry
 from millrace.transfer.push.control import ReceiveCallbacks
 
 
@@ -76,8 +77,15 @@ class ShardTable:
             self._emptied.clear()
             await self._emptied.wait()
 
-    def beside(self, own: ReceiveCallbacks) -> ReceiveCallbacks:
-        """Returns receiver callbacks that handle shards here and pass all else to `own`."""
+    def beside(self, own: ReceiveCallbacks, registry: Registry) -> ReceiveCallbacks:
+        """Returns receiver callbacks that handle shards here and pass all else to `own`. `registry`
+        gets the count of KV that arrived corrupt.
+        """
+        corrupt = registry.counter(
+            "millrace_kv_checksum_errors_total",
+            "writes whose KV had another checksum than was sent; the request is prefilled again",
+            ["sender"],
+        )
 
         def first_tokens(request_id: str, finished: FinishedPrefill) -> None:
             if request_id not in self._shards:  # a shard needs no first token
@@ -100,7 +108,11 @@ class ShardTable:
                 shard.lose(message)
 
         return ReceiveCallbacks(
-            on_first_tokens=first_tokens, on_landed=landed, on_prefix=prefix, on_failed=failed
+            on_first_tokens=first_tokens,
+            on_landed=landed,
+            on_prefix=prefix,
+            on_failed=failed,
+            on_corrupt=lambda sender: corrupt.labels(sender).inc(),
         )
 
 

@@ -8,7 +8,9 @@ from typing import Any, Protocol
 
 from millrace.core.errors import TransferError
 from millrace.core.kv.transfer import HandshakeAsk, HandshakeGrant, HistoryAsk, Ticket
+from millrace.transfer.push.checksums import SumThread
 from millrace.transfer.transport.base import Transport
+from millrace.transfer.transport.regions import Memory
 
 
 class KvPeer(Protocol):
@@ -40,22 +42,29 @@ class ReceiveCallbacks:
     its pages. `on_prefix(request, attempt, tokens)` reports that one more pass, other than the
     last, has landed with all passes before it. `on_failed(request, message, attempt, kept_tokens)`
     reports that the attempt will never land, and how many first tokens have landed: call `rewind`
-    to them, or `release`.
+    to them, or `release`. `on_corrupt(sender)` reports KV whose checksum was wrong, before
+    `on_failed`.
     """
 
     on_first_tokens: Callable[[str, Any], None]
     on_landed: Callable[[str], None]
     on_prefix: Callable[[str, int, int], None]
     on_failed: Callable[[str, str, int, int], None]
+    on_corrupt: Callable[[str], None] = lambda sender: None
 
 
 @dataclass(frozen=True, slots=True)
 class Outlet:
-    """The transport and the region that all sessions of a manager send from."""
+    """The transport and the region that all sessions of a manager send from: `pool`.
+
+    `summing` makes the checksums for receivers that ask for them.
+    """
 
     transport: Transport
+    pool: Memory
     region: int
     metadata: bytes
+    summing: SumThread
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

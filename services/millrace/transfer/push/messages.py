@@ -14,10 +14,10 @@ TO_RECEIVER = 1
 TO_SENDER = 2
 
 # channel u8, kind u8, parts u16, lease u32, slot u32, generation u64; then the parts, each of
-# chunk u32, layer u16, start u32, tokens u32, bytes u64; then the request's id
+# chunk u32, layer u16, start u32, tokens u32, bytes u64, crc32c u32; then the request's id
 _HEADER = struct.Struct("<BBHIIQ")
-_PART = struct.Struct("<IHIIQ")
-#: A notification of this many parts has less than 3 KiB.
+_PART = struct.Struct("<IHIIQI")
+#: A notification of this many parts has less than 4 KiB.
 MAX_PARTS = 128
 
 
@@ -39,13 +39,17 @@ class Kind(IntEnum):
 
 
 class WrittenRange(NamedTuple):
-    """A token range of a layer of a chunk, and the number of its bytes that were written."""
+    """A token range of a layer of a chunk, and the number of its bytes that were written.
+
+    `checksum` is the crc32c of the bytes if the receiver asked for checksums, else 0.
+    """
 
     chunk: int
     layer: int
     start_token: int
     num_tokens: int
     nbytes: int
+    checksum: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -176,18 +176,32 @@ def packed(sender: KvLayout, receiver: Side, start_token: int, num_tokens: int) 
     Whole pages of the receiver, with neighbouring tokens in order, have the pool's layout, so that
     they move in one piece; any other range is a single page of its own size.
     """
-    heads = shared_heads(sender, receiver.layout)
-    if heads is None:
-        raise ValueError(mismatch(sender, receiver.layout))
     page = receiver.layout.page_tokens
     whole = (start_token - int(receiver.starts[0])) % page == num_tokens % page == 0
-    page_tokens = page if whole else num_tokens
+    if whole:
+        return _side_of_pages(sender, receiver.layout, page, start_token, num_tokens)
+    return one_page(sender, receiver.layout, start_token, num_tokens)
+
+
+def one_page(one: KvLayout, other: KvLayout, start_token: int, num_tokens: int) -> Side:
+    """Returns a side that has a token range of one layer in a single page: the heads that both
+    layouts hold, without gaps.
+    """
+    return _side_of_pages(one, other, num_tokens, start_token, num_tokens)
+
+
+def _side_of_pages(
+    one: KvLayout, other: KvLayout, page_tokens: int, start_token: int, num_tokens: int
+) -> Side:
+    heads = shared_heads(one, other)
+    if heads is None:
+        raise ValueError(mismatch(one, other))
     layout = KvLayout(
-        model_hash=sender.model_hash,
-        dtype=sender.dtype,
+        model_hash=one.model_hash,
+        dtype=one.dtype,
         num_layers=1,
-        num_kv_heads=sender.num_kv_heads,
-        head_dim=sender.head_dim,
+        num_kv_heads=one.num_kv_heads,
+        head_dim=one.head_dim,
         page_tokens=page_tokens,
         head_start=heads[0],
         head_count=heads[1],

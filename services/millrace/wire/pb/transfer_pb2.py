@@ -25,15 +25,15 @@ _sym_db = _symbol_database.Default()
 from millrace.wire.pb import common_pb2 as millrace_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1amillrace/v1/transfer.proto\x12\x0bmillrace.v1\x1a\x18millrace/v1/common.proto\"\xb6\x02\n\x08KvLayout\x12\x12\n\nmodel_hash\x18\x01 \x01(\t\x12!\n\x05\x64type\x18\x02 \x01(\x0e\x32\x12.millrace.v1.Dtype\x12\x12\n\nnum_layers\x18\x03 \x01(\r\x12\x14\n\x0cnum_kv_heads\x18\x04 \x01(\r\x12\x10\n\x08head_dim\x18\x05 \x01(\r\x12\x13\n\x0bpage_tokens\x18\x06 \x01(\r\x12\x12\n\nhead_start\x18\x07 \x01(\r\x12\x12\n\nhead_count\x18\x08 \x01(\r\x12\x11\n\tnum_pages\x18\t \x01(\r\x12\x12\n\x05parts\x18\n \x01(\rH\x00\x88\x01\x01\x12\x13\n\x0blayer_start\x18\x0b \x01(\r\x12\x14\n\x0cmodel_layers\x18\x0c \x01(\r\x12\x13\n\x06\x63opies\x18\r \x01(\rH\x01\x88\x01\x01\x42\x08\n\x06_partsB\t\n\x07_copies\"\x94\x01\n\x06Ticket\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12(\n\x06sender\x18\x02 \x01(\x0b\x32\x18.millrace.v1.Incarnation\x12*\n\x08receiver\x18\x03 \x01(\x0b\x32\x18.millrace.v1.Incarnation\x12\x14\n\x07\x61ttempt\x18\x04 \x01(\rH\x00\x88\x01\x01\x42\n\n\x08_attempt\"\x9f\x01\n\x10HandshakeRequest\x12#\n\x06ticket\x18\x01 \x01(\x0b\x32\x13.millrace.v1.Ticket\x12%\n\x06layout\x18\x02 \x01(\x0b\x32\x15.millrace.v1.KvLayout\x12\x13\n\x0bstart_token\x18\x03 \x01(\r\x12\x12\n\nnum_tokens\x18\x04 \x01(\r\x12\x16\n\x0e\x61gent_metadata\x18\x05 \x01(\x0c\"M\n\x0eHandshakeReply\x12\x0f\n\x07refusal\x18\x01 \x01(\t\x12*\n\x05grant\x18\x02 \x01(\x0b\x32\x1b.millrace.v1.HandshakeGrant\"\xcd\x01\n\x0eHandshakeGrant\x12\r\n\x05lease\x18\x01 \x01(\r\x12%\n\x06layout\x18\x02 \x01(\x0b\x32\x15.millrace.v1.KvLayout\x12\r\n\x05pages\x18\x03 \x03(\r\x12\x16\n\x0e\x61gent_metadata\x18\x04 \x01(\x0c\x12\x0e\n\x06region\x18\x05 \x01(\r\x12\x0f\n\x07lease_s\x18\x06 \x01(\x01\x12\x10\n\x08\x62uffered\x18\x07 \x01(\x08\x12\x15\n\rbuffer_offset\x18\x08 \x01(\x04\x12\x14\n\x0c\x62uffer_bytes\x18\t \x01(\x04\"O\n\nFirstToken\x12\x10\n\x08token_id\x18\x01 \x01(\x05\x12/\n\x08logprobs\x18\x02 \x01(\x0b\x32\x1d.millrace.v1.PositionLogprobs\"\xc7\x01\n\x0f\x46inishedPrefill\x12\x14\n\x0ctotal_chunks\x18\x01 \x01(\r\x12-\n\x0c\x66irst_tokens\x18\x02 \x03(\x0b\x32\x17.millrace.v1.FirstToken\x12 \n\x05spans\x18\x03 \x03(\x0b\x32\x11.millrace.v1.Span\x12\x36\n\x0fprompt_logprobs\x18\x04 \x03(\x0b\x32\x1d.millrace.v1.PositionLogprobs\x12\x15\n\rcached_tokens\x18\x05 \x01(\r\"k\n\x14\x46inishPrefillRequest\x12#\n\x06ticket\x18\x01 \x01(\x0b\x32\x13.millrace.v1.Ticket\x12.\n\x08\x66inished\x18\x02 \x01(\x0b\x32\x1c.millrace.v1.FinishedPrefill\"%\n\x12\x46inishPrefillReply\x12\x0f\n\x07refusal\x18\x01 \x01(\t\"\\\n\x14\x41\x62ortTransferRequest\x12#\n\x06ticket\x18\x01 \x01(\x0b\x32\x13.millrace.v1.Ticket\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x0f\n\x07\x64rained\x18\x03 \x01(\x08\"\x14\n\x12\x41\x62ortTransferReply\"A\n\x08TokenRun\x12\x13\n\x0bstart_token\x18\x01 \x01(\r\x12\x12\n\nnum_tokens\x18\x02 \x01(\r\x12\x0c\n\x04slot\x18\x03 \x01(\r\"\xbc\x01\n\x12SendHistoryRequest\x12#\n\x06ticket\x18\x01 \x01(\x0b\x32\x13.millrace.v1.Ticket\x12%\n\x06layout\x18\x02 \x01(\x0b\x32\x15.millrace.v1.KvLayout\x12\r\n\x05pages\x18\x03 \x03(\r\x12#\n\x04runs\x18\x04 \x03(\x0b\x32\x15.millrace.v1.TokenRun\x12\x16\n\x0e\x61gent_metadata\x18\x05 \x01(\x0c\x12\x0e\n\x06region\x18\x06 \x01(\r\"#\n\x10SendHistoryReply\x12\x0f\n\x07refusal\x18\x01 \x01(\t\"5\n\rProbeEndpoint\x12\x16\n\x0e\x61gent_metadata\x18\x01 \x01(\x0c\x12\x0c\n\x04seed\x18\x02 \x01(\x04\"e\n\x0cProbeRequest\x12\'\n\x05\x61sker\x18\x01 \x01(\x0b\x32\x18.millrace.v1.Incarnation\x12,\n\x08\x65ndpoint\x18\x02 \x01(\x0b\x32\x1a.millrace.v1.ProbeEndpoint\"p\n\nProbeReply\x12.\n\x08\x65ndpoint\x18\x01 \x01(\x0b\x32\x1a.millrace.v1.ProbeEndpointH\x00\x12*\n\x06result\x18\x02 \x01(\x0b\x32\x18.millrace.v1.ProbeResultH\x00\x42\x06\n\x04kind\"\x1c\n\x0bProbeResult\x12\r\n\x05\x65rror\x18\x01 \x01(\t*X\n\x05\x44type\x12\x15\n\x11\x44TYPE_UNSPECIFIED\x10\x00\x12\x11\n\rDTYPE_FLOAT32\x10\x01\x12\x12\n\x0e\x44TYPE_BFLOAT16\x10\x02\x12\x11\n\rDTYPE_FLOAT16\x10\x03\x32\xce\x02\n\nKvReceiver\x12G\n\tHandshake\x12\x1d.millrace.v1.HandshakeRequest\x1a\x1b.millrace.v1.HandshakeReply\x12S\n\rFinishPrefill\x12!.millrace.v1.FinishPrefillRequest\x1a\x1f.millrace.v1.FinishPrefillReply\x12S\n\rAbortTransfer\x12!.millrace.v1.AbortTransferRequest\x1a\x1f.millrace.v1.AbortTransferReply\x12M\n\x0bSendHistory\x12\x1f.millrace.v1.SendHistoryRequest\x1a\x1d.millrace.v1.SendHistoryReply2P\n\rTransferProbe\x12?\n\x05Probe\x12\x19.millrace.v1.ProbeRequest\x1a\x17.millrace.v1.ProbeReply(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1amillrace/v1/transfer.proto\x12\x0bmillrace.v1\x1a\x18millrace/v1/common.proto\"\xb6\x02\n\x08KvLayout\x12\x12\n\nmodel_hash\x18\x01 \x01(\t\x12!\n\x05\x64type\x18\x02 \x01(\x0e\x32\x12.millrace.v1.Dtype\x12\x12\n\nnum_layers\x18\x03 \x01(\r\x12\x14\n\x0cnum_kv_heads\x18\x04 \x01(\r\x12\x10\n\x08head_dim\x18\x05 \x01(\r\x12\x13\n\x0bpage_tokens\x18\x06 \x01(\r\x12\x12\n\nhead_start\x18\x07 \x01(\r\x12\x12\n\nhead_count\x18\x08 \x01(\r\x12\x11\n\tnum_pages\x18\t \x01(\r\x12\x12\n\x05parts\x18\n \x01(\rH\x00\x88\x01\x01\x12\x13\n\x0blayer_start\x18\x0b \x01(\r\x12\x14\n\x0cmodel_layers\x18\x0c \x01(\r\x12\x13\n\x06\x63opies\x18\r \x01(\rH\x01\x88\x01\x01\x42\x08\n\x06_partsB\t\n\x07_copies\"\x94\x01\n\x06Ticket\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12(\n\x06sender\x18\x02 \x01(\x0b\x32\x18.millrace.v1.Incarnation\x12*\n\x08receiver\x18\x03 \x01(\x0b\x32\x18.millrace.v1.Incarnation\x12\x14\n\x07\x61ttempt\x18\x04 \x01(\rH\x00\x88\x01\x01\x42\n\n\x08_attempt\"\x9f\x01\n\x10HandshakeRequest\x12#\n\x06ticket\x18\x01 \x01(\x0b\x32\x13.millrace.v1.Ticket\x12%\n\x06layout\x18\x02 \x01(\x0b\x32\x15.millrace.v1.KvLayout\x12\x13\n\x0bstart_token\x18\x03 \x01(\r\x12\x12\n\nnum_tokens\x18\x04 \x01(\r\x12\x16\n\x0e\x61gent_metadata\x18\x05 \x01(\x0c\"M\n\x0eHandshakeReply\x12\x0f\n\x07refusal\x18\x01 \x01(\t\x12*\n\x05grant\x18\x02 \x01(\x0b\x32\x1b.millrace.v1.HandshakeGrant\"\xe0\x01\n\x0eHandshakeGrant\x12\r\n\x05lease\x18\x01 \x01(\r\x12%\n\x06layout\x18\x02 \x01(\x0b\x32\x15.millrace.v1.KvLayout\x12\r\n\x05pages\x18\x03 \x03(\r\x12\x16\n\x0e\x61gent_metadata\x18\x04 \x01(\x0c\x12\x0e\n\x06region\x18\x05 \x01(\r\x12\x0f\n\x07lease_s\x18\x06 \x01(\x01\x12\x10\n\x08\x62uffered\x18\x07 \x01(\x08\x12\x15\n\rbuffer_offset\x18\x08 \x01(\x04\x12\x14\n\x0c\x62uffer_bytes\x18\t \x01(\x04\x12\x11\n\tchecksums\x18\n \x01(\x08\"O\n\nFirstToken\x12\x10\n\x08token_id\x18\x01 \x01(\x05\x12/\n\x08logprobs\x18\x02 \x01(\x0b\x32\x1d.millrace.v1.PositionLogprobs\"\xc7\x01\n\x0f\x46inishedPrefill\x12\x14\n\x0ctotal_chunks\x18\x01 \x01(\r\x12-\n\x0c\x66irst_tokens\x18\x02 \x03(\x0b\x32\x17.millrace.v1.FirstToken\x12 \n\x05spans\x18\x03 \x03(\x0b\x32\x11.millrace.v1.Span\x12\x36\n\x0fprompt_logprobs\x18\x04 \x03(\x0b\x32\x1d.millrace.v1.PositionLogprobs\x12\x15\n\rcached_tokens\x18\x05 \x01(\r\"k\n\x14\x46inishPrefillRequest\x12#\n\x06ticket\x18\x01 \x01(\x0b\x32\x13.millrace.v1.Ticket\x12.\n\x08\x66inished\x18\x02 \x01(\x0b\x32\x1c.millrace.v1.FinishedPrefill\"%\n\x12\x46inishPrefillReply\x12\x0f\n\x07refusal\x18\x01 \x01(\t\"\\\n\x14\x41\x62ortTransferRequest\x12#\n\x06ticket\x18\x01 \x01(\x0b\x32\x13.millrace.v1.Ticket\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x0f\n\x07\x64rained\x18\x03 \x01(\x08\"\x14\n\x12\x41\x62ortTransferReply\"A\n\x08TokenRun\x12\x13\n\x0bstart_token\x18\x01 \x01(\r\x12\x12\n\nnum_tokens\x18\x02 \x01(\r\x12\x0c\n\x04slot\x18\x03 \x01(\r\"\xbc\x01\n\x12SendHistoryRequest\x12#\n\x06ticket\x18\x01 \x01(\x0b\x32\x13.millrace.v1.Ticket\x12%\n\x06layout\x18\x02 \x01(\x0b\x32\x15.millrace.v1.KvLayout\x12\r\n\x05pages\x18\x03 \x03(\r\x12#\n\x04runs\x18\x04 \x03(\x0b\x32\x15.millrace.v1.TokenRun\x12\x16\n\x0e\x61gent_metadata\x18\x05 \x01(\x0c\x12\x0e\n\x06region\x18\x06 \x01(\r\"#\n\x10SendHistoryReply\x12\x0f\n\x07refusal\x18\x01 \x01(\t\"5\n\rProbeEndpoint\x12\x16\n\x0e\x61gent_metadata\x18\x01 \x01(\x0c\x12\x0c\n\x04seed\x18\x02 \x01(\x04\"e\n\x0cProbeRequest\x12\'\n\x05\x61sker\x18\x01 \x01(\x0b\x32\x18.millrace.v1.Incarnation\x12,\n\x08\x65ndpoint\x18\x02 \x01(\x0b\x32\x1a.millrace.v1.ProbeEndpoint\"p\n\nProbeReply\x12.\n\x08\x65ndpoint\x18\x01 \x01(\x0b\x32\x1a.millrace.v1.ProbeEndpointH\x00\x12*\n\x06result\x18\x02 \x01(\x0b\x32\x18.millrace.v1.ProbeResultH\x00\x42\x06\n\x04kind\"\x1c\n\x0bProbeResult\x12\r\n\x05\x65rror\x18\x01 \x01(\t*X\n\x05\x44type\x12\x15\n\x11\x44TYPE_UNSPECIFIED\x10\x00\x12\x11\n\rDTYPE_FLOAT32\x10\x01\x12\x12\n\x0e\x44TYPE_BFLOAT16\x10\x02\x12\x11\n\rDTYPE_FLOAT16\x10\x03\x32\xce\x02\n\nKvReceiver\x12G\n\tHandshake\x12\x1d.millrace.v1.HandshakeRequest\x1a\x1b.millrace.v1.HandshakeReply\x12S\n\rFinishPrefill\x12!.millrace.v1.FinishPrefillRequest\x1a\x1f.millrace.v1.FinishPrefillReply\x12S\n\rAbortTransfer\x12!.millrace.v1.AbortTransferRequest\x1a\x1f.millrace.v1.AbortTransferReply\x12M\n\x0bSendHistory\x12\x1f.millrace.v1.SendHistoryRequest\x1a\x1d.millrace.v1.SendHistoryReply2P\n\rTransferProbe\x12?\n\x05Probe\x12\x19.millrace.v1.ProbeRequest\x1a\x17.millrace.v1.ProbeReply(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'millrace.v1.transfer_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_DTYPE']._serialized_start=2126
-  _globals['_DTYPE']._serialized_end=2214
+  _globals['_DTYPE']._serialized_start=2145
+  _globals['_DTYPE']._serialized_end=2233
   _globals['_KVLAYOUT']._serialized_start=70
   _globals['_KVLAYOUT']._serialized_end=380
   _globals['_TICKET']._serialized_start=383
@@ -43,35 +43,35 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_HANDSHAKEREPLY']._serialized_start=695
   _globals['_HANDSHAKEREPLY']._serialized_end=772
   _globals['_HANDSHAKEGRANT']._serialized_start=775
-  _globals['_HANDSHAKEGRANT']._serialized_end=980
-  _globals['_FIRSTTOKEN']._serialized_start=982
-  _globals['_FIRSTTOKEN']._serialized_end=1061
-  _globals['_FINISHEDPREFILL']._serialized_start=1064
-  _globals['_FINISHEDPREFILL']._serialized_end=1263
-  _globals['_FINISHPREFILLREQUEST']._serialized_start=1265
-  _globals['_FINISHPREFILLREQUEST']._serialized_end=1372
-  _globals['_FINISHPREFILLREPLY']._serialized_start=1374
-  _globals['_FINISHPREFILLREPLY']._serialized_end=1411
-  _globals['_ABORTTRANSFERREQUEST']._serialized_start=1413
-  _globals['_ABORTTRANSFERREQUEST']._serialized_end=1505
-  _globals['_ABORTTRANSFERREPLY']._serialized_start=1507
-  _globals['_ABORTTRANSFERREPLY']._serialized_end=1527
-  _globals['_TOKENRUN']._serialized_start=1529
-  _globals['_TOKENRUN']._serialized_end=1594
-  _globals['_SENDHISTORYREQUEST']._serialized_start=1597
-  _globals['_SENDHISTORYREQUEST']._serialized_end=1785
-  _globals['_SENDHISTORYREPLY']._serialized_start=1787
-  _globals['_SENDHISTORYREPLY']._serialized_end=1822
-  _globals['_PROBEENDPOINT']._serialized_start=1824
-  _globals['_PROBEENDPOINT']._serialized_end=1877
-  _globals['_PROBEREQUEST']._serialized_start=1879
-  _globals['_PROBEREQUEST']._serialized_end=1980
-  _globals['_PROBEREPLY']._serialized_start=1982
-  _globals['_PROBEREPLY']._serialized_end=2094
-  _globals['_PROBERESULT']._serialized_start=2096
-  _globals['_PROBERESULT']._serialized_end=2124
-  _globals['_KVRECEIVER']._serialized_start=2217
-  _globals['_KVRECEIVER']._serialized_end=2551
-  _globals['_TRANSFERPROBE']._serialized_start=2553
-  _globals['_TRANSFERPROBE']._serialized_end=2633
+  _globals['_HANDSHAKEGRANT']._serialized_end=999
+  _globals['_FIRSTTOKEN']._serialized_start=1001
+  _globals['_FIRSTTOKEN']._serialized_end=1080
+  _globals['_FINISHEDPREFILL']._serialized_start=1083
+  _globals['_FINISHEDPREFILL']._serialized_end=1282
+  _globals['_FINISHPREFILLREQUEST']._serialized_start=1284
+  _globals['_FINISHPREFILLREQUEST']._serialized_end=1391
+  _globals['_FINISHPREFILLREPLY']._serialized_start=1393
+  _globals['_FINISHPREFILLREPLY']._serialized_end=1430
+  _globals['_ABORTTRANSFERREQUEST']._serialized_start=1432
+  _globals['_ABORTTRANSFERREQUEST']._serialized_end=1524
+  _globals['_ABORTTRANSFERREPLY']._serialized_start=1526
+  _globals['_ABORTTRANSFERREPLY']._serialized_end=1546
+  _globals['_TOKENRUN']._serialized_start=1548
+  _globals['_TOKENRUN']._serialized_end=1613
+  _globals['_SENDHISTORYREQUEST']._serialized_start=1616
+  _globals['_SENDHISTORYREQUEST']._serialized_end=1804
+  _globals['_SENDHISTORYREPLY']._serialized_start=1806
+  _globals['_SENDHISTORYREPLY']._serialized_end=1841
+  _globals['_PROBEENDPOINT']._serialized_start=1843
+  _globals['_PROBEENDPOINT']._serialized_end=1896
+  _globals['_PROBEREQUEST']._serialized_start=1898
+  _globals['_PROBEREQUEST']._serialized_end=1999
+  _globals['_PROBEREPLY']._serialized_start=2001
+  _globals['_PROBEREPLY']._serialized_end=2113
+  _globals['_PROBERESULT']._serialized_start=2115
+  _globals['_PROBERESULT']._serialized_end=2143
+  _globals['_KVRECEIVER']._serialized_start=2236
+  _globals['_KVRECEIVER']._serialized_end=2570
+  _globals['_TRANSFERPROBE']._serialized_start=2572
+  _globals['_TRANSFERPROBE']._serialized_end=2652
 # @@protoc_insertion_point(module_scope)

@@ -84,7 +84,7 @@ class HandshakeReply(_message.Message):
     def __init__(self, refusal: _Optional[str] = ..., grant: _Optional[_Union[HandshakeGrant, _Mapping]] = ...) -> None: ...
 
 class HandshakeGrant(_message.Message):
-    __slots__ = ("lease", "layout", "pages", "agent_metadata", "region", "lease_s", "buffered", "buffer_offset", "buffer_bytes")
+    __slots__ = ("lease", "layout", "pages", "agent_metadata", "region", "lease_s", "buffered", "buffer_offset", "buffer_bytes", "checksums")
     LEASE_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
     PAGES_FIELD_NUMBER: _ClassVar[int]
@@ -94,6 +94,7 @@ class HandshakeGrant(_message.Message):
     BUFFERED_FIELD_NUMBER: _ClassVar[int]
     BUFFER_OFFSET_FIELD_NUMBER: _ClassVar[int]
     BUFFER_BYTES_FIELD_NUMBER: _ClassVar[int]
+    CHECKSUMS_FIELD_NUMBER: _ClassVar[int]
     lease: int
     layout: KvLayout
     pages: _containers.RepeatedScalarFieldContainer[int]
@@ -103,7 +104,8 @@ class HandshakeGrant(_message.Message):
     buffered: bool
     buffer_offset: int
     buffer_bytes: int
-    def __init__(self, lease: _Optional[int] = ..., layout: _Optional[_Union[KvLayout, _Mapping]] = ..., pages: _Optional[_Iterable[int]] = ..., agent_metadata: _Optional[bytes] = ..., region: _Optional[int] = ..., lease_s: _Optional[float] = ..., buffered: _Optional[bool] = ..., buffer_offset: _Optional[int] = ..., buffer_bytes: _Optional[int] = ...) -> None: ...
+    checksums: bool
+    def __init__(self, lease: _Optional[int] = ..., layout: _Optional[_Union[KvLayout, _Mapping]] = ..., pages: _Optional[_Iterable[int]] = ..., agent_metadata: _Optional[bytes] = ..., region: _Optional[int] = ..., lease_s: _Optional[float] = ..., buffered: _Optional[bool] = ..., buffer_offset: _Optional[int] = ..., buffer_bytes: _Optional[int] = ..., checksums: _Optional[bool] = ...) -> None: ...
 
 class FirstToken(_message.Message):
     __slots__ = ("token_id", "logprobs")

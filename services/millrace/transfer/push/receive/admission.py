@@ -187,7 +187,10 @@ class Admission:
         self.progress_s = now_s
 
     def check(self, parts: Sequence[WrittenRange], lease: Lease) -> None:
-        """Raises CoverageError when a part's bytes do not match its tokens."""
+        """Raises CoverageError for a part outside the request, or whose bytes do not match its
+        tokens.
+        """
+        heads = self._heads(lease)
         token_bytes = layer_token_bytes(lease.layout, self.side.layout)
         for part in parts:
             if part.nbytes != part.num_tokens * token_bytes:
@@ -195,17 +198,22 @@ class Admission:
                     f"layer {part.layer}, {part.num_tokens} tokens came with {part.nbytes} "
                     f"bytes; they have {part.num_tokens * token_bytes}"
                 )
+            self._coverage.check(part.layer, heads, part.start_token, part.num_tokens)
 
     def landed(self, parts: Sequence[WrittenRange], lease: Lease, now_s: float) -> None:
         """Counts each part. Raises CoverageError for a part that came before or can't be."""
-        heads = shared_heads(lease.layout, self.side.layout)
-        if heads is None:
-            raise CoverageError("the sender has no head of this receiver")
+        heads = self._heads(lease)
         for part in parts:
             self._coverage.add(part.layer, heads, part.start_token, part.num_tokens)
             end = part.start_token + part.num_tokens
             self._pass_ends[part.chunk] = max(end, self._pass_ends.get(part.chunk, 0))
         self.progress_s = now_s
+
+    def _heads(self, lease: Lease) -> tuple[int, int]:
+        heads = shared_heads(lease.layout, self.side.layout)
+        if heads is None:
+            raise CoverageError("the sender has no head of this receiver")
+        return heads
 
     def overdue(self, now_s: float, transfer_timeout_s: float) -> str:
         """Returns why the transfer has failed by now; empty while it has not failed."""

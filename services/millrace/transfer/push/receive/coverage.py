@@ -45,14 +45,9 @@ class Coverage:
         Raises CoverageError, and marks nothing, for a part that overlaps a landed part or lies
         outside the receiver's range.
         """
+        self.check(layer, heads, start, count)
         first, number = heads
         end = start + count
-        if not (
-            layer in self._layout.layers
-            and self._layout.head_start <= first < first + number <= self._layout.head_end
-            and self._start <= start < end <= self._end
-        ):
-            raise CoverageError(f"{_part(layer, heads, start, end)} lies outside the request")
         at_layer = layer - self._layout.layer_start
         landed = self._landed[at_layer]
         for (other, others), ranges in landed.items():
@@ -64,6 +59,17 @@ class Coverage:
         self._missing -= number * count
         if start <= self._prefixes[at_layer] < end:
             self._prefixes[at_layer] = self._prefix(landed)
+
+    def check(self, layer: int, heads: tuple[int, int], start: int, count: int) -> None:
+        """Raises CoverageError for a part outside the receiver's range."""
+        first, number = heads
+        end = start + count
+        if not (
+            layer in self._layout.layers
+            and self._layout.head_start <= first < first + number <= self._layout.head_end
+            and self._start <= start < end <= self._end
+        ):
+            raise CoverageError(f"{_part(layer, heads, start, end)} lies outside the request")
 
     def keep(self, tokens: int) -> None:
         """Keeps the first `tokens` of the range as landed; all others are expected again."""

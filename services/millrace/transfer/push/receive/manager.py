@@ -10,7 +10,6 @@ import asyncio
 import logging
 import time
 from collections.abc import Sequence
-from concurrent.futures import Future
 
 from millrace.core.config import TransferConfig
 from millrace.core.errors import IntegrityError, TransferError
@@ -31,6 +30,7 @@ from millrace.transfer.push.receive.admission import Admission, AdmissionState
 from millrace.transfer.push.receive.buffers import Buffers
 from millrace.transfer.push.receive.coverage import CoverageError
 from millrace.transfer.push.receive.history_server import HistoryServer
+from millrace.transfer.push.receive.landing import Checksums, Landings
 from millrace.transfer.push.receive.lease_table import LeaseTable
 from millrace.transfer.push.receive.waiting import AdmissionTable
 from millrace.transfer.transport.base import Transport, outcome
@@ -57,7 +57,9 @@ class ReceiveManager:
         config: TransferConfig,
         callbacks: ReceiveCallbacks,
     ) -> None:
-        """Registers the pool. Raises ConfigError when buffered mode can't serve its memory."""
+        """Registers the pool. Raises ConfigError when buffered mode or checksums can't serve its
+        memory.
+        """
         self._transport = transport
         self._layout = layout
         self._identity = Incarnation(*identity)
@@ -71,6 +73,16 @@ class ReceiveManager:
         self._active = AdmissionTable()
         self._quarantine: dict[Admission, asyncio.Future[None]] = {}
         self._leases = LeaseTable(transport, self._identity, config.lease_s, self._on_lost)
+        self._checksums = Checksums(pool, layout) if config.kv_checksum == "on" else None
+        self._landings = Landings(
+            buffers=self._buffers,
+            checksums=self._checksums,
+            leases=self._leases,
+            on_landed=self._account,
+            on_failed=lambda admission, why, sound: self._fail(admission, why, sound=sound),
+            on_corrupt=lambda lease: callbacks.on_corrupt(lease.sender.id),
+            on_settled=self._settle,
+        )
         self._history = HistoryServer(transport, self._region, config.lease_s, self._settle)
         self._fences = Fences(self._identity, layout)
         self._inbox = Inbox(transport, TO_RECEIVER, self._read)
@@ -251,6 +263,8 @@ class ReceiveManager:
         self._leases.close()
         if self._buffers is not None:
             await self._buffers.close()
+        if self._checksums is not None:
+            await asyncio.to_thread(self._checksums.close)
 
     async def _tick_forever(self) -> None:
         while True:
@@ -294,6 +308,7 @@ class ReceiveManager:
             buffered=self._buffers is not None,
             buffer_offset=offset,
             buffer_bytes=self._config.buffer_bytes,
+            checksums=self._checksums is not None,
         )
 
     def _end_claim(self, claim: str) -> None:
@@ -326,6 +341,8 @@ class ReceiveManager:
         for lease, admission in self._leases.sweep(time.monotonic()):
             if self._buffers is not None:
                 self._buffers.done(admission, lease)
+            if self._checksums is not None:
+                self._checksums.forget(lease)
         for admission, free in list(self._quarantine.items()):
             if not self._history.reads(admission) and not self._leases.reaches_pages(admission):
                 del self._quarantine[admission]
@@ -345,7 +362,7 @@ class ReceiveManager:
             self._fail_of(lease, admission, f"no message from {lease.sender.id} in time")
         lease.heard_s = now_s
         if message.kind is Kind.WRITTEN and admission.awaits(lease.attempt):
-            self._written(lease, admission, message)
+            self._landings.take(lease, admission, message)
         elif message.kind is Kind.DONE:
             lease.drained = True
             self._settle()
@@ -354,37 +371,7 @@ class ReceiveManager:
             lease.drained = True
             self._settle()
 
-    def _written(self, lease: Lease, admission: Admission, message: Message) -> None:
-        try:
-            admission.check(message.parts, lease)
-        except CoverageError as error:
-            self._fail(admission, str(error), sound=False)
-            return
-        if self._buffers is None or lease.backend is None:
-            self._account(lease, admission, message)
-            return
-        lease.copies += 1
-        copied = self._buffers.scatter(message, lease, lease.backend, admission)
-        copied.add_done_callback(
-            lambda done: self._loop.call_soon_threadsafe(
-                self._copied, lease, admission, message, done
-            )
-        )
-
-    def _copied(
-        self, lease: Lease, admission: Admission, message: Message, done: Future[None]
-    ) -> None:
-        lease.copies -= 1
-        if not admission.awaits(lease.attempt):
-            pass
-        elif (error := done.exception()) is not None:
-            self._fail(admission, f"a staging slot could not be copied: {error}")
-        else:
-            self._leases.send(lease, Kind.SLOT_FREE, message.slot)
-            self._account(lease, admission, message)
-        self._settle()
-
-    def _account(self, lease: Lease, admission: Admission, message: Message) -> None:
+    def _account(self, admission: Admission, lease: Lease, message: Message) -> None:
         try:
             admission.landed(message.parts, lease, time.monotonic())
         except CoverageError as error:

@@ -11,11 +11,12 @@ import numpy as np
 from millrace.core.arithmetic import ceil_div
 from millrace.core.errors import ConfigError
 from millrace.core.kv.layout import KvLayout
+from millrace.transfer.push.checksums import unreadable
 from millrace.transfer.push.handshake import SLOTS
 from millrace.transfer.push.messages import Message, WrittenRange
 from millrace.transfer.transport.base import Transport
 from millrace.transfer.transport.layout import Side, layer_runs, packed
-from millrace.transfer.transport.regions import HOST, Memory, copy_on_host
+from millrace.transfer.transport.regions import Memory, copy_on_host
 from millrace.transfer.transport.runs import Runs
 
 #: Alignment of slots in bytes, so that the rows of a slot and of a page have the same grain.
@@ -31,12 +32,7 @@ class Staging:
         """`pool`: that of `layout`. Raises ConfigError for a pool in device memory, where the host
         can't scatter, or where other ranks have a part of it.
         """
-        where = ""
-        if pool.device != HOST:
-            where = "is in device memory"
-        elif pool.nbytes < layout.pool_bytes:
-            where = f"is in the memory of {layout.ranks} ranks"
-        if where:
+        if where := unreadable(pool, layout):
             raise ConfigError(
                 f"transfer.buffer_bytes is {buffer_bytes}; it must be 0 (buffer-free) when the KV "
                 f"pool {where}"
@@ -68,6 +64,8 @@ class Staging:
     def _scatter(
         self, parts: Sequence[WrittenRange], offset: int, sender: KvLayout, receiver: Side
     ) -> None:
+        if (nbytes := sum(part.nbytes for part in parts)) > slot_bytes(self.buffer_bytes):
+            raise ValueError(f"{nbytes} bytes can't lie in one slot")
         for part in parts:
             runs = _runs_of(sender, receiver, part.start_token, part.num_tokens)
             runs = runs.shifted(offset, receiver.layout.layer_offset(part.layer))
@@ -89,8 +87,10 @@ def slot_bytes(buffer_bytes: int) -> int:
 
 
 def slot_offset(buffer_offset: int, buffer_bytes: int, slot: int) -> int:
-    """Returns where a slot of a buffer begins in the staging region."""
-    return buffer_offset + slot * slot_bytes(buffer_bytes)
+    """Returns where a slot of a buffer begins in the staging region; uses of a slot are `SLOTS`
+    apart.
+    """
+    return buffer_offset + slot % SLOTS * slot_bytes(buffer_bytes)
 
 
 def slot_tokens(buffer_bytes: int, token_bytes: int) -> int:

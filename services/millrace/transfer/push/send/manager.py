@@ -13,6 +13,7 @@ from millrace.core.errors import IntegrityError, TransferError
 from millrace.core.kv.layout import KvLayout
 from millrace.core.kv.sp_layout import Run
 from millrace.core.kv.transfer import Incarnation, Ticket
+from millrace.transfer.push.checksums import SumThread
 from millrace.transfer.push.control import KvPeer, Outlet, Target
 from millrace.transfer.push.inbox import Inbox
 from millrace.transfer.push.messages import TO_SENDER, Kind, Message
@@ -48,9 +49,12 @@ class SendManager:
         self._identity = Incarnation(*identity)
         self._config = config
         self._loop = asyncio.get_running_loop()
-        region = transport.register(Memory.of_tensor(storage))
+        pool = Memory.of_tensor(storage)
+        region = transport.register(pool)
         # Metadata is asked for once: it may wait for the transport's thread.
-        self._outlet = Outlet(transport, region, transport.metadata())
+        self._outlet = Outlet(
+            transport, pool, region, transport.metadata(), SumThread("kv-send-sums")
+        )
         # by request, attempt and receiver
         self._sessions: dict[tuple[str, int, Incarnation], SendSession] = {}
         self._listening: ExitStack | None = None
@@ -174,6 +178,7 @@ class SendManager:
         await asyncio.gather(self._ticker, return_exceptions=True)
         if self._listening is not None:
             self._listening.close()
+        await asyncio.to_thread(self._outlet.summing.close)
 
     def _on_over(self, session: SendSession) -> None:
         ticket = session.ticket

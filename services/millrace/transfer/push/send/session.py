@@ -17,10 +17,11 @@ from typing import Any
 from millrace.core.config import TransferConfig
 from millrace.core.errors import TransferError
 from millrace.core.kv.transfer import HandshakeAsk, HandshakeGrant, HandshakeQueued, Ticket
+from millrace.transfer.push.checksums import PartSums, unreadable
 from millrace.transfer.push.control import KvPeer, Outlet, SendTimings
-from millrace.transfer.push.handshake import SLOTS
-from millrace.transfer.push.messages import Kind, Message
+from millrace.transfer.push.messages import Kind, Message, WrittenRange
 from millrace.transfer.push.send.batching import Batch, PartQueue, Ready
+from millrace.transfer.push.send.slots import Slots
 from millrace.transfer.transport.base import outcome
 from millrace.transfer.transport.layout import Side, mismatch
 
@@ -52,6 +53,7 @@ class SendSession:
     ) -> None:
         self.ticket = ticket
         self.timings = SendTimings(time.monotonic())
+        self._side = side
         self._layout = side.layout
         self._tokens = tokens
         self._control = peer
@@ -65,8 +67,9 @@ class SendSession:
         self._writes: dict[Future[None], int] = {}
         self._done: deque[Future[None]] = deque()
         self._notified = False  # whether the loop will soon take the ended writes
-        self._free_slots = set(range(SLOTS))
+        self._slots = Slots()
         self._grant: HandshakeGrant | None = None
+        self._sums: PartSums | None = None  # where the receiver asks for checksums
         self._peer = ""
         self._heard_s = self._progress_s = time.monotonic()
         self._failure: TransferError | None = None
@@ -145,9 +148,9 @@ class SendSession:
             return False
         self._heard_s = time.monotonic()
         if message.kind is Kind.SLOT_FREE:
-            self._progress_s = self._heard_s
-            self._free_slots.add(message.slot)
-            self._pump()
+            if self._slots.free(message.slot):
+                self._progress_s = self._heard_s
+                self._pump()
         elif message.kind is Kind.DROP:
             self._dropped = True
             self._drop_queue()
@@ -160,7 +163,7 @@ class SendSession:
 
     def tick(self, now_s: float) -> None:
         """Fails the session when writes have not moved for `transfer_timeout_s`."""
-        waits = len(self._free_slots) < SLOTS and self._failure is None and not self._dropped
+        waits = self._slots.any_used and self._failure is None and not self._dropped
         moving = self._writes or waits
         if moving and now_s - self._progress_s > self._config.transfer_timeout_s:
             pending = sum(self._writes.values())
@@ -204,6 +207,8 @@ class SendSession:
             if reason := mismatch(self._layout, grant.layout):
                 raise self._error(reason)
             self._queue.open(grant)
+            if grant.checksums:
+                self._sums = self._part_sums(grant)
             self._peer = await outcome(self._transport.connect(grant.agent_metadata))
         except TransferError as error:
             self.fail(error)
@@ -237,20 +242,20 @@ class SendSession:
             and not self._dropped
             and self._queue
             and len(self._writes) < MAX_IN_FLIGHT
-            and (self._free_slots or not self._grant.buffered)
+            and (self._slots.any_free or not self._grant.buffered)
         ):
             if time.monotonic() - self._heard_s > self._grant.lease_s:
                 silence = f"no message from {self.ticket.receiver.id} for {self._grant.lease_s:g} s"
                 self.fail(self._error(silence))
                 return
-            slot = self._free_slots.pop() if self._grant.buffered else 0
+            slot = self._slots.take() if self._grant.buffered else 0
             try:
                 batch = self._queue.take(slot)
             except ValueError as error:  # tokens that are not the sender's
                 self.fail(self._error(str(error)))
                 return
             if batch is None:  # layers that are not the receiver's
-                self._free_slots.add(slot)
+                self._slots.free(slot)
                 break
             self._post(batch, slot, self._grant)
         if self._failure is not None or self._dropped:
@@ -258,27 +263,45 @@ class SendSession:
         self._changed.set()
 
     def _post(self, batch: Batch, slot: int, grant: HandshakeGrant) -> None:
-        message = Message(
-            kind=Kind.WRITTEN,
-            request_id=self.ticket.request_id,
-            lease=grant.lease,
-            generation=self.ticket.receiver.generation,
-            slot=slot,
-            parts=batch.parts,
-        )
         now_s = time.monotonic()
         if not self._writes:
             self._progress_s = now_s
         self.timings.first_write_s = self.timings.first_write_s or now_s
-        write = self._transport.write(
-            self._peer,
-            batch.runs,
-            message.encode(),
-            region=self._outlet.region,
-            peer_region=grant.region,
-        )
+        write = self._write(batch, slot, grant)
         self._writes[write] = batch.runs.total_bytes
         write.add_done_callback(self._on_done)
+
+    def _write(self, batch: Batch, slot: int, grant: HandshakeGrant) -> Future[None]:
+        def post(parts: tuple[WrittenRange, ...]) -> Future[None]:
+            message = Message(
+                kind=Kind.WRITTEN,
+                request_id=self.ticket.request_id,
+                lease=grant.lease,
+                generation=self.ticket.receiver.generation,
+                slot=slot,
+                parts=parts,
+            )
+            return self._transport.write(
+                self._peer,
+                batch.runs,
+                message.encode(),
+                region=self._outlet.region,
+                peer_region=grant.region,
+            )
+
+        if self._sums is None:
+            return post(batch.parts)
+        return self._outlet.summing.summed(self._sums, batch.parts, post)
+
+    def _part_sums(self, grant: HandshakeGrant) -> PartSums:
+        """Raises TransferError where the host can't read the pool."""
+        pool = self._outlet.pool
+        if why := unreadable(pool, self._layout):
+            raise self._error(
+                f"{self.ticket.receiver.id} has transfer.kv_checksum=on; it must be off where the "
+                f"KV pool of a sender {why}"
+            )
+        return PartSums(pool, self._side, grant.layout, sends=True)
 
     def _on_done(self, write: Future[None]) -> None:
         """Runs on the transport's thread, or on the loop when a queued write is cancelled.
