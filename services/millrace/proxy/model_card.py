@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,9 @@ from millrace.core.errors import ModelError
 from millrace.proxy.request.options import EmbeddingFacts, SamplingDefaults
 
 _DEFAULT_CONTEXT_TOKENS = 2048
+#: More tokens than any model has: tables of a tokenizer have an entry for each.
+_MOST_TOKENS = 1 << 22
+_NOT_A_NUMBER = (KeyError, TypeError, ValueError, OverflowError)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,26 +42,37 @@ def read_model_card(model: str | Path, max_context_tokens: int = 0) -> ModelCard
     text_config = config.get("text_config", config)
     generation = _read_json(folder / "generation_config.json", optional=True)
     tokenizer = _read_json(folder / "tokenizer_config.json", optional=True)
-    context = int(text_config.get("max_position_embeddings", _DEFAULT_CONTEXT_TOKENS))
-    if max_context_tokens:
-        context = min(context, max_context_tokens)
-    eos = generation.get("eos_token_id", config.get("eos_token_id"))
+    path = folder / "config.json"
+    if not isinstance(text_config, dict):
+        raise ModelError(f"{path}: text_config must be a JSON object")
     try:
         vocab_size = int(text_config["vocab_size"])
-    except (KeyError, TypeError, ValueError) as error:
-        raise ModelError(f"{folder / 'config.json'} has no usable vocab_size") from error
+    except _NOT_A_NUMBER as error:
+        raise ModelError(f"{path} has no usable vocab_size") from error
+    if not 0 < vocab_size <= _MOST_TOKENS:
+        raise ModelError(f"{path}: vocab_size is {vocab_size}; it must be 1 to {_MOST_TOKENS}")
+    try:
+        context = int(text_config.get("max_position_embeddings", _DEFAULT_CONTEXT_TOKENS))
+        hidden_size = int(text_config.get("hidden_size", 0))
+        dimensions = _ids(config.get("matryoshka_dimensions"))
+        eos_token_ids = _ids(generation.get("eos_token_id", config.get("eos_token_id")))
+        defaults = _sampling_defaults(generation)
+    except _NOT_A_NUMBER as error:
+        raise ModelError(f"a value of {path} or generation_config.json: {error}") from error
+    if max_context_tokens:
+        context = min(context, max_context_tokens)
     return ModelCard(
         folder=folder,
         vocab_size=vocab_size,
         context_tokens=context,
-        eos_token_ids=_ids(eos),
-        defaults=_sampling_defaults(generation),
+        eos_token_ids=eos_token_ids,
+        defaults=defaults,
         special_tokens=_special_tokens(tokenizer),
         chat_template=_chat_template(folder, tokenizer),
         embedding=EmbeddingFacts(
             pooling=_pooling(folder),
-            hidden_size=int(text_config.get("hidden_size", 0)),
-            dimensions=_ids(config.get("matryoshka_dimensions")),
+            hidden_size=hidden_size,
+            dimensions=dimensions,
         ),
     )
 
@@ -85,7 +99,7 @@ def _read_json(path: Path, *, optional: bool = False) -> dict[str, Any]:
         return {}
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"can't read {path}: {error}") from error
     if not isinstance(value, dict):
         raise ModelError(f"{path} must hold a JSON object")
@@ -104,7 +118,7 @@ def _pooling(folder: Path) -> str:
     try:
         modules = json.loads(path.read_text(encoding="utf-8"))
         paths = [one["path"] for one in modules if str(one["type"]).endswith(".Pooling")]
-    except (OSError, ValueError, TypeError, KeyError) as error:
+    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
         raise ModelError(f"can't read {path}: {error}") from error
     if not paths:
         return "last"
@@ -123,8 +137,12 @@ def _ids(value: Any) -> tuple[int, ...]:  # noqa: ANN401 - the file may hold any
 
 
 def _sampling_defaults(generation: Mapping[str, Any]) -> SamplingDefaults:
-    names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-    given = {name: generation[name] for name in names if generation.get(name) is not None}
+    kinds = asdict(SamplingDefaults())
+    given = {
+        name: type(usual)(generation[name])
+        for name, usual in kinds.items()
+        if generation.get(name) is not None
+    }
     return SamplingDefaults(**given)
 
 
@@ -145,6 +163,10 @@ def _chat_template(folder: Path, tokenizer: Mapping[str, Any]) -> str | None:
     legacy = _read_json(folder / "chat_template.json", optional=True).get("chat_template")
     template = tokenizer.get("chat_template", legacy)
     if isinstance(template, list):
-        named = {entry["name"]: entry["template"] for entry in template}
+        named = {
+            str(entry.get("name")): entry.get("template")
+            for entry in template
+            if isinstance(entry, dict)
+        }
         template = named.get("default")
     return template if isinstance(template, str) else None

@@ -30,10 +30,13 @@ class Tokenizer:
         try:
             document = path.read_text(encoding="utf-8")
             self._raw = RawTokenizer.from_str(document)
-        except Exception as error:  # tokenizers raises bare Exception
+            self._raw.no_padding()
+            self._raw.no_truncation()
+            self._raw.decode(self.encode("a b", add_special_tokens=True).tolist())
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # bare Exception, or Rust's panics, which are none
             raise ModelError(f"can't read {path}: {error}") from error
-        self._raw.no_padding()
-        self._raw.no_truncation()
         self.vocab_size = max(card.vocab_size, self._raw.get_vocab_size(with_added_tokens=True))
         self._special = frozenset(
             i for i, token in self._raw.get_added_tokens_decoder().items() if token.special

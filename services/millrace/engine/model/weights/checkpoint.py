@@ -148,7 +148,10 @@ def _entries(path: Path, header: bytes) -> dict[str, TensorEntry]:
         return {
             name: _entry(value, data_start) for name, value in raw.items() if name != "__metadata__"
         }
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+    except (
+        *(ValueError, TypeError, KeyError, AttributeError),
+        *(RecursionError, OverflowError),  # nested too deeply; an infinite size
+    ) as error:
         reason = " ".join(str(error).split())
         raise ModelError(f"{path}: malformed safetensors header: {reason}") from error
 
