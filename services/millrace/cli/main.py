@@ -155,6 +155,7 @@ def show_config(
 BENCHMARKS = (
     "autoscale",
     "cdsp",
+    "chaos",
     "constraints",
     "decode",
     "engine",

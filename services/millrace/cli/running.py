@@ -22,6 +22,7 @@ def register(app: typer.Typer) -> None:
     app.command("policy")(policy)
     app.command("fleet")(fleet)
     app.command("top")(top)
+    app.command("doctor")(doctor)
     app.command("explain")(explain)
     app.command("improvement-rate")(improvement_rate)
 
@@ -107,6 +108,18 @@ def top(
     configure(config, settings, "top")
     with plain_errors():
         Top(lambda: watch_board(scheduler)).run()
+
+
+def doctor(
+    scheduler: SchedulerAddress = "127.0.0.1:7070",
+    json_path: JsonAnswer = None,
+    config: ConfigPath = None,
+    settings: Settings = [],  # noqa: B006
+) -> None:
+    """Check a deployment: versions, Redis, clocks, instances, and KV between every two of them."""
+    from millrace.cli.doctor.run import run
+
+    run_async(run(configure(config, settings, "doctor"), scheduler, json_path))
 
 
 def explain(

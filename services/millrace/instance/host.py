@@ -228,8 +228,9 @@ async def serve_instance(
         )
         stack.push_async_callback(role.close)
         add_gauges(registry, role, memory)
+        device = str(memory.storage.device)
         kv_path = KvPath(incarnation, probes.open_end, registry)
-        server, health, port = await _start_server(role, kv_path, options)
+        server, health, port = await _start_server(role, kv_path, options, device)
         stack.push_async_callback(server.stop, grace=1)
 
         def register() -> Registration:
@@ -267,12 +268,12 @@ async def serve_instance(
 
 
 async def _start_server(
-    role: Role, kv_path: KvPath, options: WorkerOptions
+    role: Role, kv_path: KvPath, options: WorkerOptions, device: str
 ) -> tuple[grpc.aio.Server, Health, int]:
     """Starts the role's gRPC server; returns the server, its health and its port."""
     server = create_server()
     role.attach(server)
-    ProbeServicer(kv_path).add_to(server)
+    ProbeServicer(kv_path, options.scheduler, device).add_to(server)
     health = add_health(server, [f"millrace.v1.{role.name.capitalize()}"])
     port = bind(server, options.host, options.port)
     await server.start()

@@ -212,7 +212,7 @@ class Node:
             self.registry,
         )
         self.server = create_server()
-        ProbeServicer(self.path).add_to(self.server)
+        ProbeServicer(self.path, "", "cpu").add_to(self.server)
         self.address = f"127.0.0.1:{bind(self.server, '127.0.0.1', 0)}"
 
     def _open(self, name: str, seed: int, size: int) -> contextlib.AbstractAsyncContextManager[End]:

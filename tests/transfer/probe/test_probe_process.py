@@ -208,7 +208,7 @@ async def node(name: str, net: Net, deaths: int) -> AsyncIterator[tuple[KvPath, 
         ends = Fatal(server, deaths)
         path = KvPath(Incarnation(name, 1), ends.open_end, Registry())
         grpc_server = create_server()
-        ProbeServicer(path).add_to(grpc_server)
+        ProbeServicer(path, "", "cpu").add_to(grpc_server)
         address = f"127.0.0.1:{bind(grpc_server, '127.0.0.1', 0)}"
         await grpc_server.start()
         try:

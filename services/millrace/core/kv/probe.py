@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -11,3 +12,22 @@ class ProbeEndpoint:
 
     agent_metadata: bytes
     seed: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeerProbe:
+    """An instance's probe of another: `error` is empty if KV travels in both directions."""
+
+    instance_id: str
+    error: str
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Examination:
+    """An instance's facts for `millrace doctor`: its clock at the call, its KV's device, probes."""
+
+    version: str
+    unix_s: float
+    device: str
+    peers: Sequence[PeerProbe]

@@ -17,11 +17,11 @@ import itertools
 import logging
 import random
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 
 from millrace.core.errors import TransferError
-from millrace.core.kv.probe import ProbeEndpoint
+from millrace.core.kv.probe import PeerProbe, ProbeEndpoint
 from millrace.core.kv.transfer import Incarnation
 from millrace.local.service import all_or_first_error
 from millrace.telemetry.metrics import Registry
@@ -102,6 +102,22 @@ class KvPath:
                 log.warning("%s; retrying", error)
             await asyncio.sleep(retry_s * random.uniform(0.7, 1.3))
             retry_s = min(2 * retry_s, RETRY_MOST_S)
+
+    async def probe_all(self, scheduler: str, instance_ids: Sequence[str]) -> list[PeerProbe]:
+        """Probes these instances, one after the other. Raises SchedulerUnavailable."""
+        there = {one.id: one for one in await get_instances(scheduler)}
+        found = []
+        for instance_id in instance_ids:
+            started_s, error = time.monotonic(), ""
+            try:
+                if instance_id not in there:
+                    raise TransferError(f"no instance {instance_id} is registered")
+                await self._probe(there[instance_id].address)
+            except TransferError as failure:
+                error = str(failure)
+            seconds = time.monotonic() - started_s
+            found.append(PeerProbe(instance_id=instance_id, error=error, seconds=seconds))
+        return found
 
     async def _reach_one(self, instances: list[InstanceView], role: str) -> bool:
         asked = chosen_peers(instances, role, self._life.id)

@@ -1,16 +1,20 @@
-"""Serves the TransferProbe gRPC service: answers the probes of starting instances."""
+"""Serves the TransferProbe gRPC service: answers probes, and examines for `millrace doctor`."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Awaitable
 
 import grpc
 
 from millrace.core.errors import TransferError
+from millrace.core.kv.probe import Examination
 from millrace.instance.transfer.kv_path import PROBE_TIMEOUT_S, KvPath, endpoint
-from millrace.wire.codec.transfer import ENDPOINT
+from millrace.version import version
+from millrace.wire.clients.scheduler_client import SchedulerUnavailable
+from millrace.wire.codec.transfer import ENDPOINT, EXAMINATION
 from millrace.wire.pb import transfer_pb2, transfer_pb2_grpc
 
 ProbeContext = grpc.aio.ServicerContext[
@@ -21,8 +25,11 @@ ProbeContext = grpc.aio.ServicerContext[
 class ProbeServicer(transfer_pb2_grpc.TransferProbeServicer):
     """Translates messages; a call ends and frees its end when the asker ends the stream."""
 
-    def __init__(self, path: KvPath) -> None:
+    def __init__(self, path: KvPath, scheduler: str, device: str) -> None:
+        """`scheduler`: where instances to examine are looked up; `device`: of the KV."""
         self._path = path
+        self._scheduler = scheduler
+        self._device = device
 
     def add_to(self, server: grpc.aio.Server) -> None:
         transfer_pb2_grpc.add_TransferProbeServicer_to_server(self, server)
@@ -42,3 +49,19 @@ class ProbeServicer(transfer_pb2_grpc.TransferProbeServicer):
             yield transfer_pb2.ProbeReply(result=transfer_pb2.ProbeResult(error=error_text))
             async for _ in request_iterator:  # this end must live until the asker has checked
                 pass
+
+    async def Examine(
+        self,
+        request: transfer_pb2.ExamineRequest,
+        context: grpc.aio.ServicerContext[
+            transfer_pb2.ExamineRequest, Awaitable[transfer_pb2.Examination]
+        ],
+    ) -> transfer_pb2.Examination:
+        unix_s = time.time()
+        try:
+            peers = await self._path.probe_all(self._scheduler, request.instance_ids)
+        except SchedulerUnavailable as error:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, str(error))
+        return EXAMINATION.encode(
+            Examination(version=version(), unix_s=unix_s, device=self._device, peers=peers)
+        )

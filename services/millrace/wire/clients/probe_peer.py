@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
 import grpc
 
 from millrace.core.errors import TransferError
-from millrace.core.kv.probe import ProbeEndpoint
+from millrace.core.kv.probe import Examination, ProbeEndpoint
 from millrace.core.kv.transfer import Incarnation
 from millrace.wire.channel import open_channel
 from millrace.wire.codec.incarnation import incarnation_message
-from millrace.wire.codec.transfer import ENDPOINT
+from millrace.wire.codec.transfer import ENDPOINT, EXAMINATION
 from millrace.wire.pb import transfer_pb2, transfer_pb2_grpc
 
 
@@ -51,6 +51,20 @@ class ProbeCall:
         if isinstance(reply, transfer_pb2.ProbeReply):
             return reply
         raise TransferError("the peer ended the probe")
+
+
+async def examine(
+    address: str, instance_ids: Sequence[str] = (), *, timeout_s: float
+) -> Examination:
+    """Asks an instance about itself, and to probe others. Raises TransferError."""
+    async with open_channel(address) as channel:
+        stub = transfer_pb2_grpc.TransferProbeStub(channel)
+        request = transfer_pb2.ExamineRequest(instance_ids=instance_ids)
+        try:
+            return EXAMINATION.decode(await stub.Examine(request, timeout=timeout_s))
+        except grpc.aio.AioRpcError as error:
+            why = error.details() or "no reason given"
+            raise TransferError(f"{error.code().name.lower()}: {why}") from error
 
 
 @asynccontextmanager

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from millrace.core.errors import ConfigError, TransferError
 from millrace.core.kv.layout import KvLayout
-from millrace.core.kv.probe import ProbeEndpoint
+from millrace.core.kv.probe import Examination, ProbeEndpoint
 from millrace.core.kv.transfer import HandshakeAsk, HandshakeGrant, HistoryAsk, Ticket
 from millrace.wire.codec.derive import Codec, derive
 from millrace.wire.codec.enums import MessageError
@@ -29,3 +29,4 @@ HANDSHAKE = derive(HandshakeAsk, transfer_pb2.HandshakeRequest, layout=LAYOUT)
 GRANT = derive(HandshakeGrant, transfer_pb2.HandshakeGrant, layout=LAYOUT)
 HISTORY = derive(HistoryAsk, transfer_pb2.SendHistoryRequest, layout=LAYOUT)
 ENDPOINT = derive(ProbeEndpoint, transfer_pb2.ProbeEndpoint)
+EXAMINATION = derive(Examination, transfer_pb2.Examination)

@@ -189,6 +189,34 @@ class SendHistoryReply(_message.Message):
     refusal: str
     def __init__(self, refusal: _Optional[str] = ...) -> None: ...
 
+class ExamineRequest(_message.Message):
+    __slots__ = ("instance_ids",)
+    INSTANCE_IDS_FIELD_NUMBER: _ClassVar[int]
+    instance_ids: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, instance_ids: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class Examination(_message.Message):
+    __slots__ = ("version", "unix_s", "device", "peers")
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    UNIX_S_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_FIELD_NUMBER: _ClassVar[int]
+    PEERS_FIELD_NUMBER: _ClassVar[int]
+    version: str
+    unix_s: float
+    device: str
+    peers: _containers.RepeatedCompositeFieldContainer[PeerProbe]
+    def __init__(self, version: _Optional[str] = ..., unix_s: _Optional[float] = ..., device: _Optional[str] = ..., peers: _Optional[_Iterable[_Union[PeerProbe, _Mapping]]] = ...) -> None: ...
+
+class PeerProbe(_message.Message):
+    __slots__ = ("instance_id", "error", "seconds")
+    INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    instance_id: str
+    error: str
+    seconds: float
+    def __init__(self, instance_id: _Optional[str] = ..., error: _Optional[str] = ..., seconds: _Optional[float] = ...) -> None: ...
+
 class ProbeEndpoint(_message.Message):
     __slots__ = ("agent_metadata", "seed")
     AGENT_METADATA_FIELD_NUMBER: _ClassVar[int]

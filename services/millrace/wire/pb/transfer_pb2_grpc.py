@@ -250,6 +250,11 @@ class TransferProbeStub:
                 request_serializer=millrace_dot_v1_dot_transfer__pb2.ProbeRequest.SerializeToString,
                 response_deserializer=millrace_dot_v1_dot_transfer__pb2.ProbeReply.FromString,
                 _registered_method=True)
+        self.Examine = channel.unary_unary(
+                '/millrace.v1.TransferProbe/Examine',
+                request_serializer=millrace_dot_v1_dot_transfer__pb2.ExamineRequest.SerializeToString,
+                response_deserializer=millrace_dot_v1_dot_transfer__pb2.Examination.FromString,
+                _registered_method=True)
 
 
 class TransferProbeServicer:
@@ -264,6 +269,13 @@ class TransferProbeServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Examine(self, request, context):
+        """`millrace doctor`: asks an instance about itself, and to probe other instances.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_TransferProbeServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -271,6 +283,11 @@ def add_TransferProbeServicer_to_server(servicer, server):
                     servicer.Probe,
                     request_deserializer=millrace_dot_v1_dot_transfer__pb2.ProbeRequest.FromString,
                     response_serializer=millrace_dot_v1_dot_transfer__pb2.ProbeReply.SerializeToString,
+            ),
+            'Examine': grpc.unary_unary_rpc_method_handler(
+                    servicer.Examine,
+                    request_deserializer=millrace_dot_v1_dot_transfer__pb2.ExamineRequest.FromString,
+                    response_serializer=millrace_dot_v1_dot_transfer__pb2.Examination.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -303,6 +320,33 @@ class TransferProbe:
             '/millrace.v1.TransferProbe/Probe',
             millrace_dot_v1_dot_transfer__pb2.ProbeRequest.SerializeToString,
             millrace_dot_v1_dot_transfer__pb2.ProbeReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Examine(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/millrace.v1.TransferProbe/Examine',
+            millrace_dot_v1_dot_transfer__pb2.ExamineRequest.SerializeToString,
+            millrace_dot_v1_dot_transfer__pb2.Examination.FromString,
             options,
             channel_credentials,
             insecure,

@@ -68,6 +68,8 @@ class TransferProbeStub:
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Probe: _aio.StreamStreamMultiCallable[_transfer_pb2.ProbeRequest, _transfer_pb2.ProbeReply]
+    Examine: _aio.UnaryUnaryMultiCallable[_transfer_pb2.ExamineRequest, _transfer_pb2.Examination]
+    """`millrace doctor`: asks an instance about itself, and to probe other instances."""
 
 class TransferProbeServicer(metaclass=_abc_1.ABCMeta):
     """Checks whether KV can travel between two instances; a starting instance asks. Each side opens an endpoint of the transport
@@ -81,5 +83,13 @@ class TransferProbeServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _abc.AsyncIterator[_transfer_pb2.ProbeRequest],
         context: _aio.ServicerContext[_abc.AsyncIterator[_transfer_pb2.ProbeRequest], _abc.AsyncIterator[_transfer_pb2.ProbeReply]],
     ) -> _abc.AsyncIterator[_transfer_pb2.ProbeReply]: ...
+
+    @_abc_1.abstractmethod
+    def Examine(
+        self,
+        request: _transfer_pb2.ExamineRequest,
+        context: _aio.ServicerContext[_transfer_pb2.ExamineRequest, _abc.Awaitable[_transfer_pb2.Examination]],
+    ) -> _abc.Awaitable[_transfer_pb2.Examination]:
+        """`millrace doctor`: asks an instance about itself, and to probe other instances."""
 
 def add_TransferProbeServicer_to_server(servicer: TransferProbeServicer, server: _aio.Server) -> None: ...

@@ -1,0 +1,181 @@
+"""Runs a stack under load and faults for `millrace bench chaos`, and makes the document."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import httpx
+
+from millrace.bench.chaos.answers import ENDS, REFUSED, RIGHT, Answer, Ask, asks, stream
+from millrace.bench.chaos.command import Settings
+from millrace.bench.chaos.faults import STOP, Fault, drawn, strike
+from millrace.bench.common.machine_limits import describe_machine
+from millrace.bench.common.options import Announce
+from millrace.core.errors import MillraceError
+from millrace.local.stack import Stack, StackOptions, UncleanStopError
+from millrace.proxy.model_card import read_model_card
+
+#: A stack that answers no request for so long after a fault has not recovered.
+RECOVERY_TIMEOUT_S = 180.0
+PROBE_PAUSE_S = 0.1
+#: The longest answers' examples that a report quotes of each end.
+EXAMPLES = 5
+
+
+class DisturbedError(MillraceError):
+    """A prompt could not be answered before any fault."""
+
+
+@dataclass(slots=True)
+class Struck:
+    """A fault that happened: seconds since the begin, and until a request was answered again."""
+
+    at_s: float
+    name: str
+    process: str
+    stop_s: float
+    recovery_s: float | None = None
+
+
+async def run(settings: Settings, announce: Announce = lambda what: None) -> dict[str, Any]:
+    """Returns the document. Raises MillraceError when the stack can't start or answer at all."""
+    card = read_model_card(settings.folder)
+    announce("starting the stack")
+    soak = Soak(settings, asks(settings, card.vocab_size), announce)
+    leaks: list[str] = []
+    try:
+        async with Stack(_stack_options(settings)) as stack:
+            await soak.run(stack)
+            announce("stopping the stack")
+    except UncleanStopError as error:
+        leaks = str(error).split("; ")
+    return soak.document() | {"leaks": leaks}
+
+
+class Soak:
+    """Streams answers and strikes, each in a task of its own, until the time is over."""
+
+    def __init__(self, settings: Settings, made: Sequence[Ask], announce: Announce) -> None:
+        self._settings = settings
+        self._asks = made
+        self._announce = announce
+        self._expected: list[list[int]] = []
+        self._answers: list[Answer] = []
+        self._struck: list[Struck] = []
+        self._begun_s = self._until_s = 0.0
+        self._next = 0
+
+    async def run(self, stack: Stack) -> None:
+        limits = httpx.Limits(max_connections=2 * self._settings.streams + 8)
+        async with httpx.AsyncClient(base_url=stack.url, timeout=None, limits=limits) as client:
+            for ask in self._asks:
+                self._announce(f"undisturbed answers ({ask.number + 1} of {len(self._asks)})")
+                alone = await stream(client, ask, None)
+                if alone.end != RIGHT:
+                    raise DisturbedError(f"before any fault: {alone.end}: {alone.detail}")
+                self._expected.append(alone.tokens)
+            self._begun_s = time.monotonic()
+            self._until_s = self._begun_s + 60 * self._settings.minutes
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._strike(stack, client))
+                for _ in range(self._settings.streams):
+                    tasks.create_task(self._load(client))
+
+    async def _load(self, client: httpx.AsyncClient) -> None:
+        """Streams one answer after the other; the last one to its end."""
+        while time.monotonic() < self._until_s:
+            ask = self._asks[self._next % len(self._asks)]
+            self._next += 1
+            answer = await stream(client, ask, self._expected[ask.number])
+            self._answers.append(answer)
+            if answer.end != RIGHT:
+                await asyncio.sleep(answer.retry_after_s if answer.end == REFUSED else 0.1)
+
+    async def _strike(self, stack: Stack, client: httpx.AsyncClient) -> None:
+        for fault in drawn(self._settings):
+            await asyncio.sleep(fault.pause_s)
+            if time.monotonic() >= self._until_s:
+                return
+            self._tell(fault)
+            at_s = time.monotonic()
+            process = await strike(stack, fault)
+            if not process:
+                continue
+            stop_s = fault.stop_s if fault.kind == STOP else 0.0
+            struck = Struck(at_s - self._begun_s, fault.name, process, stop_s)
+            self._struck.append(struck)
+            struck.recovery_s = await self._recovery_s(client, at_s + stop_s)
+
+    async def _recovery_s(self, client: httpx.AsyncClient, since_s: float) -> float | None:
+        """Returns the seconds until a short request is answered, sent again and again."""
+        shortest = min(self._asks, key=lambda ask: len(ask.prompt) + ask.max_tokens)
+        probe = Ask(shortest.number, shortest.prompt, 2, shortest.seed)
+        while time.monotonic() - since_s < RECOVERY_TIMEOUT_S:
+            if (await stream(client, probe, None)).end == RIGHT:
+                return time.monotonic() - since_s
+            await asyncio.sleep(PROBE_PAUSE_S)
+        return None
+
+    def _tell(self, fault: Fault) -> None:
+        ends = Counter(answer.end for answer in self._answers)
+        left_s = self._until_s - time.monotonic()
+        counts = ", ".join(f"{ends[end]} {end}" for end in ENDS if ends[end]) or "none yet"
+        self._announce(
+            f"fault {len(self._struck) + 1}: {fault.name}; answers: {counts} ({left_s:.0f} s left)"
+        )
+
+    def document(self) -> dict[str, Any]:
+        ends = Counter(answer.end for answer in self._answers)
+        recoveries: dict[str, list[float | None]] = {}
+        for one in self._struck:
+            recoveries.setdefault(one.name, []).append(one.recovery_s)
+        return {
+            "benchmark": "chaos",
+            "settings": asdict(self._settings),
+            "machine": describe_machine(),
+            "requests": len(self._answers),
+            "tokens": sum(len(answer.tokens) for answer in self._answers),
+            "ends": {end: ends[end] for end in ENDS},
+            "examples": {
+                end: [a.detail[:300] for a in self._answers if a.end == end][:EXAMPLES]
+                for end in ENDS
+                if end != RIGHT and ends[end]
+            },
+            "faults": len(self._struck),
+            "recoveries_s": recoveries,
+            "struck": [asdict(one) for one in self._struck],
+            "answers": [
+                {
+                    "end": one.end,
+                    "sent_s": one.sent_s - self._begun_s,
+                    "ended_s": one.ended_s - self._begun_s,
+                    "longest_gap_s": one.longest_gap_s,
+                }
+                for one in self._answers
+            ],
+        }
+
+
+def _stack_options(settings: Settings) -> StackOptions:
+    return StackOptions(
+        model=settings.folder,
+        model_name="chaos",
+        prefill=settings.prefill,
+        decode=settings.decode,
+        kvp=settings.kvp,
+        port=0,
+        threads=1,
+        settings=[
+            "engine.device=cpu",
+            "engine.dtype=float32",
+            "engine.profile=none",
+            f"engine.kv_bytes={64 << 20}",
+            f"scheduler.heartbeat_s={settings.lease_s / 10}",
+            f"scheduler.lease_s={settings.lease_s}",
+        ],
+    )

@@ -1,0 +1,51 @@
+"""What `millrace doctor` checks on its own machine."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import platform
+from collections.abc import Iterator
+
+from millrace.cli.doctor.findings import FAILURE, OK, WARNING, Finding
+from millrace.local.devices import gpus_there
+from millrace.version import version
+
+
+def machine() -> Iterator[Finding]:
+    """Yields what this machine has: versions, cores, NIXL and GPUs."""
+    cores = len(os.sched_getaffinity(0))
+    yield Finding(
+        OK,
+        "this machine",
+        f"millrace {version()}, Python {platform.python_version()}, {cores} cores",
+    )
+    if importlib.util.find_spec("torch") is None:
+        yield Finding(OK, "engine", "not installed here: fine for a machine without instances")
+        return
+    yield from _engine()
+
+
+def _engine() -> Iterator[Finding]:
+    import torch
+
+    from millrace.transfer.transport.nixl import library
+
+    yield Finding(OK, "torch", torch.__version__)
+    build = library.build()
+    if build.fits:
+        yield Finding(OK, "NIXL", str(build))
+    else:
+        yield Finding(
+            WARNING, "NIXL", str(build), f"install {build.wanted}; KV in GPU memory can't travel"
+        )
+    there, seen = gpus_there(), torch.cuda.device_count()
+    if there == seen:
+        yield Finding(OK, "GPUs", f"{seen}")
+    else:
+        yield Finding(
+            FAILURE,
+            "GPUs",
+            f"the machine has {there}, torch sees {seen}",
+            "install a torch that is built for CUDA, or check the driver by nvidia-smi",
+        )

@@ -1,0 +1,77 @@
+"""What `millrace doctor` checks of the request store."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+from redis.exceptions import RedisError
+
+from millrace.cli.doctor.findings import FAILURE, OK, WARNING, Finding
+from millrace.core.config import StoreConfig
+from millrace.state.open import in_memory
+from millrace.state.redis_link import RedisLink, shown_url
+
+PINGS = 50
+#: A token's journal and a prompt wait for one answer each.
+SLOW_PING_S = 0.005
+MOST_SKEW_S = 1.0
+
+
+async def store(config: StoreConfig) -> AsyncIterator[Finding]:
+    """Yields whether Redis answers, how fast, whether its clock agrees, and whether it evicts."""
+    if in_memory(config):
+        advice = "give --set store.url=redis://HOST:PORT, or the file of the services by --config"
+        yield Finding(WARNING, "store", "no URL was given: not checked", advice)
+        return
+    link, name = RedisLink(config), f"store {shown_url(config.url)}"
+    try:
+        info: dict[str, Any] = await link.client.info()
+        pings = [await _timed(link) for _ in range(PINGS)]
+        skew_s = await link.now_ms() / 1e3 - time.time()
+    except (RedisError, OSError) as error:
+        advice = "start Redis, or correct store.url; without it new requests get 503"
+        yield Finding(FAILURE, name, f"does not answer: {error}", advice)
+        return
+    finally:
+        await link.close()
+    yield Finding(OK, name, f"Redis {info['redis_version']} answers")
+    yield latency(name, pings)
+    yield skew(name, skew_s)
+    yield eviction(name, str(info.get("maxmemory_policy")), int(info.get("maxmemory", 0)))
+
+
+def latency(name: str, pings: list[float]) -> Finding:
+    """`pings`: seconds of each answer."""
+    text = f"answers in {1e3 * statistics.median(pings):.2f} ms, {1e3 * max(pings):.2f} ms at most"
+    if statistics.median(pings) <= SLOW_PING_S:
+        return Finding(OK, name, text)
+    return Finding(WARNING, name, text, "place Redis near the proxies, or look at its SLOWLOG")
+
+
+def skew(name: str, skew_s: float) -> Finding:
+    """`skew_s`: a clock's seconds ahead of this machine's."""
+    text = f"its clock is {abs(skew_s):.3f} s {'ahead' if skew_s > 0 else 'behind'}"
+    if abs(skew_s) <= MOST_SKEW_S:
+        return Finding(OK, name, text)
+    return Finding(WARNING, name, text, "run chrony or ntpd: traces and waterfalls mix clocks")
+
+
+def eviction(name: str, policy: str, most_bytes: int) -> Finding:
+    """`most_bytes`: Redis' maxmemory; 0: none."""
+    if not most_bytes or policy == "noeviction":
+        return Finding(OK, name, f"evicts nothing (maxmemory {most_bytes}, {policy})")
+    return Finding(
+        FAILURE,
+        name,
+        f"may evict records of running requests (maxmemory-policy {policy})",
+        "set maxmemory-policy to noeviction",
+    )
+
+
+async def _timed(link: RedisLink) -> float:
+    begun_s = time.perf_counter()
+    await link.client.ping()
+    return time.perf_counter() - begun_s
