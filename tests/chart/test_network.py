@@ -21,6 +21,7 @@ ARROWS: dict[tuple[str, str], set[int]] = {
     ("scheduler", "redis"): {6379},
     ("prefill", "redis"): {6379},
     ("decode", "redis"): {6379},
+    ("kvp", "redis"): {6379},
     ("operator", "scheduler"): {7070},
     **{(worker, "scheduler"): {7070} for worker in WORKERS},
     **{("prometheus", role): {9090} for role in ("scheduler", "operator", *WORKERS)},

@@ -8,10 +8,20 @@ import pytest
 import pytest_asyncio
 
 from millrace.core.kv.transfer import Incarnation
-from millrace.core.scheduler.commands import Cancel, Command, Registered
-from millrace.core.scheduler.reports import Heartbeat, Registration, Report, RequestReleased
+from millrace.core.request_spec import RequestSpec, SamplingParams
+from millrace.core.scheduler.commands import AdmitDecode, Cancel, Command, Registered
+from millrace.core.scheduler.reports import (
+    Draining,
+    Heartbeat,
+    PrefixLanded,
+    Registration,
+    Report,
+    RequestReleased,
+)
 from millrace.instance import link as link_module
 from millrace.instance.link import WorkerLink
+from millrace.state.leader import LeaderWatch
+from millrace.state.leases import LeaseStore, MemoryLeases
 from millrace.wire.codec import instance as codec
 from millrace.wire.pb import scheduler_pb2_grpc
 from millrace.wire.server import bind, create_server
@@ -35,6 +45,7 @@ class Scheduler(scheduler_pb2_grpc.SchedulerServicer):
     def __init__(self) -> None:
         self.streams: list[list[Registration | Report | None]] = []
         self.answers = True
+        self.epoch = 0
         self._out: asyncio.Queue[Command | None] = asyncio.Queue()
 
     def say(self, command: Command | None) -> None:
@@ -52,37 +63,36 @@ class Scheduler(scheduler_pb2_grpc.SchedulerServicer):
                     continue
                 heard.append(codec.REGISTRATION.decode(message.register))
                 if self.answers:
-                    out.put_nowait(Registered(heartbeat_s=0.02))
+                    out.put_nowait(Registered(heartbeat_s=0.02, lease="the lease"))
             out.put_nowait(None)
 
         reading = asyncio.create_task(read())
         try:
             while (command := await out.get()) is not None:
-                yield codec.COMMANDS.encode(command)
+                message = codec.COMMANDS.encode(command)
+                message.epoch = self.epoch
+                yield message
         finally:
             reading.cancel()
 
 
 class Worker:
-    """A link and its callbacks' calls. A drop ends when `drop` is set."""
+    """A link and its callbacks' calls."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, leases: LeaseStore | None = None) -> None:
         self.seen: list[str] = []
-        self.drop = asyncio.Event()
-        self.drop.set()
         self.beats = 0
+        self.leaders = LeaderWatch(leases or MemoryLeases(), address)
         self.link = WorkerLink(
-            address,
-            register=self._register,
-            heartbeat=self._beat,
-            on_command=self._take,
-            on_lost=self._lost,
+            self.leaders, register=self._register, heartbeat=self._beat, on_command=self._take
         )
         self.running = asyncio.create_task(self.link.run())
 
     def _take(self, command: Command) -> None:
         if isinstance(command, Cancel):
             self.seen.append(command.request_id)
+        elif isinstance(command, AdmitDecode):
+            self.seen.append(command.request.request_id)
 
     def _register(self) -> Registration:
         self.seen.append("register")
@@ -91,13 +101,6 @@ class Worker:
     def _beat(self) -> Heartbeat:
         self.beats += 1
         return Heartbeat(running=self.beats)
-
-    async def _lost(self) -> None:
-        self.seen.append("dropping")
-        self.link.send(RequestReleased(request_id="while dropping"))
-        await self.drop.wait()
-        self.link.send(RequestReleased(request_id="dropped"))
-        self.seen.append("dropped")
 
 
 class Net:
@@ -129,10 +132,18 @@ async def net(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Net]:
 async def worker(net: Net) -> AsyncIterator[Worker]:
     made = Worker(f"127.0.0.1:{net.port}")
     yield made
-    made.drop.set()
     made.link.close()
     async with asyncio.timeout(HANG_S):
         await made.running
+
+
+def spec(request_id: str) -> RequestSpec:
+    return RequestSpec(
+        request_id=request_id,
+        proxy=Incarnation("x", 1),
+        prompt_tokens=100,
+        sampling=SamplingParams(max_tokens=8),
+    )
 
 
 def cancel(request_id: str) -> Cancel:
@@ -160,55 +171,76 @@ async def test_registers_reports_and_beats(net: Net, worker: Worker) -> None:
     assert net.scheduler.streams[0][0] == REGISTRATION
 
 
-async def test_nothing_is_sent_before_the_registration_was_taken(net: Net) -> None:
+async def test_reports_follow_the_registration(net: Net) -> None:
     net.scheduler.answers = False
     worker = Worker(f"127.0.0.1:{net.port}")
     await eventually(lambda: bool(net.scheduler.streams and net.scheduler.streams[0]))
     worker.link.send(RequestReleased(request_id="early"))
-    await asyncio.sleep(0.05)
-
-    assert len(net.scheduler.streams[0]) == 1
+    await eventually(lambda: released(net.scheduler.streams[0]) == ["early"])
     assert not worker.link.connected.is_set()
     worker.link.close()
     await worker.running
 
 
-async def test_drops_everything_before_it_registers_again(net: Net, worker: Worker) -> None:
+async def test_registers_again_with_what_it_holds(net: Net, worker: Worker) -> None:
     await connected(worker)
-    worker.drop.clear()
-    net.scheduler.say(None)
-    await eventually(lambda: worker.seen[-1] == "dropping")
-    await asyncio.sleep(0.1)
-    assert len(net.scheduler.streams) == 1
-    assert not worker.link.connected.is_set()
-    worker.drop.set()
-
-    await connected(worker)
-    assert worker.seen == ["register", "dropping", "dropped", "register"]
-
-
-async def test_a_new_stream_carries_nothing_of_an_earlier_life(net: Net, worker: Worker) -> None:
-    await connected(worker)
+    for name in ("over", "held"):
+        net.scheduler.say(AdmitDecode(request=spec(name), attempt=2))
+    await eventually(lambda: worker.seen[-1] == "held")
+    worker.link.send(RequestReleased(request_id="over"))
     await net.stop()
-    worker.link.send(RequestReleased(request_id="into the void"))
-    await eventually(lambda: worker.seen[-1] == "dropped")
+    worker.link.send(PrefixLanded(request_id="held", attempt=2, tokens=64))
     await net.serve()
     await eventually(lambda: len(net.scheduler.streams) == 2)
     await connected(worker)
-    worker.link.send(RequestReleased(request_id="news"))
+    again = net.scheduler.streams[1][0]
+    assert isinstance(again, Registration)
+    (held,) = again.held
+    assert (held.request_id, held.attempt, held.landed_tokens) == ("held", 2, 64)
+    assert net.scheduler.streams[0][0] == REGISTRATION  # nothing was held then
 
-    await eventually(lambda: released(net.scheduler.streams[1]) == ["news"])
-    assert net.scheduler.streams[1][0] == REGISTRATION
+
+async def test_a_drain_is_reported_to_every_scheduler(net: Net, worker: Worker) -> None:
+    await connected(worker)
+    worker.link.send(Draining())
+    await eventually(lambda: Draining() in net.scheduler.streams[0])
+    net.scheduler.say(None)
+    await eventually(lambda: len(net.scheduler.streams) == 2)
+    await eventually(lambda: Draining() in net.scheduler.streams[1])
 
 
 async def test_keeps_trying_while_there_is_no_scheduler(net: Net, worker: Worker) -> None:
     await connected(worker)
     await net.stop()
-    await eventually(lambda: worker.seen[-1] == "dropped")
-    await asyncio.sleep(0.3)
-    assert worker.seen.count("dropping") == 1
+    await eventually(lambda: not worker.link.connected.is_set())
     await net.serve()
     await eventually(worker.link.connected.is_set)
+
+
+async def test_moves_to_a_later_leader_and_takes_nothing_of_the_earlier_one(net: Net) -> None:
+    other, leases = Net(), MemoryLeases()
+    await other.serve()
+    first = await leases.acquire("the lease", address=f"127.0.0.1:{net.port}", ttl_s=60.0)
+    assert first is not None
+    net.scheduler.epoch = first.epoch
+    worker = Worker(f"127.0.0.1:1, 127.0.0.1:{net.port}", leases)  # nobody is at the first
+    watching = asyncio.create_task(worker.leaders.run())
+    await connected(worker)
+    await leases.release("the lease", epoch=first.epoch)
+    second = await leases.acquire("the lease", address=f"127.0.0.1:{other.port}", ttl_s=60.0)
+    assert second is not None
+    other.scheduler.epoch = second.epoch
+    await eventually(lambda: bool(other.scheduler.streams))
+    await connected(worker)
+    assert not worker.leaders.fence.admits(first.epoch)
+    other.scheduler.epoch = first.epoch  # a command of the past, however it comes
+    other.scheduler.say(cancel("stale"))
+    await eventually(lambda: len(other.scheduler.streams) >= 2)
+    assert "stale" not in worker.seen
+    worker.link.close()
+    watching.cancel()
+    await asyncio.wait([worker.running, watching])
+    await other.stop()
 
 
 async def test_a_draining_worker_takes_no_more_commands(net: Net, worker: Worker) -> None:
@@ -229,15 +261,11 @@ async def test_a_defect_in_a_command_ends_the_link(net: Net) -> None:
         if isinstance(command, Cancel):
             raise KeyError(command.request_id)
 
-    async def lost() -> None:
-        return
-
     link = WorkerLink(
-        f"127.0.0.1:{net.port}",
+        LeaderWatch(MemoryLeases(), f"127.0.0.1:{net.port}"),
         register=lambda: REGISTRATION,
         heartbeat=Heartbeat,
         on_command=fail,
-        on_lost=lost,
     )
     running = asyncio.create_task(link.run())
     async with asyncio.timeout(HANG_S):

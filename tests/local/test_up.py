@@ -14,7 +14,7 @@ from millrace.local.service import Service, StartupError
 from millrace.local.stack import Stack, StackOptions, UncleanStopError
 from support.live_stack import eventually
 
-QUICK = ["--port", "0", "--set", "scheduler.drain_timeout_s=0.1"]
+QUICK = ["--port", "0"]
 
 
 @pytest_asyncio.fixture

@@ -306,21 +306,56 @@ async def test_broken_token_stream_without_a_new_place_is_submitted_anew(impatie
     assert (second.prompt_tokens, second.resumed_tokens) == (first.prompt_tokens, 0)
 
 
-async def test_lost_scheduler(stack):
-    stack.fleet.script = Script(on_submit=stack.fleet.place)
-    asking = asyncio.create_task(stack.http.post(CHAT, json=BODY))
-    await stack.placed()
-    await stack.fleet.stop_scheduler()
+async def test_without_a_scheduler_for_long_requests_end(impatient):
+    impatient.fleet.script = Script(on_submit=impatient.fleet.place)
+    asking = asyncio.create_task(impatient.http.post(CHAT, json=BODY))
+    await impatient.placed()
+    await impatient.fleet.stop_scheduler()
     assert (await asking).status_code == 503
-    response = await stack.http.post(CHAT, json=BODY)
+    response = await impatient.http.post(CHAT, json=BODY)
     assert (response.status_code, error(response)["code"]) == (503, "unavailable")
     assert "retry-after" in response.headers
-    assert (await stack.http.get("/ready")).status_code == 503
-    assert (await stack.http.get("/health")).status_code == 200
+    assert (await impatient.http.get("/ready")).status_code == 503
+    assert (await impatient.http.get("/health")).status_code == 200
+    await impatient.fleet.start_scheduler()
+    await eventually(lambda: impatient.proxy.gateway.ready)
+    impatient.fleet.script = Script()
+    assert (await impatient.http.post(CHAT, json=BODY)).status_code == 200
+
+
+async def test_requests_wait_for_the_next_scheduler(stack):
+    """One is placed, one comes while no scheduler answers: both are named to the next one."""
+    stack.fleet.script = Script(on_submit=stack.fleet.place)
+    placed = asyncio.create_task(stack.http.post(CHAT, json=BODY))
+    await stack.placed()
+    await stack.fleet.stop_scheduler()
+    await eventually(lambda: not stack.proxy.gateway.connected)
+    late = asyncio.create_task(stack.http.post(CHAT, json=BODY))
+    await eventually(lambda: stack.proxy.gateway.inflight == 2)
+    assert (await stack.http.get("/ready")).status_code == 200
+    stack.fleet.script, stack.fleet.forgets = Script(), True
     await stack.fleet.start_scheduler()
-    await eventually(lambda: stack.proxy.gateway.ready)
-    stack.fleet.script = Script()
-    assert (await stack.http.post(CHAT, json=BODY)).status_code == 200
+    for answer in await asyncio.gather(placed, late):
+        assert answer.json()["choices"][0]["message"]["content"] == "Hello there"
+    first, second = stack.fleet.reopened
+    assert first.decode == stack.fleet.decode and second.decode is None
+    assert first.token_age_s is None and first.age_s >= second.age_s >= 0.0
+
+
+async def test_a_scheduler_that_goes_on_with_a_stream_is_not_asked_again(stack):
+    stack.fleet.script = Script(hold=asyncio.Event())
+    async with stack.http.stream("POST", CHAT, json=STREAM) as response:
+        await stack.begun()
+        await stack.fleet.stop_scheduler()
+        await eventually(lambda: not stack.proxy.gateway.connected)
+        await stack.fleet.start_scheduler()
+        await eventually(lambda: bool(stack.fleet.reopened))
+        stack.fleet.script.hold.set()
+        events = await lines(response)
+    assert events[-1]["choices"][0]["finish_reason"] == "stop"
+    (named,) = stack.fleet.reopened
+    assert named.decode == stack.fleet.decode and named.token_age_s is not None
+    assert len(stack.fleet.specs) == 1
 
 
 async def test_streams_outlive_their_scheduler(stack):

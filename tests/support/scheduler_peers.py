@@ -20,13 +20,13 @@ from support.deadlines import HANG_S
 
 def quick(**scheduler: object) -> Config:
     """Settings with short times; tests of silence shorten the lease, too."""
-    defaults = {"heartbeat_s": 0.05, "lease_s": 60.0, "drain_timeout_s": 0.2}
+    defaults = {"heartbeat_s": 0.05, "lease_s": 60.0}
     return Config(scheduler=SchedulerConfig(**{**defaults, **scheduler}))
 
 
 @asynccontextmanager
 async def scheduler(config: Config | None = None, record: Path | None = None) -> AsyncIterator[Net]:
-    """A scheduler service in this process; leaving the block drains it with SIGTERM."""
+    """A scheduler service in this process; leaving the block ends it with SIGTERM."""
     port: asyncio.Future[int] = asyncio.get_running_loop().create_future()
     task = asyncio.create_task(
         serve(config or quick(), host="127.0.0.1", port=0, on_ready=port.set_result, record=record)

@@ -136,10 +136,13 @@ def _deployment(context: Context, component: str, spec: Mapping[str, object]) ->
 
 
 def _scheduler(context: Context) -> Manifest:
-    """Makes a single pod, never two: only one scheduler may order the requests."""
+    """Makes one pod that leads and others that stand by. A new pod is ready before one ends."""
     spec = {
-        "replicas": 1,
-        "strategy": {"type": "Recreate"},
+        "replicas": context.spec.scheduler.replicas,
+        "strategy": {
+            "type": "RollingUpdate",
+            "rollingUpdate": {"maxSurge": 1, "maxUnavailable": 0},
+        },
         "template": pods.scheduler(context),
     }
     return _deployment(context, "scheduler", spec)

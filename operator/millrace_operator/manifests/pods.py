@@ -90,18 +90,24 @@ def _revision(model: ServedModel, engine: EngineConfig) -> str:
 def scheduler(context: Context) -> dict[str, Any]:
     """Returns the scheduler's pod template."""
     ports = {"grpc": naming.SCHEDULER_PORT, "metrics": config_file.METRICS_PORT}
+    group = f"{context.service.metadata['namespace']}/{context.name}"
     container = {
         **_container(context, "scheduler", ports),
         "args": [
             *("scheduler", "--host", "0.0.0.0", "--port", str(naming.SCHEDULER_PORT)),
+            *("--advertise", f"$(POD_IP):{naming.SCHEDULER_PORT}"),
+            *("--set", f"scheduler.group={group}"),
             *_CONFIG_ARGS,
         ],
         "env": _environment(context),
         **_probes("metrics"),
     }
-    grace_s = math.ceil(context.config.scheduler.drain_timeout_s) + GOODBYE_S
     over = context.spec.scheduler.template
-    return _template(context, "scheduler", _pod(context, container, grace_s), over)
+    pod = _pod(context, container, GOODBYE_S)
+    pod["topologySpreadConstraints"] = [
+        _spread(naming.component_selector(context.name, "scheduler"))
+    ]
+    return _template(context, "scheduler", pod, over)
 
 
 def gateway(context: Context) -> dict[str, Any]:

@@ -332,6 +332,9 @@ class Gateway(Record):
 class Scheduler(Record):
     """The scheduler."""
 
+    replicas: int = doc(
+        "Scheduler pods: one leads, the others stand by and take over within 3 s.", 1, ge=1, le=9
+    )
     template: PodTemplate | None = pod_template("the scheduler")
 
 

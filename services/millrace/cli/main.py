@@ -12,6 +12,7 @@ import typer
 from millrace.cli import keys, on_this_machine, running
 from millrace.cli.help_text import show_help
 from millrace.cli.options import (
+    Advertise,
     ConfigPath,
     Host,
     ModelName,
@@ -76,12 +77,20 @@ def scheduler(
     settings: Settings = [],  # noqa: B006 - typer wants a literal default
     ready_fd: ReadyFd = None,
     record: Record = None,
+    advertise: Advertise = "",
 ) -> None:
-    """Run the scheduler: it decides order, placement and decode instance of every request."""
+    """Run the scheduler: it decides order, placement and decode instance of every request.
+
+    Of several schedulers with the same store, one leads and the others stand by.
+    """
     from millrace.scheduler.main import serve
 
     tree = configure(config, settings, "scheduler")
-    run_async(serve(tree, host=host, port=port, on_ready=tell(ready_fd), record=record))
+    tell_ready = tell(ready_fd)
+    work = serve(
+        tree, host=host, port=port, advertise=advertise, on_ready=tell_ready, record=record
+    )
+    run_async(work)
 
 
 @app.command()

@@ -57,7 +57,20 @@ ModelNames = Annotated[
     ),
 ]
 SchedulerAddress = Annotated[
-    str, typer.Option("--scheduler", metavar="HOST:PORT", help="The scheduler's address.")
+    str,
+    typer.Option(
+        "--scheduler",
+        metavar="HOST:PORT[,...]",
+        help="The scheduler's address. Of several, any finds the one that leads.",
+    ),
+]
+Advertise = Annotated[
+    str,
+    typer.Option(
+        "--advertise",
+        metavar="HOST:PORT",
+        help="Where proxies and instances reach this scheduler. Default: --host and its port.",
+    ),
 ]
 Record = Annotated[
     Path | None,
@@ -116,6 +129,10 @@ ColocatedRole = Annotated[
         help="pair: a prefill and a decode instance that share weights; mixed: one instance whose "
         "batches hold answers and chunks of prompts.",
     ),
+]
+Schedulers = Annotated[
+    int,
+    typer.Option("--schedulers", min=1, max=9, help="Schedulers: one leads, the others stand by."),
 ]
 KvpSize = Annotated[
     int,

@@ -72,7 +72,7 @@ class LiveRequest:
     def __init__(self, spec: Request) -> None:
         self.spec: Final = spec
         self.id: Final = spec.id
-        self.proxy_id: Final = spec.proxy_id
+        self.proxy_id = spec.proxy_id
         self.prompt_tokens: Final = spec.prompt_tokens
         self.max_new_tokens: Final = spec.max_new_tokens
         self.choices: Final = spec.choices
@@ -212,6 +212,26 @@ class LiveRequest:
         self.shards = shards
         self.kept_tokens = self.landed_tokens = kept_tokens
         self.attempt += 1
+
+    def adopt(
+        self, decode_id: str | None, shards: tuple[Shard, ...], *, attempt: int, kept_tokens: int
+    ) -> None:
+        """Notes the placement that another scheduler has given it, after `attempt` attempts."""
+        self.place(decode_id, shards, kept_tokens)
+        self.attempt = attempt
+
+    def count_attempts(self, attempts: int) -> None:
+        """Notes that another scheduler has made so many attempts: the next one has a new number."""
+        self.attempt = attempts
+
+    def has_token_since(self, first_token_s: float) -> None:
+        """Notes that its client has had tokens since `first_token_s`, from another scheduler."""
+        self.first_token_s = first_token_s
+        self.waits.end(first_token_s)
+
+    def reown(self, proxy_id: str) -> None:
+        """Notes the connection of the proxy that its messages go to from now on."""
+        self.proxy_id = proxy_id
 
     def send(self, chunks: tuple[Chunk, ...], now_s: float) -> None:
         """Notes that prefill instances have its chunks."""

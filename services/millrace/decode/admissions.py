@@ -8,7 +8,12 @@ from dataclasses import replace
 from millrace.core.arithmetic import ceil_div
 from millrace.core.errors import CapacityError, MillraceError, TransferError
 from millrace.core.scheduler.commands import AdmitDecode
-from millrace.core.scheduler.reports import PrefixLanded, RequestFailed, RequestReleased
+from millrace.core.scheduler.reports import (
+    FirstTokenSent,
+    PrefixLanded,
+    RequestFailed,
+    RequestReleased,
+)
 from millrace.core.token_events import FinishedPrefill
 from millrace.decode.kvp.shards import SpreadRequests
 from millrace.decode.memory.prefix import RequestPrefixes
@@ -210,6 +215,7 @@ class Admissions:
         request.start_choices([first.token_id for first in finished.first_tokens])
         request.transfer = next((s for s in finished.spans if s.name == "kv_transfer"), None)
         self._output.first_tokens(request, finished)
+        self._send(FirstTokenSent(request_id=request_id))
         self._table.join_if_ready(request)
 
     def _landed(self, request_id: str) -> None:

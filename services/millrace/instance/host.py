@@ -38,7 +38,8 @@ from millrace.instance.transfer.transports import (
 )
 from millrace.instance.vitals import Vitals, open_vitals
 from millrace.instance.watch import check_idle, watch
-from millrace.state.open import open_store
+from millrace.state.leader import LeaderWatch
+from millrace.state.open import open_leases, open_store
 from millrace.state.store import RequestStore
 from millrace.telemetry.metrics import Registry
 from millrace.transfer.transport.base import Transport
@@ -55,7 +56,10 @@ DROP_TIMEOUT_S = 8.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerOptions:
-    """The placement and addresses of a worker. `scheduler` and its own address are host:port."""
+    """The placement and addresses of a worker. Addresses are host:port.
+
+    `scheduler` has one or more, separated by commas: the store names the leader among them.
+    """
 
     model: str
     model_name: str
@@ -237,15 +241,15 @@ async def serve_instance(
             base = _registration(options, incarnation, role.name, instance, port)
             return role.complete_registration(base)
 
+        leases = open_leases(config.store)
+        stack.push_async_callback(leases.close)
+        leaders = LeaderWatch(leases, options.scheduler)
         link = WorkerLink(
-            options.scheduler,
-            register=register,
-            heartbeat=role.heartbeat,
-            on_command=role.on_command,
-            on_lost=lambda: role.drop_all("the scheduler's stream was lost"),
+            leaders, register=register, heartbeat=role.heartbeat, on_command=role.on_command
         )
         tasks = [
             asyncio.create_task(role.run(), name=f"the {role.name} loop"),
+            asyncio.create_task(leaders.run(), name="the watch over the schedulers"),
             asyncio.create_task(watch(memory), name="the watch over the engine"),
         ]
         stack.push_async_callback(_end_tasks, tasks)

@@ -1,7 +1,7 @@
-"""Connects a worker to the scheduler: registers, reports, receives commands, reconnects.
+"""Connects a worker to the leading scheduler: registers, reports, receives commands, reconnects.
 
-A worker that loses its scheduler drops all requests before it registers again: by then, the
-scheduler has given them up (lease), and a request must have one owner.
+A worker that loses its scheduler goes on with all its work, and tells the next one what it holds
+(`core.scheduler.ledger`). A scheduler that has given the requests up meanwhile cancels them.
 """
 
 from __future__ import annotations
@@ -9,10 +9,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 
 from millrace.core.scheduler.commands import Command, Registered
-from millrace.core.scheduler.reports import Heartbeat, Registration, Report
+from millrace.core.scheduler.ledger import Ledger
+from millrace.core.scheduler.reports import Draining, Heartbeat, Registration, Report
+from millrace.state.leader import LeaderWatch
 from millrace.wire.clients.scheduler_stream import (
     SchedulerStream,
     SchedulerStreamError,
@@ -21,65 +24,82 @@ from millrace.wire.clients.scheduler_stream import (
 
 log = logging.getLogger(__name__)
 
-RETRY_FIRST_S = 0.2
-RETRY_MOST_S = 2.0
+RETRY_FIRST_S = 0.1
+RETRY_MOST_S = 1.0
 
 
 class WorkerLink:
-    """Keeps one stream to the scheduler open until `close`.
+    """Keeps one stream to the leader of the schedulers open until `close`.
 
-    `register` and `heartbeat` return the current state; `on_command` gets every command in order;
-    `on_lost` drops all work and returns when none is left.
+    `register` and `heartbeat` return the current state; `on_command` gets every command in order.
     """
 
     def __init__(
         self,
-        address: str,
+        leaders: LeaderWatch,
         *,
         register: Callable[[], Registration],
         heartbeat: Callable[[], Heartbeat],
         on_command: Callable[[Command], None],
-        on_lost: Callable[[], Awaitable[None]],
     ) -> None:
-        self._address = address
+        self._leaders = leaders
         self._register = register
         self._heartbeat = heartbeat
         self._on_command = on_command
-        self._on_lost = on_lost
+        self._ledger = Ledger()
         self._outbox: asyncio.Queue[Report | None] = asyncio.Queue()
+        self._registering = False  # the present stream has the content of the ledger
         self._closing = False
         self._refusing = False
+        self._draining = False
         self.connected = asyncio.Event()
 
     def send(self, report: Report) -> None:
-        """Queues a report. Without a stream, the report is dropped: the scheduler has given up the
-        requests that the report is about.
-        """
-        if self.connected.is_set():
+        """Queues a report. Without a stream the next registration tells what it tells."""
+        self._ledger.reported(report)
+        self._draining |= isinstance(report, Draining)
+        if self._registering:
             self._outbox.put_nowait(report)
 
     async def run(self) -> None:
         """Connects, serves and reconnects until `close` is called."""
         retry_s = RETRY_FIRST_S
         while not self._closing:
+            address, changes = self._leaders.address(), self._leaders.changes
             try:
-                self._outbox = asyncio.Queue()
-                async with scheduler_stream(
-                    self._address, self._register(), self._reports(self._outbox)
-                ) as stream:
-                    await self._serve_stream(stream)
-                retry_s = RETRY_FIRST_S
+                await self._serve(address, changes)
+                log.info("scheduler %s: the stream ended", address)
             except SchedulerStreamError as error:
-                log.warning("scheduler %s: %s; retrying", self._address, error)
-            was_connected = self.connected.is_set()
-            self.connected.clear()
-            if self._closing:
-                return
-            if was_connected:
+                self._leaders.hint(error.leader)
+                quiet = retry_s > RETRY_FIRST_S and not self.connected.is_set()
+                level = logging.DEBUG if quiet else logging.WARNING
+                log.log(level, "scheduler %s: %s; retrying", address, error)
+            self._registering = False
+            if self.connected.is_set():
                 retry_s = RETRY_FIRST_S
-                await self._on_lost()
-            await asyncio.sleep(retry_s)
-            retry_s = min(2 * retry_s, RETRY_MOST_S)
+            self.connected.clear()
+            if not self._closing and not await self._leaders.replaced(changes, retry_s):
+                retry_s = min(2 * retry_s, RETRY_MOST_S)
+
+    async def _serve(self, address: str, changes: int) -> None:
+        """Serves one stream to its end, or until another scheduler leads."""
+        registration = replace(self._register(), held=self._ledger.held())
+        self._outbox, self._registering = asyncio.Queue(), True
+        if self._draining:
+            self._outbox.put_nowait(Draining())
+        async with scheduler_stream(
+            address, registration, self._reports(self._outbox), self._leaders.fence
+        ) as stream:
+            serving = asyncio.create_task(self._serve_stream(stream, address))
+            replaced = asyncio.create_task(self._leaders.replaced(changes))
+            try:
+                await asyncio.wait([serving, replaced], return_when=asyncio.FIRST_COMPLETED)
+                if serving.done():
+                    await serving
+            finally:
+                for task in (serving, replaced):
+                    task.cancel()
+                await asyncio.wait([serving, replaced])
 
     def refuse_commands(self) -> None:
         """Drops all later commands; the end of the stream tells the scheduler so."""
@@ -90,14 +110,16 @@ class WorkerLink:
         self._closing = True
         self._outbox.put_nowait(None)
 
-    async def _serve_stream(self, stream: SchedulerStream) -> None:
+    async def _serve_stream(self, stream: SchedulerStream, address: str) -> None:
         heart: asyncio.Task[None] | None = None
         try:
             async for command in stream:
                 if isinstance(command, Registered):
+                    self._leaders.follow(command.lease, address)
                     self.connected.set()
                     heart = asyncio.create_task(self._beat(command.heartbeat_s))
                 if not self._refusing:
+                    self._ledger.commanded(command)
                     self._on_command(command)
         finally:
             if heart is not None:

@@ -116,7 +116,7 @@ async def autoscaled(
             report(str(decision))
         decided(decision)
 
-    scheduler = SchedulerAt(f"127.0.0.1:{stack.services['scheduler'].port}")
+    scheduler = SchedulerAt(stack.scheduler_address)
     pools = [
         Pool(
             LocalConnector(stack, role),

@@ -11,6 +11,7 @@ import os
 import shutil
 import sys
 import tempfile
+import uuid
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -54,6 +55,7 @@ class StackOptions:
     colocated: int = 0
     colocation: str = "pair"  # their --role
     kvp: int = 0
+    schedulers: int = 1  # one leads, the others stand by
     host: str = "127.0.0.1"
     port: int = 8080
     redis: str = ""
@@ -156,6 +158,7 @@ class Stack:
         self._removals: set[asyncio.Task[None]] = set()
         self._unclean: list[str] = []
         self._stopping = False
+        self._group = uuid.uuid4().hex[:8]
 
     @property
     def url(self) -> str:
@@ -174,14 +177,23 @@ class Stack:
 
     @property
     def scheduler_address(self) -> str:
-        """The first model's scheduler, host:port."""
-        return f"127.0.0.1:{self.services['scheduler'].port}"
+        """The first model's schedulers, host:port, separated by commas."""
+        return self._addresses(0)
 
     @property
     def scheduler_addresses(self) -> list[str]:
-        """Every model's scheduler, host:port."""
-        schedulers = [one for name, one in self.services.items() if name.startswith("scheduler")]
-        return [f"127.0.0.1:{one.port}" for one in schedulers]
+        """Every model's schedulers, host:port, separated by commas."""
+        return [self._addresses(number) for number in range(len(self.options.models()))]
+
+    def _addresses(self, model: int) -> str:
+        names = self._scheduler_names(model)
+        return ",".join(f"127.0.0.1:{self.services[name].port}" for name in names)
+
+    def _scheduler_names(self, model: int) -> list[str]:
+        """The names of a model's schedulers; the first model's first one is "scheduler"."""
+        first = f"scheduler-{model}" if model else "scheduler"
+        others = range(1, self.options.schedulers)
+        return [first, *(f"scheduler-{model}-standby-{number}" for number in others)]
 
     async def __aenter__(self) -> Stack:
         try:
@@ -229,17 +241,23 @@ class Stack:
         self.keep()
 
     async def _start_scheduler(self, number: int, common: Sequence[str]) -> str:
-        """Starts the scheduler of model `number`; returns its address, which it keeps.
+        """Starts the schedulers of model `number`; returns their addresses, which they keep.
 
-        The first model's scheduler records the run, if it is to be recorded.
+        The first model's first scheduler records the run, if it is to be recorded.
         """
-        name = f"scheduler-{number}" if number else "scheduler"
-        record = None if number else self.options.record
-        recorded = [] if record is None else ["--record", str(record.absolute())]
-        scheduler = self.service(name, ["scheduler", *common, *recorded, "--port", "0"])
-        await scheduler.start(self.options.start_timeout_s)
-        scheduler.arguments[scheduler.arguments.index("--port") + 1] = str(scheduler.port)
-        return f"127.0.0.1:{scheduler.port}"
+        group = _set(f"scheduler.group={self.group_of(number)}")
+        for name in self._scheduler_names(number):
+            record = self.options.record if name == "scheduler" else None
+            recorded = [] if record is None else ["--record", str(record.absolute())]
+            arguments = ["scheduler", *common, *group, *recorded, "--port", "0"]
+            scheduler = self.service(name, arguments)
+            await scheduler.start(self.options.start_timeout_s)
+            scheduler.arguments[scheduler.arguments.index("--port") + 1] = str(scheduler.port)
+        return self._addresses(number)
+
+    def group_of(self, model: int) -> str:
+        """Returns the group of a model's schedulers: other stacks may use the same Redis."""
+        return f"{self._group}-{model}"
 
     def supervise(self, service: Service) -> Service:
         """Takes a service into the stack: `stop` ends it."""

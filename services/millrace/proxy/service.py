@@ -31,8 +31,10 @@ from millrace.proxy.streams.owner import OwnedStreams, StreamLives
 from millrace.proxy.streams.replay import Replays
 from millrace.proxy.tenancy.limiter import Limiter
 from millrace.proxy.tenancy.stored_tenants import StoredTenants
+from millrace.state.leader import LeaderWatch
 from millrace.state.open import (
     open_documents,
+    open_leases,
     open_limits,
     open_store,
     open_streams,
@@ -88,6 +90,7 @@ class Proxy:
         self._process_id = process_id = f"proxy-{uuid.uuid4().hex[:8]}"
         numbers = itertools.count(1)
         self.store = open_store(config.store)
+        self._leases = open_leases(config.store)
         self.metrics = ProxyMetrics(lambda: self.models.measured())
 
         def make_gateway(name: str, settings: Config, scheduler: str) -> Gateway:
@@ -95,7 +98,7 @@ class Proxy:
             gateway_id = f"{process_id}-{next(numbers)}"
             return Gateway(
                 incarnation=Incarnation(gateway_id, time.time_ns()),
-                scheduler=scheduler,
+                leaders=LeaderWatch(self._leases, scheduler),
                 store=self.store,
                 config=settings.proxy,
                 request_timeout_s=settings.scheduler.request_timeout_s,
@@ -180,6 +183,7 @@ class Proxy:
         if self._services.stored_tenants is not None:
             await self._services.stored_tenants.close()
         await self.store.close()
+        await self._leases.close()
         if self._services.traces is not None:
             await asyncio.to_thread(self._services.traces.close)
 

@@ -61,8 +61,9 @@ class FirstTokens:
 
     def placed(self, effect: Place, now_s: float) -> None:
         """Notes the prediction of a placement; a later placement replaces it."""
-        waiting = self._waiting[effect.request_id]
-        waiting.placed_s, waiting.predicted_s = now_s, effect.predicted_ttft_s
+        waiting = self._waiting.get(effect.request_id)
+        if waiting is not None:  # else it had its first token before a takeover
+            waiting.placed_s, waiting.predicted_s = now_s, effect.predicted_ttft_s
 
     def expected_s(self, request_id: str) -> float | None:
         """Returns when the last placement predicts the first token, in s; None if not placed."""

@@ -10,6 +10,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from millrace.core.autoscale.load import FleetLoad
@@ -28,6 +29,8 @@ from millrace.scheduler.metrics import SchedulerMetrics
 from millrace.scheduler.peers import Proxy, Worker, fleet
 from millrace.scheduler.recorder import Recorder
 from millrace.scheduler.recording import Recording
+from millrace.scheduler.succession import Awaited, Estate
+from millrace.state.leader import lease_name
 from millrace.telemetry.metrics import Registry
 from millrace.wire import fleet_messages as messages
 from millrace.wire.codec.proxy import update_kind
@@ -38,9 +41,17 @@ log = logging.getLogger(__name__)
 #: The most events in the queue; beyond it, the messages of peers stay unread.
 MAX_EVENTS = 16_384
 
+
+@dataclass(frozen=True, slots=True)
+class AllNamed:
+    """A proxy has named all requests that it had open when it connected."""
+
+    proxy: Proxy
+
+
 #: The subject of an event: the peer whose stream began or ended, the request's spec, or the future
 #: of the caller that waits for the answer.
-Subject = Worker | Proxy | messages.EncodedSpec | asyncio.Future[Any] | None
+Subject = Worker | Proxy | AllNamed | messages.EncodedSpec | asyncio.Future[Any] | None
 
 #: Changes that administrators and the operator ask for; the caller gets the old and new value.
 _Change = (
@@ -64,24 +75,33 @@ class SchedulerLoop:
         clock: Callable[[], float] = time.monotonic,
         recording: Recording | None = None,
         weights: Weights | None = None,
+        epoch: int = 0,
+        estate: Estate | None = None,
     ) -> None:
+        """`epoch` stamps all messages. With an inherited `estate` the scheduler takes over."""
         self.config = config
+        self.epoch = epoch
+        self._lease = lease_name(config.group)
         self.clock = clock
         self.machine = Machine(config)
         self._meter = LoadMeter(self.machine, clock())
         self._step = recording.around(self.machine.step) if recording else self.machine.step
         if weights is not None:
             self._step(events.WeightsChanged(weights=weights), clock())
+        self._estate = estate or Estate()
+        self._awaited: Awaited | None = None  # while a takeover is open
+        self._began_s = clock()
+        if self._estate.is_inherited:
+            self._awaited = Awaited(self._estate)
+            for change in (events.TakeoverBegan(), *self._estate.changes):
+                self._step(change, clock())
         self.workers: dict[str, Worker] = {}
-        self.draining = False
         self._now_s = 0.0  # the time of the step whose effects are carried out
-        self.idle = asyncio.Event()  # set while no request is in flight
-        self.idle.set()
         self._proxies: dict[str, Proxy] = {}
         self._in_force = InForce(self.machine)
         self._specs: dict[str, messages.EncodedSpec] = {}
         self._recorder = recorder
-        self._metrics = SchedulerMetrics(registry, self.machine, recorder, self.load)
+        self._metrics = SchedulerMetrics(registry, self.machine, recorder, self.load, epoch)
         registry.gauge_function(
             "millrace_scheduler_parked_requests", "requests parked at the proxies", self._parked
         )
@@ -112,6 +132,8 @@ class SchedulerLoop:
                 self._room.set()
             if isinstance(subject, Proxy) and event is None:
                 self._meet(subject)
+            elif isinstance(subject, AllNamed):
+                self._came(proxy_id=subject.proxy.id)
             elif event is not None and self._admissible(event, subject):
                 self._take(event)
 
@@ -184,12 +206,12 @@ class SchedulerLoop:
             self._tell_fleet()
         for effect in wanted:
             self.handlers[type(effect)](effect)
-        if isinstance(event, events.Submitted):
+        if isinstance(event, events.TakeoverEnded):
+            self._took_over()
+        elif isinstance(event, events.InstanceJoined):
+            self._joined(event)
+        if isinstance(event, events.Submitted | events.Reopened):
             self._tell_if_queued(event.request.id)
-        if self.machine.requests:
-            self.idle.clear()
-        else:
-            self.idle.set()
 
     # ---- events that concern the service, too
 
@@ -198,21 +220,14 @@ class SchedulerLoop:
         match event, subject:
             case events.InstanceJoined(), Worker():
                 return self._register(subject)
+            case events.TakeoverEnded(), _:
+                return self._awaited is not None  # else all peers came before the time was over
+            case events.Reopened() | events.Submitted(), bytes():
+                self._note_spec(event, subject)
             case events.InstanceLeft(), Worker():
-                if self.workers.get(subject.id) is not subject:
-                    return False  # a later incarnation is registered
-                del self.workers[subject.id]
-                log.info("%s %s left", subject.card.role, subject.id)
+                return self._unregister(subject)
             case events.ProxyLeft(), _:
                 self._proxies.pop(event.proxy_id, None)
-            case events.Submitted(request=request), bytes():
-                if request.id in self.machine.requests:
-                    return True  # a duplicate: its spec must not change
-                if self.draining:
-                    self._refuse(_shutting_down(request.id, request.proxy_id))
-                    return False
-                self._specs[request.id] = subject
-                self._first_tokens.submitted(request)
             case (
                 events.PolicyChanged()
                 | events.WeightsChanged()
@@ -228,6 +243,7 @@ class SchedulerLoop:
         before = self._read(event)
         self._take(event)
         now = self._read(event)
+        self._note_change(event)
         log.info("%s: %s -> %s", event, before, now)
         if isinstance(event, events.PolicyChanged | events.WeightsChanged) and now != before:
             self._policy_changed()
@@ -270,22 +286,101 @@ class SchedulerLoop:
                 preemption=self.config.preemption,
                 policy=self.machine.policy,
                 weights=self.machine.weights,
+                lease=self._lease,
             )
         )
         log.info("%s %s at %s", worker.card.role, worker.id, worker.address)
         return True
 
+    def _unregister(self, worker: Worker) -> bool:
+        if self.workers.get(worker.id) is not worker:
+            return False  # a later incarnation is registered
+        del self.workers[worker.id]
+        log.info("%s %s left", worker.card.role, worker.id)
+        return True
+
+    def _note_spec(
+        self, event: events.Submitted | events.Reopened, spec: messages.EncodedSpec
+    ) -> None:
+        """Keeps the spec of a request that is new here; that of a known one must not change."""
+        request = event.request
+        if request.id not in self._specs:
+            self._specs[request.id] = spec
+            if not isinstance(event, events.Reopened) or event.token_age_s is None:
+                self._first_tokens.submitted(request)
+
     def _meet(self, proxy: Proxy) -> None:
         self._proxies[proxy.key] = proxy
-        proxy.outbox.put(self._fleet())
+        if self._awaited is None:
+            proxy.outbox.put(self._fleet())
 
     def _tell_fleet(self) -> None:
+        if self._awaited is not None:
+            return  # instances are still missing
         for key in self._proxies:
             self._update(key, self._fleet())
         self._in_force.log_changes()
 
+    def _joined(self, event: events.InstanceJoined) -> None:
+        """Goes on with an instance that is registered."""
+        if event.instance_id in self._estate.cordoned:
+            self._estate.cordoned.remove(event.instance_id)
+            self._take(
+                events.InstanceCordoned(
+                    instance_id=event.instance_id, generation=event.generation, cordoned=True
+                )
+            )
+        self._came(worker_id=event.instance_id)
+
+    # ---- taking over, and what the next leader needs for it
+
+    def _came(self, *, worker_id: str = "", proxy_id: str = "") -> None:
+        """Notes that a peer is here; the takeover ends with the last one that is awaited."""
+        if self._awaited is not None:
+            self._awaited.worker_came(worker_id)
+            self._awaited.proxy_came(proxy_id)
+            if not self._awaited.missing:
+                self.post_now(events.TakeoverEnded())
+
+    async def end_takeover(self) -> None:
+        """Ends the takeover when the time for it is over, if it has not ended before."""
+        if self._awaited is not None:
+            await asyncio.sleep(self.config.takeover_wait_s)
+            self.post_now(events.TakeoverEnded())
+
+    def _took_over(self) -> None:
+        assert self._awaited is not None  # as `_admissible` has checked
+        took_s, missing = self.clock() - self._began_s, self._awaited.missing
+        self._awaited = None
+        self._metrics.takeover_s.set(took_s)
+        self._metrics.adopted.inc(len(self.machine.requests))
+        log.info(
+            "took over %d requests in %.2f s; not back: %s",
+            *(len(self.machine.requests), took_s, ", ".join(missing) or "nobody"),
+        )
+        self._tell_fleet()
+        for request_id in list(self.machine.requests):
+            self._tell_if_queued(request_id)
+
+    def note(self) -> bytes:
+        """Returns what the next leader needs to know."""
+        cluster = self.machine.cluster.instances.values()
+        return Estate(
+            workers=sorted(self.workers),
+            proxies=sorted({proxy.id for proxy in self._proxies.values()}),
+            cordoned=sorted(one.id for one in cluster if one.draining and not one.leaving),
+            changes=self._estate.changes,
+            configured=self._estate.configured,
+        ).encode()
+
+    def _note_change(self, event: events.Event) -> None:
+        """Leaves a changed setting to the next leader; cordons are noted with their instances."""
+        if not isinstance(event, events.InstanceCordoned):
+            others = [one for one in self._estate.changes if type(one) is not type(event)]
+            self._estate.changes = [*others, event]
+
     def _fleet(self) -> messages.Fleet:
-        return fleet(self.machine.cluster, self.workers.values())
+        return fleet(self.machine.cluster, self.workers.values(), self._lease)
 
     # ---- time and the end
 
@@ -434,11 +529,6 @@ class SchedulerLoop:
     def _command(self, instance_id: str, command: messages.WorkerCommand) -> None:
         self.workers[instance_id].outbox.put(command)
         self._metrics.sent.labels(command_kind(command)).inc()
-
-
-def _shutting_down(request_id: str, proxy_id: str) -> effects.Refuse:
-    why = {"code": "unavailable", "message": "the scheduler is shutting down"}
-    return effects.Refuse(request_id=request_id, proxy_id=proxy_id, retry_after_s=1.0, **why)
 
 
 def _is_draining(event: events.Event) -> bool:

@@ -1,4 +1,4 @@
-"""Assembles the scheduler service: server, loop, recorder, metrics, drain."""
+"""Assembles the scheduler service: server, lease, loop, recorder, metrics."""
 
 from __future__ import annotations
 
@@ -6,16 +6,19 @@ import asyncio
 import contextlib
 import logging
 import signal
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
 from millrace.core.config import Config
+from millrace.scheduler.leadership import Leadership
 from millrace.scheduler.loop import SchedulerLoop
 from millrace.scheduler.recorder import Recorder
 from millrace.scheduler.recording import Recording
 from millrace.scheduler.servicer import SchedulerServicer
-from millrace.state.open import open_store
+from millrace.scheduler.succession import Estate, configured
+from millrace.state.leases import Lease
+from millrace.state.open import open_leases, open_store
 from millrace.telemetry.metrics import Registry
 from millrace.telemetry.metrics_server import serve_metrics
 from millrace.wire.address import host_port
@@ -23,7 +26,7 @@ from millrace.wire.server import add_health, bind, create_server
 
 log = logging.getLogger(__name__)
 
-#: The time after the drain in which streams end and the last states are written.
+#: The time in which the last states are written, and in which streams end.
 CLOSE_S = 2.0
 
 
@@ -32,14 +35,18 @@ async def serve(
     *,
     host: str,
     port: int,
+    advertise: str = "",
     on_ready: Callable[[int], None] | None = None,
     record: Path | None = None,
 ) -> None:
-    """Runs the scheduler until SIGTERM or SIGINT, then lets running requests finish.
+    """Runs the scheduler until SIGTERM or SIGINT, then hands over to the next leader.
 
-    `on_ready` gets the port of the server; `record` names the file to which the run is written for
-    `millrace sim replay`. Raises MillraceError if the server can't listen, and every error that
-    ends the loop: a scheduler that can't decide must not seem alive.
+    It leads when no other scheduler of the same store does; until then it stands by. Peers reach it
+    at `advertise` (host:port; empty: where it listens). `on_ready` gets the port of the server, as
+    soon as it leads or stands by; `record` names the file to which the run is written for
+    `millrace sim replay`. Raises MillraceError if the server can't listen, LeadershipLost when
+    another scheduler leads, and every error that ends the loop: a scheduler that can't decide must
+    not seem alive.
     """
     stop = asyncio.Event()
     registry = Registry()
@@ -47,56 +54,109 @@ async def serve(
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, stop.set)
             stack.callback(asyncio.get_running_loop().remove_signal_handler, number)
-        store = open_store(config.store)
-        stack.push_async_callback(store.close)
-        recorder = Recorder(store)
-        recording = None
-        if record is not None:
-            recording = Recording(record, config.scheduler)
-            stack.callback(recording.close)
-        loop = SchedulerLoop(
-            config.scheduler, recorder, registry, recording=recording, weights=config.weights
-        )
+        leases = open_leases(config.store)
+        stack.push_async_callback(leases.close)
         if config.telemetry.metrics_port:
             metrics = await serve_metrics(
                 config.telemetry.metrics_port,
-                lambda: not loop.draining,
+                lambda: not stop.is_set(),
                 registry=registry,
                 host=host,
             )
             stack.push_async_callback(metrics.close)
         server = create_server()
-        SchedulerServicer(loop).add_to(server)
+        servicer = SchedulerServicer(lambda: leadership.leader)
+        servicer.add_to(server)
         health = add_health(server, ["millrace.v1.Scheduler"])
         bound = bind(server, host, port)
-        work: asyncio.Future[Any] = asyncio.gather(loop.run(), loop.tick(), recorder.run())
-        stack.push_async_callback(_end, work)
+        address = advertise or host_port(host, bound)
+        leadership = Leadership(leases, address, config.scheduler)
         await server.start()
         stack.push_async_callback(server.stop, CLOSE_S)
-        await health.set_serving(True)
         log.info("the scheduler serves on %s", host_port(host, bound))
-        if on_ready is not None:
-            on_ready(bound)
-        stopped: asyncio.Future[Any] = asyncio.ensure_future(stop.wait())
-        await asyncio.wait([work, stopped], return_when=asyncio.FIRST_COMPLETED)
-        if work.done():
-            stopped.cancel()
-            await work  # raises the task's error
-        await health.set_serving(False)
-        await _drain(loop, recorder, config.scheduler.drain_timeout_s)
+        lease = await leadership.try_to_lead()
+        if lease is None:
+            log.info("it stands by; %s leads", leadership.leader or "no scheduler")
+            await health.set_serving(True)
+            if on_ready is not None:
+                on_ready(bound)
+            on_ready, lease = None, await _stand_by(leadership, stop)
+        if lease is None:
+            return
+        async with _leading(config, leadership, lease, registry, record) as (loop, work):
+            servicer.lead(loop)
+            await health.set_serving(True)
+            if on_ready is not None:
+                on_ready(bound)
+            stopped = asyncio.ensure_future(stop.wait())
+            await asyncio.wait([work, stopped], return_when=asyncio.FIRST_COMPLETED)
+            if work.done():
+                stopped.cancel()
+                await work  # raises the task's error
+            await health.set_serving(False)
 
 
-async def _drain(loop: SchedulerLoop, recorder: Recorder, timeout_s: float) -> None:
-    """Takes no new request, waits for the requests in flight, ends the streams."""
-    loop.draining = True
-    log.info("draining: %d requests are in flight", len(loop.machine.requests))
-    try:
-        await asyncio.wait_for(loop.idle.wait(), timeout_s)
-    except TimeoutError:
-        log.warning("%d requests were still in flight", len(loop.machine.requests))
-    loop.close()
+@contextlib.asynccontextmanager
+async def _leading(
+    config: Config,
+    leadership: Leadership,
+    lease: Lease,
+    registry: Registry,
+    record: Path | None,
+) -> AsyncIterator[tuple[SchedulerLoop, asyncio.Future[Any]]]:
+    """Runs the loop and the renewals of the lease; hands over at the end of the block."""
+    log.info("it leads: epoch %d", lease.epoch)
+    async with contextlib.AsyncExitStack() as stack:
+        store = open_store(config.store)
+        stack.push_async_callback(store.close)
+        recorder = Recorder(store, may_write=leadership.certain)
+        recording = None
+        if record is not None:
+            recording = Recording(record, config.scheduler)
+            stack.callback(recording.close)
+        loop = SchedulerLoop(
+            config.scheduler,
+            recorder,
+            registry,
+            recording=recording,
+            weights=config.weights,
+            epoch=lease.epoch,
+            estate=Estate.decode(lease.note, configured(config)),
+        )
+        parts = (loop.run(), loop.tick(), recorder.run(), leadership.keep(loop.note))
+        work: asyncio.Future[Any] = asyncio.gather(*parts, loop.end_takeover())
+        stack.push_async_callback(_end, work)
+        yield loop, work
+        await _hand_over(loop, recorder, leadership)
+
+
+async def _stand_by(leadership: Leadership, stop: asyncio.Event) -> Lease | None:
+    """Waits until this scheduler leads; returns None if it is stopped before."""
+    leads = asyncio.create_task(leadership.lead())
+    stopped = asyncio.create_task(stop.wait())
+    await asyncio.wait([leads, stopped], return_when=asyncio.FIRST_COMPLETED)
+    for task in (leads, stopped):
+        task.cancel()
+    await asyncio.wait([leads, stopped])
+    if leads.cancelled():
+        return None
+    lease = leads.result()
+    if stop.is_set():
+        await leadership.release()
+        return None
+    return lease
+
+
+async def _hand_over(loop: SchedulerLoop, recorder: Recorder, leadership: Leadership) -> None:
+    """Writes the last states, frees the lease and ends the streams: another scheduler goes on.
+
+    Instances keep their work, and proxies their requests, until it does.
+    """
+    log.info("it hands over; %d requests are in flight", len(loop.machine.requests))
     with contextlib.suppress(TimeoutError):
         await asyncio.wait_for(recorder.flushed(), CLOSE_S)
+    await leadership.release(loop.note())
+    loop.close()
 
 
 async def _end(work: asyncio.Future[Any]) -> None:

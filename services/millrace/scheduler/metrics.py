@@ -35,6 +35,7 @@ class SchedulerMetrics:
         machine: Machine,
         recorder: Recorder,
         load: Callable[[], FleetLoad],
+        epoch: int,
     ) -> None:
         self.step_s = registry.histogram(
             "millrace_scheduler_step_seconds",
@@ -46,6 +47,19 @@ class SchedulerMetrics:
         )
         self._refused = registry.counter(
             "millrace_scheduler_refused_requests_total", "requests not accepted", ["code"]
+        )
+        leader = registry.gauge(
+            "millrace_scheduler_leader_info",
+            "1 where this scheduler leads, with its epoch; absent where it stands by",
+            ["epoch"],
+        )
+        leader.labels(str(epoch)).set(1)
+        self.takeover_s = registry.gauge(
+            "millrace_scheduler_takeover_seconds",
+            "time from the lease to the first decision, for a leader that has taken over",
+        )
+        self.adopted = registry.counter(
+            "millrace_scheduler_adopted_requests_total", "requests taken over from another leader"
         )
         self.sent = registry.counter(
             "millrace_scheduler_sent_messages_total", "messages to peers", ["kind"]

@@ -86,14 +86,18 @@ class Worker:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Proxy:
-    """One connection of a proxy. Every connection has another `key`."""
+    """One connection of a proxy. Every connection has another `key`: ID#NUMBER."""
 
     key: str
     parked_requests: int = 0  # in the proxy's last report
     outbox: Outbox[ProxyUpdate] = field(default_factory=Outbox)
 
+    @property
+    def id(self) -> str:
+        return self.key.rpartition("#")[0]
 
-def fleet(cluster: Cluster, workers: Iterable[Worker]) -> Fleet:
+
+def fleet(cluster: Cluster, workers: Iterable[Worker], lease: str) -> Fleet:
     """Describes the fleet to proxies.
 
     Draining instances are listed, too: their streams must stay open to the end.
@@ -103,4 +107,5 @@ def fleet(cluster: Cluster, workers: Iterable[Worker]) -> Fleet:
         decode=tuple(one.member for one in known if one.card.role in ("decode", "mixed")),
         ready=bool(cluster.ready_pools()),
         prefill=tuple(one.member for one in known if one.card.role == "prefill"),
+        lease=lease,
     )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Awaitable, Callable
 
 from millrace.core.scheduler.effects import Record
 from millrace.state.store import RequestStore, StateUpdate, StoreError
@@ -24,8 +25,16 @@ RETRY_MOST_S = 5.0
 class Recorder:
     """`put` buffers states; `run` writes them until it is cancelled."""
 
-    def __init__(self, store: RequestStore, *, limit: int = MAX_BUFFERED) -> None:
+    def __init__(
+        self,
+        store: RequestStore,
+        *,
+        limit: int = MAX_BUFFERED,
+        may_write: Callable[[], Awaitable[None]] | None = None,
+    ) -> None:
+        """`may_write` returns as soon as this scheduler certainly leads; None: it always does."""
         self._store = store
+        self._may_write = may_write
         self._limit = limit
         self._pending: dict[str, Record] = {}
         self._wake = asyncio.Event()
@@ -51,6 +60,8 @@ class Recorder:
         while True:
             await self._wake.wait()
             self._wake.clear()
+            if self._may_write is not None:
+                await self._may_write()
             batch, self._pending = self._pending, {}
             try:
                 await self._write(batch)

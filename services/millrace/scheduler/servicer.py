@@ -8,15 +8,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Coroutine
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine
 from itertools import count
 from typing import Any, TypeVar
 
 import grpc
 
 from millrace.core.scheduler import effects, events
-from millrace.scheduler.loop import SchedulerLoop
+from millrace.scheduler.loop import AllNamed, SchedulerLoop
 from millrace.scheduler.peers import Outbox, Proxy, Worker
+from millrace.wire.clients.scheduler_stream import LEADER
 from millrace.wire.codec import proxy as proxy_codec
 from millrace.wire.codec import scheduler as codec
 from millrace.wire.codec import status as status_codec
@@ -64,11 +65,30 @@ EvictContext = grpc.aio.ServicerContext[
 
 
 class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
-    """Serves streams: a task reads each stream, its handler writes. The first end ends both."""
+    """Serves streams: a task reads each stream, its handler writes. The first end ends both.
 
-    def __init__(self, loop: SchedulerLoop) -> None:
-        self._loop = loop
+    A scheduler that stands by has no loop yet: it refuses every call, and names the leader.
+    """
+
+    def __init__(self, leader: Callable[[], str] = lambda: "") -> None:
+        self._leader = leader
+        self._leading: SchedulerLoop | None = None
         self._connections = count(1)
+
+    def lead(self, loop: SchedulerLoop) -> None:
+        """Serves the loop from now on."""
+        self._leading = loop
+
+    async def _loop(self, context: grpc.aio.ServicerContext[Any, Any]) -> SchedulerLoop:
+        """Returns the loop. Ends a call to a scheduler that stands by: UNAVAILABLE."""
+        if self._leading is None:
+            leader = self._leader()
+            context.set_trailing_metadata(((LEADER, leader),) if leader else ())
+            await context.abort(
+                grpc.StatusCode.UNAVAILABLE,
+                f"this scheduler stands by; {leader or 'no scheduler'} leads",
+            )
+        return self._leading
 
     def add_to(self, server: grpc.aio.Server) -> None:
         scheduler_pb2_grpc.add_SchedulerServicer_to_server(self, server)
@@ -78,151 +98,115 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
         request_iterator: AsyncIterator[scheduler_pb2.WorkerMessage],
         context: WorkerContext,
     ) -> AsyncIterator[scheduler_pb2.WorkerCommand]:
-        first = await self._first(request_iterator)
+        loop = await self._loop(context)
+        first = await _first(request_iterator, loop)
         if first is None or first.WhichOneof("kind") != "register":
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "a worker must register first")
         try:
             card = codec.joined(first.register)
         except MessageError as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"register: {error}")
-        worker = Worker(card=card, address=first.register.address, seen_s=self._loop.clock())
-        self._loop.post_now(card, worker)
+        worker = Worker(card=card, address=first.register.address, seen_s=loop.clock())
+        loop.post_now(card, worker)
         try:
-            reading = self._read_worker(request_iterator, worker)
+            reading = _read_worker(request_iterator, worker, loop)
             async with contextlib.aclosing(_written(worker.outbox, reading)) as commands:
                 async for command in commands:
-                    yield codec.command_message(command)
+                    message = codec.command_message(command)
+                    message.epoch = loop.epoch
+                    yield message
         finally:
             left = events.InstanceLeft(instance_id=worker.id, generation=card.generation)
-            self._loop.post_now(left, worker)
+            loop.post_now(left, worker)
         await _end(context, worker.outbox)
-
-    async def _read_worker(
-        self, messages: AsyncIterator[scheduler_pb2.WorkerMessage], worker: Worker
-    ) -> None:
-        async for message in messages:
-            worker.seen_s = self._loop.clock()
-            report = REPORTS.decode(message)
-            if report is None:
-                raise MessageError(
-                    f"a registered worker sent {message.WhichOneof('kind') or 'nothing'}"
-                )
-            await self._loop.post(
-                events.Reported(
-                    instance_id=worker.id, generation=worker.card.generation, report=report
-                )
-            )
 
     async def ConnectProxy(
         self,
         request_iterator: AsyncIterator[scheduler_pb2.ProxyMessage],
         context: ProxyContext,
     ) -> AsyncIterator[scheduler_pb2.ProxyUpdate]:
-        first = await self._first(request_iterator)
+        loop = await self._loop(context)
+        first = await _first(request_iterator, loop)
         if first is None or not first.hello.id:
             await context.abort(
                 grpc.StatusCode.INVALID_ARGUMENT, "a proxy must send hello.id first"
             )
         proxy = Proxy(key=f"{first.hello.id}#{next(self._connections)}")
         log.info("proxy %s connected", proxy.key)
-        self._loop.post_now(None, proxy)
+        loop.post_now(None, proxy)
         try:
-            reading = self._read_proxy(request_iterator, proxy)
+            reading = _read_proxy(request_iterator, proxy, loop)
             async with contextlib.aclosing(_written(proxy.outbox, reading)) as updates:
                 async for update in updates:
-                    yield proxy_codec.update_message(update)
+                    message = proxy_codec.update_message(update)
+                    message.epoch = loop.epoch
+                    yield message
         finally:
             log.info("proxy %s left", proxy.key)
-            self._loop.post_now(events.ProxyLeft(proxy_id=proxy.key))
+            loop.post_now(events.ProxyLeft(proxy_id=proxy.key))
         await _end(context, proxy.outbox)
-
-    async def _read_proxy(
-        self, messages: AsyncIterator[scheduler_pb2.ProxyMessage], proxy: Proxy
-    ) -> None:
-        async for message in messages:
-            match message.WhichOneof("kind"):
-                case "submit":
-                    for spec in message.submit.requests:
-                        await self._submit(spec, proxy)
-                case "cancel":
-                    await self._loop.post(proxy_codec.cancelled(message.cancel))
-                case "load":
-                    proxy.parked_requests = message.load.parked_requests
-                case "ask":
-                    self._loop.send_progress(proxy, message.ask.request_ids)
-                case kind:
-                    raise MessageError(f"a connected proxy sent {kind or 'nothing'}")
-
-    async def _submit(self, spec: common_pb2.RequestSpec, proxy: Proxy) -> None:
-        try:
-            request = codec.request(spec, proxy_id=proxy.key, now_s=self._loop.clock())
-        except MessageError as error:
-            refused = effects.Refuse(
-                request_id=spec.request_id,
-                proxy_id=proxy.key,
-                code="invalid",
-                message=str(error),
-                retry_after_s=0.0,
-            )
-            proxy.outbox.put(refused)
-            return
-        await self._loop.post(events.Submitted(request=request), spec.SerializeToString())
 
     async def GetStatus(
         self, request: scheduler_pb2.StatusRequest, context: StatusContext
     ) -> scheduler_pb2.StatusReply:
-        loop = self._loop
+        loop = await self._loop(context)
         return status_codec.status(loop.machine, loop.addresses, loop.clock())
 
     async def SetPolicy(
         self, request: scheduler_pb2.SetPolicyRequest, context: PolicyContext
     ) -> scheduler_pb2.SetPolicyReply:
+        loop = await self._loop(context)
         try:
             changed = codec.policy_changed(request)
-            weighed = codec.weights_changed(request, self._loop.machine.weights)
+            weighed = codec.weights_changed(request, loop.machine.weights)
         except MessageError as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
-        now = before = self._loop.machine.policy
+        now = before = loop.machine.policy
         if changed is not None:
-            before, now = await self._loop.set_policy(changed), changed.policy
+            before, now = await loop.set_policy(changed), changed.policy
         if weighed is not None:
-            await self._loop.set_weights(weighed)
-        weights = codec.WEIGHTS.encode(self._loop.machine.weights)
+            await loop.set_weights(weighed)
+        weights = codec.WEIGHTS.encode(loop.machine.weights)
         return scheduler_pb2.SetPolicyReply(before=before, now=now, weights=weights)
 
     async def SetImprovementRate(
         self, request: scheduler_pb2.SetImprovementRateRequest, context: RateContext
     ) -> scheduler_pb2.SetImprovementRateReply:
+        loop = await self._loop(context)
         try:
             changed = codec.improvement_rate_changed(request)
         except MessageError as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
-        before, now = await self._loop.set_improvement_rate(changed)
+        before, now = await loop.set_improvement_rate(changed)
         return scheduler_pb2.SetImprovementRateReply(before=before, now=now)
 
     async def GetLoad(
         self, request: scheduler_pb2.LoadRequest, context: LoadContext
     ) -> scheduler_pb2.LoadReply:
-        return load_message(self._loop.load())
+        loop = await self._loop(context)
+        return load_message(loop.load())
 
     async def SetCordon(
         self, request: scheduler_pb2.SetCordonRequest, context: CordonContext
     ) -> scheduler_pb2.SetCordonReply:
-        if not await self._loop.set_cordon(request.instance_id, cordoned=request.cordoned):
+        loop = await self._loop(context)
+        if not await loop.set_cordon(request.instance_id, cordoned=request.cordoned):
             await _unknown(context, request.instance_id)
         return scheduler_pb2.SetCordonReply()
 
     async def Evict(
         self, request: scheduler_pb2.EvictRequest, context: EvictContext
     ) -> scheduler_pb2.EvictReply:
-        if not await self._loop.evict(request.instance_id, abort=request.abort):
+        loop = await self._loop(context)
+        if not await loop.evict(request.instance_id, abort=request.abort):
             await _unknown(context, request.instance_id)
         return scheduler_pb2.EvictReply()
 
     async def Explain(
         self, request: scheduler_pb2.ExplainRequest, context: ExplainContext
     ) -> scheduler_pb2.Explanation:
-        found = self._loop.machine.explain(request.request_id, self._loop.clock())
+        loop = await self._loop(context)
+        found = loop.machine.explain(request.request_id, loop.clock())
         if found is None:
             message = f"no request {request.request_id!r} is known, or no longer"
             await context.abort(grpc.StatusCode.NOT_FOUND, message)
@@ -231,8 +215,9 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
     async def WatchBoard(
         self, request: scheduler_pb2.WatchBoardRequest, context: BoardContext
     ) -> AsyncIterator[scheduler_pb2.BoardLines]:
-        feed = self._loop.board
-        outbox = feed.watch(self._loop.clock())
+        loop = await self._loop(context)
+        feed = loop.board
+        outbox = feed.watch(loop.clock())
         try:
             while lines := await outbox.take():
                 yield scheduler_pb2.BoardLines(lines=b"".join(lines))
@@ -241,11 +226,78 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
             feed.leave(outbox)
         await _end(context, outbox)
 
-    async def _first(self, messages: AsyncIterator[M]) -> M | None:
-        """Returns the stream's first message; None if no message comes within a lease."""
-        with contextlib.suppress(StopAsyncIteration, TimeoutError):
-            return await asyncio.wait_for(anext(messages), self._loop.config.lease_s)
-        return None
+
+async def _first(messages: AsyncIterator[M], loop: SchedulerLoop) -> M | None:
+    """Returns the stream's first message; None if no message comes within a lease."""
+    with contextlib.suppress(StopAsyncIteration, TimeoutError):
+        return await asyncio.wait_for(anext(messages), loop.config.lease_s)
+    return None
+
+
+async def _read_worker(
+    messages: AsyncIterator[scheduler_pb2.WorkerMessage], worker: Worker, loop: SchedulerLoop
+) -> None:
+    async for message in messages:
+        worker.seen_s = loop.clock()
+        report = REPORTS.decode(message)
+        if report is None:
+            kind = message.WhichOneof("kind")
+            raise MessageError(f"a registered worker sent {kind or 'nothing'}")
+        await loop.post(
+            events.Reported(instance_id=worker.id, generation=worker.card.generation, report=report)
+        )
+
+
+async def _read_proxy(
+    messages: AsyncIterator[scheduler_pb2.ProxyMessage], proxy: Proxy, loop: SchedulerLoop
+) -> None:
+    async for message in messages:
+        match message.WhichOneof("kind"):
+            case "submit":
+                for spec in message.submit.requests:
+                    await _submit(spec, proxy, loop)
+            case "open":
+                await _reopen(message.open, proxy, loop)
+            case "all_open":
+                loop.post_now(None, AllNamed(proxy))
+            case "cancel":
+                await loop.post(proxy_codec.cancelled(message.cancel))
+            case "load":
+                proxy.parked_requests = message.load.parked_requests
+            case "ask":
+                loop.send_progress(proxy, message.ask.request_ids)
+            case kind:
+                raise MessageError(f"a connected proxy sent {kind or 'nothing'}")
+
+
+async def _submit(spec: common_pb2.RequestSpec, proxy: Proxy, loop: SchedulerLoop) -> None:
+    try:
+        request = codec.request(spec, proxy_id=proxy.key, now_s=loop.clock())
+    except MessageError as error:
+        _refuse(spec, proxy, error)
+    else:
+        await loop.post(events.Submitted(request=request), spec.SerializeToString())
+
+
+async def _reopen(message: scheduler_pb2.OpenRequest, proxy: Proxy, loop: SchedulerLoop) -> None:
+    spec = message.request
+    try:
+        reopened = codec.reopened(message, proxy_id=proxy.key, now_s=loop.clock())
+    except MessageError as error:
+        _refuse(spec, proxy, error)
+    else:
+        await loop.post(reopened, spec.SerializeToString())
+
+
+def _refuse(spec: common_pb2.RequestSpec, proxy: Proxy, error: MessageError) -> None:
+    refused = effects.Refuse(
+        request_id=spec.request_id,
+        proxy_id=proxy.key,
+        code="invalid",
+        message=str(error),
+        retry_after_s=0.0,
+    )
+    proxy.outbox.put(refused)
 
 
 async def _written(

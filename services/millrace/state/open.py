@@ -5,10 +5,12 @@ from __future__ import annotations
 from millrace.core.config import StoreConfig
 from millrace.core.errors import ConfigError
 from millrace.state.documents import DocumentStore, MemoryDocuments
+from millrace.state.leases import LeaseStore, MemoryLeases
 from millrace.state.limits import LimitStore, MemoryLimits
 from millrace.state.memory_store import MemoryStore
 from millrace.state.records import Deadlines, MemoryDeadlines, MemoryRecords, RecordStore
 from millrace.state.redis_documents import RedisDocuments
+from millrace.state.redis_leases import RedisLeases
 from millrace.state.redis_limits import RedisLimits
 from millrace.state.redis_link import shown_url
 from millrace.state.redis_records import RedisDeadlines, RedisRecords
@@ -51,6 +53,11 @@ def open_streams(config: StoreConfig) -> StreamStore:
 def open_limits(config: StoreConfig) -> LimitStore:
     """Opens the limits at `config.url`, as `open_store`. In memory they hold in one process."""
     return MemoryLimits() if in_memory(config) else RedisLimits(config)
+
+
+def open_leases(config: StoreConfig) -> LeaseStore:
+    """Opens the leases at `config.url`, as `open_store`. In memory they hold in one process."""
+    return MemoryLeases() if in_memory(config) else RedisLeases(config)
 
 
 def open_tenant_tables(config: StoreConfig) -> TenantTables:

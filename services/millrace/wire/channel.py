@@ -10,14 +10,20 @@ from millrace.wire.options import MAX_MESSAGE_BYTES, channel_options
 from millrace.wire.tls import SERVER_NAME, process_tls
 
 
-def open_channel(address: str, *, max_message_bytes: int = MAX_MESSAGE_BYTES) -> grpc.aio.Channel:
+def open_channel(
+    address: str, *, max_message_bytes: int = MAX_MESSAGE_BYTES, alone: bool = False
+) -> grpc.aio.Channel:
     """Returns a channel to `address` (host:port) at once; the first call connects.
+
+    A channel `alone` tries at once, also after another channel to the address has just failed.
 
     A lost connection is tried again after 100 ms, then after growing delays up to 2 s, with the
     certificates that were read at the opening: a long-lived client opens a new channel after a
     loss (or uses `Channels`).
     """
     options = channel_options(max_message_bytes)
+    if alone:
+        options.append(("grpc.use_local_subchannel_pool", 1))
     if (tls := process_tls()) is None:
         return grpc.aio.insecure_channel(address, options=options)
     named = [*options, ("grpc.ssl_target_name_override", SERVER_NAME)]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from millrace.core.kv.transfer import Incarnation
 from millrace.core.request import Chunk
 from millrace.core.scheduler import effects, events
 from millrace.core.scheduler.commands import Drain, KvShard, Member, PolicyInForce, Registered
@@ -42,7 +43,25 @@ class AskProgress:
     request_ids: tuple[str, ...]
 
 
-ProxyMessage = Submit | events.CancelRequested | ProxyLoad | AskProgress
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenRequest:
+    """Names a request that was submitted on an earlier stream: `events.Reopened`.
+
+    `age_s`: since its arrival. `token_age_s`: since its first token; None: no token has come.
+    """
+
+    request: EncodedSpec
+    decode: Incarnation | None
+    age_s: float
+    token_age_s: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AllOpen:
+    """Ends the list of open requests: all later submissions are new."""
+
+
+ProxyMessage = Submit | events.CancelRequested | ProxyLoad | AskProgress | OpenRequest | AllOpen
 
 
 # ---- scheduler -> proxy
@@ -78,6 +97,7 @@ class Fleet:
     decode: tuple[Member, ...]
     ready: bool  # at least one prefill instance and one decode instance accept work
     prefill: tuple[Member, ...] = ()
+    lease: str = ""  # the name of the leader's lease in the store; empty: none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

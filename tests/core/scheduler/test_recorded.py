@@ -16,6 +16,7 @@ import pytest
 
 from millrace.core.config import SchedulerConfig
 from millrace.core.cost.latency import Latency, SpLatency
+from millrace.core.kv.transfer import Incarnation
 from millrace.core.request import Request, Slo
 from millrace.core.scheduler import effects, events, recording, reports
 from millrace.core.scheduler.recording import RecordingError, built, plain
@@ -37,6 +38,8 @@ def example(hint, number):
         hints = typing.get_type_hints(hint)
         names = [f.name for f in dataclasses.fields(hint) if f.init]
         return hint(**{name: example(hints[name], number) for name in names})
+    if hint is Incarnation:
+        return Incarnation(str(next(number)), next(number))
     of = typing.get_args(hint)
     if typing.get_origin(hint) in (types.UnionType, typing.Union):
         return example(next(kind for kind in of if kind is not type(None)), number)

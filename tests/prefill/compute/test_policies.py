@@ -29,7 +29,7 @@ from millrace.transfer.transport.memory import MemoryHub
 from millrace.wire.codec import scheduler as codec
 from millrace.wire.codec.instance import COMMANDS, REPORTS
 from millrace.wire.codec.request_spec import spec_message
-from support.deadlines import HANG_S
+from support.live_stack import eventually
 from support.scheduler_peers import register
 from support.tiny_models import prompt
 from support.worker_roles import LiveRole, config, live_roles, remember, spec
@@ -118,8 +118,7 @@ async def served(policy: str, preemption: str) -> AsyncIterator[tuple[Scheduler,
         await asyncio.sleep(0)  # both have joined
         try:
             yield scheduler, prefill
-            async with asyncio.timeout(HANG_S):
-                await scheduler.loop.idle.wait()
+            await eventually(lambda: not scheduler.loop.machine.requests)
             scheduler.loop.machine.check_integrity()
         finally:
             serving.cancel()

@@ -17,7 +17,7 @@ BODY = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}]}
 @pytest.fixture
 async def stack(tmp_path, monkeypatch):
     monkeypatch.setattr("millrace.proxy.fleet.parking.REPORT_INTERVAL_S", 0.05)
-    settings = ("proxy.park_timeout_s=5", "proxy.max_parked=3")
+    settings = ("proxy.park_timeout_s=5", "proxy.max_parked=3", "proxy.submit_timeout_s=0.5")
     async with gateway(tmp_path, *settings) as running:
         yield running
 

@@ -339,12 +339,13 @@ async def test_a_continuation_waits_until_its_deadline(tmp_path):
         held.hold.set()
 
 
-async def test_streams_go_on_when_the_scheduler_is_back(stack):
+async def test_streams_go_on_at_a_scheduler_that_does_not_know_them(stack):
     """The lost scheduler has given up the requests, and its workers have dropped them."""
 
     async def restart(spec):
+        stack.fleet.forgets = True
         await stack.fleet.stop_scheduler()
-        await eventually(lambda: not stack.proxy.gateway.ready)
+        await eventually(lambda: not stack.proxy.gateway.connected)
         await stack.fleet.start_scheduler()
 
     assert (await disturbed(stack, BODY, restart)).text == TEXT
@@ -353,13 +354,13 @@ async def test_streams_go_on_when_the_scheduler_is_back(stack):
 async def test_an_answer_that_moves_while_the_scheduler_is_away_waits_for_it(stack):
     async def restart(spec):
         await stack.fleet.stop_scheduler()
-        await eventually(lambda: not stack.proxy.gateway.ready)
+        await eventually(lambda: not stack.proxy.gateway.connected)
         stack.fleet.move(spec)
-        await eventually(lambda: stack.proxy.gateway.parked == 1)
+        stack.fleet.forgets = True
         await stack.fleet.start_scheduler()
 
     assert (await disturbed(stack, BODY, restart)).text == TEXT
-    await eventually(lambda: stack.proxy.gateway.parked == 0)
+    assert not stack.fleet.reopened or stack.fleet.reopened[0].token_age_s is None
 
 
 async def test_a_continuation_that_the_scheduler_takes_with_it_moves_again(stack):
@@ -369,6 +370,7 @@ async def test_a_continuation_that_the_scheduler_takes_with_it_moves_again(stack
         await eventually(lambda: len(stack.fleet.specs) == 2)
         await stack.fleet.stop_scheduler()
         stack.fleet.script = Script(reply=TEXT)
+        stack.fleet.forgets = True
         await stack.fleet.start_scheduler()
 
     assert (await disturbed(stack, BODY, restart)).text == TEXT

@@ -24,6 +24,7 @@ from millrace.wire.codec.request_spec import decode_spec
 from millrace.wire.fleet_messages import (
     AskProgress,
     Fleet,
+    OpenRequest,
     Placed,
     Progress,
     ProxyLoad,
@@ -95,6 +96,9 @@ class StubFleet:
         self.weights = Weights(classes={DEFAULT_CLASS: 1.0}, tenants={DEFAULT_TENANT: 1.0})
         self.improvement_rate = 0.3
         self.parked_requests = 0  # in a proxy's last report
+        #: What proxies named when they connected again, and whether the scheduler has lost it.
+        self.reopened: list[OpenRequest] = []
+        self.forgets = False
         #: Answers to proxies that ask for a prompt's progress, by the request's id.
         self.progress: dict[str, Progress] = {}
         self.decode = Incarnation("decode-0", 1)
@@ -241,6 +245,14 @@ class StubFleet:
             events = await outbox.take()
             yield TokenBatch(outbox.count - len(events), events)
 
+    def _reopened(self, message: OpenRequest) -> None:
+        self.reopened.append(message)
+        spec = decode_spec(message.request)
+        if self.forgets and message.token_age_s is None:
+            self.on_submit(spec)
+        elif self.forgets:
+            self.fail(spec, "no instance holds it", resumable=True)
+
     async def _read(
         self, messages: AsyncIterator[ProxyMessage], outbox: Outbox[ProxyUpdate]
     ) -> None:
@@ -255,3 +267,5 @@ class StubFleet:
                     outbox.put(*(self.progress[request_id] for request_id in known))
                 case Submit():
                     self.on_submit(decode_spec(message.spec))
+                case OpenRequest():
+                    self._reopened(message)

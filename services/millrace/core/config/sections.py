@@ -196,7 +196,15 @@ class SchedulerConfig(_Section):
     release_timeout_s: float = _setting(
         120.0, _within(1), "time for a worker to free the pages of a cancelled request"
     )
-    drain_timeout_s: float = _setting(30.0, _within(0), "time for running requests at shutdown")
+    group: str = _setting(
+        "", None, "schedulers of one group share a lease; fleets with the same store need several"
+    )
+    leader_lease_s: float = _setting(
+        1.5, _within(0.2), "how long a leader that falls silent keeps other schedulers from leading"
+    )
+    takeover_wait_s: float = _setting(
+        1.0, _within(0), "how long a new leader waits for the former leader's peers"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

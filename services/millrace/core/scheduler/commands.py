@@ -45,6 +45,7 @@ class Registered:
     preemption: str = ""
     policy: str = ""
     weights: Weights = field(default_factory=Weights)
+    lease: str = ""  # the name of the leader's lease in the store; empty: none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,9 @@ from dataclasses import dataclass, field
 
 from millrace.core.cost.decode_step import DecodeStepTime
 from millrace.core.cost.latency import SpLatency
+from millrace.core.kv.transfer import Incarnation
 from millrace.core.request import Request
+from millrace.core.scheduler.held import Held
 from millrace.core.scheduler.reports import Report
 from millrace.core.weights import Weights
 
@@ -33,6 +35,7 @@ class InstanceJoined:
     kv_layers: int = 0
     decode_step: DecodeStepTime | None = None  # of its batches; None: not known
     block_tokens: int = 0  # of its prefix cache; 0: it keeps none
+    held: tuple[Held, ...] = ()  # requests that it holds from before, for another scheduler
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +70,29 @@ class InstanceCordoned:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Submitted:
     request: Request
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reopened:
+    """A proxy that has connected again names a request that it has submitted before.
+
+    `decode`: the instance that the proxy expects its tokens from; None: it knows of none.
+    `token_age_s`: since its first token came; None: no token has come.
+    """
+
+    request: Request
+    decode: Incarnation | None = None
+    token_age_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TakeoverBegan:
+    """The scheduler leads in the place of another one, whose tables it does not have."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TakeoverEnded:
+    """All peers of the former leader have reported, or the wait for them is over."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,6 +149,9 @@ Event = (
     | InstanceCordoned
     | Reported
     | Submitted
+    | Reopened
+    | TakeoverBegan
+    | TakeoverEnded
     | CancelRequested
     | ProxyLeft
     | PolicyChanged

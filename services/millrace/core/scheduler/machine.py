@@ -58,6 +58,7 @@ from millrace.core.scheduler.fleet.instances import DecodeInstance, Instance, Pr
 from millrace.core.scheduler.objectives import allowed_s, mean_step_s
 from millrace.core.scheduler.request_table import RequestTable, still_needs
 from millrace.core.scheduler.step_context import StepContext
+from millrace.core.scheduler.takeover import Takeover
 from millrace.core.weights import Weights
 
 
@@ -71,6 +72,7 @@ class Machine:
         self._dispatcher = Dispatcher(self._table)
         self._event_filter = EventFilter(self.cluster)
         self._stall_watch = StallWatch(self._table)
+        self._takeover = Takeover(self._table, self._take_in)
         chunk_progress = ChunkProgress(self._table, self._dispatcher, self._event_filter)
         request_progress = RequestProgress(self._table, self._dispatcher, self._event_filter)
         self._handlers: dict[type, Callable[[StepContext, Any], None]] = {
@@ -79,6 +81,9 @@ class Machine:
             events.InstanceCordoned: self._cordoned,
             events.Reported: self._reported,
             events.Submitted: self._submitted,
+            events.Reopened: self._reopened,
+            events.TakeoverBegan: self._takeover_began,
+            events.TakeoverEnded: self._takeover_ended,
             events.CancelRequested: self._cancel,
             events.ProxyLeft: self._proxy_left,
             events.PolicyChanged: self._policy_changed,
@@ -94,6 +99,7 @@ class Machine:
             reports.ChunkSuspended: chunk_progress.suspended,
             reports.RequestReleased: request_progress.released,
             reports.PrefixLanded: request_progress.prefix_landed,
+            reports.FirstTokenSent: request_progress.first_token_sent,
             reports.DecodeStarted: request_progress.decode_started,
             reports.RequestFinished: request_progress.finished,
             reports.RequestFailed: request_progress.failed,
@@ -198,6 +204,7 @@ class Machine:
         if known is not None:
             self._leave(step, known)
         self.cluster.add(event)
+        self._takeover.joined(step, event)
         self._dispatcher.run(step)
 
     def _left(self, step: StepContext, event: events.InstanceLeft) -> None:
@@ -207,6 +214,7 @@ class Machine:
 
     def _leave(self, step: StepContext, instance: Instance) -> None:
         pool = self.cluster.pool_of(instance)
+        self._takeover.left(instance)
         self.cluster.remove(instance)
         for request_id in instance.holdings:
             request = self._table.served(request_id, instance)
@@ -222,8 +230,13 @@ class Machine:
         self.cluster.drop_if_empty(instance.card.model_hash)
 
     def _reported(self, step: StepContext, event: events.Reported) -> None:
-        if (instance := self._event_filter.current(event)) is not None:
-            self._report_handlers[type(event.report)](step, instance, event.report)
+        if (instance := self._event_filter.current(event)) is None:
+            return
+        report = event.report
+        if self._takeover.is_open and not isinstance(report, reports.Heartbeat | reports.Draining):
+            self._takeover.reported(instance, report)
+        else:
+            self._report_handlers[type(report)](step, instance, report)
 
     def _draining(self, step: StepContext, instance: Instance, report: reports.Draining) -> None:
         del report  # it carries nothing
@@ -278,23 +291,56 @@ class Machine:
         if event.request.id in self.requests:
             self._event_filter.ignored += 1
             return
+        if self._takeover.is_open:
+            self._takeover.submitted(event)
+            return
         request = LiveRequest(event.request)
-        if ready := self.cluster.ready_pools():
-            ready[0].predict(request)
+        ready = self._predict(request)
         refused = refusal(request, self.cluster, self.queued, self.queued_s, self.config)
         if refused is not None:
             step.refuse(request, refused)
             return
+        self._accept(step, request, ready)
+        self._dispatcher.run(step)
+
+    def _predict(self, request: LiveRequest) -> list[Pool]:
+        """Predicts the request's prefill; returns the pools that are ready."""
+        if ready := self.cluster.ready_pools():
+            ready[0].predict(request)
+        return ready
+
+    def _accept(self, step: StepContext, request: LiveRequest, ready: list[Pool]) -> None:
+        """Adds a request to the table, unplaced."""
         self.cluster.arrived(request, step.now_s)
         request.expect(self.cluster.answer_lengths.expected(request))
         step_s = 0.0
         if request.slo.e2e_s is not None:
             step_s = mean_step_s(request, (one for pool in ready for one in pool.kv_owners()))
         self._table.add(step, request, request.arrival_s + allowed_s(request, step_s))
+
+    def _take_in(self, step: StepContext, request: LiveRequest) -> None:
+        """Adds a request that another scheduler has accepted."""
+        self._accept(step, request, self._predict(request))
+
+    def _reopened(self, step: StepContext, event: events.Reopened) -> None:
+        if self._takeover.is_open:
+            self._takeover.reopened(event)
+        elif not self._takeover.late(step, event):
+            self._submitted(step, events.Submitted(request=event.request))
+
+    def _takeover_began(self, step: StepContext, event: events.TakeoverBegan) -> None:
+        del step, event  # nothing is decided before the end
+        self._takeover.begin()
+
+    def _takeover_ended(self, step: StepContext, event: events.TakeoverEnded) -> None:
+        del event  # it carries nothing
+        for waiting in self._takeover.end(step):
+            self._submitted(step, waiting)
         self._dispatcher.run(step)
 
     def _cancel(self, step: StepContext, event: events.CancelRequested) -> None:
         request = self.requests.get(event.request_id)
+        self._takeover.cancelled(event.request_id)
         if request is None:
             self._event_filter.ignored += 1
             return
@@ -307,6 +353,7 @@ class Machine:
         self._dispatcher.run(step)
 
     def _proxy_left(self, step: StepContext, event: events.ProxyLeft) -> None:
+        self._takeover.proxy_left(event.proxy_id)
         for request_id in list(self._table.by_proxy.get(event.proxy_id, ())):
             request = self.requests[request_id]
             self._table.end(step, request, RequestState.CANCELLED, "its proxy left")

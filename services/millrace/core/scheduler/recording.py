@@ -91,7 +91,7 @@ def plain(value: Any) -> Any:  # noqa: ANN401 - any value that events, effects a
         return value
     if kind is float:
         return value if math.isfinite(value) else repr(value)
-    if kind is tuple or kind is list:
+    if isinstance(value, tuple | list):
         return [plain(item) for item in value]
     if dataclasses.is_dataclass(kind):
         fields = _plain_fields(value, kind)
@@ -128,6 +128,9 @@ def built(wanted: Any, data: Any, path: str) -> Any:  # noqa: ANN401 - a type kn
             return _built_dataclass(wanted, data, path)
         if wanted in _NAMED:
             return _built_named(_NAMED[wanted], data, path)
+        if isinstance(wanted, type) and issubclass(wanted, tuple):  # a named tuple
+            kinds = zip(_hints(wanted).values(), data, strict=True)
+            return wanted(*(built(kind, item, path) for kind, item in kinds))
         origin = typing.get_origin(wanted)
         if origin in (types.UnionType, typing.Union):
             return _built_union(wanted, data, path)
@@ -194,4 +197,6 @@ def _key(wanted: Callable[[str], Any], key: str) -> Any:  # noqa: ANN401
 @cache
 def _hints(kind: type) -> dict[str, Any]:
     hints = typing.get_type_hints(kind)
+    if not dataclasses.is_dataclass(kind):
+        return hints
     return {f.name: hints[f.name] for f in dataclasses.fields(kind) if f.init}

@@ -8,6 +8,7 @@ from millrace.core.cost.decode_step import DecodeStepTime
 from millrace.core.cost.latency import SpLatency
 from millrace.core.instance.standstill import Standstill
 from millrace.core.kv.transfer import Incarnation
+from millrace.core.scheduler.held import Held
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +28,7 @@ class Registration:
     kv_layers: int = 0  # layers that a page holds
     decode_step: DecodeStepTime | None = None  # of its batches; None: not known
     block_tokens: int = 0  # of its prefix cache; 0: it keeps none
+    held: tuple[Held, ...] = ()  # requests that an earlier stream to a scheduler has left here
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,6 +112,13 @@ class PrefixLanded:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class FirstTokenSent:
+    """Decode has sent the first token to the proxy: the request can't begin again."""
+
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeStarted:
     """All KV has landed and the request has joined the batch."""
 
@@ -153,6 +162,7 @@ RequestReport = (
     | ChunkSuspended
     | RequestReleased
     | PrefixLanded
+    | FirstTokenSent
     | DecodeStarted
     | RequestFinished
     | RequestFailed

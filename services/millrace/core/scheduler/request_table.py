@@ -221,10 +221,7 @@ class RequestTable:
         """
         self._withdraw(step, request, reason, reporter)
         del self.requests[request.id]
-        siblings = self.by_proxy[request.proxy_id]
-        del siblings[request.id]
-        if not siblings:
-            del self.by_proxy[request.proxy_id]
+        self._disown(request)
         self.advance(step, request, state)
         self.ended.add(request, step.now_s)
 
@@ -258,15 +255,33 @@ class RequestTable:
         if request.state is RequestState.QUEUED:
             self.unqueue(request)
         self.drop_tasks(request)
-        limit_s = step.now_s + self.config.release_timeout_s
         for instance in self._instances_of(request):
             holding = instance.holdings.get(request.id)
-            if holding is None or holding.leaving or instance is but:
-                continue
-            holding.leaving = True
-            self._leaving.append((limit_s, instance, holding, request.id))
-            if reason is not None and instance is not reporter:
-                step.cancel(request, instance.id, reason)
+            if holding is not None and not holding.leaving and instance is not but:
+                self.let_go(step, request.id, instance, None if instance is reporter else reason)
+
+    def let_go(
+        self, step: StepContext, request_id: str, instance: Instance, reason: str | None
+    ) -> None:
+        """Has the instance drop the request; with no reason it does so by itself."""
+        holding = instance.holdings[request_id]
+        holding.leaving = True
+        limit_s = step.now_s + self.config.release_timeout_s
+        self._leaving.append((limit_s, instance, holding, request_id))
+        if reason is not None:
+            step.cancel(request_id, instance.id, reason)
+
+    def reown(self, request: LiveRequest, proxy_id: str) -> None:
+        """Sends the request's messages to another connection of its proxy from now on."""
+        self._disown(request)
+        request.reown(proxy_id)
+        self.by_proxy.setdefault(proxy_id, {})[request.id] = None
+
+    def _disown(self, request: LiveRequest) -> None:
+        siblings = self.by_proxy[request.proxy_id]
+        del siblings[request.id]
+        if not siblings:
+            del self.by_proxy[request.proxy_id]
 
     def drop_tasks(self, request: LiveRequest) -> bool:
         """Removes the request's tasks; False when it had nothing left to compute."""

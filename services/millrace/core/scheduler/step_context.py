@@ -102,9 +102,9 @@ class StepContext:
         """Has the instances replace their queues."""
         self.effects += orders
 
-    def cancel(self, request: LiveRequest, instance_id: str, reason: str) -> None:
+    def cancel(self, request_id: str, instance_id: str, reason: str) -> None:
         """Has the instance drop the request."""
-        self.effects.append(CancelOn(instance_id=instance_id, request_id=request.id, reason=reason))
+        self.effects.append(CancelOn(instance_id=instance_id, request_id=request_id, reason=reason))
 
     # ---- to the driver
 

@@ -28,16 +28,15 @@ from millrace.proxy.fleet.scheduler_link import SchedulerLink
 from millrace.proxy.fleet.token_links import TokenLinks
 from millrace.proxy.generation.proxy_request import ProxyRequest, Stage
 from millrace.proxy.metrics import ModelMetrics
+from millrace.state.leader import LeaderWatch
 from millrace.state.store import RequestStore
 from millrace.wire.codec.request_spec import encode_spec
-from millrace.wire.fleet_messages import Fleet, Placed, Queued
+from millrace.wire.fleet_messages import Fleet, OpenRequest, Placed, Queued
 from millrace.wire.moves import PREEMPTED
 
 log = logging.getLogger(__name__)
 
 WATCH_INTERVAL_S = 0.5
-#: A request that streams while the scheduler is away may be silent for this long.
-ORPHAN_SILENCE_S = 30.0
 #: A request is migrated after at most this many lost instances. A request that loses more
 #: instances probably causes the losses.
 MOST_LOSSES = 3
@@ -64,7 +63,7 @@ class Gateway:
         self,
         *,
         incarnation: Incarnation,
-        scheduler: str,
+        leaders: LeaderWatch,
         store: RequestStore,
         config: ProxyConfig,
         request_timeout_s: float,
@@ -76,11 +75,14 @@ class Gateway:
         self._config = config
         self._metrics = metrics
         self._live: dict[str, ProxyRequest] = {}  # by the id that the other services use
-        self._scheduler = SchedulerLink(scheduler, incarnation, self)
+        self._leaders = leaders
+        self._scheduler = SchedulerLink(leaders, incarnation, self)
+        self._lost_at: float | None = None  # since when no scheduler answers; None: one does
         self._tokens = TokenLinks(incarnation, self)
         self.prompts = PromptsAhead(self._scheduler.ask_progress)
         self.on_progress = self.prompts.take
         self._load = LoadReport(self._scheduler.report)
+        self._request_timeout_s = request_timeout_s
         self._parking = Parking(config, self._load.set, request_timeout_s)
         self._fleet_ready = False
         self._tasks: list[asyncio.Task[None]] = []
@@ -91,6 +93,7 @@ class Gateway:
 
     def start(self) -> None:
         self._tasks = [
+            asyncio.create_task(self._leaders.run()),
             asyncio.create_task(self._scheduler.run()),
             asyncio.create_task(self._watch()),
         ]
@@ -121,7 +124,22 @@ class Gateway:
         Parked requests start an empty fleet: clients must still send them here.
         """
         takes = self._fleet_ready or self._parking.is_open
-        return self._scheduler.connected and takes and not self.draining
+        return self._has_scheduler and takes and not self.draining
+
+    @property
+    def _has_scheduler(self) -> bool:
+        """Whether a scheduler answers, or has answered so lately that requests wait for the next
+        one.
+        """
+        if self._scheduler.connected:
+            return True
+        lost_at = self._lost_at
+        return lost_at is not None and time.monotonic() - lost_at < self._config.submit_timeout_s
+
+    @property
+    def connected(self) -> bool:
+        """Whether a scheduler answers now."""
+        return self._scheduler.connected
 
     @property
     def fleet_ready(self) -> bool:
@@ -163,7 +181,7 @@ class Gateway:
         """Raises ApiError (503 or 429) when the gateway can't take `requests` more now."""
         if self.draining:
             raise unavailable(_SHUTTING_DOWN)
-        if not self._scheduler.connected:
+        if not self._has_scheduler:
             raise unavailable("The server is not connected to its scheduler.")
         if len(self._live) + requests > self._config.max_inflight:
             raise overloaded(
@@ -196,7 +214,7 @@ class Gateway:
             self._records.delete(request.spec.request_id)  # the client left meanwhile
             return
         if not request.moves:
-            if not self._scheduler.connected:
+            if not self._has_scheduler:
                 self.admit(0)
             request.started_at = time.monotonic()
         self._offer(request)
@@ -204,7 +222,7 @@ class Gateway:
     def _offer(self, request: ProxyRequest) -> None:
         """Sends a recorded request to the scheduler, or parks it. Raises ApiError (429)."""
         now = time.monotonic()
-        there_is_a_fleet = self._scheduler.connected and self._fleet_ready
+        there_is_a_fleet = self._has_scheduler and self._fleet_ready
         if there_is_a_fleet or not self._parking.takes(request):
             request.submit(now)
             self._scheduler.submit(request.encoded_spec)
@@ -291,29 +309,22 @@ class Gateway:
 
     def on_fleet(self, fleet: Fleet) -> None:
         self._fleet_ready = fleet.ready
+        self._lost_at = None
         self._tokens.keep(fleet.decode, on_demand=fleet.prefill)
-        for request in [one for one in self._live.values() if one.orphaned]:
-            self._move(request, ApiError(500, _NO_SCHEDULER, code="failed"), "scheduler")
         self._load.repeat()
         self._unpark()
 
     def on_scheduler_lost(self) -> None:
-        """Ends the requests that have no tokens, unless they wait here.
+        """Lets all requests wait for the next scheduler. Instances go on with their work."""
+        self._lost_at = time.monotonic()
+        for request in self._live.values():
+            if request.at_scheduler:
+                request.await_scheduler(self._lost_at)
 
-        A request that streams may end before the scheduler is back; otherwise it is migrated then.
-        """
-        self._fleet_ready = False
-        for request in list(self._live.values()):
-            error = unavailable(_NO_SCHEDULER)
-            match request.stage:
-                case Stage.STREAMING:
-                    request.orphaned = True
-                case Stage.PARKED | Stage.MOVING:
-                    pass
-                case _ if request.moves:
-                    self._move(request, error, "scheduler")
-                case _:
-                    self._fail(request, error, cancel=False)
+    def open_requests(self) -> list[OpenRequest]:
+        """Lists what the next scheduler is to go on with, oldest first."""
+        now = time.monotonic()
+        return [one.reopened(now) for one in self._live.values() if one.at_scheduler]
 
     # -- messages of decode instances
 
@@ -474,17 +485,22 @@ class Gateway:
     def _check_wait(self, request: ProxyRequest, now: float) -> None:
         waited = now - request.waiting_since
         limit = self._config.submit_timeout_s
-        if request.stage is Stage.SUBMITTED and waited > limit:
+        if request.at_scheduler and self._is_given_up(request, now):
+            self._fail(request, unavailable(_NO_SCHEDULER), cancel=False)
+        elif request.stage is Stage.SUBMITTED and waited > limit:
             error = unavailable(f"The scheduler did not answer within {limit:g} s.")
             self._fail(request, error, cancel=True)
         elif request.stage is Stage.UNPLACED and waited > limit:
             self._lose(request, ApiError(500, _BROKEN, code="failed"))
         elif (expired := self._parking.expiry(request, now)) is not None:
             self._fail(request, expired, cancel=False)
-        elif (
-            request.stage is Stage.STREAMING
-            and not self._scheduler.connected
-            and now - request.last_token_at > ORPHAN_SILENCE_S
-        ):
-            error = ApiError(500, _NO_SCHEDULER, code="failed")
-            self._fail(request, error, cancel=False)
+
+    def _is_given_up(self, request: ProxyRequest, now: float) -> bool:
+        """Whether the request has waited too long for a scheduler: until its own deadline, if its
+        client has tokens or it was admitted before.
+        """
+        if self._lost_at is None:
+            return False
+        if request.has_begun or request.moves:
+            return now - request.arrived_at > self._request_timeout_s
+        return now - self._lost_at > self._config.submit_timeout_s

@@ -1,5 +1,5 @@
-"""The proxy's one stream to the scheduler: submissions, cancellations and load go out, the
-scheduler's decisions come in.
+"""The proxy's one stream to the leading scheduler: submissions, cancellations and load go out, the
+scheduler's decisions come in. Each stream begins with the requests that earlier streams left open.
 """
 
 from __future__ import annotations
@@ -11,16 +11,18 @@ import random
 from collections.abc import AsyncIterator, Sequence
 from typing import Protocol
 
-import grpc
-
 from millrace.core.kv.transfer import Incarnation
 from millrace.core.scheduler.effects import Fail, Refuse
 from millrace.core.scheduler.events import CancelRequested
+from millrace.state.leader import LeaderWatch
 from millrace.wire.clients.proxy_stream import scheduler_updates
+from millrace.wire.clients.scheduler_stream import SchedulerStreamError
 from millrace.wire.fleet_messages import (
+    AllOpen,
     AskProgress,
     EncodedSpec,
     Fleet,
+    OpenRequest,
     Placed,
     Progress,
     ProxyLoad,
@@ -33,7 +35,7 @@ from millrace.wire.fleet_messages import (
 log = logging.getLogger(__name__)
 
 RETRY_FIRST_S = 0.1
-RETRY_MOST_S = 2.0
+RETRY_MOST_S = 1.0
 
 
 class SchedulerListener(Protocol):
@@ -55,14 +57,19 @@ class SchedulerListener(Protocol):
 
     def on_scheduler_lost(self) -> None: ...
 
+    def open_requests(self) -> list[OpenRequest]:
+        """Lists the requests that a scheduler has, or should have."""
+
 
 class SchedulerLink:
     """Keeps the stream up while `run` runs. The items queued in one turn of the loop are sent
     together.
     """
 
-    def __init__(self, address: str, proxy: Incarnation, listener: SchedulerListener) -> None:
-        self._address = address
+    def __init__(
+        self, leaders: LeaderWatch, proxy: Incarnation, listener: SchedulerListener
+    ) -> None:
+        self._leaders = leaders
         self._proxy = proxy
         self._listener = listener
         self._outbox: list[ProxyMessage] = []
@@ -70,16 +77,20 @@ class SchedulerLink:
         self._flushed = asyncio.Event()
         self._flushed.set()
         self._streams = 0  # grows when a stream starts and when a stream ends
+        self._named = False  # the open requests are queued on the present stream
         #: The scheduler answered on the stream that is up now.
         self.connected = False
 
     def submit(self, spec: EncodedSpec) -> None:
-        """Queues a submission. Call it only while connected."""
-        self._queue(Submit(spec=spec))
+        """Queues a submission. Without a stream the next one begins with the request."""
+        if self._named:
+            self._queue(Submit(spec=spec))
 
     def cancel(self, request_id: str, reason: str) -> None:
-        """Queues a cancellation, after the request's submission. Dropped without a connection."""
-        if self.connected:
+        """Queues a cancellation, after the request's submission. Dropped without a stream: the next
+        one does not name the request.
+        """
+        if self._named:
             self._queue(CancelRequested(request_id=request_id, reason=reason))
 
     def report(self, parked: int) -> None:
@@ -101,32 +112,55 @@ class SchedulerLink:
         """Connects, serves and reconnects until it is cancelled."""
         retry_s = RETRY_FIRST_S
         while True:
+            address, changes = self._leaders.address(), self._leaders.changes
+            reason = "the stream ended"
             try:
-                await self._serve()
-                reason = "the stream ended"
-            except grpc.aio.AioRpcError as error:
-                reason = error.details() or str(error.code())
+                await self._serve_until_replaced(address, changes)
+            except SchedulerStreamError as error:
+                reason = str(error)
+                self._leaders.hint(error.leader)
             except Exception as error:  # a defect must not disconnect the proxy forever
-                log.exception("scheduler %s", self._address)
+                log.exception("scheduler %s", address)
                 reason = repr(error)
-            log.warning("scheduler %s: %s; retrying", self._address, reason)
+            quiet = retry_s > RETRY_FIRST_S and not self.connected
+            level = logging.DEBUG if quiet else logging.WARNING
+            log.log(level, "scheduler %s: %s; retrying", address, reason)
             if self.connected:
                 retry_s = RETRY_FIRST_S
             self._lose()
-            await asyncio.sleep(retry_s * random.uniform(0.7, 1.3))
-            retry_s = min(2 * retry_s, RETRY_MOST_S)
+            if not await self._leaders.replaced(changes, retry_s * random.uniform(0.7, 1.3)):
+                retry_s = min(2 * retry_s, RETRY_MOST_S)
 
     async def flushed(self, timeout_s: float) -> None:
         """Returns once all queued items are sent, the connection is gone or time is up."""
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._flushed.wait(), timeout_s)
 
-    async def _serve(self) -> None:
+    async def _serve_until_replaced(self, address: str, changes: int) -> None:
+        serving = asyncio.create_task(self._serve(address))
+        replaced = asyncio.create_task(self._leaders.replaced(changes))
+        try:
+            await asyncio.wait([serving, replaced], return_when=asyncio.FIRST_COMPLETED)
+            if serving.done():
+                await serving
+        finally:
+            for task in (serving, replaced):
+                task.cancel()
+            await asyncio.wait([serving, replaced])
+
+    async def _serve(self, address: str) -> None:
         self._streams += 1
-        stream = scheduler_updates(self._address, self._proxy, self._sent(self._streams))
+        sent = self._sent(self._streams)
+        stream = scheduler_updates(address, self._proxy, sent, self._leaders.fence)
+        self._named = True
+        for request in self._listener.open_requests():
+            self._queue(request)
+        self._queue(AllOpen())
         try:
             async with contextlib.aclosing(stream) as updates:
                 async for update in updates:
+                    if isinstance(update, Fleet):
+                        self._leaders.follow(update.lease, address)
                     self._receive(update)
         finally:
             self._streams += 1
@@ -167,6 +201,7 @@ class SchedulerLink:
 
     def _lose(self) -> None:
         was_connected, self.connected = self.connected, False
+        self._named = False
         self._outbox.clear()
         self._flushed.set()
         if was_connected:

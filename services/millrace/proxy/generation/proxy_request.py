@@ -21,6 +21,7 @@ from millrace.proxy.generation.continuation import continuation
 from millrace.proxy.generation.echo import Echo
 from millrace.proxy.text.prefix import with_blocks
 from millrace.proxy.text.tokenizer import TokenArray
+from millrace.wire.fleet_messages import OpenRequest
 
 
 class Stage(Enum):
@@ -85,7 +86,6 @@ class ProxyRequest:
         "losses",
         "moves",
         "on_recorded",
-        "orphaned",
         "parked_since",
         "placed_at",
         "pooled",
@@ -159,9 +159,6 @@ class ProxyRequest:
         self.preemptions = 0
         #: Since when the request waits for the first token of its new instance; None after that.
         self._moved_at: float | None = None
-        #: True if the request streamed when the connection to the scheduler was lost: the scheduler
-        #: has given up the request.
-        self.orphaned = False
         self.parked_since: float | None = None
         self.arrived_at = self.started_at = self.submitted_at = arrived_at
         #: When the wait of its stage began; the watch over time-outs reads it.
@@ -230,6 +227,30 @@ class ProxyRequest:
         if not self.has_begun:
             self.submitted_at = now
 
+    @property
+    def at_scheduler(self) -> bool:
+        """Whether a scheduler has this incarnation, or is to have it as soon as one leads."""
+        here = (Stage.MOVING, Stage.PARKED, Stage.ENDED)
+        return self.recorded and self.stage not in here
+
+    def reopened(self, now: float) -> OpenRequest:
+        """Describes the request to a scheduler that may not know it."""
+        token_age_s = None
+        if self.stage is Stage.STREAMING and self.first_token_at is not None:
+            token_age_s = now - self.first_token_at
+        return OpenRequest(
+            request=self.encoded_spec,
+            decode=self.decode,
+            age_s=now - self.arrived_at,
+            token_age_s=token_age_s,
+        )
+
+    def await_scheduler(self, now: float) -> None:
+        """Notes that the scheduler is gone: the next one keeps its place, or places it again."""
+        self.waiting_since = now
+        if self.stage is not Stage.STREAMING:
+            self.confirmed = False
+
     def park(self, now: float) -> None:
         """Notes that the request waits until there is a fleet."""
         self.stage, self.waiting_since = Stage.PARKED, now
@@ -279,7 +300,7 @@ class ProxyRequest:
         self.stage, self.decode = Stage.MOVING, None
         self.recorded = False
         self._early = {}
-        self.confirmed = self.orphaned = False
+        self.confirmed = False
         self.parked_since = None
         self.waiting_since = now
 

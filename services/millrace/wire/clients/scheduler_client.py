@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import grpc
 
@@ -15,9 +14,12 @@ from millrace.core.scheduler.explain import Explanation
 from millrace.core.scheduler.mechanisms import Mechanism
 from millrace.core.weights import Weights
 from millrace.wire.channel import open_channel
+from millrace.wire.clients.scheduler_stream import leader_in
 from millrace.wire.codec.scheduler import PREEMPTIONS, ROLES, WEIGHTS
 from millrace.wire.codec.status import EXPLANATION, MECHANISM, fleet_load
 from millrace.wire.pb import scheduler_pb2, scheduler_pb2_grpc
+
+R = TypeVar("R")
 
 TIMEOUT_S = 5.0
 
@@ -59,8 +61,7 @@ async def get_settings(address: str) -> dict[str, Any]:
 
     Raises SchedulerUnavailable.
     """
-    async with _stub(address) as stub:
-        reply = await stub.GetStatus(scheduler_pb2.StatusRequest(), timeout=TIMEOUT_S)
+    reply = await _status(address)
     return {
         "policy": reply.policy,
         "preemption": PREEMPTIONS.word[reply.preemption],
@@ -73,8 +74,7 @@ async def get_settings(address: str) -> dict[str, Any]:
 
 async def get_mechanisms(address: str) -> list[Mechanism]:
     """Returns the mechanisms and whether they are in force. Raises SchedulerUnavailable."""
-    async with _stub(address) as stub:
-        reply = await stub.GetStatus(scheduler_pb2.StatusRequest(), timeout=TIMEOUT_S)
+    reply = await _status(address)
     return list(map(MECHANISM.decode, reply.mechanisms))
 
 
@@ -86,10 +86,9 @@ async def set_policy(address: str, policy: str, weights: Weights | None = None) 
     Raises SchedulerRefused for an unknown policy, class or tenant and a bad weight,
     SchedulerUnavailable.
     """
-    async with _stub(address) as stub:
-        wanted = None if weights is None else WEIGHTS.encode(weights)
-        request = scheduler_pb2.SetPolicyRequest(policy=policy, weights=wanted)
-        reply = await stub.SetPolicy(request, timeout=TIMEOUT_S)
+    wanted = None if weights is None else WEIGHTS.encode(weights)
+    request = scheduler_pb2.SetPolicyRequest(policy=policy, weights=wanted)
+    reply = await _call(address, lambda stub: stub.SetPolicy(request, timeout=TIMEOUT_S))
     found: dict[str, Any] = {"policy": reply.now, "before": reply.before}
     return found if weights is None else {**found, "weights": _weights(reply.weights)}
 
@@ -112,22 +111,20 @@ async def set_improvement_rate(address: str, wanted: float | str) -> dict[str, A
         if isinstance(wanted, str)
         else scheduler_pb2.SetImprovementRateRequest(rate=wanted)
     )
-    async with _stub(address) as stub:
-        reply = await stub.SetImprovementRate(request, timeout=TIMEOUT_S)
+    reply = await _call(address, lambda stub: stub.SetImprovementRate(request, timeout=TIMEOUT_S))
     return {"improvement_rate": reply.now, "before": reply.before}
 
 
 async def get_load(address: str) -> FleetLoad:
     """Returns the present signals of all pools. Raises SchedulerUnavailable."""
-    async with _stub(address) as stub:
-        reply = await stub.GetLoad(scheduler_pb2.LoadRequest(), timeout=TIMEOUT_S)
+    request = scheduler_pb2.LoadRequest()
+    reply = await _call(address, lambda stub: stub.GetLoad(request, timeout=TIMEOUT_S))
     return fleet_load(reply)
 
 
 async def get_instances(address: str) -> list[InstanceView]:
     """Returns all registered instances. Raises SchedulerUnavailable."""
-    async with _stub(address) as stub:
-        reply = await stub.GetStatus(scheduler_pb2.StatusRequest(), timeout=TIMEOUT_S)
+    reply = await _status(address)
     return [
         InstanceView(
             id=one.incarnation.id,
@@ -149,10 +146,9 @@ async def explain(address: str, request_id: str) -> Explanation:
 
     Raises UnknownRequest, SchedulerUnavailable.
     """
+    request = scheduler_pb2.ExplainRequest(request_id=request_id)
     try:
-        async with _stub(address) as stub:
-            request = scheduler_pb2.ExplainRequest(request_id=request_id)
-            reply = await stub.Explain(request, timeout=TIMEOUT_S)
+        reply = await _call(address, lambda stub: stub.Explain(request, timeout=TIMEOUT_S))
     except UnknownInstance as error:  # the same status
         raise UnknownRequest(str(error)) from error
     return EXPLANATION.decode(reply)
@@ -164,9 +160,16 @@ async def watch_board(address: str) -> AsyncGenerator[bytes, None]:
     The first are the head and what is there now. Raises SchedulerUnavailable, also where the
     scheduler ends the stream of a listener that reads too slowly.
     """
-    async with _stub(address) as stub:
-        async for part in stub.WatchBoard(scheduler_pb2.WatchBoardRequest()):
-            yield part.lines
+    status = scheduler_pb2.StatusRequest()
+    leader, _ = await _answer(address, lambda stub: stub.GetStatus(status, timeout=TIMEOUT_S))
+    try:
+        async with open_channel(leader) as channel:
+            stub = scheduler_pb2_grpc.SchedulerStub(channel)
+            async for part in stub.WatchBoard(scheduler_pb2.WatchBoardRequest()):
+                yield part.lines
+    except grpc.aio.AioRpcError as error:
+        why = error.details() or error.code().name
+        raise SchedulerUnavailable(f"no scheduler at {leader}: {why}") from error
 
 
 async def set_cordon(address: str, instance_id: str, cordoned: bool) -> None:
@@ -174,9 +177,8 @@ async def set_cordon(address: str, instance_id: str, cordoned: bool) -> None:
 
     Raises UnknownInstance, SchedulerUnavailable.
     """
-    async with _stub(address) as stub:
-        request = scheduler_pb2.SetCordonRequest(instance_id=instance_id, cordoned=cordoned)
-        await stub.SetCordon(request, timeout=TIMEOUT_S)
+    request = scheduler_pb2.SetCordonRequest(instance_id=instance_id, cordoned=cordoned)
+    await _call(address, lambda stub: stub.SetCordon(request, timeout=TIMEOUT_S))
 
 
 async def evict(address: str, instance_id: str, *, abort: bool) -> None:
@@ -184,20 +186,41 @@ async def evict(address: str, instance_id: str, *, abort: bool) -> None:
 
     Returns once the command is sent. Raises UnknownInstance, SchedulerUnavailable.
     """
-    async with _stub(address) as stub:
-        request = scheduler_pb2.EvictRequest(instance_id=instance_id, abort=abort)
-        await stub.Evict(request, timeout=TIMEOUT_S)
+    request = scheduler_pb2.EvictRequest(instance_id=instance_id, abort=abort)
+    await _call(address, lambda stub: stub.Evict(request, timeout=TIMEOUT_S))
 
 
-@asynccontextmanager
-async def _stub(address: str) -> AsyncIterator[scheduler_pb2_grpc.SchedulerStub]:
-    try:
-        async with open_channel(address) as channel:
-            yield scheduler_pb2_grpc.SchedulerStub(channel)
-    except grpc.aio.AioRpcError as error:
-        if error.code() is grpc.StatusCode.INVALID_ARGUMENT:
-            raise SchedulerRefused(error.details() or "") from error
-        if error.code() is grpc.StatusCode.NOT_FOUND:
-            raise UnknownInstance(error.details() or "") from error
-        why = error.details() or error.code().name
-        raise SchedulerUnavailable(f"no scheduler at {address}: {why}") from error
+async def _status(address: str) -> scheduler_pb2.StatusReply:
+    request = scheduler_pb2.StatusRequest()
+    return await _call(address, lambda stub: stub.GetStatus(request, timeout=TIMEOUT_S))
+
+
+async def _call(
+    addresses: str, make: Callable[[scheduler_pb2_grpc.SchedulerStub], Awaitable[R]]
+) -> R:
+    """Calls the scheduler that leads; returns its answer."""
+    return (await _answer(addresses, make))[1]
+
+
+async def _answer(
+    addresses: str, make: Callable[[scheduler_pb2_grpc.SchedulerStub], Awaitable[R]]
+) -> tuple[str, R]:
+    """Calls the scheduler that leads, found from any of `addresses` (separated by commas).
+
+    Returns its address, and its answer.
+    """
+    to_try, failures = [one.strip() for one in addresses.split(",")], []
+    for address in to_try:
+        try:
+            async with open_channel(address) as channel:
+                return address, await make(scheduler_pb2_grpc.SchedulerStub(channel))
+        except grpc.aio.AioRpcError as error:
+            details = error.details() or ""
+            if error.code() is grpc.StatusCode.INVALID_ARGUMENT:
+                raise SchedulerRefused(details) from error
+            if error.code() is grpc.StatusCode.NOT_FOUND:
+                raise UnknownInstance(details) from error
+            failures.append(f"{address}: {details or error.code().name}")
+            if (leader := leader_in(error)) and leader not in to_try:
+                to_try.append(leader)
+    raise SchedulerUnavailable(f"no scheduler at {'; at '.join(failures)}")

@@ -13,9 +13,12 @@ from millrace.core.scheduler.fleet.prompt_progress import PromptProgress
 from millrace.wire.codec.derive import Codec, Oneof, derive
 from millrace.wire.codec.enums import EnumWords
 from millrace.wire.codec.incarnation import incarnation_message
+from millrace.wire.codec.request_spec import ENCODED
 from millrace.wire.fleet_messages import (
+    AllOpen,
     AskProgress,
     Fleet,
+    OpenRequest,
     Placed,
     Progress,
     ProxyLoad,
@@ -46,6 +49,8 @@ _ITEMS: Final[Oneof[ProxyMessage, scheduler_pb2.ProxyMessage]] = Oneof(
         "cancel": Codec(events.CancelRequested, _CANCEL.encode, cancelled),
         "load": derive(ProxyLoad, scheduler_pb2.ProxyLoad),
         "ask": derive(AskProgress, scheduler_pb2.AskProgress),
+        "open": derive(OpenRequest, scheduler_pb2.OpenRequest, request=ENCODED),
+        "all_open": derive(AllOpen, scheduler_pb2.AllOpen),
     },
 )
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from millrace.core.request import Slo
 from millrace.core.request_spec import RequestSpec
-from millrace.wire.codec.derive import derive
+from millrace.wire.codec.derive import Codec, derive
 from millrace.wire.pb import common_pb2
 
 SLO = derive(Slo, common_pb2.Slo)
 SPEC = derive(RequestSpec, common_pb2.RequestSpec, slo=SLO)
+#: A spec that stays encoded.
+ENCODED = Codec(bytes, common_pb2.RequestSpec.FromString, common_pb2.RequestSpec.SerializeToString)
 spec_message, spec_of = SPEC.encode, SPEC.decode
 
 

@@ -13,10 +13,11 @@ from millrace.core.priority import POLICIES
 from millrace.core.request import Request
 from millrace.core.scheduler import effects, events
 from millrace.core.weights import DEFAULT_TENANT, Weights, is_weight, weight_range
-from millrace.wire.codec.derive import Codec, Oneof, derive
+from millrace.wire.codec.derive import Oneof, derive
 from millrace.wire.codec.enums import EnumWords, MessageError
+from millrace.wire.codec.incarnation import incarnation_of
 from millrace.wire.codec.instance import DRAIN, POLICY, REGISTERED, REGISTRATION
-from millrace.wire.codec.request_spec import SLO
+from millrace.wire.codec.request_spec import ENCODED, SLO
 from millrace.wire.fleet_messages import SendAdmitDecode, SendRunPrefill, WorkerCommand
 from millrace.wire.pb import common_pb2, scheduler_pb2
 
@@ -30,7 +31,7 @@ _DECODES = ("decode", "mixed")
 #: The fields that a registration and its event share.
 _OF_CARD = (
     *("role", "kv_pages", "page_tokens", "max_context_tokens", "max_batch", "model_hash"),
-    *("node", "kv_layers", "decode_step", "block_tokens"),
+    *("node", "kv_layers", "decode_step", "block_tokens", "held"),
 )
 
 # ---- to the scheduler
@@ -59,6 +60,21 @@ def joined(message: scheduler_pb2.Register) -> events.InstanceJoined:
         generation=card.incarnation.generation,
         latency=card.latency or SpLatency(),
         **{name: getattr(card, name) for name in _OF_CARD},
+    )
+
+
+def reopened(message: scheduler_pb2.OpenRequest, *, proxy_id: str, now_s: float) -> events.Reopened:
+    """Returns a request that was submitted on an earlier stream. Raises MessageError."""
+    _require("age_s", message.age_s, 0 <= message.age_s < math.inf, "0 or more, and finite")
+    found = request(message.request, proxy_id=proxy_id, now_s=now_s - message.age_s)
+    token_age_s = None
+    if message.HasField("token_age_s"):
+        token_age_s = message.token_age_s
+        _require("token_age_s", token_age_s, 0 <= token_age_s < math.inf, "0 or more, and finite")
+    return events.Reopened(
+        request=found,
+        decode=incarnation_of(message.decode) if message.HasField("decode") else None,
+        token_age_s=token_age_s,
     )
 
 
@@ -152,14 +168,13 @@ def _require(field: str, value: object, holds: bool, wanted: str) -> None:
 
 # ---- from the scheduler to workers
 
-_ENCODED = Codec(bytes, common_pb2.RequestSpec.FromString, common_pb2.RequestSpec.SerializeToString)
 _NO_ID = {"instance_id": ""}
 _COMMANDS: Final[Oneof[WorkerCommand, scheduler_pb2.WorkerCommand]] = Oneof(
     scheduler_pb2.WorkerCommand,
     {
         "registered": REGISTERED,
-        "admit_decode": derive(SendAdmitDecode, scheduler_pb2.AdmitDecode, request=_ENCODED),
-        "run_prefill": derive(SendRunPrefill, scheduler_pb2.RunPrefill, request=_ENCODED),
+        "admit_decode": derive(SendAdmitDecode, scheduler_pb2.AdmitDecode, request=ENCODED),
+        "run_prefill": derive(SendRunPrefill, scheduler_pb2.RunPrefill, request=ENCODED),
         "order": derive(effects.Order, scheduler_pb2.Order, absent=_NO_ID),
         "cancel": derive(effects.CancelOn, scheduler_pb2.CancelRequest, absent=_NO_ID),
         "drain": DRAIN,

@@ -59,18 +59,38 @@ PREEMPTION_LAYER: Preemption
 PREEMPTION_OPERATOR: Preemption
 
 class ProxyMessage(_message.Message):
-    __slots__ = ("hello", "submit", "cancel", "load", "ask")
+    __slots__ = ("hello", "submit", "cancel", "load", "ask", "open", "all_open")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     SUBMIT_FIELD_NUMBER: _ClassVar[int]
     CANCEL_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
     ASK_FIELD_NUMBER: _ClassVar[int]
+    OPEN_FIELD_NUMBER: _ClassVar[int]
+    ALL_OPEN_FIELD_NUMBER: _ClassVar[int]
     hello: _common_pb2.Incarnation
     submit: SubmitBatch
     cancel: CancelRequest
     load: ProxyLoad
     ask: AskProgress
-    def __init__(self, hello: _Optional[_Union[_common_pb2.Incarnation, _Mapping]] = ..., submit: _Optional[_Union[SubmitBatch, _Mapping]] = ..., cancel: _Optional[_Union[CancelRequest, _Mapping]] = ..., load: _Optional[_Union[ProxyLoad, _Mapping]] = ..., ask: _Optional[_Union[AskProgress, _Mapping]] = ...) -> None: ...
+    open: OpenRequest
+    all_open: AllOpen
+    def __init__(self, hello: _Optional[_Union[_common_pb2.Incarnation, _Mapping]] = ..., submit: _Optional[_Union[SubmitBatch, _Mapping]] = ..., cancel: _Optional[_Union[CancelRequest, _Mapping]] = ..., load: _Optional[_Union[ProxyLoad, _Mapping]] = ..., ask: _Optional[_Union[AskProgress, _Mapping]] = ..., open: _Optional[_Union[OpenRequest, _Mapping]] = ..., all_open: _Optional[_Union[AllOpen, _Mapping]] = ...) -> None: ...
+
+class OpenRequest(_message.Message):
+    __slots__ = ("request", "decode", "age_s", "token_age_s")
+    REQUEST_FIELD_NUMBER: _ClassVar[int]
+    DECODE_FIELD_NUMBER: _ClassVar[int]
+    AGE_S_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_AGE_S_FIELD_NUMBER: _ClassVar[int]
+    request: _common_pb2.RequestSpec
+    decode: _common_pb2.Incarnation
+    age_s: float
+    token_age_s: float
+    def __init__(self, request: _Optional[_Union[_common_pb2.RequestSpec, _Mapping]] = ..., decode: _Optional[_Union[_common_pb2.Incarnation, _Mapping]] = ..., age_s: _Optional[float] = ..., token_age_s: _Optional[float] = ...) -> None: ...
+
+class AllOpen(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
 
 class AskProgress(_message.Message):
     __slots__ = ("request_ids",)
@@ -99,20 +119,22 @@ class CancelRequest(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class ProxyUpdate(_message.Message):
-    __slots__ = ("placed", "refused", "failed", "fleet", "queued", "progress")
+    __slots__ = ("placed", "refused", "failed", "fleet", "queued", "progress", "epoch")
     PLACED_FIELD_NUMBER: _ClassVar[int]
     REFUSED_FIELD_NUMBER: _ClassVar[int]
     FAILED_FIELD_NUMBER: _ClassVar[int]
     FLEET_FIELD_NUMBER: _ClassVar[int]
     QUEUED_FIELD_NUMBER: _ClassVar[int]
     PROGRESS_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
     placed: Placed
     refused: Refused
     failed: Failed
     fleet: Fleet
     queued: Queued
     progress: Progress
-    def __init__(self, placed: _Optional[_Union[Placed, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., failed: _Optional[_Union[Failed, _Mapping]] = ..., fleet: _Optional[_Union[Fleet, _Mapping]] = ..., queued: _Optional[_Union[Queued, _Mapping]] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ...) -> None: ...
+    epoch: int
+    def __init__(self, placed: _Optional[_Union[Placed, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., failed: _Optional[_Union[Failed, _Mapping]] = ..., fleet: _Optional[_Union[Fleet, _Mapping]] = ..., queued: _Optional[_Union[Queued, _Mapping]] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ..., epoch: _Optional[int] = ...) -> None: ...
 
 class Progress(_message.Message):
     __slots__ = ("request_id", "prompt")
@@ -173,14 +195,16 @@ class Failed(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., message: _Optional[str] = ..., resumable: _Optional[bool] = ...) -> None: ...
 
 class Fleet(_message.Message):
-    __slots__ = ("decode", "ready", "prefill")
+    __slots__ = ("decode", "ready", "lease", "prefill")
     DECODE_FIELD_NUMBER: _ClassVar[int]
     READY_FIELD_NUMBER: _ClassVar[int]
+    LEASE_FIELD_NUMBER: _ClassVar[int]
     PREFILL_FIELD_NUMBER: _ClassVar[int]
     decode: _containers.RepeatedCompositeFieldContainer[Member]
     ready: bool
+    lease: str
     prefill: _containers.RepeatedCompositeFieldContainer[Member]
-    def __init__(self, decode: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., ready: _Optional[bool] = ..., prefill: _Optional[_Iterable[_Union[Member, _Mapping]]] = ...) -> None: ...
+    def __init__(self, decode: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., ready: _Optional[bool] = ..., lease: _Optional[str] = ..., prefill: _Optional[_Iterable[_Union[Member, _Mapping]]] = ...) -> None: ...
 
 class Member(_message.Message):
     __slots__ = ("incarnation", "address")
@@ -191,7 +215,7 @@ class Member(_message.Message):
     def __init__(self, incarnation: _Optional[_Union[_common_pb2.Incarnation, _Mapping]] = ..., address: _Optional[str] = ...) -> None: ...
 
 class WorkerMessage(_message.Message):
-    __slots__ = ("register", "heartbeat", "chunk_started", "chunk_finished", "request_released", "decode_started", "request_finished", "request_failed", "draining", "chunk_suspended", "prefix_landed")
+    __slots__ = ("register", "heartbeat", "chunk_started", "chunk_finished", "request_released", "decode_started", "request_finished", "request_failed", "draining", "chunk_suspended", "prefix_landed", "first_token_sent")
     REGISTER_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
     CHUNK_STARTED_FIELD_NUMBER: _ClassVar[int]
@@ -203,6 +227,7 @@ class WorkerMessage(_message.Message):
     DRAINING_FIELD_NUMBER: _ClassVar[int]
     CHUNK_SUSPENDED_FIELD_NUMBER: _ClassVar[int]
     PREFIX_LANDED_FIELD_NUMBER: _ClassVar[int]
+    FIRST_TOKEN_SENT_FIELD_NUMBER: _ClassVar[int]
     register: Register
     heartbeat: Heartbeat
     chunk_started: ChunkStarted
@@ -214,10 +239,11 @@ class WorkerMessage(_message.Message):
     draining: Draining
     chunk_suspended: ChunkSuspended
     prefix_landed: PrefixLanded
-    def __init__(self, register: _Optional[_Union[Register, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., chunk_started: _Optional[_Union[ChunkStarted, _Mapping]] = ..., chunk_finished: _Optional[_Union[ChunkFinished, _Mapping]] = ..., request_released: _Optional[_Union[RequestReleased, _Mapping]] = ..., decode_started: _Optional[_Union[DecodeStarted, _Mapping]] = ..., request_finished: _Optional[_Union[RequestFinished, _Mapping]] = ..., request_failed: _Optional[_Union[RequestFailed, _Mapping]] = ..., draining: _Optional[_Union[Draining, _Mapping]] = ..., chunk_suspended: _Optional[_Union[ChunkSuspended, _Mapping]] = ..., prefix_landed: _Optional[_Union[PrefixLanded, _Mapping]] = ...) -> None: ...
+    first_token_sent: FirstTokenSent
+    def __init__(self, register: _Optional[_Union[Register, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., chunk_started: _Optional[_Union[ChunkStarted, _Mapping]] = ..., chunk_finished: _Optional[_Union[ChunkFinished, _Mapping]] = ..., request_released: _Optional[_Union[RequestReleased, _Mapping]] = ..., decode_started: _Optional[_Union[DecodeStarted, _Mapping]] = ..., request_finished: _Optional[_Union[RequestFinished, _Mapping]] = ..., request_failed: _Optional[_Union[RequestFailed, _Mapping]] = ..., draining: _Optional[_Union[Draining, _Mapping]] = ..., chunk_suspended: _Optional[_Union[ChunkSuspended, _Mapping]] = ..., prefix_landed: _Optional[_Union[PrefixLanded, _Mapping]] = ..., first_token_sent: _Optional[_Union[FirstTokenSent, _Mapping]] = ...) -> None: ...
 
 class Register(_message.Message):
-    __slots__ = ("incarnation", "role", "address", "model_hash", "kv_pages", "page_tokens", "max_context_tokens", "max_batch", "latency", "node", "kv_layers", "decode_step", "block_tokens")
+    __slots__ = ("incarnation", "role", "address", "model_hash", "kv_pages", "page_tokens", "max_context_tokens", "max_batch", "latency", "node", "kv_layers", "decode_step", "block_tokens", "held")
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
@@ -231,6 +257,7 @@ class Register(_message.Message):
     KV_LAYERS_FIELD_NUMBER: _ClassVar[int]
     DECODE_STEP_FIELD_NUMBER: _ClassVar[int]
     BLOCK_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    HELD_FIELD_NUMBER: _ClassVar[int]
     incarnation: _common_pb2.Incarnation
     role: Role
     address: str
@@ -244,7 +271,58 @@ class Register(_message.Message):
     kv_layers: int
     decode_step: DecodeStepTime
     block_tokens: int
-    def __init__(self, incarnation: _Optional[_Union[_common_pb2.Incarnation, _Mapping]] = ..., role: _Optional[_Union[Role, str]] = ..., address: _Optional[str] = ..., model_hash: _Optional[str] = ..., kv_pages: _Optional[int] = ..., page_tokens: _Optional[int] = ..., max_context_tokens: _Optional[int] = ..., max_batch: _Optional[int] = ..., latency: _Optional[_Union[SpLatency, _Mapping]] = ..., node: _Optional[str] = ..., kv_layers: _Optional[int] = ..., decode_step: _Optional[_Union[DecodeStepTime, _Mapping]] = ..., block_tokens: _Optional[int] = ...) -> None: ...
+    held: _containers.RepeatedCompositeFieldContainer[Held]
+    def __init__(self, incarnation: _Optional[_Union[_common_pb2.Incarnation, _Mapping]] = ..., role: _Optional[_Union[Role, str]] = ..., address: _Optional[str] = ..., model_hash: _Optional[str] = ..., kv_pages: _Optional[int] = ..., page_tokens: _Optional[int] = ..., max_context_tokens: _Optional[int] = ..., max_batch: _Optional[int] = ..., latency: _Optional[_Union[SpLatency, _Mapping]] = ..., node: _Optional[str] = ..., kv_layers: _Optional[int] = ..., decode_step: _Optional[_Union[DecodeStepTime, _Mapping]] = ..., block_tokens: _Optional[int] = ..., held: _Optional[_Iterable[_Union[Held, _Mapping]]] = ...) -> None: ...
+
+class Held(_message.Message):
+    __slots__ = ("request_id", "prompt_tokens", "max_new_tokens", "choices", "attempt", "chunks", "chunks_done", "computing", "compute_s", "decode", "shards", "kept_tokens", "landed_tokens", "first_token", "decoding", "failed", "leaving", "complete")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    MAX_NEW_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    CHOICES_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    CHUNKS_FIELD_NUMBER: _ClassVar[int]
+    CHUNKS_DONE_FIELD_NUMBER: _ClassVar[int]
+    COMPUTING_FIELD_NUMBER: _ClassVar[int]
+    COMPUTE_S_FIELD_NUMBER: _ClassVar[int]
+    DECODE_FIELD_NUMBER: _ClassVar[int]
+    SHARDS_FIELD_NUMBER: _ClassVar[int]
+    KEPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    LANDED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    FIRST_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    DECODING_FIELD_NUMBER: _ClassVar[int]
+    FAILED_FIELD_NUMBER: _ClassVar[int]
+    LEAVING_FIELD_NUMBER: _ClassVar[int]
+    COMPLETE_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    prompt_tokens: int
+    max_new_tokens: int
+    choices: int
+    attempt: int
+    chunks: _containers.RepeatedCompositeFieldContainer[Chunk]
+    chunks_done: int
+    computing: bool
+    compute_s: float
+    decode: _common_pb2.Incarnation
+    shards: _containers.RepeatedCompositeFieldContainer[HeldShard]
+    kept_tokens: int
+    landed_tokens: int
+    first_token: bool
+    decoding: bool
+    failed: bool
+    leaving: bool
+    complete: bool
+    def __init__(self, request_id: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., max_new_tokens: _Optional[int] = ..., choices: _Optional[int] = ..., attempt: _Optional[int] = ..., chunks: _Optional[_Iterable[_Union[Chunk, _Mapping]]] = ..., chunks_done: _Optional[int] = ..., computing: _Optional[bool] = ..., compute_s: _Optional[float] = ..., decode: _Optional[_Union[_common_pb2.Incarnation, _Mapping]] = ..., shards: _Optional[_Iterable[_Union[HeldShard, _Mapping]]] = ..., kept_tokens: _Optional[int] = ..., landed_tokens: _Optional[int] = ..., first_token: _Optional[bool] = ..., decoding: _Optional[bool] = ..., failed: _Optional[bool] = ..., leaving: _Optional[bool] = ..., complete: _Optional[bool] = ...) -> None: ...
+
+class HeldShard(_message.Message):
+    __slots__ = ("worker_id", "start_token", "end_token")
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    START_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    END_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    worker_id: str
+    start_token: int
+    end_token: int
+    def __init__(self, worker_id: _Optional[str] = ..., start_token: _Optional[int] = ..., end_token: _Optional[int] = ...) -> None: ...
 
 class DecodeStepTime(_message.Message):
     __slots__ = ("base_s", "per_sequence_s", "per_context_token_s")
@@ -381,6 +459,12 @@ class PrefixLanded(_message.Message):
     tokens: int
     def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., tokens: _Optional[int] = ...) -> None: ...
 
+class FirstTokenSent(_message.Message):
+    __slots__ = ("request_id",)
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    def __init__(self, request_id: _Optional[str] = ...) -> None: ...
+
 class DecodeStarted(_message.Message):
     __slots__ = ("request_id", "since_token_s")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
@@ -418,7 +502,7 @@ class Draining(_message.Message):
     def __init__(self) -> None: ...
 
 class WorkerCommand(_message.Message):
-    __slots__ = ("registered", "run_prefill", "admit_decode", "cancel", "drain", "order", "policy")
+    __slots__ = ("registered", "run_prefill", "admit_decode", "cancel", "drain", "order", "policy", "epoch")
     REGISTERED_FIELD_NUMBER: _ClassVar[int]
     RUN_PREFILL_FIELD_NUMBER: _ClassVar[int]
     ADMIT_DECODE_FIELD_NUMBER: _ClassVar[int]
@@ -426,6 +510,7 @@ class WorkerCommand(_message.Message):
     DRAIN_FIELD_NUMBER: _ClassVar[int]
     ORDER_FIELD_NUMBER: _ClassVar[int]
     POLICY_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
     registered: Registered
     run_prefill: RunPrefill
     admit_decode: AdmitDecode
@@ -433,19 +518,22 @@ class WorkerCommand(_message.Message):
     drain: Drain
     order: Order
     policy: PolicyInForce
-    def __init__(self, registered: _Optional[_Union[Registered, _Mapping]] = ..., run_prefill: _Optional[_Union[RunPrefill, _Mapping]] = ..., admit_decode: _Optional[_Union[AdmitDecode, _Mapping]] = ..., cancel: _Optional[_Union[CancelRequest, _Mapping]] = ..., drain: _Optional[_Union[Drain, _Mapping]] = ..., order: _Optional[_Union[Order, _Mapping]] = ..., policy: _Optional[_Union[PolicyInForce, _Mapping]] = ...) -> None: ...
+    epoch: int
+    def __init__(self, registered: _Optional[_Union[Registered, _Mapping]] = ..., run_prefill: _Optional[_Union[RunPrefill, _Mapping]] = ..., admit_decode: _Optional[_Union[AdmitDecode, _Mapping]] = ..., cancel: _Optional[_Union[CancelRequest, _Mapping]] = ..., drain: _Optional[_Union[Drain, _Mapping]] = ..., order: _Optional[_Union[Order, _Mapping]] = ..., policy: _Optional[_Union[PolicyInForce, _Mapping]] = ..., epoch: _Optional[int] = ...) -> None: ...
 
 class Registered(_message.Message):
-    __slots__ = ("heartbeat_s", "preemption", "policy", "weights")
+    __slots__ = ("heartbeat_s", "preemption", "policy", "weights", "lease")
     HEARTBEAT_S_FIELD_NUMBER: _ClassVar[int]
     PREEMPTION_FIELD_NUMBER: _ClassVar[int]
     POLICY_FIELD_NUMBER: _ClassVar[int]
     WEIGHTS_FIELD_NUMBER: _ClassVar[int]
+    LEASE_FIELD_NUMBER: _ClassVar[int]
     heartbeat_s: float
     preemption: Preemption
     policy: str
     weights: Weights
-    def __init__(self, heartbeat_s: _Optional[float] = ..., preemption: _Optional[_Union[Preemption, str]] = ..., policy: _Optional[str] = ..., weights: _Optional[_Union[Weights, _Mapping]] = ...) -> None: ...
+    lease: str
+    def __init__(self, heartbeat_s: _Optional[float] = ..., preemption: _Optional[_Union[Preemption, str]] = ..., policy: _Optional[str] = ..., weights: _Optional[_Union[Weights, _Mapping]] = ..., lease: _Optional[str] = ...) -> None: ...
 
 class PolicyInForce(_message.Message):
     __slots__ = ("name", "weights")

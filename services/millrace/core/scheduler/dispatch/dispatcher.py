@@ -16,10 +16,11 @@ from millrace.core.kv.pages import pages_for, pages_of_plan
 from millrace.core.live_request import LiveRequest
 from millrace.core.request import Chunk, RequestState
 from millrace.core.scheduler.dispatch.decode_placement import DecodePlacement
+from millrace.core.scheduler.dispatch.tasks import tasks_of
 from millrace.core.scheduler.fleet.batching import batch
 from millrace.core.scheduler.fleet.cluster import Pool
 from millrace.core.scheduler.fleet.instances import Instance, PrefillInstance
-from millrace.core.scheduler.fleet.task import Rank, Task, masks
+from millrace.core.scheduler.fleet.task import Rank
 from millrace.core.scheduler.planning.plan import Plan, PlannedChunk
 from millrace.core.scheduler.request_table import RequestTable
 from millrace.core.scheduler.step_context import StepContext
@@ -248,32 +249,9 @@ class Dispatcher:
         """Sends the request, and the other requests of its batch."""
         key, chunks = pool.waiting.key(request), candidate.chunks
         together = self._batch(request, candidate, pool, step.now_s)
-        tasks: list[Task] = []
-        for chunk in chunks:
-            members = tuple(pool.prefill[instance_id] for instance_id in chunk.instance_ids)
-            tokens = chunk.num_tokens + sum(r.prompt_tokens for r in together)
-            history = chunk.start_token + candidate.cached_tokens
-            modelled_s = pool.latency.chunk_s(
-                tokens - candidate.cached_tokens, history, len(members)
-            )
-            band = band_of(chunk.start_token + chunk.num_tokens, len(members))
-            corrections = self._cluster.corrections
-            predicted_s = max(corrections.seconds(m.id, band, modelled_s) for m in members)
-            tasks.append(
-                Task(
-                    requests=[request, *together],
-                    chunk=chunk,
-                    members=members,
-                    mask=masks(members),
-                    modelled_s=modelled_s,
-                    predicted_s=predicted_s,
-                    band=band,
-                    batched=bool(together),
-                    is_alone=len(chunks) == 1 and not any(m.queue for m in members),
-                    rank=(key, request.order, chunk.index),
-                    previous=tasks[-1] if tasks else None,
-                )
-            )
+        tasks = tasks_of(
+            self._cluster, pool, [request, *together], chunks, key, candidate.cached_tokens
+        )
         self._table.start(pool, tasks)
         request.predict(
             sum(task.predicted_s for task in tasks),

@@ -9,6 +9,7 @@ from millrace.core.scheduler.dispatch.event_filter import EventFilter
 from millrace.core.scheduler.fleet.instances import DecodeInstance, Instance, PrefillInstance
 from millrace.core.scheduler.reports import (
     DecodeStarted,
+    FirstTokenSent,
     PrefixLanded,
     RequestFailed,
     RequestFinished,
@@ -76,6 +77,16 @@ class RequestProgress:
             return
         request.land(tokens)
         step.record(request)
+
+    def first_token_sent(
+        self, step: StepContext, instance: Instance, report: FirstTokenSent
+    ) -> None:
+        """Takes decode's word that the prompt is computed, which may overtake prefill's."""
+        request = self._table.served(report.request_id, instance)
+        if request is not None and request.state is RequestState.PREFILLING:
+            self._table.computed(step, request)
+        else:
+            self._event_filter.ignored += 1
 
     def decode_started(self, step: StepContext, instance: Instance, report: DecodeStarted) -> None:
         request = None

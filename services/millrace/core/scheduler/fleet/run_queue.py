@@ -79,6 +79,13 @@ class RunQueue:
             task.started_s = now_s
             self._recount(task)
 
+    def goes_on(self, task: Task, now_s: float) -> None:
+        """Notes that a task that another scheduler has started computes, and lets it go on."""
+        self.started(task, now_s)
+        if not any(one.mask & task.mask for one in self._chosen if one.chosen):
+            task.chosen = True
+            self._chosen.append(task)
+
     def suspended(self, task: Task, executed_s: float) -> None:
         """Notes that the task has computed for so long and computes no more for now."""
         task.executed_s, task.started_s = executed_s, None

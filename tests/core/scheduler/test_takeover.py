@@ -1,0 +1,202 @@
+"""Another scheduler goes on where one has died or was paused, and no work is lost."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from millrace.core.config import SchedulerConfig
+from millrace.core.request import RequestState
+from millrace.core.scheduler import effects, events, reports
+from millrace.core.scheduler.held import Held
+from support.core_events import Bench, groups_of, instance, of, request
+from support.takeover_world import World
+
+FLEET = (
+    *(instance(f"p{i}", latency=groups_of(1, 2), node="n") for i in range(3)),
+    *(instance(f"d{i}", pages=200) for i in range(2)),
+    instance("m0", model="m"),
+)
+
+
+def run(world: World, rng: random.Random, steps: int) -> None:
+    for _ in range(steps):
+        world.now_s += 0.01
+        possible = list(world.actions())
+        if not possible:
+            return
+        rng.choice(possible)()
+
+
+def world_of(rng: random.Random) -> World:
+    config = SchedulerConfig(
+        planner=rng.choice(["cdsp", "single_chunk"]),
+        preemption=rng.choice(["none", "operator"]),
+        policy=rng.choice(["fcfs", "s_edf", "millrace"]),
+        improvement_rate=0.0,
+    )
+    return World(*FLEET, config=config)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_takeovers_lose_no_work_whenever_the_leader_dies(seed: int):
+    rng = random.Random(seed)
+    world = world_of(rng)
+    for number in range(30):
+        world.submit(f"r{number}", rng.choice([20, 100, 700]))
+        run(world, rng, rng.randrange(12))
+        if rng.random() < 0.25:
+            take_over(world, rng, paused=rng.random() < 0.5)
+    run(world, rng, 10_000)
+    assert not world.open_requests()
+    for name, client in world.clients.items():
+        assert not client.failures, name
+        assert client.tokens == client.spec.sampling.max_tokens, name
+        assert client.computed == client.spec.prompt_tokens, f"{name} was computed again"
+    assert not world.machine.requests
+    world.now_s += 10_000.0
+    world.step(events.Tick())
+    assert not any(one.holdings for one in world.machine.cluster.instances.values())
+    assert world.machine.release_timeouts == 0
+
+
+def take_over(world: World, rng: random.Random, *, paused: bool) -> None:
+    """The next leader hears of peers in any order, while instances and clients go on."""
+    world.lose_leader(paused=paused)
+    run(world, rng, rng.randrange(20))
+    world.lead()
+    peers = [*world.instances.values(), None]
+    rng.shuffle(peers)
+    for peer in peers:
+        if peer is None:
+            world.connect_proxy()
+        else:
+            world.connect(peer)
+        run(world, rng, rng.randrange(4))
+    for dead in world.instances.values():
+        card = dead.card
+        world.wake(events.InstanceLeft(instance_id=card.instance_id, generation=card.generation))
+    world.former.clear()
+    world.end_takeover()
+
+
+def test_a_paused_leader_that_wakes_changes_nothing():
+    world = World(instance("p0"), instance("d0"), config=SchedulerConfig())
+    world.submit("r", 100)
+    rng = random.Random(0)
+    run(world, rng, 4)
+    world.lose_leader(paused=True)
+    world.lead()
+    for one in world.instances.values():
+        world.connect(one)
+    world.connect_proxy()
+    world.end_takeover()
+    world.wake(events.CancelRequested(request_id="r", reason="the client left"))
+    run(world, rng, 100)
+    assert world.stale >= 2  # its cancels
+    assert world.clients["r"].done and not world.clients["r"].failures
+
+
+# ---- single cases
+
+
+def held(request_id: str = "r", **fields: object) -> Held:
+    return Held(request_id=request_id, prompt_tokens=100, max_new_tokens=28, choices=1, **fields)
+
+
+def taken_over(*cards: events.InstanceJoined, **reopened: object) -> tuple[Bench, list]:
+    bench = Bench()
+    bench.step(events.TakeoverBegan())
+    for card in cards:
+        bench.step(card)
+    bench.step(events.Reopened(request=request("r").request, **reopened))
+    return bench, bench.step(events.TakeoverEnded())
+
+
+def with_held(card: events.InstanceJoined, *parts: Held) -> events.InstanceJoined:
+    return replace(card, held=parts)
+
+
+def test_a_request_that_nobody_holds_begins_again():
+    bench, found = taken_over(instance("p0"), instance("d0"))
+    assert [one.decode_id for one in of(effects.Place, found)] == ["d0"]
+    assert bench.serve("r")
+    assert not bench.machine.requests
+
+
+def test_a_request_with_tokens_that_nobody_holds_is_migrated():
+    bench, found = taken_over(instance("p0"), instance("d0"), token_age_s=2.0)
+    (failed,) = of(effects.Fail, found)
+    assert failed.resumable
+    assert not bench.machine.requests
+
+
+def test_kept_tokens_survive_the_loss_of_prefill():
+    parts = held(attempt=2, landed_tokens=80)
+    bench, found = taken_over(instance("p0"), with_held(instance("d0"), parts))
+    (admit,) = of(effects.AdmitDecode, found)
+    assert (admit.attempt, admit.kept_tokens) == (3, 80)
+    (run_prefill,) = of(effects.RunPrefill, found)
+    assert run_prefill.chunks[0].start_token == 80
+    assert bench.machine.requests["r"].state is RequestState.PREFILLING
+
+
+def test_what_no_proxy_names_is_dropped_before_its_pages_are_given_away():
+    bench = Bench()
+    bench.step(events.TakeoverBegan())
+    bench.step(with_held(instance("d0"), held("lost", decoding=True, first_token=True)))
+    found = bench.step(events.TakeoverEnded())
+    assert [(one.instance_id, one.request_id) for one in of(effects.CancelOn, found)] == [
+        ("d0", "lost")
+    ]
+    decode = bench.machine.cluster.instances["d0"]
+    assert decode.booked_pages == 8
+    bench.released("d0", "lost")
+    assert decode.booked_pages == 0
+
+
+def test_an_instance_that_comes_back_to_the_same_leader_drops_what_was_given_up():
+    bench = Bench(instance("p0"), instance("d0"))
+    bench.submit("r")
+    bench.died("d0")
+    found = bench.step(with_held(instance("d0"), held()))
+    assert of(effects.CancelOn, found)[0].request_id == "r"
+    assert not of(effects.AdmitDecode, found)  # it still holds the earlier attempt
+    bench.released("p0", "r")
+    (admit,) = of(effects.AdmitDecode, bench.released("d0", "r"))
+    assert admit.attempt == 2
+
+
+def test_a_request_that_finishes_meanwhile_is_over():
+    bench = Bench()
+    bench.step(events.TakeoverBegan())
+    bench.step(with_held(instance("d0"), held(decoding=True, first_token=True)))
+    bench.finished("d0", "r", "length")
+    bench.step(events.Reopened(request=request("r").request, token_age_s=1.0))
+    found = bench.step(events.TakeoverEnded())
+    assert [one.state for one in of(effects.Record, found)] == [RequestState.FINISHED]
+    assert not of(effects.Fail, found)
+
+
+def test_a_proxy_that_connects_again_keeps_its_requests():
+    bench = Bench(instance("p0"), instance("d0"))
+    bench.submit("r")
+    again = request("r", proxy="x#2").request
+    bench.step(events.Reopened(request=again))
+    bench.step(events.ProxyLeft(proxy_id="x"))
+    assert bench.machine.requests["r"].proxy_id == "x#2"
+    bench.step(events.ProxyLeft(proxy_id="x#2"))
+    assert not bench.machine.requests
+
+
+def test_new_requests_wait_for_the_end_of_a_takeover():
+    bench = Bench()
+    bench.step(events.TakeoverBegan())
+    bench.step(instance("p0"))
+    bench.step(instance("d0"))
+    assert not bench.submit("new")
+    bench.report("d0", reports.Heartbeat())
+    found = bench.step(events.TakeoverEnded())
+    assert [one.request_id for one in of(effects.Place, found)] == ["new"]
