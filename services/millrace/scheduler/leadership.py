@@ -97,7 +97,11 @@ class Leadership:
             await self._renewed.wait()
 
     async def release(self, note: bytes = b"") -> None:
-        """Lets another scheduler lead at once; without a `note` the last one stays."""
+        """Lets another scheduler lead at once; without a `note` the last one stays.
+
+        From now on this process never certainly leads: the ends of its streams end no request.
+        """
+        self._until_s = -1.0
         if self.lease is not None:
             try:
                 await self._leases.release(self._name, epoch=self.lease.epoch, note=note)

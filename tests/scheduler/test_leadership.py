@@ -1,0 +1,58 @@
+"""One scheduler leads, and knows when it certainly does."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from millrace.core.config import SchedulerConfig
+from millrace.scheduler.leadership import Leadership, LeadershipLost
+from millrace.state.leases import MemoryLeases
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 1_000.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def leadership(leases: MemoryLeases, address: str, clock: Clock) -> Leadership:
+    return Leadership(leases, address, SchedulerConfig(leader_lease_s=2.0), clock)
+
+
+async def certain(of: Leadership) -> bool:
+    task = asyncio.create_task(of.certain())
+    for _ in range(3):
+        await asyncio.sleep(0)
+    task.cancel()
+    await asyncio.wait([task])
+    return not task.cancelled()
+
+
+async def test_the_second_stands_by_and_knows_the_first():
+    clock = Clock()
+    leases = MemoryLeases(clock=clock)
+    first, second = (leadership(leases, name, clock) for name in ("a:1", "b:1"))
+    assert await first.try_to_lead() is not None
+    assert await second.try_to_lead() is None
+    assert second.leader == "a:1"
+    assert await certain(first)
+    clock.now_s += 2.0
+    assert not await certain(first)  # it was paused
+    assert await second.try_to_lead() is not None
+    with pytest.raises(LeadershipLost, match="another one leads"):
+        await first.keep(lambda: b"")
+
+
+async def test_a_scheduler_that_has_handed_over_writes_nothing_more():
+    clock = Clock()
+    leases = MemoryLeases(clock=clock)
+    first, second = (leadership(leases, name, clock) for name in ("a:1", "b:1"))
+    await first.try_to_lead()
+    await first.release(b"note")
+    assert not await certain(first)
+    lease = await second.try_to_lead()
+    assert lease is not None and lease.note == b"note"
