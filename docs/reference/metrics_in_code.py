@@ -1,8 +1,8 @@
 """Finds every metric that the code registers, by reading its syntax.
 
-A registration is a call of `Registry.counter`, `gauge`, `gauge_function`, `gauges_by` or
-`histogram` (`millrace.telemetry.metrics`). No service is started. A name or a help text that is
-built in a way that `_text` does not know raises ValueError.
+A registration is a call of `Registry.counter`, `counter_function`, `gauge`, `gauge_function`,
+`gauges_by` or `histogram` (`millrace.telemetry.metrics`). No service is started. A name or a help
+text that is built in a way that `_text` does not know raises ValueError.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ SOURCES = ("services/millrace", "operator/millrace_operator")
 ROLES = ("prefill", "decode", "mixed", "kvp")
 KINDS = {
     "counter": "counter",
+    "counter_function": "counter",
     "gauge": "gauge",
     "gauge_function": "gauge",
     "gauges_by": "gauge",
@@ -98,7 +99,7 @@ def _registered(call: ast.Call, names: Names) -> Iterator[Metric]:
             yield Metric(name, kind, (_text(label, names),), said)
         return
     labels = call.args[2] if len(call.args) > 2 else ast.Tuple([])
-    if call.func.attr == "gauge_function":
+    if call.func.attr in ("counter_function", "gauge_function"):
         labels = ast.Tuple([])
     yield Metric(
         _text(call.args[0], names),

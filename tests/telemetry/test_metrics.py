@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from prometheus_client.openmetrics import parser as openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 
 from millrace.telemetry.metrics import Registry
@@ -86,3 +87,28 @@ def test_gauges_of_one_look_leave_out_what_was_not_measured() -> None:
         registry.gauge("millrace_x_y_seconds", "taken")
     with pytest.raises(ValueError, match="must read"):
         registry.gauges_by("pool", {"millrace_seconds": "d"}, look)
+
+
+def test_a_counter_may_be_a_function() -> None:
+    registry = Registry()
+    registry.counter_function("millrace_scheduler_ignored_messages_total", "d", lambda: 5)
+    body, _ = registry.render()
+    assert samples(body.decode())["millrace_scheduler_ignored_messages_total"] == 5
+    assert b"# TYPE millrace_scheduler_ignored_messages_total counter" in body
+    with pytest.raises(ValueError, match="must end in _total"):
+        registry.counter_function("millrace_scheduler_ignored_messages", "d", lambda: 5)
+
+
+def test_openmetrics_has_the_trace_of_an_observation() -> None:
+    registry = Registry()
+    seconds = registry.histogram("millrace_proxy_ttft_seconds", "d", buckets=(0.1, 1.0))
+    seconds.observe(0.5, {"trace_id": "4bf92f3577b34da6a3ce929d0e0e4736"})
+    body, content_type = registry.render("application/openmetrics-text; version=1.0.0")
+    assert content_type.startswith("application/openmetrics-text")
+    exemplars = [
+        (sample.labels["le"], sample.exemplar.labels["trace_id"], sample.exemplar.value)
+        for family in openmetrics.text_string_to_metric_families(body.decode())
+        for sample in family.samples
+        if sample.exemplar is not None
+    ]
+    assert exemplars == [("1.0", "4bf92f3577b34da6a3ce929d0e0e4736", 0.5)]

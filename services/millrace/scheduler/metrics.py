@@ -98,12 +98,20 @@ class SchedulerMetrics:
                 lambda: machine.queued_s,
             ),
             ("live_requests", "requests that have not ended", lambda: len(machine.requests)),
-            ("ignored_messages", "late, duplicate or unknown messages", lambda: machine.ignored),
             (
                 "least_gain_ratio",
                 "share by which a larger SP group must cut the TTFT",
                 lambda: machine.improvement_rate,
             ),
+            (
+                "unwritten_requests",
+                "requests whose state is not written yet",
+                lambda: recorder.buffered,
+            ),
+        ):
+            registry.gauge_function(f"millrace_scheduler_{name}", documentation, value)
+        for name, documentation, value in (
+            ("ignored_messages", "late, duplicate or unknown messages", lambda: machine.ignored),
             ("scheduling_rounds", "scheduling rounds at arrivals and ends", lambda: machine.rounds),
             ("prefill_commands", "prefill commands sent", lambda: machine.commands),
             ("preempted_tasks", "tasks preempted while they ran", lambda: machine.preemptions),
@@ -117,13 +125,8 @@ class SchedulerMetrics:
                 "requests that workers did not release in time",
                 lambda: machine.release_timeouts,
             ),
-            (
-                "unwritten_requests",
-                "requests whose state is not written yet",
-                lambda: recorder.buffered,
-            ),
         ):
-            registry.gauge_function(f"millrace_scheduler_{name}", documentation, value)
+            registry.counter_function(f"millrace_scheduler_{name}_total", documentation, value)
         registry.gauges_by(
             "role",
             {f"millrace_scheduler_pool_{name}": documentation for _, name, documentation in _POOL},

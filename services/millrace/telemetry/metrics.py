@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TypeVar
 
 from prometheus_client import (
     CollectorRegistry,
@@ -15,7 +16,7 @@ from prometheus_client import (
     Histogram,
     ProcessCollector,
 )
-from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
@@ -36,6 +37,8 @@ SECONDS_BUCKETS = (
     *(1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0, 250.0),
 )
 
+C = TypeVar("C", bound=Collector)
+
 #: By the label's value, then by name.
 Sample = Callable[[], Mapping[str, Mapping[str, float | None]]]
 
@@ -45,6 +48,7 @@ class Registry:
 
     def __init__(self) -> None:
         self.collectors = CollectorRegistry()
+        self._made: dict[str, Collector] = {}
         ProcessCollector(registry=self.collectors)
 
     def counter(self, name: str, documentation: str, labels: Sequence[str] = ()) -> Counter:
@@ -54,12 +58,19 @@ class Registry:
         if not name.endswith("_total"):
             raise ValueError(f"counter {name!r} must end in _total")
         _check(name.removesuffix("_total"))
-        return Counter(name, documentation, labels, registry=self.collectors)
+        return self._add(name, Counter(name, documentation, labels, registry=None))
+
+    def counter_function(self, name: str, documentation: str, value: Callable[[], float]) -> None:
+        """Makes a counter that calls `value` at every read. Raises ValueError as `counter` does."""
+        if not name.endswith("_total"):
+            raise ValueError(f"counter {name!r} must end in _total")
+        _check(name.removesuffix("_total"))
+        self._add(name, _Counted(name, documentation, value))
 
     def gauge(self, name: str, documentation: str, labels: Sequence[str] = ()) -> Gauge:
         """Makes a gauge. Raises ValueError for a malformed or used name."""
         _check(name)
-        return Gauge(name, documentation, labels, registry=self.collectors)
+        return self._add(name, Gauge(name, documentation, labels, registry=None))
 
     def gauge_function(self, name: str, documentation: str, value: Callable[[], float]) -> None:
         """Makes a gauge that calls `value` at every read. Raises ValueError as `gauge` does."""
@@ -86,7 +97,18 @@ class Registry:
         `gauge` does.
         """
         _check(name)
-        return Histogram(name, documentation, labels, buckets=buckets, registry=self.collectors)
+        made = Histogram(name, documentation, labels, buckets=buckets, registry=None)
+        return self._add(name, made)
+
+    def _add(self, name: str, made: C) -> C:
+        self.collectors.register(made)
+        self._made[name] = made
+        return made
+
+    def families(self, name: str) -> Iterable[Metric]:
+        """Returns the present values of a metric; none if the process does not have it."""
+        made = self._made.get(name)
+        return () if made is None else made.collect()
 
     def render(self, accept: str = "") -> tuple[bytes, str]:
         """Returns the exposition and its content type, in the format that an Accept header
@@ -94,6 +116,20 @@ class Registry:
         """
         encode, content_type = choose_encoder(accept)
         return encode(self.collectors), content_type
+
+
+class _Counted(Collector):
+    def __init__(self, name: str, documentation: str, value: Callable[[], float]) -> None:
+        self._name = name
+        self._documentation = documentation
+        self._value = value
+
+    def describe(self) -> Iterable[CounterMetricFamily]:
+        """Returns the name, without a call of `value`."""
+        return [CounterMetricFamily(self._name, self._documentation)]
+
+    def collect(self) -> Iterable[CounterMetricFamily]:
+        return [CounterMetricFamily(self._name, self._documentation, self._value())]
 
 
 class _Sampled(Collector):
