@@ -5,6 +5,7 @@ import json
 import re
 
 import pytest
+import yaml
 
 from support.chart import CHART, ROOT, find, profile
 
@@ -47,11 +48,51 @@ def test_dashboards_show_metrics_that_there_are(name: str) -> None:
 
 def test_alerts_watch_metrics_that_there_are() -> None:
     rule = find(profile("everything"), "PrometheusRule", "llm")
-    alerts = [alert for group in rule["spec"]["groups"] for alert in group["rules"]]
+    rules = [rule for group in rule["spec"]["groups"] for rule in group["rules"]]
+    alerts = [rule for rule in rules if "alert" in rule]
+    recorded = {rule["record"] for rule in rules if "record" in rule}
     for alert in alerts:
-        assert used(alert["expr"]) and used(alert["expr"]) <= DECLARED, alert["alert"]
+        asked = set(re.findall(r"\bslo_class:[a-z0-9_:]+", alert["expr"]))
+        assert asked <= recorded
+        assert asked or (used(alert["expr"]) and used(alert["expr"]) <= DECLARED), alert["alert"]
         assert alert["annotations"]["summary"] and alert["labels"]["severity"]
     assert len({alert["alert"] for alert in alerts}) == len(alerts) >= 8
+
+
+def test_the_rules_of_objectives_use_the_budget() -> None:
+    """Windows and factors of Google's SRE workbook, chapter 5: a long window and a short one."""
+    rule = find(profile("everything"), "PrometheusRule", "llm")
+    (group,) = [one for one in rule["spec"]["groups"] if one["name"] == "millrace-slo"]
+    attainment = yaml.safe_load((CHART / "values.yaml").read_text())["monitoring"]["alerts"]
+    budget = 1 - attainment["ttftAttainment"]
+    windows = {}
+    for one in group["rules"]:
+        if "record" in one:
+            window = one["record"].removeprefix("slo_class:millrace_ttft_missed:ratio_rate")
+            assert one["expr"].count(f"[{window}]") == 2
+            assert one["expr"].count("millrace_scheduler_slo_requests_total") == 2
+            continue
+        parts = re.findall(r"ratio_rate(\w+)\{[^}]*\} > ([0-9.]+)", one["expr"])
+        windows[one["alert"]] = [(window, round(float(at) / budget, 6)) for window, at in parts]
+    assert windows == {
+        "MillraceTtftBudgetBurnsFast": [("1h", 14.4), ("5m", 14.4)],
+        "MillraceTtftBudgetBurns": [("6h", 6.0), ("30m", 6.0)],
+        "MillraceTtftBudgetBurnsSlowly": [("3d", 1.0), ("6h", 1.0)],
+    }
+
+
+def test_prometheus_can_read_every_query() -> None:
+    reason = "promql-parser (a dependency of the extra dev) reads the queries"
+    parser = pytest.importorskip("promql_parser", reason=reason)
+    rule = find(profile("everything"), "PrometheusRule", "llm")
+    queries = [one["expr"] for group in rule["spec"]["groups"] for one in group["rules"]]
+    for path in CHART.glob("dashboards/*.json"):
+        for panel in json.loads(path.read_text())["panels"]:
+            queries += [target["expr"] for target in panel.get("targets", ())]
+    assert len(queries) > 20
+    for query in queries:
+        plain = query.replace("$__rate_interval", "5m").replace("$__range", "1h")
+        parser.parse(re.sub(r"\$\{?(\w+)(:\w+)?\}?", r"\1", plain))  # raises ValueError
 
 
 def test_dashboards_arrive_as_they_are() -> None:
