@@ -79,7 +79,7 @@ def absent_modules(*extras: str) -> set[str]:
     [
         (
             (),
-            "millrace.cli.main,millrace.proxy.main,millrace.proxy.workers,millrace.telemetry.otlp",
+            "millrace.cli.main,millrace.proxy.main,millrace.proxy.workers,millrace.telemetry.tracing.tracer",
         ),
         ((), "millrace.cli.main,millrace.scheduler.main,millrace.cli.policy,millrace.cli.config"),
         (

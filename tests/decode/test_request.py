@@ -21,7 +21,7 @@ def request_in(state: DecodeState) -> DecodeRequest:
         prompt_tokens=3,
         sampling=SamplingParams(max_tokens=2),
     )
-    request = DecodeRequest.of(spec)
+    request = DecodeRequest.of(spec, "d0")
     request.state = state
     return request
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import pytest_asyncio
 
+from millrace.core.config import TelemetryConfig
 from millrace.core.errors import TransferError
 from millrace.core.kv.kvp_hold import AttachAsk, HoldAsk
 from millrace.core.kv.transfer import Incarnation
@@ -18,6 +21,8 @@ from millrace.instance.host import WorkerContext
 from millrace.instance.shards.shard_host import MAX_ROWS
 from millrace.kvp.role import KvpRole
 from millrace.state.memory_store import MemoryStore
+from millrace.telemetry.tracing.files import read_trace
+from millrace.telemetry.tracing.tracer import NO_TRACER, Tracer, open_tracer
 from millrace.transfer.transport.memory import MemoryHub, MemoryTransport
 from millrace.transfer.transport.regions import Memory
 from millrace.wire.clients.kvp_peer import Attachment, GrpcKvpPeer, KvpPeers
@@ -26,6 +31,7 @@ from support.live_stack import eventually
 from support.worker_roles import LiveRole, config, live_roles
 
 OWNER = Incarnation("decode-0", 3)
+TRACE_ID = "4bf92f3577b34da6a3ce929d0e0e4736"
 
 
 def kvp_role(context: WorkerContext) -> KvpRole:
@@ -70,9 +76,10 @@ class Scene:
 
 
 @asynccontextmanager
-async def _scene() -> AsyncIterator[Scene]:
+async def _scene(tracer: Tracer = NO_TRACER) -> AsyncIterator[Scene]:
     settings, hub, peers = config(), MemoryHub(), KvpPeers()
-    worker = LiveRole(kvp_role, settings, name="kvp-0", hub=hub, store=MemoryStore(settings.store))
+    store = MemoryStore(settings.store)
+    worker = LiveRole(kvp_role, settings, name="kvp-0", hub=hub, store=store, tracer=tracer)
     owner = MemoryTransport("decode-0-3", hub)
     memory = np.zeros(1 << 20, dtype=np.uint8)
     owner.register(Memory.of_array(memory))
@@ -102,6 +109,21 @@ async def test_a_shard_lasts_as_long_as_its_stream(scene: Scene) -> None:
     again = await scene.hold()
     assert again.number != shard.number
     attachment.close()
+
+
+async def test_a_shard_is_a_span_of_its_requests_trace(tmp_path: Path) -> None:
+    tracer = open_tracer(TelemetryConfig(trace_folder=str(tmp_path)), "kvp", "kvp-0")
+    traceparent = f"00-{TRACE_ID}-00f067aa0ba902b7-01"
+    async with _scene(tracer) as scene:
+        attachment = await scene.attach()
+        shard = await scene.hold(traceparent=traceparent, arrival_unix_s=time.time())
+        shard.close()
+        await scene.worker.said("request_released", "r")
+        attachment.close()
+    tracer.close()
+    (span,) = read_trace(tmp_path, TRACE_ID)
+    assert (span.name, span.service, span.parent_id) == ("shard", "kvp", "00f067aa0ba902b7")
+    assert span.attributes["millrace.end_token"] == 100
 
 
 async def test_all_an_owner_has_goes_with_its_place(scene: Scene) -> None:

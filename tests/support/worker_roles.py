@@ -30,6 +30,7 @@ from millrace.instance.host import Role, WorkerContext
 from millrace.instance.transfer.transports import kv_transport, serve_rank
 from millrace.state.memory_store import MemoryStore
 from millrace.telemetry.metrics import Registry
+from millrace.telemetry.tracing.tracer import NO_TRACER, Tracer
 from millrace.transfer.transport.base import Transport
 from millrace.transfer.transport.memory import MemoryHub, MemoryTransport
 from millrace.wire.codec.request_spec import encode_spec
@@ -70,6 +71,7 @@ class LiveRole:
         hub: MemoryHub | None,
         store: MemoryStore,
         model: str = "llama",
+        tracer: Tracer = NO_TRACER,
     ) -> None:
         """`hub`: of all roles of the test; None: they use NIXL, for KV in several processes."""
         self.incarnation = Incarnation(name, time.time_ns())
@@ -92,6 +94,7 @@ class LiveRole:
                 transport=self.transport,
                 store=store,
                 registry=self.registry,
+                tracer=tracer,
                 send=self.take,
                 send_threadsafe=lambda m: loop.call_soon_threadsafe(self.take, m),
             )

@@ -31,6 +31,8 @@ HOLD = HoldAsk(
     start_token=32,
     end_token=100,
     prompt_tokens=50,
+    traceparent="00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01",
+    arrival_unix_s=1_700_000_000.5,
 )
 
 

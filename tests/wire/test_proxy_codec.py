@@ -11,7 +11,7 @@ from millrace.core.kv.transfer import Incarnation
 from millrace.core.request import RequestState, Slo
 from millrace.core.request_spec import Constraint, ReasoningBudget, RequestSpec, SamplingParams
 from millrace.core.scheduler import effects, events
-from millrace.core.scheduler.commands import Member
+from millrace.core.scheduler.commands import KeepTraces, Member
 from millrace.core.scheduler.fleet.prompt_progress import PromptProgress
 from millrace.wire import fleet_messages as messages
 from millrace.wire.codec import proxy as codec
@@ -145,10 +145,11 @@ def test_a_proxy_s_items_arrive_in_order():
         first,
         messages.ProxyLoad(parked_requests=2),
         messages.AskProgress(request_ids=("r", "s")),
+        KeepTraces(trace_ids=("4bf92f3577b34da6a3ce929d0e0e4736",)),
     ]
     sent = codec.proxy_messages(items)
     kinds = [message.WhichOneof("kind") for message in sent]
-    assert kinds == ["submit", "cancel", "submit", "load", "ask"]
+    assert kinds == ["submit", "cancel", "submit", "load", "ask", "keep_traces"]
     assert [item for message in sent for item in codec.items_of(message)] == items
     assert codec.items_of(codec.hello(SPEC.proxy)) == []
     assert all(all_set(getattr(message, message.WhichOneof("kind"))) for message in sent)

@@ -265,6 +265,7 @@ COMMANDS = {
     ),
     "cancel": effects.CancelOn(instance_id="p", request_id="r", reason="the client left"),
     "drain": commands.Drain(abort=True),
+    "keep_traces": commands.KeepTraces(trace_ids=("4bf92f3577b34da6a3ce929d0e0e4736",)),
     "policy": commands.PolicyInForce(
         name="edf", weights=Weights(classes={"chat": 2.0}, tenants={"acme": 0.5})
     ),

@@ -40,6 +40,8 @@ class MixedAdmissions:
     ) -> None:
         """`on_lost` gets each request that lost KV at a KVP worker, and the reason."""
         engine = context.engine
+        self._id = context.incarnation.id
+        self._tracer = context.tracer
         self._send = context.send
         self._runner = engine.runner
         self._grammars = engine.grammars
@@ -85,7 +87,7 @@ class MixedAdmissions:
 
     def _admit_whole(self, admit: AdmitDecode) -> None:
         cached = self._cached(admit.request)
-        request = DecodeRequest.of(admit.request, admit.attempt)
+        request = DecodeRequest.of(admit.request, self._id, self._tracer, admit.attempt)
         request.hold(self._pages.reserve(admit.request, cached))
         request.cached_tokens = len(cached) * self._page_tokens
         self._metrics.cached_tokens.inc(request.cached_tokens)
@@ -96,7 +98,7 @@ class MixedAdmissions:
         own, *others = admit.shards
         if why := self.spread.refusal(admit.request):
             raise CapacityError(why)
-        request = DecodeRequest.of(admit.request, admit.attempt)
+        request = DecodeRequest.of(admit.request, self._id, self._tracer, admit.attempt)
         request.hold(self._pages.reserve_shard(admit.request, own.end_token))
         self._table.add(request)
         self.spread.open(request, others, sent_tokens=0)
@@ -145,7 +147,10 @@ class MixedAdmissions:
             if sequence.choice and request.prompt_tokens % self._page_tokens:
                 self._runner.copy_page(own[0][0], own[sequence.choice][0])
             batch.add(sequence)
-        request.first_step_s = request.clock.now_s()
+        request.first_step_s = now_s = request.clock.now_s()
+        if request.away_since_s is not None:
+            request.trace.trace("wait_for_batch", request.away_since_s, now_s)
+            request.away_since_s = None
         self._metrics.join_s.observe(request.first_step_s - request.first_token_s)
         self._send(DecodeStarted(request_id=request.id))
 

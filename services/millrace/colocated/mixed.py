@@ -191,7 +191,7 @@ async def serve(
         (engine,) = await asyncio.to_thread(open_for, options, config, 1)
         latency = await asyncio.to_thread(prefill_latency, engine, config.engine)
         operators = await asyncio.to_thread(mixed_batches, engine, config.engine)
-        loaded = Loaded(engine=engine, latency=latency, vitals=vitals)
+        loaded = Loaded(role="mixed", engine=engine, latency=latency, vitals=vitals)
         await serve_role(
             options, config, lambda context: MixedRole(context, operators), loaded, stop, on_ready
         )

@@ -64,6 +64,7 @@ async def serve(
                         port=options.port and options.port + offset,
                     )
                     loaded = Loaded(
+                        role=role,
                         engine=engines[offset],
                         latency=latency,
                         vitals=vitals[offset],

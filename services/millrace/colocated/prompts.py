@@ -36,7 +36,6 @@ class Prompts:
         packer: IterationPacker,
         tasks: Tasks,
     ) -> None:
-        self._id = context.incarnation.id
         self._send = context.send
         self._store = context.store
         self._table = table
@@ -62,7 +61,7 @@ class Prompts:
             self._tasks.spawn(self._fetch(request, next(self._orders)))
 
     async def _fetch(self, request: DecodeRequest, order: int) -> None:
-        spans = PromptSpans(request.clock, self._id)
+        spans = PromptSpans(request.trace)
         try:
             ids = await fetch_whole(self._store, request.id, request.prompt_tokens)
         except StoreError as error:
@@ -147,7 +146,7 @@ def _finished(prompt: Prompt, first_tokens: tuple[FirstToken, ...]) -> FinishedP
     asked = prompt.request.sampling.prompt_logprobs >= 0
     return FinishedPrefill(
         first_tokens=first_tokens,
-        spans=tuple(prompt.spans.spans),
+        spans=prompt.request.trace.take(),
         prompt_logprobs=(None, *found) if asked else (),
         cached_tokens=prompt.request.cached_tokens,
         pooled=prompt.hidden_pool.vector(prompt.prompt_tokens),

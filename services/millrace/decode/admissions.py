@@ -24,7 +24,7 @@ from millrace.decode.request import DecodeEvent, DecodeRequest
 from millrace.decode.request_table import RequestTable
 from millrace.instance.host import WorkerContext
 from millrace.instance.shards.shard_table import ShardTable
-from millrace.instance.spans import span
+from millrace.instance.spans import of_request
 from millrace.instance.tasks import Tasks
 from millrace.transfer.push.control import ReceiveCallbacks
 from millrace.transfer.push.receive.manager import ReceiveManager
@@ -46,6 +46,7 @@ class Admissions:
     ) -> None:
         """`hosted`: shards of other instances' requests, whose KV the same receiver receives."""
         self._id = context.incarnation.id
+        self._tracer = context.tracer
         self._send = context.send
         self._store = context.store
         self._engine = context.engine
@@ -105,7 +106,7 @@ class Admissions:
             return
         try:
             self.pages.check(admit.request)
-            request = DecodeRequest.of(admit.request, admit.attempt)
+            request = DecodeRequest.of(admit.request, self._id, self._tracer, admit.attempt)
             if not self.pages.may_grow:
                 self._take_pages(request, admit)
         except TransferError as error:
@@ -151,6 +152,7 @@ class Admissions:
         except TransferError as error:
             self._output.fail(request, str(error), "transfer")
         else:
+            request.trace.trace("wait_for_pages", request.admitted_s, request.clock.now_s())
             self._expect(request)
 
     def _admit_spread(self, admit: AdmitDecode) -> None:
@@ -164,7 +166,7 @@ class Admissions:
         except CapacityError as error:
             self._refuse(admit, str(error), "capacity")
             return
-        request = DecodeRequest.of(admit.request, admit.attempt)
+        request = DecodeRequest.of(admit.request, self._id, self._tracer, admit.attempt)
         request.hold(pages)
         self._table.add(request)
         end = min(own.end_token, request.prompt_tokens)
@@ -225,10 +227,12 @@ class Admissions:
         request.advance(DecodeEvent.KV_LANDED)
         now_s = request.clock.now_s()
         if request.transfer is not None:
-            end_s = max(now_s, request.transfer.start_s)
-            request.spans.append(replace(request.transfer, end_s=end_s))
+            begun = request.transfer
+            end_s = max(now_s, begun.start_s)
+            request.trace.spans.append(replace(begun, end_s=end_s))
+            request.trace.trace("kv_transfer", begun.start_s, end_s, sender=begun.instance_id)
         else:
-            request.spans.append(span("kv_transfer", self._id, request.admitted_s, now_s))
+            request.trace.add("kv_transfer", request.admitted_s, now_s)
         self._table.join_if_ready(request)
 
     def _prefix_landed(self, request_id: str, attempt: int, tokens: int) -> None:
@@ -247,7 +251,8 @@ class Admissions:
         if not kept_tokens or not request.may_continue:
             self._output.fail(request, message, "transfer")
             return
-        log.warning("request %s: %s; %d tokens are kept", request_id, message, kept_tokens)
+        what, about = "request %s: %s; %d tokens are kept", of_request(request.spec)
+        log.warning(what, request_id, message, kept_tokens, extra=about)
         self._metrics.failed.labels("transfer").inc()
         self._send(
             RequestFailed(

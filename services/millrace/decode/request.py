@@ -7,7 +7,9 @@ from collections.abc import Iterator
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
 from enum import Enum
+from math import inf
 from types import MappingProxyType
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -22,7 +24,12 @@ from millrace.decode.held_pages import HeldPages
 from millrace.engine.decode_batch import Sequence
 from millrace.engine.sampling.spec import SamplingSpec
 from millrace.instance.sampling import sampling_spec
-from millrace.instance.spans import Stopwatch, span
+from millrace.instance.spans import RequestTrace, Stopwatch
+from millrace.telemetry.tracing.tracer import NO_TRACER, Tracer
+
+#: An answer's trace has a moment for every so many tokens, at most so many moments.
+MOMENT_TOKENS: Final = 64
+MOST_MOMENTS: Final = 128
 
 
 class DecodeState(Enum):
@@ -107,16 +114,14 @@ class DecodeRequest:
 
     spec: RequestSpec
     sampling: SamplingSpec
-    clock: Stopwatch
+    trace: RequestTrace
     proxy: Incarnation
-    admitted_s: float
     attempt: int = 1
     state: DecodeState = DecodeState.WAITING  # changed by `advance` only
     pages: HeldPages = field(default_factory=HeldPages)
     first_token_ids: list[int] = field(default_factory=list)
     first_token_s: float = 0.0
     transfer: Span | None = None  # in flight, as the sender began it
-    spans: list[Span] = field(default_factory=list)
     prompt_ids: npt.NDArray[np.int32] | None = None
     prompt_tail: npt.NDArray[np.int32] | None = None  # after the last whole block
     cached_tokens: int = 0  # first tokens whose KV was cached at admission
@@ -128,6 +133,9 @@ class DecodeRequest:
     generated_tokens: int = 0
     finish_reason: str = ""
     first_step_s: float | None = None
+    _steps_s: float = 0.0  # when its first step began; 0: none has ended
+    _moment_at: float = inf  # generated tokens at which the trace has its next moment
+    _moments: list[tuple[str, float, dict[str, int]]] = field(default_factory=list)
     away_since_s: float | None = None  # ready or preempted: out of the batch since then
 
     def emitted(self, choice: int, tokens: int) -> int:
@@ -138,16 +146,27 @@ class DecodeRequest:
         return before
 
     @staticmethod
-    def of(spec: RequestSpec, attempt: int = 1) -> DecodeRequest:
-        clock = Stopwatch(spec.arrival_unix_s)
+    def of(
+        spec: RequestSpec, instance_id: str, tracer: Tracer = NO_TRACER, attempt: int = 1
+    ) -> DecodeRequest:
+        trace = RequestTrace(spec, instance_id, tracer, attempt)
         return DecodeRequest(
             spec=spec,
             sampling=sampling_spec(spec),
-            clock=clock,
+            trace=trace,
             proxy=spec.proxy,
-            admitted_s=clock.now_s(),
             attempt=attempt,
+            _moment_at=MOMENT_TOKENS if trace.records else inf,
         )
+
+    @property
+    def clock(self) -> Stopwatch:
+        return self.trace.clock
+
+    @property
+    def admitted_s(self) -> float:
+        """Returns when the instance got the request, in seconds since its arrival."""
+        return self.trace.began_s
 
     @property
     def id(self) -> str:
@@ -244,14 +263,30 @@ class DecodeRequest:
         has_prompt = self.prompt_ids is not None or not self.sampling.needs_prompt_ids
         return self.state is DecodeState.LANDED and self.has_shards and has_prompt
 
-    def stepped(self, instance_id: str, batch: int) -> None:
+    def stepped(self, batch: int) -> None:
         """Notes that a step gave the request a token; after the first step, adds its span."""
         if self.first_step_s is not None:
-            now_s = self.clock.now_s()
-            self.spans.append(
-                span("first_decode_step", instance_id, self.first_step_s, now_s, batch=batch)
-            )
+            self.trace.add("first_decode_step", self.first_step_s, self.clock.now_s(), batch=batch)
+            self._steps_s = self._steps_s or self.first_step_s
             self.first_step_s = None
+        if self.generated_tokens >= self._moment_at:
+            attributes = {"millrace.tokens": self.generated_tokens, "millrace.batch": batch}
+            self._moments.append(("tokens", self.clock.now_s(), attributes))
+            full = len(self._moments) == MOST_MOMENTS
+            self._moment_at = inf if full else self._moment_at + MOMENT_TOKENS
+
+    def end_trace(self, error: str) -> None:
+        """Records the spans of its steps and of the instance; `error` is empty if none ended it."""
+        if self._steps_s:
+            self.trace.trace_steps(self._steps_s, self.clock.now_s(), self._moments)
+        self.trace.end(
+            "decode",
+            error,
+            prompt_tokens=self.prompt_tokens,
+            cached_tokens=self.cached_tokens,
+            generated_tokens=self.generated_tokens,
+            end=self.finish_reason or ("failed" if error else "cancelled"),
+        )
 
     def sequences(self) -> Iterator[Sequence]:
         """Yields the open choices, each with its pages. The caller copies the prompt's partly

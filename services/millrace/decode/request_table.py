@@ -60,10 +60,17 @@ class RequestTable:
             self.joining.append(request)
             self.wake.set()
 
-    def leave(self, request: DecodeRequest, event: DecodeEvent = DecodeEvent.ENDED) -> None:
+    def leave(
+        self,
+        request: DecodeRequest,
+        event: DecodeEvent = DecodeEvent.ENDED,
+        *,
+        error: str = "",
+    ) -> None:
         """Ends the request: it leaves the batch before the next step, and its memory is freed."""
         if request.id in self._live:
             request.advance(event)
+            request.end_trace(error)
             del self._live[request.id]
             self.leaving.append(request)
             self.wake.set()

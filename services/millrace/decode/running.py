@@ -63,7 +63,6 @@ class Running:
             wake=table.wake.set,
         )
         self._preemption = Preemption(
-            instance_id=context.incarnation.id,
             table=table,
             batch=self.batch,
             pages=admissions.pages,
@@ -165,8 +164,10 @@ class Running:
                 self._runner.copy_page(own[0][0], own[sequence.choice][0])
             self.batch.add(sequence)
         self._admissions.prefixes.joined(request)
-        request.away_since_s = None
-        request.first_step_s = request.clock.now_s()
+        request.first_step_s = now_s = request.clock.now_s()
+        if request.away_since_s is not None:
+            request.trace.trace("wait_for_batch", request.away_since_s, now_s)
+            request.away_since_s = None
         self._metrics.join_s.observe(request.first_step_s - request.first_token_s)
         since_token_s = request.first_step_s - request.first_token_s
         self._send(DecodeStarted(request_id=request.id, since_token_s=since_token_s))

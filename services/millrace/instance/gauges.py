@@ -36,3 +36,8 @@ def add_gauges(registry: Registry, role: Counted, memory: KvMemory) -> None:
             f"requests {state} at this instance",
             lambda index=index: role.counts()[index],  # type: ignore[misc]
         )
+    registry.gauge_function(
+        "millrace_kv_used_ratio",
+        "KV pages that requests use, over all KV pages",
+        lambda: memory.pool.used_pages / memory.pool.num_pages,
+    )

@@ -10,6 +10,7 @@ import time
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import Protocol
 
 import grpc
@@ -20,7 +21,7 @@ from millrace.core.cost.decode_step import DecodeStepTime
 from millrace.core.cost.latency import SpLatency
 from millrace.core.errors import ConfigError, MillraceError
 from millrace.core.kv.transfer import Incarnation
-from millrace.core.scheduler.commands import Command
+from millrace.core.scheduler.commands import Command, KeepTraces
 from millrace.core.scheduler.reports import Draining, Heartbeat, Registration, Report
 from millrace.engine.assembly import Engine, KvMemory, open_engines, resolve_device
 from millrace.instance.gauges import add_gauges
@@ -42,6 +43,8 @@ from millrace.state.leader import LeaderWatch
 from millrace.state.open import open_leases, open_store
 from millrace.state.store import RequestStore
 from millrace.telemetry.metrics import Registry
+from millrace.telemetry.tracing.tracer import NO_TRACER, Tracer, open_tracer
+from millrace.telemetry.vllm_names import add_vllm_names
 from millrace.transfer.transport.base import Transport
 from millrace.wire.address import host_port
 from millrace.wire.server import Health, add_health, bind, create_server
@@ -81,6 +84,7 @@ class HostContext:
     transport: Transport
     store: RequestStore
     registry: Registry
+    tracer: Tracer = NO_TRACER
     send: Callable[[Report], None]
     send_threadsafe: Callable[[Report], object]
 
@@ -104,6 +108,7 @@ class WorkerContext(HostContext):
 class Loaded:
     """The loaded engine and its latency models, before the instance serves."""
 
+    role: str
     engine: Engine
     latency: SpLatency
     vitals: Vitals
@@ -154,6 +159,7 @@ class Role(Protocol):
 class Instance:
     """A worker of any role, before it serves. `latency`: its prefill times, if it has a model."""
 
+    role: str
     memory: KvMemory
     vitals: Vitals
     build: Callable[[HostContext], Role]
@@ -177,10 +183,11 @@ async def serve_worker(
     stop = stop_event()
     async with open_vitals(config.telemetry, options.host) as vitals:
         (engine,) = await asyncio.to_thread(open_for, options, config, 1)
+        role = "decode" if decodes else "prefill"
         at_once = 1 if decodes else config.engine.stages
         latency = await asyncio.to_thread(prefill_latency, engine, config.engine, at_once)
         step = await asyncio.to_thread(decode_step, engine, config.engine) if decodes else None
-        loaded = Loaded(engine=engine, latency=latency, vitals=vitals, decode_step=step)
+        loaded = Loaded(role=role, engine=engine, latency=latency, vitals=vitals, decode_step=step)
         await serve_role(options, config, build, loaded, stop, on_ready)
 
 
@@ -194,6 +201,7 @@ async def serve_role(
 ) -> None:
     """Serves a loaded engine as `serve_worker` does, until `stop`."""
     instance = Instance(
+        role=loaded.role,
         memory=loaded.engine,
         vitals=loaded.vitals,
         build=lambda host: build(WorkerContext.of(host, loaded.engine, loaded.decode_step)),
@@ -219,6 +227,7 @@ async def serve_instance(
         store = open_store(config.store)
         stack.push_async_callback(store.close)
         loop = asyncio.get_running_loop()
+        tracer = _open_tracer(stack, config, instance.role, instance_id, registry)
         role = instance.build(
             HostContext(
                 config=config,
@@ -226,15 +235,17 @@ async def serve_instance(
                 transport=kv.transport,
                 store=store,
                 registry=registry,
+                tracer=tracer,
                 send=lambda report: link.send(report),
                 send_threadsafe=lambda report: loop.call_soon_threadsafe(link.send, report),
             )
         )
         stack.push_async_callback(role.close)
-        add_gauges(registry, role, memory)
-        device = str(memory.storage.device)
+        _expose(registry, role, memory, config, options)
         kv_path = KvPath(incarnation, probes.open_end, registry)
-        server, health, port = await _start_server(role, kv_path, options, device)
+        server, health, port = await _start_server(
+            role, kv_path, options, str(memory.storage.device)
+        )
         stack.push_async_callback(server.stop, grace=1)
 
         def register() -> Registration:
@@ -245,7 +256,10 @@ async def serve_instance(
         stack.push_async_callback(leases.close)
         leaders = LeaderWatch(leases, options.scheduler)
         link = WorkerLink(
-            leaders, register=register, heartbeat=role.heartbeat, on_command=role.on_command
+            leaders,
+            register=register,
+            heartbeat=role.heartbeat,
+            on_command=partial(_on_command, role, tracer),
         )
         tasks = [
             asyncio.create_task(role.run(), name=f"the {role.name} loop"),
@@ -269,6 +283,34 @@ async def serve_instance(
         await health.set_serving(False)
         await first_of([_drain(role, link, options.drain_timeout_s)], tasks)
         check_idle(role, memory)
+
+
+def _expose(
+    registry: Registry, role: Role, memory: KvMemory, config: Config, options: WorkerOptions
+) -> None:
+    """Adds the gauges of every role, and vLLM's names if they are wanted."""
+    add_gauges(registry, role, memory)
+    if config.telemetry.vllm_names == "on":
+        add_vllm_names(registry, options.model_name)
+
+
+def _open_tracer(
+    stack: contextlib.AsyncExitStack,
+    config: Config,
+    role: str,
+    instance_id: str,
+    registry: Registry,
+) -> Tracer:
+    tracer = open_tracer(config.telemetry, role, instance_id, registry)
+    stack.push_async_callback(asyncio.to_thread, tracer.close)
+    return tracer
+
+
+def _on_command(role: Role, tracer: Tracer, command: Command) -> None:
+    if isinstance(command, KeepTraces):
+        tracer.keep([int(trace_id, 16) for trace_id in command.trace_ids])
+    else:
+        role.on_command(command)
 
 
 async def _start_server(

@@ -24,6 +24,9 @@ async def serve(
         )
         log_memory("a KV pool alone for", memory)
         instance = Instance(
-            memory=memory, vitals=vitals, build=lambda context: KvpRole(context, memory)
+            role=KvpRole.name,
+            memory=memory,
+            vitals=vitals,
+            build=lambda context: KvpRole(context, memory),
         )
         await serve_instance(options, config, instance, stop, on_ready)

@@ -26,14 +26,14 @@ from millrace.core.kv.sp_layout import (
 )
 from millrace.core.request import Chunk
 from millrace.core.scheduler.commands import RunPrefill
-from millrace.core.span import Span
 from millrace.core.token_events import FirstToken
 from millrace.engine.sampling.spec import SamplingSpec
 from millrace.instance.sampling import sampling_spec
-from millrace.instance.spans import Stopwatch, span
+from millrace.instance.spans import RequestTrace
 from millrace.prefill.hidden_pool import HiddenPool
 from millrace.prefill.metrics import PrefillMetrics
 from millrace.prefill.states import TRANSITIONS, PrefillEvent, PrefillState
+from millrace.telemetry.tracing.tracer import NO_TRACER, Tracer
 from millrace.transfer.push.control import Sending
 from millrace.transfer.ring.manager import GroupLink
 
@@ -64,9 +64,8 @@ class PrefillJob:
     command: RunPrefill
     chunks: tuple[Chunk, ...]
     instance_id: str
-    clock: Stopwatch
+    trace: RequestTrace
     sampling: SamplingSpec
-    received_s: float
     hidden_pool: HiddenPool
     layout: Layout | None = None
     prompt_ids: torch.Tensor = _NO_IDS
@@ -77,9 +76,9 @@ class PrefillJob:
     buffers: list[int] = field(default_factory=list)  # pages lent to the ring
     session: Sending | None = None
     link: GroupLink | None = None
+    met_s: float = 0.0  # when it was linked to the other members
     state: PrefillState = PrefillState.PREPARING
     failure: Cancelled | MillraceError | None = None
-    spans: list[Span] = field(default_factory=list)
     first_tokens: tuple[FirstToken, ...] = ()
     prompt_logprobs: list[PromptLogprobsRun] = field(default_factory=list)
     done: Callable[[Exception | None], object] = lambda error: None
@@ -89,8 +88,7 @@ class PrefillJob:
     _waiter: asyncio.Task[None] | None = None
 
     @staticmethod
-    def of(command: RunPrefill, instance_id: str) -> PrefillJob:
-        clock = Stopwatch(command.request.arrival_unix_s)
+    def of(command: RunPrefill, instance_id: str, tracer: Tracer = NO_TRACER) -> PrefillJob:
         chunks = tuple(
             chunk if chunk.instance_ids else replace(chunk, instance_ids=(instance_id,))
             for chunk in command.chunks
@@ -99,9 +97,8 @@ class PrefillJob:
             command=command,
             chunks=chunks,
             instance_id=instance_id,
-            clock=clock,
+            trace=RequestTrace(command.request, instance_id, tracer, command.attempt),
             sampling=sampling_spec(command.request),
-            received_s=clock.now_s(),
             hidden_pool=HiddenPool(command.request.pooling),
         )
 
@@ -289,42 +286,64 @@ class PrefillJob:
 
     def found(self, cached_tokens: int) -> None:
         """Notes that the first `cached_tokens` tokens need no compute."""
-        now_s, self.cached_tokens = self.clock.now_s(), cached_tokens
-        self.spans.append(span("cached", self.instance_id, now_s, now_s, tokens=cached_tokens))
+        now_s, self.cached_tokens = self.now_s(), cached_tokens
+        self.trace.add("cached", now_s, now_s, tokens=cached_tokens)
 
     def go_on(self, metrics: PrefillMetrics) -> None:
         """Notes that the compute starts, or resumes after a suspension."""
-        before, now_s = self.advance(PrefillEvent.START), self.clock.now_s()
+        before, now_s = self.advance(PrefillEvent.START), self.now_s()
         if before is PrefillState.WAITING:
-            self.spans.append(span("queued", "scheduler", 0.0, self.received_s))
-            self.spans.append(span("waiting", self.instance_id, self.received_s, now_s))
-            metrics.wait_s.observe(now_s - self.received_s)
+            received_s = self.trace.began_s
+            self.trace.queued()
+            self.trace.add("waiting", received_s, now_s)
+            metrics.wait_s.observe(now_s - received_s, self.trace.exemplar)
         elif before in (PrefillState.PREEMPTED, PrefillState.LATER_STAGES):
-            self.spans.append(span(before.value, self.instance_id, self._suspended_s, now_s))
+            self.trace.add(before.value, self._suspended_s, now_s)
             preempted = before is PrefillState.PREEMPTED
             waited = metrics.suspended_s if preempted else metrics.later_stages_s
-            waited.observe(now_s - self._suspended_s)
+            waited.observe(now_s - self._suspended_s, self.trace.exemplar)
 
     def suspend(self, event: PrefillEvent) -> None:
         """Notes that another task computes until `go_on`. `event`: PREEMPT or HAND_ON."""
         self.advance(event)
-        self._suspended_s = self.clock.now_s()
+        self._suspended_s = self.now_s()
 
     def begin_pass(self) -> None:
         """Notes that a pass begins, or resumes after a suspension."""
-        self._pass_s = self.clock.now_s()
+        self._pass_s = self.now_s()
 
-    def end_pass(self, one: GroupPass, **attributes: object) -> None:
+    def end_pass(self, one: GroupPass, **attributes: str | float) -> None:
         """Ends the span of the pass, which has ended or was suspended at a boundary."""
-        attributes = {"tokens": one.num_tokens, "history": one.start_token, **attributes}
-        now_s = self.clock.now_s()
-        self.spans.append(
-            span(f"chunk {one.number}", self.instance_id, self._pass_s, now_s, **attributes)
+        self.trace.add(
+            "chunk",
+            self._pass_s,
+            self.now_s(),
+            bar=f"chunk {one.number}",
+            number=one.number,
+            tokens=one.num_tokens,
+            history=one.start_token,
+            **attributes,
+        )
+
+    def now_s(self) -> float:
+        """Returns the seconds since the request's arrival."""
+        return self.trace.clock.now_s()
+
+    def end_trace(self, reason: str) -> None:
+        """Records the instance's span; `reason` says why the job failed or was cancelled, if so."""
+        error = "" if isinstance(self.failure, Cancelled) else reason
+        self.trace.end(
+            "prefill",
+            error,
+            prompt_tokens=self.prompt_tokens,
+            cached_tokens=self.cached_tokens,
+            group=", ".join(self.members),
+            end=reason or "computed",
         )
 
     def since_monotonic_s(self, monotonic_s: float) -> float:
         """Converts a time of time.monotonic to seconds since the request's arrival."""
-        return self.clock.now_s() - (time.monotonic() - monotonic_s)
+        return self.now_s() - (time.monotonic() - monotonic_s)
 
 
 def task_name(request_id: str, chunk: int) -> str:

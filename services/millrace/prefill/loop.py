@@ -27,6 +27,7 @@ from millrace.engine.errors import EngineDied
 from millrace.engine.execution_pool import ChunkTask, ExecutionPool, StopPoint
 from millrace.instance.host import WorkerContext
 from millrace.instance.prefix import cached_blocks
+from millrace.instance.spans import of_request
 from millrace.instance.tasks import Tasks
 from millrace.prefill.compute.context import PrefillCompute
 from millrace.prefill.compute.local_chunk import LocalChunk
@@ -38,7 +39,7 @@ from millrace.prefill.prefix import PromptPrefixes
 from millrace.prefill.priority_lock import PriorityLock
 from millrace.prefill.prompt import fetch_prompt
 from millrace.prefill.results import Results
-from millrace.prefill.sending import open_session, transfer_spans
+from millrace.prefill.sending import open_session, trace_sent, transfer_spans
 from millrace.prefill.states import PrefillEvent
 from millrace.state.store import StoreError
 from millrace.transfer.push.control import Sending
@@ -155,7 +156,7 @@ class PrefillRole:
         match command:
             case RunPrefill():
                 self._engine.grammars.begin(command.request.sampling)
-                self._begin(PrefillJob.of(command, self._id))
+                self._begin(PrefillJob.of(command, self._id, self._context.tracer))
             case Order():
                 self._reorder(command)
             case Registered(preemption=preemption):
@@ -261,15 +262,18 @@ class PrefillRole:
         if job.session is not None:
             await job.session.abort(reason)
             self._metrics.sent(job.session)
+            trace_sent(job, job.session)
         if job.link is not None:
             await job.link.close()
             self._metrics.exchanged(job.link)
+            job.trace.trace("ring", job.met_s, job.now_s(), bytes=job.link.bytes_sent)
         self._membership.end(job)
         self._pool.free(job.pages + job.buffers)
         self._execution.forget(task_names(job))
         job.advance(PrefillEvent.RELEASE)
         del self._jobs[job.request_id]
         self._changed.set()
+        job.end_trace(reason)
         released = RequestReleased(request_id=job.request_id, complete=not reason)
         self._context.send(released)
         if died is not None:
@@ -280,7 +284,10 @@ class PrefillRole:
         with job.cancellable():
             await self._prepare(job)
             if job.layout is not None:
+                asked_s = job.now_s()
                 await self._membership.meet(job)
+                job.met_s = job.now_s()
+                job.trace.trace("group_join", asked_s, job.met_s, members=len(job.members))
         job.advance(PrefillEvent.READY)
         await self._run_compute(job)
         job.advance(PrefillEvent.END_COMPUTE)
@@ -350,7 +357,8 @@ class PrefillRole:
         except (Cancelled, MillraceError):
             raise
         except Exception as error:
-            log.exception("request %s: prefill failed", job.request_id)
+            about = of_request(job.command.request)
+            log.exception("request %s: prefill failed", job.request_id, extra=about)
             raise ComputeError(f"prefill failed: {error}") from error
         if job.leads and not (job.first_tokens or job.prefill_only):
             raise ComputeError(f"request {job.request_id}: the last chunk gave no logits")
@@ -372,7 +380,8 @@ class PrefillRole:
         reasons = ((StoreError, "store"), (TransferError, "transfer"), (CapacityError, "capacity"))
         reason = next((name for kind, name in reasons if isinstance(error, kind)), "compute")
         self._metrics.failed.labels(reason).inc()
-        log.warning("request %s: %s", job.request_id, error)
+        about = of_request(job.command.request)
+        log.warning("request %s: %s", job.request_id, error, extra=about)
         retryable = not isinstance(error, ComputeError)
         self._context.send(
             RequestFailed(request_id=job.request_id, message=str(error), retryable=retryable)
@@ -383,7 +392,7 @@ class PrefillRole:
     ) -> FinishedPrefill:
         return FinishedPrefill(
             first_tokens=job.first_tokens,
-            spans=(*job.spans, *transfer_spans(job, session)),
+            spans=(*job.trace.take(), *transfer_spans(job, session)),
             prompt_logprobs=logprobs,
             total_chunks=job.num_passes,
             cached_tokens=job.cached_tokens,

@@ -37,7 +37,7 @@ class Results:
         request = job.command.request
         self._metrics.answered.labels(request.pooling or "logprobs").inc()
         detail = TokenDetail(
-            spans=tuple(job.spans),
+            spans=job.trace.take(),
             prompt_logprobs=logprobs,
             cached_tokens=job.cached_tokens,
             pooled=job.hidden_pool.vector(job.prompt_tokens),

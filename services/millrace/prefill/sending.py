@@ -89,7 +89,7 @@ def transfer_spans(job: PrefillJob, session: Sending) -> list[Span]:
     """Builds the spans of the handshakes and of the transfer to all receivers, up to now; decode
     sets the end of the transfer. A step that has not happened yet begins now.
     """
-    now_s, timings = job.clock.now_s(), session.timings
+    now_s, timings = job.now_s(), session.timings
     granted_s, first_write_s = (
         job.since_monotonic_s(t) if t else now_s for t in (timings.granted_s, timings.first_write_s)
     )
@@ -99,6 +99,21 @@ def transfer_spans(job: PrefillJob, session: Sending) -> list[Span]:
         span("kv_handshake", job.instance_id, opened_s, granted_s),
         span("kv_transfer", job.instance_id, first_write_s, now_s, to=to),
     ]
+
+
+def trace_sent(job: PrefillJob, session: Sending) -> None:
+    """Traces the handshakes and the writes of a closed session. (Decode traces the transfer, which
+    ends when the KV has landed there.)
+    """
+    timings = session.timings
+    to = ", ".join(session.receiver_ids)
+    if timings.granted_s:
+        opened_s, granted_s = map(job.since_monotonic_s, (timings.opened_s, timings.granted_s))
+        job.trace.trace("kv_handshake", opened_s, granted_s, to=to)
+    if timings.bytes:
+        first_s = job.since_monotonic_s(timings.first_write_s)
+        last_s = job.since_monotonic_s(timings.last_write_s)
+        job.trace.trace("kv_send", first_s, last_s, to=to, bytes=timings.bytes)
 
 
 def _as_it_is(finished: FinishedPrefill) -> FinishedPrefill:

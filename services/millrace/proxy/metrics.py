@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from prometheus_client import Counter
 
 from millrace.core.limits.rules import Cost
@@ -10,9 +12,13 @@ from millrace.telemetry.metrics import Registry, Sample
 
 INFLIGHT = "millrace_proxy_inflight_requests"
 PARKED = "millrace_proxy_parked_requests"
+STREAMING = "millrace_proxy_streaming_requests"
+WAITING = "millrace_proxy_waiting_requests"
 _OPEN_REQUESTS = (
     (INFLIGHT, "that are submitted and have not ended"),
     (PARKED, "in flight that wait in the proxy until instances are ready"),
+    (STREAMING, "in flight that have a token"),
+    (WAITING, "in flight that have no token yet"),
 )
 
 
@@ -62,7 +68,7 @@ class ProxyMetrics:
     """The proxy's metrics. Latencies are in seconds."""
 
     def __init__(self, open_requests: Sample) -> None:
-        """`open_requests` returns `INFLIGHT` and `PARKED` of every model."""
+        """`open_requests` returns the gauges of open requests of every model."""
         self.registry = registry = Registry()
         self.tenants = TenantMetrics(registry)
         registry.gauges_by(
@@ -86,6 +92,13 @@ class ModelFamilies:
     """The metrics that have a series for each model."""
 
     def __init__(self, registry: Registry) -> None:
+        #: Returns the labels of the exemplars of a request whose trace is exported.
+        self.exemplar: Callable[[ProxyRequest], dict[str, str] | None] = lambda request: None
+        self.finished = registry.counter(
+            "millrace_proxy_finished_requests_total",
+            "Requests that ended without an error, by the reason of their first choice.",
+            ("model", "reason"),
+        )
         self.moved = registry.counter(
             "millrace_proxy_moved_requests_total",
             "Migrations of requests to another instance, by reason.",
@@ -151,24 +164,20 @@ class ModelMetrics:
         self._prompt_tokens.inc(request.prompt_tokens)
         if request.cached_tokens:
             self._cached_tokens.inc(request.cached_tokens)
+        reason = request.choices[0].finish_reason or ""
+        self._families.finished.labels(self._model, reason).inc()
         first = request.first_token_at
         assert first is not None  # a request that ended had a token
         if request.adopted:
             return  # this replica does not know when the first tokens were sent
         families, model = self._families, self._model
-        slo, name = request.slo, request.slo.class_name
+        name, exemplar = request.slo.class_name, families.exemplar(request)
         ttft_s = first - request.arrived_at
-        families.ttft.labels(model, name).observe(ttft_s)
+        families.ttft.labels(model, name).observe(ttft_s, exemplar)
         e2e_s = request.last_token_at - request.arrived_at
-        families.e2e.labels(model, name).observe(e2e_s)
-        if slo.ttft_s is not None:
-            families.slo.labels(model, name, "ttft", str(ttft_s <= slo.ttft_s).lower()).inc()
-        if slo.e2e_s is not None:
-            families.slo.labels(model, name, "e2e", str(e2e_s <= slo.e2e_s).lower()).inc()
-        steps = request.completion_tokens // len(request.choices) - 1
-        if slo.tbt_s is not None and steps > 0:
-            mean_s = (request.last_token_at - first) / steps
-            families.slo.labels(model, name, "tbt", str(mean_s <= slo.tbt_s).lower()).inc()
+        families.e2e.labels(model, name).observe(e2e_s, exemplar)
+        for objective, met in request.objectives():
+            families.slo.labels(model, name, objective, str(met).lower()).inc()
 
 
 class BatchMetrics:

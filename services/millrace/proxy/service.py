@@ -10,6 +10,7 @@ import socket
 import time
 import uuid
 from collections.abc import Iterator
+from functools import partial
 
 import uvicorn
 
@@ -31,6 +32,7 @@ from millrace.proxy.streams.owner import OwnedStreams, StreamLives
 from millrace.proxy.streams.replay import Replays
 from millrace.proxy.tenancy.limiter import Limiter
 from millrace.proxy.tenancy.stored_tenants import StoredTenants
+from millrace.proxy.traces import RequestTraces
 from millrace.state.leader import LeaderWatch
 from millrace.state.open import (
     open_documents,
@@ -41,7 +43,8 @@ from millrace.state.open import (
     open_tenant_tables,
 )
 from millrace.state.store import RequestStore
-from millrace.telemetry.otlp import open_traces
+from millrace.telemetry.tracing.tracer import open_tracer
+from millrace.telemetry.vllm_names import add_vllm_names
 
 log = logging.getLogger(__name__)
 
@@ -92,11 +95,15 @@ class Proxy:
         self.store = open_store(config.store)
         self._leases = open_leases(config.store)
         self.metrics = ProxyMetrics(lambda: self.models.measured())
+        if config.telemetry.vllm_names == "on":
+            add_vllm_names(self.metrics.registry)
+        self._traces = traces = RequestTraces(open_tracer(config.telemetry, "proxy", process_id))
+        self.metrics.models.exemplar = traces.exemplar
 
         def make_gateway(name: str, settings: Config, scheduler: str) -> Gateway:
             # Of its own: a model's old and new gateways may have the same fleet.
             gateway_id = f"{process_id}-{next(numbers)}"
-            return Gateway(
+            gateway = Gateway(
                 incarnation=Incarnation(gateway_id, time.time_ns()),
                 leaders=LeaderWatch(self._leases, scheduler),
                 store=self.store,
@@ -104,9 +111,12 @@ class Proxy:
                 request_timeout_s=settings.scheduler.request_timeout_s,
                 metrics=ModelMetrics(self.metrics.models, name),
             )
+            gateway.on_late = partial(traces.late, tell=gateway.keep_trace)
+            return gateway
 
         self.models = Models(config, model, make_gateway)
-        self._services = _services(config, self.models, process_id, self.store, self.metrics)
+        parts = self.models, self.store, self.metrics, traces
+        self._services = _services(config, process_id, *parts)
         self._server: _HttpServer | None = None
         self._serving: asyncio.Task[None] | None = None
         self.port = 0
@@ -184,16 +194,16 @@ class Proxy:
             await self._services.stored_tenants.close()
         await self.store.close()
         await self._leases.close()
-        if self._services.traces is not None:
-            await asyncio.to_thread(self._services.traces.close)
+        await asyncio.to_thread(self._traces.close)
 
 
 def _services(
     config: Config,
-    models: Models,
     process_id: str,
+    models: Models,
     store: RequestStore,
     metrics: ProxyMetrics,
+    traces: RequestTraces,
 ) -> Services:
     files = open_files(config)
     replays = Replays(models)
@@ -230,5 +240,5 @@ def _services(
             check_model=models.named,
             metrics=metrics.batches,
         ),
-        traces=open_traces(config.telemetry, "proxy") if config.telemetry.otlp_endpoint else None,
+        traces=traces,
     )

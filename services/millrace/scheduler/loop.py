@@ -30,8 +30,10 @@ from millrace.scheduler.peers import Proxy, Worker, fleet
 from millrace.scheduler.recorder import Recorder
 from millrace.scheduler.recording import Recording
 from millrace.scheduler.succession import Awaited, Estate
+from millrace.scheduler.traces import SchedulerTraces
 from millrace.state.leader import lease_name
 from millrace.telemetry.metrics import Registry
+from millrace.telemetry.tracing.tracer import NO_TRACER
 from millrace.wire import fleet_messages as messages
 from millrace.wire.codec.proxy import update_kind
 from millrace.wire.codec.scheduler import command_kind
@@ -107,6 +109,7 @@ class SchedulerLoop:
         )
         self._first_tokens = FirstTokens(registry)
         self.board = BoardFeed(self.machine)
+        self.traces = SchedulerTraces(NO_TRACER)
         self._inbox: asyncio.Queue[tuple[events.Event | None, Subject]] = asyncio.Queue()
         self._room = asyncio.Event()
         self._room.set()
@@ -121,6 +124,12 @@ class SchedulerLoop:
             effects.Record: self._record,
             effects.Stalled: self._stalled,
         }
+
+    def trace(self, traces: SchedulerTraces) -> None:
+        """Traces all requests that are submitted from now on."""
+        self.traces = traces
+        if traces.is_on:
+            self.machine.observe_plans(traces.planned)
 
     # ---- receive, step, carry out
 
@@ -197,6 +206,7 @@ class SchedulerLoop:
     def _take(self, event: events.Event) -> None:
         start_s = self.clock()
         self._now_s = start_s
+        self.traces.began_step()
         wanted = self._step(event, start_s)
         self._metrics.step_s.observe(self.clock() - start_s)
         self._meter.saw(event, wanted, start_s)
@@ -438,11 +448,14 @@ class SchedulerLoop:
     def _refuse(self, effect: effects.Refuse) -> None:
         self._specs.pop(effect.request_id, None)
         self._first_tokens.refused(effect.request_id)
+        self.traces.ended(effect.request_id, effect.message)
         self._metrics.refused(effect)
         self._update(effect.proxy_id, effect)
 
     def _fail(self, effect: effects.Fail) -> None:
-        log.warning("request %s failed: %s", effect.request_id, effect.message)
+        about = self.traces.about(effect.request_id)
+        log.warning("request %s failed: %s", effect.request_id, effect.message, extra=about)
+        self.traces.ended(effect.request_id, effect.message)
         self._update(effect.proxy_id, effect)
 
     def _admit(self, effect: effects.AdmitDecode) -> None:
@@ -454,7 +467,14 @@ class SchedulerLoop:
         )
         self._command(effect.instance_id, command)
 
+    def keep_traces(self, wanted: commands.KeepTraces) -> None:
+        """Exports the held spans of these traces, here and at all instances."""
+        self.traces.keep(wanted.trace_ids)
+        for instance_id in self.workers:
+            self._command(instance_id, wanted)
+
     def _prefill(self, effect: effects.RunPrefill) -> None:
+        self.traces.sent(effect)
         command = messages.SendRunPrefill(
             request=self._specs[effect.request_id],
             chunks=effect.chunks,
@@ -497,6 +517,7 @@ class SchedulerLoop:
         if effect.state is RequestState.QUEUED:
             self._tell_if_queued(effect.request_id)
         self._first_tokens.recorded(effect, self._now_s)
+        self.traces.recorded(effect)
         if effect.state.is_final:
             del self._specs[effect.request_id]
             self._metrics.ended(effect)

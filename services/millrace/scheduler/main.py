@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import signal
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -17,10 +18,12 @@ from millrace.scheduler.recorder import Recorder
 from millrace.scheduler.recording import Recording
 from millrace.scheduler.servicer import SchedulerServicer
 from millrace.scheduler.succession import Estate, configured
+from millrace.scheduler.traces import SchedulerTraces
 from millrace.state.leases import Lease
 from millrace.state.open import open_leases, open_store
 from millrace.telemetry.metrics import Registry
 from millrace.telemetry.metrics_server import serve_metrics
+from millrace.telemetry.tracing.tracer import open_tracer
 from millrace.wire.address import host_port
 from millrace.wire.server import add_health, bind, create_server
 
@@ -114,6 +117,9 @@ async def _leading(
         if record is not None:
             recording = Recording(record, config.scheduler)
             stack.callback(recording.close)
+        name = f"scheduler-{os.getpid()}-{lease.epoch}"
+        tracer = open_tracer(config.telemetry, "scheduler", name, registry)
+        stack.push_async_callback(asyncio.to_thread, tracer.close)
         loop = SchedulerLoop(
             config.scheduler,
             recorder,
@@ -123,6 +129,7 @@ async def _leading(
             epoch=lease.epoch,
             estate=Estate.decode(lease.note, configured(config)),
         )
+        loop.trace(SchedulerTraces(tracer))
         parts = (loop.run(), loop.tick(), recorder.run(), leadership.keep(loop.note))
         work: asyncio.Future[Any] = asyncio.gather(*parts, loop.end_takeover())
         stack.push_async_callback(_end, work)

@@ -83,7 +83,9 @@ class Registry:
         """
         for name in documentation:
             _check(name)
-        self.collectors.register(_Sampled(label, documentation, sample))
+        sampled = _Sampled(label, documentation, sample)
+        self.collectors.register(sampled)
+        self._made.update(dict.fromkeys(documentation, sampled))
 
     def histogram(
         self,
@@ -108,7 +110,8 @@ class Registry:
     def families(self, name: str) -> Iterable[Metric]:
         """Returns the present values of a metric; none if the process does not have it."""
         made = self._made.get(name)
-        return () if made is None else made.collect()
+        families = () if made is None else made.collect()
+        return [one for one in families if one.name in (name, name.removesuffix("_total"))]
 
     def render(self, accept: str = "") -> tuple[bytes, str]:
         """Returns the exposition and its content type, in the format that an Accept header

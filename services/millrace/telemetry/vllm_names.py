@@ -6,15 +6,10 @@ buckets; labels are vLLM's `model_name` and `engine`, which is always 0.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Final, NamedTuple
 
-from prometheus_client.core import (
-    CounterMetricFamily,
-    GaugeMetricFamily,
-    HistogramMetricFamily,
-    Metric,
-)
+from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from millrace.telemetry.metrics import Registry
@@ -48,16 +43,14 @@ ALIASES: Final = (
     Alias("vllm:kv_cache_usage_perc", ("millrace_kv_used_ratio",)),
 )
 
-#: A series' labels, then for histograms the upper bound; counters and gauges have no bound.
-_Sums = dict[tuple[tuple[str, ...], str], float]
-
 
 class VllmNames(Collector):
     """Exposes the aliases of a registry's metrics. Register it with `add_vllm_names`."""
 
     def __init__(self, registry: Registry, model_name: str) -> None:
+        """`model_name` is that of metrics without a label `model`."""
         self._registry = registry
-        self._common = (model_name, "0")
+        self._common = {"model_name": model_name, "engine": "0"}
 
     def describe(self) -> Iterable[Metric]:
         """Returns no name: which there are depends on the metrics at the scrape."""
@@ -70,40 +63,25 @@ class VllmNames(Collector):
                 yield self._alias(alias, families)
 
     def _alias(self, alias: Alias, families: list[Metric]) -> Metric:
-        labels = ["model_name", "engine", *alias.labels.values()]
-        buckets: _Sums = {}
-        sums: _Sums = {}
+        name = alias.name.removesuffix("_total")  # of the family; its series have the suffix
+        made = Metric(name, f"As {', '.join(alias.of)}.", families[0].type)
+        sums: dict[tuple[str, tuple[tuple[str, str], ...]], float] = {}
         for family in families:
             for sample in family.samples:
-                own = tuple(sample.labels.get(label, "") for label in alias.labels)
-                into, bound = sums, ""
-                if sample.name.endswith("_bucket"):
-                    into, bound = buckets, sample.labels["le"]
-                elif sample.name.endswith("_count") or sample.name.endswith("_created"):
-                    continue  # the count is in the last bucket
-                into[own, bound] = into.get((own, bound), 0.0) + sample.value
-        made = _FAMILIES[families[0].type](alias.name, f"As {', '.join(alias.of)}.", labels)
-        for (own, _), value in sums.items():
-            values = [*self._common, *own]
-            if isinstance(made, HistogramMetricFamily):
-                bounds = [(le, n) for (of, le), n in buckets.items() if of == own]
-                made.add_metric(values, buckets=bounds, sum_value=value)
-            else:
-                made.add_metric(values, value)
+                suffix = sample.name.removeprefix(family.name)
+                if suffix != "_created":
+                    series = suffix, tuple(self._labels(alias, sample.labels).items())
+                    sums[series] = sums.get(series, 0.0) + sample.value
+        for (suffix, labels), value in sums.items():
+            made.add_sample(name + suffix, dict(labels), value)
         return made
 
-
-def _family(kind: type[Metric]) -> Callable[[str, str, list[str]], Metric]:
-    return lambda name, said, labels: kind(name, said, labels=labels)  # type: ignore[call-arg]
-
-
-_FAMILIES: Final = {
-    "counter": _family(CounterMetricFamily),
-    "gauge": _family(GaugeMetricFamily),
-    "histogram": _family(HistogramMetricFamily),
-}
+    def _labels(self, alias: Alias, labels: Mapping[str, str]) -> dict[str, str]:
+        """Returns vLLM's labels of a series: of Millrace's only those that the alias keeps."""
+        kept = {"model": "model_name", **alias.labels, "le": "le"}
+        return self._common | {new: labels[own] for own, new in kept.items() if own in labels}
 
 
-def add_vllm_names(registry: Registry, model_name: str) -> None:
+def add_vllm_names(registry: Registry, model_name: str = "") -> None:
     """Exposes the aliases of all metrics of `registry`, present and future."""
     registry.collectors.register(VllmNames(registry, model_name))

@@ -11,7 +11,14 @@ from dataclasses import dataclass
 from millrace.core.kv.transfer import Incarnation
 from millrace.core.request import Chunk
 from millrace.core.scheduler import effects, events
-from millrace.core.scheduler.commands import Drain, KvShard, Member, PolicyInForce, Registered
+from millrace.core.scheduler.commands import (
+    Drain,
+    KeepTraces,
+    KvShard,
+    Member,
+    PolicyInForce,
+    Registered,
+)
 from millrace.core.scheduler.fleet.prompt_progress import PromptProgress
 
 #: A `RequestSpec` that its proxy encoded once, for the store and for the scheduler. The scheduler
@@ -61,7 +68,9 @@ class AllOpen:
     """Ends the list of open requests: all later submissions are new."""
 
 
-ProxyMessage = Submit | events.CancelRequested | ProxyLoad | AskProgress | OpenRequest | AllOpen
+ProxyMessage = (
+    Submit | events.CancelRequested | ProxyLoad | AskProgress | OpenRequest | AllOpen | KeepTraces
+)
 
 
 # ---- scheduler -> proxy
@@ -142,6 +151,7 @@ WorkerCommand = (
     | SendRunPrefill
     | Drain
     | PolicyInForce
+    | KeepTraces
     | effects.Order
     | effects.CancelOn
 )

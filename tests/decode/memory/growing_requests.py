@@ -280,7 +280,7 @@ class GrowingRequests:
             arrival_unix_s=job.arrival_unix_s,
             slo=Slo(tbt_s=job.tbt_s or None),
         )
-        request = DecodeRequest.of(spec)
+        request = DecodeRequest.of(spec, "d0")
         request.prompt_ids = np.array(job.prompt + job.got[0][:done], dtype=np.int32)
         self._job_of[name] = job
         self.landings.admit(request)

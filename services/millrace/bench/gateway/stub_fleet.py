@@ -15,7 +15,7 @@ import grpc
 from millrace.bench.gateway.stub_servicers import DecodeServicer, SchedulerServicer
 from millrace.core.kv.transfer import Incarnation
 from millrace.core.request_spec import RequestSpec
-from millrace.core.scheduler.commands import Member
+from millrace.core.scheduler.commands import KeepTraces, Member
 from millrace.core.scheduler.effects import Fail, Refuse
 from millrace.core.scheduler.events import CancelRequested
 from millrace.core.token_events import TokenBatch, TokenEvent
@@ -99,6 +99,7 @@ class StubFleet:
         #: What proxies named when they connected again, and whether the scheduler has lost it.
         self.reopened: list[OpenRequest] = []
         self.forgets = False
+        self.kept_traces: list[str] = []  # that proxies have named
         #: Answers to proxies that ask for a prompt's progress, by the request's id.
         self.progress: dict[str, Progress] = {}
         self.decode = Incarnation("decode-0", 1)
@@ -265,6 +266,8 @@ class StubFleet:
                 case AskProgress():
                     known = [i for i in message.request_ids if i in self.progress]
                     outbox.put(*(self.progress[request_id] for request_id in known))
+                case KeepTraces():
+                    self.kept_traces += message.trace_ids
                 case Submit():
                     self.on_submit(decode_spec(message.spec))
                 case OpenRequest():

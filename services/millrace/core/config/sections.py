@@ -365,7 +365,26 @@ class StoreConfig(_Section):
 class TelemetryConfig(_Section):
     log_level: str = _setting("info", _one_of("debug", "info", "warning", "error"))
     log_format: str = _setting("text", _one_of("text", "json"))
-    otlp_endpoint: str = _setting("", None, "empty: traces stay in the process")
+    otlp_endpoint: str = _setting(
+        "",
+        None,
+        "host:port or URL of an OTLP/gRPC collector, which gets the spans of all processes",
+    )
+    trace_folder: str = _setting(
+        "", None, "folder to which each process writes its spans: OTLP in lines of JSON"
+    )
+    trace_ratio: float = _setting(
+        0.05, _within(0, 1), "share of traces that are sampled, unless a traceparent decides"
+    )
+    trace_tail_spans: int = _setting(
+        16384,
+        _within(0),
+        "most spans of other traces that a process holds: slow and failed requests are traced, "
+        "too; 0: not",
+    )
+    vllm_names: str = _setting(
+        "off", _one_of("off", "on"), "metrics also under vLLM's names, for its dashboards"
+    )
     metrics_port: int = _setting(
         0, _within(0, 65535), "/metrics, /health and /ready of a worker or scheduler; 0: off"
     )

@@ -55,6 +55,8 @@ class HoldAsk:
     start_token: int
     end_token: int
     prompt_tokens: int
+    traceparent: str = ""  # of the request, as its arrival
+    arrival_unix_s: float = 0.0
 
     @property
     def num_tokens(self) -> int:

@@ -108,4 +108,13 @@ class PolicyInForce:
     weights: Weights = field(default_factory=Weights)
 
 
-Command = Registered | RunPrefill | AdmitDecode | Cancel | Drain | Order | PolicyInForce
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeepTraces:
+    """Export the held spans of these traces: 32 hexadecimal digits each."""
+
+    trace_ids: tuple[str, ...]
+
+
+Command = (
+    Registered | RunPrefill | AdmitDecode | Cancel | Drain | Order | PolicyInForce | KeepTraces
+)

@@ -47,7 +47,7 @@ from millrace.core.request import Request, RequestState
 from millrace.core.scheduler import events, integrity, reports
 from millrace.core.scheduler.admission import refusal
 from millrace.core.scheduler.dispatch.chunk_progress import ChunkProgress
-from millrace.core.scheduler.dispatch.dispatcher import Dispatcher
+from millrace.core.scheduler.dispatch.dispatcher import Dispatcher, Planned
 from millrace.core.scheduler.dispatch.event_filter import EventFilter
 from millrace.core.scheduler.dispatch.request_progress import RequestProgress
 from millrace.core.scheduler.dispatch.stall_watch import StallWatch
@@ -110,6 +110,10 @@ class Machine:
         step = StepContext(now_s)
         self._handlers[type(event)](step, event)
         return step.effects
+
+    def observe_plans(self, on_planned: Callable[[Planned], None]) -> None:
+        """Shows every plan to `on_planned` when its request is sent to prefill instances."""
+        self._dispatcher.on_planned = on_planned
 
     @property
     def requests(self) -> Mapping[str, LiveRequest]:

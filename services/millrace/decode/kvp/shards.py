@@ -25,7 +25,6 @@ from millrace.engine.attention.kvp_memory import exchange_memory
 from millrace.engine.attention.kvp_owner import Remote, reach_of
 from millrace.instance.host import WorkerContext
 from millrace.instance.shards.shard_host import exchange_shape
-from millrace.instance.spans import span
 from millrace.transfer.kvp.exchange import KvpExchange
 from millrace.transfer.transport.regions import Memory
 from millrace.wire.clients.kvp_peer import GrpcKvpPeer
@@ -189,6 +188,8 @@ class SpreadRequests:
             start_token=shard.start_token,
             end_token=shard.end_token,
             prompt_tokens=spread.sent_tokens,
+            traceparent=spread.request.spec.traceparent,
+            arrival_unix_s=spread.request.spec.arrival_unix_s,
         )
 
     def _landed(self, spread: _Spread, number: int, landed: RemoteShard) -> None:
@@ -196,14 +197,11 @@ class SpreadRequests:
         if len(spread.landed) == len(spread.tasks):
             request = spread.request
             request.shards = tuple(shard for _, shard in sorted(spread.landed.items()))
-            request.spans.append(
-                span(
-                    "kvp_shards",
-                    self._incarnation.id,
-                    request.admitted_s,
-                    request.clock.now_s(),
-                    instances=1 + len(request.shards),
-                )
+            request.trace.add(
+                "kvp_shards",
+                request.admitted_s,
+                request.clock.now_s(),
+                instances=1 + len(request.shards),
             )
             self._on_landed(request)
 

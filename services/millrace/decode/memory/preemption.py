@@ -29,7 +29,6 @@ from millrace.decode.metrics import DecodeMetrics
 from millrace.decode.request import DecodeEvent, DecodeRequest, DecodeState
 from millrace.decode.request_table import RequestTable
 from millrace.engine.decode_batch import DecodeBatch
-from millrace.instance.spans import span
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +52,6 @@ class Preemption:
     def __init__(
         self,
         *,
-        instance_id: str,
         table: RequestTable,
         batch: DecodeBatch,
         pages: RequestPages,
@@ -63,7 +61,6 @@ class Preemption:
         move: Callable[[DecodeRequest], None],
     ) -> None:
         """`move` ends a request here; it is migrated, or begins again if it has no token."""
-        self._id = instance_id
         self._table = table
         self._batch = batch
         self._pages = pages
@@ -275,6 +272,5 @@ class Preemption:
         )
 
     def _note(self, request: DecodeRequest, since_s: float, kind: str) -> None:
-        if sum(one.name == "preempted" for one in request.spans) < _MOST_SPANS:
-            now_s = request.clock.now_s()
-            request.spans.append(span("preempted", self._id, since_s, now_s, by=kind))
+        if sum(one.name == "preempted" for one in request.trace.spans) < _MOST_SPANS:
+            request.trace.add("preempted", since_s, request.clock.now_s(), by=kind)

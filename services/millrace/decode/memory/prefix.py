@@ -18,7 +18,6 @@ from millrace.decode.metrics import DecodeMetrics
 from millrace.decode.request import DecodeRequest
 from millrace.instance.host import WorkerContext
 from millrace.instance.prefix import open_prefix_cache, prompt_blocks, takes_part
-from millrace.instance.spans import span
 from millrace.instance.tasks import Tasks
 
 log = logging.getLogger(__name__)
@@ -30,7 +29,6 @@ class RequestPrefixes:
     def __init__(self, context: WorkerContext, metrics: DecodeMetrics, tasks: Tasks) -> None:
         engine = context.engine
         self.cache = open_prefix_cache(engine.pool, context.config.engine, context.registry)
-        self._id = context.incarnation.id
         self._page_tokens = engine.layout.page_tokens
         self._store = context.store
         self._metrics = metrics
@@ -57,7 +55,7 @@ class RequestPrefixes:
         if cached_tokens:
             self._metrics.cached_tokens.inc(cached_tokens)
             now_s = request.clock.now_s()
-            request.spans.append(span("cached", self._id, now_s, now_s, tokens=cached_tokens))
+            request.trace.add("cached", now_s, now_s, tokens=cached_tokens)
 
     def joined(self, request: DecodeRequest) -> None:
         """Reads the ids of the prompt's last tokens, which fill no block, while the answer is

@@ -16,6 +16,7 @@ from millrace.decode.request_table import RequestTable
 from millrace.engine.decode_batch import TokenOut
 from millrace.engine.sampling.spec import finish_reason
 from millrace.instance.host import WorkerContext
+from millrace.instance.spans import of_request
 from millrace.instance.token_streams import TokenStreams
 from millrace.wire.moves import PREEMPTED
 
@@ -32,7 +33,6 @@ class Output:
     leave through the request table."""
 
     def __init__(self, context: WorkerContext, table: RequestTable, metrics: DecodeMetrics) -> None:
-        self._id = context.incarnation.id
         self._send = context.send
         self._table = table
         self._metrics = metrics
@@ -62,7 +62,7 @@ class Output:
             if out.error:
                 self.fail(request, out.error, "logits")
                 continue
-            request.stepped(self._id, batch)
+            request.stepped(batch)
             self._emit(request, step_event(out), out.finish_reason)
 
     def _emit(self, request: DecodeRequest, event: TokenEvent, reason: str) -> None:
@@ -78,7 +78,7 @@ class Output:
             )
             if not request.open_choices:
                 detail = event.detail()
-                spans = (*detail.spans, *request.spans)
+                spans = (*detail.spans, *request.trace.take())
                 event = event._replace(detail=detail._replace(spans=spans))
         self.streams.publish(request.proxy, event)
         if event.token_ids:
@@ -96,7 +96,7 @@ class Output:
         instance alone."""
         if request.ended:
             return
-        log.warning("request %s: %s", request.id, message)
+        log.warning("request %s: %s", request.id, message, extra=of_request(request.spec))
         self._metrics.failed.labels(reason).inc()
         if request.streams and reason in _OF_THIS_PLACE:
             self.move(request)
@@ -111,7 +111,8 @@ class Output:
             )
         )
         spoiled = reason == "logits"
-        self._table.leave(request, DecodeEvent.SPOILED if spoiled else DecodeEvent.ENDED)
+        event = DecodeEvent.SPOILED if spoiled else DecodeEvent.ENDED
+        self._table.leave(request, event, error=message)
 
     def move(self, request: DecodeRequest) -> None:
         """Ends the request here. A request with tokens out is migrated: its proxy has the tokens.
@@ -126,7 +127,7 @@ class Output:
     def _move(self, request: DecodeRequest, error: str) -> None:
         if request.streams:
             request.finish_reason = "moved"
-            detail = TokenDetail(error=error, spans=tuple(request.spans))
+            detail = TokenDetail(error=error, spans=request.trace.take())
             event = TokenEvent(request.id, finish_reason="moved", detail=detail)
             self.streams.publish(request.proxy, event)
         self._table.leave(request)

@@ -25,6 +25,7 @@ from millrace.engine.parallel.shard_ranks import RankedShards
 from millrace.instance.host import HostContext
 from millrace.instance.shards.shard_metrics import ShardMetrics, TimedShards
 from millrace.instance.shards.shard_table import HeldShard, ShardTable
+from millrace.instance.spans import Stopwatch
 from millrace.instance.tasks import Tasks
 from millrace.transfer.kvp.server import KvpServer, ShardCompute
 from millrace.transfer.push.handshake import stale_receiver
@@ -67,6 +68,7 @@ class ShardHost:
         self._table = table
         self._receiver = receiver
         self._send = context.send
+        self._tracer = context.tracer
         self._metrics = ShardMetrics(context.registry, table)
         shape = exchange_shape(memory)
         nbytes = KvpServer.memory_bytes(shape, OWNERS)
@@ -138,7 +140,9 @@ class ShardHost:
             self._pool.free(pages)
             raise
         number = self._server.open_shard(pages, ask.start_token, ask.end_token)
-        shard = HeldShard(ask, pages, number)
+        scope = self._tracer.scope(ask.traceparent, ask.arrival_unix_s)
+        held_s = Stopwatch(ask.arrival_unix_s).now_s()
+        shard = HeldShard(ask, pages, number, scope=scope, held_s=held_s)
         if not ask.landing_tokens:
             shard.land()  # it has no tokens of the prompt
         self._table.add(shard)
@@ -160,6 +164,7 @@ class ShardHost:
         """Releases a shard in the background; a second call does nothing."""
         if not shard.ended:
             shard.ended = True
+            _trace(shard)
             shard.lose("it was released")
             self._tasks.spawn(self._release(shard))
 
@@ -206,6 +211,18 @@ class ShardHost:
             raise TransferError(stale)
         if differs := mismatch(ask.layout, self._layout):
             raise TransferError(differs)
+
+
+def _trace(shard: HeldShard) -> None:
+    """Records the time for which a shard was held."""
+    if shard.scope.records:
+        ask = shard.ask
+        named: dict[str, str | int] = {
+            "millrace.request_id": ask.request_id,
+            "millrace.start_token": ask.start_token,
+            "millrace.end_token": ask.end_token,
+        }
+        shard.scope.end("shard", shard.held_s, Stopwatch(ask.arrival_unix_s).now_s(), named)
 
 
 def _attention(

@@ -11,6 +11,7 @@ from millrace.core.kv.kvp_hold import HoldAsk
 from millrace.core.kv.transfer import Incarnation
 from millrace.core.token_events import FinishedPrefill
 from millrace.telemetry.metrics import Registry
+from millrace.telemetry.tracing.tracer import NO_SCOPE, Scope
 from millrace.transfer.push.control import ReceiveCallbacks
 
 
@@ -28,6 +29,8 @@ class HeldShard:
     landed: asyncio.Future[None] = field(default_factory=lambda: _future())
     lost: asyncio.Future[str] = field(default_factory=lambda: _future())
     ended: bool = False
+    scope: Scope = NO_SCOPE
+    held_s: float = 0.0  # since the request's arrival
 
     def land(self) -> None:
         if not self.landed.done():

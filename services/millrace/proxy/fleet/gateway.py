@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from millrace.core.config import ProxyConfig
@@ -81,6 +81,9 @@ class Gateway:
         self._tokens = TokenLinks(incarnation, self)
         self.prompts = PromptsAhead(self._scheduler.ask_progress)
         self.on_progress = self.prompts.take
+        self.keep_trace = self._scheduler.keep_trace
+        #: Gets every request whose first token came after its objective.
+        self.on_late: Callable[[ProxyRequest], None] = lambda request: None
         self._load = LoadReport(self._scheduler.report)
         self._request_timeout_s = request_timeout_s
         self._parking = Parking(config, self._load.set, request_timeout_s)
@@ -163,6 +166,11 @@ class Gateway:
     @property
     def inflight(self) -> int:
         return len(self._live)
+
+    @property
+    def streaming(self) -> int:
+        """The open requests that have a token."""
+        return sum(one.has_begun for one in self._live.values())
 
     @property
     def parked(self) -> int:
@@ -347,11 +355,14 @@ class Gateway:
             try:
                 gap = request.take(event, now)
             except Exception:  # a defect in one request must not end the stream of all requests
-                log.exception("request %s: tokens could not be taken", event.request_id)
+                what = "request %s: tokens could not be taken"
+                log.exception(what, event.request_id, extra=request.about())
                 self._fail(request, ApiError(500, "Internal error."), cancel=True)
                 continue
             if gap is not None:
                 tbt.observe(gap)
+            if request.first_token_at == now and request.missed():
+                self.on_late(request)
             if request.has_ended:
                 self._finish(request)
         self._metrics.tokens.inc(tokens)
@@ -430,6 +441,7 @@ class Gateway:
             request.spec.request_id,
             request.spec.resumed_tokens,
             error.message,
+            extra=request.about(),
         )
         self._records.spawn(self._go_on(request, before))
 

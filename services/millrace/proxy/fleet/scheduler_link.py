@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Protocol
 
 from millrace.core.kv.transfer import Incarnation
+from millrace.core.scheduler.commands import KeepTraces
 from millrace.core.scheduler.effects import Fail, Refuse
 from millrace.core.scheduler.events import CancelRequested
 from millrace.state.leader import LeaderWatch
@@ -102,6 +103,13 @@ class SchedulerLink:
         """Queues a question for how far prompts are. Dropped without a connection."""
         if self.connected:
             self._queue(AskProgress(request_ids=tuple(request_ids)))
+
+    def keep_trace(self, trace_id: str) -> None:
+        """Queues the name of a trace that all processes are to export. Dropped without a
+        connection.
+        """
+        if self.connected:
+            self._queue(KeepTraces(trace_ids=(trace_id,)))
 
     def _queue(self, item: ProxyMessage) -> None:
         self._outbox.append(item)

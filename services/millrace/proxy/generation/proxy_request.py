@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import replace
 from enum import Enum
 from typing import Protocol
@@ -21,6 +21,7 @@ from millrace.proxy.generation.continuation import continuation
 from millrace.proxy.generation.echo import Echo
 from millrace.proxy.text.prefix import with_blocks
 from millrace.proxy.text.tokenizer import TokenArray
+from millrace.telemetry.tracing.context import log_fields
 from millrace.wire.fleet_messages import OpenRequest
 
 
@@ -94,6 +95,7 @@ class ProxyRequest:
         "prompt_ids",
         "prompt_logprobs",
         "prompt_tokens",
+        "read_at",
         "recorded",
         "request_id",
         "sink",
@@ -160,7 +162,7 @@ class ProxyRequest:
         #: Since when the request waits for the first token of its new instance; None after that.
         self._moved_at: float | None = None
         self.parked_since: float | None = None
-        self.arrived_at = self.started_at = self.submitted_at = arrived_at
+        self.arrived_at = self.read_at = self.started_at = self.submitted_at = arrived_at
         #: When the wait of its stage began; the watch over time-outs reads it.
         self.waiting_since = arrived_at
         self.placed_at: float | None = None
@@ -218,6 +220,29 @@ class ProxyRequest:
     def has_begun(self) -> bool:
         """Whether tokens have come, in this incarnation or an earlier one."""
         return self.first_token_at is not None
+
+    def about(self) -> dict[str, str]:
+        """Returns the fields of a log record that is about the request."""
+        return log_fields(self.request_id, self.spec.traceparent)
+
+    def missed(self) -> list[str]:
+        """Lists the objectives that it has missed so far: ttft, e2e, tbt (its mean)."""
+        return [name for name, met in self.objectives() if not met]
+
+    def objectives(self) -> Iterator[tuple[str, bool]]:
+        """Yields each objective that can be judged, and whether it is met; none if adopted: this
+        replica does not know when the first tokens were sent.
+        """
+        first, slo = self.first_token_at, self.slo
+        if first is None or self.adopted:
+            return
+        if slo.ttft_s is not None:
+            yield "ttft", first - self.arrived_at <= slo.ttft_s
+        if slo.e2e_s is not None:
+            yield "e2e", self.last_token_at - self.arrived_at <= slo.e2e_s
+        steps = self.completion_tokens // len(self.choices) - 1
+        if slo.tbt_s is not None and steps > 0:
+            yield "tbt", (self.last_token_at - first) / steps <= slo.tbt_s
 
     def submit(self, now: float) -> None:
         """Notes that the request is sent to the scheduler."""

@@ -141,6 +141,7 @@ def _record(exchange: Exchange, scope: Scope) -> dict[str, Any]:
     first_byte_s = None if answered_at is None else round(answered_at - arrived_at, 6)
     return {
         "request_id": exchange.request_id,
+        **({"trace_id": exchange.trace_id} if exchange.trace_id else {}),
         "client_request_id": (header(scope, CLIENT_REQUEST_ID) or "")[:_MOST_CHARACTERS],
         "tenant": exchange.caller.tenant,
         "key": exchange.caller.key,

@@ -41,7 +41,6 @@ from millrace.proxy.models.models import Models
 from millrace.proxy.models.served_model import ServedModel
 from millrace.proxy.prompts import EnginePrompt
 from millrace.proxy.reply.builder import Arrival
-from millrace.proxy.reply.explain import waterfall
 from millrace.proxy.reply.reply import DocumentReply, EventReply, GeneratingReply, StreamReply
 from millrace.proxy.request.options import Options
 from millrace.proxy.responses import StoredResponses
@@ -51,8 +50,9 @@ from millrace.proxy.tenancy.caller import Caller
 from millrace.proxy.tenancy.costs import reserved_cost, used_cost
 from millrace.proxy.tenancy.limiter import Limiter
 from millrace.proxy.tenancy.stored_tenants import StoredTenants
+from millrace.proxy.traces import RequestTraces
 from millrace.state.store import RequestStore
-from millrace.telemetry.otlp import TraceExporter
+from millrace.telemetry.tracing.context import trace_id_of
 
 #: A reason why a constraint can't be compiled may repeat it.
 _MOST_REASON = 1000
@@ -60,9 +60,7 @@ _MOST_REASON = 1000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Services:
-    """The objects that the endpoints share. `traces` is None if no collector takes traces,
-    `stored_tenants` if the store keeps none.
-    """
+    """The objects that the endpoints share. `stored_tenants` is None if the store keeps none."""
 
     config: Config
     models: Models
@@ -74,7 +72,7 @@ class Services:
     tenants: Tenants
     limiter: Limiter
     stored_tenants: StoredTenants | None
-    traces: TraceExporter | None
+    traces: RequestTraces
     responses: StoredResponses
     background: Background
     files: Files
@@ -93,6 +91,8 @@ class Entry:
         caller = exchange.caller
         with self._counted(caller):
             slo = self._services.objectives.read(scope, caller.slo_classes, {})
+        span, context = self._services.traces.begin(traceparent(scope), unix_s)
+        exchange.trace_id = trace_id_of(context)
         return Arrival(
             at=at,
             unix_s=unix_s,
@@ -101,7 +101,8 @@ class Entry:
             exchange=exchange,
             trace=wants_trace(scope),
             fails_early=wants_early_failure(scope, {}),
-            traceparent=traceparent(scope),
+            traceparent=context,
+            scope=span,
             id_digits=id_digits(caller.tenant, chosen) if chosen else uuid.uuid4().hex,
         )
 
@@ -246,15 +247,13 @@ class Runs:
     def end(self, reply: GeneratingReply, arrival: Arrival) -> None:
         """Cancels the unfinished requests, settles their limits and exports the traces of all."""
         self._leave(reply)
+        progress = reply.progress
         if arrival.exchange is not None:
-            progress = reply.progress
             self._services.limiter.settle(
                 arrival.exchange, used_cost(progress.requests, progress.error)
             )
-        if self._services.traces is not None:
-            for request in reply.progress.requests:
-                found = waterfall(request, arrival.unix_s, self._gateway.incarnation.id)
-                self._services.traces.export(found, arrival.traceparent)
+        traces, tell = self._services.traces, self._gateway.keep_trace
+        traces.end(arrival.scope, progress.requests, progress.error, arrival.at, tell)
 
     def _leave(self, reply: GeneratingReply) -> None:
         """Cancels the unfinished requests: the client is gone, or the answer has failed."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,6 +12,7 @@ from millrace.core.weights import BATCH_CLASS
 from millrace.proxy.errors import ApiError, bad_field, shown
 from millrace.proxy.http.asgi import Scope, header
 from millrace.proxy.request.objectives import LARGEST_MS
+from millrace.telemetry.tracing.context import TraceContext
 
 TTFT_HEADER = "x-millrace-ttft-slo-ms"
 TBT_HEADER = "x-millrace-tbt-slo-ms"
@@ -23,10 +23,6 @@ FAIL_EARLY_HEADER = "x-millrace-fail-early"
 
 #: The objective of the class `batch`, unless it is configured: later than that of any other class.
 BATCH_TTFT_S = 86400.0
-
-_TRACEPARENT = re.compile(
-    r"(?!ff)[0-9a-f]{2}-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}"
-)
 
 
 class Objectives:
@@ -136,4 +132,4 @@ def _is_set(scope: Scope, name: str, *, absent: bool = False) -> bool:
 def traceparent(scope: Scope) -> str:
     """Returns the W3C trace context; empty if absent or malformed (the standard ignores both)."""
     text = header(scope, b"traceparent") or ""
-    return text if _TRACEPARENT.match(text) else ""
+    return "" if TraceContext.parse(text) is None else text

@@ -13,7 +13,7 @@ from millrace.core.config.models import Canary, ModelConfig, read_models_file
 from millrace.core.errors import MillraceError
 from millrace.proxy.errors import ApiError, shown
 from millrace.proxy.fleet.gateway import Gateway
-from millrace.proxy.metrics import INFLIGHT, PARKED
+from millrace.proxy.metrics import INFLIGHT, PARKED, STREAMING, WAITING
 from millrace.proxy.models.served_model import MakeGateway, ServedModel, read_model
 from millrace.proxy.tenancy.caller import Caller
 from millrace.proxy.watched_file import LOOK_S, WatchedFile
@@ -137,12 +137,16 @@ class Models:
         return sum(one.gateway.inflight for one in self.all)
 
     def measured(self) -> dict[str, dict[str, float]]:
-        """Returns the open and the parked requests by model and metric."""
+        """Returns the numbers of open requests by model and metric."""
         found: dict[str, dict[str, float]] = {}
         for one in self.all:
-            counts = found.setdefault(one.name, {INFLIGHT: 0, PARKED: 0})
+            counts = found.setdefault(
+                one.name, dict.fromkeys((INFLIGHT, PARKED, STREAMING, WAITING), 0)
+            )
             counts[INFLIGHT] += one.gateway.inflight
             counts[PARKED] += one.gateway.parked
+            counts[STREAMING] += (streaming := one.gateway.streaming)
+            counts[WAITING] += one.gateway.inflight - streaming
         return found
 
     @property

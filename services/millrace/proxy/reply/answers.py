@@ -272,6 +272,7 @@ class Waterfall(TypedDict):
     request_id: str
     arrival_unix_s: float
     spans: list[Span]
+    trace_id: NotRequired[str]
     predicted_ttft_ms: float
     ttft_ms: NotRequired[float]
     more: NotRequired[list[Waterfall]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -29,6 +30,7 @@ from millrace.proxy.reply.reply import (
 from millrace.proxy.request.options import Limits, Options
 from millrace.proxy.tenancy.exchange import Exchange
 from millrace.proxy.text.tokenizer import Tokenizer
+from millrace.telemetry.tracing.tracer import NO_SCOPE, Scope
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,9 +42,11 @@ class Arrival:
     slo: Slo
     tenant: str
     trace: bool
-    traceparent: str
     #: The digits of the response's id.
     id_digits: str
+    traceparent: str = ""
+    #: The HTTP request's span.
+    scope: Scope = NO_SCOPE
     #: The HTTP request, for its limits; None if nothing limits it.
     exchange: Exchange | None = None
     #: The client wants an error instead of a first token after the TTFT objective.
@@ -149,6 +153,7 @@ class Builder:
                 arrived_at=arrival.at,
             )
             request.fails_early = arrival.fails_early
+            request.read_at = time.monotonic()
             reply.progress.add(request)
             requests.append(request)
         return requests

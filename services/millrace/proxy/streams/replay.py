@@ -137,7 +137,6 @@ class Replays:
             slo=slo_of(source),
             tenant=tenant,
             trace=False,
-            traceparent="",
             id_digits=source.id_digits,
         )
         numbers = EventNumbers(after)

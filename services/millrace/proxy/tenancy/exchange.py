@@ -32,6 +32,7 @@ class Exchange:
     headers: list[tuple[bytes, bytes]] = field(default_factory=list)
     #: The answer's `x-request-id`; empty before the answer begins.
     request_id: str = ""
+    trace_id: str = ""  # of its spans; empty: none
     admission: Admission | None = None
     #: Whether `headers` has what the limits leave.
     shows_limits: bool = False

@@ -14,6 +14,7 @@ from millrace.wire.pb import scheduler_pb2
 
 REGISTERED = derive(commands.Registered, scheduler_pb2.Registered)
 DRAIN = derive(commands.Drain, scheduler_pb2.Drain)
+KEEP_TRACES = derive(commands.KeepTraces, scheduler_pb2.KeepTraces)
 POLICY = derive(commands.PolicyInForce, scheduler_pb2.PolicyInForce)
 #: `decode` returns None for a kind that only a later version of the scheduler has.
 COMMANDS: Final[Oneof[commands.Command, scheduler_pb2.WorkerCommand]] = Oneof(
@@ -26,6 +27,7 @@ COMMANDS: Final[Oneof[commands.Command, scheduler_pb2.WorkerCommand]] = Oneof(
         "drain": DRAIN,
         "order": derive(commands.Order, scheduler_pb2.Order),
         "policy": POLICY,
+        "keep_traces": KEEP_TRACES,
     },
 )
 

@@ -13,6 +13,7 @@ from millrace.core.scheduler.fleet.prompt_progress import PromptProgress
 from millrace.wire.codec.derive import Codec, Oneof, derive
 from millrace.wire.codec.enums import EnumWords
 from millrace.wire.codec.incarnation import incarnation_message
+from millrace.wire.codec.instance import KEEP_TRACES
 from millrace.wire.codec.request_spec import ENCODED
 from millrace.wire.fleet_messages import (
     AllOpen,
@@ -51,6 +52,7 @@ _ITEMS: Final[Oneof[ProxyMessage, scheduler_pb2.ProxyMessage]] = Oneof(
         "ask": derive(AskProgress, scheduler_pb2.AskProgress),
         "open": derive(OpenRequest, scheduler_pb2.OpenRequest, request=ENCODED),
         "all_open": derive(AllOpen, scheduler_pb2.AllOpen),
+        "keep_traces": KEEP_TRACES,
     },
 )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import fields
 from typing import Final
 
@@ -11,12 +12,12 @@ from millrace.core.cost.rates import parse_rates
 from millrace.core.errors import ConfigError
 from millrace.core.priority import POLICIES
 from millrace.core.request import Request
-from millrace.core.scheduler import effects, events
+from millrace.core.scheduler import commands, effects, events
 from millrace.core.weights import DEFAULT_TENANT, Weights, is_weight, weight_range
 from millrace.wire.codec.derive import Oneof, derive
 from millrace.wire.codec.enums import EnumWords, MessageError
 from millrace.wire.codec.incarnation import incarnation_of
-from millrace.wire.codec.instance import DRAIN, POLICY, REGISTERED, REGISTRATION
+from millrace.wire.codec.instance import DRAIN, KEEP_TRACES, POLICY, REGISTERED, REGISTRATION
 from millrace.wire.codec.request_spec import ENCODED, SLO
 from millrace.wire.fleet_messages import SendAdmitDecode, SendRunPrefill, WorkerCommand
 from millrace.wire.pb import common_pb2, scheduler_pb2
@@ -161,6 +162,14 @@ def improvement_rate_changed(
     raise MessageError("neither rate nor rates is given")
 
 
+def traces_to_keep(message: scheduler_pb2.KeepTraces) -> commands.KeepTraces:
+    """Raises MessageError for a malformed trace id."""
+    for trace_id in message.trace_ids:
+        is_id = re.fullmatch("[0-9a-f]{32}", trace_id) is not None
+        _require("keep_traces.trace_ids", trace_id, is_id, "32 hexadecimal digits")
+    return KEEP_TRACES.decode(message)
+
+
 def _require(field: str, value: object, holds: bool, wanted: str) -> None:
     if not holds:
         raise MessageError(f"{field} is {value!r}; it must be {wanted}")
@@ -179,6 +188,7 @@ _COMMANDS: Final[Oneof[WorkerCommand, scheduler_pb2.WorkerCommand]] = Oneof(
         "cancel": derive(effects.CancelOn, scheduler_pb2.CancelRequest, absent=_NO_ID),
         "drain": DRAIN,
         "policy": POLICY,
+        "keep_traces": KEEP_TRACES,
     },
 )
 command_message = _COMMANDS.encode

@@ -26,7 +26,7 @@ from millrace.wire.pb import common_pb2 as millrace_dot_v1_dot_common__pb2
 from millrace.wire.pb import transfer_pb2 as millrace_dot_v1_dot_transfer__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15millrace/v1/kvp.proto\x12\x0bmillrace.v1\x1a\x18millrace/v1/common.proto\x1a\x1amillrace/v1/transfer.proto\"\xeb\x01\n\x0bHoldRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\'\n\x05owner\x18\x03 \x01(\x0b\x32\x18.millrace.v1.Incarnation\x12(\n\x06worker\x18\x04 \x01(\x0b\x32\x18.millrace.v1.Incarnation\x12%\n\x06layout\x18\x05 \x01(\x0b\x32\x15.millrace.v1.KvLayout\x12\x13\n\x0bstart_token\x18\x06 \x01(\r\x12\x11\n\tend_token\x18\x07 \x01(\r\x12\x15\n\rprompt_tokens\x18\x08 \x01(\r\"s\n\tHoldReply\x12%\n\x06opened\x18\x01 \x01(\x0b\x32\x13.millrace.v1.OpenedH\x00\x12%\n\x06landed\x18\x02 \x01(\x0b\x32\x13.millrace.v1.LandedH\x00\x12\x10\n\x06\x66\x61iled\x18\x03 \x01(\tH\x00\x42\x06\n\x04kind\"\x17\n\x06Opened\x12\r\n\x05shard\x18\x01 \x01(\x04\"\x08\n\x06Landed\"\xd3\x01\n\rAttachRequest\x12\'\n\x05owner\x18\x01 \x01(\x0b\x32\x18.millrace.v1.Incarnation\x12(\n\x06worker\x18\x02 \x01(\x0b\x32\x18.millrace.v1.Incarnation\x12%\n\x06layout\x18\x03 \x01(\x0b\x32\x15.millrace.v1.KvLayout\x12\x10\n\x08max_rows\x18\x04 \x01(\r\x12\x16\n\x0e\x61gent_metadata\x18\x05 \x01(\x0c\x12\x0e\n\x06region\x18\x06 \x01(\r\x12\x0e\n\x06offset\x18\x07 \x01(\x04\"G\n\x0b\x41ttachReply\x12\x0f\n\x07refusal\x18\x01 \x01(\t\x12\'\n\x05grant\x18\x02 \x01(\x0b\x32\x18.millrace.v1.AttachGrant\"S\n\x0b\x41ttachGrant\x12\x0c\n\x04slot\x18\x01 \x01(\r\x12\x16\n\x0e\x61gent_metadata\x18\x02 \x01(\x0c\x12\x0e\n\x06region\x18\x03 \x01(\r\x12\x0e\n\x06offset\x18\x04 \x01(\x04\x32\x83\x01\n\x03Kvp\x12:\n\x04Hold\x12\x18.millrace.v1.HoldRequest\x1a\x16.millrace.v1.HoldReply0\x01\x12@\n\x06\x41ttach\x12\x1a.millrace.v1.AttachRequest\x1a\x18.millrace.v1.AttachReply0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15millrace/v1/kvp.proto\x12\x0bmillrace.v1\x1a\x18millrace/v1/common.proto\x1a\x1amillrace/v1/transfer.proto\"\x98\x02\n\x0bHoldRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\'\n\x05owner\x18\x03 \x01(\x0b\x32\x18.millrace.v1.Incarnation\x12(\n\x06worker\x18\x04 \x01(\x0b\x32\x18.millrace.v1.Incarnation\x12%\n\x06layout\x18\x05 \x01(\x0b\x32\x15.millrace.v1.KvLayout\x12\x13\n\x0bstart_token\x18\x06 \x01(\r\x12\x11\n\tend_token\x18\x07 \x01(\r\x12\x15\n\rprompt_tokens\x18\x08 \x01(\r\x12\x13\n\x0btraceparent\x18\t \x01(\t\x12\x16\n\x0e\x61rrival_unix_s\x18\n \x01(\x01\"s\n\tHoldReply\x12%\n\x06opened\x18\x01 \x01(\x0b\x32\x13.millrace.v1.OpenedH\x00\x12%\n\x06landed\x18\x02 \x01(\x0b\x32\x13.millrace.v1.LandedH\x00\x12\x10\n\x06\x66\x61iled\x18\x03 \x01(\tH\x00\x42\x06\n\x04kind\"\x17\n\x06Opened\x12\r\n\x05shard\x18\x01 \x01(\x04\"\x08\n\x06Landed\"\xd3\x01\n\rAttachRequest\x12\'\n\x05owner\x18\x01 \x01(\x0b\x32\x18.millrace.v1.Incarnation\x12(\n\x06worker\x18\x02 \x01(\x0b\x32\x18.millrace.v1.Incarnation\x12%\n\x06layout\x18\x03 \x01(\x0b\x32\x15.millrace.v1.KvLayout\x12\x10\n\x08max_rows\x18\x04 \x01(\r\x12\x16\n\x0e\x61gent_metadata\x18\x05 \x01(\x0c\x12\x0e\n\x06region\x18\x06 \x01(\r\x12\x0e\n\x06offset\x18\x07 \x01(\x04\"G\n\x0b\x41ttachReply\x12\x0f\n\x07refusal\x18\x01 \x01(\t\x12\'\n\x05grant\x18\x02 \x01(\x0b\x32\x18.millrace.v1.AttachGrant\"S\n\x0b\x41ttachGrant\x12\x0c\n\x04slot\x18\x01 \x01(\r\x12\x16\n\x0e\x61gent_metadata\x18\x02 \x01(\x0c\x12\x0e\n\x06region\x18\x03 \x01(\r\x12\x0e\n\x06offset\x18\x04 \x01(\x04\x32\x83\x01\n\x03Kvp\x12:\n\x04Hold\x12\x18.millrace.v1.HoldRequest\x1a\x16.millrace.v1.HoldReply0\x01\x12@\n\x06\x41ttach\x12\x1a.millrace.v1.AttachRequest\x1a\x18.millrace.v1.AttachReply0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,19 +34,19 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'millrace.v1.kvp_pb2', _glob
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_HOLDREQUEST']._serialized_start=93
-  _globals['_HOLDREQUEST']._serialized_end=328
-  _globals['_HOLDREPLY']._serialized_start=330
-  _globals['_HOLDREPLY']._serialized_end=445
-  _globals['_OPENED']._serialized_start=447
-  _globals['_OPENED']._serialized_end=470
-  _globals['_LANDED']._serialized_start=472
-  _globals['_LANDED']._serialized_end=480
-  _globals['_ATTACHREQUEST']._serialized_start=483
-  _globals['_ATTACHREQUEST']._serialized_end=694
-  _globals['_ATTACHREPLY']._serialized_start=696
-  _globals['_ATTACHREPLY']._serialized_end=767
-  _globals['_ATTACHGRANT']._serialized_start=769
-  _globals['_ATTACHGRANT']._serialized_end=852
-  _globals['_KVP']._serialized_start=855
-  _globals['_KVP']._serialized_end=986
+  _globals['_HOLDREQUEST']._serialized_end=373
+  _globals['_HOLDREPLY']._serialized_start=375
+  _globals['_HOLDREPLY']._serialized_end=490
+  _globals['_OPENED']._serialized_start=492
+  _globals['_OPENED']._serialized_end=515
+  _globals['_LANDED']._serialized_start=517
+  _globals['_LANDED']._serialized_end=525
+  _globals['_ATTACHREQUEST']._serialized_start=528
+  _globals['_ATTACHREQUEST']._serialized_end=739
+  _globals['_ATTACHREPLY']._serialized_start=741
+  _globals['_ATTACHREPLY']._serialized_end=812
+  _globals['_ATTACHGRANT']._serialized_start=814
+  _globals['_ATTACHGRANT']._serialized_end=897
+  _globals['_KVP']._serialized_start=900
+  _globals['_KVP']._serialized_end=1031
 # @@protoc_insertion_point(module_scope)

@@ -8,7 +8,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class HoldRequest(_message.Message):
-    __slots__ = ("request_id", "attempt", "owner", "worker", "layout", "start_token", "end_token", "prompt_tokens")
+    __slots__ = ("request_id", "attempt", "owner", "worker", "layout", "start_token", "end_token", "prompt_tokens", "traceparent", "arrival_unix_s")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     OWNER_FIELD_NUMBER: _ClassVar[int]
@@ -17,6 +17,8 @@ class HoldRequest(_message.Message):
     START_TOKEN_FIELD_NUMBER: _ClassVar[int]
     END_TOKEN_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
+    ARRIVAL_UNIX_S_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     attempt: int
     owner: _common_pb2.Incarnation
@@ -25,7 +27,9 @@ class HoldRequest(_message.Message):
     start_token: int
     end_token: int
     prompt_tokens: int
-    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., owner: _Optional[_Union[_common_pb2.Incarnation, _Mapping]] = ..., worker: _Optional[_Union[_common_pb2.Incarnation, _Mapping]] = ..., layout: _Optional[_Union[_transfer_pb2.KvLayout, _Mapping]] = ..., start_token: _Optional[int] = ..., end_token: _Optional[int] = ..., prompt_tokens: _Optional[int] = ...) -> None: ...
+    traceparent: str
+    arrival_unix_s: float
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., owner: _Optional[_Union[_common_pb2.Incarnation, _Mapping]] = ..., worker: _Optional[_Union[_common_pb2.Incarnation, _Mapping]] = ..., layout: _Optional[_Union[_transfer_pb2.KvLayout, _Mapping]] = ..., start_token: _Optional[int] = ..., end_token: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., traceparent: _Optional[str] = ..., arrival_unix_s: _Optional[float] = ...) -> None: ...
 
 class HoldReply(_message.Message):
     __slots__ = ("opened", "landed", "failed")

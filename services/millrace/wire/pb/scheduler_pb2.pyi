@@ -59,7 +59,7 @@ PREEMPTION_LAYER: Preemption
 PREEMPTION_OPERATOR: Preemption
 
 class ProxyMessage(_message.Message):
-    __slots__ = ("hello", "submit", "cancel", "load", "ask", "open", "all_open")
+    __slots__ = ("hello", "submit", "cancel", "load", "ask", "open", "all_open", "keep_traces")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     SUBMIT_FIELD_NUMBER: _ClassVar[int]
     CANCEL_FIELD_NUMBER: _ClassVar[int]
@@ -67,6 +67,7 @@ class ProxyMessage(_message.Message):
     ASK_FIELD_NUMBER: _ClassVar[int]
     OPEN_FIELD_NUMBER: _ClassVar[int]
     ALL_OPEN_FIELD_NUMBER: _ClassVar[int]
+    KEEP_TRACES_FIELD_NUMBER: _ClassVar[int]
     hello: _common_pb2.Incarnation
     submit: SubmitBatch
     cancel: CancelRequest
@@ -74,7 +75,8 @@ class ProxyMessage(_message.Message):
     ask: AskProgress
     open: OpenRequest
     all_open: AllOpen
-    def __init__(self, hello: _Optional[_Union[_common_pb2.Incarnation, _Mapping]] = ..., submit: _Optional[_Union[SubmitBatch, _Mapping]] = ..., cancel: _Optional[_Union[CancelRequest, _Mapping]] = ..., load: _Optional[_Union[ProxyLoad, _Mapping]] = ..., ask: _Optional[_Union[AskProgress, _Mapping]] = ..., open: _Optional[_Union[OpenRequest, _Mapping]] = ..., all_open: _Optional[_Union[AllOpen, _Mapping]] = ...) -> None: ...
+    keep_traces: KeepTraces
+    def __init__(self, hello: _Optional[_Union[_common_pb2.Incarnation, _Mapping]] = ..., submit: _Optional[_Union[SubmitBatch, _Mapping]] = ..., cancel: _Optional[_Union[CancelRequest, _Mapping]] = ..., load: _Optional[_Union[ProxyLoad, _Mapping]] = ..., ask: _Optional[_Union[AskProgress, _Mapping]] = ..., open: _Optional[_Union[OpenRequest, _Mapping]] = ..., all_open: _Optional[_Union[AllOpen, _Mapping]] = ..., keep_traces: _Optional[_Union[KeepTraces, _Mapping]] = ...) -> None: ...
 
 class OpenRequest(_message.Message):
     __slots__ = ("request", "decode", "age_s", "token_age_s")
@@ -97,6 +99,12 @@ class AskProgress(_message.Message):
     REQUEST_IDS_FIELD_NUMBER: _ClassVar[int]
     request_ids: _containers.RepeatedScalarFieldContainer[str]
     def __init__(self, request_ids: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class KeepTraces(_message.Message):
+    __slots__ = ("trace_ids",)
+    TRACE_IDS_FIELD_NUMBER: _ClassVar[int]
+    trace_ids: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, trace_ids: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class ProxyLoad(_message.Message):
     __slots__ = ("parked_requests",)
@@ -502,7 +510,7 @@ class Draining(_message.Message):
     def __init__(self) -> None: ...
 
 class WorkerCommand(_message.Message):
-    __slots__ = ("registered", "run_prefill", "admit_decode", "cancel", "drain", "order", "policy", "epoch")
+    __slots__ = ("registered", "run_prefill", "admit_decode", "cancel", "drain", "order", "policy", "keep_traces", "epoch")
     REGISTERED_FIELD_NUMBER: _ClassVar[int]
     RUN_PREFILL_FIELD_NUMBER: _ClassVar[int]
     ADMIT_DECODE_FIELD_NUMBER: _ClassVar[int]
@@ -510,6 +518,7 @@ class WorkerCommand(_message.Message):
     DRAIN_FIELD_NUMBER: _ClassVar[int]
     ORDER_FIELD_NUMBER: _ClassVar[int]
     POLICY_FIELD_NUMBER: _ClassVar[int]
+    KEEP_TRACES_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     registered: Registered
     run_prefill: RunPrefill
@@ -518,8 +527,9 @@ class WorkerCommand(_message.Message):
     drain: Drain
     order: Order
     policy: PolicyInForce
+    keep_traces: KeepTraces
     epoch: int
-    def __init__(self, registered: _Optional[_Union[Registered, _Mapping]] = ..., run_prefill: _Optional[_Union[RunPrefill, _Mapping]] = ..., admit_decode: _Optional[_Union[AdmitDecode, _Mapping]] = ..., cancel: _Optional[_Union[CancelRequest, _Mapping]] = ..., drain: _Optional[_Union[Drain, _Mapping]] = ..., order: _Optional[_Union[Order, _Mapping]] = ..., policy: _Optional[_Union[PolicyInForce, _Mapping]] = ..., epoch: _Optional[int] = ...) -> None: ...
+    def __init__(self, registered: _Optional[_Union[Registered, _Mapping]] = ..., run_prefill: _Optional[_Union[RunPrefill, _Mapping]] = ..., admit_decode: _Optional[_Union[AdmitDecode, _Mapping]] = ..., cancel: _Optional[_Union[CancelRequest, _Mapping]] = ..., drain: _Optional[_Union[Drain, _Mapping]] = ..., order: _Optional[_Union[Order, _Mapping]] = ..., policy: _Optional[_Union[PolicyInForce, _Mapping]] = ..., keep_traces: _Optional[_Union[KeepTraces, _Mapping]] = ..., epoch: _Optional[int] = ...) -> None: ...
 
 class Registered(_message.Message):
     __slots__ = ("heartbeat_s", "preemption", "policy", "weights", "lease")

@@ -8,6 +8,7 @@ preemption or a resumption."""
 from __future__ import annotations
 
 from array import array
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from itertools import islice
 
@@ -42,6 +43,7 @@ class _Candidate:
     chunks: tuple[Chunk, ...]
     pages: dict[str, int]
     plan: Plan
+    queue_s: array[float]  # seconds until each instance of the pool is free for the request
     cached_tokens: int = 0  # of the first chunk, that its one instance has in its prefix cache
 
 
@@ -55,12 +57,26 @@ class _Round:
     queue_s: dict[int, array[float]] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """A request's plan when it is sent, and the predicted seconds to its first token.
+
+    `alternatives` computes what other groups would have taken: (instances, seconds).
+    """
+
+    request_id: str
+    chunks: tuple[Chunk, ...]
+    ttft_s: float
+    alternatives: Callable[[], list[tuple[tuple[str, ...], float]]]
+
+
 class Dispatcher:
     """Runs a round after every event that may have made room or brought work."""
 
     def __init__(self, table: RequestTable) -> None:
         self.count = 0
         self.commands = 0  # to prefill instances
+        self.on_planned: Callable[[Planned], None] | None = None  # for traces
         self._table = table
         self._cluster = table.cluster
         self._config = table.config
@@ -223,7 +239,8 @@ class Dispatcher:
             alone_s = pool.latency.chunk_s(request.prompt_tokens - cached, cached, 1)
             if queue_s[index] + alone_s < found.plan.ttft_s:
                 chunk = PlannedChunk(request.prompt_tokens, (index,))
-                candidate = _candidate(request, pool, Plan((chunk,), queue_s[index] + alone_s))
+                plan = Plan((chunk,), queue_s[index] + alone_s)
+                candidate = _candidate(request, pool, plan, queue_s)
                 if candidate.pages[one.id] <= one.free_pages:
                     found = replace(candidate, cached_tokens=cached)
         return found
@@ -237,11 +254,11 @@ class Dispatcher:
         shares: dict[int, int],
     ) -> _Candidate | None:
         """A plan that its members could take in once they are empty; None where there is none."""
-        found = _candidate(request, pool, pool.plan(request, queue_s, least_sp))
+        found = _candidate(request, pool, pool.plan(request, queue_s, least_sp), queue_s)
         if all(pages <= pool.prefill[i].card.kv_pages for i, pages in found.pages.items()):
             return found
         chunk = pool.one_chunk(request, queue_s, shares)
-        return None if chunk is None else _candidate(request, pool, chunk)
+        return None if chunk is None else _candidate(request, pool, chunk, queue_s)
 
     def _start(
         self, step: StepContext, request: LiveRequest, candidate: _Candidate, pool: Pool
@@ -258,6 +275,9 @@ class Dispatcher:
             sum(task.predicted_s * len(task.members) for task in tasks),
         )
         ttft_s = candidate.plan.ttft_s
+        if self.on_planned is not None:
+            others = pool.alternatives(request, candidate.queue_s, NO_ROOM_S)
+            self.on_planned(Planned(request.id, chunks, ttft_s, others))
         self._send(step, request, chunks, candidate.pages, ttft_s)
         for other in together:
             alone = Chunk(
@@ -342,7 +362,7 @@ def _full(
     }
 
 
-def _candidate(request: LiveRequest, pool: Pool, plan: Plan) -> _Candidate:
+def _candidate(request: LiveRequest, pool: Pool, plan: Plan, queue_s: array[float]) -> _Candidate:
     instances = list(pool.prefill.values())
     chunks = []
     start = request.kept_tokens
@@ -358,4 +378,4 @@ def _candidate(request: LiveRequest, pool: Pool, plan: Plan) -> _Candidate:
         start += part.num_tokens
     card = instances[plan.chunks[0].members[0]].card
     pages = pages_of_plan(chunks, card.page_tokens, card.kv_layers)
-    return _Candidate(tuple(chunks), pages, plan)
+    return _Candidate(tuple(chunks), pages, plan, queue_s)

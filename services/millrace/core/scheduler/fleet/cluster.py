@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from millrace.core.config import SchedulerConfig
@@ -27,6 +27,7 @@ from millrace.core.scheduler.fleet.kvp_placement import KvpPlacement
 from millrace.core.scheduler.fleet.run_queue import RunQueue
 from millrace.core.scheduler.fleet.waiting_queue import WaitingQueue
 from millrace.core.scheduler.planning import PLANNERS, Planner, PlannerInputs, degrees_used
+from millrace.core.scheduler.planning.alternatives import alternatives
 from millrace.core.scheduler.planning.one_chunk import quickest_chunk
 from millrace.core.scheduler.planning.plan import Plan
 from millrace.core.weights import Weights
@@ -114,6 +115,26 @@ class Pool:
         if not self.by_value or history or plan.ttft_s <= slack_s:
             return plan
         return self._in_time(request, queue_s, least_sp, slack_s) or plan
+
+    def alternatives(
+        self, request: LiveRequest, queue_s: array[float], most_s: float
+    ) -> Callable[[], list[tuple[tuple[str, ...], float]]]:
+        """Returns a function that computes what one chunk takes on the best group of each SP
+        degree: its instances and the seconds to the first token, below `most_s`.
+        """
+        self._prepare()
+        assert self._inputs is not None
+        latency, nodes, ids = self._inputs.latency, self._inputs.nodes, tuple(self.prefill)
+        tokens, history = request.prompt_tokens - request.kept_tokens, request.kept_tokens
+
+        def compute() -> list[tuple[tuple[str, ...], float]]:
+            return [
+                (tuple(ids[member] for member in one.members), one.ttft_s)
+                for one in alternatives(latency, nodes, tokens, queue_s, history)
+                if one.ttft_s < most_s
+            ]
+
+        return compute
 
     def _in_time(
         self, request: LiveRequest, queue_s: array[float], least_sp: int, slack_s: float

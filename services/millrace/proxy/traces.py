@@ -1,0 +1,126 @@
+"""Begins the traces of requests at the proxy, and finds those of slow and failed requests."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from opentelemetry.trace import SpanKind
+
+from millrace.proxy.errors import ApiError
+from millrace.proxy.generation.proxy_request import ProxyRequest
+from millrace.telemetry.tracing.context import TraceContext
+from millrace.telemetry.tracing.tracer import Scope, Tracer
+
+#: Bars of the waterfall that the proxy itself adds; other services trace the others.
+_OWN_BARS: Final = frozenset({"parked", "moved"})
+#: The status of an answer whose client left.
+_CLIENT_LEFT: Final = 499
+
+#: Names the trace of a slow or failed request to the processes of its fleet.
+Tell = Callable[[str], None]
+
+
+class RequestTraces:
+    """The traces of a proxy's requests. Used from the event loop only.
+
+    A trace that is not sampled is still exported if a request of it was slow (an objective was
+    missed), was migrated, or failed. The other processes hold their spans of it meanwhile.
+    """
+
+    def __init__(self, tracer: Tracer) -> None:
+        self._tracer = tracer
+
+    def begin(self, traceparent: str, arrival_unix_s: float) -> tuple[Scope, str]:
+        """Returns the scope of a request's first span, and the `traceparent` for other services:
+        the client's own if traces are off.
+        """
+        if not self._tracer.is_on:
+            return self._tracer.begin(traceparent, arrival_unix_s), traceparent
+        scope = self._tracer.begin(traceparent, arrival_unix_s)
+        return scope, scope.context.traceparent
+
+    def late(self, request: ProxyRequest, tell: Tell) -> None:
+        """Keeps the trace of a request whose first token came after its objective."""
+        context = TraceContext.parse(request.spec.traceparent)
+        if context is not None and not context.sampled:
+            self._keep(context.trace_id, tell)
+
+    def exemplar(self, request: ProxyRequest) -> dict[str, str] | None:
+        """Returns the labels of the exemplars of a finished request; None if its trace will not be
+        exported.
+        """
+        if not self._tracer.is_on:
+            return None
+        context = TraceContext.parse(request.spec.traceparent)
+        if context is None:
+            return None
+        slow = self._tracer.has_tail and (request.moves or request.missed())
+        return {"trace_id": f"{context.trace_id:032x}"} if context.sampled or slow else None
+
+    def end(
+        self,
+        scope: Scope,
+        requests: Sequence[ProxyRequest],
+        error: ApiError | None,
+        at: float,
+        tell: Tell,
+    ) -> None:
+        """Records the proxy's spans of an HTTP request that arrived `at`, if they are wanted."""
+        if not scope.records:
+            return
+        failed = error is not None and error.status != _CLIENT_LEFT
+        if not scope.context.sampled:
+            if not (failed or any(one.moves or one.missed() for one in requests)):
+                return
+            self._keep(scope.context.trace_id, tell)
+        for request in requests:
+            _record(scope, request)
+        first = requests[0]
+        scope.end(
+            "request",
+            0.0,
+            time.monotonic() - at,
+            {
+                "millrace.request_id": first.request_id,
+                "millrace.slo_class": first.slo.class_name,
+                "millrace.tenant": first.spec.tenant,
+                "millrace.prompts": len(requests),
+                "millrace.missed": ", ".join(sorted({m for one in requests for m in one.missed()})),
+            },
+            error=error.message if error is not None and failed else "",
+            kind=SpanKind.SERVER,
+        )
+
+    def _keep(self, trace_id: int, tell: Tell) -> None:
+        if self._tracer.has_tail and not self._tracer.wants(trace_id):
+            self._tracer.keep([trace_id])
+            tell(f"{trace_id:032x}")
+
+    def close(self) -> None:
+        self._tracer.close()
+
+
+def _record(scope: Scope, request: ProxyRequest) -> None:
+    arrived = request.arrived_at
+    named = {"millrace.request_id": request.request_id}
+
+    def child(name: str, start: float, end: float, **more: str | float) -> None:
+        attributes = {**named, **{f"millrace.{key}": value for key, value in more.items()}}
+        scope.child(name, start - arrived, end - arrived, attributes)
+
+    child("tokenise", arrived, request.read_at, prompt_tokens=request.prompt_tokens)
+    if request.started_at > request.read_at:
+        child("record", request.read_at, request.started_at)
+    if request.placed_at is not None:
+        predicted_s = request.predicted_ttft_s
+        child("place", request.submitted_at, request.placed_at, predicted_ttft_s=predicted_s)
+    for bar in request.spans:
+        if bar.name in _OWN_BARS:
+            named_bar = {**named, "millrace.instance_id": bar.instance_id}
+            scope.child(bar.name, bar.start_s, bar.end_s, named_bar)
+    if (first_at := request.first_token_at) is not None:
+        tokens = request.completion_tokens
+        ttft_s = first_at - arrived
+        child("answer", first_at, request.last_token_at, completion_tokens=tokens, ttft_s=ttft_s)
