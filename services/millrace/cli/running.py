@@ -1,4 +1,4 @@
-"""The commands that talk to a running stack: its gateway or its scheduler."""
+"""The commands that ask a running stack: its gateway, its scheduler or its files of traces."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ def register(app: typer.Typer) -> None:
     app.command("doctor")(doctor)
     app.command("explain")(explain)
     app.command("improvement-rate")(improvement_rate)
+    app.command("trace")(trace)
 
 
 def chat(
@@ -163,3 +164,19 @@ def improvement_rate(
 
     configure(config, settings, "improvement-rate")
     run_async(show_or_change_improvement_rate(scheduler, wanted))
+
+
+def trace(
+    wanted: Annotated[str, typer.Argument(metavar="ID", help="A request's id, or a trace id.")],
+    folder: Annotated[
+        Path, typer.Option("--folder", help="telemetry.trace_folder of the stack.")
+    ] = Path("traces"),
+    html: Annotated[
+        Path | None, typer.Option("--html", metavar="FILE", help="Write a page instead.")
+    ] = None,
+) -> None:
+    """Draw where a request's time went, from the files of telemetry.trace_folder."""
+    from millrace.cli.trace import show
+
+    with plain_errors():
+        show(folder, wanted, html)

@@ -34,22 +34,24 @@ class Waterfall:
     def in_order(self) -> list[Span]:
         return sorted(self.spans, key=lambda span: (span.start_s, span.end_s))
 
-    def render(self, width: int = 100) -> str:
+    def render(self, width: int = 100, *, ordered: bool = False) -> str:
         """Draws a picture `width` columns wide: name, instance, start and end in ms, and a bar
         each.
 
-        Bars share one scale, from arrival to the last end. The picture is wider than `width` only
-        when the names leave no room for a bar of 8 columns.
+        Bars share one scale, from arrival to the last end, and are in the order of their starts,
+        unless the spans are `ordered`. The picture is wider than `width` only when the names leave
+        no room for a bar of 8 columns.
         """
+        spans = self.spans if ordered else self.in_order()
         rows = [
             (span.name, span.instance_id, f"{span.start_s * 1e3:.1f}", f"{span.end_s * 1e3:.1f}")
-            for span in self.in_order()
+            for span in spans
         ]
         header = ("span", "instance", "start", "end ms")
         columns = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
         room = max(_MIN_BAR, width - sum(columns) - 2 * len(columns) - 2)
         lines = [f"request {self.request_id}: {self.end_s * 1e3:.1f} ms", _row(header, columns, "")]
-        for span, row in zip(self.in_order(), rows, strict=True):
+        for span, row in zip(spans, rows, strict=True):
             lines.append(_row(row, columns, f"|{_bar(span, self.end_s, room)}|"))
         return "\n".join(lines)
 
