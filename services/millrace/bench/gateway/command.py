@@ -25,6 +25,11 @@ class Settings:
     prompt_characters: int = option(
         200, "--prompt-characters", min=1, help="Characters of each prompt."
     )
+    tracing: bool = option(
+        False,
+        "--tracing",
+        help="Measure the cost of traces instead: CPU per request with traces over without.",
+    )
 
 
 command = made(

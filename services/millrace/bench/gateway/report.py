@@ -23,6 +23,11 @@ def print_tables(report: dict[str, Any], console: Console) -> None:
 
 
 def _rows(report: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
+    for cost in report.get("tracing", ()):
+        cpu, ratio = f"{cost['cpu_us']:.0f} us", f"{cost['ratio']:.3f} of off"
+        yield f"CPU per request, traces {cost['traces']}", f"{cpu}, {ratio}", ""
+    if "tracing" in report:
+        return
     goals = report["goals"]
     for cost in report["requests"]:
         at, goal = f"{cost['concurrency']} at a time", f"{goals['cpu_us_per_request']:.0f} us"

@@ -10,10 +10,11 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import multiprocessing
+import statistics
 import tempfile
 import time
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -44,6 +45,8 @@ GOAL_TOKEN_US = 35.0
 _TEXT = "Rivers turn wheels, and wheels turn stones; the mill grinds what the fields gave. "
 _START_TIMEOUT_S = 60.0
 _WARM_UP_REQUESTS = 200
+_TURNS = 12
+_TRACED_AT_ONCE = 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +70,17 @@ class StreamCost:
     tokens: int
     cpu_us_per_token: float
     tokens_per_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TracingCost:
+    """CPU of unary requests in microseconds, and its ratio to that without traces in the turns
+    beside: medians.
+    """
+
+    traces: str
+    cpu_us: float
+    ratio: float
 
 
 class _Engine:
@@ -197,6 +211,9 @@ async def run(settings: Settings, announce: Announce = lambda what: None) -> dic
     """Measures and returns the document. Raises MillraceError for wrong answers."""
     characters = settings.prompt_characters
     prompt = (_TEXT * (characters // len(_TEXT) + 1))[:characters]
+    if settings.tracing:
+        costs = await _tracing(settings, prompt, announce)
+        return {"prompt_characters": characters, "tracing": [asdict(cost) for cost in costs]}
     async with _started(settings.model) as (engine, process, port):
         bench = _Bench(engine, process, port, prompt)
         try:
@@ -223,8 +240,47 @@ async def run(settings: Settings, announce: Announce = lambda what: None) -> dic
     }
 
 
+async def _tracing(settings: Settings, prompt: str, announce: Announce) -> list[TracingCost]:
+    """Compares proxies that take turns: without traces, with the default sampling, with all traces
+    sampled. Spans go to files.
+    """
+    costs: dict[str, list[float]] = {}
+    async with AsyncExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="millrace-traces-"))
+        traced = f"telemetry.trace_folder={folder}"
+        benches: dict[str, _Bench] = {}
+        for name, overrides in (
+            ("off", ()),
+            ("default", (traced,)),
+            ("all sampled", (traced, "telemetry.trace_ratio=1")),
+        ):
+            started = await stack.enter_async_context(_started(settings.model, overrides))
+            benches[name] = _Bench(*started, prompt)
+            stack.callback(benches[name].close)
+        for bench in benches.values():
+            await bench.wait_ready()
+            await bench.requests(_TRACED_AT_ONCE, _WARM_UP_REQUESTS)
+        for turn in range(_TURNS):
+            announce(f"traces, turn {turn + 1} of {_TURNS}")
+            first = turn % len(benches)  # none is always first
+            for name, bench in [*benches.items()][first:] + [*benches.items()][:first]:
+                cost = await bench.requests(_TRACED_AT_ONCE, settings.requests // _TURNS)
+                costs.setdefault(name, []).append(cost.cpu_us)
+    off = costs["off"]
+    return [
+        TracingCost(
+            traces=name,
+            cpu_us=statistics.median(found),
+            ratio=statistics.median(one / base for one, base in zip(found, off, strict=True)),
+        )
+        for name, found in costs.items()
+    ]
+
+
 @asynccontextmanager
-async def _started(model: Path | None) -> AsyncIterator[tuple[_Engine, psutil.Process, int]]:
+async def _started(
+    model: Path | None, overrides: Sequence[str] = ()
+) -> AsyncIterator[tuple[_Engine, psutil.Process, int]]:
     """Starts the stub fleet, a private Redis and the proxy process; yields its HTTP port, too."""
     redis = PrivateRedis()
     with tempfile.TemporaryDirectory(prefix="millrace-bench-") as folder:
@@ -236,6 +292,7 @@ async def _started(model: Path | None) -> AsyncIterator[tuple[_Engine, psutil.Pr
                 "proxy.port=0",
                 f"store.url={await redis.start(Path(folder))}",
                 "telemetry.log_level=warning",
+                *overrides,
             ]
         )
         # The default, a mapping proxy, can't be pickled for another process.
