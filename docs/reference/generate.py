@@ -20,6 +20,7 @@ from typer.main import get_command
 from millrace.cli import main as command_line
 from millrace.cli.config import as_markdown
 from millrace.shipped import SHIPPED_MODEL
+from millrace.telemetry.vllm_names import ALIASES
 from millrace_operator.schema import API_VERSION
 from millrace_operator.schema.crds import definitions
 
@@ -213,6 +214,15 @@ Names are `millrace_<area>_<what>_<unit>` in base units. A counter ends in `_tot
 the series `_bucket`, `_sum` and `_count`. `ROLE` stands for {roles}.
 """
 
+VLLM_HEAD = """## vLLM's names
+
+With `telemetry.vllm_names=on` a process also exposes its metrics under these names of vLLM's, with
+the labels `model_name` and `engine` (always 0). Histograms keep Millrace's buckets. The proxy has
+all names but the last two, which decode and mixed instances have. A request counts as running once
+it has a token, and as waiting before: Millrace places requests at once, so a wait before the
+placement alone would say little.
+"""
+
 AREAS = {
     "proxy": "The proxy, on its HTTP port.",
     "scheduler": "The scheduler, on `telemetry.metrics_port`.",
@@ -224,6 +234,7 @@ AREAS = {
     "attention": "The attention of every instance.",
     "transfer": "The KV path of every instance.",
     "ROLE": "Every instance.",
+    "trace": "The scheduler and every instance, when they trace.",
     "operator": "The operator.",
 }
 
@@ -241,6 +252,8 @@ def metrics_page() -> str:
         lines += [f"## millrace_{area}", "", AREAS[area], ""]
         rows = [(_code(m.name), m.kind, " ".join(map(_code, m.labels)), m.help) for m in its]
         lines += _table("metric | type | labels | meaning", rows)
+    lines += [VLLM_HEAD]
+    lines += _table("name | metric", ((_code(a.name), " ".join(map(_code, a.of))) for a in ALIASES))
     return "\n".join(lines)
 
 
