@@ -71,11 +71,11 @@ async def test_processes_expose_the_metrics_of_the_table(tmp_path) -> None:
     async with scraped(str(tmp_path), prefill=1, decode=1, kvp=1) as found:
         pass
     own = {role: names(text, "millrace_") for role, text in found.items()}
-    transfer = ("kv", "transfer", "trace")
+    every = ("kv", "transfer", "trace", "attention")
     assert own["proxy"] == table("proxy")
     assert own["scheduler"] == table("scheduler", "trace")
-    assert own["prefill"] == table("prefill", *transfer, role="prefill")
-    assert own["decode"] == table("decode", "kvp", *transfer, role="decode") - {
+    assert own["prefill"] == table("prefill", *every, role="prefill")
+    assert own["decode"] == table("decode", "kvp", *every, role="decode") - {
         "millrace_kvp_running_requests",
         "millrace_kvp_waiting_requests",
     }
@@ -100,7 +100,7 @@ async def test_a_mixed_instance_exposes_the_metrics_of_the_table(tmp_path) -> No
     async with scraped(str(tmp_path), colocated=1, colocation="mixed") as found:
         pass
     own = names(found["colocated"], "millrace_")
-    areas = ("decode", "mixed", "kvp", "kv", "transfer", "trace")
+    areas = ("decode", "mixed", "kvp", "kv", "transfer", "trace", "attention")
     assert own == table(*areas, role="mixed") - {
         "millrace_kvp_running_requests",
         "millrace_kvp_waiting_requests",

@@ -25,8 +25,8 @@ def add_gauges(registry: Registry, role: Counted, memory: KvMemory) -> None:
     registry.gauge_function(
         "millrace_kv_used_pages", "KV pages that requests use", lambda: memory.pool.used_pages
     )
-    registry.gauge_function(
-        "millrace_attention_fallback_changes",
+    registry.counter_function(
+        "millrace_attention_fallback_changes_total",
         "attention plans that another backend computed because FlashInfer failed on their shape",
         dispatch.fallbacks,
     )
