@@ -16,6 +16,7 @@ import redis.exceptions
 
 from millrace.local.service import StartupError
 from millrace.local.stack import Stack, StackOptions
+from millrace.wire.clients.scheduler_client import get_instances
 from support.deadlines import HANG_S
 from support.live_stack import eventually, greedy_ids, live_stack
 from support.served_model import served_folder
@@ -208,7 +209,13 @@ async def test_a_frozen_decode_is_taken_for_dead_and_its_streams_continue(fleet,
         assert await answer == undisturbed
     finally:
         kill(fleet, "decode-0", signal.SIGCONT)
-        fleet.remove(name)
+
+    async def is_back() -> bool:
+        there = await get_instances(fleet.scheduler_address)
+        return any(one.id == "decode-0" and not one.draining for one in there)
+
+    await eventually(is_back)
+    fleet.remove(name)
     assert await greedy_ids(client, [13], 2000) == undisturbed
 
 
