@@ -64,7 +64,9 @@ UPDATES = {
         request_id="r", proxy_id="x", code="overloaded", message="full", retry_after_s=1.5
     ),
     "failed": effects.Fail(request_id="r", proxy_id="x", message="lost", resumable=True),
-    "fleet": messages.Fleet(decode=(DECODE, OTHER), ready=True, prefill=(OTHER,)),
+    "fleet": messages.Fleet(
+        decode=(DECODE, OTHER), ready=True, prefill=(OTHER,), lease="scheduler:a"
+    ),
     "progress": messages.Progress(
         request_id="r",
         prompt=PromptProgress(

@@ -248,7 +248,9 @@ SHARDS = (
     commands.KvShard(worker=MEMBERS["k"], start_token=32, end_token=48),
 )
 COMMANDS = {
-    "registered": commands.Registered(heartbeat_s=0.5, preemption="operator", policy="lars"),
+    "registered": commands.Registered(
+        heartbeat_s=0.5, preemption="operator", policy="lars", lease="scheduler:a"
+    ),
     "admit_decode": messages.SendAdmitDecode(
         request=SPEC.SerializeToString(), attempt=2, kept_tokens=3, shards=SHARDS
     ),
