@@ -7,7 +7,8 @@ from pathlib import Path
 
 import httpx
 
-from millrace.local.stack import Stack, StackOptions
+from millrace.local.options import StackOptions
+from millrace.local.stack import Stack
 from support.deadlines import HANG_S
 from support.live_stack import POOL_BYTES, eventually, greedy_ids
 from support.served_model import served_folder

@@ -14,8 +14,9 @@ import pytest_asyncio
 import redis.asyncio
 import redis.exceptions
 
+from millrace.local.options import StackOptions
 from millrace.local.service import StartupError
-from millrace.local.stack import Stack, StackOptions
+from millrace.local.stack import Stack
 from millrace.wire.clients.scheduler_client import get_instances
 from support.deadlines import HANG_S
 from support.live_stack import eventually, greedy_ids, live_stack

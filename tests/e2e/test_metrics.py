@@ -11,7 +11,8 @@ from docs.reference.generate import ROOT
 from docs.reference.metrics_in_code import metrics
 from prometheus_client.parser import text_string_to_metric_families
 
-from millrace.local.stack import Stack, StackOptions
+from millrace.local.options import StackOptions
+from millrace.local.stack import Stack
 from millrace.telemetry.vllm_names import ALIASES
 from support.control_plane import free_ports
 from support.deadlines import HANG_S

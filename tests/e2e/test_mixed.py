@@ -8,7 +8,8 @@ from typing import Any
 import httpx
 import pytest
 
-from millrace.local.stack import Stack, StackOptions
+from millrace.local.options import StackOptions
+from millrace.local.stack import Stack
 from millrace.wire.clients.scheduler_client import evict, get_instances
 from support.deadlines import HANG_S
 from support.live_stack import (

@@ -11,7 +11,8 @@ import pytest_asyncio
 
 from millrace.core.config import load_config
 from millrace.core.config.models import models_file, read_models_file
-from millrace.local.stack import Stack, StackOptions
+from millrace.local.options import StackOptions
+from millrace.local.stack import Stack
 from millrace.shipped import SHIPPED_MODEL
 from support.deadlines import HANG_S
 from support.live_stack import POOL_BYTES, eventually, print_logs

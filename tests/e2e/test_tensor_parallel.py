@@ -9,7 +9,8 @@ import signal
 import httpx
 import pytest
 
-from millrace.local.stack import Stack, StackOptions
+from millrace.local.options import StackOptions
+from millrace.local.stack import Stack
 from support.child_processes import forked_child
 from support.deadlines import HANG_S
 from support.live_stack import POOL_BYTES, REASONS, check_sampling, eventually, greedy_ids

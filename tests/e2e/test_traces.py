@@ -11,7 +11,8 @@ import httpx
 import pytest
 
 import millrace.profiles
-from millrace.local.stack import Stack, StackOptions
+from millrace.local.options import StackOptions
+from millrace.local.stack import Stack
 from millrace.wire.clients.scheduler_client import evict, get_instances
 from support.deadlines import HANG_S
 from support.live_stack import POOL_BYTES, eventually, live_stack

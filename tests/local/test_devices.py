@@ -9,8 +9,9 @@ import pytest
 from millrace.core.errors import ConfigError
 from millrace.engine.sizing import CUDA_POOL_SHARE, cuda_pool_bytes
 from millrace.local.devices import DevicePool, device_names, gpus_there
+from millrace.local.options import StackOptions
 from millrace.local.service import Service
-from millrace.local.stack import Stack, StackOptions
+from millrace.local.stack import Stack
 from support.live_stack import eventually
 
 FOUR = ["0", "1", "2", "3"]

@@ -10,8 +10,9 @@ import pytest
 import pytest_asyncio
 
 from millrace.core.errors import ConfigError
+from millrace.local.options import StackOptions
 from millrace.local.service import Service, StartupError
-from millrace.local.stack import Stack, StackOptions, UncleanStopError
+from millrace.local.stack import Stack, UncleanStopError
 from support.live_stack import eventually
 
 QUICK = ["--port", "0"]

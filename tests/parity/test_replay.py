@@ -16,8 +16,9 @@ from typer.testing import CliRunner
 from millrace.cli.sim.replay_command import command
 from millrace.core.scheduler.machine import Machine
 from millrace.core.scheduler.recording import RecordingError
+from millrace.local.options import StackOptions
 from millrace.local.service import Service
-from millrace.local.stack import Stack, StackOptions
+from millrace.local.stack import Stack
 from millrace.sim.replay import replay
 from millrace.wire.pb import scheduler_pb2
 from support.deadlines import HANG_S

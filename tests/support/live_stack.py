@@ -14,7 +14,8 @@ import httpx
 
 from millrace.instance.tasks import stacks
 from millrace.local.forks import ForkedProcess
-from millrace.local.stack import Stack, StackOptions
+from millrace.local.options import StackOptions
+from millrace.local.stack import Stack
 from support.deadlines import HANG_S
 
 POOL_BYTES = 64 << 20

@@ -15,7 +15,7 @@ from rich.table import Table
 from millrace.cli.chat import delta_text, served_model, stream_chat
 from millrace.cli.process import usable_devices
 from millrace.core.config import Config
-from millrace.local.stack import StackOptions
+from millrace.local.options import StackOptions
 from millrace.local.up import start_with_progress
 from millrace.telemetry.trace import Waterfall
 

@@ -78,8 +78,8 @@ def up(  # noqa: PLR0913 - every option of the command line is a parameter
     settings: Settings = [],  # noqa: B006
 ) -> None:
     """Run the whole stack on this machine: proxy, scheduler, prefill, decode, Redis."""
+    from millrace.local.options import StackOptions
     from millrace.local.scaling import PARKING, Scaling, parse_sizes
-    from millrace.local.stack import StackOptions
     from millrace.local.up import run_until_stopped
 
     if max_chunk_tokens is not None:

@@ -7,20 +7,20 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import shutil
 import sys
 import tempfile
 import uuid
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from http import HTTPStatus
 from pathlib import Path
 
-from millrace.core.config import EngineConfig
+import httpx
+
 from millrace.core.config.models import ModelConfig, models_file
 from millrace.core.errors import ConfigError, MillraceError
-from millrace.local.devices import DevicePool
+from millrace.local.options import StackOptions, as_arguments
 from millrace.local.private_redis import PrivateRedis
 from millrace.local.service import Service, StartupError, all_or_first_error
 from millrace.state.store import StoreError
@@ -30,110 +30,15 @@ log = logging.getLogger(__name__)
 #: The services, in the order in which they stop.
 _WAVES = (("proxy",), ("prefill", "decode", "colocated"), ("kvp",), ("scheduler",))
 
+#: How long a started stack may take to know its instances.
+READY_S = 30.0
+READY_LOOK_S = 0.02
 RESTART_FIRST_S = 0.5
 RESTART_MOST_S = 10.0
 
 
 class UncleanStopError(MillraceError):
     """A stopped service did not end well: it leaked, crashed or had to be killed."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StackOptions:
-    """The services that `millrace up` starts; colocated instances replace prefill and decode.
-
-    `settings` (`section.field=value`) go to every service. `role_settings` go to the instances of
-    one role and take precedence. With `profile`, the engine's settings, a model that was never
-    measured here is measured before the services start. Each of `more` models, with its name, gets
-    a scheduler and instances of its own, as many as the first model has.
-    """
-
-    model: str
-    model_name: str = ""
-    prefill: int = 2
-    decode: int = 1
-    colocated: int = 0
-    colocation: str = "pair"  # their --role
-    kvp: int = 0
-    schedulers: int = 1  # one leads, the others stand by
-    host: str = "127.0.0.1"
-    port: int = 8080
-    redis: str = ""
-    config: Path | None = None
-    settings: Sequence[str] = ()
-    role_settings: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    threads: int = 0
-    start_timeout_s: float = 600.0
-    profile: EngineConfig | None = None
-    devices: Sequence[str] = ()  # GPUs for instances; empty: CPUs
-    devices_each: int = 1
-    share_devices: bool = False
-    most: Mapping[str, int] = field(default_factory=dict)  # instances by role, autoscaled
-    record: Path | None = None  # the file to which the scheduler records the run
-    more: Sequence[tuple[str, str]] = ()
-
-    def models(self) -> list[tuple[str, str]]:
-        """Returns every model with its name for clients. Raises ConfigError if two have the same.
-
-        A single model may have an empty name: then the folder's name is its name.
-        """
-        if not self.more:
-            return [(self.model, self.model_name)]
-        pairs = [(self.model, self.model_name), *self.more]
-        named = [(model, name or Path(model).resolve().name) for model, name in pairs]
-        names = [name for _, name in named]
-        if twice := [name for name in names if names.count(name) > 1]:
-            raise ConfigError(f"two models have the name {twice[0]!r}; give them other names")
-        return named
-
-    @property
-    def compute_threads(self) -> int:
-        """Returns the compute threads of each instance."""
-        return self.threads or max(1, len(os.sched_getaffinity(0)) // 2)
-
-    @property
-    def group_sizes(self) -> tuple[int, ...]:
-        """Returns the powers of two of instances that have the machine's cores to themselves; empty
-        with GPUs.
-
-        On devices of their own, groups' times are estimated from the times of one instance.
-        """
-        most = 0 if self.colocated else max(self.prefill, self.most.get("prefill", 0))
-        if self.devices:
-            return ()
-        most = min(most, len(os.sched_getaffinity(0)) // self.compute_threads)
-        return tuple(1 << power for power in range(1, most.bit_length()))
-
-    @property
-    def fleet(self) -> dict[str, int]:
-        """Returns the instances by role."""
-        fleet = {"prefill": self.prefill, "decode": self.decode}
-        if self.colocated:
-            fleet = {"colocated": self.colocated}
-        return {**fleet, "kvp": self.kvp} if self.kvp else fleet
-
-    @property
-    def common_arguments(self) -> list[str]:
-        """Returns the arguments that configure every service."""
-        named = [] if self.config is None else ["--config", str(self.config)]
-        return named + _set(*self.settings)
-
-    def engine_settings(self, role: str) -> list[str]:
-        """Returns the further arguments of the instances of a role."""
-        own = self.role_settings.get(role, ())
-        if (share := self.device_pool().memory_share) < 1:
-            own = [f"engine.device_share={share:.4f}", *own]
-        return _set(f"engine.threads={self.compute_threads}", *own)
-
-    def device_pool(self) -> DevicePool:
-        """Makes the pool of devices. Raises ConfigError when the devices do not suffice."""
-        most = {**self.fleet, **self.most}
-        return DevicePool(
-            self.devices,
-            {role: count * (1 + len(self.more)) for role, count in most.items()},
-            each=self.devices_each,
-            shared=self.share_devices,
-        )
 
 
 class Stack:
@@ -214,7 +119,7 @@ class Stack:
             self._redis = PrivateRedis()
             redis_url = await self._redis.start(self.directory)
             files = [f"files.url={self.directory / 'files'}"]  # their records end with this Redis
-        common = _set(f"store.url={redis_url}", *files) + o.common_arguments
+        common = as_arguments(f"store.url={redis_url}", *files) + o.common_arguments
         self._progress("starting the scheduler")
         served = []
         for number, (model, name) in enumerate(o.models()):
@@ -232,20 +137,30 @@ class Stack:
         peers = self._workers[0]
         if len(served) > 1:
             self.models_file.write_text(models_file(served), encoding="utf-8")
-            peers = [*common, *_set(f"proxy.models_file={self.models_file}")]
+            peers = [*common, *as_arguments(f"proxy.models_file={self.models_file}")]
         proxy = self.service("proxy", ["proxy", *peers, "--host", o.host, "--port", str(o.port)])
         fleet = ", ".join(f"{count} {role}" for role, count in o.fleet.items())
         self._progress(f"loading {', '.join(one.model for one in served)}: {fleet}")
         await all_or_first_error(w.start(o.start_timeout_s) for w in [*workers, proxy])
         proxy.arguments[proxy.arguments.index("--port") + 1] = str(proxy.port)
+        await self._wait_until_ready()
         self.keep()
+
+    async def _wait_until_ready(self) -> None:
+        """Waits until the gateway would serve a request: it has heard of the fleet."""
+        async with httpx.AsyncClient(base_url=self.url) as client:
+            for _ in range(round(READY_S / READY_LOOK_S)):
+                if (await client.get("/ready")).status_code == HTTPStatus.OK:
+                    return
+                await asyncio.sleep(READY_LOOK_S)
+        log.warning("the gateway takes no requests yet: its fleet is not complete")
 
     async def _start_scheduler(self, number: int, common: Sequence[str]) -> str:
         """Starts the schedulers of model `number`; returns their addresses, which they keep.
 
         The first model's first scheduler records the run, if it is to be recorded.
         """
-        group = _set(f"scheduler.group={self.group_of(number)}")
+        group = as_arguments(f"scheduler.group={self.group_of(number)}")
         for name in self._scheduler_names(number):
             record = self.options.record if name == "scheduler" else None
             recorded = [] if record is None else ["--record", str(record.absolute())]
@@ -417,7 +332,3 @@ def _complaints(services: Iterable[Service]) -> list[str]:
 def _served_by(model: ModelConfig) -> list[str]:
     named = ["--model-name", model.name] if model.name else []
     return ["--model", model.model, *named, "--scheduler", model.scheduler]
-
-
-def _set(*settings: str) -> list[str]:
-    return [argument for setting in settings for argument in ("--set", setting)]

@@ -16,8 +16,9 @@ from pathlib import Path
 from rich.console import Console
 
 from millrace.local.first_start import profile_first
+from millrace.local.options import StackOptions
 from millrace.local.scaling import Scaling, autoscaled
-from millrace.local.stack import Stack, StackOptions
+from millrace.local.stack import Stack
 from millrace.wire.clients.scheduler_client import get_mechanisms
 
 CPP_MODULES = ("millrace_kernels._cpu", "millrace.core.scheduler.planning._cdsp")

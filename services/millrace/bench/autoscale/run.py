@@ -24,8 +24,9 @@ from millrace.bench.common.random_model import write_random_model
 from millrace.bench.common.report import RequestRecord, summarise
 from millrace.core.errors import MillraceError
 from millrace.local.autoscale import Decision
+from millrace.local.options import StackOptions
 from millrace.local.scaling import Scaling, autoscaled
-from millrace.local.stack import Stack, StackOptions
+from millrace.local.stack import Stack
 from millrace.sim.workload.workload import SloClass, TraceRow, WorkloadOptions
 from millrace.wire.clients.scheduler_client import SchedulerUnavailable, get_load
 

@@ -17,7 +17,8 @@ from millrace.bench.common.options import Announce
 from millrace.core.config import load_config
 from millrace.core.cost.profile import Profile
 from millrace.core.errors import MillraceError
-from millrace.local.stack import Stack, StackOptions
+from millrace.local.options import StackOptions
+from millrace.local.stack import Stack
 from millrace.sim.cluster.spec import SimSpec
 from millrace.sim.loop import Simulation
 from millrace.sim.results.report import Collector, RequestRecord

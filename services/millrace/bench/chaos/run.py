@@ -17,7 +17,8 @@ from millrace.bench.chaos.faults import STOP, Fault, drawn, strike
 from millrace.bench.common.machine_limits import describe_machine
 from millrace.bench.common.options import Announce
 from millrace.core.errors import MillraceError
-from millrace.local.stack import Stack, StackOptions, UncleanStopError
+from millrace.local.options import StackOptions
+from millrace.local.stack import Stack, UncleanStopError
 from millrace.proxy.model_card import read_model_card
 
 #: A stack that answers no request for so long after a fault has not recovered.

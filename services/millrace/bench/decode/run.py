@@ -38,7 +38,8 @@ from millrace.bench.decode.bare import BareDecode
 from millrace.bench.decode.command import Settings
 from millrace.bench.decode.window import Costs, Sample, Window, costs_of, length_for, window_of
 from millrace.core.errors import MillraceError
-from millrace.local.stack import Stack, StackOptions
+from millrace.local.options import StackOptions
+from millrace.local.stack import Stack
 
 SAMPLE_EVERY_S = 0.5
 _WARM_UP_TOKENS = 16

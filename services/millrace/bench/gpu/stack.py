@@ -18,7 +18,8 @@ from millrace.core.config import EngineConfig
 from millrace.engine.assembly import Engine, open_engine
 from millrace.engine.forward.prefill_task import PrefillTask
 from millrace.engine.kv.step_tables import page_table_of
-from millrace.local.stack import Stack, StackOptions
+from millrace.local.options import StackOptions
+from millrace.local.stack import Stack
 
 _PROMPTS: Final = (
     "Tell me a story about a heron.",

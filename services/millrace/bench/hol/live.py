@@ -18,7 +18,8 @@ from millrace.bench.common.sse_client import SseClient
 from millrace.bench.hol.systems import System
 from millrace.bench.hol.traffic import Attainment, Traffic, Watch
 from millrace.core.errors import MillraceError
-from millrace.local.stack import Stack, StackOptions
+from millrace.local.options import StackOptions
+from millrace.local.stack import Stack
 from millrace.sim.workload.workload import SloClass, TraceRow, WorkloadOptions, plan
 
 #: Requests that may transfer to decode at once: a suspended prompt keeps its place.

@@ -25,7 +25,8 @@ from millrace.bench.common.options import Announce
 from millrace.bench.predictions.command import Settings
 from millrace.core.config import load_config
 from millrace.core.errors import MillraceError
-from millrace.local.stack import Stack, StackOptions
+from millrace.local.options import StackOptions
+from millrace.local.stack import Stack
 from millrace.local.up import measure_first
 from millrace.shipped import SHIPPED_MODEL
 
