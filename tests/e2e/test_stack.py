@@ -9,13 +9,12 @@ import httpx
 import openai
 import pytest
 import pytest_asyncio
-import redis.asyncio
 
 from millrace.local.stack import Stack
 from millrace.wire.channel import open_channel
 from millrace.wire.pb import scheduler_pb2, scheduler_pb2_grpc
 from support.deadlines import HANG_S
-from support.live_stack import complete, eventually, greedy_ids, live_stack
+from support.live_stack import complete, eventually, greedy_ids, keys_of_requests, live_stack
 from support.served_model import served_folder
 from support.tiny_models import oracle, prompt
 
@@ -48,12 +47,6 @@ async def is_idle(stack: Stack) -> bool:
     reply = await status(stack)
     held = [i for i in reply.instances if i.free_pages != i.total_pages or i.running or i.waiting]
     return not (reply.queued or reply.prefilling or reply.decoding or held)
-
-
-async def redis_keys(stack: Stack) -> list[bytes]:
-    url = next(a for a in stack.services["proxy"].arguments if a.startswith("store.url="))
-    async with redis.asyncio.from_url(url.removeprefix("store.url=")) as client:
-        return await client.keys("*")
 
 
 async def test_vectors_and_scores_come_from_prefill_alone(stack: Stack) -> None:
@@ -223,7 +216,7 @@ async def test_closing_the_connection_frees_everything(
 
 
 async def _none_left(stack: Stack) -> bool:
-    return not await redis_keys(stack)
+    return not await keys_of_requests(stack)
 
 
 async def test_many_at_once_all_come_back_right(stack: Stack, client: httpx.AsyncClient) -> None:

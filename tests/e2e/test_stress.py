@@ -12,13 +12,12 @@ from typing import Any
 import httpx
 import orjson
 import pytest
-import redis.asyncio
 
 from millrace.local.stack import Stack
 from millrace.wire.channel import open_channel
 from millrace.wire.pb import scheduler_pb2, scheduler_pb2_grpc
 from support.deadlines import HANG_S
-from support.live_stack import eventually, greedy_ids, live_stack
+from support.live_stack import eventually, greedy_ids, keys_of_requests, live_stack
 from support.served_model import served_folder
 from support.tiny_models import oracle, prompt
 
@@ -145,9 +144,7 @@ async def is_idle(stack: Stack) -> bool:
     held = [i for i in reply.instances if i.free_pages != i.total_pages or i.running or i.waiting]
     if len(reply.instances) != 4 or reply.queued or reply.prefilling or reply.decoding or held:
         return False
-    url = next(a for a in stack.services["proxy"].arguments if a.startswith("store.url="))
-    async with redis.asyncio.from_url(url.removeprefix("store.url=")) as client:
-        return not await client.keys("*")
+    return not await keys_of_requests(stack)
 
 
 async def ready(client: httpx.AsyncClient) -> bool:

@@ -19,7 +19,7 @@ from support.deadlines import HANG_S
 from support.live_stack import eventually
 
 Make = Callable[..., Awaitable[Service]]
-QUICK = ["scheduler", "--port", "0", "--set", "scheduler.drain_timeout_s=0.1"]
+QUICK = ["scheduler", "--port", "0"]
 
 PARENT = """
 import asyncio, sys

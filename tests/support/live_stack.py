@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import redis.asyncio
 
 from millrace.instance.tasks import stacks
 from millrace.local.forks import ForkedProcess
@@ -169,3 +170,10 @@ async def held(stack: Stack, name: str, check: Callable[[], bool]) -> AsyncItera
     finally:
         if process.returncode is None:
             process.send_signal(signal.SIGCONT)
+
+
+async def keys_of_requests(stack: Stack) -> list[bytes]:
+    """What the store holds beside the schedulers' leases, which are there as long as they are."""
+    url = next(a for a in stack.services["proxy"].arguments if a.startswith("store.url="))
+    async with redis.asyncio.from_url(url.removeprefix("store.url=")) as client:
+        return [key for key in await client.keys("*") if b":lease:" not in key]
