@@ -49,6 +49,13 @@ BROKEN: list[tuple[str, Object]] = [
         "prefill and decode must both scale to zero, or neither",
         service(prefill={"autoscaling": {"scaleToZero": {"enabled": True}}}),
     ),
+    *[
+        (
+            "gateway.canary.service is none of gateway.models",
+            service(gateway={"canary": {"service": "next", "percent": 5}, **models}),
+        )
+        for models in ({}, {"models": [{"service": "other"}]})
+    ],
     (
         "scaleToZero needs gateway.parking.timeoutSeconds above 0",
         service(

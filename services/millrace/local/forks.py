@@ -29,10 +29,12 @@ class ForkedProcess:
     It belongs to the event loop in which it was made.
     """
 
-    def __init__(self, pid: int, reports: asyncio.StreamReader) -> None:
+    def __init__(
+        self, pid: int, reports: asyncio.StreamReader, pipe: asyncio.ReadTransport
+    ) -> None:
         self.pid = pid
         self.returncode: int | None = None
-        self._ending = asyncio.create_task(self._wait(reports))
+        self._ending = asyncio.create_task(self._wait(reports, pipe))
 
     async def wait(self) -> int:
         """Waits until the process has ended. Returns its status."""
@@ -47,13 +49,17 @@ class ForkedProcess:
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)
 
-    async def _wait(self, reports: asyncio.StreamReader) -> int:
-        line = await reports.readline()
+    async def _wait(self, reports: asyncio.StreamReader, pipe: asyncio.ReadTransport) -> int:
+        try:
+            line = await reports.readline()
+        finally:
+            pipe.close()
         if line:
             self.returncode = int(line)
         else:  # the server ended, which ends its services by this signal
             await _gone(self.pid)
             self.returncode = -signal.SIGTERM
+        await asyncio.sleep(0)  # the pipe is closed
         return self.returncode
 
 
@@ -91,13 +97,14 @@ async def fork(
 
 async def _started(read_fd: int) -> ForkedProcess:
     reports = asyncio.StreamReader()
-    await asyncio.get_running_loop().connect_read_pipe(
+    pipe, _ = await asyncio.get_running_loop().connect_read_pipe(
         lambda: asyncio.StreamReaderProtocol(reports), os.fdopen(read_fd, "rb")
     )
     pid = await reports.readline()
     if not pid:
+        pipe.close()
         raise ChildProcessError("the fork server ended before it started a service")
-    return ForkedProcess(int(pid), reports)
+    return ForkedProcess(int(pid), reports, pipe)
 
 
 def _end(started: asyncio.Task[ForkedProcess]) -> None:

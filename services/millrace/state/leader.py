@@ -68,11 +68,15 @@ class LeaderWatch:
 
     async def _read(self) -> None:
         lease = await self._leases.read(self._lease) if self._lease else None
-        if lease is not None and lease.epoch > self.fence.epoch:
+        if lease is None:
+            return
+        if lease.epoch > self.fence.epoch:
             self.fence.admits(lease.epoch)
             self._address = lease.address
             self.changes += 1
             self._news.set()
+        elif not self._address and lease.left_s > 0:  # a stream to the leader has failed
+            self._address = lease.address
 
     async def replaced(self, changes: int, timeout_s: float | None = None) -> bool:
         """Waits until another scheduler leads than after so many `changes`; returns False after the

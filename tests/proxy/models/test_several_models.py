@@ -194,7 +194,8 @@ async def test_metrics_and_the_access_log_name_the_model(tmp_path, caplog):
         assert total(text, "millrace_proxy_e2e_seconds_count", model=name) == 1
         assert total(text, "millrace_proxy_generated_tokens_total", model=name) > 2
         assert f'millrace_proxy_inflight_requests{{model="{name}"}} 0.0' in text
-    logged = [record.model for record in caplog.records if record.path == CHAT]
+    access = [record for record in caplog.records if record.name == "millrace.access"]
+    logged = [record.model for record in access if record.path == CHAT]
     assert logged == ["small", "large"]
 
 
