@@ -90,16 +90,7 @@ class WorkerLink:
         async with scheduler_stream(
             address, registration, self._reports(self._outbox), self._leaders.fence
         ) as stream:
-            serving = asyncio.create_task(self._serve_stream(stream, address))
-            replaced = asyncio.create_task(self._leaders.replaced(changes))
-            try:
-                await asyncio.wait([serving, replaced], return_when=asyncio.FIRST_COMPLETED)
-                if serving.done():
-                    await serving
-            finally:
-                for task in (serving, replaced):
-                    task.cancel()
-                await asyncio.wait([serving, replaced])
+            await self._leaders.serve_until_replaced(changes, self._serve_stream(stream, address))
 
     def refuse_commands(self) -> None:
         """Drops all later commands; the end of the stream tells the scheduler so."""

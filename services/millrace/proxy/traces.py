@@ -36,10 +36,8 @@ class RequestTraces:
         """Returns the scope of a request's first span, and the `traceparent` for other services:
         the client's own if traces are off.
         """
-        if not self._tracer.is_on:
-            return self._tracer.begin(traceparent, arrival_unix_s), traceparent
         scope = self._tracer.begin(traceparent, arrival_unix_s)
-        return scope, scope.context.traceparent
+        return scope, scope.context.traceparent if self._tracer.is_on else traceparent
 
     def late(self, request: ProxyRequest, tell: Tell) -> None:
         """Keeps the trace of a request whose first token came after its objective."""

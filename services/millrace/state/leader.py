@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Coroutine
+from typing import Any
 
 from millrace.core.scheduler.fence import EpochFence
 from millrace.state.leases import LeaseStore
@@ -89,3 +91,16 @@ class LeaderWatch:
             except TimeoutError:
                 return False
         return True
+
+    async def serve_until_replaced(self, changes: int, work: Coroutine[Any, Any, None]) -> None:
+        """Runs `work` to its end, or until another scheduler leads than after so many `changes`."""
+        serving = asyncio.create_task(work)
+        replaced = asyncio.create_task(self.replaced(changes))
+        try:
+            await asyncio.wait([serving, replaced], return_when=asyncio.FIRST_COMPLETED)
+            if serving.done():
+                await serving
+        finally:
+            for task in (serving, replaced):
+                task.cancel()
+            await asyncio.wait([serving, replaced])

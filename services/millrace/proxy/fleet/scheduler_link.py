@@ -123,7 +123,7 @@ class SchedulerLink:
             address, changes = self._leaders.address(), self._leaders.changes
             reason = "the stream ended"
             try:
-                await self._serve_until_replaced(address, changes)
+                await self._leaders.serve_until_replaced(changes, self._serve(address))
             except SchedulerStreamError as error:
                 reason = str(error)
                 self._leaders.hint(error.leader)
@@ -143,18 +143,6 @@ class SchedulerLink:
         """Returns once all queued items are sent, the connection is gone or time is up."""
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._flushed.wait(), timeout_s)
-
-    async def _serve_until_replaced(self, address: str, changes: int) -> None:
-        serving = asyncio.create_task(self._serve(address))
-        replaced = asyncio.create_task(self._leaders.replaced(changes))
-        try:
-            await asyncio.wait([serving, replaced], return_when=asyncio.FIRST_COMPLETED)
-            if serving.done():
-                await serving
-        finally:
-            for task in (serving, replaced):
-                task.cancel()
-            await asyncio.wait([serving, replaced])
 
     async def _serve(self, address: str) -> None:
         self._streams += 1
