@@ -15,7 +15,7 @@ from millrace.colocated.mixed import MixedRole
 from millrace.colocated.packing import IterationPacker, Plan, Share
 from millrace.colocated.prompts import Prompt
 from millrace.core.config import Config
-from millrace.core.config.sections import MixedConfig
+from millrace.core.config.engine import MixedConfig
 from millrace.core.cost.operators import DecodeAttention, OperatorModel, Table
 from millrace.core.request import Slo
 from millrace.core.request_spec import RequestSpec

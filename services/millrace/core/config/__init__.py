@@ -18,18 +18,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from millrace.core.config.auth import AuthConfig
+from millrace.core.config.engine import EngineConfig, MixedConfig, TransferConfig
 from millrace.core.config.files import BatchesConfig, FilesConfig
-from millrace.core.config.sections import (
-    EngineConfig,
-    MixedConfig,
-    ProxyConfig,
-    ScalingConfig,
-    SchedulerConfig,
-    StoreConfig,
-    TelemetryConfig,
-    TlsConfig,
-    TransferConfig,
-)
+from millrace.core.config.proxy import ProxyConfig
+from millrace.core.config.scheduler import SchedulerConfig
+from millrace.core.config.shared import ScalingConfig, StoreConfig, TelemetryConfig, TlsConfig
 from millrace.core.config.tenants import (
     TenantConfig,
     check_tenants,
