@@ -7,7 +7,7 @@ from hypothesis import settings
 
 from millrace.core.config import EngineConfig
 from millrace.core.errors import ConfigError
-from millrace.engine.device.run_ahead import runs_ahead
+from millrace.engine.device.decode_ahead import runs_ahead
 from support.decode_bench import Bench, Churn
 from support.hashing_model import SPECS, first_of, greedy, prompt_of, reference
 

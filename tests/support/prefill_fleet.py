@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 
 from millrace.core.live_request import LiveRequest
 from millrace.core.scheduler import effects, events, reports
-from millrace.core.scheduler.fleet.cluster import Pool
 from millrace.core.scheduler.fleet.instances import PrefillInstance
+from millrace.core.scheduler.fleet.pool import Pool
 from millrace.core.scheduler.planning.plan import Plan, PlannedChunk
 from support.core_events import Bench, kind_of, reported, request
 

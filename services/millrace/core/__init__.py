@@ -7,8 +7,8 @@ Live services and the simulator run the same code. A newcomer reads in this orde
 2. `scheduler.events` and `scheduler.effects`: the inputs and the actions of the scheduler.
    `scheduler.machine`: one event in, effects out; its handlers get a `scheduler.step_context`.
 3. `scheduler.request_table`, `scheduler.fleet.waiting_queue` and `scheduler.fleet.run_queue`: where
-   a request waits, and which task runs. `scheduler.fleet.cluster` and `scheduler.fleet.instances`:
-   what each instance holds.
+   a request waits, and which task runs. `scheduler.fleet.pool` and `scheduler.fleet.instances`: the
+   instances of one model, and what each holds.
 4. `scheduler.dispatch`: a scheduling round. Requests are placed at decode instances
    (`decode_placement`), and placed ones are sent to prefill instances (`dispatcher`). Reports of
    the instances come back (`chunk_progress`, `request_progress`).

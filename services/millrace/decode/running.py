@@ -14,7 +14,7 @@ from millrace.decode.output.output import Output
 from millrace.decode.request import DecodeEvent, DecodeRequest
 from millrace.decode.request_table import RequestTable
 from millrace.engine.decode_batch import DecodeBatch, TokenOut
-from millrace.engine.device.run_ahead import runs_ahead
+from millrace.engine.device.decode_ahead import runs_ahead
 from millrace.engine.kv.host_swap import KvSwap
 from millrace.engine.sampling.sampler import Sampler
 from millrace.instance.host import WorkerContext

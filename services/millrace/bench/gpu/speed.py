@@ -215,7 +215,7 @@ def measure_attention(context: Context, engine: Engine, sizes: Sizes, rows: int,
 
 def measure_blocking(context: Context, engine: Engine, sizes: Sizes) -> None:
     """Measures the time from a preemption's signal to its effect on the host's thread. The device
-    may still have a few operators queued then (`execution_pool.RUN_AHEAD_OPERATORS`)."""
+    may still have a few operators queued then (`run_ahead.RUN_AHEAD_OPERATORS`)."""
     found = blocking(
         engine,
         tokens=sizes.prompts[-1],

@@ -31,7 +31,7 @@ from millrace.bench.scheduler.command import OBJECTIVES, Settings
 from millrace.core.config import SchedulerConfig
 from millrace.core.scheduler import events
 from millrace.core.scheduler.effects import Effect
-from millrace.core.scheduler.fleet.cluster import Pool
+from millrace.core.scheduler.fleet.pool import Pool
 from millrace.core.scheduler.fleet.waiting_queue import WaitingQueue
 from millrace.core.scheduler.machine import Machine
 from millrace.core.scheduler.request_table import RequestTable

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from millrace.core.config import SchedulerConfig
 from millrace.core.live_request import LiveRequest
-from millrace.core.scheduler.fleet.cluster import Cluster, Pool
+from millrace.core.scheduler.fleet.cluster import Cluster
+from millrace.core.scheduler.fleet.pool import Pool
 
 #: The least Retry-After, in seconds: an answer of 0 would only bring the request back at once.
 LEAST_RETRY_S = 1.0

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from millrace.core.scheduler.fleet.cluster import Pool
+from millrace.core.scheduler.fleet.pool import Pool
 from millrace.core.waits import COMPUTING, DECODE_ROOM, PREFILL, SUSPENDED, TURN
 
 #: An advice that saves less than this is left out.

@@ -16,7 +16,7 @@ from millrace.core.priority import PriorityKey, Ranking
 from millrace.core.request import RequestState
 from millrace.core.scheduler.advice import Help, Prompt, helps
 from millrace.core.scheduler.ended_requests import Ended, group_of
-from millrace.core.scheduler.fleet.cluster import Pool
+from millrace.core.scheduler.fleet.pool import Pool
 from millrace.core.scheduler.fleet.run_queue import RunQueue
 from millrace.core.scheduler.fleet.task import Task
 from millrace.core.scheduler.fleet.waiting_queue import WaitingQueue

@@ -53,8 +53,9 @@ from millrace.core.scheduler.dispatch.request_progress import RequestProgress
 from millrace.core.scheduler.dispatch.stall_watch import StallWatch
 from millrace.core.scheduler.effects import Effect
 from millrace.core.scheduler.explain import Explanation, explain, queue_place
-from millrace.core.scheduler.fleet.cluster import Cluster, Pool
+from millrace.core.scheduler.fleet.cluster import Cluster
 from millrace.core.scheduler.fleet.instances import DecodeInstance, Instance, PrefillInstance
+from millrace.core.scheduler.fleet.pool import Pool
 from millrace.core.scheduler.objectives import allowed_s, mean_step_s
 from millrace.core.scheduler.request_table import RequestTable, still_needs
 from millrace.core.scheduler.step_context import StepContext

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from millrace.core.scheduler.fleet.cluster import Pool
+from millrace.core.scheduler.fleet.pool import Pool
 
 if TYPE_CHECKING:
     from millrace.core.scheduler.machine import Machine

@@ -14,8 +14,9 @@ from millrace.core.live_request import LiveRequest
 from millrace.core.priority.own_order import ranking_of
 from millrace.core.request import RequestState
 from millrace.core.scheduler.ended_requests import EndedRequests
-from millrace.core.scheduler.fleet.cluster import Cluster, Pool
+from millrace.core.scheduler.fleet.cluster import Cluster
 from millrace.core.scheduler.fleet.instances import Holding, Instance, PrefillInstance
+from millrace.core.scheduler.fleet.pool import Pool
 from millrace.core.scheduler.fleet.run_queue import RunQueue
 from millrace.core.scheduler.fleet.task import Task
 from millrace.core.scheduler.fleet.waiting_queue import WaitingQueue

@@ -1,25 +1,38 @@
-"""Whether decode steps begin before the tokens of the step before are on the host."""
+"""Keeps the host at most a few operators ahead of the GPU."""
 
 from __future__ import annotations
 
+from collections import deque
+from typing import Final
+
 import torch
 
-from millrace.core.config import EngineConfig
-from millrace.core.errors import ConfigError
+RUN_AHEAD_OPERATORS: Final = 4
+"""Operators that the host may have enqueued on a GPU beyond the one that executes."""
 
 
-def runs_ahead(config: EngineConfig, device: torch.device) -> bool:
-    """Returns whether an engine's decode steps run ahead.
+class RunAhead:
+    """Keeps the host within a few operators of the GPU, so that a stop takes effect within them.
 
-    Raises ConfigError where `decode_ahead` is on and the engine has several processes: there the
-    first of them needs the tokens on the host.
+    Records an event after each operator, and waits for the event `RUN_AHEAD_OPERATORS` back: the
+    device always has work queued, and no stream is synchronised. On the CPU an operator has run
+    when it returns.
     """
-    is_alone = config.tensor_parallel == config.stages == 1
-    if config.decode_ahead == "on" and not is_alone:
-        raise ConfigError(
-            f"engine.decode_ahead is 'on'; engine.tensor_parallel is {config.tensor_parallel} and "
-            f"engine.stages {config.stages}, and both must be 1"
-        )
-    if config.decode_ahead == "auto":
-        return is_alone and device.type == "cuda"
-    return config.decode_ahead == "on"
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device if device.type == "cuda" else None
+        self._events: deque[torch.cuda.Event] = deque()
+
+    def step(self) -> None:
+        """Records an event; called after each operator was enqueued."""
+        if self._device is None:
+            return
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call] # torch: untyped
+        event.record(torch.cuda.current_stream(self._device))
+        self._events.append(event)
+        if len(self._events) > RUN_AHEAD_OPERATORS:
+            self._events.popleft().synchronize()
+
+    def settle(self) -> None:
+        """Drops the events of a task that is over."""
+        self._events.clear()

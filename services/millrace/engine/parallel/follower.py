@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from millrace.engine.attention.kvp_owner import RemoteAttention
-from millrace.engine.execution_pool import RunAhead
+from millrace.engine.device.run_ahead import RunAhead
 from millrace.engine.forward.passes import Boundary, Fetch
 from millrace.engine.forward.stage_passes import StagePasses, stage_pool
 from millrace.engine.kv.page_table import TableMirror

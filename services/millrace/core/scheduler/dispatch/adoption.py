@@ -16,13 +16,13 @@ from millrace.core.live_request import LiveRequest
 from millrace.core.request import Request, RequestState
 from millrace.core.scheduler.dispatch.tasks import tasks_of
 from millrace.core.scheduler.events import Reopened
-from millrace.core.scheduler.fleet.cluster import Pool
 from millrace.core.scheduler.fleet.instances import (
     DecodeInstance,
     Instance,
     KvpInstance,
     PrefillInstance,
 )
+from millrace.core.scheduler.fleet.pool import Pool
 from millrace.core.scheduler.held import Held
 from millrace.core.scheduler.request_table import RequestTable
 from millrace.core.scheduler.step_context import StepContext

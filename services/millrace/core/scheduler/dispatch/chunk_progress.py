@@ -8,8 +8,8 @@ from __future__ import annotations
 from millrace.core.live_request import LiveRequest
 from millrace.core.scheduler.dispatch.dispatcher import Dispatcher
 from millrace.core.scheduler.dispatch.event_filter import EventFilter
-from millrace.core.scheduler.fleet.cluster import ANYONE
 from millrace.core.scheduler.fleet.instances import DecodeInstance, Instance
+from millrace.core.scheduler.fleet.pool import ANYONE
 from millrace.core.scheduler.fleet.task import Task
 from millrace.core.scheduler.reports import ChunkFinished, ChunkStarted, ChunkSuspended
 from millrace.core.scheduler.request_table import RequestTable

@@ -18,9 +18,9 @@ from typing import NamedTuple
 from millrace.core.live_request import LiveRequest
 from millrace.core.request import Chunk, Shard
 from millrace.core.scheduler.dispatch.placement_loss import PlacementLoss
-from millrace.core.scheduler.fleet.cluster import Pool
 from millrace.core.scheduler.fleet.freeness import freest
 from millrace.core.scheduler.fleet.instances import DecodeInstance, PrefillInstance
+from millrace.core.scheduler.fleet.pool import Pool
 from millrace.core.scheduler.fleet.task import Rank
 from millrace.core.scheduler.request_table import MIN_KEPT_TOKENS, RequestTable
 from millrace.core.scheduler.step_context import StepContext

@@ -19,8 +19,8 @@ from millrace.core.request import Chunk, RequestState
 from millrace.core.scheduler.dispatch.decode_placement import DecodePlacement
 from millrace.core.scheduler.dispatch.tasks import tasks_of
 from millrace.core.scheduler.fleet.batching import batch
-from millrace.core.scheduler.fleet.cluster import Pool
 from millrace.core.scheduler.fleet.instances import Instance, PrefillInstance
+from millrace.core.scheduler.fleet.pool import Pool
 from millrace.core.scheduler.fleet.task import Rank
 from millrace.core.scheduler.planning.plan import Plan, PlannedChunk
 from millrace.core.scheduler.request_table import RequestTable

@@ -8,8 +8,9 @@ from millrace.core.cost.correction import band_of
 from millrace.core.live_request import LiveRequest
 from millrace.core.priority import PriorityKey
 from millrace.core.request import Chunk
-from millrace.core.scheduler.fleet.cluster import Cluster, Pool
+from millrace.core.scheduler.fleet.cluster import Cluster
 from millrace.core.scheduler.fleet.instances import PrefillInstance
+from millrace.core.scheduler.fleet.pool import Pool
 from millrace.core.scheduler.fleet.task import Task, masks
 
 
