@@ -12,7 +12,7 @@ import pytest
 
 from millrace.colocated.mixed import MixedRole
 from millrace.core.scheduler.commands import Drain
-from millrace.instance.host import WorkerContext
+from millrace.instance.role import WorkerContext
 from millrace.kvp.role import KvpRole
 from support.live_stack import eventually
 from support.mixed_role import Mixed, mixed_config, mixed_instance, operators

@@ -15,7 +15,7 @@ import pytest_asyncio
 from millrace.core.config import SchedulerConfig
 from millrace.core.scheduler.commands import Drain, KvShard
 from millrace.decode.loop import DecodeRole
-from millrace.instance.host import WorkerContext
+from millrace.instance.role import WorkerContext
 from millrace.kvp.role import KvpRole
 from millrace.prefill.loop import PrefillRole
 from millrace.transfer.transport.memory import MemoryHub

@@ -175,7 +175,7 @@ async def test_a_cancelled_one_sends_nothing_and_holds_nothing() -> None:
 
 async def test_a_lost_proxy_ends_its_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its outbox fills up while it reads nothing: nobody waits for the result."""
-    monkeypatch.setattr("millrace.instance.token_streams.MOST_WAITING_EVENTS", 0)
+    monkeypatch.setattr("millrace.instance.tokens.streams.MOST_WAITING_EVENTS", 0)
     async with group_of(1, config(max_chunk_tokens=256)) as group:
         [prefill] = group.prefills
         await group.ask_result(only("long", 3000, "mean"), [(3000, [0])])

@@ -20,7 +20,7 @@ from millrace.core.cost.operators import DecodeAttention, OperatorModel, Table
 from millrace.core.request import Slo
 from millrace.core.request_spec import RequestSpec
 from millrace.core.scheduler.commands import KvShard
-from millrace.instance.host import Role, WorkerContext
+from millrace.instance.role import Role, WorkerContext
 from millrace.state.memory_store import MemoryStore
 from millrace.transfer.transport.memory import MemoryHub
 from support.role_pair import Proxy, listening

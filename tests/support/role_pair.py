@@ -17,7 +17,7 @@ from millrace.core.request_spec import RequestSpec
 from millrace.core.span import Span
 from millrace.core.token_events import FinishedPrefill, TokenEvent
 from millrace.decode.loop import DecodeRole
-from millrace.instance.host import Role, WorkerContext
+from millrace.instance.role import Role, WorkerContext
 from millrace.prefill.loop import PrefillRole
 from millrace.state.memory_store import MemoryStore
 from millrace.transfer.push.send.session import SendSession

@@ -26,7 +26,7 @@ from millrace.engine.assembly import open_engines
 from millrace.engine.attention.ring import RingTask
 from millrace.engine.forward.passes import Boundary
 from millrace.engine.forward.prefill_task import PrefillTask
-from millrace.instance.host import Role, WorkerContext
+from millrace.instance.role import Role, WorkerContext
 from millrace.instance.transfer.transports import kv_transport, serve_rank
 from millrace.state.memory_store import MemoryStore
 from millrace.telemetry.metrics import Registry

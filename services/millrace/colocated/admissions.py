@@ -17,8 +17,8 @@ from millrace.decode.request import DecodeEvent, DecodeRequest
 from millrace.decode.request_table import RequestTable
 from millrace.engine.decode_batch import DecodeBatch
 from millrace.engine.kv.prefix_cache import PrefixCache
-from millrace.instance.host import WorkerContext
 from millrace.instance.prefix import prompt_blocks
+from millrace.instance.role import WorkerContext
 from millrace.instance.tasks import Tasks
 
 #: Most tokens of spread prompts in a pass: this number, and the pool's tokens / `_SPILL_PART`,

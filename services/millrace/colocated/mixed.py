@@ -38,8 +38,9 @@ from millrace.decode.output.output import Output
 from millrace.decode.request import DecodeRequest
 from millrace.decode.request_table import RequestTable
 from millrace.decode.role import TokenRole
-from millrace.instance.host import Loaded, WorkerContext, WorkerOptions, open_for, serve_role
+from millrace.instance.host import WorkerOptions, open_for, serve_role
 from millrace.instance.latency import prefill_latency
+from millrace.instance.role import Loaded, WorkerContext
 from millrace.instance.shards.shard_table import NOBODY, ShardTable
 from millrace.instance.spans import Stopwatch
 from millrace.instance.tasks import Tasks, stop_event

@@ -17,7 +17,7 @@ from millrace.core.token_events import FinishedPrefill, FirstToken
 from millrace.decode.output.output import Output
 from millrace.decode.request import DecodeEvent, DecodeRequest
 from millrace.decode.request_table import RequestTable
-from millrace.instance.host import WorkerContext
+from millrace.instance.role import WorkerContext
 from millrace.instance.tasks import Tasks
 from millrace.prefill.prompt import fetch_whole
 from millrace.state.store import StoreError

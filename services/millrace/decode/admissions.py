@@ -22,7 +22,7 @@ from millrace.decode.metrics import DecodeMetrics
 from millrace.decode.output.output import Output
 from millrace.decode.request import DecodeEvent, DecodeRequest
 from millrace.decode.request_table import RequestTable
-from millrace.instance.host import WorkerContext
+from millrace.instance.role import WorkerContext
 from millrace.instance.shards.shard_table import ShardTable
 from millrace.instance.spans import of_request
 from millrace.instance.tasks import Tasks

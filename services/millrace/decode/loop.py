@@ -21,7 +21,7 @@ from millrace.decode.request_table import RequestTable
 from millrace.decode.role import TokenRole
 from millrace.decode.running import Running
 from millrace.engine.decode_batch import TokenOut
-from millrace.instance.host import WorkerContext
+from millrace.instance.role import WorkerContext
 from millrace.instance.shards.shard_table import ShardTable
 from millrace.instance.tasks import Tasks
 

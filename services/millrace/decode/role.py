@@ -16,13 +16,13 @@ from millrace.decode.output.output import Output
 from millrace.decode.pace import TokenPace
 from millrace.decode.request_table import RequestTable
 from millrace.engine.kv.prefix_cache import PrefixCache
-from millrace.instance.host import WorkerContext
 from millrace.instance.prefix import cached_blocks
+from millrace.instance.role import WorkerContext
 from millrace.instance.shards.kvp_servicer import KvpServicer
 from millrace.instance.shards.shard_host import ShardHost
 from millrace.instance.shards.shard_table import ShardTable
 from millrace.instance.tasks import Tasks
-from millrace.instance.token_servicer import TokenServicer
+from millrace.instance.tokens.servicer import TokenServicer
 from millrace.instance.transfer.kv_servicer import KvReceiverServicer
 from millrace.transfer.push.receive.manager import ReceiveManager
 

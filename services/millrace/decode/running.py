@@ -17,7 +17,7 @@ from millrace.engine.decode_batch import DecodeBatch, TokenOut
 from millrace.engine.device.decode_ahead import runs_ahead
 from millrace.engine.kv.host_swap import KvSwap
 from millrace.engine.sampling.sampler import Sampler
-from millrace.instance.host import WorkerContext
+from millrace.instance.role import WorkerContext
 from millrace.instance.tasks import Tasks
 
 

@@ -9,7 +9,7 @@ import grpc
 from millrace.core.scheduler.commands import Cancel, Command, Drain
 from millrace.core.scheduler.reports import Heartbeat, Registration
 from millrace.engine.assembly import KvMemory
-from millrace.instance.host import HostContext
+from millrace.instance.role import HostContext
 from millrace.instance.shards.kvp_servicer import KvpServicer
 from millrace.instance.shards.shard_host import ShardHost
 from millrace.instance.shards.shard_table import NOBODY, ShardTable

@@ -25,8 +25,8 @@ from millrace.core.scheduler.reports import Heartbeat, Registration, RequestFail
 from millrace.core.token_events import FinishedPrefill, PositionLogprobs
 from millrace.engine.errors import EngineDied
 from millrace.engine.execution_pool import ChunkTask, ExecutionPool, StopPoint
-from millrace.instance.host import WorkerContext
 from millrace.instance.prefix import cached_blocks
+from millrace.instance.role import WorkerContext
 from millrace.instance.spans import of_request
 from millrace.instance.tasks import Tasks
 from millrace.prefill.compute.context import PrefillCompute

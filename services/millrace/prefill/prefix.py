@@ -15,8 +15,8 @@ from collections.abc import Iterable, Sequence
 
 from millrace.core.kv.prefix import reusable
 from millrace.core.kv.sp_layout import Run
-from millrace.instance.host import WorkerContext
 from millrace.instance.prefix import open_prefix_cache, prompt_blocks
+from millrace.instance.role import WorkerContext
 from millrace.prefill.job import PrefillJob
 from millrace.prefill.metrics import PrefillMetrics
 

@@ -8,9 +8,9 @@ import grpc
 
 from millrace.core.kv.transfer import Incarnation
 from millrace.core.token_events import NO_DETAIL, PositionLogprobs, TokenDetail, TokenEvent
-from millrace.instance.host import WorkerContext
-from millrace.instance.token_servicer import TokenServicer
-from millrace.instance.token_streams import TokenStreams
+from millrace.instance.role import WorkerContext
+from millrace.instance.tokens.servicer import TokenServicer
+from millrace.instance.tokens.streams import TokenStreams
 from millrace.prefill.job import PrefillJob
 from millrace.prefill.metrics import PrefillMetrics
 

@@ -16,8 +16,8 @@ from millrace.core.config import Config
 from millrace.core.cost.decode_step import DecodeStepTime
 from millrace.core.scheduler.commands import Drain
 from millrace.decode.loop import DecodeRole
-from millrace.instance import token_streams
-from millrace.instance.host import WorkerContext
+from millrace.instance.role import WorkerContext
+from millrace.instance.tokens import streams as token_streams
 from millrace.proxy.generation.continuation import continuation
 from support.live_stack import eventually
 from support.metrics import total

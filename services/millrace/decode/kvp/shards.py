@@ -23,7 +23,7 @@ from millrace.decode.request import DecodeRequest
 from millrace.engine.attention.kvp_link import ExchangeLink
 from millrace.engine.attention.kvp_memory import exchange_memory
 from millrace.engine.attention.kvp_owner import Remote, reach_of
-from millrace.instance.host import WorkerContext
+from millrace.instance.role import WorkerContext
 from millrace.instance.shards.shard_host import exchange_shape
 from millrace.transfer.kvp.exchange import KvpExchange
 from millrace.transfer.transport.regions import Memory

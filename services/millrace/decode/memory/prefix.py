@@ -16,8 +16,8 @@ from millrace.core.kv.prefix import block_hashes
 from millrace.core.scheduler.commands import AdmitDecode
 from millrace.decode.metrics import DecodeMetrics
 from millrace.decode.request import DecodeRequest
-from millrace.instance.host import WorkerContext
 from millrace.instance.prefix import open_prefix_cache, prompt_blocks, takes_part
+from millrace.instance.role import WorkerContext
 from millrace.instance.tasks import Tasks
 
 log = logging.getLogger(__name__)

@@ -10,7 +10,7 @@ from millrace.core.kv.pages import pages_of_request
 from millrace.core.request_spec import RequestSpec
 from millrace.decode.held_pages import HeldPages
 from millrace.decode.request import DecodeRequest
-from millrace.instance.host import WorkerContext
+from millrace.instance.role import WorkerContext
 
 
 class RequestPages:

@@ -15,9 +15,9 @@ from millrace.decode.request import DecodeEvent, DecodeRequest
 from millrace.decode.request_table import RequestTable
 from millrace.engine.decode_batch import TokenOut
 from millrace.engine.sampling.spec import finish_reason
-from millrace.instance.host import WorkerContext
+from millrace.instance.role import WorkerContext
 from millrace.instance.spans import of_request
-from millrace.instance.token_streams import TokenStreams
+from millrace.instance.tokens.streams import TokenStreams
 from millrace.wire.moves import PREEMPTED
 
 log = logging.getLogger(__name__)

@@ -22,7 +22,7 @@ from millrace.engine.assembly import KvMemory
 from millrace.engine.attention.kvp_memory import exchange_memory
 from millrace.engine.attention.kvp_worker import ShardAttention
 from millrace.engine.parallel.shard_ranks import RankedShards
-from millrace.instance.host import HostContext
+from millrace.instance.role import HostContext
 from millrace.instance.shards.shard_metrics import ShardMetrics, TimedShards
 from millrace.instance.shards.shard_table import HeldShard, ShardTable
 from millrace.instance.spans import Stopwatch

@@ -21,7 +21,7 @@ from millrace.core.instance.group import (
 from millrace.core.kv.transfer import HistoryAsk, Ticket
 from millrace.core.scheduler.commands import Member
 from millrace.core.token_events import PositionLogprobs
-from millrace.instance.host import WorkerContext
+from millrace.instance.role import WorkerContext
 from millrace.instance.transfer.transports import transport_name
 from millrace.prefill.group.rendezvous import Rendezvous
 from millrace.prefill.group.servicer import PrefillGroupServicer

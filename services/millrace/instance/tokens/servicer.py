@@ -8,7 +8,7 @@ from contextlib import aclosing
 import grpc
 
 from millrace.core.kv.transfer import Incarnation
-from millrace.instance.token_streams import TokenStreams
+from millrace.instance.tokens.streams import TokenStreams
 from millrace.wire.codec.incarnation import incarnation_of
 from millrace.wire.codec.token_events import batch_message
 from millrace.wire.pb import decode_pb2, decode_pb2_grpc

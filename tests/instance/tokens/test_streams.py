@@ -6,8 +6,8 @@ import pytest
 
 from millrace.core.kv.transfer import Incarnation
 from millrace.core.token_events import TokenBatch, TokenEvent
-from millrace.instance import token_streams
-from millrace.instance.token_streams import TokenStreams
+from millrace.instance.tokens import streams as token_streams
+from millrace.instance.tokens.streams import TokenStreams
 
 PROXY = Incarnation("proxy-0", 7)
 

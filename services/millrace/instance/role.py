@@ -1,0 +1,113 @@
+"""What a role is: the part of an instance that differs between prefill, decode, mixed and kvp."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Protocol
+
+import grpc
+
+from millrace.core.config import Config
+from millrace.core.cost.decode_step import DecodeStepTime
+from millrace.core.cost.latency import SpLatency
+from millrace.core.kv.transfer import Incarnation
+from millrace.core.scheduler.commands import Command
+from millrace.core.scheduler.reports import Heartbeat, Registration, Report
+from millrace.engine.assembly import Engine, KvMemory
+from millrace.instance.vitals import Vitals
+from millrace.state.store import RequestStore
+from millrace.telemetry.metrics import Registry
+from millrace.telemetry.tracing.tracer import NO_TRACER, Tracer
+from millrace.transfer.transport.base import Transport
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostContext:
+    """The context of any role. `send`: for the event loop; `send_threadsafe`: for other threads."""
+
+    config: Config
+    incarnation: Incarnation
+    transport: Transport
+    store: RequestStore
+    registry: Registry
+    tracer: Tracer = NO_TRACER
+    send: Callable[[Report], None]
+    send_threadsafe: Callable[[Report], object]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerContext(HostContext):
+    """The context of a role that runs the model."""
+
+    engine: Engine
+    decode_step: DecodeStepTime | None = None  # of its batches; None: unknown
+
+    @staticmethod
+    def of(
+        host: HostContext, engine: Engine, decode_step: DecodeStepTime | None = None
+    ) -> WorkerContext:
+        shared = {field.name: getattr(host, field.name) for field in fields(HostContext)}
+        return WorkerContext(engine=engine, decode_step=decode_step, **shared)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loaded:
+    """The loaded engine and its latency models, before the instance serves."""
+
+    role: str
+    engine: Engine
+    latency: SpLatency
+    vitals: Vitals
+    decode_step: DecodeStepTime | None = None
+
+
+class Role(Protocol):
+    """The part of a worker that depends on its role."""
+
+    name: str
+
+    @property
+    def kv_region(self) -> int:
+        """The transport's number of the KV pool's region."""
+
+    def attach(self, server: grpc.aio.Server) -> None:
+        """Adds the role's gRPC services."""
+
+    def on_command(self, command: Command) -> None:
+        """Takes one command of the scheduler; returns at once."""
+
+    def counts(self) -> tuple[int, int]:
+        """Counts the requests in compute or in the batch, and the waiting requests."""
+
+    def heartbeat(self) -> Heartbeat:
+        """Builds the next heartbeat. It may cover the time since the last one, so each is sent."""
+
+    def complete_registration(self, base: Registration) -> Registration:
+        """Adds the role's fields. The next heartbeat then reports the whole prefix cache."""
+
+    async def run(self) -> None:
+        """Works until cancelled."""
+
+    async def drop_all(self, reason: str) -> None:
+        """Drops every request; returns when none holds anything."""
+
+    async def wait_idle(self) -> None:
+        """Returns when no request holds anything at this instance."""
+
+    def check_integrity(self) -> None:
+        """Raises IntegrityError when the idle instance holds state of a request."""
+
+    async def close(self) -> None:
+        """Stops all work, finished or not."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Instance:
+    """A worker of any role, before it serves. `latency`: its prefill times, if it has a model."""
+
+    role: str
+    memory: KvMemory
+    vitals: Vitals
+    build: Callable[[HostContext], Role]
+    latency: SpLatency | None = None
