@@ -8,6 +8,8 @@ import os
 import random
 import signal
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -102,13 +104,12 @@ def group_sizes(answer: dict[str, Any]) -> list[int]:
 async def test_a_group_grows_from_chunk_to_chunk(tmp_path: Path) -> None:
     """CDSP at work (Tetris section 5.1): 1000 tokens take one instance for 20 s, by the profile.
     Meanwhile the other computes a first chunk of 3000 tokens, and both the rest.
-
-    A round tells nothing if the short prompt is computed before the long one is planned.
     """
     settings = [
         *("engine.dtype=float32", f"engine.profile={profile_of_dear_groups(tmp_path)}"),
         *("engine.max_chunk_tokens=16", "engine.prefix_cache=off", "scheduler.policy=fcfs"),
         *("scheduler.planner=cdsp", "scheduler.improvement_rate=0.05", "scheduler.preemption=none"),
+        f"scheduler.lease_s={HANG_S}",
     ]
     short, long = prompt(1000, seed=1), prompt(3000, seed=2)
     expected = [oracle(MODEL).greedy(ids, 3) for ids in (short, long)]
@@ -116,21 +117,33 @@ async def test_a_group_grows_from_chunk_to_chunk(tmp_path: Path) -> None:
         live_stack(served_folder(MODEL), prefill=2, settings=settings) as stack,
         httpx.AsyncClient(base_url=stack.url, timeout=120) as client,
     ):
-        for _ in range(10):
+        with stopped(stack, "prefill-0", "prefill-1"):
             running = asyncio.create_task(answered(client, short, 3))
-            await eventually(lambda task=running: is_computing(stack, task))
-            answers = [await answered(client, long, 3), await running]
-            assert [token_ids(answer) for answer in answers] == expected[::-1]
-            sizes = group_sizes(answers[0])
-            if len(set(sizes)) > 1:
-                break
+            await eventually(lambda: have_work(stack, 1))
+            planned = asyncio.create_task(answered(client, long, 3))
+            await eventually(lambda: have_work(stack, 2))
+        answers = await asyncio.gather(running, planned)
+    assert [token_ids(answer) for answer in answers] == expected
+    sizes = group_sizes(answers[1])
     assert sizes[0] == 1 and sizes[-1] == 2 and sizes == sorted(sizes), sizes
 
 
-async def is_computing(stack: Stack, short: asyncio.Task[Any]) -> bool:
-    """Whether a prefill instance computes a prompt, or has done so."""
-    instances = await get_instances(f"127.0.0.1:{stack.services['scheduler'].port}")
-    return short.done() or any(one.role == "prefill" and one.held_requests for one in instances)
+@contextmanager
+def stopped(stack: Stack, *names: str) -> Iterator[None]:
+    """Stops services inside the block: nothing ends before all of it is planned."""
+    for name in names:
+        os.kill(member(stack, name), signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        for name in names:
+            os.kill(member(stack, name), signal.SIGCONT)
+
+
+async def have_work(stack: Stack, instances: int) -> bool:
+    """Whether the scheduler has given so many prefill instances work."""
+    found = await get_instances(f"127.0.0.1:{stack.services['scheduler'].port}")
+    return sum(one.role == "prefill" and one.held_requests > 0 for one in found) == instances
 
 
 async def test_a_member_killed_in_the_ring_costs_no_request() -> None:
