@@ -19,6 +19,17 @@ class Clock:
         return self.now_s
 
 
+class ForgetfulLeases(MemoryLeases):
+    """A store that may lose its data."""
+
+    def __init__(self, clock: Clock) -> None:
+        super().__init__(clock=clock)
+        self._own_clock = clock
+
+    def forget(self) -> None:
+        super().__init__(clock=self._own_clock)
+
+
 def leadership(leases: MemoryLeases, address: str, clock: Clock) -> Leadership:
     return Leadership(leases, address, SchedulerConfig(leader_lease_s=2.0), clock)
 
@@ -43,7 +54,7 @@ async def test_the_second_stands_by_and_knows_the_first():
     clock.now_s += 2.0
     assert not await certain(first)  # it was paused
     assert await second.try_to_lead() is not None
-    with pytest.raises(LeadershipLost, match="another one leads"):
+    with pytest.raises(LeadershipLost, match="is over"):
         await first.keep(lambda: b"")
 
 
@@ -56,3 +67,31 @@ async def test_a_scheduler_that_has_handed_over_writes_nothing_more():
     assert not await certain(first)
     lease = await second.try_to_lead()
     assert lease is not None and lease.note == b"note"
+
+
+async def test_a_store_that_lost_its_data_gets_the_note_again():
+    clock = Clock()
+    leases = ForgetfulLeases(clock)
+    first, second = (leadership(leases, name, clock) for name in ("a:1", "b:1"))
+    lost = await first.try_to_lead()
+    leases.forget()
+    with pytest.raises(LeadershipLost):
+        await first.keep(lambda: b"note")
+    assert not await certain(first)
+    lease = await second.try_to_lead()
+    assert lost is not None and lease is not None
+    assert lease.epoch > lost.epoch and lease.note == b"note"
+
+
+async def test_the_note_of_a_later_leader_stays():
+    clock = Clock()
+    leases = MemoryLeases(clock=clock)
+    first, second, third = (leadership(leases, name, clock) for name in ("a:1", "b:1", "c:1"))
+    await first.try_to_lead()
+    clock.now_s += 2.0
+    await second.try_to_lead()
+    await second.release(b"of the second")
+    with pytest.raises(LeadershipLost):
+        await first.keep(lambda: b"of the first")
+    lease = await third.try_to_lead()
+    assert lease is not None and lease.note == b"of the second"

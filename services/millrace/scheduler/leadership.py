@@ -21,7 +21,7 @@ ATTEMPTS = 8
 
 
 class LeadershipLost(MillraceError):
-    """Another scheduler leads: this process must decide nothing more."""
+    """Another scheduler leads or is to lead: this process must decide nothing more."""
 
 
 class Leadership:
@@ -73,7 +73,7 @@ class Leadership:
 
         Without an answer of the store this scheduler goes on: only a scheduler that the store
         answers can lead in its place, and the peers refuse the messages of the former leader then.
-        Raises LeadershipLost when another scheduler has taken the lease.
+        Raises LeadershipLost when another scheduler has taken the lease, or the store has lost it.
         """
         assert self.lease is not None  # it leads
         while True:
@@ -86,9 +86,26 @@ class Leadership:
                 log.warning("the lease can't be renewed: %s", error)
             else:
                 if not held:
-                    raise LeadershipLost(f"epoch {self.lease.epoch} is over: another one leads")
+                    await self._bequeath(note())
+                    raise LeadershipLost(f"epoch {self.lease.epoch} is over")
                 self._note_held(asked_s)
             await asyncio.sleep(self._ttl_s / RENEWALS)
+
+    async def _bequeath(self, note: bytes) -> None:
+        """Leaves `note` to the next leader where the store has lost the lease with its data.
+
+        This process does not lead on: another one may have led while it was away.
+        """
+        self._until_s = -1.0
+        try:
+            empty = await self._leases.acquire(self._name, address=self._address, ttl_s=self._ttl_s)
+            if empty is not None:
+                log.warning("the store has lost the lease")
+                await self._leases.release(
+                    self._name, epoch=empty.epoch, note=b"" if empty.note else note
+                )
+        except StoreError as error:
+            log.warning("the next leader gets no note: %s", error)
 
     async def certain(self) -> None:
         """Returns while this process certainly leads; otherwise waits for the next renewal."""
