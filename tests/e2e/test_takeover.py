@@ -178,7 +178,6 @@ async def test_the_death_of_the_leader_costs_no_answer(fleet: Fleet):
     await eventually(lambda: leader.restarts == restarts + 1 and leader.serving)
 
 
-@pytest.mark.slow  # known defect: a request that comes in the takeover may get 503
 @pytest.mark.asyncio(loop_scope="module")
 async def test_a_leader_that_was_paused_past_its_lease_does_no_harm(fleet: Fleet):
     leader, epoch = await fleet.leader(), (await fleet.lease()).epoch

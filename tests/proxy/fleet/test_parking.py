@@ -107,6 +107,30 @@ async def test_the_wait_has_an_end(tmp_path):
         assert not stack.fleet.specs
 
 
+async def test_an_interruption_holds_requests_back_where_parking_is_off(tmp_path):
+    async with gateway(tmp_path) as stack:
+        await asleep(stack)
+        assert stack.proxy.gateway.ready
+        asking = asyncio.create_task(stack.http.post(CHAT, json=BODY))
+        await eventually(lambda: stack.proxy.gateway.parked == 1)
+        stack.fleet.announce(ready=True)
+        assert answer(await asking) == "Hello there"
+
+
+async def test_an_interruption_has_an_end(tmp_path):
+    async with gateway(tmp_path, "proxy.submit_timeout_s=0.1") as stack:
+        stack.fleet.script = Script(
+            on_submit=lambda spec: stack.fleet.refuse(spec, "unavailable", "no instance", 5)
+        )
+        await asleep(stack)
+        response = await stack.http.post(CHAT, json=BODY)
+        assert (response.status_code, error(response)["code"]) == (503, "unavailable")
+        await eventually(lambda: not stack.proxy.gateway.ready)
+        response = await stack.http.post(CHAT, json=BODY)
+        assert (response.status_code, response.headers["retry-after"]) == (503, "5")
+        assert stack.proxy.gateway.parked == 0
+
+
 async def test_a_client_that_leaves_is_forgotten(stack):
     await asleep(stack)
     [asking] = await parked(stack)

@@ -84,7 +84,7 @@ class ProxyConfig(Section):
         "off", one_of("on", "off"), "a log record for every request, without its text"
     )
     submit_timeout_s: float = setting(
-        10.0, within(0.01), "longest wait for the scheduler's answer to a submission"
+        10.0, within(0.01), "longest wait for the scheduler, and for instances that come back"
     )
     park_timeout_s: float = setting(
         0.0, within(0, 86400), "longest wait of a request for instances to start; 0: no wait"

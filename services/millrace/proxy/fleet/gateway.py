@@ -87,7 +87,6 @@ class Gateway:
         self._load = LoadReport(self._scheduler.report)
         self._request_timeout_s = request_timeout_s
         self._parking = Parking(config, self._load.set, request_timeout_s)
-        self._fleet_ready = False
         self._tasks: list[asyncio.Task[None]] = []
         #: Set when the process shuts down: the gateway takes no new request.
         self.draining = False
@@ -126,7 +125,7 @@ class Gateway:
 
         Parked requests start an empty fleet: clients must still send them here.
         """
-        takes = self._fleet_ready or self._parking.is_open
+        takes = self.fleet_ready or self._parking.is_open(time.monotonic())
         return self._has_scheduler and takes and not self.draining
 
     @property
@@ -147,7 +146,7 @@ class Gateway:
     @property
     def fleet_ready(self) -> bool:
         """Whether the scheduler has reported that its fleet takes requests."""
-        return self._fleet_ready
+        return self._parking.fleet_ready
 
     @property
     def requests(self) -> list[ProxyRequest]:
@@ -196,7 +195,7 @@ class Gateway:
                 f"The server has {len(self._live)} requests open; its limit is "
                 f"{self._config.max_inflight}."
             )
-        if self._parking.is_open and not self._fleet_ready:
+        if not self.fleet_ready and self._parking.is_open(time.monotonic()):
             self._parking.check_room(requests)
 
     async def submit(self, request: ProxyRequest) -> None:
@@ -230,15 +229,15 @@ class Gateway:
     def _offer(self, request: ProxyRequest) -> None:
         """Sends a recorded request to the scheduler, or parks it. Raises ApiError (429)."""
         now = time.monotonic()
-        there_is_a_fleet = self._has_scheduler and self._fleet_ready
-        if there_is_a_fleet or not self._parking.takes(request):
+        there_is_a_fleet = self._has_scheduler and self.fleet_ready
+        if there_is_a_fleet or not self._parking.takes(request, now):
             request.submit(now)
             self._scheduler.submit(request.encoded_spec)
         else:
             self._parking.add(request, now)
 
     def _unpark(self) -> None:
-        if self._scheduler.connected and self._fleet_ready:
+        if self._scheduler.connected and self.fleet_ready:
             for request in self._parking.take_all():
                 self._offer(request)
 
@@ -297,10 +296,10 @@ class Gateway:
         request = self._live.get(refused.request_id)
         if request is None:
             return
-        error = refusal(refused)
-        if self._parking.takes_refused(request, refused.code):
+        error, now = refusal(refused), time.monotonic()
+        if self._parking.takes_refused(request, refused.code, now):
             try:
-                self._parking.add(request, time.monotonic())
+                self._parking.add(request, now)
                 return
             except ApiError as full:
                 error = full
@@ -316,7 +315,7 @@ class Gateway:
                 self._fail(request, error, cancel=False)
 
     def on_fleet(self, fleet: Fleet) -> None:
-        self._fleet_ready = fleet.ready
+        self._parking.note_fleet(time.monotonic(), ready=fleet.ready)
         self._lost_at = None
         self._tokens.keep(fleet.decode, on_demand=fleet.prefill)
         self._load.repeat()

@@ -20,26 +20,39 @@ class Parking:
     ) -> None:
         """Calls `changed` with the number of parked requests whenever that changes.
 
-        A migrated request waits until `request_timeout_s` after its arrival, even where parking is
-        off: its client has some tokens already, and an instance that died may come back.
+        Where parking is off, a request still waits through an interruption, for at most
+        `config.submit_timeout_s`: an instance or the scheduler died, and others take its place. A
+        migrated request waits until `request_timeout_s` after its arrival: its client has some
+        tokens already.
         """
         self._request_timeout_s = request_timeout_s
-        self._timeout_s = config.park_timeout_s
+        self._is_on = config.park_timeout_s > 0
+        self._timeout_s = config.park_timeout_s or config.submit_timeout_s
         self._most = config.max_parked
         self._changed = changed
         self._parked: dict[int, ProxyRequest] = {}  # by identity
+        self.fleet_ready = False  # whether instances take requests, by the scheduler's last report
+        self._interrupted_at: float | None = None  # since when a fleet that was ready is not
 
     def __len__(self) -> int:
         return len(self._parked)
 
-    @property
-    def is_open(self) -> bool:
-        """Whether new requests may wait here."""
-        return self._timeout_s > 0
+    def note_fleet(self, now: float, *, ready: bool) -> None:
+        """Notes what the scheduler reports of the fleet."""
+        if ready:
+            self._interrupted_at = None
+        elif self.fleet_ready:
+            self._interrupted_at = now
+        self.fleet_ready = ready
 
-    def takes(self, request: ProxyRequest) -> bool:
+    def is_open(self, now: float) -> bool:
+        """Whether new requests may wait here: parking is on, or the fleet is interrupted."""
+        since = self._interrupted_at
+        return self._is_on or (since is not None and now - since < self._timeout_s)
+
+    def takes(self, request: ProxyRequest, now: float) -> bool:
         """Whether the request may wait here: a migrated request always may."""
-        return self.is_open or request.moves > 0
+        return request.moves > 0 or self.is_open(now)
 
     def check_room(self, requests: int) -> None:
         """Raises ApiError (429) when there is no room for `requests` more."""
@@ -69,7 +82,7 @@ class Parking:
             self._changed(0)
         return taken
 
-    def takes_refused(self, request: ProxyRequest, code: str) -> bool:
+    def takes_refused(self, request: ProxyRequest, code: str, now: float) -> bool:
         """Whether a request that the scheduler refused may wait to be submitted again.
 
         A migrated request was admitted once, so there was room for it, and it may wait until there
@@ -77,11 +90,12 @@ class Parking:
         """
         if request.moves:
             return code in ("unavailable", "overloaded", "too_large")
-        return self.is_open and code == "unavailable"
+        # A fleet that is ready by its last report has changed: the next report is on its way.
+        return code == "unavailable" and (self.is_open(now) or self.fleet_ready)
 
     def shut(self) -> list[ProxyRequest]:
         """Takes no more new requests. Returns those parked here, which the caller ends."""
-        self._timeout_s = 0.0
+        self._is_on, self._timeout_s = False, 0.0
         return [request for request in self._parked.values() if not request.moves]
 
     def expiry(self, request: ProxyRequest, now: float) -> ApiError | None:
