@@ -9,8 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-import uuid
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
@@ -19,8 +18,6 @@ from typing import Any
 from millrace.core.autoscale.drain import Cordon, Evict, Registration, Uncordon
 from millrace.core.errors import MillraceError
 from millrace_operator.manifests.naming import (
-    APPLIED,
-    MANAGER,
     POOL_LABEL,
     SCHEDULER_PORT,
     SERVICE_LABEL,
@@ -37,7 +34,9 @@ from millrace_operator.reconcile.actions import (
     SetStatus,
 )
 from millrace_operator.reconcile.pod_state import finished, pods_of
-from millrace_operator.run.kube import RESOURCES, Kube, KubeRefused, micro_time
+from millrace_operator.run.children import Children
+from millrace_operator.run.events import Events
+from millrace_operator.run.kube import Kube
 from millrace_operator.run.load import Schedulers
 from millrace_operator.run.queue import Key
 from millrace_operator.run.quota import room
@@ -50,9 +49,6 @@ log = logging.getLogger(__name__)
 _POOL_CHILDREN = ("StatefulSet", "Service", "PodDisruptionBudget")
 _SERVICE_CHILDREN = ("ConfigMap", "Deployment", "Service", "PodDisruptionBudget")
 
-#: Seconds after which the same Event on the same object is posted again.
-EVENT_S = 600.0
-
 #: The longest time in seconds between two reads of a pool's neighbours. A pool is reconciled once
 #: per interval for its load; its neighbours are read again when they change, and at least this
 #: often: not all of them are watched.
@@ -61,10 +57,6 @@ READ_AGAIN_S = 30.0
 
 class NotLeading(MillraceError):
     """Another operator may act now."""
-
-
-class OwnerGone(MillraceError):
-    """The object was deleted during its pass: the operator makes nothing more for it."""
 
 
 def scheduler_address(namespace: str, service: str) -> str:
@@ -104,13 +96,11 @@ class Cluster:
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
         self._kube = parts.kube
-        #: Answers to the last apply, by the UIDs of owner and child: a differing object has
-        #: drifted.
-        self._applied: dict[str, dict[str, dict[str, Any]]] = {}
+        self._children = Children(parts.kube)
+        self._events = Events(parts.kube, parts.identity)
         self._uids: dict[Key, str] = {}
         self._rounds: dict[Key, _Round] = {}
         self._reading: set[Key] = set()  # being read, and unchanged since the read began
-        self._posted: dict[tuple[str, str, str], float] = {}  # posted Events, by time
 
     async def get(self, key: Key) -> dict[str, Any] | None:
         """Returns the object; None, and forgets it, when it is gone or being deleted."""
@@ -136,7 +126,7 @@ class Cluster:
             *(self._kube.get("ModelService", namespace, one) for one in names)
         )
         return ObservedService(
-            live=self._live(service.metadata["uid"], [*children, pools]),
+            live=self._children.by_name(service.metadata["uid"], [*children, pools]),
             listed={one: obj for one, obj in zip(names, found, strict=True) if obj is not None},
             now_s=self._parts.wall(),
         )
@@ -145,7 +135,7 @@ class Cluster:
         """Observes the objects around a pool, and runs its autoscaler."""
         namespace, name, uid = (pool.metadata[part] for part in ("namespace", "name", "uid"))
         found = await self._round(pool)
-        live = self._live(uid, found.children)
+        live = self._children.by_name(uid, found.children)
         template = live.get(("StatefulSet", name), {}).get("spec", {}).get("template")
         existing = sum(not finished(pod) for pod in found.pods)
         quota = room(found.quotas, template, existing) if template else None
@@ -219,7 +209,7 @@ class Cluster:
         namespace, name = meta["namespace"], meta["name"]
         match action:
             case Apply(manifest=manifest):
-                await self._apply(obj, manifest)
+                await self._children.apply(obj, manifest)
             case Delete():
                 await self._kube.delete(action.kind, namespace, action.name, action.uid)
             case SetReplicas(replicas=replicas):
@@ -240,68 +230,7 @@ class Cluster:
                 if status != obj.get("status"):
                     await self._kube.patch_status(obj, status)
             case Report():
-                await self._report(obj, action)
-
-    async def _apply(self, owner: Object, manifest: Mapping[str, Any]) -> None:
-        """Applies a manifest, but only onto an object of the owner: a force apply would take any
-        object.
-
-        An apply makes a missing object. An existing child is applied by its UID, so that the API
-        server refuses to make it again if it was deleted since. Before a child is made or taken
-        over, the owner is read again, as Kubernetes' own controllers do. If the owner is deleted
-        even later, the child's ownerReference names the UID of the deleted owner, and the garbage
-        collector removes the child.
-        """
-        meta = manifest["metadata"]
-        where = manifest["kind"], meta.get("namespace", ""), meta["name"]
-        there = await self._kube.get(*where)
-        if there is not None and not _is_child(there, owner):
-            raise KubeRefused(f"{where[0]} {where[2]} exists and is not the operator's", status=409)
-        if there is None or not _controllers(there):
-            await self._check_exists(owner)
-        if there is not None:
-            manifest = {**manifest, "metadata": {**meta, "uid": there["metadata"]["uid"]}}
-        applied = await self._kube.apply(manifest)
-        children = self._applied.setdefault(owner["metadata"]["uid"], {})
-        children[applied["metadata"]["uid"]] = _asked(applied)
-
-    async def _check_exists(self, owner: Object) -> None:
-        """Raises OwnerGone when the object with the owner's UID is gone or being deleted."""
-        kind, meta = owner["kind"], owner["metadata"]
-        now = await self._kube.get(kind, meta["namespace"], meta["name"])
-        found = now["metadata"] if now is not None else {}
-        if found.get("uid") != meta["uid"] or "deletionTimestamp" in found:
-            raise OwnerGone(f"{kind} {meta['namespace']}/{meta['name']} was deleted")
-
-    async def _report(self, obj: Object, report: Report) -> None:
-        """Posts an Event, unless the same Event was posted lately. A failure is only logged."""
-        meta, now_s = obj["metadata"], time.monotonic()
-        event = (meta["uid"], report.reason, report.message)
-        self._posted = {e: at_s for e, at_s in self._posted.items() if now_s - at_s < EVENT_S}
-        if event in self._posted:
-            return
-        self._posted[event] = now_s
-        about = {name: meta[name] for name in ("name", "namespace", "uid")}
-        manifest = {
-            "apiVersion": RESOURCES["Event"].api_version,
-            "kind": "Event",
-            "metadata": {
-                "name": f"{meta['name']}.{uuid.uuid4().hex[:16]}",
-                "namespace": meta["namespace"],
-            },
-            "eventTime": micro_time(),
-            "type": "Warning" if report.warning else "Normal",
-            "reason": report.reason,
-            "action": "Reconcile",
-            "note": report.message[:1024],
-            "reportingController": f"millrace.dev/{MANAGER}",
-            "reportingInstance": self._parts.identity,
-            "regarding": {"apiVersion": obj["apiVersion"], "kind": obj["kind"], **about},
-        }
-        try:
-            await self._kube.create(manifest)
-        except MillraceError as error:
-            log.warning("an Event was not posted: %s", error)
+                await self._events.post(obj, action)
 
     async def _pools(self, namespace: str, service: str) -> list[dict[str, Any]]:
         """Returns all pools of a service: its own, and others that refer to it."""
@@ -354,57 +283,12 @@ class Cluster:
             pool["metadata"]["namespace"], pool["spec"]["serviceRef"]["name"]
         )
 
-    def _live(
-        self, owner_uid: str, lists: Iterable[Iterable[dict[str, Any]]]
-    ) -> dict[tuple[str, str], Object]:
-        """Returns objects by kind and name. An object that others changed loses the mark of its
-        last apply.
-        """
-        applied = self._applied.get(owner_uid, {})
-        return {
-            (obj["kind"], obj["metadata"]["name"]): _checked(obj, applied)
-            for objects in lists
-            for obj in objects
-        }
-
     def _forget(self, key: Key) -> None:
         self.changed(key)
         uid = self._uids.pop(key, "")
-        self._applied.pop(uid, None)
+        self._children.forget(uid)
         if key.kind in KINDS:
             self._parts.scaler.forget(uid)
             self._parts.metrics.forget(key.kind, f"{key.namespace}/{key.name}")
         else:
             self._parts.schedulers.forget(self._parts.address(key.namespace, key.name))
-
-
-def _checked(obj: dict[str, Any], applied: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
-    """Returns the object, without the mark of its last apply if it has changed since."""
-    meta = obj["metadata"]
-    if APPLIED not in meta.get("annotations", {}) or applied.get(meta["uid"]) == _asked(obj):
-        return obj
-    annotations = {k: v for k, v in meta["annotations"].items() if k != APPLIED}
-    return {**obj, "metadata": {**meta, "annotations": annotations}}
-
-
-def _is_child(obj: Object, owner: Object) -> bool:
-    """Returns whether the owner controls the object, or may take it over from a deleted owner of
-    its name.
-    """
-    if controllers := _controllers(obj):
-        return controllers == [owner["metadata"]["uid"]]
-    labels = obj["metadata"].get("labels", {})
-    return bool(labels.get("app.kubernetes.io/managed-by") == MANAGER)
-
-
-def _controllers(obj: Object) -> list[str]:
-    """Returns the UID of the object's controller, if it has one."""
-    references = obj["metadata"].get("ownerReferences", [])
-    return [ref["uid"] for ref in references if ref.get("controller")]
-
-
-def _asked(obj: Object) -> dict[str, Any]:
-    """Returns the wanted fields: all but the status and the API server's bookkeeping."""
-    books = ("resourceVersion", "managedFields")
-    meta = {name: value for name, value in obj["metadata"].items() if name not in books}
-    return {name: value for name, value in obj.items() if name != "status"} | {"metadata": meta}

@@ -14,7 +14,8 @@ from millrace_operator.reconcile.actions import Action, SetStatus
 from millrace_operator.reconcile.conditions import Condition, updated
 from millrace_operator.reconcile.pool import reconcile_pool
 from millrace_operator.reconcile.service import reconcile_service
-from millrace_operator.run.cluster import Cluster, OwnerGone
+from millrace_operator.run.children import OwnerGone
+from millrace_operator.run.cluster import Cluster
 from millrace_operator.run.kube import KubeRefused
 from millrace_operator.run.queue import Key
 from millrace_operator.spec import Defaults, SpecError, parse_pool, parse_service
