@@ -11,14 +11,9 @@ from typing import Any
 from millrace.core.config import Config, load_config
 from millrace.core.config.tenants import check_tenants, read_tenants
 from millrace.core.errors import ConfigError
+from millrace_operator.schema.gateway import FileStore
 from millrace_operator.schema.pools import Kvp
-from millrace_operator.schema.service import (
-    FileStore,
-    ModelServiceSpec,
-    Scheduling,
-    SloClass,
-    Tenant,
-)
+from millrace_operator.schema.service import ModelServiceSpec, Scheduling, SloClass, Tenant
 from millrace_operator.spec import SpecError
 
 METRICS_PORT = 9090

@@ -16,7 +16,7 @@ from millrace.core.config.models import (
 from millrace.core.errors import ConfigError
 from millrace_operator.manifests import config_file, naming
 from millrace_operator.observed import Service
-from millrace_operator.schema.service import GatewayModel
+from millrace_operator.schema.gateway import GatewayModel
 from millrace_operator.spec import SpecError
 
 #: The mount of a model's weights in its own pods, and in the pods of other gateways.

@@ -24,7 +24,8 @@ from millrace_operator.manifests.gateway_models import (
 )
 from millrace_operator.observed import Pool, Service
 from millrace_operator.schema.pools import KINDS, PoolSpec
-from millrace_operator.schema.service import ModelServiceSpec, SecretRef, ServedModel, StoreUrl
+from millrace_operator.schema.record import SecretRef
+from millrace_operator.schema.service import ModelServiceSpec, ServedModel, StoreUrl
 from millrace_operator.spec import Defaults, SpecError, gpus
 
 CACHE = "/cache"

@@ -10,8 +10,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, WithJsonSchema
 
-from millrace_operator.schema.record import Partial, Port, Record, Text, doc
-from millrace_operator.schema.service import NonEmpty, PullPolicy
+from millrace_operator.schema.record import NonEmpty, Partial, Port, Record, Text, doc
+from millrace_operator.schema.service import PullPolicy
 
 #: An object of Kubernetes itself, which the API server checks.
 Opaque = Annotated[Mapping[str, Any], WithJsonSchema({"type": "object"})]

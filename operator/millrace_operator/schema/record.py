@@ -22,6 +22,8 @@ DNS_LABEL = r"^[a-z]([-a-z0-9]*[a-z0-9])?$"
 Text = Annotated[str, Field(max_length=253)]
 #: A number as text: some readers and writers of YAML change floats.
 Decimal = Annotated[str, Field(max_length=16, pattern=r"^[0-9]+(\.[0-9]+)?$")]
+NonEmpty = Annotated[Text, Field(min_length=1)]
+SecretKey = Annotated[NonEmpty, Field(description="Key of the Secret that holds the value.")]
 Port = Annotated[int, Field(ge=1, le=65535)]
 PodTemplate = Annotated[
     Mapping[str, Any],
@@ -96,6 +98,13 @@ def pod_template(what: str) -> Any:  # noqa: ANN401
         "env, volumes, volumeMounts and ports by their names; other fields are replaced.",
         None,
     )
+
+
+class SecretRef(Record):
+    """A key of a Secret in the same namespace."""
+
+    name: NonEmpty = doc("Name of a Secret in the same namespace.")
+    key: SecretKey
 
 
 def structural(model: type[BaseModel]) -> Schema:

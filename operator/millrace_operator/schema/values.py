@@ -15,6 +15,7 @@ from pydantic import Field
 
 from millrace_operator.schema import platform_values as platform
 from millrace_operator.schema import service
+from millrace_operator.schema.gateway import Gateway
 from millrace_operator.schema.platform_values import Opaque, Opaques, Pods, Quantity, Texts
 from millrace_operator.schema.pools import Decode, Kvp, Prefill
 from millrace_operator.schema.record import Partial, Schema, Text, doc, structural
@@ -79,7 +80,7 @@ class ModelValues(service.ServedModel):
     ] = ""
 
 
-class GatewayValues(PartValues, service.Gateway):
+class GatewayValues(PartValues, Gateway):
     """The REST gateway."""
 
 
