@@ -1,4 +1,4 @@
-"""Records when a link last heard from each peer and last sent to it.
+"""Sends a link's messages, and records when it last heard from each peer and last sent to it.
 
 A member writes to a peer only within `lease_s` seconds of the peer's last message. A peer that has
 waited for a member for longer than `lease_s` may free its pages.
@@ -7,7 +7,12 @@ waited for a member for longer than `lease_s` may free its pages.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
+from functools import partial
+
+from millrace.transfer.ring.messages import RingKind, RingMessage
+from millrace.transfer.transport.base import Transport
 
 
 class Contacts:
@@ -16,7 +21,20 @@ class Contacts:
     The link's lock guards it.
     """
 
-    def __init__(self, peers: Iterable[str], lease_s: float) -> None:
+    def __init__(
+        self,
+        transport: Transport,
+        key: tuple[str, int],
+        peers: Iterable[str],
+        lease_s: float,
+        on_sent: Callable[[RingKind, int, Future[None]], None],
+    ) -> None:
+        """`key`: the request and the attempt that all messages name. `on_sent` gets the end of
+        each message, with its kind and its chunk.
+        """
+        self._transport = transport
+        self._key = key
+        self._on_sent = on_sent
         now_s = time.monotonic()
         self._heard_s = dict.fromkeys(peers, now_s)
         self._sent_s = dict(self._heard_s)
@@ -36,9 +54,6 @@ class Contacts:
         self._heard_s[peer] = time.monotonic()
         self._asked.discard(peer)
 
-    def sent(self, peer: str) -> None:
-        self._sent_s[peer] = time.monotonic()
-
     def heard_s(self, peer: str) -> float:
         """Returns when the peer was last heard of, in seconds of time.monotonic."""
         return self._heard_s[peer]
@@ -47,15 +62,25 @@ class Contacts:
         """Returns when the peer was last sent a message, in seconds of time.monotonic."""
         return self._sent_s[peer]
 
-    def may_write(self, peer: str) -> bool:
-        """Returns whether the peer was heard of within `lease_s`."""
-        return time.monotonic() - self._heard_s[peer] <= self._lease_s
+    def message(self, kind: RingKind, chunk: int = 0, number: int = 0) -> RingMessage:
+        request_id, attempt = self._key
+        return RingMessage(
+            kind=kind, request_id=request_id, attempt=attempt, chunk=chunk, number=number
+        )
 
-    def is_to_ask(self, peer: str) -> bool:
-        """Returns True once per message of the peer: the caller then asks whether it may still
-        write.
+    def tell(self, peer: str, kind: RingKind, chunk: int = 0, number: int = 0) -> None:
+        """Sends a message without data."""
+        self._sent_s[peer] = time.monotonic()
+        sent = self._transport.notify(peer, self.message(kind, chunk, number).encode())
+        if kind is not RingKind.DRAINED:  # a peer that waits for it asks again
+            sent.add_done_callback(partial(self._on_sent, kind, chunk))
+
+    def may_write(self, peer: str) -> bool:
+        """Returns whether the peer was heard of within `lease_s`; otherwise asks it, once per
+        message of the peer.
         """
-        if peer in self._asked:
-            return False
-        self._asked.add(peer)
-        return True
+        may = time.monotonic() - self._heard_s[peer] <= self._lease_s
+        if not may and peer not in self._asked:
+            self._asked.add(peer)
+            self.tell(peer, RingKind.RENEW)
+        return may

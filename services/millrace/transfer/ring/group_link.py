@@ -70,7 +70,9 @@ class GroupLink:
         self._lease_s = lease_s
         self._on_abort = on_abort
         self._on_over = on_over
-        self._contacts = Contacts([peer.peer for peer in peers.values()], lease_s)
+        self._contacts = Contacts(
+            transport, key, [peer.peer for peer in peers.values()], lease_s, self._on_sent
+        )
         self._chunks: dict[int, ChunkLink] = {}
         self._opened: set[tuple[str, int]] = set()  # peers whose buffers are open for a chunk
         self._giving = Giving(me.layout.layers)
@@ -117,7 +119,7 @@ class GroupLink:
             self._say_wants()
             for receiver in sorted(receivers):
                 if not self._aborted:
-                    self._tell(self._members[receiver].peer, RingKind.OFFER, chunk)
+                    self._contacts.tell(self._members[receiver].peer, RingKind.OFFER, chunk)
 
     def give(self, shares: ChunkShares) -> None:
         """Gives the history before a chunk, which this member has computed, to every member that
@@ -161,7 +163,7 @@ class GroupLink:
             writers |= {c.previous.peer for c in self._chunks.values() if c.may_be_written}
             self._quarantine = quarantine = Quarantine(
                 self._transport,
-                self._message(RingKind.ABORT),
+                self._contacts.message(RingKind.ABORT),
                 {peer: self._contacts.sent_s(peer) for peer in writers},
                 self._lease_s,
             )
@@ -272,14 +274,14 @@ class GroupLink:
             case RingKind.WANT:
                 self._giving.wanted(peer, chunk)
             case RingKind.RENEW:
-                self._tell(peer, RingKind.ALIVE)
+                self._contacts.tell(peer, RingKind.ALIVE)
             case _:
                 pass  # of its end
 
     def _say_wants(self) -> None:
         if not self._aborted:
             for peer, chunk in self._giving.next_calls():
-                self._tell(peer, RingKind.WANT, chunk)
+                self._contacts.tell(peer, RingKind.WANT, chunk)
 
     def _credit(self, peer: str, chunk: int, count: int) -> None:
         link = self._chunks.get(chunk)
@@ -298,14 +300,14 @@ class GroupLink:
 
     def _give_credit(self, chunk: ChunkLink) -> None:
         if (count := chunk.flow.next_credit()) is not None:
-            self._tell(chunk.previous.peer, RingKind.CREDIT, chunk.index, count)
+            self._contacts.tell(chunk.previous.peer, RingKind.CREDIT, chunk.index, count)
 
     def _send_blocks(self, chunk: ChunkLink) -> list[Future[None]]:
         posted = []
         peer = chunk.next.peer
-        while self._may_write(peer) and (block := chunk.next_send()) is not None:
+        while self._contacts.may_write(peer) and (block := chunk.next_send()) is not None:
             number, runs = block
-            payload = self._message(RingKind.BLOCK, chunk.index, number).encode()
+            payload = self._contacts.message(RingKind.BLOCK, chunk.index, number).encode()
             if len(runs):
                 here, there = self._me.region, chunk.next.region
                 write = self._transport.write(peer, runs, payload, region=here, peer_region=there)
@@ -318,32 +320,13 @@ class GroupLink:
     def _start_gifts(self) -> list[Gift]:
         started = []
         for chunk, history in self._giving.next_gifts():
-            message = self._message(RingKind.LAYER, chunk)
+            message = self._contacts.message(RingKind.LAYER, chunk)
             heard_s = self._contacts.heard_s(history.peer)
             started.append(
                 Gift(self._transport, history, message, lease_s=self._lease_s, heard_s=heard_s)
             )
         self._gifts.update(dict.fromkeys(started))
         return started
-
-    def _may_write(self, peer: str) -> bool:
-        """Returns whether the peer was heard of within the lease; otherwise asks it."""
-        may = self._contacts.may_write(peer)
-        if not may and self._contacts.is_to_ask(peer):
-            self._tell(peer, RingKind.RENEW)
-        return may
-
-    def _tell(self, peer: str, kind: RingKind, chunk: int = 0, number: int = 0) -> None:
-        self._contacts.sent(peer)
-        sent = self._transport.notify(peer, self._message(kind, chunk, number).encode())
-        if kind is not RingKind.DRAINED:  # a peer that waits for it asks again
-            sent.add_done_callback(partial(self._on_sent, kind, chunk))
-
-    def _message(self, kind: RingKind, chunk: int = 0, number: int = 0) -> RingMessage:
-        request_id, attempt = self.key
-        return RingMessage(
-            kind=kind, request_id=request_id, attempt=attempt, chunk=chunk, number=number
-        )
 
     def _name(self, peer: str) -> str:
         """Returns the instance of a transport; decode has only its transport's name."""
@@ -353,7 +336,7 @@ class GroupLink:
         busy = {write.chunk.next.peer for write in self._writes.values()}
         busy |= {gift.peer for gift in self._gifts}
         for peer in self._to_drain - busy:
-            self._tell(peer, RingKind.DRAINED)
+            self._contacts.tell(peer, RingKind.DRAINED)
         self._to_drain &= busy
 
     # -- ends, outside of the lock
