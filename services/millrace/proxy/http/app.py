@@ -12,7 +12,6 @@ from starlette.exceptions import HTTPException
 from starlette.routing import Route
 
 from millrace.proxy.errors import ApiError
-from millrace.proxy.http import openapi
 from millrace.proxy.http.admin import METHODS, REQUEST_PATH, ROUTES, RequestAdmin, SchedulerAdmin
 from millrace.proxy.http.asgi import (
     Disconnected,
@@ -26,6 +25,7 @@ from millrace.proxy.http.asgi import (
 from millrace.proxy.http.batch_calls import BatchCalls
 from millrace.proxy.http.batches import BATCH_PATH, BATCHES_PATH, BatchEndpoints
 from millrace.proxy.http.board import EVENTS_PATH, PAGE_PATH, BoardEvents, show_page
+from millrace.proxy.http.description.document import document
 from millrace.proxy.http.files import FILE_PATH, FILES_PATH, FileEndpoints
 from millrace.proxy.http.front import Front, with_cors
 from millrace.proxy.http.generate import GenerateEndpoint, Services
@@ -125,9 +125,7 @@ class GatewayApp(FastAPI):
     def openapi(self) -> Json:
         if self._described != self._models.version:
             self._described = self._models.version
-            self.openapi_schema = openapi.document(
-                self._models, self._classes, self.title, self.version
-            )
+            self.openapi_schema = document(self._models, self._classes, self.title, self.version)
         return self.openapi_schema or {}
 
 

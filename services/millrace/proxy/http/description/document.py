@@ -1,0 +1,60 @@
+"""Builds the gateway's OpenAPI 3.1 document; the models of bodies and answers describe them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pydantic import TypeAdapter
+
+from millrace.proxy.http import admin
+from millrace.proxy.http.description.parts import REFERENCE, Json
+from millrace.proxy.http.description.paths import paths_of
+from millrace.proxy.http.tenant_admin import TENANT_BODY
+from millrace.proxy.models.models import Models
+from millrace.proxy.reply.answers import ANSWERS
+from millrace.proxy.reply.batch_answers import BATCH_ANSWERS
+from millrace.proxy.reply.pooled_answers import POOLED_ANSWERS
+from millrace.proxy.request.batch_bodies import BATCH, FILE_FORM
+
+#: The bodies that name a model.
+_BODIES = (
+    *("ChatRequest", "CompletionRequest", "ResponseRequest", "Tokenize", "Detokenize"),
+    *("EmbeddingRequest", "ScoreRequest", "RerankRequest"),
+)
+
+
+def document(models: Models, classes: Sequence[str], title: str, version: str) -> Json:
+    """Returns the whole document. `classes` are the names of the SLO classes.
+
+    The limits of the fields are the first model's.
+    """
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": title, "version": version},
+        "paths": paths_of(classes),
+        "components": {"schemas": _schemas(models)},
+    }
+
+
+def _schemas(models: Models) -> Json:
+    bodies, pooled = models.first.bodies, models.first.pooled
+    adapters = [bodies.chat, bodies.completion, bodies.response, bodies.tokenize, bodies.detokenize]
+    adapters += [BATCH, FILE_FORM]
+    adapters += [pooled.embedding, pooled.score, pooled.rerank]
+    adapters += [TENANT_BODY, *(route.body for route in admin.ROUTES)]
+    adapters += map(TypeAdapter, (*ANSWERS, *BATCH_ANSWERS, *POOLED_ANSWERS))
+    _, schemas = TypeAdapter.json_schemas(
+        [(number, "validation", adapter) for number, adapter in enumerate(adapters)],
+        ref_template=REFERENCE,
+    )
+    found: Json = schemas["$defs"]
+    for name in _BODIES:
+        _name_models(found[name]["properties"]["model"], models.names)
+    return found
+
+
+def _name_models(schema: Json, names: Sequence[str]) -> None:
+    """Lists the names in the schema of a body's field `model`, which may also allow null."""
+    for option in schema.get("anyOf", [schema]):
+        if option.get("type") == "string":
+            option["enum"] = list(names)
