@@ -26,6 +26,7 @@ from millrace.sim.cluster.world import World
 from millrace.sim.models.decode_model import DecodePool
 from millrace.sim.models.landing import Landing
 from millrace.sim.models.prefill_instance import PrefillInstance
+from millrace.sim.models.prefill_spans import PrefillSpans
 from millrace.sim.models.prefill_work import Balancing, PrefillTimes
 from millrace.sim.models.transfer_model import Transfers
 
@@ -44,6 +45,7 @@ class PrefillPool:
         self.times = PrefillTimes(world.spec.profile, world.spec.max_chunk_tokens)
         self._balancing = Balancing(world.spec, self.times)
         self._transfers = Transfers(world.spec, world.clock, world.tally, self._landed)
+        self._spans = PrefillSpans(world)
         self._landing = Landing(world, self.times, self._transfers)
         self.changed: dict[PrefillInstance, None] = {}  # to be settled
 
@@ -211,25 +213,8 @@ class PrefillPool:
         now_s = self._clock.now_s
         if not task.begun:
             self._begin(task)
-        task.started_s = now_s
-        task.span += 1
-        timeline = self._world.timeline
-        for member in task.members:
-            if member.waits_since_s is not None:
-                if timeline is not None:
-                    index = task.parts[0][0].job.plan.index
-                    timeline.block(member.id, member.waits_since_s, now_s, index, "idle wait")
-                member.waits_since_s = None
+        self._spans.started(task)
         for attempt, chunk in task.parts:
-            job = attempt.job
-            if job.idle_since_s is not None:
-                gap_s = now_s - job.idle_since_s
-                job.suspended_s += gap_s
-                if gap_s > job.longest_suspension_s:
-                    job.longest_suspension_s = gap_s
-                job.idle_since_s = None
-            elif job.first_start_s is None:
-                job.first_start_s = now_s
             self._report(ChunkStarted, task, attempt, chunk)
         end_s = now_s + (task.work_s - task.done_s) * task.factor
         self._clock.at(end_s, self._ended, (task, task.span))
@@ -274,12 +259,10 @@ class PrefillPool:
             return
         task.done_s = boundary_s
         self._end_span(task)
-        now_s = self._clock.now_s
         self._tally.preemptions += not all(attempt.closed for attempt, _ in task.parts)
         for member in task.members:
             member.leave(task)
         for attempt, chunk in task.parts:
-            attempt.job.idle_since_s = now_s
             if not attempt.closed:
                 self._report(ChunkSuspended, task, attempt, chunk, compute_s=task.compute_s)
         self._let_go(task)
@@ -295,7 +278,6 @@ class PrefillPool:
             member.remove(task)
         for attempt, chunk in task.parts:
             self._tally.prefill_tokens += chunk.num_tokens
-            attempt.job.idle_since_s = self._clock.now_s
             if not attempt.closed:
                 self._chunk_done(task, attempt, chunk)
         self._let_go(task)
@@ -324,24 +306,9 @@ class PrefillPool:
                 self._landed(attempt)
 
     def _end_span(self, task: Task) -> None:
-        now_s, started_s = self._clock.now_s, task.started_s
-        assert started_s is not None
-        spent_s = now_s - started_s
-        task.compute_s += spent_s
-        task.started_s = None
-        signal_s = task.signal_s
-        if signal_s is not None:
-            self._tally.blocking.add(now_s - signal_s)
-            task.signal_s = None
-        self._tally.busy("prefill", spent_s * len(task.members))
-        timeline = self._world.timeline
+        self._spans.ended(task)
         for member in task.members:
             self.changed[member] = None
-            if timeline is not None:
-                index = task.parts[0][0].job.plan.index
-                until_s = now_s if signal_s is None else signal_s
-                timeline.block(member.id, started_s, until_s, index, "prefill")
-                timeline.block(member.id, until_s, now_s, index, "blocked")
 
     def _let_go(self, task: Task) -> None:
         """Frees work that was cancelled while the task ran."""
@@ -379,8 +346,6 @@ class PrefillPool:
         instance.cancelled.clear()
         if running is not None:
             self._end_span(running)
-            for attempt, _ in running.parts:
-                attempt.job.idle_since_s = self._clock.now_s
             for member in running.members:
                 if member is not instance:
                     member.leave(running)
