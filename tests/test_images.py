@@ -81,13 +81,21 @@ def absent_modules(*extras: str) -> set[str]:
             (),
             "millrace.cli.main,millrace.proxy.main,millrace.proxy.workers,millrace.telemetry.tracing.tracer",
         ),
-        ((), "millrace.cli.main,millrace.scheduler.main,millrace.cli.policy,millrace.cli.config"),
+        (
+            (),
+            "millrace.cli.main,millrace.scheduler.main,"
+            "millrace.cli.commands.policy,millrace.cli.commands.config",
+        ),
         (
             (),
             "millrace.wire.clients.scheduler_client,millrace.core.autoscale.rules,millrace.core.autoscale.load",
         ),
         (("engine",), "millrace.cli.main,millrace.prefill.main,millrace.decode.main"),
-        (("local",), "millrace.cli.main,millrace.local.up,millrace.cli.chat,millrace.cli.demo"),
+        (
+            ("local",),
+            "millrace.cli.main,millrace.local.up,"
+            "millrace.cli.commands.chat,millrace.cli.commands.demo",
+        ),
     ],
     ids=["proxy", "scheduler", "operator's client", "engine", "local"],
 )

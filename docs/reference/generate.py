@@ -18,7 +18,7 @@ from docs.reference.parameters import parameters_page
 from typer.main import get_command
 
 from millrace.cli import main as command_line
-from millrace.cli.config import as_markdown
+from millrace.cli.commands.config import as_markdown
 from millrace.shipped import SHIPPED_MODEL
 from millrace.telemetry.vllm_names import ALIASES
 from millrace_operator.schema import API_VERSION

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from millrace.cli.board import page_of, write_page
+from millrace.cli.commands.board import page_of, write_page
 from millrace.core.board.events import Head
 from millrace.core.board.files import BoardFile
 from millrace.core.config import SchedulerConfig

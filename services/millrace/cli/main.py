@@ -9,7 +9,8 @@ from typing import Annotated
 
 import typer
 
-from millrace.cli import keys, on_this_machine, running
+from millrace.cli import on_this_machine, running
+from millrace.cli.commands import keys
 from millrace.cli.help_text import show_help
 from millrace.cli.options import (
     Advertise,
@@ -139,7 +140,7 @@ def board(
     port: Port = 0,
 ) -> None:
     """Show a recorded or simulated run in the browser: a server on this machine, or a page."""
-    from millrace.cli.board import page_of, serve, write_page
+    from millrace.cli.commands.board import page_of, serve, write_page
 
     with plain_errors():
         page = page_of(path)
@@ -156,7 +157,7 @@ def show_config(
     ] = False,
 ) -> None:
     """Print every setting with its default, range and meaning, as a TOML file."""
-    from millrace.cli.config import as_markdown, as_toml
+    from millrace.cli.commands.config import as_markdown, as_toml
 
     print(as_markdown() if markdown else as_toml(), end="")
 

@@ -196,7 +196,7 @@ def demo(
     model: ModelOrShipped = str(SHIPPED_MODEL),
 ) -> None:
     """Start a stack, send one long and several short chats, show waterfalls, stop."""
-    from millrace.cli.demo import run
+    from millrace.cli.commands.demo import run
 
     configure(None, [], "demo")
     run_async(run(model))

@@ -42,7 +42,7 @@ def chat(
     ] = "",
 ) -> None:
     """Talk to a running gateway in the terminal."""
-    from millrace.cli.chat import converse
+    from millrace.cli.commands.chat import converse
 
     run_async(
         converse(
@@ -73,7 +73,7 @@ def policy(
     settings: Settings = [],  # noqa: B006
 ) -> None:
     """Show or change the policy and weights by which a running scheduler orders requests."""
-    from millrace.cli.policy import parse_weights, show_or_change_policy
+    from millrace.cli.commands.policy import parse_weights, show_or_change_policy
 
     configure(config, settings, "policy")
 
@@ -91,7 +91,7 @@ def fleet(
     settings: Settings = [],  # noqa: B006
 ) -> None:
     """Show a running scheduler's instances, and the signals that scale its pools."""
-    from millrace.cli.fleet import show
+    from millrace.cli.commands.fleet import show
 
     configure(config, settings, "fleet")
     run_async(show(scheduler, json_path))
@@ -137,7 +137,7 @@ def explain(
     settings: Settings = [],  # noqa: B006
 ) -> None:
     """Say why a request waits, or waited if it is one of the last 1,000 that ended."""
-    from millrace.cli.explain import show, show_recorded
+    from millrace.cli.commands.explain import show, show_recorded
 
     configure(config, settings, "explain")
     if recording is None:
@@ -160,7 +160,7 @@ def improvement_rate(
     settings: Settings = [],  # noqa: B006
 ) -> None:
     """Show or change the share by which a larger SP group must cut the TTFT."""
-    from millrace.cli.policy import show_or_change_improvement_rate
+    from millrace.cli.commands.policy import show_or_change_improvement_rate
 
     configure(config, settings, "improvement-rate")
     run_async(show_or_change_improvement_rate(scheduler, wanted))
@@ -176,7 +176,7 @@ def trace(
     ] = None,
 ) -> None:
     """Draw where a request's time went, from the files of telemetry.trace_folder."""
-    from millrace.cli.trace import show
+    from millrace.cli.commands.trace import show
 
     with plain_errors():
         show(folder, wanted, html)

@@ -15,7 +15,7 @@ import pytest
 from millrace.core.config import Config, settings
 
 ROOT = Path(__file__).parents[3]
-OWN = ("services/millrace/core/config/", "services/millrace/cli/config.py")
+OWN = ("services/millrace/core/config/", "services/millrace/cli/commands/config.py")
 #: Other names of a section in the code. Attributes of other things do not count.
 CALLED = {"config", "c", "settings", "tree"}
 

@@ -58,10 +58,10 @@ class Context:
 
 
 def main(arguments: list[str]) -> None:
-    """Runs the named part. The modules are those of this package; each has `check(context)`."""
+    """Runs the named part. The modules are those of `parts`; each has `check(context)`."""
     part, device, source, out = arguments
     context = Context(torch.device(device), Path(source))
-    module = importlib.import_module(f"millrace.bench.gpu.{part.replace('-', '_')}")
+    module = importlib.import_module(f"millrace.bench.gpu.parts.{part.replace('-', '_')}")
     try:
         module.check(context)
     finally:  # what was found before an error is reported too

@@ -8,10 +8,10 @@ from typing import Annotated
 import typer
 
 from millrace.cli.sim import arguments as of
-from millrace.cli.sim.compare_command import compare_command
-from millrace.cli.sim.rates_command import rates_command
 from millrace.cli.sim.replay_command import command as replay_command
-from millrace.cli.sim.sweep_command import sweep_command
+from millrace.cli.sim.studies.compare_command import compare_command
+from millrace.cli.sim.studies.rates_command import rates_command
+from millrace.cli.sim.studies.sweep_command import sweep_command
 from millrace.experiments import EXPERIMENTS, load_experiment, load_traced
 from millrace.sim.workload.mixes import LONG_FRACTION
 

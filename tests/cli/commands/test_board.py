@@ -10,7 +10,7 @@ import httpx
 import pytest
 from typer.testing import CliRunner
 
-from millrace.cli.board import page_of, server_of, write_page
+from millrace.cli.commands.board import page_of, server_of, write_page
 from millrace.cli.main import app
 from millrace.core.board.events import BoardError
 from millrace.core.config import SchedulerConfig

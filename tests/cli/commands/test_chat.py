@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from millrace.cli.chat import GatewayError, converse
+from millrace.cli.commands.chat import GatewayError, converse
 from support.gateway import gateway
 from support.tenants import config_with, tenant_toml
 

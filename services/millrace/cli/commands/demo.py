@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from millrace.cli.chat import delta_text, served_model, stream_chat
+from millrace.cli.commands.chat import delta_text, served_model, stream_chat
 from millrace.cli.process import usable_devices
 from millrace.core.config import Config
 from millrace.local.options import StackOptions

@@ -7,8 +7,8 @@ from typing import Final
 import torch
 
 from millrace.bench.gpu.part import Context
+from millrace.bench.gpu.parts.speed import measure
 from millrace.bench.gpu.shapes import FAMILIES, QWEN3_30B_A3B
-from millrace.bench.gpu.speed import measure
 
 _LEAST_BYTES: Final = 92 << 30
 """61 GB of bfloat16 weights, 26 GB of K/V (128 sequences of 2,048 tokens), and activations."""

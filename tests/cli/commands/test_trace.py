@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from millrace.cli.trace import as_page, as_text, show
+from millrace.cli.commands.trace import as_page, as_text, show
 from millrace.core.config import TelemetryConfig
 from millrace.core.errors import MillraceError
 from millrace.telemetry.tracing.files import read_trace

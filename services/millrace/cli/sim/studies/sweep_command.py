@@ -74,6 +74,6 @@ def sweep_command(  # noqa: PLR0913
     trace: at --rate-scale), or at --slo-scale; runs stop early once they must fail.
     """
     given = dict(locals())
-    from millrace.cli.sim.sweep_run import run_sweep
+    from millrace.cli.sim.studies.sweep_run import run_sweep
 
     run_sweep(given)

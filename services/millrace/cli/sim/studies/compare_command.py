@@ -48,6 +48,6 @@ def compare_command(  # noqa: PLR0913 - every option of the command line is a pa
 ) -> None:
     """Simulate two systems on the same requests, and show what changes from A to B."""
     given = dict(locals())
-    from millrace.cli.sim.compare_run import run_compare
+    from millrace.cli.sim.studies.compare_run import run_compare
 
     run_compare(given)

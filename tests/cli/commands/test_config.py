@@ -3,10 +3,10 @@
 import tomllib
 from pathlib import Path
 
-from millrace.cli.config import as_markdown, as_toml
+from millrace.cli.commands.config import as_markdown, as_toml
 from millrace.core.config import Config, load_config
 
-PAGE = Path(__file__).parents[2] / "docs" / "reference" / "configuration.md"
+PAGE = Path(__file__).parents[3] / "docs" / "reference" / "configuration.md"
 
 
 def test_the_page_in_docs_is_current() -> None:

@@ -40,6 +40,6 @@ def rates_command(  # noqa: PLR0913 - every option of the command line is a para
     Prints the table as settings for a scheduler, simulated or live.
     """
     given = dict(locals())
-    from millrace.cli.sim.rates_run import run_rates
+    from millrace.cli.sim.studies.rates_run import run_rates
 
     run_rates(given)

@@ -9,7 +9,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from millrace.cli.keys import register
+from millrace.cli.commands.keys import register
 from millrace.core.config.tenants import read_keys_file
 
 app = typer.Typer()
