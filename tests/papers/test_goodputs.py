@@ -92,3 +92,28 @@ def test_a_search_finds_any_step_within_reach(limit) -> None:
 def test_a_search_ends_where_everything_or_nothing_is_carried() -> None:
     assert goodputs.largest_step(lambda at: at <= goodputs.REACH, 0) == goodputs.REACH
     assert goodputs.largest_step(lambda at: False, 0) is None
+
+
+@pytest.mark.parametrize("mix", ["mixed", "agents", "bursts", "diurnal", "qwen"])
+def test_every_load_has_the_same_groups(mix) -> None:
+    traffic = Traffic(mix=mix, rate_rps=1.0, requests=60)
+    case = joined.Case(traffic=traffic, start=1.0)
+    scenario = Scenario(spec=joined.policy("millrace", case), traffic=traffic)
+    low, high = (goodputs.groups_of(list(scenario.at_load(load).requests())) for load in (0.5, 40))
+    for criterion in goodputs.CRITERIA:
+        assert [group.tolist() for group in low[criterion]] == [
+            group.tolist() for group in high[criterion]
+        ]
+
+
+def test_runs_cut_short_and_other_beginnings_find_the_same_edges() -> None:
+    traffic = Traffic(mix="mixed", rate_rps=1.0, requests=120, slo_scale=joined.SLO_SCALE)
+    case = joined.Case(traffic=traffic, start=4.0)
+    scenario = Scenario(spec=joined.policy("s_edf", case), traffic=traffic)
+    found = goodputs.goodputs(scenario, case.start)
+    assert found == goodputs.goodputs(scenario, case.start, found)
+    for criterion, load in found.items():
+        assert goodputs.run(scenario, load).in_time[criterion] >= goodputs.GOAL
+        for step in range(1, goodputs.LOOK_AHEAD + 1):
+            above = goodputs.run(scenario, load * goodputs.STEP**step)
+            assert above.in_time[criterion] < goodputs.GOAL

@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 
 from millrace.core.errors import ConfigError
-from millrace.experiments import EXPERIMENTS, load_experiment, load_traced
+from millrace.experiments import EXPERIMENTS, load_experiment
 from millrace.experiments import long_context as mn
 from millrace.experiments.medha import chunking as medha_chunking
 from millrace.experiments.medha import common as medha
@@ -166,9 +166,9 @@ def test_short_requests_may_come_from_a_trace(tmp_path):
     drawn = Load(qps=1.0, long_fraction=0.1, trace=trace).scenario(medha.medha()).requests()
     tokens = {request.slo.name: request.input_tokens for request in islice(drawn, 100)}
     assert tokens["short"] == 16 and tokens["long"] > 100_000
-    assert load_traced("medha-convoy").measure is medha_convoy.measure
+    assert load_experiment("medha-convoy", trace=trace).measure is medha_convoy.measure
     with pytest.raises(ConfigError, match="takes no --trace; medha-convoy"):
-        load_traced("mnemosyne-kvp")
+        load_experiment("mnemosyne-kvp", trace=trace)
 
 
 def test_experiments_are_known_by_name():

@@ -1,8 +1,9 @@
 """The papers' experiments, one module each, run by `millrace sim paper NAME`.
 
 A module has `measure(quick, announce)`, which returns an `Outcome`. `quick` cuts the number of
-requests for a first impression, and for tests. `measure` of a traced experiment also takes the path
-of a trace; without it, lengths are the shipped ones.
+requests for a first impression, and for tests. `measure` of a traced experiment also takes `trace`,
+the path of a trace or of a folder of traces; without it, lengths are the shipped ones. `measure` of
+an experiment that takes hours also takes `resume`, the file that keeps what is computed.
 """
 
 from __future__ import annotations
@@ -37,15 +38,22 @@ EXPERIMENTS: Mapping[str, str] = MappingProxyType(
     }
 )
 
-#: The experiments whose requests' lengths may come from a trace.
-TRACED = ("medha-convoy", "medha-policies", "millrace-policies", "millrace-systems")
+#: The experiments that take another input, by its name: a trace of requests' lengths or times, a
+#: file that keeps what is computed.
+TAKERS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "trace": ("medha-convoy", "medha-policies", "millrace-policies", "millrace-systems"),
+        "resume": ("millrace-policies",),
+    }
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Experiment:
-    """An experiment: `measure` of its module."""
+    """An experiment: `measure` of its module, and its other inputs."""
 
     measure: Callable[..., Outcome]
+    inputs: Mapping[str, Path]
 
     def run(
         self,
@@ -53,27 +61,25 @@ class Experiment:
         json_path: Path | None,
         plot_path: Path | None,
         quick: bool,
-        *trace: Path,
     ) -> None:
         """Runs the experiment, prints its figures beside the paper's, writes them where asked."""
         with console.status("") as status:
-            outcome = self.measure(quick, status.update, *trace)
+            outcome = self.measure(quick, status.update, **self.inputs)
         outcome.publish(console, json_path, plot_path)
 
 
-def load_experiment(name: str) -> Experiment:
-    """Returns the experiment of that name. Raises ConfigError for an unknown name."""
+def load_experiment(name: str, **inputs: Path | None) -> Experiment:
+    """Returns the experiment of that name, with the inputs of `TAKERS` that are not None.
+
+    Raises ConfigError for an unknown name, and for an input that the experiment doesn't take.
+    """
     if name not in EXPERIMENTS:
         raise ConfigError(f"experiment {name!r}: there are {', '.join(EXPERIMENTS)}")
+    given = {kind: path for kind, path in inputs.items() if path is not None}
+    for kind in given:
+        takers = TAKERS[kind]
+        if name not in takers:
+            do = "does" if len(takers) == 1 else "do"
+            raise ConfigError(f"experiment {name!r} takes no --{kind}; {', '.join(takers)} {do}")
     module: Any = importlib.import_module(EXPERIMENTS[name])
-    return Experiment(module.measure)
-
-
-def load_traced(name: str) -> Experiment:
-    """Returns the experiment of that name.
-
-    Raises ConfigError for an experiment that takes no trace.
-    """
-    if name not in TRACED:
-        raise ConfigError(f"experiment {name!r} takes no --trace; {', '.join(TRACED)} do")
-    return load_experiment(name)
+    return Experiment(module.measure, given)

@@ -163,7 +163,8 @@ class Watch:
     """The other outputs of a run, and when it stops early. `goal` is an attainment, 0 to 1.
 
     With `goal`, the run ends as soon as more than 1 - `goal` of all its requests have missed: its
-    report then only says so.
+    report then only says so. `stop` is asked after every request that ended: a run also ends where
+    it returns True.
     """
 
     sink: Callable[[RequestRecord], None] | None = None
@@ -171,6 +172,7 @@ class Watch:
     timeline: Timeline | None = None
     progress: Progress | None = None
     goal: float | None = None
+    stop: Callable[[], bool] | None = None
 
 
 def simulate(scenario: Scenario, watch: Watch = Watch()) -> Report:
@@ -179,6 +181,8 @@ def simulate(scenario: Scenario, watch: Watch = Watch()) -> Report:
     most = None if watch.goal is None else misses_allowed(scenario.traffic.count(), watch.goal)
 
     def stop(found: Collector) -> bool:
+        if watch.stop is not None and watch.stop():
+            return True
         return most is not None and found.missed > most
 
     counters = Simulation(

@@ -12,7 +12,7 @@ from millrace.cli.sim.replay_command import command as replay_command
 from millrace.cli.sim.studies.compare_command import compare_command
 from millrace.cli.sim.studies.rates_command import rates_command
 from millrace.cli.sim.studies.sweep_command import sweep_command
-from millrace.experiments import EXPERIMENTS, load_experiment, load_traced
+from millrace.experiments import EXPERIMENTS, load_experiment
 from millrace.sim.workload.mixes import LONG_FRACTION
 
 
@@ -102,11 +102,16 @@ def paper(
         bool, typer.Option("--quick", help="Fewer requests, for a quick result.")
     ] = False,
     trace: of.Trace = None,
+    resume: Annotated[
+        Path | None,
+        typer.Option(
+            "--resume",
+            metavar="PATH",
+            help="JSON file that keeps what is computed. What it has is not computed again.",
+        ),
+    ] = None,
 ) -> None:
 
     from rich.console import Console
 
-    if trace is None:
-        load_experiment(name).run(Console(), json, plot, quick)
-    else:
-        load_traced(name).run(Console(), json, plot, quick, trace)
+    load_experiment(name, trace=trace, resume=resume).run(Console(), json, plot, quick)

@@ -20,27 +20,16 @@ shares reaches it. A game that stays undecided counts as carried, so the bound h
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
-from millrace.experiments.joined.goodputs import (
-    CRITERIA,
-    GOAL,
-    LEAST_OF_ALL,
-    LEAST_REQUESTS,
-    REACH,
-    STEP,
-    band,
-)
+from millrace.experiments.joined.goodputs import CRITERIA, GOAL, REACH, STEP, Places, groups_of
 from millrace.experiments.joined.least_work import LeastWork
 from millrace.sim.scenario import Scenario
-from millrace.sim.workload.workload import PlannedRequest
 
 Floats = npt.NDArray[np.float64]
-Places = npt.NDArray[np.intp]
 
 #: Shares that miss the goal by less than this share of it reach it, and an interval holds so many
 #: instance-seconds more than it has: numbers are rounded.
@@ -159,23 +148,6 @@ def _matched(regrets: Floats) -> Floats:
     if total > 0.0:
         return np.asarray(regrets / total)
     return np.full(len(regrets), 1.0 / len(regrets))
-
-
-def groups_of(requests: Sequence[PlannedRequest]) -> dict[str, list[Places]]:
-    """Returns by criterion the places of the requests of each group that `goodputs` counts."""
-    classes: dict[str, list[int]] = defaultdict(list)
-    bands: dict[tuple[str, int], list[int]] = defaultdict(list)
-    for place, one in enumerate(requests):
-        classes[one.slo.name].append(place)
-        bands[one.slo.name, band(one.input_tokens)].append(place)
-    least = max(LEAST_REQUESTS, LEAST_OF_ALL * len(requests))
-    by_class = [np.array(places) for places in classes.values()]
-    by_band = [np.array(places) for places in bands.values() if len(places) >= least]
-    return {
-        "requests": [np.arange(len(requests))],
-        "classes": by_class,
-        "bands": [*by_class, *by_band],
-    }
 
 
 class Relaxation:

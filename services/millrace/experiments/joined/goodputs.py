@@ -1,17 +1,25 @@
 """The loads that a policy carries when all requests count, every class, or every length band.
 
 One load is one point of a geometric grid, so that policies are compared at the same loads and a run
-serves all three searches.
+serves all three searches. A run ends early where what it is for is out of reach.
 """
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
+
 from millrace.sim.results.report import RequestRecord
-from millrace.sim.scenario import Scenario, Watch, simulate
+from millrace.sim.scenario import Scenario, Watch, misses_allowed, simulate
+from millrace.sim.workload.workload import PlannedRequest
+
+#: Numbers of requests, in order of arrival.
+Places = npt.NDArray[np.intp]
 
 #: The share in time that is asked for.
 GOAL = 0.9
@@ -105,28 +113,83 @@ def run(scenario: Scenario, load: float) -> Fairness:
     return tally.fairness()
 
 
-def goodputs(scenario: Scenario, start: float) -> dict[str, float]:
-    """Returns the largest load by each criterion; 0 where none is carried."""
-    seen: dict[int, dict[str, float] | None] = {}
+def groups_of(requests: Sequence[PlannedRequest]) -> dict[str, list[Places]]:
+    """Returns by criterion the places of the requests of each group that must be in time."""
+    classes: dict[str, list[int]] = defaultdict(list)
+    bands: dict[tuple[str, int], list[int]] = defaultdict(list)
+    for place, one in enumerate(requests):
+        classes[one.slo.name].append(place)
+        bands[one.slo.name, band(one.input_tokens)].append(place)
+    least = max(LEAST_REQUESTS, LEAST_OF_ALL * len(requests))
+    by_class = [np.array(places) for places in classes.values()]
+    by_band = [np.array(places) for places in bands.values() if len(places) >= least]
+    return {
+        "requests": [np.arange(len(requests))],
+        "classes": by_class,
+        "bands": [*by_class, *by_band],
+    }
 
-    def in_time(step: int) -> dict[str, float]:
-        if step not in seen:
-            tally = Tally()
-            traffic = scenario.traffic
-            report = simulate(
-                scenario.at_load(start * STEP**step), Watch(goal=GOAL, sink=tally.saw)
-            )
-            whole = report.total.requests >= traffic.count()
-            seen[step] = tally.fairness().in_time if whole else None
-        return seen[step] or dict.fromkeys(CRITERIA, 0.0)
 
+class _Misses:
+    """Counts the requests of a run that are not in time, and says which criteria are lost."""
+
+    def __init__(self, groups: Mapping[str, Sequence[Places]]) -> None:
+        self.lost: set[str] = set()
+        self._left: list[tuple[str, int]] = []  # each group: its criterion, the misses it may have
+        self._of: dict[int, list[int]] = defaultdict(list)  # each request: its groups
+        for criterion, places in groups.items():
+            for group in places:
+                for place in group.tolist():
+                    self._of[place].append(len(self._left))
+                self._left.append((criterion, misses_allowed(len(group), GOAL)))
+
+    def saw(self, record: RequestRecord) -> None:
+        if _in_time(record):
+            return
+        for number in self._of[record.index]:
+            criterion, left = self._left[number]
+            self._left[number] = criterion, left - 1
+            if not left:
+                self.lost.add(criterion)
+
+
+def _carried(
+    scenario: Scenario, groups: Mapping[str, Sequence[Places]], wanted: str
+) -> dict[str, bool]:
+    """Runs a scenario until `wanted` is lost, or to its end.
+
+    Returns what the run says about each criterion: of one that a run cut short has not lost,
+    nothing.
+    """
+    misses = _Misses(groups)
+    simulate(scenario, Watch(sink=misses.saw, stop=lambda: wanted in misses.lost))
+    if wanted in misses.lost:
+        return dict.fromkeys(misses.lost, False)
+    return {criterion: criterion not in misses.lost for criterion in groups}
+
+
+def goodputs(
+    scenario: Scenario, start: float, near: Mapping[str, float] | None = None
+) -> dict[str, float]:
+    """Returns the largest load by each criterion; 0 where none is carried.
+
+    start: a load of the grid. near: where the search of each criterion begins, any loads; without
+    them at `start`, and then where the search before ended.
+    """
+    groups = groups_of(list(scenario.at_load(start).requests()))  # the same at every load
+    seen: dict[int, dict[str, bool]] = defaultdict(dict)
     found = {}
     first = 0
     for criterion in CRITERIA:
 
         def carried(at: int, criterion: str = criterion) -> bool:
-            return in_time(at)[criterion] >= GOAL
+            known = seen[at]
+            if criterion not in known:
+                known |= _carried(scenario.at_load(start * STEP**at), groups, criterion)
+            return known[criterion]
 
+        if near and near[criterion]:
+            first = round(math.log(near[criterion] / start, STEP))
         step = largest_step(carried, first)
         found[criterion] = 0.0 if step is None else start * STEP**step
         first = first if step is None else step

@@ -10,64 +10,99 @@ loads that no policy can exceed.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Mapping
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, replace
 from math import prod
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 from millrace.experiments.joined import common as joined
 from millrace.experiments.joined.bound import bounds
+from millrace.experiments.joined.cells import Cells, Job, code, digest
 from millrace.experiments.joined.goodputs import CRITERIA, GOAL, goodputs, run
 from millrace.experiments.outcome import Announce, Finding, Outcome
 from millrace.sim.results.plots import Panel
 from millrace.sim.scenario import Scenario
 
-POLICIES = ("fcfs", "edf", "d_edf", "s_edf", "lrs", "lars", "millrace")
+POLICIES = ("millrace", "s_edf", "lars", "d_edf", "edf", "lrs", "fcfs")
 OURS = "millrace"
 SEEDS = (1, 2)
 #: With these, a search ends within so many percent of a policy's goodput.
 TOLERANCE_PERCENT = 4
 #: The bound's line in the charts.
 BOUND = "offline bound"
+#: What the figures depend on, in the package; the order `OURS` matters for its own figures alone.
+_CODE = (
+    "core",
+    "sim",
+    "profiles",
+    "experiments/unlimited.py",
+    *(f"experiments/joined/{name}.py" for name in ("bound", "common", "goodputs", "least_work")),
+)
+_OWN_CODE = "core/priority/millrace"
 
 _Searched = Mapping[tuple[str, int, str], Mapping[str, float]]  # by case, seed and policy
 _Bounds = Mapping[tuple[str, int], Mapping[str, float]]  # by case and seed
 
 
-def measure(quick: bool, announce: Announce, folder: Path | None = None) -> Outcome:
-    """Compares them. `folder` has the Azure and Mooncake traces; without it, only mixes."""
-    cases = {**joined.cases(folder, quick), **joined.further_cases(quick)}
+def measure(
+    quick: bool, announce: Announce, trace: Path | None = None, resume: Path | None = None
+) -> Outcome:
+    """Compares them. `trace`: folder of the Azure and Mooncake traces; without it, only mixes.
+
+    `resume` is a file that keeps what is computed. What it has already is not computed again.
+    """
+    cases = {**joined.cases(trace, quick), **joined.further_cases(quick)}
     seeds = SEEDS[:1] if quick else SEEDS
-    policies = ("fcfs", "s_edf", "lars", OURS) if quick else POLICIES
-    drawn = {(name, seed): drawn_by(case, seed) for name, case in cases.items() for seed in seeds}
-    with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as pool:
-        searches = {
-            (*key, policy): pool.submit(goodputs, _scenario(case, policy), case.start)
+    policies = (OURS, "s_edf", "lars", "fcfs") if quick else POLICIES
+    drawn = {(name, seed): drawn_by(case, seed) for seed in seeds for name, case in cases.items()}
+    digests = {
+        (*key, policy): digest_of(case, policy)
+        for policy in policies
+        for key, case in drawn.items()
+    }
+    cells = Cells(resume)
+
+    def kept(what: str, jobs: Mapping[tuple[Any, ...], Job]) -> dict[tuple[Any, ...], Any]:
+        named = {key: " / ".join(map(str, (what, *key))) for key in jobs}
+        found = cells.fill({named[key]: job for key, job in jobs.items()}, announce)
+        return {key: found[name] for key, name in named.items()}
+
+    def search(name: str, seed: int, policy: str, near: dict[str, float] | None = None) -> Job:
+        """Searches are shorter from where the default's ended."""
+        case = drawn[name, seed]
+        of = _scenario(case, policy), case.start, near
+        return Job(digests[name, seed, policy], goodputs, of)
+
+    most = kept(
+        "bound",
+        {
+            key: Job(digests[*key, OURS], bounds, (_scenario(case, OURS), case.start))
             for key, case in drawn.items()
+        },
+    )
+    found = kept("goodput", {(*key, OURS): search(*key, OURS) for key in drawn})
+    found |= kept(
+        "goodput",
+        {
+            (name, seed, policy): search(name, seed, policy, found[name, seed, OURS])
+            for seed in seeds
+            for policy in policies[1:]
+            for name in cases
+        },
+    )
+    fair = kept(
+        "at the default's goodput by class",
+        {
+            (*key, policy): Job(
+                digest(digests[*key, policy], load), fairness, (_scenario(case, policy), load)
+            )
             for policy in policies
-        }
-        relaxed = {
-            key: pool.submit(bounds, _scenario(case, OURS), case.start)
             for key, case in drawn.items()
-        }
-        found: dict[tuple[str, int, str], dict[str, float]] = {}
-        for key, search in searches.items():
-            found[key] = search.result()
-            announce(f"{len(found)} of {len(searches)} searches: {key[0]} / {key[2]}")
-        most = {key: bound.result() for key, bound in relaxed.items()}
-        runs = {
-            (*key, policy): pool.submit(run, _scenario(case, policy), found[*key, OURS]["classes"])
-            for key, case in drawn.items()
-            for policy in policies
-            if found[*key, OURS]["classes"]
-        }
-        fair = {}
-        for key, one in runs.items():
-            fair[key] = asdict(one.result())
-            announce(f"{len(fair)} of {len(runs)} runs at the default's goodput by class")
+            if (load := found[*key, OURS]["classes"])
+        },
+    )
     results = {
         name: {
             policy: {
@@ -101,6 +136,21 @@ def measure(quick: bool, announce: Announce, folder: Path | None = None) -> Outc
             [_panel(found, most, list(cases), seeds, policies, criterion) for criterion in CRITERIA]
         ],
     )
+
+
+def fairness(scenario: Scenario, load: float) -> dict[str, Any]:
+    """Returns how the requests of one run at a load fared, as JSON."""
+    return asdict(run(scenario, load))
+
+
+def digest_of(case: joined.Case, policy: str) -> str:
+    """Returns a digest of all that a policy's figures on the case depend on."""
+    traffic, recorded = case.traffic, ""
+    if traffic.trace is not None:
+        recorded = hashlib.sha256(traffic.trace.read_bytes()).hexdigest()
+        traffic = replace(traffic, trace=Path(traffic.trace.name))
+    own = "" if policy == OURS else _OWN_CODE
+    return digest(policy, replace(case, traffic=traffic), recorded, code(_CODE, own))
 
 
 def drawn_by(case: joined.Case, seed: int) -> joined.Case:

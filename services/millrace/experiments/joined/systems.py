@@ -8,10 +8,10 @@ from millrace.experiments.joined import common as joined
 from millrace.experiments.outcome import Announce, Outcome
 
 
-def measure(quick: bool, announce: Announce, folder: Path | None = None) -> Outcome:
-    """Compares them. `folder` has the Azure and Mooncake traces; without it, only mixes."""
+def measure(quick: bool, announce: Announce, trace: Path | None = None) -> Outcome:
+    """Compares them. `trace`: folder of the Azure and Mooncake traces; without it, only mixes."""
     return joined.compare(
-        joined.cases(folder, quick),
+        joined.cases(trace, quick),
         joined.SYSTEMS,
         announce,
         title="Goodput at 90 % attainment by system (requests/s; traces: scale of their times)",
