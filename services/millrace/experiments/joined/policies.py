@@ -75,23 +75,26 @@ def measure(
         of = _scenario(case, policy), case.start, near
         return Job(digests[name, seed, policy], goodputs, of)
 
-    most = kept(
-        "bound",
-        {
-            key: Job(digests[*key, OURS], bounds, (_scenario(case, OURS), case.start))
-            for key, case in drawn.items()
-        },
-    )
-    found = kept("goodput", {(*key, OURS): search(*key, OURS) for key in drawn})
-    found |= kept(
-        "goodput",
-        {
-            (name, seed, policy): search(name, seed, policy, found[name, seed, OURS])
-            for seed in seeds
-            for policy in policies[1:]
-            for name in cases
-        },
-    )
+    found: dict[tuple[Any, ...], dict[str, float]] = {}
+    most: dict[tuple[Any, ...], dict[str, float]] = {}
+    for seed in seeds:
+        found |= kept("goodput", {(name, seed, OURS): search(name, seed, OURS) for name in cases})
+        found |= kept(
+            "goodput",
+            {
+                (name, seed, policy): search(name, seed, policy, found[name, seed, OURS])
+                for policy in policies[1:]
+                for name in cases
+            },
+        )
+        most |= kept(
+            "bound",
+            {
+                key: Job(digests[*key, OURS], bounds, (_scenario(case, OURS), case.start))
+                for key, case in drawn.items()
+                if key[1] == seed
+            },
+        )
     fair = kept(
         "at the default's goodput by class",
         {
