@@ -84,15 +84,30 @@ async def test_chunks_keep_to_t_target(monkeypatch: pytest.MonkeyPatch) -> None:
         assert all(plan.predicted_s <= 2e-3 or plan.shares[0].tokens == 8 for plan in mixed.plans)
 
 
-async def test_the_tightest_objective_of_what_runs_is_t_target() -> None:
+async def test_the_tightest_objective_of_what_runs_is_t_target(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A decode alone is predicted to take 0.1 ms, so nobody could keep 10 us."""
+    monkeypatch.setattr(Predictor, "observe", lambda *_: None)
     settings = mixed_config({**SMALL_CHUNKS, "t_target_ms": 50.0})
     async with mixed_instance(settings) as mixed:
         await mixed.ask("free", 20, max_tokens=200)
         await mixed.ask("tight", 20, max_tokens=60, slo=Slo(tbt_s=0.002))
         await mixed.ask("tighter", 20, max_tokens=30, slo=Slo(tbt_s=0.001))
+        await mixed.ask("impossible", 20, max_tokens=60, slo=Slo(tbt_s=1e-5))
         await mixed.answered("free")
     seen = [target_s for target_s, _ in groupby(plan.t_target_s for plan in mixed.plans)]
     assert seen[-1] == 0.05 and set(seen) == {0.05, 0.001, 0.002}
+
+
+async def test_the_pace_of_an_end_to_end_objective_is_t_target() -> None:
+    """1,000,000 s for 10^8 tokens: 10 ms each, however late the first comes."""
+    settings = mixed_config({**SMALL_CHUNKS, "t_target_ms": 50.0})
+    async with mixed_instance(settings) as mixed:
+        await mixed.ask("paced", 20, max_tokens=60, slo=Slo(e2e_s=1e6), answer_tokens=1e8)
+        await mixed.answered("paced")
+    paces = {plan.t_target_s for plan in mixed.plans if plan.shape.decodes}
+    assert list(paces) == [pytest.approx(0.01, rel=0.01)]
 
 
 async def test_a_long_prefill_does_not_stop_decodes() -> None:

@@ -9,6 +9,7 @@ import pytest
 from millrace.core.errors import IntegrityError
 from millrace.core.kv.transfer import Incarnation
 from millrace.core.request_spec import RequestSpec, SamplingParams
+from millrace.core.scheduler.commands import AdmitDecode
 from millrace.decode.request import TRANSITIONS, DecodeEvent, DecodeRequest, DecodeState
 
 RELEASABLE = {DecodeState.ENDED, DecodeState.DISCARDED}
@@ -21,7 +22,7 @@ def request_in(state: DecodeState) -> DecodeRequest:
         prompt_tokens=3,
         sampling=SamplingParams(max_tokens=2),
     )
-    request = DecodeRequest.of(spec, "d0")
+    request = DecodeRequest.of(AdmitDecode(request=spec), "d0")
     request.state = state
     return request
 

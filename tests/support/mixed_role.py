@@ -79,16 +79,24 @@ class Mixed(Proxy):
         *,
         ids: list[int] | None = None,
         slo: Slo | None = None,
+        answer_tokens: float = 1.0,
         **sampling: Any,
     ) -> None:
-        """Has a request admitted and its prompt computed."""
-        await self.submit(spec(request_id, tokens, **sampling), ids or prompt(tokens), slo)
+        """Has a request admitted and its prompt computed; `answer_tokens` are expected."""
+        request = spec(request_id, tokens, **sampling)
+        await self.submit(request, ids or prompt(tokens), slo, answer_tokens)
 
-    async def submit(self, request: RequestSpec, ids: list[int], slo: Slo | None = None) -> None:
+    async def submit(
+        self,
+        request: RequestSpec,
+        ids: list[int],
+        slo: Slo | None = None,
+        answer_tokens: float = 1.0,
+    ) -> None:
         if slo is not None:
             request = replace(request, slo=slo)
         await remember(self.store, request, ids)
-        self.live.role.on_command(admit_decode(request))
+        self.live.role.on_command(admit_decode(request, expected_tokens=answer_tokens))
         self.live.role.on_command(run_prefill(request, self.live.member))
 
     async def ask_spread(self, request_id: str, tokens: int, *ends: int, **sampling: Any) -> None:

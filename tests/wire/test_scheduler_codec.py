@@ -252,7 +252,11 @@ COMMANDS = {
         heartbeat_s=0.5, preemption="operator", policy="lars", lease="scheduler:a"
     ),
     "admit_decode": messages.SendAdmitDecode(
-        request=SPEC.SerializeToString(), attempt=2, kept_tokens=3, shards=SHARDS
+        request=SPEC.SerializeToString(),
+        attempt=2,
+        kept_tokens=3,
+        shards=SHARDS,
+        expected_tokens=81.5,
     ),
     "run_prefill": messages.SendRunPrefill(
         request=SPEC.SerializeToString(),

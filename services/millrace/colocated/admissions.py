@@ -87,7 +87,7 @@ class MixedAdmissions:
 
     def _admit_whole(self, admit: AdmitDecode) -> None:
         cached = self._cached(admit.request)
-        request = DecodeRequest.of(admit.request, self._id, self._tracer, admit.attempt)
+        request = DecodeRequest.of(admit, self._id, self._tracer)
         request.hold(self._pages.reserve(admit.request, cached))
         request.cached_tokens = len(cached) * self._page_tokens
         self._metrics.cached_tokens.inc(request.cached_tokens)
@@ -98,7 +98,7 @@ class MixedAdmissions:
         own, *others = admit.shards
         if why := self.spread.refusal(admit.request):
             raise CapacityError(why)
-        request = DecodeRequest.of(admit.request, self._id, self._tracer, admit.attempt)
+        request = DecodeRequest.of(admit, self._id, self._tracer)
         request.hold(self._pages.reserve_shard(admit.request, own.end_token))
         self._table.add(request)
         self.spread.open(request, others, sent_tokens=0)

@@ -12,6 +12,7 @@ import asyncio
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from math import inf
 
 from millrace.colocated.admissions import MixedAdmissions
 from millrace.colocated.calibration import mixed_batches
@@ -145,13 +146,15 @@ class MixedRole(TokenRole):
             self._clock.now_s(),
             decodes=len(rows),
             context_tokens=int(rows.kv_lens.sum()),
-            tbt_s=self._tightest_tbt_s(),
+            pace_s=self._tightest_pace_s(),
         )
 
-    def _tightest_tbt_s(self) -> float | None:
-        """Returns the tightest TBT objective of the running requests, if any."""
-        objectives = [r.spec.slo.tbt_s for r in self._table if r.spec.slo.tbt_s and r.joined]
-        return min(objectives, default=None)
+    def _tightest_pace_s(self) -> float:
+        """Returns the tightest pace of the running requests that they could keep alone; infinite
+        without any.
+        """
+        paced = [r for r in self._table if r.joined and r.open_choices and r.pace_s < inf]
+        return min((r.pace_s for r in paced if self._packer.alone_s(r) <= r.pace_s), default=inf)
 
     def _take(self, plan: Plan, iteration: Iteration) -> None:
         self._predictor.observe(plan.shape, iteration.seconds)

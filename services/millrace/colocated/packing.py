@@ -19,7 +19,6 @@ import torch
 from millrace.colocated.predictor import Predictor
 from millrace.colocated.prompt_spans import PromptSpans
 from millrace.core.config import Config
-from millrace.core.cost.answer_lengths import FIRST_GUESS_TOKENS
 from millrace.core.cost.operators import BatchShape, OperatorModel
 from millrace.core.cost.prefill_times import ChunkLimits, PrefillTimes
 from millrace.core.errors import ConfigError
@@ -170,7 +169,7 @@ class IterationPacker:
         )
         found = LiveRequest(asked)
         found.predict(predicted_s, predicted_s)
-        found.expect(max(1, min(FIRST_GUESS_TOKENS, asked.max_new_tokens)))
+        found.expect(request.expected_tokens)
         step_s = min(spec.slo.tbt_s or math.inf, self._config.t_target_s)
         found.accept(order, asked.arrival_s + allowed_s(found, step_s))
         return found
@@ -187,6 +186,13 @@ class IterationPacker:
         """Notes that the prompt has its first token; `now_s` is since the epoch."""
         self._order.computed(prompt.standing, now_s)
 
+    def alone_s(self, request: DecodeRequest) -> float:
+        """Predicts the seconds of an iteration that decodes the request alone."""
+        shape = BatchShape(
+            decodes=len(request.open_choices), decode_context_tokens=request.context_tokens
+        )
+        return self._predictor.pass_s(shape)
+
     def pack(
         self,
         prompts: Sequence[Prompt],
@@ -194,11 +200,11 @@ class IterationPacker:
         *,
         decodes: int = 0,
         context_tokens: int = 0,
-        tbt_s: float | None = None,
+        pace_s: float = math.inf,
     ) -> Plan:
         """Plans the next iteration beside `decodes` with `context_tokens` in total.
 
-        tbt_s: the tightest TBT objective of the decodes, which replaces t_target. now_s: since the
+        pace_s: the tightest pace of the decodes; a finite pace replaces t_target. now_s: since the
         epoch.
         """
         yielded = 0.0
@@ -209,7 +215,8 @@ class IterationPacker:
             yielded = max(yielded, min(self._config.rho_max, max(0.0, rho)))
             return rho
 
-        packer = self._packer_for(tbt_s)
+        target_s = self._config.t_target_s if pace_s == math.inf else pace_s
+        packer = self._packer_for(target_s)
         by_id = {prompt.request.id: prompt for prompt in prompts}
         packed = packer.pack(
             decodes,
@@ -226,7 +233,7 @@ class IterationPacker:
         return Plan(
             shares=shares,
             shape=shape,
-            t_target_s=self._config.t_target_s if tbt_s is None else tbt_s,
+            t_target_s=target_s,
             predicted_s=self._predictor.pass_s(shape),
             yielded=yielded,
         )
@@ -251,10 +258,10 @@ class IterationPacker:
                 spread_room -= tokens if is_spread else 0
         return fitting
 
-    def _packer_for(self, tbt_s: float | None) -> Packer:
-        if tbt_s is None or tbt_s == self._config.t_target_s:
+    def _packer_for(self, target_s: float) -> Packer:
+        if target_s == self._config.t_target_s:
             return self._packer
-        return Packer(self._predictor, replace(self._config, t_target_s=tbt_s))
+        return Packer(self._predictor, replace(self._config, t_target_s=target_s))
 
 
 def _limits(config: PackingConfig) -> ChunkLimits:

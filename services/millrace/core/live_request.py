@@ -165,13 +165,7 @@ class LiveRequest:
         """Notes when the first token comes, or is predicted to come: what is then left of the
         end-to-end objective sets the pace of the answer. An objective that is over sets none.
         """
-        slo, following = self.slo, self.expected_tokens - 1.0
-        if slo.e2e_s is None or following <= 0.0:
-            return
-        left_s = self.arrival_s + slo.e2e_s - at_s
-        self.pace_s = slo.tbt_s or math.inf
-        if left_s > 0.0:
-            self.pace_s = min(self.pace_s, left_s / following)
+        self.pace_s = self.slo.pace_s(at_s - self.arrival_s, self.expected_tokens)
 
     def accept(self, order: int, deadline_s: float) -> None:
         """Notes that the request may wait in the queue."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from enum import Enum
 from types import MappingProxyType
@@ -75,6 +76,18 @@ class Slo:
     tbt_s: float | None = None
     e2e_s: float | None = None
     class_name: str = "default"
+
+    def pace_s(self, first_token_s: float, answer_tokens: float) -> float:
+        """Returns the longest mean time between tokens that keeps the TBT and the end-to-end
+        objective; infinite where neither asks for one.
+
+        first_token_s: from arrival. answer_tokens: that a choice is expected to have. An end-to-end
+        objective that is over asks for none.
+        """
+        pace_s = self.tbt_s or math.inf
+        if self.e2e_s and answer_tokens > 1.0 and self.e2e_s > first_token_s:
+            pace_s = min(pace_s, (self.e2e_s - first_token_s) / (answer_tokens - 1.0))
+        return pace_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -106,7 +106,7 @@ class Admissions:
             return
         try:
             self.pages.check(admit.request)
-            request = DecodeRequest.of(admit.request, self._id, self._tracer, admit.attempt)
+            request = DecodeRequest.of(admit, self._id, self._tracer)
             if not self.pages.may_grow:
                 self._take_pages(request, admit)
         except TransferError as error:
@@ -166,7 +166,7 @@ class Admissions:
         except CapacityError as error:
             self._refuse(admit, str(error), "capacity")
             return
-        request = DecodeRequest.of(admit.request, self._id, self._tracer, admit.attempt)
+        request = DecodeRequest.of(admit, self._id, self._tracer)
         request.hold(pages)
         self._table.add(request)
         end = min(own.end_token, request.prompt_tokens)

@@ -18,6 +18,7 @@ from millrace.core.errors import IntegrityError
 from millrace.core.kv.kvp_pass import RemoteShard
 from millrace.core.kv.transfer import Incarnation
 from millrace.core.request_spec import RequestSpec
+from millrace.core.scheduler.commands import AdmitDecode
 from millrace.core.scheduler.reports import RequestFinished, RequestReleased
 from millrace.core.span import Span
 from millrace.decode.held_pages import HeldPages
@@ -117,10 +118,12 @@ class DecodeRequest:
     trace: RequestTrace
     proxy: Incarnation
     attempt: int = 1
+    expected_tokens: float = 1.0  # of a choice's answer
     state: DecodeState = DecodeState.WAITING  # changed by `advance` only
     pages: HeldPages = field(default_factory=HeldPages)
     first_token_ids: list[int] = field(default_factory=list)
     first_token_s: float = 0.0
+    pace_s: float = inf  # with a first token: the mean time between tokens that objectives ask for
     transfer: Span | None = None  # in flight, as the sender began it
     prompt_ids: npt.NDArray[np.int32] | None = None
     prompt_tail: npt.NDArray[np.int32] | None = None  # after the last whole block
@@ -146,16 +149,16 @@ class DecodeRequest:
         return before
 
     @staticmethod
-    def of(
-        spec: RequestSpec, instance_id: str, tracer: Tracer = NO_TRACER, attempt: int = 1
-    ) -> DecodeRequest:
-        trace = RequestTrace(spec, instance_id, tracer, attempt)
+    def of(admit: AdmitDecode, instance_id: str, tracer: Tracer = NO_TRACER) -> DecodeRequest:
+        spec = admit.request
+        trace = RequestTrace(spec, instance_id, tracer, admit.attempt)
         return DecodeRequest(
             spec=spec,
             sampling=sampling_spec(spec),
             trace=trace,
             proxy=spec.proxy,
-            attempt=attempt,
+            attempt=admit.attempt,
+            expected_tokens=admit.expected_tokens,
             _moment_at=MOMENT_TOKENS if trace.records else inf,
         )
 
@@ -175,6 +178,11 @@ class DecodeRequest:
     @property
     def prompt_tokens(self) -> int:
         return self.spec.prompt_tokens
+
+    @property
+    def context_tokens(self) -> int:
+        """Returns the tokens whose KV a step of the open choices reads."""
+        return self.prompt_tokens * len(self.open_choices) + self.generated_tokens
 
     @property
     def ended(self) -> bool:
@@ -245,6 +253,7 @@ class DecodeRequest:
         self.advance(DecodeEvent.FIRST_TOKENS_SENT)
         self.first_token_ids = list(first_token_ids)
         self.first_token_s = self.clock.now_s()
+        self.pace_s = self.spec.slo.pace_s(self.first_token_s, self.expected_tokens)
         self.open_choices = set(range(self.sampling.n))
 
     def last_report(self) -> RequestFinished | RequestReleased:

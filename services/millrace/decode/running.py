@@ -141,20 +141,20 @@ class Running:
         """Says whether the batch has room for the request and the request may join now.
 
         A request that is not in danger waits while the step with it would take longer than the
-        tightest TBT objective of the running requests.
+        tightest pace of the running requests. A pace that a request would break alone does not
+        count: no wait can save it.
         """
         size, more = self.batch.size, len(request.open_choices)
         if size + more > self._max_batch:
             return False
         if not size or self._step_time is None or in_danger(request, self._preemption.mean_away_s):
             return True
+        tokens = self.batch.context_tokens + request.context_tokens
+        step_s = self._step_time.seconds(size + more, tokens)
         running = (self._table.get(request_id) for request_id in self.batch.requests())
-        tightest_s = min((r.spec.slo.tbt_s for r in running if r and r.spec.slo.tbt_s), default=0.0)
-        if not tightest_s:
-            return True
-        tokens = request.prompt_tokens * more + request.generated_tokens
-        step_s = self._step_time.seconds(size + more, self.batch.context_tokens + tokens)
-        return step_s <= tightest_s
+        slowed = (one for one in running if one is not None and one.pace_s < step_s)
+        alone_s = self._step_time.seconds
+        return all(alone_s(len(r.open_choices), r.context_tokens) > r.pace_s for r in slowed)
 
     def _join(self, request: DecodeRequest) -> None:
         is_partial = request.prompt_tokens % self._page_tokens > 0

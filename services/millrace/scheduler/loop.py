@@ -464,6 +464,7 @@ class SchedulerLoop:
             attempt=effect.attempt,
             kept_tokens=effect.kept_tokens,
             shards=self._shards(effect.shards),
+            expected_tokens=effect.expected_tokens,
         )
         self._command(effect.instance_id, command)
 

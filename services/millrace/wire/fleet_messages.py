@@ -131,6 +131,7 @@ class SendAdmitDecode:
     attempt: int
     kept_tokens: int
     shards: tuple[KvShard, ...] = ()
+    expected_tokens: float = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

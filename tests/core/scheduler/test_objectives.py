@@ -12,8 +12,9 @@ from millrace.core.cost.decode_step import DecodeStepTime
 from millrace.core.live_request import LiveRequest
 from millrace.core.priority.millrace.policy import MillracePolicy
 from millrace.core.request import RequestState
+from millrace.core.scheduler import effects
 from millrace.core.scheduler.objectives import allowed_s, mean_tbt_s
-from support.core_events import Bench, instance, request
+from support.core_events import Bench, instance, of, request
 
 #: 10 ms a step, 1 ms a sequence, 1 ms for 100 tokens of context.
 STEP = DecodeStepTime.of((0.01, 0.001, 1e-5))
@@ -38,6 +39,14 @@ def test_an_end_to_end_objective_leaves_the_first_token_what_the_answer_does_not
     assert deadline_of(made, "a") == pytest.approx(3.0 - 1.301)
     made.submit("b", 100, 101, e2e_s=3.0)  # 10 + 2 + 4.02 ms beside a
     assert deadline_of(made, "b") == pytest.approx(3.0 - 1.602)
+
+
+def test_the_decode_instance_is_told_the_expected_length():
+    made = bench()
+    made.submit("a", 100, 101, e2e_s=3.0)
+    made.submit("b", 100, 400, e2e_s=3.0)
+    admits = of(effects.AdmitDecode, made.all)
+    assert [one.expected_tokens for one in admits] == [101, FIRST_GUESS_TOKENS]
 
 
 def test_the_earlier_of_the_two_deadlines_counts():

@@ -21,6 +21,7 @@ from millrace.core.kv.layout import KvLayout
 from millrace.core.kv.transfer import Incarnation
 from millrace.core.request import Slo
 from millrace.core.request_spec import RequestSpec, SamplingParams
+from millrace.core.scheduler.commands import AdmitDecode
 from millrace.decode.memory.request_pages import RequestPages
 from millrace.decode.metrics import DecodeMetrics
 from millrace.decode.request import DecodeEvent, DecodeRequest, DecodeState
@@ -43,7 +44,8 @@ class Job:
     prompt: list[int]
     spec: SamplingSpec
     arrival_unix_s: float
-    tbt_s: float
+    slo: Slo
+    answer_tokens: float  # that the scheduler expects
     expected: list[list[int]]  # by choice
     got: list[list[int]]
     lives: int = 1
@@ -168,14 +170,22 @@ class GrowingRequests:
     # -- events
 
     def ask(
-        self, prompt: list[int], spec: SamplingSpec, *, tbt_s: float = 0.0, arrives_s: float = 0.0
+        self,
+        prompt: list[int],
+        spec: SamplingSpec,
+        *,
+        tbt_s: float = 0.0,
+        e2e_s: float = 0.0,
+        answer_tokens: float = 1.0,
+        arrives_s: float = 0.0,
     ) -> str:
         """Submits a request. Raises CapacityError for a request that can never fit."""
         name = f"r{len(self.jobs)}"
         firsts = [[first] for first in _firsts(spec)]
         expected = [reference(prompt, f[0], spec, c) for c, f in enumerate(firsts)]
         arrival = self._born_s + (arrives_s or 1e-4 * len(self.jobs))
-        job = Job(prompt, spec, arrival, tbt_s, expected, [[] for _ in firsts])
+        slo = Slo(tbt_s=tbt_s or None, e2e_s=e2e_s or None)
+        job = Job(prompt, spec, arrival, slo, answer_tokens, expected, [[] for _ in firsts])
         self._live(name, job)
         self.jobs[name] = job
         return name
@@ -278,9 +288,10 @@ class GrowingRequests:
             resumed_tokens=done,
             sampling=sampling,
             arrival_unix_s=job.arrival_unix_s,
-            slo=Slo(tbt_s=job.tbt_s or None),
+            slo=job.slo,
         )
-        request = DecodeRequest.of(spec, "d0")
+        admit = AdmitDecode(request=spec, expected_tokens=job.answer_tokens)
+        request = DecodeRequest.of(admit, "d0")
         request.prompt_ids = np.array(job.prompt + job.got[0][:done], dtype=np.int32)
         self._job_of[name] = job
         self.landings.admit(request)

@@ -228,6 +228,34 @@ async def test_who_can_wait_does_not_break_the_tightest_objective() -> None:
         await until(instance, runs(instance, "r1", "r2"))
 
 
+async def test_who_can_wait_does_not_break_the_pace_of_an_end_to_end_objective() -> None:
+    """Of 100 s, r0 has some 25 for each of the four tokens that are expected after its first."""
+    step = DecodeStepTime(base_s=0.0, per_sequence_s=15.0, per_context_token_s=0.0)
+    async with growing(pages=40, swap_pages=0, step=step) as instance:
+        instance.ask(prompt_of(1, 6), greedy(5), e2e_s=100.0, answer_tokens=5.0)
+        instance.ask(prompt_of(2, 6), greedy(5))
+        await until(instance, lambda: instance.jobs["r0"].is_done)
+        assert len(instance.jobs["r1"].got[0]) <= 2
+
+
+async def test_nobody_waits_for_a_pace_that_an_empty_batch_would_break() -> None:
+    step = DecodeStepTime(base_s=0.0, per_sequence_s=15.0, per_context_token_s=0.0)
+    async with growing(pages=40, swap_pages=0, step=step) as instance:
+        instance.ask(prompt_of(1, 6), greedy(30), tbt_s=14.0)
+        instance.ask(prompt_of(2, 6), greedy(5))
+        await until(instance, runs(instance, "r0", "r1"))
+
+
+async def test_an_end_to_end_objective_brings_its_answer_into_danger() -> None:
+    """r2 has some 10 s for each of 2,000 tokens, so it can't be out of the batch for 10,000 s."""
+    async with growing(pages=40, swap_pages=0) as instance:
+        paces = ({}, {"e2e_s": 2e4}, {"e2e_s": 2e4, "answer_tokens": 2000.0}, {"tbt_s": 1e6})
+        names = [instance.ask(prompt_of(1, 6), greedy(24), **pace) for pace in paces]
+        await until(instance, runs(instance, *names))
+        requests = [instance.table.get(name) for name in names]
+        assert [priority.in_danger(request, 1e4) for request in requests] == [0, 0, 1, 0]
+
+
 async def test_nobody_waits_for_ever_for_others_objectives(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -73,6 +73,7 @@ class AdmitDecode:
     attempt: int = 1
     kept_tokens: int = 0
     shards: tuple[KvShard, ...] = ()
+    expected_tokens: float = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

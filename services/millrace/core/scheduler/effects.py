@@ -60,6 +60,7 @@ class AdmitDecode:
     earlier attempts left, and expects the rest again. In a first attempt it takes the tokens out of
     its prefix cache. No two of these effects have the same `attempt`. With `shards`, in order of
     position, it holds the first shard, and the KVP workers named in the others hold those.
+    expected_tokens: of a choice's answer.
     """
 
     instance_id: str
@@ -67,6 +68,7 @@ class AdmitDecode:
     attempt: int = 1
     kept_tokens: int = 0
     shards: tuple[Shard, ...] = ()
+    expected_tokens: float = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

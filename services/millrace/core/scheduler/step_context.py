@@ -81,6 +81,7 @@ class StepContext:
                 attempt=request.attempt,
                 kept_tokens=request.kept_tokens,
                 shards=request.shards,
+                expected_tokens=request.expected_tokens,
             )
         )
 

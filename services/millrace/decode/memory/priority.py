@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import inf
 from typing import Final
 
 from millrace.decode.request import DecodeRequest
@@ -9,8 +10,9 @@ from millrace.decode.request import DecodeRequest
 #: Seconds out of the batch after which a request counts as in danger, so that objectives of later
 #: requests do not delay it for ever.
 LONGEST_AWAY_S: Final = 10.0
-#: Share of the TTFT objective after which a request that waits for memory counts as in danger.
-_TTFT_SHARE: Final = 0.5
+#: A request that waits for memory counts as in danger after this share of its TTFT or end-to-end
+#: objective.
+_WAIT_SHARE: Final = 0.5
 
 Priority = tuple[bool, float, str]
 
@@ -29,14 +31,18 @@ def in_danger(request: DecodeRequest, away_s: float) -> bool:
     now_s = request.clock.now_s()
     if request.away_since_s is not None and now_s - request.away_since_s > LONGEST_AWAY_S:
         return True
-    slo = request.spec.slo
     if request.streams:
-        return bool(slo.tbt_s) and tbt_slack_s(request, now_s) < away_s
-    return 0 < (slo.ttft_s or 0.0) * _TTFT_SHARE < now_s
+        return pace_slack_s(request, now_s) < away_s
+    slo = request.spec.slo
+    allowed_s = min(slo.ttft_s or inf, slo.e2e_s or inf)
+    return allowed_s * _WAIT_SHARE < now_s
 
 
-def tbt_slack_s(request: DecodeRequest, now_s: float) -> float:
+def pace_slack_s(request: DecodeRequest, now_s: float) -> float:
     """Returns the seconds in which the next token must be sent to keep the mean time between tokens
-    within the objective. With several choices, the mean over the choices counts."""
+    within its pace; infinite without one. With several choices, the mean over the choices counts.
+    """
+    if request.pace_s == inf:
+        return inf
     tokens = request.generated_tokens / request.sampling.n
-    return (request.spec.slo.tbt_s or 0.0) * tokens - (now_s - request.first_token_s)
+    return request.pace_s * tokens - (now_s - request.first_token_s)

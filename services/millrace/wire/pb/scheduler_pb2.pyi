@@ -634,16 +634,18 @@ class ChunkRef(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., chunk_index: _Optional[int] = ...) -> None: ...
 
 class AdmitDecode(_message.Message):
-    __slots__ = ("request", "attempt", "kept_tokens", "shards")
+    __slots__ = ("request", "attempt", "kept_tokens", "shards", "expected_tokens")
     REQUEST_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     KEPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     SHARDS_FIELD_NUMBER: _ClassVar[int]
+    EXPECTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     request: _common_pb2.RequestSpec
     attempt: int
     kept_tokens: int
     shards: _containers.RepeatedCompositeFieldContainer[KvShard]
-    def __init__(self, request: _Optional[_Union[_common_pb2.RequestSpec, _Mapping]] = ..., attempt: _Optional[int] = ..., kept_tokens: _Optional[int] = ..., shards: _Optional[_Iterable[_Union[KvShard, _Mapping]]] = ...) -> None: ...
+    expected_tokens: float
+    def __init__(self, request: _Optional[_Union[_common_pb2.RequestSpec, _Mapping]] = ..., attempt: _Optional[int] = ..., kept_tokens: _Optional[int] = ..., shards: _Optional[_Iterable[_Union[KvShard, _Mapping]]] = ..., expected_tokens: _Optional[float] = ...) -> None: ...
 
 class Drain(_message.Message):
     __slots__ = ("abort",)
