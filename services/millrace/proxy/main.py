@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from millrace.core.config import Config
 from millrace.core.config.models import ModelConfig
+from millrace.proxy.garbage import spare_old_objects
 from millrace.proxy.service import Proxy, listen
 from millrace.proxy.workers import serve_workers
 
@@ -35,6 +36,7 @@ async def serve(
             return
         proxy = Proxy(config, model)
         await proxy.start(listen(config.proxy.host, config.proxy.port))
+        spare_old_objects()
         if on_ready is not None:
             on_ready(proxy.port)
         await proxy.run_until(stop)
