@@ -13,6 +13,7 @@ from millrace.core.scheduler.reports import DecodeStarted, RequestFailed
 from millrace.scheduler.loop import SchedulerLoop
 from millrace.scheduler.peers import Proxy, Worker
 from millrace.scheduler.recorder import Recorder
+from millrace.scheduler.succession import Estate
 from millrace.state.open import open_store
 from millrace.telemetry.metrics import Registry
 from millrace.wire.codec import scheduler as codec
@@ -37,11 +38,11 @@ class Hand:
 
 
 @asynccontextmanager
-async def running(clock, *, ticking: bool = False, **scheduler):
+async def running(clock, *, ticking: bool = False, estate: Estate | None = None, **scheduler):
     registry = Registry()
     recorder = Recorder(open_store(StoreConfig()))
     config = SchedulerConfig(heartbeat_s=0.02, lease_s=1.0, **scheduler)
-    loop = SchedulerLoop(config, recorder, registry, clock)
+    loop = SchedulerLoop(config, recorder, registry, clock, estate=estate)
     tasks = [asyncio.create_task(loop.run())]
     if ticking:
         tasks.append(asyncio.create_task(loop.tick()))
@@ -294,3 +295,13 @@ async def test_an_instance_that_leaves_as_it_is_evicted_is_not_told():
             assert not await evicting
             if successor is not None:
                 assert kinds(await successor.outbox.take()) == ["registered"]
+
+
+async def test_a_leader_that_dies_while_it_takes_over_leaves_what_it_inherited():
+    estate = Estate(workers=["d0", "p0"], proxies=["x"], cordoned=["p0"], is_inherited=True)
+    async with running(Hand(), estate=estate) as (loop, _):
+        join(loop, "p1")
+        await eventually(lambda: "p1" in loop.workers)
+        left = Estate.decode(loop.note(), "")
+        assert (left.workers, left.proxies) == (["d0", "p0", "p1"], ["x"])
+        assert left.cordoned == ["p0"]

@@ -347,8 +347,8 @@ class SchedulerLoop:
     def _came(self, *, worker_id: str = "", proxy_id: str = "") -> None:
         """Notes that a peer is here; the takeover ends with the last one that is awaited."""
         if self._awaited is not None:
-            self._awaited.worker_came(worker_id)
-            self._awaited.proxy_came(proxy_id)
+            self._awaited.workers.discard(worker_id)
+            self._awaited.proxies.discard(proxy_id)
             if not self._awaited.missing:
                 self.post_now(events.TakeoverEnded())
 
@@ -373,12 +373,14 @@ class SchedulerLoop:
             self._tell_if_queued(request_id)
 
     def note(self) -> bytes:
-        """Returns what the next leader needs to know."""
+        """Returns what the next leader needs to know, also if this one is still taking over."""
+        awaited = self._awaited or Awaited(Estate())
         cluster = self.machine.cluster.instances.values()
+        cordoned = {one.id for one in cluster if one.draining and not one.leaving}
         return Estate(
-            workers=sorted(self.workers),
-            proxies=sorted({proxy.id for proxy in self._proxies.values()}),
-            cordoned=sorted(one.id for one in cluster if one.draining and not one.leaving),
+            workers=sorted(awaited.workers.union(self.workers)),
+            proxies=sorted(awaited.proxies.union(proxy.id for proxy in self._proxies.values())),
+            cordoned=sorted(cordoned.union(self._estate.cordoned)),
             changes=self._estate.changes,
             configured=self._estate.configured,
         ).encode()

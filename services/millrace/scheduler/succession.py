@@ -70,15 +70,9 @@ class Awaited:
     """The peers of the former leader that have not come yet."""
 
     def __init__(self, estate: Estate) -> None:
-        self._workers = set(estate.workers)
-        self._proxies = set(estate.proxies)
-
-    def worker_came(self, worker_id: str) -> None:
-        self._workers.discard(worker_id)
-
-    def proxy_came(self, proxy_id: str) -> None:
-        self._proxies.discard(proxy_id)
+        self.workers = set(estate.workers)
+        self.proxies = set(estate.proxies)
 
     @property
     def missing(self) -> list[str]:
-        return [*sorted(self._workers), *sorted(self._proxies)]
+        return [*sorted(self.workers), *sorted(self.proxies)]
