@@ -169,6 +169,15 @@ def test_an_instance_that_comes_back_to_the_same_leader_drops_what_was_given_up(
     assert admit.attempt == 2
 
 
+def test_an_instance_that_comes_late_still_gets_what_it_is_dropping():
+    """Its proxy names the request after the takeover, while the only instance cancels it."""
+    bench = Bench(instance("p0"), with_held(instance("d0"), held()))
+    found = bench.step(events.Reopened(request=request("r").request))
+    assert not of(effects.Refuse, found)
+    (admit,) = of(effects.AdmitDecode, bench.released("d0", "r"))
+    assert admit.request_id == "r"
+
+
 def test_a_request_that_finishes_meanwhile_is_over():
     bench = Bench()
     bench.step(events.TakeoverBegan())

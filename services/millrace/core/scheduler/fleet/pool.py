@@ -250,13 +250,14 @@ class Pool:
         )
 
     def could_decode(self, request: LiveRequest) -> bool:
+        """Returns whether its instances are large enough; an earlier attempt may be in the way."""
         owners = self.kv_owners()
         if self.kvp_placement.wanted(request, owners):
             return self.kvp_placement.could_hold(request, owners)
-        return any(d.could_hold(request) for d in owners)
+        return any(owner.is_large_enough(request) for owner in owners)
 
     def could_serve(self, request: LiveRequest) -> bool:
-        """Returns whether its instances could prefill and, if need be, decode the request."""
+        """Returns whether its instances could prefill and, if need be, decode a new request."""
         needs_decode = not (request.prefill_only and self.prefill)
         return self.could_prefill(request) and (not needs_decode or self.could_decode(request))
 
