@@ -9,7 +9,7 @@ import pytest
 from millrace.core.config import StoreConfig
 from millrace.state.leases import LeaseStore, MemoryLeases
 from millrace.state.open import open_leases
-from millrace.state.redis_leases import RedisLeases
+from millrace.state.redis.leases import RedisLeases
 from millrace.state.store import StoreError
 from support.stores import private_redis
 

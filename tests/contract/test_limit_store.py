@@ -14,7 +14,7 @@ from millrace.core.config import StoreConfig
 from millrace.core.limits.rules import DAY_MS, Charge, Cost, Limits, charges, corrections
 from millrace.state.limits import AccountCharge, LimitStore, MemoryLimits, Verdict
 from millrace.state.open import open_limits
-from millrace.state.redis_limits import RedisLimits
+from millrace.state.redis.limits import RedisLimits
 from millrace.state.store import StoreError
 from support.stores import private_redis
 

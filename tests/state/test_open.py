@@ -8,7 +8,7 @@ from millrace.core.config import StoreConfig
 from millrace.core.errors import ConfigError
 from millrace.state.memory_store import MemoryStore
 from millrace.state.open import open_store
-from millrace.state.redis_store import RedisStore
+from millrace.state.redis.store import RedisStore
 
 
 def test_kinds_of_stores() -> None:

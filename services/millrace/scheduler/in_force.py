@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 
+from millrace.core.scheduler.explanation.mechanisms import Mechanism, mechanisms
 from millrace.core.scheduler.machine import Machine
-from millrace.core.scheduler.mechanisms import Mechanism, mechanisms
 
 log = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from millrace.core.config import SchedulerConfig
 from millrace.core.request import RequestState
 from millrace.core.scheduler.effects import Effect, Record, RunPrefill
 from millrace.core.scheduler.events import Event
-from millrace.core.scheduler.explain import Explanation
+from millrace.core.scheduler.explanation.explain import Explanation
 from millrace.core.scheduler.machine import Machine
 from millrace.sim.replay import replay
 

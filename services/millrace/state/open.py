@@ -9,13 +9,13 @@ from millrace.state.leases import LeaseStore, MemoryLeases
 from millrace.state.limits import LimitStore, MemoryLimits
 from millrace.state.memory_store import MemoryStore
 from millrace.state.records import Deadlines, MemoryDeadlines, MemoryRecords, RecordStore
-from millrace.state.redis_documents import RedisDocuments
-from millrace.state.redis_leases import RedisLeases
-from millrace.state.redis_limits import RedisLimits
-from millrace.state.redis_link import shown_url
-from millrace.state.redis_records import RedisDeadlines, RedisRecords
-from millrace.state.redis_store import RedisStore
-from millrace.state.redis_streams import RedisStreams
+from millrace.state.redis.documents import RedisDocuments
+from millrace.state.redis.leases import RedisLeases
+from millrace.state.redis.limits import RedisLimits
+from millrace.state.redis.link import shown_url
+from millrace.state.redis.records import RedisDeadlines, RedisRecords
+from millrace.state.redis.store import RedisStore
+from millrace.state.redis.streams import RedisStreams
 from millrace.state.store import RequestStore
 from millrace.state.streams import MemoryStreams, StreamStore
 from millrace.state.tenant_tables import MemoryTenantTables, RedisTenantTables, TenantTables

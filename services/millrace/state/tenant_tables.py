@@ -8,8 +8,8 @@ from __future__ import annotations
 from typing import Protocol
 
 from millrace.core.config import StoreConfig
-from millrace.state.keys import key_of
-from millrace.state.redis_link import RedisLink, as_bytes
+from millrace.state.redis.keys import key_of
+from millrace.state.redis.link import RedisLink, as_bytes
 
 
 class TenantTables(Protocol):

@@ -7,7 +7,7 @@ import orjson
 import pytest
 import pytest_asyncio
 
-from millrace.proxy.request.fields import MOST_LEVELS
+from millrace.proxy.request.models.fields import MOST_LEVELS
 from support.gateway import CONTEXT_TOKENS, MODEL, gateway
 
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"

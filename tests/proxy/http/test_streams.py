@@ -13,7 +13,7 @@ from redis.asyncio import Redis
 
 from millrace.core.config import StoreConfig, TenantConfig, load_config
 from millrace.proxy.streams import owner, reader
-from millrace.state.redis_streams import RedisStreams
+from millrace.state.redis.streams import RedisStreams
 from millrace.state.store import JournalEntry
 from millrace.state.streams import Hold, MemoryStreams
 from support.deadlines import HANG_S

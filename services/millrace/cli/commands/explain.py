@@ -7,7 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from millrace.cli.process import write_json
-from millrace.core.scheduler.explain import Explanation
+from millrace.core.scheduler.explanation.explain import Explanation
 from millrace.sim.explained import explain_recorded
 from millrace.wire.clients.scheduler_client import UnknownRequest, explain
 

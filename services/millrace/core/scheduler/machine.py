@@ -52,7 +52,7 @@ from millrace.core.scheduler.dispatch.event_filter import EventFilter
 from millrace.core.scheduler.dispatch.request_progress import RequestProgress
 from millrace.core.scheduler.dispatch.stall_watch import StallWatch
 from millrace.core.scheduler.effects import Effect
-from millrace.core.scheduler.explain import Explanation, explain, queue_place
+from millrace.core.scheduler.explanation.explain import Explanation, explain, queue_place
 from millrace.core.scheduler.fleet.cluster import Cluster
 from millrace.core.scheduler.fleet.instances import DecodeInstance, Instance, PrefillInstance
 from millrace.core.scheduler.fleet.pool import Pool

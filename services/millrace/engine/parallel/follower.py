@@ -43,8 +43,8 @@ from millrace.engine.parallel.commands import (
     Run,
 )
 from millrace.engine.parallel.kv_memory import copies_of, mapped, pool_number
-from millrace.engine.parallel.kvp_links import GatheredKv, MappedKv, NewKv, SharedRemote
-from millrace.engine.parallel.ring_links import SharedLink
+from millrace.engine.parallel.links.kvp import GatheredKv, MappedKv, NewKv, SharedRemote
+from millrace.engine.parallel.links.ring import SharedLink
 from millrace.engine.parallel.stop_counter import StopCounter
 
 Beside = Callable[[Connection, Callable[[], Tensor], int], None]

@@ -36,10 +36,10 @@ from millrace.engine.parallel.commands import (
     StagePass,
 )
 from millrace.engine.parallel.kv_memory import copies_of, mapped, rank_layouts
-from millrace.engine.parallel.kvp_links import GatheredKv, MappedKv, NewKv, SharedRemote
+from millrace.engine.parallel.links.kvp import GatheredKv, MappedKv, NewKv, SharedRemote
+from millrace.engine.parallel.links.ring import SharedLink
 from millrace.engine.parallel.lockstep import Lockstep
 from millrace.engine.parallel.rank_group import RankGroup
-from millrace.engine.parallel.ring_links import SharedLink
 
 _LOAD_TIMEOUT_S: Final = 3600.0
 

@@ -18,7 +18,7 @@ from millrace.proxy.batches.tools import Ask, Tools
 from millrace.proxy.errors import ApiError, bad_field, shown
 from millrace.proxy.files.pages import Page, PageWanted, read_page
 from millrace.proxy.files.store import no_such_file, reachable
-from millrace.proxy.request.batch_bodies import window_s
+from millrace.proxy.request.models.batch import window_s
 from millrace.state.records import Record
 from millrace.state.store import StoreError
 

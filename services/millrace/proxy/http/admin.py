@@ -21,12 +21,12 @@ from typing_extensions import TypedDict
 
 from millrace.core.config import ProxyConfig
 from millrace.core.priority import POLICIES
-from millrace.core.scheduler.explain import Explanation
+from millrace.core.scheduler.explanation.explain import Explanation
 from millrace.core.weights import LEAST_WEIGHT, MOST_WEIGHT, Weights
 from millrace.proxy.errors import ApiError, shown, unavailable
 from millrace.proxy.http.asgi import Receive, Scope, Send, header, receive_body, send_document
 from millrace.proxy.http.query import query_of
-from millrace.proxy.request.fields import STRICT, OneOf, Within
+from millrace.proxy.request.models.fields import STRICT, OneOf, Within
 from millrace.proxy.request.reading import read_body
 from millrace.wire.clients.scheduler_client import (
     SchedulerRefused,

@@ -16,7 +16,7 @@ from millrace.proxy.errors import ApiError, bad_field
 from millrace.proxy.http.asgi import Message, Receive, Scope, Send
 from millrace.proxy.http.objectives import CLASS_HEADER
 from millrace.proxy.http.tenants import EXCHANGE
-from millrace.proxy.request.batch_bodies import BATCH_ENDPOINTS
+from millrace.proxy.request.models.batch import BATCH_ENDPOINTS
 from millrace.proxy.tenancy.caller import Caller
 from millrace.proxy.tenancy.exchange import Exchange
 from millrace.proxy.tenancy.key_ring import KeyRing

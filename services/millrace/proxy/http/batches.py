@@ -8,7 +8,7 @@ from millrace.proxy.http.asgi import Receive, Scope, Send, receive_body, send_do
 from millrace.proxy.http.files import listed
 from millrace.proxy.http.query import number, query_of
 from millrace.proxy.http.tenants import Tenants
-from millrace.proxy.request.batch_bodies import BATCH
+from millrace.proxy.request.models.batch import BATCH
 from millrace.proxy.request.reading import read_body
 
 BATCHES_PATH = "/v1/batches"

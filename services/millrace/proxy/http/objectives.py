@@ -11,7 +11,7 @@ from millrace.core.request import Slo
 from millrace.core.weights import BATCH_CLASS
 from millrace.proxy.errors import ApiError, bad_field, shown
 from millrace.proxy.http.asgi import Scope, header
-from millrace.proxy.request.objectives import LARGEST_MS
+from millrace.proxy.request.models.objectives import LARGEST_MS
 from millrace.telemetry.tracing.context import TraceContext
 
 TTFT_HEADER = "x-millrace-ttft-slo-ms"

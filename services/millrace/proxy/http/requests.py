@@ -6,7 +6,7 @@ import contextlib
 import itertools
 from dataclasses import asdict
 
-from millrace.core.scheduler.explain import Explanation
+from millrace.core.scheduler.explanation.explain import Explanation
 from millrace.proxy.errors import ApiError, shown, unavailable
 from millrace.proxy.http.asgi import Receive, Scope, Send, send_document
 from millrace.proxy.http.generate import Services

@@ -15,7 +15,7 @@ from millrace.core.limits.rules import MOST_PER_DAY, MOST_PER_MINUTE, Level
 from millrace.proxy.errors import ApiError, bad_field, shown
 from millrace.proxy.http.admin import Guard
 from millrace.proxy.http.asgi import Receive, Scope, Send, receive_body, send_document
-from millrace.proxy.request.fields import STRICT, Within
+from millrace.proxy.request.models.fields import STRICT, Within
 from millrace.proxy.request.reading import read_body
 from millrace.proxy.tenancy.caller import TENANT_ACCOUNT, Caller, caller_of
 from millrace.proxy.tenancy.key_ring import KeyRing

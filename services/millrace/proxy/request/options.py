@@ -10,8 +10,8 @@ from typing import Any
 from millrace.core.config import ProxyConfig
 from millrace.core.request_spec import Constraint
 from millrace.proxy.errors import bad_field
-from millrace.proxy.request.constraints import read_constraint
-from millrace.proxy.request.tools import ToolOptions, read_tools
+from millrace.proxy.request.models.constraints import read_constraint
+from millrace.proxy.request.models.tools import ToolOptions, read_tools
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

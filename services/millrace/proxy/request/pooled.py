@@ -18,9 +18,9 @@ import orjson
 from pydantic import Field
 
 from millrace.proxy.errors import ApiError, bad_field
-from millrace.proxy.request.fields import Within, adapter
+from millrace.proxy.request.models.fields import Within, adapter
+from millrace.proxy.request.models.pooled import Document, EmbeddingBody, RerankBody, ScoreBody
 from millrace.proxy.request.options import Limits, Options, pooling_options
-from millrace.proxy.request.pooled_bodies import Document, EmbeddingBody, RerankBody, ScoreBody
 from millrace.proxy.request.reading import read_body
 from millrace.proxy.request.validation import (
     MODEL,

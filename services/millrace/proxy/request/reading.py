@@ -10,7 +10,7 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
 from millrace.proxy.errors import ApiError, bad_field, shown
-from millrace.proxy.request.fields import UnknownField, quick_validator
+from millrace.proxy.request.models.fields import UnknownField, quick_validator
 
 #: A body with more errors gets an answer without a field: Pydantic's list of them costs too much.
 _MOST_ERRORS = 10_000

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from millrace.proxy.errors import ApiError, bad_field, shown
+from millrace.proxy.request.models.sampling import SamplingFields
 from millrace.proxy.request.reading import read_body
-from millrace.proxy.request.sampling_fields import SamplingFields
 from millrace.proxy.request.validation import Bodies, ChatRequest
 
 Json = dict[str, Any]

@@ -10,12 +10,17 @@ from pydantic import AfterValidator, Field
 from pydantic_core import PydanticCustomError
 
 from millrace.proxy.errors import bad_field, shown
-from millrace.proxy.request.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
-from millrace.proxy.request.fields import OneType, Within, adapter
+from millrace.proxy.request.models.fields import OneType, Within, adapter
+from millrace.proxy.request.models.generation import (
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    TokenizeBody,
+)
+from millrace.proxy.request.models.responses import ResponseBody
+from millrace.proxy.request.models.tools import ToolOptions, read_history
 from millrace.proxy.request.options import Limits, Options, read_options
 from millrace.proxy.request.reading import read_body
-from millrace.proxy.request.response_bodies import ResponseBody
-from millrace.proxy.request.tools import ToolOptions, read_history
 
 _MAX_STOP_IDS = 1024
 _MAX_ALLOWED_IDS = 16384

@@ -10,8 +10,8 @@ import grpc
 
 from millrace.core.autoscale.load import FleetLoad
 from millrace.core.errors import MillraceError
-from millrace.core.scheduler.explain import Explanation
-from millrace.core.scheduler.mechanisms import Mechanism
+from millrace.core.scheduler.explanation.explain import Explanation
+from millrace.core.scheduler.explanation.mechanisms import Mechanism
 from millrace.core.weights import Weights
 from millrace.wire.channel import open_channel
 from millrace.wire.clients.scheduler_stream import leader_in

@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from millrace.core.autoscale.load import FleetLoad, PoolLoad
 from millrace.core.priority import POLICIES
 from millrace.core.request import RequestState
-from millrace.core.scheduler.explain import Explanation
+from millrace.core.scheduler.explanation.explain import Explanation
+from millrace.core.scheduler.explanation.mechanisms import Mechanism, mechanisms
 from millrace.core.scheduler.fleet.instances import Instance, PrefillInstance
 from millrace.core.scheduler.machine import Machine
-from millrace.core.scheduler.mechanisms import Mechanism, mechanisms
 from millrace.wire.codec.derive import derive
 from millrace.wire.codec.scheduler import PREEMPTIONS, ROLES, WEIGHTS
 from millrace.wire.pb import common_pb2, scheduler_pb2

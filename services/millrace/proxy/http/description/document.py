@@ -11,10 +11,10 @@ from millrace.proxy.http.description.parts import REFERENCE, Json
 from millrace.proxy.http.description.paths import paths_of
 from millrace.proxy.http.tenant_admin import TENANT_BODY
 from millrace.proxy.models.models import Models
-from millrace.proxy.reply.answers import ANSWERS
-from millrace.proxy.reply.batch_answers import BATCH_ANSWERS
-from millrace.proxy.reply.pooled_answers import POOLED_ANSWERS
-from millrace.proxy.request.batch_bodies import BATCH, FILE_FORM
+from millrace.proxy.reply.models.batch import BATCH_ANSWERS
+from millrace.proxy.reply.models.generation import ANSWERS
+from millrace.proxy.reply.models.pooled import POOLED_ANSWERS
+from millrace.proxy.request.models.batch import BATCH, FILE_FORM
 
 #: The bodies that name a model.
 _BODIES = (

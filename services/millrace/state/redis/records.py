@@ -10,10 +10,10 @@ import time
 from collections.abc import Iterable, Sequence
 
 from millrace.core.config import StoreConfig
-from millrace.state.keys import key_of
 from millrace.state.records import Record
-from millrace.state.redis_link import RedisLink, as_bytes
-from millrace.state.scripts import NOW_MS, Script, ScriptCall
+from millrace.state.redis.keys import key_of
+from millrace.state.redis.link import RedisLink, as_bytes
+from millrace.state.redis.scripts import NOW_MS, Script, ScriptCall
 
 # A record's fields: tenant, body, version, owner, lease_until (ms of the server's clock); `final`
 # once it is final.

@@ -7,8 +7,8 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, Field, with_config
 from typing_extensions import TypedDict
 
-from millrace.proxy.request.fields import STRICT, OneType, Within, text_or_array
-from millrace.proxy.request.objectives import ObjectiveFields, Priority
+from millrace.proxy.request.models.fields import STRICT, OneType, Within, text_or_array
+from millrace.proxy.request.models.objectives import ObjectiveFields, Priority
 
 _MOST_BAD_WORDS = 1024
 

@@ -8,7 +8,7 @@ import pytest
 
 from millrace.core.config import SchedulerConfig
 from millrace.core.cost.latency import Latency, SpLatency
-from millrace.core.scheduler.mechanisms import mechanisms
+from millrace.core.scheduler.explanation.mechanisms import mechanisms
 from support.core_events import Bench, instance
 
 

@@ -15,7 +15,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 
 from millrace.core.config import StoreConfig
 from millrace.core.errors import ConfigError
-from millrace.state.scripts import ScriptCall, ScriptRunner
+from millrace.state.redis.scripts import ScriptCall, ScriptRunner
 from millrace.state.store import StoreError
 
 T = TypeVar("T")

@@ -17,7 +17,7 @@ from pydantic_core import PydanticCustomError
 from typing_extensions import TypedDict
 
 from millrace.proxy.errors import shown
-from millrace.proxy.request.fields import (
+from millrace.proxy.request.models.fields import (
     STRICT,
     AnyObject,
     Ignored,

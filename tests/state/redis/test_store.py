@@ -16,9 +16,9 @@ from redis.asyncio import Redis
 from millrace.core.config import StoreConfig
 from millrace.core.errors import ConfigError
 from millrace.local.private_redis import PrivateRedis
-from millrace.state import redis_link
-from millrace.state.redis_link import shown_url
-from millrace.state.redis_store import RedisStore
+from millrace.state.redis import link as redis_link
+from millrace.state.redis.link import shown_url
+from millrace.state.redis.store import RedisStore
 from millrace.state.store import JournalEntry, StateUpdate, StoreError
 from support.deadlines import HANG_S
 from support.stores import private_redis

@@ -13,9 +13,9 @@ import numpy.typing as npt
 
 from millrace.core.config import StoreConfig
 from millrace.core.request import RequestState
-from millrace.state.keys import ID_DTYPE, journal_frame, journal_tokens, request_keys
-from millrace.state.redis_link import RedisLink, as_bytes
-from millrace.state.scripts import Script, ScriptCall
+from millrace.state.redis.keys import ID_DTYPE, journal_frame, journal_tokens, request_keys
+from millrace.state.redis.link import RedisLink, as_bytes
+from millrace.state.redis.scripts import Script, ScriptCall
 from millrace.state.store import (
     IdTaken,
     JournalEntry,

@@ -10,8 +10,15 @@ from typing import Annotated, Any, Required
 from pydantic import Field, with_config
 from typing_extensions import TypedDict
 
-from millrace.proxy.request.fields import STRICT, Ignored, OneOf, OneType, Unsupported, Within
-from millrace.proxy.request.objectives import ObjectiveFields, Priority
+from millrace.proxy.request.models.fields import (
+    STRICT,
+    Ignored,
+    OneOf,
+    OneType,
+    Unsupported,
+    Within,
+)
+from millrace.proxy.request.models.objectives import ObjectiveFields, Priority
 
 _Refused = Annotated[Any, Unsupported()]
 _Text = Annotated[str, Field(min_length=1)]

@@ -9,8 +9,8 @@ from pydantic_core import PydanticCustomError
 from typing_extensions import TypedDict
 
 from millrace.proxy.errors import shown
-from millrace.proxy.request.constraints import StructuredOutputs
-from millrace.proxy.request.fields import (
+from millrace.proxy.request.models.constraints import StructuredOutputs
+from millrace.proxy.request.models.fields import (
     STRICT,
     AnyObject,
     Ignored,
@@ -23,8 +23,8 @@ from millrace.proxy.request.fields import (
     text_or_array,
     wrong_field,
 )
-from millrace.proxy.request.sampling_fields import SamplingFields
-from millrace.proxy.request.tools import ResponseChoice, ResponseTools
+from millrace.proxy.request.models.sampling import SamplingFields
+from millrace.proxy.request.models.tools import ResponseChoice, ResponseTools
 
 _NOT_BUILT = "not built"
 _Text = Annotated[str, Field(min_length=1)]

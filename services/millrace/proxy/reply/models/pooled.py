@@ -6,7 +6,7 @@ from typing import Any, Literal, NotRequired
 
 from typing_extensions import TypedDict
 
-from millrace.proxy.reply.answers import PromptTokens, Waterfall
+from millrace.proxy.reply.models.generation import PromptTokens, Waterfall
 
 
 class PromptUsage(TypedDict):

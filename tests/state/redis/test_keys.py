@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from millrace.state.keys import journal_frame, journal_tokens
+from millrace.state.redis.keys import journal_frame, journal_tokens
 
 FRAMES = st.lists(
     st.tuples(st.integers(0, 3), st.lists(st.integers(0, 2**31 - 1), max_size=5)), max_size=20

@@ -11,7 +11,7 @@ from typing_extensions import TypedDict
 
 from millrace.core.request_spec import Constraint
 from millrace.proxy.errors import bad_field
-from millrace.proxy.request.fields import (
+from millrace.proxy.request.models.fields import (
     STRICT,
     AnyObject,
     Ignored,

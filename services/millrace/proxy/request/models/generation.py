@@ -12,8 +12,8 @@ from typing import Annotated, Any, Required
 from pydantic import Field, with_config
 from typing_extensions import TypedDict
 
-from millrace.proxy.request.constraints import ConstraintFields
-from millrace.proxy.request.fields import (
+from millrace.proxy.request.models.constraints import ConstraintFields
+from millrace.proxy.request.models.fields import (
     STRICT,
     AnyObject,
     Ignored,
@@ -21,9 +21,9 @@ from millrace.proxy.request.fields import (
     Unsupported,
     Within,
 )
-from millrace.proxy.request.messages import Messages
-from millrace.proxy.request.sampling_fields import SamplingFields
-from millrace.proxy.request.tools import Choice, LegacyChoice, LegacyFunctions, Tools
+from millrace.proxy.request.models.messages import Messages
+from millrace.proxy.request.models.sampling import SamplingFields
+from millrace.proxy.request.models.tools import Choice, LegacyChoice, LegacyFunctions, Tools
 
 _NOT_BUILT = "not built"
 _TEXT_ONLY = "text in, text out"

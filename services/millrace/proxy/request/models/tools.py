@@ -13,8 +13,8 @@ from typing_extensions import TypedDict
 
 from millrace.core.request_spec import Constraint
 from millrace.proxy.errors import ApiError, bad_field, shown
-from millrace.proxy.request.fields import STRICT, AnyObject, OneOf, OneType, text_or_object
 from millrace.proxy.request.forced_calls import forced_calls
+from millrace.proxy.request.models.fields import STRICT, AnyObject, OneOf, OneType, text_or_object
 
 _FUNCTION_NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 #: Mistral's templates accept only ids of 9 letters and digits.

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 from pydantic import Field, with_config
 from typing_extensions import TypedDict
 
-from millrace.proxy.request.fields import STRICT, Within
+from millrace.proxy.request.models.fields import STRICT, Within
 
 #: The largest objective, in milliseconds.
 LARGEST_MS = 1e9

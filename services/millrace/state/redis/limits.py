@@ -13,10 +13,10 @@ from typing import Any
 
 from millrace.core.config import StoreConfig
 from millrace.core.limits.rules import DAY_MS, MINUTE_MS, Charge, level_of
-from millrace.state.keys import key_of
 from millrace.state.limits import AccountCharge, Verdict
-from millrace.state.redis_link import RedisLink
-from millrace.state.scripts import NOW_MS, Script, ScriptCall
+from millrace.state.redis.keys import key_of
+from millrace.state.redis.link import RedisLink
+from millrace.state.redis.scripts import NOW_MS, Script, ScriptCall
 
 #: Life of an account that nobody uses: longer than a day's budget, and than any debt of a bucket.
 _IDLE_MS = 2 * DAY_MS

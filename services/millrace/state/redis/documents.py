@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from millrace.core.config import StoreConfig
 from millrace.state.documents import Change, Document
-from millrace.state.keys import key_of
-from millrace.state.redis_link import RedisLink, as_bytes
-from millrace.state.scripts import NOW_MS, Script, ScriptCall
+from millrace.state.redis.keys import key_of
+from millrace.state.redis.link import RedisLink, as_bytes
+from millrace.state.redis.scripts import NOW_MS, Script, ScriptCall
 
 # A document's fields: tenant, source, body, lease_until (ms of the server's clock); `final` once it
 # is final. ARGV: body, first event, lease in ms, final or '', events.

@@ -9,7 +9,7 @@ from typing import Any, Literal, NotRequired
 
 from typing_extensions import TypedDict
 
-from millrace.proxy.reply.explained_answers import Explanation, RequestExplanation
+from millrace.proxy.reply.models.explained import Explanation, RequestExplanation
 
 
 class ApiErrorBody(TypedDict):

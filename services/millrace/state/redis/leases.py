@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from millrace.core.config import StoreConfig
-from millrace.state.keys import key_of
 from millrace.state.leases import Lease
-from millrace.state.redis_link import RedisLink, as_bytes
-from millrace.state.scripts import NOW_MS, Script, ScriptCall
+from millrace.state.redis.keys import key_of
+from millrace.state.redis.link import RedisLink, as_bytes
+from millrace.state.redis.scripts import NOW_MS, Script, ScriptCall
 
 # A lease's fields: epoch, address, until (ms), note. The record has no expiry: epochs must grow.
 # ARGV: the time in ms or '', ms to hold, address.

@@ -10,8 +10,8 @@ from pydantic_core import PydanticCustomError
 from typing_extensions import TypedDict
 
 from millrace.proxy.errors import shown
-from millrace.proxy.request.fields import STRICT, OneOf, Within
-from millrace.proxy.request.response_bodies import Metadata
+from millrace.proxy.request.models.fields import STRICT, OneOf, Within
+from millrace.proxy.request.models.responses import Metadata
 
 #: The endpoints whose requests may come in batches. The proxy's table of answers needs each, too.
 BATCH_ENDPOINTS = (

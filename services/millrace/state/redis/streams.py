@@ -7,9 +7,9 @@ adopt a stream at once one gets it.
 from __future__ import annotations
 
 from millrace.core.config import StoreConfig
-from millrace.state.keys import key_of
-from millrace.state.redis_link import RedisLink, as_bytes
-from millrace.state.scripts import NOW_MS, Script, ScriptCall
+from millrace.state.redis.keys import key_of
+from millrace.state.redis.link import RedisLink, as_bytes
+from millrace.state.redis.scripts import NOW_MS, Script, ScriptCall
 from millrace.state.store import IdTaken
 from millrace.state.streams import Hold, Lease, StreamRecord
 

@@ -10,8 +10,8 @@ from redis.asyncio import Redis
 from redis.asyncio.client import Pipeline
 from redis.exceptions import RedisError, ResponseError
 
-from millrace.state import scripts
-from millrace.state.scripts import Script, ScriptCall, ScriptRunner
+from millrace.state.redis import scripts
+from millrace.state.redis.scripts import Script, ScriptCall, ScriptRunner
 from support.deadlines import HANG_S
 from support.stores import private_redis
 
