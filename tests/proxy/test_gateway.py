@@ -101,7 +101,6 @@ async def test_finished_requests_are_finished_in_the_store(stack):
     ("code", "status", "retry"),
     [
         ("overloaded", 429, "7"),
-        ("unavailable", 503, "7"),
         ("too_large", 400, None),
         ("invalid", 400, None),
     ],
