@@ -16,7 +16,7 @@ from dataclasses import replace
 
 import grpc
 
-from millrace.core.errors import CapacityError, MillraceError, TransferError
+from millrace.core.errors import CapacityError, MillraceError
 from millrace.core.instance.group import GroupError
 from millrace.core.instance.standstill import Standstill
 from millrace.core.kv.transfer import Incarnation
@@ -32,6 +32,7 @@ from millrace.instance.tasks import Tasks
 from millrace.prefill.compute.context import PrefillCompute
 from millrace.prefill.compute.local_chunk import LocalChunk
 from millrace.prefill.compute.ring_chunk import RingChunk
+from millrace.prefill.failures import ComputeError, failure_of, reason_of
 from millrace.prefill.group.membership import Membership
 from millrace.prefill.job import Cancelled, PrefillJob, request_of, task_name, task_names
 from millrace.prefill.metrics import PrefillMetrics
@@ -41,16 +42,11 @@ from millrace.prefill.prompt import fetch_prompt
 from millrace.prefill.results import Results
 from millrace.prefill.sending import open_session, trace_sent, transfer_spans
 from millrace.prefill.states import PrefillEvent
-from millrace.state.store import StoreError
 from millrace.transfer.push.control import Sending
 from millrace.transfer.push.send.manager import SendManager
 from millrace.wire.clients.kv_peer import KvPeers
 
 log = logging.getLogger(__name__)
-
-
-class ComputeError(MillraceError):
-    """Raised when a prompt's computation fails and would fail at any instance."""
 
 
 class PrefillRole:
@@ -255,7 +251,8 @@ class PrefillRole:
         except MillraceError as error:
             reason = str(error)
             job.fail(error)
-            self._report(job, error)
+            self._metrics.failed.labels(reason_of(error)).inc()
+            self._context.send(failure_of(job, error))
             died = error if isinstance(error, EngineDied) else None
         if reason and job.link is not None:
             job.link.abort()  # else closing would wait for ever
@@ -374,18 +371,6 @@ class PrefillRole:
             job.link.give(shares)
             task = RingChunk(self._compute, job, chunk, shares)
         self._execution.submit(task)
-
-    def _report(self, job: PrefillJob, error: MillraceError) -> None:
-        """Reports a failure at once; the release is reported when nothing is in flight any more."""
-        reasons = ((StoreError, "store"), (TransferError, "transfer"), (CapacityError, "capacity"))
-        reason = next((name for kind, name in reasons if isinstance(error, kind)), "compute")
-        self._metrics.failed.labels(reason).inc()
-        about = of_request(job.command.request)
-        log.warning("request %s: %s", job.request_id, error, extra=about)
-        retryable = not isinstance(error, ComputeError)
-        self._context.send(
-            RequestFailed(request_id=job.request_id, message=str(error), retryable=retryable)
-        )
 
     def _finished(
         self, job: PrefillJob, session: Sending, logprobs: tuple[PositionLogprobs | None, ...]
