@@ -7,6 +7,7 @@ from collections.abc import Callable
 from prometheus_client import Counter
 
 from millrace.core.limits.rules import Cost
+from millrace.proxy.generation.objectives import judged
 from millrace.proxy.generation.proxy_request import ProxyRequest
 from millrace.telemetry.metrics import Registry, Sample
 
@@ -176,7 +177,7 @@ class ModelMetrics:
         families.ttft.labels(model, name).observe(ttft_s, exemplar)
         e2e_s = request.last_token_at - request.arrived_at
         families.e2e.labels(model, name).observe(e2e_s, exemplar)
-        for objective, met in request.objectives():
+        for objective, met in judged(request):
             families.slo.labels(model, name, objective, str(met).lower()).inc()
 
 

@@ -9,6 +9,7 @@ from typing import Final
 from opentelemetry.trace import SpanKind
 
 from millrace.proxy.errors import ApiError
+from millrace.proxy.generation.objectives import missed
 from millrace.proxy.generation.proxy_request import ProxyRequest
 from millrace.telemetry.tracing.context import TraceContext
 from millrace.telemetry.tracing.tracer import Scope, Tracer
@@ -54,7 +55,7 @@ class RequestTraces:
         context = TraceContext.parse(request.spec.traceparent)
         if context is None:
             return None
-        slow = self._tracer.has_tail and (request.moves or request.missed())
+        slow = self._tracer.has_tail and (request.moves or missed(request))
         return {"trace_id": f"{context.trace_id:032x}"} if context.sampled or slow else None
 
     def end(
@@ -70,7 +71,7 @@ class RequestTraces:
             return
         failed = error is not None and error.status != _CLIENT_LEFT
         if not scope.context.sampled:
-            if not (failed or any(one.moves or one.missed() for one in requests)):
+            if not (failed or any(one.moves or missed(one) for one in requests)):
                 return
             self._keep(scope.context.trace_id, tell)
         for request in requests:
@@ -85,7 +86,7 @@ class RequestTraces:
                 "millrace.slo_class": first.slo.class_name,
                 "millrace.tenant": first.spec.tenant,
                 "millrace.prompts": len(requests),
-                "millrace.missed": ", ".join(sorted({m for one in requests for m in one.missed()})),
+                "millrace.missed": ", ".join(sorted({m for one in requests for m in missed(one)})),
             },
             error=error.message if error is not None and failed else "",
             kind=SpanKind.SERVER,

@@ -26,7 +26,9 @@ from millrace.proxy.fleet.prompts_ahead import PromptsAhead
 from millrace.proxy.fleet.records import Records
 from millrace.proxy.fleet.scheduler_link import SchedulerLink
 from millrace.proxy.fleet.token_links import TokenLinks
-from millrace.proxy.generation.proxy_request import ProxyRequest, Stage
+from millrace.proxy.generation.objectives import missed
+from millrace.proxy.generation.proxy_request import ProxyRequest
+from millrace.proxy.generation.stage import Stage
 from millrace.proxy.metrics import ModelMetrics
 from millrace.state.leader import LeaderWatch
 from millrace.state.store import RequestStore
@@ -360,7 +362,7 @@ class Gateway:
                 continue
             if gap is not None:
                 tbt.observe(gap)
-            if request.first_token_at == now and request.missed():
+            if request.first_token_at == now and missed(request):
                 self.on_late(request)
             if request.has_ended:
                 self._finish(request)

@@ -7,7 +7,8 @@ from collections.abc import Callable
 
 from millrace.core.config import ProxyConfig
 from millrace.proxy.errors import ApiError, overloaded, unavailable
-from millrace.proxy.generation.proxy_request import ProxyRequest, Stage
+from millrace.proxy.generation.proxy_request import ProxyRequest
+from millrace.proxy.generation.stage import Stage
 
 REPORT_INTERVAL_S = 1.0
 

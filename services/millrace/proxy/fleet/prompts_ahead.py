@@ -12,7 +12,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from millrace.proxy.generation.proxy_request import ProxyRequest, Stage
+from millrace.proxy.generation.proxy_request import ProxyRequest
+from millrace.proxy.generation.stage import Stage
 from millrace.wire.fleet_messages import Progress
 
 #: A report is made after this time, even if the scheduler has not answered.

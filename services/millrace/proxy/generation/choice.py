@@ -112,7 +112,24 @@ class Choice:
         self.shown_characters += len(text)
         return text
 
-    def feed_logprobs(
+    def feed_piece(
+        self,
+        token_ids: Sequence[int],
+        positions: Sequence[PositionLogprobs],
+        finish_reason: str,
+        stop_token_id: int,
+    ) -> Piece:
+        """Works as `feed`, with the token ids, and the log probabilities where `positions` has
+        them.
+        """
+        if positions:
+            piece = self._feed_logprobs(token_ids, positions, finish_reason, stop_token_id)
+        else:
+            piece = Piece(text=self.feed(token_ids, finish_reason, stop_token_id))
+        piece.token_ids, self.token_ids = self.token_ids, []
+        return piece
+
+    def _feed_logprobs(
         self,
         token_ids: Sequence[int],
         positions: Sequence[PositionLogprobs],
@@ -137,11 +154,6 @@ class Choice:
             if self.finish_reason is not None:
                 break
         return Piece(text=text, entries=self._take_entries())
-
-    def take_ids(self) -> list[int]:
-        """Returns the token ids that came since the last call."""
-        ids, self.token_ids = self.token_ids, []
-        return ids
 
     def _scan(self, scanner: StopScanner, text: str, finish_reason: str) -> str:
         text = scanner.feed(text)

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
-from enum import Enum
-from typing import Protocol
 
 import numpy as np
 
@@ -15,46 +13,15 @@ from millrace.core.request import Slo
 from millrace.core.request_spec import RequestSpec
 from millrace.core.span import Span
 from millrace.core.token_events import PositionLogprobs, TokenDetail, TokenEvent
-from millrace.proxy.errors import ApiError
-from millrace.proxy.generation.choice import Choice, Piece
+from millrace.proxy.generation.choice import Choice
 from millrace.proxy.generation.continuation import continuation
 from millrace.proxy.generation.echo import Echo
+from millrace.proxy.generation.sink import Sink
+from millrace.proxy.generation.stage import Stage
 from millrace.proxy.text.prefix import with_blocks
 from millrace.proxy.text.tokenizer import TokenArray
 from millrace.telemetry.tracing.context import log_fields
 from millrace.wire.fleet_messages import OpenRequest
-
-
-class Stage(Enum):
-    """How far a request has come, as its proxy sees it."""
-
-    SUBMITTED = "submitted"  # the scheduler has not answered yet
-    QUEUED = "queued"  # the scheduler has it, and no decode instance has room yet
-    PLACED = "placed"  # tokens will come from `decode`
-    UNPLACED = "unplaced"  # its token stream broke before its first token: it must be placed again
-    STREAMING = "streaming"  # tokens have come
-    MOVING = "moving"  # its instance is gone: its next incarnation is being recorded
-    PARKED = "parked"  # recorded; waits in the proxy for a fleet
-    ENDED = "ended"
-
-
-class Sink(Protocol):
-    """Gathers a request's output into a response."""
-
-    def on_text(self, choice: Choice, text: str) -> None:
-        """Takes plain text of a choice; the text may be empty when the choice has just finished."""
-
-    def on_piece(self, choice: Choice, piece: Piece) -> None:
-        """Takes text with log probabilities or token ids."""
-
-    def echo(self, choice: Choice, piece: Piece) -> None:
-        """Takes the prompt, before a choice's first text."""
-
-    def on_done(self, request: ProxyRequest) -> None:
-        """Takes the end of a request: all its choices have finished."""
-
-    def on_error(self, error: ApiError) -> None:
-        """Takes the error of a response that can't be finished."""
 
 
 class ProxyRequest:
@@ -225,25 +192,6 @@ class ProxyRequest:
         """Returns the fields of a log record that is about the request."""
         return log_fields(self.request_id, self.spec.traceparent)
 
-    def missed(self) -> list[str]:
-        """Lists the objectives that it has missed so far: ttft, e2e, tbt (its mean)."""
-        return [name for name, met in self.objectives() if not met]
-
-    def objectives(self) -> Iterator[tuple[str, bool]]:
-        """Yields each objective that can be judged, and whether it is met; none if adopted: this
-        replica does not know when the first tokens were sent.
-        """
-        first, slo = self.first_token_at, self.slo
-        if first is None or self.adopted:
-            return
-        if slo.ttft_s is not None:
-            yield "ttft", first - self.arrived_at <= slo.ttft_s
-        if slo.e2e_s is not None:
-            yield "e2e", self.last_token_at - self.arrived_at <= slo.e2e_s
-        steps = self.completion_tokens // len(self.choices) - 1
-        if slo.tbt_s is not None and steps > 0:
-            yield "tbt", (self.last_token_at - first) / steps <= slo.tbt_s
-
     def submit(self, now: float) -> None:
         """Notes that the request is sent to the scheduler."""
         if self.stage is Stage.PARKED:
@@ -360,10 +308,12 @@ class ProxyRequest:
             return gap  # the engine generated these tokens before it knew of the stop string
         if self._tokens is not None:
             self._tokens.extend(event.token_ids)
+        stop_id = event.stop_token_id if reason else -1
         if detail is not None and self._detailed:
-            self.sink.on_piece(choice, self._piece(choice, event, detail.logprobs))
+            piece = choice.feed_piece(event.token_ids, detail.logprobs, reason, stop_id)
+            self.sink.on_piece(choice, piece)
         else:
-            text = choice.feed(event.token_ids, reason, event.stop_token_id if reason else -1)
+            text = choice.feed(event.token_ids, reason, stop_id)
             if text or choice.finish_reason is not None:
                 self.sink.on_text(choice, text)
         if choice.finish_reason is not None:
@@ -410,15 +360,3 @@ class ProxyRequest:
             piece = self._echo.piece(detail.prompt_logprobs)
             for choice in self.choices:
                 self.sink.echo(choice, piece)
-
-    def _piece(
-        self, choice: Choice, event: TokenEvent, logprobs: Sequence[PositionLogprobs]
-    ) -> Piece:
-        reason = event.finish_reason
-        stop_id = event.stop_token_id if reason else -1
-        if logprobs:
-            piece = choice.feed_logprobs(event.token_ids, logprobs, reason, stop_id)
-        else:
-            piece = Piece(text=choice.feed(event.token_ids, reason, stop_id))
-        piece.token_ids = choice.take_ids()
-        return piece

@@ -11,7 +11,8 @@ import orjson
 
 from millrace.proxy.errors import ApiError
 from millrace.proxy.generation.choice import Choice, LogprobEntry, Piece
-from millrace.proxy.generation.proxy_request import ProxyRequest, Sink
+from millrace.proxy.generation.proxy_request import ProxyRequest
+from millrace.proxy.generation.sink import Sink
 from millrace.proxy.reply.event_numbers import EventNumbers
 from millrace.proxy.reply.formats import DONE, Format, Usage, Whole
 from millrace.proxy.reply.parsed import ParsedAnswer
