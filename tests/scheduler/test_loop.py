@@ -130,7 +130,7 @@ async def test_metrics_follow_the_machine():
 
 async def test_every_effect_has_its_handler():
     async with running(Hand()) as (loop, _):
-        assert set(loop.handlers) == set(typing.get_args(effects.Effect))
+        assert set(loop.out.handlers) == set(typing.get_args(effects.Effect))
 
 
 async def test_a_retried_request_goes_before_what_its_new_instance_holds():

@@ -13,7 +13,7 @@ from millrace.core.board.files import BoardFile, check_head, read_objects
 from millrace.core.config import SchedulerConfig
 from millrace.core.scheduler.machine import Machine
 from millrace.core.scheduler.recording import RecordingError
-from millrace.scheduler.recording import Recording
+from millrace.scheduler.observe.recording import Recording
 from millrace.sim.board import board_of_recording
 from millrace.sim.cluster.spec import SimSpec
 from millrace.sim.loop import Simulation

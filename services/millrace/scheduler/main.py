@@ -14,11 +14,11 @@ from typing import Any
 from millrace.core.config import Config
 from millrace.scheduler.leadership import Leadership
 from millrace.scheduler.loop import SchedulerLoop
+from millrace.scheduler.observe.recording import Recording
+from millrace.scheduler.observe.traces import SchedulerTraces
 from millrace.scheduler.recorder import Recorder
-from millrace.scheduler.recording import Recording
 from millrace.scheduler.servicer import SchedulerServicer
 from millrace.scheduler.succession import Estate, configured
-from millrace.scheduler.traces import SchedulerTraces
 from millrace.state.leases import Lease
 from millrace.state.open import open_leases, open_store
 from millrace.telemetry.metrics import Registry

@@ -265,9 +265,9 @@ async def _read_proxy(
             case "load":
                 proxy.parked_requests = message.load.parked_requests
             case "keep_traces":
-                loop.keep_traces(codec.traces_to_keep(message.keep_traces))
+                loop.out.keep_traces(codec.traces_to_keep(message.keep_traces))
             case "ask":
-                loop.send_progress(proxy, message.ask.request_ids)
+                loop.out.send_progress(proxy, message.ask.request_ids)
             case kind:
                 raise MessageError(f"a connected proxy sent {kind or 'nothing'}")
 
@@ -278,7 +278,7 @@ async def _submit(spec: common_pb2.RequestSpec, proxy: Proxy, loop: SchedulerLoo
     except MessageError as error:
         _refuse(spec, proxy, error)
     else:
-        loop.traces.submitted(request.id, spec.traceparent, spec.arrival_unix_s)
+        loop.out.traces.submitted(request.id, spec.traceparent, spec.arrival_unix_s)
         await loop.post(events.Submitted(request=request), spec.SerializeToString())
 
 
@@ -289,7 +289,7 @@ async def _reopen(message: scheduler_pb2.OpenRequest, proxy: Proxy, loop: Schedu
     except MessageError as error:
         _refuse(spec, proxy, error)
     else:
-        loop.traces.submitted(spec.request_id, spec.traceparent, spec.arrival_unix_s)
+        loop.out.traces.submitted(spec.request_id, spec.traceparent, spec.arrival_unix_s)
         await loop.post(reopened, spec.SerializeToString())
 
 

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import hashlib
 import logging
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 import orjson
 
 from millrace.core.config import Config
-from millrace.core.scheduler.events import Event
+from millrace.core.scheduler.events import Event, InstanceCordoned
 from millrace.core.scheduler.recording import RecordingError, event_of, plain_event
 
 log = logging.getLogger(__name__)
@@ -66,13 +67,59 @@ def configured(config: Config) -> str:
     return hashlib.sha256(repr((config.scheduler, config.weights)).encode()).hexdigest()[:16]
 
 
-class Awaited:
-    """The peers of the former leader that have not come yet."""
+class Succession:
+    """What this leader inherited, whom it still waits for, and what it leaves to the next one.
 
-    def __init__(self, estate: Estate) -> None:
-        self.workers = set(estate.workers)
-        self.proxies = set(estate.proxies)
+    A takeover is open while the former leader's peers are awaited.
+    """
+
+    def __init__(self, inherited: Estate) -> None:
+        self._estate = inherited
+        self.is_open = inherited.is_inherited
+        self._workers = set(inherited.workers if self.is_open else ())
+        self._proxies = set(inherited.proxies if self.is_open else ())
 
     @property
     def missing(self) -> list[str]:
-        return [*sorted(self.workers), *sorted(self.proxies)]
+        """Returns the peers of the former leader that have not come yet."""
+        return [*sorted(self._workers), *sorted(self._proxies)]
+
+    def came(self, *, worker_id: str = "", proxy_id: str = "") -> bool:
+        """Notes that a peer is here. Returns True if the takeover is open and nobody is missing."""
+        self._workers.discard(worker_id)
+        self._proxies.discard(proxy_id)
+        return self.is_open and not self.missing
+
+    def ended(self) -> None:
+        """Ends the takeover: nobody is awaited any more."""
+        self.is_open = False
+        self._workers.clear()
+        self._proxies.clear()
+
+    def take_cordon(self, worker_id: str) -> bool:
+        """Returns whether the former leader had cordoned the instance; forgets it."""
+        if worker_id not in self._estate.cordoned:
+            return False
+        self._estate.cordoned.remove(worker_id)
+        return True
+
+    def changed(self, event: Event) -> None:
+        """Leaves a changed setting to the next leader; cordons are noted with their instances."""
+        if not isinstance(event, InstanceCordoned):
+            others = [one for one in self._estate.changes if type(one) is not type(event)]
+            self._estate.changes = [*others, event]
+
+    def note(
+        self, workers: Iterable[str], proxies: Iterable[str], cordoned: Iterable[str]
+    ) -> bytes:
+        """Returns what the next leader needs to know, also while the takeover is open.
+
+        `workers`, `proxies` and `cordoned` are here now.
+        """
+        return Estate(
+            workers=sorted(self._workers.union(workers)),
+            proxies=sorted(self._proxies.union(proxies)),
+            cordoned=sorted({*cordoned, *self._estate.cordoned}),
+            changes=self._estate.changes,
+            configured=self._estate.configured,
+        ).encode()

@@ -15,7 +15,7 @@ from millrace.cli.main import app
 from millrace.core.board.events import BoardError
 from millrace.core.config import SchedulerConfig
 from millrace.core.scheduler.machine import Machine
-from millrace.scheduler.recording import Recording
+from millrace.scheduler.observe.recording import Recording
 from support.core_events import instance, request
 
 HEAD = '{"millrace_board":1,"source":"simulation"}\n'

@@ -8,7 +8,7 @@ import re
 from millrace.core.config import SchedulerConfig
 from millrace.core.scheduler import reports
 from millrace.core.scheduler.machine import Machine
-from millrace.scheduler.recording import Recording
+from millrace.scheduler.observe.recording import Recording
 from support.command import millrace
 from support.core_events import instance, reported, request
 from support.scheduler_peers import scheduler, spec

@@ -8,7 +8,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from millrace.core.request import Request, Slo
 from millrace.core.scheduler.effects import Place, Record, Refuse
 from millrace.core.scheduler.events import Submitted
-from millrace.scheduler.first_tokens import FirstTokens
+from millrace.scheduler.observe.first_tokens import FirstTokens
 from millrace.telemetry.metrics import Registry
 from support.core_events import Bench, instance
 

@@ -10,7 +10,7 @@ from millrace.core.config import TelemetryConfig
 from millrace.core.request import Chunk, RequestState
 from millrace.core.scheduler.dispatch.dispatcher import Planned
 from millrace.core.scheduler.effects import Record, RunPrefill
-from millrace.scheduler.traces import SchedulerTraces
+from millrace.scheduler.observe.traces import SchedulerTraces
 from millrace.telemetry.tracing.files import ReadSpan, read_trace
 from millrace.telemetry.tracing.tracer import NO_TRACER, Tracer, open_tracer
 

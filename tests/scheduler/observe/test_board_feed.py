@@ -9,7 +9,7 @@ import pytest
 
 from millrace.core.config import SchedulerConfig
 from millrace.core.scheduler.machine import Machine
-from millrace.scheduler.board_feed import MAX_LISTENERS, MAX_WAITING, BoardFeed
+from millrace.scheduler.observe.board_feed import MAX_LISTENERS, MAX_WAITING, BoardFeed
 from millrace.wire.clients.scheduler_client import SchedulerUnavailable, watch_board
 from support.core_events import instance, request
 from support.deadlines import HANG_S

@@ -12,7 +12,7 @@ from millrace.core.config import SchedulerConfig
 from millrace.core.scheduler.events import Tick
 from millrace.core.scheduler.machine import Machine
 from millrace.core.scheduler.recording import RecordingError
-from millrace.scheduler.recording import Recording
+from millrace.scheduler.observe.recording import Recording
 from support.core_events import instance, request
 from support.live_stack import eventually
 from support.scheduler_peers import quick, scheduler, spec
