@@ -22,8 +22,8 @@ from millrace.proxy.background import Background
 from millrace.proxy.batches.opening import open_batches, open_files
 from millrace.proxy.fleet.gateway import Gateway
 from millrace.proxy.http.app import RenderMetrics, create_app
-from millrace.proxy.http.generate import Services
-from millrace.proxy.http.objectives import Objectives
+from millrace.proxy.http.endpoints.generate import Services
+from millrace.proxy.http.endpoints.objectives import Objectives
 from millrace.proxy.http.tenants import Tenants
 from millrace.proxy.metrics import ModelMetrics, ProxyMetrics
 from millrace.proxy.models.models import Models

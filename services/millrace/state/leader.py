@@ -7,7 +7,7 @@ import logging
 from collections.abc import Coroutine
 from typing import Any
 
-from millrace.core.scheduler.fence import EpochFence
+from millrace.core.instance.fence import EpochFence
 from millrace.state.leases import LeaseStore
 from millrace.state.store import StoreError
 

@@ -51,6 +51,7 @@ from millrace.core.scheduler.dispatch.dispatcher import Dispatcher, Planned
 from millrace.core.scheduler.dispatch.event_filter import EventFilter
 from millrace.core.scheduler.dispatch.request_progress import RequestProgress
 from millrace.core.scheduler.dispatch.stall_watch import StallWatch
+from millrace.core.scheduler.dispatch.takeover import Takeover
 from millrace.core.scheduler.effects import Effect
 from millrace.core.scheduler.explanation.explain import Explanation, explain, queue_place
 from millrace.core.scheduler.fleet.cluster import Cluster
@@ -59,7 +60,6 @@ from millrace.core.scheduler.fleet.pool import Pool
 from millrace.core.scheduler.objectives import allowed_s, mean_step_s
 from millrace.core.scheduler.request_table import RequestTable, still_needs
 from millrace.core.scheduler.step_context import StepContext
-from millrace.core.scheduler.takeover import Takeover
 from millrace.core.weights import Weights
 
 

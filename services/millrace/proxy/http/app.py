@@ -22,22 +22,26 @@ from millrace.proxy.http.asgi import (
     send_document,
     send_error,
 )
-from millrace.proxy.http.batch_calls import BatchCalls
-from millrace.proxy.http.batches import BATCH_PATH, BATCHES_PATH, BatchEndpoints
 from millrace.proxy.http.board import EVENTS_PATH, PAGE_PATH, BoardEvents, show_page
 from millrace.proxy.http.description.document import document
-from millrace.proxy.http.files import FILE_PATH, FILES_PATH, FileEndpoints
-from millrace.proxy.http.front import Front, with_cors
-from millrace.proxy.http.generate import GenerateEndpoint, Services
-from millrace.proxy.http.pooled import PooledEndpoint
-from millrace.proxy.http.requests import EXPLAIN_PATH, REQUEST_STATE_PATH, RequestEndpoints
-from millrace.proxy.http.responses import (
+from millrace.proxy.http.endpoints.batch_calls import BatchCalls
+from millrace.proxy.http.endpoints.batches import BATCH_PATH, BATCHES_PATH, BatchEndpoints
+from millrace.proxy.http.endpoints.files import FILE_PATH, FILES_PATH, FileEndpoints
+from millrace.proxy.http.endpoints.generate import GenerateEndpoint, Services
+from millrace.proxy.http.endpoints.pooled import PooledEndpoint
+from millrace.proxy.http.endpoints.requests import (
+    EXPLAIN_PATH,
+    REQUEST_STATE_PATH,
+    RequestEndpoints,
+)
+from millrace.proxy.http.endpoints.responses import (
     RESPONSE_PATH,
     RESPONSES_PATH,
     CreateResponse,
     StoredEndpoints,
 )
-from millrace.proxy.http.streams import STREAM_PATH, ResumeEndpoint
+from millrace.proxy.http.endpoints.streams import STREAM_PATH, ResumeEndpoint
+from millrace.proxy.http.front import Front, with_cors
 from millrace.proxy.http.tenant_admin import (
     TENANT_PATH,
     TENANTS_PATH,

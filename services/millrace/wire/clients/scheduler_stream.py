@@ -9,8 +9,8 @@ from typing import Final, cast
 import grpc
 
 from millrace.core.errors import MillraceError
+from millrace.core.instance.fence import EpochFence
 from millrace.core.scheduler.commands import Command
-from millrace.core.scheduler.fence import EpochFence
 from millrace.core.scheduler.reports import Registration, Report
 from millrace.wire.channel import open_channel
 from millrace.wire.codec.enums import MessageError

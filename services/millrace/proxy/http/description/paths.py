@@ -21,7 +21,7 @@ from millrace.proxy.http.description.parts import (
     reference,
     shown_and_changed,
 )
-from millrace.proxy.http.objectives import (
+from millrace.proxy.http.endpoints.objectives import (
     CLASS_HEADER,
     E2E_HEADER,
     FAIL_EARLY_HEADER,
@@ -29,7 +29,7 @@ from millrace.proxy.http.objectives import (
     TRACE_HEADER,
     TTFT_HEADER,
 )
-from millrace.proxy.http.request_ids import ID_HEADER
+from millrace.proxy.http.endpoints.request_ids import ID_HEADER
 from millrace.proxy.http.tenant_admin import TENANT_PATH, TENANTS_PATH
 from millrace.proxy.request.pooled import EMBEDDINGS_PATH, RERANK_PATH, SCORE_PATH
 from millrace.proxy.streams.source import RESUMABLE_HEADER

@@ -25,15 +25,15 @@ from millrace.proxy.http.asgi import (
     send_json,
 )
 from millrace.proxy.http.client import Client, send_part, start_stream, until_disconnect
-from millrace.proxy.http.keep_alive import KeepAlive
-from millrace.proxy.http.objectives import (
+from millrace.proxy.http.endpoints.objectives import (
     Objectives,
     traceparent,
     wants_early_failure,
     wants_trace,
 )
-from millrace.proxy.http.request_ids import chosen_id, id_digits
-from millrace.proxy.http.streams import ResumableSender, wants_resumable
+from millrace.proxy.http.endpoints.request_ids import chosen_id, id_digits
+from millrace.proxy.http.endpoints.streams import ResumableSender, wants_resumable
+from millrace.proxy.http.keep_alive import KeepAlive
 from millrace.proxy.http.tenants import Tenants, exchange_of
 from millrace.proxy.metrics import ProxyMetrics
 from millrace.proxy.models.asked_model import asked_model

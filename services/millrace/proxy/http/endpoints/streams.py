@@ -10,8 +10,8 @@ from millrace.core.config import ProxyConfig
 from millrace.proxy.errors import ApiError, bad_field, shown, unavailable
 from millrace.proxy.http.asgi import Receive, Scope, Send, header
 from millrace.proxy.http.client import Client, send_part, send_parts, start_stream, until_disconnect
+from millrace.proxy.http.endpoints.request_ids import candidates
 from millrace.proxy.http.keep_alive import KeepAlive
-from millrace.proxy.http.request_ids import candidates
 from millrace.proxy.http.tenants import Tenants
 from millrace.proxy.models.served_model import ServedModel
 from millrace.proxy.prompts import EnginePrompt

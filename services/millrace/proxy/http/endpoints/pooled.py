@@ -7,7 +7,7 @@ import uuid
 
 from millrace.proxy.http.asgi import Receive, Scope, Send, receive_body
 from millrace.proxy.http.client import Client
-from millrace.proxy.http.generate import Entry, Runs, Services
+from millrace.proxy.http.endpoints.generate import Entry, Runs, Services
 from millrace.proxy.models.served_model import ServedModel
 from millrace.proxy.reply.builder import Arrival
 from millrace.proxy.reply.pooled import PooledReply

@@ -11,9 +11,9 @@ from millrace.proxy.files.objects import Part
 from millrace.proxy.files.pages import Page, PageWanted
 from millrace.proxy.files.store import Files
 from millrace.proxy.http.asgi import Receive, Scope, Send, send_document
+from millrace.proxy.http.endpoints.uploads import Upload, open_upload
 from millrace.proxy.http.query import list_of, newest_first, number, query_of
 from millrace.proxy.http.tenants import Tenants
-from millrace.proxy.http.uploads import Upload, open_upload
 
 log = logging.getLogger(__name__)
 

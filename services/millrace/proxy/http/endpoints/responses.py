@@ -12,7 +12,7 @@ from typing import Any
 from millrace.proxy.errors import ApiError, bad_field, shown
 from millrace.proxy.http.asgi import Receive, Scope, Send, receive_body, send_document, send_json
 from millrace.proxy.http.client import Client, send_parts
-from millrace.proxy.http.generate import Entry, Runs, Services
+from millrace.proxy.http.endpoints.generate import Entry, Runs, Services
 from millrace.proxy.http.query import flag, list_of, newest_first, number, query_of
 from millrace.proxy.models.served_model import ServedModel
 from millrace.proxy.prompts import EnginePrompt

@@ -14,7 +14,7 @@ from millrace.core.weights import DEFAULT_TENANT
 from millrace.proxy.batches.lines import Answer, LineRequest, answer_of
 from millrace.proxy.errors import ApiError, bad_field
 from millrace.proxy.http.asgi import Message, Receive, Scope, Send
-from millrace.proxy.http.objectives import CLASS_HEADER
+from millrace.proxy.http.endpoints.objectives import CLASS_HEADER
 from millrace.proxy.http.tenants import EXCHANGE
 from millrace.proxy.request.models.batch import BATCH_ENDPOINTS
 from millrace.proxy.tenancy.caller import Caller

@@ -5,7 +5,7 @@ from __future__ import annotations
 from millrace.proxy.batches.service import Batches
 from millrace.proxy.files.pages import PageWanted
 from millrace.proxy.http.asgi import Receive, Scope, Send, receive_body, send_document
-from millrace.proxy.http.files import listed
+from millrace.proxy.http.endpoints.files import listed
 from millrace.proxy.http.query import number, query_of
 from millrace.proxy.http.tenants import Tenants
 from millrace.proxy.request.models.batch import BATCH

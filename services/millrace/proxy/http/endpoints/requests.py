@@ -9,8 +9,8 @@ from dataclasses import asdict
 from millrace.core.scheduler.explanation.explain import Explanation
 from millrace.proxy.errors import ApiError, shown, unavailable
 from millrace.proxy.http.asgi import Receive, Scope, Send, send_document
-from millrace.proxy.http.generate import Services
-from millrace.proxy.http.request_ids import candidates
+from millrace.proxy.http.endpoints.generate import Services
+from millrace.proxy.http.endpoints.request_ids import candidates
 from millrace.proxy.streams.request_states import RequestStates
 from millrace.wire.clients.scheduler_client import SchedulerUnavailable, UnknownRequest, explain
 
