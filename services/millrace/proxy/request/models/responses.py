@@ -48,7 +48,7 @@ def _of_types(kinds: tuple[str, ...], what: str, default: str | None = None) -> 
 
 
 @with_config(STRICT)
-class TextPart(TypedDict):
+class ResponseTextPart(TypedDict):
     """A part of an item's content."""
 
     type: Literal["input_text", "output_text", "text"]
@@ -58,7 +58,7 @@ class TextPart(TypedDict):
 
 
 @with_config(STRICT)
-class RefusalPart(TypedDict):
+class ResponseRefusalPart(TypedDict):
     """A part of an assistant's content: the model refused to answer."""
 
     type: Literal["refusal"]
@@ -70,8 +70,8 @@ _Part = Annotated[
     OneType(
         kind_of_part,
         "an object",
-        text=TextPart,
-        refusal=RefusalPart,
+        text=ResponseTextPart,
+        refusal=ResponseRefusalPart,
     ),
     _of_types(_PART_TYPES, "the type of a content part"),
 ]
