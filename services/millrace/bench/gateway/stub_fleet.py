@@ -193,7 +193,15 @@ class StubFleet:
             ),
         )
 
-    def fail(self, spec: RequestSpec, message: str, *, resumable: bool = False) -> None:
+    def fail(
+        self,
+        spec: RequestSpec,
+        message: str,
+        *,
+        resumable: bool = False,
+        died: bool = False,
+        quarantined: bool = False,
+    ) -> None:
         self._update(
             spec,
             Fail(
@@ -201,6 +209,8 @@ class StubFleet:
                 proxy_id=spec.proxy.id,
                 message=message,
                 resumable=resumable,
+                died=died,
+                quarantined=quarantined,
             ),
         )
 

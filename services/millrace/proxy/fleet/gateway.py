@@ -11,12 +11,14 @@ from dataclasses import replace
 from millrace.core.config import ProxyConfig
 from millrace.core.errors import IntegrityError
 from millrace.core.kv.transfer import Incarnation
+from millrace.core.request import MOST_DEATHS
 from millrace.core.scheduler.effects import Fail, Refuse
 from millrace.core.token_events import TokenEvent
 from millrace.proxy.errors import (
     ApiError,
     id_taken,
     overloaded,
+    quarantined,
     refusal,
     unavailable,
     would_be_late,
@@ -284,6 +286,7 @@ class Gateway:
                 before_s = request.submitted_at - request.arrived_at
                 request.predict(before_s + placed.predicted_ttft_s)
             return
+        request.suspect(placed.deaths)
         self._tokens.open(placed.decode)
         request.place(decode, placed.predicted_ttft_s, time.monotonic())
         if request.is_too_late:
@@ -310,9 +313,12 @@ class Gateway:
     def on_failed(self, failed: Fail) -> None:
         request = self._live.get(failed.request_id)
         if request is not None:
-            error = ApiError(500, failed.message or "The request failed.", code="failed")
-            if failed.resumable:
-                self._lose(request, error)
+            message = failed.message or "The request failed."
+            error = ApiError(500, message, code="failed")
+            if failed.quarantined:
+                self._quarantine(request, message, cancel=False)
+            elif failed.resumable:
+                self._lose(request, error, died=failed.died)
             else:
                 self._fail(request, error, cancel=False)
 
@@ -398,7 +404,7 @@ class Gateway:
             if request.has_kept(decode) or (
                 request.decode == decode and request.stage is Stage.STREAMING
             ):
-                self._lose(request, ApiError(500, _BROKEN, code="failed"))
+                self._lose(request, ApiError(500, _BROKEN, code="failed"), died=True)
             elif request.decode == decode and request.stage is Stage.PLACED:
                 # If the instance died, the scheduler places the request again. Otherwise the next
                 # stream tells whether tokens were lost.
@@ -416,13 +422,32 @@ class Gateway:
 
     # -- migration
 
-    def _lose(self, request: ProxyRequest, error: ApiError) -> None:
-        """Migrates a request whose instance or whose tokens are lost."""
+    def _lose(self, request: ProxyRequest, error: ApiError, *, died: bool = False) -> None:
+        """Migrates a request whose instance or whose tokens are lost; fails it if it is poison.
+
+        `died`: the instance died, or seems so, while it generated the request's tokens.
+        """
         request.losses += 1
-        if request.losses > MOST_LOSSES:
+        if died:
+            request.count_death()
+        if request.deaths >= MOST_DEATHS:
+            self._quarantine(request, error.message, cancel=True)
+        elif request.losses > MOST_LOSSES:
             self._fail(request, error, cancel=True)
         else:
             self._move(request, error, "lost")
+
+    def _quarantine(self, request: ProxyRequest, why: str, *, cancel: bool) -> None:
+        """Fails a request that is poison (`core.scheduler.quarantine`)."""
+        log.error(
+            "request %s is quarantined: %d instances died while they computed it; the last: %s",
+            request.spec.request_id,
+            MOST_DEATHS,
+            why,
+            extra=request.about(),
+        )
+        self._metrics.quarantined()
+        self._fail(request, quarantined(), cancel=cancel)
 
     def _move(self, request: ProxyRequest, error: ApiError, reason: str) -> None:
         """Migrates a request to another instance; fails it with `error` if that is impossible."""
