@@ -279,7 +279,7 @@ class World(RuleBasedStateMachine):
         generation = max(self.generation[instance_id] + ahead, 0)
         known = self.machine.cluster.instances.get(instance_id)
         if known is None or generation > known.card.generation:
-            self.deaths.update(known.holdings if known else ())
+            self.deaths.update(list(known.holdings) if known else ())
             self.held[instance_id] = set()
             self.cached[instance_id] = set()
             self.queues[instance_id] = []
@@ -310,7 +310,7 @@ class World(RuleBasedStateMachine):
     @rule(instance_id=instance_ids, age=ages)
     def leave(self, instance_id: str, age: int) -> None:
         if known := self.machine.cluster.current(instance_id, self.life(instance_id, age)):
-            self.deaths.update(known.holdings)
+            self.deaths.update(list(known.holdings))
             del self.held[instance_id]
             self.leaving.discard(instance_id)
             self.cordoned.discard(instance_id)
