@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 from kubernetes.aio.config import incluster_config
 
+from millrace_operator.run import handlers
 from millrace_operator.run.handlers import Touches, make_registry, make_settings
 from millrace_operator.run.kube import load_configuration
 from millrace_operator.run.queue import Key
+from support.deadlines import HANG_S
 
 SERVICE = Key("ModelService", "ns", "chat")
 PREFILL = Key("PrefillGroup", "ns", "chat-prefill")
@@ -155,3 +160,23 @@ def test_the_operator_needs_no_torch():
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_a_task_that_can_not_be_cancelled_keeps_no_thread(monkeypatch):
+    """So do kopf's watches while no API server answers."""
+    monkeypatch.setattr(handlers, "STOP_S", 0.01)
+
+    async def stubborn() -> None:
+        while True:
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.sleep(0.001)
+
+    async def work() -> None:
+        running.append(asyncio.create_task(stubborn()))
+
+    running: list[asyncio.Task[None]] = []
+    thread = threading.Thread(target=lambda: handlers.run_alone(work()), daemon=True)
+    thread.start()
+    thread.join(HANG_S)
+    assert not thread.is_alive()
+    assert not running[0].done()

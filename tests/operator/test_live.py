@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-from collections.abc import AsyncIterator
+import threading
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import pytest
@@ -15,10 +16,21 @@ from millrace.wire.pb import scheduler_pb2
 from millrace_operator.run import cluster as around
 from millrace_operator.run.election import LeaseLost
 from support.custom_objects import pool, service
+from support.deadlines import HANG_S
 from support.kube_emulator import Fault, KubeEmulator, kube_emulator
 from support.kube_objects import Object
 from support.live_operator import ROUNDS, hurry, operator, rounds, total
 from support.scheduler_peers import Net, Worker, quick, scheduler, spec
+
+
+@pytest.fixture(autouse=True)
+def _no_watch_goes_on() -> Iterator[None]:
+    """A thread of kopf that stays would disturb all later tests."""
+    yield
+    for thread in threading.enumerate():
+        if thread.name == "kopf":
+            thread.join(HANG_S)
+            assert not thread.is_alive()
 
 
 @pytest.fixture(autouse=True)

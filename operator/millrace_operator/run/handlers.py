@@ -13,7 +13,7 @@ import asyncio
 import contextlib
 import logging
 import threading
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
 from typing import Any
 
 import kopf
@@ -195,7 +195,7 @@ async def watch(
             loop.call_soon_threadsafe(ended.set_result, error)
 
     # A daemon: a hanging call in kopf must not keep the process alive.
-    thread = threading.Thread(target=lambda: asyncio.run(run()), name="kopf", daemon=True)
+    thread = threading.Thread(target=lambda: run_alone(run()), name="kopf", daemon=True)
     thread.start()
     try:
         error = await asyncio.shield(ended)
@@ -203,6 +203,24 @@ async def watch(
         stop.set()
         await asyncio.wait([ended], timeout=STOP_S)
     raise error or MillraceError("kopf has ended")
+
+
+def run_alone(work: Coroutine[Any, Any, None]) -> None:
+    """Runs `work` in an event loop of its own. Tasks that stay after it have STOP_S to end: kopf's
+    watches swallow their cancellation while no API server answers, and `asyncio.run` would wait for
+    them for ever.
+    """
+    loop = asyncio.new_event_loop()
+    try:
+        loop.run_until_complete(work)
+        left = asyncio.all_tasks(loop)
+        for task in left:
+            task.cancel()
+        if left:
+            loop.run_until_complete(asyncio.wait(left, timeout=STOP_S))
+        loop.set_exception_handler(lambda *_: None)  # of tasks that are still there
+    finally:
+        loop.close()
 
 
 async def _run_kopf(
