@@ -111,7 +111,7 @@ class Proxy:
                 request_timeout_s=settings.scheduler.request_timeout_s,
                 metrics=ModelMetrics(self.metrics.models, name),
             )
-            gateway.on_late = partial(traces.late, tell=gateway.keep_trace)
+            gateway.intake.on_late = partial(traces.late, tell=gateway.keep_trace)
             return gateway
 
         self.models = Models(config, model, make_gateway)

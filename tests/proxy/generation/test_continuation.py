@@ -11,7 +11,7 @@ import pytest
 from millrace.core.kv.transfer import Incarnation
 from millrace.core.request import Slo
 from millrace.core.request_spec import RequestSpec, SamplingParams
-from millrace.proxy.fleet import gateway as gateway_module
+from millrace.proxy.fleet import migration
 from millrace.proxy.generation.continuation import continuation
 from millrace.proxy.generation.proxy_request import PROGRESS_TOKENS
 from millrace.state.store import StoreError
@@ -264,7 +264,7 @@ async def test_a_request_that_loses_every_instance_ends(stack):
     )
     response = await stack.http.post(COMPLETIONS, json={"model": MODEL, "prompt": "hi"})
     assert response.status_code == 500
-    assert len(stack.fleet.specs) == gateway_module.MOST_LOSSES + 1
+    assert len(stack.fleet.specs) == migration.MOST_LOSSES + 1
 
 
 async def test_a_request_whose_instances_die_at_once_is_quarantined(stack):
@@ -315,11 +315,11 @@ async def test_instances_that_leave_in_turn_have_an_end(stack):
     stack.fleet.script = Script(on_submit=submitted)
     response = await stack.http.post(COMPLETIONS, json={"model": MODEL, "prompt": "hi"})
     assert response.status_code == 500
-    assert len(stack.fleet.specs) == gateway_module.MOST_MOVES + 1
+    assert len(stack.fleet.specs) == migration.MOST_MOVES + 1
 
 
 async def test_an_answer_may_make_way_as_often_as_it_takes(stack):
-    incarnations = gateway_module.MOST_MOVES + 4
+    incarnations = migration.MOST_MOVES + 4
 
     def submitted(spec):
         stack.fleet.place(spec)

@@ -5,30 +5,27 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from millrace.core.config import ProxyConfig
 from millrace.core.errors import IntegrityError
 from millrace.core.kv.transfer import Incarnation
-from millrace.core.request import MOST_DEATHS
 from millrace.core.scheduler.effects import Fail, Refuse
-from millrace.core.token_events import TokenEvent
 from millrace.proxy.errors import (
     ApiError,
     id_taken,
     overloaded,
-    quarantined,
     refusal,
     unavailable,
     would_be_late,
 )
+from millrace.proxy.fleet.migration import BROKEN, LOST, Migration
 from millrace.proxy.fleet.parking import LoadReport, Parking
 from millrace.proxy.fleet.prompts_ahead import PromptsAhead
 from millrace.proxy.fleet.records import Records
 from millrace.proxy.fleet.scheduler_link import SchedulerLink
+from millrace.proxy.fleet.token_intake import TokenIntake
 from millrace.proxy.fleet.token_links import TokenLinks
-from millrace.proxy.generation.objectives import missed
 from millrace.proxy.generation.proxy_request import ProxyRequest
 from millrace.proxy.generation.stage import Stage
 from millrace.proxy.metrics import ModelMetrics
@@ -36,26 +33,11 @@ from millrace.state.leader import LeaderWatch
 from millrace.state.store import RequestStore
 from millrace.wire.codec.request_spec import encode_spec
 from millrace.wire.fleet_messages import Fleet, OpenRequest, Placed, Queued
-from millrace.wire.moves import PREEMPTED
 
 log = logging.getLogger(__name__)
 
 WATCH_INTERVAL_S = 0.5
-#: A request is migrated after at most this many lost instances. A request that loses more
-#: instances probably causes the losses.
-MOST_LOSSES = 3
-#: The most migrations of a request: while a pool is replaced, its next instance may leave, too.
-#: Migrations for lack of memory are not counted: each incarnation generates at least one token.
-MOST_MOVES = 16
 
-#: Finish reasons of an instance that will not finish the answer.
-_BROKEN_OFF = frozenset({"error", "cancelled", "moved"})
-
-#: Stages of a request whose tokens come from `decode`.
-_AT_DECODE = (Stage.PLACED, Stage.UNPLACED, Stage.STREAMING)
-
-_LOST = "The instance that generated this answer was lost."
-_BROKEN = "The stream of generated tokens broke."
 _NO_SCHEDULER = "The connection to the scheduler was lost."
 _SHUTTING_DOWN = "The server is shutting down."
 
@@ -82,12 +64,16 @@ class Gateway:
         self._leaders = leaders
         self._scheduler = SchedulerLink(leaders, incarnation, self)
         self._lost_at: float | None = None  # since when no scheduler answers; None: one does
-        self._tokens = TokenLinks(incarnation, self)
+        self._migration = Migration(
+            self._live, self._scheduler, self._records, metrics, submit=self.submit, fail=self._fail
+        )
+        self.intake = TokenIntake(
+            self._live, self._migration, metrics, fail=self._fail, finish=self._finish
+        )
+        self._tokens = TokenLinks(incarnation, self.intake)
         self.prompts = PromptsAhead(self._scheduler.ask_progress)
         self.on_progress = self.prompts.take
         self.keep_trace = self._scheduler.keep_trace
-        #: Gets every request whose first token came after its objective.
-        self.on_late: Callable[[ProxyRequest], None] = lambda request: None
         self._load = LoadReport(self._scheduler.report)
         self._request_timeout_s = request_timeout_s
         self._parking = Parking(config, self._load.set, request_timeout_s)
@@ -265,7 +251,7 @@ class Gateway:
         request.adopted = True
         request.spec = replace(request.spec, request_id=incarnation)
         self._live[incarnation] = request
-        self._move(request, ApiError(500, _LOST, code="failed"), "adopted")
+        self._migration.move(request, ApiError(500, LOST, code="failed"), "adopted")
 
     # -- messages of the scheduler
 
@@ -281,7 +267,7 @@ class Gateway:
         again, request.confirmed = request.confirmed, True
         if request.stage is Stage.STREAMING:
             if again or request.decode != decode:  # its first token would come twice
-                self._lose(request, ApiError(500, _LOST))
+                self._migration.lose(request, ApiError(500, LOST))
             else:
                 before_s = request.submitted_at - request.arrived_at
                 request.predict(before_s + placed.predicted_ttft_s)
@@ -295,7 +281,7 @@ class Gateway:
             self._fail(request, late, cancel=True)
             return
         if kept := request.take_kept(decode):
-            self.on_batch(decode, kept)
+            self.intake.on_batch(decode, kept)
 
     def on_refused(self, refused: Refuse) -> None:
         request = self._live.get(refused.request_id)
@@ -316,9 +302,9 @@ class Gateway:
             message = failed.message or "The request failed."
             error = ApiError(500, message, code="failed")
             if failed.quarantined:
-                self._quarantine(request, message, cancel=False)
+                self._migration.quarantine(request, message, cancel=False)
             elif failed.resumable:
-                self._lose(request, error, died=failed.died)
+                self._migration.lose(request, error, died=failed.died)
             else:
                 self._fail(request, error, cancel=False)
 
@@ -340,147 +326,6 @@ class Gateway:
         """Lists what the next scheduler is to go on with, oldest first."""
         now = time.monotonic()
         return [one.reopened(now) for one in self._live.values() if one.at_scheduler]
-
-    # -- messages of decode instances
-
-    def on_batch(self, decode: Incarnation, events: Sequence[TokenEvent]) -> None:
-        now = time.monotonic()
-        live, tbt = self._live, self._metrics.tbt
-        tokens = 0
-        for event in events:
-            request = live.get(event.request_id)
-            if request is None:
-                continue
-            if not self._comes_from(request, decode):
-                if request.stage is not Stage.STREAMING and request.decode != decode:
-                    request.keep(decode, event)  # the request may be placed at this instance
-                continue
-            if event.finish_reason in _BROKEN_OFF:
-                self._broken_off(request, event)
-                continue
-            tokens += len(event.token_ids)
-            try:
-                gap = request.take(event, now)
-            except Exception:  # a defect in one request must not end the stream of all requests
-                what = "request %s: tokens could not be taken"
-                log.exception(what, event.request_id, extra=request.about())
-                self._fail(request, ApiError(500, "Internal error."), cancel=True)
-                continue
-            if gap is not None:
-                tbt.observe(gap)
-            if request.first_token_at == now and missed(request):
-                self.on_late(request)
-            if request.has_ended:
-                self._finish(request)
-        self._metrics.tokens.inc(tokens)
-
-    def _broken_off(self, request: ProxyRequest, event: TokenEvent) -> None:
-        """Migrates or fails a request whose instance will not finish the answer."""
-        detail = event.detail()
-        if event.finish_reason == "moved":
-            request.note(detail.spans)
-            preempted = detail.error == PREEMPTED
-            request.preemptions += preempted
-            reason = PREEMPTED if preempted else "moved"
-            self._move(request, ApiError(500, _LOST, code="failed"), reason)
-        else:
-            message = detail.error or "The request was cancelled by the server."
-            self._fail(request, ApiError(500, message, code="failed"), cancel=True)
-
-    def on_stream_up(self, decode: Incarnation, *, lost: bool) -> None:
-        """Migrates the requests whose tokens may be among those that were lost with a stream.
-
-        Where none were lost, requests that wait for tokens of this instance will get them.
-        """
-        for request in list(self._live.values()):
-            here = request.decode == decode
-            if lost and (request.has_kept(decode) or (here and request.stage in _AT_DECODE)):
-                self._lose(request, ApiError(500, _BROKEN, code="failed"))
-            elif here and request.stage is Stage.UNPLACED:
-                request.stage = Stage.PLACED
-
-    def on_tokens_lost(self, decode: Incarnation) -> None:
-        for request in list(self._live.values()):
-            if request.has_kept(decode) or (
-                request.decode == decode and request.stage is Stage.STREAMING
-            ):
-                self._lose(request, ApiError(500, _BROKEN, code="failed"), died=True)
-            elif request.decode == decode and request.stage is Stage.PLACED:
-                # If the instance died, the scheduler places the request again. Otherwise the next
-                # stream tells whether tokens were lost.
-                request.stage = Stage.UNPLACED
-                request.waiting_since = time.monotonic()
-
-    def _comes_from(self, request: ProxyRequest, decode: Incarnation) -> bool:
-        """Whether events of this instance count for the request."""
-        if request.decode == decode:
-            return request.stage is not Stage.UNPLACED
-        if request.decode is None:  # its Placed is still on the way
-            request.place(decode, 0.0, time.monotonic())
-            return True
-        return False
-
-    # -- migration
-
-    def _lose(self, request: ProxyRequest, error: ApiError, *, died: bool = False) -> None:
-        """Migrates a request whose instance or whose tokens are lost; fails it if it is poison.
-
-        `died`: the instance died, or seems so, while it generated the request's tokens.
-        """
-        request.losses += 1
-        if died:
-            request.count_death()
-        if request.deaths >= MOST_DEATHS:
-            self._quarantine(request, error.message, cancel=True)
-        elif request.losses > MOST_LOSSES:
-            self._fail(request, error, cancel=True)
-        else:
-            self._move(request, error, "lost")
-
-    def _quarantine(self, request: ProxyRequest, why: str, *, cancel: bool) -> None:
-        """Fails a request that is poison (`core.scheduler.quarantine`)."""
-        log.error(
-            "request %s is quarantined: %d instances died while they computed it; the last: %s",
-            request.spec.request_id,
-            MOST_DEATHS,
-            why,
-            extra=request.about(),
-        )
-        self._metrics.quarantined()
-        self._fail(request, quarantined(), cancel=cancel)
-
-    def _move(self, request: ProxyRequest, error: ApiError, reason: str) -> None:
-        """Migrates a request to another instance; fails it with `error` if that is impossible."""
-        before = request.spec.request_id
-        moves = request.moves - request.preemptions
-        if not request.may_move or moves >= MOST_MOVES:
-            self._fail(request, error, cancel=True)
-            return
-        self._scheduler.cancel(before, "it is migrated")
-        del self._live[before]
-        request.move(time.monotonic())
-        self._live[request.spec.request_id] = request
-        self._metrics.moved(reason)
-        log.info(
-            "request %s is migrated as %s after %d tokens: %s",
-            before,
-            request.spec.request_id,
-            request.spec.resumed_tokens,
-            error.message,
-            extra=request.about(),
-        )
-        self._records.spawn(self._go_on(request, before))
-
-    async def _go_on(self, request: ProxyRequest, before: str) -> None:
-        """Submits a request's next incarnation; the store has it before the former one ends."""
-        try:
-            if not request.has_ended:  # the client may have left meanwhile
-                await self.submit(request)
-        except ApiError as error:
-            if not request.has_ended:
-                self._fail(request, error, cancel=False)
-        finally:
-            self._records.finish(before, "cancelled", kept=request.kept)
 
     # -- endings
 
@@ -529,7 +374,7 @@ class Gateway:
             error = unavailable(f"The scheduler did not answer within {limit:g} s.")
             self._fail(request, error, cancel=True)
         elif request.stage is Stage.UNPLACED and waited > limit:
-            self._lose(request, ApiError(500, _BROKEN, code="failed"))
+            self._migration.lose(request, ApiError(500, BROKEN, code="failed"))
         elif (expired := self._parking.expiry(request, now)) is not None:
             self._fail(request, expired, cancel=False)
 

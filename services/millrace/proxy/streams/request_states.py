@@ -10,7 +10,7 @@ from typing import Any
 from millrace.core.request import RequestState
 from millrace.core.request_spec import RequestSpec
 from millrace.proxy.errors import unavailable
-from millrace.proxy.fleet.gateway import MOST_LOSSES, MOST_MOVES
+from millrace.proxy.fleet.migration import MOST_LOSSES, MOST_MOVES
 from millrace.proxy.fleet.prompts_ahead import PromptsAhead
 from millrace.proxy.generation.proxy_request import ProxyRequest
 from millrace.proxy.models.models import Models
