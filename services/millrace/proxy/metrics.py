@@ -1,8 +1,11 @@
-"""The proxy's metrics."""
+"""The proxy's metrics.
+
+To look up the child of a metric by its labels takes longer than to count: children are cached.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import cache
 
 from prometheus_client import Counter
 
@@ -48,18 +51,18 @@ class TenantMetrics:
             ("tenant", "reason"),
         )
 
-        self._of_tenant: dict[str, tuple[Counter, ...]] = {}
+        self._of_tenant = cache(self._counters)
 
     def used(self, tenant: str, cost: Cost) -> None:
         """Counts a request that was submitted and has ended."""
-        found = self._of_tenant.get(tenant)
-        if found is None:  # looking up a label costs more than counting
-            used = (self._requests, self._prompt_tokens, self._generated_tokens)
-            found = self._of_tenant[tenant] = tuple(one.labels(tenant) for one in used)
-        requests, prompt_tokens, generated_tokens = found
+        requests, prompt_tokens, generated_tokens = self._of_tenant(tenant)
         requests.inc()
         prompt_tokens.inc(cost.prompt_tokens)
         generated_tokens.inc(cost.generated_tokens)
+
+    def _counters(self, tenant: str) -> tuple[Counter, ...]:
+        used = (self._requests, self._prompt_tokens, self._generated_tokens)
+        return tuple(one.labels(tenant) for one in used)
 
     def refused(self, tenant: str, reason: str) -> None:
         self._refused.labels(tenant, reason).inc()
@@ -75,9 +78,10 @@ class ProxyMetrics:
         registry.gauges_by(
             "model", {name: f"Requests {which}." for name, which in _OPEN_REQUESTS}, open_requests
         )
-        self.requests = registry.counter(
+        requests = registry.counter(
             "millrace_proxy_http_requests_total", "HTTP requests answered.", ("route", "code")
         )
+        self._answered = cache(requests.labels)
         self.models = ModelFamilies(registry)
         self.batches = BatchMetrics(registry)
         self.streams = registry.counter(
@@ -88,13 +92,15 @@ class ProxyMetrics:
             ("event",),
         )
 
+    def answered(self, route: str, status: int) -> None:
+        """Counts an answer to an HTTP request."""
+        self._answered(route, status).inc()
+
 
 class ModelFamilies:
     """The metrics that have a series for each model."""
 
     def __init__(self, registry: Registry) -> None:
-        #: Returns the labels of the exemplars of a request whose trace is exported.
-        self.exemplar: Callable[[ProxyRequest], dict[str, str] | None] = lambda request: None
         self.finished = registry.counter(
             "millrace_proxy_finished_requests_total",
             "Requests that ended without an error, by the reason of their first choice.",
@@ -154,6 +160,9 @@ class ModelMetrics:
     def __init__(self, families: ModelFamilies, model: str) -> None:
         self._families = families
         self._model = model
+        self._finished = cache(families.finished.labels)
+        self._ttft, self._e2e = cache(families.ttft.labels), cache(families.e2e.labels)
+        self._slo = cache(families.slo.labels)
         self.tokens = families.tokens.labels(model)
         self.tbt = families.tbt.labels(model)
         self._prompt_tokens = families.prompt_tokens.labels(model)
@@ -174,19 +183,21 @@ class ModelMetrics:
         if request.cached_tokens:
             self._cached_tokens.inc(request.cached_tokens)
         reason = request.choices[0].finish_reason or ""
-        self._families.finished.labels(self._model, reason).inc()
+        self._finished(self._model, reason).inc()
         first = request.first_token_at
         assert first is not None  # a request that ended had a token
         if request.adopted:
             return  # this replica does not know when the first tokens were sent
-        families, model = self._families, self._model
-        name, exemplar = request.slo.class_name, families.exemplar(request)
+        model, name = self._model, request.slo.class_name
+        objectives = dict(judged(request))
+        slow = request.moves > 0 or not all(objectives.values())
+        exemplar = request.trace.exemplar_of(kept=slow)
         ttft_s = first - request.arrived_at
-        families.ttft.labels(model, name).observe(ttft_s, exemplar)
+        self._ttft(model, name).observe(ttft_s, exemplar)
         e2e_s = request.last_token_at - request.arrived_at
-        families.e2e.labels(model, name).observe(e2e_s, exemplar)
-        for objective, met in judged(request):
-            families.slo.labels(model, name, objective, str(met).lower()).inc()
+        self._e2e(model, name).observe(e2e_s, exemplar)
+        for objective, met in objectives.items():
+            self._slo(model, name, objective, str(met).lower()).inc()
 
 
 class BatchMetrics:

@@ -98,7 +98,6 @@ class Proxy:
         if config.telemetry.vllm_names == "on":
             add_vllm_names(self.metrics.registry)
         self._traces = traces = RequestTraces(open_tracer(config.telemetry, "proxy", process_id))
-        self.metrics.models.exemplar = traces.exemplar
 
         def make_gateway(name: str, settings: Config, scheduler: str) -> Gateway:
             # Of its own: a model's old and new gateways may have the same fleet.

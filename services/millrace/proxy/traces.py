@@ -12,7 +12,7 @@ from millrace.proxy.errors import ApiError
 from millrace.proxy.generation.objectives import missed
 from millrace.proxy.generation.proxy_request import ProxyRequest
 from millrace.telemetry.tracing.context import TraceContext
-from millrace.telemetry.tracing.tracer import Scope, Tracer
+from millrace.telemetry.tracing.tracer import NO_SCOPE, Scope, Tracer
 
 #: Bars of the waterfall that the proxy itself adds; other services trace the others.
 _OWN_BARS: Final = frozenset({"parked", "moved"})
@@ -36,27 +36,19 @@ class RequestTraces:
     def begin(self, traceparent: str, arrival_unix_s: float) -> tuple[Scope, str]:
         """Returns the scope of a request's first span, and the `traceparent` for other services:
         the client's own if traces are off.
+
+        `traceparent`: the client's header; empty: none. A malformed header counts as none.
         """
-        scope = self._tracer.begin(traceparent, arrival_unix_s)
-        return scope, scope.context.traceparent if self._tracer.is_on else traceparent
+        if self._tracer.is_on:
+            scope = self._tracer.begin(traceparent, arrival_unix_s)
+            return scope, scope.context.traceparent
+        return NO_SCOPE, "" if TraceContext.parse(traceparent) is None else traceparent
 
     def late(self, request: ProxyRequest, tell: Tell) -> None:
         """Keeps the trace of a request whose first token came after its objective."""
-        context = TraceContext.parse(request.spec.traceparent)
-        if context is not None and not context.sampled:
-            self._keep(context.trace_id, tell)
-
-    def exemplar(self, request: ProxyRequest) -> dict[str, str] | None:
-        """Returns the labels of the exemplars of a finished request; None if its trace will not be
-        exported.
-        """
-        if not self._tracer.is_on:
-            return None
-        context = TraceContext.parse(request.spec.traceparent)
-        if context is None:
-            return None
-        slow = self._tracer.has_tail and (request.moves or missed(request))
-        return {"trace_id": f"{context.trace_id:032x}"} if context.sampled or slow else None
+        scope = request.trace
+        if scope.records and not scope.context.sampled:
+            self._keep(scope.context.trace_id, tell)
 
     def end(
         self,
@@ -93,7 +85,7 @@ class RequestTraces:
         )
 
     def _keep(self, trace_id: int, tell: Tell) -> None:
-        if self._tracer.has_tail and not self._tracer.wants(trace_id):
+        if not self._tracer.wants(trace_id):
             self._tracer.keep([trace_id])
             tell(f"{trace_id:032x}")
 

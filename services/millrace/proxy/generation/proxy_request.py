@@ -21,6 +21,7 @@ from millrace.proxy.generation.stage import Stage
 from millrace.proxy.text.prefix import with_blocks
 from millrace.proxy.text.tokenizer import TokenArray
 from millrace.telemetry.tracing.context import log_fields
+from millrace.telemetry.tracing.tracer import NO_SCOPE
 from millrace.wire.codec.request_spec import encode_spec
 from millrace.wire.fleet_messages import OpenRequest
 
@@ -79,6 +80,7 @@ class ProxyRequest:
         "stage",
         "started_at",
         "submitted_at",
+        "trace",
         "waiting_since",
     )
 
@@ -153,6 +155,8 @@ class ProxyRequest:
         #: Of every token of the prompt, if requested; None for the first token.
         self.prompt_logprobs: Sequence[PositionLogprobs | None] = ()
         self.spans: list[Span] = []
+        #: The span of its HTTP request; of an adopted request none is recorded.
+        self.trace = NO_SCOPE
 
     @property
     def completion_tokens(self) -> int:

@@ -70,7 +70,7 @@ class RawEndpoint:
     """A raw ASGI application around an `Answer`: sends errors as answers and counts all answers."""
 
     def __init__(self, services: Services, route: str, answer: Answer) -> None:
-        self._requests = services.metrics.requests
+        self._answered = services.metrics.answered
         self._limiter = services.limiter
         self._route = route
         self._answer = answer
@@ -90,7 +90,7 @@ class RawEndpoint:
             log.exception("%s failed", self._route)
             await send_error(send, receive, ApiError(500, "Internal error."))
         finally:
-            self._requests.labels(self._route, status).inc()
+            self._answered(self._route, status)
 
 
 class GatewayApp(FastAPI):

@@ -17,6 +17,8 @@ Send = Callable[[Message], Awaitable[None]]
 
 JSON = [(b"content-type", b"application/json")]
 
+#: Where the headers are in the scope, by name: the first of each.
+_BY_NAME = "millrace.headers"
 #: The time and the bytes for which a refused body is read, so that its sender gets the answer.
 _LINGER_S = 5.0
 _LINGER_BYTES = 1 << 30
@@ -28,10 +30,11 @@ class Disconnected(Exception):
 
 def header(scope: Scope, name: bytes) -> str | None:
     """Returns the first value of a header, or None; `name` is lower case."""
-    for key, value in scope["headers"]:
-        if key == name:
-            return str(value.decode("latin-1"))
-    return None
+    headers = scope.get(_BY_NAME)
+    if headers is None:  # an endpoint looks for a dozen headers
+        headers = scope[_BY_NAME] = dict(reversed(scope["headers"]))
+    value = headers.get(name)
+    return None if value is None else str(value.decode("latin-1"))
 
 
 async def receive_body(scope: Scope, receive: Receive, max_bytes: int) -> bytes:

@@ -87,7 +87,7 @@ class Front:
         """`logs`: every request, except of open routes, gets a record in the access log."""
         self._app = app
         self._tenants = tenants
-        self._requests = metrics.requests
+        self._answered = metrics.answered
         self._routes = routes
         self._logs = logs
 
@@ -111,7 +111,7 @@ class Front:
                 exchange.caller = await self._tenants.identify(scope)
             except ApiError as error:
                 route = path if path in self._routes else "other"
-                self._requests.labels(route, error.status).inc()
+                self._answered(route, error.status)
                 await send_error(send, receive, error)
                 return
         await self._app(scope, receive, send)

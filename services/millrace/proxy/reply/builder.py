@@ -153,6 +153,7 @@ class Builder:
                 arrived_at=arrival.at,
             )
             request.fails_early = arrival.fails_early
+            request.trace = arrival.scope
             request.read_at = time.monotonic()
             reply.progress.add(request)
             requests.append(request)

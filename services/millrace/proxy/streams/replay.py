@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 
@@ -104,7 +103,8 @@ class Replays:
         `spec` is of its last incarnation, `prompt_ids` are that incarnation's, int32 [tokens].
         """
         options = self._options(source)
-        options = replace(options, sampling=replace(options.sampling, seed=spec.sampling.seed))
+        sampling = options.sampling._replace(seed=spec.sampling.seed)
+        options = options._replace(sampling=sampling)
         blocks = PromptBlocks()
         if spec.prefix_block_tokens:
             whole = source.prompt_tokens // spec.prefix_block_tokens

@@ -30,6 +30,8 @@ class ChatTemplate:
         environment.globals.update(special_tokens)
         try:
             self._template = environment.from_string(source)
+            # jinja2 copies them at every rendering, and a ChainMap is slow to copy.
+            self._template.globals = dict(self._template.globals)
         except TemplateError as error:
             raise ModelError(f"the model's chat template is damaged: {error}") from error
         self._knows_developer = "developer" in source

@@ -68,7 +68,11 @@ class Scope:
     @property
     def exemplar(self) -> dict[str, str] | None:
         """Returns the labels of a metric's exemplar; None if the trace is not sampled."""
-        if self._tracer is None or not self.context.sampled:
+        return self.exemplar_of(kept=False)
+
+    def exemplar_of(self, *, kept: bool) -> dict[str, str] | None:
+        """Works as `exemplar`; `kept`: the trace is exported though it may not be sampled."""
+        if self._tracer is None or not (kept or self.context.sampled):
             return None
         return {"trace_id": f"{self.context.trace_id:032x}"}
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import time
-import uuid
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -21,13 +21,13 @@ from millrace.proxy.http.asgi import (
     Receive,
     Scope,
     Send,
+    header,
     receive_body,
     send_json,
 )
 from millrace.proxy.http.client import Client, send_part, start_stream, until_disconnect
 from millrace.proxy.http.endpoints.objectives import (
     Objectives,
-    traceparent,
     wants_early_failure,
     wants_trace,
 )
@@ -91,7 +91,7 @@ class Entry:
         caller = exchange.caller
         with self._counted(caller):
             slo = self._services.objectives.read(scope, caller.slo_classes, {})
-        span, context = self._services.traces.begin(traceparent(scope), unix_s)
+        span, context = self._services.traces.begin(header(scope, b"traceparent") or "", unix_s)
         exchange.trace_id = trace_id_of(context)
         return Arrival(
             at=at,
@@ -103,7 +103,7 @@ class Entry:
             fails_early=wants_early_failure(scope, {}),
             traceparent=context,
             scope=span,
-            id_digits=id_digits(caller.tenant, chosen) if chosen else uuid.uuid4().hex,
+            id_digits=id_digits(caller.tenant, chosen) if chosen else os.urandom(16).hex(),
         )
 
     def stated(self, scope: Scope, arrival: Arrival, options: Options) -> Arrival:
@@ -257,11 +257,14 @@ class Runs:
 
     def _leave(self, reply: GeneratingReply) -> None:
         """Cancels the unfinished requests: the client is gone, or the answer has failed."""
-        error = reply.progress.error
+        progress = reply.progress
+        if progress.finished and progress.error is None:
+            return
+        error = progress.error
         reason = "disconnected" if error is None or error.code != "timeout" else "timeout"
-        for request in reply.progress.requests:
+        for request in progress.requests:
             self._gateway.leave(request, reason)
-        reply.progress.fail(ApiError(499, "The client closed the connection."))
+        progress.fail(ApiError(499, "The client closed the connection."))
 
 
 class GenerateEndpoint:

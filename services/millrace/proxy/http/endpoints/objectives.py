@@ -1,4 +1,4 @@
-"""Reads a request's objectives and class from its headers and its body, its trace from a header."""
+"""Reads a request's objectives and class from its headers and its body."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from millrace.core.weights import BATCH_CLASS
 from millrace.proxy.errors import ApiError, bad_field, shown
 from millrace.proxy.http.asgi import Scope, header
 from millrace.proxy.request.models.objectives import LARGEST_MS
-from millrace.telemetry.tracing.context import TraceContext
 
 TTFT_HEADER = "x-millrace-ttft-slo-ms"
 TBT_HEADER = "x-millrace-tbt-slo-ms"
@@ -127,9 +126,3 @@ def _is_set(scope: Scope, name: str, *, absent: bool = False) -> bool:
     if text not in (None, "0", "1"):
         raise bad_field(name, "must be 0 or 1.")
     return absent if text is None else text == "1"
-
-
-def traceparent(scope: Scope) -> str:
-    """Returns the W3C trace context; empty if absent or malformed (the standard ignores both)."""
-    text = header(scope, b"traceparent") or ""
-    return "" if TraceContext.parse(text) is None else text

@@ -157,13 +157,15 @@ def _of_format(checked: Mapping[str, Any]) -> list[tuple[str, str, Any]]:
 
 
 def _of_structured(checked: Mapping[str, Any]) -> list[tuple[str, str, Any]]:
-    given = checked.get("structured_outputs", {})
+    given = checked.get("structured_outputs")
+    if not given:
+        return []
     found = [
         (f"structured_outputs.{name}", kind, given[name])
         for name, kind in _KINDS.items()
         if given.get(name) not in (None, False)
     ]
-    if given and not found:
+    if not found:
         raise bad_field("structured_outputs", f"needs one of {', '.join(_KINDS)}.")
     return found
 
