@@ -29,7 +29,7 @@ from millrace.core.live_request import LiveRequest
 from millrace.core.priority import POLICIES
 from millrace.core.priority.lars import relative_slack
 from millrace.core.request import Request
-from millrace.core.scheduler.objectives import allowed_s
+from millrace.core.scheduler.outcomes.objectives import allowed_s
 from millrace.core.weights import Weights
 from millrace.decode.request import DecodeRequest
 from millrace.prefill.hidden_pool import HiddenPool

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from types import MappingProxyType
 
 from millrace.core.cost.latency import SpLatency
-from millrace.core.scheduler.objectives import DEADLINE_FACTOR, LEAST_DEADLINE_S
+from millrace.core.scheduler.outcomes.objectives import DEADLINE_FACTOR, LEAST_DEADLINE_S
 from millrace.sim.cluster.spec import SimSpec
 from millrace.sim.models.mixed_latency import mixed_latency
 from millrace.sim.workload.workload import PlannedRequest, SloClass

@@ -45,7 +45,6 @@ from millrace.core.config import SchedulerConfig
 from millrace.core.live_request import LiveRequest
 from millrace.core.request import Request, RequestState
 from millrace.core.scheduler import events, integrity, reports
-from millrace.core.scheduler.admission import refusal
 from millrace.core.scheduler.dispatch.chunk_progress import ChunkProgress
 from millrace.core.scheduler.dispatch.dispatcher import Dispatcher, Planned
 from millrace.core.scheduler.dispatch.event_filter import EventFilter
@@ -57,7 +56,8 @@ from millrace.core.scheduler.explanation.explain import Explanation, explain, qu
 from millrace.core.scheduler.fleet.cluster import Cluster
 from millrace.core.scheduler.fleet.instances import DecodeInstance, Instance, PrefillInstance
 from millrace.core.scheduler.fleet.pool import Pool
-from millrace.core.scheduler.objectives import allowed_s, mean_step_s
+from millrace.core.scheduler.outcomes.admission import refusal
+from millrace.core.scheduler.outcomes.objectives import allowed_s, mean_step_s
 from millrace.core.scheduler.request_table import RequestTable, still_needs
 from millrace.core.scheduler.step_context import StepContext
 from millrace.core.weights import Weights

@@ -13,15 +13,15 @@ from millrace.core.config import SchedulerConfig
 from millrace.core.live_request import LiveRequest
 from millrace.core.priority.own_order import ranking_of
 from millrace.core.request import RequestState
-from millrace.core.scheduler.ended_requests import EndedRequests
 from millrace.core.scheduler.fleet.cluster import Cluster
 from millrace.core.scheduler.fleet.instances import Holding, Instance, PrefillInstance
 from millrace.core.scheduler.fleet.pool import Pool
 from millrace.core.scheduler.fleet.run_queue import RunQueue
 from millrace.core.scheduler.fleet.task import Task
 from millrace.core.scheduler.fleet.waiting_queue import WaitingQueue
-from millrace.core.scheduler.objectives import mean_tbt_s
-from millrace.core.scheduler.quarantine import Quarantine
+from millrace.core.scheduler.outcomes.ended_requests import EndedRequests
+from millrace.core.scheduler.outcomes.objectives import mean_tbt_s
+from millrace.core.scheduler.outcomes.quarantine import Quarantine
 from millrace.core.scheduler.step_context import StepContext
 from millrace.core.waits import DECODE_ROOM, PREFILL
 

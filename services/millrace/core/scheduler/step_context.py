@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from millrace.core.live_request import LiveRequest
-from millrace.core.scheduler.admission import Refusal
 from millrace.core.scheduler.effects import (
     AdmitDecode,
     CancelOn,
@@ -22,6 +21,7 @@ from millrace.core.scheduler.effects import (
     RunPrefill,
     Stalled,
 )
+from millrace.core.scheduler.outcomes.admission import Refusal
 
 
 class StepContext:

@@ -71,7 +71,7 @@ class Migration:
             self.move(request, error, "lost")
 
     def quarantine(self, request: ProxyRequest, why: str, *, cancel: bool) -> None:
-        """Fails a request that is poison (`core.scheduler.quarantine`)."""
+        """Fails a request that is poison (`core.scheduler.outcomes.quarantine`)."""
         log.error(
             "request %s is quarantined: %d instances died while they computed it; the last: %s",
             request.spec.request_id,

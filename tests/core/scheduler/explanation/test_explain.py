@@ -6,8 +6,8 @@ import pytest
 
 from millrace.core.config import SchedulerConfig
 from millrace.core.priority import POLICIES
-from millrace.core.scheduler.ended_requests import MOST_ENDED
 from millrace.core.scheduler.explanation.explain import MOST_BEFORE, Explanation
+from millrace.core.scheduler.outcomes.ended_requests import MOST_ENDED
 from millrace.core.waits import COMPUTING, DECODE_ROOM, PREFILL, SUSPENDED, TURN
 from support.core_events import Bench, groups_of, instance
 

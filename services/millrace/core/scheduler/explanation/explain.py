@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from millrace.core.live_request import LiveRequest
 from millrace.core.priority import PriorityKey, Ranking
 from millrace.core.request import RequestState
-from millrace.core.scheduler.ended_requests import Ended, group_of
 from millrace.core.scheduler.explanation.advice import Help, Prompt, helps
 from millrace.core.scheduler.fleet.pool import Pool
 from millrace.core.scheduler.fleet.run_queue import RunQueue
 from millrace.core.scheduler.fleet.task import Task
 from millrace.core.scheduler.fleet.waiting_queue import WaitingQueue
+from millrace.core.scheduler.outcomes.ended_requests import Ended, group_of
 from millrace.core.scheduler.request_table import RequestTable
 
 #: The most requests before it that an explanation names.

@@ -15,7 +15,7 @@ from typing import Final
 
 from millrace.core.live_request import LiveRequest
 from millrace.core.request import MOST_DEATHS
-from millrace.core.scheduler.admission import Refusal
+from millrace.core.scheduler.outcomes.admission import Refusal
 
 #: Ids that are kept; the oldest goes first.
 MOST_IDS: Final = 10_000

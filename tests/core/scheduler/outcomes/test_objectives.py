@@ -13,7 +13,7 @@ from millrace.core.live_request import LiveRequest
 from millrace.core.priority.millrace.policy import MillracePolicy
 from millrace.core.request import RequestState
 from millrace.core.scheduler import effects
-from millrace.core.scheduler.objectives import allowed_s, mean_tbt_s
+from millrace.core.scheduler.outcomes.objectives import allowed_s, mean_tbt_s
 from support.core_events import Bench, instance, of, request
 
 #: 10 ms a step, 1 ms a sequence, 1 ms for 100 tokens of context.
