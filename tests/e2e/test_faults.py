@@ -129,36 +129,6 @@ async def test_a_frozen_prefill_is_taken_for_dead(fleet, client) -> None:
     assert await greedy_ids(client, ids[0], 8) == answers[0]
 
 
-@pytest.mark.asyncio(loop_scope="module")
-async def test_a_request_on_which_two_instances_die_is_failed_for_good(fleet, client) -> None:
-    restarts = {name: fleet.services[name].restarts for name in ("prefill-0", "prefill-1")}
-    for name in restarts:
-        kill(fleet, name, signal.SIGSTOP)  # it gets the request and computes none of it
-    body = {"model": "tiny", "prompt": prompt(60), "max_tokens": 8}
-    asked = asyncio.create_task(client.post("/v1/completions", json=body))
-    left = set(restarts)
-
-    async def has_killed_its_holder() -> bool:
-        there = await get_instances(fleet.scheduler_address)
-        holders = {one.id for one in there if one.held_requests} & left
-        if holders or asked.done():
-            name = min(holders or left)
-            kill(fleet, name)
-            left.remove(name)
-        return not left
-
-    await eventually(has_killed_its_holder)
-    answer = await asked
-    assert answer.status_code == 500 and answer.headers["x-should-retry"] == "false"
-    assert answer.json()["error"]["code"] == "quarantined"
-    metrics = (await client.get("/metrics")).text
-    assert 'millrace_proxy_quarantined_requests_total{model="tiny"} 1.0' in metrics
-    for name, before in restarts.items():
-        await eventually(lambda n=name, b=before: fleet.services[n].restarts == b + 1)
-    await eventually(lambda: ready(client))
-    assert await greedy_ids(client, prompt(60), 8) == oracle(MODEL).greedy(prompt(60), 8)
-
-
 async def redis_pid(stack: Stack) -> int:
     url = next(a for a in stack.services["proxy"].arguments if a.startswith("store.url="))
     async with redis.asyncio.from_url(url.removeprefix("store.url=")) as store:

@@ -67,7 +67,6 @@ def request(
     slo_class: str = "default",
     prefix: tuple[int, ...] = (),
     resumable: bool = True,
-    deaths: int = 0,
 ) -> events.Submitted:
     return events.Submitted(
         request=Request(
@@ -80,7 +79,6 @@ def request(
             slo=Slo(ttft_s=ttft_s, tbt_s=tbt_s, e2e_s=e2e_s, class_name=slo_class),
             prefix_hashes=prefix,
             resumable=resumable,
-            deaths=deaths,
         )
     )
 

@@ -55,23 +55,15 @@ SPEC = RequestSpec(
     prefix_root=14,
     pooling="mean",
     priority=-3,
-    deaths=1,
 )
 
 UPDATES = {
-    "placed": messages.Placed(request_id="r", decode=DECODE, predicted_ttft_s=0.25, deaths=1),
+    "placed": messages.Placed(request_id="r", decode=DECODE, predicted_ttft_s=0.25),
     "queued": messages.Queued(request_id="r"),
     "refused": effects.Refuse(
         request_id="r", proxy_id="x", code="overloaded", message="full", retry_after_s=1.5
     ),
-    "failed": effects.Fail(
-        request_id="r",
-        proxy_id="x",
-        message="lost",
-        resumable=True,
-        died=True,
-        quarantined=True,
-    ),
+    "failed": effects.Fail(request_id="r", proxy_id="x", message="lost", resumable=True),
     "fleet": messages.Fleet(
         decode=(DECODE, OTHER), ready=True, prefill=(OTHER,), lease="scheduler:a"
     ),

@@ -34,16 +34,12 @@ class LiveRequest:
         "arrival_s",
         "attempt",
         "attempts",
-        "begun",
         "choices",
         "chunks",
         "chunks_done",
         "computed_alone_s",
-        "counts",
         "deadline_s",
-        "deaths",
         "decode_id",
-        "died_at_tokens",
         "dispatched_s",
         "executed_s",
         "expected_tokens",
@@ -100,16 +96,10 @@ class LiveRequest:
         self.chunks: tuple[Chunk, ...] = ()
         self.chunks_done = 0
         self.attempt = 0  # number of the last attempt that decode heard of
-        self.attempts = 0  # sent to prefill, without those that do not count
-        self.counts = False  # the last attempt is among them
+        self.attempts = 0  # sent to prefill, without attempts that left decode more than they found
         #: First tokens whose KV decode keeps for this attempt: the chunks begin there.
         self.kept_tokens = 0
         self.landed_tokens = 0  # first tokens whose KV decode has, by its last report
-        self.begun = False  # an instance has begun to compute this attempt
-        #: Instances that died in a row while they computed it, without progress between them, and
-        #: the tokens that had landed when the last of them died.
-        self.deaths = spec.deaths
-        self.died_at_tokens = 0
         self.dispatched_s: float | None = None
         self.first_token_s: float | None = None
         self.in_time: bool | None = None  # it met all its objectives, as soon as that is known
@@ -241,25 +231,13 @@ class LiveRequest:
         """Notes that prefill instances have its chunks."""
         self.chunks = chunks
         self.attempts += 1
-        self.counts = True
         self.dispatched_s = now_s
         self.token_out_s = self.computed_alone_s = None  # of an earlier attempt
         self.waits.enter(TURN, now_s)
 
-    def count_death(self, progress_tokens: int) -> None:
-        """Notes that an instance died while it computed the request. Deaths before it count no
-        more if `progress_tokens` more tokens have landed since then.
-        """
-        advanced = self.landed_tokens >= self.died_at_tokens + progress_tokens
-        self.deaths = 1 if advanced else self.deaths + 1
-        self.died_at_tokens = max(self.died_at_tokens, self.landed_tokens)
-
     def forgive_attempt(self) -> None:
-        """Notes that the last attempt does not count: it left decode more than it found, or an
-        instance died that did not compute it then.
-        """
-        self.attempts -= self.counts
-        self.counts = False
+        """Notes that the last attempt left decode more than it found, and does not count."""
+        self.attempts -= 1
 
     def resume(self, kept_tokens: int, now_s: float) -> None:
         """Notes that it waits for another attempt after the first tokens, whose KV decode keeps."""
@@ -278,16 +256,11 @@ class LiveRequest:
         self.chunks = ()
         self.chunks_done = 0
         self.dispatched_s = None
-        self.begun = False
         self.suspend(0.0)
         if self.state is not RequestState.QUEUED:
             self.advance(RequestState.QUEUED, now_s)
 
     # ---- prefill
-
-    def begin(self) -> None:
-        """Notes that a mixed instance computes the first tokens of this attempt."""
-        self.begun = True
 
     def start_chunk(self, now_s: float) -> None:
         """Notes that a chunk of it computes."""

@@ -6,7 +6,6 @@ import math
 from dataclasses import dataclass, field
 from enum import Enum
 from types import MappingProxyType
-from typing import Final
 
 
 class RequestState(Enum):
@@ -101,11 +100,6 @@ class Chunk:
     instance_ids: tuple[str, ...]
 
 
-#: A request that was computed at so many instances when they died, without progress between the
-#: deaths, is poison: it is failed, and never placed again.
-MOST_DEATHS: Final = 2
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
     """The request of a client. `LiveRequest` holds it together with its progress."""
@@ -121,7 +115,6 @@ class Request:
     tenant: str = "default"
     priority: int = 0  # among its tenant's requests of its class; the smaller goes first
     resumable: bool = True  # an attempt may start after the tokens that earlier ones left at decode
-    deaths: int = 0  # of instances that computed it, in a row and without progress between them
 
     @property
     def prefill_only(self) -> bool:

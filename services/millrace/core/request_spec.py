@@ -96,8 +96,6 @@ class RequestSpec:
 
     `pooling` says which final hidden state a prefill-only request is answered with, or "" if with
     none: that of the prompt's "last" token, or the "mean" over all its tokens.
-
-    `deaths`: of instances that computed it, in a row and without progress between them.
     """
 
     request_id: str
@@ -114,7 +112,6 @@ class RequestSpec:
     tenant: str = "default"
     priority: int = 0  # among its tenant's requests of its class; the smaller goes first
     pooling: str = ""
-    deaths: int = 0
 
     @property
     def needs_whole_prompt(self) -> bool:

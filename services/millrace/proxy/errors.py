@@ -10,7 +10,6 @@ from contextlib import contextmanager
 import orjson
 
 from millrace.core.errors import MillraceError
-from millrace.core.request import MOST_DEATHS
 from millrace.core.scheduler.effects import Refuse
 from millrace.state.store import StoreError
 
@@ -18,9 +17,6 @@ INVALID = "invalid_request_error"
 SERVER = "server_error"
 
 RETRY_AFTER_S = 1.0
-
-#: Tells clients (OpenAI's do as it says) that another try can't succeed.
-NO_RETRY = (b"x-should-retry", b"false")
 
 #: HTTP statuses of the scheduler's refusals, by their code.
 _REFUSALS = {"overloaded": 429, "unavailable": 503, "too_large": 400, "invalid": 400}
@@ -128,17 +124,6 @@ def id_taken() -> ApiError:
     return ApiError(409, "A request with this id exists already.", code="request_id_taken")
 
 
-def quarantined() -> ApiError:
-    """Returns a 500 error that asks the client not to send the request again."""
-    return ApiError(
-        500,
-        f"{MOST_DEATHS} instances in a row died while they computed this request. It is not tried "
-        "again.",
-        code="quarantined",
-        headers=[NO_RETRY],
-    )
-
-
 def would_be_late(predicted_s: float, objective_s: float) -> ApiError:
     """Returns a 429 error for a client that wants no late answer. Times are TTFT, in seconds."""
     return ApiError(
@@ -153,8 +138,6 @@ def would_be_late(predicted_s: float, objective_s: float) -> ApiError:
 
 def refusal(refused: Refuse) -> ApiError:
     """Returns the client's error for a refusal of the scheduler."""
-    if refused.code == "quarantined":
-        return quarantined()
     status = _REFUSALS.get(refused.code, 503)
     retry_after_s = None if status == 400 else refused.retry_after_s or RETRY_AFTER_S
     return ApiError(status, refused.message, code=refused.code, retry_after_s=retry_after_s)

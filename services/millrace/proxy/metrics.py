@@ -116,11 +116,6 @@ class ModelFamilies:
             "Cancelled requests, by reason.",
             ("model", "reason"),
         )
-        self.quarantined = registry.counter(
-            "millrace_proxy_quarantined_requests_total",
-            "Requests failed for good: instance after instance died while it computed them.",
-            ("model",),
-        )
         self.tokens = registry.counter(
             "millrace_proxy_generated_tokens_total",
             "Tokens received from decode instances.",
@@ -170,9 +165,6 @@ class ModelMetrics:
 
     def moved(self, reason: str) -> None:
         self._families.moved.labels(self._model, reason).inc()
-
-    def quarantined(self) -> None:
-        self._families.quarantined.labels(self._model).inc()
 
     def cancelled(self, reason: str) -> None:
         self._families.cancelled.labels(self._model, reason).inc()

@@ -77,7 +77,6 @@ class CarryOut:
             request_id=effect.request_id,
             decode=self._workers[effect.decode_id].member,
             predicted_ttft_s=effect.predicted_ttft_s,
-            deaths=effect.deaths,
         )
         self._first_tokens.placed(effect, self.now_s)
         self.update(effect.proxy_id, placed)

@@ -80,14 +80,12 @@ ProxyMessage = (
 class Placed:
     """The request is accepted, and `decode` will stream its tokens.
 
-    For a prefill-only request it is the prefill instance that will stream its result. `deaths`: as
-    `Request.deaths`.
+    For a prefill-only request it is the prefill instance that will stream its result.
     """
 
     request_id: str
     decode: Member
     predicted_ttft_s: float
-    deaths: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

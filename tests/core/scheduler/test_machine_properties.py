@@ -24,7 +24,7 @@ from millrace.core.cost.decode_step import DecodeStepTime
 from millrace.core.cost.latency import Latency, SpLatency
 from millrace.core.live_request import LiveRequest
 from millrace.core.priority import POLICIES
-from millrace.core.request import MOST_DEATHS, TRANSITIONS, Request, RequestState, Slo
+from millrace.core.request import TRANSITIONS, Request, RequestState, Slo
 from millrace.core.scheduler import effects, events, reports
 from millrace.core.scheduler.fleet.instances import PrefillInstance
 from millrace.core.scheduler.machine import Machine
@@ -76,8 +76,6 @@ class World(RuleBasedStateMachine):
         self.cached: dict[str, set[int]] = {}  # instance -> blocks that it has reported
         self.leaving: set[str] = set()  # instances that said so, and
         self.cordoned: set[str] = set()  # those that others keep new work from
-        self.deaths: Counter[str] = Counter()  # request -> instances that held it when they died
-        self.poison: set[str] = set()
 
     @initialize(
         tasks_ahead=st.integers(1, 3),
@@ -141,19 +139,15 @@ class World(RuleBasedStateMachine):
             case effects.Record():
                 self.recorded(effect)
             case effects.Refuse(request_id=r):
-                assert effect.code in ("overloaded", "unavailable", "too_large", "quarantined")
-                final = effect.code in ("too_large", "quarantined")
-                assert (effect.retry_after_s >= 1.0) is not final
-                assert (effect.code == "quarantined") is (r in self.poison)
+                assert effect.code in ("overloaded", "unavailable", "too_large")
+                assert (effect.retry_after_s >= 1.0) is (effect.code != "too_large")
                 assert self.states[r] is RequestState.QUEUED and r not in self.placed_at
                 self.over(r)
             case effects.Fail(request_id=r):
                 assert r in self.states and effect.message
-                assert not effect.quarantined or self.deaths[r] >= MOST_DEATHS
-                self.poison |= {r} if effect.quarantined else set()
             case effects.Place(request_id=r, decode_id=decode_id):
                 assert effect.predicted_ttft_s >= 0.0
-                assert r not in self.placed_at and r not in self.poison
+                assert r not in self.placed_at
                 assert decode_id not in self.leaving | self.cordoned
                 self.placed_at[r] = decode_id
             case effects.AdmitDecode(instance_id=i, request_id=r):
@@ -279,7 +273,6 @@ class World(RuleBasedStateMachine):
         generation = max(self.generation[instance_id] + ahead, 0)
         known = self.machine.cluster.instances.get(instance_id)
         if known is None or generation > known.card.generation:
-            self.deaths.update(list(known.holdings) if known else ())
             self.held[instance_id] = set()
             self.cached[instance_id] = set()
             self.queues[instance_id] = []
@@ -309,8 +302,7 @@ class World(RuleBasedStateMachine):
 
     @rule(instance_id=instance_ids, age=ages)
     def leave(self, instance_id: str, age: int) -> None:
-        if known := self.machine.cluster.current(instance_id, self.life(instance_id, age)):
-            self.deaths.update(list(known.holdings))
+        if self.machine.cluster.current(instance_id, self.life(instance_id, age)):
             del self.held[instance_id]
             self.leaving.discard(instance_id)
             self.cordoned.discard(instance_id)

@@ -13,7 +13,6 @@ from millrace.core.request import Slo
 from millrace.core.request_spec import RequestSpec, SamplingParams
 from millrace.proxy.fleet import migration
 from millrace.proxy.generation.continuation import continuation
-from millrace.proxy.generation.proxy_request import PROGRESS_TOKENS
 from millrace.state.store import StoreError
 from millrace.wire.moves import PREEMPTED
 from support.deadlines import HANG_S
@@ -265,46 +264,6 @@ async def test_a_request_that_loses_every_instance_ends(stack):
     response = await stack.http.post(COMPLETIONS, json={"model": MODEL, "prompt": "hi"})
     assert response.status_code == 500
     assert len(stack.fleet.specs) == migration.MOST_LOSSES + 1
-
-
-async def test_a_request_whose_instances_die_at_once_is_quarantined(stack):
-    stack.fleet.script = Script(
-        on_submit=lambda spec: stack.fleet.fail(spec, "decode died", resumable=True, died=True)
-    )
-    response = await stack.http.post(COMPLETIONS, json={"model": MODEL, "prompt": "hi"})
-    assert response.status_code == 500 and response.headers["x-should-retry"] == "false"
-    assert response.json()["error"]["code"] == "quarantined"
-    assert [spec.deaths for spec in stack.fleet.specs] == [0, 1]
-
-
-async def test_the_scheduler_quarantines_a_request(stack):
-    stack.fleet.script = Script(
-        on_submit=lambda spec: stack.fleet.fail(spec, "two died", quarantined=True)
-    )
-    response = await stack.http.post(COMPLETIONS, json={"model": MODEL, "prompt": "hi"})
-    assert response.json()["error"]["code"] == "quarantined"
-    assert len(stack.fleet.specs) == 1
-
-
-@pytest.mark.parametrize("between", [PROGRESS_TOKENS - 1, PROGRESS_TOKENS])
-async def test_deaths_count_no_more_after_some_tokens(stack, between):
-    held = Script(reply=TEXT, hold=asyncio.Event(), hold_after=2 + between)
-
-    def die(spec):
-        stack.fleet.script = held
-        stack.fleet.fail(spec, "decode died", resumable=True, died=True)
-
-    asking = asyncio.create_task(disturbed(stack, BODY, die, after=2))
-    await eventually(lambda: tokens_of(stack) == 2 + between)
-    stack.fleet.script = Script(reply=TEXT)
-    stack.fleet.fail(stack.fleet.specs[1], "decode died", resumable=True, died=True)
-    answer = await asking
-    if between < PROGRESS_TOKENS:
-        assert answer.error["code"] == "quarantined"
-        assert len(stack.fleet.specs) == 2
-    else:
-        assert answer.text == TEXT
-        assert [spec.deaths for spec in stack.fleet.specs] == [0, 1, 1]
 
 
 async def test_instances_that_leave_in_turn_have_an_end(stack):

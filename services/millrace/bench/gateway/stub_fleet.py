@@ -193,15 +193,7 @@ class StubFleet:
             ),
         )
 
-    def fail(
-        self,
-        spec: RequestSpec,
-        message: str,
-        *,
-        resumable: bool = False,
-        died: bool = False,
-        quarantined: bool = False,
-    ) -> None:
+    def fail(self, spec: RequestSpec, message: str, *, resumable: bool = False) -> None:
         self._update(
             spec,
             Fail(
@@ -209,8 +201,6 @@ class StubFleet:
                 proxy_id=spec.proxy.id,
                 message=message,
                 resumable=resumable,
-                died=died,
-                quarantined=quarantined,
             ),
         )
 

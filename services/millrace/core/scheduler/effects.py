@@ -15,21 +15,20 @@ class Place:
     """Tell the proxy that the request is accepted and which instance emits its tokens.
 
     `decode_id`: a decode instance; of a prefill-only request the instance that computes its last
-    token. `deaths`: as `Request.deaths`, for the next scheduler.
+    token.
     """
 
     request_id: str
     proxy_id: str
     decode_id: str
     predicted_ttft_s: float
-    deaths: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Refuse:
     """Tell the proxy that the request is not accepted.
 
-    code: overloaded | unavailable | too_large | quarantined.
+    code: overloaded | unavailable | too_large.
     """
 
     request_id: str
@@ -44,16 +43,13 @@ class Fail:
     """Tell the proxy that an accepted request is over without its answer.
 
     `resumable`: an instance was lost when the first token may have been out. The proxy knows the
-    tokens that were out, and may submit the rest as a new request. `died`: the instance died while
-    it computed the request. `quarantined`: the request is poison (`quarantine`).
+    tokens that were out, and may submit the rest as a new request.
     """
 
     request_id: str
     proxy_id: str
     message: str
     resumable: bool = False
-    died: bool = False
-    quarantined: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -219,16 +219,14 @@ class Machine:
 
     def _leave(self, step: StepContext, instance: Instance) -> None:
         pool = self.cluster.pool_of(instance)
-        computed = self._table.computed_at(instance)
         self._takeover.left(instance)
         self.cluster.remove(instance)
         for request_id in instance.holdings:
             request = self._table.served(request_id, instance)
             if request is not None and still_needs(request, instance):
-                why = f"{instance.card.role} {instance.id} died"
-                if request_id not in computed:
-                    request.forgive_attempt()
-                self._table.lost(step, request, instance, why, died=request_id in computed)
+                self._table.lost(
+                    step, request, instance, f"{instance.card.role} {instance.id} died"
+                )
             elif request is not None:
                 self._table.drop_tasks(request)  # it decodes before prefill's report came
         if isinstance(instance, PrefillInstance):
@@ -303,8 +301,7 @@ class Machine:
             return
         request = LiveRequest(event.request)
         ready = self._predict(request)
-        refused = self._table.quarantine.refusal(request)
-        refused = refused or refusal(request, self.cluster, self.queued, self.queued_s, self.config)
+        refused = refusal(request, self.cluster, self.queued, self.queued_s, self.config)
         if refused is not None:
             step.refuse(request, refused)
             return

@@ -21,7 +21,6 @@ from millrace.core.scheduler.fleet.task import Task
 from millrace.core.scheduler.fleet.waiting_queue import WaitingQueue
 from millrace.core.scheduler.outcomes.ended_requests import EndedRequests
 from millrace.core.scheduler.outcomes.objectives import mean_tbt_s
-from millrace.core.scheduler.outcomes.quarantine import Quarantine
 from millrace.core.scheduler.step_context import StepContext
 from millrace.core.waits import DECODE_ROOM, PREFILL
 
@@ -46,7 +45,6 @@ class RequestTable:
         self.run_queue_of: dict[str, RunQueue] = {}  # requests with something left to compute
         self.release_timeouts = 0  # holdings freed without a report of their instance
         self.ended = EndedRequests()
-        self.quarantine = Quarantine()
         self._leaving: deque[tuple[float, Instance, Holding, str]] = deque()
         self._orders = count()
 
@@ -107,27 +105,6 @@ class RequestTable:
         if overhead_s is not None and owner is not None:
             self.cluster.pool_of(owner).on_top.observe(request.prompt_tokens, overhead_s)
 
-    def computed_at(self, instance: Instance) -> set[str]:
-        """Returns the requests that the instance computes now, as far as its reports say."""
-        return {
-            request_id
-            for request_id in instance.holdings
-            if (request := self.served(request_id, instance)) and self._computes(instance, request)
-        }
-
-    def _computes(self, instance: Instance, request: LiveRequest) -> bool:
-        if not isinstance(instance, PrefillInstance):
-            # The report that it decodes may be lost with the instance.
-            generates = (RequestState.TRANSFERRING, RequestState.DECODING)
-            return request.begun or request.state in generates
-        run_queue = self.run_queue_of.get(request.id)
-        tasks = () if run_queue is None else run_queue.tasks.get(request.id, ())
-        return any(
-            instance in task.members
-            and (task.started_s is not None or (task.chosen and task.ready))
-            for task in tasks
-        )
-
     def served(self, request_id: str, instance: Instance) -> LiveRequest | None:
         """Returns the request, if the instance holds its current attempt."""
         holding = instance.holdings.get(request_id)
@@ -142,11 +119,9 @@ class RequestTable:
         instance: Instance,
         why: str,
         kept_tokens: int = 0,
-        *,
-        died: bool = False,
     ) -> None:
         """Handles an instance that can't do its part: prefills again, unless the first token may be
-        out. `died`: while it computed the request.
+        out.
 
         A lost prefill instance costs the KV that has not landed at decode. Decode reports how much
         it keeps, and if it keeps anything, waits for the next attempt.
@@ -154,7 +129,7 @@ class RequestTable:
         reporter: Instance | None = None if kept_tokens else instance
         if isinstance(instance, PrefillInstance):
             kept_tokens = request.landed_tokens
-        self._again(step, request, why, instance, reporter, kept_tokens, died=died)
+        self._again(step, request, why, instance, reporter, kept_tokens)
 
     def take_back(self, step: StepContext, request: LiveRequest, why: str) -> None:
         """Plans a request without progress again, after the tokens that have landed."""
@@ -168,8 +143,6 @@ class RequestTable:
         instance: Instance | None,
         reporter: Instance | None,
         kept_tokens: int,
-        *,
-        died: bool = False,
     ) -> None:
         kept_tokens = min(
             kept_tokens, request.prompt_tokens - 1
@@ -178,11 +151,7 @@ class RequestTable:
             request.resumable and not request.shards
         )  # a spread request starts from its beginning
         if request.state not in (RequestState.QUEUED, RequestState.PREFILLING):
-            why = f"{why} after the first token"
-            self.fail(step, request, why, reporter, resumable=True, died=died)
-        elif died and self.quarantine.takes(request, MIN_KEPT_TOKENS):
-            why = f"{why}: {request.deaths} instances in a row died while they computed the request"
-            self.fail(step, request, why, reporter, quarantined=True)
+            self.fail(step, request, f"{why} after the first token", reporter, resumable=True)
         elif kept_tokens >= MIN_KEPT_TOKENS and resumable:
             self._resume(step, request, why, instance, kept_tokens)
         else:
@@ -234,10 +203,8 @@ class RequestTable:
         reporter: Instance | None = None,
         *,
         resumable: bool = False,
-        died: bool = False,
-        quarantined: bool = False,
     ) -> None:
-        step.fail(request, message, resumable=resumable, died=died, quarantined=quarantined)
+        step.fail(request, message, resumable=resumable)
         self.end(step, request, RequestState.FAILED, message, reporter)
 
     def end(

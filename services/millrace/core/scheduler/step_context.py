@@ -55,19 +55,10 @@ class StepContext:
                 proxy_id=request.proxy_id,
                 decode_id=decode_id,
                 predicted_ttft_s=predicted_ttft_s,
-                deaths=request.deaths,
             )
         )
 
-    def fail(
-        self,
-        request: LiveRequest,
-        message: str,
-        *,
-        resumable: bool,
-        died: bool,
-        quarantined: bool,
-    ) -> None:
+    def fail(self, request: LiveRequest, message: str, *, resumable: bool) -> None:
         """Tells the proxy that the accepted request is over without its answer."""
         self.effects.append(
             Fail(
@@ -75,8 +66,6 @@ class StepContext:
                 proxy_id=request.proxy_id,
                 message=message,
                 resumable=resumable,
-                died=died,
-                quarantined=quarantined,
             )
         )
 

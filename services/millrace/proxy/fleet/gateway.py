@@ -272,7 +272,6 @@ class Gateway:
                 before_s = request.submitted_at - request.arrived_at
                 request.predict(before_s + placed.predicted_ttft_s)
             return
-        request.suspect(placed.deaths)
         self._tokens.open(placed.decode)
         request.place(decode, placed.predicted_ttft_s, time.monotonic())
         if request.is_too_late:
@@ -299,12 +298,9 @@ class Gateway:
     def on_failed(self, failed: Fail) -> None:
         request = self._live.get(failed.request_id)
         if request is not None:
-            message = failed.message or "The request failed."
-            error = ApiError(500, message, code="failed")
-            if failed.quarantined:
-                self._migration.quarantine(request, message, cancel=False)
-            elif failed.resumable:
-                self._migration.lose(request, error, died=failed.died)
+            error = ApiError(500, failed.message or "The request failed.", code="failed")
+            if failed.resumable:
+                self._migration.lose(request, error)
             else:
                 self._fail(request, error, cancel=False)
 

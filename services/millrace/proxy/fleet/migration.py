@@ -7,8 +7,7 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Protocol
 
-from millrace.core.request import MOST_DEATHS
-from millrace.proxy.errors import ApiError, quarantined
+from millrace.proxy.errors import ApiError
 from millrace.proxy.fleet.records import Records
 from millrace.proxy.fleet.scheduler_link import SchedulerLink
 from millrace.proxy.generation.proxy_request import ProxyRequest
@@ -55,32 +54,13 @@ class Migration:
         self._submit = submit
         self._fail = fail
 
-    def lose(self, request: ProxyRequest, error: ApiError, *, died: bool = False) -> None:
-        """Migrates a request whose instance or whose tokens are lost; fails it if it is poison.
-
-        `died`: the instance died, or seems so, while it generated the request's tokens.
-        """
+    def lose(self, request: ProxyRequest, error: ApiError) -> None:
+        """Migrates a request whose instance or whose tokens are lost."""
         request.losses += 1
-        if died:
-            request.count_death()
-        if request.deaths >= MOST_DEATHS:
-            self.quarantine(request, error.message, cancel=True)
-        elif request.losses > MOST_LOSSES:
+        if request.losses > MOST_LOSSES:
             self._fail(request, error, cancel=True)
         else:
             self.move(request, error, "lost")
-
-    def quarantine(self, request: ProxyRequest, why: str, *, cancel: bool) -> None:
-        """Fails a request that is poison (`core.scheduler.outcomes.quarantine`)."""
-        log.error(
-            "request %s is quarantined: %d instances died while they computed it; the last: %s",
-            request.spec.request_id,
-            MOST_DEATHS,
-            why,
-            extra=request.about(),
-        )
-        self._metrics.quarantined()
-        self._fail(request, quarantined(), cancel=cancel)
 
     def move(self, request: ProxyRequest, error: ApiError, reason: str) -> None:
         """Migrates a request to another instance; fails it with `error` if that is impossible."""

@@ -106,7 +106,7 @@ class TokenIntake:
             if request.has_kept(decode) or (
                 request.decode == decode and request.stage is Stage.STREAMING
             ):
-                self._migration.lose(request, ApiError(500, BROKEN, code="failed"), died=True)
+                self._migration.lose(request, ApiError(500, BROKEN, code="failed"))
             elif request.decode == decode and request.stage is Stage.PLACED:
                 # If the instance died, the scheduler places the request again. Otherwise the next
                 # stream tells whether tokens were lost.

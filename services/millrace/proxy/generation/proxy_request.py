@@ -22,13 +22,7 @@ from millrace.proxy.text.prefix import with_blocks
 from millrace.proxy.text.tokenizer import TokenArray
 from millrace.telemetry.tracing.context import log_fields
 from millrace.telemetry.tracing.tracer import NO_SCOPE
-from millrace.wire.codec.request_spec import encode_spec
 from millrace.wire.fleet_messages import OpenRequest
-
-#: Deaths of instances count together if an answer has got fewer tokens between them. A request that
-#: makes its instance die does so at one position. Its neighbours are in other batches by then, or
-#: have got further.
-PROGRESS_TOKENS = 8
 
 
 class ProxyRequest:
@@ -51,7 +45,6 @@ class ProxyRequest:
         "cached_tokens",
         "choices",
         "confirmed",
-        "deaths",
         "decode",
         "encoded_spec",
         "fails_early",
@@ -134,8 +127,6 @@ class ProxyRequest:
         #: for lack of memory.
         self.moves = 0
         self.losses = 0
-        #: Instances that died in a row while they computed it, without progress between them.
-        self.deaths = spec.deaths
         self.preemptions = 0
         #: Since when the request waits for the first token of its new instance; None after that.
         self._moved_at: float | None = None
@@ -267,18 +258,6 @@ class ProxyRequest:
         if not self.spec.resumed_tokens:
             self.predicted_ttft_s = predicted_ttft_s
 
-    def suspect(self, deaths: int) -> None:
-        """Notes how many instances have died on its prompt, and tells the next scheduler."""
-        if deaths > self.deaths:
-            self.deaths = deaths
-            self.spec = replace(self.spec, deaths=deaths)
-            self.encoded_spec = encode_spec(self.spec)
-
-    def count_death(self) -> None:
-        """Notes that an instance died while it generated tokens of the request."""
-        advanced = len(self._tokens or ()) >= PROGRESS_TOKENS
-        self.deaths = 1 if advanced else self.deaths + 1
-
     def move(self, now: float) -> None:
         """Begins the next incarnation, whose prompt ends in the tokens of this incarnation.
 
@@ -294,7 +273,7 @@ class ProxyRequest:
         e2e_s = self.slo.e2e_s
         left_s = None if e2e_s is None else e2e_s - (now - self.arrived_at)
         rest = continuation(self.spec, f"{self.lineage}.{self.moves}", tokens.size, left_s)
-        self.spec = replace(with_blocks(rest, self.prompt_ids), deaths=self.deaths)
+        self.spec = with_blocks(rest, self.prompt_ids)
         self.stage, self.decode = Stage.MOVING, None
         self.recorded = False
         self._early = {}

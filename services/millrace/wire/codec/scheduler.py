@@ -108,7 +108,6 @@ def request(spec: common_pb2.RequestSpec, *, proxy_id: str, now_s: float) -> Req
         prefix_hashes=tuple(spec.prefix_hashes),
         tenant=spec.tenant or DEFAULT_TENANT,
         priority=spec.priority,
-        deaths=spec.deaths,
         # As `RequestSpec.needs_whole_prompt`, without decoding the whole spec.
         resumable=not scored and spec.pooling != common_pb2.POOLING_MEAN,
     )

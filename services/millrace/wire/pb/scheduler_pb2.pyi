@@ -22,7 +22,6 @@ class RefusalCode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     REFUSAL_CODE_UNAVAILABLE: _ClassVar[RefusalCode]
     REFUSAL_CODE_TOO_LARGE: _ClassVar[RefusalCode]
     REFUSAL_CODE_INVALID: _ClassVar[RefusalCode]
-    REFUSAL_CODE_QUARANTINED: _ClassVar[RefusalCode]
 
 class Role(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -48,7 +47,6 @@ REFUSAL_CODE_OVERLOADED: RefusalCode
 REFUSAL_CODE_UNAVAILABLE: RefusalCode
 REFUSAL_CODE_TOO_LARGE: RefusalCode
 REFUSAL_CODE_INVALID: RefusalCode
-REFUSAL_CODE_QUARANTINED: RefusalCode
 ROLE_UNSPECIFIED: Role
 ROLE_PREFILL: Role
 ROLE_DECODE: Role
@@ -167,16 +165,14 @@ class PromptProgress(_message.Message):
     def __init__(self, state: _Optional[_Union[RequestState, str]] = ..., computed_tokens: _Optional[int] = ..., left_s: _Optional[float] = ..., queue_place: _Optional[int] = ...) -> None: ...
 
 class Placed(_message.Message):
-    __slots__ = ("request_id", "decode", "predicted_ttft_s", "deaths")
+    __slots__ = ("request_id", "decode", "predicted_ttft_s")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     DECODE_FIELD_NUMBER: _ClassVar[int]
     PREDICTED_TTFT_S_FIELD_NUMBER: _ClassVar[int]
-    DEATHS_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     decode: Member
     predicted_ttft_s: float
-    deaths: int
-    def __init__(self, request_id: _Optional[str] = ..., decode: _Optional[_Union[Member, _Mapping]] = ..., predicted_ttft_s: _Optional[float] = ..., deaths: _Optional[int] = ...) -> None: ...
+    def __init__(self, request_id: _Optional[str] = ..., decode: _Optional[_Union[Member, _Mapping]] = ..., predicted_ttft_s: _Optional[float] = ...) -> None: ...
 
 class Queued(_message.Message):
     __slots__ = ("request_id",)
@@ -197,18 +193,14 @@ class Refused(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., code: _Optional[_Union[RefusalCode, str]] = ..., message: _Optional[str] = ..., retry_after_s: _Optional[float] = ...) -> None: ...
 
 class Failed(_message.Message):
-    __slots__ = ("request_id", "message", "resumable", "died", "quarantined")
+    __slots__ = ("request_id", "message", "resumable")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     MESSAGE_FIELD_NUMBER: _ClassVar[int]
     RESUMABLE_FIELD_NUMBER: _ClassVar[int]
-    DIED_FIELD_NUMBER: _ClassVar[int]
-    QUARANTINED_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     message: str
     resumable: bool
-    died: bool
-    quarantined: bool
-    def __init__(self, request_id: _Optional[str] = ..., message: _Optional[str] = ..., resumable: _Optional[bool] = ..., died: _Optional[bool] = ..., quarantined: _Optional[bool] = ...) -> None: ...
+    def __init__(self, request_id: _Optional[str] = ..., message: _Optional[str] = ..., resumable: _Optional[bool] = ...) -> None: ...
 
 class Fleet(_message.Message):
     __slots__ = ("decode", "ready", "lease", "prefill")
