@@ -1,1 +1,1 @@
-"""What becomes of requests: refused, ended, with objectives met or missed."""
+"""What becomes of requests: refused, or ended with objectives met or missed."""
