@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import select
 import signal
@@ -71,17 +72,23 @@ async def test_each_starts_in_the_folder_of_its_parent(
         await bad.start(HANG_S)
 
 
+def open_pipes(pid: int) -> set[str]:
+    """Returns the names of the pipes and sockets that the process has open."""
+    names = set()
+    for fd in os.listdir(f"/proc/{pid}/fd"):
+        with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+            names.add(os.readlink(f"/proc/{pid}/fd/{fd}"))
+    return {name for name in names if name.startswith(("pipe:", "socket:"))}
+
+
 async def test_a_fork_has_no_files_of_its_siblings(tmp_path: Path) -> None:
     made = [service(tmp_path, name) for name in ("one", "two", "three")]
     for one in made:
         await one.start(HANG_S)
     pids = [one.process.pid for one in made if one.process is not None]
-    pipes = [
-        {os.readlink(f"/proc/{pid}/fd/{fd}") for fd in os.listdir(f"/proc/{pid}/fd")}
-        for pid in pids
-    ]
-    held = {name for name in pipes[0] if name.startswith(("pipe:", "socket:"))}
-    assert all(held.isdisjoint(others) for others in pipes[1:])
+    pipes = [open_pipes(pid) for pid in pids]
+    assert pipes[0]
+    assert all(pipes[0].isdisjoint(others) for others in pipes[1:])
     await asyncio.gather(*(one.stop() for one in made))
 
 

@@ -52,7 +52,7 @@ class Service:
 
     async def launch(self) -> None:
         """Starts the process. Raises OSError when it can't be made."""
-        self.serving = False
+        self.process, self.serving = None, False
         read_fd, write_fd = os.pipe()
         try:
             with self.log_path.open("ab") as output:
