@@ -43,6 +43,9 @@ std::vector<const Kernels*> available() {
 }
 
 const Kernels* g_kernels = available().front();
+bool g_alike = false;
+
+constexpr std::int64_t kVectorRows = 2;  // rows up to which vectors read weights faster than tiles do
 
 std::vector<std::string> instruction_sets() {
   std::vector<std::string> names;
@@ -59,11 +62,18 @@ void use_instruction_set(const std::string& name) {
   throw std::invalid_argument("no instruction set " + name + " on this machine");
 }
 
+void compute_rows_alike(bool alike) { g_alike = alike; }
+
 std::string instruction_set() { return g_kernels->name; }
 
 }  // namespace
 
 const Kernels& kernels() { return *g_kernels; }
+
+const LinearKernels& linear_kernels(Type type, std::int64_t rows) {
+  const bool in_tiles = g_kernels->has_matrix_unit && type == Type::b16 && rows > kVectorRows;
+  return g_alike || in_tiles ? g_kernels->alike_linear : g_kernels->fast_linear;
+}
 
 void bind_isa(nb::module_& m) {
   using namespace nb::literals;
@@ -71,6 +81,8 @@ void bind_isa(nb::module_& m) {
   m.def("instruction_set", &instruction_set, "The one in use.");
   m.def("use_instruction_set", &use_instruction_set, "name"_a,
         "Take another; raises ValueError when this machine lacks it.");
+  m.def("compute_rows_alike", &compute_rows_alike, "alike"_a,
+        "Whether linears give a row the same bits among any number of rows, or are as fast as they can.");
 }
 
 }  // namespace millrace

@@ -15,7 +15,9 @@ namespace millrace {
 struct Kernels {
   const char* name;
   AttentionKernels attention;
-  LinearKernels linear;
+  LinearKernels alike_linear;  // a row has the same bits among any number of rows
+  LinearKernels fast_linear;
+  bool has_matrix_unit;  // which computes `alike_linear` in bfloat16
   RowKernels rows;
   SamplingKernels sampling;
 };
@@ -30,5 +32,7 @@ const Kernels& amx_kernels();
 
 // The table in use.
 const Kernels& kernels();
+// That of linears of so many rows.
+const LinearKernels& linear_kernels(Type type, std::int64_t rows);
 
 }  // namespace millrace

@@ -43,7 +43,13 @@ inline std::int64_t round_up(std::int64_t value, std::int64_t unit) {
 }  // namespace
 
 const Kernels& MILLRACE_TABLE() {
-  static constexpr Kernels table = {MILLRACE_ISA, kAttention, kLinear, kRows, kSampling};
+  #if defined(__AMX_BF16__)
+  constexpr bool has_matrix_unit = true;
+#else
+  constexpr bool has_matrix_unit = false;
+#endif
+  static constexpr Kernels table = {MILLRACE_ISA,    kAttention, kAlikeLinear, kFastLinear,
+                                    has_matrix_unit, kRows,      kSampling};
   return table;
 }
 

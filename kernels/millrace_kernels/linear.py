@@ -13,6 +13,7 @@ from torch import Tensor
 from millrace_kernels import dispatch, torch_backend
 from millrace_kernels.composed import ComposedLinear
 from millrace_kernels.cpu_backend import linear as cpu_linear
+from millrace_kernels.cpu_backend.linear import ALL_ROWS
 from millrace_kernels.plan import Backend
 from millrace_kernels.row_operations import Rows
 
@@ -58,7 +59,7 @@ class Linear(ComposedLinear):
         self.weight = weight.contiguous()
         self.bias = bias
         self.out_features, self.in_features = weight.shape
-        self._native = _native_linear(self.weight, bias)
+        self._native, self._native_rows = _native_linear(self.weight, bias)
 
     @property
     def _rows(self) -> Rows:
@@ -66,7 +67,7 @@ class Linear(ComposedLinear):
 
     def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """Maps x [n, H] to [n, O]. Raises ValueError or RuntimeError for another shape or dtype."""
-        if self._native is not None and x.shape[0]:
+        if self._native is not None and 0 < x.shape[0] <= self._native_rows:
             return self._native(x, out)
         return torch_backend.linear(x, self.weight, self.bias, out)
 
@@ -82,13 +83,13 @@ class Linear(ComposedLinear):
         """Returns (linear(rms_norm(total)), total) for total = x + residual, or x without a
         residual.
         """
-        if self._native is not None and x.shape[0]:
+        if self._native is not None and 0 < x.shape[0] <= self._native_rows:
             return self._native.after_norm(x, residual, norm_weight, eps, out, total)
         return super().after_norm(x, residual, norm_weight, eps, out, total)
 
     def after_silu(self, gate_up: Tensor, out: Tensor | None = None) -> Tensor:
         """Returns linear(silu(gate) * up) for gate_up [n, 2 * H] with gate in the first half."""
-        if self._native is not None and gate_up.shape[0]:
+        if self._native is not None and 0 < gate_up.shape[0] <= self._native_rows:
             return self._native.after_silu(gate_up, out)
         return super().after_silu(gate_up, out)
 
@@ -107,7 +108,7 @@ class Experts:
                 f"projections of the same experts"
             )
         gate_up, down = gate_up.contiguous(), down.contiguous()
-        self._native = _native_experts(gate_up, down)
+        self._native, self._native_rows = _native_experts(gate_up, down)
         self.gate_up = [Linear(weight) for weight in gate_up]
         self.down = [Linear(weight) for weight in down]
 
@@ -118,7 +119,7 @@ class Experts:
         that each chosen expert runs one matrix product per projection.
         """
         tokens, per_token = expert_ids.shape
-        if self._native is not None and tokens:
+        if self._native is not None and 0 < tokens * per_token <= self._native_rows:
             return self._native(x, expert_ids, weights)
         flat_ids = expert_ids.view(-1)
         order = flat_ids.argsort(stable=True)
@@ -136,28 +137,28 @@ class Experts:
         return weighted.view(tokens, per_token, -1).sum(1).to(x.dtype)
 
 
-def _native_linear(weight: Tensor, bias: Tensor | None) -> NativeLinear | None:
-    """Returns the backend's linear; None where torch computes it."""
+def _native_linear(weight: Tensor, bias: Tensor | None) -> tuple[NativeLinear | None, int]:
+    """Returns the backend's linear, and the most rows of x that it takes; torch takes more rows."""
     backend = dispatch.rows_backend(weight.device, weight.dtype)
     if backend is Backend.TORCH or not weight.numel():
-        return None
+        return None, 0
     if backend is Backend.CPU:
-        return cpu_linear.CpuLinear(weight, bias)
+        return cpu_linear.CpuLinear(weight, bias), cpu_linear.most_rows(weight.dtype)
     from millrace_kernels.triton_backend.linear import TritonLinear
 
-    return TritonLinear(weight, bias)
+    return TritonLinear(weight, bias), ALL_ROWS
 
 
-def _native_experts(gate_up: Tensor, down: Tensor) -> NativeExperts | None:
-    """Returns the backend's experts; None where torch computes them."""
+def _native_experts(gate_up: Tensor, down: Tensor) -> tuple[NativeExperts | None, int]:
+    """Returns the backend's experts, and the most assignments that they take."""
     backend = dispatch.rows_backend(down.device, down.dtype)
     if backend is Backend.TORCH or not down.numel():
-        return None
+        return None, 0
     if backend is Backend.CPU:
-        return cpu_linear.CpuExperts(gate_up, down)
+        return cpu_linear.CpuExperts(gate_up, down), cpu_linear.most_assignments()
     from millrace_kernels.triton_backend.moe import TritonExperts
 
-    return TritonExperts(gate_up, down)
+    return TritonExperts(gate_up, down), ALL_ROWS
 
 
 def prepare_linear(weight: Tensor, bias: Tensor | None = None) -> Linear:

@@ -16,6 +16,8 @@ from support.tiny_models import prompt
 PAGE_BYTES = 3 * 2 * 2 * 16 * 12 * 2  # 16 tokens in bfloat16
 PAGES = 21  # one and a half of eight answers, and the instance's own
 
+DETERMINISTIC = ["engine.deterministic=on", "engine.dtype=bfloat16", "engine.prefix_cache=off"]
+
 BODIES: list[dict[str, Any]] = [
     {"prompt": prompt(20 + 9 * i, seed=i), "max_tokens": 100 + 12 * i, "temperature": i % 2}
     | {"seed": i, "ignore_eos": True, "return_token_ids": True, "model": "tiny"}
@@ -34,7 +36,7 @@ async def ask(client: httpx.AsyncClient, body: dict[str, Any]) -> tuple[list[int
 
 
 async def test_answers_in_random_company_are_those_alone() -> None:
-    settings = ["engine.dtype=bfloat16", "engine.prefix_cache=off"]
+    settings = [*DETERMINISTIC]
     chance = random.Random(4)
     async with (
         live_stack(served_folder("llama"), settings=settings) as stack,
@@ -54,8 +56,11 @@ async def test_answers_in_random_company_are_those_alone() -> None:
 
 @pytest.mark.slow
 async def test_answers_that_are_computed_again_are_those_alone() -> None:
-    settings = ["engine.dtype=bfloat16", "engine.prefix_cache=off", "scheduler.decode_reserve=grow"]
-    settings += ["scheduler.decode_headroom_tokens=16"]
+    settings = [
+        *DETERMINISTIC,
+        "scheduler.decode_reserve=grow",
+        "scheduler.decode_headroom_tokens=16",
+    ]
     decode = [f"engine.kv_bytes={PAGES * PAGE_BYTES}", "engine.swap_bytes=0"]
     async with (
         live_stack(

@@ -50,7 +50,7 @@ def test_products_match_float64(variant, dtype, rows, inputs, outputs, has_bias,
 
 
 @DTYPES
-def test_more_rows_than_a_task_and_a_chunk_hold(variant, dtype):
+def test_more_rows_than_a_task_and_a_chunk_hold(variant, deterministic, dtype):
     x, weight = randn(450, 16000, dtype=dtype), weights(70, 16000, dtype=dtype)
     linear = CpuLinear(weight, None)
     whole = linear(x)
@@ -60,7 +60,9 @@ def test_more_rows_than_a_task_and_a_chunk_hold(variant, dtype):
 
 @DTYPES
 @pytest.mark.parametrize("inputs", [768, 301, 2100])
-def test_a_row_has_the_same_bits_among_any_rows_on_any_threads(variant, dtype, inputs, threads):
+def test_a_row_has_the_same_bits_among_any_rows_on_any_threads(
+    variant, deterministic, dtype, inputs, threads
+):
     x, weight = randn(400, inputs, dtype=dtype), weights(331, inputs, dtype=dtype)
     linear = CpuLinear(weight, randn(331, dtype=dtype, seed=2))
     torch.set_num_threads(1)
@@ -75,7 +77,7 @@ def test_a_row_has_the_same_bits_among_any_rows_on_any_threads(variant, dtype, i
 @DTYPES
 @SETTINGS
 @given(data=st.data(), inputs=st.integers(1, 1500), outputs=st.integers(1, 100))
-def test_a_row_never_notices_the_others(variant, dtype, data, inputs, outputs):
+def test_a_row_never_notices_the_others(variant, deterministic, dtype, data, inputs, outputs):
     x, linear = (
         randn(60, inputs, dtype=dtype),
         CpuLinear(weights(outputs, inputs, dtype=dtype), None),
@@ -119,7 +121,7 @@ def test_an_activation_before_it_changes_no_bit(variant, dtype, rows, inputs):
     seed=st.integers(0, 999),
 )
 def test_experts_match_one_token_after_another(
-    variant, dtype, tokens, per_token, hidden, width, seed
+    variant, deterministic, dtype, tokens, per_token, hidden, width, seed
 ):
     gate_up = weights(6, 2 * width, hidden, dtype=dtype, seed=seed)
     down = weights(6, hidden, width, dtype=dtype, seed=seed + 1)
@@ -141,7 +143,7 @@ def test_experts_match_one_token_after_another(
         assert torch.equal(by_itself, actual[alone])
 
 
-def test_more_tokens_than_the_experts_sort_at_once(variant):
+def test_more_tokens_than_the_experts_sort_at_once(variant, deterministic):
     gate_up = weights(3, 16, 8, dtype=torch.float32)
     down = weights(3, 8, 8, dtype=torch.float32, seed=2)
     x, shares = randn(3000, 8), torch.full((3000, 2), 0.5)

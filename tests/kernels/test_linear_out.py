@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from millrace_kernels import api, cpu_backend
+from millrace_kernels.cpu_backend import linear as cpu_linear
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 ROWS = pytest.mark.parametrize("rows", [0, 1, 3, 8, 9, 500])
@@ -16,9 +17,9 @@ INPUTS, OUTPUTS = 96, 70
 
 @pytest.fixture(params=[True, False], ids=["native", "torch"], autouse=True)
 def native(request, monkeypatch) -> Iterator[bool]:
-    """Runs with the CPU's kernels, and as where they are not built."""
-    if not request.param:
-        monkeypatch.setattr(cpu_backend, "TYPES", {})
+    """Runs with the CPU's kernels for any number of rows, and for the fewest."""
+    most = cpu_linear.ALL_ROWS if request.param else 8
+    monkeypatch.setattr(cpu_linear, "most_rows", lambda dtype: most)
     yield request.param
 
 

@@ -19,6 +19,7 @@ from millrace.engine.kv.pool import KvPool
 from millrace.engine.kv.step_tables import page_table_of
 from millrace.engine.model.loader import Model, load_model
 from millrace.engine.runner import Runner
+from millrace_kernels import determinism
 
 
 def layout_of(model: Model, num_pages: int, page_tokens: int = 16) -> KvLayout:
@@ -42,8 +43,14 @@ def make_pool(model: Model, *, page_tokens: int = 16, num_pages: int = 64) -> Kv
 
 
 def make_runner(
-    folder: Path, *, dtype: str = "float32", page_tokens: int = 16, num_pages: int = 64
+    folder: Path,
+    *,
+    dtype: str = "float32",
+    page_tokens: int = 16,
+    num_pages: int = 64,
+    deterministic: bool = False,
 ) -> ModelRunner:
+    determinism.use(deterministic)
     model = load_model(folder, device="cpu", dtype=dtype)
     return ModelRunner(
         StagePasses(model, make_pool(model, page_tokens=page_tokens, num_pages=num_pages))

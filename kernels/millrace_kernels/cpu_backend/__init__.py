@@ -68,6 +68,12 @@ def variant() -> str:
     return _cpu.instruction_set()
 
 
+def compute_rows_alike(alike: bool) -> None:
+    """Makes linears of any number of rows add in one order; or, if not `alike`, in the fastest."""
+    if AVAILABLE:
+        _cpu.compute_rows_alike(alike)
+
+
 def describe() -> str:
     """Returns the variant in use, for `describe_backends`."""
     return f"C++ {variant()}" if AVAILABLE else "C++ not built"

@@ -5,14 +5,42 @@ Shape letters: n rows of x, H in, O out; E experts, X width of an expert, t expe
 
 from __future__ import annotations
 
+from typing import Final
+
 import torch
 from torch import Tensor, get_num_threads
 
-from millrace_kernels import cpu_backend
+from millrace_kernels import cpu_backend, determinism
 from millrace_kernels.recording import launch
 
 if cpu_backend.AVAILABLE:
     from millrace_kernels import _cpu
+
+
+ALL_ROWS: Final = 2**31 - 1
+
+_FEW_ROWS: Final = 8
+"""Rows of x up to which only the reading of the weights takes time."""
+
+
+def most_rows(dtype: torch.dtype) -> int:
+    """Returns the rows of x up to which C++ runs a linear, and not torch, on this processor.
+
+    All rows if the kernels are deterministic, few rows always. Many rows in float32 with AVX2,
+    where C++ beats MKL, and in bfloat16 with any x86 vectors. With AVX-512 torch's float32 product
+    is faster, and on other processors torch uses the vendor's library.
+    """
+    native = cpu_backend.variant()
+    is_faster = native == "avx2" or (dtype == torch.bfloat16 and native != "portable")
+    return ALL_ROWS if is_faster or determinism.is_on() else _FEW_ROWS
+
+
+def most_assignments() -> int:
+    """Returns the most assignments (rows of x times experts of each) that C++ runs. Torch makes
+    many small calls per expert, so C++ runs them always, if it uses the processor's vectors.
+    """
+    is_slower = cpu_backend.variant() == "portable" and not determinism.is_on()
+    return _FEW_ROWS if is_slower else ALL_ROWS
 
 
 def _shape(*tensors: Tensor) -> str:

@@ -1,7 +1,7 @@
 """Every kernel in torch operators: runs on the CPU and on CUDA.
 
 The library under torch chooses its kernels by the shapes of a product. So the CPU gets products of
-one shape alone, whatever the number of rows: a row has the same bits in any batch.
+one shape alone where the kernels are deterministic, whatever the number of rows.
 
 Shape letters: n tokens, h q heads, k kv heads, d head_dim, p positions of one sequence's K/V.
 """
@@ -13,18 +13,19 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.functional import pad
 
+from millrace_kernels import determinism
 from millrace_kernels.plan import AttentionPlan
 from millrace_kernels.reference import gather_kv, visible
 from millrace_kernels.torch_backend.sampling import sample as sample
 
 _BLOCK_ROWS = 512
-"""Query rows that share one mask, except on the CPU."""
+"""Query rows that share one mask, unless products have one shape."""
 
-_CPU_ROWS = 16
-"""Rows of x, or of q, of every product on the CPU; zeros fill up the last."""
+_EQUAL_ROWS = 16
+"""Rows of x, or of q, of every deterministic product; zeros fill up the last."""
 
-_CPU_SLOTS = 512
-"""K/V slots of every product on the CPU."""
+_EQUAL_SLOTS = 512
+"""K/V slots of every deterministic product."""
 
 
 def attention(
@@ -38,13 +39,13 @@ def attention(
 ) -> None:
     """Fills out_nhd and lse_nh, one sequence after another."""
     for index, (start, stop, kv_len) in enumerate(plan.sequences):
-        if kv_len == 0:
+        if kv_len == 0 or start == stop:
             out_nhd[start:stop] = 0
             lse_nh[start:stop] = float("-inf")
             continue
         k_kpd, v_kpd = gather_kv(kv_layer, plan.page_table[index], kv_len)
         q_hnd = q_nhd[start:stop].transpose(0, 1)
-        blocks = _cpu_blocks if q_hnd.is_cpu else _blocks
+        blocks = _equal_blocks if q_hnd.is_cpu and determinism.is_on() else _blocks
         o_hnd, lse_hn = blocks(plan, index, q_hnd, k_kpd, v_kpd, scale)
         out_nhd[start:stop] = o_hnd.transpose(0, 1)
         lse_nh[start:stop] = lse_hn.transpose(0, 1)
@@ -70,22 +71,22 @@ def _blocks(
     return torch.cat(outs, 1), torch.cat(lses, 1)
 
 
-def _cpu_blocks(
+def _equal_blocks(
     plan: AttentionPlan, index: int, q_hnd: Tensor, k_kpd: Tensor, v_kpd: Tensor, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Computes blocks of _CPU_ROWS query rows over spans of _CPU_SLOTS slots, merged in order."""
+    """Computes blocks of _EQUAL_ROWS rows over spans of _EQUAL_SLOTS slots, merged in order."""
     row, column = plan.positions(index)
     rows, slots = len(row), len(column)
-    q_hnd = pad(q_hnd, (0, 0, 0, -rows % _CPU_ROWS))
-    k_kpd, v_kpd = (pad(x, (0, 0, 0, -slots % _CPU_SLOTS)) for x in (k_kpd, v_kpd))
+    q_hnd = pad(q_hnd, (0, 0, 0, -rows % _EQUAL_ROWS))
+    k_kpd, v_kpd = (pad(x, (0, 0, 0, -slots % _EQUAL_SLOTS)) for x in (k_kpd, v_kpd))
     out_nhd = q_hnd.new_zeros((q_hnd.shape[1], *q_hnd.shape[::2]), dtype=torch.float32)
     lse_nh = out_nhd.new_full(out_nhd.shape[:2], float("-inf"))
-    for first in range(0, rows, _CPU_ROWS):
-        own = slice(first, first + _CPU_ROWS)
+    for first in range(0, rows, _EQUAL_ROWS):
+        own = slice(first, first + _EQUAL_ROWS)
         seen = visible(plan, row[own], column)
-        seen = pad(seen, (0, -slots % _CPU_SLOTS, 0, _CPU_ROWS - len(seen)))
-        for slot in range(0, slots, _CPU_SLOTS):
-            span = slice(slot, slot + _CPU_SLOTS)
+        seen = pad(seen, (0, -slots % _EQUAL_SLOTS, 0, _EQUAL_ROWS - len(seen)))
+        for slot in range(0, slots, _EQUAL_SLOTS):
+            span = slice(slot, slot + _EQUAL_SLOTS)
             if seen[:, span].any():
                 part, part_lse = _masked(
                     q_hnd[:, own],
@@ -144,12 +145,12 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None) -
         out = x.new_empty((x.shape[0], weight.shape[0]))
     elif out.shape != (x.shape[0], weight.shape[0]):
         raise ValueError(f"out is {tuple(out.shape)}, not {(x.shape[0], weight.shape[0])}")
-    if not x.is_cpu:
+    if not x.is_cpu or not determinism.is_on():
         return _product(x, weight, bias, out)
-    block = x.new_zeros((_CPU_ROWS, weight.shape[1]))
-    result = out.new_empty((_CPU_ROWS, out.shape[1]))
-    for first in range(0, len(x), _CPU_ROWS):
-        rows = x[first : first + _CPU_ROWS]
+    block = x.new_zeros((_EQUAL_ROWS, weight.shape[1]))
+    result = out.new_empty((_EQUAL_ROWS, out.shape[1]))
+    for first in range(0, len(x), _EQUAL_ROWS):
+        rows = x[first : first + _EQUAL_ROWS]
         block[: len(rows)] = rows
         out[first : first + len(rows)] = _product(block, weight, bias, result)[: len(rows)]
     return out

@@ -26,6 +26,12 @@ class EngineConfig(Section):
     device: str = setting("auto", None, "auto, cpu, cuda or cuda:N")
     dtype: str = setting("auto", one_of("auto", "float32", "bfloat16"), "auto: the model's own")
     threads: int = setting(0, within(0, 4096), "compute threads; 0: all cores of the process")
+    deterministic: str = setting(
+        "off",
+        one_of("on", "off"),
+        "a token gets the same logits, bit by bit, in any company, chunks and restarts; on the CPU "
+        "alone",
+    )
     tensor_parallel: int = setting(
         1, within(1, 64), "ranks of an instance, which share each layer's heads and widths"
     )
