@@ -34,10 +34,12 @@ class LiveRequest:
         "arrival_s",
         "attempt",
         "attempts",
+        "begun",
         "choices",
         "chunks",
         "chunks_done",
         "computed_alone_s",
+        "counts",
         "deadline_s",
         "decode_id",
         "dispatched_s",
@@ -96,7 +98,9 @@ class LiveRequest:
         self.chunks: tuple[Chunk, ...] = ()
         self.chunks_done = 0
         self.attempt = 0  # number of the last attempt that decode heard of
-        self.attempts = 0  # sent to prefill, without attempts that left decode more than they found
+        self.attempts = 0  # sent to prefill, without those that do not count
+        self.counts = False  # the last attempt is among them
+        self.begun = False  # a mixed instance has begun to compute this attempt
         #: First tokens whose KV decode keeps for this attempt: the chunks begin there.
         self.kept_tokens = 0
         self.landed_tokens = 0  # first tokens whose KV decode has, by its last report
@@ -231,13 +235,17 @@ class LiveRequest:
         """Notes that prefill instances have its chunks."""
         self.chunks = chunks
         self.attempts += 1
+        self.counts = True
         self.dispatched_s = now_s
         self.token_out_s = self.computed_alone_s = None  # of an earlier attempt
         self.waits.enter(TURN, now_s)
 
     def forgive_attempt(self) -> None:
-        """Notes that the last attempt left decode more than it found, and does not count."""
-        self.attempts -= 1
+        """Notes that the last attempt does not count: it left decode more than it found, or waited
+        where an instance died.
+        """
+        self.attempts -= self.counts
+        self.counts = False
 
     def resume(self, kept_tokens: int, now_s: float) -> None:
         """Notes that it waits for another attempt after the first tokens, whose KV decode keeps."""
@@ -255,12 +263,17 @@ class LiveRequest:
     def _forget_plan(self, now_s: float) -> None:
         self.chunks = ()
         self.chunks_done = 0
+        self.begun = False
         self.dispatched_s = None
         self.suspend(0.0)
         if self.state is not RequestState.QUEUED:
             self.advance(RequestState.QUEUED, now_s)
 
     # ---- prefill
+
+    def begin(self) -> None:
+        """Notes that a mixed instance computes the first tokens of this attempt."""
+        self.begun = True
 
     def start_chunk(self, now_s: float) -> None:
         """Notes that a chunk of it computes."""

@@ -80,7 +80,8 @@ class SchedulerConfig(Section):
     max_attempts: int = setting(
         3,
         within(1, 100),
-        "prefills of one request, without prefills that left decode more KV to resume from",
+        "prefills of one request, without prefills that left decode more KV to resume from, or "
+        "waited where an instance died",
     )
     heartbeat_s: float = setting(1.0, within(0.01), "interval of the workers' heartbeats")
     lease_s: float = setting(5.0, within(0.05), "silence after which a peer counts as dead")

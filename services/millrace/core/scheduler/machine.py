@@ -219,11 +219,14 @@ class Machine:
 
     def _leave(self, step: StepContext, instance: Instance) -> None:
         pool = self.cluster.pool_of(instance)
+        waiting = self._table.waiting_at(instance)
         self._takeover.left(instance)
         self.cluster.remove(instance)
         for request_id in instance.holdings:
             request = self._table.served(request_id, instance)
             if request is not None and still_needs(request, instance):
+                if request_id in waiting:
+                    request.forgive_attempt()
                 self._table.lost(
                     step, request, instance, f"{instance.card.role} {instance.id} died"
                 )

@@ -105,6 +105,28 @@ class RequestTable:
         if overhead_s is not None and owner is not None:
             self.cluster.pool_of(owner).on_top.observe(request.prompt_tokens, overhead_s)
 
+    def waiting_at(self, instance: Instance) -> set[str]:
+        """Returns the requests whose prompts wait at a prefill or mixed instance: it computes none
+        of them now, as far as its reports say.
+        """
+        return {
+            request_id
+            for request_id in instance.holdings
+            if (request := self.served(request_id, instance)) and self._waits_at(instance, request)
+        }
+
+    def _waits_at(self, instance: Instance, request: LiveRequest) -> bool:
+        if not isinstance(instance, PrefillInstance):
+            return instance.card.role == "mixed" and not request.begun
+        run_queue = self.run_queue_of.get(request.id)
+        tasks = () if run_queue is None else run_queue.tasks.get(request.id, ())
+        # The report of a start may be lost with the instance.
+        return not any(
+            instance in task.members
+            and (task.started_s is not None or (task.chosen and task.ready))
+            for task in tasks
+        )
+
     def served(self, request_id: str, instance: Instance) -> LiveRequest | None:
         """Returns the request, if the instance holds its current attempt."""
         holding = instance.holdings.get(request_id)

@@ -93,9 +93,11 @@ class ChunkProgress:
     def _mixed_reported(
         self, step: StepContext, instance: DecodeInstance, report: _OfChunk
     ) -> None:
-        """Notes the end of a prefill; a mixed instance orders its own work."""
+        """Notes the begin and the end of a prefill; a mixed instance orders its own work."""
         request = self._table.served(report.request_id, instance)
-        if isinstance(report, ChunkFinished) and request is not None:
+        if isinstance(report, ChunkStarted) and request is not None:
+            request.begin()
+        elif isinstance(report, ChunkFinished) and request is not None:
             self._table.computed(step, request)
         else:
             self._event_filter.ignored += request is None
