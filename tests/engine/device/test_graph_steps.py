@@ -12,10 +12,27 @@ import pytest
 pytest.importorskip("triton", reason="triton (extra `gpu`) isn't installed")
 
 
-def test_in_the_interpreter():
+@pytest.mark.parametrize(
+    "checks_of",
+    [
+        "mistral or fits_no_graph",
+        pytest.param("llama or qwen3_moe", marks=pytest.mark.slow),
+    ],
+)
+def test_in_the_interpreter(checks_of: str):
     checks = Path(__file__).with_name("graph_steps.py")
     found = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(checks)],
+        [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-p",
+            "no:cacheprovider",
+            "-k",
+            checks_of,
+            str(checks),
+        ],
         env={**os.environ, "TRITON_INTERPRET": "1"},
         capture_output=True,
         text=True,
