@@ -49,7 +49,8 @@ async def test_a_plan_of_growing_groups_is_computed_as_planned(conductor: Conduc
     alone, together = run.chunks
     assert (alone.ring_wait_s, alone.history_wait_s) == (0.0, 0.0)
     assert 0 < together.ring_wait_s + together.history_wait_s < together.compute_s
-    assert 0 < run.started_s < min(run.ttft_s, run.landed_s)
+    # The news of the start, of the token and of the landing come on three streams, in any order.
+    assert run.started_s > 0 and run.compute_s < run.landed_s
     assert alone.compute_s + together.compute_s == run.compute_s < run.ttft_s
     assert all(one.ring_bytes > 0 and one.compute_s > 0 for one in spent)
     assert all(one.handshake_s > 0 for one in spent)
