@@ -18,11 +18,13 @@ from millrace.bench.common.machine_limits import describe_machine
 from millrace.bench.common.options import Announce
 from millrace.core.errors import MillraceError
 from millrace.local.options import StackOptions
+from millrace.local.service import Service
 from millrace.local.stack import Stack, UncleanStopError
 from millrace.proxy.model_card import read_model_card
 
 #: A stack that answers no request for so long after a fault has not recovered.
 RECOVERY_TIMEOUT_S = 180.0
+SETTLE_S = 1.0  # from the end of the load until the services are looked at
 PROBE_PAUSE_S = 0.1
 #: The longest answers' examples that a report quotes of each end.
 EXAMPLES = 5
@@ -58,6 +60,11 @@ async def run(settings: Settings, announce: Announce = lambda what: None) -> dic
     return soak.document() | {"leaks": leaks}
 
 
+def _runs(service: Service) -> bool:
+    process = service.process
+    return service.serving and process is not None and process.returncode is None
+
+
 class Soak:
     """Streams answers and strikes, each in a task of its own, until the time is over."""
 
@@ -86,6 +93,18 @@ class Soak:
                 tasks.create_task(self._strike(stack, client))
                 for _ in range(self._settings.streams):
                     tasks.create_task(self._load(client))
+            await self._whole(stack)
+
+    async def _whole(self, stack: Stack) -> None:
+        """Waits until every service runs again. A scheduler whose lease the store has lost ends
+        with its next renewal, and is started again.
+        """
+        until_s = time.monotonic() + RECOVERY_TIMEOUT_S
+        await asyncio.sleep(SETTLE_S)
+        while time.monotonic() < until_s:
+            if all(map(_runs, stack.services.values())):
+                return
+            await asyncio.sleep(PROBE_PAUSE_S)
 
     async def _load(self, client: httpx.AsyncClient) -> None:
         """Streams one answer after the other; the last one to its end."""
