@@ -89,6 +89,13 @@ class Service:
         return lines[-1] if lines else "ended with an empty log"
 
     @property
+    def serving_pid(self) -> int | None:
+        """Returns the id of its process; None if that does not serve yet, or has ended."""
+        if not self.serving or self.process is None or self.process.returncode is not None:
+            return None
+        return self.process.pid
+
+    @property
     def ended_well(self) -> bool:
         """Returns whether it ended as asked. A service that did not serve yet may end by the signal
         itself.

@@ -69,12 +69,5 @@ def _processes(stack: Stack, target: str) -> list[tuple[str, int | None]]:
     if target == "store":
         return [("store", stack.redis_pid)]
     names = stack.instances(target) or [target]
-    return [(name, _pid(stack, name)) for name in names if name in stack.services]
-
-
-def _pid(stack: Stack, name: str) -> int | None:
-    service = stack.services[name]
-    process = service.process
-    if process is None or process.returncode is not None or not service.serving:
-        return None
-    return process.pid
+    hit = [stack.services[name] for name in names if name in stack.services]
+    return [(service.name, service.serving_pid) for service in hit]

@@ -18,14 +18,13 @@ from millrace.bench.common.machine_limits import describe_machine
 from millrace.bench.common.options import Announce
 from millrace.core.errors import MillraceError
 from millrace.local.options import StackOptions
-from millrace.local.service import Service
 from millrace.local.stack import Stack, UncleanStopError
 from millrace.proxy.model_card import read_model_card
 
 #: A stack that answers no request for so long after a fault has not recovered.
 RECOVERY_TIMEOUT_S = 180.0
-SETTLE_S = 1.0  # from the end of the load until the services are looked at
 PROBE_PAUSE_S = 0.1
+SETTLE_S = 1.0  # from the end of the load until the services are looked at
 #: The longest answers' examples that a report quotes of each end.
 EXAMPLES = 5
 
@@ -58,11 +57,6 @@ async def run(settings: Settings, announce: Announce = lambda what: None) -> dic
     except UncleanStopError as error:
         leaks = str(error).split("; ")
     return soak.document() | {"leaks": leaks}
-
-
-def _runs(service: Service) -> bool:
-    process = service.process
-    return service.serving and process is not None and process.returncode is None
 
 
 class Soak:
@@ -102,7 +96,7 @@ class Soak:
         until_s = time.monotonic() + RECOVERY_TIMEOUT_S
         await asyncio.sleep(SETTLE_S)
         while time.monotonic() < until_s:
-            if all(map(_runs, stack.services.values())):
+            if all(service.serving_pid for service in stack.services.values()):
                 return
             await asyncio.sleep(PROBE_PAUSE_S)
 
