@@ -302,7 +302,7 @@ async def test_a_prompt_that_penalties_need_but_the_store_has_not(pair: Pair) ->
     await pair.admit("r", 30, repetition_penalty=1.2)
 
     failed = await pair.decode.said("request_failed", "r")
-    assert failed.retryable
+    assert failed.retryable and failed.prompt_unread
     await pair.decode.said("request_released", "r")
 
 

@@ -19,7 +19,7 @@ from millrace.local.service import StartupError
 from millrace.local.stack import Stack
 from millrace.wire.clients.scheduler_client import get_instances
 from support.deadlines import HANG_S
-from support.live_stack import eventually, greedy_ids, live_stack
+from support.live_stack import eventually, greedy_ids, keys_of_requests, live_stack
 from support.served_model import served_folder
 from support.tiny_models import oracle, prompt
 
@@ -129,9 +129,13 @@ async def test_a_frozen_prefill_is_taken_for_dead(fleet, client) -> None:
     assert await greedy_ids(client, ids[0], 8) == answers[0]
 
 
-async def redis_pid(stack: Stack) -> int:
+def store_of(stack: Stack) -> redis.asyncio.Redis:
     url = next(a for a in stack.services["proxy"].arguments if a.startswith("store.url="))
-    async with redis.asyncio.from_url(url.removeprefix("store.url=")) as store:
+    return redis.asyncio.from_url(url.removeprefix("store.url="))
+
+
+async def redis_pid(stack: Stack) -> int:
+    async with store_of(stack) as store:
         return (await store.info("server"))["process_id"]
 
 
@@ -176,6 +180,29 @@ async def test_an_answer_is_migrated_after_its_store_has_lost_it(fleet, client) 
     kill(fleet, "decode-0")
     assert await answer == undisturbed
     await eventually(lambda: fleet.services["decode-0"].restarts == restarts + 1)
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_prompt_that_the_store_has_lost_is_written_again(fleet, client) -> None:
+    """No prefill instance has read the prompt when its record is lost."""
+    ids, before = prompt(80, 5), set(await keys_of_requests(fleet))
+
+    async def is_lost() -> bool:
+        new = set(await keys_of_requests(fleet)) - before
+        async with store_of(fleet) as store:
+            return bool(new) and await store.delete(*new) > 0
+
+    for name in ("prefill-0", "prefill-1"):
+        kill(fleet, name, signal.SIGSTOP)
+    try:
+        answer = asyncio.create_task(greedy_ids(client, ids, 8))
+        await eventually(is_lost)
+    finally:
+        for name in ("prefill-0", "prefill-1"):
+            kill(fleet, name, signal.SIGCONT)
+    assert await answer == oracle(MODEL).greedy(ids, 8)
+    metrics = (await client.get("/metrics")).text
+    assert 'moved_requests_total{model="tiny",reason="unread"}' in metrics
 
 
 @pytest.mark.asyncio(loop_scope="module")

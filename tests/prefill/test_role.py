@@ -221,13 +221,13 @@ async def test_a_prompt_larger_than_the_pool_fails_at_once(pair: Pair) -> None:
     await pair.prefill.said("request_released", "r")
 
 
-async def test_a_store_out_of_reach_is_another_instances_chance(pair: Pair) -> None:
+async def test_a_store_out_of_reach_gives_the_request_back_to_its_proxy(pair: Pair) -> None:
     pair.store.error = StoreError("no server")
     await pair.ask("r", 20)
 
     failed = await pair.prefill.said("request_failed", "r")
     await pair.prefill.said("request_released", "r")
-    assert failed.retryable
+    assert failed.retryable and failed.prompt_unread
     assert "no server" in failed.message
     assert b'failed_requests_total{reason="store"} 1.0' in pair.prefill.registry.render()[0]
 
@@ -238,7 +238,7 @@ async def test_a_prompt_that_is_not_whole_is_not_computed(pair: Pair) -> None:
     pair.prefill.role.on_command(run_prefill(request, pair.decode.member))
 
     failed = await pair.prefill.said("request_failed", "r")
-    assert "9 of 60" in failed.message
+    assert failed.prompt_unread and "9 of 60" in failed.message
 
 
 async def test_a_refused_handshake_stops_the_compute(pair: Pair) -> None:

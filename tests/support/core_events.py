@@ -182,6 +182,7 @@ class Bench:
         retryable: bool = True,
         attempt: int = 0,
         kept_tokens: int = 0,
+        prompt_unread: bool = False,
     ) -> list[effects.Effect]:
         return self.report(
             instance_id,
@@ -191,6 +192,7 @@ class Bench:
                 retryable=retryable,
                 attempt=attempt,
                 kept_tokens=kept_tokens,
+                prompt_unread=prompt_unread,
             ),
         )
 

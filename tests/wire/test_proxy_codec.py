@@ -63,7 +63,9 @@ UPDATES = {
     "refused": effects.Refuse(
         request_id="r", proxy_id="x", code="overloaded", message="full", retry_after_s=1.5
     ),
-    "failed": effects.Fail(request_id="r", proxy_id="x", message="lost", resumable=True),
+    "failed": effects.Fail(
+        request_id="r", proxy_id="x", message="lost", resumable=True, prompt_unread=True
+    ),
     "fleet": messages.Fleet(
         decode=(DECODE, OTHER), ready=True, prefill=(OTHER,), lease="scheduler:a"
     ),

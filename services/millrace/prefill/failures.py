@@ -28,5 +28,9 @@ def failure_of(job: PrefillJob, error: MillraceError) -> RequestFailed:
     nothing is in flight any more.
     """
     log.warning("request %s: %s", job.request_id, error, extra=of_request(job.command.request))
-    retryable = not isinstance(error, ComputeError)
-    return RequestFailed(request_id=job.request_id, message=str(error), retryable=retryable)
+    return RequestFailed(
+        request_id=job.request_id,
+        message=str(error),
+        retryable=not isinstance(error, ComputeError),
+        prompt_unread=isinstance(error, StoreError),
+    )

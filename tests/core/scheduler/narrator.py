@@ -205,7 +205,8 @@ def _phrase(effect: effects.Effect) -> Phrase:
             verb = f"refuse {effect.code}{after if effect.retry_after_s else ''}"
             return verb, "", f"({effect.message})"
         case effects.Fail():
-            return f"fail{' resumable' * effect.resumable}", "", f"({effect.message})"
+            how = " unread" if effect.prompt_unread else " resumable" * effect.resumable
+            return f"fail{how}", "", f"({effect.message})"
         case effects.AdmitDecode():
             shards = [f"{s.start_token}-{s.end_token}@{s.worker_id}" for s in effect.shards]
             kept = [f"kept={effect.kept_tokens}"] if effect.kept_tokens else []

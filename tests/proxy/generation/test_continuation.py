@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 
+import numpy as np
 import orjson
 import pytest
 
@@ -406,7 +407,38 @@ async def test_a_client_that_leaves_in_between_leaves_nothing(stack):
     assert len(stack.fleet.specs) == 1
 
 
-async def test_without_the_store_nothing_can_go_on(stack):
+async def test_a_continuation_waits_for_the_store(stack):
+    """The store takes the record in the end, but its answer is lost: the next call finds it."""
+    create, calls = stack.proxy.store.create, []
+
+    async def fail_thrice(request_id, **record):
+        calls.append(request_id)
+        if len(calls) == 3:
+            await create(request_id, **record)
+        if len(calls) <= 3:
+            raise StoreError("no server")
+        await create(request_id, **record)
+
+    def move(spec):
+        stack.proxy.store.create = fail_thrice
+        stack.fleet.move(spec)
+
+    answer = await disturbed(stack, BODY, move)
+    assert (answer.text, len(calls), len(set(calls))) == (TEXT, 4, 1)
+
+
+async def test_a_continuation_whose_id_is_taken_ends(stack):
+    async def move(spec):
+        await stack.proxy.store.create(
+            f"{spec.request_id}.1", spec=b"another", prompt_ids=np.ones(3, dtype=np.int32)
+        )
+        stack.fleet.move(spec)
+
+    answer = await disturbed(stack, BODY, move)
+    assert answer.error["code"] == "request_id_taken"
+
+
+async def test_without_the_store_a_continuation_ends_at_its_deadline(tmp_path):
     async def fail(request_id, **record):
         raise StoreError("no server")
 
@@ -414,8 +446,35 @@ async def test_without_the_store_nothing_can_go_on(stack):
         stack.proxy.store.create = fail
         stack.fleet.move(spec)
 
-    answer = await disturbed(stack, BODY, move)
-    assert "store" in answer.error["message"]
+    async with gateway(tmp_path, "scheduler.request_timeout_s=1") as stack:
+        answer = await disturbed(stack, BODY, move)
+        assert "store" in answer.error["message"]
+
+
+async def test_a_prompt_that_no_instance_can_read_is_written_again(stack):
+    def lose(spec):
+        if len(stack.fleet.specs) > migration.MOST_LOSSES + 1:
+            stack.fleet.script = Script(reply=TEXT)
+        stack.fleet.fail(spec, "no prompt", prompt_unread=True)
+
+    stack.fleet.script = Script(on_submit=lose)
+    answer = await ask(stack, BODY)
+    assert answer.text == TEXT
+    last = stack.fleet.specs[-1]
+    assert len(stack.fleet.specs) == migration.MOST_LOSSES + 3  # no instance was lost
+    assert len({spec.request_id for spec in stack.fleet.specs}) == len(stack.fleet.specs)
+    ids = await stack.proxy.store.prompt_ids(last.request_id)
+    assert ids.size == last.prompt_tokens == stack.fleet.specs[0].prompt_tokens
+
+
+async def test_a_prompt_that_is_lost_again_and_again_has_an_end(stack, monkeypatch):
+    monkeypatch.setattr("millrace.proxy.fleet.migration.RETRY_MOST_S", 0.0)
+    stack.fleet.script = Script(
+        on_submit=lambda spec: stack.fleet.fail(spec, "no prompt", prompt_unread=True)
+    )
+    response = await stack.http.post(COMPLETIONS, json={"model": MODEL, "prompt": "hi"})
+    assert (response.status_code, response.json()["error"]["message"]) == (500, "no prompt")
+    assert len(stack.fleet.specs) == migration.MOST_MOVES + 1
 
 
 async def test_metrics_count_one_request(stack):

@@ -193,7 +193,14 @@ class StubFleet:
             ),
         )
 
-    def fail(self, spec: RequestSpec, message: str, *, resumable: bool = False) -> None:
+    def fail(
+        self,
+        spec: RequestSpec,
+        message: str,
+        *,
+        resumable: bool = False,
+        prompt_unread: bool = False,
+    ) -> None:
         self._update(
             spec,
             Fail(
@@ -201,6 +208,7 @@ class StubFleet:
                 proxy_id=spec.proxy.id,
                 message=message,
                 resumable=resumable,
+                prompt_unread=prompt_unread,
             ),
         )
 

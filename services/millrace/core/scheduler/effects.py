@@ -44,12 +44,14 @@ class Fail:
 
     `resumable`: an instance was lost when the first token may have been out. The proxy knows the
     tokens that were out, and may submit the rest as a new request.
+    `prompt_unread`: resumable, and no instance was lost: the proxy is to write the prompt again.
     """
 
     request_id: str
     proxy_id: str
     message: str
     resumable: bool = False
+    prompt_unread: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

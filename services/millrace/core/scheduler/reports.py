@@ -141,6 +141,7 @@ class RequestFailed:
 
     After a retryable failure the request is prefilled again. `kept_tokens`: the first tokens whose
     KV a decode instance keeps for the next attempt. With 0 it releases the request.
+    `prompt_unread`: the request store did not give it the prompt, which the proxy still has.
     """
 
     request_id: str
@@ -148,6 +149,7 @@ class RequestFailed:
     retryable: bool
     attempt: int = 0
     kept_tokens: int = 0
+    prompt_unread: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -225,8 +225,9 @@ class RequestTable:
         reporter: Instance | None = None,
         *,
         resumable: bool = False,
+        prompt_unread: bool = False,
     ) -> None:
-        step.fail(request, message, resumable=resumable)
+        step.fail(request, message, resumable=resumable, prompt_unread=prompt_unread)
         self.end(step, request, RequestState.FAILED, message, reporter)
 
     def end(

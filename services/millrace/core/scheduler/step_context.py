@@ -58,7 +58,9 @@ class StepContext:
             )
         )
 
-    def fail(self, request: LiveRequest, message: str, *, resumable: bool) -> None:
+    def fail(
+        self, request: LiveRequest, message: str, *, resumable: bool, prompt_unread: bool
+    ) -> None:
         """Tells the proxy that the accepted request is over without its answer."""
         self.effects.append(
             Fail(
@@ -66,6 +68,7 @@ class StepContext:
                 proxy_id=request.proxy_id,
                 message=message,
                 resumable=resumable,
+                prompt_unread=prompt_unread,
             )
         )
 

@@ -108,6 +108,7 @@ class Output:
                 message=message,
                 retryable=retryable,
                 attempt=request.attempt,
+                prompt_unread=reason == "store",
             )
         )
         spoiled = reason == "logits"

@@ -65,7 +65,13 @@ class Gateway:
         self._scheduler = SchedulerLink(leaders, incarnation, self)
         self._lost_at: float | None = None  # since when no scheduler answers; None: one does
         self._migration = Migration(
-            self._live, self._scheduler, self._records, metrics, submit=self.submit, fail=self._fail
+            self._live,
+            self._scheduler,
+            self._records,
+            metrics,
+            request_timeout_s,
+            submit=self.submit,
+            fail=self._fail,
         )
         self.intake = TokenIntake(
             self._live, self._migration, metrics, fail=self._fail, finish=self._finish
@@ -191,17 +197,19 @@ class Gateway:
     async def submit(self, request: ProxyRequest) -> None:
         """Records a request in the store and hands it to the scheduler, or parks it.
 
-        Raises ApiError (503, 429, 409). After an error the caller calls `leave`.
+        Raises ApiError (503, 429, 409). After an error the caller calls `leave`, or submits a
+        migrated request again.
         """
         spec = request.spec
         if self._live.setdefault(spec.request_id, request) is not request:
             request.stage = Stage.ENDED  # `leave` must not touch the other request
             raise id_taken()
-        request.encoded_spec = encode_spec(spec)
-        await self._records.create(
-            spec.request_id, request.encoded_spec, request.prompt_ids, kept=request.kept
-        )
-        request.recorded = True
+        if not request.recorded:
+            request.encoded_spec = request.encoded_spec or encode_spec(spec)
+            await self._records.create(
+                spec.request_id, request.encoded_spec, request.prompt_ids, kept=request.kept
+            )
+            request.recorded = True
         if spec.resumed_tokens:
             emitted = request.prompt_ids[-spec.resumed_tokens :]
             await self._records.begin_journal(spec.request_id, emitted)
@@ -299,7 +307,9 @@ class Gateway:
         request = self._live.get(failed.request_id)
         if request is not None:
             error = ApiError(500, failed.message or "The request failed.", code="failed")
-            if failed.resumable:
+            if failed.prompt_unread:
+                self._migration.rewrite(request, error)
+            elif failed.resumable:
                 self._migration.lose(request, error)
             else:
                 self._fail(request, error, cancel=False)

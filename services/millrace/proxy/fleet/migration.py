@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import random
 import time
 from collections.abc import Awaitable, Callable
 from typing import Protocol
@@ -21,6 +23,10 @@ MOST_LOSSES = 3
 #: The most migrations of a request: while a pool is replaced, its next instance may leave, too.
 #: Migrations for lack of memory are not counted: each incarnation generates at least one token.
 MOST_MOVES = 16
+
+#: Between attempts to write a record, and before a prompt that was not read is written again.
+RETRY_FIRST_S = 0.1
+RETRY_MOST_S = 1.0
 
 LOST = "The instance that generated this answer was lost."
 BROKEN = "The stream of generated tokens broke."
@@ -43,14 +49,19 @@ class Migration:
         scheduler: SchedulerLink,
         records: Records,
         metrics: ModelMetrics,
+        request_timeout_s: float,
         *,
         submit: Callable[[ProxyRequest], Awaitable[None]],
         fail: FailRequest,
     ) -> None:
+        """A request that waits for the store does so until `request_timeout_s` after its
+        arrival.
+        """
         self._live = live
         self._scheduler = scheduler
         self._records = records
         self._metrics = metrics
+        self._request_timeout_s = request_timeout_s
         self._submit = submit
         self._fail = fail
 
@@ -62,8 +73,20 @@ class Migration:
         else:
             self.move(request, error, "lost")
 
-    def move(self, request: ProxyRequest, error: ApiError, reason: str) -> None:
-        """Migrates a request to another instance; fails it with `error` if that is impossible."""
+    def rewrite(self, request: ProxyRequest, error: ApiError) -> None:
+        """Writes the prompt of a request again: the store lost it, or an instance did not reach the
+        store. Waits before the second time and longer before each further time.
+        """
+        request.rewrites += 1
+        wait_s = _retry_s(request.rewrites - 2) if request.rewrites > 1 else 0.0
+        self.move(request, error, "unread", wait_s)
+
+    def move(
+        self, request: ProxyRequest, error: ApiError, reason: str, wait_s: float = 0.0
+    ) -> None:
+        """Migrates a request to another instance, after `wait_s`; fails it with `error` if that is
+        impossible.
+        """
         before = request.spec.request_id
         moves = request.moves - request.preemptions
         if not request.may_move or moves >= MOST_MOVES:
@@ -82,15 +105,37 @@ class Migration:
             error.message,
             extra=request.about(),
         )
-        self._records.spawn(self._go_on(request, before))
+        self._records.spawn(self._go_on(request, before, wait_s))
 
-    async def _go_on(self, request: ProxyRequest, before: str) -> None:
+    async def _go_on(self, request: ProxyRequest, before: str, wait_s: float) -> None:
         """Submits a request's next incarnation; the store has it before the former one ends."""
         try:
-            if not request.has_ended:  # the client may have left meanwhile
-                await self._submit(request)
+            await asyncio.sleep(wait_s)
+            await self._submit_when_stored(request)
         except ApiError as error:
             if not request.has_ended:
                 self._fail(request, error, cancel=False)
         finally:
             self._records.finish(before, "cancelled", kept=request.kept)
+
+    async def _submit_when_stored(self, request: ProxyRequest) -> None:
+        """Submits a request as soon as the store takes its record. Raises ApiError after its
+        deadline.
+        """
+        failures = 0
+        while not request.has_ended:  # the client may leave meanwhile
+            try:
+                await self._submit(request)
+            except ApiError as error:
+                age_s = time.monotonic() - request.arrived_at
+                if not error.is_refusal or age_s > self._request_timeout_s:
+                    raise
+                await asyncio.sleep(_retry_s(failures))
+                failures += 1
+            else:
+                return
+
+
+def _retry_s(failures: int) -> float:
+    """Returns how long to wait after so many earlier failures."""
+    return min(RETRY_FIRST_S * 2.0 ** min(failures, 8), RETRY_MOST_S) * random.uniform(0.7, 1.3)

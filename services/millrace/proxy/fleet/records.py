@@ -8,7 +8,7 @@ from collections.abc import Coroutine
 from typing import Any
 
 from millrace.core.errors import MillraceError
-from millrace.proxy.errors import id_taken, unavailable
+from millrace.proxy.errors import ApiError, id_taken, unavailable
 from millrace.proxy.text.tokenizer import TokenArray
 from millrace.state.store import IdTaken, JournalEntry, RequestStore
 from millrace.wire.fleet_messages import EncodedSpec
@@ -37,10 +37,20 @@ class Records:
         try:
             await self._store.create(request_id, spec=spec, prompt_ids=prompt_ids, kept=kept)
         except IdTaken as error:
-            raise id_taken() from error
+            if not await self._has(request_id, spec):
+                raise id_taken() from error
         except MillraceError as error:
-            log.warning("request %s: %s", request_id, error)
-            raise unavailable("The request store does not answer.") from error
+            raise _away(request_id, error) from error
+
+    async def _has(self, request_id: str, spec: EncodedSpec) -> bool:
+        """Whether an earlier call, whose answer was lost, has written the record. Raises ApiError
+        (503).
+        """
+        try:
+            record = await self._store.get(request_id)
+        except MillraceError as error:
+            raise _away(request_id, error) from error
+        return record is not None and record.spec == spec
 
     async def begin_journal(self, request_id: str, token_ids: TokenArray) -> None:
         """Writes the tokens of earlier incarnations (int32 [tokens]). Raises ApiError (503)."""
@@ -48,7 +58,7 @@ class Records:
         try:
             await self._store.append_tokens([entry])
         except MillraceError as error:
-            raise unavailable("The request store does not answer.") from error
+            raise _away(request_id, error) from error
 
     def finish(self, request_id: str, state: str, *, kept: bool) -> None:
         """Writes the final state within ENDINGS_INTERVAL_S, and releases a kept request."""
@@ -80,6 +90,11 @@ class Records:
         await self._store.finish(request_id, state)
         if kept:
             await self._store.release(request_id)
+
+
+def _away(request_id: str, error: MillraceError) -> ApiError:
+    log.warning("request %s: %s", request_id, error)
+    return unavailable("The request store does not answer.")
 
 
 async def _logged(work: Coroutine[Any, Any, None]) -> None:

@@ -66,6 +66,7 @@ class ProxyRequest:
         "read_at",
         "recorded",
         "request_id",
+        "rewrites",
         "sink",
         "slo",
         "spans",
@@ -92,7 +93,7 @@ class ProxyRequest:
         """`detailed`: choices show log probabilities or token ids beside their text."""
         self.request_id = spec.request_id
         self.spec = spec
-        self.encoded_spec = b""  # set when it is submitted
+        self.encoded_spec = b""  # of this incarnation, set when it is submitted
         #: Whether the store has this incarnation: before that its id may be another request's.
         self.recorded = False
         #: The prompt of this incarnation, int32 [tokens]. The next incarnation needs it: the store
@@ -123,11 +124,12 @@ class ProxyRequest:
         #: Tokens of this incarnation. Only a request of one choice can be migrated: each of several
         #: choices would need a prompt of its own.
         self._tokens: array[int] | None = array("i") if len(choices) == 1 else None
-        #: The number of migrations; the migrations because of a lost instance; and the migrations
-        #: for lack of memory.
+        #: The number of migrations; the migrations because of a lost instance, for lack of memory,
+        #: and because an instance could not read the prompt.
         self.moves = 0
         self.losses = 0
         self.preemptions = 0
+        self.rewrites = 0
         #: Since when the request waits for the first token of its new instance; None after that.
         self._moved_at: float | None = None
         self.parked_since: float | None = None
@@ -275,7 +277,7 @@ class ProxyRequest:
         rest = continuation(self.spec, f"{self.lineage}.{self.moves}", tokens.size, left_s)
         self.spec = with_blocks(rest, self.prompt_ids)
         self.stage, self.decode = Stage.MOVING, None
-        self.recorded = False
+        self.encoded_spec, self.recorded = b"", False
         self._early = {}
         self.confirmed = False
         self.parked_since = None

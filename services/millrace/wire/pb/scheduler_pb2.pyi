@@ -193,14 +193,16 @@ class Refused(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., code: _Optional[_Union[RefusalCode, str]] = ..., message: _Optional[str] = ..., retry_after_s: _Optional[float] = ...) -> None: ...
 
 class Failed(_message.Message):
-    __slots__ = ("request_id", "message", "resumable")
+    __slots__ = ("request_id", "message", "resumable", "prompt_unread")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     MESSAGE_FIELD_NUMBER: _ClassVar[int]
     RESUMABLE_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_UNREAD_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     message: str
     resumable: bool
-    def __init__(self, request_id: _Optional[str] = ..., message: _Optional[str] = ..., resumable: _Optional[bool] = ...) -> None: ...
+    prompt_unread: bool
+    def __init__(self, request_id: _Optional[str] = ..., message: _Optional[str] = ..., resumable: _Optional[bool] = ..., prompt_unread: _Optional[bool] = ...) -> None: ...
 
 class Fleet(_message.Message):
     __slots__ = ("decode", "ready", "lease", "prefill")
@@ -492,18 +494,20 @@ class RequestFinished(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., reason: _Optional[_Union[_common_pb2.FinishReason, str]] = ..., generated_tokens: _Optional[int] = ...) -> None: ...
 
 class RequestFailed(_message.Message):
-    __slots__ = ("request_id", "message", "retryable", "attempt", "kept_tokens")
+    __slots__ = ("request_id", "message", "retryable", "attempt", "kept_tokens", "prompt_unread")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     MESSAGE_FIELD_NUMBER: _ClassVar[int]
     RETRYABLE_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     KEPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_UNREAD_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     message: str
     retryable: bool
     attempt: int
     kept_tokens: int
-    def __init__(self, request_id: _Optional[str] = ..., message: _Optional[str] = ..., retryable: _Optional[bool] = ..., attempt: _Optional[int] = ..., kept_tokens: _Optional[int] = ...) -> None: ...
+    prompt_unread: bool
+    def __init__(self, request_id: _Optional[str] = ..., message: _Optional[str] = ..., retryable: _Optional[bool] = ..., attempt: _Optional[int] = ..., kept_tokens: _Optional[int] = ..., prompt_unread: _Optional[bool] = ...) -> None: ...
 
 class Draining(_message.Message):
     __slots__ = ()

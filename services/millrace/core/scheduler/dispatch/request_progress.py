@@ -144,7 +144,9 @@ class RequestProgress:
         if request is not None and still_needs(request, instance):
             why = f"{instance.card.role} {instance.id}: {report.message}"
             kept = report.kept_tokens if instance.id == request.decode_id else 0
-            if report.retryable:
+            if report.prompt_unread:  # no other instance can read it before it is written again
+                self._table.fail(step, request, why, instance, resumable=True, prompt_unread=True)
+            elif report.retryable:
                 self._table.lost(step, request, instance, why, kept)
             else:
                 self._table.fail(step, request, why, None if kept else instance)
