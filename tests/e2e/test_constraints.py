@@ -54,10 +54,8 @@ async def test_answers_follow_their_schema_and_survive_a_move() -> None:
         scheduler = f"127.0.0.1:{stack.services['scheduler'].port}"
         found: list[dict[str, Any]] = [{"seed": seed, "text": "", "moves": 0} for seed in (3, 4)]
         reading = [asyncio.create_task(read_stream(client, one)) for one in found]
-        async with held(
-            stack, "decode-0", lambda: all(one["text"].count("\n") > 5 for one in found)
-        ):
-            await evict(scheduler, "decode-0", abort=False)
+        async with held(stack, lambda: all(one["text"].count("\n") > 5 for one in found)) as name:
+            await evict(scheduler, name, abort=False)
         await asyncio.gather(*reading)
         assert [one["text"] for one in found] == expected
         assert sum(one["moves"] for one in found) > 0

@@ -74,15 +74,14 @@ async def disturbed(
     client: httpx.AsyncClient,
     bodies: list[dict[str, Any]],
     stack: Stack,
-    name: str,
-    disturb: Callable[[], Awaitable[None]],
-) -> list[Client]:
-    """All answers at once, disturbed at a decode instance once tokens of each have come."""
+    disturb: Callable[[str], Awaitable[None]],
+) -> tuple[list[Client], str]:
+    """All answers at once, and the decode instance that is disturbed once tokens of each came."""
     answers = [Client(client, body) for body in bodies]
-    async with held(stack, name, lambda: all(len(one.token_ids) > 5 for one in answers)):
-        await disturb()
+    async with held(stack, lambda: all(len(one.token_ids) > 5 for one in answers)) as name:
+        await disturb(name)
     await asyncio.gather(*(answer.done for answer in answers))
-    return answers
+    return answers, name
 
 
 async def undisturbed(client: httpx.AsyncClient, bodies: list[dict[str, Any]]) -> list[list[int]]:
@@ -107,18 +106,19 @@ async def test_answers_survive_the_death_of_their_decode_instance() -> None:
     ):
         expected = await undisturbed(client, bodies)
 
-        async def kill() -> None:
-            process = stack.services["decode-0"].process
+        async def kill(name: str) -> None:
+            process = stack.services[name].process
             assert process is not None
             process.send_signal(signal.SIGKILL)
             await process.wait()
-            stack.remove("decode-0")  # for good
+            stack.remove(name)  # for good
 
-        answers = await disturbed(client, bodies, stack, "decode-0", kill)
+        answers, _ = await disturbed(client, bodies, stack, kill)
         assert [answer.error for answer in answers] == [""] * 2
         assert [answer.token_ids for answer in answers] == expected
         assert sum(answer.moves for answer in answers) > 0
-        await eventually(lambda: holds_nothing(stack, "decode-1"))
+        (other,) = [name for name in stack.services if name.startswith("decode-")]
+        await eventually(lambda: holds_nothing(stack, other))
 
 
 @pytest.mark.slow
@@ -130,20 +130,20 @@ async def test_answers_survive_an_eviction_and_end_with_an_abort() -> None:
     ):
         expected = await undisturbed(client, bodies)
         address = scheduler_of(stack)
-        answers = await disturbed(
-            client, bodies, stack, "decode-0", lambda: evict(address, "decode-0", abort=False)
+        answers, name = await disturbed(
+            client, bodies, stack, lambda name: evict(address, name, abort=False)
         )
         assert [answer.error for answer in answers] == [""] * 2
         assert [answer.token_ids for answer in answers] == expected
         assert sum(answer.moves for answer in answers) > 0
-        await eventually(lambda: holds_nothing(stack, "decode-0"))
+        await eventually(lambda: holds_nothing(stack, name))
 
-        answers = await disturbed(
-            client, bodies, stack, "decode-1", lambda: evict(address, "decode-1", abort=True)
+        answers, name = await disturbed(
+            client, bodies, stack, lambda name: evict(address, name, abort=True)
         )
         assert any("let go of its requests" in answer.error for answer in answers)
         for answer, whole in zip(answers, expected, strict=True):
             assert answer.error or answer.token_ids == whole
-        await eventually(lambda: holds_nothing(stack, "decode-1"))
-        await set_cordon(address, "decode-1", cordoned=False)
+        await eventually(lambda: holds_nothing(stack, name))
+        await set_cordon(address, name, cordoned=False)
         assert await undisturbed(client, bodies[:1]) == expected[:1]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 import signal
+import sys
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -14,17 +15,24 @@ import httpx
 import redis.asyncio
 
 from millrace.instance.tasks import stacks
-from millrace.local.forks import ForkedProcess
 from millrace.local.options import StackOptions
 from millrace.local.stack import Stack
+from millrace.wire.clients.scheduler_client import get_instances
 from support.deadlines import HANG_S
 
 POOL_BYTES = 64 << 20
 #: `check_sampling` needs it: the models' templates do not say how they mark reasoning.
 REASONS = "proxy.reasoning_parser=think"
 MOST_LOG_LINES = 60
-#: A service that is held runs and stops for this long in turns: some steps of the smallest models.
-SLICE_S = 0.02
+#: Runs apart from the tests' loop: it lets processes run for 10 ms in 100, until it is killed.
+SLOWS = """
+import os, signal, sys, time
+while True:
+    for number, pause_s in ((signal.SIGCONT, 0.01), (signal.SIGSTOP, 0.09)):
+        for pid in sys.argv[1:]:
+            os.kill(int(pid), number)
+        time.sleep(pause_s)
+"""
 
 
 @asynccontextmanager
@@ -149,27 +157,34 @@ async def eventually(check: Any, timeout_s: float = HANG_S, *, what: str = "") -
 
 
 @asynccontextmanager
-async def held(stack: Stack, name: str, check: Callable[[], bool]) -> AsyncIterator[ForkedProcess]:
-    """Lets a service run in short slices until `check()` is true; inside, it is stopped.
+async def held(stack: Stack, check: Callable[[], bool]) -> AsyncIterator[str]:
+    """Slows the decode instances until `check()` is true; inside, they are stopped.
 
-    What the service does is then in the state that `check` wants, however busy the machine is.
+    What they do is then in the state that `check` wants, however busy the machine is: they have
+    done little more when this process, or one between, stalls for a second.
+    Yields the name of the one that holds the most requests.
     """
-    process = stack.services[name].process
-    assert process is not None
-
-    async def has_run_enough() -> bool:
-        process.send_signal(signal.SIGCONT)
-        await asyncio.sleep(SLICE_S)
-        process.send_signal(signal.SIGSTOP)
-        await asyncio.sleep(SLICE_S)  # others do what it caused
-        return check()
-
+    decoding = {n: one.process for n, one in stack.services.items() if n.startswith("decode-")}
+    processes = [process for process in decoding.values() if process is not None]
+    slows = await asyncio.create_subprocess_exec(
+        sys.executable, "-S", "-c", SLOWS, *(str(one.pid) for one in processes)
+    )
     try:
-        await eventually(has_run_enough)
-        yield process
+        try:
+            await eventually(check)
+        finally:
+            slows.kill()
+            await slows.wait()
+        for process in processes:
+            process.send_signal(signal.SIGSTOP)
+        found = await get_instances(f"127.0.0.1:{stack.services['scheduler'].port}")
+        yield max(
+            (one for one in found if one.id in decoding), key=lambda one: one.held_requests
+        ).id
     finally:
-        if process.returncode is None:
-            process.send_signal(signal.SIGCONT)
+        for process in processes:
+            if process.returncode is None:
+                process.send_signal(signal.SIGCONT)
 
 
 async def keys_of_requests(stack: Stack) -> list[bytes]:
