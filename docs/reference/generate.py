@@ -1,19 +1,21 @@
 """Writes the generated pages of docs/reference: `python docs/reference/generate.py`.
 
-The command line, the settings, the chart's values, the custom resources and the metrics. Each page
-has a test in tests/docs that compares it with the code; `make docs` writes all pages.
+The command line, the settings, the chart's values, the custom resources and the metrics. From the
+table of metrics it also writes the chart's dashboards and alerts. Each file has a test in
+tests/docs that compares it with the code; `make docs` writes all files.
 """
 
 from __future__ import annotations
 
 import importlib
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
 from docs.reference.metrics_in_code import ROLES, Metric, metrics
+from docs.reference.monitoring import alerts, dashboards
 from docs.reference.parameters import parameters_page
 from typer.main import get_command
 
@@ -35,6 +37,8 @@ WRITTEN = "`make docs` writes this page from {source}."
 def main() -> None:
     for name, page in PAGES.items():
         (FOLDER / name).write_text(page(), encoding="utf-8")
+    for name, file in MONITORING.items():
+        (CHART / name).write_text(file(metrics(ROOT)), encoding="utf-8")
 
 
 def _table(head: str, rows: Iterable[tuple[str, ...]]) -> list[str]:
@@ -264,6 +268,19 @@ PAGES: Mapping[str, Callable[[], str]] = {
     "crds.md": crds,
     "metrics.md": metrics_page,
     "parameters.md": parameters_page,
+}
+
+
+def _every_metric(found: Sequence[Metric]) -> str:
+    return dashboards.everything(found, AREAS)
+
+
+#: Files of the chart that are made of the table of metrics.
+MONITORING: Mapping[str, Callable[[Sequence[Metric]], str]] = {
+    "dashboards/serving.json": dashboards.serving,
+    "dashboards/operator.json": dashboards.operator,
+    "dashboards/metrics.json": _every_metric,
+    "templates/alerts.yaml": alerts.template,
 }
 
 if __name__ == "__main__":
