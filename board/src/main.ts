@@ -9,11 +9,26 @@ import { Levels, levelsAt } from "./levels";
 import { type Actions, type Opened, controls, details, legend, signIn, summary, tables } from "./panels";
 import type { Window } from "./raster";
 import { DECODES, LANDS, type Request, STOPPED } from "./run";
-import { type Explanation, Refused, type Settings, change, embedded, explanation, follow, readFile, readText, settings } from "./source";
+import {
+  type Explanation,
+  Refused,
+  type Settings,
+  type Waterfall,
+  change,
+  embedded,
+  explanation,
+  follow,
+  readFile,
+  readText,
+  settings,
+  waterfall,
+} from "./source";
 import "./style.css";
 
 const PANELS_EVERY_MS = 250;
 const AGAIN_MS = 2000;
+/** A pointer that rests this long on a request asks for its waterfall. */
+const REST_MS = 250;
 /** A live stream is opened again after this time: the page then forgets what was before. */
 const KEPT_MS = 3_600_000;
 const KEY = "millrace-admin-key";
@@ -33,6 +48,8 @@ class Page implements Actions {
   private settings: Settings | null = null;
   private readonly opened: Opened = { worst: false, instances: false };
   private why: Explanation | null = null;
+  /** Of the request that was shown last, as it was `at` that stage. */
+  private fall: { id: string; at: string; found: Waterfall | null } = { id: "", at: "", found: null };
   private message = "";
   private asksKey = false;
   private stale = true;
@@ -106,6 +123,24 @@ class Page implements Actions {
     } catch (error) {
       this.tell((error as Error).message);
     }
+  }
+
+  /** Asks for the waterfall of the shown request, again whenever it has come further. */
+  private askFall(request: Request): void {
+    const at = `${request.ttft !== null} ${request.end !== Infinity}`;
+    const { fall } = this;
+    if (fall.id === request.id && fall.at === at) return;
+    this.fall = { id: request.id, at, found: fall.id === request.id ? fall.found : null };
+    const asked = this.fall;
+    setTimeout(async () => {
+      if (this.fall !== asked) return; // the pointer has moved on
+      try {
+        asked.found = await waterfall(this.key, request.id);
+        this.changed();
+      } catch (error) {
+        this.tell((error as Error).message);
+      }
+    }, REST_MS);
   }
 
   async changeSetting(path: "scheduler" | "improvement-rate", body: object): Promise<void> {
@@ -232,7 +267,10 @@ class Page implements Actions {
     const said = summary(board, moment);
     render(html`${said}`, element("summary"));
     render(legend(theme), element("legend"));
-    const why = { askable: board.mode === "live", found: this.why };
+    const askable = board.mode === "live";
+    if (askable && board.shown) this.askFall(board.shown);
+    const fall = askable && board.shown?.id === this.fall.id ? this.fall.found : null;
+    const why = { askable, found: this.why, fall };
     render(details(board.shown, moment, why, this), element("details"));
     render(tables(board, moment, this.opened, this), element("tables"));
     render(html`${this.footer()}`, element("footer"));

@@ -5,7 +5,7 @@ import { type Board, type ColourBy, countAt, lateness } from "./board";
 import { clock } from "./chart";
 import { type Theme, css } from "./colors";
 import { COMPUTES, DECODES, LANDS, type Request, TURN, WAITS } from "./run";
-import type { Explanation, Settings } from "./source";
+import type { Explanation, Settings, Waterfall } from "./source";
 
 export interface Actions {
   changed(): void;
@@ -147,6 +147,8 @@ export interface Why {
   /** Whether a gateway can be asked. */
   askable: boolean;
   found: Explanation | null;
+  /** Where the time of the shown request went, as far as the gateway knows. */
+  fall: Waterfall | null;
 }
 
 export function details(request: Request | null, moment: number, why: Why, actions: Actions): TemplateResult {
@@ -169,6 +171,7 @@ export function details(request: Request | null, moment: number, why: Why, actio
     <dl>${rows.map(([name, value]) => html`<dt>${name}</dt><dd>${value}</dd>`)}</dl>
     ${why.askable ? html`<button id="why" @click=${() => actions.explain(request.id)}>Why?</button>` : nothing}
     ${why.found?.request_id === request.id ? explained(why.found) : nothing}
+    ${why.fall ? timeOf(why.fall) : nothing}
     ${request.plan.length
       ? html`<h2>Plan</h2>
           <ul class="fall">
@@ -198,6 +201,22 @@ function explained(found: Explanation): TemplateResult {
     ${list("Before it", found.before.map((one) => `${one.request_id}, ${seconds(one.seconds)} (${one.key})`))}
     ${list("Would help, at most", found.helps.map((one) => `${seconds(one.saves_s)}: ${one.what}`))}
   `;
+}
+
+function timeOf(fall: Waterfall): TemplateResult {
+  const whole = Math.max(...fall.spans.map((span) => span.end_s), 1e-6);
+  const spans = [...fall.spans].sort((a, b) => a.start_s - b.start_s || a.end_s - b.end_s);
+  return html`<h2>Where its time went</h2>
+    <ul class="fall" id="waterfall">
+      ${spans.map(
+        (span) => html`<li>
+          ${span.name}, ${(1e3 * (span.end_s - span.start_s)).toFixed(1)} ms, ${span.instance_id}
+          <b
+            style="margin-left:${(100 * span.start_s) / whole}%;width:${(100 * (span.end_s - span.start_s)) / whole}%"
+          ></b>
+        </li>`,
+      )}
+    </ul>`;
 }
 
 function bar(request: Request, span: Request["spans"][number], last: number, moment: number): TemplateResult {

@@ -78,6 +78,22 @@ export async function explanation(key: string, id: string): Promise<Explanation>
   return answer.json();
 }
 
+/** Where a request's time went: the fields of `GET /admin/requests/{id}/trace` that the page shows. */
+export interface Waterfall {
+  request_id: string;
+  spans: { name: string; instance_id: string; start_s: number; end_s: number }[];
+  more?: Waterfall[];
+}
+
+/** Returns null for a request that the gateway does not know: another replica has it, or nobody. */
+export async function waterfall(key: string, id: string): Promise<Waterfall | null> {
+  const answer = await fetch(`admin/requests/${encodeURIComponent(id)}/trace`, { headers: headers(key) });
+  if (answer.status === 404) return null;
+  if (!answer.ok) throw await failure(answer);
+  const found: Waterfall = await answer.json();
+  return [found, ...(found.more ?? [])].find((one) => one.request_id === id) ?? found;
+}
+
 // ---- the what-if switch: the gateway's own routes for administrators
 
 export interface Settings {

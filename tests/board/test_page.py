@@ -240,6 +240,8 @@ def test_a_live_stack_is_followed_and_its_policy_changed(browser):
         page.locator("#worst tbody button").first.press("Enter")
         page.get_by_role("button", name="Why?").click()
         page.locator("#details", has_text="Time until its first token").wait_for()
+        page.locator("#waterfall", has_text="first_decode_step").wait_for()
+        assert page.locator("#waterfall li", has_text="tokenise").count() == 1
         page.locator("#what-if [name=policy]").select_option("fcfs")
         page.get_by_role("button", name="Change").click()
         page.locator("#summary", has_text="policy fcfs").wait_for()

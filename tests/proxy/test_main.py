@@ -98,25 +98,29 @@ async def test_drain_has_an_end(tmp_path):
         await eventually(lambda: len(fleet.cancels) == 1)
 
 
-async def test_workers_share_a_port_and_their_metrics(tmp_path):
+async def test_workers_share_a_port_their_metrics_and_their_waterfalls(tmp_path):
     async with service(tmp_path, "proxy.workers=2") as (fleet, http, _):
         limits = httpx.Limits(max_keepalive_connections=0)
         async with httpx.AsyncClient(
             base_url=http.base_url, limits=limits, trust_env=False, timeout=HANG_S
         ) as fresh:
-            served = 0
+            answers = []
 
             async def both_serve() -> bool:
-                nonlocal served
                 answer = await fresh.post(CHAT, json=BODY)
                 assert answer.status_code in (200, 503)  # 503: one worker is not connected yet
-                served += answer.status_code == 200
+                if answer.status_code == 200:
+                    answers.append(answer.json()["id"])
                 return len({spec.proxy.id for spec in fleet.specs}) == 2
 
             await eventually(both_serve)
             text = (await fresh.get("/metrics")).text
+            for name in answers[-8:]:  # of both workers, asked of either
+                found = await fresh.get(f"/v1/requests/{name}/trace")
+                assert found.json()["request_id"] == name
+            assert (await fresh.get("/v1/requests/nothing/trace")).status_code == 404
         counted = {"code": "200", "route": CHAT}
-        assert total(text, "millrace_proxy_http_requests_total", **counted) == served
+        assert total(text, "millrace_proxy_http_requests_total", **counted) == len(answers)
 
 
 async def test_a_taken_port_is_named(tmp_path):

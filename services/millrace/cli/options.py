@@ -64,6 +64,10 @@ SchedulerAddress = Annotated[
         help="The scheduler's address. Of several, any finds the one that leads.",
     ),
 ]
+GatewayUrl = Annotated[str, typer.Option("--url", help="The gateway.")]
+ApiKey = Annotated[
+    str, typer.Option("--api-key", envvar="MILLRACE_API_KEY", help="Sent as a bearer token.")
+]
 Advertise = Annotated[
     str,
     typer.Option(

@@ -8,7 +8,9 @@ from typing import Annotated
 import typer
 
 from millrace.cli.options import (
+    ApiKey,
     ConfigPath,
+    GatewayUrl,
     JsonAnswer,
     SchedulerAddress,
     Settings,
@@ -29,7 +31,7 @@ def register(app: typer.Typer) -> None:
 
 
 def chat(
-    url: Annotated[str, typer.Option("--url", help="The gateway.")] = "http://127.0.0.1:8080",
+    url: GatewayUrl = "http://127.0.0.1:8080",
     message: Annotated[
         str, typer.Argument(help="One message to send; without it, a conversation.")
     ] = "",
@@ -37,9 +39,7 @@ def chat(
     max_tokens: Annotated[int, typer.Option("--max-tokens", min=1)] = 256,
     temperature: Annotated[float, typer.Option("--temperature", min=0.0)] = 0.7,
     trace: Annotated[bool, typer.Option("--trace", help="Show each answer's waterfall.")] = False,
-    api_key: Annotated[
-        str, typer.Option("--api-key", envvar="MILLRACE_API_KEY", help="Sent as a bearer token.")
-    ] = "",
+    api_key: ApiKey = "",
 ) -> None:
     """Talk to a running gateway in the terminal."""
     from millrace.cli.commands.chat import converse
@@ -167,16 +167,26 @@ def improvement_rate(
 
 
 def trace(
-    wanted: Annotated[str, typer.Argument(metavar="ID", help="A request's id, or a trace id.")],
+    wanted: Annotated[str, typer.Argument(metavar="ID", help="As x-request-id says.")],
+    url: GatewayUrl = "http://127.0.0.1:8080",
+    api_key: ApiKey = "",
     folder: Annotated[
-        Path, typer.Option("--folder", help="telemetry.trace_folder of the stack.")
-    ] = Path("traces"),
+        Path | None,
+        typer.Option(
+            "--folder",
+            help="Read telemetry.trace_folder instead: all spans, also of old requests. ID may "
+            "be a trace's.",
+        ),
+    ] = None,
     html: Annotated[
         Path | None, typer.Option("--html", metavar="FILE", help="Write a page instead.")
     ] = None,
 ) -> None:
-    """Draw where a request's time went, from the files of telemetry.trace_folder."""
-    from millrace.cli.commands.trace import show
+    """Draw where a request's time went: asks the gateway, or reads files of traces."""
+    from millrace.cli.commands.trace import read_folder, read_gateway, show
 
     with plain_errors():
-        show(folder, wanted, html)
+        if folder is None:
+            show(read_gateway(url, api_key, wanted), html)
+        else:
+            show([read_folder(folder, wanted)], html)

@@ -32,7 +32,8 @@ from millrace.proxy.streams.owner import OwnedStreams, StreamLives
 from millrace.proxy.streams.replay import Replays
 from millrace.proxy.tenancy.limiter import Limiter
 from millrace.proxy.tenancy.stored_tenants import StoredTenants
-from millrace.proxy.traces import RequestTraces
+from millrace.proxy.tracing.traces import RequestTraces
+from millrace.proxy.tracing.waterfalls import RecentWaterfalls, Waterfalls
 from millrace.state.leader import LeaderWatch
 from millrace.state.open import (
     open_documents,
@@ -97,7 +98,9 @@ class Proxy:
         self.metrics = ProxyMetrics(lambda: self.models.measured())
         if config.telemetry.vllm_names == "on":
             add_vllm_names(self.metrics.registry)
-        self._traces = traces = RequestTraces(open_tracer(config.telemetry, "proxy", process_id))
+        recent = RecentWaterfalls(config.telemetry.waterfall_bytes)
+        tracer = open_tracer(config.telemetry, "proxy", process_id)
+        self._traces = traces = RequestTraces(tracer, recent)
 
         def make_gateway(name: str, settings: Config, scheduler: str) -> Gateway:
             # Of its own: a model's old and new gateways may have the same fleet.
@@ -114,7 +117,8 @@ class Proxy:
             return gateway
 
         self.models = Models(config, model, make_gateway)
-        parts = self.models, self.store, self.metrics, traces
+        self.waterfalls = Waterfalls(recent, self.models.open_requests)
+        parts = self.models, self.store, self.metrics, traces, self.waterfalls
         self._services = _services(config, process_id, *parts)
         self._server: _HttpServer | None = None
         self._serving: asyncio.Task[None] | None = None
@@ -203,6 +207,7 @@ def _services(
     store: RequestStore,
     metrics: ProxyMetrics,
     traces: RequestTraces,
+    waterfalls: Waterfalls,
 ) -> Services:
     files = open_files(config)
     replays = Replays(models)
@@ -240,4 +245,5 @@ def _services(
             metrics=metrics.batches,
         ),
         traces=traces,
+        waterfalls=waterfalls,
     )

@@ -14,7 +14,9 @@ from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
 
+import orjson
 import uvloop
 from prometheus_client import CollectorRegistry, Metric
 from prometheus_client.exposition import choose_encoder
@@ -39,13 +41,13 @@ _NOT_SUMMED = frozenset({"process_start_time_seconds", "process_max_fds"})
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Work:
-    """The arguments of a worker process. `metrics` is the folder of the metrics sockets."""
+    """The arguments of a worker process. `sockets` is the folder of `Siblings`."""
 
     index: int
     config: Config
     model: ModelConfig | None
     port: int
-    metrics: Path
+    sockets: Path
 
 
 async def serve_workers(
@@ -76,7 +78,7 @@ async def serve_workers(
                     config=config,
                     model=model,
                     port=port,
-                    metrics=Path(folder),
+                    sockets=Path(folder),
                 )
                 process = context.Process(target=_run_worker, args=(work, theirs), daemon=True)
                 process.start()
@@ -147,8 +149,9 @@ async def _worker(work: _Work, ready: Connection) -> None:
     try:
         use_tls(work.config.tls)
         proxy = Proxy(work.config, work.model)
-        siblings = Siblings(proxy, work.metrics, work.index, work.config.proxy.workers)
+        siblings = Siblings(proxy, work.sockets, work.index, work.config.proxy.workers)
         await siblings.start()
+        proxy.waterfalls.ask_siblings = siblings.waterfall
         bound = listen(work.config.proxy.host, work.port, shared=True)
         await proxy.start(bound, siblings.render)
         spare_old_objects()
@@ -162,7 +165,11 @@ async def _worker(work: _Work, ready: Connection) -> None:
 
 
 class Siblings:
-    """Lets any worker answer /metrics for all: each serves its own metrics on a unix socket."""
+    """Lets any worker answer for all: each tells its metrics and waterfalls on a unix socket.
+
+    A question is one line of JSON: `[]` asks for the metrics, `[response ids, tenant]` for a
+    waterfall. The answer is all bytes up to the end; none: nothing was found.
+    """
 
     def __init__(self, proxy: Proxy, folder: Path, index: int, count: int) -> None:
         self._proxy = proxy
@@ -180,29 +187,48 @@ class Siblings:
 
     async def render(self, accept: str) -> tuple[bytes, str]:
         """Returns the sum over all workers that answer."""
-        texts = await asyncio.gather(*map(self._ask, self._paths))
+        texts = await self._ask([])
         registry = CollectorRegistry()
-        registry.register(_Sum([text for text in texts if text]))
+        registry.register(_Sum([text.decode() for text in texts if text]))
         encode, content_type = choose_encoder(accept)
         return encode(registry), content_type
 
+    async def waterfall(
+        self, response_ids: Sequence[str], tenant: str | None
+    ) -> dict[str, Any] | None:
+        """Returns the document of the worker that has one of the responses; None: none has."""
+        answers = await self._ask([response_ids, tenant])
+        found = next((answer for answer in answers if answer), None)
+        return None if found is None else orjson.loads(found)
+
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.suppress(OSError):
-            body, _ = await self._proxy.render("")
-            writer.write(body)
+        with contextlib.suppress(OSError, ValueError):  # ValueError: no question
+            writer.write(await self._answer(orjson.loads(await reader.readline())))
             writer.close()
             await writer.wait_closed()
 
-    async def _ask(self, path: Path) -> str:
+    async def _answer(self, question: list[Any]) -> bytes:
+        if not question:
+            return (await self._proxy.render(""))[0]
+        found = self._proxy.waterfalls.here(*question)
+        return b"" if found is None else orjson.dumps(found)
+
+    async def _ask(self, question: list[Any]) -> list[bytes]:
+        """Asks all workers; the answer of a worker that gives none is empty."""
+        line = orjson.dumps(question, option=orjson.OPT_APPEND_NEWLINE)
+        return await asyncio.gather(*(self._ask_one(path, line) for path in self._paths))
+
+    async def _ask_one(self, path: Path, line: bytes) -> bytes:
         try:
             async with asyncio.timeout(_SIBLING_TIMEOUT_S):
                 reader, writer = await asyncio.open_unix_connection(path)
-                body = await reader.read()
+                writer.write(line)
+                answer = await reader.read()
                 writer.close()
-                return body.decode()
+                return answer
         except (OSError, TimeoutError) as error:
-            log.warning("metrics of %s: %s", path.name, error)
-            return ""
+            log.warning("worker at %s: %s", path.name, error)
+            return b""
 
 
 class _Sum(Collector):

@@ -17,11 +17,15 @@ _MIN_BAR = 8  # columns
 
 @dataclass(slots=True, kw_only=True)
 class Waterfall:
-    """A request's spans. `arrival_unix_s` is its arrival at the proxy, in Unix seconds."""
+    """A request's spans. `arrival_unix_s` is its arrival at the proxy, in Unix seconds.
+
+    `ordered`: the spans are a tree, and stay in their order; else they are shown by their starts.
+    """
 
     request_id: str
     arrival_unix_s: float
     spans: list[Span] = field(default_factory=list)
+    ordered: bool = False
 
     def add(self, spans: Iterable[Span]) -> None:
         self.spans.extend(spans)
@@ -32,19 +36,20 @@ class Waterfall:
         return max((span.end_s for span in self.spans), default=0.0)
 
     def in_order(self) -> list[Span]:
+        if self.ordered:
+            return list(self.spans)
         return sorted(self.spans, key=lambda span: (span.start_s, span.end_s))
 
-    def render(self, width: int = 100, *, ordered: bool = False) -> str:
+    def render(self, width: int = 100) -> str:
         """Draws a picture `width` columns wide: name, instance, start and end in ms, and a bar
         each.
 
-        Bars share one scale, from arrival to the last end, and are in the order of their starts,
-        unless the spans are `ordered`. The picture is wider than `width` only when the names leave
-        no room for a bar of 8 columns.
+        Bars share one scale, from arrival to the last end. The picture is wider than `width` only
+        when the names leave no room for a bar of 8 columns.
         """
-        spans = self.spans if ordered else self.in_order()
+        spans = self.in_order()
         rows = [
-            (span.name, span.instance_id, f"{span.start_s * 1e3:.1f}", f"{span.end_s * 1e3:.1f}")
+            (_named(span), span.instance_id, f"{span.start_s * 1e3:.1f}", f"{span.end_s * 1e3:.1f}")
             for span in spans
         ]
         header = ("span", "instance", "start", "end ms")
@@ -82,6 +87,10 @@ class Waterfall:
             arrival_unix_s=document["arrival_unix_s"],
             spans=[Span(**span) for span in document["spans"]],
         )
+
+
+def _named(span: Span) -> str:
+    return f"{span.name} (failed)" if "error" in span.attributes else span.name
 
 
 def _row(cells: tuple[str, ...], columns: list[int], bar: str) -> str:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 
-from millrace.cli.commands.trace import as_page, as_text, show
+from millrace.cli.commands.chat import GatewayError
+from millrace.cli.commands.trace import as_page, read_folder, read_gateway, show
 from millrace.core.config import TelemetryConfig
 from millrace.core.errors import MillraceError
+from millrace.core.span import Span
 from millrace.telemetry.tracing.files import read_trace
 from millrace.telemetry.tracing.tracer import open_tracer
+from support.gateway import MODEL, Script, gateway
 
 ARRIVAL_S = 1_700_000_000.0
 
@@ -51,7 +55,7 @@ def test_spans_are_a_tree_across_files(folder: Path) -> None:
 
 def test_the_waterfall_is_drawn(folder: Path) -> None:
     spans = read_trace(folder, "r<1>")
-    title, head, *rows = as_text(spans, 90).splitlines()
+    title, head, *rows = read_folder(folder, "r<1>").render(90).splitlines()
     assert title == f"request r<1>, trace {spans[0].trace_id}: 500.0 ms"
     assert head.split() == ["span", "instance", "start", "end", "ms"]
     assert rows[0].split()[0] == "request"
@@ -77,7 +81,7 @@ class Cells(HTMLParser):
 
 
 def test_the_page_stands_alone(folder: Path, tmp_path: Path) -> None:
-    page = as_page(read_trace(folder, "r<1>"))
+    page = as_page([read_folder(folder, "r<1>")])
     found = Cells()
     found.feed(page)
     assert "millrace.request_id: r<1>" in found.text and "r<1>" not in page
@@ -87,8 +91,26 @@ def test_the_page_stands_alone(folder: Path, tmp_path: Path) -> None:
     bars = [one for tag, one in found.elements if tag == "span"]
     assert [bar["class"] for bar in bars] == ["bar", "bar failed", "bar", "bar"]
     assert bars[3]["style"] == "margin-left:40.00%;width:20.00%"
-    show(folder, "r<1>", tmp_path / "page.html")
+    show([read_folder(folder, "r<1>")], tmp_path / "page.html")
     assert (tmp_path / "page.html").read_text() == page
+
+
+async def test_a_gateway_is_asked_for_the_waterfall(tmp_path: Path) -> None:
+    bar = Span(name="chunk", instance_id="prefill-0", start_s=0.1, end_s=0.2)
+    async with gateway(tmp_path) as stack:
+        stack.fleet.script = Script(spans=[bar])
+        body = {"model": MODEL, "prompt": ["one", "two"]}
+        answer = (await stack.http.post("/v1/completions", json=body)).json()
+        url = str(stack.http.base_url)
+        found = await asyncio.to_thread(read_gateway, url, "", answer["id"])
+        for wrong in ("nothing", "a/b", "é"):
+            with pytest.raises(GatewayError, match=r"not found|No route"):
+                await asyncio.to_thread(read_gateway, url, "", wrong)
+    assert [one.request_id for one in found] == [f"{answer['id']}-0", f"{answer['id']}-1"]
+    rows = found[0].render(90).splitlines()[2:]
+    assert [row.split()[0] for row in rows] == ["tokenise", "record", "place", "answer", "chunk"]
+    with pytest.raises(GatewayError, match="no gateway at"):
+        read_gateway("ftp://127.0.0.1:1", "", "r")
 
 
 def test_an_unknown_trace_is_named(folder: Path) -> None:

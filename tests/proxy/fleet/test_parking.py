@@ -70,7 +70,7 @@ async def test_a_stream_that_waits_is_traced(stack):
     spans = {span["name"]: span for span in (await asking).json()["millrace"]["spans"]}
     assert spans["parked"]["instance_id"] == stack.proxy.gateway.incarnation.id
     assert spans["record"]["end_s"] <= spans["parked"]["start_s"]
-    assert spans["parked"]["end_s"] <= spans["planned"]["start_s"] + 1e-9
+    assert spans["parked"]["end_s"] <= spans["place"]["start_s"] + 1e-9
 
 
 async def test_no_more_wait_than_allowed(stack):

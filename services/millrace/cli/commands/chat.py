@@ -33,7 +33,7 @@ async def stream_chat(
             "POST", "/v1/chat/completions", json={**body, "stream": True}, headers=headers
         ) as response:
             if response.status_code != httpx.codes.OK:
-                raise GatewayError(_message(await response.aread(), response.status_code))
+                raise GatewayError(refusal_of(await response.aread(), response.status_code))
             async for line in response.aiter_lines():
                 if not line.startswith("data: ") or line == "data: [DONE]":
                     continue
@@ -45,7 +45,8 @@ async def stream_chat(
         raise GatewayError(f"no gateway at {client.base_url}: {error}") from error
 
 
-def _message(body: bytes, status: int) -> str:
+def refusal_of(body: bytes, status: int) -> str:
+    """Returns the message of a gateway's answer that is an error."""
     try:
         return str(orjson.loads(body)["error"]["message"])
     except (orjson.JSONDecodeError, KeyError, TypeError):
@@ -105,7 +106,7 @@ async def served_model(client: httpx.AsyncClient) -> str:
     try:
         response = await client.get("/v1/models")
         if response.status_code != httpx.codes.OK:
-            raise GatewayError(_message(response.content, response.status_code))
+            raise GatewayError(refusal_of(response.content, response.status_code))
         if response.json()["data"] == []:
             raise GatewayError("this key may use no model of the gateway")
         return str(response.json()["data"][0]["id"])

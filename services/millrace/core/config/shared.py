@@ -46,6 +46,11 @@ class TelemetryConfig(Section):
         "most spans of other traces that a process holds: slow and failed requests are traced, "
         "too; 0: not",
     )
+    waterfall_bytes: int = setting(
+        4 << 20,
+        within(0),
+        "memory of each proxy process for the waterfalls of the last requests; 0: keeps none",
+    )
     vllm_names: str = setting(
         "off", one_of("off", "on"), "metrics also under vLLM's names, for its dashboards"
     )

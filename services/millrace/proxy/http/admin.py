@@ -28,6 +28,7 @@ from millrace.proxy.http.asgi import Receive, Scope, Send, header, receive_body,
 from millrace.proxy.http.query import query_of
 from millrace.proxy.request.models.fields import STRICT, OneOf, Within
 from millrace.proxy.request.reading import read_body
+from millrace.proxy.tracing.waterfalls import Waterfalls
 from millrace.wire.clients.scheduler_client import (
     SchedulerRefused,
     SchedulerUnavailable,
@@ -154,6 +155,8 @@ ROUTES = (POLICY, IMPROVEMENT_RATE)
 
 #: Of one request: why it waits, or waited.
 REQUEST_PATH = "/admin/requests/{id}"
+#: Where the time of one request went.
+TRACE_PATH = REQUEST_PATH + "/trace"
 
 
 class RequestAdmin:
@@ -182,6 +185,33 @@ class RequestAdmin:
             except SchedulerUnavailable as error:
                 failure = unavailable(str(error))
         raise failure
+
+
+class TraceAdmin:
+    """Answers GET of `TRACE_PATH`, of any tenant's request."""
+
+    def __init__(self, config: ProxyConfig, waterfalls: Waterfalls) -> None:
+        self._guard = Guard(config)
+        self._waterfalls = waterfalls
+
+    async def answer(self, scope: Scope, receive: Receive, send: Send) -> int:
+        """Returns the status that was sent. Raises ApiError before anything was sent."""
+        del receive  # a GET
+        self._guard.check(scope)
+        request_id = scope["path_params"]["id"]
+        found = await self._waterfalls.find(_responses(request_id), None)
+        if found is None:
+            message = f"Request with id {shown(request_id)} not found."
+            raise ApiError(404, message, code="unknown_request")
+        return await send_document(send, {"object": "millrace.trace", **found})
+
+
+def _responses(request_id: str) -> list[str]:
+    """Returns the ids of the responses that a request may be part of: it may be one of several
+    prompts, and may have been migrated.
+    """
+    first = re.sub(r"\.[0-9]+$", "", request_id)
+    return [request_id, first, re.sub(r"-[0-9]+$", "", first)]
 
 
 class SchedulerAdmin:

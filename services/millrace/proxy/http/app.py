@@ -12,7 +12,15 @@ from starlette.exceptions import HTTPException
 from starlette.routing import Route
 
 from millrace.proxy.errors import ApiError
-from millrace.proxy.http.admin import METHODS, REQUEST_PATH, ROUTES, RequestAdmin, SchedulerAdmin
+from millrace.proxy.http.admin import (
+    METHODS,
+    REQUEST_PATH,
+    ROUTES,
+    RequestAdmin,
+    SchedulerAdmin,
+    TraceAdmin,
+)
+from millrace.proxy.http.admin import TRACE_PATH as ADMIN_TRACE_PATH
 from millrace.proxy.http.asgi import (
     Disconnected,
     Receive,
@@ -32,6 +40,7 @@ from millrace.proxy.http.endpoints.pooled import PooledEndpoint
 from millrace.proxy.http.endpoints.requests import (
     EXPLAIN_PATH,
     REQUEST_STATE_PATH,
+    TRACE_PATH,
     RequestEndpoints,
 )
 from millrace.proxy.http.endpoints.responses import (
@@ -186,13 +195,17 @@ def create_app(services: Services, render_metrics: RenderMetrics) -> FastAPI:
         admin = SchedulerAdmin(services.config.proxy, services.models.scheduler_of, route)
         endpoint = RawEndpoint(services, route.path, admin.answer)
         app.router.routes.append(Route(route.path, endpoint, methods=METHODS))
-    of_request = RequestAdmin(services.config.proxy, services.models.schedulers)
-    endpoint = RawEndpoint(services, REQUEST_PATH, of_request.answer)
-    app.router.routes.append(Route(REQUEST_PATH, endpoint, methods=["GET"]))
     events = BoardEvents(
         services.config.proxy, services.models.scheduler_of, lambda: services.models.draining
     )
-    for path, answer in ((PAGE_PATH, show_page), (EVENTS_PATH, events.answer)):
+    of_request = RequestAdmin(services.config.proxy, services.models.schedulers)
+    of_trace = TraceAdmin(services.config.proxy, services.waterfalls)
+    for path, answer in (
+        (PAGE_PATH, show_page),
+        (EVENTS_PATH, events.answer),
+        (REQUEST_PATH, of_request.answer),
+        (ADMIN_TRACE_PATH, of_trace.answer),
+    ):
         endpoint = RawEndpoint(services, path, answer)
         app.router.routes.append(Route(path, endpoint, methods=["GET"]))
     tenants = TenantAdmin(services.config, services.tenants.keys, services.limiter)
@@ -251,6 +264,7 @@ def _add_requests(app: FastAPI, services: Services) -> None:
     for path, answer in (
         (REQUEST_STATE_PATH, requests.show),
         (EXPLAIN_PATH, requests.explain),
+        (TRACE_PATH, requests.trace),
         (STREAM_PATH, resume.answer),
     ):
         endpoint = RawEndpoint(services, path, answer)

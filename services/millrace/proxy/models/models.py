@@ -13,6 +13,7 @@ from millrace.core.config.models import Canary, ModelConfig, read_models_file
 from millrace.core.errors import MillraceError
 from millrace.proxy.errors import ApiError, shown
 from millrace.proxy.fleet.gateway import Gateway
+from millrace.proxy.generation.proxy_request import ProxyRequest
 from millrace.proxy.metrics import INFLIGHT, PARKED, STREAMING, WAITING
 from millrace.proxy.models.served_model import MakeGateway, ServedModel, read_model
 from millrace.proxy.tenancy.caller import Caller
@@ -202,6 +203,11 @@ class Models:
     def gateway_of(self, response_id: str) -> Gateway | None:
         """Returns the gateway that has open requests of a response."""
         return next((m.gateway for m in self.all if m.gateway.of_response(response_id)), None)
+
+    def open_requests(self, response_id: str) -> list[ProxyRequest]:
+        """Returns the open requests of a response, at any model."""
+        gateway = self.gateway_of(response_id)
+        return [] if gateway is None else gateway.of_response(response_id)
 
     async def ask_progress(self, request_id: str) -> Progress | None:
         """Returns what a scheduler says of a request of any replica; None if none knows it."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 from millrace.core.kv.transfer import Incarnation
 from millrace.core.request import Slo
@@ -17,7 +16,6 @@ from millrace.proxy.parsing.families import Parsers
 from millrace.proxy.prompts import EnginePrompt
 from millrace.proxy.reply.engine_sampling import EngineSampling
 from millrace.proxy.reply.event_numbers import EventNumbers
-from millrace.proxy.reply.explain import explain
 from millrace.proxy.reply.formats import ChatFormat, CompletionFormat, Format
 from millrace.proxy.reply.parsed import ParsedAnswer
 from millrace.proxy.reply.reply import (
@@ -30,6 +28,7 @@ from millrace.proxy.reply.reply import (
 from millrace.proxy.request.options import Limits, Options
 from millrace.proxy.tenancy.exchange import Exchange
 from millrace.proxy.text.tokenizer import Tokenizer
+from millrace.proxy.tracing.waterfalls import explain
 from millrace.telemetry.tracing.tracer import NO_SCOPE, Scope
 
 
@@ -101,11 +100,7 @@ class Builder:
 
     def progress(self, arrival: Arrival) -> Progress:
         """Returns the progress of a new reply."""
-        return Progress(
-            partial(explain, arrival_unix_s=arrival.unix_s, proxy_id=self._proxy.id)
-            if arrival.trace
-            else None
-        )
+        return Progress(explain if arrival.trace else None)
 
     def answers(
         self, prompt: EnginePrompt, options: Options, response_id: str

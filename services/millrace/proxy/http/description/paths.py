@@ -87,15 +87,15 @@ def paths_of(classes: Sequence[str]) -> Json:
         EVENTS_PATH: {
             "get": got("What happens on the fleet: lines of the board", stream, admin_errors())
         },
-        admin.REQUEST_PATH: {
-            "get": got(
-                "Why a request waits, or waited",
-                json_of("Explanation"),
-                {"404": error("No such request is known, or no longer"), **admin_errors()},
-                [in_path("id")],
-            )
-        },
+        admin.REQUEST_PATH: _of_request("Why a request waits, or waited", "Explanation"),
+        admin.TRACE_PATH: _of_request("Where the time of a request went", "RequestTrace"),
     }
+
+
+def _of_request(summary: str, answer: str) -> Json:
+    """Describes an administrator's question about one request."""
+    wrong = {"404": error("No such request is known, or no longer"), **admin_errors()}
+    return {"get": got(summary, json_of(answer), wrong, [in_path("id")])}
 
 
 def _pooled(objectives: list[Json]) -> Json:
@@ -231,6 +231,9 @@ def _requests() -> Json:
             "get": got(
                 "Why a request waits, or waited", json_of("RequestExplanation"), missing, named
             )
+        },
+        "/v1/requests/{request_id}/trace": {
+            "get": got("Where the time of a request went", json_of("RequestTrace"), missing, named)
         },
         "/v1/requests/{request_id}/stream": {
             "get": got("The rest of a resumable stream", stream, wrong, [*named, last])

@@ -50,7 +50,8 @@ from millrace.proxy.tenancy.caller import Caller
 from millrace.proxy.tenancy.costs import reserved_cost, used_cost
 from millrace.proxy.tenancy.limiter import Limiter
 from millrace.proxy.tenancy.stored_tenants import StoredTenants
-from millrace.proxy.traces import RequestTraces
+from millrace.proxy.tracing.traces import RequestTraces
+from millrace.proxy.tracing.waterfalls import Waterfalls
 from millrace.state.store import RequestStore
 from millrace.telemetry.tracing.context import trace_id_of
 
@@ -73,6 +74,7 @@ class Services:
     limiter: Limiter
     stored_tenants: StoredTenants | None
     traces: RequestTraces
+    waterfalls: Waterfalls
     responses: StoredResponses
     background: Background
     files: Files

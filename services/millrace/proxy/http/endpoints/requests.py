@@ -1,4 +1,4 @@
-"""GET /v1/requests/{id}: how far a request is, asked of any replica; and why it is no further."""
+"""GET /v1/requests/{id}: how far a request is, why it is no further, and where its time went."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from millrace.wire.clients.scheduler_client import SchedulerUnavailable, Unknown
 
 REQUEST_STATE_PATH = "/v1/requests/{request_id}"
 EXPLAIN_PATH = REQUEST_STATE_PATH + "/explain"
+TRACE_PATH = REQUEST_STATE_PATH + "/trace"
 
 #: Fields of an explanation that name other requests, or instances.
 _NAMING = ("before", "suspended_by", "waits_for")
@@ -27,6 +28,7 @@ class RequestEndpoints:
     def __init__(self, services: Services) -> None:
         self._schedulers = services.models.schedulers
         self._tenants = services.tenants
+        self._waterfalls = services.waterfalls
         self._states = RequestStates(services.models, services.store, services.streams.store)
 
     async def show(self, scope: Scope, receive: Receive, send: Send) -> int:
@@ -52,6 +54,18 @@ class RequestEndpoints:
             shown = {name: value for name, value in asdict(found).items() if name not in _NAMING}
             return await send_document(send, {"object": "millrace.explanation", **shown})
         raise unknown(request_id)
+
+    async def trace(self, scope: Scope, receive: Receive, send: Send) -> int:
+        """Sends the waterfall of a request that this proxy has, or had lately.
+
+        Returns the status that was sent. Raises ApiError before anything was sent.
+        """
+        del receive  # a GET
+        tenant, request_id = self._tenants.of(scope), scope["path_params"]["request_id"]
+        found = await self._waterfalls.find(candidates(tenant, request_id), tenant)
+        if found is None:
+            raise unknown(request_id)
+        return await send_document(send, {"object": "millrace.trace", **found})
 
     async def _explained(self, response_id: str) -> Explanation:
         """Returns the explanation of the response's first request. Raises ApiError."""

@@ -267,7 +267,7 @@ class Span(TypedDict):
 
 
 class Waterfall(TypedDict):
-    """How the time to the first token passed; `more`: that of a request's other prompts."""
+    """Where the time of a request went; `more`: that of the request's other prompts."""
 
     request_id: str
     arrival_unix_s: float
@@ -276,6 +276,13 @@ class Waterfall(TypedDict):
     predicted_ttft_ms: float
     ttft_ms: NotRequired[float]
     more: NotRequired[list[Waterfall]]
+
+
+class RequestTrace(Waterfall):
+    """The same of one request that is open, or ended lately; `error`: why it failed."""
+
+    object: Literal["millrace.trace"]
+    error: NotRequired[str]
 
 
 class Completed(TypedDict):
@@ -367,6 +374,7 @@ ANSWERS: tuple[Any, ...] = (
     PolicyChange,
     RequestExplanation,
     RequestState,
+    RequestTrace,
     Response,
     ResponseItems,
     SchedulerSettings,

@@ -11,6 +11,8 @@ from opentelemetry.trace import SpanKind
 from millrace.proxy.errors import ApiError
 from millrace.proxy.generation.objectives import missed
 from millrace.proxy.generation.proxy_request import ProxyRequest
+from millrace.proxy.tracing.timeline import Timeline, own_spans
+from millrace.proxy.tracing.waterfalls import RecentWaterfalls
 from millrace.telemetry.tracing.context import TraceContext
 from millrace.telemetry.tracing.tracer import NO_SCOPE, Scope, Tracer
 
@@ -30,8 +32,10 @@ class RequestTraces:
     missed), was migrated, or failed. The other processes hold their spans of it meanwhile.
     """
 
-    def __init__(self, tracer: Tracer) -> None:
+    def __init__(self, tracer: Tracer, recent: RecentWaterfalls) -> None:
+        """`recent` keeps the waterfalls of all requests, traced or not."""
         self._tracer = tracer
+        self._recent = recent
 
     def begin(self, traceparent: str, arrival_unix_s: float) -> tuple[Scope, str]:
         """Returns the scope of a request's first span, and the `traceparent` for other services:
@@ -58,7 +62,10 @@ class RequestTraces:
         at: float,
         tell: Tell,
     ) -> None:
-        """Records the proxy's spans of an HTTP request that arrived `at`, if they are wanted."""
+        """Keeps the waterfall of an HTTP request that arrived `at`, and records the proxy's spans
+        of it, if they are wanted.
+        """
+        self._recent.add(requests, "" if error is None else error.message)
         if not scope.records:
             return
         failed = error is not None and error.status != _CLIENT_LEFT
@@ -94,24 +101,11 @@ class RequestTraces:
 
 
 def _record(scope: Scope, request: ProxyRequest) -> None:
-    arrived = request.arrived_at
     named = {"millrace.request_id": request.request_id}
-
-    def child(name: str, start: float, end: float, **more: str | float) -> None:
-        attributes = {**named, **{f"millrace.{key}": value for key, value in more.items()}}
-        scope.child(name, start - arrived, end - arrived, attributes)
-
-    child("tokenise", arrived, request.read_at, prompt_tokens=request.prompt_tokens)
-    if request.started_at > request.read_at:
-        child("record", request.read_at, request.started_at)
-    if request.placed_at is not None:
-        predicted_s = request.predicted_ttft_s
-        child("place", request.submitted_at, request.placed_at, predicted_ttft_s=predicted_s)
+    for own in own_spans(Timeline.of(request)):
+        more = {f"millrace.{key}": value for key, value in own.attributes.items()}
+        scope.child(own.name, own.start_s, own.end_s, {**named, **more})
     for bar in request.spans:
         if bar.name in _OWN_BARS:
             named_bar = {**named, "millrace.instance_id": bar.instance_id}
             scope.child(bar.name, bar.start_s, bar.end_s, named_bar)
-    if (first_at := request.first_token_at) is not None:
-        tokens = request.completion_tokens
-        ttft_s = first_at - arrived
-        child("answer", first_at, request.last_token_at, completion_tokens=tokens, ttft_s=ttft_s)
