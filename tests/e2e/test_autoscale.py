@@ -21,6 +21,7 @@ from millrace.core.config import ScalingConfig
 from millrace.local.autoscale import Decision
 from millrace.local.scaling import PARKING, Scaling, autoscaled
 from millrace.local.stack import Stack
+from support.deadlines import HANG_S
 from support.live_stack import eventually, greedy_ids, live_stack
 from support.served_model import served_folder
 from support.tiny_models import oracle, prompt
@@ -103,7 +104,10 @@ async def scaled_stack(scaling: Scaling, *settings: str) -> AsyncIterator[Scaled
 
 @pytest.mark.parametrize(
     "drain_timeout_s",
-    [pytest.param(30.0, id="in peace"), pytest.param(0.01, id="evicted", marks=pytest.mark.slow)],
+    [
+        pytest.param(2 * HANG_S, id="in peace"),
+        pytest.param(0.01, id="evicted", marks=pytest.mark.slow),
+    ],
 )
 async def test_decode_follows_the_load_and_no_answer_is_lost(drain_timeout_s: float) -> None:
     config = replace(QUICK, drain_timeout_s=drain_timeout_s)

@@ -15,7 +15,7 @@ import orjson
 from millrace.shipped import SHIPPED_MODEL
 from millrace.wire.clients.scheduler_client import evict
 from support.deadlines import HANG_S
-from support.live_stack import eventually, live_stack
+from support.live_stack import held, live_stack
 
 FAST = ["engine.dtype=float32", "scheduler.heartbeat_s=0.2", "scheduler.lease_s=10"]
 TEMPLATE = """{% for m in messages %}{{ m.role }}: {{ m.content }}
@@ -98,8 +98,8 @@ async def test_a_budget_holds_before_a_schema_and_after_a_move(tmp_path: Path) -
             {"seed": seed, "ids": [], "content": "", "reasoning": "", "moves": 0} for seed in (3, 4)
         ]
         reading = [asyncio.create_task(read_stream(client, body, one)) for one in found]
-        await eventually(lambda: all(len(one["ids"]) > 10 for one in found))
-        await evict(scheduler, "decode-0", abort=False)
+        async with held(stack, lambda: all(len(one["ids"]) > 10 for one in found)) as name:
+            await evict(scheduler, name, abort=False)
         await asyncio.gather(*reading)
         assert [one["ids"] for one in found] == [one["token_ids"] for one in expected]
         for one, wanted in zip(found, expected, strict=True):
