@@ -8,6 +8,7 @@ import pytest
 
 from millrace.core.config import TransferConfig
 from millrace.core.errors import TransferError
+from support.deadlines import HANG_S
 from support.kv_nodes import ReceiverNode, SenderNode, layout, pages_of
 from support.scheduler_peers import Worker, quick, scheduler, spec
 
@@ -34,7 +35,7 @@ async def test_the_scheduler_pairs_prefill_and_decode_of_one_revision() -> None:
                     everything.set()
 
         reading = [asyncio.create_task(read(workers[name])) for name in ("p-old", "p-new")]
-        await asyncio.wait_for(everything.wait(), 10)
+        await asyncio.wait_for(everything.wait(), HANG_S)
         for name in ("p-old", "p-new"):
             await workers[name].cut()
         await asyncio.gather(*reading, return_exceptions=True)
@@ -42,7 +43,7 @@ async def test_the_scheduler_pairs_prefill_and_decode_of_one_revision() -> None:
 
 
 async def test_a_transfer_between_revisions_is_refused_by_both_names() -> None:
-    config = TransferConfig(handshake_timeout_s=5)
+    config = TransferConfig(handshake_timeout_s=HANG_S)
     receiver = await ReceiverNode(layout(model_hash="weights@old"), config).start()
     sender = SenderNode(layout(model_hash="weights@new"), config)
     try:

@@ -13,6 +13,8 @@ from millrace.core.request import RequestState
 from millrace.core.scheduler.effects import Record
 from millrace.scheduler.recorder import Recorder
 from millrace.state.open import open_store
+from support.deadlines import HANG_S
+from support.live_stack import eventually
 from support.stores import private_redis
 
 PROMPT = np.array([1, 2, 3], dtype=np.int32)
@@ -44,7 +46,7 @@ async def test_the_last_state_of_each_request_is_written():
                 recorder.put(record(name, RequestState.PREFILLING))
             recorder.put(record("b", RequestState.FINISHED))
             recorder.put(record("gone", RequestState.DECODING))
-            await asyncio.wait_for(recorder.flushed(), 5)
+            await asyncio.wait_for(recorder.flushed(), HANG_S)
             a, b = await store.get("a"), await store.get("b")
             assert (a.state, a.decode_id) == ("prefilling", "d0")
             assert b.state == "finished"
@@ -66,7 +68,7 @@ async def test_an_outage_loses_no_state_and_newer_ones_win(tmp_path):
             recorder.put(record("a", RequestState.FINISHED))
             assert (await near.get("b")).state == "queued"
             road.symlink_to(unquote(urlsplit(url).path))
-            await asyncio.wait_for(recorder.flushed(), 10)
+            await asyncio.wait_for(recorder.flushed(), HANG_S)
             assert (await near.get("a")).state == "finished"
             b = await near.get("b")
             assert (b.state, b.decode_id) == ("prefilling", "d1")
@@ -85,9 +87,6 @@ async def test_a_full_buffer_drops_the_oldest_and_counts(tmp_path):
         await asyncio.sleep(0.02)  # taken out to be written, and the store is not there
         for index in range(5, 7):
             recorder.put(record(f"r{index}", RequestState.QUEUED))
-        for _ in range(200):
-            await asyncio.sleep(0.01)
-            if recorder.dropped == 5:
-                break
+        await eventually(lambda: recorder.dropped == 5)
         assert recorder.dropped == 5 and recorder.buffered <= 2
     await store.close()

@@ -135,7 +135,7 @@ async def test_bind_takes_ipv6_hosts() -> None:
     port = bind(server, "::1", 0)
     await server.start()
     async with open_channel(f"[::1]:{port}") as channel:
-        await asyncio.wait_for(channel.channel_ready(), 5)
+        await asyncio.wait_for(channel.channel_ready(), HANG_S)
     await server.stop(None)
 
 
@@ -264,4 +264,4 @@ async def test_proxies_of_the_environment_are_left_alone(monkeypatch: pytest.Mon
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
     monkeypatch.delenv("no_proxy", raising=False)
     async with serving(Decode()) as address, open_channel(address) as channel:
-        await asyncio.wait_for(channel.channel_ready(), 5)
+        await asyncio.wait_for(channel.channel_ready(), HANG_S)

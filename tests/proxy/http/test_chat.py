@@ -11,6 +11,7 @@ import pytest
 from millrace.core.span import Span
 from millrace.proxy.request.options import Limits
 from millrace.proxy.request.validation import Bodies
+from support.deadlines import HANG_S
 from support.gateway import MODEL, Script, gateway
 
 USER = [{"role": "user", "content": "hi"}]
@@ -231,7 +232,7 @@ async def test_stop_string_across_tokens(stack, stream, extra):
         text, entries = last["message"]["content"], (last["logprobs"] or {"content": []})["content"]
     assert (text, last["finish_reason"], last["stop_reason"]) == ("one two", "stop", "<STOP>")
     assert "".join(entry["token"] for entry in entries) == ("one two" if extra else "")
-    await asyncio.wait_for(stack.fleet.cancelled.wait(), 2)
+    await asyncio.wait_for(stack.fleet.cancelled.wait(), HANG_S)
     assert [(c.request_id, c.reason) for c in stack.fleet.cancels] == [
         (stack.fleet.specs[0].request_id, "stop")
     ]

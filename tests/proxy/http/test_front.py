@@ -11,6 +11,7 @@ import httpx
 import openai
 import pytest
 
+from support.deadlines import HANG_S
 from support.gateway import MODEL, Script, gateway
 from support.live_stack import eventually
 from support.metrics import total
@@ -115,7 +116,7 @@ async def test_an_answer_that_takes_too_long_ends_with_504(tmp_path):
         with pytest.raises(openai.APIStatusError) as caught:
             await client.chat.completions.create(**BODY)
         assert (caught.value.status_code, caught.value.code) == (504, "timeout")
-        await asyncio.wait_for(stack.fleet.cancelled.wait(), 30)
+        await asyncio.wait_for(stack.fleet.cancelled.wait(), HANG_S)
         assert len(stack.fleet.specs) == 1  # the client does not try again
         text = (await stack.http.get("/metrics")).text
         assert total(text, "millrace_proxy_cancelled_requests_total", reason="timeout") == 1
