@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import random
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 
@@ -78,7 +79,8 @@ class WorkerLink:
             if self.connected.is_set():
                 retry_s = RETRY_FIRST_S
             self.connected.clear()
-            if not self._closing and not await self._leaders.replaced(changes, retry_s):
+            wait_s = retry_s * random.uniform(0.7, 1.3)
+            if not self._closing and not await self._leaders.replaced(changes, wait_s):
                 retry_s = min(2 * retry_s, RETRY_MOST_S)
 
     async def _serve(self, address: str, changes: int) -> None:

@@ -18,6 +18,9 @@ SERVER = "server_error"
 
 RETRY_AFTER_S = 1.0
 
+#: The header of an error that stays: OpenAI's clients don't send the request again.
+NO_RETRY = (b"x-should-retry", b"false")
+
 #: HTTP statuses of the scheduler's refusals, by their code.
 _REFUSALS = {"overloaded": 429, "unavailable": 503, "too_large": 400, "invalid": 400}
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 
 import pytest
 
 from millrace.core.config import StoreConfig
 from millrace.proxy.batches.lines import Answer, answer_of
-from millrace.proxy.errors import ApiError
+from millrace.proxy.errors import NO_RETRY, ApiError
 from millrace.state.store import StoreError
 from support.batches import (
     CHAT,
@@ -173,7 +174,7 @@ async def test_a_death_between_writing_and_recording_repeats_lines_but_no_result
     two.start()
     found = await until(two, made.id, ended)
     assert sorted(ids(await world.read(found.output_file_id))) == [f"r{i}" for i in range(5)]
-    assert sorted(again.asked) == sorted(endpoint.asked)
+    assert sorted(again.asked) == sorted(set(endpoint.asked)) == [f"r{i}" for i in range(5)]
     await two.close()
     await one.close()
 
@@ -331,12 +332,12 @@ async def test_a_store_that_fails_while_results_are_written_loses_none(memory, m
     found = await until(one, made.id, ended)
     assert (found.status, found.completed, broken) == ("completed", 6, [])
     assert sorted(ids(await memory.read(found.output_file_id))) == [f"r{i}" for i in range(6)]
-    assert len(endpoint.asked) == 12
+    assert min(Counter(endpoint.asked).values()) > 1  # a busy machine loses the lease again
     await one.close()
 
 
 async def test_a_request_that_no_limit_ever_lets_pass_is_not_sent_again(memory):
-    refusal = ApiError(429, "larger than the limit", headers=[(b"x-should-retry", b"false")])
+    refusal = ApiError(429, "larger than the limit", headers=[NO_RETRY])
     endpoint = Endpoint(says=lambda r: answer_of(refusal))
     one = process(memory, endpoint, "one")
     one.start()

@@ -12,15 +12,13 @@ import orjson
 
 from millrace.core.errors import MillraceError
 from millrace.proxy.batches.batch import Usage
-from millrace.proxy.errors import ApiError, shown
+from millrace.proxy.errors import NO_RETRY, ApiError, shown
 
 Json = dict[str, Any]
 
 #: Bytes of a line beside its body: the other fields.
 _FRAME_BYTES = 64 << 10
 _LONGEST_ID = 512
-#: What the endpoints tell clients of an error that stays.
-_NO_RETRY = (b"x-should-retry", b"false")
 
 
 class LineError(MillraceError):
@@ -142,7 +140,7 @@ class Answer:
 
 def answer_of(error: ApiError) -> Answer:
     """Returns the answer of an endpoint that refused the request."""
-    hopeless = _NO_RETRY in error.more_headers
+    hopeless = NO_RETRY in error.more_headers
     return Answer(status=error.status, request_id=None, body=error.body(), hopeless=hopeless)
 
 

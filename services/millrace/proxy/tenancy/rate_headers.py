@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from millrace.core.limits.rules import Charge, Level, TooLarge
-from millrace.proxy.errors import ApiError
+from millrace.proxy.errors import NO_RETRY, ApiError
 from millrace.state.limits import AccountCharge, Verdict
 
 #: The wait that a client is told when too many of its requests are open: nobody knows the time.
@@ -85,7 +85,7 @@ def too_large(found: TooLarge, of: str) -> ApiError:
         f"{found.amount}. The prompt or max_tokens must be reduced.",
         kind="tokens",
         code="rate_limit_exceeded",
-        headers=[(b"x-should-retry", b"false")],
+        headers=[NO_RETRY],
     )
 
 

@@ -14,7 +14,7 @@ from millrace.core.config import Config
 from millrace.grammar.source import GrammarError
 from millrace.proxy.background import Background
 from millrace.proxy.batches.service import Batches
-from millrace.proxy.errors import ApiError, bad_field
+from millrace.proxy.errors import NO_RETRY, ApiError, bad_field
 from millrace.proxy.files.store import Files
 from millrace.proxy.http.asgi import (
     JSON,
@@ -242,7 +242,7 @@ class Runs:
             504,
             f"The answer was not complete within {limit_s:g} s.",
             code="timeout",
-            headers=[(b"x-should-retry", b"false")],
+            headers=[NO_RETRY],
         )
         return asyncio.get_running_loop().call_later(limit_s, reply.progress.fail, error)
 
