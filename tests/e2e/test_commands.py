@@ -3,10 +3,12 @@
 import asyncio
 import re
 import signal
+from pathlib import Path
 
 import httpx
 import pytest
 
+from millrace.local.authority import as_toml, issue_certificates
 from support.command import millrace, start
 from support.deadlines import HANG_S
 
@@ -20,8 +22,8 @@ async def test_the_demo_answers_explains_and_ends_clean() -> None:
     assert "Stopped clean" in text
 
 
-async def test_up_says_what_to_try_and_ends_clean_at_ctrl_c() -> None:
-    process = await start("up", "--port", "0", "--prefill", "1", "--no-profile")
+async def test_up_says_what_to_try_between_services_with_tls_and_ends_clean_at_ctrl_c() -> None:
+    process = await start("up", "--port", "0", "--prefill", "1", "--no-profile", "--tls")
     assert process.stdout is not None
     seen = ""
     try:
@@ -40,10 +42,13 @@ async def test_up_says_what_to_try_and_ends_clean_at_ctrl_c() -> None:
             status, said = await millrace("chat", "Who are you?", "--url", url.group(), "--trace")
             assert status == 0
             assert "kv_transfer" in said
-        command = re.search(r"millrace (fleet --scheduler \S+)", seen)
+        command = re.search(r"millrace (fleet --scheduler \S+ --config \S+)", seen)
         assert command is not None
         status, said = await millrace(*command[1].split())
         assert status == 0 and "prefill-0" in said and "decode-0" in said
+        stranger = command[1].partition(" --config")[0]  # shows no certificate
+        status, said = await millrace(*stranger.split())
+        assert status == 1 and "prefill-0" not in said
     finally:
         process.send_signal(signal.SIGINT)
     assert await asyncio.wait_for(process.wait(), HANG_S) == 0
@@ -60,6 +65,14 @@ async def test_a_setting_out_of_range_is_named() -> None:
     status, said = await millrace("up", "--set", "engine.page_tokens=0")
     assert status == 1
     assert "engine.page_tokens is 0; it must be between 1 and 1024" in said
+
+
+async def test_up_makes_no_certificates_beside_others(tmp_path: Path) -> None:
+    given = as_toml(issue_certificates(tmp_path / "tls"))
+    (tmp_path / "settings.toml").write_text(given)
+    status, said = await millrace("up", "--tls", "--config", str(tmp_path / "settings.toml"))
+    assert status == 2
+    assert "--tls makes certificates, and tls.ca_file is" in " ".join(said.split())
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from millrace.core.errors import ConfigError
 from millrace.local.options import StackOptions
 from millrace.local.service import Service, StartupError
 from millrace.local.stack import Stack, UncleanStopError
+from support.deadlines import HANG_S
 from support.live_stack import eventually
 
 QUICK = ["--port", "0"]
@@ -26,7 +27,7 @@ async def service(tmp_path: Path) -> AsyncIterator[Service]:
 
 
 async def test_serves_and_ends_well(service: Service) -> None:
-    await service.start(30)
+    await service.start(HANG_S)
     _, writer = await asyncio.open_connection("127.0.0.1", service.port)
     writer.close()
     await writer.wait_closed()
@@ -39,13 +40,13 @@ async def test_serves_and_ends_well(service: Service) -> None:
 
 
 async def test_a_killed_service_did_not_end_well_and_starts_again(service: Service) -> None:
-    await service.start(30)
+    await service.start(HANG_S)
     assert service.process is not None
     service.process.kill()
     await service.process.wait()
     assert not service.ended_well
 
-    await service.start(30)
+    await service.start(HANG_S)
     await service.stop()
     assert service.ended_well
 
@@ -53,7 +54,7 @@ async def test_a_killed_service_did_not_end_well_and_starts_again(service: Servi
 async def test_a_bad_setting_ends_the_start_with_its_line(tmp_path: Path) -> None:
     service = Service("s", ["scheduler", "--set", "scheduler.lease_s=-1"], tmp_path / "s.log")
     with pytest.raises(StartupError, match=r"scheduler\.lease_s"):
-        await service.start(30)
+        await service.start(HANG_S)
     assert not service.serving
 
 
@@ -69,7 +70,7 @@ async def test_a_stack_that_is_stopped_in_a_restart_leaves_no_process() -> None:
     """The supervisor must not start a service during `stop`."""
     stack = Stack(StackOptions(model="none"))
     service = stack.supervise(Service("scheduler", ["scheduler", *QUICK], stack.directory / "log"))
-    await service.start(30)
+    await service.start(HANG_S)
     stack.keep()
     first = service.process
     assert first is not None
@@ -89,7 +90,7 @@ async def test_a_stack_that_is_stopped_in_a_restart_leaves_no_process() -> None:
 async def test_a_stack_says_who_did_not_end_well() -> None:
     stack = Stack(StackOptions(model="none"))
     service = stack.supervise(Service("scheduler", ["scheduler", *QUICK], stack.directory / "log"))
-    await service.start(30)
+    await service.start(HANG_S)
     assert service.process is not None
     service.process.kill()
     await service.process.wait()
@@ -116,7 +117,7 @@ async def test_a_role_s_instances_are_never_named_twice() -> None:
 async def test_an_instance_that_is_removed_is_not_started_again() -> None:
     stack = Stack(StackOptions(model="none"))
     service = stack.supervise(Service("decode-0", ["scheduler", *QUICK], stack.directory / "log"))
-    await service.start(30)
+    await service.start(HANG_S)
     stack.keep()
     process = service.process
     assert process is not None

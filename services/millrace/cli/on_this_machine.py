@@ -67,6 +67,10 @@ def up(  # noqa: PLR0913 - every option of the command line is a parameter
     redis: Annotated[
         str, typer.Option("--redis", metavar="URL", help="Default: a private Redis server.")
     ] = "",
+    tls: Annotated[
+        bool,
+        typer.Option("--tls", help="Mutual TLS between the services, by certificates made now."),
+    ] = False,
     threads: Annotated[
         int, typer.Option("--threads", help="Compute threads per instance; 0: half the cores.")
     ] = 0,
@@ -97,6 +101,10 @@ def up(  # noqa: PLR0913 - every option of the command line is a parameter
             "none"
         )
     named = list(zip(model, model_name or [""] * len(model), strict=True))
+    if tls and tree.tls.enabled:
+        raise typer.BadParameter(
+            f"--tls makes certificates, and tls.ca_file is {tree.tls.ca_file!r}: leave one out"
+        )
     autoscale |= scale_to_zero
     if autoscale and len(named) > 1:
         raise typer.BadParameter("--autoscale is for one model")
@@ -120,6 +128,7 @@ def up(  # noqa: PLR0913 - every option of the command line is a parameter
         host=host,
         port=port,
         redis=redis,
+        tls=tls,
         threads=threads,
         config=config,
         record=record,

@@ -33,6 +33,7 @@ class StackOptions:
     host: str = "127.0.0.1"
     port: int = 8080
     redis: str = ""
+    tls: bool = False  # between the services, by certificates of the stack's own
     config: Path | None = None
     settings: Sequence[str] = ()
     role_settings: Mapping[str, Sequence[str]] = field(default_factory=dict)

@@ -18,8 +18,10 @@ from pathlib import Path
 
 import httpx
 
+from millrace.core.config import TlsConfig
 from millrace.core.config.models import ModelConfig, models_file
 from millrace.core.errors import ConfigError, MillraceError
+from millrace.local.authority import as_settings, issue_certificates
 from millrace.local.options import StackOptions, as_arguments
 from millrace.local.private_redis import PrivateRedis
 from millrace.local.service import Service, StartupError, all_or_first_error
@@ -64,6 +66,8 @@ class Stack:
         self._unclean: list[str] = []
         self._stopping = False
         self._group = uuid.uuid4().hex[:8]
+        #: The certificates between the services, if the stack has made some.
+        self.tls = TlsConfig()
 
     @property
     def url(self) -> str:
@@ -119,7 +123,10 @@ class Stack:
             self._redis = PrivateRedis()
             redis_url = await self._redis.start(self.directory)
             files = [f"files.url={self.directory / 'files'}"]  # their records end with this Redis
-        common = as_arguments(f"store.url={redis_url}", *files) + o.common_arguments
+        if o.tls:
+            self.tls = issue_certificates(self.directory / "tls")
+        own = [f"store.url={redis_url}", *files, *(as_settings(self.tls) if o.tls else ())]
+        common = as_arguments(*own) + o.common_arguments
         self._progress("starting the scheduler")
         served = []
         for number, (model, name) in enumerate(o.models()):

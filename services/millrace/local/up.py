@@ -15,11 +15,13 @@ from pathlib import Path
 
 from rich.console import Console
 
+from millrace.local.authority import as_toml
 from millrace.local.first_start import profile_first
 from millrace.local.options import StackOptions
 from millrace.local.scaling import Scaling, autoscaled
 from millrace.local.stack import Stack
 from millrace.wire.clients.scheduler_client import get_mechanisms
+from millrace.wire.tls import use_tls
 
 CPP_MODULES = ("millrace_kernels._cpu", "millrace.core.scheduler.planning._cdsp")
 
@@ -40,12 +42,18 @@ async def run_until_stopped(options: StackOptions, scaling: Scaling | None = Non
         return
     stack = starting.result()
     try:
+        shown = ""
+        if options.tls:
+            use_tls(stack.tls)
+            settings = stack.directory / "tls.toml"
+            settings.write_text(as_toml(stack.tls), encoding="utf-8")
+            shown = f" --config {settings}"
         for one in await get_mechanisms(stack.scheduler_address):
             console.print(str(one), markup=False, highlight=False, soft_wrap=True)
         names = [name or Path(model).name for model, name in options.models()]
         print(usage(stack.url, names))
         for address in stack.scheduler_addresses:
-            print(f"Fleet: millrace fleet --scheduler {address}")
+            print(f"Fleet: millrace fleet --scheduler {address}{shown}")
         print(f"Logs: {stack.directory}. Ctrl-C stops everything.", flush=True)
         async with contextlib.AsyncExitStack() as around:
             if scaling is not None:
