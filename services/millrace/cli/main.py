@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import math
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -16,6 +17,7 @@ from millrace.cli.options import (
     Advertise,
     ConfigPath,
     Host,
+    JsonAnswer,
     ModelName,
     ModelOrFile,
     Port,
@@ -148,6 +150,30 @@ def board(
             write_page(page, html)
         else:
             serve(page, port)
+
+
+@app.command()
+def report(
+    path: Annotated[Path, typer.Argument(metavar="FILE", help="A recording of `--record`.")],
+    from_s: Annotated[
+        float, typer.Option("--from", metavar="S", help="Seconds after the recording's begin.")
+    ] = 0.0,
+    to_s: Annotated[
+        float, typer.Option("--to", metavar="S", help="Before this time. Default: its end.")
+    ] = math.inf,
+    worst: Annotated[
+        int, typer.Option("--worst", min=0, help="Late requests that are listed.")
+    ] = 5,
+    json_path: JsonAnswer = None,
+    html: Annotated[
+        Path | None, typer.Option("--html", metavar="FILE", help="Write a page instead.")
+    ] = None,
+) -> None:
+    """Report a recorded run: objectives met, the worst requests and why, headroom, pool sizes."""
+    from millrace.cli.commands.report import show
+
+    with plain_errors():
+        show(path, from_s=from_s, to_s=to_s, worst=worst, json_path=json_path, page=html)
 
 
 @app.command("config")

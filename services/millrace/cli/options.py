@@ -81,7 +81,7 @@ Record = Annotated[
     typer.Option(
         "--record",
         metavar="FILE",
-        help="Record the run for `millrace board FILE` and `millrace sim replay`.",
+        help="Record the run for `millrace board`, `report` and `sim replay`.",
     ),
 ]
 Host = Annotated[str, typer.Option("--host", help="Address to listen on.")]

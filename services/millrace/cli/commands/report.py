@@ -1,0 +1,190 @@
+"""`millrace report`: a recorded run in figures, and what to change."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from millrace.cli.process import write_json
+from millrace.core.errors import ConfigError, MillraceError
+from millrace.sim.reports.recorded import report_of_recording
+from millrace.sim.reports.report import GroupRow, Outcome, RunReport, Slot
+from millrace.sim.results.tables import table
+
+_HEADINGS = "{} | requests | refused | failed | TTFT in time | all met | TTFT p50 ms | p99 ms"
+_CELLS = (
+    "{name} | {requests:,} | {refused:,} | {failed:,} | {ttft_attainment:.1%} | {attainment:.1%} | "
+    "{ttft_s[p50]:ms,.0f} | {ttft_s[p99]:ms,.0f}"
+)
+
+
+def show(
+    path: Path,
+    *,
+    from_s: float,
+    to_s: float,
+    worst: int,
+    json_path: Path | None,
+    page: Path | None,
+) -> None:
+    """Prints the report, or writes it as a page; JSON besides.
+
+    Raises MillraceError for a bad range, a file that is no recording and a bad path.
+    """
+    if not 0.0 <= from_s < to_s:
+        raise ConfigError(f"--from {from_s:g}, --to {to_s:g}: from must be 0 or more, below to")
+    found = report_of_recording(path, from_s=from_s, to_s=to_s, worst=worst)
+    if json_path is not None:
+        write_json(json_path, found.to_json())
+    if page is None:
+        console = Console()
+        for part in parts(found, _lines(found.worst)):
+            console.print(part, markup=False, highlight=False, soft_wrap=isinstance(part, str))
+        return
+    try:
+        page.write_text(as_page(found, path.name), encoding="utf-8")
+    except OSError as error:
+        raise MillraceError(f"--html {page} can't be written: {error.strerror}") from error
+
+
+def parts(found: RunReport, worst: Table | str) -> Iterator[Table | str]:
+    """Yields the tables of a report, and its notes; `worst` are its worst requests."""
+    yield (
+        f"{found.total.requests:,} requests that came from {found.from_s:,.0f} to "
+        f"{found.to_s:,.0f} s of the run"
+    )
+    for note in found.notes:
+        yield f"note: {note}"
+    yield _groups("Objectives met", "class", {**found.classes, "all": found.total})
+    if len(found.tenants) > 1:
+        yield _groups("By key", "key", found.tenants)
+    if len(found.models) > 1:
+        yield _groups("By model", "model", found.models)
+    if found.worst:
+        yield worst
+    if found.late_waited_s:
+        rows = ({"what": what, "seconds": s} for what, s in found.late_waited_s.items())
+        title = "What late requests waited for"
+        yield table(title, "for | s", "{what} | {seconds:,.2f}", rows, left=1)
+    yield table(
+        "Pools, by the targets of autoscaling",
+        "pool | size | in use | busiest | headroom | wanted | most | advice | most because of",
+        "{role} | {instances} | {in_use_mean:.0%} | {in_use_p95:.0%} | {headroom:.0%} | {wanted} | "
+        "{wanted_most} | {advice} | {reason}",
+        ({**asdict(pool), "headroom": pool.headroom} for pool in found.pools),
+        left=1,
+    )
+
+
+def _groups(title: str, name: str, rows: Mapping[str, GroupRow]) -> Table:
+    shown = ({"name": one, **asdict(row)} for one, row in rows.items())
+    return table(title, _HEADINGS.format(name), _CELLS, shown, left=1)
+
+
+_WORST = "Worst requests (`millrace explain ID --recording FILE` says more)"
+
+
+def _lines(worst: list[Outcome]) -> str:
+    """Returns the worst requests as text: a row of a table would be too long for a terminal."""
+    lines = [_WORST, ""]
+    for one in worst:
+        after = "no first token" if one.ttft_s is None else f"TTFT {one.ttft_s:.2f} s"
+        lines += [
+            f" {one.request_id}: class {one.slo_class}, key {one.tenant}, "
+            f"{one.prompt_tokens:,} tokens, {one.state}",
+            f"   {after}, {one.lateness:.1f} times its objective; waited most {_waited_most(one)}",
+        ]
+        if one.helps:
+            lines.append(f"   would have helped: {one.helps}")
+    return "\n".join([*lines, ""])
+
+
+def _worst(worst: list[Outcome]) -> Table:
+    return table(
+        _WORST,
+        "request | class | key | tokens | TTFT s | of objective | waited most | would have helped",
+        "{request_id} | {slo_class} | {tenant} | {prompt_tokens:,} | {ttft_s:.2f} | {lateness:.1f} "
+        "| {waited_most} | {helps}",
+        (
+            {**asdict(one), "lateness": one.lateness, "waited_most": _waited_most(one)}
+            for one in worst
+        ),
+        left=1,
+    )
+
+
+def _waited_most(one: Outcome) -> str:
+    if not one.waited:
+        return "nothing"
+    most = one.waited[0]
+    part = f" ({most.part})" if most.part else ""
+    return f"{most.seconds:.2f} s for {most.reason}{part}"
+
+
+# ---- as a page
+
+_PAGE = """<!doctype html>
+<html lang="en"><meta charset="utf-8"><title>{title}</title>
+<meta name="viewport" content="width=device-width">
+<style>
+:root {{ color-scheme: light dark; font: 14px/1.4 system-ui, sans-serif; }}
+table {{ border-collapse: collapse; margin: 1em 0; }}
+caption {{ text-align: left; font-weight: bold; }}
+th, td {{ text-align: right; padding: 2px 8px; }}
+th:first-child, td:first-child {{ text-align: left; }}
+.late {{ fill: #c8322b; }} .met {{ fill: #3b7dd8; }} .free {{ fill: #8a8f98; }}
+</style>
+<h1>{title}</h1>
+{body}
+"""
+_WIDE, _HIGH = 720, 120
+
+
+def as_page(found: RunReport, name: str) -> str:
+    """Returns a page without scripts or other files: a picture and the tables."""
+    first, *rest = parts(found, _worst(found.worst))
+    body = [_paragraph(first), _picture(found.slots), *map(_paragraph, rest)]
+    return _PAGE.format(title=html.escape(f"Report of {name}"), body="\n".join(body))
+
+
+def _paragraph(part: Table | str) -> str:
+    if isinstance(part, str):
+        return f"<p>{html.escape(part)}</p>"
+    heads = "".join(f'<th scope="col">{html.escape(str(one.header))}' for one in part.columns)
+    rows = zip(*(column.cells for column in part.columns), strict=True)
+    lines = "\n".join(
+        "<tr>" + "".join(f"<td>{html.escape(str(cell))}" for cell in row) for row in rows
+    )
+    caption = html.escape(str(part.title))
+    return f"<table><caption>{caption}</caption><tr>{heads}</tr>\n{lines}\n</table>"
+
+
+def _picture(slots: list[Slot]) -> str:
+    """Draws the requests over time: in time, late, and without an objective."""
+    most = max(1, *(slot.requests for slot in slots))
+    wide = _WIDE / len(slots)
+    bars = []
+    for index, slot in enumerate(slots):
+        below = 0.0
+        late, free = slot.judged - slot.in_time, slot.requests - slot.judged
+        for kind, count in (("met", slot.in_time), ("late", late), ("free", free)):
+            high = _HIGH * count / most
+            below += high
+            if count:
+                bars.append(
+                    f'<rect class="{kind}" x="{index * wide:.1f}" y="{_HIGH - below:.1f}" '
+                    f'width="{wide - 1:.1f}" height="{high:.1f}"/>'
+                )
+    said = (
+        "Requests by the time of their arrival: first token in time (blue), late (red), not "
+        f"judged (grey); at most {most} in {slots[1].from_s - slots[0].from_s:.3g} s."
+    )
+    return (
+        f'<svg role="img" aria-label="{said}" viewBox="0 0 {_WIDE} {_HIGH}" width="{_WIDE}">'
+        f"{''.join(bars)}</svg>\n<p>{said}</p>"
+    )

@@ -1,0 +1,65 @@
+"""`millrace report`, as a user types it."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from support.command import millrace
+from support.recorded_runs import recorded_run
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return recorded_run(tmp_path / "run.jsonl")
+
+
+async def test_it_prints_tables_and_writes_json(path: Path, tmp_path: Path) -> None:
+    out = tmp_path / "report.json"
+    wide = {"COLUMNS": "220"}
+    status, shown = await millrace("report", str(path), "--json", str(out), environment=wide)
+    assert status == 0, shown
+    assert "5 requests that came from 0 to 10 s of the run" in shown
+    assert re.search(r"chat +2 +0 +0 +50\.0% +", shown)
+    assert re.search(r"ann +1 +0 +0 +100\.0% +", shown)
+    assert "late: class chat, key default, 100 tokens, finished\n" in shown
+    assert re.search(
+        r"TTFT 1\.50 s, 1\.5 times its objective; waited most 1\.[012]\d s for its turn", shown
+    )
+    assert "no first token, 3.0 times its objective" in shown
+    assert re.search(r"prefill +1 .*(keep it|grow it by \d)", shown)
+    written = json.loads(out.read_text())
+    assert [one["lateness"] for one in written["worst"]] == [pytest.approx(3.0), pytest.approx(1.5)]
+    assert written["total"]["judged"] == 3
+    assert {pool["role"] for pool in written["pools"]} == {"prefill", "decode"}
+
+
+async def test_the_page_stands_alone(path: Path, tmp_path: Path) -> None:
+    page = tmp_path / "report.html"
+    status, shown = await millrace("report", str(path), "--html", str(page))
+    assert (status, shown) == (0, "")
+    text = page.read_text()
+    assert not re.search(r"<script|https?:|url\(|<link|<img", text)
+    assert text.count('<rect class="late"') == 2  # `late`, and `lost` later
+    assert text.count("<table>") == 6
+    assert "an idle prefill instance" in text
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--from", "5", "--to", "5"), "--from 5, --to 5: from must be 0 or more, below to"),
+        (("--from", "-1"), "--from -1, --to inf: from must be 0 or more, below to"),
+        (("--from", "5", "--to", "6"), "no request came from 5 to 6 s; the recording has 5"),
+        (("--html", "/nowhere/a.html"), "--html /nowhere/a.html can't be written: No such file"),
+        (("--json", "/nowhere/a.json"), "--json /nowhere/a.json: "),
+    ],
+)
+async def test_what_is_wrong_is_named(path: Path, options: tuple[str, ...], said: str) -> None:
+    status, shown = await millrace("report", str(path), *options)
+    assert status == 1
+    assert said in shown
+    assert "Traceback" not in shown
