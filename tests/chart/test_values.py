@@ -86,7 +86,7 @@ def test_values_yaml_shows_every_value() -> None:
         ({"externalRedis": {"url": "http://r"}}, "/externalRedis/url"),
         (
             {"tls": {"existingSecret": "t", "certManager": {"enabled": True}}},
-            "one of existingSecret and certManager",
+            "one of existingSecret, certManager and selfSigned",
         ),
         ({"operator": {"watchNamespaces": ["elsewhere"]}}, "lacks llm"),
         ({"httpRoute": {"enabled": True}}, "name the Gateway"),

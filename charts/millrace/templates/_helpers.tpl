@@ -60,9 +60,18 @@ millrace-{{ .role }}:{{ $image.tag | default .root.Chart.AppVersion }}
 {{- define "millrace.tlsSecret" -}}
 {{- if .Values.tls.existingSecret -}}
 {{ .Values.tls.existingSecret }}
-{{- else if .Values.tls.certManager.enabled -}}
+{{- else if or .Values.tls.certManager.enabled .Values.tls.selfSigned.enabled -}}
 {{ include "millrace.name" . }}-tls
 {{- end -}}
+{{- end -}}
+
+{{/* DNS names in the certificate of all services. Pods have no names that last: clients check the
+     first name. */}}
+{{- define "millrace.tlsNames" -}}
+- millrace.internal
+{{- if .Values.redis.enabled }}
+- {{ include "millrace.name" . }}-redis.{{ .Release.Namespace }}.svc
+{{- end }}
 {{- end -}}
 
 {{/* What Pod Security's `restricted` asks of a container. */}}

@@ -180,11 +180,19 @@ class CertManager(Partial):
     renew_before: Hours = doc("Time of renewal before the end.")
 
 
+class SelfSigned(Partial):
+    """Certificates that Helm makes."""
+
+    enabled: bool = doc("Whether Helm makes the certificates, once.")
+    days: int = doc("Lifetime of the certificates.", ge=1, le=36500)
+
+
 class TlsValues(Partial):
     """TLS between the services."""
 
     existing_secret: Text = doc("Secret with ca.crt, tls.crt and tls.key.")
     cert_manager: CertManager
+    self_signed: SelfSigned
 
 
 class Dns(Partial):
