@@ -11,8 +11,16 @@ from millrace.core.scheduler.machine import Machine
 from millrace.scheduler.observe.recording import Recording
 from support.core_events import instance, reported, request
 
+#: The Unix time of the run's first step: 2026-01-31 14:30 UTC.
+BEGAN_UNIX_S = 1_769_869_800.0
 
-def recorded_run(path: Path, tbt_s: float | None = None, e2e_s: float | None = None) -> Path:
+
+def recorded_run(
+    path: Path,
+    tbt_s: float | None = None,
+    e2e_s: float | None = None,
+    began_unix_s: float | None = BEGAN_UNIX_S,
+) -> Path:
     """Records the run, from 0 to 10 s.
 
     `quick` of the key ann has its token in time; `tbt_s` and `e2e_s` are more objectives of it.
@@ -20,7 +28,7 @@ def recorded_run(path: Path, tbt_s: float | None = None, e2e_s: float | None = N
     and `lost` (objective 1 s) fails 3 s after it came.
     """
     config = SchedulerConfig(policy="edf", tasks_ahead=1, batch_tokens=0)
-    recording = Recording(path, config)
+    recording = Recording(path, config, began_unix_s)
     step = recording.around(Machine(config).step)
     quick = request("quick", 1000, arrival_s=1.0, ttft_s=9.0, slo_class="chat").request
     slo = replace(quick.slo, tbt_s=tbt_s, e2e_s=e2e_s)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import math
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -155,12 +154,18 @@ def board(
 @app.command()
 def report(
     path: Annotated[Path, typer.Argument(metavar="FILE", help="A recording of `--record`.")],
-    from_s: Annotated[
-        float, typer.Option("--from", metavar="S", help="Seconds after the recording's begin.")
-    ] = 0.0,
-    to_s: Annotated[
-        float, typer.Option("--to", metavar="S", help="Before this time. Default: its end.")
-    ] = math.inf,
+    from_: Annotated[
+        str,
+        typer.Option(
+            "--from",
+            metavar="TIME",
+            help="Requests that came then or later: seconds after the run's begin, or a time such "
+            "as 2026-01-31T14:30.",
+        ),
+    ] = "",
+    to: Annotated[
+        str, typer.Option("--to", metavar="TIME", help="Requests that came before it.")
+    ] = "",
     worst: Annotated[
         int, typer.Option("--worst", min=0, help="Late requests that are listed.")
     ] = 5,
@@ -173,7 +178,7 @@ def report(
     from millrace.cli.commands.report import show
 
     with plain_errors():
-        show(path, from_s=from_s, to_s=to_s, worst=worst, json_path=json_path, page=html)
+        show(path, from_=from_, to=to, worst=worst, json_path=json_path, page=html)
 
 
 @app.command("config")

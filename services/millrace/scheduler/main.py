@@ -7,6 +7,7 @@ import contextlib
 import logging
 import os
 import signal
+import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -115,7 +116,8 @@ async def _leading(
         recorder = Recorder(store, may_write=leadership.certain)
         recording = None
         if record is not None:
-            recording = Recording(record, config.scheduler)
+            zero_unix_s = round(time.time() - time.monotonic(), 3)
+            recording = Recording(record, config.scheduler, zero_unix_s)
             stack.callback(recording.close)
         name = f"scheduler-{os.getpid()}-{lease.epoch}"
         tracer = open_tracer(config.telemetry, "scheduler", name, registry)

@@ -64,6 +64,21 @@ class ReplayResult:
         return {"agrees": self.agrees, **asdict(self)}
 
 
+def began_unix_s(path: Path) -> float | None:
+    """Returns the Unix time of a recording's first step; None where the recording has none.
+
+    Raises RecordingError for a file that is no recording.
+    """
+    lines = _Lines(path)
+    head, first = next(lines, {}), next(lines, None)
+    recording.config_of(head)
+    try:
+        zero_s = head.get("zero_unix_s")
+        return None if zero_s is None or first is None else float(zero_s) + float(first["now_s"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise RecordingError(f"{path}: no time of its begin: {error!r}") from error
+
+
 def replay(
     path: Path,
     build: Callable[[SchedulerConfig], Callable[[Event, float], list[Effect]]] | None = None,

@@ -22,7 +22,8 @@ async def test_it_prints_tables_and_writes_json(path: Path, tmp_path: Path) -> N
     wide = {"COLUMNS": "220"}
     status, shown = await millrace("report", str(path), "--json", str(out), environment=wide)
     assert status == 0, shown
-    assert "5 requests that came from 0 to 10 s of the run" in shown
+    began = "which began at 2026-01-31 14:30:00 UTC"
+    assert f"5 requests that came from 0 to 10 s of the run, {began}\n" in shown
     assert re.search(r"chat +2 +0 +0 +50\.0% +", shown)
     assert re.search(r"ann +1 +0 +0 +100\.0% +", shown)
     assert "late: class chat, key default, 100 tokens, finished\n" in shown
@@ -48,11 +49,24 @@ async def test_the_page_stands_alone(path: Path, tmp_path: Path) -> None:
     assert "an idle prefill instance" in text
 
 
+async def test_a_range_may_be_of_times_of_day(path: Path) -> None:
+    options = ("--from", "2026-01-31T14:30:02Z", "--to", "2026-01-31T15:30:04+01:00")
+    status, shown = await millrace("report", str(path), *options)
+    assert status == 0, shown
+    assert "1 requests that came from 2 to 4 s of the run" in shown
+    recorded_run(path, began_unix_s=None)
+    status, shown = await millrace("report", str(path), *options)
+    assert status == 1
+    assert "the recording does not say when it began; write seconds" in shown
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (("--from", "5", "--to", "5"), "--from 5, --to 5: from must be 0 or more, below to"),
-        (("--from", "-1"), "--from -1, --to inf: from must be 0 or more, below to"),
+        (("--from", "5", "--to", "5"), "--from '5', --to '5': no time of the run is between them"),
+        (("--to", "2025-01-31"), "--from '', --to '2025-01-31': no time of the run is between"),
+        (("--from=-1",), "--from '-1': write seconds after the run's begin, at least 0, or a time"),
+        (("--from", "noon"), "--from 'noon': write seconds after the run's begin, at least 0, or"),
         (("--from", "5", "--to", "6"), "no request came from 5 to 6 s; the recording has 5"),
         (("--html", "/nowhere/a.html"), "--html /nowhere/a.html can't be written: No such file"),
         (("--json", "/nowhere/a.json"), "--json /nowhere/a.json: "),

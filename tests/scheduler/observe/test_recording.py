@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from millrace.core.scheduler.events import Tick
 from millrace.core.scheduler.machine import Machine
 from millrace.core.scheduler.recording import RecordingError
 from millrace.scheduler.observe.recording import Recording
+from millrace.sim.replay import began_unix_s
 from support.core_events import instance, request
 from support.live_stack import eventually
 from support.scheduler_peers import quick, scheduler, spec
@@ -119,7 +121,7 @@ def test_an_earlier_recording_is_kept_once(tmp_path):
 
 
 async def test_the_service_records_from_its_start_to_its_drain(tmp_path):
-    path = tmp_path / "run.jsonl"
+    path, before_s = tmp_path / "run.jsonl", time.time()
     async with scheduler(quick(), record=path) as net:
         await net.worker("p0")
         await net.worker("d0")
@@ -129,6 +131,7 @@ async def test_the_service_records_from_its_start_to_its_drain(tmp_path):
         await eventually(lambda: "Tick" in names(path))
     assert [n for n in names(path) if n != "Tick"][:2] == ["WeightsChanged", "InstanceJoined"]
     assert {"Submitted", "Tick", "Reported"} <= set(names(path))
+    assert before_s - 0.01 <= began_unix_s(path) <= time.time() + 0.01
 
 
 async def test_without_the_option_nothing_is_written(tmp_path, monkeypatch):

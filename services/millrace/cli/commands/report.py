@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import html
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
+from datetime import UTC, datetime
 from pathlib import Path
 
 from rich.console import Console
@@ -12,6 +15,7 @@ from rich.table import Table
 
 from millrace.cli.process import write_json
 from millrace.core.errors import ConfigError, MillraceError
+from millrace.sim.replay import began_unix_s
 from millrace.sim.reports.recorded import report_of_recording
 from millrace.sim.reports.report import GroupRow, Outcome, RunReport, Slot
 from millrace.sim.results.tables import table
@@ -26,8 +30,8 @@ _CELLS = (
 def show(
     path: Path,
     *,
-    from_s: float,
-    to_s: float,
+    from_: str,
+    to: str,
     worst: int,
     json_path: Path | None,
     page: Path | None,
@@ -36,8 +40,12 @@ def show(
 
     Raises MillraceError for a bad range, a file that is no recording and a bad path.
     """
-    if not 0.0 <= from_s < to_s:
-        raise ConfigError(f"--from {from_s:g}, --to {to_s:g}: from must be 0 or more, below to")
+    began_s = began_unix_s(path)
+    from_s = _after_begin(from_, "--from", began_s) if from_ else 0.0
+    to_s = _after_begin(to, "--to", began_s) if to else math.inf
+    if not max(from_s, 0.0) < to_s:
+        raise ConfigError(f"--from {from_!r}, --to {to!r}: no time of the run is between them")
+    from_s = max(from_s, 0.0)
     found = report_of_recording(path, from_s=from_s, to_s=to_s, worst=worst)
     if json_path is not None:
         write_json(json_path, found.to_json())
@@ -52,11 +60,34 @@ def show(
         raise MillraceError(f"--html {page} can't be written: {error.strerror}") from error
 
 
+def _after_begin(text: str, option: str, began_s: float | None) -> float:
+    """Returns a time in seconds after the run's begin, from such a number or a time of day.
+
+    A time without a zone is of this machine's zone. Raises ConfigError naming `option`.
+    """
+    with contextlib.suppress(ValueError):
+        seconds = float(text)
+        if 0.0 <= seconds < math.inf:
+            return seconds
+    try:
+        at = datetime.fromisoformat(text)
+    except ValueError:
+        raise ConfigError(
+            f"{option} {text!r}: write seconds after the run's begin, at least 0, or a time such "
+            "as 2026-01-31T14:30"
+        ) from None
+    if began_s is None:
+        raise ConfigError(
+            f"{option} {text!r}: the recording does not say when it began; write seconds"
+        )
+    return at.timestamp() - began_s
+
+
 def parts(found: RunReport, worst: Table | str) -> Iterator[Table | str]:
     """Yields the tables of a report, and its notes; `worst` are its worst requests."""
     yield (
         f"{found.total.requests:,} requests that came from {found.from_s:,.0f} to "
-        f"{found.to_s:,.0f} s of the run"
+        f"{found.to_s:,.0f} s of the run{_begin(found.began_unix_s)}"
     )
     for note in found.notes:
         yield f"note: {note}"
@@ -79,6 +110,12 @@ def parts(found: RunReport, worst: Table | str) -> Iterator[Table | str]:
         ({**asdict(pool), "headroom": pool.headroom} for pool in found.pools),
         left=1,
     )
+
+
+def _begin(began_s: float | None) -> str:
+    if began_s is None:
+        return ""
+    return f", which began at {datetime.fromtimestamp(began_s, UTC):%Y-%m-%d %H:%M:%S} UTC"
 
 
 def _groups(title: str, name: str, rows: Mapping[str, GroupRow]) -> Table:

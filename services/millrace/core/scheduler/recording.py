@@ -3,7 +3,7 @@
 A recording is JSON, one line per step after a head line, so that it can be read, searched and cut
 by hand. Values become plain data here and events are built again; drivers handle the files.
 
-    {"millrace_recording": 2, "scheduler": {...}}
+    {"millrace_recording": 2, "scheduler": {...}, "zero_unix_s": 1767225600.0}
     {"now_s": 81.25, "event": ["Submitted", {"request": {...}}], "effects": [["Place", {...}], ...]}
     {"now_s": 81.30, "event": ["Tick", {}], "raised": "IntegrityError: ..."}
 
@@ -48,10 +48,14 @@ class RecordingError(MillraceError):
     """A recording can't be written or read: says which file, line and field."""
 
 
-def head(config: SchedulerConfig) -> dict[str, Any]:
-    """Returns a recording's first line. The settings are whole: a default may change one day."""
+def head(config: SchedulerConfig, zero_unix_s: float | None = None) -> dict[str, Any]:
+    """Returns a recording's first line. The settings are whole: a default may change one day.
+
+    `zero_unix_s`: the Unix time of `now_s` 0; None: the clock is no wall clock.
+    """
     section = {f.name: plain(getattr(config, f.name)) for f in dataclasses.fields(config)}
-    return {"millrace_recording": FORMAT, "scheduler": section}
+    line = {"millrace_recording": FORMAT, "scheduler": section}
+    return line if zero_unix_s is None else {**line, "zero_unix_s": zero_unix_s}
 
 
 def config_of(line: Mapping[str, Any]) -> SchedulerConfig:

@@ -34,8 +34,13 @@ class Recording:
     An existing file is renamed to PATH.old: it may show why the scheduler was restarted.
     """
 
-    def __init__(self, path: Path, config: SchedulerConfig) -> None:
-        """Opens the file. Raises RecordingError if the file can't be written."""
+    def __init__(
+        self, path: Path, config: SchedulerConfig, zero_unix_s: float | None = None
+    ) -> None:
+        """Opens the file; `zero_unix_s` as in `core.scheduler.recording.head`.
+
+        Raises RecordingError if the file can't be written.
+        """
         self.path = path
         self.steps = 0
         self._flushed_s = 0.0
@@ -44,7 +49,7 @@ class Recording:
             if path.is_file():
                 path.replace(path.with_name(f"{path.name}.old"))
             self._file = path.open("wb", buffering=BUFFER_BYTES)
-            self._file.write(orjson.dumps(recording.head(config)) + b"\n")
+            self._file.write(orjson.dumps(recording.head(config, zero_unix_s)) + b"\n")
             self._file.flush()
         except OSError as error:
             self._give_up()

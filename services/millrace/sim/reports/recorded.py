@@ -16,7 +16,7 @@ from millrace.core.scheduler.events import Event, Reported, Submitted
 from millrace.core.scheduler.machine import Machine
 from millrace.core.scheduler.outcomes.objectives import mean_tbt_s
 from millrace.core.scheduler.reports import RequestFinished
-from millrace.sim.replay import ReplayResult, replay
+from millrace.sim.replay import ReplayResult, began_unix_s, replay
 from millrace.sim.reports.pools import PoolSamples
 from millrace.sim.reports.report import Outcome, RunReport, report_of
 
@@ -47,7 +47,13 @@ def report_of_recording(
         )
     end_s = max(min(to_s, result.duration_s), from_s + SAMPLE_S)
     return report_of(
-        found, follower.pools.rows(), from_s=from_s, to_s=end_s, worst=worst, notes=_notes(result)
+        found,
+        follower.pools.rows(),
+        began_unix_s=began_unix_s(path),
+        from_s=from_s,
+        to_s=end_s,
+        worst=worst,
+        notes=_notes(result),
     )
 
 

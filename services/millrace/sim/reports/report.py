@@ -138,9 +138,10 @@ class Slot:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunReport:
     """All of it. Times are seconds after the run's begin; the requests came from `from_s` on and
-    before `to_s`.
+    before `to_s`. `began_unix_s` is None where the recording does not say it.
     """
 
+    began_unix_s: float | None
     from_s: float
     to_s: float
     total: GroupRow
@@ -171,6 +172,7 @@ def report_of(
     outcomes: Sequence[Outcome],
     pools: Iterable[PoolRow],
     *,
+    began_unix_s: float | None,
     from_s: float,
     to_s: float,
     worst: int,
@@ -188,6 +190,7 @@ def report_of(
                 late[waited.reason] = late.get(waited.reason, 0.0) + waited.seconds
     ranked = sorted(outcomes, key=lambda one: (-one.lateness, one.request_id))
     return RunReport(
+        began_unix_s=began_unix_s,
         from_s=from_s,
         to_s=to_s,
         total=total.row(),
