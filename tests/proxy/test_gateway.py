@@ -251,32 +251,6 @@ async def test_tokens_may_overtake_their_placement(stack):
     assert response.json()["choices"][0]["message"]["content"] == "Hello there"
 
 
-async def test_placed_again_after_the_first_token_ends_streams_of_several_choices(stack):
-    hold = asyncio.Event()
-    stack.fleet.script = Script(hold=hold)
-    async with stack.http.stream("POST", CHAT, json={**STREAM, "n": 2}) as response:
-        await stack.begun()
-        [spec] = stack.fleet.specs
-        stack.fleet.place(spec)  # the same incarnation: a second prefill
-        events = await asyncio.wait_for(lines(response), HANG_S)
-    assert "was lost" in events[-1]["error"]["message"]
-    await asyncio.wait_for(stack.fleet.cancelled.wait(), HANG_S)
-    hold.set()
-
-
-async def test_broken_token_stream_ends_streams_of_several_choices(stack):
-    stack.fleet.script = Script(hold=asyncio.Event())
-    async with stack.http.stream("POST", CHAT, json={**STREAM, "n": 2}) as response:
-        await stack.begun()
-        await stack.fleet.stop_decode()
-        events = await lines(response)
-    assert "broke" in events[-1]["error"]["message"]
-    await stack.fleet.start_decode()
-    stack.fleet.script = Script()
-    response = await stack.http.post(CHAT, json=BODY)
-    assert response.json()["choices"][0]["message"]["content"] == "Hello there"
-
-
 async def test_broken_token_stream_waits_for_a_new_place(stack):
     stack.fleet.script = Script(on_submit=stack.fleet.place)
     asking = asyncio.create_task(stack.http.post(CHAT, json=BODY))

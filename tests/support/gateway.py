@@ -33,10 +33,12 @@ CONTEXT_TOKENS = 2048
 class Script:
     """What the fleet does with a submission: by default it says `reply`, a token a step.
 
-    `hold` keeps tokens back after the first `hold_after` ones until it is set.
+    `hold` keeps tokens back after the first `hold_after` ones until it is set. `others` are the
+    replies of the choices after the first one.
     """
 
     reply: str = "Hello there"
+    others: Sequence[str] = ()
     finish: str = "stop"
     hold: asyncio.Event | None = None
     hold_after: int = 1
@@ -98,23 +100,37 @@ class Fleet(StubFleet):
         if spec.sampling.max_tokens == 0:
             self.emit(spec.proxy.id, self.result(spec, script))
             return
-        ids = script.token_ids
-        if ids is None:
-            ids = self.tokenizer.encode(script.reply, add_special_tokens=False).ids
         stops = script.finish == "stop" and script.token_ids is None
-        ids = [*ids, 1] if stops else ids
-        for position, token_id in list(enumerate(ids))[spec.resumed_tokens :]:
+        answers = [self._ids(spec, choice, script) for choice in range(spec.sampling.n)]
+        for position in range(spec.resumed_tokens, max(len(ids) for ids in answers)):
             if script.hold is not None and position == script.hold_after:
                 await script.hold.wait()
-            last = position == len(ids) - 1
             self.emit(
                 spec.proxy.id,
                 [
-                    token_event(spec, choice, position, token_id, script, last=last, stops=stops)
-                    for choice in range(spec.sampling.n)
+                    token_event(
+                        spec,
+                        choice,
+                        position,
+                        ids[position],
+                        script,
+                        last=position == len(ids) - 1,
+                        stops=stops,
+                    )
+                    for choice, ids in enumerate(answers)
+                    if position < len(ids)
                 ],
             )
             await asyncio.sleep(0)
+
+    def _ids(self, spec: RequestSpec, choice: int, script: Script) -> list[int]:
+        """Returns all tokens of a choice, from the beginning of its answer."""
+        if script.token_ids is not None:
+            return script.token_ids
+        replies = dict(enumerate(script.others, 1))
+        reply = replies.get(spec.sampling.first_choice + choice, script.reply)
+        ids: list[int] = self.tokenizer.encode(reply, add_special_tokens=False).ids
+        return [*ids, 1] if script.finish == "stop" else ids
 
     def result(self, spec: RequestSpec, script: Script) -> list[TokenEvent]:
         """Returns an event per choice; the first has the result."""

@@ -39,6 +39,7 @@ SPEC = RequestSpec(
         seed=(1 << 64) - 1,
         stop_token_ids=(6, 7),
         n=8,
+        first_choice=17,
         logprobs=9,
         prompt_logprobs=10,
         constraint=Constraint(kind="regex", text="a+"),

@@ -61,6 +61,7 @@ class SamplingParams:
     seed: int = 0
     stop_token_ids: tuple[int, ...] = ()
     n: int = 1  # choices
+    first_choice: int = 0  # the first choice's number in the client's request, which decides draws
     logprobs: int = -1  # -1: none; k: the chosen token's and the k likeliest
     prompt_logprobs: int = -1
     constraint: Constraint | None = None

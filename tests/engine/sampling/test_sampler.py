@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -261,6 +262,14 @@ def test_choices_and_positions_draw_differently():
     rows = [SamplingRow(draw, choice, position) for choice in range(5) for position in range(5)]
     found = Sampler().sample(logits.expand(25, 1000), rows).token_ids
     assert len(set(found)) > 20
+
+
+def test_a_choice_alone_draws_as_it_does_among_others():
+    spec = SamplingSpec(max_tokens=9, temperature=1.0, seed=7, n=3)
+    alone = replace(spec, n=1, first_choice=2)
+    draws = [SamplingRow.first(spec, choice).uniform() for choice in range(3)]
+    assert SamplingRow.first(alone).uniform() == draws[2]
+    assert len(set(draws)) == 3
 
 
 def test_a_fresh_row_at_a_position_equals_one_that_got_there_token_by_token():

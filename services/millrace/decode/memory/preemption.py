@@ -7,9 +7,9 @@ is full, the request is migrated and its KV is computed again (vLLM's swap and r
 al., SOSP 2023, section 4.5). A request is preempted only for requests of higher priority, so the
 first request always progresses. A request that can preempt no other waits and keeps its pages.
 
-Requests of several choices can't be migrated, and spread requests belong to several instances: both
-have all their pages from the beginning. The choices of a request leave together, and only to host
-memory.
+Several choices share the pages of their prompt, but after a migration each has its own, and spread
+requests belong to several instances: both have all their pages from the beginning. The choices of a
+request leave together, and only to host memory.
 
 Freed pages go to running requests first, then to preempted and waiting requests in order of
 priority: no request overtakes another that waits for more pages.

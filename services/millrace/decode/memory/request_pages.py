@@ -44,7 +44,7 @@ class RequestPages:
     def grows(self, spec: RequestSpec) -> bool:
         """Whether a request is admitted with fewer pages than it may need.
 
-        A request of several choices is not: it can't be migrated to free pages.
+        A request of several choices is not: migrated, its choices would share no pages.
         """
         return self.may_grow and spec.sampling.n == 1
 

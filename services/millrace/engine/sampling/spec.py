@@ -173,7 +173,8 @@ class SamplingRow:
         run, offset = divmod(position, _RUN)
         if self._draws is None or self._run != run:
             self._run = run
-            self._draws = uniforms(self.spec.seed, self.choice, run * _RUN, _RUN)
+            choice = self.spec.first_choice + self.choice
+            self._draws = uniforms(self.spec.seed, choice, run * _RUN, _RUN)
         return float(self._draws[offset])
 
     @property

@@ -152,11 +152,8 @@ class Gateway:
     def of_response(self, response_id: str) -> list[ProxyRequest]:
         """The open requests of a response, a request per prompt."""
         several = response_id + "-"
-        return [
-            one
-            for one in self._live.values()
-            if one.request_id == response_id or one.request_id.startswith(several)
-        ]
+        found = dict.fromkeys(one.whole for one in self._live.values())
+        return [o for o in found if o.request_id == response_id or o.request_id.startswith(several)]
 
     @property
     def inflight(self) -> int:
@@ -241,12 +238,16 @@ class Gateway:
 
     def leave(self, request: ProxyRequest, reason: str) -> None:
         """Ends a request whose client left; does nothing to a request that has ended."""
-        if not request.has_ended:
-            self._metrics.cancelled(reason)
-            self._forget(request)
-            if request.recorded:
-                self._scheduler.cancel(request.spec.request_id, reason)
-                self._records.delete(request.spec.request_id)
+        if request.has_ended:
+            return
+        self._metrics.cancelled(reason)
+        for one in request.parts or (request,):
+            if not one.has_ended:
+                self._forget(one)
+                if one.recorded:
+                    self._scheduler.cancel(one.spec.request_id, reason)
+                    self._records.delete(one.spec.request_id)
+        request.stage = Stage.ENDED
 
     def abandon(self, request: ProxyRequest) -> None:
         """Ends a request here alone: another replica continues it, from its records."""
@@ -340,7 +341,8 @@ class Gateway:
         del self._live[request_id]
         if request.stopped_by_proxy:
             self._scheduler.cancel(request_id, "stop")
-        self._metrics.finished(request)
+        if request.whole.has_ended:
+            self._metrics.finished(request.whole)
         self._records.finish(request_id, "finished", kept=request.kept)
 
     def _fail(self, request: ProxyRequest, error: ApiError, *, cancel: bool) -> None:

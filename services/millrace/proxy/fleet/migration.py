@@ -88,24 +88,23 @@ class Migration:
         impossible.
         """
         before = request.spec.request_id
-        moves = request.moves - request.preemptions
-        if not request.may_move or moves >= MOST_MOVES:
+        if request.moves - request.preemptions >= MOST_MOVES:
             self._fail(request, error, cancel=True)
             return
         self._scheduler.cancel(before, "it is migrated")
         del self._live[before]
-        request.move(time.monotonic())
-        self._live[request.spec.request_id] = request
         self._metrics.moved(reason)
-        log.info(
-            "request %s is migrated as %s after %d tokens: %s",
-            before,
-            request.spec.request_id,
-            request.spec.resumed_tokens,
-            error.message,
-            extra=request.about(),
-        )
-        self._records.spawn(self._go_on(request, before, wait_s))
+        for one in request.move(time.monotonic()):
+            self._live[one.spec.request_id] = one
+            log.info(
+                "request %s is migrated as %s after %d tokens: %s",
+                before,
+                one.spec.request_id,
+                one.spec.resumed_tokens,
+                error.message,
+                extra=one.about(),
+            )
+            self._records.spawn(self._go_on(one, before, wait_s))
 
     async def _go_on(self, request: ProxyRequest, before: str, wait_s: float) -> None:
         """Submits a request's next incarnation; the store has it before the former one ends."""

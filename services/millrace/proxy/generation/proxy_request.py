@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Awaitable, Callable, Sequence
+from copy import copy
 from dataclasses import replace
 
 import numpy as np
@@ -16,6 +17,7 @@ from millrace.core.token_events import PositionLogprobs, TokenDetail, TokenEvent
 from millrace.proxy.generation.choice import Choice
 from millrace.proxy.generation.continuation import continuation
 from millrace.proxy.generation.echo import Echo
+from millrace.proxy.generation.part_sink import PartSink
 from millrace.proxy.generation.sink import Sink
 from millrace.proxy.generation.stage import Stage
 from millrace.proxy.text.prefix import with_blocks
@@ -31,6 +33,9 @@ class ProxyRequest:
     A migrated request begins a new incarnation. The other services see the incarnation as another
     request, whose prompt ends in the tokens generated so far. They use its `spec`, and the client
     uses its `request_id`.
+
+    Several choices that have begun need a prompt each: they are migrated as `parts`, requests of
+    one choice. Then the gateway serves the parts, and this request gathers their output.
     """
 
     __slots__ = (
@@ -40,6 +45,7 @@ class ProxyRequest:
         "_moved_at",
         "_open_choices",
         "_tokens",
+        "_whole",
         "adopted",
         "arrived_at",
         "cached_tokens",
@@ -56,6 +62,7 @@ class ProxyRequest:
         "moves",
         "on_recorded",
         "parked_since",
+        "parts",
         "placed_at",
         "pooled",
         "predicted_ttft_s",
@@ -121,15 +128,14 @@ class ProxyRequest:
         self.decode: Incarnation | None = None
         #: Events of instances that may be named by a placement that has not arrived yet.
         self._early: dict[Incarnation, list[TokenEvent]] = {}
-        #: Tokens of this incarnation. Only a request of one choice can be migrated: each of several
-        #: choices would need a prompt of its own.
-        self._tokens: array[int] | None = array("i") if len(choices) == 1 else None
+        #: Tokens of this incarnation, by choice.
+        self._tokens = [array("i") for _ in choices]
+        #: The requests of its choices, once these are migrated. Each of them knows the whole.
+        self.parts: list[ProxyRequest] = []
+        self._whole: ProxyRequest | None = None
         #: The number of migrations; the migrations because of a lost instance, for lack of memory,
         #: and because an instance could not read the prompt.
-        self.moves = 0
-        self.losses = 0
-        self.preemptions = 0
-        self.rewrites = 0
+        self.moves = self.losses = self.preemptions = self.rewrites = 0
         #: Since when the request waits for the first token of its new instance; None after that.
         self._moved_at: float | None = None
         self.parked_since: float | None = None
@@ -158,7 +164,7 @@ class ProxyRequest:
     def emitted_after(self, known: int) -> list[int]:
         """Returns the tokens after the first `known` tokens, of all incarnations; of one choice."""
         earlier = self.prompt_ids.size - self.prompt_tokens
-        tokens = self._tokens or array("i")
+        (tokens,) = self._tokens
         if known >= earlier:
             return tokens[known - earlier :].tolist()
         return [*self.prompt_ids[self.prompt_tokens + known :].tolist(), *tokens]
@@ -176,9 +182,9 @@ class ProxyRequest:
         return wanted and ttft_s is not None and self.predicted_ttft_s > ttft_s
 
     @property
-    def may_move(self) -> bool:
-        """Whether another instance can generate the rest of the request."""
-        return self._tokens is not None or self.first_token_at is None
+    def whole(self) -> ProxyRequest:
+        """The request that the client has made: this one, or the one that it is a part of."""
+        return self._whole or self
 
     @property
     def kept(self) -> bool:
@@ -260,18 +266,47 @@ class ProxyRequest:
         if not self.spec.resumed_tokens:
             self.predicted_ttft_s = predicted_ttft_s
 
-    def move(self, now: float) -> None:
+    def move(self, now: float) -> list[ProxyRequest]:
         """Begins the next incarnation, whose prompt ends in the tokens of this incarnation.
 
-        Call it only if `may_move` is true.
+        Returns what is to be submitted: the request, or its parts.
         """
+        if len(self.choices) == 1 or not self.has_begun:
+            self._begin_incarnation(now)
+            return [self]
+        open_choices = [i for i, one in enumerate(self.choices) if one.finish_reason is None]
+        self.parts = [self._part(index) for index in open_choices]
+        for part in self.parts:
+            part._begin_incarnation(now)
+        self.stage, self.moves = Stage.SPLIT, self.moves + 1
+        return self.parts
+
+    def _part(self, index: int) -> ProxyRequest:
+        """Returns the request of one choice, which has its tokens so far."""
+        part = copy(self)
+        part._whole, part.sink, part.parts = self, PartSink(self), []
+        part.lineage = f"{self.lineage}.c{index}"
+        part.choices, part._tokens = [self.choices[index]], [self._tokens[index]]
+        part._open_choices = 1
+        sampling = replace(self.spec.sampling, n=1, first_choice=index)
+        part.spec = replace(self.spec, sampling=sampling)
+        return part
+
+    def end_choice(self) -> None:
+        """Notes that one of its choices has finished."""
+        self._open_choices -= 1
+        if self._open_choices == 0:
+            self.stage = Stage.ENDED
+            self.sink.on_done(self)
+
+    def _begin_incarnation(self, now: float) -> None:
         self.moves += 1
         if self._moved_at is None:
             self._moved_at = now
-        tokens = np.array(self._tokens or (), dtype=np.int32)
+        tokens = np.array(self._tokens[0], dtype=np.int32)
         if tokens.size:
             self.prompt_ids = np.concatenate([self.prompt_ids, tokens])
-            self._tokens = array("i")
+            self._tokens = [array("i")]
         e2e_s = self.slo.e2e_s
         left_s = None if e2e_s is None else e2e_s - (now - self.arrived_at)
         rest = continuation(self.spec, f"{self.lineage}.{self.moves}", tokens.size, left_s)
@@ -306,14 +341,13 @@ class ProxyRequest:
             self.note(detail.spans)
             if begins:
                 self._begin(detail, now)
-        self.last_token_at = now
+        self.last_token_at = self.whole.last_token_at = now
         choice = self.choices[event.choice]
         gap = None if choice.last_token_at is None else now - choice.last_token_at
         choice.last_token_at = now
         if choice.finish_reason is not None:
             return gap  # the engine generated these tokens before it knew of the stop string
-        if self._tokens is not None:
-            self._tokens.extend(event.token_ids)
+        self._tokens[event.choice].extend(event.token_ids)
         stop_id = event.stop_token_id if reason else -1
         if detail is not None and self._detailed:
             piece = choice.feed_piece(event.token_ids, detail.logprobs, reason, stop_id)
@@ -323,10 +357,7 @@ class ProxyRequest:
             if text or choice.finish_reason is not None:
                 self.sink.on_text(choice, text)
         if choice.finish_reason is not None:
-            self._open_choices -= 1
-            if self._open_choices == 0:
-                self.stage = Stage.ENDED
-                self.sink.on_done(self)
+            self.end_choice()
         return gap
 
     def note(self, spans: Sequence[Span]) -> None:
@@ -356,8 +387,6 @@ class ProxyRequest:
         if self.has_begun:
             return
         self.first_token_at = now
-        if not self.may_move:
-            self.prompt_ids = self.prompt_ids[:0].copy()
         fixed = self.fixed_cached_tokens
         self.cached_tokens = detail.cached_tokens if fixed is None else fixed
         self.pooled = detail.pooled

@@ -15,4 +15,5 @@ class Stage(Enum):
     STREAMING = "streaming"  # tokens have come
     MOVING = "moving"  # its instance is gone: its next incarnation is being recorded
     PARKED = "parked"  # recorded; waits in the proxy for a fleet
+    SPLIT = "split"  # its choices have been migrated, as a request each
     ENDED = "ended"

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18millrace/v1/common.proto\x12\x0bmillrace.v1\"-\n\x0bIncarnation\x12\n\n\x02id\x18\x01 \x01(\t\x12\x12\n\ngeneration\x18\x02 \x01(\x04\"[\n\x03Slo\x12\x0e\n\x06ttft_s\x18\x01 \x01(\x01\x12\r\n\x05tbt_s\x18\x02 \x01(\x01\x12\x17\n\nclass_name\x18\x03 \x01(\tH\x00\x88\x01\x01\x12\r\n\x05\x65\x32\x65_s\x18\n \x01(\x01\x42\r\n\x0b_class_name\"(\n\nConstraint\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\"\x1c\n\rTokenSequence\x12\x0b\n\x03ids\x18\x01 \x03(\x05\"n\n\x0fReasoningBudget\x12\x12\n\nmax_tokens\x18\x01 \x01(\r\x12(\n\x04\x66orm\x18\x02 \x01(\x0e\x32\x1a.millrace.v1.ReasoningForm\x12\x0e\n\x06opened\x18\x03 \x01(\x08\x12\r\n\x05\x63\x61lls\x18\x04 \x01(\x08\"\xe8\x04\n\x0eSamplingParams\x12\x12\n\nmax_tokens\x18\x01 \x01(\r\x12\x12\n\nmin_tokens\x18\x02 \x01(\r\x12\x13\n\x0btemperature\x18\x03 \x01(\x02\x12\r\n\x05top_p\x18\x04 \x01(\x02\x12\r\n\x05top_k\x18\x05 \x01(\r\x12\r\n\x05min_p\x18\x06 \x01(\x02\x12\x1a\n\x12repetition_penalty\x18\x07 \x01(\x02\x12\x18\n\x10presence_penalty\x18\x08 \x01(\x02\x12\x19\n\x11\x66requency_penalty\x18\t \x01(\x02\x12>\n\nlogit_bias\x18\n \x03(\x0b\x32*.millrace.v1.SamplingParams.LogitBiasEntry\x12\x0c\n\x04seed\x18\x0b \x01(\x04\x12\x16\n\x0estop_token_ids\x18\x0c \x03(\x05\x12\t\n\x01n\x18\r \x01(\r\x12\x10\n\x08logprobs\x18\x0e \x01(\x05\x12\x17\n\x0fprompt_logprobs\x18\x0f \x01(\x05\x12\x30\n\nconstraint\x18\x10 \x01(\x0b\x32\x17.millrace.v1.ConstraintH\x00\x88\x01\x01\x12\x19\n\x11\x61llowed_token_ids\x18\x11 \x03(\x05\x12-\n\tbad_words\x18\x12 \x03(\x0b\x32\x1a.millrace.v1.TokenSequence\x12\x34\n\treasoning\x18\x13 \x01(\x0b\x32\x1c.millrace.v1.ReasoningBudgetH\x01\x88\x01\x01\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\x05\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\r\n\x0b_constraintB\x0c\n\n_reasoning\"\x96\x03\n\x0bRequestSpec\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\'\n\x05proxy\x18\x02 \x01(\x0b\x32\x18.millrace.v1.Incarnation\x12\x15\n\rprompt_tokens\x18\x03 \x01(\r\x12-\n\x08sampling\x18\x04 \x01(\x0b\x32\x1b.millrace.v1.SamplingParams\x12\x1d\n\x03slo\x18\x05 \x01(\x0b\x32\x10.millrace.v1.Slo\x12\x16\n\x0e\x61rrival_unix_s\x18\x06 \x01(\x01\x12\x13\n\x0btraceparent\x18\x07 \x01(\t\x12\x16\n\x0eresumed_tokens\x18\x08 \x01(\r\x12\x15\n\rprefix_hashes\x18\t \x03(\x06\x12\x1b\n\x13prefix_block_tokens\x18\n \x01(\r\x12\x13\n\x0bprefix_root\x18\x0b \x01(\x06\x12\x13\n\x06tenant\x18\x0c \x01(\tH\x00\x88\x01\x01\x12\x10\n\x08priority\x18\x0e \x01(\x11\x12%\n\x07pooling\x18\r \x01(\x0e\x32\x14.millrace.v1.PoolingB\t\n\x07_tenant\"\xb3\x01\n\x04Span\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0binstance_id\x18\x02 \x01(\t\x12\x0f\n\x07start_s\x18\x03 \x01(\x01\x12\r\n\x05\x65nd_s\x18\x04 \x01(\x01\x12\x35\n\nattributes\x18\x05 \x03(\x0b\x32!.millrace.v1.Span.AttributesEntry\x1a\x31\n\x0f\x41ttributesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"1\n\x0cTokenLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\x05\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\"e\n\x10PositionLogprobs\x12)\n\x06\x63hosen\x18\x01 \x01(\x0b\x32\x19.millrace.v1.TokenLogprob\x12&\n\x03top\x18\x02 \x03(\x0b\x32\x19.millrace.v1.TokenLogprob*\x81\x01\n\rReasoningForm\x12\x1e\n\x1aREASONING_FORM_UNSPECIFIED\x10\x00\x12\x18\n\x14REASONING_FORM_THINK\x10\x01\x12\x1a\n\x16REASONING_FORM_MISTRAL\x10\x02\x12\x1a\n\x16REASONING_FORM_HARMONY\x10\x03*F\n\x07Pooling\x12\x17\n\x13POOLING_UNSPECIFIED\x10\x00\x12\x10\n\x0cPOOLING_LAST\x10\x01\x12\x10\n\x0cPOOLING_MEAN\x10\x02*\xae\x01\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x17\n\x13\x46INISH_REASON_ERROR\x10\x03\x12\x1b\n\x17\x46INISH_REASON_CANCELLED\x10\x04\x12\x17\n\x13\x46INISH_REASON_MOVED\x10\x05\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18millrace/v1/common.proto\x12\x0bmillrace.v1\"-\n\x0bIncarnation\x12\n\n\x02id\x18\x01 \x01(\t\x12\x12\n\ngeneration\x18\x02 \x01(\x04\"[\n\x03Slo\x12\x0e\n\x06ttft_s\x18\x01 \x01(\x01\x12\r\n\x05tbt_s\x18\x02 \x01(\x01\x12\x17\n\nclass_name\x18\x03 \x01(\tH\x00\x88\x01\x01\x12\r\n\x05\x65\x32\x65_s\x18\n \x01(\x01\x42\r\n\x0b_class_name\"(\n\nConstraint\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\"\x1c\n\rTokenSequence\x12\x0b\n\x03ids\x18\x01 \x03(\x05\"n\n\x0fReasoningBudget\x12\x12\n\nmax_tokens\x18\x01 \x01(\r\x12(\n\x04\x66orm\x18\x02 \x01(\x0e\x32\x1a.millrace.v1.ReasoningForm\x12\x0e\n\x06opened\x18\x03 \x01(\x08\x12\r\n\x05\x63\x61lls\x18\x04 \x01(\x08\"\xfe\x04\n\x0eSamplingParams\x12\x12\n\nmax_tokens\x18\x01 \x01(\r\x12\x12\n\nmin_tokens\x18\x02 \x01(\r\x12\x13\n\x0btemperature\x18\x03 \x01(\x02\x12\r\n\x05top_p\x18\x04 \x01(\x02\x12\r\n\x05top_k\x18\x05 \x01(\r\x12\r\n\x05min_p\x18\x06 \x01(\x02\x12\x1a\n\x12repetition_penalty\x18\x07 \x01(\x02\x12\x18\n\x10presence_penalty\x18\x08 \x01(\x02\x12\x19\n\x11\x66requency_penalty\x18\t \x01(\x02\x12>\n\nlogit_bias\x18\n \x03(\x0b\x32*.millrace.v1.SamplingParams.LogitBiasEntry\x12\x0c\n\x04seed\x18\x0b \x01(\x04\x12\x16\n\x0estop_token_ids\x18\x0c \x03(\x05\x12\t\n\x01n\x18\r \x01(\r\x12\x10\n\x08logprobs\x18\x0e \x01(\x05\x12\x17\n\x0fprompt_logprobs\x18\x0f \x01(\x05\x12\x30\n\nconstraint\x18\x10 \x01(\x0b\x32\x17.millrace.v1.ConstraintH\x00\x88\x01\x01\x12\x19\n\x11\x61llowed_token_ids\x18\x11 \x03(\x05\x12-\n\tbad_words\x18\x12 \x03(\x0b\x32\x1a.millrace.v1.TokenSequence\x12\x34\n\treasoning\x18\x13 \x01(\x0b\x32\x1c.millrace.v1.ReasoningBudgetH\x01\x88\x01\x01\x12\x14\n\x0c\x66irst_choice\x18\x14 \x01(\r\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\x05\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\r\n\x0b_constraintB\x0c\n\n_reasoning\"\x96\x03\n\x0bRequestSpec\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\'\n\x05proxy\x18\x02 \x01(\x0b\x32\x18.millrace.v1.Incarnation\x12\x15\n\rprompt_tokens\x18\x03 \x01(\r\x12-\n\x08sampling\x18\x04 \x01(\x0b\x32\x1b.millrace.v1.SamplingParams\x12\x1d\n\x03slo\x18\x05 \x01(\x0b\x32\x10.millrace.v1.Slo\x12\x16\n\x0e\x61rrival_unix_s\x18\x06 \x01(\x01\x12\x13\n\x0btraceparent\x18\x07 \x01(\t\x12\x16\n\x0eresumed_tokens\x18\x08 \x01(\r\x12\x15\n\rprefix_hashes\x18\t \x03(\x06\x12\x1b\n\x13prefix_block_tokens\x18\n \x01(\r\x12\x13\n\x0bprefix_root\x18\x0b \x01(\x06\x12\x13\n\x06tenant\x18\x0c \x01(\tH\x00\x88\x01\x01\x12\x10\n\x08priority\x18\x0e \x01(\x11\x12%\n\x07pooling\x18\r \x01(\x0e\x32\x14.millrace.v1.PoolingB\t\n\x07_tenant\"\xb3\x01\n\x04Span\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0binstance_id\x18\x02 \x01(\t\x12\x0f\n\x07start_s\x18\x03 \x01(\x01\x12\r\n\x05\x65nd_s\x18\x04 \x01(\x01\x12\x35\n\nattributes\x18\x05 \x03(\x0b\x32!.millrace.v1.Span.AttributesEntry\x1a\x31\n\x0f\x41ttributesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"1\n\x0cTokenLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\x05\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\"e\n\x10PositionLogprobs\x12)\n\x06\x63hosen\x18\x01 \x01(\x0b\x32\x19.millrace.v1.TokenLogprob\x12&\n\x03top\x18\x02 \x03(\x0b\x32\x19.millrace.v1.TokenLogprob*\x81\x01\n\rReasoningForm\x12\x1e\n\x1aREASONING_FORM_UNSPECIFIED\x10\x00\x12\x18\n\x14REASONING_FORM_THINK\x10\x01\x12\x1a\n\x16REASONING_FORM_MISTRAL\x10\x02\x12\x1a\n\x16REASONING_FORM_HARMONY\x10\x03*F\n\x07Pooling\x12\x17\n\x13POOLING_UNSPECIFIED\x10\x00\x12\x10\n\x0cPOOLING_LAST\x10\x01\x12\x10\n\x0cPOOLING_MEAN\x10\x02*\xae\x01\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x17\n\x13\x46INISH_REASON_ERROR\x10\x03\x12\x1b\n\x17\x46INISH_REASON_CANCELLED\x10\x04\x12\x17\n\x13\x46INISH_REASON_MOVED\x10\x05\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,12 +35,12 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_options = b'8\001'
   _globals['_SPAN_ATTRIBUTESENTRY']._loaded_options = None
   _globals['_SPAN_ATTRIBUTESENTRY']._serialized_options = b'8\001'
-  _globals['_REASONINGFORM']._serialized_start=1730
-  _globals['_REASONINGFORM']._serialized_end=1859
-  _globals['_POOLING']._serialized_start=1861
-  _globals['_POOLING']._serialized_end=1931
-  _globals['_FINISHREASON']._serialized_start=1934
-  _globals['_FINISHREASON']._serialized_end=2108
+  _globals['_REASONINGFORM']._serialized_start=1752
+  _globals['_REASONINGFORM']._serialized_end=1881
+  _globals['_POOLING']._serialized_start=1883
+  _globals['_POOLING']._serialized_end=1953
+  _globals['_FINISHREASON']._serialized_start=1956
+  _globals['_FINISHREASON']._serialized_end=2130
   _globals['_INCARNATION']._serialized_start=41
   _globals['_INCARNATION']._serialized_end=86
   _globals['_SLO']._serialized_start=88
@@ -52,17 +52,17 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_REASONINGBUDGET']._serialized_start=253
   _globals['_REASONINGBUDGET']._serialized_end=363
   _globals['_SAMPLINGPARAMS']._serialized_start=366
-  _globals['_SAMPLINGPARAMS']._serialized_end=982
-  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_start=905
-  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_end=953
-  _globals['_REQUESTSPEC']._serialized_start=985
-  _globals['_REQUESTSPEC']._serialized_end=1391
-  _globals['_SPAN']._serialized_start=1394
-  _globals['_SPAN']._serialized_end=1573
-  _globals['_SPAN_ATTRIBUTESENTRY']._serialized_start=1524
-  _globals['_SPAN_ATTRIBUTESENTRY']._serialized_end=1573
-  _globals['_TOKENLOGPROB']._serialized_start=1575
-  _globals['_TOKENLOGPROB']._serialized_end=1624
-  _globals['_POSITIONLOGPROBS']._serialized_start=1626
-  _globals['_POSITIONLOGPROBS']._serialized_end=1727
+  _globals['_SAMPLINGPARAMS']._serialized_end=1004
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_start=927
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_end=975
+  _globals['_REQUESTSPEC']._serialized_start=1007
+  _globals['_REQUESTSPEC']._serialized_end=1413
+  _globals['_SPAN']._serialized_start=1416
+  _globals['_SPAN']._serialized_end=1595
+  _globals['_SPAN_ATTRIBUTESENTRY']._serialized_start=1546
+  _globals['_SPAN_ATTRIBUTESENTRY']._serialized_end=1595
+  _globals['_TOKENLOGPROB']._serialized_start=1597
+  _globals['_TOKENLOGPROB']._serialized_end=1646
+  _globals['_POSITIONLOGPROBS']._serialized_start=1648
+  _globals['_POSITIONLOGPROBS']._serialized_end=1749
 # @@protoc_insertion_point(module_scope)

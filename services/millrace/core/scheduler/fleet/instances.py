@@ -233,7 +233,7 @@ class DecodeInstance:
     def _new_tokens(self, request: LiveRequest) -> int:
         """The tokens per choice that pages are booked for: all, if there are several choices.
 
-        Several choices could not be migrated to make room for others.
+        Several choices are not migrated to make room for others: they would share no pages then.
         """
         headroom, tokens = self.headroom_tokens, request.max_new_tokens
         if headroom is None or tokens < headroom or request.choices > 1:
