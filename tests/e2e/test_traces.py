@@ -81,6 +81,7 @@ async def test_a_trace_has_spans_of_every_process() -> None:
             client, SAMPLED | {"x-millrace-trace": "1"}, prompt=prompt(300, 1), max_tokens=70
         )
         spans = await whole(receiver, TRACE_ID, "request", "schedule", "prefill", "decode")
+        waterfall = (await client.get(f"/v1/requests/{answer['id']}/trace")).json()
     check_nested(spans)
     request = one(spans, "request")
     assert (request.service, request.kind, request.parent_id) == ("proxy", 2, CLIENT_ID)
@@ -107,8 +108,13 @@ async def test_a_trace_has_spans_of_every_process() -> None:
     (moment,) = one(spans, "decode_steps").events
     assert moment[2] == {"millrace.tokens": 64, "millrace.batch": 1}
     assert answer["millrace"]["trace_id"] == TRACE_ID
-    bars = {span["name"] for span in answer["millrace"]["spans"]}
-    assert {"tokenise", "queued", "chunk 0", "kv_transfer", "first_decode_step"} <= bars
+    assert waterfall == {"object": "millrace.trace", **answer["millrace"]}
+    bars = {bar["name"]: bar for bar in waterfall["spans"]}
+    assert "queued" in bars
+    for name in ("tokenise", "place", "chunk", "kv_transfer", "first_decode_step", "answer"):
+        bar, span = bars["chunk 0" if name == "chunk" else name], one(spans, name)
+        assert bar["start_s"] == pytest.approx((span.start_ns - request.start_ns) / 1e9, abs=1e-6)
+        assert bar["end_s"] == pytest.approx((span.end_ns - request.start_ns) / 1e9, abs=1e-6)
 
 
 async def test_only_traces_of_slow_and_failed_requests_are_kept(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -340,10 +339,6 @@ class PrefillJob:
             group=", ".join(self.members),
             end=reason or "computed",
         )
-
-    def since_monotonic_s(self, monotonic_s: float) -> float:
-        """Converts a time of time.monotonic to seconds since the request's arrival."""
-        return self.now_s() - (time.monotonic() - monotonic_s)
 
 
 def task_name(request_id: str, chunk: int) -> str:

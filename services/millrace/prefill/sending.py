@@ -91,9 +91,10 @@ def transfer_spans(job: PrefillJob, session: Sending) -> list[Span]:
     """
     now_s, timings = job.now_s(), session.timings
     granted_s, first_write_s = (
-        job.since_monotonic_s(t) if t else now_s for t in (timings.granted_s, timings.first_write_s)
+        job.trace.clock.at_monotonic_s(t) if t else now_s
+        for t in (timings.granted_s, timings.first_write_s)
     )
-    opened_s = job.since_monotonic_s(timings.opened_s)
+    opened_s = job.trace.clock.at_monotonic_s(timings.opened_s)
     to = ", ".join(session.receiver_ids)
     return [
         span("kv_handshake", job.instance_id, opened_s, granted_s),
@@ -108,11 +109,13 @@ def trace_sent(job: PrefillJob, session: Sending) -> None:
     timings = session.timings
     to = ", ".join(session.receiver_ids)
     if timings.granted_s:
-        opened_s, granted_s = map(job.since_monotonic_s, (timings.opened_s, timings.granted_s))
+        opened_s, granted_s = map(
+            job.trace.clock.at_monotonic_s, (timings.opened_s, timings.granted_s)
+        )
         job.trace.trace("kv_handshake", opened_s, granted_s, to=to)
     if timings.bytes:
-        first_s = job.since_monotonic_s(timings.first_write_s)
-        last_s = job.since_monotonic_s(timings.last_write_s)
+        first_s = job.trace.clock.at_monotonic_s(timings.first_write_s)
+        last_s = job.trace.clock.at_monotonic_s(timings.last_write_s)
         job.trace.trace("kv_send", first_s, last_s, to=to, bytes=timings.bytes)
 
 
