@@ -81,6 +81,7 @@ Record = Annotated[
     typer.Option(
         "--record",
         metavar="FILE",
+        envvar="MILLRACE_RECORD",
         help="Record the run for `millrace board`, `report` and `sim replay`.",
     ),
 ]

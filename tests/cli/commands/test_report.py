@@ -77,3 +77,11 @@ async def test_what_is_wrong_is_named(path: Path, options: tuple[str, ...], said
     assert status == 1
     assert said in shown
     assert "Traceback" not in shown
+
+
+async def test_the_environment_may_name_the_recording(tmp_path: Path) -> None:
+    path = tmp_path / "nowhere/run.jsonl"
+    wanted = {"MILLRACE_RECORD": str(path)}
+    status, shown = await millrace("scheduler", "--port", "0", environment=wanted)
+    assert status == 1
+    assert f"millrace: recording {path}: " in shown
