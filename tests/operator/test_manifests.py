@@ -147,6 +147,7 @@ def test_the_gateway_has_its_files(tmp_path, files, url, claims):
         if "persistentVolumeClaim" in v
     }
     assert list(volumes.values()) == claims
+    assert "files.group=llm/chat" in pod["containers"][0]["args"]
     mounts = {m["name"]: m for m in pod["containers"][0]["volumeMounts"]}
     assert all(mounts[name] == {"name": name, "mountPath": "/files"} for name in volumes)
 

@@ -65,13 +65,7 @@ class World:
 
     async def upload(self, content: bytes, tenant: str = "acme") -> str:
         """Returns the id of a file of this content."""
-        async with self.files.blob(3600.0) as (blob, writer):
-            await writer.write(content)
-        part = Part(blob=blob, size_bytes=len(content))
-        made = await self.files.add(
-            [part], tenant=tenant, filename="in", purpose="batch", lifetime_s=3600.0 * 24 * 7
-        )
-        return made.id
+        return await upload(self.files, content, tenant)
 
     async def read(self, file_id: str | None, tenant: str = "acme") -> list[dict[str, Any]]:
         """Returns the lines of a file; none if there is no file."""
@@ -80,6 +74,17 @@ class World:
         file = await self.files.find(file_id, tenant)
         content = b"".join([piece async for piece in self.files.content(file.parts)])
         return [orjson.loads(text) for text in content.splitlines()]
+
+
+async def upload(files: Files, content: bytes, tenant: str = "acme") -> str:
+    """Returns the id of a new file of this content."""
+    async with files.blob(3600.0) as (blob, writer):
+        await writer.write(content)
+    part = Part(blob=blob, size_bytes=len(content))
+    made = await files.add(
+        [part], tenant=tenant, filename="in", purpose="batch", lifetime_s=3600.0 * 24 * 7
+    )
+    return made.id
 
 
 @asynccontextmanager
@@ -175,3 +180,7 @@ async def until(
             if is_so(found):
                 return found
             await asyncio.sleep(0.01)
+
+
+def ended(batch):
+    return batch.final

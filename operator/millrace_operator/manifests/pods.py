@@ -75,6 +75,11 @@ class Context:
     def name(self) -> str:
         return self.service.name
 
+    @property
+    def group(self) -> str:
+        """What tells its scheduler and its gateway from others with the same Redis."""
+        return f"{self.service.metadata['namespace']}/{self.name}"
+
 
 def _revision(model: ServedModel, engine: EngineConfig) -> str:
     return digest(
@@ -91,13 +96,12 @@ def _revision(model: ServedModel, engine: EngineConfig) -> str:
 def scheduler(context: Context) -> dict[str, Any]:
     """Returns the scheduler's pod template."""
     ports = {"grpc": naming.SCHEDULER_PORT, "metrics": config_file.METRICS_PORT}
-    group = f"{context.service.metadata['namespace']}/{context.name}"
     container = {
         **_container(context, "scheduler", ports),
         "args": [
             *("scheduler", "--host", "0.0.0.0", "--port", str(naming.SCHEDULER_PORT)),
             *("--advertise", f"$(POD_IP):{naming.SCHEDULER_PORT}"),
-            *("--set", f"scheduler.group={group}"),
+            *("--set", f"scheduler.group={context.group}"),
             *_CONFIG_ARGS,
         ],
         "env": _environment(context),
@@ -118,6 +122,7 @@ def gateway(context: Context) -> dict[str, Any]:
         **_container(context, "proxy", {"http": naming.GATEWAY_PORT}),
         "args": [
             *("proxy", *_gateway_args(context)),
+            *("--set", f"files.group={context.group}"),
             *("--host", "0.0.0.0", "--port", str(naming.GATEWAY_PORT)),
             *_CONFIG_ARGS,
         ],

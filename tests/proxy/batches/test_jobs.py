@@ -16,6 +16,7 @@ from support.batches import (
     Endpoint,
     answer,
     create,
+    ended,
     files_on,
     line,
     lines,
@@ -47,10 +48,6 @@ async def memory(tmp_path):
 
 def ids(rows):
     return [row["custom_id"] for row in rows]
-
-
-def ended(batch):
-    return batch.final
 
 
 async def test_every_request_has_one_line(world):

@@ -16,6 +16,11 @@ class FilesConfig(Section):
         "the same. Empty: ~/.local/share/millrace/files, or a temporary folder if "
         "store.url is memory://. none: files and batches are refused",
     )
+    group: str = setting(
+        "",
+        None,
+        "proxies of one group share files and batches; gateways with the same store need several",
+    )
     max_bytes: int = setting(512 << 20, within(1), "largest file; larger files get 413")
     ttl_s: float = setting(
         30 * 86400.0, within(1), "lifetime of a file whose client states no expires_after"

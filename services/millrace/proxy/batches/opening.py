@@ -31,8 +31,8 @@ def open_files(config: Config) -> Files:
     elif not url:
         url = str(Path(DEFAULT_FOLDER).expanduser())
     return Files(
-        open_records(config.store, "file"),
-        open_deadlines(config.store, "file"),
+        open_records(config.store, _kind(config, "file")),
+        open_deadlines(config.store, _kind(config, "file")),
         Blobs(url),
         config.files,
         unix_s,
@@ -52,7 +52,7 @@ def open_batches(
     """`owner`, `is_ready` and `check_model` are as in `Tools`."""
     return Batches(
         Tools(
-            records=open_records(config.store, "batch"),
+            records=open_records(config.store, _kind(config, "batch")),
             files=files,
             config=config.batches,
             owner=owner,
@@ -64,6 +64,11 @@ def open_batches(
             metrics=metrics,
         )
     )
+
+
+def _kind(config: Config, name: str) -> str:
+    """Returns the kind of records that the proxies of one group have in common."""
+    return f"{name}:{config.files.group}" if config.files.group else name
 
 
 def unix_s() -> float:
