@@ -6,6 +6,8 @@ import asyncio
 import typing
 from contextlib import asynccontextmanager
 
+import pytest
+
 from millrace.core.config import SchedulerConfig, StoreConfig
 from millrace.core.scheduler import effects
 from millrace.core.scheduler.events import InstanceLeft, PolicyChanged, ProxyLeft, Submitted
@@ -93,6 +95,29 @@ async def test_a_pause_of_the_scheduler_itself_ends_no_lease():
         assert worker.outbox.failure.startswith("silent for")
         await asyncio.sleep(0.05)
         assert not loop.workers and not loop.machine.cluster.instances
+
+
+@pytest.mark.parametrize("silent", [False, True])
+async def test_an_instance_that_comes_back_gives_attempts_back_unless_it_was_silent(silent):
+    clock = Hand()
+    async with running(clock, ticking=True) as (loop, _):
+        lost = join(loop, "p0")
+        others = [join(loop, name) for name in ("p1", "d0", "d1")]
+        await submit(loop, "a", Proxy(key="x#1"))
+        await eventually(lambda: "a" in loop.machine.requests)
+        if not silent:
+            loop.post_now(lost.left(), lost)
+
+        def is_lost() -> bool:
+            clock.now_s += 0.02
+            for one in others:
+                one.seen_s = clock.now_s
+            return "p0" not in loop.workers
+
+        await eventually(is_lost)
+        join(loop, "p0")
+        await eventually(lambda: "p0" in loop.workers)
+        assert loop.machine.requests["a"].attempts == 1 + silent
 
 
 async def test_metrics_follow_the_machine():

@@ -196,8 +196,12 @@ class Bench:
             ),
         )
 
-    def died(self, instance_id: str, generation: int = 1) -> list[effects.Effect]:
-        return self.step(events.InstanceLeft(instance_id=instance_id, generation=generation))
+    def died(
+        self, instance_id: str, generation: int = 1, *, silent: bool = False
+    ) -> list[effects.Effect]:
+        return self.step(
+            events.InstanceLeft(instance_id=instance_id, generation=generation, silent=silent)
+        )
 
     def drains(self, instance_id: str) -> list[effects.Effect]:
         return self.report(instance_id, reports.Draining())

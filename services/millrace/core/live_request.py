@@ -61,6 +61,7 @@ class LiveRequest:
         "prompt_tokens",
         "proxy_id",
         "resumable",
+        "returned_attempts",
         "running_since_s",
         "shards",
         "slo",
@@ -100,6 +101,7 @@ class LiveRequest:
         self.attempt = 0  # number of the last attempt that decode heard of
         self.attempts = 0  # sent to prefill, without those that do not count
         self.counts = False  # the last attempt is among them
+        self.returned_attempts = 0  # that counted first: their instances had not died
         self.begun = False  # a mixed instance has begun to compute this attempt
         #: First tokens whose KV decode keeps for this attempt: the chunks begin there.
         self.kept_tokens = 0
@@ -246,6 +248,11 @@ class LiveRequest:
         """
         self.attempts -= self.counts
         self.counts = False
+
+    def return_attempt(self) -> None:
+        """Notes that an earlier attempt, which counted, does not: its instance had not died."""
+        self.attempts -= 1
+        self.returned_attempts += 1
 
     def resume(self, kept_tokens: int, now_s: float) -> None:
         """Notes that it waits for another attempt after the first tokens, whose KV decode keeps."""

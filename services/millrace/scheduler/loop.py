@@ -370,7 +370,7 @@ class SchedulerLoop:
         if silent_s > self.config.lease_s and not worker.outbox.closed:
             log.warning("%s was silent for %.1f s: taken for dead", worker.id, silent_s)
             worker.outbox.close(f"silent for {silent_s:.1f} s")
-            self.post_now(worker.left(), worker)
+            self.post_now(worker.left(silent=True), worker)
 
     def close(self) -> None:
         """Ends every stream after its queued messages."""

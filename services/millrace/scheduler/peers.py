@@ -79,9 +79,10 @@ class Worker:
         incarnation = Incarnation(self.card.instance_id, self.card.generation)
         return Member(incarnation=incarnation, address=self.address)
 
-    def left(self) -> InstanceLeft:
+    def left(self, *, silent: bool = False) -> InstanceLeft:
         """Returns the event that reports this incarnation's end to the core."""
-        return InstanceLeft(instance_id=self.id, generation=self.card.generation)
+        generation = self.card.generation
+        return InstanceLeft(instance_id=self.id, generation=generation, silent=silent)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

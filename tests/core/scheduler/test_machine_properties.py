@@ -216,7 +216,7 @@ class World(RuleBasedStateMachine):
     def dispatched(self, effect: effects.RunPrefill) -> None:
         i, r = effect.instance_id, effect.request_id
         request = self.machine.requests[r]
-        assert request.attempts <= self.config.max_attempts
+        assert 1 <= request.attempts <= self.config.max_attempts
         assert i not in self.leaving | self.cordoned
         if effect.decode_id:
             assert effect.decode_id == self.placed_at[r] and effect.attempt == self.attempt[r]
@@ -300,14 +300,15 @@ class World(RuleBasedStateMachine):
     def life(self, instance_id: str, age: int) -> int:
         return self.generation[instance_id] - age
 
-    @rule(instance_id=instance_ids, age=ages)
-    def leave(self, instance_id: str, age: int) -> None:
+    @rule(instance_id=instance_ids, age=ages, silent=st.booleans())
+    def leave(self, instance_id: str, age: int, silent: bool = False) -> None:
         if self.machine.cluster.current(instance_id, self.life(instance_id, age)):
             del self.held[instance_id]
             self.leaving.discard(instance_id)
             self.cordoned.discard(instance_id)
+        generation = self.life(instance_id, age)
         self.step(
-            events.InstanceLeft(instance_id=instance_id, generation=self.life(instance_id, age))
+            events.InstanceLeft(instance_id=instance_id, generation=generation, silent=silent)
         )
 
     @rule(instance_id=instance_ids, age=ages)

@@ -40,10 +40,14 @@ class InstanceJoined:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InstanceLeft:
-    """An instance's stream ended or its lease lapsed: all that it held is gone."""
+    """An instance's stream ended or its lease lapsed: all that it held is gone.
+
+    `silent`: its lease lapsed. An instance whose stream ended may still live, and register again.
+    """
 
     instance_id: str
     generation: int
+    silent: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -45,6 +45,7 @@ from millrace.core.config import SchedulerConfig
 from millrace.core.live_request import LiveRequest
 from millrace.core.request import Request, RequestState
 from millrace.core.scheduler import events, integrity, reports
+from millrace.core.scheduler.dispatch.broken_streams import BrokenStreams
 from millrace.core.scheduler.dispatch.chunk_progress import ChunkProgress
 from millrace.core.scheduler.dispatch.dispatcher import Dispatcher, Planned
 from millrace.core.scheduler.dispatch.event_filter import EventFilter
@@ -74,6 +75,7 @@ class Machine:
         self._event_filter = EventFilter(self.cluster)
         self._stall_watch = StallWatch(self._table)
         self._takeover = Takeover(self._table, self._take_in)
+        self._broken_streams = BrokenStreams(self._table)
         chunk_progress = ChunkProgress(self._table, self._dispatcher, self._event_filter)
         request_progress = RequestProgress(self._table, self._dispatcher, self._event_filter)
         self._handlers: dict[type, Callable[[StepContext, Any], None]] = {
@@ -208,16 +210,20 @@ class Machine:
             return
         if known is not None:
             self._leave(step, known)
+        self._broken_streams.registered(event)
         self.cluster.add(event)
         self._takeover.joined(step, event)
         self._dispatcher.run(step)
 
     def _left(self, step: StepContext, event: events.InstanceLeft) -> None:
         if (instance := self._event_filter.current(event)) is not None:
-            self._leave(step, instance)
+            tried = self._leave(step, instance)
+            self._broken_streams.ended(event, tried)
             self._dispatcher.run(step)
 
-    def _leave(self, step: StepContext, instance: Instance) -> None:
+    def _leave(self, step: StepContext, instance: Instance) -> list[LiveRequest]:
+        """Removes an instance; returns the requests whose attempts ended with it, and count."""
+        tried = []
         pool = self.cluster.pool_of(instance)
         waiting = self._table.waiting_at(instance)
         self._takeover.left(instance)
@@ -225,17 +231,21 @@ class Machine:
         for request_id in instance.holdings:
             request = self._table.served(request_id, instance)
             if request is not None and still_needs(request, instance):
+                tries = request.state is RequestState.PREFILLING
                 if request_id in waiting:
                     request.forgive_attempt()
                 self._table.lost(
                     step, request, instance, f"{instance.card.role} {instance.id} died"
                 )
+                if tries and request.counts:
+                    tried.append(request)
             elif request is not None:
                 self._table.drop_tasks(request)  # it decodes before prefill's report came
         if isinstance(instance, PrefillInstance):
             pool.run_queue.forget(instance)
         self._unplace_unserved(step, pool)
         self.cluster.drop_if_empty(instance.card.model_hash)
+        return tried
 
     def _reported(self, step: StepContext, event: events.Reported) -> None:
         if (instance := self._event_filter.current(event)) is None:
@@ -384,5 +394,6 @@ class Machine:
     def _tick(self, step: StepContext, event: events.Tick) -> None:
         del event  # it carries nothing
         self._table.expire(step)
+        self._broken_streams.prune()
         self._stall_watch.check(step)
         self._dispatcher.run(step)
