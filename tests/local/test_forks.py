@@ -17,7 +17,6 @@ import pytest
 
 from millrace.local.service import Service, StartupError
 from support.deadlines import HANG_S
-from support.live_stack import eventually
 
 Make = Callable[..., Awaitable[Service]]
 QUICK = ["scheduler", "--port", "0"]
@@ -34,6 +33,19 @@ async def main():
     await asyncio.sleep(600)
 
 asyncio.run(main())
+"""
+
+ENDING = """
+import atexit, sys, threading
+from millrace.local.fork_server import QuickEnd
+
+end = QuickEnd()
+module = type("Module", (), {{"__del__": lambda self: print("taken down")}})()
+atexit.register(print, "registered")
+threading.Timer(0.1, print, ["thread"]).start()
+print("main")
+with end.giving_status():
+    {last}
 """
 
 
@@ -115,12 +127,7 @@ async def test_a_start_that_is_given_up_leaves_no_process(tmp_path: Path) -> Non
     starting.cancel()
     await asyncio.wait([starting])
     assert starting.cancelled()
-
-    def gone() -> bool:
-        children = [child for child in fork_server().children() if child.pid not in before]
-        return not children
-
-    await eventually(gone)
+    assert {child.pid for child in fork_server().children()} <= before
 
 
 def test_services_end_when_their_parent_is_killed(tmp_path: Path) -> None:
@@ -133,3 +140,21 @@ def test_services_end_when_their_parent_is_killed(tmp_path: Path) -> None:
         assert select.select([child], [], [], HANG_S)[0]
     finally:
         os.close(child)
+
+
+@pytest.mark.parametrize(
+    ("last", "status", "error"),
+    [
+        ("pass", 0, ""),
+        ("sys.exit()", 0, ""),
+        ("sys.exit(3)", 3, ""),
+        ("sys.exit('no')", 1, "no"),
+        ("1 / 0", 1, "ZeroDivisionError: division by zero"),
+    ],
+)
+def test_an_end_leaves_out_nothing_but_the_modules(last: str, status: int, error: str) -> None:
+    command = [sys.executable, "-c", ENDING.format(last=last)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=HANG_S)
+    assert ended.returncode == status
+    assert ended.stdout.split() == ["main", "thread", "registered"]
+    assert ended.stderr.strip().rpartition("\n")[2] == error

@@ -11,6 +11,7 @@ nor gRPC, so that a fork of it is as good as a new process.
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import gc
 import importlib
@@ -20,7 +21,8 @@ import selectors
 import signal
 import socket
 import sys
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import TypedDict
 
 import setproctitle
@@ -44,6 +46,36 @@ class Order(TypedDict):
     arguments: list[str]
     folder: str
     environment: dict[str, str]
+
+
+class QuickEnd:
+    """Ends a process without taking its modules down, which takes 0.4 s of CPU time with torch.
+
+    Make it before other modules are imported. Python calls it after the last thread has ended and
+    after all that was registered later with `atexit`.
+    """
+
+    def __init__(self) -> None:
+        self._status = 0
+        atexit.register(self._end)
+
+    @contextmanager
+    def giving_status(self) -> Iterator[None]:
+        """Keeps the status of what the block raises, for the end."""
+        self._status = 1
+        try:
+            yield
+        except SystemExit as error:
+            if error.code is None or isinstance(error.code, int):
+                self._status = error.code or 0
+            raise
+        self._status = 0
+
+    def _end(self) -> None:
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError, ValueError):  # its reader has ended, or it is closed
+                stream.flush()
+        os._exit(self._status)
 
 
 class ForkServer:
@@ -148,6 +180,8 @@ def _become(order_file: int, output: int, ready: int, server: int) -> None:
 
 
 if __name__ == "__main__":
+    end = QuickEnd()
     os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"  # before any import of gRPC
     if ForkServer(socket.socket(fileno=int(sys.argv[1]))).run():
-        importlib.import_module("millrace.cli.main").main()
+        with end.giving_status():
+            importlib.import_module("millrace.cli.main").main()

@@ -69,7 +69,8 @@ async def fork(
     """Runs `millrace` with these arguments and with `--ready-fd`.
 
     output, ready: file descriptors of the service's output and of the pipe where it reports that it
-    serves; they stay open here. Raises OSError when no process can be made.
+    serves; they stay open here. Raises OSError when no process can be made. Ends the process
+    when it is cancelled.
     """
     order: Order = {
         "arguments": list(arguments),
@@ -91,7 +92,10 @@ async def fork(
     try:
         return await asyncio.shield(starting)
     except asyncio.CancelledError:
-        starting.add_done_callback(_end)
+        with suppress(ChildProcessError):
+            process = await starting
+            process.kill()
+            await process.wait()
         raise
 
 
@@ -105,12 +109,6 @@ async def _started(read_fd: int) -> ForkedProcess:
         pipe.close()
         raise ChildProcessError("the fork server ended before it started a service")
     return ForkedProcess(int(pid), reports, pipe)
-
-
-def _end(started: asyncio.Task[ForkedProcess]) -> None:
-    """Ends a process that nobody waits for any more."""
-    if not started.cancelled() and started.exception() is None:
-        started.result().kill()
 
 
 class _Server:
