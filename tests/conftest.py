@@ -69,6 +69,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         numpy.random.seed(seed)
     if loaded := sys.modules.get("torch"):
         loaded.manual_seed(seed)
+        loaded.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))  # an engine may have set others
 
 
 @pytest.hookimpl(wrapper=True)

@@ -1,5 +1,7 @@
 """Sizing of the KV pool, the choice of device, and the key of a profile."""
 
+import os
+
 import pytest
 import torch
 
@@ -11,7 +13,7 @@ from millrace.engine.assembly import (
     profile_key,
     resolve_device,
 )
-from millrace.engine.sizing import available_bytes, pool_bytes
+from millrace.engine.sizing import available_bytes, compute_threads, pool_bytes
 from support.tiny_models import model_folder
 
 CPU = torch.device("cpu")
@@ -83,3 +85,15 @@ def test_a_profile_is_kept_by_all_that_its_times_depend_on() -> None:
     ):
         assert profile_key(folder, other) != key
     assert profile_key(model_folder("qwen3"), config) != key
+
+
+@pytest.mark.parametrize(
+    ("configured", "variable", "threads"),
+    [(3, "2", 3), (0, "2", 2), (0, "4,1", 4), (0, "0", None), (0, "many", None), (0, "", None)],
+)
+def test_threads_are_those_of_the_setting_the_variable_or_the_cores(
+    monkeypatch: pytest.MonkeyPatch, configured: int, variable: str, threads: int | None
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", variable)
+    cores = len(os.sched_getaffinity(0))
+    assert compute_threads(EngineConfig(threads=configured)) == (threads or cores)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import platform
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -33,7 +32,7 @@ from millrace.engine.parallel.rank_pools import (
     services,
 )
 from millrace.engine.runner import Runner
-from millrace.engine.sizing import pool_bytes
+from millrace.engine.sizing import compute_threads, pool_bytes
 from millrace.grammar.matcher import Grammars
 from millrace.profiles.cache import ProfileKey
 from millrace_kernels.api import describe_backends
@@ -137,7 +136,7 @@ def open_engines(
             f"engine.tensor_parallel is {ranks}; instances that share their weights can have 1"
         )
     own_pools = has_own_pools(config, device)
-    threads = max(1, (config.threads or len(os.sched_getaffinity(0))) // ranks)
+    threads = max(1, compute_threads(config) // ranks)
     torch.set_num_threads(threads)
     folder = resolve_model(model)
     group = None
@@ -200,7 +199,7 @@ def open_kv_only(model: str | Path, config: EngineConfig, revision: str = "") ->
     Reads config.json and the names of the weights. Raises as `open_engine` does.
     """
     device = resolve_device(config.device)
-    torch.set_num_threads(config.threads or len(os.sched_getaffinity(0)))
+    torch.set_num_threads(compute_threads(config))
     folder = resolve_model(model)
     whole = ModelConfig.from_folder(folder)
     one_page = _one_page(
@@ -370,7 +369,7 @@ def profile_key(model: str | Path, config: EngineConfig) -> ProfileKey:
         model_hash=model_hash(folder, load_format=config.load_format),
         device=processor_name(resolve_device(config.device)),
         dtype=dtype,
-        threads=config.threads or len(os.sched_getaffinity(0)),
+        threads=compute_threads(config),
         max_chunk_tokens=config.max_chunk_tokens,
         tensor_parallel=config.tensor_parallel,
     )

@@ -1,4 +1,4 @@
-"""Bytes for KV pools: as configured, or a share of what the machine or the device has free."""
+"""Bytes for KV pools, and threads: as configured, or a share of what the machine has."""
 
 from __future__ import annotations
 
@@ -14,6 +14,13 @@ from millrace.core.errors import ConfigError
 CPU_POOL_SHARE = 0.1  # of available memory: several workers share one machine
 CPU_POOL_MOST_BYTES = 4 << 30
 CUDA_POOL_SHARE = 0.85  # of the memory that the weights leave free
+
+
+def compute_threads(config: EngineConfig) -> int:
+    """Threads of all ranks: as configured, else OMP_NUM_THREADS, else the process's cores."""
+    wanted = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]  # of the outermost level
+    usual = int(wanted) if wanted.isdecimal() else 0
+    return config.threads or usual or len(os.sched_getaffinity(0))
 
 
 def pool_bytes(config: EngineConfig, device: torch.device, least_bytes: int) -> int:

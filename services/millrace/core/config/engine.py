@@ -25,7 +25,9 @@ def _profile(value: Any) -> str | None:  # noqa: ANN401 - a check sees any field
 class EngineConfig(Section):
     device: str = setting("auto", None, "auto, cpu, cuda or cuda:N")
     dtype: str = setting("auto", one_of("auto", "float32", "bfloat16"), "auto: the model's own")
-    threads: int = setting(0, within(0, 4096), "compute threads; 0: all cores of the process")
+    threads: int = setting(
+        0, within(0, 4096), "compute threads; 0: OMP_NUM_THREADS, else all cores of the process"
+    )
     tensor_parallel: int = setting(
         1, within(1, 64), "ranks of an instance, which share each layer's heads and widths"
     )

@@ -44,6 +44,7 @@ from millrace.engine.pipeline.messages import (
     Open,
 )
 from millrace.engine.pipeline.runner import PipelineRunner
+from millrace.engine.sizing import compute_threads
 from millrace.instance.stages.stage_process import (
     CONNECT_TIMEOUT_S,
     Follow,
@@ -90,8 +91,7 @@ def open_staged_engine(
     ranks = config.tensor_parallel
     Stage(0, config.stages).check(shape.model)  # before any process is started
     TpShard(0, ranks).check(shape.model)
-    cores = config.threads or len(os.sched_getaffinity(0))
-    threads = max(1, cores // (config.stages * ranks))
+    threads = max(1, compute_threads(config) // (config.stages * ranks))
     torch.set_num_threads(threads)
     stages, group = StageProcesses(config, host, threads), None
     try:
