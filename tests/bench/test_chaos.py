@@ -73,7 +73,13 @@ def test_the_seed_alone_decides_prompts_and_faults() -> None:
 
 async def test_a_short_run_loses_nothing(tmp_path) -> None:
     settings = Settings(
-        minutes=0.05, targets=("prefill", "store"), prompts=2, prompt_tokens=40, output_tokens=20
+        minutes=0.05,
+        targets=("prefill", "store"),
+        decode=1,
+        streams=3,
+        prompts=2,
+        prompt_tokens=40,
+        output_tokens=20,
     )
     said: list[str] = []
     document = await run(settings, said.append)

@@ -6,6 +6,7 @@ import io
 import json
 import zipfile
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -15,7 +16,8 @@ from rich.console import Console
 from millrace.bench.gpu import bootstrap, roofline, wheels
 from millrace.bench.gpu.command import LIMITS_S, Settings
 from millrace.bench.gpu.document import Finding, Report
-from millrace.bench.gpu.part import Found
+from millrace.bench.gpu.part import Context, Found
+from millrace.bench.gpu.parts import decode, oracle, speed, tensor_parallel
 from millrace.bench.gpu.report import print_tables
 from millrace.bench.gpu.run import run, run_part, status_of
 from millrace.bench.gpu.shapes import FAMILIES, LLAMA_3_8B, QWEN3_30B_A3B, write_config
@@ -66,13 +68,19 @@ def test_expected_rates_are_shares_of_the_peaks(tmp_path):
     assert roofline.decode_bytes(model, 32, 2048) / step_s == pytest.approx(3.2e12)
 
 
-def test_parts_on_the_cpu_and_their_report():
-    document = run(Settings(device="cpu", parts=("oracle", "preemption"), source=str(ROOT)))
+def checked(part: ModuleType) -> Found:
+    """Runs a part in this process: `test_a_part_and_its_report` has one of its own."""
+    context = Context(CPU, ROOT)
+    part.check(context)
+    assert status_of(context.found, 0) == "passed", context.found
+    return context.found
+
+
+def test_a_part_and_its_report():
+    document = run(Settings(device="cpu", parts=("preemption",), source=str(ROOT)))
     report = Report.model_validate(json.loads(json.dumps(document)))
-    oracle, preemption = report.parts
-    assert [oracle.status, preemption.status] == ["passed", "passed"], report
-    checked = {finding.name.partition(" ")[0] for finding in oracle.findings}
-    assert checked == set(FAMILIES)
+    (preemption,) = report.parts
+    assert preemption.status == "passed", report
     assert preemption.findings[0].detail == "17 boundaries"  # embed, 3 layers of 5, lm_head
     assert report.device_type == "cpu" and report.passed
     shown = io.StringIO()
@@ -80,9 +88,13 @@ def test_parts_on_the_cpu_and_their_report():
     assert "preemption: passed" in shown.getvalue() and "\npassed\n" in shown.getvalue()
 
 
+def test_families_on_the_cpu_agree_with_the_reference():
+    part = checked(oracle)
+    assert {finding.name.partition(" ")[0] for finding in part.findings} == set(FAMILIES)
+
+
 def test_steps_on_the_cpu_give_the_tokens_of_steps_one_by_one_and_of_transformers():
-    part = run_part("decode", CPU, ROOT, 6 * LIMITS_S["decode"])
-    assert part.status == "passed", part
+    part = checked(decode)
     assert [finding.name.partition(":")[0] for finding in part.findings] == [
         *("llama", "mistral", "qwen3_moe"),
         "the tokens of transformers",
@@ -92,14 +104,12 @@ def test_steps_on_the_cpu_give_the_tokens_of_steps_one_by_one_and_of_transformer
 
 
 def test_ranks_on_the_cpu_agree_with_one():
-    part = run_part("tensor-parallel", CPU, ROOT, LIMITS_S["tensor-parallel"])
-    assert part.status == "passed", part
+    part = checked(tensor_parallel)
     assert len(part.findings) == 4
 
 
 def test_speed_on_the_cpu_puts_measured_beside_expected():
-    part = run_part("speed", CPU, ROOT, LIMITS_S["speed"])
-    assert part.status == "passed", part.reason
+    part = checked(speed)
     prefill = next(figure for figure in part.figures if figure.name.startswith("prefill"))
     assert prefill.expected and prefill.share and prefill.value > 0
     # Both come from one count of FLOPs: at the expected rate the share is the asked one.

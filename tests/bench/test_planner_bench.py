@@ -56,6 +56,6 @@ def test_the_collector_is_left_as_it_was():
 
 
 def test_the_command_writes_both_files(tmp_path, capsys):
-    command(trials=2, passes=1, json_path=tmp_path / "p.json", plot=tmp_path / "p.png")
+    command(trials=1, passes=1, json_path=tmp_path / "p.json", plot=tmp_path / "p.png")
     assert len(json.loads((tmp_path / "p.json").read_text())["results"]) == 20
     assert (tmp_path / "p.png").exists() and "Microseconds" in capsys.readouterr().out

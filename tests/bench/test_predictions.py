@@ -6,10 +6,10 @@ import json
 from pathlib import Path
 
 import pytest
+import typer
 
+from millrace.bench.predictions.command import command
 from millrace.bench.predictions.run import Asked, Settings, summary
-from support.command import millrace
-from support.deadlines import HANG_S
 
 
 def settings(**changes) -> Settings:
@@ -46,14 +46,12 @@ def test_errors_are_relative_to_the_real_time() -> None:
     assert found["prompts"][0] == {"tokens": 16, "predicted_s": 1.0, "real_s": 2.0}
 
 
-async def test_a_whole_run_beside_a_busy_process(tmp_path: Path) -> None:
+def test_a_whole_run_beside_a_busy_process(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path, plot = tmp_path / "found.json", tmp_path / "found.png"
-    status, shown = await millrace(
-        *("bench", "predictions", "--lengths", "16,128", "--repeats", "2", "--busy", "1"),
-        *("--budget-s", "0.2", "--json", str(path), "--plot", str(plot)),
-        timeout_s=2 * HANG_S,
-    )
-    assert status == 0, shown
+    command(lengths="16,128", repeats=2, busy=1, budget_s=0.2, json_path=path, plot=plot)
+    shown = capsys.readouterr().out
     document = json.loads(path.read_text())
     for name in ("idle", "busy"):
         assert f"{name}: " in shown and document[name]["all"]["prompts"] == 4
@@ -62,6 +60,6 @@ async def test_a_whole_run_beside_a_busy_process(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("lengths", ["", "0", "16,x"])
-async def test_lengths_that_make_no_sense_are_named(lengths: str) -> None:
-    status, shown = await millrace("bench", "predictions", "--lengths", lengths)
-    assert status == 2 and "--lengths" in shown
+def test_lengths_that_make_no_sense_are_named(lengths: str) -> None:
+    with pytest.raises(typer.BadParameter, match="--lengths"):
+        command(lengths=lengths)

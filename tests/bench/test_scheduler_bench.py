@@ -13,7 +13,7 @@ from millrace.bench.scheduler.report import print_tables
 from millrace.core.scheduler.fleet.waiting_queue import WaitingQueue
 
 SETTINGS = scheduler.Settings(
-    waiting=120, events=150, settling=50, prefill=(2,), policies=("millrace", "s_edf")
+    waiting=40, events=50, settling=20, prefill=(2,), policies=("millrace", "s_edf")
 )
 
 

@@ -7,14 +7,15 @@ import json
 
 from rich.console import Console
 
+from millrace.bench.transfer import run as transfer
 from millrace.bench.transfer.report import print_tables
-from millrace.bench.transfer.run import Settings, run
 
 
-def test_a_small_run_reports_every_case():
+def test_a_small_run_reports_every_case(monkeypatch):
+    monkeypatch.setattr(transfer, "STREAM_MIB", 8)
     steps = []
-    report = run(
-        Settings(sizes_mib=(2,), repeats=1, in_flight=2, overlap_mib=2, layer_ms=0.2),
+    report = transfer.run(
+        transfer.Settings(sizes_mib=(2,), repeats=1, in_flight=2, overlap_mib=2, layer_ms=0.2),
         on_progress=lambda done, total, what: steps.append((done, total, what)),
     )
     assert json.loads(json.dumps(report)) == report

@@ -11,7 +11,7 @@ from support.live_stack import complete, live_stack
 
 async def test_a_client_learns_where_the_time_of_its_request_went():
     async with (
-        live_stack(SHIPPED_MODEL) as stack,
+        live_stack(SHIPPED_MODEL, prefill=1) as stack,
         httpx.AsyncClient(base_url=stack.url, timeout=2 * HANG_S) as client,
     ):
         body = {"prompt": "word " * 300, "max_tokens": 4, "ignore_eos": True}

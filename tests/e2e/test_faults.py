@@ -19,12 +19,21 @@ from millrace.local.service import StartupError
 from millrace.local.stack import Stack
 from millrace.wire.clients.scheduler_client import get_instances
 from support.deadlines import HANG_S
-from support.live_stack import complete, eventually, greedy_ids, keys_of_requests, live_stack
+from support.live_stack import (
+    complete,
+    eventually,
+    greedy_ids,
+    held,
+    keys_of_requests,
+    live_stack,
+)
 from support.served_model import served_folder
 from support.tiny_models import oracle, prompt
 
 MODEL = "qwen3"
 FAST = ["engine.dtype=float32", "scheduler.heartbeat_s=0.2", "scheduler.lease_s=10"]
+#: Of an answer under way when something dies: decode is slow (`held`) until it does.
+TOKENS = 600
 
 
 def kill(stack: Stack, name: str, number: signal.Signals = signal.SIGKILL) -> int:
@@ -118,13 +127,13 @@ async def test_the_fleet_and_its_answers_come_back_after_the_schedulers_death(
 ) -> None:
     restarts = fleet.services["scheduler"].restarts
     begun = asyncio.Event()
-    answer = asyncio.create_task(streamed_ids(client, [9], 2000, begun))
-    await asyncio.wait_for(begun.wait(), HANG_S)
-    kill(fleet, "scheduler")
+    answer = asyncio.create_task(streamed_ids(client, [9], TOKENS, begun))
+    async with held(fleet, begun.is_set):
+        kill(fleet, "scheduler")
     tokens = await answer
     await eventually(lambda: fleet.services["scheduler"].restarts == restarts + 1)
     await eventually(lambda: ready(client))
-    assert tokens == await greedy_ids(client, [9], 2000)
+    assert tokens == await greedy_ids(client, [9], TOKENS)
     assert await greedy_ids(client, prompt(50), 8) == oracle(MODEL).greedy(prompt(50), 8)
 
 
@@ -153,9 +162,9 @@ async def redis_pid(stack: Stack) -> int:
 async def test_a_store_that_dies_is_started_again_and_costs_no_answer(fleet, client) -> None:
     """Redis holds the journal and prompts; tokens under way need neither."""
     begun = asyncio.Event()
-    answer = asyncio.create_task(streamed_ids(client, [9], 2000, begun))
-    await asyncio.wait_for(begun.wait(), HANG_S)
-    os.kill(await redis_pid(fleet), signal.SIGKILL)
+    answer = asyncio.create_task(streamed_ids(client, [9], TOKENS, begun))
+    async with held(fleet, begun.is_set):
+        os.kill(await redis_pid(fleet), signal.SIGKILL)
 
     async def is_answered() -> bool:
         asked = {"model": "tiny", "prompt": prompt(50), "max_tokens": 8}
@@ -165,20 +174,18 @@ async def test_a_store_that_dies_is_started_again_and_costs_no_answer(fleet, cli
         return response.status_code == 200
 
     await eventually(is_answered)
-    assert await answer == await greedy_ids(client, [9], 2000)
+    assert await answer == await greedy_ids(client, [9], TOKENS)
     assert await greedy_ids(client, prompt(50), 8) == oracle(MODEL).greedy(prompt(50), 8)
 
 
 @pytest.mark.asyncio(loop_scope="module")
 async def test_an_answer_is_migrated_after_its_store_has_lost_it(fleet, client) -> None:
     """The records of a running answer are gone with the old Redis when its decode dies."""
-    undisturbed = await greedy_ids(client, [11], 2000)
+    undisturbed = await greedy_ids(client, [11], TOKENS)
     restarts = fleet.services["decode-0"].restarts
     begun = asyncio.Event()
-    answer = asyncio.create_task(streamed_ids(client, [11], 2000, begun))
-    await asyncio.wait_for(begun.wait(), HANG_S)
+    answer = asyncio.create_task(streamed_ids(client, [11], TOKENS, begun))
     lost = await redis_pid(fleet)
-    os.kill(lost, signal.SIGKILL)
 
     async def is_new() -> bool:
         try:
@@ -186,8 +193,10 @@ async def test_an_answer_is_migrated_after_its_store_has_lost_it(fleet, client) 
         except redis.exceptions.RedisError:
             return False
 
-    await eventually(is_new)
-    kill(fleet, "decode-0")
+    async with held(fleet, begun.is_set):
+        os.kill(lost, signal.SIGKILL)
+        await eventually(is_new)
+        kill(fleet, "decode-0")
     assert await answer == undisturbed
     await eventually(lambda: fleet.services["decode-0"].restarts == restarts + 1)
 
@@ -217,12 +226,12 @@ async def test_a_prompt_that_the_store_has_lost_is_written_again(fleet, client) 
 
 @pytest.mark.asyncio(loop_scope="module")
 async def test_a_store_that_does_not_answer_delays_no_answer(fleet, client) -> None:
-    undisturbed = await greedy_ids(client, [12], 2000)
+    undisturbed = await greedy_ids(client, [12], TOKENS)
     begun = asyncio.Event()
-    answer = asyncio.create_task(streamed_ids(client, [12], 2000, begun))
-    await asyncio.wait_for(begun.wait(), HANG_S)
+    answer = asyncio.create_task(streamed_ids(client, [12], TOKENS, begun))
     store = await redis_pid(fleet)
-    os.kill(store, signal.SIGSTOP)
+    async with held(fleet, begun.is_set):
+        os.kill(store, signal.SIGSTOP)
     try:
         refused = asyncio.create_task(
             client.post("/v1/completions", json={"model": "tiny", "prompt": [9], "max_tokens": 2})
@@ -232,7 +241,7 @@ async def test_a_store_that_does_not_answer_delays_no_answer(fleet, client) -> N
         assert response.status_code == 503 and int(response.headers["retry-after"]) >= 1
     finally:
         os.kill(store, signal.SIGCONT)
-    assert await greedy_ids(client, [12], 2000) == undisturbed
+    assert await greedy_ids(client, [12], TOKENS) == undisturbed
 
 
 @pytest.mark.asyncio(loop_scope="module")

@@ -25,7 +25,7 @@ async def test_64_greedy_tokens_are_those_of_transformers(family: str) -> None:
     settings = ["engine.dtype=float32", "engine.max_chunk_tokens=700"]
 
     async with (
-        live_stack(served_folder(family), settings=settings) as stack,
+        live_stack(served_folder(family), prefill=1, settings=settings) as stack,
         httpx.AsyncClient(base_url=stack.url, timeout=120) as client,
     ):
         alone = [await greedy_ids(client, p, TOKENS) for p in prompts[::3]]

@@ -27,8 +27,8 @@ SCHEMA = {
         "wheels": {
             "type": "array",
             "items": {"enum": [1, 22, 333]},
-            "minItems": 60,
-            "maxItems": 60,
+            "minItems": 20,
+            "maxItems": 20,
         },
     },
     "required": ["mill", "wheels"],
@@ -38,11 +38,11 @@ CHAT = {
     "model": "tiny",
     "messages": [{"role": "user", "content": "Which mill?"}],
     "structured_outputs": {"json": SCHEMA, "disable_any_whitespace": True},
-    "max_tokens": 2000,
+    "max_tokens": 600,
     "temperature": 1.3,
     "return_token_ids": True,
 }
-BUDGET = 1500
+BUDGET = 300
 
 
 def reasoning_model(folder: Path) -> tuple[int, int]:

@@ -59,7 +59,7 @@ def close(actual: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> N
 
 SMALL = {"kv_heads": 2, "group": 3, "head_dim": 20, "page_tokens": 4}
 CALLS = {
-    "decode": Call((1, 1, 1), (140, 1, 37), **SMALL),
+    "decode": Call((1, 1, 1), (70, 1, 37), **SMALL),
     "prefill with history": Call((3, 17, 2), (40, 17, 30), **SMALL),
     "nothing to see": Call((2, 0, 1), (0, 5, 9), **SMALL),
     "window": Call((1, 12), (90, 70), window=20, **SMALL),
@@ -146,7 +146,7 @@ def test_pages_outside_the_pool_are_refused():
     with pytest.raises(IndexError, match="is past the pool's 3"):
         plan.run(q_nhd, kv_layer[:3], scale=1.0, out_nhd=q_nhd, lse_nh=q_nhd[:, :, 0])
     with pytest.raises(IndexError, match="page -1"):
-        attention.plan(call.plan("reference", page_table=torch.full((3, 35), -1).int()))
+        attention.plan(call.plan("reference", page_table=torch.full((3, 18), -1).int()))
 
 
 @DTYPES
@@ -299,7 +299,7 @@ def sample(logits, settings, uniforms) -> None:
     assert torch.equal(peaks, logits.amax(-1))
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_sampling(seed):
     vocab = 50 if INTERPRETED else 5000
     logits = randn(len(SETTINGS), vocab, dtype=torch.float32, seed=seed) * 2
