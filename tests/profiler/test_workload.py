@@ -11,6 +11,7 @@ from millrace.core.errors import ConfigError
 from millrace.engine.assembly import Engine, open_engine
 from millrace.profiler.measure import Decode, Mixed, Prefill, measure
 from millrace.profiler.workload import Workload
+from support.deadlines import HANG_S
 from support.tiny_models import model_folder
 
 CHUNK = 64
@@ -108,7 +109,7 @@ def test_more_than_the_model_holds_is_refused(engine: Engine, tokens: int) -> No
 
 def test_a_budget_covers_lengths_histories_batches_and_steps(engine: Engine) -> None:
     workload, shares = load(engine), []
-    measured = measure(workload, 1.5, shares.append)
+    measured = measure(workload, HANG_S, shares.append)  # the rounds end before it does
     workload.close()
 
     assert measured.longest <= 400
