@@ -87,7 +87,7 @@ def test_without_one_the_times_are_fitted_briefly(
     found = prefill_latency(engine, replace(config, **change))
     assert found.degrees == (1,)
     assert found.by_sp[1].points == ()
-    assert 0.0 < found.chunk_s(100) < 1.0
+    assert 0.0 < found.chunk_s(100) < 10.0
     assert "a brief fit" in told.text
     engine.pool.check_integrity(expected_used=0)
 
