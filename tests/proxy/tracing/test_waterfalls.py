@@ -119,8 +119,13 @@ async def test_tenants_see_their_own_and_administrators_all(tmp_path: Path) -> N
         assert (await stack.http.get(path)).json()["request_id"] == answer["id"]
         other = {"forwarded": "for=10.0.0.1"}
         assert (await stack.http.get(path, headers=other)).status_code == 403
-        moved = await stack.http.get(f"/admin/requests/{answer['id']}.2/trace")
-        assert moved.json()["request_id"] == answer["id"]
+        for suffix in (
+            ".2",
+            ".c1.2",
+            ".3.1",
+        ):  # a choice; an adopted one
+            moved = await stack.http.get(f"/admin/requests/{answer['id']}{suffix}/trace")
+            assert moved.json()["request_id"] == answer["id"]
         two = {"model": MODEL, "prompt": ["one", "two"]}
         answer = (await stack.http.post("/v1/completions", json=two, headers=ann)).json()
         part = await stack.http.get(f"/admin/requests/{answer['id']}-1/trace")

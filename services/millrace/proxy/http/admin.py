@@ -208,9 +208,9 @@ class TraceAdmin:
 
 def _responses(request_id: str) -> list[str]:
     """Returns the ids of the responses that a request may be part of: it may be one of several
-    prompts, and may have been migrated.
+    prompts, and may have been migrated, as a whole (`ID.1`) or as one of its choices (`ID.c0.1`).
     """
-    first = re.sub(r"\.[0-9]+$", "", request_id)
+    first = re.sub(r"(\.c?[0-9]+)+$", "", request_id)
     return [request_id, first, re.sub(r"-[0-9]+$", "", first)]
 
 
