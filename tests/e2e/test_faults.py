@@ -271,11 +271,16 @@ async def test_drain_finishes_what_runs() -> None:
         live_stack(served_folder(MODEL), prefill=1, decode=2, settings=FAST) as stack,
         httpx.AsyncClient(base_url=stack.url, timeout=2 * HANG_S) as client,
     ):
-        answers = [asyncio.create_task(greedy_ids(client, prompt(20, s), 400)) for s in range(4)]
-        await asyncio.sleep(0.3)
-        kill(stack, "decode-0", signal.SIGTERM)
-        for seed, answer in enumerate(await asyncio.gather(*answers)):
-            assert answer == oracle(MODEL).greedy(prompt(20, seed), 400)
+        prompts = [prompt(20, seed) for seed in range(4)]
+        undisturbed = await asyncio.gather(*(greedy_ids(client, ids, 400) for ids in prompts))
+        begun = [asyncio.Event() for _ in prompts]
+        answers = [
+            asyncio.create_task(streamed_ids(client, ids, 400, first))
+            for ids, first in zip(prompts, begun, strict=True)
+        ]
+        async with held(stack, lambda: all(first.is_set() for first in begun)) as name:
+            kill(stack, name, signal.SIGTERM)
+        assert await asyncio.gather(*answers) == undisturbed
 
 
 @pytest.mark.slow

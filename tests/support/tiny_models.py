@@ -177,6 +177,7 @@ class Oracle:
         self.model = transformers.AutoModelForCausalLM.from_pretrained(
             folder, dtype=dtype, attn_implementation="eager"
         ).eval()
+        self._greedy: dict[tuple[tuple[int, ...], int], list[int]] = {}  # tests ask again
 
     @torch.no_grad()
     def logits(self, token_ids: Sequence[int]) -> torch.Tensor:
@@ -190,9 +191,15 @@ class Oracle:
         out = self.model.base_model(torch.tensor([list(token_ids)]))
         return out.last_hidden_state[0].float()
 
-    @torch.no_grad()
     def greedy(self, token_ids: Sequence[int], count: int) -> list[int]:
         """Returns `count` tokens after the prompt, end-of-sequence ids included."""
+        asked = (tuple(token_ids), count)
+        if asked not in self._greedy:
+            self._greedy[asked] = self._generate(token_ids, count)
+        return list(self._greedy[asked])
+
+    @torch.no_grad()
+    def _generate(self, token_ids: Sequence[int], count: int) -> list[int]:
         generated = self.model.generate(
             torch.tensor([list(token_ids)]),
             attention_mask=torch.ones(1, len(token_ids), dtype=torch.long),
