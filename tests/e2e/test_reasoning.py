@@ -38,11 +38,11 @@ CHAT = {
     "model": "tiny",
     "messages": [{"role": "user", "content": "Which mill?"}],
     "structured_outputs": {"json": SCHEMA, "disable_any_whitespace": True},
-    "max_tokens": 600,
+    "max_tokens": 900,
     "temperature": 1.3,
     "return_token_ids": True,
 }
-BUDGET = 300
+BUDGET = 600
 
 
 def reasoning_model(folder: Path) -> tuple[int, int]:

@@ -166,6 +166,12 @@ async def held(stack: Stack, check: Callable[[], bool]) -> AsyncIterator[str]:
     """
     decoding = {n: one.process for n, one in stack.services.items() if n.startswith("decode-")}
     processes = [process for process in decoding.values() if process is not None]
+
+    def send(number: signal.Signals) -> None:
+        for process in processes:
+            process.send_signal(number)
+
+    send(signal.SIGSTOP)  # until the slowing has begun
     slows = await asyncio.create_subprocess_exec(
         sys.executable, "-S", "-c", SLOWS, *(str(one.pid) for one in processes)
     )
@@ -174,9 +180,9 @@ async def held(stack: Stack, check: Callable[[], bool]) -> AsyncIterator[str]:
             await eventually(check)
         finally:
             slows.kill()
+            send(signal.SIGSTOP)
             await slows.wait()
-        for process in processes:
-            process.send_signal(signal.SIGSTOP)
+        send(signal.SIGSTOP)  # again: its last signal may have come after
         found = await get_instances(f"127.0.0.1:{stack.services['scheduler'].port}")
         yield max(
             (one for one in found if one.id in decoding), key=lambda one: one.held_requests

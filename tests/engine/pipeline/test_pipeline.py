@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 
 import pytest
@@ -161,11 +162,11 @@ def test_the_next_chunk_enters_as_one_leaves_the_first_stage(five_layers, staged
     """While the later stages stand still, the first takes in as many passes as there are slots."""
     one = staged(five_layers, 2)
     gate, held = threading.Event(), threading.Event()
-    original = one.rows[0].on_rows
+    original, later = one.rows[0].on_rows, ThreadPoolExecutor(1)  # in the order of their coming
 
     def stall(handed) -> None:
         held.set()
-        threading.Thread(target=lambda: (gate.wait(HANG_S), original(handed)), daemon=True).start()
+        later.submit(lambda: (gate.wait(HANG_S), original(handed)))
 
     one.rows[0].on_rows = stall
     request = Request(one.runner, prompt(48))
@@ -182,6 +183,7 @@ def test_the_next_chunk_enters_as_one_leaves_the_first_stage(five_layers, staged
     for _ in one.runner.prefill_batch([last]):
         pass
     assert layers == [2, 3, 4] * 3  # before the last one's logits, all layers of all chunks
+    later.shutdown()
     one.check_settled()
 
 
