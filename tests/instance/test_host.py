@@ -9,19 +9,21 @@ import signal
 import socket
 import threading
 from collections.abc import AsyncIterator
+from functools import partial
 from typing import Any
 
 import httpx
 import pytest
 import torch
 
+from millrace.core.backoff import Backoff
 from millrace.core.config import Config, EngineConfig, TelemetryConfig
 from millrace.core.errors import ConfigError
 from millrace.core.scheduler.reports import Registration
 from millrace.decode.loop import DecodeRole
 from millrace.instance import host as host_module
 from millrace.instance.host import WorkerOptions, serve_worker
-from millrace.instance.transfer import kv_path as kv_path_module
+from millrace.instance.transfer.kv_path import KvPath
 from millrace.prefill.loop import PrefillRole
 from millrace.transfer.probe.pattern import End, ProbeDiedError
 from millrace.transfer.probe.process import ProbeServer
@@ -133,7 +135,7 @@ async def test_health_answers_while_weights_load_and_ready_waits_for_all(monkeyp
 
 async def test_it_registers_once_a_peer_passed_its_probe(monkeypatch, caplog) -> None:
     """The scheduler lists an absent peer first, then a live peer."""
-    monkeypatch.setattr(kv_path_module, "RETRY_FIRST_S", 0.05)
+    monkeypatch.setattr(host_module, "KvPath", partial(KvPath, retry=Backoff(0.05, 1.0)))
     async with scheduler() as net, contextlib.AsyncExitStack() as stack:
         await net.worker("dead", address="127.0.0.1:1")
         prefill = await stack.enter_async_context(worker("prefill", net, monkeypatch))

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
+from millrace.core.backoff import Backoff
 from millrace.core.kv.transfer import Incarnation
 from millrace.core.request_spec import RequestSpec, SamplingParams
 from millrace.core.scheduler.commands import AdmitDecode, Cancel, Command, Registered
@@ -18,7 +19,6 @@ from millrace.core.scheduler.reports import (
     Report,
     RequestReleased,
 )
-from millrace.instance import link as link_module
 from millrace.instance.link import WorkerLink
 from millrace.state.leader import LeaderWatch
 from millrace.state.leases import LeaseStore, MemoryLeases
@@ -84,7 +84,11 @@ class Worker:
         self.beats = 0
         self.leaders = LeaderWatch(leases or MemoryLeases(), address)
         self.link = WorkerLink(
-            self.leaders, register=self._register, heartbeat=self._beat, on_command=self._take
+            self.leaders,
+            register=self._register,
+            heartbeat=self._beat,
+            on_command=self._take,
+            retry=Backoff(0.02, 1.0),
         )
         self.running = asyncio.create_task(self.link.run())
 
@@ -120,8 +124,7 @@ class Net:
 
 
 @pytest_asyncio.fixture
-async def net(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Net]:
-    monkeypatch.setattr(link_module, "RETRY_FIRST_S", 0.02)
+async def net() -> AsyncIterator[Net]:
     made = Net()
     await made.serve()
     yield made

@@ -9,13 +9,15 @@ from itertools import pairwise
 
 import pytest
 
+from millrace.core.backoff import Backoff
 from millrace.core.errors import MillraceError
 from millrace_operator.run.kube import KubeError
 from millrace_operator.run.queue import Key, Pace, WorkQueue
 from support.deadlines import HANG_S
 
 A, B = Key("DecodePool", "default", "a"), Key("DecodePool", "default", "b")
-QUICK = Pace(gap_s=0.0, first_retry_s=0.02, last_retry_s=0.08, event_retry_s=0.05, jitter=0.0)
+RETRY = Backoff(0.02, 0.08, spread=0.0)
+QUICK = Pace(gap_s=0.0, retry=RETRY, event_retry_s=0.05, jitter=0.0)
 
 
 @asynccontextmanager
@@ -138,7 +140,8 @@ async def test_a_success_ends_the_failures():
 
 
 async def test_an_event_shortens_a_wait_but_not_one_that_was_asked_for():
-    slow = Pace(gap_s=0.0, first_retry_s=5.0, last_retry_s=5.0, event_retry_s=0.03, jitter=0.0)
+    retry = Backoff(5.0, 5.0, spread=0.0)
+    slow = Pace(gap_s=0.0, retry=retry, event_retry_s=0.03, jitter=0.0)
     recorder = Recorder(MillraceError("x"), KubeError("x", status=429, retry_after_s=0.1), 60.0)
     async with running(recorder, slow) as queue:
         queue.touch(A)

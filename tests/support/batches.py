@@ -11,6 +11,7 @@ from typing import Any
 import orjson
 import pytest
 
+from millrace.core.backoff import Backoff
 from millrace.core.config import BatchesConfig, FilesConfig, StoreConfig
 from millrace.proxy.batches import job, service
 from millrace.proxy.batches.batch import Batch
@@ -159,6 +160,7 @@ def process(world: World, endpoint: Endpoint, name: str, **config: Any) -> Batch
         most_body_bytes=1 << 20,
         slots=asyncio.Semaphore(4),
         metrics=BatchMetrics(Registry()),
+        retry=Backoff(0.01, 0.1),
     )
     made = Batches(tools)
     made.serve(endpoint.ask)

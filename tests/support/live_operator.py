@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from kubernetes.aio import client
 
+from millrace.core.backoff import Backoff
 from millrace_operator.main import Operator, Options
 from millrace_operator.run import crds, handlers, load, runner
 from millrace_operator.run.election import Terms
@@ -22,7 +23,7 @@ from support.kube_emulator import KubeEmulator, configuration_of
 from support.live_stack import eventually
 
 TERMS = Terms(lease_s=2 * HANG_S, renew_s=80.0, retry_s=0.05)
-PACE = Pace(gap_s=0.02, first_retry_s=0.02, last_retry_s=0.5, event_retry_s=0.1)
+PACE = Pace(gap_s=0.02, retry=Backoff(0.02, 0.5, spread=0.0), event_retry_s=0.1)
 ROUNDS = "millrace_operator_reconcile_rounds_total"
 NOBODY = "127.0.0.1:1"
 

@@ -15,10 +15,14 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from millrace.core.backoff import Backoff
 from millrace.core.errors import MillraceError
 from millrace_operator.run.kube import KubeError
 
 log = logging.getLogger(__name__)
+
+#: Without a spread of its own: `Pace.jitter` spreads all waits.
+RETRY = Backoff(0.5, 60.0, spread=0.0)
 
 
 class Key(NamedTuple):
@@ -36,8 +40,7 @@ class Pace:
     """
 
     gap_s: float = 0.5  # least time between two passes over an object
-    first_retry_s: float = 0.5  # doubles with each failure
-    last_retry_s: float = 60.0
+    retry: Backoff = RETRY
     #: An event cuts a longer wait after a failure to this: it may report that the cause is
     #: repaired.
     event_retry_s: float = 5.0
@@ -146,7 +149,7 @@ class WorkQueue:
         forward.
         """
         pace = self._pace
-        wait_s = min(pace.first_retry_s * 2.0 ** min(failures - 1, 30), pace.last_retry_s)
+        wait_s = pace.retry.pause_s(failures - 1)
         asked_s = error.retry_after_s if isinstance(error, KubeError) else 0.0
         return max(wait_s, asked_s), max(min(wait_s, pace.event_retry_s), asked_s)
 

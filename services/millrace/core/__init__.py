@@ -18,5 +18,6 @@ Live services and the simulator run the same code. A newcomer reads in this orde
 7. `kv`: pages, layouts and shards. `cost`: predictions of time. `autoscale`: sizes of pools.
    `config`: the settings of everything.
 
+Only `backoff` draws at random: the pauses of live services between attempts. No decision uses it.
 `scheduler.integrity` checks all sums of the scheduler; `scheduler.recording` writes its steps down.
 """

@@ -9,10 +9,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import random
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 
+from millrace.core.backoff import Backoff
 from millrace.core.scheduler.commands import Command, Registered
 from millrace.core.scheduler.ledger import Ledger
 from millrace.core.scheduler.reports import Draining, Heartbeat, Registration, Report
@@ -25,8 +25,7 @@ from millrace.wire.clients.scheduler_stream import (
 
 log = logging.getLogger(__name__)
 
-RETRY_FIRST_S = 0.1
-RETRY_MOST_S = 1.0
+RETRY = Backoff(0.1, 1.0)
 
 
 class WorkerLink:
@@ -42,8 +41,10 @@ class WorkerLink:
         register: Callable[[], Registration],
         heartbeat: Callable[[], Heartbeat],
         on_command: Callable[[Command], None],
+        retry: Backoff = RETRY,
     ) -> None:
         self._leaders = leaders
+        self._retry = retry
         self._register = register
         self._heartbeat = heartbeat
         self._on_command = on_command
@@ -64,7 +65,7 @@ class WorkerLink:
 
     async def run(self) -> None:
         """Connects, serves and reconnects until `close` is called."""
-        retry_s = RETRY_FIRST_S
+        failures = 0  # in a row
         while not self._closing:
             address, changes = self._leaders.address(), self._leaders.changes
             try:
@@ -72,16 +73,16 @@ class WorkerLink:
                 log.info("scheduler %s: the stream ended", address)
             except SchedulerStreamError as error:
                 self._leaders.hint(error.leader)
-                quiet = retry_s > RETRY_FIRST_S and not self.connected.is_set()
+                quiet = failures > 0 and not self.connected.is_set()
                 level = logging.DEBUG if quiet else logging.WARNING
                 log.log(level, "scheduler %s: %s; retrying", address, error)
             self._registering = False
             if self.connected.is_set():
-                retry_s = RETRY_FIRST_S
+                failures = 0
             self.connected.clear()
-            wait_s = retry_s * random.uniform(0.7, 1.3)
-            if not self._closing and not await self._leaders.replaced(changes, wait_s):
-                retry_s = min(2 * retry_s, RETRY_MOST_S)
+            pause_s = self._retry.pause_s(failures)
+            if not self._closing and not await self._leaders.replaced(changes, pause_s):
+                failures += 1
 
     async def _serve(self, address: str, changes: int) -> None:
         """Serves one stream to its end, or until another scheduler leads."""

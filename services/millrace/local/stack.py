@@ -18,6 +18,7 @@ from pathlib import Path
 
 import httpx
 
+from millrace.core.backoff import Backoff
 from millrace.core.config import TlsConfig
 from millrace.core.config.models import ModelConfig, models_file
 from millrace.core.errors import ConfigError, MillraceError
@@ -35,8 +36,7 @@ _WAVES = (("proxy",), ("prefill", "decode", "colocated"), ("kvp",), ("scheduler"
 #: How long a started stack may take to know its instances.
 READY_S = 30.0
 READY_LOOK_S = 0.02
-RESTART_FIRST_S = 0.5
-RESTART_MOST_S = 10.0
+RESTART = Backoff(0.5, 10.0)
 
 
 class UncleanStopError(MillraceError):
@@ -260,34 +260,34 @@ class Stack:
 
     async def _keep(self, service: Service) -> None:
         """Restarts a service when it dies by itself, after a pause that grows."""
-        pause_s = RESTART_FIRST_S
+        failures = 0  # in a row
         while True:
             if service.process is not None:
                 await service.process.wait()
             log.warning("%s died (%s); starting it again", service.name, service.last_output())
-            await asyncio.sleep(pause_s)
-            pause_s = min(2 * pause_s, RESTART_MOST_S)
+            await asyncio.sleep(RESTART.pause_s(failures))
             service.restarts += 1
             try:
                 await service.start(self.options.start_timeout_s)
-                pause_s = RESTART_FIRST_S
+                failures = 0
             except (StartupError, OSError) as error:
+                failures += 1
                 log.warning("%s could not be started: %s", service.name, error)
 
     async def _keep_redis(self, redis: PrivateRedis) -> None:
         """Restarts the private Redis when it dies. It is empty then: running answers continue, and
         what was kept about them is written again as they need it.
         """
-        pause_s = RESTART_FIRST_S
+        failures = 0  # in a row
         while True:
             await redis.ended()
             log.warning("the private Redis died; starting it again, without what it held")
-            await asyncio.sleep(pause_s)
-            pause_s = min(2 * pause_s, RESTART_MOST_S)
+            await asyncio.sleep(RESTART.pause_s(failures))
             try:
                 await redis.start(self.directory)
-                pause_s = RESTART_FIRST_S
+                failures = 0
             except StoreError as error:
+                failures += 1
                 log.warning("the private Redis could not be started: %s", error)
 
     async def stop(self) -> None:

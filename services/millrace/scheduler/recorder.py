@@ -10,6 +10,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 
+from millrace.core.backoff import Backoff
 from millrace.core.scheduler.effects import Record
 from millrace.state.store import RequestStore, StateUpdate, StoreError
 
@@ -18,8 +19,7 @@ log = logging.getLogger(__name__)
 MAX_BUFFERED = 65_536
 #: Ends that are written concurrently; each write is its own round trip.
 FINISHES_AT_ONCE = 64
-RETRY_FIRST_S = 0.1
-RETRY_MOST_S = 5.0
+RETRY = Backoff(0.1, 5.0)
 
 
 class Recorder:
@@ -31,11 +31,13 @@ class Recorder:
         *,
         limit: int = MAX_BUFFERED,
         may_write: Callable[[], Awaitable[None]] | None = None,
+        retry: Backoff = RETRY,
     ) -> None:
         """`may_write` returns as soon as this scheduler certainly leads; None: it always does."""
         self._store = store
         self._may_write = may_write
         self._limit = limit
+        self._retry = retry
         self._pending: dict[str, Record] = {}
         self._wake = asyncio.Event()
         self._written = asyncio.Event()
@@ -56,7 +58,7 @@ class Recorder:
         self._wake.set()
 
     async def run(self) -> None:
-        retry_s = RETRY_FIRST_S
+        failures = 0  # in a row
         while True:
             await self._wake.wait()
             self._wake.clear()
@@ -71,10 +73,10 @@ class Recorder:
                     "the request store does not answer: %s; %d states wait, %d were dropped",
                     *(error, len(self._pending), self.dropped),
                 )
-                await asyncio.sleep(retry_s)
-                retry_s = min(2 * retry_s, RETRY_MOST_S)
+                await asyncio.sleep(self._retry.pause_s(failures))
+                failures += 1
                 continue
-            retry_s = RETRY_FIRST_S
+            failures = 0
             if not self._pending:
                 self._written.set()
 

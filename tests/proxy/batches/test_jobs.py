@@ -299,8 +299,7 @@ async def test_a_file_of_another_size_or_purpose_is_refused(memory):
     assert caught.value.code == "empty_file"
 
 
-async def test_a_request_that_always_breaks_the_fleet_ends_as_failed(memory, monkeypatch):
-    monkeypatch.setattr("millrace.proxy.batches.job.FIRST_WAIT_S", 0.0)
+async def test_a_request_that_always_breaks_the_fleet_ends_as_failed(memory):
     endpoint = Endpoint(says=lambda r: Answer(status=503, request_id=None, body=b"{}"))
     one = process(memory, endpoint, "one")
     one.start()

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import orjson
 import pytest
 
+from millrace.core.backoff import Backoff
 from millrace.core.kv.transfer import Incarnation
 from millrace.core.request import Slo
 from millrace.core.request_spec import RequestSpec, SamplingParams
@@ -573,14 +575,16 @@ async def test_a_prompt_that_no_instance_can_read_is_written_again(stack):
     assert ids.size == last.prompt_tokens == stack.fleet.specs[0].prompt_tokens
 
 
-async def test_a_prompt_that_is_lost_again_and_again_has_an_end(stack, monkeypatch):
-    monkeypatch.setattr("millrace.proxy.fleet.migration.RETRY_MOST_S", 0.0)
-    stack.fleet.script = Script(
-        on_submit=lambda spec: stack.fleet.fail(spec, "no prompt", prompt_unread=True)
-    )
-    response = await stack.http.post(COMPLETIONS, json={"model": MODEL, "prompt": "hi"})
-    assert (response.status_code, response.json()["error"]["message"]) == (500, "no prompt")
-    assert len(stack.fleet.specs) == migration.MOST_MOVES + 1
+async def test_a_prompt_that_is_lost_again_and_again_has_an_end(tmp_path, monkeypatch):
+    at_once = partial(migration.Migration, retry=Backoff(0.0, 0.0))
+    monkeypatch.setattr("millrace.proxy.fleet.gateway.Migration", at_once)
+    async with gateway(tmp_path) as stack:
+        stack.fleet.script = Script(
+            on_submit=lambda spec: stack.fleet.fail(spec, "no prompt", prompt_unread=True)
+        )
+        response = await stack.http.post(COMPLETIONS, json={"model": MODEL, "prompt": "hi"})
+        assert (response.status_code, response.json()["error"]["message"]) == (500, "no prompt")
+        assert len(stack.fleet.specs) == migration.MOST_MOVES + 1
 
 
 async def test_metrics_count_one_request(stack):

@@ -13,6 +13,7 @@ import grpc
 import pytest
 import torch
 
+from millrace.core.backoff import Backoff
 from millrace.core.errors import TransferError
 from millrace.core.kv.transfer import Incarnation
 from millrace.instance.transfer import kv_path as kv_path_module
@@ -41,6 +42,7 @@ from support.metrics import total
 from support.scheduler_peers import Net, scheduler
 
 SIZE = 4096
+QUICK, NEVER = Backoff(0.01, 1.0), Backoff(60.0, 60.0)
 _numbers = itertools.count()
 
 Make = Callable[[str], Transport]
@@ -202,7 +204,7 @@ async def test_the_loopback_moves_the_pool_and_leaves_it_as_it_was(make, pool_by
 class Node:
     """The parts of an instance that send and answer probes."""
 
-    def __init__(self, name: str, hub: Hub) -> None:
+    def __init__(self, name: str, hub: Hub, retry: Backoff) -> None:
         self.registry = Registry()
         self.opened: list[str] = []
         self._hub = hub
@@ -210,6 +212,7 @@ class Node:
             Incarnation(name, 1),
             self._open,
             self.registry,
+            retry,
         )
         self.server = create_server()
         ProbeServicer(self.path, "", "cpu").add_to(self.server)
@@ -228,8 +231,8 @@ class Node:
 
 
 @contextlib.asynccontextmanager
-async def nodes(hub: Hub, *names: str) -> AsyncIterator[list[Node]]:
-    made = [Node(name, hub) for name in names]
+async def nodes(hub: Hub, *names: str, retry: Backoff = QUICK) -> AsyncIterator[list[Node]]:
+    made = [Node(name, hub, retry) for name in names]
     for node in made:
         await node.server.start()
     try:
@@ -270,8 +273,7 @@ async def test_one_healthy_peer_is_enough_and_the_others_are_told(hub, caplog) -
     assert d0.count("millrace_transfer_probe_errors_total") == 1
 
 
-async def test_where_all_fail_it_is_said_and_tried_again(hub, caplog, monkeypatch) -> None:
-    monkeypatch.setattr(kv_path_module, "RETRY_FIRST_S", 0.01)
+async def test_where_all_fail_it_is_said_and_tried_again(hub, caplog) -> None:
     async with scheduler() as net, nodes(hub, "p0", "d0") as (p0, d0):
         await join(net, "p1", "127.0.0.1:1")
         reaching = asyncio.create_task(d0.path.reach_peers(net.address, "decode"))
@@ -283,8 +285,7 @@ async def test_where_all_fail_it_is_said_and_tried_again(hub, caplog, monkeypatc
     assert not hub.names
 
 
-async def test_without_a_scheduler_it_waits_for_one(hub, caplog, monkeypatch) -> None:
-    monkeypatch.setattr(kv_path_module, "RETRY_FIRST_S", 0.01)
+async def test_without_a_scheduler_it_waits_for_one(hub, caplog) -> None:
     async with nodes(hub, "d0") as (d0,):
         reaching = asyncio.create_task(d0.path.reach_peers("127.0.0.1:1", "decode"))
         await eventually(lambda: "no scheduler at 127.0.0.1:1" in caplog.text)
@@ -304,8 +305,7 @@ async def test_what_the_asked_one_finds_wrong_reaches_the_asker(hub, monkeypatch
 
     monkeypatch.setattr(MemoryTransport, "copy", spoilt)
     monkeypatch.setattr(kv_path_module, "EXCHANGE_TIMEOUT_S", 0.3)
-    monkeypatch.setattr(kv_path_module, "RETRY_FIRST_S", 60.0)
-    async with scheduler() as net, nodes(hub, "p0", "d0") as (p0, d0):
+    async with scheduler() as net, nodes(hub, "p0", "d0", retry=NEVER) as (p0, d0):
         await join(net, "p0", p0.address)
         reaching = asyncio.create_task(d0.path.reach_peers(net.address, "decode"))
         await eventually(lambda: "not ready" in caplog.text)

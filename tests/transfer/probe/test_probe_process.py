@@ -13,6 +13,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
+from millrace.core.backoff import Backoff
 from millrace.core.errors import TransferError
 from millrace.core.kv.transfer import Incarnation
 from millrace.instance.transfer import kv_path as kv_path_module
@@ -206,7 +207,7 @@ async def node(name: str, net: Net, deaths: int) -> AsyncIterator[tuple[KvPath, 
     """An instance that the scheduler lists; its first children abort."""
     async with ProbeServer(name, "cpu") as server:
         ends = Fatal(server, deaths)
-        path = KvPath(Incarnation(name, 1), ends.open_end, Registry())
+        path = KvPath(Incarnation(name, 1), ends.open_end, Registry(), Backoff(0.01, 1.0))
         grpc_server = create_server()
         ProbeServicer(path, "", "cpu").add_to(grpc_server)
         address = f"127.0.0.1:{bind(grpc_server, '127.0.0.1', 0)}"
@@ -221,7 +222,6 @@ async def node(name: str, net: Net, deaths: int) -> AsyncIterator[tuple[KvPath, 
 @pytest.mark.parametrize("where", ["asker", "asked"])
 async def test_a_crash_in_a_probe_ends_neither_instance(where, monkeypatch, caplog) -> None:
     """UCX once aborted a decode instance in a probe. Now the next attempt passes."""
-    monkeypatch.setattr(kv_path_module, "RETRY_FIRST_S", 0.01)
     monkeypatch.setattr(kv_path_module, "EXCHANGE_TIMEOUT_S", 3.0)
     async with (
         scheduler() as net,

@@ -20,6 +20,7 @@ import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 
+from millrace.core.backoff import Backoff
 from millrace.core.errors import TransferError
 from millrace.core.kv.probe import PeerProbe, ProbeEndpoint
 from millrace.core.kv.transfer import Incarnation
@@ -48,8 +49,8 @@ ANSWERS_AT_ONCE = 4
 PEERS_ASKED = 2
 #: Time after the first success in which other probes may still end.
 OTHERS_S = 1.0
-RETRY_FIRST_S = 1.0
-RETRY_MOST_S = 30.0
+#: Between attempts to reach a peer.
+RETRY = Backoff(1.0, 30.0)
 
 #: The roles that an instance exchanges KV with, by its role. Prefill sends KV to decode instances
 #: and KVP workers; rings of prefill instances exchange blocks; decode sends queries to KVP workers.
@@ -64,10 +65,17 @@ _EXCHANGES = {
 class KvPath:
     """Sends and answers the probes of one instance; `probe_servicer.py` receives probes."""
 
-    def __init__(self, incarnation: Incarnation, open_end: OpenEnd, registry: Registry) -> None:
+    def __init__(
+        self,
+        incarnation: Incarnation,
+        open_end: OpenEnd,
+        registry: Registry,
+        retry: Backoff = RETRY,
+    ) -> None:
         """`open_end` opens an end of a probe with memory of the same kind as the KV pool."""
         self._life = incarnation
         self._open_end = open_end
+        self._retry = retry
         self._numbers = itertools.count(1)
         self._answers = asyncio.Semaphore(ANSWERS_AT_ONCE)
         self._seconds = registry.histogram(
@@ -93,15 +101,13 @@ class KvPath:
 
     async def reach_peers(self, scheduler: str, role: str) -> None:
         """Probes peers again and again; returns when a peer passed or there is no peer."""
-        retry_s = RETRY_FIRST_S
-        while True:
+        for failures in itertools.count():
             try:
                 if await self._reach_one(await get_instances(scheduler), role):
                     return
             except SchedulerUnavailable as error:
                 log.warning("%s; retrying", error)
-            await asyncio.sleep(retry_s * random.uniform(0.7, 1.3))
-            retry_s = min(2 * retry_s, RETRY_MOST_S)
+            await asyncio.sleep(self._retry.pause_s(failures))
 
     async def probe_all(self, scheduler: str, instance_ids: Sequence[str]) -> list[PeerProbe]:
         """Probes these instances, one after the other. Raises SchedulerUnavailable."""

@@ -12,7 +12,6 @@ import asyncio
 import contextlib
 import hashlib
 import logging
-import random
 from collections.abc import (
     AsyncGenerator,
     AsyncIterator,
@@ -49,8 +48,6 @@ log = logging.getLogger(__name__)
 SAVE_S = 1.0
 #: How often a job looks for a cancellation.
 WATCH_S = 0.5
-#: Waits before a request that the fleet refused is sent again, s: doubled each time.
-FIRST_WAIT_S, LONGEST_WAIT_S = 0.25, 30.0
 #: Answers 503 of a ready fleet after which a request counts as failed; it may be what breaks it.
 MOST_FAILURES = 8
 
@@ -253,7 +250,7 @@ class Job:
 
     async def _ask(self, request: LineRequest) -> Answer:
         """Returns the endpoint's answer; asks again while its fleet can't take it."""
-        tools, model, wait_s, failures = self._tools, request.model, FIRST_WAIT_S, 0
+        tools, model, refusals, failures = self._tools, request.model, 0, 0
         while True:
             if tools.is_ready(model):
                 async with tools.slots:
@@ -261,8 +258,8 @@ class Job:
                 failures += answer.status == 503 and tools.is_ready(model)
                 if not answer.again or failures >= MOST_FAILURES:
                     return answer
-            await asyncio.sleep(wait_s * random.uniform(0.5, 1.0))
-            wait_s = min(2 * wait_s, LONGEST_WAIT_S)
+            await asyncio.sleep(tools.retry.pause_s(refusals))
+            refusals += 1
 
     async def _expire(self) -> None:
         """Writes the error of all lines that are not done."""

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
-import random
 import time
 from collections.abc import Awaitable, Callable
 from typing import Protocol
 
+from millrace.core.backoff import Backoff
 from millrace.proxy.errors import ApiError
 from millrace.proxy.fleet.records import Records
 from millrace.proxy.fleet.scheduler_link import SchedulerLink
@@ -25,8 +26,7 @@ MOST_LOSSES = 3
 MOST_MOVES = 16
 
 #: Between attempts to write a record, and before a prompt that was not read is written again.
-RETRY_FIRST_S = 0.1
-RETRY_MOST_S = 1.0
+RETRY = Backoff(0.1, 1.0)
 
 LOST = "The instance that generated this answer was lost."
 BROKEN = "The stream of generated tokens broke."
@@ -53,6 +53,7 @@ class Migration:
         *,
         submit: Callable[[ProxyRequest], Awaitable[None]],
         fail: FailRequest,
+        retry: Backoff = RETRY,
     ) -> None:
         """A request that waits for the store does so until `request_timeout_s` after its
         arrival.
@@ -64,6 +65,7 @@ class Migration:
         self._request_timeout_s = request_timeout_s
         self._submit = submit
         self._fail = fail
+        self._retry = retry
 
     def lose(self, request: ProxyRequest, error: ApiError) -> None:
         """Migrates a request whose instance or whose tokens are lost."""
@@ -78,7 +80,7 @@ class Migration:
         store. Waits before the second time and longer before each further time.
         """
         request.rewrites += 1
-        wait_s = _retry_s(request.rewrites - 2) if request.rewrites > 1 else 0.0
+        wait_s = self._retry.pause_s(request.rewrites - 2) if request.rewrites > 1 else 0.0
         self.move(request, error, "unread", wait_s)
 
     def move(
@@ -121,20 +123,15 @@ class Migration:
         """Submits a request as soon as the store takes its record. Raises ApiError after its
         deadline.
         """
-        failures = 0
-        while not request.has_ended:  # the client may leave meanwhile
+        for failures in itertools.count():
+            if request.has_ended:  # the client left meanwhile
+                return
             try:
                 await self._submit(request)
             except ApiError as error:
                 age_s = time.monotonic() - request.arrived_at
                 if not error.is_refusal or age_s > self._request_timeout_s:
                     raise
-                await asyncio.sleep(_retry_s(failures))
-                failures += 1
+                await asyncio.sleep(self._retry.pause_s(failures))
             else:
                 return
-
-
-def _retry_s(failures: int) -> float:
-    """Returns how long to wait after so many earlier failures."""
-    return min(RETRY_FIRST_S * 2.0 ** min(failures, 8), RETRY_MOST_S) * random.uniform(0.7, 1.3)

@@ -7,10 +7,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import random
 from collections.abc import AsyncIterator, Sequence
 from typing import Protocol
 
+from millrace.core.backoff import Backoff
 from millrace.core.kv.transfer import Incarnation
 from millrace.core.scheduler.commands import KeepTraces
 from millrace.core.scheduler.effects import Fail, Refuse
@@ -35,8 +35,7 @@ from millrace.wire.fleet_messages import (
 
 log = logging.getLogger(__name__)
 
-RETRY_FIRST_S = 0.1
-RETRY_MOST_S = 1.0
+RETRY = Backoff(0.1, 1.0)
 
 
 class SchedulerListener(Protocol):
@@ -68,11 +67,16 @@ class SchedulerLink:
     """
 
     def __init__(
-        self, leaders: LeaderWatch, proxy: Incarnation, listener: SchedulerListener
+        self,
+        leaders: LeaderWatch,
+        proxy: Incarnation,
+        listener: SchedulerListener,
+        retry: Backoff = RETRY,
     ) -> None:
         self._leaders = leaders
         self._proxy = proxy
         self._listener = listener
+        self._retry = retry
         self._outbox: list[ProxyMessage] = []
         self._wake = asyncio.Event()
         self._flushed = asyncio.Event()
@@ -118,7 +122,7 @@ class SchedulerLink:
 
     async def run(self) -> None:
         """Connects, serves and reconnects until it is cancelled."""
-        retry_s = RETRY_FIRST_S
+        failures = 0  # in a row
         while True:
             address, changes = self._leaders.address(), self._leaders.changes
             reason = "the stream ended"
@@ -130,14 +134,14 @@ class SchedulerLink:
             except Exception as error:  # a defect must not disconnect the proxy forever
                 log.exception("scheduler %s", address)
                 reason = repr(error)
-            quiet = retry_s > RETRY_FIRST_S and not self.connected
+            quiet = failures > 0 and not self.connected
             level = logging.DEBUG if quiet else logging.WARNING
             log.log(level, "scheduler %s: %s; retrying", address, reason)
             if self.connected:
-                retry_s = RETRY_FIRST_S
+                failures = 0
             self._lose()
-            if not await self._leaders.replaced(changes, retry_s * random.uniform(0.7, 1.3)):
-                retry_s = min(2 * retry_s, RETRY_MOST_S)
+            if not await self._leaders.replaced(changes, self._retry.pause_s(failures)):
+                failures += 1
 
     async def flushed(self, timeout_s: float) -> None:
         """Returns once all queued items are sent, the connection is gone or time is up."""

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import random
 from collections.abc import Iterable, Sequence
 from contextlib import aclosing
 from typing import Protocol
 
+from millrace.core.backoff import Backoff
 from millrace.core.kv.transfer import Incarnation
 from millrace.core.scheduler.commands import Member
 from millrace.core.token_events import TokenEvent
@@ -19,8 +19,7 @@ from millrace.wire.clients.token_stream import TokenStreamError, token_events
 
 log = logging.getLogger(__name__)
 
-RETRY_FIRST_S = 0.05
-RETRY_MOST_S = 2.0
+RETRY = Backoff(0.05, 2.0)
 
 
 class TokenListener(Protocol):
@@ -38,12 +37,14 @@ class TokenListener(Protocol):
 class TokenLinks:
     """Keeps the streams, by incarnation of the decode instance."""
 
-    def __init__(self, proxy: Incarnation, listener: TokenListener) -> None:
+    def __init__(self, proxy: Incarnation, listener: TokenListener, retry: Backoff = RETRY) -> None:
         self._proxy = proxy
         self._listener = listener
+        self._retry = retry
         self._links: dict[Incarnation, asyncio.Task[None]] = {}
         self._listed: set[Incarnation] = set()
         self._received: dict[Incarnation, int] = {}  # events, on all streams of a link
+        self._failures: dict[Incarnation, int] = {}  # since a stream of the link was last up
 
     def keep(self, members: Iterable[Member], on_demand: Iterable[Member] = ()) -> None:
         """Opens streams to all members, and keeps those that are open to members `on_demand`.
@@ -63,8 +64,8 @@ class TokenLinks:
     def prune(self, in_use: set[Incarnation]) -> None:
         """Ends the streams to instances that left the fleet and serve no request."""
         for incarnation in self._links.keys() - self._listed - in_use:
-            self._links.pop(incarnation).cancel()
-            self._received.pop(incarnation, None)
+            self._links[incarnation].cancel()
+            self._forget(incarnation)
 
     async def close(self) -> None:
         tasks = list(self._links.values())
@@ -76,7 +77,6 @@ class TokenLinks:
     async def _run(self, decode: Member) -> None:
         """Reads the stream and reconnects, until the instance is known to be gone."""
         incarnation = decode.incarnation
-        retry_s = RETRY_FIRST_S
         while True:
             reason, gone = "the stream ended", False
             try:
@@ -89,11 +89,16 @@ class TokenLinks:
             log.warning("decode %s at %s: %s", incarnation.id, decode.address, reason)
             self._listener.on_tokens_lost(incarnation)
             if gone or incarnation not in self._listed:
-                self._links.pop(incarnation, None)
-                self._received.pop(incarnation, None)
+                self._forget(incarnation)
                 return
-            await asyncio.sleep(retry_s * random.uniform(0.7, 1.3))
-            retry_s = min(2 * retry_s, RETRY_MOST_S)
+            failures = self._failures.get(incarnation, 0)
+            self._failures[incarnation] = failures + 1
+            await asyncio.sleep(self._retry.pause_s(failures))
+
+    def _forget(self, incarnation: Incarnation) -> None:
+        self._links.pop(incarnation, None)
+        self._received.pop(incarnation, None)
+        self._failures.pop(incarnation, None)
 
     async def _read(self, decode: Member) -> None:
         """Reads one stream to its end."""
@@ -103,6 +108,7 @@ class TokenLinks:
             async for first, events in batches:
                 if not is_up:
                     is_up, lost = True, first != received.get(incarnation, 0)
+                    self._failures.pop(incarnation, None)
                     self._listener.on_stream_up(incarnation, lost=lost)
                 received[incarnation] = first + len(events)
                 self._listener.on_batch(incarnation, events)
