@@ -8,6 +8,7 @@ import helm_python as helm
 import pytest
 import yaml
 
+from millrace_operator.manifests.templates import merged as operators_merge
 from millrace_operator.schema.values import as_file
 from support.chart import CHART, objects, render, values_of
 from support.custom_objects import merged
@@ -157,3 +158,44 @@ def test_a_template_of_the_users_goes_over_what_values_make() -> None:
     assert template["metadata"]["labels"] == {"a": "b"}
     assert template["spec"]["hostIPC"] is True
     assert template["spec"]["containers"][0]["resources"] == {"limits": {"memory": "8Gi"}}
+
+
+@pytest.mark.parametrize("part", ["prefill", "decode", "kvp", "gateway", "scheduler"])
+def test_containers_of_a_template_keep_what_values_make(part: str) -> None:
+    """A sidecar once took the place of the main container with its env and resources."""
+    given = {
+        "env": [{"name": "A", "value": "1"}, {"name": "B", "value": "1"}],
+        "resources": {"requests": {"memory": "8Gi"}},
+    }
+    pool = {"rdma": {"enabled": True}, "hugepages": {"size": "2Mi", "amount": "4Gi"}}
+    given |= {"enabled": True} if part == "kvp" else {}
+    given |= pool if "rdma" in VALUES[part] else {}
+    main = {
+        "name": "millrace",
+        "env": [{"name": "C", "value": "2"}, {"name": "A", "value": "2"}],
+        "resources": {"limits": {"cpu": 2}},
+        "volumeMounts": [{"name": "more", "mountPath": "/more"}],
+        "securityContext": {"capabilities": {"drop": ["ALL", "NET_RAW"]}},
+    }
+    over = {
+        "metadata": {"labels": {"a": "b"}},
+        "spec": {
+            "containers": [{"name": "sidecar", "image": "other:1"}, main],
+            "volumes": [{"name": "more", "emptyDir": {}}, {"name": "hugepages", "emptyDir": {}}],
+            "imagePullSecrets": [{"name": "theirs"}],
+            "securityContext": {"fsGroup": 1_000_660_000},
+        },
+    }
+    secrets = {"image": {"pullSecrets": [{"name": "ours"}]}}
+    plain = _template(merged(MINIMAL, {**secrets, part: given}), part)
+    found = _template(merged(MINIMAL, {**secrets, part: {**given, "template": over}}), part)
+    assert [one["name"] for one in found["spec"]["containers"]] == ["millrace", "sidecar"]
+    values = {one["name"]: one["value"] for one in found["spec"]["containers"][0]["env"]}
+    assert values == {"A": "2", "B": "1", "C": "2"}
+    assert found == operators_merge(plain, over, "spec.template")
+
+
+def _template(values: dict[str, Any], part: str) -> dict[str, Any]:
+    (service,) = [o for o in objects(values) if o["kind"] == "ModelService"]
+    template: dict[str, Any] = service["spec"][part]["template"]
+    return template

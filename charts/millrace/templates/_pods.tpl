@@ -2,7 +2,8 @@
      gives YAML, empty when nothing is asked for. */}}
 {{- define "millrace.podTemplate" -}}
 {{- $made := fromYaml (include "millrace.podTemplateOfValues" .) -}}
-{{- with mustMergeOverwrite $made (deepCopy .part.template) -}}
+{{- include "millrace.merge" (dict "base" $made "over" (deepCopy .part.template)) -}}
+{{- with $made -}}
 {{ toYaml . }}
 {{- end -}}
 {{- end -}}
