@@ -7,7 +7,7 @@ import re
 import pytest
 
 from millrace.core.errors import IntegrityError
-from millrace.core.kv.transfer import Incarnation
+from millrace.core.incarnation import Incarnation
 from millrace.core.request_spec import RequestSpec, SamplingParams
 from millrace.core.scheduler.commands import AdmitDecode
 from millrace.decode.request import TRANSITIONS, DecodeEvent, DecodeRequest, DecodeState

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
+from millrace.core.incarnation import Incarnation
 from millrace.core.kv.pages import pages_of_request
-from millrace.core.kv.transfer import Incarnation
 from millrace.core.request_spec import RequestSpec
 from millrace.core.scheduler.commands import Drain
 from millrace.decode.loop import DecodeRole

@@ -193,7 +193,7 @@ async def test_a_storm_of_prompts_and_deaths() -> None:
     settings = [
         *SETTINGS,
         *("scheduler.planner=cdsp", "scheduler.improvement_rate=0", "engine.max_chunk_tokens=32"),
-        "scheduler.max_attempts=6",
+        "scheduler.max_deaths=6",
     ]
     rng = random.Random(11)
     lengths = [rng.choice([20, 90, 400, 1500, 3000]) for _ in range(40)]

@@ -8,7 +8,7 @@ import pytest
 import pytest_asyncio
 
 from millrace.core.backoff import Backoff
-from millrace.core.kv.transfer import Incarnation
+from millrace.core.incarnation import Incarnation
 from millrace.core.request_spec import RequestSpec, SamplingParams
 from millrace.core.scheduler.commands import AdmitDecode, Cancel, Command, Registered
 from millrace.core.scheduler.reports import (

@@ -15,8 +15,8 @@ import pytest_asyncio
 
 from millrace.core.config import TelemetryConfig
 from millrace.core.errors import TransferError
+from millrace.core.incarnation import Incarnation
 from millrace.core.kv.kvp_hold import AttachAsk, HoldAsk
-from millrace.core.kv.transfer import Incarnation
 from millrace.instance.role import WorkerContext
 from millrace.instance.shards.shard_host import MAX_ROWS
 from millrace.kvp.role import KvpRole

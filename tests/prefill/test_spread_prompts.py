@@ -11,7 +11,7 @@ import pytest
 import pytest_asyncio
 
 from millrace.core.errors import TransferError
-from millrace.core.kv.transfer import Incarnation
+from millrace.core.incarnation import Incarnation
 from millrace.core.request import Chunk
 from millrace.core.scheduler.commands import KvShard, Member, RunPrefill
 from millrace.prefill.loop import PrefillRole

@@ -7,7 +7,7 @@ import asyncio
 import orjson
 import pytest
 
-from millrace.core.kv.transfer import Incarnation
+from millrace.core.incarnation import Incarnation
 from millrace.core.request import RequestState
 from millrace.core.scheduler.fleet.prompt_progress import PromptProgress
 from millrace.state.store import StoreError

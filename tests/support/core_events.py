@@ -7,6 +7,7 @@ from typing import TypeVar
 from millrace.core.config import SchedulerConfig
 from millrace.core.cost.decode_step import DecodeStepTime
 from millrace.core.cost.latency import Latency, SpLatency
+from millrace.core.incarnation import Incarnation
 from millrace.core.request import Request, Slo
 from millrace.core.scheduler import effects, events, reports
 from millrace.core.scheduler.machine import Machine
@@ -67,7 +68,10 @@ def request(
     slo_class: str = "default",
     prefix: tuple[int, ...] = (),
     resumable: bool = True,
+    deaths: str = "",
 ) -> events.Submitted:
+    """`deaths`: lost incarnations that the proxy names, as `d0@1,d1@1`."""
+    lost = [one.partition("@") for one in deaths.split(",") if one]
     return events.Submitted(
         request=Request(
             id=request_id,
@@ -79,6 +83,7 @@ def request(
             slo=Slo(ttft_s=ttft_s, tbt_s=tbt_s, e2e_s=e2e_s, class_name=slo_class),
             prefix_hashes=prefix,
             resumable=resumable,
+            deaths=tuple(Incarnation(name, int(generation)) for name, _, generation in lost),
         )
     )
 

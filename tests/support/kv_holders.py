@@ -10,8 +10,8 @@ from contextlib import asynccontextmanager
 import numpy as np
 
 from millrace.core.config import TransferConfig
+from millrace.core.incarnation import Incarnation
 from millrace.core.kv.layout import KvLayout
-from millrace.core.kv.transfer import Incarnation
 from millrace.core.scheduler.commands import Member
 from millrace.core.token_events import FinishedPrefill
 from millrace.transfer.push.control import ReceiveCallbacks

@@ -214,7 +214,7 @@ class Proxy(Peer):
             found = update.WhichOneof("kind")
             if found == kind:
                 return getattr(update, kind)
-            assert found in ("fleet", "queued"), update
+            assert found in ("fleet", "queued", "suspect"), update
 
     async def submit(self, *specs: common_pb2.RequestSpec) -> None:
         batch = scheduler_pb2.SubmitBatch(requests=specs)

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
 from millrace.core.config import SchedulerConfig
+from millrace.core.incarnation import Incarnation
 from millrace.core.instance.fence import EpochFence
-from millrace.core.kv.transfer import Incarnation
 from millrace.core.request import Request
 from millrace.core.request_spec import RequestSpec, SamplingParams
 from millrace.core.scheduler import commands, effects, events, reports

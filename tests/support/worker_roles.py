@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from millrace.core.config import Config, EngineConfig, SchedulerConfig, StoreConfig, TransferConfig
-from millrace.core.kv.transfer import Incarnation
+from millrace.core.incarnation import Incarnation
 from millrace.core.request import Chunk
 from millrace.core.request_spec import RequestSpec, SamplingParams
 from millrace.core.scheduler.commands import AdmitDecode, Cancel, Member, Order, RunPrefill

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 import pytest
 
 from millrace.core.cost.latency import Latency
+from millrace.core.incarnation import Incarnation
 from millrace.core.instance.standstill import Standstill
-from millrace.core.kv.transfer import Incarnation, Ticket
+from millrace.core.kv.transfer import Ticket
 from millrace.core.request import Slo
 from millrace.core.scheduler import commands, effects, reports
 from millrace.wire.codec.derive import Codec, Oneof, derive

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from millrace.core.cost.latency import Latency
-from millrace.core.kv.transfer import Incarnation
+from millrace.core.incarnation import Incarnation
 from millrace.core.request import Slo
 from millrace.core.scheduler import commands, reports
 from millrace.wire.codec.instance import COMMANDS, REGISTRATION, REPORTS, registration_message

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from millrace.core.errors import TransferError
+from millrace.core.incarnation import Incarnation
 from millrace.core.kv.kvp_hold import AttachAsk, AttachGrant, HoldAsk
-from millrace.core.kv.transfer import Incarnation
 from millrace.wire.codec import kvp as kvp_codec
 from millrace.wire.pb import kvp_pb2
 from support.kv_nodes import layout

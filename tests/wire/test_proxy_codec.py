@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from millrace.core.kv.transfer import Incarnation
+from millrace.core.incarnation import Incarnation
 from millrace.core.request import RequestState, Slo
 from millrace.core.request_spec import Constraint, ReasoningBudget, RequestSpec, SamplingParams
 from millrace.core.scheduler import effects, events
@@ -56,6 +56,7 @@ SPEC = RequestSpec(
     prefix_root=14,
     pooling="mean",
     priority=-3,
+    deaths=(Incarnation("d", 17),),
 )
 
 UPDATES = {
@@ -65,8 +66,14 @@ UPDATES = {
         request_id="r", proxy_id="x", code="overloaded", message="full", retry_after_s=1.5
     ),
     "failed": effects.Fail(
-        request_id="r", proxy_id="x", message="lost", resumable=True, prompt_unread=True
+        request_id="r",
+        proxy_id="x",
+        message="lost",
+        resumable=True,
+        prompt_unread=True,
+        quarantined=True,
     ),
+    "suspect": effects.Suspect(request_id="r", proxy_id="x", deaths=(Incarnation("d", 2),)),
     "fleet": messages.Fleet(
         decode=(DECODE, OTHER), ready=True, prefill=(OTHER,), lease="scheduler:a"
     ),

@@ -9,7 +9,7 @@ import pytest
 
 from millrace.core.cost.decode_step import DecodeStepTime
 from millrace.core.cost.latency import Latency, SpLatency
-from millrace.core.kv.transfer import Incarnation
+from millrace.core.incarnation import Incarnation
 from millrace.core.request import Chunk
 from millrace.core.scheduler import commands, effects, events
 from millrace.core.weights import Weights

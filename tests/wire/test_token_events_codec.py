@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from millrace.core.kv.transfer import Incarnation
+from millrace.core.incarnation import Incarnation
 from millrace.core.token_events import (
     NO_DETAIL,
     FirstToken,

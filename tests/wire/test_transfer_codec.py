@@ -7,8 +7,9 @@ import dataclasses
 import pytest
 
 from millrace.core.errors import TransferError
+from millrace.core.incarnation import Incarnation
 from millrace.core.kv.layout import KvLayout
-from millrace.core.kv.transfer import HandshakeAsk, HandshakeGrant, Incarnation, Ticket
+from millrace.core.kv.transfer import HandshakeAsk, HandshakeGrant, Ticket
 from millrace.wire.codec.transfer import (
     GRANT,
     HANDSHAKE,

@@ -11,6 +11,7 @@ import math
 from typing import Final
 
 from millrace.core.request import (
+    MIN_KEPT_TOKENS,
     TRANSITIONS,
     Chunk,
     IllegalTransition,
@@ -18,6 +19,7 @@ from millrace.core.request import (
     RequestState,
     Shard,
 )
+from millrace.core.suspicion import Suspicion
 from millrace.core.waits import COMPUTING, TURN, Waits
 
 #: States whose request has its first token.
@@ -61,12 +63,12 @@ class LiveRequest:
         "prompt_tokens",
         "proxy_id",
         "resumable",
-        "returned_attempts",
         "running_since_s",
         "shards",
         "slo",
         "spec",
         "state",
+        "suspicion",
         "tenant",
         "token_out_s",
         "waits",
@@ -88,6 +90,7 @@ class LiveRequest:
         self.prefill_only: Final = spec.prefill_only
 
         self.waits: Final = Waits(spec.arrival_s)
+        self.suspicion: Final = Suspicion()
         self.state = RequestState.QUEUED
         self.order = 0  # of acceptance; tells equal keys apart
         self.expected_tokens = 1.0  # of a choice's answer
@@ -101,7 +104,6 @@ class LiveRequest:
         self.attempt = 0  # number of the last attempt that decode heard of
         self.attempts = 0  # sent to prefill, without those that do not count
         self.counts = False  # the last attempt is among them
-        self.returned_attempts = 0  # that counted first: their instances had not died
         self.begun = False  # a mixed instance has begun to compute this attempt
         #: First tokens whose KV decode keeps for this attempt: the chunks begin there.
         self.kept_tokens = 0
@@ -138,6 +140,16 @@ class LiveRequest:
         return self.kept_tokens > 0 and self.attempt > 1
 
     @property
+    def got_further(self) -> bool:
+        """Returns whether the attempt leaves decode more of the prompt than it found there."""
+        keeps = self.resumable and not self.shards and self.state is RequestState.PREFILLING
+        return keeps and self.advances_to(self.landed_tokens)
+
+    def advances_to(self, kept_tokens: int) -> bool:
+        """Returns whether `kept_tokens` are enough more than the attempt found."""
+        return kept_tokens >= self.kept_tokens + MIN_KEPT_TOKENS
+
+    @property
     def kv_instance_ids(self) -> tuple[str, ...]:
         """The instances that keep its KV to its end: the KV owner first, then the KVP workers."""
         if self.shards:
@@ -154,6 +166,12 @@ class LiveRequest:
     def remaining_work_s(self, now_s: float) -> float:
         """The predicted seconds of prefill still to compute, times the instances of the group."""
         return self.work_of(self.remaining_s(now_s))
+
+    @property
+    def has_begun(self) -> bool:
+        """Returns whether an instance has begun to compute its present plan."""
+        ran = self.running_since_s is not None or self.executed_s > 0.0 or self.chunks_done > 0
+        return ran or self.begun
 
     def work_of(self, left_s: float) -> float:
         """Returns `left_s` of its predicted seconds, times the instances of the group."""
@@ -243,16 +261,11 @@ class LiveRequest:
         self.waits.enter(TURN, now_s)
 
     def forgive_attempt(self) -> None:
-        """Notes that the last attempt does not count: it left decode more than it found, or waited
-        where an instance died.
+        """Notes that the last attempt does not count: it left decode more than it found, or its
+        instance was lost.
         """
         self.attempts -= self.counts
         self.counts = False
-
-    def return_attempt(self) -> None:
-        """Notes that an earlier attempt, which counted, does not: its instance had not died."""
-        self.attempts -= 1
-        self.returned_attempts += 1
 
     def resume(self, kept_tokens: int, now_s: float) -> None:
         """Notes that it waits for another attempt after the first tokens, whose KV decode keeps."""

@@ -6,6 +6,16 @@ import math
 from dataclasses import dataclass, field
 from enum import Enum
 from types import MappingProxyType
+from typing import Final
+
+from millrace.core.incarnation import Incarnation
+
+#: Decode keeps a prefix for the next attempt if it has at least this many tokens: fewer tokens are
+#: computed in less time than it takes to write them back. An attempt that left this many tokens
+#: more than it found does not count towards `max_attempts`, and its request is no suspect if an
+#: instance died of it. So a long prompt survives many deaths, and a request that makes no progress
+#: still ends.
+MIN_KEPT_TOKENS: Final = 64
 
 
 class RequestState(Enum):
@@ -115,6 +125,8 @@ class Request:
     tenant: str = "default"
     priority: int = 0  # among its tenant's requests of its class; the smaller goes first
     resumable: bool = True  # an attempt may start after the tokens that earlier ones left at decode
+    #: Lost instances at which the request was open, oldest first, by what its proxy knows.
+    deaths: tuple[Incarnation, ...] = ()
 
     @property
     def prefill_only(self) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from millrace.core.kv.transfer import Incarnation
+from millrace.core.incarnation import Incarnation
 from millrace.core.request import Slo
 
 
@@ -95,6 +95,9 @@ class RequestSpec:
     `prefix_hashes` name the prompt's whole blocks of `prefix_block_tokens` (`core.kv.prefix`); the
     first of them is chained to `prefix_root`. With 0 `prefix_block_tokens` no KV is shared.
 
+    `deaths` names the lost instances at which the request was open, oldest first
+    (`core.scheduler.dispatch.suspects`).
+
     `pooling` says which final hidden state a prefill-only request is answered with, or "" if with
     none: that of the prompt's "last" token, or the "mean" over all its tokens.
     """
@@ -113,6 +116,7 @@ class RequestSpec:
     tenant: str = "default"
     priority: int = 0  # among its tenant's requests of its class; the smaller goes first
     pooling: str = ""
+    deaths: Sequence[Incarnation] = ()
 
     @property
     def needs_whole_prompt(self) -> bool:

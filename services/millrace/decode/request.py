@@ -15,8 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from millrace.core.errors import IntegrityError
+from millrace.core.incarnation import Incarnation
 from millrace.core.kv.kvp_pass import RemoteShard
-from millrace.core.kv.transfer import Incarnation
 from millrace.core.request_spec import RequestSpec
 from millrace.core.scheduler.commands import AdmitDecode
 from millrace.core.scheduler.reports import RequestFinished, RequestReleased

@@ -17,7 +17,7 @@ import torch
 
 from millrace.core.config import Config, EngineConfig
 from millrace.core.errors import ConfigError, MillraceError
-from millrace.core.kv.transfer import Incarnation
+from millrace.core.incarnation import Incarnation
 from millrace.core.scheduler.commands import Command, KeepTraces
 from millrace.core.scheduler.reports import Draining, Registration
 from millrace.engine.assembly import Engine, KvMemory, open_engines, resolve_device

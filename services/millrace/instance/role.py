@@ -11,7 +11,7 @@ import grpc
 from millrace.core.config import Config
 from millrace.core.cost.decode_step import DecodeStepTime
 from millrace.core.cost.latency import SpLatency
-from millrace.core.kv.transfer import Incarnation
+from millrace.core.incarnation import Incarnation
 from millrace.core.scheduler.commands import Command
 from millrace.core.scheduler.reports import Heartbeat, Registration, Report
 from millrace.engine.assembly import Engine, KvMemory

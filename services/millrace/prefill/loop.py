@@ -17,9 +17,9 @@ from dataclasses import replace
 import grpc
 
 from millrace.core.errors import CapacityError, MillraceError
+from millrace.core.incarnation import Incarnation
 from millrace.core.instance.group import GroupError
 from millrace.core.instance.standstill import Standstill
-from millrace.core.kv.transfer import Incarnation
 from millrace.core.scheduler.commands import Cancel, Command, Drain, Order, Registered, RunPrefill
 from millrace.core.scheduler.reports import Heartbeat, Registration, RequestFailed, RequestReleased
 from millrace.core.token_events import FinishedPrefill, PositionLogprobs

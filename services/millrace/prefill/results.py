@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import grpc
 
-from millrace.core.kv.transfer import Incarnation
+from millrace.core.incarnation import Incarnation
 from millrace.core.token_events import NO_DETAIL, PositionLogprobs, TokenDetail, TokenEvent
 from millrace.instance.role import WorkerContext
 from millrace.instance.tokens.servicer import TokenServicer

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import orjson
 
 from millrace.core.errors import MillraceError
-from millrace.core.scheduler.effects import Refuse
+from millrace.core.scheduler.effects import Fail, Refuse
 from millrace.state.store import StoreError
 
 INVALID = "invalid_request_error"
@@ -144,6 +144,14 @@ def refusal(refused: Refuse) -> ApiError:
     status = _REFUSALS.get(refused.code, 503)
     retry_after_s = None if status == 400 else refused.retry_after_s or RETRY_AFTER_S
     return ApiError(status, refused.message, code=refused.code, retry_after_s=retry_after_s)
+
+
+def failure(failed: Fail) -> ApiError:
+    """Returns the client's error for a request that the scheduler has given up."""
+    message = failed.message or "The request failed."
+    if failed.quarantined:
+        return ApiError(500, message, code="quarantined", headers=[NO_RETRY])
+    return ApiError(500, message, code="failed")
 
 
 def shown(value: object) -> str:

@@ -17,7 +17,7 @@ import uvicorn
 from millrace.core.config import Config
 from millrace.core.config.models import ModelConfig
 from millrace.core.errors import MillraceError
-from millrace.core.kv.transfer import Incarnation
+from millrace.core.incarnation import Incarnation
 from millrace.proxy.background import Background
 from millrace.proxy.batches.opening import open_batches, open_files
 from millrace.proxy.fleet.gateway import Gateway

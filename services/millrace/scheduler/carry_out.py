@@ -54,6 +54,7 @@ class CarryOut:
             effects.Place: self._place,
             effects.Refuse: self._refuse,
             effects.Fail: self._fail,
+            effects.Suspect: self._suspect,
             effects.AdmitDecode: self._admit,
             effects.RunPrefill: self._prefill,
             effects.Order: self._order,
@@ -90,8 +91,12 @@ class CarryOut:
 
     def _fail(self, effect: effects.Fail) -> None:
         about = self.traces.about(effect.request_id)
-        log.warning("request %s failed: %s", effect.request_id, effect.message, extra=about)
+        ended = "is quarantined" if effect.quarantined else "failed"
+        log.warning("request %s %s: %s", effect.request_id, ended, effect.message, extra=about)
         self.traces.ended(effect.request_id, effect.message)
+        self.update(effect.proxy_id, effect)
+
+    def _suspect(self, effect: effects.Suspect) -> None:
         self.update(effect.proxy_id, effect)
 
     def _admit(self, effect: effects.AdmitDecode) -> None:

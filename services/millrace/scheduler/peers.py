@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from millrace.core.kv.transfer import Incarnation
+from millrace.core.incarnation import Incarnation
 from millrace.core.scheduler.commands import Member
 from millrace.core.scheduler.events import InstanceJoined, InstanceLeft
 from millrace.core.scheduler.fleet.cluster import Cluster

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from millrace.core.kv.transfer import Incarnation
+from millrace.core.incarnation import Incarnation
 from millrace.core.request import Chunk
 from millrace.core.scheduler import effects, events
 from millrace.core.scheduler.commands import (
@@ -117,7 +117,7 @@ class Progress:
     prompt: PromptProgress
 
 
-ProxyUpdate = Placed | Queued | Fleet | Progress | effects.Refuse | effects.Fail
+ProxyUpdate = Placed | Queued | Fleet | Progress | effects.Refuse | effects.Fail | effects.Suspect
 
 
 # ---- scheduler -> worker

@@ -198,15 +198,8 @@ def _merged(phrases: list[Phrase]) -> Iterable[str]:
 
 def _phrase(effect: effects.Effect) -> Phrase:
     match effect:
-        case effects.Place():
-            return "place", effect.decode_id, f"ttft={number(effect.predicted_ttft_s)}"
-        case effects.Refuse():
-            after = f", retry after {number(effect.retry_after_s)} s"
-            verb = f"refuse {effect.code}{after if effect.retry_after_s else ''}"
-            return verb, "", f"({effect.message})"
-        case effects.Fail():
-            how = " unread" if effect.prompt_unread else " resumable" * effect.resumable
-            return f"fail{how}", "", f"({effect.message})"
+        case effects.Place() | effects.Refuse() | effects.Fail() | effects.Suspect():
+            return _to_proxy(effect)
         case effects.AdmitDecode():
             shards = [f"{s.start_token}-{s.end_token}@{s.worker_id}" for s in effect.shards]
             kept = [f"kept={effect.kept_tokens}"] if effect.kept_tokens else []
@@ -235,6 +228,23 @@ def _phrase(effect: effects.Effect) -> Phrase:
         case effects.Stalled():
             waits = ", ".join(f"{name} waits for {what}" for name, what in effect.waits)
             return " ".join(effect.request_ids), "", f"({waits})"
+
+
+def _to_proxy(effect: effects.Place | effects.Refuse | effects.Fail | effects.Suspect) -> Phrase:
+    match effect:
+        case effects.Place():
+            return "place", effect.decode_id, f"ttft={number(effect.predicted_ttft_s)}"
+        case effects.Refuse():
+            after = f", retry after {number(effect.retry_after_s)} s"
+            verb = f"refuse {effect.code}{after if effect.retry_after_s else ''}"
+            return verb, "", f"({effect.message})"
+        case effects.Fail():
+            how = " unread" if effect.prompt_unread else " resumable" * effect.resumable
+            how += " quarantined" * effect.quarantined
+            return f"fail{how}", "", f"({effect.message})"
+        case effects.Suspect():
+            lost = ", ".join(f"{one.id}@{one.generation}" for one in effect.deaths)
+            return "suspect", "", f"({lost})"
 
 
 def _attempt(effect: effects.AdmitDecode | effects.RunPrefill) -> list[str]:

@@ -24,12 +24,11 @@ from millrace.core.cost.decode_step import DecodeStepTime
 from millrace.core.cost.latency import Latency, SpLatency
 from millrace.core.live_request import LiveRequest
 from millrace.core.priority import POLICIES
-from millrace.core.request import TRANSITIONS, Request, RequestState, Slo
+from millrace.core.request import MIN_KEPT_TOKENS, TRANSITIONS, Request, RequestState, Slo
 from millrace.core.scheduler import effects, events, reports
 from millrace.core.scheduler.fleet.instances import PrefillInstance
 from millrace.core.scheduler.machine import Machine
 from millrace.core.scheduler.planning import PLANNERS
-from millrace.core.scheduler.request_table import MIN_KEPT_TOKENS
 from millrace.core.weights import Weights
 from support.priority import STATIC
 

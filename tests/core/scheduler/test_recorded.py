@@ -16,7 +16,7 @@ import pytest
 
 from millrace.core.config import SchedulerConfig
 from millrace.core.cost.latency import Latency, SpLatency
-from millrace.core.kv.transfer import Incarnation
+from millrace.core.incarnation import Incarnation
 from millrace.core.request import Request, Slo
 from millrace.core.scheduler import effects, events, recording, reports
 from millrace.core.scheduler.recording import RecordingError, built, plain

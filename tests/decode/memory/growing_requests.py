@@ -17,8 +17,8 @@ import torch
 
 from millrace.core.config import Config, EngineConfig, SchedulerConfig
 from millrace.core.cost.decode_step import DecodeStepTime
+from millrace.core.incarnation import Incarnation
 from millrace.core.kv.layout import KvLayout
-from millrace.core.kv.transfer import Incarnation
 from millrace.core.request import Slo
 from millrace.core.request_spec import RequestSpec, SamplingParams
 from millrace.core.scheduler.commands import AdmitDecode

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from millrace.core.kv.transfer import Incarnation
+from millrace.core.incarnation import Incarnation
 from millrace.core.token_events import TokenBatch, TokenEvent
 from millrace.instance.tokens import streams as token_streams
 from millrace.instance.tokens.streams import TokenStreams

@@ -11,8 +11,8 @@ import orjson
 import pytest
 
 from millrace.core.backoff import Backoff
-from millrace.core.kv.transfer import Incarnation
-from millrace.core.request import Slo
+from millrace.core.incarnation import Incarnation
+from millrace.core.request import MIN_KEPT_TOKENS, Slo
 from millrace.core.request_spec import RequestSpec, SamplingParams
 from millrace.proxy.fleet import migration
 from millrace.proxy.generation.continuation import continuation
@@ -73,15 +73,15 @@ async def undisturbed(stack, body):
     return await ask(stack, body)
 
 
-async def disturbed(stack, body, disturb, after=5, headers=None):
+async def disturbed(stack, body, disturb, after=5, headers=None, reply=TEXT):
     """Returns the answer if `disturb(spec)` runs after `after` tokens per choice."""
-    held = Script(reply=TEXT, hold=asyncio.Event(), hold_after=after)
+    held = Script(reply=reply, hold=asyncio.Event(), hold_after=after)
     many = after * body.get("n", 1)
     stack.fleet.specs.clear()
     stack.fleet.script = held
     asking = asyncio.create_task(ask(stack, body, headers))
     await eventually(lambda: stack.proxy.gateway.inflight > 0 and tokens_of(stack) == many)
-    stack.fleet.script = Script(reply=TEXT)
+    stack.fleet.script = Script(reply=reply)
     found = disturb(stack.fleet.specs[0])
     if found is not None:
         await found
@@ -372,7 +372,44 @@ async def test_a_request_that_loses_every_instance_ends(stack):
     )
     response = await stack.http.post(COMPLETIONS, json={"model": MODEL, "prompt": "hi"})
     assert response.status_code == 500
-    assert len(stack.fleet.specs) == migration.MOST_LOSSES + 1
+    assert len(stack.fleet.specs) == migration.MOST_MOVES + 1
+
+
+async def test_a_quarantined_request_ends_and_its_client_is_not_to_try_again(stack):
+    stack.fleet.script = Script(
+        on_submit=lambda spec: stack.fleet.fail(spec, "instances die", quarantined=True)
+    )
+    response = await stack.http.post(COMPLETIONS, json={"model": MODEL, "prompt": "hi"})
+    error = response.json()["error"]
+    assert (response.status_code, error["code"], error["message"]) == (
+        *(500, "quarantined"),
+        "instances die",
+    )
+    assert response.headers["x-should-retry"] == "false"
+    assert len(stack.fleet.specs) == 1
+
+
+async def test_a_continuation_names_the_lost_instances(stack):
+    """Those that the scheduler has told of, and the instance of the tokens."""
+    told = Incarnation("prefill-7", 3)
+
+    def lose(spec):
+        stack.fleet.suspect(spec, told)
+        stack.fleet.fail(spec, "decode died", resumable=True)
+
+    await disturbed(stack, BODY, lose)
+    first, second = stack.fleet.specs
+    assert (first.deaths, second.deaths) == ((), (told, stack.fleet.decode))
+
+
+async def test_a_request_that_makes_progress_is_no_suspect(stack):
+
+    def lose(spec):
+        stack.fleet.suspect(spec, Incarnation("prefill-7", 3))
+        stack.fleet.fail(spec, "decode died", resumable=True)
+
+    await disturbed(stack, BODY, lose, after=MIN_KEPT_TOKENS, reply=TEXT * 30)
+    assert stack.fleet.specs[1].deaths == ()
 
 
 async def test_instances_that_leave_in_turn_have_an_end(stack):
@@ -561,7 +598,7 @@ async def test_without_the_store_a_continuation_ends_at_its_deadline(tmp_path):
 
 async def test_a_prompt_that_no_instance_can_read_is_written_again(stack):
     def lose(spec):
-        if len(stack.fleet.specs) > migration.MOST_LOSSES + 1:
+        if len(stack.fleet.specs) > 4:
             stack.fleet.script = Script(reply=TEXT)
         stack.fleet.fail(spec, "no prompt", prompt_unread=True)
 
@@ -569,7 +606,7 @@ async def test_a_prompt_that_no_instance_can_read_is_written_again(stack):
     answer = await ask(stack, BODY)
     assert answer.text == TEXT
     last = stack.fleet.specs[-1]
-    assert len(stack.fleet.specs) == migration.MOST_LOSSES + 3  # no instance was lost
+    assert len(stack.fleet.specs) == 6
     assert len({spec.request_id for spec in stack.fleet.specs}) == len(stack.fleet.specs)
     ids = await stack.proxy.store.prompt_ids(last.request_id)
     assert ids.size == last.prompt_tokens == stack.fleet.specs[0].prompt_tokens

@@ -11,8 +11,8 @@ import orjson
 import pytest
 
 from millrace.core.config import EngineConfig
+from millrace.core.incarnation import Incarnation
 from millrace.core.kv.prefix import block_hashes, prefix_root
-from millrace.core.kv.transfer import Incarnation
 from millrace.core.request_spec import RequestSpec, SamplingParams
 from millrace.proxy.request.options import Options, Sampling
 from millrace.proxy.text.prefix import MOST_AT_ONCE_TOKENS, PromptHasher, with_blocks

@@ -15,7 +15,7 @@ import torch
 
 from millrace.core.backoff import Backoff
 from millrace.core.errors import TransferError
-from millrace.core.kv.transfer import Incarnation
+from millrace.core.incarnation import Incarnation
 from millrace.instance.transfer import kv_path as kv_path_module
 from millrace.instance.transfer.kv_path import KvPath
 from millrace.instance.transfer.probe_servicer import ProbeServicer

@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from millrace.core.errors import IntegrityError
+from millrace.core.incarnation import Incarnation
 from millrace.core.kv.layout import KvLayout
-from millrace.core.kv.transfer import HandshakeAsk, Incarnation, Ticket
+from millrace.core.kv.transfer import HandshakeAsk, Ticket
 from millrace.transfer.push.handshake import Backends, Lease, refusal
 from millrace.transfer.writer import GRACE_S
 

@@ -13,8 +13,9 @@ import pytest_asyncio
 
 from millrace.core.config import TransferConfig
 from millrace.core.errors import TransferError
+from millrace.core.incarnation import Incarnation
 from millrace.core.kv.sp_layout import Run
-from millrace.core.kv.transfer import HandshakeRefused, HistoryAsk, Incarnation, Ticket
+from millrace.core.kv.transfer import HandshakeRefused, HistoryAsk, Ticket
 from millrace.transfer.ring.messages import RING_CHANNEL, RingMessage
 from support.deadlines import HANG_S
 from support.kv_group import RECEIVER, KvGroup, Member, planned

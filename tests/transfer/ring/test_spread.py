@@ -11,9 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from millrace.core.errors import TransferError
+from millrace.core.incarnation import Incarnation
 from millrace.core.kv.layout import KvLayout
 from millrace.core.kv.sp_layout import Run, zigzag
-from millrace.core.kv.transfer import HandshakeRefused, HistoryAsk, Incarnation, Ticket
+from millrace.core.kv.transfer import HandshakeRefused, HistoryAsk, Ticket
 from millrace.transfer.push.control import Target
 from millrace.transfer.ring.messages import RING_CHANNEL, RingMessage
 from support.deadlines import HANG_S

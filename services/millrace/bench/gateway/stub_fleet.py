@@ -13,10 +13,10 @@ from typing import Generic, TypeVar
 import grpc
 
 from millrace.bench.gateway.stub_servicers import DecodeServicer, SchedulerServicer
-from millrace.core.kv.transfer import Incarnation
+from millrace.core.incarnation import Incarnation
 from millrace.core.request_spec import RequestSpec
 from millrace.core.scheduler.commands import KeepTraces, Member
-from millrace.core.scheduler.effects import Fail, Refuse
+from millrace.core.scheduler.effects import Fail, Refuse, Suspect
 from millrace.core.scheduler.events import CancelRequested
 from millrace.core.token_events import TokenBatch, TokenEvent
 from millrace.core.weights import DEFAULT_CLASS, DEFAULT_TENANT, Weights
@@ -200,6 +200,7 @@ class StubFleet:
         *,
         resumable: bool = False,
         prompt_unread: bool = False,
+        quarantined: bool = False,
     ) -> None:
         self._update(
             spec,
@@ -209,8 +210,14 @@ class StubFleet:
                 message=message,
                 resumable=resumable,
                 prompt_unread=prompt_unread,
+                quarantined=quarantined,
             ),
         )
+
+    def suspect(self, spec: RequestSpec, *deaths: Incarnation) -> None:
+        """Reports the lost instances at which a request was open."""
+        suspect = Suspect(request_id=spec.request_id, proxy_id=spec.proxy.id, deaths=deaths)
+        self._update(spec, suspect)
 
     def _update(self, spec: RequestSpec, update: ProxyUpdate) -> None:
         self._updates[spec.proxy.id].put(update)

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import grpc
 
-from millrace.core.kv.transfer import Incarnation
+from millrace.core.incarnation import Incarnation
 from millrace.core.priority import POLICIES
 from millrace.core.token_events import TokenBatch
 from millrace.core.weights import Weights

@@ -81,7 +81,16 @@ class SchedulerConfig(Section):
         3,
         within(1, 100),
         "prefills of one request, without prefills that left decode more KV to resume from, or "
-        "waited where an instance died",
+        "ended with a lost instance",
+    )
+    max_deaths: int = setting(
+        3,
+        within(1, 16),
+        "instances that may die while a request is open there; then it runs alone, and the next "
+        "death quarantines it. A request that was alone at the last of them is quarantined at once",
+    )
+    isolation_s: float = setting(
+        10.0, within(0), "time of decoding alone that clears a request of the deaths"
     )
     heartbeat_s: float = setting(1.0, within(0.01), "interval of the workers' heartbeats")
     lease_s: float = setting(5.0, within(0.05), "silence after which a peer counts as dead")

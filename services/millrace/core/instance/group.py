@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from millrace.core.errors import TransferError
+from millrace.core.incarnation import Incarnation
 from millrace.core.kv.layout import KvLayout
-from millrace.core.kv.transfer import Incarnation
 from millrace.core.token_events import PositionLogprobs
 
 

@@ -8,21 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from millrace.core.errors import TransferError
+from millrace.core.incarnation import Incarnation
 from millrace.core.kv.layout import KvLayout
 from millrace.core.kv.sp_layout import Run
-
-
-class Incarnation(NamedTuple):
-    """One run of one process. A restart has the same id and a greater generation."""
-
-    id: str
-    generation: int
-
-    def __str__(self) -> str:
-        return f"{self.id} (generation {self.generation})"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from millrace.core.kv.transfer import Incarnation
+from millrace.core.incarnation import Incarnation
 from millrace.core.request import Chunk
 from millrace.core.request_spec import RequestSpec
 from millrace.core.scheduler.effects import ChunkRef

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from millrace.core.incarnation import Incarnation
 from millrace.core.request import Chunk, RequestState, Shard
 
 
@@ -45,6 +46,7 @@ class Fail:
     `resumable`: an instance was lost when the first token may have been out. The proxy knows the
     tokens that were out, and may submit the rest as a new request.
     `prompt_unread`: resumable, and no instance was lost: the proxy is to write the prompt again.
+    `quarantined`: instances die of the request, which nobody is to try again.
     """
 
     request_id: str
@@ -52,6 +54,19 @@ class Fail:
     message: str
     resumable: bool = False
     prompt_unread: bool = False
+    quarantined: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Suspect:
+    """Tell the proxy which lost instances the request was open at: all of them, oldest first.
+
+    A later submission of the request names them (`Request.deaths`).
+    """
+
+    request_id: str
+    proxy_id: str
+    deaths: tuple[Incarnation, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,4 +165,6 @@ class Stalled:
     waits: tuple[tuple[str, str], ...]
 
 
-Effect = Place | Refuse | Fail | AdmitDecode | RunPrefill | Order | CancelOn | Record | Stalled
+Effect = (
+    Place | Refuse | Fail | Suspect | AdmitDecode | RunPrefill | Order | CancelOn | Record | Stalled
+)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from millrace.core.cost.decode_step import DecodeStepTime
 from millrace.core.cost.latency import SpLatency
-from millrace.core.kv.transfer import Incarnation
+from millrace.core.incarnation import Incarnation
 from millrace.core.request import Request
 from millrace.core.scheduler.held import Held
 from millrace.core.scheduler.reports import Report

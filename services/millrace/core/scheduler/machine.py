@@ -42,15 +42,16 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from millrace.core.config import SchedulerConfig
+from millrace.core.incarnation import Incarnation
 from millrace.core.live_request import LiveRequest
 from millrace.core.request import Request, RequestState
 from millrace.core.scheduler import events, integrity, reports
-from millrace.core.scheduler.dispatch.broken_streams import BrokenStreams
 from millrace.core.scheduler.dispatch.chunk_progress import ChunkProgress
 from millrace.core.scheduler.dispatch.dispatcher import Dispatcher, Planned
 from millrace.core.scheduler.dispatch.event_filter import EventFilter
 from millrace.core.scheduler.dispatch.request_progress import RequestProgress
 from millrace.core.scheduler.dispatch.stall_watch import StallWatch
+from millrace.core.scheduler.dispatch.suspects import Suspects
 from millrace.core.scheduler.dispatch.takeover import Takeover
 from millrace.core.scheduler.effects import Effect
 from millrace.core.scheduler.explanation.explain import Explanation, explain, queue_place
@@ -75,7 +76,7 @@ class Machine:
         self._event_filter = EventFilter(self.cluster)
         self._stall_watch = StallWatch(self._table)
         self._takeover = Takeover(self._table, self._take_in)
-        self._broken_streams = BrokenStreams(self._table)
+        self.suspects = Suspects(self._table)
         chunk_progress = ChunkProgress(self._table, self._dispatcher, self._event_filter)
         request_progress = RequestProgress(self._table, self._dispatcher, self._event_filter)
         self._handlers: dict[type, Callable[[StepContext, Any], None]] = {
@@ -210,42 +211,37 @@ class Machine:
             return
         if known is not None:
             self._leave(step, known)
-        self._broken_streams.registered(event)
+        self.suspects.registered(step, event)
         self.cluster.add(event)
         self._takeover.joined(step, event)
         self._dispatcher.run(step)
 
     def _left(self, step: StepContext, event: events.InstanceLeft) -> None:
         if (instance := self._event_filter.current(event)) is not None:
-            tried = self._leave(step, instance)
-            self._broken_streams.ended(event, tried)
+            self._leave(step, instance)
+            if event.silent:
+                lost = Incarnation(event.instance_id, event.generation)
+                self.suspects.died(step, lost, silent=True)
             self._dispatcher.run(step)
 
-    def _leave(self, step: StepContext, instance: Instance) -> list[LiveRequest]:
-        """Removes an instance; returns the requests whose attempts ended with it, and count."""
-        tried = []
+    def _leave(self, step: StepContext, instance: Instance) -> None:
+        """Removes an instance. The attempts that end with it do not count: its loss does."""
         pool = self.cluster.pool_of(instance)
-        waiting = self._table.waiting_at(instance)
+        self.suspects.left(step, instance)
         self._takeover.left(instance)
         self.cluster.remove(instance)
         for request_id in instance.holdings:
             request = self._table.served(request_id, instance)
             if request is not None and still_needs(request, instance):
-                tries = request.state is RequestState.PREFILLING
-                if request_id in waiting:
-                    request.forgive_attempt()
-                self._table.lost(
-                    step, request, instance, f"{instance.card.role} {instance.id} died"
-                )
-                if tries and request.counts:
-                    tried.append(request)
+                self.suspects.forgive(request)
+                why = f"{instance.card.role} {instance.id} died"
+                self._table.lost(step, request, instance, why)
             elif request is not None:
                 self._table.drop_tasks(request)  # it decodes before prefill's report came
         if isinstance(instance, PrefillInstance):
             pool.run_queue.forget(instance)
         self._unplace_unserved(step, pool)
         self.cluster.drop_if_empty(instance.card.model_hash)
-        return tried
 
     def _reported(self, step: StepContext, event: events.Reported) -> None:
         if (instance := self._event_filter.current(event)) is None:
@@ -319,6 +315,7 @@ class Machine:
             step.refuse(request, refused)
             return
         self._accept(step, request, ready)
+        self.suspects.submitted(step, request)
         self._dispatcher.run(step)
 
     def _predict(self, request: LiveRequest) -> list[Pool]:
@@ -339,6 +336,7 @@ class Machine:
     def _take_in(self, step: StepContext, request: LiveRequest) -> None:
         """Adds a request that another scheduler has accepted."""
         self._accept(step, request, self._predict(request))
+        self.suspects.adopted(step, request)
 
     def _reopened(self, step: StepContext, event: events.Reopened) -> None:
         if self._takeover.is_open:
@@ -394,6 +392,6 @@ class Machine:
     def _tick(self, step: StepContext, event: events.Tick) -> None:
         del event  # it carries nothing
         self._table.expire(step)
-        self._broken_streams.prune()
+        self.suspects.check(step)
         self._stall_watch.check(step)
         self._dispatcher.run(step)

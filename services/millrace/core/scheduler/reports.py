@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from millrace.core.cost.decode_step import DecodeStepTime
 from millrace.core.cost.latency import SpLatency
+from millrace.core.incarnation import Incarnation
 from millrace.core.instance.standstill import Standstill
-from millrace.core.kv.transfer import Incarnation
 from millrace.core.scheduler.held import Held
 
 

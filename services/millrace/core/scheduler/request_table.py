@@ -12,7 +12,7 @@ from itertools import count
 from millrace.core.config import SchedulerConfig
 from millrace.core.live_request import LiveRequest
 from millrace.core.priority.own_order import ranking_of
-from millrace.core.request import RequestState
+from millrace.core.request import MIN_KEPT_TOKENS, RequestState
 from millrace.core.scheduler.fleet.cluster import Cluster
 from millrace.core.scheduler.fleet.instances import Holding, Instance, PrefillInstance
 from millrace.core.scheduler.fleet.pool import Pool
@@ -23,12 +23,6 @@ from millrace.core.scheduler.outcomes.ended_requests import EndedRequests
 from millrace.core.scheduler.outcomes.objectives import mean_tbt_s
 from millrace.core.scheduler.step_context import StepContext
 from millrace.core.waits import DECODE_ROOM, PREFILL
-
-#: Decode keeps a prefix for the next attempt if it has at least this many tokens: fewer tokens are
-#: computed in less time than it takes to write them back. An attempt that left this many tokens
-#: more than it found does not count towards `max_attempts`. So a long prompt survives many deaths,
-#: and a request that makes no progress still ends.
-MIN_KEPT_TOKENS = 64
 
 
 class RequestTable:
@@ -43,6 +37,7 @@ class RequestTable:
         self.unplaced = WaitingQueue(self._unplaced_ranking)
         self.waiting_queue_of: dict[str, WaitingQueue] = {}  # of every queued request
         self.run_queue_of: dict[str, RunQueue] = {}  # requests with something left to compute
+        self.isolated: dict[str, LiveRequest] = {}  # requests that may only run alone
         self.release_timeouts = 0  # holdings freed without a report of their instance
         self.ended = EndedRequests()
         self._leaving: deque[tuple[float, Instance, Holding, str]] = deque()
@@ -132,6 +127,39 @@ class RequestTable:
         holding = instance.holdings.get(request_id)
         return None if holding is None or holding.leaving else self.requests[request_id]
 
+    # ---- requests that run alone
+
+    def restrict(self, request: LiveRequest, *, is_held: bool, is_isolated: bool) -> None:
+        """Notes whether the request is held, and whether it may only run alone."""
+        request.suspicion.restrict(is_held=is_held, is_isolated=is_isolated)
+        if is_isolated:
+            self.isolated[request.id] = request
+        else:
+            self.isolated.pop(request.id, None)
+
+    def runs_alone(self) -> LiveRequest | None:
+        """Returns the isolated request that is placed; there is one at most."""
+        placed = (one for one in self.isolated.values() if self._is_placed(one))
+        return next(placed, None)
+
+    def must_wait(self, request: LiveRequest) -> bool:
+        """Returns whether the request may not be placed now, however much room there is."""
+        alone = request.suspicion.is_isolated and self.runs_alone() is not None
+        return alone or request.suspicion.is_held
+
+    def _is_placed(self, request: LiveRequest) -> bool:
+        return self.waiting_queue_of.get(request.id) is not self.unplaced
+
+    def closed_to(self, request: LiveRequest) -> set[str]:
+        """Returns the instances that may not take the request, because one of it and the requests
+        there may only run alone.
+        """
+        if request.suspicion.is_isolated:
+            return {one.id for one in self.cluster.instances.values() if one.holdings}
+        if (alone := self.runs_alone()) is None:
+            return set()
+        return {one.id for one in self._instances_of(alone) if alone.id in one.holdings}
+
     # ---- ends and second attempts
 
     def lost(
@@ -169,9 +197,8 @@ class RequestTable:
         kept_tokens = min(
             kept_tokens, request.prompt_tokens - 1
         )  # the first output token needs the last
-        resumable = (
-            request.resumable and not request.shards
-        )  # a spread request starts from its beginning
+        # A spread request starts from its beginning, a held one may have to run elsewhere.
+        resumable = request.resumable and not request.shards and not request.suspicion.is_held
         if request.state not in (RequestState.QUEUED, RequestState.PREFILLING):
             self.fail(step, request, f"{why} after the first token", reporter, resumable=True)
         elif kept_tokens >= MIN_KEPT_TOKENS and resumable:
@@ -188,8 +215,7 @@ class RequestTable:
         kept_tokens: int,
     ) -> None:
         """Puts the request back in the pool's queue, to continue after its kept tokens."""
-        further = kept_tokens >= request.kept_tokens + MIN_KEPT_TOKENS
-        if request.state is RequestState.PREFILLING and further:
+        if request.state is RequestState.PREFILLING and request.advances_to(kept_tokens):
             request.forgive_attempt()
         if request.attempts >= self.config.max_attempts:
             known = reporter if isinstance(reporter, PrefillInstance) else None
@@ -226,8 +252,15 @@ class RequestTable:
         *,
         resumable: bool = False,
         prompt_unread: bool = False,
+        quarantined: bool = False,
     ) -> None:
-        step.fail(request, message, resumable=resumable, prompt_unread=prompt_unread)
+        step.fail(
+            request,
+            message,
+            resumable=resumable,
+            prompt_unread=prompt_unread,
+            quarantined=quarantined,
+        )
         self.end(step, request, RequestState.FAILED, message, reporter)
 
     def end(
@@ -245,6 +278,7 @@ class RequestTable:
         """
         self._withdraw(step, request, reason, reporter)
         del self.requests[request.id]
+        self.isolated.pop(request.id, None)
         self._disown(request)
         self.advance(step, request, state)
         self.ended.add(request, step.now_s)

@@ -20,6 +20,7 @@ from millrace.core.scheduler.effects import (
     Refuse,
     RunPrefill,
     Stalled,
+    Suspect,
 )
 from millrace.core.scheduler.outcomes.admission import Refusal
 
@@ -59,7 +60,13 @@ class StepContext:
         )
 
     def fail(
-        self, request: LiveRequest, message: str, *, resumable: bool, prompt_unread: bool
+        self,
+        request: LiveRequest,
+        message: str,
+        *,
+        resumable: bool,
+        prompt_unread: bool,
+        quarantined: bool,
     ) -> None:
         """Tells the proxy that the accepted request is over without its answer."""
         self.effects.append(
@@ -69,8 +76,15 @@ class StepContext:
                 message=message,
                 resumable=resumable,
                 prompt_unread=prompt_unread,
+                quarantined=quarantined,
             )
         )
+
+    def suspect(self, request: LiveRequest) -> None:
+        """Tells the proxy which lost instances the request was open at."""
+        deaths = request.suspicion.all
+        suspect = Suspect(request_id=request.id, proxy_id=request.proxy_id, deaths=deaths)
+        self.effects.append(suspect)
 
     # ---- to instances
 

@@ -13,9 +13,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from millrace.core.errors import TransferError
+from millrace.core.incarnation import Incarnation
 from millrace.core.kv.kvp_hold import HoldAsk
 from millrace.core.kv.kvp_pass import RemoteShard
-from millrace.core.kv.transfer import Incarnation
 from millrace.core.request_spec import RequestSpec
 from millrace.core.scheduler.commands import KvShard
 from millrace.decode.kvp.workers import KvpWorkers

@@ -8,9 +8,9 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from millrace.core.errors import CapacityError, TransferError
+from millrace.core.incarnation import Incarnation
 from millrace.core.kv.kvp_hold import AttachAsk
 from millrace.core.kv.layout import KvLayout
-from millrace.core.kv.transfer import Incarnation
 from millrace.transfer.kvp.exchange import KvpExchange
 from millrace.wire.clients.kvp_peer import Attachment, GrpcKvpPeer, KvpPeers
 

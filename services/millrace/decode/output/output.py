@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence as Many
 
-from millrace.core.kv.transfer import Incarnation
+from millrace.core.incarnation import Incarnation
 from millrace.core.scheduler.reports import RequestFailed
 from millrace.core.token_events import FinishedPrefill, TokenDetail, TokenEvent
 from millrace.decode.metrics import DecodeMetrics

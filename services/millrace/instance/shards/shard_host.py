@@ -14,9 +14,9 @@ from typing import Final
 from torch import Tensor
 
 from millrace.core.errors import TransferError
+from millrace.core.incarnation import Incarnation
 from millrace.core.kv.kvp_hold import AttachAsk, AttachGrant, HoldAsk
 from millrace.core.kv.kvp_pass import ExchangeShape
-from millrace.core.kv.transfer import Incarnation
 from millrace.core.scheduler.reports import RequestReleased
 from millrace.engine.assembly import KvMemory
 from millrace.engine.attention.kvp_memory import exchange_memory

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from millrace.core.incarnation import Incarnation
 from millrace.core.kv.kvp_hold import HoldAsk
-from millrace.core.kv.transfer import Incarnation
 from millrace.core.token_events import FinishedPrefill
 from millrace.telemetry.metrics import Registry
 from millrace.telemetry.tracing.tracer import NO_SCOPE, Scope

@@ -7,7 +7,7 @@ from contextlib import aclosing
 
 import grpc
 
-from millrace.core.kv.transfer import Incarnation
+from millrace.core.incarnation import Incarnation
 from millrace.instance.tokens.streams import TokenStreams
 from millrace.wire.codec.incarnation import incarnation_of
 from millrace.wire.codec.token_events import batch_message

@@ -22,8 +22,8 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager, context
 
 from millrace.core.backoff import Backoff
 from millrace.core.errors import TransferError
+from millrace.core.incarnation import Incarnation
 from millrace.core.kv.probe import PeerProbe, ProbeEndpoint
-from millrace.core.kv.transfer import Incarnation
 from millrace.local.service import all_or_first_error
 from millrace.telemetry.metrics import Registry
 from millrace.transfer.probe.pattern import (

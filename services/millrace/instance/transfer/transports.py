@@ -12,7 +12,7 @@ from multiprocessing.connection import Connection
 
 from torch import Tensor
 
-from millrace.core.kv.transfer import Incarnation
+from millrace.core.incarnation import Incarnation
 from millrace.engine.assembly import KvMemory
 from millrace.transfer.probe.process import ProbeServer
 from millrace.transfer.transport.base import Transport

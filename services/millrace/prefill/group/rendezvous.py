@@ -10,8 +10,8 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass, field
 
+from millrace.core.incarnation import Incarnation
 from millrace.core.instance.group import GroupError, GroupMember, HandIn, JoinAsk
-from millrace.core.kv.transfer import Incarnation
 from millrace.prefill.job import PrefillJob
 
 _Attempt = tuple[str, int]  # request, attempt

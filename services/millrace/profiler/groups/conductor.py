@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from millrace.core.config import SchedulerConfig, StoreConfig
 from millrace.core.errors import MillraceError
-from millrace.core.kv.transfer import Incarnation
+from millrace.core.incarnation import Incarnation
 from millrace.core.request import Chunk
 from millrace.core.request_spec import RequestSpec, SamplingParams
 from millrace.core.scheduler.commands import (

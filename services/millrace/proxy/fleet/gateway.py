@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from dataclasses import replace
 
 from millrace.core.config import ProxyConfig
 from millrace.core.errors import IntegrityError
-from millrace.core.kv.transfer import Incarnation
-from millrace.core.scheduler.effects import Fail, Refuse
+from millrace.core.incarnation import Incarnation
+from millrace.core.scheduler.effects import Fail, Refuse, Suspect
 from millrace.proxy.errors import (
     ApiError,
+    failure,
     id_taken,
     overloaded,
     refusal,
@@ -257,10 +257,7 @@ class Gateway:
 
     def adopt(self, request: ProxyRequest, incarnation: str) -> None:
         """Continues a request that another replica has submitted as `incarnation`."""
-        request.adopted = True
-        request.spec = replace(request.spec, request_id=incarnation)
-        self._live[incarnation] = request
-        self._migration.move(request, ApiError(500, LOST, code="failed"), "adopted")
+        self._migration.adopt(request, incarnation)
 
     # -- messages of the scheduler
 
@@ -269,8 +266,7 @@ class Gateway:
             request.queue()
 
     def on_placed(self, placed: Placed) -> None:
-        request = self._live.get(placed.request_id)
-        if request is None:
+        if (request := self._live.get(placed.request_id)) is None:
             return
         decode = placed.decode.incarnation
         again, request.confirmed = request.confirmed, True
@@ -292,8 +288,7 @@ class Gateway:
             self.intake.on_batch(decode, kept)
 
     def on_refused(self, refused: Refuse) -> None:
-        request = self._live.get(refused.request_id)
-        if request is None:
+        if (request := self._live.get(refused.request_id)) is None:
             return
         error, now = refusal(refused), time.monotonic()
         if self._parking.takes_refused(request, refused.code, now):
@@ -307,13 +302,17 @@ class Gateway:
     def on_failed(self, failed: Fail) -> None:
         request = self._live.get(failed.request_id)
         if request is not None:
-            error = ApiError(500, failed.message or "The request failed.", code="failed")
+            error = failure(failed)
             if failed.prompt_unread:
                 self._migration.rewrite(request, error)
             elif failed.resumable:
                 self._migration.lose(request, error)
             else:
                 self._fail(request, error, cancel=False)
+
+    def on_suspect(self, suspect: Suspect) -> None:
+        if (request := self._live.get(suspect.request_id)) is not None:
+            request.suspect(suspect.deaths)
 
     def on_fleet(self, fleet: Fleet) -> None:
         self._parking.note_fleet(time.monotonic(), ready=fleet.ready)

@@ -7,6 +7,7 @@ import itertools
 import logging
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from typing import Protocol
 
 from millrace.core.backoff import Backoff
@@ -18,10 +19,8 @@ from millrace.proxy.metrics import ModelMetrics
 
 log = logging.getLogger(__name__)
 
-#: A request is migrated after at most this many lost instances. A request that loses more
-#: instances probably causes the losses.
-MOST_LOSSES = 3
 #: The most migrations of a request: while a pool is replaced, its next instance may leave, too.
+#: The scheduler ends a request earlier if instances die of it (`core.scheduler.dispatch.suspects`).
 #: Migrations for lack of memory are not counted: each incarnation generates at least one token.
 MOST_MOVES = 16
 
@@ -67,13 +66,21 @@ class Migration:
         self._fail = fail
         self._retry = retry
 
+    def adopt(self, request: ProxyRequest, incarnation: str) -> None:
+        """Continues a request that another replica has submitted as `incarnation`."""
+        deaths = request.spec.deaths
+        request.adopted = True
+        request.spec = replace(request.spec, request_id=incarnation)
+        self._live[incarnation] = request
+        self.move(request, ApiError(500, LOST, code="failed"), "adopted")
+        request.suspect(deaths)  # still: its tokens may be of earlier incarnations
+
     def lose(self, request: ProxyRequest, error: ApiError) -> None:
         """Migrates a request whose instance or whose tokens are lost."""
-        request.losses += 1
-        if request.losses > MOST_LOSSES:
-            self._fail(request, error, cancel=True)
-        else:
-            self.move(request, error, "lost")
+        lost, known = request.decode, request.spec.deaths
+        if lost is not None and lost not in known:
+            request.suspect((*known, lost))
+        self.move(request, error, "lost")
 
     def rewrite(self, request: ProxyRequest, error: ApiError) -> None:
         """Writes the prompt of a request again: the store lost it, or an instance did not reach the

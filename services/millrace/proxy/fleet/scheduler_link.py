@@ -11,9 +11,9 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Protocol
 
 from millrace.core.backoff import Backoff
-from millrace.core.kv.transfer import Incarnation
+from millrace.core.incarnation import Incarnation
 from millrace.core.scheduler.commands import KeepTraces
-from millrace.core.scheduler.effects import Fail, Refuse
+from millrace.core.scheduler.effects import Fail, Refuse, Suspect
 from millrace.core.scheduler.events import CancelRequested
 from millrace.state.leader import LeaderWatch
 from millrace.wire.clients.proxy_stream import scheduler_updates
@@ -50,6 +50,8 @@ class SchedulerListener(Protocol):
     def on_refused(self, refused: Refuse) -> None: ...
 
     def on_failed(self, failed: Fail) -> None: ...
+
+    def on_suspect(self, suspect: Suspect) -> None: ...
 
     def on_progress(self, progress: Progress, /) -> None: ...
 
@@ -193,6 +195,8 @@ class SchedulerLink:
                 listener.on_refused(update)
             case Fail():
                 listener.on_failed(update)
+            case Suspect():
+                listener.on_suspect(update)
             case Progress():
                 listener.on_progress(update)
             case Fleet():

@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-from millrace.core.kv.transfer import Incarnation
+from millrace.core.incarnation import Incarnation
 from millrace.core.token_events import TokenEvent
 from millrace.proxy.errors import ApiError
 from millrace.proxy.fleet.migration import BROKEN, LOST, FailRequest, Migration

@@ -12,7 +12,7 @@ from contextlib import aclosing
 from typing import Protocol
 
 from millrace.core.backoff import Backoff
-from millrace.core.kv.transfer import Incarnation
+from millrace.core.incarnation import Incarnation
 from millrace.core.scheduler.commands import Member
 from millrace.core.token_events import TokenEvent
 from millrace.wire.clients.token_stream import TokenStreamError, token_events

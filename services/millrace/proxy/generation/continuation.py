@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from millrace.core.request import MIN_KEPT_TOKENS
 from millrace.core.request_spec import RequestSpec
 
 #: An end-to-end objective that is over already leaves this many seconds: it is counted as missed.
@@ -18,7 +19,7 @@ def continuation(
     e2e_left_s: what is left of its end-to-end objective; None without one.
 
     Once a token is out, the rest has no time to first token, and the client has the prompt's log
-    probabilities.
+    probabilities. A request that has generated enough kills no instance: the rest is no suspect.
     """
     if e2e_left_s is not None:
         spec = replace(spec, slo=replace(spec.slo, e2e_s=max(e2e_left_s, LEAST_LEFT_S)))
@@ -37,4 +38,5 @@ def continuation(
         resumed_tokens=spec.resumed_tokens + generated,
         sampling=sampling,
         slo=replace(spec.slo, ttft_s=None),
+        deaths=() if generated >= MIN_KEPT_TOKENS else spec.deaths,
     )

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from millrace.core.kv.transfer import Incarnation
+from millrace.core.incarnation import Incarnation
 from millrace.core.request import Slo
 from millrace.core.request_spec import RequestSpec
 from millrace.core.span import Span
@@ -24,6 +24,7 @@ from millrace.proxy.text.prefix import with_blocks
 from millrace.proxy.text.tokenizer import TokenArray
 from millrace.telemetry.tracing.context import log_fields
 from millrace.telemetry.tracing.tracer import NO_SCOPE
+from millrace.wire.codec.request_spec import encode_spec
 from millrace.wire.fleet_messages import OpenRequest
 
 
@@ -58,7 +59,6 @@ class ProxyRequest:
         "fixed_cached_tokens",
         "last_token_at",
         "lineage",
-        "losses",
         "moves",
         "on_recorded",
         "parked_since",
@@ -133,9 +133,8 @@ class ProxyRequest:
         #: The requests of its choices, once these are migrated. Each of them knows the whole.
         self.parts: list[ProxyRequest] = []
         self._whole: ProxyRequest | None = None
-        #: The number of migrations; the migrations because of a lost instance, for lack of memory,
-        #: and because an instance could not read the prompt.
-        self.moves = self.losses = self.preemptions = self.rewrites = 0
+        #: The number of migrations; those for lack of memory, and of a prompt that was not read.
+        self.moves = self.preemptions = self.rewrites = 0
         #: Since when the request waits for the first token of its new instance; None after that.
         self._moved_at: float | None = None
         self.parked_since: float | None = None
@@ -266,6 +265,12 @@ class ProxyRequest:
         if not self.spec.resumed_tokens:
             self.predicted_ttft_s = predicted_ttft_s
 
+    def suspect(self, deaths: Sequence[Incarnation]) -> None:
+        """Notes the lost instances at which the request was open, by what the scheduler knows."""
+        self.spec = replace(self.spec, deaths=deaths)
+        if self.encoded_spec:
+            self.encoded_spec = encode_spec(self.spec)
+
     def move(self, now: float) -> list[ProxyRequest]:
         """Begins the next incarnation, whose prompt ends in the tokens of this incarnation.
 
@@ -369,14 +374,8 @@ class ProxyRequest:
             self.spans.append(span)
 
     def _note(self, name: str, instance_id: str, since: float, now: float) -> None:
-        self.spans.append(
-            Span(
-                name=name,
-                instance_id=instance_id,
-                start_s=since - self.arrived_at,
-                end_s=now - self.arrived_at,
-            )
-        )
+        start_s, end_s = since - self.arrived_at, now - self.arrived_at
+        self.spans.append(Span(name=name, instance_id=instance_id, start_s=start_s, end_s=end_s))
 
     def _begin(self, detail: TokenDetail, now: float) -> None:
         """Takes the first token of this incarnation."""

@@ -115,7 +115,9 @@ class Replays:
             )
         ids = prompt_ids[: source.prompt_tokens]
         prompt = EnginePrompt(ids=ids, end=source.prompt_end, blocks=blocks)
-        return self._make(source, prompt, options, spec.tenant, cached_tokens, None)
+        replay = self._make(source, prompt, options, spec.tenant, cached_tokens, None)
+        replay.request.suspect(spec.deaths)
+        return replay
 
     def _options(self, source: StreamSource) -> Options:
         bodies, body = self._models.of_stream(source.model).bodies, source.plain_body

@@ -10,7 +10,7 @@ from typing import Any
 from millrace.core.request import RequestState
 from millrace.core.request_spec import RequestSpec
 from millrace.proxy.errors import unavailable
-from millrace.proxy.fleet.migration import MOST_LOSSES, MOST_MOVES
+from millrace.proxy.fleet.migration import MOST_MOVES
 from millrace.proxy.fleet.prompts_ahead import PromptsAhead
 from millrace.proxy.generation.proxy_request import ProxyRequest
 from millrace.proxy.models.models import Models
@@ -129,7 +129,6 @@ class RequestStates:
         if last is not None and last.state != RequestState.CANCELLED.value:
             return last
         # It was migrated, or is unknown: an incarnation's record outlives it by a minute only.
-        most = MOST_MOVES + MOST_LOSSES
-        names = [f"{response_id}.{number}" for number in range(1, most + 1)]
+        names = [f"{response_id}.{number}" for number in range(1, MOST_MOVES + 1)]
         found = await asyncio.gather(*(self._store.get(name) for name in names))
         return next((record for record in reversed(found) if record is not None), last)

@@ -97,6 +97,11 @@ class SchedulerMetrics:
                 "predicted prefill time of queued requests",
                 lambda: machine.queued_s,
             ),
+            (
+                "isolated_requests",
+                "requests that may only run alone, after instances died with them",
+                lambda: machine.suspects.isolated,
+            ),
             ("live_requests", "requests that have not ended", lambda: len(machine.requests)),
             (
                 "least_gain_ratio",
@@ -119,6 +124,11 @@ class SchedulerMetrics:
                 "stalled_requests",
                 "requests planned again because prefill made no progress",
                 lambda: machine.stalled,
+            ),
+            (
+                "quarantined_requests",
+                "requests that ended because instances died of them",
+                lambda: machine.suspects.quarantined,
             ),
             (
                 "unreleased_requests",

@@ -17,8 +17,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from millrace.core.errors import IntegrityError
+from millrace.core.incarnation import Incarnation
 from millrace.core.kv.layout import KvLayout
-from millrace.core.kv.transfer import HandshakeAsk, HandshakeRefused, HistoryAsk, Incarnation
+from millrace.core.kv.transfer import HandshakeAsk, HandshakeRefused, HistoryAsk
 from millrace.transfer.transport.layout import mismatch
 from millrace.transfer.writer import Writer
 

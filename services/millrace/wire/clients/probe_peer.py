@@ -9,8 +9,8 @@ from contextlib import asynccontextmanager
 import grpc
 
 from millrace.core.errors import TransferError
+from millrace.core.incarnation import Incarnation
 from millrace.core.kv.probe import Examination, ProbeEndpoint
-from millrace.core.kv.transfer import Incarnation
 from millrace.wire.channel import open_channel
 from millrace.wire.codec.incarnation import incarnation_message
 from millrace.wire.codec.transfer import ENDPOINT, EXAMINATION

@@ -6,8 +6,8 @@ from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 
 import grpc
 
+from millrace.core.incarnation import Incarnation
 from millrace.core.instance.fence import EpochFence
-from millrace.core.kv.transfer import Incarnation
 from millrace.wire.channel import open_channel
 from millrace.wire.clients.scheduler_stream import SchedulerStreamError, stale
 from millrace.wire.codec import proxy as codec

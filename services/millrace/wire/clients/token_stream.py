@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator
 import grpc
 
 from millrace.core.errors import MillraceError
-from millrace.core.kv.transfer import Incarnation
+from millrace.core.incarnation import Incarnation
 from millrace.core.token_events import TokenBatch
 from millrace.wire.channel import open_channel
 from millrace.wire.codec.enums import MessageError

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from millrace.core.kv.transfer import Incarnation
+from millrace.core.incarnation import Incarnation
 from millrace.core.scheduler.commands import Member
 from millrace.wire.codec.derive import derive
 from millrace.wire.pb import common_pb2, scheduler_pb2

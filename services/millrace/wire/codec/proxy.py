@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Final
 
-from millrace.core.kv.transfer import Incarnation
+from millrace.core.incarnation import Incarnation
 from millrace.core.request import RequestState
 from millrace.core.scheduler import effects, events
 from millrace.core.scheduler.fleet.prompt_progress import PromptProgress
@@ -113,6 +113,7 @@ _UPDATES: Final[Oneof[ProxyUpdate, scheduler_pb2.ProxyUpdate]] = Oneof(
         "failed": derive(effects.Fail, scheduler_pb2.Failed, absent=_NO_ID),
         "fleet": derive(Fleet, scheduler_pb2.Fleet),
         "progress": derive(Progress, scheduler_pb2.Progress, prompt=_PROMPT),
+        "suspect": derive(effects.Suspect, scheduler_pb2.Suspect, absent=_NO_ID),
     },
 )
 update_message = _UPDATES.encode
@@ -123,6 +124,6 @@ update_kind = _UPDATES.name
 def update_of(message: scheduler_pb2.ProxyUpdate, *, proxy_id: str) -> ProxyUpdate | None:
     """Decodes an update to the proxy `proxy_id`; None for a kind that this release lacks."""
     update = _UPDATES.decode(message)
-    if isinstance(update, effects.Refuse | effects.Fail):
+    if isinstance(update, effects.Refuse | effects.Fail | effects.Suspect):
         return replace(update, proxy_id=proxy_id)
     return update

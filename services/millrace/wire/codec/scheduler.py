@@ -110,6 +110,7 @@ def request(spec: common_pb2.RequestSpec, *, proxy_id: str, now_s: float) -> Req
         priority=spec.priority,
         # As `RequestSpec.needs_whole_prompt`, without decoding the whole spec.
         resumable=not scored and spec.pooling != common_pb2.POOLING_MEAN,
+        deaths=tuple(incarnation_of(one) for one in spec.deaths),
     )
 
 

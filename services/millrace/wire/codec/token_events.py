@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from millrace.core.kv.transfer import Incarnation
+from millrace.core.incarnation import Incarnation
 from millrace.core.span import Span
 from millrace.core.token_events import (
     NO_DETAIL,

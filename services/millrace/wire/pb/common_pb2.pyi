@@ -140,7 +140,7 @@ class SamplingParams(_message.Message):
     def __init__(self, max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., min_p: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., seed: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., n: _Optional[int] = ..., logprobs: _Optional[int] = ..., prompt_logprobs: _Optional[int] = ..., constraint: _Optional[_Union[Constraint, _Mapping]] = ..., allowed_token_ids: _Optional[_Iterable[int]] = ..., bad_words: _Optional[_Iterable[_Union[TokenSequence, _Mapping]]] = ..., reasoning: _Optional[_Union[ReasoningBudget, _Mapping]] = ..., first_choice: _Optional[int] = ...) -> None: ...
 
 class RequestSpec(_message.Message):
-    __slots__ = ("request_id", "proxy", "prompt_tokens", "sampling", "slo", "arrival_unix_s", "traceparent", "resumed_tokens", "prefix_hashes", "prefix_block_tokens", "prefix_root", "tenant", "priority", "pooling")
+    __slots__ = ("request_id", "proxy", "prompt_tokens", "sampling", "slo", "arrival_unix_s", "traceparent", "resumed_tokens", "prefix_hashes", "prefix_block_tokens", "prefix_root", "tenant", "priority", "pooling", "deaths")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     PROXY_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -155,6 +155,7 @@ class RequestSpec(_message.Message):
     TENANT_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
     POOLING_FIELD_NUMBER: _ClassVar[int]
+    DEATHS_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     proxy: Incarnation
     prompt_tokens: int
@@ -169,7 +170,8 @@ class RequestSpec(_message.Message):
     tenant: str
     priority: int
     pooling: Pooling
-    def __init__(self, request_id: _Optional[str] = ..., proxy: _Optional[_Union[Incarnation, _Mapping]] = ..., prompt_tokens: _Optional[int] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., slo: _Optional[_Union[Slo, _Mapping]] = ..., arrival_unix_s: _Optional[float] = ..., traceparent: _Optional[str] = ..., resumed_tokens: _Optional[int] = ..., prefix_hashes: _Optional[_Iterable[int]] = ..., prefix_block_tokens: _Optional[int] = ..., prefix_root: _Optional[int] = ..., tenant: _Optional[str] = ..., priority: _Optional[int] = ..., pooling: _Optional[_Union[Pooling, str]] = ...) -> None: ...
+    deaths: _containers.RepeatedCompositeFieldContainer[Incarnation]
+    def __init__(self, request_id: _Optional[str] = ..., proxy: _Optional[_Union[Incarnation, _Mapping]] = ..., prompt_tokens: _Optional[int] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., slo: _Optional[_Union[Slo, _Mapping]] = ..., arrival_unix_s: _Optional[float] = ..., traceparent: _Optional[str] = ..., resumed_tokens: _Optional[int] = ..., prefix_hashes: _Optional[_Iterable[int]] = ..., prefix_block_tokens: _Optional[int] = ..., prefix_root: _Optional[int] = ..., tenant: _Optional[str] = ..., priority: _Optional[int] = ..., pooling: _Optional[_Union[Pooling, str]] = ..., deaths: _Optional[_Iterable[_Union[Incarnation, _Mapping]]] = ...) -> None: ...
 
 class Span(_message.Message):
     __slots__ = ("name", "instance_id", "start_s", "end_s", "attributes")

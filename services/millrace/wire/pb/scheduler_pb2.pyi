@@ -127,13 +127,14 @@ class CancelRequest(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class ProxyUpdate(_message.Message):
-    __slots__ = ("placed", "refused", "failed", "fleet", "queued", "progress", "epoch")
+    __slots__ = ("placed", "refused", "failed", "fleet", "queued", "progress", "suspect", "epoch")
     PLACED_FIELD_NUMBER: _ClassVar[int]
     REFUSED_FIELD_NUMBER: _ClassVar[int]
     FAILED_FIELD_NUMBER: _ClassVar[int]
     FLEET_FIELD_NUMBER: _ClassVar[int]
     QUEUED_FIELD_NUMBER: _ClassVar[int]
     PROGRESS_FIELD_NUMBER: _ClassVar[int]
+    SUSPECT_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     placed: Placed
     refused: Refused
@@ -141,8 +142,9 @@ class ProxyUpdate(_message.Message):
     fleet: Fleet
     queued: Queued
     progress: Progress
+    suspect: Suspect
     epoch: int
-    def __init__(self, placed: _Optional[_Union[Placed, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., failed: _Optional[_Union[Failed, _Mapping]] = ..., fleet: _Optional[_Union[Fleet, _Mapping]] = ..., queued: _Optional[_Union[Queued, _Mapping]] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ..., epoch: _Optional[int] = ...) -> None: ...
+    def __init__(self, placed: _Optional[_Union[Placed, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., failed: _Optional[_Union[Failed, _Mapping]] = ..., fleet: _Optional[_Union[Fleet, _Mapping]] = ..., queued: _Optional[_Union[Queued, _Mapping]] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ..., suspect: _Optional[_Union[Suspect, _Mapping]] = ..., epoch: _Optional[int] = ...) -> None: ...
 
 class Progress(_message.Message):
     __slots__ = ("request_id", "prompt")
@@ -193,16 +195,26 @@ class Refused(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., code: _Optional[_Union[RefusalCode, str]] = ..., message: _Optional[str] = ..., retry_after_s: _Optional[float] = ...) -> None: ...
 
 class Failed(_message.Message):
-    __slots__ = ("request_id", "message", "resumable", "prompt_unread")
+    __slots__ = ("request_id", "message", "resumable", "quarantined", "prompt_unread")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     MESSAGE_FIELD_NUMBER: _ClassVar[int]
     RESUMABLE_FIELD_NUMBER: _ClassVar[int]
+    QUARANTINED_FIELD_NUMBER: _ClassVar[int]
     PROMPT_UNREAD_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     message: str
     resumable: bool
+    quarantined: bool
     prompt_unread: bool
-    def __init__(self, request_id: _Optional[str] = ..., message: _Optional[str] = ..., resumable: _Optional[bool] = ..., prompt_unread: _Optional[bool] = ...) -> None: ...
+    def __init__(self, request_id: _Optional[str] = ..., message: _Optional[str] = ..., resumable: _Optional[bool] = ..., quarantined: _Optional[bool] = ..., prompt_unread: _Optional[bool] = ...) -> None: ...
+
+class Suspect(_message.Message):
+    __slots__ = ("request_id", "deaths")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    DEATHS_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    deaths: _containers.RepeatedCompositeFieldContainer[_common_pb2.Incarnation]
+    def __init__(self, request_id: _Optional[str] = ..., deaths: _Optional[_Iterable[_Union[_common_pb2.Incarnation, _Mapping]]] = ...) -> None: ...
 
 class Fleet(_message.Message):
     __slots__ = ("decode", "ready", "lease", "prefill")

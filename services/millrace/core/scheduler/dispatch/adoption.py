@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from millrace.core.incarnation import Incarnation
 from millrace.core.kv.pages import pages_of_plan
-from millrace.core.kv.transfer import Incarnation
 from millrace.core.live_request import LiveRequest
 from millrace.core.request import Request, RequestState
 from millrace.core.scheduler.dispatch.tasks import tasks_of

@@ -16,13 +16,13 @@ from functools import partial
 from typing import NamedTuple
 
 from millrace.core.live_request import LiveRequest
-from millrace.core.request import Chunk, Shard
+from millrace.core.request import MIN_KEPT_TOKENS, Chunk, Shard
 from millrace.core.scheduler.dispatch.placement_loss import PlacementLoss
 from millrace.core.scheduler.fleet.freeness import freest
 from millrace.core.scheduler.fleet.instances import DecodeInstance, PrefillInstance
 from millrace.core.scheduler.fleet.pool import Pool
 from millrace.core.scheduler.fleet.task import Rank
-from millrace.core.scheduler.request_table import MIN_KEPT_TOKENS, RequestTable
+from millrace.core.scheduler.request_table import RequestTable
 from millrace.core.scheduler.step_context import StepContext
 
 #: This many requests at the head may wait for decode instances' pages while later ones go ahead.
@@ -73,11 +73,15 @@ class DecodePlacement:
         index = waiting = 0
         while pools and index < len(unplaced) and waiting < MAX_WAITING:
             request = unplaced[index]
+            if self._table.must_wait(request):
+                index += 1
+                continue
             if request.prefill_only and (prefillers := _prefillers(request, pools)):
                 self._place_prefill_only(step, request, prefillers)
                 continue
             fitting = _fitting(request, pools)
-            spot = self._spot(request, fitting, reserved, step.now_s)
+            closed = self._table.closed_to(request)
+            spot = self._spot(request, fitting, reserved | closed, step.now_s)
             if spot is not None:
                 self._place(step, request, spot)
                 continue
@@ -93,7 +97,7 @@ class DecodePlacement:
         if request.prefill_only and _prefillers(request, pools):
             return True
         fitting = _fitting(request, pools)
-        return self._spot(request, fitting, (), now_s) is not None
+        return self._spot(request, fitting, self._table.closed_to(request), now_s) is not None
 
     def _spot(
         self, request: LiveRequest, fitting: _Fitting, reserved: Collection[str], now_s: float

@@ -152,7 +152,8 @@ class Dispatcher:
         others = [one for one in pool.prefill.values() if one.id not in kept]
         shares = pool.shares(request)
         least = min(shares.values())
-        if any(one.free_slots >= least and one.takes(request) for one in others):
+        has_room = any(one.free_slots >= least and one.takes(request) for one in others)
+        if has_room and not request.suspicion.is_isolated:
             return []
         others.sort(key=lambda one: (-one.free_pages, one.id))
         return [one.id for one in others[: pool.least_sp(shares)]]
@@ -176,7 +177,8 @@ class Dispatcher:
         """
         instances = list(pool.prefill.values())
         shares = pool.shares(request)
-        full = _full(request, instances, min(shares.values()), this.kept)
+        kept = this.kept | self._table.closed_to(request)
+        full = _full(request, instances, min(shares.values()), kept)
         if full:
             pool.lacks_pages = True
         if all(not has_slot or index in full for index, has_slot in enumerate(slots)):
@@ -299,11 +301,12 @@ class Dispatcher:
         budget, chunks = pool.batch_tokens, candidate.chunks
         if head.prompt_tokens >= budget or head.kept_tokens or candidate.cached_tokens:
             return []
-        if len(chunks) > 1 or len(chunks[0].instance_ids) > 1:
+        if len(chunks) > 1 or len(chunks[0].instance_ids) > 1 or head.suspicion.is_isolated:
             return []
         leader, latency = chunks[0].instance_ids[0], pool.latency
         corrections, band = self._cluster.corrections, band_of(head.prompt_tokens)
-        after = (r for r in pool.waiting if r is not head and not r.kept_tokens)
+        others = (r for r in pool.waiting if r is not head)
+        after = (r for r in others if not r.kept_tokens and not r.suspicion.is_isolated)
         found = batch(
             head,
             islice(after, MAX_BATCHED),

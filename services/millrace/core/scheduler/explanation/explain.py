@@ -281,9 +281,14 @@ def _waits_for(table: RequestTable, request: LiveRequest, place: _Place | None) 
 
 
 def _for_decode(table: RequestTable, request: LiveRequest) -> str:
+    if request.suspicion.is_held:
+        lost = _listed(one.id for one in request.suspicion.losses)
+        return f"{lost} to come back, or to be taken for dead"
     owners = [owner for pool in table.cluster.ready_pools() for owner in pool.kv_owners()]
     if not owners:
         return "an instance that decodes"
+    if request.suspicion.is_isolated:
+        return f"instances to itself: {len(request.suspicion.deaths)} died while it was open there"
     most = max(owners, key=lambda one: one.open_pages)
     pages = most.booked_for(request)
     return (

@@ -6,8 +6,8 @@ import itertools
 from collections.abc import Sequence
 from enum import Enum
 
+from millrace.core.incarnation import Incarnation
 from millrace.core.kv.layout import KvLayout
-from millrace.core.kv.transfer import Incarnation
 from millrace.transfer.push.handshake import Lease
 from millrace.transfer.push.messages import WrittenRange
 from millrace.transfer.push.receive.coverage import Coverage, CoverageError

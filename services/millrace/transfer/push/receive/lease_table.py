@@ -9,7 +9,8 @@ from concurrent.futures import Future
 from contextlib import ExitStack
 from functools import partial
 
-from millrace.core.kv.transfer import HandshakeAsk, Incarnation, Ticket
+from millrace.core.incarnation import Incarnation
+from millrace.core.kv.transfer import HandshakeAsk, Ticket
 from millrace.transfer.push.handshake import Lease
 from millrace.transfer.push.messages import Kind, Message
 from millrace.transfer.push.receive.admission import Admission, AdmissionState

@@ -13,13 +13,13 @@ from collections.abc import Sequence
 
 from millrace.core.config import TransferConfig
 from millrace.core.errors import IntegrityError, TransferError
+from millrace.core.incarnation import Incarnation
 from millrace.core.kv.layout import KvLayout
 from millrace.core.kv.transfer import (
     HandshakeAsk,
     HandshakeGrant,
     HandshakeRefused,
     HistoryAsk,
-    Incarnation,
     Ticket,
 )
 from millrace.transfer.push.control import ReceiveCallbacks

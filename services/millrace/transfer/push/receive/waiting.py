@@ -6,7 +6,8 @@ import asyncio
 from collections.abc import Iterator
 
 from millrace.core.errors import IntegrityError, TransferError
-from millrace.core.kv.transfer import HandshakeQueued, HandshakeRefused, Incarnation, Ticket
+from millrace.core.incarnation import Incarnation
+from millrace.core.kv.transfer import HandshakeQueued, HandshakeRefused, Ticket
 from millrace.transfer.push.handshake import Backends
 from millrace.transfer.push.receive.admission import Admission, AdmissionState
 

@@ -10,9 +10,10 @@ from contextlib import ExitStack
 
 from millrace.core.config import TransferConfig
 from millrace.core.errors import IntegrityError, TransferError
+from millrace.core.incarnation import Incarnation
 from millrace.core.kv.layout import KvLayout
 from millrace.core.kv.sp_layout import Run
-from millrace.core.kv.transfer import Incarnation, Ticket
+from millrace.core.kv.transfer import Ticket
 from millrace.transfer.push.checksums import SumThread
 from millrace.transfer.push.control import KvPeer, Outlet, Target
 from millrace.transfer.push.inbox import Inbox
