@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from millrace.core.backoff import Backoff
-from millrace.core.kv.transfer import Incarnation
+from millrace.core.incarnation import Incarnation
 from millrace.core.scheduler.commands import Member
 from millrace.core.token_events import TokenBatch, TokenEvent
 from millrace.proxy.fleet.token_links import TokenLinks
