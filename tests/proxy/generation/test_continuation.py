@@ -266,6 +266,38 @@ async def hold_parts(stack, body, after=4, more=7):
     return asking, again
 
 
+async def test_the_former_record_ends_when_all_choices_are_stored(stack):
+    """The second choice is stored after the first has finished: its record ends as first."""
+    store, log, first_ended = stack.proxy.store, [], asyncio.Event()
+    create, finish = store.create, store.finish
+
+    async def late(request_id, **record):
+        if request_id.endswith(".c1.1"):
+            await first_ended.wait()
+        await create(request_id, **record)
+        log.append(("stored", request_id))
+
+    async def logged(request_id, state):
+        log.append(("ended", request_id))
+        if request_id.endswith(".c0.1"):
+            first_ended.set()
+        return await finish(request_id, state)
+
+    def move(spec):
+        store.create, store.finish = late, logged
+        stack.fleet.move(spec)
+
+    answer = await disturbed(stack, {**BODY, "n": 2}, move)
+    assert {k: "".join(c["text"] for c in v) for k, v in by_choice(answer).items()} == {
+        0: TEXT,
+        1: TEXT,
+    }
+    whole = stack.fleet.specs[0].request_id
+    await eventually(lambda: ("ended", whole) in log)
+    assert log.index(("ended", f"{whole}.c0.1")) < log.index(("stored", f"{whole}.c1.1"))
+    assert log.index(("stored", f"{whole}.c1.1")) < log.index(("ended", whole))
+
+
 async def test_a_choice_that_was_migrated_is_migrated_again(stack):
     asking, held = await hold_parts(stack, {**BODY, "n": 2})
     whole, _, second = stack.fleet.specs

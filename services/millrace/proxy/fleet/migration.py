@@ -103,7 +103,8 @@ class Migration:
         self._scheduler.cancel(before, "it is migrated")
         del self._live[before]
         self._metrics.moved(reason)
-        for one in request.move(time.monotonic()):
+        following = request.move(time.monotonic())
+        for one in following:
             self._live[one.spec.request_id] = one
             log.info(
                 "request %s is migrated as %s after %d tokens: %s",
@@ -113,18 +114,22 @@ class Migration:
                 error.message,
                 extra=one.about(),
             )
-            self._records.spawn(self._go_on(one, before, wait_s))
+        self._records.spawn(self._go_on(following, before, wait_s))
 
-    async def _go_on(self, request: ProxyRequest, before: str, wait_s: float) -> None:
-        """Submits a request's next incarnation; the store has it before the former one ends."""
+    async def _go_on(self, following: list[ProxyRequest], before: str, wait_s: float) -> None:
+        """Submits a request's next incarnations; the store has all before the former one ends."""
         try:
             await asyncio.sleep(wait_s)
+            await asyncio.gather(*(self._submit_or_fail(one) for one in following))
+        finally:
+            self._records.finish(before, "cancelled", kept=following[0].kept)
+
+    async def _submit_or_fail(self, request: ProxyRequest) -> None:
+        try:
             await self._submit_when_stored(request)
         except ApiError as error:
             if not request.has_ended:
                 self._fail(request, error, cancel=False)
-        finally:
-            self._records.finish(before, "cancelled", kept=request.kept)
 
     async def _submit_when_stored(self, request: ProxyRequest) -> None:
         """Submits a request as soon as the store takes its record. Raises ApiError after its
