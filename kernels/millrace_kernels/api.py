@@ -245,6 +245,18 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     return dispatch.rows(gate_up).silu_mul(gate_up)
 
 
+def choose_experts(logits: Tensor, per_token: int, *, normalised: bool) -> tuple[Tensor, Tensor]:
+    """Chooses the likeliest experts of each row of logits [n, E] by a softmax in float32.
+
+    Returns ids int64 and weights float32 [n, per_token], the likeliest first. A weight is the
+    expert's probability; if `normalised`, a row's weights are divided by their sum. Raises
+    ValueError unless 0 < per_token <= E.
+    """
+    if logits.dim() != 2 or not 0 < per_token <= logits.shape[1]:
+        raise ValueError(f"{per_token} experts of logits {tuple(logits.shape)}")
+    return dispatch.rows(logits).choose_experts(logits, per_token, normalised)
+
+
 def sample(
     logits: Tensor,
     temperatures: Tensor,

@@ -90,6 +90,14 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     )
 
 
+def choose_experts(logits: Tensor, per_token: int, normalised: bool) -> tuple[Tensor, Tensor]:
+    """Returns ids [n, per_token] and float64 weights; of equal ones the lowest id comes first."""
+    shares = logits.double().softmax(-1)
+    shares, order = torch.sort(shares, stable=True, dim=-1, descending=True)
+    weights, ids = shares[:, :per_token], order[:, :per_token]
+    return ids, weights / weights.sum(-1, keepdim=True) if normalised else weights
+
+
 def silu_mul(gate_up: Tensor) -> Tensor:
     """Returns silu(gate) * up, [n, i], for gate_up [n, 2 * i] with gate first."""
     gate, up = gate_up.double().chunk(2, -1)

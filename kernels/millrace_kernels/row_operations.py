@@ -44,6 +44,10 @@ class Rows(Protocol):
 
     def silu_mul(self, gate_up: Tensor, /) -> Tensor: ...
 
+    def choose_experts(
+        self, logits: Tensor, per_token: int, normalised: bool, /
+    ) -> tuple[Tensor, Tensor]: ...
+
     def sample(
         self,
         logits: Tensor,

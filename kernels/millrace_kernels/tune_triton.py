@@ -1,17 +1,24 @@
 """Measures tile sizes on this machine's GPU and writes them to `configs.json`.
 
-    python -m millrace_kernels.tune_triton
+    python -m millrace_kernels.tune_triton [PATTERN ...]
 
-Each entry of this GPU's kind is timed on one representative call; the fastest candidate that
-compiles replaces it. The other kind's entries stay as they are. Serving never tunes.
+Each entry of this GPU's kind whose name fits a pattern (`attend_rows/*/16bit/d128`; without one
+every entry) is timed on one representative call; the fastest candidate that compiles replaces it.
+Other entries stay as they are. All cores compile first: that takes most of the time. Serving never
+tunes.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
+import multiprocessing
+import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from fnmatch import fnmatch
 from typing import Final
 
 import torch
@@ -32,41 +39,42 @@ from millrace_kernels.triton_backend.configs import Config
 
 Call = Callable[[], object]
 
-_PAGE_TOKENS: Final = 64
+_PAGE_TOKENS: Final = 16
 _ATTENTION: Final = ("attend_few", "attend_rows")
 _LARGEST_TILE_32BIT: Final = 2048
 """float32 products are unrolled into single multiplications: larger tiles compile for minutes."""
-_CHOICES: Final = {
+_CHOICES: Final[Mapping[str, Mapping[str, tuple[int, ...]]]] = {
     "attend_few": {
         "block_m": (16,),
-        "block_n": (16, 32, 64, 128),
+        "block_n": (32, 64, 128),
         "num_warps": (2, 4, 8),
-        "num_stages": (1, 2, 3, 4),
+        "num_stages": (2, 3, 4),
         "split_slots": (512, 1024, 2048),
     },
     "attend_rows": {
-        "block_m": (16, 32, 64, 128),
-        "block_n": (16, 32, 64, 128),
+        "block_m": (32, 64, 128),
+        "block_n": (32, 64, 128),
         "num_warps": (4, 8),
-        "num_stages": (1, 2, 3, 4),
+        "num_stages": (2, 3),
         "split_slots": (8192,),
+        "max_registers": (0, 128, 168),
     },
     "skinny_linear": {
-        "block_n": (8, 16, 32, 64),
-        "block_k": (64, 128, 256, 512),
+        "block_n": (8, 16, 32),
+        "block_k": (128, 256, 512),
         "num_warps": (2, 4, 8),
-        "num_stages": (2, 3, 4, 5),
+        "num_stages": (3, 4, 5),
     },
     "experts_few": {
         "block_m": (16,),
         "block_n": (32, 64, 128),
-        "block_k": (32, 64, 128),
+        "block_k": (64, 128),
         "num_warps": (4, 8),
-        "num_stages": (2, 3, 4),
+        "num_stages": (3, 4, 5),
     },
     "experts_rows": {
-        "block_m": (32, 64, 128),
-        "block_n": (32, 64, 128),
+        "block_m": (64, 128),
+        "block_n": (64, 128, 256),
         "block_k": (32, 64),
         "num_warps": (4, 8),
         "num_stages": (2, 3, 4),
@@ -74,42 +82,78 @@ _CHOICES: Final = {
 }
 
 
-def main() -> int:
-    """Tunes every entry of this GPU's kind; returns 1, with a reason on stderr, without a GPU."""
+def main(arguments: Sequence[str]) -> int:
+    """Tunes entries of this GPU's kind; returns 1, with a reason on stderr, without a GPU."""
     device = torch.device("cuda")
     if reason := unavailable(device):
         print(f"tune: {reason}", file=sys.stderr)
         return 1
-    table = dict(configs.committed())
-    for name, before in configs.committed().items():
-        kernel, gpu, dtype_name, *rest = name.split("/")
-        if gpu != configs.gpu_name(device):
-            continue
-        dtype = torch.bfloat16 if dtype_name == "16bit" else torch.float32
-        head_dim = int(rest[0][1:]) if rest else None
-        table[name] = _fastest(kernel, before, dtype, _call(kernel, dtype, head_dim))
+    table, measured = dict(configs.committed()), dict(configs.measured())
+    patterns = arguments or ("*",)
+    mine = [name for name in table if name.split("/")[1] == configs.gpu_name(device)]
+    names = [name for name in mine if any(fnmatch(name, pattern) for pattern in patterns)]
+    compile_all(names)
+    for name in names:
+        table[name] = fastest(name)
+        measured[name] = torch.cuda.get_device_name()
         print(name, json.dumps(table[name]), flush=True)
-    configs.PATH.write_text(as_json(table, f"measured on {torch.cuda.get_device_name()}"))
+    configs.PATH.write_text(as_json(table, measured))
     print(f"wrote {configs.PATH} ({describe()})")
     return 0
 
 
-def _candidates(kernel: str, before: Config, dtype: torch.dtype) -> Iterator[Config]:
-    yield before
-    names = _CHOICES[kernel]
-    for values in itertools.product(*names.values()):
-        config = dict(zip(names, values, strict=True))
+def compile_all(names: Sequence[str]) -> None:
+    """Compiles every candidate of these entries into Triton's cache, on all cores."""
+    tasks = [(name, config) for name in names for config in _candidates(name)]
+    spawn = multiprocessing.get_context("spawn")
+    cores = len(os.sched_getaffinity(0))
+    with ProcessPoolExecutor(min(cores, len(tasks)) or 1, mp_context=spawn) as pool:
+        for _ in pool.map(_compile, tasks):
+            pass
+
+
+def _compile(task: tuple[str, Config]) -> None:
+    name, config = task
+    with configs.trying(**{_parts(name)[0]: config}):
+        try:
+            _call(*_parts(name))()
+        except TritonError:  # as in `fastest`
+            return
+        finally:
+            torch.cuda.synchronize()
+
+
+def _parts(name: str) -> tuple[str, torch.dtype, int | None]:
+    """Returns an entry's kernel, dtype and head_dim."""
+    kernel, _, dtype, *rest = name.split("/")
+    return (
+        kernel,
+        torch.bfloat16 if dtype == "16bit" else torch.float32,
+        int(rest[0][1:]) if rest else None,
+    )
+
+
+def _candidates(name: str) -> Iterator[Config]:
+    yield configs.committed()[name]
+    kernel, dtype, _ = _parts(name)
+    choices = _CHOICES[kernel]
+    for values in itertools.product(*choices.values()):
+        config = dict(zip(choices, values, strict=True))
         tile = config.get("block_m", 16) * config["block_n"]
         if dtype != torch.float32 or tile <= _LARGEST_TILE_32BIT:
             yield config
 
 
-def _fastest(kernel: str, before: Config, dtype: torch.dtype, call: Call) -> Config:
-    best, best_ms = before, float("inf")
-    for config in _candidates(kernel, before, dtype):
-        with configs.trying(**{kernel: config}):
+def fastest(name: str) -> Config:
+    """Returns the fastest candidate of an entry."""
+    best, best_ms = configs.committed()[name], float("inf")
+    call = _call(*_parts(name))
+    for config in _candidates(name):
+        with configs.trying(**{_parts(name)[0]: config}):
             try:
-                spent_ms = float(triton.testing.do_bench(call, warmup=5, rep=20))
+                spent_ms = float(
+                    triton.testing.do_bench(call, warmup=5, rep=20, return_mode="median")
+                )
             except TritonError:  # the GPU has too little shared memory or too few registers
                 continue
         if spent_ms < best_ms:
@@ -117,16 +161,20 @@ def _fastest(kernel: str, before: Config, dtype: torch.dtype, call: Call) -> Con
     return best
 
 
+@functools.cache
 def _call(kernel: str, dtype: torch.dtype, head_dim: int | None) -> Call:
     """Returns the call that an entry is timed on."""
     if head_dim is not None:
-        rows, kv_lens = ([1] * 16, [8192] * 16) if kernel == "attend_few" else ([2048], [16384])
-        return _attention_call(dtype, head_dim, rows, kv_lens)
+        if kernel == "attend_rows":
+            return _attention_call(dtype, head_dim, [2048], [16384])
+        some = _attention_call(dtype, head_dim, [1] * 16, [8192] * 16)
+        one = _attention_call(dtype, head_dim, [1], [2048])
+        return lambda: (some(), one())
     if kernel == "skinny_linear":
-        weight = torch.randn(4096, 4096, dtype=dtype, device="cuda")
-        layer = linear.TritonLinear(weight)
-        return lambda: layer(weight[:4])
-    tokens, experts, hidden, width = (16 if kernel == "experts_few" else 4096), 64, 2048, 1024
+        square, wide = (torch.randn(n, 4096, dtype=dtype, device="cuda") for n in (4096, 28_672))
+        layers = linear.TritonLinear(square), linear.TritonLinear(wide)
+        return lambda: [layer(square[:1]) for layer in layers]
+    tokens, experts, hidden, width = (32 if kernel == "experts_few" else 4096), 128, 2048, 768
     mixture = moe.TritonExperts(
         torch.randn(experts, 2 * width, hidden, dtype=dtype, device="cuda"),
         torch.randn(experts, hidden, width, dtype=dtype, device="cuda"),
@@ -169,11 +217,14 @@ def _attention_call(dtype: torch.dtype, head_dim: int, rows: list[int], kv_lens:
     return call
 
 
-def as_json(table: dict[str, Config], source: str) -> str:
+def as_json(table: Mapping[str, Config], measured: Mapping[str, str]) -> str:
     """Formats one line per entry, so that a change of an entry changes one line."""
-    lines = ",\n".join(f'    "{name}": {json.dumps(table[name])}' for name in sorted(table))
-    return f'{{\n  "source": {json.dumps(source)},\n  "configs": {{\n{lines}\n  }}\n}}\n'
+    parts = {
+        title: ",\n".join(f'    "{name}": {json.dumps(part[name])}' for name in sorted(part))
+        for title, part in (("measured", measured), ("configs", table))
+    }
+    return "{\n" + ",\n".join(f'  "{k}": {{\n{v}\n  }}' for k, v in parts.items()) + "\n}\n"
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -13,6 +13,7 @@ from millrace_kernels import cpu_backend
 from millrace_kernels.cpu_backend import TYPES, need
 from millrace_kernels.cpu_backend import merge_attention_ as merge_attention_
 from millrace_kernels.recording import launch
+from millrace_kernels.router import choose_experts as choose_experts
 
 if cpu_backend.AVAILABLE:
     from millrace_kernels import _cpu

@@ -12,6 +12,7 @@ from torch.nn import functional
 from millrace_kernels import cpu_backend
 from millrace_kernels.plan import AttentionPlan, Sight
 from millrace_kernels.reference import gather_kv, visible
+from millrace_kernels.router import choose_experts as choose_experts
 from millrace_kernels.torch_backend.sampling import sample as sample
 
 _BLOCK_ROWS = 512

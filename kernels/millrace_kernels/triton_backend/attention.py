@@ -18,7 +18,7 @@ from millrace_kernels.triton_backend.configs import Config
 from millrace_kernels.triton_backend.jit import block, dot_precision, launch
 from millrace_kernels.triton_backend.kernels import attention as kernels
 
-_MERGED_AT_ONCE = 16
+_MERGED_AT_ONCE = 8
 """Partial results of a row that one step of the merge reads."""
 
 
@@ -104,6 +104,7 @@ class TritonPlan:
             PRECISION=dot_precision(plan.dtype),
             num_warps=config["num_warps"],
             num_stages=config["num_stages"],
+            max_registers=config.get("max_registers", 0),
         )
         if part.merges.shape[0]:
             launch(
@@ -117,6 +118,7 @@ class TritonPlan:
                 HEAD_DIM=plan.head_dim,
                 BLOCK_D=block(plan.head_dim),
                 BLOCK_P=_MERGED_AT_ONCE,
+                num_warps=1,
             )
 
 

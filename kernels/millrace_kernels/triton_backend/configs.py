@@ -1,10 +1,9 @@
 """Tile sizes of the kernels, by kernel, GPU, dtype and head_dim: a lookup, never a search.
 
-`configs.json` holds them, and its "source" says where they come from. Numbers with the source
-"reasoned" were chosen from shared memory, registers and tile shapes and have not run on a GPU;
-`python -m millrace_kernels.tune_triton` measures on a GPU and writes the file again. The sm_80
-entries also serve 8.6, 8.9 and 12.0, so they keep to those GPUs' 99 KiB of shared memory; sm_90
-serves 10.0 as well.
+`configs.json` holds them. Its "measured" names the entries that `python -m
+millrace_kernels.tune_triton` has measured, and on which GPU; the others were chosen from shared
+memory, registers and tile shapes. The sm_80 entries also serve 8.6, 8.9 and 12.0, so they keep to
+those GPUs' 99 KiB of shared memory; sm_90 serves 10.0 as well.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from millrace_kernels.triton_backend import HEAD_DIMS, LEAST_CAPABILITY, refusal
 PATH: Final = Path(__file__).with_name("configs.json")
 
 Config = Mapping[str, int]
-"""`num_warps`, `num_stages` and the kernel's own block sizes."""
+"""`num_warps`, `num_stages`, the kernel's own block sizes, and perhaps `max_registers`."""
 
 _trying: dict[str, Config] = {}
 
@@ -58,6 +57,12 @@ def committed() -> Mapping[str, Config]:
     """Returns all entries of `configs.json`, by `key`."""
     configs: dict[str, Config] = json.loads(PATH.read_text())["configs"]
     return configs
+
+
+def measured() -> Mapping[str, str]:
+    """Returns the GPUs on which entries were measured, by `key`; no other entry has run on one."""
+    gpus: dict[str, str] = json.loads(PATH.read_text())["measured"]
+    return gpus
 
 
 @functools.cache

@@ -38,10 +38,11 @@ def launch(
     *args: object,
     num_warps: int = 4,
     num_stages: int = 2,
+    max_registers: int = 0,
     **constants: object,
 ) -> None:
     """Queues a kernel on the current stream of its first argument's device; `constants` are its
-    constexpr arguments.
+    constexpr arguments. `max_registers`: of a thread, so that more programs fit an SM; 0: no limit.
 
     Multiplies and adds fuse, as in cuBLAS and torch (Triton's default will change).
     """
@@ -52,6 +53,7 @@ def launch(
             **constants,
             num_warps=num_warps,
             num_stages=num_stages,
+            maxnreg=max_registers or None,
             enable_fp_fusion=True,
         )
 

@@ -1,6 +1,7 @@
 """Norms, SwiGLU's product and rotary embedding with the K/V write, on a CUDA device.
 
-With the merge and sampling of the sibling modules, this is a `dispatch.Rows`.
+With the merge, the choice of experts and sampling of the sibling modules, this is a
+`dispatch.Rows`.
 
 Tile sizes here follow from the row's width alone: these kernels are bound by memory, not by tiles.
 """
@@ -13,6 +14,7 @@ from torch import Tensor
 from millrace_kernels.triton_backend.attention import merge_attention_ as merge_attention_
 from millrace_kernels.triton_backend.jit import block, launch
 from millrace_kernels.triton_backend.kernels import rows as kernels
+from millrace_kernels.triton_backend.moe import choose_experts as choose_experts
 from millrace_kernels.triton_backend.sampling import sample as sample
 
 _SILU_BLOCK = 1024

@@ -256,6 +256,34 @@ def test_experts(dtype, tokens):
     assert layer(x[:0], ids[:0], weights[:0]).shape == (0, hidden)
 
 
+@DTYPES
+@pytest.mark.parametrize("normalised", [False, True])
+def test_choosing_experts(dtype, normalised):
+    logits = (randn(5, 2 * 11, dtype=dtype)[:, :11] * 4).round() / 2  # rows apart, and ties
+    ids, weights = moe.choose_experts(logits, 3, normalised)
+    expected_ids, expected = reference.choose_experts(logits, 3, normalised)
+    assert torch.equal(ids, expected_ids)
+    close(weights, expected, torch.float32)
+    if not INTERPRETED:  # NumPy warns of the subtraction
+        logits[1] = torch.nan
+        ids, _ = moe.choose_experts(logits, 3, normalised)
+        assert ids[1].min() >= 0 and ids[1].max() < 11
+
+
+@pytest.mark.parametrize("count", [1, 150])
+def test_few_and_many_assignments_are_sorted_alike(count, monkeypatch):
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, 6, (count, 1), generator=generator).repeat(1, 2).view(-1).to(DEVICE)
+    gate_up, down = randn(7, 16, 16, dtype=torch.float32), randn(7, 16, 8, dtype=torch.float32)
+    layer = moe.TritonExperts(gate_up, down)
+    x, shares = randn(count, 16, dtype=torch.float32), torch.ones(count, 2, device=DEVICE)
+    found = []
+    for few in (0, ids.numel()):
+        monkeypatch.setattr(moe, "FEW_ASSIGNMENTS", few)
+        found.append(layer(x, ids.view(count, 2), shares))
+    assert torch.equal(*found)
+
+
 def drawn(logits, temperature, top_k, top_p, min_p, uniform) -> int:
     """Draws one row's token by the definition: float64, one full sort."""
     wide, vocab = logits.double().cpu(), logits.numel()

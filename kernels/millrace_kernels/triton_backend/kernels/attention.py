@@ -51,7 +51,8 @@ def _fold_block(
     state: tl.tuple,
     q: tl.tensor,
     q_position: tl.tensor,
-    slot: tl.tensor,
+    first: tl.tensor,
+    n: tl.tensor,
     end: tl.tensor,
     d: tl.tensor,
     pages_ptr: tl.tensor,
@@ -65,6 +66,7 @@ def _fold_block(
     window: tl.tensor,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
     PAGE_TOKENS: tl.constexpr,
     CAUSAL: tl.constexpr,
     WINDOWED: tl.constexpr,
@@ -73,18 +75,27 @@ def _fold_block(
     PRECISION: tl.constexpr,
     MASKED: tl.constexpr,
 ) -> tl.tuple:
-    """Adds one block of K/V slots to (weighted sum, highest score, sum of exponentials)."""
+    """Adds one block of K/V slots to (weighted sum, highest score, sum of exponentials).
+
+    The highest score is times `unit`, which is above 0: one multiply-add then gives an exponent.
+    """
     acc, top, total = state
+    slot = first + n
     inside = slot < end
     RAGGED: tl.constexpr = MASKED or HEAD_DIM != BLOCK_D
-    page = tl.load(pages_ptr + slot // PAGE_TOKENS, mask=inside, other=0).to(tl.int64)
-    at = page * page_stride + (slot % PAGE_TOKENS) * slot_stride
+    if PAGE_TOKENS % BLOCK_N == 0:  # the block lies in one page, because it is aligned
+        page = tl.load(pages_ptr + first // PAGE_TOKENS).to(tl.int64)
+        at = page * page_stride + (first % PAGE_TOKENS + n) * slot_stride
+    else:
+        page = tl.load(pages_ptr + slot // PAGE_TOKENS, mask=inside, other=0).to(tl.int64)
+        at = page * page_stride + (slot % PAGE_TOKENS) * slot_stride
     k = _load_tile(k_ptr, at, d, inside, HEAD_DIM, RAGGED)
-    scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
+    scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+    unit = scale * LOG2E
     if CAPPED:
         # tanh by exp: exact at both ends, where exp gives 0 or infinity.
-        scores = soft_cap * (1.0 - 2.0 / (tl.exp(scores * (2.0 / soft_cap)) + 1.0))
-    scores = scores * LOG2E
+        scores = soft_cap * (1.0 - 2.0 / (tl.exp(scores * (scale * 2.0 / soft_cap)) + 1.0))
+        unit = LOG2E
     if MASKED:
         seen = inside[None, :]
         kv_position = slot
@@ -95,9 +106,9 @@ def _fold_block(
         if WINDOWED:
             seen = seen & (kv_position[None, :] > q_position[:, None] - window)
         scores = tl.where(seen, scores, float("-inf"))
-    new_top = tl.maximum(top, tl.max(scores, 1))
+    new_top = tl.maximum(top, tl.max(scores, 1) * unit)
     base = tl.where(new_top == float("-inf"), 0.0, new_top)
-    weights = tl.exp2(scores - base[:, None])
+    weights = tl.exp2(scores * unit - base[:, None])
     decay = tl.exp2(top - base)
     v = _load_tile(k_ptr + v_stride, at, d, inside, HEAD_DIM, RAGGED)
     acc = tl.dot(weights.to(v.dtype), v, acc * decay[:, None], input_precision=PRECISION)
@@ -170,16 +181,16 @@ def attend(
     n = tl.arange(0, BLOCK_N)
     for first in range(full_begin, full_end, BLOCK_N):
         state = _fold_block(
-            state, q, q_position, first + n, end, d, pages_ptr, k_ptr, kv_position_ptr,
-            page_stride, v_stride, slot_stride, scale, soft_cap, window, HEAD_DIM, BLOCK_D,
+            state, q, q_position, first, n, end, d, pages_ptr, k_ptr, kv_position_ptr,
+            page_stride, v_stride, slot_stride, scale, soft_cap, window, HEAD_DIM, BLOCK_D, BLOCK_N,
             PAGE_TOKENS, CAUSAL, WINDOWED, CAPPED, PLACED, PRECISION, False,
         )  # fmt: skip
     before = tl.cdiv(full_begin - begin, BLOCK_N)
     for i in range(before + tl.cdiv(end - full_end, BLOCK_N)):
         first = tl.where(i < before, begin + i * BLOCK_N, full_end + (i - before) * BLOCK_N)
         state = _fold_block(
-            state, q, q_position, first + n, end, d, pages_ptr, k_ptr, kv_position_ptr,
-            page_stride, v_stride, slot_stride, scale, soft_cap, window, HEAD_DIM, BLOCK_D,
+            state, q, q_position, first, n, end, d, pages_ptr, k_ptr, kv_position_ptr,
+            page_stride, v_stride, slot_stride, scale, soft_cap, window, HEAD_DIM, BLOCK_D, BLOCK_N,
             PAGE_TOKENS, CAUSAL, WINDOWED, CAPPED, PLACED, PRECISION, True,
         )  # fmt: skip
 

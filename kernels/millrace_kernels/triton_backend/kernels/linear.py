@@ -8,7 +8,7 @@ import triton.language as tl
 from millrace_kernels.triton_backend.jit import jit
 
 
-@jit("rows", "x_stride")
+@jit("rows")
 def multiply_few_rows(
     x_ptr: tl.tensor,
     weight_ptr: tl.tensor,

@@ -1,7 +1,7 @@
-"""The two grouped products of a mixture of experts, in Triton.
+"""A mixture of experts in Triton: the choice of experts, and the two grouped products.
 
-Assignments (a token with one of its experts) come sorted by expert. A program takes BLOCK_M
-assignments of one expert, so a weight tile is read once for all of them.
+An assignment is a token with one of its experts. Assignments come to the products sorted by expert.
+A program takes BLOCK_M assignments of one expert, so a weight tile is read once for all of them.
 """
 
 # ruff: noqa: PLR0913 - a kernel's arguments are all that reaches it.
@@ -12,7 +12,92 @@ import triton.language as tl
 from millrace_kernels.triton_backend.jit import jit
 
 
-@jit("x_stride")
+@jit()
+def choose_experts(
+    logits_ptr: tl.tensor,
+    ids_ptr: tl.tensor,
+    weights_ptr: tl.tensor,
+    logits_stride: tl.tensor,
+    EXPERTS: tl.constexpr,
+    PER_TOKEN: tl.constexpr,
+    NORMALISED: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+) -> None:
+    """Grid (n,): ids int64 and weights float32 [n, PER_TOKEN] of a row's likeliest experts, the
+    likeliest first, of equal ones the lowest id first.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    e = tl.arange(0, BLOCK_E)
+    t = tl.arange(0, BLOCK_T)
+    there = e < EXPERTS
+    logits = tl.load(logits_ptr + row * logits_stride + e, mask=there, other=float("-inf"))
+    logits = logits.to(tl.float32)
+    shares = tl.exp(logits - tl.max(logits, 0))
+    left = tl.where(there, shares / tl.sum(shares, 0), -1.0)
+    ids = tl.zeros([BLOCK_T], tl.int32)
+    weights = tl.zeros([BLOCK_T], tl.float32)
+    for i in range(PER_TOKEN):
+        best = tl.max(left, 0)
+        # Of numbers that are not finite none is the best: the id stays within the experts.
+        expert = tl.minimum(tl.min(tl.where(left == best, e, BLOCK_E), 0), EXPERTS - 1)
+        ids = tl.where(t == i, expert, ids)
+        weights = tl.where(t == i, best, weights)
+        left = tl.where(e == expert, -1.0, left)
+    if NORMALISED:
+        weights = weights / tl.sum(weights, 0)
+    at = row * PER_TOKEN + t
+    tl.store(ids_ptr + at, ids.to(tl.int64), mask=t < PER_TOKEN)
+    tl.store(weights_ptr + at, weights, mask=t < PER_TOKEN)
+
+
+@jit("assignments", "blocks")
+def group_by_expert(
+    ids_ptr: tl.tensor,
+    order_ptr: tl.tensor,
+    bounds_ptr: tl.tensor,
+    first_block_ptr: tl.tensor,
+    block_expert_ptr: tl.tensor,
+    assignments: tl.tensor,
+    blocks: tl.tensor,
+    EXPERTS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    CHUNK: tl.constexpr,
+) -> None:
+    """Grid (1,): the tables of few assignments, CHUNK at a time; all int64. ids [assignments].
+
+    order [assignments]: assignments by expert, in their order. bounds [EXPERTS + 1]: the start of
+    each expert's. first_block [EXPERTS] and block_expert [blocks], EXPERTS for none: of blocks of
+    BLOCK_M.
+    """
+    e = tl.arange(0, BLOCK_E)
+    a = tl.arange(0, CHUNK)
+    there = e < EXPERTS
+    counts = tl.zeros([BLOCK_E], tl.int32)
+    for start in range(0, assignments, CHUNK):
+        ids = tl.load(ids_ptr + start + a, mask=start + a < assignments, other=-1)
+        counts += tl.sum((ids[None, :] == e[:, None]).to(tl.int32), 1)
+    seen = tl.cumsum(counts, 0) - counts
+    own_blocks = (counts + BLOCK_M - 1) // BLOCK_M
+    last_block = tl.cumsum(own_blocks, 0)
+    tl.store(bounds_ptr + e, seen.to(tl.int64), mask=there)
+    tl.store(bounds_ptr + EXPERTS, assignments.to(tl.int64))
+    tl.store(first_block_ptr + e, (last_block - own_blocks).to(tl.int64), mask=there)
+    for start in range(0, blocks, CHUNK):
+        passed = (last_block[:, None] <= (start + a)[None, :]) & there[:, None]
+        expert = tl.sum(passed.to(tl.int32), 0)
+        tl.store(block_expert_ptr + start + a, expert.to(tl.int64), mask=start + a < blocks)
+    for start in range(0, assignments, CHUNK):
+        live = start + a < assignments
+        ids = tl.load(ids_ptr + start + a, mask=live, other=-1)
+        own = (ids[None, :] == e[:, None]).to(tl.int32)
+        place = tl.sum(own * (seen[:, None] + tl.cumsum(own, 1) - 1), 0)
+        tl.store(order_ptr + place, (start + a).to(tl.int64), mask=live)
+        seen += tl.sum(own, 1)
+
+
+@jit()
 def expand(
     x_ptr: tl.tensor,
     weight_ptr: tl.tensor,
@@ -104,3 +189,23 @@ def contract(
     share = tl.load(share_ptr + assignment, mask=live, other=0.0)
     out_at = assignment[:, None] * HIDDEN + n[None, :]
     tl.store(out_ptr + out_at, acc * share[:, None], mask=live[:, None] & (n < HIDDEN)[None, :])
+
+
+@jit()
+def sum_experts(
+    shares_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    PER_TOKEN: tl.constexpr,
+    HIDDEN: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """Grid (n, blocks of HIDDEN): out [n, HIDDEN] = the sum of a token's float32 [PER_TOKEN,
+    HIDDEN]."""
+    row = tl.program_id(0).to(tl.int64)
+    i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = i < HIDDEN
+    total = tl.zeros([BLOCK], tl.float32)
+    for k in range(PER_TOKEN):
+        at = (row * PER_TOKEN + k) * HIDDEN + i
+        total += tl.load(shares_ptr + at, mask=inside, other=0.0)
+    tl.store(out_ptr + row * HIDDEN + i, total.to(out_ptr.dtype.element_ty), mask=inside)

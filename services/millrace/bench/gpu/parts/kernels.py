@@ -10,6 +10,8 @@ from typing import Final
 
 from millrace.bench.gpu.part import Context
 
+_PLUGINS: Final = ("-p", "pytest_asyncio.plugin", "-p", "pytest_timeout")
+"""The plugins of pytest that the tests' settings need. The machine's own may not suit them."""
 _QUICK: Final = "test_linear or test_norms_and_silu or test_merging"
 """What the interpreter computes in seconds; the suite has the rest of it."""
 
@@ -32,9 +34,13 @@ def check(context: Context) -> None:
 def compare(context: Context, name: str, *arguments: str) -> None:
     """Runs tests of the source tree and notes their last line."""
     ran = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments],
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *_PLUGINS, *arguments],
         cwd=context.source,
-        env={**os.environ, "TRITON_INTERPRET": "" if context.is_cuda else "1"},
+        env={
+            **os.environ,
+            "TRITON_INTERPRET": "" if context.is_cuda else "1",
+            "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
+        },
         capture_output=True,
         text=True,
         check=False,
