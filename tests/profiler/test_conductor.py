@@ -88,14 +88,17 @@ async def test_a_prompt_that_fits_nowhere_is_an_error_and_leaves_nothing(
 
 @pytest.mark.slow
 async def test_a_dead_instance_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    wanted, before = options(), set(psutil.Process().children())
+    wanted, own = options(), psutil.Process()
+    before = set(own.children(recursive=True))
     with tempfile.TemporaryDirectory() as folder:
         monkeypatch.setattr(tempfile, "tempdir", folder)
         # The conductor notices its end, or the other member of its group reports it.
         with pytest.raises(ConductorError, match=r"prefill-1(-\d+)? is gone"):
             async with Conductor(wanted) as conductor:
-                started = set(psutil.Process().children()) - before
-                (process,) = (one for one in started if "prefill-1" in one.cmdline())
+                started = set(own.children(recursive=True)) - before
+                # A forked service has its whole command line as its name.
+                lines = {one: " ".join(one.cmdline()).split() for one in started}
+                (process,) = (one for one, words in lines.items() if "prefill-1" in words)
                 running = asyncio.create_task(conductor.run([PlannedChunk(10_000, (0, 1))]))
                 await asyncio.sleep(0.1)
                 process.kill()
