@@ -4,6 +4,7 @@ request at every stage.
 
 import asyncio
 import threading
+import time
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any
@@ -60,6 +61,18 @@ async def test_tokens_are_the_models_and_reach_proxy_and_journal(pair: Pair) -> 
     assert len(spans) == len(set(spans))
     await asyncio.sleep(0.05)
     assert (await pair.store.journal("r", 0)).tolist() == expected
+
+
+async def test_a_transfer_begins_when_decode_has_admitted_the_request(pair: Pair) -> None:
+    request = spec("r", 37)
+    await remember(pair.store, request, prompt(37))
+    pair.prefill.role.on_command(run_prefill(request, pair.decode.member))
+    await pair.prefill.said("chunk_finished", "r")
+    admitted_s = time.time() - request.arrival_unix_s
+    pair.decode.role.on_command(admit_decode(request))
+    await eventually(lambda: ("r", 0) in pair.ends)
+    (transfer,) = [one for one in pair.spans("r") if one.name == "kv_transfer"]
+    assert admitted_s <= transfer.start_s <= transfer.end_s
 
 
 async def test_the_last_tokens_are_journalled_at_the_end() -> None:

@@ -15,7 +15,7 @@ from millrace.local.options import StackOptions
 from millrace.local.stack import Stack
 from millrace.wire.clients.scheduler_client import evict, get_instances
 from support.deadlines import HANG_S
-from support.live_stack import POOL_BYTES, eventually, live_stack
+from support.live_stack import POOL_BYTES, eventually, held, live_stack
 from support.otlp_receiver import Received, Receiver, check_nested, children, otlp_receiver
 from support.served_model import served_folder
 from support.tiny_models import prompt
@@ -202,15 +202,11 @@ async def test_a_migrated_request_is_one_trace() -> None:
         scheduler = f"127.0.0.1:{stack.services['scheduler'].port}"
         asked = asyncio.create_task(ask(client, {}, prompt=prompt(60, 4), max_tokens=1500))
 
-        async def runs_at() -> str:
-            found = [
-                i.id for i in await get_instances(scheduler) if i.role == "decode" and i.running
-            ]
-            return found[0] if found else ""
+        async def runs() -> bool:
+            return any(i.role == "decode" and i.running for i in await get_instances(scheduler))
 
-        await eventually(runs_at)
-        before = await runs_at()
-        await evict(scheduler, before, abort=False)
+        async with held(stack, runs) as before:
+            await evict(scheduler, before, abort=False)
         await asked
         await eventually(lambda: receiver.named("request"), what="the trace")
         (request,) = receiver.named("request")

@@ -227,10 +227,11 @@ class Admissions:
         request.advance(DecodeEvent.KV_LANDED)
         now_s = request.clock.now_s()
         if request.transfer is not None:
-            begun = request.transfer
-            end_s = max(now_s, begun.start_s)
-            request.trace.spans.append(replace(begun, end_s=end_s))
-            request.trace.trace("kv_transfer", begun.start_s, end_s, sender=begun.instance_id)
+            # Where nothing was written yet, the sender gave the end of its prefill as the start.
+            begun = max(request.transfer.start_s, request.admitted_s)
+            end_s = max(now_s, begun)
+            request.trace.spans.append(replace(request.transfer, start_s=begun, end_s=end_s))
+            request.trace.trace("kv_transfer", begun, end_s, sender=request.transfer.instance_id)
         else:
             request.trace.add("kv_transfer", request.admitted_s, now_s)
         self._table.join_if_ready(request)
