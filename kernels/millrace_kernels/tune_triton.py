@@ -83,7 +83,8 @@ _CHOICES: Final[Mapping[str, Mapping[str, tuple[int, ...]]]] = {
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Tunes entries of this GPU's kind; returns 1, with a reason on stderr, without a GPU."""
+    """Tunes entries of this GPU's kind; returns 1, with a reason on stderr, without a GPU or where
+    no entry fits."""
     device = torch.device("cuda")
     if reason := unavailable(device):
         print(f"tune: {reason}", file=sys.stderr)
@@ -92,6 +93,9 @@ def main(arguments: Sequence[str]) -> int:
     patterns = arguments or ("*",)
     mine = [name for name in table if name.split("/")[1] == configs.gpu_name(device)]
     names = [name for name in mine if any(fnmatch(name, pattern) for pattern in patterns)]
+    if not names:
+        print(f"tune: no entry of this GPU fits {' or '.join(patterns)}", file=sys.stderr)
+        return 1
     compile_all(names)
     for name in names:
         table[name] = fastest(name)
@@ -107,7 +111,7 @@ def compile_all(names: Sequence[str]) -> None:
     tasks = [(name, config) for name in names for config in _candidates(name)]
     spawn = multiprocessing.get_context("spawn")
     cores = len(os.sched_getaffinity(0))
-    with ProcessPoolExecutor(min(cores, len(tasks)) or 1, mp_context=spawn) as pool:
+    with ProcessPoolExecutor(min(cores, len(tasks)), mp_context=spawn) as pool:
         for _ in pool.map(_compile, tasks):
             pass
 

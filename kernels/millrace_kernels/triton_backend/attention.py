@@ -53,8 +53,10 @@ class TritonPlan:
         """Fills out_nhd (the plan's dtype or float32) and lse_nh, both contiguous.
 
         Raises IndexError when the plan has a page that kv_layer lacks, ValueError when a head's
-        numbers are not contiguous.
+        numbers are not contiguous, or scale is not above 0, which the kernel relies on.
         """
+        if scale <= 0:
+            raise ValueError(f"scale is {scale:g}; it must be above 0")
         if self.last_page >= kv_layer.shape[0]:
             raise IndexError(f"page {self.last_page} is past the pool's {kv_layer.shape[0]}")
         if q_nhd.stride(2) != 1 or kv_layer.stride(4) != 1:

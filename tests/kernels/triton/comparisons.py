@@ -68,11 +68,13 @@ CALLS = {
     "zigzag": Call((14, 1), (60, 20), layout="zigzag", **SMALL),
     "striped, window": Call((12, 2), (50, 3), layout="striped", window=13, **SMALL),
     "shuffled": Call((9, 1), (30, 40), layout="shuffled", **SMALL),
+    "pages of whole blocks": Call((1, 9), (70, 40), **{**SMALL, "page_tokens": 32}),
     "one head": Call((1, 5), (20, 30), kv_heads=1, group=1, head_dim=16, page_tokens=7),
 }
 LARGE = {
     "long": Call((1, 300, 1), (9000, 2000, 70), group=4, head_dim=128),
     "short chunk, long history": Call((70,), (40_000,), kv_heads=2, group=4, head_dim=128),
+    "large pages": Call((1, 300), (9000, 2000), group=4, head_dim=128, page_tokens=128),
     "wide heads": Call((1, 130), (3000, 900), head_dim=256, window=700, soft_cap=20.0),
     "odd heads": Call((1, 130), (3000, 900), head_dim=80, group=7, layout="zigzag"),
 }
@@ -139,12 +141,14 @@ def test_a_page_table_on_the_device_is_read_where_it_is():
     assert plan.page_table is kept and torch.equal(out, expected)
 
 
-def test_pages_outside_the_pool_are_refused():
+def test_pages_outside_the_pool_and_a_scale_of_0_are_refused():
     call = CALLS["decode"]
     q_nhd, kv_layer = call.data()
     plan = attention.plan(call.plan("reference", device=DEVICE))
     with pytest.raises(IndexError, match="is past the pool's 3"):
         plan.run(q_nhd, kv_layer[:3], scale=1.0, out_nhd=q_nhd, lse_nh=q_nhd[:, :, 0])
+    with pytest.raises(ValueError, match="scale is 0"):
+        plan.run(q_nhd, kv_layer, scale=0.0, out_nhd=q_nhd, lse_nh=q_nhd[:, :, 0])
     with pytest.raises(IndexError, match="page -1"):
         attention.plan(call.plan("reference", page_table=torch.full((3, 18), -1).int()))
 
