@@ -1,9 +1,8 @@
 """Finds the requests that kill the instances that run them, and takes them out of the fleet.
 
 An instance that is lost makes every request that was open there a suspect of the loss, unless the
-request has got further there (`MIN_KEPT_TOKENS`). A suspect
-that has lost fewer than `scheduler.max_deaths` instances goes on as any other request. After that
-many deaths
+request has got further there (`MIN_KEPT_TOKENS`). A suspect that has lost fewer than
+`scheduler.max_deaths` instances goes on as any other request. After that many deaths
 
 - a request that was the only one open at the last of them is quarantined: it fails, and is not
   tried again;
@@ -16,10 +15,10 @@ The deaths of a quarantined request are explained: no other request is suspected
 A loss looks the same at first whether the instance died or only its stream to the scheduler broke.
 A stream that broke is no death: the same incarnation registers again. A later incarnation, the
 silence of a whole lease (a request may have made the instance hang), and `lease_s` without a
-registration are deaths. A suspect that its
-unresolved losses would bring to `max_deaths` is held until they are resolved. The attempt that ends
-with a loss does not count towards `max_attempts`, until `MOST_RETURNED` losses of the request have
-proved to be breaks: it probably breaks the streams.
+registration are deaths. A suspect that its unresolved losses would bring to `max_deaths` is held
+until they are resolved. The attempt that ends with a loss does not count towards `max_attempts`,
+until `MOST_RETURNED` losses of the request have proved to be breaks: it probably breaks the
+streams.
 
 After the first token, a request goes on as a new request of its proxy, whose spec names the
 losses (`Request.deaths`). Its proxy may see a loss before the scheduler: a named incarnation that
