@@ -7,7 +7,8 @@ import os
 
 import pytest
 
-from millrace.cli.process import tell
+from millrace.cli.process import plain_errors, tell
+from millrace.core.errors import MillraceError
 
 
 def test_the_port_is_told_once() -> None:
@@ -24,3 +25,10 @@ def test_a_port_that_nobody_waits_for_any_more_is_no_error() -> None:
     tell(write_fd)(8000)
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(write_fd)
+
+
+def test_an_error_is_one_line_outside_of_a_command_too(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended, plain_errors():
+        raise MillraceError("store.url is 'x'")
+    assert ended.value.code == 1
+    assert capsys.readouterr().err == "millrace: store.url is 'x'\n"

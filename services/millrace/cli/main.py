@@ -27,6 +27,7 @@ from millrace.cli.options import (
 )
 from millrace.cli.process import configure, leave_forks_alone, plain_errors, run_async, tell
 from millrace.cli.workers import register
+from millrace.file_options import READ, WRITE
 
 app = typer.Typer(
     name="millrace",
@@ -132,11 +133,14 @@ def board(
         typer.Argument(
             metavar="FILE",
             help="Of `millrace sim run --board`, or a recording of `--record`.",
+            **READ,
         ),
     ],
     html: Annotated[
         Path | None,
-        typer.Option("--html", metavar="PATH", help="Write one page that needs no server."),
+        typer.Option(
+            "--html", metavar="PATH", help="Write one page that needs no server.", **WRITE
+        ),
     ] = None,
     port: Port = 0,
 ) -> None:
@@ -153,7 +157,9 @@ def board(
 
 @app.command()
 def report(
-    path: Annotated[Path, typer.Argument(metavar="FILE", help="A recording of `--record`.")],
+    path: Annotated[
+        Path, typer.Argument(metavar="FILE", help="A recording of `--record`.", **READ)
+    ],
     from_: Annotated[
         str,
         typer.Option(
@@ -171,7 +177,7 @@ def report(
     ] = 5,
     json_path: JsonAnswer = None,
     html: Annotated[
-        Path | None, typer.Option("--html", metavar="FILE", help="Write a page instead.")
+        Path | None, typer.Option("--html", metavar="FILE", help="Write a page instead.", **WRITE)
     ] = None,
 ) -> None:
     """Report a recorded run: objectives met, the worst requests and why, headroom, pool sizes."""

@@ -32,6 +32,7 @@ from millrace.cli.options import (
     with_stages,
 )
 from millrace.cli.process import configure, plain_errors, run_async, usable_devices
+from millrace.file_options import WRITE
 from millrace.shipped import SHIPPED_MODEL
 
 
@@ -72,7 +73,8 @@ def up(  # noqa: PLR0913 - every option of the command line is a parameter
         typer.Option("--tls", help="Mutual TLS between the services, by certificates made now."),
     ] = False,
     threads: Annotated[
-        int, typer.Option("--threads", help="Compute threads per instance; 0: half the cores.")
+        int,
+        typer.Option("--threads", min=0, help="Compute threads per instance; 0: half the cores."),
     ] = 0,
     devices: Devices = "",
     share_devices: ShareDevices = False,
@@ -165,7 +167,7 @@ def profile(  # noqa: PLR0913
         typer.Option("--out", metavar="PATH", help="Write the profile to this file, too."),
     ] = None,
     json_path: Annotated[
-        Path | None, typer.Option("--json", metavar="PATH", help="All measured points.")
+        Path | None, typer.Option("--json", metavar="PATH", help="All measured points.", **WRITE)
     ] = None,
     if_missing: Annotated[
         bool, typer.Option("--if-missing", help="Measure only if the cache has no such profile.")

@@ -8,12 +8,14 @@ from typing import Annotated
 
 import typer
 
+from millrace.file_options import READ, WRITE
+
 Settings = Annotated[
     list[str],
     typer.Option("--set", metavar="SECTION.FIELD=VALUE", help="Override one setting; repeatable."),
 ]
 ConfigPath = Annotated[
-    Path | None, typer.Option("--config", metavar="FILE", help="TOML file of settings.")
+    Path | None, typer.Option("--config", metavar="FILE", help="TOML file of settings.", **READ)
 ]
 ReadyFd = Annotated[
     int | None,
@@ -83,10 +85,14 @@ Record = Annotated[
         metavar="FILE",
         envvar="MILLRACE_RECORD",
         help="Record the run for `millrace board`, `report` and `sim replay`.",
+        **WRITE,
     ),
 ]
 Host = Annotated[str, typer.Option("--host", help="Address to listen on.")]
-Port = Annotated[int, typer.Option("--port", help="Port to listen on; 0 picks a free one.")]
+Port = Annotated[
+    int,
+    typer.Option("--port", min=0, max=65535, help="Port to listen on; 0 picks a free one."),
+]
 InstanceId = Annotated[
     str, typer.Option("--id", help="Name of this instance. Default: a random name.")
 ]
@@ -173,7 +179,8 @@ NoProfile = Annotated[
     typer.Option("--no-profile", help="Do not measure an unmeasured model at the start."),
 ]
 JsonAnswer = Annotated[
-    Path | None, typer.Option("--json", metavar="PATH", help="Write the result as JSON, too.")
+    Path | None,
+    typer.Option("--json", metavar="PATH", help="Write the result as JSON, too.", **WRITE),
 ]
 
 

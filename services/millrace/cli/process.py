@@ -12,9 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import typer
-
-from millrace.core.errors import MillraceError
+from millrace.core.errors import PREFIX, MillraceError, reason_of
 
 if TYPE_CHECKING:
     from millrace.core.config import Config
@@ -89,10 +87,10 @@ def plain_errors() -> Iterator[None]:
     try:
         yield
     except MillraceError as error:
-        print(f"millrace: {error}", file=sys.stderr)
-        raise typer.Exit(1) from None
+        print(f"{PREFIX}{error}", file=sys.stderr)
+        raise SystemExit(1) from None
     except KeyboardInterrupt:
-        raise typer.Exit(130) from None
+        raise SystemExit(130) from None
 
 
 def tell(fd: int | None) -> Callable[[int], None]:
@@ -114,4 +112,4 @@ def write_json(path: Path, document: Mapping[str, Any]) -> None:
     try:
         path.write_bytes(orjson.dumps(document, option=orjson.OPT_INDENT_2) + b"\n")
     except OSError as error:
-        raise MillraceError(f"--json {path}: {error}") from error
+        raise MillraceError(f"--json {path}: {reason_of(error)}") from error

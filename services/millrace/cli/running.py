@@ -16,6 +16,7 @@ from millrace.cli.options import (
     Settings,
 )
 from millrace.cli.process import configure, plain_errors, run_async
+from millrace.file_options import READ, WRITE
 
 
 def register(app: typer.Typer) -> None:
@@ -129,7 +130,10 @@ def explain(
     recording: Annotated[
         Path | None,
         typer.Option(
-            "--recording", metavar="FILE", help="Of --record: explain a request of that run."
+            "--recording",
+            metavar="FILE",
+            help="Of --record: explain a request of that run.",
+            **READ,
         ),
     ] = None,
     json_path: JsonAnswer = None,
@@ -176,10 +180,12 @@ def trace(
             "--folder",
             help="Read telemetry.trace_folder instead: all spans, also of old requests. ID may "
             "be a trace's.",
+            exists=True,
+            file_okay=False,
         ),
     ] = None,
     html: Annotated[
-        Path | None, typer.Option("--html", metavar="FILE", help="Write a page instead.")
+        Path | None, typer.Option("--html", metavar="FILE", help="Write a page instead.", **WRITE)
     ] = None,
 ) -> None:
     """Draw where a request's time went: asks the gateway, or reads files of traces."""

@@ -5,6 +5,9 @@ Each message says which field or value, and what to do.
 
 from __future__ import annotations
 
+#: How the last line of a process that ends with an error begins.
+PREFIX = "millrace: "
+
 
 class MillraceError(Exception):
     """Base of every error Millrace raises on purpose."""
@@ -28,3 +31,12 @@ class CapacityError(MillraceError):
 
 class IntegrityError(MillraceError):
     """`check_integrity()` found a leak or a double use: a defect in Millrace."""
+
+
+def reason_of(error: Exception) -> str:
+    """Returns why a call of the system failed, without its number and path; else the error's text.
+
+    "No such file or directory", not "[Errno 2] No such file or directory: 'a.json'": the caller
+    names the file and the option.
+    """
+    return getattr(error, "strerror", None) or str(error)

@@ -19,7 +19,7 @@ from millrace.engine.forward.passes import Passes
 from millrace.engine.forward.stage_passes import StagePasses
 from millrace.engine.kv.pool import KvPool
 from millrace.engine.model.config import ModelConfig
-from millrace.engine.model.loader import Model, load_model, model_hash, resolve_model
+from millrace.engine.model.loader import Model, load_model, model_hash
 from millrace.engine.parallel.follower import Beside
 from millrace.engine.parallel.group_passes import load_ranks
 from millrace.engine.parallel.rank_calls import RankCalls
@@ -34,6 +34,7 @@ from millrace.engine.parallel.rank_pools import (
 from millrace.engine.runner import Runner
 from millrace.engine.sizing import compute_threads, pool_bytes
 from millrace.grammar.matcher import Grammars
+from millrace.model_folder import resolve_model
 from millrace.profiles.cache import ProfileKey
 from millrace_kernels.api import describe_backends
 from millrace_kernels.dispatch import rows_backend

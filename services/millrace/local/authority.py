@@ -14,7 +14,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from millrace.core.config import TlsConfig
-from millrace.core.errors import ConfigError
+from millrace.core.errors import ConfigError, reason_of
 from millrace.wire.tls import SERVER_NAME
 
 #: Longer than anybody runs a stack on one machine.
@@ -109,4 +109,6 @@ def _named(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise ConfigError(f"certificates can't be written to {folder}: {error}") from error
+        raise ConfigError(
+            f"certificates can't be written to {folder}: {reason_of(error)}"
+        ) from error

@@ -17,6 +17,7 @@ from urllib.parse import quote
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
+from millrace.core.errors import reason_of
 from millrace.local.child import ending_with_this
 from millrace.state.store import StoreError
 
@@ -82,7 +83,9 @@ class PrivateRedis:
                     f"{server} does not answer within {START_TIMEOUT_S:g} s{self._log_end()}"
                 ) from error
             if isinstance(error, OSError):
-                raise StoreError(f"can't start {server} in {directory}: {error}") from error
+                raise StoreError(
+                    f"can't start {server} in {directory}: {reason_of(error)}"
+                ) from error
             raise
         return url
 

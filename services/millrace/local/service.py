@@ -15,7 +15,7 @@ from pathlib import Path
 
 import orjson
 
-from millrace.core.errors import MillraceError
+from millrace.core.errors import PREFIX, MillraceError
 from millrace.local.forks import ForkedProcess, fork
 
 log = logging.getLogger(__name__)
@@ -84,9 +84,9 @@ class Service:
         self.serving = True
 
     def last_output(self) -> str:
-        """Returns the last line of the service's log."""
+        """Returns the last line of the service's log, without the prefix of errors."""
         lines = self.log_path.read_text(errors="replace").strip().splitlines()
-        return lines[-1] if lines else "ended with an empty log"
+        return lines[-1].removeprefix(PREFIX) if lines else "ended with an empty log"
 
     @property
     def serving_pid(self) -> int | None:

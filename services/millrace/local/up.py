@@ -16,6 +16,7 @@ from pathlib import Path
 from rich.console import Console
 
 from millrace.local.authority import as_toml
+from millrace.local.checks import check_start
 from millrace.local.first_start import profile_first
 from millrace.local.options import StackOptions
 from millrace.local.scaling import Scaling, autoscaled
@@ -67,7 +68,10 @@ async def run_until_stopped(options: StackOptions, scaling: Scaling | None = Non
 
 
 async def start_with_progress(options: StackOptions, console: Console) -> Stack:
-    """Starts a stack and shows the progress: a spinner on a terminal, lines elsewhere."""
+    """Starts a stack and shows the progress: a spinner on a terminal, lines elsewhere.
+
+    Raises MillraceError, before anything is started if `check_start` finds the reason.
+    """
     if missing := missing_cpp():
         console.print(
             f"Warning: Millrace is installed without its C++ modules ({', '.join(missing)}): torch "
@@ -76,6 +80,7 @@ async def start_with_progress(options: StackOptions, console: Console) -> Stack:
             markup=False,
             highlight=False,
         )
+    await check_start(options)
     await measure_first(options)
     with console.status("starting") as status:
         progress = status.update if console.is_terminal else console.print

@@ -8,7 +8,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from millrace.core.errors import ModelError
+from millrace.core.errors import ModelError, reason_of
+from millrace.model_folder import DESCRIPTION, resolve_model
 from millrace.proxy.request.options import EmbeddingFacts, SamplingDefaults
 
 _DEFAULT_CONTEXT_TOKENS = 2048
@@ -37,7 +38,7 @@ def read_model_card(model: str | Path, max_context_tokens: int = 0) -> ModelCard
     `max_context_tokens` limits the model's own context (0: no limit). Raises ModelError naming the
     file.
     """
-    folder = _resolve(model)
+    folder = resolve_model(model, DESCRIPTION)
     config = _read_json(folder / "config.json")
     text_config = config.get("text_config", config)
     generation = _read_json(folder / "generation_config.json", optional=True)
@@ -77,30 +78,13 @@ def read_model_card(model: str | Path, max_context_tokens: int = 0) -> ModelCard
     )
 
 
-def _resolve(model: str | Path) -> Path:
-    folder = Path(model)
-    if folder.is_dir():
-        return folder
-    if folder.is_absolute() or str(model).startswith(".") or str(model).count("/") != 1:
-        raise ModelError(f"model folder {model} does not exist")
-    from huggingface_hub import snapshot_download  # slow to import, and seldom needed
-
-    patterns = ["*.json", "*.jinja"]
-    try:
-        return Path(snapshot_download(str(model), allow_patterns=patterns))
-    except Exception as error:  # the hub's client raises what its transport raises
-        raise ModelError(
-            f"model {model} is no folder, and the hub can't provide it: {error}"
-        ) from error
-
-
 def _read_json(path: Path, *, optional: bool = False) -> dict[str, Any]:
     if optional and not path.exists():
         return {}
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise ModelError(f"can't read {path}: {error}") from error
+        raise ModelError(f"can't read {path}: {reason_of(error)}") from error
     if not isinstance(value, dict):
         raise ModelError(f"{path} must hold a JSON object")
     return value
@@ -119,7 +103,7 @@ def _pooling(folder: Path) -> str:
         modules = json.loads(path.read_text(encoding="utf-8"))
         paths = [one["path"] for one in modules if str(one["type"]).endswith(".Pooling")]
     except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
-        raise ModelError(f"can't read {path}: {error}") from error
+        raise ModelError(f"can't read {path}: {reason_of(error)}") from error
     if not paths:
         return "last"
     config = _read_json(folder / str(paths[0]) / "config.json")

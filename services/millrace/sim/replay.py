@@ -14,6 +14,7 @@ from typing import Any
 import orjson
 
 from millrace.core.config import SchedulerConfig
+from millrace.core.errors import reason_of
 from millrace.core.scheduler import recording
 from millrace.core.scheduler.effects import Effect
 from millrace.core.scheduler.events import Event
@@ -70,8 +71,9 @@ def began_unix_s(path: Path) -> float | None:
     Raises RecordingError for a file that is no recording.
     """
     lines = _Lines(path)
-    head, first = next(lines, {}), next(lines, None)
-    recording.config_of(head)
+    head = next(lines, {})
+    _config_of(path, head)
+    first = next(lines, None)
     try:
         zero_s = head.get("zero_unix_s")
         return None if zero_s is None or first is None else float(zero_s) + float(first["now_s"])
@@ -89,7 +91,7 @@ def replay(
     Raises RecordingError for a file that is no recording.
     """
     lines = _Lines(path)
-    config = recording.config_of(next(lines, {}))
+    config = _config_of(path, next(lines, {}))
     step = (build or _machine_step)(config)
     steps = effects = 0
     first_s = last_s = None
@@ -112,6 +114,13 @@ def replay(
         cut=lines.cut,
         difference=difference,
     )
+
+
+def _config_of(path: Path, head: dict[str, Any]) -> SchedulerConfig:
+    try:
+        return recording.config_of(head)
+    except RecordingError as error:
+        raise RecordingError(f"{path}: {error}") from error
 
 
 def _machine_step(config: SchedulerConfig) -> Callable[[Event, float], list[Effect]]:
@@ -167,7 +176,7 @@ class _Lines(Iterator[dict[str, Any]]):
                     self.number += 1
                     yield self._object(text)
         except OSError as error:
-            raise RecordingError(f"recording {self._path}: {error}") from error
+            raise RecordingError(f"recording {self._path}: {reason_of(error)}") from error
 
     def _object(self, text: bytes) -> dict[str, Any]:
         try:

@@ -18,7 +18,7 @@ from uvicorn import Config
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
-from millrace.core.errors import ConfigError
+from millrace.core.errors import ConfigError, reason_of
 from millrace.telemetry.metrics import Registry
 
 MAX_REQUEST_BYTES = 16 << 10  # of the request line and headers
@@ -104,7 +104,9 @@ async def serve_metrics(
             partial(_Connection, config, state, {}), host, port
         )
     except OSError as error:
-        raise ConfigError(f"can't listen on {host}:{port} for metrics: {error}") from error
+        raise ConfigError(
+            f"can't listen on {host}:{port} for metrics: {reason_of(error)}"
+        ) from error
     return MetricsServer(server, state)
 
 

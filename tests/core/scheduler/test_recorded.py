@@ -124,7 +124,7 @@ def test_settings_are_written_whole_and_read_again():
 @pytest.mark.parametrize(
     "head, message",
     [
-        ({}, "millrace_recording is None; this version reads 2"),
+        ({}, "it is no recording: its first line has no millrace_recording"),
         ({"millrace_recording": 1}, "millrace_recording is 1; this version reads 2"),
         ({"millrace_recording": 2}, "settings: 'scheduler'"),
         (

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from millrace.core.errors import ModelError
-from millrace.engine.model.loader import load_model, model_hash, resolve_model
+from millrace.engine.model.loader import load_model, model_hash
 from millrace.engine.model.stage import Stage
 from millrace.engine.model.tp_shard import TpShard
 from support.tiny_models import model_folder, oracle
@@ -209,24 +209,6 @@ def test_hash_names_the_weights(folder: Path, sharded: Path) -> None:
     after = model_hash(folder)
     config.write_text(config.read_text() + "\n")
     assert model_hash(folder) != after
-
-
-def test_resolve_model_finds_folders_and_explains_what_is_none(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert resolve_model(tmp_path) == tmp_path
-    with pytest.raises(ModelError, match="a/b/c: no such model folder"):
-        resolve_model("a/b/c")
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    code = (
-        "from millrace.engine.model.loader import resolve_model\n"
-        "from millrace.core.errors import ModelError\n"
-        "try: resolve_model('millrace-tests/none-such')\n"
-        "except ModelError as error: print(error)\n"
-    )
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert run.stdout.startswith("millrace-tests/none-such: no such folder, and the Hugging Face")
-    assert run.stdout.count("\n") == 1
 
 
 def test_unknown_devices_are_refused() -> None:

@@ -8,7 +8,8 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from millrace.core.errors import ModelError
-from millrace.engine.model.rope import Rotary, inverse_frequencies, parse_rope
+from millrace.engine.model.rope import Rotary, inverse_frequencies
+from millrace.engine.model.rope_config import parse_rope
 
 LLAMA3 = {
     "rope_type": "llama3",

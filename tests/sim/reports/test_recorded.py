@@ -82,7 +82,7 @@ def test_other_decisions_and_a_cut_line_are_noted(path: Path) -> None:
 
 def test_a_file_that_is_no_recording_is_named(tmp_path: Path) -> None:
     (tmp_path / "a").write_text("{}\n")
-    with pytest.raises(RecordingError, match="millrace_recording is None"):
+    with pytest.raises(RecordingError, match="it is no recording"):
         report_of_recording(tmp_path / "a")
     with pytest.raises(RecordingError, match=r"none: .*No such file"):
         report_of_recording(tmp_path / "none")

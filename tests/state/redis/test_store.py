@@ -246,3 +246,4 @@ def test_urls_that_make_no_sense(bad: str) -> None:
 def test_shown_urls_hold_no_secret() -> None:
     assert shown_url("redis://u:p%40x@[::1]:6379/0?password=p") == "redis://[::1]:6379/0"
     assert shown_url("unix://u:p@/run/r.sock?password=p") == "unix:///run/r.sock"
+    assert shown_url("u:p@host:6379") == "host:6379"

@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
-from millrace.core.errors import MillraceError
+from millrace.core.errors import PREFIX, MillraceError
+from millrace.file_options import WRITE
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -140,8 +141,8 @@ def command(
 
     outputs = {
         "quick": _declared(False, bool, "--quick", help=quick),
-        "json_path": _declared(None, Path | None, "--json", metavar="PATH", help=json),
-        "plot": _declared(None, Path | None, "--plot", metavar="PATH", help=plot),
+        "json_path": _declared(None, Path | None, "--json", metavar="PATH", help=json, **WRITE),
+        "plot": _declared(None, Path | None, "--plot", metavar="PATH", help=plot, **WRITE),
     }
     kept = {"quick": quick, "json_path": json, "plot": plot}
     declared = {name: one["option"] for name, one in given.items()}
@@ -171,15 +172,9 @@ def progress_lines(console: Console) -> Announce:
 
 
 def measure(package: str, settings: object, json_path: Path | None, plot: Path | None) -> None:
-    """Runs the benchmark of a package with its progress on stderr; shows and stores its report.
-
-    Raises BadParameter, before it begins, for a file in a missing folder.
-    """
+    """Runs the benchmark of a package with its progress on stderr; shows and stores its report."""
     from rich.console import Console
 
-    for path in (json_path, plot):
-        if path is not None and not path.parent.is_dir():
-            raise typer.BadParameter(f"{path}: there is no folder {path.parent}")
     run: Any = importlib.import_module(f"{package}.run").run
     report: Any = importlib.import_module(f"{package}.report")
     console = Console(stderr=True)
@@ -187,7 +182,7 @@ def measure(package: str, settings: object, json_path: Path | None, plot: Path |
         is_async = inspect.iscoroutinefunction(run)
         document = (_awaited if is_async else _counted)(run, settings, console)
     except MillraceError as error:
-        console.print(f"millrace: {error}", markup=False)
+        console.print(f"{PREFIX}{error}", markup=False)
         raise typer.Exit(1) from None
     report.print_tables(document, Console())
     if json_path is not None:

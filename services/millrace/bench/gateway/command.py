@@ -17,6 +17,8 @@ class Settings:
         None,
         "--model",
         kind=Path | None,
+        exists=True,
+        file_okay=False,
         help="Model folder with the tokenizer. Default: a tiny model.",
     )
     requests: int = option(4000, "--requests", min=100, help="Unary requests.")

@@ -9,6 +9,8 @@ from typing import Annotated
 
 import typer
 
+from millrace.file_options import READ, WRITE
+
 _DEFAULT_REQUESTS = 100
 _DEFAULT_CONCURRENCY = 4
 
@@ -31,6 +33,7 @@ def command(  # noqa: PLR0913 - every option of the command line is a parameter
             metavar="FILE",
             help="Azure CSV, Mooncake JSONL or a lengths CSV, .gz or plain. Its arrivals are kept "
             "unless --rate or --concurrency is given.",
+            **READ,
         ),
     ] = None,
     rate_scale: Annotated[
@@ -85,13 +88,13 @@ def command(  # noqa: PLR0913 - every option of the command line is a parameter
         int, typer.Option("--warmup", min=0, help="Short requests sent first, not counted.")
     ] = 1,
     seed: Annotated[int, typer.Option("--seed", help="Of lengths, arrivals and prompts.")] = 0,
-    json: Annotated[Path | None, typer.Option("--json", metavar="PATH")] = None,
+    json: Annotated[Path | None, typer.Option("--json", metavar="PATH", **WRITE)] = None,
     records: Annotated[
         bool, typer.Option("--records", help="Put every request's figures into the JSON.")
     ] = False,
     plot: Annotated[
         Path | None,
-        typer.Option("--plot", metavar="PATH", help="PNG: TTFT's CDF and SLO attainment."),
+        typer.Option("--plot", metavar="PATH", help="PNG: TTFT's CDF and SLO attainment.", **WRITE),
     ] = None,
 ) -> None:
     """Load test: TTFT, TBT and E2E percentiles, throughput, goodput and SLO attainment.
@@ -109,7 +112,7 @@ def command(  # noqa: PLR0913 - every option of the command line is a parameter
     from millrace.bench.common.plot import draw
     from millrace.bench.common.report import print_report, summarise
     from millrace.bench.serve.run import id_range, lengths, run_with_progress
-    from millrace.core.errors import ConfigError, MillraceError
+    from millrace.core.errors import PREFIX, ConfigError, MillraceError
     from millrace.sim.workload.workload import SloClass, WorkloadOptions, read_trace
 
     console = Console()
@@ -150,7 +153,7 @@ def command(  # noqa: PLR0913 - every option of the command line is a parameter
         )
         found = uvloop.run(run_with_progress(options, console))
     except MillraceError as error:
-        print(f"millrace: {error}", file=sys.stderr)
+        print(f"{PREFIX}{error}", file=sys.stderr)
         raise typer.Exit(1) from None
     report = summarise(found, classes)
     print_report(report, classes, console)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from millrace.core.board.events import BoardError
 from millrace.core.board.files import check_head, read_objects, read_text
+from millrace.core.errors import reason_of
 from millrace.proxy.board.page import content_security_policy, with_recording
 from millrace.sim.board import board_of_recording
 
@@ -40,7 +41,7 @@ def write_page(page: str, path: Path) -> None:
     try:
         path.write_text(page, encoding="utf-8")
     except OSError as error:
-        raise BoardError(f"--html {path}: {error}") from error
+        raise BoardError(f"--html {path}: {reason_of(error)}") from error
 
 
 def server_of(page: str, port: int) -> ThreadingHTTPServer:

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable
-from functools import wraps
 from pathlib import Path
-from typing import Annotated, ParamSpec
+from typing import Annotated
 
 import typer
 
 from millrace.core.config import SchedulerConfig
-from millrace.core.errors import MillraceError
 from millrace.core.priority import POLICIES
 from millrace.core.scheduler.planning import PLANNERS
+from millrace.file_options import READ, WRITE
 from millrace.sim.workload.mixes import MIXES
-
-P = ParamSpec("P")
 
 Trace = Annotated[
     Path | None,
@@ -24,6 +19,7 @@ Trace = Annotated[
         "--trace",
         metavar="FILE",
         help="Azure CSV, Mooncake or Qwen JSONL, or a lengths CSV; .gz or plain.",
+        **READ,
     ),
 ]
 MixName = Annotated[
@@ -96,7 +92,8 @@ Settings = Annotated[
     ),
 ]
 Json = Annotated[
-    Path | None, typer.Option("--json", metavar="PATH", help="Write all figures as JSON.")
+    Path | None,
+    typer.Option("--json", metavar="PATH", help="Write all figures as JSON.", **WRITE),
 ]
 POLICY_HELP = f"Order of work: {', '.join(POLICIES)}."
 PLANNER_HELP = f"Placement: {', '.join(PLANNERS)}."
@@ -105,17 +102,3 @@ BATCH_HELP = "Most tokens of prompts that are computed together; 0: one prompt a
 
 DEFAULT_PROFILE = "llama3-8b-a100-tp1"
 DEFAULTS = SchedulerConfig()  # a simulated scheduler decides as a live scheduler
-
-
-def plain_errors(command: Callable[P, None]) -> Callable[P, None]:
-    """Ends the command with one clear line for an error that a user can correct."""
-
-    @wraps(command)
-    def guarded(*args: P.args, **options: P.kwargs) -> None:
-        try:
-            command(*args, **options)
-        except MillraceError as error:
-            print(f"millrace: {error}", file=sys.stderr)
-            raise typer.Exit(1) from None
-
-    return guarded

@@ -7,12 +7,14 @@ from typing import Annotated
 
 import typer
 
+from millrace.cli.process import plain_errors
 from millrace.cli.sim import arguments as of
 from millrace.cli.sim.replay_command import command as replay_command
 from millrace.cli.sim.studies.compare_command import compare_command
 from millrace.cli.sim.studies.rates_command import rates_command
 from millrace.cli.sim.studies.sweep_command import sweep_command
 from millrace.experiments import EXPERIMENTS, load_experiment
+from millrace.file_options import WRITE
 from millrace.sim.workload.mixes import LONG_FRACTION
 
 
@@ -27,7 +29,7 @@ def register(app: typer.Typer) -> None:
     app.command("paper", help=f"Run one of the papers' experiments: {names}.")(paper)
 
 
-@of.plain_errors
+@plain_errors()
 def run(  # noqa: PLR0913 - every option of the command line is a parameter
     trace: of.Trace = None,
     mix: of.MixName = "",
@@ -60,21 +62,26 @@ def run(  # noqa: PLR0913 - every option of the command line is a parameter
     json: of.Json = None,
     plot: Annotated[
         Path | None,
-        typer.Option("--plot", metavar="PATH", help="PNG: TTFT's CDF and attainment by class."),
+        typer.Option(
+            "--plot", metavar="PATH", help="PNG: TTFT's CDF and attainment by class.", **WRITE
+        ),
     ] = None,
     records: Annotated[
         Path | None,
-        typer.Option("--records", metavar="PATH", help="JSON lines: one per request."),
+        typer.Option("--records", metavar="PATH", help="JSON lines: one per request.", **WRITE),
     ] = None,
     board: Annotated[
         Path | None,
         typer.Option(
-            "--board", metavar="PATH", help="JSON lines (.gz: packed) for `millrace board PATH`."
+            "--board",
+            metavar="PATH",
+            help="JSON lines (.gz: packed) for `millrace board PATH`.",
+            **WRITE,
         ),
     ] = None,
     gantt: Annotated[
         Path | None,
-        typer.Option("--gantt", metavar="PATH", help="PNG: instances over time."),
+        typer.Option("--gantt", metavar="PATH", help="PNG: instances over time.", **WRITE),
     ] = None,
     gantt_window: Annotated[
         str,
@@ -93,11 +100,13 @@ def run(  # noqa: PLR0913 - every option of the command line is a parameter
     run_once(given)
 
 
-@of.plain_errors
+@plain_errors()
 def paper(
     name: Annotated[str, typer.Argument(help="Name of the experiment.")],
     json: of.Json = None,
-    plot: Annotated[Path | None, typer.Option("--plot", metavar="PATH", help="PNG.")] = None,
+    plot: Annotated[
+        Path | None, typer.Option("--plot", metavar="PATH", help="PNG.", **WRITE)
+    ] = None,
     quick: Annotated[
         bool, typer.Option("--quick", help="Fewer requests, for a quick result.")
     ] = False,
@@ -108,6 +117,7 @@ def paper(
             "--resume",
             metavar="PATH",
             help="JSON file that keeps what is computed. What it has is not computed again.",
+            **WRITE,
         ),
     ] = None,
 ) -> None:

@@ -7,16 +7,21 @@ from typing import Annotated
 
 import typer
 
-from millrace.cli.sim.arguments import plain_errors
+from millrace.cli.process import plain_errors
+from millrace.file_options import READ, WRITE
 
 
-@plain_errors
+@plain_errors()
 def command(
     path: Annotated[
-        Path, typer.Argument(metavar="FILE", help="Written by `millrace scheduler --record FILE`.")
+        Path,
+        typer.Argument(
+            metavar="FILE", help="Written by `millrace scheduler --record FILE`.", **READ
+        ),
     ],
     json_path: Annotated[
-        Path | None, typer.Option("--json", metavar="PATH", help="Write the result as JSON.")
+        Path | None,
+        typer.Option("--json", metavar="PATH", help="Write the result as JSON.", **WRITE),
     ] = None,
 ) -> None:
     """Replay a recorded live run: exit 1 and show the first difference if decisions differ."""

@@ -16,7 +16,7 @@ from millrace.cli.sim.options import AXES, build_systems, parse_range
 from millrace.cli.sim.tables import print_report
 from millrace.core.board.events import Head
 from millrace.core.board.files import BoardFile
-from millrace.core.errors import ConfigError
+from millrace.core.errors import ConfigError, reason_of
 from millrace.sim.results.plots import draw_board, draw_run
 from millrace.sim.results.report import RequestRecord, write_json
 from millrace.sim.results.timeline import Timeline
@@ -64,6 +64,6 @@ def _record_sink(path: Path) -> Iterator[Callable[[RequestRecord], None]]:
     try:
         file = path.open("w", encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"--records {path}: {error}") from error
+        raise ConfigError(f"--records {path}: {reason_of(error)}") from error
     with file:
         yield lambda record: print(json_lines.dumps(asdict(record)), file=file)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import IO, Any, Final, cast
 
 from millrace.core.board.events import BoardError, Head, head_line, read_line
+from millrace.core.errors import reason_of
 
 #: The last bytes of a name that stand for gzip.
 _PACKED: Final = ".gz"
@@ -24,7 +25,7 @@ class BoardFile:
             self._file = _open(path, "wt")
             self.write(head_line(head))
         except OSError as error:
-            raise BoardError(f"{path}: {error}") from error
+            raise BoardError(f"{path}: {reason_of(error)}") from error
 
     def __enter__(self) -> BoardFile:
         return self
@@ -37,14 +38,14 @@ class BoardFile:
         try:
             self._file.write(json.dumps(line, separators=(",", ":")) + "\n")
         except OSError as error:
-            raise BoardError(f"{self._path}: {error}") from error
+            raise BoardError(f"{self._path}: {reason_of(error)}") from error
 
     def close(self) -> None:
         """Writes the rest. Raises BoardError."""
         try:
             self._file.close()
         except OSError as error:
-            raise BoardError(f"{self._path}: {error}") from error
+            raise BoardError(f"{self._path}: {reason_of(error)}") from error
 
 
 def read_text(path: Path) -> str:
@@ -53,7 +54,7 @@ def read_text(path: Path) -> str:
         with _open(path, "rt") as file:
             return file.read()
     except (OSError, EOFError, UnicodeDecodeError) as error:
-        raise BoardError(f"{path}: {error}") from error
+        raise BoardError(f"{path}: {reason_of(error)}") from error
 
 
 def read_objects(path: Path) -> Iterator[dict[str, Any]]:

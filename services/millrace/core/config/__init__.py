@@ -30,7 +30,7 @@ from millrace.core.config.tenants import (
     read_weight,
     weights_of,
 )
-from millrace.core.errors import ConfigError
+from millrace.core.errors import ConfigError, reason_of
 from millrace.core.request import Slo
 from millrace.core.weights import Weights
 
@@ -105,7 +105,7 @@ def load_config(path: Path | None = None, overrides: Iterable[str] = ()) -> Conf
         try:
             tree = tomllib.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:  # unreadable, not UTF-8 or not TOML
-            raise ConfigError(f"config file {path}: {error}") from error
+            raise ConfigError(f"config file {path}: {reason_of(error)}") from error
     for override in overrides:
         name, separator, text = override.partition("=")
         section, dot, key = name.partition(".")

@@ -63,7 +63,9 @@ def config_of(line: Mapping[str, Any]) -> SchedulerConfig:
 
     Raises RecordingError for another format or bad settings.
     """
-    if (found := line.get("millrace_recording")) != FORMAT:
+    if (found := line.get("millrace_recording")) is None:
+        raise RecordingError("it is no recording: its first line has no millrace_recording")
+    if found != FORMAT:
         raise RecordingError(f"millrace_recording is {found!r}; this version reads {FORMAT}")
     try:
         config: SchedulerConfig = built(SchedulerConfig, line["scheduler"], "scheduler")

@@ -10,7 +10,7 @@ from typing import Any
 
 from millrace.core.errors import ModelError
 from millrace.engine.model.families import ARCHITECTURES, Bias, Family, Window
-from millrace.engine.model.rope import RopeConfig, parse_rope
+from millrace.engine.model.rope_config import RopeConfig, parse_rope
 
 #: Weight dtypes the engine computes in, by the names that configs use.
 DTYPES = ("float32", "bfloat16")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import accumulate
@@ -27,9 +26,8 @@ from millrace.engine.model.weights.fused import (
     outer_specs,
 )
 from millrace.engine.model.weights.leftover import check_leftover
+from millrace.model_folder import resolve_model
 
-_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
-_HUB_FILES = ["*.json", "model*.safetensors", "*.jinja", "tokenizer*"]
 _SAMPLE_BYTES = 4096
 _SAMPLES_A_FILE = 16
 _ALIGNED = 64  # elements: a weight starts on a cache line
@@ -50,32 +48,6 @@ class Model:
     device: torch.device
     dtype: torch.dtype
     hash: str
-
-
-def resolve_model(model: str | Path) -> Path:
-    """Returns the folder of a model: the path itself, else a download of the hub id that it names.
-
-    Raises ModelError when it is neither, or the hub can't be reached.
-    """
-    path = Path(model).expanduser()
-    if path.is_dir():
-        return path
-    name = str(model)
-    if not _HUB_ID.fullmatch(name):
-        raise ModelError(f"{name}: no such model folder")
-    try:
-        import huggingface_hub
-    except ImportError as error:
-        raise ModelError(
-            f"{name}: no such folder, and huggingface_hub is not installed to download it"
-        ) from error
-    try:
-        return Path(huggingface_hub.snapshot_download(name, allow_patterns=_HUB_FILES))
-    except Exception as error:  # whatever the hub's client and its network stack raise
-        reason = " ".join(str(error).split())[:200]
-        raise ModelError(
-            f"{name}: no such folder, and the Hugging Face hub did not give it: {reason}"
-        ) from error
 
 
 def load_model(

@@ -22,7 +22,7 @@ from millrace.engine.forward.passes import Boundary, Fetch, Finish
 from millrace.engine.forward.stage_passes import StagePasses, stage_pool
 from millrace.engine.kv.page_table import PageTable, TableMirror
 from millrace.engine.model.config import ModelConfig
-from millrace.engine.model.loader import Model, load_model, resolve_model
+from millrace.engine.model.loader import Model, load_model
 from millrace.engine.model.operators import Activations
 from millrace.engine.model.stage import ALONE, Stage
 from millrace.engine.model.tp_shard import TpShard
@@ -40,6 +40,7 @@ from millrace.engine.parallel.links.kvp import GatheredKv, MappedKv, NewKv, Shar
 from millrace.engine.parallel.links.ring import SharedLink
 from millrace.engine.parallel.lockstep import Lockstep
 from millrace.engine.parallel.rank_group import RankGroup
+from millrace.model_folder import resolve_model
 
 _LOAD_TIMEOUT_S: Final = 3600.0
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import millrace
-from millrace.core.errors import ConfigError
+from millrace.core.errors import ConfigError, reason_of
 from millrace.experiments.outcome import Announce
 from millrace.sim.results.report import write_json
 
@@ -80,7 +80,7 @@ def _read(path: Path) -> dict[str, dict[str, Any]]:
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ConfigError(f"--resume {path}: {error}") from error
+        raise ConfigError(f"--resume {path}: {reason_of(error)}") from error
     parts = document.get("parts") if isinstance(document, dict) else None
     if not isinstance(parts, dict) or not all(
         isinstance(part, dict) and {"digest", "result"} <= part.keys() for part in parts.values()

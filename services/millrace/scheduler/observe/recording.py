@@ -15,6 +15,7 @@ from typing import Any, BinaryIO
 import orjson
 
 from millrace.core.config import SchedulerConfig
+from millrace.core.errors import reason_of
 from millrace.core.scheduler import recording
 from millrace.core.scheduler.effects import Effect
 from millrace.core.scheduler.events import Event
@@ -53,7 +54,7 @@ class Recording:
             self._file.flush()
         except OSError as error:
             self._give_up()
-            raise RecordingError(f"recording {path}: {error}") from error
+            raise RecordingError(f"recording {path}: {reason_of(error)}") from error
 
     def around(self, step: Step) -> Step:
         """Returns a `step` that records its event and effects, also if it raises."""

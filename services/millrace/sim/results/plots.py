@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from millrace.core.arithmetic import ceil_div
-from millrace.core.errors import ConfigError
+from millrace.core.errors import ConfigError, reason_of
 from millrace.sim.results.report import CDF_SHARES, ClassReport, Report
 from millrace.sim.results.timeline import Block
 
@@ -251,4 +251,4 @@ def _save(draw: Callable[[Any], None], path: Path, inches: tuple[float, float]) 
     try:
         FigureCanvasAgg(figure).print_png(path)  # type: ignore[no-untyped-call] # matplotlib
     except OSError as error:
-        raise ConfigError(f"plot {path}: {error}") from error
+        raise ConfigError(f"plot {path}: {reason_of(error)}") from error

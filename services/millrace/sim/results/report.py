@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from millrace.core.errors import ConfigError
+from millrace.core.errors import ConfigError, reason_of
 from millrace.core.weights import DEFAULT_TENANT
 from millrace.sim.results.counters import EngineCounters
 from millrace.sim.results.histogram import Distribution, Histogram
@@ -274,4 +274,4 @@ def write_json(path: Path, document: dict[str, Any]) -> None:
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"--json {path}: {error}") from error
+        raise ConfigError(f"--json {path}: {reason_of(error)}") from error

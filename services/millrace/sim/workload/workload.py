@@ -25,7 +25,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from millrace.core.errors import ConfigError
+from millrace.core.errors import ConfigError, reason_of
 from millrace.core.weights import DEFAULT_TENANT
 from millrace.sim.workload.arrivals import Gaps
 
@@ -158,7 +158,7 @@ def read_trace(path: Path) -> list[TraceRow]:
         with gzip.open(path, "rt") if packed else path.open() as lines:
             rows = list(_rows(lines))
     except (OSError, EOFError, UnicodeDecodeError) as error:
-        raise ConfigError(f"trace {path}: {error}") from error
+        raise ConfigError(f"trace {path}: {reason_of(error)}") from error
     except (ValueError, KeyError, TypeError, IndexError) as error:
         raise ConfigError(f"trace {path}: not a trace this command knows ({error})") from error
     if not rows:

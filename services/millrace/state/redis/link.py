@@ -28,6 +28,8 @@ RETRY_DELAYS_S = (0.05, 0.25)  # attempts of idempotent calls
 
 def shown_url(url: str) -> str:
     """Returns `url` without user, password and query, for messages and logs."""
+    if "://" not in url:
+        return url.rpartition("@")[2]
     parts = urlsplit(url)
     return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
 

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from millrace.cli.process import plain_errors
 from millrace.cli.sim import arguments as of
 from millrace.sim.workload.mixes import LONG_FRACTION
 
@@ -14,7 +15,7 @@ _SYSTEM_HELP = "A policy, or AXIS=VALUE,...: axes policy, planner, preemption, b
 System = Annotated[str, typer.Argument(help=_SYSTEM_HELP)]
 
 
-@of.plain_errors
+@plain_errors()
 def compare_command(  # noqa: PLR0913 - every option of the command line is a parameter
     a: System,
     b: System,

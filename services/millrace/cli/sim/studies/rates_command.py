@@ -6,10 +6,11 @@ from typing import Annotated
 
 import typer
 
+from millrace.cli.process import plain_errors
 from millrace.cli.sim import arguments as of
 
 
-@of.plain_errors
+@plain_errors()
 def rates_command(  # noqa: PLR0913 - every option of the command line is a parameter
     trace: of.Trace = None,
     mix: of.MixName = "",

@@ -7,7 +7,9 @@ from typing import Annotated
 
 import typer
 
+from millrace.cli.process import plain_errors
 from millrace.cli.sim import arguments as of
+from millrace.file_options import WRITE
 from millrace.sim.workload.mixes import LONG_FRACTION
 
 Policies = Annotated[list[str], typer.Option("--policy", help=of.POLICY_HELP + " Repeatable.")]
@@ -18,7 +20,7 @@ Preemptions = Annotated[
 Budgets = Annotated[list[int], typer.Option("--batch-tokens", help=of.BATCH_HELP + " Repeatable.")]
 
 
-@of.plain_errors
+@plain_errors()
 def sweep_command(  # noqa: PLR0913
     trace: of.Trace = None,
     mix: of.MixName = "",
@@ -64,7 +66,10 @@ def sweep_command(  # noqa: PLR0913
     plot: Annotated[
         Path | None,
         typer.Option(
-            "--plot", metavar="PATH", help="PNG: attainment at the values of --at and the edge."
+            "--plot",
+            metavar="PATH",
+            help="PNG: attainment at the values of --at and the edge.",
+            **WRITE,
         ),
     ] = None,
 ) -> None:

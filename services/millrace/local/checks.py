@@ -1,0 +1,57 @@
+"""Checks what a local stack needs before anything of it is started."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+
+from millrace.core.config import StoreConfig
+from millrace.core.errors import ConfigError, MillraceError, ModelError, reason_of
+from millrace.engine.model.config import ModelConfig
+from millrace.local.options import StackOptions
+from millrace.model_folder import DESCRIPTION, resolve_model
+from millrace.state.open import open_store
+
+
+async def check_start(options: StackOptions) -> None:
+    """Raises MillraceError naming the option: a model that is absent or can't be served, an address
+    that is taken, a Redis that does not answer.
+
+    The services check the same again, later: what they need may disappear in between.
+    """
+    check_address(options.host, options.port)
+    for model, _ in options.models():
+        await asyncio.to_thread(check_model, model)
+    if options.redis:
+        await check_redis(options.redis)
+
+
+def check_address(host: str, port: int) -> None:
+    """Raises ConfigError if nothing can listen there."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise ConfigError(f"--host {host}, --port {port}: {reason_of(error)}") from error
+
+
+def check_model(model: str) -> None:
+    """Reads the model's config.json. Raises ModelError."""
+    try:
+        ModelConfig.from_folder(resolve_model(model, DESCRIPTION))
+    except ModelError as error:
+        raise ModelError(f"--model {error}") from error
+
+
+async def check_redis(url: str) -> None:
+    """Raises ConfigError if no Redis answers at the URL."""
+    try:
+        store = open_store(StoreConfig(url=url))
+        try:
+            await store.ping()
+        finally:
+            await store.close()
+    except MillraceError as error:
+        raise ConfigError(f"--redis: {error}") from error
