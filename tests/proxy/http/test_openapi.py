@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -14,6 +15,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from schemathesis.checks import not_a_server_error
 from schemathesis.generation import GenerationMode
 
+from millrace.proxy.reply.event_numbers import EventId
 from support.deadlines import HANG_S
 from support.gateway import gateway
 
@@ -102,6 +104,10 @@ def test_document_describes_every_route(document):
     number, null = chat["properties"]["temperature"]["anyOf"]
     assert (number["minimum"], number["maximum"], null) == (0, 2, {"type": "null"})
     assert chat["additionalProperties"] is False
+    assert chat["properties"]["truncate_prompt_tokens"]["not"] == {"const": 0}
+    _, last = document["paths"]["/v1/requests/{request_id}/stream"]["get"]["parameters"]
+    assert re.fullmatch(last["schema"]["pattern"], str(EventId(7, 0xAB)))
+    assert not re.fullmatch(last["schema"]["pattern"], "7")
 
 
 @pytest.mark.parametrize("mode", [GenerationMode.POSITIVE, GenerationMode.NEGATIVE])

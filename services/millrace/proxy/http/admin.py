@@ -59,8 +59,8 @@ _Weights = dict[str, Annotated[float, Within(LEAST_WEIGHT, MOST_WEIGHT)]]
 class WeightsWanted(TypedDict, total=False):
     """Weights by name; a class or a tenant that is not named keeps its weight."""
 
-    classes: Annotated[_Weights, Field(description="Of SLO classes.")]
-    tenants: Annotated[_Weights, Field(description="Of tenants.")]
+    classes: Annotated[_Weights, Field(description="Of SLO classes that are configured.")]
+    tenants: Annotated[_Weights, Field(description="Of tenants that are configured.")]
 
 
 @with_config(ConfigDict(**STRICT, json_schema_extra={"minProperties": 1}))

@@ -11,7 +11,8 @@ import re
 from dataclasses import dataclass
 from zlib import crc32
 
-_ID = re.compile(r"([1-9][0-9]{0,15})-([0-9a-f]{8})")
+#: How an event's id is written.
+ID_PATTERN = "([1-9][0-9]{0,15})-([0-9a-f]{8})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +28,7 @@ class EventId:
 
 def read_event_id(text: str) -> EventId | None:
     """Returns None for a text that is no event's id."""
-    found = _ID.fullmatch(text)
+    found = re.fullmatch(ID_PATTERN, text)
     return None if found is None else EventId(int(found[1]), int(found[2], 16))
 
 

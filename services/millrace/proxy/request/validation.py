@@ -207,7 +207,9 @@ def _token_ids(vocab_size: int, fewest: int, most: int | None = None) -> Any:  #
 
 def truncation_type(context_tokens: int) -> Any:  # noqa: ANN401 - a type
     """Returns the type of `truncate_prompt_tokens`."""
-    return _count(-1, context_tokens, "Keep so many tokens of the prompt. -1: those that fit.")
+    told = "Keep so many tokens of the prompt. -1: those that fit."
+    described = Field(description=told, json_schema_extra={"not": {"const": 0}})
+    return Annotated[Annotated[int, Within(-1, context_tokens)] | None, described]
 
 
 def _logit_bias(vocab_size: int) -> Any:  # noqa: ANN401 - a type

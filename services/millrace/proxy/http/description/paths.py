@@ -31,6 +31,7 @@ from millrace.proxy.http.endpoints.objectives import (
 )
 from millrace.proxy.http.endpoints.request_ids import ID_HEADER
 from millrace.proxy.http.tenant_admin import TENANT_PATH, TENANTS_PATH
+from millrace.proxy.reply.event_numbers import ID_PATTERN
 from millrace.proxy.request.pooled import EMBEDDINGS_PATH, RERANK_PATH, SCORE_PATH
 from millrace.proxy.streams.source import RESUMABLE_HEADER
 
@@ -222,7 +223,11 @@ def _requests() -> Json:
     missing = gone("request")
     stream = {"text/event-stream": {"schema": STRING}}
     wrong = {"400": error("Last-Event-ID is no id of an event"), **missing}
-    last = header("Last-Event-ID", STRING, "The last event not to send.")
+    last = header(
+        "Last-Event-ID",
+        {"type": "string", "pattern": f"^{ID_PATTERN}$"},
+        "The last event not to send.",
+    )
     return {
         "/v1/requests/{request_id}": {
             "get": got("How far a request is", json_of("RequestState"), missing, named)
