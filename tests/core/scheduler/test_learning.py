@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from millrace.core.scheduler.effects import Place
+from millrace.core.config import SchedulerConfig
+from millrace.core.cost.latency import Latency, SpLatency
+from millrace.core.scheduler.effects import Place, RunPrefill
 from support.core_events import Bench, instance, of
 
 
@@ -54,3 +56,48 @@ def test_what_a_first_token_takes_beyond_computing_is_learned_of_those_that_wait
         bench.released("p0", name)
     found = bench.submit("c", 100)
     assert of(Place, found)[0].predicted_ttft_s == pytest.approx(0.13)  # 4.9 s were one of seven
+
+
+#: A group of two takes 0.55 s for 1,000 tokens, and more than one instance for 100.
+LATENCY = SpLatency(by_sp={1: Latency(b=1e-3), 2: Latency(a=0.05, b=0.5e-3)})
+
+
+class Pair(Bench):
+    """Two instances that may join for a gain of more than 30 %."""
+
+    def __init__(self) -> None:
+        config = SchedulerConfig(policy="fcfs", planner="single_chunk", improvement_rate=0.3)
+        fleet = [instance(name, latency=LATENCY) for name in ("p0", "p1")]
+        super().__init__(*fleet, instance("d0", pages=100_000), config=config)
+
+    def group(self, name: str, tokens: int = 1000) -> tuple[str, ...]:
+        """Submits a prompt; returns the instances that compute it."""
+        [sent, *_] = of(RunPrefill, self.submit(name, tokens))
+        return sent.chunks[-1].instance_ids
+
+    def learn(self, factors: dict[int, float]) -> None:
+        """Has prompts computed, by one instance and by two, each so many times as long as by the
+        model of its degree.
+        """
+        for number in range(40):
+            tokens = (67, 1000)[number % 2]
+            members = self.group(f"r{number}", tokens)
+            modelled_s = LATENCY.chunk_s(tokens, 0, len(members))
+            seconds = factors[len(members)] * modelled_s
+            self.computed(members[0], f"r{number}", compute_s=seconds)
+            for name in members:
+                self.released(name, f"r{number}")
+
+
+@pytest.mark.parametrize(("factor", "size"), [(1.0, 2), (1.1, 2), (1.5, 1)])
+def test_a_group_that_takes_longer_than_its_model_says_is_no_longer_chosen(factor, size):
+    pair = Pair()
+    pair.learn({1: 1.0, 2: factor})  # 1.1: 0.6 s, still a gain; 1.5: 0.83 s
+    assert len(pair.group("a")) == size
+
+
+def test_the_queues_of_a_slow_pool_are_compared_with_what_a_chunk_takes_there():
+    pair = Pair()
+    pair.learn({1: 3.0, 2: 3.0})
+    assert len(pair.group("x", 67)) == 1  # 0.2 s
+    assert len(pair.group("a")) == 2  # 0.2 + 1.65 s, 3 s alone; by the model 0.2 + 0.55, 1 s

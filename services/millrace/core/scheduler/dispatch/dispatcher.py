@@ -238,7 +238,7 @@ class Dispatcher:
             cached = one.prefixes.tokens(request.prefix_hashes, request.prompt_tokens)
             if not cached or queue_s[index] >= NO_ROOM_S:
                 continue
-            alone_s = pool.latency.chunk_s(request.prompt_tokens - cached, cached, 1)
+            alone_s = pool.predicted_s(request.prompt_tokens, cached, 1)
             if queue_s[index] + alone_s < found.plan.ttft_s:
                 chunk = PlannedChunk(request.prompt_tokens, (index,))
                 plan = Plan((chunk,), queue_s[index] + alone_s)

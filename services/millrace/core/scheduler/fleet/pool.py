@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from functools import partial
 
 from millrace.core.config import SchedulerConfig
 from millrace.core.cost.correction import Corrections, OnTop, band_of
@@ -20,9 +20,10 @@ from millrace.core.scheduler.fleet.instances import (
     PrefillInstance,
 )
 from millrace.core.scheduler.fleet.kvp_placement import KvpPlacement
+from millrace.core.scheduler.fleet.planners import Planners
 from millrace.core.scheduler.fleet.run_queue import RunQueue
 from millrace.core.scheduler.fleet.waiting_queue import WaitingQueue
-from millrace.core.scheduler.planning import PLANNERS, Planner, PlannerInputs, degrees_used
+from millrace.core.scheduler.planning import PlannerInputs, degrees_used
 from millrace.core.scheduler.planning.alternatives import alternatives
 from millrace.core.scheduler.planning.one_chunk import quickest_chunk
 from millrace.core.scheduler.planning.plan import Plan
@@ -51,10 +52,7 @@ class Pool:
         self.waiting = WaitingQueue(ranking)  # placed, waiting to be sent to prefill instances
         self.run_queue = RunQueue(ranking, preemptive=config.preemption != "none")
         self._config = config
-        self._inputs: PlannerInputs | None = None
-        self._planner: Planner | None = None
-        self._after: tuple[int, Planner] | None = None  # the last one made for some history
-        self._quickest: Planner | None = None  # with the improvement rate 0
+        self._planners: Planners | None = None
         self.by_value = False  # a request that would be late may take the quickest plan
         self._now_s = 0.0  # of the last round
         self._degrees: tuple[int, ...] = (1,)
@@ -95,16 +93,8 @@ class Pool:
 
         There must be one.
         """
-        self._prepare()
         history = request.kept_tokens
-        assert self._planner is not None
-        planner = self._planner
-        if history:
-            assert self._inputs is not None
-            if self._after is None or self._after[0] != history:
-                inputs = replace(self._inputs, history=history)
-                self._after = (history, PLANNERS[self._config.planner](inputs))
-            planner = self._after[1]
+        planner = self.planners.of(request.prompt_tokens, history)
         plan = planner.plan(request.prompt_tokens - history, queue_s, least_sp)
         slack_s = request.deadline_s - self._now_s
         if not self.by_value or history or plan.ttft_s <= slack_s:
@@ -117,15 +107,14 @@ class Pool:
         """Returns a function that computes what one chunk takes on the best group of each SP
         degree: its instances and the seconds to the first token, below `most_s`.
         """
-        self._prepare()
-        assert self._inputs is not None
-        latency, nodes, ids = self._inputs.latency, self._inputs.nodes, tuple(self.prefill)
-        tokens, history = request.prompt_tokens - request.kept_tokens, request.kept_tokens
+        history, ids = request.kept_tokens, tuple(self.prefill)
+        inputs = self.planners.inputs(request.prompt_tokens, history)
+        tokens = request.prompt_tokens - history
 
         def compute() -> list[tuple[tuple[str, ...], float]]:
             return [
                 (tuple(ids[member] for member in one.members), one.ttft_s)
-                for one in alternatives(latency, nodes, tokens, queue_s, history)
+                for one in alternatives(inputs.latency, inputs.nodes, tokens, queue_s, history)
                 if one.ttft_s < most_s
             ]
 
@@ -139,24 +128,19 @@ class Pool:
         """
         if request.allowed_ttft_s is None or slack_s < 0.0 or len(self._degrees) < 2:
             return None
-        if self._quickest is None:
-            assert self._inputs is not None
-            config = replace(self._config, improvement_rate=0.0)
-            self._quickest = PLANNERS[config.planner](replace(self._inputs, config=config))
-        plan = self._quickest.plan(request.prompt_tokens, queue_s, least_sp)
+        planner = self.planners.of(request.prompt_tokens, 0, quickest=True)
+        plan = planner.plan(request.prompt_tokens, queue_s, least_sp)
         return plan if plan.ttft_s <= slack_s else None
 
     def one_chunk(
         self, request: LiveRequest, queue_s: array[float], shares: dict[int, int]
     ) -> Plan | None:
         """Returns the quickest plan of one chunk whose members can hold their shares at all."""
-        self._prepare()
-        assert self._inputs is not None
         able = {
             sp: [one.could_hold(request, slots) for one in self.prefill.values()]
             for sp, slots in shares.items()
         }
-        inputs = replace(self._inputs, history=request.kept_tokens)
+        inputs = self.planners.inputs(request.prompt_tokens, request.kept_tokens)
         tokens = request.prompt_tokens - request.kept_tokens
         return quickest_chunk(inputs, tokens, queue_s, able)
 
@@ -196,7 +180,7 @@ class Pool:
         self._forget_planner()
 
     def _forget_planner(self) -> None:
-        self._inputs = self._planner = self._after = self._latency = self._quickest = None
+        self._planners = self._latency = None
         self._degrees = (1,)
 
     def predict(self, request: LiveRequest) -> None:
@@ -268,8 +252,15 @@ class Pool:
     def _mixed(self) -> Iterator[DecodeInstance]:
         return (d for d in self.decode.values() if d.card.role == "mixed")
 
+    @property
+    def planners(self) -> Planners:
+        """Returns the planners over `prefill`, where there must be an instance."""
+        self._prepare()
+        assert self._planners is not None
+        return self._planners
+
     def _prepare(self) -> None:
-        if self._planner is not None or not self.prefill:
+        if self._planners is not None or not self.prefill:
             return
         cards = [p.card for p in self.prefill.values()]
         numbers: dict[str, int] = {}
@@ -279,8 +270,7 @@ class Pool:
         if len(pages) > 1:  # members give pages to each other: they must be alike
             latency, page = latency.limited(1), (1, 0)
         inputs = PlannerInputs(latency=latency, nodes=nodes, config=self._config)
-        self._inputs = inputs
-        self._planner = PLANNERS[self._config.planner](inputs)
+        self._planners = Planners(inputs, partial(self.corrections.seconds, ANYONE))
         self._degrees = degrees_used(inputs)
         self._shares = Shares(self._degrees, *page)
         self.smallest_slots = min(card.kv_pages * card.page_tokens for card in cards)
