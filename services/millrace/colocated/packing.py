@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Final
 
 import numpy as np
@@ -216,9 +216,8 @@ class IterationPacker:
             return rho
 
         target_s = self._config.t_target_s if pace_s == math.inf else pace_s
-        packer = self._packer_for(target_s)
         by_id = {prompt.request.id: prompt for prompt in prompts}
-        packed = packer.pack(
+        packed = self._packer.within(target_s).pack(
             decodes,
             context_tokens,
             [(prompt.standing, prompt.done) for prompt in self._ranked(by_id, now_s)],
@@ -257,11 +256,6 @@ class IterationPacker:
                 room -= tokens
                 spread_room -= tokens if is_spread else 0
         return fitting
-
-    def _packer_for(self, target_s: float) -> Packer:
-        if target_s == self._config.t_target_s:
-            return self._packer
-        return Packer(self._predictor, replace(self._config, t_target_s=target_s))
 
 
 def _limits(config: PackingConfig) -> ChunkLimits:

@@ -24,6 +24,7 @@ from support.simulation import (
 
 FIXED = PackingConfig(t_target_s=1.0, adaptive=False, fixed_chunk_tokens=1000)
 OPERATORS = toy_operators()
+FREE = SloClass(name="free")
 
 
 def mixed(packing: PackingConfig = FIXED, policy: str = "fcfs", most: int = 0, **fields) -> SimSpec:
@@ -74,6 +75,35 @@ def test_prefill_that_comes_while_decodes_are_alone_waits_for_their_step():
     assert run.records[1].ttft_s == pytest.approx(
         wait_s + pass_s((500, 0), decodes=1, context=context), rel=1e-4
     )
+
+
+ADAPTIVE = PackingConfig(t_target_s=1.0)
+
+
+def beside_a_long_prompt(answer: SloClass, **fields) -> Run:
+    """An answer with these objectives, during all of which a long prompt is computed."""
+    return Run(
+        mixed(ADAPTIVE, **fields), [planned(0, 0.0, 10, 21, answer), planned(1, 0.0, 60_000)]
+    )
+
+
+@pytest.mark.parametrize(
+    "answer", [SloClass(name="tbt", tbt_s=0.05), SloClass(name="e2e", e2e_s=1.0)]
+)
+@pytest.mark.parametrize(("spp", "most_s"), [(1, 0.0501), (2, 0.06)])
+def test_iterations_keep_the_pace_that_running_answers_ask_for(answer, spp, most_s):
+    """With two stages the prompt's first chunk begins before the answer has a token."""
+    free = beside_a_long_prompt(FREE, spp=spp).records
+    held = beside_a_long_prompt(answer, spp=spp).records
+    assert free[0].tbt_s > 0.1
+    assert 0.02 < held[0].tbt_s <= most_s  # the prompt gets the rest
+    assert held[1].ttft_s > free[1].ttft_s
+
+
+def test_a_pace_that_an_answer_could_not_keep_alone_holds_up_no_prompt():
+    free = beside_a_long_prompt(FREE).records
+    held = beside_a_long_prompt(SloClass(name="tbt", tbt_s=1e-6)).records
+    assert held[1].ttft_s == free[1].ttft_s
 
 
 def test_stages_overlap_the_chunks_of_one_prompt():
@@ -134,7 +164,7 @@ def test_each_prompt_of_a_pass_reads_its_own_share_of_its_history():
 
 def test_adaptive_chunks_keep_to_the_target():
     packing = PackingConfig(t_target_s=0.02, long_kv_tokens=10**6)
-    run = Run(mixed(packing), [planned(0, 0.0, 20, 2001), planned(1, 0.1, 20_000, 1)])
+    run = Run(mixed(packing), [planned(0, 0.0, 20, 2001, FREE), planned(1, 0.1, 20_000, 1)])
     assert run.counters.longest_step_s <= 0.02
     assert run.records[0].tbt_s <= 0.02
 

@@ -40,7 +40,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Protocol, TypeVar
 
@@ -114,6 +114,12 @@ class Packer:
     def __init__(self, model: PassModel, config: PackingConfig) -> None:
         self._model = model
         self._config = config
+
+    def within(self, target_s: float) -> Packer:
+        """Returns this packer with another t_target, or itself where `target_s` is infinite."""
+        if target_s in (math.inf, self._config.t_target_s):
+            return self
+        return Packer(self._model, replace(self._config, t_target_s=target_s))
 
     def pack(
         self,

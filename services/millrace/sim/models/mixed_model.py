@@ -17,6 +17,9 @@ a pass waits for the worker that has most of it. The further workers' other work
 
 from __future__ import annotations
 
+import math
+from operator import itemgetter
+
 from millrace.core.arithmetic import ceil_div
 from millrace.core.cost.operators import BatchShape
 from millrace.core.errors import IntegrityError
@@ -177,13 +180,29 @@ class MixedPool:
         now_s = self._clock.now_s
         ordered = instance.order.ordered(now_s)
         decodes, context = self._decodes(instance)
-        packed = self._packer.pack(
+        packer = self._packer.within(self._tightest_pace_s(instance))
+        packed = packer.pack(
             decodes,
             context,
             [(request, instance.prefills[request.id].done) for request in ordered],
             lambda request: relative_slack(request, now_s),
         )
         return [(instance.prefills[request.id], tokens) for request, tokens in packed]
+
+    def _tightest_pace_s(self, instance: MixedInstance) -> float:
+        """Returns the tightest pace of the decodes that they could keep alone; infinite without
+        any.
+        """
+        batch = instance.batch
+        running = ((one, one.job.live) for one in batch.members.values())
+        paced = [(live.pace_s, one) for one, live in running if live and live.pace_s < math.inf]
+        for pace_s, one in sorted(paced, key=itemgetter(0)):
+            context = round(one.context(batch.steps))
+            degree = one.spread.degree(context) if one.spread else 1
+            alone_s = self._operators.decode_step_s(1, context, degree)
+            if self._per_stage(alone_s) * self._stages <= pace_s:
+                return pace_s
+        return math.inf
 
     def _decodes(self, instance: MixedInstance) -> tuple[int, int]:
         """Returns the sequences of an iteration, and the context that they read."""
