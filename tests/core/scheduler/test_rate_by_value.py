@@ -61,3 +61,22 @@ def test_the_queue_counts():
     made = bench()
     made.submit("x", 100, 10)  # 0.1 s on one of the two: the group is late by then
     assert members(made, "a", ttft_s=0.85) == 1
+
+
+@pytest.mark.parametrize(("ttft_s", "size"), [(1.1, 1), (0.7, 2), (0.5, 4)])
+def test_no_larger_group_is_taken_than_the_objective_asks_for(ttft_s, size):
+    """Under a load at which a larger group must gain a half; two gain 0.4, four another 0.25."""
+    latency = SpLatency(by_sp={1: Latency(b=1e-3), 2: Latency(b=0.6e-3), 4: Latency(b=0.45e-3)})
+    config = SchedulerConfig(policy="fcfs", planner="cdsp")
+    fleet = [instance(f"p{number}", pages=10_000, latency=latency) for number in range(4)]
+    made = Bench(*fleet, instance("d0", pages=100_000), config=config)
+    for number in range(35):  # 4 s of work for one of the four in every second
+        made.tick(0.9)
+        [sent, *_] = of(RunPrefill, made.submit(f"r{number}", 4000, 10))
+        leader, *others = sent.chunks[-1].instance_ids
+        made.serve(f"r{number}", leader)
+        for other in others:
+            made.released(other, f"r{number}")
+    made.tick(1.0)
+    assert made.machine.improvement_rate >= 0.5
+    assert members(made, ttft_s=ttft_s) == size

@@ -9,8 +9,8 @@ Deviation: such a table holds for the lengths and the pool that it was found for
 measure the six tables of Figures 11 and 12 that `millrace sim` found (8B and 70B, three mixes,
 experiments/tetris/rates.json) nearly agree, and `BY_LOAD` is their middle.
 
-Ours, too: with `BY_LOAD` a request that would miss its objective takes a larger group for any gain,
-if that keeps the objective (`fleet.pool.Pool.plan`).
+Ours, too: with `BY_LOAD` a request that would miss its objective takes a larger group for a smaller
+gain, if that keeps the objective (`fleet.pool.Pool.plan`).
 
 Ours where the paper gives no figure: the window is 60 s long, and in the first 60 s the observed
 rate is the rate since the first arrival. At equal distance the lower rate's entry counts.

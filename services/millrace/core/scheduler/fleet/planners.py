@@ -37,20 +37,20 @@ class Planners:
         self._corrected = corrected
         self._degrees = usable_degrees(inputs)
         self._as_fitted = (0,) * len(self._degrees)
-        self._made: dict[tuple[tuple[int, ...], int, bool], Planner] = {}
+        self._made: dict[tuple[tuple[int, ...], int, float | None], Planner] = {}
 
     def inputs(self, prompt_tokens: int, history: int) -> PlannerInputs:
         """Returns the inputs for the tokens of such a prompt after the first `history` tokens."""
         return self._after(self._steps(prompt_tokens, history), history)
 
-    def of(self, prompt_tokens: int, history: int, *, quickest: bool = False) -> Planner:
-        """Returns the planner of these tokens; `quickest`: with the improvement rate 0."""
-        key = self._steps(prompt_tokens, history), history, quickest
+    def of(self, prompt_tokens: int, history: int, rate: float | None = None) -> Planner:
+        """Returns the planner of these tokens, with another improvement rate where one is given."""
+        key = self._steps(prompt_tokens, history), history, rate
         planner = self._made.get(key)
         if planner is None:
             inputs = self._after(*key[:2])
-            if quickest:
-                inputs = replace(inputs, config=replace(inputs.config, improvement_rate=0.0))
+            if rate is not None:
+                inputs = replace(inputs, config=replace(inputs.config, improvement_rate=rate))
             if len(self._made) == MOST:
                 del self._made[next(iter(self._made))]
             planner = self._made[key] = PLANNERS[inputs.config.planner](inputs)

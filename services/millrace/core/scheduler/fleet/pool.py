@@ -9,6 +9,7 @@ from functools import partial
 from millrace.core.config import SchedulerConfig
 from millrace.core.cost.correction import Corrections, OnTop, band_of
 from millrace.core.cost.latency import SpLatency
+from millrace.core.cost.rates import STARTING_RATE
 from millrace.core.kv.pages import Shares
 from millrace.core.live_request import LiveRequest
 from millrace.core.priority import Ranking
@@ -30,6 +31,9 @@ from millrace.core.scheduler.planning.plan import Plan
 
 #: The key of a pool's corrections, which hold for any instance that takes a request.
 ANYONE = ""
+#: The improvement rates of the plans that a request may have which would be late by the usual one:
+#: a middle rate, since larger groups cost others work, then 0, the quickest.
+_QUICKER = (STARTING_RATE, 0.0)
 
 
 class Pool:
@@ -123,14 +127,16 @@ class Pool:
     def _in_time(
         self, request: LiveRequest, queue_s: array[float], least_sp: int, slack_s: float
     ) -> Plan | None:
-        """Returns the quickest plan, whatever it costs later requests, if it saves the request's
-        objective.
-        """
+        """Returns the first of some quicker plans that saves the request's objective."""
         if request.allowed_ttft_s is None or slack_s < 0.0 or len(self._degrees) < 2:
             return None
-        planner = self.planners.of(request.prompt_tokens, 0, quickest=True)
-        plan = planner.plan(request.prompt_tokens, queue_s, least_sp)
-        return plan if plan.ttft_s <= slack_s else None
+        for rate in _QUICKER:
+            if rate < self._config.improvement_rate:
+                planner = self.planners.of(request.prompt_tokens, 0, rate)
+                plan = planner.plan(request.prompt_tokens, queue_s, least_sp)
+                if plan.ttft_s <= slack_s:
+                    return plan
+        return None
 
     def one_chunk(
         self, request: LiveRequest, queue_s: array[float], shares: dict[int, int]
