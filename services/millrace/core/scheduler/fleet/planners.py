@@ -5,7 +5,7 @@ Tetris section 5.1 compares groups by Eq. (1) as it was fitted. Deviation: queue
 by what the instances took, and so are the chunks of a plan. Otherwise a queue on a slow pool looks
 longer than it is, and a degree whose ring is slower than the profile says is chosen all the same.
 The factor of a degree is what the pool's corrections say of the whole prompt, rounded on a scale of
-`STEP`: a model that is right to some percent stays as it is, and planners are seldom made anew.
+`STEP`: a model that is right to some percent stays as it is, and few planners are made.
 """
 
 from __future__ import annotations
