@@ -16,12 +16,16 @@ MODEL = "llama"
 PAGE_BYTES = 3 * 2 * 2 * 16 * 12 * 4  # 16 tokens
 PAGES = 21  # one and a half of eight answers, and the instance's own
 ASKED = [(20 + 9 * i, 100 + 12 * i) for i in range(8)]
+SAMPLED = 1.0  # temperature
 
 
-async def ask(client: httpx.AsyncClient, tokens: int, most: int) -> tuple[list[int], set[str]]:
+async def ask(
+    client: httpx.AsyncClient, tokens: int, most: int, temperature: float
+) -> tuple[list[int], set[str]]:
     """The answer's tokens, and what happened to it."""
     body: dict[str, Any] = {"model": "tiny", "prompt": prompt(tokens), "max_tokens": most}
-    body |= {"temperature": 0, "ignore_eos": True, "return_token_ids": True}
+    body |= {"temperature": temperature, "seed": most}
+    body |= {"ignore_eos": True, "return_token_ids": True}
     headers = {"x-millrace-trace": "1"}
     response = await client.post("/v1/completions", json=body, headers=headers)
     assert response.status_code == 200, response.text
@@ -45,9 +49,14 @@ async def test_all_answers_come_and_are_right(swap_pages: int) -> None:
         ) as stack,
         httpx.AsyncClient(base_url=stack.url, timeout=120) as client,
     ):
-        found = await asyncio.gather(*(ask(client, tokens, most) for tokens, most in ASKED))
-        for (tokens, most), (ids, _) in zip(ASKED, found, strict=True):
-            assert ids == oracle(MODEL).greedy(prompt(tokens), most)
-        spans = set.union(*(names for _, names in found))
-        assert "preempted" in spans
-        assert ("moved" in spans) == (not swap_pages)
+        alone = [(await ask(client, *asked, SAMPLED))[0] for asked in ASKED]
+        assert alone != [oracle(MODEL).greedy(prompt(tokens), most) for tokens, most in ASKED]
+        for temperature in (0.0, SAMPLED):
+            found = await asyncio.gather(*(ask(client, *asked, temperature) for asked in ASKED))
+            for number, (ids, _) in enumerate(found):
+                tokens, most = ASKED[number]
+                greedy = oracle(MODEL).greedy(prompt(tokens), most)
+                assert ids == (alone[number] if temperature else greedy)
+            spans = set.union(*(names for _, names in found))
+            assert "preempted" in spans
+            assert ("moved" in spans) == (not swap_pages)
