@@ -358,11 +358,6 @@ def test_options_that_make_no_sense(arguments, message):
         hol.command(**arguments)
 
 
-def test_a_folder_that_is_not_there_is_refused_before_the_run(tmp_path):
-    with pytest.raises(typer.BadParameter, match="there is no folder"):
-        hol.command(json_path=tmp_path / "none" / "hol.json")
-
-
 def test_a_model_that_is_not_there_is_one_line(tmp_path, capsys):
     with pytest.raises(typer.Exit):
         hol.command(model=str(tmp_path / "none"))

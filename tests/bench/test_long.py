@@ -223,7 +223,6 @@ def test_stages_from_end_to_end(tmp_path: Path) -> None:
         ({"parts": "sp"}, "'sp' is not one of predictor, chunking, batching, spp, kvp"),
         ({"dtype": "int8"}, "'int8' is not one of float32, bfloat16"),
         ({"static": "0"}, "--static '0'"),
-        ({"json_path": Path("nowhere/x.json")}, "there is no folder nowhere"),
     ],
 )
 def test_options_that_make_no_sense_are_named(arguments: dict[str, Any], message: str) -> None:

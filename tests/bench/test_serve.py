@@ -328,7 +328,6 @@ async def test_the_command_fails_when_everything_does():
         (["--token-ids", "9:1"], "LOW:HIGH"),
         (["--slo-class", "x"], "--slo-class"),
         (["--input-tokens", "x"], "--input-tokens"),
-        (["--trace", "/no/such/file"], "/no/such/file"),
     ],
 )
 def test_bad_options_are_one_clear_line(arguments, said):

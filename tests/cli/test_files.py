@@ -51,6 +51,7 @@ def test_every_path_is_one_to_read_or_one_to_write() -> None:
         ("up --config /nowhere.toml", "'--config': file '/nowhere.toml' does not exist."),
         ("bench transfer --json /nowhere/a.json", "'--json': There is no folder '/nowhere'."),
         ("sim run --mix qwen --plot /nowhere/a.png", "'--plot': There is no folder '/nowhere'."),
+        ("bench serve --trace /nowhere", "'--trace': file '/nowhere' does not exist."),
         ("sim run --trace nowhere.csv", "'--trace': file 'nowhere.csv' does not exist."),
         ("policy edf --json /", "'--json': file '/' is a directory."),
     ],

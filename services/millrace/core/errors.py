@@ -5,6 +5,10 @@ Each message says which field or value, and what to do.
 
 from __future__ import annotations
 
+import re
+
+_NUMBER = re.compile(r"^\[Errno -?\d+\] ")
+
 #: How the last line of a process that ends with an error begins.
 PREFIX = "millrace: "
 
@@ -37,6 +41,6 @@ def reason_of(error: Exception) -> str:
     """Returns why a call of the system failed, without its number and path; else the error's text.
 
     "No such file or directory", not "[Errno 2] No such file or directory: 'a.json'": the caller
-    names the file and the option.
+    names the file and the option. Clients of HTTP put the system's text into errors of their own.
     """
-    return getattr(error, "strerror", None) or str(error)
+    return getattr(error, "strerror", None) or _NUMBER.sub("", str(error))

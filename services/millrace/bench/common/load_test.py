@@ -14,7 +14,7 @@ from rich.progress import Progress
 
 from millrace.bench.common.report import RequestRecord
 from millrace.bench.common.sse_client import Response, SseClient
-from millrace.core.errors import ConfigError
+from millrace.core.errors import ConfigError, reason_of
 from millrace.sim.workload.workload import PlannedRequest, SloClass, WorkloadOptions, plan
 
 # The server tokenises it to find valid ids: a prompt of them is valid and has an exact length.
@@ -153,7 +153,7 @@ class _LoadTest:
             record.error = "timeout"
             record.detail = f"no end of the stream after {self._options.timeout_s:g} s"
         except OSError as error:
-            record.error, record.detail = "connection", str(error)
+            record.error, record.detail = "connection", reason_of(error)
         else:
             record.sent_s = response.sent_s - self._start_s
             read_response(response, record, self._start_s)
@@ -252,7 +252,8 @@ async def _inspect(client: SseClient, options: ServeOptions) -> _Target:
     except (OSError, LookupError, TypeError, ValueError) as error:
         raise ConfigError(
             f"{options.url} did not answer as an OpenAI-compatible server with /v1/models and "
-            f"/tokenize ({error}); where /tokenize is missing, give --model and --token-ids"
+            f"/tokenize ({reason_of(error)}); where /tokenize is missing, give --model and "
+            "--token-ids"
         ) from error
     return _Target(client=client, model=model, population=population)
 

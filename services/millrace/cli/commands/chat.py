@@ -10,7 +10,7 @@ import httpx
 import orjson
 from rich.console import Console
 
-from millrace.core.errors import MillraceError
+from millrace.core.errors import MillraceError, reason_of
 from millrace.telemetry.trace import Waterfall
 
 Message = dict[str, str]
@@ -42,7 +42,7 @@ async def stream_chat(
                     raise GatewayError(str(chunk["error"]["message"]))
                 yield chunk
     except httpx.TransportError as error:
-        raise GatewayError(f"no gateway at {client.base_url}: {error}") from error
+        raise GatewayError(f"no gateway at {client.base_url}: {reason_of(error)}") from error
 
 
 def refusal_of(body: bytes, status: int) -> str:
@@ -111,7 +111,7 @@ async def served_model(client: httpx.AsyncClient) -> str:
             raise GatewayError("this key may use no model of the gateway")
         return str(response.json()["data"][0]["id"])
     except (httpx.TransportError, ValueError, LookupError) as error:
-        raise GatewayError(f"no gateway at {client.base_url}: {error}") from error
+        raise GatewayError(f"no gateway at {client.base_url}: {reason_of(error)}") from error
 
 
 def delta_text(chunk: dict[str, Any]) -> str:

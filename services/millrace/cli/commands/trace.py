@@ -11,7 +11,7 @@ import httpx
 import orjson
 
 from millrace.cli.commands.chat import GatewayError, refusal_of
-from millrace.core.errors import MillraceError
+from millrace.core.errors import MillraceError, reason_of
 from millrace.core.span import Span
 from millrace.telemetry.trace import Waterfall
 from millrace.telemetry.tracing.files import read_trace
@@ -54,7 +54,7 @@ def read_gateway(url: str, api_key: str, request_id: str) -> list[Waterfall]:
     try:
         answer = httpx.get(path, headers=headers, timeout=_TIMEOUT_S)
     except (httpx.TransportError, httpx.InvalidURL, httpx.UnsupportedProtocol) as error:
-        raise GatewayError(f"no gateway at {url}: {error}") from error
+        raise GatewayError(f"no gateway at {url}: {reason_of(error)}") from error
     if answer.status_code != httpx.codes.OK:
         raise GatewayError(refusal_of(answer.content, answer.status_code))
     try:
