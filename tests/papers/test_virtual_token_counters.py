@@ -94,8 +94,8 @@ def test_two_backlogged_tenants_get_work_by_weight_within_the_bound(
 ) -> None:
     """Theorem 4.4: in any interval the difference is at most twice the bound from the start on.
 
-    Requests whose promised wait is over run first, whoever sent them: they come on top until that
-    is made up for.
+    Requests whose promised wait is over run first, of a tenant that is ahead, too: they come on top
+    until that is made up for.
     """
     drawn, weights = {"a": one, "b": other}, {"a": 1.0, "b": weight}
     pool, sent = OneInstance(weights), {"a": 0, "b": 0}
