@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 
 from millrace.core.config import SchedulerConfig
-from millrace.core.priority import POLICIES
 from millrace.core.request import Slo
 from millrace.core.scheduler.commands import Command, Order
 from millrace.core.scheduler.events import Reported, Submitted
@@ -35,8 +34,10 @@ from support.tiny_models import prompt
 from support.worker_roles import LiveRole, config, live_roles, remember, spec
 
 SETTINGS = config(max_chunk_tokens=64)
-#: These put the tight prompt before the long one; to LARS the long one has less slack for its work.
-YIELDING = POLICIES.keys() - {"fcfs", "lars", "lars_deadline"}
+#: Policies that look at deadlines. These put the tight prompt before the long one,
+YIELDING = ("edf", "d_edf", "s_edf", "lrs", "millrace")
+#: and to these the long one has less slack for its work.
+KEEPING = ("lars", "lars_deadline")
 
 
 class ScheduledRole(LiveRole):
@@ -127,7 +128,7 @@ async def served(policy: str, preemption: str) -> AsyncIterator[tuple[Scheduler,
 
 
 @pytest.mark.parametrize("preemption", ["none", "operator"])
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", ["fcfs", *KEEPING, *YIELDING])
 async def test_what_the_policy_puts_first_is_computed_first(policy: str, preemption: str) -> None:
     async with served(policy, preemption) as (scheduler, prefill):
         await scheduler.submit("long", 3000, 30)

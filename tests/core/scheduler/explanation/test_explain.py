@@ -62,7 +62,23 @@ def test_what_goes_before_is_counted_by_part() -> None:
     assert first.ahead == () and first.attainment is not None and first.value is not None
 
 
-@pytest.mark.parametrize("policy", sorted(set(POLICIES) - {"millrace"}))
+#: What each policy says of the last of four requests that arrived 0.25 s ago.
+KEYS = {
+    "fcfs": "arrived 0.25 s ago",
+    "edf": "deadline in 0.25 s",
+    "d_edf": "deadline in 0.25 s",
+    "s_edf": "slack -0.75 s",
+    "lrs": "slack -0.75 s",
+    "lars": "slack -0.75 s, -0.75 of its length",
+    "lars_deadline": "slack -0.75 s",
+}
+
+
+def test_every_policy_tells_its_key() -> None:
+    assert set(POLICIES) - {"millrace"} == set(KEYS), "give a new policy an entry in KEYS"
+
+
+@pytest.mark.parametrize("policy", sorted(KEYS))
 def test_other_policies_tell_their_key(policy: str) -> None:
     one = bench("p0", "d0", policy=policy)
     for number in range(4):
@@ -70,13 +86,7 @@ def test_other_policies_tell_their_key(policy: str) -> None:
     one.now_s = 0.25
     found = explained(one, "r3")
     assert found.policy == policy and found.part == ""
-    words = {
-        "fcfs": "arrived 0.25 s ago",
-        "edf": "deadline in 0.25 s",
-        "d_edf": "deadline in 0.25 s",
-        "lars": "slack -0.75 s, -0.75 of its length",
-    }
-    assert found.key == words.get(policy, "slack -0.75 s")
+    assert found.key == KEYS[policy]
     assert [row.requests for row in found.ahead] == [3]
 
 
