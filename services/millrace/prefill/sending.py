@@ -89,13 +89,10 @@ def transfer_spans(job: PrefillJob, session: Sending) -> list[Span]:
     """Builds the spans of the handshakes and of the transfer to all receivers, up to now; decode
     sets the end of the transfer. A step that has not happened yet begins now.
     """
-    now_s, timings = job.now_s(), session.timings
-    granted_s, first_write_s = (
-        job.trace.clock.at_monotonic_s(t) if t else now_s
-        for t in (timings.granted_s, timings.first_write_s)
-    )
-    opened_s = job.trace.clock.at_monotonic_s(timings.opened_s)
-    to = ", ".join(session.receiver_ids)
+    now_s, timings, to = job.now_s(), session.timings, ", ".join(session.receiver_ids)
+    granted_s = _since_arrival(job, timings.granted_s, now_s)
+    first_write_s = _since_arrival(job, timings.first_write_s, now_s)
+    opened_s = _since_arrival(job, timings.opened_s, now_s)
     return [
         span("kv_handshake", job.instance_id, opened_s, granted_s),
         span("kv_transfer", job.instance_id, first_write_s, now_s, to=to),
@@ -106,17 +103,21 @@ def trace_sent(job: PrefillJob, session: Sending) -> None:
     """Traces the handshakes and the writes of a closed session. (Decode traces the transfer, which
     ends when the KV has landed there.)
     """
-    timings = session.timings
-    to = ", ".join(session.receiver_ids)
+    now_s, timings, to = job.now_s(), session.timings, ", ".join(session.receiver_ids)
     if timings.granted_s:
-        opened_s, granted_s = map(
-            job.trace.clock.at_monotonic_s, (timings.opened_s, timings.granted_s)
+        opened_s = _since_arrival(job, timings.opened_s, now_s)
+        job.trace.trace(
+            "kv_handshake", opened_s, _since_arrival(job, timings.granted_s, now_s), to=to
         )
-        job.trace.trace("kv_handshake", opened_s, granted_s, to=to)
     if timings.bytes:
-        first_s = job.trace.clock.at_monotonic_s(timings.first_write_s)
-        last_s = job.trace.clock.at_monotonic_s(timings.last_write_s)
+        first_s = _since_arrival(job, timings.first_write_s, now_s)
+        last_s = _since_arrival(job, timings.last_write_s, now_s)
         job.trace.trace("kv_send", first_s, last_s, to=to, bytes=timings.bytes)
+
+
+def _since_arrival(job: PrefillJob, monotonic_s: float, now_s: float) -> float:
+    """Converts a time of `SendTimings` to seconds since the arrival; 0 becomes `now_s`."""
+    return job.trace.clock.at_monotonic_s(monotonic_s) if monotonic_s else now_s
 
 
 def _as_it_is(finished: FinishedPrefill) -> FinishedPrefill:
