@@ -331,6 +331,7 @@ async def test_logits_that_are_not_finite_end_their_request(
         await mixed.ask("r", 20)
         failed = await mixed.live.said("request_failed", "r")
         assert not failed.retryable and "not finite" in failed.message
+        assert failed.fault == "compute"
 
 
 @pytest.mark.parametrize("abort", [False, True])

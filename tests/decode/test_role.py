@@ -168,7 +168,8 @@ async def test_an_admission_without_room_is_failed_and_released(pair: Pair) -> N
     await pair.admit("r", 40)
 
     assert pair.decode.kinds("r") == ["request_failed", "request_released"]
-    assert pair.decode.messages[0][1].retryable
+    refused = pair.decode.messages[0][1]
+    assert refused.retryable and not refused.fault
     pool.free(held)
     await pair.admit("wide", 10, n=5)
     assert pair.decode.kinds("wide") == ["request_failed", "request_released"]
@@ -252,6 +253,7 @@ async def test_a_failed_attempt_is_gone_on_from_what_has_landed(pair: Pair) -> N
     request, failed = await failed_attempt(pair, 900)
     landed = await pair.decode.said("prefix_landed", "r")
     assert (failed.retryable, failed.attempt, landed.attempt) == (True, 1, 1)
+    assert not failed.fault  # prefill reports why it gave up
     assert failed.kept_tokens == landed.tokens == 450
     assert "request_released" not in pair.decode.kinds("r")
 

@@ -217,7 +217,7 @@ async def test_a_prompt_larger_than_the_pool_fails_at_once(pair: Pair) -> None:
     await pair.ask("r", pages * 16 + 1, admit=False)
 
     failed = await pair.prefill.said("request_failed", "r")
-    assert failed.retryable
+    assert failed.retryable and not failed.fault
     await pair.prefill.said("request_released", "r")
 
 
@@ -227,7 +227,7 @@ async def test_a_store_out_of_reach_gives_the_request_back_to_its_proxy(pair: Pa
 
     failed = await pair.prefill.said("request_failed", "r")
     await pair.prefill.said("request_released", "r")
-    assert failed.retryable and failed.prompt_unread
+    assert failed.retryable and failed.prompt_unread and not failed.fault
     assert "no server" in failed.message
     assert b'failed_requests_total{reason="store"} 1.0' in pair.prefill.registry.render()[0]
 
@@ -251,7 +251,7 @@ async def test_a_refused_handshake_stops_the_compute(pair: Pair) -> None:
         pair.prefill.role.on_command(run_prefill(request, elsewhere))
         failed = await pair.prefill.said("request_failed", "r")
     await pair.prefill.said("request_released", "r")
-    assert failed.retryable
+    assert failed.retryable and failed.fault == "transfer"
     assert "stale receiver" in failed.message
     assert "chunk_finished" not in pair.prefill.kinds("r")
 
@@ -264,7 +264,7 @@ async def test_a_failed_computation_is_reported_and_the_next_one_runs(pair: Pair
     await pair.ask("good", 20)
 
     failed = await pair.prefill.said("request_failed", "bad")
-    assert not failed.retryable
+    assert not failed.retryable and failed.fault == "compute"
     await pair.prefill.said("request_released", "bad")
     await pair.decode.said("request_finished", "good")
 

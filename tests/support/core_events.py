@@ -188,6 +188,7 @@ class Bench:
         attempt: int = 0,
         kept_tokens: int = 0,
         prompt_unread: bool = False,
+        fault: str = "",
     ) -> list[effects.Effect]:
         return self.report(
             instance_id,
@@ -198,6 +199,7 @@ class Bench:
                 attempt=attempt,
                 kept_tokens=kept_tokens,
                 prompt_unread=prompt_unread,
+                fault=fault,
             ),
         )
 

@@ -13,7 +13,7 @@ from millrace.core.incarnation import Incarnation
 class Suspicion:
     """The suspicion against one request."""
 
-    __slots__ = ("deaths", "is_held", "is_isolated", "losses", "returned")
+    __slots__ = ("deaths", "fails_everywhere", "is_held", "is_isolated", "losses", "returned")
 
     def __init__(self) -> None:
         self.deaths: tuple[Incarnation, ...] = ()  # while it was open there, the last one last
@@ -21,6 +21,7 @@ class Suspicion:
         self.returned = 0  # losses that were no deaths: the instances came back
         self.is_held = False  # it waits until its losses are resolved
         self.is_isolated = False  # it may only run alone
+        self.fails_everywhere = False  # its errors are no instance's fault
 
     @property
     def all(self) -> tuple[Incarnation, ...]:

@@ -13,6 +13,10 @@ from millrace.state.store import StoreError
 log = logging.getLogger(__name__)
 
 
+#: The reasons that are errors of instances.
+_FAULTS = {"transfer": "transfer", "compute": "compute"}
+
+
 class ComputeError(MillraceError):
     """Raised when a prompt's computation fails and would fail at any instance."""
 
@@ -33,4 +37,5 @@ def failure_of(job: PrefillJob, error: MillraceError) -> RequestFailed:
         message=str(error),
         retryable=not isinstance(error, ComputeError),
         prompt_unread=isinstance(error, StoreError),
+        fault=_FAULTS.get(reason_of(error), ""),
     )

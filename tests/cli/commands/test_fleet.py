@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 
 from millrace.wire.clients.scheduler_client import set_cordon
+from millrace.wire.pb import scheduler_pb2
 from support.command import millrace
-from support.scheduler_peers import scheduler, spec
+from support.scheduler_peers import quick, scheduler, spec
 
 
 async def test_it_shows_instances_and_signals_and_writes_both_as_json(tmp_path) -> None:
@@ -35,6 +36,28 @@ async def test_it_shows_instances_and_signals_and_writes_both_as_json(tmp_path) 
     }
     assert written["pools"]["decode"]["kv_utilisation"] == 0.08
     assert written["parked_requests"] == 0
+
+
+async def test_it_shows_the_instances_that_fail_their_requests() -> None:
+    async with scheduler(quick(breaker_errors=1)) as net:
+        worker = await net.worker("p0")
+        for name in ("p1", "d0"):
+            await net.worker(name)
+        proxy = await net.proxy()
+        await proxy.submit(spec("r", 100))
+        await proxy.next("placed")
+        await worker.next("run_prefill")
+        await worker.say(
+            request_failed=scheduler_pb2.RequestFailed(
+                request_id="r", message="no luck", fault=scheduler_pb2.FAULT_COMPUTE
+            )
+        )
+        await proxy.next("failed")
+        status, shown = await millrace("fleet", "--scheduler", net.address)
+    assert status == 0
+    rows = {line.split()[0]: line for line in shown.splitlines() if line.strip()}
+    assert "no: errors" in rows["p0"]
+    assert "yes" in rows["p1"]
 
 
 async def test_without_a_scheduler_it_says_so_in_one_line() -> None:

@@ -114,6 +114,10 @@ class Narrator:
         if name == "machine":
             line = f"{machine.queued} queued, {number(machine.queued_s)} s"
             return f"machine: {line}, {machine.rounds} rounds"
+        if name == "breakers":
+            states = {of: machine.breakers.state(of) for of in machine.cluster.instances}
+            found = [f"{of} {state}" for of, state in states.items() if state != "closed"]
+            return f"breakers: {', '.join(found) or 'all closed'}"
         if (one := machine.cluster.instances.get(name)) is not None:
             return of_instance(one)
         request = machine.requests.get(name)

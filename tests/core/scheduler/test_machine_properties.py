@@ -589,6 +589,7 @@ class World(RuleBasedStateMachine):
         retryable=st.booleans(),
         attempts_ago=st.integers(0, 2),
         kept_tokens=st.sampled_from([0, 0, 20, 100]),
+        fault=st.sampled_from(["", "compute", "transfer"]),
     )
     def fail(
         self,
@@ -598,6 +599,7 @@ class World(RuleBasedStateMachine):
         retryable: bool,
         attempts_ago: int = 0,
         kept_tokens: int = 0,
+        fault: str = "",
     ) -> None:
         if self.machine.cluster.current(instance_id, self.life(instance_id, age)):
             self.unqueue(instance_id, request_id)
@@ -611,6 +613,7 @@ class World(RuleBasedStateMachine):
                     retryable=retryable,
                     attempt=self.told_of(instance_id, request_id, attempts_ago),
                     kept_tokens=kept_tokens,
+                    fault=fault,
                 ),
             )
         )

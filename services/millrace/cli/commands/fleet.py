@@ -52,11 +52,17 @@ def _instances(instances: Iterable[InstanceView]) -> Table:
     table = _table(("instance", "role", "takes work"), ("running", "waiting", "held", "pages used"))
     for one in sorted(instances, key=lambda one: (one.role, one.id)):
         table.add_row(
-            *(one.id, one.role, "no" if one.draining else "yes"),
+            *(one.id, one.role, _takes_work(one)),
             *(str(one.running), str(one.waiting), str(one.held_requests)),
             f"{one.total_pages - one.free_pages} of {one.total_pages}",
         )
     return table
+
+
+def _takes_work(one: InstanceView) -> str:
+    if one.draining:
+        return "no"
+    return {"open": "no: errors", "half_open": "one, as a probe"}.get(one.breaker, "yes")
 
 
 def _pools(load: FleetLoad) -> Table:

@@ -92,6 +92,17 @@ class SchedulerConfig(Section):
     isolation_s: float = setting(
         10.0, within(0), "time of decoding alone that clears a request of the deaths"
     )
+    breaker_errors: int = setting(
+        3,
+        within(0, 100),
+        "requests in a row that fail at an instance; then it gets no new request for a pause, and "
+        "after it one request as a probe. 0: never",
+    )
+    breaker_pause_s: float = setting(
+        2.0,
+        within(0.1),
+        "the first of these pauses; each later one is twice as long, up to 32 times",
+    )
     heartbeat_s: float = setting(1.0, within(0.01), "interval of the workers' heartbeats")
     lease_s: float = setting(5.0, within(0.05), "silence after which a peer counts as dead")
     request_timeout_s: float = setting(

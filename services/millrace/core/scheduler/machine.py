@@ -77,6 +77,7 @@ class Machine:
         self._stall_watch = StallWatch(self._table)
         self._takeover = Takeover(self._table, self._take_in)
         self.suspects = Suspects(self._table)
+        self.breakers = self._table.breakers
         chunk_progress = ChunkProgress(self._table, self._dispatcher, self._event_filter)
         request_progress = RequestProgress(self._table, self._dispatcher, self._event_filter)
         self._handlers: dict[type, Callable[[StepContext, Any], None]] = {
@@ -230,6 +231,7 @@ class Machine:
         self.suspects.left(step, instance)
         self._takeover.left(instance)
         self.cluster.remove(instance)
+        self.breakers.left(instance.id)
         for request_id in instance.holdings:
             request = self._table.served(request_id, instance)
             if request is not None and still_needs(request, instance):
@@ -268,16 +270,9 @@ class Machine:
 
         A request stays where no other instance has room for it now.
         """
-        pool = self.cluster.pool_of(instance)
-        self._unplace_unserved(step, pool)
-        for request in list(pool.waiting) if instance.draining else ():
-            waits = instance.id in request.kv_instance_ids and not request.continues
-            queued = waits and request.state is RequestState.QUEUED
-            if queued and self._dispatcher.has_room(request, step.now_s):
-                self._table.retry(
-                    step, request, f"{instance.card.role} {instance.id} takes no new work"
-                )
-                self._dispatcher.place(step)  # it takes that room before the next request is tried
+        self._unplace_unserved(step, self.cluster.pool_of(instance))
+        if instance.draining:
+            self._dispatcher.place_elsewhere(step, instance)
         self._dispatcher.run(step)
 
     def _unplace_unserved(self, step: StepContext, pool: Pool) -> None:
@@ -393,5 +388,6 @@ class Machine:
         del event  # it carries nothing
         self._table.expire(step)
         self.suspects.check(step)
+        self.breakers.check(step.now_s)
         self._stall_watch.check(step)
         self._dispatcher.run(step)

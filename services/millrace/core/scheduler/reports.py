@@ -142,6 +142,8 @@ class RequestFailed:
     After a retryable failure the request is prefilled again. `kept_tokens`: the first tokens whose
     KV a decode instance keeps for the next attempt. With 0 it releases the request.
     `prompt_unread`: the request store did not give it the prompt, which the proxy still has.
+    `fault`: "compute", an error of this instance; "transfer", an error between instances; empty, no
+    error of an instance, such as a lack of room.
     """
 
     request_id: str
@@ -150,6 +152,7 @@ class RequestFailed:
     attempt: int = 0
     kept_tokens: int = 0
     prompt_unread: bool = False
+    fault: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,6 +19,7 @@ from millrace.core.scheduler.fleet.pool import Pool
 from millrace.core.scheduler.fleet.run_queue import RunQueue
 from millrace.core.scheduler.fleet.task import Task
 from millrace.core.scheduler.fleet.waiting_queue import WaitingQueue
+from millrace.core.scheduler.outcomes.breakers import Breakers
 from millrace.core.scheduler.outcomes.ended_requests import EndedRequests
 from millrace.core.scheduler.outcomes.objectives import mean_tbt_s
 from millrace.core.scheduler.step_context import StepContext
@@ -31,6 +32,7 @@ class RequestTable:
     def __init__(self, config: SchedulerConfig, cluster: Cluster) -> None:
         self.config = config
         self.cluster = cluster
+        self.breakers = Breakers(config, cluster)
         self.requests: dict[str, LiveRequest] = {}  # oldest first
         self.by_proxy: dict[str, dict[str, None]] = {}
         self._unplaced_ranking = ranking_of(cluster.policy)
@@ -151,14 +153,15 @@ class RequestTable:
         return self.waiting_queue_of.get(request.id) is not self.unplaced
 
     def closed_to(self, request: LiveRequest) -> set[str]:
-        """Returns the instances that may not take the request, because one of it and the requests
-        there may only run alone.
+        """Returns the instances that may not take the request: their breaker is not closed, or one
+        of it and the requests there may only run alone.
         """
+        closed = self.breakers.closed_to_all()
         if request.suspicion.is_isolated:
-            return {one.id for one in self.cluster.instances.values() if one.holdings}
+            return closed | {one.id for one in self.cluster.instances.values() if one.holdings}
         if (alone := self.runs_alone()) is None:
-            return set()
-        return {one.id for one in self._instances_of(alone) if alone.id in one.holdings}
+            return closed
+        return closed | {one.id for one in self._instances_of(alone) if alone.id in one.holdings}
 
     # ---- ends and second attempts
 

@@ -26,6 +26,8 @@ log = logging.getLogger(__name__)
 _OF_THIS_PLACE = frozenset({"store", "transfer"})
 #: Failures after which another attempt would fail, too, or is not wanted.
 _FINAL = frozenset({"compute", "evicted", "proxy"})
+#: Errors of this instance. Prefill reports those of a transfer.
+_OF_COMPUTE = frozenset({"compute", "logits"})
 
 
 class Output:
@@ -109,6 +111,7 @@ class Output:
                 retryable=retryable,
                 attempt=request.attempt,
                 prompt_unread=reason == "store",
+                fault="compute" if reason in _OF_COMPUTE else "",
             )
         )
         spoiled = reason == "logits"

@@ -102,6 +102,11 @@ class SchedulerMetrics:
                 "requests that may only run alone, after instances died with them",
                 lambda: machine.suspects.isolated,
             ),
+            (
+                "open_breaker_instances",
+                "instances that get no new request, or one as a probe, because of their errors",
+                lambda: machine.breakers.open,
+            ),
             ("live_requests", "requests that have not ended", lambda: len(machine.requests)),
             (
                 "least_gain_ratio",
@@ -129,6 +134,11 @@ class SchedulerMetrics:
                 "quarantined_requests",
                 "requests that ended because instances died of them",
                 lambda: machine.suspects.quarantined,
+            ),
+            (
+                "opened_breaker_instances",
+                "times that new requests were kept from an instance because of its errors",
+                lambda: machine.breakers.opened,
             ),
             (
                 "unreleased_requests",

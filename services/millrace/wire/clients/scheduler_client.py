@@ -15,7 +15,7 @@ from millrace.core.scheduler.explanation.mechanisms import Mechanism
 from millrace.core.weights import Weights
 from millrace.wire.channel import open_channel
 from millrace.wire.clients.scheduler_stream import leader_in
-from millrace.wire.codec.scheduler import PREEMPTIONS, ROLES, WEIGHTS
+from millrace.wire.codec.scheduler import BREAKERS, PREEMPTIONS, ROLES, WEIGHTS
 from millrace.wire.codec.status import EXPLANATION, MECHANISM, fleet_load
 from millrace.wire.pb import scheduler_pb2, scheduler_pb2_grpc
 
@@ -53,6 +53,7 @@ class InstanceView:
     held_requests: int  # hold pages there, or will; a draining instance may go at 0
     total_pages: int
     free_pages: int
+    breaker: str = "closed"  # or open | half_open: its errors keep new requests from it
 
 
 async def get_settings(address: str) -> dict[str, Any]:
@@ -136,6 +137,7 @@ async def get_instances(address: str) -> list[InstanceView]:
             held_requests=one.held_requests,
             total_pages=one.total_pages,
             free_pages=one.free_pages,
+            breaker=BREAKERS.word[one.breaker],
         )
         for one in reply.instances
     ]

@@ -24,6 +24,7 @@ from millrace.wire.pb import common_pb2, scheduler_pb2
 
 WEIGHTS = derive(Weights, scheduler_pb2.Weights)
 ROLES = EnumWords(scheduler_pb2.Role, "role")
+BREAKERS = EnumWords(scheduler_pb2.Breaker, "breaker", unset="")
 PREEMPTIONS = EnumWords(scheduler_pb2.Preemption, "preemption", unset="")
 
 #: The roles that run a decode batch.

@@ -13,7 +13,7 @@ from millrace.core.scheduler.explanation.mechanisms import Mechanism, mechanisms
 from millrace.core.scheduler.fleet.instances import Instance, PrefillInstance
 from millrace.core.scheduler.machine import Machine
 from millrace.wire.codec.derive import derive
-from millrace.wire.codec.scheduler import PREEMPTIONS, ROLES, WEIGHTS
+from millrace.wire.codec.scheduler import BREAKERS, PREEMPTIONS, ROLES, WEIGHTS
 from millrace.wire.pb import common_pb2, scheduler_pb2
 
 MECHANISM = derive(Mechanism, scheduler_pb2.Mechanism)
@@ -30,7 +30,7 @@ def status(
     states = Counter(request.state for request in machine.requests.values())
     return scheduler_pb2.StatusReply(
         instances=[
-            _instance(instance, addresses[instance.id], now_s)
+            _instance(instance, addresses[instance.id], machine.breakers.state(instance.id), now_s)
             for instance in machine.cluster.instances.values()
         ],
         queued=states[RequestState.QUEUED],
@@ -46,7 +46,9 @@ def status(
     )
 
 
-def _instance(instance: Instance, address: str, now_s: float) -> scheduler_pb2.InstanceStatus:
+def _instance(
+    instance: Instance, address: str, breaker: str, now_s: float
+) -> scheduler_pb2.InstanceStatus:
     if isinstance(instance, PrefillInstance):
         free_pages, queue_s = instance.free_pages, instance.outstanding_s(now_s)
     else:
@@ -62,6 +64,7 @@ def _instance(instance: Instance, address: str, now_s: float) -> scheduler_pb2.I
         waiting=instance.waiting,
         queue_s=queue_s,
         held_requests=len(instance.holdings),
+        breaker=BREAKERS.number[breaker],
     )
 
 

@@ -31,6 +31,12 @@ class Role(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     ROLE_MIXED: _ClassVar[Role]
     ROLE_KVP: _ClassVar[Role]
 
+class Fault(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    FAULT_UNSPECIFIED: _ClassVar[Fault]
+    FAULT_COMPUTE: _ClassVar[Fault]
+    FAULT_TRANSFER: _ClassVar[Fault]
+
 class Preemption(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     PREEMPTION_UNSPECIFIED: _ClassVar[Preemption]
@@ -38,6 +44,13 @@ class Preemption(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     PREEMPTION_CHUNK: _ClassVar[Preemption]
     PREEMPTION_LAYER: _ClassVar[Preemption]
     PREEMPTION_OPERATOR: _ClassVar[Preemption]
+
+class Breaker(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    BREAKER_UNSPECIFIED: _ClassVar[Breaker]
+    BREAKER_CLOSED: _ClassVar[Breaker]
+    BREAKER_OPEN: _ClassVar[Breaker]
+    BREAKER_HALF_OPEN: _ClassVar[Breaker]
 REQUEST_STATE_UNSPECIFIED: RequestState
 REQUEST_STATE_QUEUED: RequestState
 REQUEST_STATE_PREFILLING: RequestState
@@ -52,11 +65,18 @@ ROLE_PREFILL: Role
 ROLE_DECODE: Role
 ROLE_MIXED: Role
 ROLE_KVP: Role
+FAULT_UNSPECIFIED: Fault
+FAULT_COMPUTE: Fault
+FAULT_TRANSFER: Fault
 PREEMPTION_UNSPECIFIED: Preemption
 PREEMPTION_NONE: Preemption
 PREEMPTION_CHUNK: Preemption
 PREEMPTION_LAYER: Preemption
 PREEMPTION_OPERATOR: Preemption
+BREAKER_UNSPECIFIED: Breaker
+BREAKER_CLOSED: Breaker
+BREAKER_OPEN: Breaker
+BREAKER_HALF_OPEN: Breaker
 
 class ProxyMessage(_message.Message):
     __slots__ = ("hello", "submit", "cancel", "load", "ask", "open", "all_open", "keep_traces")
@@ -506,20 +526,22 @@ class RequestFinished(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., reason: _Optional[_Union[_common_pb2.FinishReason, str]] = ..., generated_tokens: _Optional[int] = ...) -> None: ...
 
 class RequestFailed(_message.Message):
-    __slots__ = ("request_id", "message", "retryable", "attempt", "kept_tokens", "prompt_unread")
+    __slots__ = ("request_id", "message", "retryable", "attempt", "kept_tokens", "prompt_unread", "fault")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     MESSAGE_FIELD_NUMBER: _ClassVar[int]
     RETRYABLE_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     KEPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_UNREAD_FIELD_NUMBER: _ClassVar[int]
+    FAULT_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     message: str
     retryable: bool
     attempt: int
     kept_tokens: int
     prompt_unread: bool
-    def __init__(self, request_id: _Optional[str] = ..., message: _Optional[str] = ..., retryable: _Optional[bool] = ..., attempt: _Optional[int] = ..., kept_tokens: _Optional[int] = ..., prompt_unread: _Optional[bool] = ...) -> None: ...
+    fault: Fault
+    def __init__(self, request_id: _Optional[str] = ..., message: _Optional[str] = ..., retryable: _Optional[bool] = ..., attempt: _Optional[int] = ..., kept_tokens: _Optional[int] = ..., prompt_unread: _Optional[bool] = ..., fault: _Optional[_Union[Fault, str]] = ...) -> None: ...
 
 class Draining(_message.Message):
     __slots__ = ()
@@ -674,7 +696,7 @@ class StatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class InstanceStatus(_message.Message):
-    __slots__ = ("incarnation", "role", "address", "draining", "free_pages", "total_pages", "running", "waiting", "queue_s", "held_requests")
+    __slots__ = ("incarnation", "role", "address", "draining", "free_pages", "total_pages", "running", "waiting", "queue_s", "held_requests", "breaker")
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
@@ -685,6 +707,7 @@ class InstanceStatus(_message.Message):
     WAITING_FIELD_NUMBER: _ClassVar[int]
     QUEUE_S_FIELD_NUMBER: _ClassVar[int]
     HELD_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    BREAKER_FIELD_NUMBER: _ClassVar[int]
     incarnation: _common_pb2.Incarnation
     role: Role
     address: str
@@ -695,7 +718,8 @@ class InstanceStatus(_message.Message):
     waiting: int
     queue_s: float
     held_requests: int
-    def __init__(self, incarnation: _Optional[_Union[_common_pb2.Incarnation, _Mapping]] = ..., role: _Optional[_Union[Role, str]] = ..., address: _Optional[str] = ..., draining: _Optional[bool] = ..., free_pages: _Optional[int] = ..., total_pages: _Optional[int] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., queue_s: _Optional[float] = ..., held_requests: _Optional[int] = ...) -> None: ...
+    breaker: Breaker
+    def __init__(self, incarnation: _Optional[_Union[_common_pb2.Incarnation, _Mapping]] = ..., role: _Optional[_Union[Role, str]] = ..., address: _Optional[str] = ..., draining: _Optional[bool] = ..., free_pages: _Optional[int] = ..., total_pages: _Optional[int] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., queue_s: _Optional[float] = ..., held_requests: _Optional[int] = ..., breaker: _Optional[_Union[Breaker, str]] = ...) -> None: ...
 
 class StatusReply(_message.Message):
     __slots__ = ("instances", "queued", "prefilling", "decoding", "policy", "preemption", "planner", "policies", "improvement_rate", "mechanisms", "weights")

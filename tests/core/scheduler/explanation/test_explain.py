@@ -36,6 +36,19 @@ def test_a_request_nobody_knows() -> None:
     assert bench("p0", "d0").machine.explain("r", 0.0) is None
 
 
+@pytest.mark.parametrize(("errs", "other"), [("p0", "p1"), ("d0", "d1")])
+def test_one_that_waits_for_a_breaker_names_the_instance(errs: str, other: str) -> None:
+    one = bench("p0", "d0", other, breaker_errors=1)
+    one.submit("a", 100, 28)
+    one.failed(errs, "a", fault="compute")
+    one.cordon(other)
+    one.cancel("a")
+    for name in ("p0", "d0", other):
+        one.released(name, "a")
+    one.submit("b", 100, 28)
+    assert explained(one, "b").waits_for == f"{errs} to be tried again, after their errors"
+
+
 def test_one_without_room_at_decode_names_the_pages() -> None:
     one = bench("p0", "d0", pages=10)
     one.submit("a", 100, 28)

@@ -92,9 +92,18 @@ class Dispatcher:
         if self._table.unplaced:
             self._placement.place(step)
 
-    def has_room(self, request: LiveRequest, now_s: float) -> bool:
-        """Returns whether a decode instance that takes new work has room for the request now."""
-        return self._placement.has_room(request, now_s)
+    def place_elsewhere(self, step: StepContext, instance: Instance) -> None:
+        """Places requests again that wait for prefill at an instance that takes no new work.
+
+        A request stays where no other instance has room for it now.
+        """
+        for request in list(self._cluster.pool_of(instance).waiting):
+            waits = instance.id in request.kv_instance_ids and not request.continues
+            queued = waits and request.state is RequestState.QUEUED
+            if queued and self._placement.has_room(request, step.now_s):
+                why = f"{instance.card.role} {instance.id} takes no new work"
+                self._table.retry(step, request, why)
+                self.place(step)  # it takes that room before the next request is tried
 
     def room_made(self, step: StepContext, instance: Instance) -> None:
         """Sends requests that waited for pages, after pages came free. The running tasks stay."""
@@ -304,6 +313,8 @@ class Dispatcher:
         if len(chunks) > 1 or len(chunks[0].instance_ids) > 1 or head.suspicion.is_isolated:
             return []
         leader, latency = chunks[0].instance_ids[0], pool.latency
+        if self._table.breakers.state(leader) != "closed":
+            return []  # it gets one request, as a probe
         corrections, band = self._cluster.corrections, band_of(head.prompt_tokens)
         others = (r for r in pool.waiting if r is not head)
         after = (r for r in others if not r.kept_tokens and not r.suspicion.is_isolated)

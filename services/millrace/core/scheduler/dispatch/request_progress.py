@@ -7,6 +7,7 @@ from millrace.core.request import TRANSITIONS, RequestState
 from millrace.core.scheduler.dispatch.dispatcher import Dispatcher
 from millrace.core.scheduler.dispatch.event_filter import EventFilter
 from millrace.core.scheduler.fleet.instances import DecodeInstance, Instance, PrefillInstance
+from millrace.core.scheduler.outcomes.breakers import ALL, TRANSFER
 from millrace.core.scheduler.reports import (
     DecodeStarted,
     FirstTokenSent,
@@ -42,6 +43,7 @@ class RequestProgress:
             return
         instance.release(report.request_id)
         if request is not None and _emitted_result(report, request, instance):
+            self._table.breakers.proved(request, _instances_of(request), ALL)
             self._table.finish(step, request, None)
             self._dispatcher.run(step)
             return
@@ -104,10 +106,17 @@ class RequestProgress:
         instance.start(request.id)
         if request.state is RequestState.QUEUED:  # all had landed before the death of prefill
             self._table.unqueue(request)
+        self._landed(request)
         request.start_decode(step.now_s - max(report.since_token_s, 0.0))
         instance.keep_pace(request)
         self._table.advance(step, request, RequestState.DECODING)
         self._table.learn_on_top(request)
+
+    def _landed(self, request: LiveRequest) -> None:
+        """Clears instances of errors: they computed the prompt, and its KV is at decode."""
+        breakers, at_decode = self._table.breakers, request.kv_instance_ids
+        breakers.proved(request, at_decode, TRANSFER)
+        breakers.proved(request, set(_instances_of(request)).difference(at_decode), ALL)
 
     def finished(self, step: StepContext, instance: Instance, report: RequestFinished) -> None:
         if not self._event_filter.is_held(report.request_id, instance):
@@ -126,6 +135,7 @@ class RequestProgress:
                 if report.reason == "moved":  # it is migrated, as another request
                     self._table.end(step, request, RequestState.FINISHED, None)
                 else:
+                    self._table.breakers.proved(request, (instance.id,), ALL)
                     self._table.finish(step, request, report.generated_tokens)
             else:
                 self._table.lost(step, request, instance, f"decode {instance.id} gave up")
@@ -142,6 +152,7 @@ class RequestProgress:
         if request is not None and self._event_filter.is_of_earlier(report, request, instance):
             return
         if request is not None and still_needs(request, instance):
+            opened = self._count_error(step, request, instance, report.fault)
             why = f"{instance.card.role} {instance.id}: {report.message}"
             kept = report.kept_tokens if instance.id == request.decode_id else 0
             if report.prompt_unread:  # no other instance can read it before it is written again
@@ -150,9 +161,29 @@ class RequestProgress:
                 self._table.lost(step, request, instance, why, kept)
             else:
                 self._table.fail(step, request, why, None if kept else instance)
+            for one in opened:
+                self._dispatcher.place_elsewhere(step, one)
         elif request is not None:
             self._table.drop_tasks(request)
         self._dispatcher.run(step)
+
+    def _count_error(
+        self, step: StepContext, request: LiveRequest, instance: Instance, fault: str
+    ) -> list[Instance]:
+        """Returns the instances whose breaker opened now."""
+        if not fault:
+            return []
+        parties = {instance.id}
+        if fault == "transfer":
+            parties.update(_instances_of(request))
+        opened = self._table.breakers.failed(request, fault, parties, step.now_s)
+        return [self._table.cluster.instances[one] for one in opened]
+
+
+def _instances_of(request: LiveRequest) -> set[str]:
+    """Returns the instances of the request's present attempt."""
+    members = (name for chunk in request.chunks for name in chunk.instance_ids)
+    return {*request.kv_instance_ids, *members}
 
 
 def _did_its_part(report: RequestReleased, request: LiveRequest, instance: Instance) -> bool:

@@ -289,7 +289,10 @@ def _for_decode(table: RequestTable, request: LiveRequest) -> str:
         return "an instance that decodes"
     if request.suspicion.is_isolated:
         return f"instances to itself: {len(request.suspicion.deaths)} died while it was open there"
-    most = max(owners, key=lambda one: one.open_pages)
+    closed = table.breakers.closed_to_all()
+    if not (open_to := [one for one in owners if one.id not in closed]):
+        return _for_breakers(one.id for one in owners)
+    most = max(open_to, key=lambda one: one.open_pages)
     pages = most.booked_for(request)
     return (
         f"room at a decode instance: it needs {pages} pages, and {most.id} has most, "
@@ -301,6 +304,10 @@ def _for_prefill(table: RequestTable, request: LiveRequest, pool: Pool, key: Pri
     instances = list(pool.prefill.values())
     if not instances:
         return "an instance that prefills"
+    closed = table.breakers.closed_to_all()
+    instances = [one for one in instances if one.id not in closed]
+    if not instances:
+        return _for_breakers(pool.prefill)
     rank = (key, request.order, 0)
     slots = table.config.tasks_ahead
     open_to = [one for one in instances if pool.run_queue.has_slot(one, rank, slots)]
@@ -313,6 +320,10 @@ def _for_prefill(table: RequestTable, request: LiveRequest, pool: Pool, key: Pri
         group = f"a group of {degree} prefill instances" if degree > 1 else "a prefill instance"
         return f"pages at {group}: {len(able)} have the {least} tokens that it needs of each"
     return "requests before it, which keep pages for themselves, or a better group"
+
+
+def _for_breakers(names: Iterable[str]) -> str:
+    return f"{_listed(names)} to be tried again, after their errors"
 
 
 def _for_turn(run_queue: RunQueue, task: Task) -> str:
