@@ -20,7 +20,7 @@ ALLOWED = {
     "engine/kv/test_pool.py": {"_references"},
     "transfer/push/test_handshake.py": {"_free"},
     # The module in C++ itself: its checks of arguments that `Cdsp` never gets wrong.
-    "core/scheduler/test_planners.py": {"_cdsp"},
+    "core/scheduler/planning/test_planners.py": {"_cdsp"},
     # Torch's only way to see all operations, and the name of one of them.
     "engine/kv/test_page_table.py": {"_python_dispatch", "_to_copy"},
     # The same, and torch's way to a tensor that stands for another.
