@@ -179,6 +179,17 @@ def test_the_file_takes_any_text(tmp_path):
     assert config.slo_classes[strange].ttft_s == 1.0
 
 
+def parsed(command, arguments, folder):
+    """What `millrace` reads of a pod's arguments, with a file in the place of the mounted one."""
+    mounted, file = "/etc/millrace/config.toml", folder / "config.toml"
+    assert arguments.count(mounted) == 1
+    file.touch()
+    words = [str(file) if one == mounted else one for one in arguments]
+    given = typer.main.get_command(app).commands[command].make_context(command, words).params
+    assert given["config"] == file
+    return given
+
+
 @pytest.mark.parametrize(
     "kind, name",
     [
@@ -188,10 +199,9 @@ def test_the_file_takes_any_text(tmp_path):
         ("StatefulSet", "chat-decode"),
     ],
 )
-def test_the_command_line_is_millraces(kind, name):
+def test_the_command_line_is_millraces(kind, name, tmp_path):
     command, *arguments = main(all_objects(**EVERYTHING)[kind, name])["args"]
-    given = typer.main.get_command(app).commands[command].make_context(command, arguments).params
-    assert str(given["config"]) == "/etc/millrace/config.toml"
+    given = parsed(command, arguments, tmp_path)
     if command != "scheduler":
         assert (given["model"], given["model_name"]) == ("/models/m", "m")
         assert given["scheduler"] == "chat-scheduler:7070"
@@ -201,7 +211,7 @@ def test_the_command_line_is_millraces(kind, name):
         assert given["stages"] == (2 if command == "decode" else None)
 
 
-def test_mixed_instances_have_a_decode_pools_pods_and_a_command_of_their_own():
+def test_mixed_instances_have_a_decode_pools_pods_and_a_command_of_their_own(tmp_path):
     mixed, decode = (
         all_objects(prefill=prefill, decode={"role": role, "stages": 2, "gpus": 0})
         for prefill, role in ((None, "mixed"), ({}, "decode"))
@@ -210,8 +220,7 @@ def test_mixed_instances_have_a_decode_pools_pods_and_a_command_of_their_own():
     assert mixed["DecodePool", "chat-decode"]["spec"]["role"] == "mixed"
     command, *arguments = main(mixed["StatefulSet", "chat-decode"])["args"]
     assert command == "colocated"
-    parser = typer.main.get_command(app).commands[command]
-    given = parser.make_context(command, list(arguments)).params
+    given = parsed(command, arguments, tmp_path)
     assert (given["role"], given["stages"], given["drain_timeout_s"]) == ("mixed", 2, 600)
     assert (given["instance_id"], given["scheduler"]) == ("$(POD_NAME)", "chat-scheduler:7070")
     assert arguments[2:] == main(decode["StatefulSet", "chat-decode"])["args"][1:]
