@@ -91,25 +91,31 @@ inline void join_halves(const float* halves, std::int64_t dim, float* row) {
 
 struct FewScratch {
   float* q;          // [lanes, dim] in halves
-  float* o;          // [lanes, dim] in halves, sums of weight * v so far
+  float* o;          // [lanes, dim] in halves, sums of weight * v so far, of a span
+  float* before;     // [lanes, dim] in halves, of the spans before
   float* p;          // [lanes, kBlock], scores, then weights
   float* maximum;    // [lanes]
   float* total;      // [lanes], sums of weights so far
+  float* maximum_before;  // [lanes]
+  float* total_before;    // [lanes]
   float* decay;      // [lanes]
   std::int64_t dim;  // head_dim, padded
 
   FewScratch(float* base, int lanes, int head_dim) : dim(padded(head_dim)) {
     q = base;
     o = q + lanes * dim;
-    p = o + lanes * dim;
+    before = o + lanes * dim;
+    p = before + lanes * dim;
     maximum = p + lanes * kBlock;
     total = maximum + lanes;
-    decay = total + lanes;
+    maximum_before = total + lanes;
+    total_before = maximum_before + lanes;
+    decay = total_before + lanes;
   }
 };
 
 std::int64_t few_scratch(int lanes, int head_dim) {
-  return lanes * (2 * padded(head_dim) + kBlock + 3);
+  return lanes * (3 * padded(head_dim) + kBlock + 5);
 }
 
 inline int lane_tiles(int lanes) {
@@ -303,6 +309,21 @@ void few_block(const AttentionCall& c, const AttentionTask& task, const Scores& 
   }
 }
 
+// Sums over the slots [begin, end), at most to the end of begin's span.
+template <class T>
+void few_span(const AttentionCall& c, const AttentionTask& task, const Scores& scores,
+              const FewScratch& s, Reach widest, int lanes, int begin, int end) {
+  clear_sums(s.o, s.maximum, s.total, lanes, s.dim);
+  Positions<kBlock> slots;
+  for (; begin < end; begin += kBlock) {
+    slots.read(task, begin, smaller(end - begin, kBlock));
+    if (slots.all_hidden(widest)) continue;
+    const int both = smaller(task.end - begin, slots.count + kBlock);
+    const Rows<T, 2 * kBlock> rows(c, task, begin, begin + both);
+    few_block<T>(c, task, scores, s, rows, both - slots.count, slots);
+  }
+}
+
 template <class T>
 void attend_few(const AttentionCall& c, const AttentionTask& task, float* base) {
   const int lanes = lanes_of(c, task);
@@ -315,24 +336,18 @@ void attend_few(const AttentionCall& c, const AttentionTask& task, float* base) 
     for (int j = 0; j < c.head_dim; ++j) row[j] = scores.sign * to_float(q[j]);
     for (std::int64_t j = c.head_dim; j < s.dim; ++j) row[j] = 0.0f;
     halve<T>(row, s.dim, s.q + lane * s.dim);
-    for (std::int64_t j = 0; j < s.dim; ++j) row[j] = 0.0f;
-    s.maximum[lane] = kHidden;
-    s.total[lane] = 0.0f;
   }
-  Positions<kBlock> slots;
   Reach widest = reach_of(c, task, 0);
   for (int row = 1; row < task.rows; ++row) {
     const Reach reach = reach_of(c, task, row);
     widest = {smaller(widest.low, reach.low), larger(widest.high, reach.high)};
   }
-  for (int begin = task.begin; begin < task.end; begin += kBlock) {
-    slots.read(task, begin, smaller(task.end - begin, kBlock));
-    if (slots.all_hidden(widest)) continue;
-    const int both = smaller(task.end - begin, 2 * kBlock);
-    const Rows<T, 2 * kBlock> rows(c, task, begin, begin + both);
-    few_block<T>(c, task, scores, s, rows, both - slots.count, slots);
-  }
+  const Sums before{s.before, s.maximum_before, s.total_before};
+  const Sums all = sum_spans(task, {s.o, s.maximum, s.total}, before, lanes, s.dim,
+                             [&](int begin, int end) {
+                               few_span<T>(c, task, scores, s, widest, lanes, begin, end);
+                             });
   for (int lane = 0; lane < lanes; ++lane)
-    join_halves<T>(s.o + lane * s.dim, s.dim, s.q + lane * s.dim);
-  finish_task<T>(c, task, s.q, s.maximum, s.total);
+    join_halves<T>(all.o + lane * s.dim, s.dim, s.q + lane * s.dim);
+  finish_task<T>(c, task, s.q, all.maximum, all.total);
 }

@@ -1,10 +1,9 @@
-// Paged attention: what both kernels share, and the kernel for few lanes. Included by
-// kernels_impl.hpp, after simd.hpp and tile.hpp.
+// Paged attention: softmax, and the joining of partial results. Included by kernels_impl.hpp, after
+// simd.hpp and tile.hpp.
 //
 // Scores and running maxima are kept in units of log2, so that a weight is a bare power of two.
-// K/V is cut at slots that depend on the sequence alone, and a block that a row doesn't see leaves
-// its sums as they are: a row's result depends on its own q and position, on its sequence's K/V and
-// number of rows (which choose the kernel and the cuts), and on nothing else in the batch.
+// K/V is cut at fixed slots, and slots that a row doesn't see leave its sums as they are: a row's
+// result depends on its own q and position, on its sequence's K/V and on the kernel, and on nothing else.
 
 constexpr float kHidden = -__builtin_inff();
 constexpr float kLog2e = 1.44269504088896341f;
@@ -218,31 +217,86 @@ void finish_task(const AttentionCall& c, const AttentionTask& task, const float*
                    static_cast<unsigned>(lanes) * sizeof(float));
 }
 
+// The sums of a lane over some K/V: o in units of 2^maximum, and so is total.
+struct LaneSums {
+  float* o;
+  float& maximum;
+  float& total;
+};
+
+// Adds a lane's sums over the next span to those over the spans before.
+inline void fold_lane(LaneSums sums, const float* o, float maximum, float total,
+                      std::int64_t dim) {
+  if (maximum == kHidden) return;
+  if (sums.maximum == kHidden) {
+    __builtin_memcpy(sums.o, o, static_cast<std::size_t>(dim) * sizeof(float));
+    sums.maximum = maximum;
+    sums.total = total;
+    return;
+  }
+  const float both = maximum > sums.maximum ? maximum : sums.maximum;
+  float factors[2][Vec::N];
+  store(factors[0], exp2(set1(sums.maximum - both)));
+  store(factors[1], exp2(set1(maximum - both)));
+  const Vec before = set1(factors[0][0]), share = set1(factors[1][0]);
+  for (std::int64_t j = 0; j < dim; j += Vec::N)
+    store(sums.o + j, fma(load(o + j), share, mul(load(sums.o + j), before)));
+  const float kept = sums.total * factors[0][0];
+  sums.total = kept + total * factors[1][0];
+  sums.maximum = both;
+}
+
+// The sums of a task's lanes.
+struct Sums {
+  float* o;        // [lanes, dim]
+  float* maximum;  // [lanes]
+  float* total;    // [lanes]
+};
+
+inline void clear_sums(float* o, float* maximum, float* total, std::int64_t lanes, std::int64_t dim) {
+  for (std::int64_t i = 0; i < lanes * dim; ++i) o[i] = 0.0f;
+  for (std::int64_t lane = 0; lane < lanes; ++lane) {
+    maximum[lane] = kHidden;
+    total[lane] = 0.0f;
+  }
+}
+
+// Sums over a task's slots, span after span: `add` leaves those over some slots in `span`. Returns
+// `span`, or `before` where there are several.
+template <class Add>
+inline Sums sum_spans(const AttentionTask& task, Sums span, Sums before, std::int64_t lanes,
+                      std::int64_t dim, const Add& add) {
+  if (task.end <= span_end(task.begin)) {
+    add(task.begin, task.end);
+    return span;
+  }
+  clear_sums(before.o, before.maximum, before.total, lanes, dim);
+  for (int begin = task.begin, end; begin < task.end; begin = end) {
+    end = smaller(span_end(begin), task.end);
+    add(begin, end);
+    for (std::int64_t lane = 0; lane < lanes; ++lane)
+      fold_lane({before.o + lane * dim, before.maximum[lane], before.total[lane]},
+                span.o + lane * dim, span.maximum[lane], span.total[lane], dim);
+  }
+  return before;
+}
+
 template <class T>
 void attention_merge(const AttentionCall& c, const AttentionTask& task, int splits,
                      std::int64_t stride) {
   const int lanes = lanes_of(c, task);
   const std::int64_t dim = padded(c.head_dim);
   for (int lane = 0; lane < lanes; ++lane) {
-    float maximum = kHidden;
-    for (int i = 0; i < splits; ++i) {
-      const float m = task.partial[i * stride + lanes * dim + lane];
-      maximum = m > maximum ? m : maximum;
+    const auto sums_of = [&](int split) -> LaneSums {
+      float* part = task.partial + split * stride;
+      return {part + lane * dim, part[lanes * dim + lane], part[lanes * (dim + 1) + lane]};
+    };
+    const LaneSums sums = sums_of(0);
+    for (int i = 1; i < splits; ++i) {
+      const LaneSums next = sums_of(i);
+      fold_lane(sums, next.o, next.maximum, next.total, dim);
     }
-    float total = 0.0f;
-    float* sums = task.partial + lane * dim;
-    for (int i = 0; i < splits; ++i) {
-      const float* part = task.partial + i * stride;
-      const float m = part[lanes * dim + lane];
-      float factor[Vec::N];
-      store(factor, m == kHidden ? zero() : exp2(set1(m - maximum)));
-      total += part[lanes * (dim + 1) + lane] * factor[0];
-      for (std::int64_t j = 0; j < c.head_dim; j += Vec::N) {
-        const Vec scaled = mul(load(part + lane * dim + j), set1(factor[0]));
-        store(sums + j, i == 0 ? scaled : add(load(sums + j), scaled));
-      }
-    }
-    finish_lane<T>(c, task, lane, sums, maximum, total);
+    finish_lane<T>(c, task, lane, sums.o, sums.maximum, sums.total);
   }
 }
 

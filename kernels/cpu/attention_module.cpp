@@ -12,19 +12,18 @@ namespace {
 
 constexpr std::int64_t kRowsAtOnce = 1024;  // rows of results that one thread joins at a time
 
-// A sequence with few tiles has their K/V cut into spans, so that about this many tasks serve any
-// number of threads. Spans are multiples of the shortest: [many].
+// A tile with more than such a share of a step's work has its spans of K/V run as tasks of their own.
+// How a step is cut into tasks changes no bit of its results.
 constexpr int kTasksWanted = 64;
-constexpr int kShortestSpan[2] = {128, 4 * kTileBlock};
+constexpr std::int64_t kPartialFloats = 1 << 24;  // that the partial results of a step may take
 
 // Which (rows, kv heads, span of K/V) make up one step's attention; serves every layer of the step.
-// Only sequences with at most max_rows rows of q are taken; the caller sees to the others.
 // The page table and the positions are read where they lie: the caller keeps them.
 class AttentionPlan {
  public:
   AttentionPlan(Address q_indptr, Address kv_lens, Address page_table, int batch, int max_pages,
                 int page_tokens, int q_heads, int kv_heads, int head_dim, Address q_positions,
-                Address kv_positions, bool causal, int window, float soft_cap, int max_rows)
+                Address kv_positions, bool causal, int window, float soft_cap)
       : kernels_(kernels().attention),
         starts_(at<const std::int32_t>(q_indptr)),
         lengths_(at<const std::int32_t>(kv_lens)),
@@ -32,8 +31,7 @@ class AttentionPlan {
         q_at_(at<const std::int32_t>(q_positions)),
         kv_at_(at<const std::int32_t>(kv_positions)),
         batch_(batch),
-        max_pages_(max_pages),
-        max_rows_(max_rows) {
+        max_pages_(max_pages) {
     call_.q_heads = q_heads;
     call_.kv_heads = kv_heads;
     call_.head_dim = head_dim;
@@ -55,7 +53,7 @@ class AttentionPlan {
       const int rows = starts_[i + 1] - starts_[i];
       const int length = lengths_[i];
       check_length(i, rows, length);
-      if (rows >= 1 && rows <= max_rows_) {
+      if (rows >= 1) {
         AttentionTask whole{};
         whole.pages = pages_ + static_cast<std::size_t>(i) * max_pages_;
         whole.q_positions = q_at ? q_at + starts_[i] : nullptr;
@@ -69,6 +67,7 @@ class AttentionPlan {
       }
       if (kv_at) kv_at += length;
     }
+    cut_tiles();
     // The longest first: none is then left to run alone at the end.
     std::stable_sort(tiles_.begin(), tiles_.end(),
                      [](const Tile& a, const Tile& b) { return a.cost > b.cost; });
@@ -107,8 +106,8 @@ class AttentionPlan {
           [](int wanted, const Tile& tile) { return wanted < tile.first_task; });
       const Tile& tile = next[-1];
       AttentionTask task = task_of(tile, index - tile.first_task);
-      float* space = scratch(kernels_.scratch[tile.many](lanes_of(task), call.head_dim));
-      kernels_.attend[tile.many][kind](call, task, space);
+      float* space = scratch(kernels_.scratch[tile.few](lanes_of(task), call.head_dim));
+      kernels_.attend[tile.few][kind](call, task, space);
       std::atomic<int>& pending = pending_[static_cast<std::size_t>(&tile - tiles_.data())];
       if (tile.splits == 1 || pending.fetch_sub(1) != 1) return;
       pending = tile.splits;  // ready for the next layer
@@ -119,11 +118,10 @@ class AttentionPlan {
   }
 
  private:
-  // Rows of one sequence for some kv heads, whose K/V is cut at slots that are multiples of `span`.
+  // Rows of one sequence for some kv heads: one task, or one for each span of its K/V.
   struct Tile {
     AttentionTask whole;
-    bool many;
-    int span;
+    bool few;
     int splits;
     int first_task;
     std::int64_t partial;  // first float of the first partial result, when there are several
@@ -134,9 +132,8 @@ class AttentionPlan {
   AttentionTask task_of(const Tile& tile, int split) {
     AttentionTask task = tile.whole;
     if (tile.splits == 1) return task;
-    const int edge = (task.begin / tile.span + split) * tile.span;
-    task.begin = std::max(task.begin, edge);
-    task.end = std::min(task.end, edge + tile.span);
+    for (int i = 0; i < split; ++i) task.begin = span_end(task.begin);
+    task.end = std::min(task.end, span_end(task.begin));
     task.partial = partials_.data() + tile.partial + split * tile.partial_stride;
     return task;
   }
@@ -166,17 +163,9 @@ class AttentionPlan {
 
   void add_sequence(const AttentionTask& whole) {
     const int group = call_.q_heads / call_.kv_heads;
-    const bool many = static_cast<std::int64_t>(whole.rows) * group > kFewLanes;
-    const int tile_rows = many ? std::clamp(kTileLanes / group, 1, whole.rows) : whole.rows;
-    const int heads = many ? 1 : std::clamp(kFewElements / call_.head_dim, 1, call_.kv_heads);
-    const std::int64_t tiles =
-        static_cast<std::int64_t>((whole.rows + tile_rows - 1) / tile_rows) *
-        ((call_.kv_heads + heads - 1) / heads);
-    const std::int64_t share = whole.end * tiles / kTasksWanted;
-    const int shortest = kShortestSpan[many];
-    const int span = static_cast<int>(
-        std::clamp<std::int64_t>((share + shortest - 1) / shortest, 1, (1 << 30) / shortest) *
-        shortest);
+    const bool few = !rows_are_alike() && static_cast<std::int64_t>(whole.rows) * group <= kFewLanes;
+    const int heads = few ? std::clamp(kFewElements / call_.head_dim, 1, call_.kv_heads) : 1;
+    const int tile_rows = std::clamp(kTileLanes / group, 1, whole.rows);
     for (int row = 0; row < whole.rows; row += tile_rows) {
       AttentionTask task = whole;
       task.first_row += row;
@@ -184,7 +173,30 @@ class AttentionPlan {
       task.first_position += row;
       if (task.q_positions) task.q_positions += row;
       clip(task);
-      add_tiles(task, many, heads, span);
+      for (int head = 0; head < call_.kv_heads; head += heads) {
+        Tile tile{task, few, 1, 0, 0, 0, 0};
+        tile.whole.kv_head = head;
+        tile.whole.heads = std::min(heads, call_.kv_heads - head);
+        tile.cost = static_cast<std::int64_t>(lanes_of(tile.whole)) * (task.end - task.begin);
+        tiles_.push_back(tile);
+      }
+    }
+  }
+
+  // Gives the spans of the tiles with much work to tasks of their own.
+  void cut_tiles() {
+    std::int64_t cost = 0;
+    for (const Tile& tile : tiles_) cost += tile.cost;
+    for (Tile& tile : tiles_) {
+      if (tile.cost * kTasksWanted <= cost) continue;
+      int spans = 0;
+      for (int slot = tile.whole.begin; slot < tile.whole.end; slot = span_end(slot)) ++spans;
+      const std::int64_t stride = kernels_.partial(lanes_of(tile.whole), call_.head_dim);
+      if (spans < 2 || partial_floats_ + spans * stride > kPartialFloats) continue;
+      tile.splits = spans;
+      tile.partial_stride = stride;
+      tile.partial = partial_floats_;
+      partial_floats_ += spans * stride;
     }
   }
 
@@ -200,26 +212,13 @@ class AttentionPlan {
       last = *high;
     }
     if (call_.causal) task.end = std::clamp(last + 1, 0, task.end);
-    if (call_.window) task.begin = std::clamp(first - call_.window + 1, 0, task.end);
-  }
-
-  void add_tiles(const AttentionTask& task, bool many, int heads, int span) {
-    Tile tile{task, many, span, 1, 0, 0, 0, 0};
-    tile.splits = std::max((task.end + span - 1) / span - task.begin / span, 1);
-    tile.cost = static_cast<std::int64_t>(task.rows) * (task.end - task.begin);
-    for (int head = 0; head < call_.kv_heads; head += heads) {
-      tile.whole.kv_head = head;
-      tile.whole.heads = std::min(heads, call_.kv_heads - head);
-      tile.partial_stride = kernels_.partial(lanes_of(tile.whole), call_.head_dim);
-      tile.partial = partial_floats_;
-      if (tile.splits > 1) partial_floats_ += tile.splits * tile.partial_stride;
-      tiles_.push_back(tile);
-    }
+    if (call_.window)
+      task.begin = std::clamp(first - call_.window + 1, 0, task.end) / kSlotUnit * kSlotUnit;
   }
 
   const AttentionKernels& kernels_;
   const std::int32_t *starts_, *lengths_, *pages_, *q_at_, *kv_at_;
-  int batch_, max_pages_, max_rows_;
+  int batch_, max_pages_;
   AttentionCall call_{};
   std::int32_t last_page_ = -1;
   std::int64_t partial_floats_ = 0;
@@ -251,10 +250,10 @@ void bind_attention(nb::module_& m) {
   using namespace nb::literals;
   nb::class_<AttentionPlan>(m, "AttentionPlan")
       .def(nb::init<Address, Address, Address, int, int, int, int, int, int, Address, Address, bool,
-                    int, float, int>(),
+                    int, float>(),
            "q_indptr"_a, "kv_lens"_a, "page_table"_a, "batch"_a, "max_pages"_a, "page_tokens"_a,
            "q_heads"_a, "kv_heads"_a, "head_dim"_a, "q_positions"_a, "kv_positions"_a, "causal"_a,
-           "window"_a, "soft_cap"_a, "max_rows"_a)
+           "window"_a, "soft_cap"_a)
       .def("prepare", &AttentionPlan::prepare)
       .def("run", &AttentionPlan::run, "type"_a, "q"_a, "out"_a, "float_out"_a, "lse"_a, "kv"_a,
            "q_stride_n"_a, "q_stride_h"_a, "num_pages"_a, "scale"_a, "threads"_a);

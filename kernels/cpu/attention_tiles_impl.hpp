@@ -1,196 +1,75 @@
-// Attention over many lanes (prefill): blocks of K and V are packed once for all lanes of a task,
-// then scores = q K^T and o += weights V are multiplied by register tiles (tile.hpp). Included by
-// kernels_impl.hpp after attention_few_impl.hpp.
-//
-// A unit of tile.hpp holds kPack neighbours of the dimension that is summed over: of d in q K^T, of
-// slots in weights V.
+// Blocks of K and V are packed once for all lanes of a task, then scores = q K^T and o += weights V are
+// multiplied in tiles. Included by kernels_impl.hpp after attention_pack_impl.hpp.
 
 constexpr int kStrip = 4 * kTileRows;  // lanes whose scores are kept, and should stay in L1
 // No powers of two: L1 has few ways.
 constexpr std::int64_t kScoreStride = kTileBlock + 16;
-constexpr std::int64_t kPanel = (kTileBlock + 1) * kTileColumns;  // units of a panel of V
-
-template <class T>
-struct Packing {
-  using Unit = FloatUnit;
-  using Weight = float;
-};
-#if defined(__AVX512BF16__)
-template <>
-struct Packing<bf16> {
-  using Unit = PairUnit;
-  using Weight = bf16;
-};
-#endif
-template <class Unit>
-constexpr int kPack = 1;
-#if defined(__AVX512BF16__)
-template <>
-constexpr int kPack<PairUnit> = 2;
-#endif
-
-// Eight units, and the transposition of eight rows of eight.
-#if defined(__AVX2__)
-using Units = __m256i;
-inline Units as_floats(const float* p) {
-  return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
-}
-inline Units as_floats(const bf16* p) {
-  const __m128i halves = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
-  return _mm256_slli_epi32(_mm256_cvtepu16_epi32(halves), 16);
-}
-inline Units as_pairs(const bf16* p) {
-  return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
-}
-inline Units zipped(const bf16* first, const bf16* second) {
-  return _mm256_or_si256(_mm256_srli_epi32(as_floats(first), 16), as_floats(second));
-}
-inline void store_units(void* out, Units a) { store_words(out, a); }
-template <class Element>
-inline void store_transposed(Units (&row)[8], Element* out, int stride) {
-  transpose(row);
-  MILLRACE_UNROLL
-  for (int i = 0; i < 8; ++i) store_units(out + i * stride, row[i]);
-}
-#else
-struct Units {
-  float v[8];
-};
-template <class T>
-inline Units as_floats(const T* p) {
-  Units units;
-  for (int i = 0; i < 8; ++i) units.v[i] = to_float(p[i]);
-  return units;
-}
-inline void store_units(float* out, Units a) { __builtin_memcpy(out, a.v, sizeof(a.v)); }
-inline void store_transposed(const Units (&row)[8], float* out, int stride) {
-  for (int i = 0; i < 8; ++i)
-    for (int j = 0; j < 8; ++j) out[i * stride + j] = row[j].v[i];
-}
-#endif
-
-// `wanted` elements at p, of which only `left` exist: zeros stand for the others, in `space`.
-template <class T>
-inline const T* filled(const T* p, int left, int wanted, T* space) {
-  if (left >= wanted) return p;
-  for (int i = 0; i < wanted; ++i) space[i] = i < left ? p[i] : T{};
-  return space;
-}
 
 struct TileScratch {
-  std::int64_t lanes, dim, depth;  // dim: floats of an o row; depth: units of a q row, padded
-  float* q;                        // [lanes, depth] units
-  float* o;                        // [lanes, dim], sums of weight * v so far
+  std::int64_t lanes, room, dim;  // lanes that there is room for; floats or units of a row
+  float* q;                       // [room, dim] units
+  float* o;                       // [room, dim], sums of weight * v so far, of a span
+  float* before;                  // [lanes, dim], of the spans before
   float* scores;                   // [kStrip, kScoreStride], then weights
-  float* keys;                     // [panels of slots, depth, kTileColumns] units
+  float* keys;                     // [panels of slots, dim, kTileColumns] units
   float* values;                   // [panels of dim, kPanel] units
   float* maximum;                  // [lanes]
   float* total;                    // [lanes], sums of weights so far
+  float* maximum_before;           // [lanes]
+  float* total_before;             // [lanes]
   Reach* reach;                    // [lanes]
 
   TileScratch(float* base, int lanes_, int head_dim)
-      : lanes(lanes_), dim(padded(head_dim)), depth(round_up(head_dim, 8)) {
+      : lanes(lanes_), room(round_up(lanes_, 16)), dim(padded(head_dim)) {
     q = base;
-    o = q + lanes * depth;
-    scores = o + lanes * dim;
+    o = q + room * dim;
+    before = o + room * dim;
+    scores = before + lanes * dim;
     keys = scores + kStrip * kScoreStride;
-    values = keys + kTileBlock * depth;
+    values = keys + kTileBlock * dim;
     maximum = values + kPanel * round_up(head_dim, kTileColumns) / kTileColumns;
     total = maximum + lanes;
-    reach = reinterpret_cast<Reach*>(total + lanes);
+    maximum_before = total + lanes;
+    total_before = maximum_before + lanes;
+    reach = reinterpret_cast<Reach*>(total_before + lanes);
+  }
+  static std::int64_t floats(int lanes, int head_dim) {
+    const std::int64_t dim = padded(head_dim);
+    return round_up(lanes, 16) * 3 * dim + lanes * 6 + kStrip * kScoreStride +
+           (2 * kTileBlock + 1) * dim;
   }
 };
-
-std::int64_t tile_scratch(int lanes, int head_dim) {
-  const std::int64_t row = padded(head_dim) + round_up(head_dim, 8);
-  return lanes * (row + 4) + kStrip * kScoreStride + (kTileBlock + 1) * row;
-}
-
-// Transposes eight K rows from column j on; Whole: they exist, and have that many columns.
-template <class Unit, bool Whole, class T>
-inline void pack_key_units(const T* const* k, int count, int j, int left,
-                           typename Unit::Element* out) {
-  constexpr int kWanted = 8 * kPack<Unit>;
-  Units rows[8];
-  MILLRACE_UNROLL
-  for (int i = 0; i < 8; ++i) {
-    T space[kWanted];
-    const T* row = Whole       ? k[i] + j
-                   : i < count ? filled(k[i] + j, left, kWanted, space)
-                               : filled(k[0], 0, kWanted, space);
-    if constexpr (kPack<Unit> == 2)
-      rows[i] = as_pairs(row);
-    else
-      rows[i] = as_floats(row);
-  }
-  store_transposed(rows, out, kTileColumns);
-}
-
-// Transposes the K rows at k into panels.
-template <class Unit, class T>
-void pack_keys(const T* const* k, int count, int head_dim, std::int64_t depth,
-               typename Unit::Element* panels) {
-  constexpr int kStep = 8 * kPack<Unit>;
-  const int end = static_cast<int>(round_up(count, kTileColumns));
-  for (int t = 0; t < end; t += 8) {
-    typename Unit::Element* out =
-        panels + t / kTileColumns * kTileColumns * depth + t % kTileColumns;
-    for (int j = 0; j < head_dim; j += kStep, out += 8 * kTileColumns) {
-      if (t + 8 <= count && j + kStep <= head_dim)
-        pack_key_units<Unit, true>(k + t, 8, j, kStep, out);
-      else
-        pack_key_units<Unit, false>(k + smaller(t, count - 1), larger(count - t, 0), j,
-                                    head_dim - j, out);
-    }
-  }
-}
-
-// Copies eight columns of V, of one row or of a pair.
-template <class Unit, class T>
-inline void pack_value_units(const T* v, const T* next, typename Unit::Element* out) {
-  if constexpr (kPack<Unit> == 2)
-    store_units(out, zipped(v, next));
-  else
-    store_units(out, as_floats(v));
-}
-
-// Copies the V rows behind k into panels of kTileColumns of their columns.
-template <class Unit, class T>
-void pack_values(const T* const* k, std::int64_t v_offset, int count, int head_dim,
-                 typename Unit::Element* panels) {
-  static constexpr T kNothing[8] = {};
-  const int whole = head_dim / kTileColumns * kTileColumns;
-  for (int t = 0; t < count; t += kPack<Unit>) {
-    typename Unit::Element* out = panels + t / kPack<Unit> * kTileColumns;
-    const T* v = k[t] + v_offset;
-    const bool paired = t + 1 < count;
-    const T* next = k[paired ? t + 1 : t] + v_offset;
-    int j = 0;
-    if (kPack<Unit> == 1 || paired)
-      for (; j < whole; j += kTileColumns, out += kPanel)
-        MILLRACE_UNROLL
-        for (int i = 0; i < kTileColumns; i += 8)
-          pack_value_units<Unit>(v + j + i, next + j + i, out + i);
-    for (; j < head_dim; j += kTileColumns, out += kPanel)
-      for (int i = 0; i < kTileColumns; i += 8) {
-        T space[8], next_space[8];
-        const int left = larger(head_dim - j - i, 0);
-        pack_value_units<Unit>(filled(v + j + i, left, 8, space),
-                               paired ? filled(next + j + i, left, 8, next_space) : kNothing,
-                               out + i);
-      }
-  }
-}
 
 // c[rows][kTileColumns] = (Add ? c : 0) + a[rows][k] * b[k][kTileColumns] for rows <= R.
 template <class Unit, bool Add, int R = kTileRows>
 inline void multiply_rows(int rows, const typename Unit::Element* a, std::int64_t a_stride,
-                          const typename Unit::Element* b, std::int64_t k, float* c,
-                          std::int64_t c_stride) {
+                          const typename Unit::Element* b, std::int64_t b_stride, std::int64_t k,
+                          float* c, std::int64_t c_stride) {
   if (rows >= R)
-    multiply_tile<Unit, R, Add>(a, a_stride, b, kTileColumns, k, c, c_stride);
+    multiply_tile<Unit, R, Add>(a, a_stride, b, b_stride, k, c, c_stride);
   else if constexpr (R > 1)
-    multiply_rows<Unit, Add, R - 1>(rows, a, a_stride, b, k, c, c_stride);
+    multiply_rows<Unit, Add, R - 1>(rows, a, a_stride, b, b_stride, k, c, c_stride);
+}
+
+// The same for any number of rows. k is a multiple of kUnits, c has room for whole tiles.
+template <class Unit, bool Add>
+inline void multiply_strip(int rows, const typename Unit::Element* a, std::int64_t a_stride,
+                           const typename Unit::Element* b, std::int64_t k, float* c,
+                           std::int64_t c_stride) {
+#if defined(__AMX_BF16__)
+  if constexpr (kUnits<Unit> > 1) {
+    for (int row = 0; row < rows; row += 2 * kAmxRows) {
+      const bool wide = rows - row > kAmxRows;
+      (wide ? amx_multiply<2, Add> : amx_multiply<1, Add>)(a + row * a_stride, a_stride * 4, b,
+                                                          kTileColumns * 4, k, c + row * c_stride,
+                                                          c_stride);
+    }
+    return;
+  }
+#endif
+  for (int row = 0; row < rows; row += kTileRows)
+    multiply_rows<Unit, Add>(rows - row, a + row * a_stride, a_stride, b, kTileColumns, k,
+                             c + row * c_stride, c_stride);
 }
 
 // The slots of a block that some row of a strip sees lie in [first, last).
@@ -205,10 +84,23 @@ inline Span span_of(const Positions<kTileBlock>& slots, Reach widest) {
   return {first, last};
 }
 
+// o += weights V over the slots [from, to), from where V lies.
+inline void add_values(const AttentionCall& c, const TileScratch& s,
+                       const Rows<float, 2 * kTileBlock>& rows, int lanes, int from, int to) {
+  for (int next; from < to; from = next) {
+    for (next = from + 1; next < to && rows.k[next] == rows.k[next - 1] + c.head_dim;) ++next;
+    for (int j = 0; j < c.head_dim; j += kTileColumns)
+      multiply_rows<FloatUnit, true>(lanes, s.scores + from, kScoreStride,
+                                     rows.k[from] + rows.v_offset + j, c.head_dim, next - from,
+                                     s.o + j, s.dim);
+  }
+}
+
 // Adds a packed block to the lanes [begin, end), at most kStrip of them.
 template <class T>
 void attend_strip(const AttentionCall& c, const Scores& scores, const TileScratch& s, int begin,
-                  int end, const Positions<kTileBlock>& slots) {
+                  int end, const Positions<kTileBlock>& slots,
+                  const Rows<T, 2 * kTileBlock>& rows) {
   using Unit = typename Packing<T>::Unit;
   using Element = typename Unit::Element;
   Reach widest = s.reach[begin], narrowest = s.reach[begin];
@@ -222,16 +114,14 @@ void attend_strip(const AttentionCall& c, const Scores& scores, const TileScratc
   const Span span = all_seen ? Span{0, slots.count} : span_of(slots, widest);
   if (span.first == span.last) return;
   const int from = span.first / kTileColumns * kTileColumns;
-  const int to = static_cast<int>(round_up(span.last, Vec::N));
+  const int to = static_cast<int>(round_up(span.last, larger(Vec::N, kUnits<Unit> * kPack<Unit>)));
   const int lanes = end - begin;
-  const int depth = (c.head_dim + kPack<Unit> - 1) / kPack<Unit>;
 
-  const Element* q = reinterpret_cast<const Element*>(s.q) + begin * s.depth;
+  const Element* q = reinterpret_cast<const Element*>(s.q) + begin * s.dim;
   for (int t = from; t < to; t += kTileColumns)
-    for (int lane = 0; lane < lanes; lane += kTileRows)
-      multiply_rows<Unit, false>(lanes - lane, q + lane * s.depth, s.depth,
-                                 reinterpret_cast<const Element*>(s.keys) + t * s.depth, depth,
-                                 s.scores + lane * kScoreStride + t, kScoreStride);
+    multiply_strip<Unit, false>(lanes, q, s.dim,
+                                reinterpret_cast<const Element*>(s.keys) + t * s.dim,
+                                units_of<Unit>(c.head_dim), s.scores + t, kScoreStride);
 
   for (int lane = 0; lane < lanes; ++lane) {
     float* row = s.scores + lane * kScoreStride;
@@ -245,20 +135,19 @@ void attend_strip(const AttentionCall& c, const Scores& scores, const TileScratc
     for (std::int64_t j = 0; j < s.dim; j += Vec::N) store(o + j, mul(load(o + j), set1(decay)));
   }
 
+  if constexpr (sizeof(T) == 4)
+    if (reads_values<T>(s.lanes, c.head_dim)) return add_values(c, s, rows, lanes, from, span.last);
   const int first_unit = from / kPack<Unit>;
-  const int units = (span.last - from + kPack<Unit> - 1) / kPack<Unit>;
   // Weights of type bf16 lie at the start of their row of scores.
   const Element* weights = reinterpret_cast<const Element*>(s.scores) + first_unit;
   for (int j = 0; j < c.head_dim; j += kTileColumns)
-    for (int lane = 0; lane < lanes; lane += kTileRows)
-      multiply_rows<Unit, true>(
-          lanes - lane, weights + lane * kScoreStride, kScoreStride,
-          reinterpret_cast<const Element*>(s.values) + j / kTileColumns * kPanel +
-              first_unit * kTileColumns,
-          units, s.o + (begin + lane) * s.dim + j, s.dim);
+    multiply_strip<Unit, true>(
+        lanes, weights, kScoreStride,
+        reinterpret_cast<const Element*>(s.values) + j / kTileColumns * kPanel +
+            first_unit * kTileColumns,
+        units_of<Unit>(span.last - from), s.o + begin * s.dim + j, s.dim);
 }
 
-// Puts q into units and clears the sums.
 template <class T>
 void start_lanes(const AttentionCall& c, const AttentionTask& task, const Scores& scores,
                  const TileScratch& s) {
@@ -268,48 +157,63 @@ void start_lanes(const AttentionCall& c, const AttentionTask& task, const Scores
   for (int lane = 0; lane < s.lanes; ++lane) {
     const LaneAt at(c, task, lane);
     const T* q = static_cast<const T*>(c.q) + at.row * c.q_stride_n + at.head * c.q_stride_h;
-    Weight* to = reinterpret_cast<Weight*>(s.q + lane * s.depth);
-    for (int j = 0; j < s.depth * pack; ++j)
+    Weight* to = reinterpret_cast<Weight*>(s.q + lane * s.dim);
+    const int width = units_of<typename Packing<T>::Unit>(c.head_dim) * pack;
+    for (int j = 0; j < width; ++j)
       assign(to + j, j < c.head_dim ? scores.sign * to_float(q[j]) : 0.0f);
-    for (std::int64_t j = 0; j < s.dim; ++j) s.o[lane * s.dim + j] = 0.0f;
-    s.maximum[lane] = kHidden;
-    s.total[lane] = 0.0f;
     s.reach[lane] = reach_of(c, task, lane / group);
   }
 }
 
+// Sums over the slots [begin, end), at most to the end of begin's span.
 template <class T>
-void attend_tiles(const AttentionCall& c, const AttentionTask& task, float* base) {
+void attend_span(const AttentionCall& c, const AttentionTask& task, const Scores& scores,
+                 const TileScratch& s, Reach widest, int begin, int end) {
   using Unit = typename Packing<T>::Unit;
   using Element = typename Unit::Element;
-  const int lanes = lanes_of(c, task);
-  const TileScratch s(base, lanes, c.head_dim);
+  clear_sums(s.o, s.maximum, s.total, s.lanes, s.dim);
+  Positions<kTileBlock> slots;
+  for (int next; begin < end; begin = next) {
+    next = smaller((begin / kTileBlock + 1) * kTileBlock, end);
+    const int count = next - begin;
+    slots.read(task, begin, count);
+    if (slots.all_hidden(widest)) continue;
+    const int ahead = smaller(task.end - next, count);
+    const Rows<T, 2 * kTileBlock> rows(c, task, begin, next + ahead);
+    pack_keys<Unit>(rows.k, rows.v_offset, count, ahead, c.head_dim, s.dim,
+                    reinterpret_cast<Element*>(s.keys));
+    if (!reads_values<T>(s.lanes, c.head_dim))
+      pack_values<Unit>(rows.k, rows.v_offset, count, c.head_dim,
+                        reinterpret_cast<Element*>(s.values));
+    const int lanes = static_cast<int>(s.lanes);
+    for (int lane = 0; lane < lanes; lane += kStrip)
+      attend_strip<T>(c, scores, s, lane, smaller(lane + kStrip, lanes), slots, rows);
+  }
+}
+
+template <class T>
+void attend(const AttentionCall& c, const AttentionTask& task, float* base) {
+#if defined(__AMX_BF16__)
+  const AmxTiles tiles;
+#endif
+  const TileScratch s(base, lanes_of(c, task), c.head_dim);
   const Scores scores(c);
   start_lanes<T>(c, task, scores, s);
   Reach widest = s.reach[0];
-  for (int lane = 1; lane < lanes; ++lane)
+  for (int lane = 1; lane < s.lanes; ++lane)
     widest = {smaller(widest.low, s.reach[lane].low), larger(widest.high, s.reach[lane].high)};
-  Positions<kTileBlock> slots;
-  for (int begin = task.begin; begin < task.end;) {
-    const int end = smaller((begin / kTileBlock + 1) * kTileBlock, task.end);
-    slots.read(task, begin, end - begin);
-    if (!slots.all_hidden(widest)) {
-      const Rows<T, kTileBlock> rows(c, task, begin, end);
-      pack_keys<Unit>(rows.k, end - begin, c.head_dim, s.depth, reinterpret_cast<Element*>(s.keys));
-      pack_values<Unit>(rows.k, rows.v_offset, end - begin, c.head_dim,
-                        reinterpret_cast<Element*>(s.values));
-      for (int lane = 0; lane < lanes; lane += kStrip)
-        attend_strip<T>(c, scores, s, lane, smaller(lane + kStrip, lanes), slots);
-    }
-    begin = end;
-  }
-  finish_task<T>(c, task, s.o, s.maximum, s.total);
+  const Sums before{s.before, s.maximum_before, s.total_before};
+  const Sums all = sum_spans(task, {s.o, s.maximum, s.total}, before, s.lanes, s.dim,
+                             [&](int begin, int end) {
+                               attend_span<T>(c, task, scores, s, widest, begin, end);
+                             });
+  finish_task<T>(c, task, all.o, all.maximum, all.total);
 }
 
 constexpr AttentionKernels kAttention = {
-    {few_scratch, tile_scratch},
+    {TileScratch::floats, few_scratch},
     attention_partial,
-    {{attend_few<float>, attend_few<bf16>}, {attend_tiles<float>, attend_tiles<bf16>}},
+    {{attend<float>, attend<bf16>}, {attend_few<float>, attend_few<bf16>}},
     {attention_merge<float>, attention_merge<bf16>},
     {{attention_join<float, float>, attention_join<float, bf16>},
      {attention_join<bf16, float>, attention_join<bf16, bf16>}},

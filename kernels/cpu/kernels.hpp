@@ -15,7 +15,9 @@ namespace millrace {
 struct Kernels {
   const char* name;
   AttentionKernels attention;
-  LinearKernels linear;
+  LinearKernels alike_linear;  // a row has the same bits among any number of rows
+  LinearKernels fast_linear;
+  bool has_matrix_unit;  // which computes `alike_linear` in bfloat16
   RowKernels rows;
   SamplingKernels sampling;
 };
@@ -25,9 +27,14 @@ const Kernels& portable_kernels();
 const Kernels& avx2_kernels();
 const Kernels& avx512_kernels();
 const Kernels& avx512_bf16_kernels();
+const Kernels& amx_kernels();
 #endif
 
 // The table in use.
 const Kernels& kernels();
+// Whether a row gets the same bits in any pass; else kernels are as fast as they can be.
+bool rows_are_alike();
+// That of linears of so many rows.
+const LinearKernels& linear_kernels(Type type, std::int64_t rows);
 
 }  // namespace millrace

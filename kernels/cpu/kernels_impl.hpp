@@ -22,6 +22,9 @@ namespace {
 
 #include "simd.hpp"
 #include "tile.hpp"
+#if defined(__AMX_BF16__)
+#include "amx.hpp"
+#endif
 
 inline Vec rounded_as(Vec a, const float*) { return a; }
 inline Vec rounded_as(Vec a, const bf16*) { return round_to_bf16(a); }
@@ -32,6 +35,7 @@ inline std::int64_t round_up(std::int64_t value, std::int64_t unit) {
 
 #include "attention_impl.hpp"
 #include "attention_few_impl.hpp"
+#include "attention_pack_impl.hpp"
 #include "attention_tiles_impl.hpp"
 #include "linear_impl.hpp"
 #include "rows_impl.hpp"
@@ -40,7 +44,13 @@ inline std::int64_t round_up(std::int64_t value, std::int64_t unit) {
 }  // namespace
 
 const Kernels& MILLRACE_TABLE() {
-  static constexpr Kernels table = {MILLRACE_ISA, kAttention, kLinear, kRows, kSampling};
+  #if defined(__AMX_BF16__)
+  constexpr bool has_matrix_unit = true;
+#else
+  constexpr bool has_matrix_unit = false;
+#endif
+  static constexpr Kernels table = {MILLRACE_ISA,    kAttention, kAlikeLinear, kFastLinear,
+                                    has_matrix_unit, kRows,      kSampling};
   return table;
 }
 

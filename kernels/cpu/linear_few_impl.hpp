@@ -1,8 +1,9 @@
 // Few rows of x: every weight is read once, and meets all rows.
 //
-// Sums of a row and an output stay apart by lane of k until its end, in an order that depends on k
-// alone. Two bfloat16 lie in a word; where floats are multiplied, a word's halves are widened by a
-// shift and a mask, and x is arranged to match: the even elements of a step, then the odd ones.
+// Sums of a row and an output stay apart by lane of k for kSumDepth elements of it. Then the lanes are
+// added up, and what came before is added: an order that depends on k alone. Two bfloat16 lie in a word;
+// where floats are multiplied, a word's halves are widened by a shift and a mask, and x is arranged to
+// match: the even elements of a step, then the odd ones.
 
 template <class T>
 struct FewStep {
@@ -14,6 +15,7 @@ struct FewStep {
   static Operand x(const X* x) { return load(x); }
   static Vec multiply_add(Operand a, Operand b, Vec c) { return fma(a, b, c); }
   static void arrange(const float* from, X* to) { store(to, load(from)); }
+  static void arrange_weights(const float* from, X* to) { store(to, load(from)); }
 };
 template <>
 struct FewStep<bf16> {
@@ -30,6 +32,10 @@ struct FewStep<bf16> {
       to[Vec::N + i] = from[2 * i + 1];
     }
   }
+  static void arrange_weights(const bf16* from, X* to) {
+    store(to, load_even(from));
+    store(to + Vec::N, load_odd(from));
+  }
 };
 #if defined(__AVX512BF16__)
 struct FewPairStep {
@@ -41,6 +47,7 @@ struct FewPairStep {
   static Operand x(const X* x) { return reinterpret_cast<__m512bh>(_mm512_loadu_si512(x)); }
   static Vec multiply_add(Operand a, Operand b, Vec c) { return {_mm512_dpbf16_ps(c.v, a, b)}; }
   static void arrange(const bf16* from, X* to) { __builtin_memcpy(to, from, 64); }
+  static void arrange_weights(const bf16* from, X* to) { __builtin_memcpy(to, from, 64); }
 };
 template <class T>
 struct FewStepOf { using type = FewStep<T>; };
@@ -71,6 +78,14 @@ inline void few_step(const typename FewStepOf<T>::type::X* x, std::int64_t x_str
   }
 }
 
+// totals[4] = what they were (nothing at first) + the lanes of four sums.
+inline void add_totals(Vec a, Vec b, Vec c, Vec d, bool is_first, float* totals) {
+  float sums[4];
+  sum4(a, b, c, d, sums);
+  MILLRACE_UNROLL
+  for (int i = 0; i < 4; ++i) totals[i] = is_first ? sums[i] : totals[i] + sums[i];
+}
+
 constexpr int kFewAhead = 768;  // bytes of a stream that are asked for before they are needed
 
 // R outputs of M rows, `apart` from each other. x is arranged, `stride` to a row, with zeros after k.
@@ -82,35 +97,40 @@ inline void few_outputs(const typename FewStepOf<T>::type::X* x, std::int64_t st
   constexpr int kLine = 64 / static_cast<int>(sizeof(T));
   constexpr int kAhead = kFewAhead / static_cast<int>(sizeof(T));
   const std::int64_t w_stride = apart * k;
-  Vec sums[M][R];
+  float totals[M][4] = {};
+  for (std::int64_t j = 0, end; j < k; j = end) {
+    const bool is_first = j == 0;
+    end = j + kSumDepth < k ? j + kSumDepth : k;
+    Vec sums[M][R];
+    MILLRACE_UNROLL
+    for (int m = 0; m < M; ++m)
+      MILLRACE_UNROLL
+      for (int r = 0; r < R; ++r) sums[m][r] = zero();
+    for (; j + kLine <= end; j += kLine) {
+      MILLRACE_UNROLL
+      for (int r = 0; r < R; ++r) __builtin_prefetch(w + r * w_stride + j + kAhead);
+      MILLRACE_UNROLL
+      for (int i = 0; i < kLine; i += S::kElements)
+        few_step<T, M, R>(x + j + i, stride, w + j + i, w_stride, sums);
+    }
+    if (j < end) {
+      T rest[R][kLine] = {};
+      for (int r = 0; r < R; ++r)
+        __builtin_memcpy(rest[r], w + r * w_stride + j, static_cast<std::size_t>(k - j) * sizeof(T));
+      for (int i = 0; i < kLine; i += S::kElements)
+        few_step<T, M, R>(x + j + i, stride, rest[0] + i, kLine, sums);
+    }
+    MILLRACE_UNROLL
+    for (int m = 0; m < M; ++m)
+      add_totals(sums[m][0], sums[m][R > 1 ? 1 : 0], sums[m][R > 2 ? 2 : 0], sums[m][R > 3 ? 3 : 0],
+                 is_first, totals[m]);
+  }
   MILLRACE_UNROLL
   for (int m = 0; m < M; ++m)
     MILLRACE_UNROLL
-    for (int r = 0; r < R; ++r) sums[m][r] = zero();
-  std::int64_t j = 0;
-  for (; j + kLine <= k; j += kLine) {
-    MILLRACE_UNROLL
-    for (int r = 0; r < R; ++r) __builtin_prefetch(w + r * w_stride + j + kAhead);
-    MILLRACE_UNROLL
-    for (int i = 0; i < kLine; i += S::kElements)
-      few_step<T, M, R>(x + j + i, stride, w + j + i, w_stride, sums);
-  }
-  if (j < k) {
-    T rest[R][kLine] = {};
-    for (int r = 0; r < R; ++r)
-      __builtin_memcpy(rest[r], w + r * w_stride + j, static_cast<std::size_t>(k - j) * sizeof(T));
-    for (int i = 0; i < kLine; i += S::kElements)
-      few_step<T, M, R>(x + j + i, stride, rest[0] + i, kLine, sums);
-  }
-  MILLRACE_UNROLL
-  for (int m = 0; m < M; ++m) {
-    float totals[4];
-    sum4(sums[m][0], sums[m][R > 1 ? 1 : 0], sums[m][R > 2 ? 2 : 0], sums[m][R > 3 ? 3 : 0], totals);
-    MILLRACE_UNROLL
     for (int r = 0; r < R; ++r)
       assign(out + m * out_stride + r * apart,
-             bias ? totals[r] + to_float(bias[r * apart]) : totals[r]);
-  }
+             bias ? totals[m][r] + to_float(bias[r * apart]) : totals[m][r]);
 }
 
 template <class T, int R>
@@ -145,24 +165,42 @@ void few_streams(const LinearCall& c, const typename FewStepOf<T>::type::X* x, s
     few_streams<T, 1>(c, x, stride, rows, {outputs.first + apart * R, outputs.last});
 }
 
+// A row of x to the order of a step, with zeros from k to `stride`.
+template <class S>
+inline void arrange_row(const typename S::X* from, std::int64_t k, std::int64_t stride,
+                        typename S::X* to) {
+  using X = typename S::X;
+  std::int64_t j = 0;
+  for (; j + S::kElements <= k; j += S::kElements) S::arrange(from + j, to + j);
+  for (; j < stride; j += S::kElements) {
+    X rest[S::kElements] = {};
+    if (j < k) __builtin_memcpy(rest, from + j, static_cast<std::size_t>(k - j) * sizeof(X));
+    S::arrange(rest, to + j);
+  }
+}
+
+// `depth` weights of an output to the order of a step, with zeros where fewer are `left`.
+template <class S, class T>
+inline void arrange_weights(const T* from, std::int64_t left, std::int64_t depth,
+                            typename S::X* to) {
+  std::int64_t j = 0;
+  for (; j < depth && j + S::kElements <= left; j += S::kElements) S::arrange_weights(from + j, to + j);
+  for (; j < depth; j += S::kElements) {
+    T rest[S::kElements] = {};
+    if (j < left) __builtin_memcpy(rest, from + j, static_cast<std::size_t>(left - j) * sizeof(T));
+    S::arrange_weights(rest, to + j);
+  }
+}
+
 template <class T>
 void multiply_few(const LinearCall& c, Range rows, Range outputs, float* work) {
   using S = typename FewStepOf<T>::type;
   using X = typename S::X;
   const std::int64_t stride = round_up(c.k, kFewUnit);
   X* arranged = reinterpret_cast<X*>(work);
-  for (std::int64_t row = 0; row < rows.size(); ++row) {
-    const X* from = static_cast<const X*>(c.x) + (rows.first + row) * c.x_stride;
-    X* to = arranged + row * stride;
-    std::int64_t j = 0;
-    for (; j + S::kElements <= c.k; j += S::kElements) S::arrange(from + j, to + j);
-    for (; j < stride; j += S::kElements) {
-      X rest[S::kElements] = {};
-      if (j < c.k)
-        __builtin_memcpy(rest, from + j, static_cast<std::size_t>(c.k - j) * sizeof(X));
-      S::arrange(rest, to + j);
-    }
-  }
+  for (std::int64_t row = 0; row < rows.size(); ++row)
+    arrange_row<S>(static_cast<const X*>(c.x) + (rows.first + row) * c.x_stride, c.k, stride,
+                   arranged + row * stride);
   if (rows.size() <= 2)
     few_streams<T, 4>(c, arranged, stride, rows, outputs);
   else  // four would not leave registers for x

@@ -10,7 +10,7 @@ namespace millrace {
 namespace {
 
 constexpr std::int64_t kUnitOutputs = 64;      // a multiple of every panel's width
-constexpr std::int64_t kTaskRows = 192;        // what a task multiplies stays in its core's cache
+constexpr std::int64_t kTaskRows = 192;        // at most, a multiple of kRowBlock
 constexpr std::int64_t kTaskOutputs = 256;
 constexpr std::int64_t kTaskWeights = 65536;   // worth handing to another thread
 constexpr std::int64_t kTasksPerThread = 4;
@@ -52,28 +52,42 @@ struct Piece {
   Range rows, outputs;
 };
 
-void split(const LinearCall& call, std::int64_t rows, int threads, std::vector<Piece>& pieces) {
-  const std::int64_t row_parts = parts(rows, kTaskRows);
+void split(const LinearKernels& table, const LinearCall& call, std::int64_t rows, int threads,
+           std::vector<Piece>& pieces) {
+  const std::int64_t fitting =
+      table.task_inputs / std::max<std::int64_t>(call.k, 1) / kRowBlock * kRowBlock;
+  const std::int64_t row_parts = parts(rows, std::clamp(fitting, 2 * kRowBlock, kTaskRows));
+  const std::int64_t part_rows = parts(parts(rows, row_parts), kRowBlock) * kRowBlock;
   const std::int64_t wanted = parts(threads * kTasksPerThread, row_parts);
   const std::int64_t least = round_to_unit(kTaskWeights / call.k);
   const std::int64_t step =
       std::clamp(round_to_unit(parts(call.o, wanted)), std::min(least, kTaskOutputs), kTaskOutputs);
   for (std::int64_t o = 0; o < call.o; o += step)
-    for (std::int64_t part = 0; part < row_parts; ++part)
-      pieces.push_back({&call,
-                        {rows * part / row_parts, rows * (part + 1) / row_parts},
-                        {o, std::min(o + step, call.o)}});
+    for (std::int64_t row = 0; row < rows; row += part_rows)
+      pieces.push_back(
+          {&call, {row, std::min(row + part_rows, rows)}, {o, std::min(o + step, call.o)}});
 }
 
-void multiply(Type type, const std::vector<Piece>& pieces, int threads) {
-  const LinearKernels& table = kernels().linear;
+void multiply(const LinearKernels& table, Type type, const std::vector<Piece>& pieces,
+              int threads) {
   const auto run = table.run[static_cast<int>(type)];
   parallel_for(static_cast<int>(pieces.size()), threads, [&](int index) {
     const Piece& piece = pieces[index];
     const std::int64_t floats = table.work_floats(
-        piece.rows.size(), piece.outputs.size(), piece.call->k);
+        type, piece.rows.size(), piece.outputs.size(), piece.call->k);
     run(*piece.call, piece.rows, piece.outputs, static_cast<float*>(room<Use::work>(floats * 4)));
   });
+}
+
+std::int64_t whole_blocks(std::int64_t rows) { return parts(rows, kRowBlock) * kRowBlock; }
+
+// `over_rows` whose tasks begin with a block.
+template <class Body>
+void over_blocks(std::int64_t rows, std::int64_t width, int threads, const Body& body) {
+  over_rows(parts(rows, kRowBlock), width * kRowBlock, threads,
+            [&](std::int64_t first, std::int64_t last) {
+              body(first * kRowBlock, std::min(last * kRowBlock, rows));
+            });
 }
 
 // Rows of x as they are before a linear: x itself, or its norm, or its activation.
@@ -116,8 +130,8 @@ class Linear {
 
  private:
   void multiply_rows(const Rows& rows, std::int64_t m, void* out, int threads) const;
-  void prepare(const Rows& rows, std::int64_t first, std::int64_t last, void* to,
-               std::int64_t row_bytes) const;
+  void prepare(const LinearKernels& table, const Rows& rows, std::int64_t first, std::int64_t last,
+               void* to) const;
 
   Type type_;
   const void* weight_;
@@ -125,20 +139,15 @@ class Linear {
   std::int64_t k_, o_;
 };
 
-void to_prepared(Type type, const void* x, std::int64_t stride, std::int64_t rows, std::int64_t k,
-                 void* to) {
-  kernels().linear.prepare[static_cast<int>(type)](x, stride, rows, k, to);
-}
-
 // Rows [first, last) to `to`, rounded to the tensors' type wherever a tensor would hold them.
-void Linear::prepare(const Rows& rows, std::int64_t first, std::int64_t last, void* to,
-                     std::int64_t row_bytes) const {
+void Linear::prepare(const LinearKernels& table, const Rows& rows, std::int64_t first,
+                     std::int64_t last, void* to) const {
   const int kind = static_cast<int>(type_);
   const std::int64_t width = k_ * element_bytes(type_);
   const std::int64_t count = last - first;
   const void* x = offset(rows.x, first * rows.stride * element_bytes(type_));
-  const bool direct = row_bytes == 0;
-  if (!rows.norm_weight && !rows.silu) return to_prepared(type_, x, rows.stride, count, k_, to);
+  const bool direct = table.prepared_bytes(type_, k_) == 0;
+  if (!rows.norm_weight && !rows.silu) return table.prepare[kind](x, rows.stride, count, k_, to);
   void* rounded = direct ? to : room<Use::rounded>(count * width);
   if (rows.silu)
     kernels().rows.silu_mul[kind](x, rounded, 0, count, k_);
@@ -146,36 +155,34 @@ void Linear::prepare(const Rows& rows, std::int64_t first, std::int64_t last, vo
     kernels().rows.rms_norm[kind](x, rows.stride, offset(rows.residual, first * width),
                                   offset(rows.total, first * width), rows.norm_weight, rounded, 0,
                                   count, k_, rows.eps);
-  if (!direct) to_prepared(type_, rounded, k_, count, k_, to);
+  if (!direct) table.prepare[kind](rounded, k_, count, k_, to);
 }
 
 void Linear::multiply_rows(const Rows& rows, std::int64_t m, void* out, int threads) const {
   const nb::gil_scoped_release release;
   const std::int64_t size = element_bytes(type_);
-  const std::int64_t prepared = kernels().linear.prepared_bytes(type_, k_);
+  const LinearKernels& table = linear_kernels(type_, m);
+  const std::int64_t prepared = table.prepared_bytes(type_, k_);
   const std::int64_t row_bytes = prepared ? prepared : k_ * size;
   const bool as_it_lies = !prepared && !rows.norm_weight && !rows.silu;
   const std::int64_t most =
       as_it_lies ? std::max<std::int64_t>(m, 1)
                  : std::max(kTaskRows, kPreparedBytes / row_bytes / kTaskRows * kTaskRows);
-  // As equal as can be: a few rows left over would take the other kernel, and get other bits.
-  const std::int64_t chunks = parts(m, most);
   std::vector<Piece> pieces;
-  for (std::int64_t chunk = 0; chunk < chunks; ++chunk) {
-    const std::int64_t start = m * chunk / chunks;
-    const std::int64_t count = m * (chunk + 1) / chunks - start;
+  for (std::int64_t start = 0; start < m; start += most) {
+    const std::int64_t count = std::min(most, m - start);
     LinearCall product = call(rows.x, rows.stride, offset(out, start * o_ * size));
     if (!as_it_lies) {
-      void* to = room<Use::prepared>(count * row_bytes);
-      over_rows(count, k_, threads, [&](std::int64_t first, std::int64_t last) {
-        prepare(rows, start + first, start + last, offset(to, first * row_bytes), prepared);
+      void* to = room<Use::prepared>(whole_blocks(count) * row_bytes);
+      over_blocks(count, k_, threads, [&](std::int64_t first, std::int64_t last) {
+        prepare(table, rows, start + first, start + last, offset(to, first * row_bytes));
       });
       product.x = to;
-      product.x_stride = prepared ? kernels().linear.prepared_stride(k_) : k_;
+      product.x_stride = prepared ? table.prepared_stride(k_) : k_;
     }
     pieces.clear();
-    split(product, count, threads, pieces);
-    multiply(type_, pieces, threads);
+    split(table, product, count, threads, pieces);
+    multiply(table, type_, pieces, threads);
   }
 }
 
@@ -211,84 +218,95 @@ class Experts {
  private:
   void run_tokens(const void* x, std::int64_t stride, std::int64_t n, const std::int64_t* ids,
                   const float* weights, std::int64_t per_token, void* out, int threads) const;
-  void multiply_sorted(const std::vector<Linear>& linears, const std::vector<std::int64_t>& starts,
-                       const void* x, std::int64_t stride, std::int64_t row_bytes, void* out,
-                       std::int64_t outputs, int threads) const;
+  void multiply_sorted(const LinearKernels& table, const std::vector<Linear>& linears,
+                       const std::vector<Range>& own, const void* x, std::int64_t stride,
+                       std::int64_t row_bytes, void* out, std::int64_t outputs, int threads) const;
 
   Type type_;
   std::int64_t experts_, width_, hidden_;
   std::vector<Linear> gate_up_, down_;
 };
 
-// Each expert's own rows of x, from starts[expert] on, through its linear.
-void Experts::multiply_sorted(const std::vector<Linear>& linears,
-                              const std::vector<std::int64_t>& starts, const void* x,
-                              std::int64_t stride, std::int64_t row_bytes, void* out,
-                              std::int64_t outputs, int threads) const {
+// Each expert's own rows of x through its linear.
+void Experts::multiply_sorted(const LinearKernels& table, const std::vector<Linear>& linears,
+                              const std::vector<Range>& own, const void* x, std::int64_t stride,
+                              std::int64_t row_bytes, void* out, std::int64_t outputs,
+                              int threads) const {
   std::vector<LinearCall> calls(experts_);
   std::vector<Piece> pieces;
   for (std::int64_t e = 0; e < experts_; ++e) {
-    const std::int64_t rows = starts[e + 1] - starts[e];
-    if (rows == 0) continue;
-    calls[e] = linears[e].call(offset(x, starts[e] * row_bytes), stride,
-                               offset(out, starts[e] * outputs * element_bytes(type_)));
-    split(calls[e], rows, threads, pieces);
+    const std::int64_t first = own[e].first;
+    if (own[e].size() == 0) continue;
+    calls[e] = linears[e].call(offset(x, first * row_bytes), stride,
+                               offset(out, first * outputs * element_bytes(type_)));
+    split(table, calls[e], own[e].size(), threads, pieces);
   }
-  multiply(type_, pieces, threads);
+  multiply(table, type_, pieces, threads);
 }
 
 void Experts::run_tokens(const void* x, std::int64_t stride, std::int64_t n,
                          const std::int64_t* ids, const float* weights, std::int64_t per_token,
                          void* out, int threads) const {
-  const Kernels& table = kernels();
+  const LinearKernels& table = linear_kernels(type_, parts(n * per_token, experts_));
   const int kind = static_cast<int>(type_);
   const std::int64_t size = element_bytes(type_);
-  const std::int64_t rows = n * per_token;
-  std::vector<std::int64_t> starts(experts_ + 1), place(rows), token(rows);
-  for (std::int64_t i = 0; i < rows; ++i) ++starts[ids[i] + 1];
-  for (std::int64_t e = 0; e < experts_; ++e) starts[e + 1] += starts[e];
-  std::vector<std::int64_t> next(starts.begin(), starts.end() - 1);
-  for (std::int64_t i = 0; i < rows; ++i) {
+  std::vector<std::int64_t> counts(experts_), next(experts_), place(n * per_token);
+  for (std::int64_t i = 0; i < n * per_token; ++i) ++counts[ids[i]];
+  std::vector<Range> own, blocks;  // rows of each expert, which begin with a block; blocks of all
+  std::int64_t rows = 0;
+  for (std::int64_t e = 0; e < experts_; ++e) {
+    own.push_back({rows, rows + counts[e]});
+    next[e] = rows;
+    for (std::int64_t row = rows; row < own[e].last; row += kRowBlock)
+      blocks.push_back({row, std::min(row + kRowBlock, own[e].last)});
+    rows += whole_blocks(counts[e]);
+  }
+  std::vector<std::int64_t> token(rows);
+  for (std::int64_t i = 0; i < n * per_token; ++i) {
     place[i] = next[ids[i]]++;
     token[place[i]] = i / per_token;
   }
 
   const auto stride_of = [&](std::int64_t k) {
-    return table.linear.prepared_bytes(type_, k) ? table.linear.prepared_stride(k) : k;
+    return table.prepared_bytes(type_, k) ? table.prepared_stride(k) : k;
   };
   const auto bytes_of = [&](std::int64_t k) {
-    const std::int64_t prepared = table.linear.prepared_bytes(type_, k);
+    const std::int64_t prepared = table.prepared_bytes(type_, k);
     return prepared ? prepared : k * size;
   };
   const std::int64_t x_bytes = bytes_of(hidden_), inner_bytes = bytes_of(width_);
   void* prepared = room<Use::prepared>(rows * std::max(x_bytes, inner_bytes));
   void* inner = room<Use::inner>(rows * 2 * width_ * size);
   void* outer = room<Use::outer>(rows * hidden_ * size);
-  const bool direct = table.linear.prepared_bytes(type_, hidden_) == 0;
+  const bool direct = table.prepared_bytes(type_, hidden_) == 0;
 
-  over_rows(rows, hidden_, threads, [&](std::int64_t first, std::int64_t last) {
-    for (std::int64_t row = first; row < last; ++row) {
-      const void* from = offset(x, token[row] * stride * size);
-      void* to = offset(prepared, row * x_bytes);
-      if (direct)
-        std::memcpy(to, from, hidden_ * size);
-      else
-        to_prepared(type_, from, hidden_, 1, hidden_, to);
-    }
+  const auto over_all = [&](std::int64_t width, std::int64_t row_bytes, const auto& fill) {
+    const auto body = [&](std::int64_t from, std::int64_t to) {
+      for (std::int64_t i = from; i < to; ++i) {
+        const Range block = blocks[i];
+        void* target = offset(prepared, block.first * row_bytes);
+        void* rounded = direct ? target : room<Use::rounded>(kRowBlock * width * size);
+        fill(block, rounded);
+        if (!direct) table.prepare[kind](rounded, width, block.size(), width, target);
+      }
+    };
+    over_rows(static_cast<std::int64_t>(blocks.size()), width * kRowBlock, threads, body);
+  };
+  over_all(hidden_, x_bytes, [&](Range block, void* to) {
+    for (std::int64_t row = block.first; row < block.last; ++row)
+      std::memcpy(offset(to, (row - block.first) * hidden_ * size),
+                  offset(x, token[row] * stride * size), hidden_ * size);
   });
-  multiply_sorted(gate_up_, starts, prepared, stride_of(hidden_), x_bytes, inner, 2 * width_,
+  multiply_sorted(table, gate_up_, own, prepared, stride_of(hidden_), x_bytes, inner, 2 * width_,
                   threads);
-  over_rows(rows, width_, threads, [&](std::int64_t first, std::int64_t last) {
-    const std::int64_t count = last - first;
-    void* to = offset(prepared, first * inner_bytes);
-    void* rounded = direct ? to : room<Use::rounded>(count * width_ * size);
-    table.rows.silu_mul[kind](offset(inner, first * 2 * width_ * size), rounded, 0, count, width_);
-    if (!direct) to_prepared(type_, rounded, width_, count, width_, to);
+  over_all(width_, inner_bytes, [&](Range block, void* to) {
+    kernels().rows.silu_mul[kind](offset(inner, block.first * 2 * width_ * size), to, 0, block.size(),
+                              width_);
   });
-  multiply_sorted(down_, starts, prepared, stride_of(width_), inner_bytes, outer, hidden_, threads);
+  multiply_sorted(table, down_, own, prepared, stride_of(width_), inner_bytes, outer, hidden_, threads);
   over_rows(n, hidden_ * per_token, threads, [&](std::int64_t first, std::int64_t last) {
     for (std::int64_t row = first; row < last; ++row)
-      table.linear.weighted_sum[kind](outer, place.data() + row * per_token,
+      table.weighted_sum[kind](outer, place.data() + row * per_token,
                                       weights + row * per_token, static_cast<int>(per_token),
                                       hidden_, offset(out, row * hidden_ * size));
   });

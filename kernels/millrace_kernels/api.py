@@ -89,7 +89,6 @@ def plan_attention(  # noqa: PLR0913 - one argument for each thing that fixes th
     )
     plan = AttentionPlan(
         backend=Backend(backend),
-        native_rows=0,
         native=None,
         q_indptr=q_indptr,
         kv_lens=kv_lens,
@@ -151,7 +150,7 @@ def run_attention(
         return out.copy_(result), lse_out.copy_(lse_nh)
     if plan.native is not None:
         dispatch.run_native(plan, q_nhd, kv_layer, scale=scale, out_nhd=out, lse_nh=lse_out)
-    if plan.native_rows != dispatch.ALL_ROWS:
+    if plan.native is None:
         torch_backend.attention(plan, q_nhd, kv_layer, scale=scale, out_nhd=out, lse_nh=lse_out)
     return out, lse_out
 

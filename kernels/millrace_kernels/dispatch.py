@@ -22,8 +22,6 @@ from millrace_kernels.row_operations import Rows
 
 log = logging.getLogger(__name__)
 
-ALL_ROWS: Final = cpu_backend.ALL_ROWS
-
 _FASTEST_FIRST: Final = (Backend.CPU, Backend.FLASHINFER, Backend.TRITON)
 
 _tried: dict[Hashable, str] = {}  # why FlashInfer failed, by shape
@@ -88,12 +86,9 @@ def _first_of(backends: Sequence[Backend], plan: AttentionPlan) -> Backend:
 def _make_native(plan: AttentionPlan) -> None:
     """Makes the backend's own plan. Raises what the backend raises."""
     if plan.backend in (Backend.REFERENCE, Backend.TORCH):
-        plan.native, plan.native_rows = None, 0
+        plan.native = None
         return
-    plan.native_rows = ALL_ROWS
     if plan.backend is Backend.CPU:
-        if plan.is_auto:
-            plan.native_rows = cpu_backend.attention_rows(plan)
         plan.native = cpu_backend.plan(plan)
     elif plan.backend is Backend.FLASHINFER:
         plan.native = flashinfer_backend.plan(plan)

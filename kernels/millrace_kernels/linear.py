@@ -13,6 +13,7 @@ from torch import Tensor
 from millrace_kernels import dispatch, torch_backend
 from millrace_kernels.composed import ComposedLinear
 from millrace_kernels.cpu_backend import linear as cpu_linear
+from millrace_kernels.cpu_backend.linear import ALL_ROWS
 from millrace_kernels.plan import Backend
 from millrace_kernels.row_operations import Rows
 
@@ -145,7 +146,7 @@ def _native_linear(weight: Tensor, bias: Tensor | None) -> tuple[NativeLinear | 
         return cpu_linear.CpuLinear(weight, bias), cpu_linear.most_rows(weight.dtype)
     from millrace_kernels.triton_backend.linear import TritonLinear
 
-    return TritonLinear(weight, bias), dispatch.ALL_ROWS
+    return TritonLinear(weight, bias), ALL_ROWS
 
 
 def _native_experts(gate_up: Tensor, down: Tensor) -> tuple[NativeExperts | None, int]:
@@ -157,7 +158,7 @@ def _native_experts(gate_up: Tensor, down: Tensor) -> tuple[NativeExperts | None
         return cpu_linear.CpuExperts(gate_up, down), cpu_linear.most_assignments()
     from millrace_kernels.triton_backend.moe import TritonExperts
 
-    return TritonExperts(gate_up, down), dispatch.ALL_ROWS
+    return TritonExperts(gate_up, down), ALL_ROWS
 
 
 def prepare_linear(weight: Tensor, bias: Tensor | None = None) -> Linear:

@@ -7,7 +7,7 @@ differ only in the data. Shape letters: n tokens of all sequences, h heads, d he
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum, StrEnum, auto
+from enum import StrEnum
 from typing import Protocol
 
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor
 class Backend(StrEnum):
     """The backends that compute attention.
 
-    AUTO gives each sequence to the fastest backend of the device; the others take all sequences.
+    AUTO is the fastest backend of the device.
     """
 
     AUTO = "auto"
@@ -26,14 +26,6 @@ class Backend(StrEnum):
     CPU = "cpu"
     TRITON = "triton"
     FLASHINFER = "flashinfer"
-
-
-class Sight(Enum):
-    """The K/V slots that the rows of a sequence see."""
-
-    ALL = auto()
-    CAUSAL = auto()  # the last row sees all, each earlier row one less
-    MASKED = auto()  # anything else
 
 
 class NativePlan(Protocol):
@@ -56,15 +48,13 @@ class AttentionPlan:
 
     q_indptr: int32 [B + 1] on the CPU, kv_lens: int32 [B] on the CPU, page_table: int32 [B,
     max_pages]. q_positions: int32 [n], kv_positions: int32 [sum(kv_lens)], both on the CPU.
-    `sequences` holds (first row, last row + 1, kv_len) of each; sequences with at most
-    `native_rows` rows of q go to `native`, the rest to torch. `is_auto`: the backend was not asked
-    for by name. `dispatch` fills in these and the backend; nothing else changes a plan (not
-    frozen: making a plan is part of every decode step).
+    `sequences` holds (first row, last row + 1, kv_len) of each. `native` is None where torch
+    computes. `is_auto`: the backend was not asked for by name. `dispatch` fills in these and the
+    backend; nothing else changes a plan (not frozen: making a plan is part of every decode step).
     `device_table` has the entries of `page_table` that are read, on the device, or is None.
     """
 
     backend: Backend
-    native_rows: int
     native: NativePlan | None
     q_indptr: Tensor
     kv_lens: Tensor
@@ -93,23 +83,6 @@ class AttentionPlan:
     def has_positions(self) -> bool:
         """True if rows or K/V slots have positions other than their order gives."""
         return self.q_positions is not None or self.kv_positions is not None
-
-    def sight(self, index: int) -> Sight:
-        """Returns a sequence's sight, as far as it is cheap to find out."""
-        start, stop, kv_len = self.sequences[index]
-        if self.kv_positions is not None or kv_len == 0:
-            return Sight.MASKED
-        first, last, is_run = kv_len - (stop - start), kv_len - 1, True
-        if self.q_positions is not None:
-            rows = self.q_positions[start:stop]
-            first, last = int(rows.min()), int(rows.max())
-            is_run = bool((rows.diff() == 1).all())
-        if self.sliding_window is not None and last >= self.sliding_window:
-            return Sight.MASKED
-        if not self.causal or first >= kv_len - 1:
-            return Sight.ALL
-        is_causal = is_run and first >= 0 and last == kv_len - 1
-        return Sight.CAUSAL if is_causal else Sight.MASKED
 
     def positions(self, index: int) -> tuple[Tensor, Tensor]:
         """Returns the positions of one sequence's rows and of its K/V slots, int64 on the CPU."""

@@ -18,7 +18,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from millrace_kernels import dispatch, triton_backend
+from millrace_kernels import triton_backend
 from millrace_kernels.plan import AttentionPlan, Backend
 
 Words = npt.NDArray[np.int32]
@@ -70,7 +70,7 @@ class StepAttention:
 
         if reason := refusal(like):
             raise ValueError(f"decode steps at fixed addresses: {reason}")
-        self._like = replace(like, backend=Backend.TRITON, native_rows=dispatch.ALL_ROWS)
+        self._like = replace(like, backend=Backend.TRITON)
         self._config = configs.lookup("attend_few", like.device, like.dtype, like.head_dim)
 
     def work(self, kv_lens: Tensor) -> StepWork:

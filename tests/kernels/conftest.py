@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from millrace_kernels import cpu_backend
+from millrace_kernels import cpu_backend, determinism
 
 
 @pytest.fixture(params=cpu_backend.instruction_sets())
@@ -23,3 +23,19 @@ def threads() -> Iterator[None]:
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def deterministic() -> Iterator[None]:
+    """Gives a row the same bits in any pass."""
+    determinism.use(True)
+    yield
+    determinism.use(False)
+
+
+@pytest.fixture(params=["fast", "deterministic"])
+def either_order(request) -> Iterator[None]:
+    """Runs with the fastest kernels, and with those that give a row the same bits in any pass."""
+    determinism.use(request.param == "deterministic")
+    yield
+    determinism.use(False)

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
 from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from millrace_kernels import cpu_backend, reference
 from millrace_kernels.api import merge_attention_, plan_attention, run_attention
-from millrace_kernels.plan import Sight
 from support.attention_calls import TOLERANCE, Call, assert_matches_reference, attend, calls
 
 NATIVE = pytest.mark.skipif(not cpu_backend.AVAILABLE, reason="the C++ module isn't built here")
@@ -54,28 +55,48 @@ def test_rows_with_positions_that_need_no_mask(backend, layout, window, dtype):
     assert_matches_reference(call, "auto")
 
 
-@pytest.mark.parametrize(
-    ("changes", "sight"),
-    [
-        ({}, Sight.CAUSAL),
-        ({"layout": "named"}, Sight.CAUSAL),
-        ({"layout": "behind"}, Sight.ALL),
-        ({"causal": False}, Sight.ALL),
-        ({"window": 40}, Sight.CAUSAL),
-        ({"window": 39}, Sight.MASKED),
-        ({"layout": "behind", "window": 60}, Sight.ALL),
-        ({"layout": "behind", "window": 50}, Sight.MASKED),
-        ({"layout": "zigzag"}, Sight.MASKED),
-        ({"kv_lens": (0,), "layout": "behind"}, Sight.MASKED),
-        ({"q_lens": (1,)}, Sight.ALL),
-        ({"q_lens": (50,), "layout": "named"}, Sight.MASKED),  # the first ten see nothing
-    ],
-)
-def test_what_rows_see(changes, sight):
-    """Positions of 10 rows and 40 slots."""
-    assert (
-        Call(**{"q_lens": (10,), "kv_lens": (40,), **changes}).plan("reference").sight(0) is sight
-    )
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("window", [None, 700])
+def test_a_row_has_the_same_bits_in_any_chunk(backend, deterministic, window, dtype):
+    """Decode is the chunk of one row; the chunks end inside and at the ends of spans."""
+    length = 1600
+    call = Call(q_lens=(length,), kv_lens=(length,), window=window, dtype=dtype, kv_heads=1)
+    q_nhd, kv_layer = call.data()
+    whole = attend(call.plan(backend), q_nhd, kv_layer)
+    for ends in (
+        (1, 8, 9, 511, 512, 513, 700, 1023, 1025, 1590, *range(1591, length + 1)),
+        (1024,),
+    ):
+        for start, end in pairwise((0, *ends)):
+            tables = {"q_indptr": _int32(0, end - start), "kv_lens": _int32(end)}
+            chunk = attend(call.plan(backend, **tables), q_nhd[start:end], kv_layer)
+            assert torch.equal(chunk[0], whole[0][start:end])
+            assert torch.equal(chunk[1], whole[1][start:end])
+
+
+@settings(max_examples=12)
+@given(data=st.data(), seed=st.integers(0, 99))
+def test_a_row_never_notices_its_company(backend, deterministic, data, seed):
+    lens = data.draw(st.lists(st.integers(1, 700), min_size=1, max_size=6))
+    rows = [data.draw(st.integers(1, min(length, 40))) for length in lens]
+    call = Call(q_lens=tuple(rows), kv_lens=tuple(lens), seed=seed, head_dim=32)
+    q_nhd, kv_layer = call.data()
+    starts, kv_lens, page_table = call.tables()
+    together = attend(call.plan(backend), q_nhd, kv_layer)
+    for index, (row, length) in enumerate(zip(starts[1:].tolist(), lens, strict=True)):
+        alone = call.plan(
+            backend,
+            q_indptr=_int32(0, 1),
+            kv_lens=kv_lens[index : index + 1],
+            page_table=page_table[index : index + 1],
+        )
+        out, lse = attend(alone, q_nhd[row - 1 : row], kv_layer)  # the sequence's last row
+        assert torch.equal(out, together[0][row - 1 : row]), length
+        assert torch.equal(lse, together[1][row - 1 : row])
+
+
+def _int32(*values: int) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32)
 
 
 def test_many_heads_over_one_kv_head(backend):

@@ -1,4 +1,4 @@
-"""The C++ attention kernels: both of them, under every instruction set of this machine."""
+"""The C++ attention kernels, fast and deterministic, under each instruction set of this machine."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from millrace_kernels import cpu_backend
 from millrace_kernels.api import merge_attention_, plan_attention, run_attention
 from support.attention_calls import TOLERANCE, Call, assert_matches_reference, attend, calls
 
-pytestmark = pytest.mark.skipif(not cpu_backend.AVAILABLE, reason="the C++ module isn't built here")
+pytestmark = [
+    pytest.mark.skipif(not cpu_backend.AVAILABLE, reason="the C++ module isn't built here"),
+    pytest.mark.usefixtures("either_order"),
+]
 
 MANY = (33, 70, 300)
 """Query rows of a chunk: some tiles, the last one short."""
@@ -134,6 +137,22 @@ def test_a_sequence_never_notices_its_batch(instruction_set, data):
         out, lse = attend(alone, q_nhd[rows], kv_layer)
         assert torch.equal(out, whole[rows])
         assert torch.equal(lse, whole_lse[rows])
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_how_a_step_is_cut_changes_no_bit(instruction_set, dtype):
+    """Alone, the spans of K/V are tasks of their own; among 80 sequences they are not."""
+    call = Call(q_lens=(1,) * 80, kv_lens=(2100,) * 80, head_dim=16, kv_heads=1, dtype=dtype)
+    q_nhd, kv_layer = call.data()
+    _, kv_lens, page_table = call.tables()
+    together, _ = attend(call.plan("cpu"), q_nhd, kv_layer)
+    alone = call.plan(
+        "cpu",
+        q_indptr=torch.tensor([0, 1], dtype=torch.int32),
+        kv_lens=kv_lens[:1],
+        page_table=page_table[:1],
+    )
+    assert torch.equal(attend(alone, q_nhd[:1], kv_layer)[0], together[:1])
 
 
 @pytest.mark.parametrize("rows", [1, 45])

@@ -117,7 +117,7 @@ def test_where_flashinfer_fails_a_call_the_next_one_computes_it(
     def torchs(plan):
         return SimpleNamespace(
             run=lambda *q_kv, **more: torch_backend.attention(
-                replace(plan, native=None, native_rows=0), *q_kv, **more
+                replace(plan, native=None), *q_kv, **more
             )
         )
 
@@ -169,9 +169,9 @@ def test_auto_is_the_first_that_can(machine, has, changes, chosen):
     plan = dispatch.with_backend(unplanned(**changes))
     assert plan.backend.value == chosen
     if chosen == "torch":
-        assert (plan.native, plan.native_rows) == (None, 0)
+        assert plan.native is None
     elif chosen != "cpu":
-        assert (plan.native, plan.native_rows) == (f"{chosen}'s", dispatch.ALL_ROWS)
+        assert plan.native == f"{chosen}'s"
 
 
 @pytest.mark.parametrize(
@@ -198,8 +198,8 @@ def test_asked_for_by_name_it_says_why_not(machine, has, backend, changes, reaso
 def test_asked_for_by_name_it_takes_all(machine, backend):
     machine(*BOTH)
     plan = dispatch.with_backend(unplanned(backend))
-    native = (f"{backend}'s", dispatch.ALL_ROWS) if backend in BOTH else (None, 0)
-    assert (plan.backend.value, plan.native, plan.native_rows) == (backend, *native)
+    native = f"{backend}'s" if backend in BOTH else None
+    assert (plan.backend.value, plan.native) == (backend, native)
 
 
 @pytest.mark.parametrize(

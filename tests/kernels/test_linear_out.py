@@ -18,7 +18,7 @@ INPUTS, OUTPUTS = 96, 70
 @pytest.fixture(params=[True, False], ids=["native", "torch"], autouse=True)
 def native(request, monkeypatch) -> Iterator[bool]:
     """Runs with the CPU's kernels for any number of rows, and for the fewest."""
-    most = cpu_backend.ALL_ROWS if request.param else 8
+    most = cpu_linear.ALL_ROWS if request.param else 8
     monkeypatch.setattr(cpu_linear, "most_rows", lambda dtype: most)
     yield request.param
 

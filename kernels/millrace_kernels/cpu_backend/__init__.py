@@ -10,12 +10,11 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Final
 
 import torch
 from torch import Tensor
 
-from millrace_kernels.plan import AttentionPlan, Sight
+from millrace_kernels.plan import AttentionPlan
 from millrace_kernels.recording import launch
 
 try:
@@ -32,11 +31,6 @@ except ImportError as error:  # not built on this machine: torch computes everyt
 else:
     AVAILABLE = True
     TYPES = {torch.float32: _cpu.Type.F32, torch.bfloat16: _cpu.Type.BF16}
-
-ALL_ROWS: Final = 2**31 - 1
-
-_AMX_ROWS: Final = 8
-"""Query rows up to which a sequence is bound by reading K/V, not by multiplying."""
 
 
 def takes(x: Tensor) -> bool:
@@ -74,33 +68,13 @@ def variant() -> str:
     return _cpu.instruction_set()
 
 
-def has_amx() -> bool:
-    """Returns whether the processor has a matrix unit (AMX)."""
-    return _cpu.has_amx()
-
-
 def describe() -> str:
     """Returns the variant in use, for `describe_backends`."""
     return f"C++ {variant()}" if AVAILABLE else "C++ not built"
 
 
-def attention_rows(plan: AttentionPlan) -> int:
-    """Returns the most query rows of a sequence that AUTO gives to C++; torch gets longer ones.
-
-    All rows go to C++, except for bfloat16 where the CPU has AMX: there torch's matrix products
-    (oneDNN) are several times as fast as any vector instruction, so torch computes chunks, unless
-    some of them need a mask.
-    """
-    if plan.dtype is not torch.bfloat16 or not has_amx() or plan.soft_cap:
-        return ALL_ROWS
-    rows = (stop - start for start, stop, _ in plan.sequences)
-    chunks = [index for index, count in enumerate(rows) if count > _AMX_ROWS]
-    is_masked = any(plan.sight(index) is Sight.MASKED for index in chunks)
-    return _AMX_ROWS if chunks and not is_masked else ALL_ROWS
-
-
 class CpuPlan:
-    """The tasks of the sequences that have at most `native_rows` query rows."""
+    """The tasks of all sequences."""
 
     def __init__(self, checked: AttentionPlan) -> None:
         """Raises IndexError when the page table has a negative page among the entries that are
@@ -126,7 +100,6 @@ class CpuPlan:
             checked.causal,
             checked.sliding_window or 0,
             checked.soft_cap or 0.0,
-            checked.native_rows,
         )
         launch(self._plan.prepare)
 

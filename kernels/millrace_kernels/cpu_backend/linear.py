@@ -10,35 +10,37 @@ from typing import Final
 import torch
 from torch import Tensor, get_num_threads
 
-from millrace_kernels import cpu_backend
+from millrace_kernels import cpu_backend, determinism
 from millrace_kernels.recording import launch
 
 if cpu_backend.AVAILABLE:
     from millrace_kernels import _cpu
 
-_SKINNY_ROWS: Final = 8
+
+ALL_ROWS: Final = 2**31 - 1
+
+_FEW_ROWS: Final = 8
 """Rows of x up to which only the reading of the weights takes time."""
 
 
 def most_rows(dtype: torch.dtype) -> int:
     """Returns the rows of x up to which C++ runs a linear, and not torch, on this processor.
 
-    Few rows always. Many rows in float32 with AVX2, where C++ beats MKL; in bfloat16 on every x86
-    processor without a matrix unit (AMX). With AVX-512 torch's float32 product is as good, and on
-    other processors torch uses the vendor's library.
+    All rows if the kernels are deterministic, few rows always. Many rows in float32 with AVX2,
+    where C++ beats MKL, and in bfloat16 with any x86 vectors. With AVX-512 torch's float32 product
+    is faster, and on other processors torch uses the vendor's library.
     """
     native = cpu_backend.variant()
-    if dtype == torch.bfloat16:
-        is_slower = native == "portable" or cpu_backend.has_amx()
-        return _SKINNY_ROWS if is_slower else cpu_backend.ALL_ROWS
-    return cpu_backend.ALL_ROWS if native == "avx2" else _SKINNY_ROWS
+    is_faster = native == "avx2" or (dtype == torch.bfloat16 and native != "portable")
+    return ALL_ROWS if is_faster or determinism.is_on() else _FEW_ROWS
 
 
 def most_assignments() -> int:
     """Returns the most assignments (rows of x times experts of each) that C++ runs. Torch makes
     many small calls per expert, so C++ runs them always, if it uses the processor's vectors.
     """
-    return _SKINNY_ROWS if cpu_backend.variant() == "portable" else cpu_backend.ALL_ROWS
+    is_slower = cpu_backend.variant() == "portable" and not determinism.is_on()
+    return _FEW_ROWS if is_slower else ALL_ROWS
 
 
 def _shape(*tensors: Tensor) -> str:

@@ -1,4 +1,7 @@
-"""Every kernel in torch operators: runs on the CPU and on CUDA, and is fastest for long prefill.
+"""Every kernel in torch operators: runs on the CPU and on CUDA.
+
+The library under torch chooses its kernels by the shapes of a product. So the CPU gets products of
+one shape alone where the kernels are deterministic, whatever the number of rows.
 
 Shape letters: n tokens, h q heads, k kv heads, d head_dim, p positions of one sequence's K/V.
 """
@@ -8,15 +11,22 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.nn.functional import pad
 
-from millrace_kernels import cpu_backend
-from millrace_kernels.plan import AttentionPlan, Sight
+from millrace_kernels import determinism
+from millrace_kernels.plan import AttentionPlan
 from millrace_kernels.reference import gather_kv, visible
 from millrace_kernels.router import choose_experts as choose_experts
 from millrace_kernels.torch_backend.sampling import sample as sample
 
 _BLOCK_ROWS = 512
-"""Query rows that share one mask."""
+"""Query rows that share one mask, unless products have one shape."""
+
+_EQUAL_ROWS = 16
+"""Rows of x, or of q, of every deterministic product; zeros fill up the last."""
+
+_EQUAL_SLOTS = 512
+"""K/V slots of every deterministic product."""
 
 
 def attention(
@@ -28,27 +38,16 @@ def attention(
     out_nhd: Tensor,
     lse_nh: Tensor,
 ) -> None:
-    """Fills out_nhd and lse_nh, one sequence after another.
-
-    Leaves out the sequences that the plan gives to its native kernel.
-    """
+    """Fills out_nhd and lse_nh, one sequence after another."""
     for index, (start, stop, kv_len) in enumerate(plan.sequences):
-        if stop - start <= plan.native_rows:
-            continue
-        if kv_len == 0:
+        if kv_len == 0 or start == stop:
             out_nhd[start:stop] = 0
             lse_nh[start:stop] = float("-inf")
             continue
         k_kpd, v_kpd = gather_kv(kv_layer, plan.page_table[index], kv_len)
         q_hnd = q_nhd[start:stop].transpose(0, 1)
-        flash = q_hnd.is_cpu and plan.soft_cap is None
-        sight = plan.sight(index) if flash else Sight.MASKED
-        if sight is Sight.ALL:
-            o_hnd, lse_hn = _flash(q_hnd, k_kpd, v_kpd, scale, causal=False)
-        elif sight is Sight.CAUSAL:
-            o_hnd, lse_hn = _cpu_causal(q_hnd, k_kpd, v_kpd, scale)
-        else:
-            o_hnd, lse_hn = _blocks(plan, index, q_hnd, k_kpd, v_kpd, scale)
+        blocks = _equal_blocks if q_hnd.is_cpu and determinism.is_on() else _blocks
+        o_hnd, lse_hn = blocks(plan, index, q_hnd, k_kpd, v_kpd, scale)
         out_nhd[start:stop] = o_hnd.transpose(0, 1)
         lse_nh[start:stop] = lse_hn.transpose(0, 1)
 
@@ -71,6 +70,37 @@ def _blocks(
         outs.append(out)
         lses.append(lse)
     return torch.cat(outs, 1), torch.cat(lses, 1)
+
+
+def _equal_blocks(
+    plan: AttentionPlan, index: int, q_hnd: Tensor, k_kpd: Tensor, v_kpd: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Computes blocks of _EQUAL_ROWS rows over spans of _EQUAL_SLOTS slots, merged in order."""
+    row, column = plan.positions(index)
+    rows, slots = len(row), len(column)
+    q_hnd = pad(q_hnd, (0, 0, 0, -rows % _EQUAL_ROWS))
+    k_kpd, v_kpd = (pad(x, (0, 0, 0, -slots % _EQUAL_SLOTS)) for x in (k_kpd, v_kpd))
+    out_nhd = q_hnd.new_zeros((q_hnd.shape[1], *q_hnd.shape[::2]), dtype=torch.float32)
+    lse_nh = out_nhd.new_full(out_nhd.shape[:2], float("-inf"))
+    for first in range(0, rows, _EQUAL_ROWS):
+        own = slice(first, first + _EQUAL_ROWS)
+        seen = visible(plan, row[own], column)
+        seen = pad(seen, (0, -slots % _EQUAL_SLOTS, 0, _EQUAL_ROWS - len(seen)))
+        for slot in range(0, slots, _EQUAL_SLOTS):
+            span = slice(slot, slot + _EQUAL_SLOTS)
+            if seen[:, span].any():
+                part, part_lse = _masked(
+                    q_hnd[:, own],
+                    k_kpd[:, span],
+                    v_kpd[:, span],
+                    scale,
+                    plan.soft_cap,
+                    seen[:, span],
+                )
+                merge_attention_(
+                    out_nhd[own], lse_nh[own], part.transpose(0, 1), part_lse.transpose(0, 1)
+                )
+    return out_nhd[:rows].transpose(0, 1), lse_nh[:rows].transpose(0, 1)
 
 
 def _masked(
@@ -102,38 +132,6 @@ def merge_attention_(
     lse_nh.copy_(lse)
 
 
-def _flash(
-    q_hnd: Tensor, k_kpd: Tensor, v_kpd: Tensor, scale: float, causal: bool
-) -> tuple[Tensor, Tensor]:
-    """Calls torch's CPU flash kernel; its causal mask starts at the top left, so lengths must be
-    equal.
-
-    Returns out_hnd and the natural-log lse_hn.
-    """
-    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        q_hnd[None], k_kpd[None], v_kpd[None], 0.0, causal, attn_mask=None, scale=scale
-    )
-    return out[0], lse[0]
-
-
-def _cpu_causal(q_hnd: Tensor, k_kpd: Tensor, v_kpd: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Computes bottom-right causal attention: all of the history, then the square diagonal, merged
-    by lse.
-    """
-    rows, length = q_hnd.shape[1], k_kpd.shape[1]
-    history = length - rows
-    if history == 0:
-        return _flash(q_hnd, k_kpd, v_kpd, scale, causal=True)
-    old, old_lse = _flash(q_hnd, k_kpd[:, :history], v_kpd[:, :history], scale, causal=False)
-    new, new_lse = _flash(q_hnd, k_kpd[:, history:], v_kpd[:, history:], scale, causal=True)
-    parts = [x.transpose(0, 1) for x in (old, old_lse, new, new_lse)]
-    # Torch's kernel puts rows first in memory, as C++ needs them.
-    is_ready = cpu_backend.takes(old) and parts[0].is_contiguous() and parts[1].is_contiguous()
-    merge = cpu_backend.merge_attention_ if is_ready else merge_attention_
-    merge(*parts)
-    return old, old_lse
-
-
 def write_kv(kv_layer: Tensor, k_nhd: Tensor, v_nhd: Tensor, slots: Tensor) -> None:
     """Scatters the rows of k and v into their pages."""
     page_tokens = kv_layer.shape[3]
@@ -145,10 +143,21 @@ def write_kv(kv_layer: Tensor, k_nhd: Tensor, v_nhd: Tensor, slots: Tensor) -> N
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None) -> Tensor:
     """Returns x [n, H] @ weight [O, H].T + bias [O], in `out` [n, O] where it is given."""
     if out is None:
-        result: Tensor = functional.linear(x, weight, bias)
-        return result
-    if out.shape != (x.shape[0], weight.shape[0]):
+        out = x.new_empty((x.shape[0], weight.shape[0]))
+    elif out.shape != (x.shape[0], weight.shape[0]):
         raise ValueError(f"out is {tuple(out.shape)}, not {(x.shape[0], weight.shape[0])}")
+    if not x.is_cpu or not determinism.is_on():
+        return _product(x, weight, bias, out)
+    block = x.new_zeros((_EQUAL_ROWS, weight.shape[1]))
+    result = out.new_empty((_EQUAL_ROWS, out.shape[1]))
+    for first in range(0, len(x), _EQUAL_ROWS):
+        rows = x[first : first + _EQUAL_ROWS]
+        block[: len(rows)] = rows
+        out[first : first + len(rows)] = _product(block, weight, bias, result)[: len(rows)]
+    return out
+
+
+def _product(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
     if bias is None:
         return torch.mm(x, weight.T, out=out)
     return torch.addmm(bias, x, weight.T, out=out)

@@ -1,0 +1,22 @@
+"""Whether the CPU gives a row the same bits in any pass, or computes it as fast as it can."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+
+_is_on = False
+
+
+def is_on() -> bool:
+    """Returns whether the kernels of this process are deterministic."""
+    return _is_on
+
+
+def use(on: bool) -> None:
+    """Sets it for the whole process. Linears that are prepared already may keep their kernels."""
+    global _is_on
+    _is_on = on
+    with suppress(ImportError):  # where it is not built, torch computes
+        from millrace_kernels import _cpu
+
+        _cpu.compute_rows_alike(on)
