@@ -36,6 +36,7 @@ from millrace.engine.sizing import compute_threads, pool_bytes
 from millrace.grammar.matcher import Grammars
 from millrace.model_folder import resolve_model
 from millrace.profiles.cache import ProfileKey
+from millrace_kernels import determinism
 from millrace_kernels.api import describe_backends
 from millrace_kernels.dispatch import rows_backend
 
@@ -139,6 +140,7 @@ def open_engines(
     own_pools = has_own_pools(config, device)
     threads = max(1, compute_threads(config) // ranks)
     torch.set_num_threads(threads)
+    _use_determinism(config, device)
     folder = resolve_model(model)
     group = None
     if ranks > 1:
@@ -162,6 +164,7 @@ def open_engines(
                 dtype=config.dtype,
                 load_format=config.load_format,
                 progress=progress,
+                deterministic=config.deterministic == "on",
             )
         whole = ModelConfig.from_folder(folder)
         context = _context(config, whole, folder)
@@ -201,6 +204,7 @@ def open_kv_only(model: str | Path, config: EngineConfig, revision: str = "") ->
     """
     device = resolve_device(config.device)
     torch.set_num_threads(compute_threads(config))
+    _use_determinism(config, device)
     folder = resolve_model(model)
     whole = ModelConfig.from_folder(folder)
     one_page = _one_page(
@@ -222,6 +226,14 @@ def open_kv_only(model: str | Path, config: EngineConfig, revision: str = "") ->
         backends=describe_backends(),
         max_context_tokens=_context(config, whole, folder),
     )
+
+
+def _use_determinism(config: EngineConfig, device: torch.device) -> None:
+    """Sets the kernels of this process. Raises ConfigError for a device without such kernels."""
+    is_on = config.deterministic == "on"
+    if is_on and device.type != "cpu":
+        raise ConfigError(f"engine.deterministic is on with {device}; it needs engine.device=cpu")
+    determinism.use(is_on)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

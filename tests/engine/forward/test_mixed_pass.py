@@ -3,34 +3,19 @@
 from __future__ import annotations
 
 import random
-from collections import Counter
 
 import pytest
 import torch
 
 from millrace.engine.forward.local_runner import ModelRunner
-from millrace.engine.forward.mixed_pass import DecodeRows
 from millrace.engine.forward.prefill_task import PrefillTask
-from millrace.engine.kv.step_tables import page_table_of
 from millrace.engine.parallel.rank_group import RankGroup
-from millrace.engine.runner import Runner
 from support.deadlines import HANG_S
 from support.parallel import open_runner, split_folder
-from support.tiny_engine import Request, decode, greedy, make_runner, prefill
+from support.tiny_engine import Request, decode, greedy, in_company, make_runner, mixed, prefill
 from support.tiny_models import model_folder, prompt
 
 FAMILIES = ("llama", "llama3-rope-tied", "mistral-window", "qwen3-layer-types", "mixtral")
-
-
-def mixed(runner: Runner, decodes: list[Request], tasks: list[PrefillTask]) -> torch.Tensor:
-    lengths = torch.tensor([len(request.tokens) for request in decodes], dtype=torch.int64)
-    rows = DecodeRows(
-        token_ids=torch.tensor([r.tokens[-1] for r in decodes], dtype=torch.int64),
-        positions=lengths - 1,
-        kv_lens=lengths.int(),
-    )
-    table = page_table_of([*(r.pages for r in decodes), *(task.pages for task in tasks)])
-    return runner.mixed(rows, table, tasks)
 
 
 def started(runner: ModelRunner, lengths: tuple[int, ...], room: int = 12) -> list[Request]:
@@ -71,29 +56,7 @@ def test_random_batches_give_the_tokens_of_separate_ones(name: str) -> None:
 
     runner = make_runner(model_folder(name), num_pages=200)
     requests = [Request(runner, ids, room=8) for ids in prompts]
-    done: Counter[Request] = Counter()
-    waiting, running, coming = list[Request](), list[Request](), list(requests)
-    while coming or waiting or running:
-        while coming and chance.random() < 0.5:
-            waiting.append(coming.pop(0))
-        chosen = [r for r in waiting if chance.random() < 0.6][:3]
-        tasks = []
-        for request in chosen:
-            end = min(done[request] + chance.randint(1, 50), len(request.tokens))
-            tasks.append(request.task(done[request], end, want_logits=end == len(request.tokens)))
-            done[request] = end
-        if not tasks and not running:
-            continue
-        logits = mixed(runner, running, tasks) if tasks else decode(runner, running)
-        for request, row in zip(running, logits, strict=True):
-            request.tokens.append(int(row.argmax()))
-        for request, task in zip(chosen, tasks, strict=True):
-            if task.logits is not None:
-                waiting.remove(request)
-                running.append(request)
-                request.tokens.append(int(task.logits.argmax()))
-        ready = [r for r in running if len(r.tokens) >= len(prompts[requests.index(r)]) + 6]
-        running = [r for r in running if r not in ready]
+    in_company(runner, requests, 6, chance)
     for ids, request, answer in zip(prompts, requests, expected, strict=True):
         assert request.tokens[len(ids) :] == answer
 

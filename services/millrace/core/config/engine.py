@@ -28,6 +28,12 @@ class EngineConfig(Section):
     threads: int = setting(
         0, within(0, 4096), "compute threads; 0: OMP_NUM_THREADS, else all cores of the process"
     )
+    deterministic: str = setting(
+        "off",
+        one_of("on", "off"),
+        "a token gets the same logits, bit by bit, in any company, chunks and restarts; on the CPU "
+        "alone",
+    )
     tensor_parallel: int = setting(
         1, within(1, 64), "ranks of an instance, which share each layer's heads and widths"
     )

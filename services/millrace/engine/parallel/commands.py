@@ -30,6 +30,7 @@ class Load:
     load_format: str
     seed: int
     stage: Stage = ALONE
+    deterministic: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

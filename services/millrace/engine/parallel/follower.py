@@ -46,6 +46,7 @@ from millrace.engine.parallel.kv_memory import copies_of, mapped, pool_number
 from millrace.engine.parallel.links.kvp import GatheredKv, MappedKv, NewKv, SharedRemote
 from millrace.engine.parallel.links.ring import SharedLink
 from millrace.engine.parallel.stop_counter import StopCounter
+from millrace_kernels import determinism
 
 Beside = Callable[[Connection, Callable[[], Tensor], int], None]
 """Runs on a thread of a rank beside its passes, in inference mode: with a pipe to rank 0, a
@@ -174,6 +175,7 @@ class Follower:
         self._passes.clear()
         self._part = self._model = None
         self._stage = command.stage
+        determinism.use(command.deterministic)
         self._model = load_model(
             command.folder,
             device=self.device,

@@ -54,6 +54,7 @@ def load_ranks(
     seed: int = 0,
     progress: Callable[[float], None] | None = None,
     stage: Stage = ALONE,
+    deterministic: bool = False,
 ) -> Model:
     """Has every rank read its part of a model; arguments as of `load_model`. Returns rank 0's.
 
@@ -62,7 +63,14 @@ def load_ranks(
     folder, shard = resolve_model(model), TpShard(0, group.size)
     shard.check(ModelConfig.from_folder(folder))
     group.collect()
-    load = Load(folder=str(folder), dtype=dtype, load_format=load_format, seed=seed, stage=stage)
+    load = Load(
+        folder=str(folder),
+        dtype=dtype,
+        load_format=load_format,
+        seed=seed,
+        stage=stage,
+        deterministic=deterministic,
+    )
     group.send(Instruction(load))
     try:
         loaded = load_model(

@@ -29,6 +29,7 @@ from millrace.instance.stages.stage_rows import IncomingRows, OutgoingRows, room
 from millrace.transfer.activations import Inlet
 from millrace.transfer.transport.nixl.environment import transport_environment
 from millrace.transfer.transport.nixl.transport import NixlTransport
+from millrace_kernels import determinism
 
 CONNECT_TIMEOUT_S = 30.0
 
@@ -139,7 +140,10 @@ def load_stage(
 ) -> Model:
     """Loads the stage's layers of the model; with a group, each rank loads its share. Raises as
     `load_model`, and RankError when another rank fails."""
-    read = partial(load_model, device="cpu") if group is None else partial(load_ranks, group)
+    determinism.use(load.deterministic)
+    read: Callable[..., Model] = partial(load_model, device="cpu")
+    if group is not None:
+        read = partial(load_ranks, group, deterministic=load.deterministic)
     return read(
         load.folder,
         dtype=load.dtype,

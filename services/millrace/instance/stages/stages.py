@@ -101,6 +101,7 @@ def open_staged_engine(
             load_format=config.load_format,
             seed=0,
             stage=Stage(0, config.stages),
+            deterministic=config.deterministic == "on",
         )
         stages.start()
         if ranks > 1:

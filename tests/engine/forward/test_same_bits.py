@@ -1,0 +1,51 @@
+"""A token's logits have the same bits in any company, in any chunks, from prefill and decode."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from millrace_kernels import cpu_backend, determinism
+from support.tiny_engine import Request, in_company, make_runner, prefill
+from support.tiny_models import model_folder, prompt
+
+
+@pytest.fixture(params=[*cpu_backend.instruction_sets(), "torch"])
+def kernels(request, monkeypatch) -> Iterator[None]:
+    """Uses each instruction set, and torch as where the C++ module is not built."""
+    if request.param == "torch":
+        monkeypatch.setattr(cpu_backend, "TYPES", {})
+        yield
+    else:
+        with cpu_backend.instruction_set(request.param):
+            yield
+    determinism.use(False)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ["llama", "mistral-window", "qwen3-layer-types", "mixtral"])
+def test_random_batches_give_the_bits_of_one_prefill(kernels: None, name: str, dtype: str) -> None:
+    chance = random.Random(name)
+    runner = make_runner(model_folder(name), num_pages=200, dtype=dtype, deterministic=True)
+    prompts = [prompt(chance.randint(1, 120), seed=n) for n in range(12)]
+    requests = [Request(runner, ids, room=8) for ids in prompts]
+    logits = in_company(runner, requests, 6, chance)
+    for ids, request, rows in zip(prompts, requests, logits, strict=True):
+        for count, row in enumerate(rows):
+            alone = Request(runner, request.tokens[: len(ids) + count])
+            assert torch.equal(prefill(runner, alone), row)
+            runner.pool.free(alone.pages)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_chunks_over_several_spans_give_the_bits_of_one_prefill(kernels: None, dtype: str) -> None:
+    runner = make_runner(model_folder("llama"), num_pages=300, dtype=dtype, deterministic=True)
+    ids = prompt(1300)
+    whole = prefill(runner, Request(runner, ids))
+    for cuts in ((1299,), (7, 512, 520, 1024), (600, 1290)):
+        request = Request(runner, ids)
+        assert torch.equal(prefill(runner, request, cuts), whole)
+        runner.pool.free(request.pages)
