@@ -115,7 +115,7 @@ class Breakers:
         known = (self._cluster.instances.get(name) for name in parties)
         if any(one is not None and one.draining for one in known):
             return []
-        probed = [name for name in parties if self._is_probe(name, request.id)]
+        probed = [name for name in sorted(parties) if self._is_probe(name, request.id)]
         if not self._blame(request, fault, set(parties)):
             return []
         opened = []
