@@ -15,7 +15,7 @@ import redis.asyncio
 import redis.exceptions
 
 from millrace.local.options import StackOptions
-from millrace.local.service import StartupError
+from millrace.local.processes.service import StartupError
 from millrace.local.stack import Stack
 from millrace.wire.clients.scheduler_client import get_instances
 from support.deadlines import HANG_S

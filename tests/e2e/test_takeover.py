@@ -15,7 +15,7 @@ import pytest
 import pytest_asyncio
 
 from millrace.core.config import StoreConfig
-from millrace.local.service import Service
+from millrace.local.processes.service import Service
 from millrace.local.stack import Stack
 from millrace.state.leader import lease_name
 from millrace.state.leases import Lease

@@ -10,7 +10,7 @@ from millrace.core.errors import ConfigError
 from millrace.engine.sizing import CUDA_POOL_SHARE, cuda_pool_bytes
 from millrace.local.devices import DevicePool, device_names, gpus_there
 from millrace.local.options import StackOptions
-from millrace.local.service import Service
+from millrace.local.processes.service import Service
 from millrace.local.stack import Stack
 from support.live_stack import eventually
 

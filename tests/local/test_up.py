@@ -11,7 +11,7 @@ import pytest_asyncio
 
 from millrace.core.errors import ConfigError
 from millrace.local.options import StackOptions
-from millrace.local.service import Service, StartupError
+from millrace.local.processes.service import Service, StartupError
 from millrace.local.stack import Stack, UncleanStopError
 from support.deadlines import HANG_S
 from support.live_stack import eventually

@@ -26,7 +26,7 @@ from typing import Any
 import yaml
 from kubernetes import client, config
 
-from millrace.local.child import ending_with_this
+from millrace.local.processes.child import ending_with_this
 from support.kube_api import Api, Refused
 
 ASSETS = "KUBEBUILDER_ASSETS"

@@ -28,7 +28,7 @@ class Constraint:
 class ReasoningBudget:
     """The most tokens of reasoning before an answer; then the end of the reasoning is forced.
 
-    `form` says how the model marks reasoning: think, mistral or harmony (`core.reasoning`).
+    `form` says how the model marks reasoning: think, mistral or harmony (`grammar.reasoning`).
     `opened`: the prompt opens the reasoning; of harmony: it opens a message of the assistant.
     `calls`: the model may call tools after the reasoning. With a constraint, the constraint begins
     after the reasoning.

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from millrace.core.config import EngineConfig
 from millrace.core.errors import ConfigError
-from millrace.local.child import ending_with_this
+from millrace.local.processes.child import ending_with_this
 from millrace.profiles.cache import ProfileCache, write_whole
 
 BUDGET_S = 4.0  # for one instance; the same again for groups

@@ -18,7 +18,7 @@ from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
 from millrace.core.errors import reason_of
-from millrace.local.child import ending_with_this
+from millrace.local.processes.child import ending_with_this
 from millrace.state.store import StoreError
 
 START_TIMEOUT_S = 10.0

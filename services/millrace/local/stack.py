@@ -25,7 +25,7 @@ from millrace.core.errors import ConfigError, MillraceError
 from millrace.local.authority import as_settings, issue_certificates
 from millrace.local.options import StackOptions, as_arguments
 from millrace.local.private_redis import PrivateRedis
-from millrace.local.service import Service, StartupError, all_or_first_error
+from millrace.local.processes.service import Service, StartupError, all_or_first_error
 from millrace.state.store import StoreError
 
 log = logging.getLogger(__name__)

@@ -11,10 +11,10 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
-from millrace.core.reasoning import CLOSERS, MARKERS, OPENERS
 from millrace.core.request_spec import Constraint, ReasoningBudget
 from millrace.engine.sampling.sampler import Sampler, SamplingSpec, finish_reason
 from millrace.grammar.matcher import Grammars
+from millrace.grammar.reasoning import CLOSERS, MARKERS, OPENERS
 from millrace.shipped import SHIPPED_MODEL
 
 EOS = (1,)

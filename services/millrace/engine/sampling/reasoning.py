@@ -10,8 +10,8 @@ from __future__ import annotations
 import re
 from typing import Final, Protocol
 
-from millrace.core import reasoning as forms
 from millrace.core.request_spec import ReasoningBudget
+from millrace.grammar import reasoning as forms
 from millrace.grammar.vocabulary import Vocabulary
 
 Ids = tuple[int, ...]

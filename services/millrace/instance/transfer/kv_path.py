@@ -24,7 +24,7 @@ from millrace.core.backoff import Backoff
 from millrace.core.errors import TransferError
 from millrace.core.incarnation import Incarnation
 from millrace.core.kv.probe import PeerProbe, ProbeEndpoint
-from millrace.local.service import all_or_first_error
+from millrace.local.processes.service import all_or_first_error
 from millrace.telemetry.metrics import Registry
 from millrace.transfer.probe.pattern import (
     PATTERN_BYTES,

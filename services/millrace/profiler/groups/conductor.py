@@ -35,7 +35,7 @@ from millrace.core.scheduler.commands import (
 from millrace.core.scheduler.planning.plan import PlannedChunk
 from millrace.core.scheduler.reports import Draining, Heartbeat, Registration, Report
 from millrace.local.private_redis import PrivateRedis
-from millrace.local.service import Service, all_or_first_error
+from millrace.local.processes.service import Service, all_or_first_error
 from millrace.profiler.costs import Costs, read_costs
 from millrace.profiler.groups.run import Run, Underway
 from millrace.profiler.groups.servicer import ConductorServicer

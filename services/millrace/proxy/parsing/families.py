@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from millrace.core.reasoning import HARMONY, MARKERS, OPENED_MESSAGE
+from millrace.grammar.reasoning import HARMONY, MARKERS, OPENED_MESSAGE
 from millrace.proxy.parsing.combined import Combined
 from millrace.proxy.parsing.events import Parser
 from millrace.proxy.parsing.harmony import HARMONY_TOKENS, Harmony

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 
-from millrace.core.reasoning import ANALYSIS, CLOSERS, MESSAGE, MOST_HEADER, OPENERS
+from millrace.grammar.reasoning import ANALYSIS, CLOSERS, MESSAGE, MOST_HEADER, OPENERS
 from millrace.proxy.parsing.call_readers import ArgumentsReader
 from millrace.proxy.parsing.events import Content, Markers, Reasoning
 from millrace.proxy.parsing.state_parser import State, StateParser

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from millrace.core.reasoning import MOST_HEADER
+from millrace.grammar.reasoning import MOST_HEADER
 from millrace.proxy.parsing.events import Content, Event, Markers, Parser, Reasoning
 from millrace.proxy.parsing.state_parser import State, StateParser
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from millrace.core.reasoning import CHANNEL, END, HARMONY, MARKERS, MESSAGE, START
 from millrace.core.request_spec import ReasoningBudget, SamplingParams
+from millrace.grammar.reasoning import CHANNEL, END, HARMONY, MARKERS, MESSAGE, START
 from millrace.proxy.errors import bad_field, shown
 from millrace.proxy.parsing.families import Parsers
 from millrace.proxy.prompts import EnginePrompt

@@ -1,9 +1,9 @@
 """Forks the services of one parent process, so that what they import is imported once.
 
-`python -m millrace.local.fork_server FD` serves the socket FD until its other end is closed. Each
-message of one byte brings four files: an `Order` as JSON, the service's output, the pipe where the
-service reports that it serves, and the pipe where this process reports on the service: its process
-id in the first line, and its status in the second after it has ended.
+`python -m millrace.local.processes.fork_server FD` serves the socket FD until its other end is
+closed. Each message of one byte brings four files: an `Order` as JSON, the service's output, the
+pipe where the service reports that it serves, and the pipe where this process reports on the
+service: its process id in the first line, and its status in the second after it has ended.
 
 The services die with this process, and this process ends with its parent. It uses neither a device
 nor gRPC, so that a fork of it is as good as a new process.

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 import millrace
-from millrace.local.child import ending_with_this
+from millrace.local.processes.child import ending_with_this
 from support.deadlines import HANG_S
 
 SLEEP = [
@@ -24,7 +24,7 @@ SLEEP = [
 
 PARENT = """
 import signal, subprocess, sys, time
-from millrace.local.child import ending_with_this
+from millrace.local.processes.child import ending_with_this
 child = subprocess.Popen(
     ending_with_this(sys.argv[1:], signal.SIGTERM), stdout=subprocess.PIPE, text=True
 )

@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from millrace.local.service import Service, StartupError
+from millrace.local.processes.service import Service, StartupError
 from support.deadlines import HANG_S
 
 Make = Callable[..., Awaitable[Service]]
@@ -24,7 +24,7 @@ QUICK = ["scheduler", "--port", "0"]
 PARENT = """
 import asyncio, sys
 from pathlib import Path
-from millrace.local.service import Service
+from millrace.local.processes.service import Service
 
 async def main():
     service = Service("scheduler", sys.argv[2:], Path(sys.argv[1]))
@@ -37,7 +37,7 @@ asyncio.run(main())
 
 ENDING = """
 import atexit, sys, threading
-from millrace.local.fork_server import QuickEnd
+from millrace.local.processes.fork_server import QuickEnd
 
 end = QuickEnd()
 module = type("Module", (), {{"__del__": lambda self: print("taken down")}})()
@@ -56,7 +56,7 @@ def service(folder: Path, name: str = "one", **environment: str) -> Service:
 def fork_server() -> psutil.Process:
     """The server of this process: it was started for an earlier service."""
     for child in psutil.Process().children():
-        if "millrace.local.fork_server" in child.cmdline():
+        if "millrace.local.processes.fork_server" in child.cmdline():
             return child
     raise AssertionError("this process has no fork server")
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import orjson
 
 from millrace.core.errors import PREFIX, MillraceError
-from millrace.local.forks import ForkedProcess, fork
+from millrace.local.processes.forks import ForkedProcess, fork
 
 log = logging.getLogger(__name__)
 

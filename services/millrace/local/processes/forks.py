@@ -20,7 +20,9 @@ from threading import Lock
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from millrace.local.fork_server import Order
+    from millrace.local.processes.fork_server import Order
+
+_SERVER = "millrace.local.processes.fork_server"
 
 
 class ForkedProcess:
@@ -132,7 +134,7 @@ class _Server:
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "millrace.local.fork_server", str(theirs.fileno())],
+                [sys.executable, "-m", _SERVER, str(theirs.fileno())],
                 stdin=subprocess.DEVNULL,
                 pass_fds=(theirs.fileno(),),
                 start_new_session=True,  # a terminal's Ctrl-C is for the parent alone
