@@ -45,9 +45,6 @@ std::vector<const Kernels*> available() {
 const Kernels* g_kernels = available().front();
 bool g_alike = false;
 
-// Rows up to which vectors compute: one row alone reads the weights faster so, and few have its bits.
-constexpr std::int64_t kVectorRows = 8;
-
 std::vector<std::string> instruction_sets() {
   std::vector<std::string> names;
   for (const Kernels* table : available()) names.emplace_back(table->name);
@@ -74,7 +71,7 @@ const Kernels& kernels() { return *g_kernels; }
 bool rows_are_alike() { return g_alike; }
 
 const LinearKernels& linear_kernels(Type type, std::int64_t rows) {
-  const bool in_tiles = g_kernels->has_matrix_unit && type == Type::b16 && rows > kVectorRows;
+  const bool in_tiles = g_kernels->has_matrix_unit && type == Type::b16 && rows > kFewRows;
   return g_alike || in_tiles ? g_kernels->alike_linear : g_kernels->fast_linear;
 }
 

@@ -1,8 +1,9 @@
 // The CPU kernels, written once over Vec (simd.hpp). Each kernels_<isa>.cpp includes this file
 // compiled for its instruction set and names its table with MILLRACE_ISA and MILLRACE_TABLE.
 //
-// Everything accumulates in float32, in an order that depends on a row's own length alone: never on
-// the batch around it or on the number of threads.
+// Everything accumulates in float32, and the number of threads changes no order of sums. Each kernel
+// adds a row in an order that depends on the row's own length alone. Which kernel runs may depend on the
+// number of rows, but for `alike_linear` and attention in tiles.
 
 #include "kernels.hpp"
 

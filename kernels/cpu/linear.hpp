@@ -23,6 +23,9 @@ struct Range {
 
 constexpr std::int64_t kRowBlock = 16;
 
+// Rows of x up to which a product has a kernel for few rows.
+constexpr std::int64_t kFewRows = 8;
+
 struct LinearKernels {
   // Elements of x that a task multiplies at most: they stay in a core's second cache.
   std::int64_t task_inputs;

@@ -8,7 +8,6 @@
 
 namespace linears {
 
-constexpr int kFewRows = 8;
 constexpr std::int64_t kSumDepth = 256;  // elements of k whose lanes are added up together
 constexpr int kFewUnit = 64;  // a multiple of every step of few rows
 

@@ -46,6 +46,14 @@ std::int64_t round_to_unit(std::int64_t outputs) {
   return std::max<std::int64_t>(1, parts(outputs, kUnitOutputs)) * kUnitOutputs;
 }
 
+// Part `part` of `parts` of some rows: it begins with a block, and the parts are as equal as can be. A
+// few rows left over would take the kernel for few rows, and get other bits.
+Range part_of(std::int64_t rows, std::int64_t part, std::int64_t count) {
+  const std::int64_t blocks = parts(rows, kRowBlock);
+  return {blocks * part / count * kRowBlock,
+          std::min(blocks * (part + 1) / count * kRowBlock, rows)};
+}
+
 // One product of a loop: rows and outputs that one thread multiplies.
 struct Piece {
   const LinearCall* call;
@@ -57,15 +65,13 @@ void split(const LinearKernels& table, const LinearCall& call, std::int64_t rows
   const std::int64_t fitting =
       table.task_inputs / std::max<std::int64_t>(call.k, 1) / kRowBlock * kRowBlock;
   const std::int64_t row_parts = parts(rows, std::clamp(fitting, 2 * kRowBlock, kTaskRows));
-  const std::int64_t part_rows = parts(parts(rows, row_parts), kRowBlock) * kRowBlock;
   const std::int64_t wanted = parts(threads * kTasksPerThread, row_parts);
   const std::int64_t least = round_to_unit(kTaskWeights / call.k);
   const std::int64_t step =
       std::clamp(round_to_unit(parts(call.o, wanted)), std::min(least, kTaskOutputs), kTaskOutputs);
   for (std::int64_t o = 0; o < call.o; o += step)
-    for (std::int64_t row = 0; row < rows; row += part_rows)
-      pieces.push_back(
-          {&call, {row, std::min(row + part_rows, rows)}, {o, std::min(o + step, call.o)}});
+    for (std::int64_t part = 0; part < row_parts; ++part)
+      pieces.push_back({&call, part_of(rows, part, row_parts), {o, std::min(o + step, call.o)}});
 }
 
 void multiply(const LinearKernels& table, Type type, const std::vector<Piece>& pieces,
@@ -169,8 +175,10 @@ void Linear::multiply_rows(const Rows& rows, std::int64_t m, void* out, int thre
       as_it_lies ? std::max<std::int64_t>(m, 1)
                  : std::max(kTaskRows, kPreparedBytes / row_bytes / kTaskRows * kTaskRows);
   std::vector<Piece> pieces;
-  for (std::int64_t start = 0; start < m; start += most) {
-    const std::int64_t count = std::min(most, m - start);
+  const std::int64_t chunks = parts(m, most);
+  for (std::int64_t chunk = 0; chunk < chunks; ++chunk) {
+    const Range own = part_of(m, chunk, chunks);
+    const std::int64_t start = own.first, count = own.size();
     LinearCall product = call(rows.x, rows.stride, offset(out, start * o_ * size));
     if (!as_it_lies) {
       void* to = room<Use::prepared>(whole_blocks(count) * row_bytes);
@@ -306,9 +314,9 @@ void Experts::run_tokens(const void* x, std::int64_t stride, std::int64_t n,
   multiply_sorted(table, down_, own, prepared, stride_of(width_), inner_bytes, outer, hidden_, threads);
   over_rows(n, hidden_ * per_token, threads, [&](std::int64_t first, std::int64_t last) {
     for (std::int64_t row = first; row < last; ++row)
-      table.weighted_sum[kind](outer, place.data() + row * per_token,
-                                      weights + row * per_token, static_cast<int>(per_token),
-                                      hidden_, offset(out, row * hidden_ * size));
+      table.weighted_sum[kind](outer, place.data() + row * per_token, weights + row * per_token,
+                               static_cast<int>(per_token), hidden_,
+                               offset(out, row * hidden_ * size));
   });
 }
 

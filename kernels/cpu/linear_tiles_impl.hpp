@@ -119,8 +119,8 @@ void multiply_tiles(const LinearCall& c, Range rows, Range outputs, float* work)
       for (std::int64_t tile = 0; tile < tiles; ++tile) {  // as equal as can be
         const std::int64_t row = rows.size() * tile / tiles;
         multiply_up_to<Unit>(rows.size() * (tile + 1) / tiles - row,
-                                            x + row * stride + k / kElements, stride, panel, units,
-                                            k == 0, totals + row * ld + (o - outputs.first), ld);
+                             x + row * stride + k / kElements, stride, panel, units, k == 0,
+                             totals + row * ld + (o - outputs.first), ld);
       }
     }
   }

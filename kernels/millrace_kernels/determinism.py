@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 
 _is_on = False
 
@@ -20,3 +21,14 @@ def use(on: bool) -> None:
         from millrace_kernels import _cpu
 
         _cpu.compute_rows_alike(on)
+
+
+@contextmanager
+def switched(on: bool) -> Iterator[None]:
+    """Sets it in this block."""
+    before = _is_on
+    use(on)
+    try:
+        yield
+    finally:
+        use(before)

@@ -61,6 +61,7 @@ def settings(**changes) -> engine.Settings:
     "against",
     [
         ["transformers"],
+        ["deterministic"],
         pytest.param(["llama.cpp", "transformers"], marks=needs_llama_cpp),
     ],
 )
@@ -174,7 +175,10 @@ def test_costs_of_a_model_counted_by_hand():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"against": "transformers,other"}, "'other' is not one of transformers, llama.cpp"),
+        (
+            {"against": "transformers,other"},
+            "'other' is not one of transformers, llama.cpp, deterministic",
+        ),
         ({"dtypes": "float16"}, "'float16' is not one of"),
         ({"prefill_tokens": "512,x"}, "--prefill '512,x'"),
         ({"contexts": "0"}, "--contexts '0'"),

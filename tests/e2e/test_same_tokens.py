@@ -35,8 +35,17 @@ async def ask(client: httpx.AsyncClient, body: dict[str, Any]) -> tuple[list[int
     return answer["choices"][0]["token_ids"], spans
 
 
-async def test_answers_in_random_company_are_those_alone() -> None:
-    settings = [*DETERMINISTIC]
+@pytest.mark.parametrize(
+    "layout",
+    [
+        [],
+        pytest.param(["engine.stages=2"], marks=pytest.mark.slow),
+        pytest.param(["engine.tensor_parallel=2"], marks=pytest.mark.slow),
+    ],
+    ids=["whole", "stages", "ranks"],
+)
+async def test_answers_in_random_company_are_those_alone(layout: list[str]) -> None:
+    settings = [*DETERMINISTIC, *layout]
     chance = random.Random(4)
     async with (
         live_stack(served_folder("llama"), settings=settings) as stack,

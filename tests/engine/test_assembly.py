@@ -7,6 +7,7 @@ import torch
 
 from millrace.core.config import EngineConfig
 from millrace.core.errors import ConfigError
+from millrace.engine import assembly
 from millrace.engine.assembly import (
     open_engine,
     open_kv_only,
@@ -43,6 +44,13 @@ def test_the_context_is_the_models_whatever_one_pool_holds() -> None:
     engine = open_engine(model_folder("llama"), config)
     assert engine.pool_context_tokens == engine.layout.num_pages * config.page_tokens
     assert engine.max_context_tokens > engine.pool_context_tokens
+
+
+def test_a_gpu_is_refused_where_results_may_not_depend_on_the_batch(monkeypatch) -> None:
+    monkeypatch.setattr(assembly, "resolve_device", lambda name: torch.device("cuda", 1))
+    for open_one in (open_engine, open_kv_only):
+        with pytest.raises(ConfigError, match=r"engine\.deterministic is on with cuda:1"):
+            open_one(model_folder("llama"), EngineConfig(deterministic="on"))
 
 
 def test_an_unusable_device_is_named() -> None:

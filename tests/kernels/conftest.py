@@ -28,14 +28,12 @@ def threads() -> Iterator[None]:
 @pytest.fixture
 def deterministic() -> Iterator[None]:
     """Gives a row the same bits in any pass."""
-    determinism.use(True)
-    yield
-    determinism.use(False)
+    with determinism.switched(True):
+        yield
 
 
 @pytest.fixture(params=["fast", "deterministic"])
 def either_order(request) -> Iterator[None]:
     """Runs with the fastest kernels, and with those that give a row the same bits in any pass."""
-    determinism.use(request.param == "deterministic")
-    yield
-    determinism.use(False)
+    with determinism.switched(request.param == "deterministic"):
+        yield

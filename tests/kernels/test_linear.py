@@ -53,12 +53,21 @@ def test_products_match_float64(
 
 
 @DTYPES
-def test_more_rows_than_a_task_and_a_chunk_hold(variant, deterministic, dtype):
+def test_more_rows_than_a_task_and_a_chunk_hold(variant, either_order, dtype):
     x, weight = randn(450, 16000, dtype=dtype), weights(70, 16000, dtype=dtype)
     linear = CpuLinear(weight, None)
     whole = linear(x)
     close(whole, reference.linear(x, weight, None))
-    assert torch.equal(linear(x[:195]), whole[:195])
+    assert torch.equal(linear(x[:195]), whole[:195])  # a chunk of 192 would leave a few over
+
+
+@DTYPES
+def test_a_task_never_has_a_few_rows_left_over(variant, either_order, dtype):
+    x, weight = randn(2500, 32, dtype=dtype), weights(70, 32, dtype=dtype)
+    linear = CpuLinear(weight, None)
+    whole = linear(x)
+    for rows in (193, 195, 400, 2113, 2305):  # tasks of 192 or 176 rows would leave 1 to 8
+        assert torch.equal(linear(x[:rows]), whole[:rows])
 
 
 @DTYPES

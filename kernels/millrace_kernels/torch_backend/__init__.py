@@ -90,9 +90,10 @@ def _equal_blocks(
             span = slice(slot, slot + _EQUAL_SLOTS)
             if seen[:, span].any():
                 part, part_lse = _masked(
-                    q_hnd[:, own],
-                    k_kpd[:, span],
-                    v_kpd[:, span],
+                    # In one layout: strides may choose the library's kernel.
+                    q_hnd[:, own].contiguous(),
+                    k_kpd[:, span].contiguous(),
+                    v_kpd[:, span].contiguous(),
                     scale,
                     plan.soft_cap,
                     seen[:, span],

@@ -11,6 +11,7 @@ from millrace.bench.common.options import DTYPES, option, read_names, read_numbe
 from millrace.bench.common.options import command as made
 
 OTHERS = ("transformers", "llama.cpp")
+DETERMINISTIC = "deterministic"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,9 +23,9 @@ class Settings:
     against: Sequence[str] = option(
         OTHERS,
         "--against",
-        read=read_names(*OTHERS),
+        read=read_names(*OTHERS, DETERMINISTIC),
         metavar="ENGINES",
-        help="Comma-separated: transformers, llama.cpp.",
+        help="Comma-separated: transformers, llama.cpp, deterministic (engine.deterministic=on).",
     )
     dtypes: Sequence[str] = option(
         DTYPES, "--dtypes", read=read_names(*DTYPES), help="Comma-separated: float32, bfloat16."

@@ -39,11 +39,12 @@ from millrace.bench.common.machine_limits import (
 )
 from millrace.bench.common.options import Announce
 from millrace.bench.common.random_model import write_random_llama
-from millrace.bench.engine.command import Settings
+from millrace.bench.engine.command import DETERMINISTIC, Settings
 from millrace.bench.engine.llama_cpp import LlamaCppEngine, write_gguf
 from millrace.bench.engine.model_costs import decode_step_bytes, prefill_flops
 from millrace.bench.engine.timed_engines import (
     PAGE_TOKENS,
+    DeterministicEngine,
     Engine,
     MillraceEngine,
     TransformersEngine,
@@ -247,6 +248,8 @@ def _open_engines(
     for name in settings.against:
         if name == "transformers":
             engines[name] = TransformersEngine(folder, dtype)
+        elif name == DETERMINISTIC:
+            engines[name] = DeterministicEngine(folder, dtype, pool_tokens(settings))
         else:
             path = folder / f"{dtype}.gguf"
             write_gguf(folder, path, dtype)

@@ -19,6 +19,7 @@ from millrace.engine.forward.prefill_task import PrefillTask
 from millrace.engine.forward.stage_passes import StagePasses
 from millrace.engine.kv.pool import KvPool
 from millrace.engine.model.loader import load_model
+from millrace_kernels import determinism
 
 PAGE_TOKENS = 16
 
@@ -91,6 +92,28 @@ class MillraceEngine:
             return logits.argmax(-1)
 
         return step
+
+
+class DeterministicEngine:
+    """Millrace with `engine.deterministic`. The process has other kernels only while it runs."""
+
+    def __init__(self, folder: Path, dtype: str, pool_tokens: int) -> None:
+        with determinism.switched(True):
+            self._engine = MillraceEngine(folder, dtype, pool_tokens)
+
+    def prefill(self, prompt: Tensor) -> Tensor:
+        with determinism.switched(True):
+            return self._engine.prefill(prompt)
+
+    def start_decode(self, batch: int, context_tokens: int) -> Callable[[Tensor], Tensor]:
+        with determinism.switched(True):
+            step = self._engine.start_decode(batch, context_tokens)
+
+        def deterministic_step(token_ids: Tensor) -> Tensor:
+            with determinism.switched(True):
+                return step(token_ids)
+
+        return deterministic_step
 
 
 class TransformersEngine:
