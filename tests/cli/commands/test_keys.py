@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 from millrace.cli.commands.keys import register
 from millrace.core.config.tenants import read_keys_file
+from millrace.core.errors import ConfigError
 
 app = typer.Typer()
 register(app)
@@ -54,3 +55,10 @@ def test_the_digest_of_an_existing_key_does_not_show_the_key():
 def test_without_a_key_on_standard_input_nothing_is_printed():
     done = CliRunner().invoke(app, ["keys", "acme", "--stdin"], input="\n")
     assert done.exit_code == 2 and "sha256" not in done.output
+
+
+def test_a_tenant_must_have_a_name():
+    done = CliRunner().invoke(app, ["keys", ""])
+    assert done.exit_code == 2 and "must have a name" in done.output
+    with pytest.raises(ConfigError, match="must have a name"):
+        read_keys_file('[tenants.""]\nmodels = "a"')

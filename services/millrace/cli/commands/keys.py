@@ -33,6 +33,8 @@ def keys(
     ] = False,
 ) -> None:
     """Make an API key; print it once, with its digest for the settings or for auth.keys_file."""
+    if not tenant:
+        raise typer.BadParameter("it is empty; a tenant must have a name", param_hint="TENANT")
     key = "" if not existing else typer.get_text_stream("stdin").readline().strip()
     if existing and not key:
         raise typer.BadParameter("standard input has no key in its first line")

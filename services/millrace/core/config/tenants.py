@@ -65,6 +65,8 @@ class TenantConfig:
 
 def read_tenants(tables: Mapping[str, Any]) -> dict[str, TenantConfig]:
     """Builds the tenants from their tables. Raises ConfigError naming the field."""
+    if "" in tables:
+        raise ConfigError("tenants has a table with the name ''; a tenant must have a name")
     found = {name: _tenant(f"tenants.{name}", table) for name, table in tables.items()}
     owners: dict[str, str] = {}
     for name, tenant in found.items():
