@@ -37,8 +37,8 @@ async def ask(
 @pytest.mark.slow
 @pytest.mark.parametrize("swap_pages", [80, 0], ids=["swap", "recompute"])
 async def test_all_answers_come_and_are_right(swap_pages: int) -> None:
-    settings = ["engine.dtype=float32", "engine.prefix_cache=off", "scheduler.decode_reserve=grow"]
-    settings += ["scheduler.decode_headroom_tokens=16"]
+    settings = ["engine.dtype=float32", "engine.prefix_cache=off", "engine.deterministic=on"]
+    settings += ["scheduler.decode_reserve=grow", "scheduler.decode_headroom_tokens=16"]
     decode = [
         f"engine.kv_bytes={PAGES * PAGE_BYTES}",
         f"engine.swap_bytes={swap_pages * PAGE_BYTES}",
@@ -50,13 +50,16 @@ async def test_all_answers_come_and_are_right(swap_pages: int) -> None:
         httpx.AsyncClient(base_url=stack.url, timeout=120) as client,
     ):
         alone = [(await ask(client, *asked, SAMPLED))[0] for asked in ASKED]
-        assert alone != [oracle(MODEL).greedy(prompt(tokens), most) for tokens, most in ASKED]
-        for temperature in (0.0, SAMPLED):
-            found = await asyncio.gather(*(ask(client, *asked, temperature) for asked in ASKED))
-            for number, (ids, _) in enumerate(found):
-                tokens, most = ASKED[number]
-                greedy = oracle(MODEL).greedy(prompt(tokens), most)
-                assert ids == (alone[number] if temperature else greedy)
-            spans = set.union(*(names for _, names in found))
-            assert "preempted" in spans
-            assert ("moved" in spans) == (not swap_pages)
+        greedy = [oracle(MODEL).greedy(prompt(tokens), most) for tokens, most in ASKED]
+        assert alone != greedy
+        needed = {"preempted"} if swap_pages else {"preempted", "moved"}
+        for temperature, expected in ((0.0, greedy), (SAMPLED, alone)):
+            spans: set[str] = set()
+            for _ in range(20):  # on a busy machine few answers may be under way together
+                found = await asyncio.gather(*(ask(client, *asked, temperature) for asked in ASKED))
+                assert [ids for ids, _ in found] == expected
+                spans.update(*(names for _, names in found))
+                if needed <= spans:
+                    break
+            assert needed <= spans
+            assert swap_pages == 0 or "moved" not in spans

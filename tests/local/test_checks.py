@@ -39,6 +39,29 @@ async def test_a_host_of_another_machine_is_named() -> None:
         await check_start(options(host="192.0.2.1"))
 
 
+async def test_a_name_with_an_ipv6_address_only_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    resolve = socket.getaddrinfo
+
+    def resolved(host: str, *args: int, **kwargs: int) -> list[tuple]:
+        return resolve("::1" if host == "six.test" else host, *args, **kwargs)
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolved)
+    await check_start(options(host="six.test"))
+    with socket.create_server(("::1", 0), family=socket.AF_INET6) as server:
+        port = server.getsockname()[1]
+        with pytest.raises(MillraceError, match=f"--host six.test, --port {port}: Address already"):
+            await check_start(options(host="six.test", port=port))
+
+
+async def test_a_name_that_is_not_known_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown(*_: object, **__: object) -> list[tuple]:
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", unknown)
+    with pytest.raises(MillraceError, match=r"--host no\.test, --port 0: Name or service"):
+        await check_start(options(host="no.test"))
+
+
 async def test_a_redis_that_does_not_answer_is_named() -> None:
     with pytest.raises(MillraceError, match=r"--redis: request store redis://127.0.0.1:1: Error"):
         await check_start(options(redis="redis://127.0.0.1:1"))

@@ -156,6 +156,20 @@ class LiveRequest:
             return tuple(shard.worker_id for shard in self.shards)
         return () if self.decode_id is None else (self.decode_id,)
 
+    @property
+    def instance_ids(self) -> tuple[str, ...]:
+        """The instances of its present attempt: the members of its chunks, then where its KV is."""
+        return self._instances_of(self.chunks)
+
+    @property
+    def reached_instance_ids(self) -> tuple[str, ...]:
+        """The same without the members that a chunk after the running one adds."""
+        return self._instances_of(self.chunks[: self.chunks_done + 1])
+
+    def _instances_of(self, chunks: tuple[Chunk, ...]) -> tuple[str, ...]:
+        members = (name for chunk in chunks for name in chunk.instance_ids)
+        return tuple(dict.fromkeys((*members, *self.kv_instance_ids)))
+
     def remaining_s(self, now_s: float) -> float:
         """The predicted seconds of prefill still to compute: executed work counts as done."""
         left_s = self.predicted_prefill_s - self.executed_s

@@ -28,13 +28,15 @@ async def check_start(options: StackOptions) -> None:
 
 def check_address(host: str, port: int) -> None:
     """Raises ConfigError if nothing can listen there."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            raise ConfigError(f"--host {host}, --port {port}: {reason_of(error)}") from error
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+    except OSError as error:
+        raise ConfigError(f"--host {host}, --port {port}: {reason_of(error)}") from error
 
 
 def check_model(model: str) -> None:

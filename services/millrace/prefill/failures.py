@@ -6,6 +6,7 @@ import logging
 
 from millrace.core.errors import CapacityError, MillraceError, TransferError
 from millrace.core.scheduler.reports import RequestFailed
+from millrace.engine.errors import EngineDied
 from millrace.instance.spans import of_request
 from millrace.prefill.job import PrefillJob
 from millrace.state.store import StoreError
@@ -13,18 +14,20 @@ from millrace.state.store import StoreError
 log = logging.getLogger(__name__)
 
 
-#: The reasons that are errors of instances.
-_FAULTS = {"transfer": "transfer", "compute": "compute"}
-
-
 class ComputeError(MillraceError):
     """Raised when a prompt's computation fails and would fail at any instance."""
 
 
-def reason_of(error: MillraceError) -> str:
+#: The errors that count against instances (`RequestFailed.fault`).
+_FAULTS = ((TransferError, "transfer"), (ComputeError, "compute"), (EngineDied, "compute"))
+
+#: The reasons that the metrics tell apart; every other error is one of "compute".
+_LABELS = ((StoreError, "store"), (TransferError, "transfer"), (CapacityError, "capacity"))
+
+
+def label_of(error: MillraceError) -> str:
     """Returns the reason's name in the metrics."""
-    reasons = ((StoreError, "store"), (TransferError, "transfer"), (CapacityError, "capacity"))
-    return next((name for kind, name in reasons if isinstance(error, kind)), "compute")
+    return next((name for kind, name in _LABELS if isinstance(error, kind)), "compute")
 
 
 def failure_of(job: PrefillJob, error: MillraceError) -> RequestFailed:
@@ -37,5 +40,5 @@ def failure_of(job: PrefillJob, error: MillraceError) -> RequestFailed:
         message=str(error),
         retryable=not isinstance(error, ComputeError),
         prompt_unread=isinstance(error, StoreError),
-        fault=_FAULTS.get(reason_of(error), ""),
+        fault=next((name for kind, name in _FAULTS if isinstance(error, kind)), ""),
     )

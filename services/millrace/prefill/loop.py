@@ -32,7 +32,7 @@ from millrace.instance.tasks import Tasks
 from millrace.prefill.compute.context import PrefillCompute
 from millrace.prefill.compute.local_chunk import LocalChunk
 from millrace.prefill.compute.ring_chunk import RingChunk
-from millrace.prefill.failures import ComputeError, failure_of, reason_of
+from millrace.prefill.failures import ComputeError, failure_of, label_of
 from millrace.prefill.group.membership import Membership
 from millrace.prefill.job import Cancelled, PrefillJob, request_of, task_name, task_names
 from millrace.prefill.metrics import PrefillMetrics
@@ -251,7 +251,7 @@ class PrefillRole:
         except MillraceError as error:
             reason = str(error)
             job.fail(error)
-            self._metrics.failed.labels(reason_of(error)).inc()
+            self._metrics.failed.labels(label_of(error)).inc()
             self._context.send(failure_of(job, error))
             died = error if isinstance(error, EngineDied) else None
         if reason and job.link is not None:

@@ -26,7 +26,7 @@ UNITS = frozenset(
         *("seconds", "bytes", "tokens", "ratio", "info"),
         *("requests", "chunks", "steps", "sequences", "pages", "tasks", "messages"),
         *("instances", "connections", "transfers", "errors", "retries", "changes"),
-        *("rounds", "commands", "shards", "batches"),
+        *("rounds", "commands", "shards", "batches", "openings"),
     }
 )
 _NAME = re.compile(r"millrace(_[a-z][a-z0-9]*){2,}_(?P<unit>[a-z]+)")

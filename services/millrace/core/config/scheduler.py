@@ -90,7 +90,10 @@ class SchedulerConfig(Section):
         "death quarantines it. A request that was alone at the last of them is quarantined at once",
     )
     isolation_s: float = setting(
-        10.0, within(0), "time of decoding alone that clears a request of the deaths"
+        10.0,
+        within(0),
+        "time of decoding: alone, it clears a request of the deaths; "
+        "of a probe, it closes the breaker",
     )
     breaker_errors: int = setting(
         3,

@@ -32,8 +32,8 @@ class RequestTable:
     def __init__(self, config: SchedulerConfig, cluster: Cluster) -> None:
         self.config = config
         self.cluster = cluster
-        self.breakers = Breakers(config, cluster)
         self.requests: dict[str, LiveRequest] = {}  # oldest first
+        self.breakers = Breakers(config, cluster, self.requests)
         self.by_proxy: dict[str, dict[str, None]] = {}
         self._unplaced_ranking = ranking_of(cluster.policy)
         self.unplaced = WaitingQueue(self._unplaced_ranking)
@@ -366,9 +366,8 @@ class RequestTable:
             run_queue.leave(request.id, instance)
 
     def _instances_of(self, request: LiveRequest) -> Iterator[Instance]:
-        ids = dict.fromkeys(i for chunk in request.chunks for i in chunk.instance_ids)
-        ids.update(dict.fromkeys(request.kv_instance_ids))
-        return (self.cluster.instances[i] for i in ids if i in self.cluster.instances)
+        instances = self.cluster.instances
+        return (instances[name] for name in request.instance_ids if name in instances)
 
     # ---- time
 

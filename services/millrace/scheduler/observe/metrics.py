@@ -136,7 +136,7 @@ class SchedulerMetrics:
                 lambda: machine.suspects.quarantined,
             ),
             (
-                "opened_breaker_instances",
+                "breaker_openings",
                 "times that new requests were kept from an instance because of its errors",
                 lambda: machine.breakers.opened,
             ),

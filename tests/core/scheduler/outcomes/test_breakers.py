@@ -14,6 +14,7 @@ import pytest
 
 from millrace.core.config import SchedulerConfig
 from millrace.core.scheduler import effects
+from millrace.core.scheduler.outcomes.breakers import MOST_ERRORS
 from support.core_events import Bench, instance
 
 TICK_S = 0.5
@@ -22,7 +23,7 @@ PREFILL, DECODE = ("p0", "p1"), ("d0", "d1", "d2")
 
 class Fleet:
     """`bad`: instances at fault. `fault`: the kind of their errors. `poison`: requests that fail
-    wherever they are computed.
+    wherever they are computed, with errors of the kind `poison_fault`.
     """
 
     def __init__(self, seed: int, config: SchedulerConfig, poison: Collection[str] = ()) -> None:
@@ -32,7 +33,7 @@ class Fleet:
         self.bad: set[str] = set()
         self.fault = "transfer"
         self.poison = poison
-        self.retryable = True
+        self.poison_fault = "transfer"
         self.queues: dict[str, list[str]] = {name: [] for name in PREFILL}
         self.at: dict[str, str] = {}  # request -> decode instance
         self.ended: dict[str, str] = {}
@@ -71,7 +72,7 @@ class Fleet:
         decode = self.at[request_id]
         self.carry_out(self.bench.chunk_started(name, request_id))
         if request_id in self.poison:
-            self.fail(name, request_id, "compute")
+            self.fail(name, request_id, self.poison_fault)
         elif decode in self.bad or name in self.bad:
             reporter = name if self.fault == "compute" else self.random.choice((name, decode))
             self.fail(reporter, request_id, self.fault)
@@ -84,7 +85,8 @@ class Fleet:
 
     def fail(self, reporter: str, request_id: str, fault: str) -> None:
         self.errors += 1
-        failed = self.bench.failed(reporter, request_id, retryable=self.retryable, fault=fault)
+        retryable = request_id not in self.poison or fault != "compute"
+        failed = self.bench.failed(reporter, request_id, retryable=retryable, fault=fault)
         released = self.bench.released(reporter, request_id)
         self.carry_out([*failed, *released])
 
@@ -150,12 +152,12 @@ def test_a_poison_opens_no_breaker(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(6))
 def test_bad_requests_leave_instances_for_good_ones(seed: int) -> None:
     fleet = Fleet(seed, SchedulerConfig(breaker_errors=2, breaker_pause_s=60.0, batch_tokens=0))
-    fleet.poison = {f"r{number}" for number in range(0, 60, 2)}
-    fleet.retryable = False
+    fleet.poison = {f"r{number}" for number in range(60) if number % 4}
+    fleet.poison_fault = "compute"  # is not tried again
     run(fleet, 60)
     good = {name: end for name, end in fleet.ended.items() if name not in fleet.poison}
-    assert good == {f"r{number}": "finished" for number in range(1, 60, 2)}
-    assert len(fleet.opened) <= 1
+    assert good == {f"r{number}": "finished" for number in range(0, 60, 4)}
+    assert len(fleet.opened) == 1
 
 
 def test_requests_outlive_a_time_in_which_every_instance_errs() -> None:
@@ -175,3 +177,22 @@ def test_requests_outlive_a_time_in_which_every_instance_errs() -> None:
         fleet.tick()
     assert fleet.ended == {f"r{number}": "finished" for number in range(10)}
     assert not fleet.bench.machine.requests
+
+
+def test_the_end_of_an_instance_explains_no_forgotten_errors_of_others() -> None:
+    cards = [instance(name, pages=10_000) for name in (*PREFILL, "p2", "d0")]
+    bench = Bench(*cards, config=SchedulerConfig(breaker_errors=2, batch_tokens=0))
+    for name in ("a", "b", "c"):
+        bench.submit(name)  # to p0, p1 and p2
+    bench.failed("p0", "a", fault="transfer")
+    bench.failed("p1", "b", fault="transfer")
+    assert bench.machine.breakers.state("d0") == "open"
+    bench.step(instance("d1", pages=10_000))
+    for number in range(MOST_ERRORS):
+        bench.submit(f"r{number}", new=1)
+        bench.failed("d1", f"r{number}", fault="compute", retryable=False)
+    bench.failed("p2", "c", fault="transfer")
+    bench.died("p2")
+    assert bench.machine.breakers.state("d0") == "open"
+    bench.died("d0")
+    assert bench.machine.breakers.open == 0

@@ -148,24 +148,12 @@ class Dispatcher:
                 pool.lacks_pages = True
             elif pool.run_queue.preemptive and index < MAX_PASSED:
                 index += 1  # a later task yields to it, but does not give pages back
-                this.kept.update(self._waits_for(request, pool, this.kept))
-                if len(this.kept) == len(pool.prefill):
+                closed = self._table.breakers.closed_to_all()
+                this.kept.update(_waits_for(request, pool, this.kept | closed))
+                if pool.prefill.keys() <= this.kept | closed:
                     return
             else:
                 return  # later requests wait for it
-
-    def _waits_for(self, request: LiveRequest, pool: Pool, kept: set[str]) -> list[str]:
-        """Returns the instances whose pages the request keeps: the freest, where no group has the
-        pages now.
-        """
-        others = [one for one in pool.prefill.values() if one.id not in kept]
-        shares = pool.shares(request)
-        least = min(shares.values())
-        has_room = any(one.free_slots >= least and one.takes(request) for one in others)
-        if has_room and not request.suspicion.is_isolated:
-            return []
-        others.sort(key=lambda one: (-one.free_pages, one.id))
-        return [one.id for one in others[: pool.least_sp(shares)]]
 
     def _slots(self, request: LiveRequest, pool: Pool) -> list[bool]:
         """Returns which instances have a task slot among the tasks that go before the request."""
@@ -358,6 +346,20 @@ class Dispatcher:
             self.commands += 1
             step.run_prefill(request, instance_id)
         self._table.advance(step, request, RequestState.PREFILLING)
+
+
+def _waits_for(request: LiveRequest, pool: Pool, kept: set[str]) -> list[str]:
+    """Returns the instances whose pages the request keeps: the freest, where no group has the pages
+    now. None that is `kept` from it.
+    """
+    others = [one for one in pool.prefill.values() if one.id not in kept]
+    shares = pool.shares(request)
+    least = min(shares.values())
+    has_room = any(one.free_slots >= least and one.takes(request) for one in others)
+    if has_room and not request.suspicion.is_isolated:
+        return []
+    others.sort(key=lambda one: (-one.free_pages, one.id))
+    return [one.id for one in others[: pool.least_sp(shares)]]
 
 
 def _full(

@@ -43,7 +43,7 @@ class RequestProgress:
             return
         instance.release(report.request_id)
         if request is not None and _emitted_result(report, request, instance):
-            self._table.breakers.proved(request, _instances_of(request), ALL)
+            self._table.breakers.proved(request, request.instance_ids, ALL)
             self._table.finish(step, request, None)
             self._dispatcher.run(step)
             return
@@ -116,7 +116,7 @@ class RequestProgress:
         """Clears instances of errors: they computed the prompt, and its KV is at decode."""
         breakers, at_decode = self._table.breakers, request.kv_instance_ids
         breakers.proved(request, at_decode, TRANSFER)
-        breakers.proved(request, set(_instances_of(request)).difference(at_decode), ALL)
+        breakers.proved(request, set(request.instance_ids).difference(at_decode), ALL)
 
     def finished(self, step: StepContext, instance: Instance, report: RequestFinished) -> None:
         if not self._event_filter.is_held(report.request_id, instance):
@@ -135,7 +135,7 @@ class RequestProgress:
                 if report.reason == "moved":  # it is migrated, as another request
                     self._table.end(step, request, RequestState.FINISHED, None)
                 else:
-                    self._table.breakers.proved(request, (instance.id,), ALL)
+                    self._table.breakers.proved(request, request.kv_instance_ids, ALL)
                     self._table.finish(step, request, report.generated_tokens)
             else:
                 self._table.lost(step, request, instance, f"decode {instance.id} gave up")
@@ -175,15 +175,9 @@ class RequestProgress:
             return []
         parties = {instance.id}
         if fault == "transfer":
-            parties.update(_instances_of(request))
+            parties.update(request.reached_instance_ids)
         opened = self._table.breakers.failed(request, fault, parties, step.now_s)
         return [self._table.cluster.instances[one] for one in opened]
-
-
-def _instances_of(request: LiveRequest) -> set[str]:
-    """Returns the instances of the request's present attempt."""
-    members = (name for chunk in request.chunks for name in chunk.instance_ids)
-    return {*request.kv_instance_ids, *members}
 
 
 def _did_its_part(report: RequestReleased, request: LiveRequest, instance: Instance) -> bool:
