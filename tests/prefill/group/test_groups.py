@@ -260,17 +260,25 @@ def lose_words_of_gangs(patch: pytest.MonkeyPatch, role: LiveRole) -> None:
     )
 
 
+def lose_starts(patch: pytest.MonkeyPatch, leader: LiveRole, after: int = 0) -> None:
+    """Loses the leader's STARTs to its gangs, but for the first `after` of them."""
+    notify = leader.transport.notify
+    sent = 0
+
+    def lossy(peer: str, payload: bytes, **how: bool) -> Future[None]:
+        nonlocal sent
+        is_start = payload[:2] == bytes([gang.CHANNEL, gang.MessageKind.START])
+        sent += is_start
+        return Future() if is_start and sent > after else notify(peer, payload, **how)
+
+    patch.setattr(leader.transport, "notify", lossy)
+
+
 async def test_instances_tell_what_they_wait_for_when_nothing_begins() -> None:
     async with group_of(2, SETTINGS) as group:
         leader = group.prefills[0]
-        notify = leader.transport.notify
-
-        def lossy(peer: str, payload: bytes, **how: bool) -> Future[None]:
-            is_start = payload[:2] == bytes([gang.CHANNEL, gang.MessageKind.START])
-            return Future() if is_start else notify(peer, payload, **how)
-
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(leader.transport, "notify", lossy)
+            lose_starts(patch, leader)
             await group.ask("r", [(300, [0, 1])])
             await leader.said("chunk_started", "r")
 
@@ -295,11 +303,13 @@ async def test_another_attempt_goes_on_from_what_landed_at_decode(members: list[
     tokens = 2000
     async with group_of(3, SETTINGS) as group:
         expected = await alone(group, tokens)
-        await group.ask("r", [(tokens, [0, 1])])
-        landed = (await group.decode.said("prefix_landed", "r")).tokens
-        for role in group.prefills[:2]:
-            role.cancel("r")
-        await group.idle()
+        with pytest.MonkeyPatch.context() as patch:
+            lose_starts(patch, group.prefills[0], after=1)  # the second chunk never begins
+            await group.ask("r", [(tokens // 2, [0, 1]), (tokens - tokens // 2, [0, 1])])
+            await group.decode.said("prefix_landed", "r")
+            for role in group.prefills[:2]:
+                role.cancel("r")
+            await group.idle()
         said = [m for kind, m in group.decode.messages if kind == "prefix_landed"]
         landed = max(m.tokens for m in said if m.request_id == "r")
         assert 0 < landed < tokens
