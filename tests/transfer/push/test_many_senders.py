@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import random
 from collections.abc import AsyncIterator
+from concurrent.futures import Future
 
 import numpy as np
 import pytest
@@ -230,6 +231,29 @@ async def test_an_attempt_begins_while_the_one_before_still_drains_at_the_same_s
         await stale
     await group.release("r", pages)
     assert group.events["r"].empty()
+
+
+async def test_an_attempt_that_ends_while_its_sender_connects_holds_no_buffer(build, monkeypatch):
+    group = build(BUFFERED)  # one buffer
+    kv, laid = expected_kv(group.layout, 1, 40), planned([(40, ("a",))], 4)
+    connect, late, asked = group.transport.connect, Future[str](), []
+
+    def connect_late(metadata: bytes) -> Future[str]:
+        asked.append(metadata)
+        return late if len(asked) == 1 else connect(metadata)
+
+    monkeypatch.setattr(group.transport, "connect", connect_late)
+    pages = group.admit("r", 40)
+    [stale] = group.start("r", laid, kv)
+    await eventually(lambda: asked)
+    group.manager.rewind("r", 2, 0)
+    late.set_result(connect(asked[0]).result())
+    with pytest.raises(TransferError):
+        await stale
+    await asyncio.gather(*group.start("r", laid, kv, attempt=2))
+    assert await group.event("r") == ("landed",)
+    assert group.holds(pages, whole(40), kv)
+    await group.release("r", pages)
 
 
 async def test_a_rewind_that_cannot_be(build):

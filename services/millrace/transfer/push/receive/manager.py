@@ -185,12 +185,14 @@ class ReceiveManager:
         lease = self._leases.standing(admission, ticket)
         if lease is None:
             backend = None
+            self._check_awaited(admission, ticket)
             if self._buffers is not None:
                 backend = await self._buffers.acquire(admission, ask, deadline_s)
-            if not admission.awaits(ticket.attempt):
-                if self._buffers is not None:
+                try:
+                    self._check_awaited(admission, ticket)
+                except HandshakeRefused:
                     self._buffers.done(admission, ticket)
-                raise HandshakeRefused(f"request {ticket.request_id} was given up")
+                    raise
             lease = self._leases.open(admission, ask, peer, backend)
         return self._grant(admission, lease)
 
@@ -233,8 +235,7 @@ class ReceiveManager:
         """
         admission = await self._expected(ask, self._loop.time() + wait_s)
         peer = await outcome(self._transport.connect(ask.agent_metadata))
-        if not admission.awaits(ask.ticket.attempt):
-            raise HandshakeRefused(f"request {ask.ticket.request_id} was given up")
+        self._check_awaited(admission, ask.ticket)
         self._history.give(admission, ask, peer)
 
     # -- upkeep
@@ -310,6 +311,11 @@ class ReceiveManager:
             buffer_bytes=self._config.buffer_bytes,
             checksums=self._checksums is not None,
         )
+
+    def _check_awaited(self, admission: Admission, ticket: Ticket) -> None:
+        """Raises HandshakeRefused if the ticket's attempt ended while its sender waited here."""
+        if not admission.awaits(ticket.attempt):
+            raise HandshakeRefused(f"request {ticket.request_id} was given up")
 
     def _end_claim(self, claim: str) -> None:
         if self._buffers is not None:
