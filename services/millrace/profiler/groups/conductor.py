@@ -217,7 +217,7 @@ class Conductor:
             self._instances[name].send(cancel)
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(request.forgotten(set(members)), GIVE_UP_S)
-        raise ConductorError(reason)
+        raise ConductorError(request.failure or reason)  # a loss may be known by now
 
     async def _costs(self, name: str) -> Costs:
         url = f"http://{HOST}:{self._metrics_ports[name]}/metrics"
@@ -250,7 +250,7 @@ class Conductor:
         """Fails the prompt in flight, because an instance's stream has ended."""
         if self._request is not None:
             why = self._services[instance_id].last_output()
-            self._request.fail(f"{instance_id} is gone: {why}")
+            self._request.lost(f"{instance_id} is gone: {why}")
             self._request.lets_go(instance_id)
 
     # -- processes

@@ -86,6 +86,11 @@ class Underway:
         self.failure = self.failure or message
         self.changed.set()
 
+    def lost(self, message: str) -> None:
+        """Fails with the loss of an instance, which explains what the others said before."""
+        self.failure = message
+        self.changed.set()
+
     def lets_go(self, instance_id: str) -> None:
         self.holding.discard(instance_id)
         self.changed.set()
