@@ -10,7 +10,9 @@ from typing import Any
 import httpx
 import jsonschema
 import orjson
+import pytest
 
+from millrace.local.stack import Stack
 from millrace.shipped import SHIPPED_MODEL
 from millrace.wire.clients.scheduler_client import evict
 from support.deadlines import HANG_S
@@ -51,14 +53,24 @@ async def test_answers_follow_their_schema_and_survive_a_move() -> None:
             whole = await complete(client, **MOVED, seed=seed)
             expected.append(whole["choices"][0]["text"])
             assert re.match(r"([a-z]{1,9}\n){20}", expected[-1])
-        scheduler = f"127.0.0.1:{stack.services['scheduler'].port}"
-        found: list[dict[str, Any]] = [{"seed": seed, "text": "", "moves": 0} for seed in (3, 4)]
-        reading = [asyncio.create_task(read_stream(client, one)) for one in found]
-        async with held(stack, lambda: all(one["text"].count("\n") > 5 for one in found)) as name:
-            await evict(scheduler, name, abort=False)
-        await asyncio.gather(*reading)
-        assert [one["text"] for one in found] == expected
-        assert sum(one["moves"] for one in found) > 0
+        for _ in range(5):  # on a busy machine answers may end before they are moved
+            found = await answers_that_move(stack, client)
+            assert [one["text"] for one in found] == expected
+            if any(one["moves"] for one in found):
+                break
+        else:
+            pytest.fail("no answer was moved")
+
+
+async def answers_that_move(stack: Stack, client: httpx.AsyncClient) -> list[dict[str, Any]]:
+    """Two answers; the instance that holds most is evicted after some lines of each."""
+    scheduler = f"127.0.0.1:{stack.services['scheduler'].port}"
+    found: list[dict[str, Any]] = [{"seed": seed, "text": "", "moves": 0} for seed in (3, 4)]
+    reading = [asyncio.create_task(read_stream(client, one)) for one in found]
+    async with held(stack, lambda: all(one["text"].count("\n") > 5 for one in found)) as name:
+        await evict(scheduler, name, abort=False)
+    await asyncio.gather(*reading)
+    return found
 
 
 async def read_stream(client: httpx.AsyncClient, found: dict[str, Any]) -> None:

@@ -181,8 +181,8 @@ async def test_a_worker_that_drains_lets_its_requests_finish() -> None:
     async with stack_of(kvp=2) as (stack, client):
         begun = asyncio.Event()
         answer = asyncio.create_task(streamed_ids(client, lasting, 200, begun))
-        await asyncio.wait_for(begun.wait(), 30)
-        stack.remove(await worker_with_shards(stack))
+        async with held(stack, begun.is_set):
+            stack.remove(await worker_with_shards(stack))
         assert await answer == oracle(MODEL).greedy(lasting, 200)
         assert len(stack.instances("kvp")) == 1
 
@@ -193,9 +193,9 @@ async def test_an_evicted_worker_s_answers_go_on_elsewhere() -> None:
     async with stack_of(kvp=2) as (stack, client):
         begun = asyncio.Event()
         answer = asyncio.create_task(streamed_ids(client, lasting, 400, begun))
-        await asyncio.wait_for(begun.wait(), 30)
         scheduler = f"127.0.0.1:{stack.services['scheduler'].port}"
-        await evict(scheduler, await worker_with_shards(stack), abort=False)
+        async with held(stack, begun.is_set):
+            await evict(scheduler, await worker_with_shards(stack), abort=False)
         assert await answer == oracle(MODEL).greedy(lasting, 400)
 
 
