@@ -10,21 +10,11 @@ constexpr int kDotRows = 3;
 constexpr int kDotOutputs = 4;
 constexpr std::int64_t kSweep = 16;       // outputs whose weights are copied at a time
 
-inline Vec multiply_add_step(const float* a, const float* b, Vec sum) {
-  return fma(load(a), load(b), sum);
-}
-#if defined(__AVX512BF16__)
-inline Vec multiply_add_step(const bf16* a, const bf16* b, Vec sum) {
-  return {_mm512_dpbf16_ps(sum.v, reinterpret_cast<__m512bh>(_mm512_loadu_si512(a)),
-                           reinterpret_cast<__m512bh>(_mm512_loadu_si512(b)))};
-}
-#endif
-
 // Adds up to kSumDepth elements of k, of M rows and kDotOutputs outputs, to totals[M][kSweep].
-template <int M, class X>
-inline void dot_tile(const X* x, std::int64_t x_stride, const X* w, std::int64_t depth, bool is_first,
-                     float* totals) {
-  constexpr int kStep = 4 * Vec::N / static_cast<int>(sizeof(X));
+template <class S, int M>
+inline void dot_tile(const typename S::X* x, std::int64_t x_stride, const typename S::X* w,
+                     std::int64_t depth, bool is_first, float* totals) {
+  constexpr int kStep = 4 * Vec::N / static_cast<int>(sizeof(typename S::X));
   Vec sums[M][kDotOutputs];
   MILLRACE_UNROLL
   for (int m = 0; m < M; ++m)
@@ -35,19 +25,19 @@ inline void dot_tile(const X* x, std::int64_t x_stride, const X* w, std::int64_t
     for (int r = 0; r < kDotOutputs; ++r)
       MILLRACE_UNROLL
       for (int m = 0; m < M; ++m)
-        sums[m][r] = multiply_add_step(w + r * kSumDepth + j, x + m * x_stride + j, sums[m][r]);
+        sums[m][r] = S::multiply_add(S::x(w + r * kSumDepth + j), S::x(x + m * x_stride + j), sums[m][r]);
   }
   MILLRACE_UNROLL
   for (int m = 0; m < M; ++m)
     add_totals(sums[m][0], sums[m][1], sums[m][2], sums[m][3], is_first, totals + m * kSweep);
 }
 
-template <class X, int M = kDotRows>
-inline void dot_up_to(std::int64_t rows, const X* x, std::int64_t x_stride, const X* w,
-                      std::int64_t depth, bool is_first, float* totals) {
+template <class S, int M = kDotRows>
+inline void dot_up_to(std::int64_t rows, const typename S::X* x, std::int64_t x_stride,
+                      const typename S::X* w, std::int64_t depth, bool is_first, float* totals) {
   if constexpr (M > 1)
-    if (rows < M) return dot_up_to<X, M - 1>(rows, x, x_stride, w, depth, is_first, totals);
-  dot_tile<M>(x, x_stride, w, depth, is_first, totals);
+    if (rows < M) return dot_up_to<S, M - 1>(rows, x, x_stride, w, depth, is_first, totals);
+  dot_tile<S, M>(x, x_stride, w, depth, is_first, totals);
 }
 
 template <class T>
@@ -73,7 +63,7 @@ void multiply_dots(const LinearCall& c, Range rows, Range outputs, float* work) 
         const std::int64_t row = rows.size() * tile / tiles;
         const std::int64_t size = rows.size() * (tile + 1) / tiles - row;
         for (std::int64_t i = 0; i < count; i += kDotOutputs)
-          dot_up_to(size, x + row * stride + k, stride, weights + i * kSumDepth, depth, k == 0,
+          dot_up_to<S>(size, x + row * stride + k, stride, weights + i * kSumDepth, depth, k == 0,
                     totals + row * kSweep + i);
       }
     }
