@@ -18,6 +18,7 @@ from typing import Annotated, Any
 import typer
 from kubernetes.aio import client
 
+from millrace.concurrency import cancel
 from millrace.core.config import load_config
 from millrace.core.errors import MillraceError
 from millrace.telemetry.log import setup_logging
@@ -154,9 +155,7 @@ async def until_one_ends(*works: Coroutine[Any, Any, object]) -> None:
         for task in done:
             await task
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel(*tasks)
 
 
 async def serve(options: Options) -> None:

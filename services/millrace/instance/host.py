@@ -15,6 +15,7 @@ from functools import partial
 import grpc
 import torch
 
+from millrace.concurrency import cancel
 from millrace.core.config import Config, EngineConfig
 from millrace.core.errors import ConfigError, MillraceError
 from millrace.core.incarnation import Incarnation
@@ -171,7 +172,7 @@ async def serve_instance(
             asyncio.create_task(leaders.run(), name="the watch over the schedulers"),
             asyncio.create_task(watch(memory), name="the watch over the engine"),
         ]
-        stack.push_async_callback(_end_tasks, tasks)
+        stack.push_async_callback(lambda: cancel(*tasks))
         proof = _prove(kv_path, role, kv, memory.layout.ranks, options.scheduler)
         await first_of([proof, stop.wait()], tasks)
         if stop.is_set():
@@ -303,12 +304,6 @@ async def _end_link(link: WorkerLink, running: asyncio.Task[None]) -> None:
     """Closes the link after its queued reports are sent."""
     link.close()
     await asyncio.wait([running], timeout=LINK_CLOSE_S)
-
-
-async def _end_tasks(tasks: list[asyncio.Task[None]]) -> None:
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def _drain(role: Role, link: WorkerLink, timeout_s: float) -> None:

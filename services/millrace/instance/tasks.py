@@ -11,6 +11,8 @@ from collections.abc import Awaitable, Coroutine, Iterator, Sequence
 from types import FrameType
 from typing import Any
 
+from millrace.concurrency import cancel
+
 
 class Tasks:
     """Background tasks, spawned from the event loop; `watch` raises the first failure."""
@@ -63,9 +65,7 @@ async def first_of(
     try:
         await asyncio.wait([*waiting, *workers], return_when=asyncio.FIRST_COMPLETED)
     finally:
-        for wait in waiting:
-            wait.cancel()
-        await asyncio.wait(waiting)
+        await cancel(*waiting)
     for worker in workers:
         if worker.done():
             if not worker.cancelled():

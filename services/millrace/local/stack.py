@@ -18,6 +18,7 @@ from pathlib import Path
 
 import httpx
 
+from millrace.concurrency import all_or_first_error, cancel
 from millrace.core.backoff import Backoff
 from millrace.core.config import TlsConfig
 from millrace.core.config.models import ModelConfig, models_file
@@ -25,7 +26,7 @@ from millrace.core.errors import ConfigError, MillraceError
 from millrace.local.authority import as_settings, issue_certificates
 from millrace.local.options import StackOptions, as_arguments
 from millrace.local.private_redis import PrivateRedis
-from millrace.local.processes.service import Service, StartupError, all_or_first_error
+from millrace.local.processes.service import Service, StartupError
 from millrace.state.store import StoreError
 
 log = logging.getLogger(__name__)
@@ -307,8 +308,7 @@ class Stack:
                 *(s.stop() for n, s in self.services.items() if n.split("-")[0] in wave)
             )
         if self._redis_keeper is not None:
-            self._redis_keeper.cancel()
-            await asyncio.gather(self._redis_keeper, return_exceptions=True)
+            await cancel(self._redis_keeper)
         if self._redis is not None:
             await self._redis.stop()
         unclean = self._unclean + _complaints(self.services.values())

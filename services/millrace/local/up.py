@@ -15,6 +15,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from millrace.concurrency import cancel
 from millrace.local.authority import as_toml
 from millrace.local.checks import check_start
 from millrace.local.first_start import profile_first
@@ -38,8 +39,7 @@ async def run_until_stopped(options: StackOptions, scaling: Scaling | None = Non
     stopping = asyncio.create_task(stop.wait())
     await asyncio.wait([starting, stopping], return_when=asyncio.FIRST_COMPLETED)
     if not starting.done():
-        starting.cancel()
-        await asyncio.gather(starting, return_exceptions=True)
+        await cancel(starting)
         return
     stack = starting.result()
     try:

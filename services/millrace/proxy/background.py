@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 
+from millrace.concurrency import cancel
 from millrace.proxy.errors import ApiError
 from millrace.proxy.reply.response import ResponseReply
 from millrace.proxy.responses import StoredResponses
@@ -43,9 +44,7 @@ class Background:
         tasks = list(self._tasks.values())
         if tasks:
             await asyncio.wait(tasks, timeout=CLOSE_S)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel(*tasks)
 
     async def _run(
         self, reply: ResponseReply, submit: Callable[[], Awaitable[None]], end: Callable[[], None]

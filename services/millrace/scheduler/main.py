@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
+from millrace.concurrency import cancel
 from millrace.core.config import Config
 from millrace.scheduler.leadership import Leadership
 from millrace.scheduler.loop import SchedulerLoop
@@ -144,9 +145,7 @@ async def _stand_by(leadership: Leadership, stop: asyncio.Event) -> Lease | None
     leads = asyncio.create_task(leadership.lead())
     stopped = asyncio.create_task(stop.wait())
     await asyncio.wait([leads, stopped], return_when=asyncio.FIRST_COMPLETED)
-    for task in (leads, stopped):
-        task.cancel()
-    await asyncio.wait([leads, stopped])
+    await cancel(leads, stopped)
     if leads.cancelled():
         return None
     lease = leads.result()

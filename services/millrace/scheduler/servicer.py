@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 import grpc
 
+from millrace.concurrency import cancel
 from millrace.core.scheduler import effects, events
 from millrace.scheduler.loop import AllNamed, SchedulerLoop
 from millrace.scheduler.peers import Outbox, Proxy, Worker
@@ -316,8 +317,7 @@ async def _written(
                 yield message
     finally:
         outbox.close()
-        reader.cancel()
-        await asyncio.wait([reader])
+        await cancel(reader)
 
 
 def _read_end(reader: asyncio.Task[None], outbox: Outbox[Any]) -> None:

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Coroutine
 from typing import Any
 
+from millrace.concurrency import cancel
 from millrace.core.instance.fence import EpochFence
 from millrace.state.leases import LeaseStore
 from millrace.state.store import StoreError
@@ -101,6 +102,4 @@ class LeaderWatch:
             if serving.done():
                 await serving
         finally:
-            for task in (serving, replaced):
-                task.cancel()
-            await asyncio.wait([serving, replaced])
+            await cancel(serving, replaced)

@@ -22,6 +22,7 @@ from millrace.bench.common.models import LLAMA_27M
 from millrace.bench.common.options import Announce
 from millrace.bench.common.random_model import write_random_model
 from millrace.bench.common.report import RequestRecord, summarise
+from millrace.concurrency import cancel
 from millrace.core.errors import MillraceError
 from millrace.local.autoscale import Decision
 from millrace.local.options import StackOptions
@@ -180,8 +181,7 @@ async def _sampled(
     try:
         yield
     finally:
-        task.cancel()
-        await asyncio.wait([task])
+        await cancel(task)
     if not task.cancelled():
         task.result()
 

@@ -14,6 +14,7 @@ from rich.progress import Progress
 
 from millrace.bench.common.report import RequestRecord
 from millrace.bench.common.sse_client import Response, SseClient
+from millrace.concurrency import cancel
 from millrace.core.errors import ConfigError, reason_of
 from millrace.sim.workload.workload import PlannedRequest, SloClass, WorkloadOptions, plan
 
@@ -69,9 +70,7 @@ async def run(
         try:
             await asyncio.wait({work, stopped}, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            stopped.cancel()
-            work.cancel()
-            await asyncio.wait({work, stopped})
+            await cancel(work, stopped)
         if not work.cancelled():
             work.result()
         return [record for record in test.records if record.ended_s > 0]

@@ -37,6 +37,7 @@ from millrace.bench.common.sse_client import Response, SseClient
 from millrace.bench.decode.bare import BareDecode
 from millrace.bench.decode.command import Settings
 from millrace.bench.decode.window import Costs, Sample, Window, costs_of, length_for, window_of
+from millrace.concurrency import cancel
 from millrace.core.errors import MillraceError
 from millrace.local.options import StackOptions
 from millrace.local.stack import Stack
@@ -170,8 +171,7 @@ class _Served:
         try:
             streams = await self._generate(str(number))
         finally:
-            watching.cancel()
-            await asyncio.wait({watching})
+            await cancel(watching)
         if not watching.cancelled():
             watching.result()
         window = window_of(streams, self._settings.prompt_tokens)

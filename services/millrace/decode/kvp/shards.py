@@ -12,6 +12,7 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from millrace.concurrency import cancel
 from millrace.core.errors import TransferError
 from millrace.core.incarnation import Incarnation
 from millrace.core.kv.kvp_hold import HoldAsk
@@ -123,9 +124,7 @@ class SpreadRequests:
         """Releases the request's shards, if any. No pass may need them any more."""
         spread = self._spread.pop(request.id, None)
         if spread is not None:
-            for task in spread.tasks:
-                task.cancel()
-            await asyncio.gather(*spread.tasks, return_exceptions=True)
+            await cancel(*spread.tasks)
 
     def check_integrity(self) -> None:
         """Raises IntegrityError when no request is spread but a KVP worker is attached."""

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
+from millrace.concurrency import cancel
 from millrace.core.errors import CapacityError, TransferError
 from millrace.core.incarnation import Incarnation
 from millrace.core.kv.kvp_hold import AttachAsk
@@ -73,10 +74,7 @@ class KvpWorkers:
 
     async def close(self) -> None:
         """Detaches all KVP workers, used or not."""
-        tasks = [worker.task for worker in self._workers.values()]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel(*(worker.task for worker in self._workers.values()))
         await self._peers.close()
 
     async def _stay(

@@ -20,11 +20,11 @@ import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 
+from millrace.concurrency import all_or_first_error, cancel
 from millrace.core.backoff import Backoff
 from millrace.core.errors import TransferError
 from millrace.core.incarnation import Incarnation
 from millrace.core.kv.probe import PeerProbe, ProbeEndpoint
-from millrace.local.processes.service import all_or_first_error
 from millrace.telemetry.metrics import Registry
 from millrace.transfer.probe.pattern import (
     PATTERN_BYTES,
@@ -133,9 +133,7 @@ class KvPath:
         try:
             failures = await _failures(probes)
         finally:
-            for probe in probes:
-                probe.cancel()
-            await asyncio.gather(*probes, return_exceptions=True)
+            await cancel(*probes)
         passed = len(asked) - len(failures)
         if passed:
             for failure in failures:

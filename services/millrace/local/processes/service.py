@@ -9,7 +9,7 @@ import asyncio
 import logging
 import os
 import signal
-from collections.abc import Coroutine, Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -115,17 +115,6 @@ class Service:
             log.warning("%s did not drain in %g s; killing it", self.name, STOP_TIMEOUT_S)
             self.process.kill()
             await self.process.wait()
-
-
-async def all_or_first_error(starts: Iterable[Coroutine[None, None, None]]) -> None:
-    """Runs all at once; the first error cancels the others."""
-    tasks = [asyncio.create_task(start) for start in starts]
-    try:
-        await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def _read_line(fd: int) -> bytes:

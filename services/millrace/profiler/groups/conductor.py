@@ -19,6 +19,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from millrace.concurrency import all_or_first_error
 from millrace.core.config import SchedulerConfig, StoreConfig
 from millrace.core.errors import MillraceError
 from millrace.core.incarnation import Incarnation
@@ -35,7 +36,7 @@ from millrace.core.scheduler.commands import (
 from millrace.core.scheduler.planning.plan import PlannedChunk
 from millrace.core.scheduler.reports import Draining, Heartbeat, Registration, Report
 from millrace.local.private_redis import PrivateRedis
-from millrace.local.processes.service import Service, all_or_first_error
+from millrace.local.processes.service import Service
 from millrace.profiler.costs import Costs, read_costs
 from millrace.profiler.groups.run import Run, Underway
 from millrace.profiler.groups.servicer import ConductorServicer

@@ -16,12 +16,11 @@ from collections.abc import (
     AsyncGenerator,
     AsyncIterator,
     Callable,
-    Collection,
     Sequence,
 )
 from dataclasses import replace
-from typing import Any
 
+from millrace.concurrency import cancel
 from millrace.proxy.batches.batch import Batch, decode_batch
 from millrace.proxy.batches.checking import check_input
 from millrace.proxy.batches.lines import (
@@ -87,8 +86,7 @@ class Job:
         except Lost:
             log.info("batch %s is run by another process", self._batch.id)
         finally:
-            watch.cancel()
-            await asyncio.gather(watch, return_exceptions=True)
+            await cancel(watch)
         if self._closing and not self._batch.final:
             await self._tools.records.release(self._batch.id, self._tools.owner)
 
@@ -221,7 +219,7 @@ class Job:
                     await self._save(progress)
             return False
         finally:
-            await _cancel({*pending, halt})
+            await cancel(*pending, halt)
             if not self._lost and not self._torn:
                 await self._save(progress)
 
@@ -370,10 +368,3 @@ class Job:
         """Until the end of the output's life: `_end` gives the blobs their exact time."""
         left_s = max(0.0, self._batch.expires_at - self._now())
         return left_s + self._batch.output_ttl_s
-
-
-async def _cancel(tasks: Collection[asyncio.Task[Any]]) -> None:
-    """Returns when the tasks have ended."""
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)

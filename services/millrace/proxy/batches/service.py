@@ -12,6 +12,7 @@ import uuid
 from collections.abc import Mapping
 from typing import Any
 
+from millrace.concurrency import cancel
 from millrace.proxy.batches.batch import TRANSITIONS, Batch, decode_batch
 from millrace.proxy.batches.job import Job
 from millrace.proxy.batches.tools import Ask, Tools
@@ -59,15 +60,12 @@ class Batches:
     async def close(self) -> None:
         """Gives back all batches, with the results so far, for other processes to go on at once."""
         if self._looking is not None:
-            self._looking.cancel()
-            await asyncio.gather(self._looking, return_exceptions=True)
+            await cancel(self._looking)
         for job in self._running.values():
             job.close()
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=CLOSE_S)
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await cancel(*self._tasks)
         await self._records.close()
 
     # -- what clients ask

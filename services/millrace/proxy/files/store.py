@@ -15,6 +15,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, S
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 
+from millrace.concurrency import cancel
 from millrace.core.config import FilesConfig
 from millrace.proxy import errors
 from millrace.proxy.errors import ApiError
@@ -60,8 +61,7 @@ class Files:
 
     async def close(self) -> None:
         if self._sweeping is not None:
-            self._sweeping.cancel()
-            await asyncio.gather(self._sweeping, return_exceptions=True)
+            await cancel(self._sweeping)
         await self._records.close()
         await self._deadlines.close()
         if self._folder is not None:

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 
+from millrace.concurrency import cancel
 from millrace.core.config import ProxyConfig
 from millrace.core.errors import IntegrityError
 from millrace.core.incarnation import Incarnation
@@ -110,9 +111,7 @@ class Gateway:
         await self._scheduler.flushed(2.0)
         self._load.close()
         await self._records.close(2.0)
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await cancel(*self._tasks)
         await self._tokens.close()
 
     @property

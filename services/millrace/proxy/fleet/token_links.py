@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import aclosing
 from typing import Protocol
 
+from millrace.concurrency import cancel
 from millrace.core.backoff import Backoff
 from millrace.core.incarnation import Incarnation
 from millrace.core.scheduler.commands import Member
@@ -70,9 +71,7 @@ class TokenLinks:
     async def close(self) -> None:
         tasks = list(self._links.values())
         self._links.clear()
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel(*tasks)
 
     async def _run(self, decode: Member) -> None:
         """Reads the stream and reconnects, until the instance is known to be gone."""

@@ -15,6 +15,7 @@ from functools import cache
 
 import orjson
 
+from millrace.concurrency import cancel
 from millrace.core.config import ProxyConfig
 from millrace.proxy.board.page import content_security_policy, page
 from millrace.proxy.errors import ApiError
@@ -114,8 +115,7 @@ class BoardEvents:
             yield b"event: error\ndata: " + orjson.dumps({"message": str(error)}) + b"\n\n"
         finally:
             if following is not None:
-                following.cancel()
-                await asyncio.wait([following])
+                await cancel(following)
 
 
 def _event(lines: bytes) -> bytes:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterable, Mapping
 from hashlib import sha256
 
+from millrace.concurrency import cancel
 from millrace.core.config import Config
 from millrace.core.config.models import Canary, ModelConfig, read_models_file
 from millrace.core.errors import MillraceError
@@ -97,9 +98,7 @@ class Models:
         """Cancels all requests and frees all models."""
         tasks = [*self._leaving.values(), *([self._watching] if self._watching else [])]
         models = self.all
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel(*tasks)
         await asyncio.gather(*(one.close() for one in models))
 
     # -- the models

@@ -12,6 +12,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from millrace.concurrency import cancel
 from millrace.core.request import RequestState
 from millrace.proxy.errors import ApiError, id_taken, unavailable
 from millrace.proxy.fleet.gateway import Gateway
@@ -293,9 +294,7 @@ class OwnedStreams:
         releases = [asyncio.create_task(one.release()) for one in self._streams.values()]
         if waiting := [*releases, *self._tasks.values()]:
             await asyncio.wait(waiting, timeout=CLOSE_S)
-        for task in list(self._tasks.values()):
-            task.cancel()
-        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+        await cancel(*self._tasks.values())
         await self.store.close()
 
     def _keep(self, stream: OwnedStream, on_end: Callable[[], None]) -> None:

@@ -35,6 +35,7 @@ from typing import Any
 
 import numpy as np
 
+from millrace.concurrency import cancel
 from millrace.core.errors import TransferError
 from millrace.transfer.probe.pattern import ProbeEnd, probe_end
 from millrace.transfer.transport.nixl.library import load_ucx
@@ -176,8 +177,7 @@ async def _live(
         if line := await reader.readline():
             exchange = asyncio.create_task(_exchange(end, json.loads(line), writer))
             await reader.read()  # until the parent closes its socket
-            exchange.cancel()
-            await asyncio.gather(exchange, return_exceptions=True)
+            await cancel(exchange)
         signal.alarm(CLOSE_S)
 
 

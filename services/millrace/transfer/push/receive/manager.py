@@ -11,6 +11,7 @@ import logging
 import time
 from collections.abc import Sequence
 
+from millrace.concurrency import cancel
 from millrace.core.config import TransferConfig
 from millrace.core.errors import IntegrityError, TransferError
 from millrace.core.incarnation import Incarnation
@@ -256,8 +257,7 @@ class ReceiveManager:
 
     async def close(self) -> None:
         """Ends upkeep. Callers that wait in `release` return: the pool ends with the process."""
-        self._ticker.cancel()
-        await asyncio.gather(self._ticker, return_exceptions=True)
+        await cancel(self._ticker)
         for free in self._quarantine.values():
             if not free.done():
                 free.set_result(None)

@@ -8,6 +8,7 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 
+from millrace.concurrency import cancel
 from millrace.core.config import TransferConfig
 from millrace.core.errors import IntegrityError, TransferError
 from millrace.core.incarnation import Incarnation
@@ -175,8 +176,7 @@ class SendManager:
 
     async def close(self) -> None:
         """Ends upkeep. All sessions should be over."""
-        self._ticker.cancel()
-        await asyncio.gather(self._ticker, return_exceptions=True)
+        await cancel(self._ticker)
         if self._listening is not None:
             self._listening.close()
         await asyncio.to_thread(self._outlet.summing.close)

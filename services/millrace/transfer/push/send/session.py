@@ -14,6 +14,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
+from millrace.concurrency import cancel
 from millrace.core.config import TransferConfig
 from millrace.core.errors import TransferError
 from millrace.core.kv.transfer import HandshakeAsk, HandshakeGrant, HandshakeQueued, Ticket
@@ -381,8 +382,7 @@ class SendSession:
 
     async def _end(self) -> None:
         self._over = True
-        self._opening.cancel()
         try:
-            await asyncio.gather(self._opening, return_exceptions=True)
+            await cancel(self._opening)
         finally:  # `finish` may be cancelled here, at its very end
             self._on_over(self)

@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from millrace.concurrency import all_or_first_error
 from millrace.core.errors import TransferError
 from millrace.transfer.push.control import SendTimings, Target
 from millrace.transfer.push.send.session import SendSession
@@ -69,16 +70,9 @@ class SpreadSession:
         """
         if (failure := self.failure) is not None:
             raise failure
-        finishing = [
-            asyncio.create_task(self._finish(target, session, message))
-            for target, session in self._shares
-        ]
-        try:
-            await asyncio.gather(*finishing)
-        finally:  # after a failure, the other receivers need not be waited for
-            for one in finishing:
-                one.cancel()
-            await asyncio.gather(*finishing, return_exceptions=True)
+        await all_or_first_error(
+            self._finish(target, session, message) for target, session in self._shares
+        )
 
     async def abort(self, reason: str) -> None:
         await asyncio.gather(*(session.abort(reason) for session in self._sessions))
