@@ -30,7 +30,7 @@ SHARED = (
 UNIT = ("core", "papers", "profiles", "proxy", "scheduler", "sim", "state", "telemetry", "wire")
 LONG = (
     *("core/instance/test_gang_explorer.py", "papers/test_goodputs.py", "papers/test_sim_*.py"),
-    *("proxy/http/test_openapi.py", "sim/studies", "sim/test_command.py"),
+    *("proxy/http/description/test_openapi.py", "sim/studies"),
 )
 
 #: Lines of pytest's summary that are worth a second look.

@@ -31,7 +31,7 @@ ALLOWED = {
     "support/fake_graphs.py": {"_pytree"},
     "support/fake_tensors.py": {"_pytree", "_make_wrapper_subclass"},
     # kopf and kmock show neither their handlers nor a hook before each request.
-    "operator/test_handlers.py": {
+    "operator/run/test_handlers.py": {
         *("_watching", "_changing", "_spawning", "_indexing", "_webhooks", "_activities"),
     },
     "support/kube_emulator.py": {"_handle"},

@@ -26,7 +26,7 @@ from millrace_operator.spec import (
 )
 from support.custom_resources import SCHEMAS, defaulted, model_service, pool
 
-FOLDER = Path(__file__).parents[2] / "charts" / "millrace" / "crds"
+FOLDER = Path(__file__).parents[3] / "charts" / "millrace" / "crds"
 POOLS = tuple(KINDS)
 
 

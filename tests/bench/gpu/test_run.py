@@ -24,7 +24,7 @@ from millrace.bench.gpu.shapes import FAMILIES, LLAMA_3_8B, QWEN3_30B_A3B, write
 from millrace.core.errors import ConfigError
 from millrace.engine.model.config import ModelConfig
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 CPU = torch.device("cpu")
 
 

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer
 from millrace.grammar.matcher import Grammars
 from millrace.proxy.request.forced_calls import forced_calls
 
-FOLDER = Path(__file__).parents[2] / "models" / "millrace-tiny"
+FOLDER = Path(__file__).parents[3] / "models" / "millrace-tiny"
 TOKENIZER = Tokenizer.from_file(str(FOLDER / "tokenizer.json"))
 SCHEMAS = {
     "pick": {

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from millrace import experiments
 from millrace.cli.sim.command import register
 
-TRACES = Path(__file__).parents[1] / "data" / "traces"
+TRACES = Path(__file__).parents[2] / "data" / "traces"
 APP = typer.Typer()
 register(APP)
 SMALL = ["--prefill", "2", "--decode", "2"]

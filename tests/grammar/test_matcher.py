@@ -17,7 +17,7 @@ from millrace.engine.sampling.sampler import Sampler, SamplingRow, SamplingSpec,
 from millrace.grammar.matcher import Grammars
 from support.json_schemas import schemas
 
-FOLDER = Path(__file__).parents[3] / "models" / "millrace-tiny"
+FOLDER = Path(__file__).parents[2] / "models" / "millrace-tiny"
 TOKENIZER = Tokenizer.from_file(str(FOLDER / "tokenizer.json"))
 VOCAB = 1600  # more logits than tokens, as many models have
 EOS = (5, 1)
