@@ -1,8 +1,8 @@
 """The /admin routes: show and change settings of the scheduler.
 
 `proxy.admin_token`, as a bearer token, protects the routes. If no token is set, only clients on the
-proxy's own machine may use them: not a request that a reverse proxy forwards, or that a page in a
-browser makes, unless it is a page of this proxy at a loopback address (the board).
+proxy's own machine may use them, by a name of this machine: not a request that a reverse proxy
+forwards, or that a page in a browser makes, unless it is a page of this proxy (the board).
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import re
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import asdict, dataclass
 from typing import Annotated, Any
-from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, with_config
 from pydantic_core import PydanticCustomError
@@ -46,8 +45,8 @@ _ROWS = f"{_ROW}(,{_ROW})*"
 
 #: Headers of a request whose client is not the peer of its connection.
 _RELAYED = (b"forwarded", b"x-forwarded-for")
-#: Names of this machine that no other machine's page can have as its origin.
-_LOOPBACK = ("localhost", "127.0.0.1", "::1")
+#: `Host` with a name of this machine that no other machine's page can have as its origin.
+_LOOPBACK = re.compile(r"(localhost|127\.0\.0\.1|\[::1\])(:[0-9]+)?", re.ASCII | re.IGNORECASE)
 
 Settings = dict[str, Any]
 
@@ -288,8 +287,12 @@ def _is_local(scope: Scope) -> bool:
 
 
 def _is_of_other_page(scope: Scope) -> bool:
-    """Returns whether a page that is not this proxy's own, at a loopback address, asks."""
+    """Returns whether a page asks that is not this proxy's own at a loopback address.
+
+    A browser sends no origin when a page reads from its own server. A page of another server may
+    do that here, under a name of its own that it has led to this machine: `Host` shows the name.
+    """
     origin, host = header(scope, b"origin"), header(scope, b"host")
-    if origin is None:
-        return False
-    return origin != f"http://{host}" or urlsplit(origin).hostname not in _LOOPBACK
+    if host is not None and not _LOOPBACK.fullmatch(host):
+        return True
+    return origin is not None and origin != f"http://{host}"
