@@ -70,20 +70,35 @@ def test_the_rules_of_objectives_use_the_budget() -> None:
     rule = find(profile("everything"), "PrometheusRule", "llm")
     (group,) = [one for one in rule["spec"]["groups"] if one["name"] == "millrace-slo"]
     attainment = yaml.safe_load((CHART / "values.yaml").read_text())["monitoring"]["alerts"]
-    budget = 1 - attainment["ttftAttainment"]
+    counters = {
+        "ttft": "millrace_scheduler_slo_requests_total",
+        "tbt": "millrace_proxy_slo_requests_total",
+        "e2e": "millrace_proxy_slo_requests_total",
+    }
     windows = {}
     for one in group["rules"]:
+        text = one.get("record") or one["expr"]
+        name, *others = set(re.findall(r"slo_class:millrace_(\w+)_missed:ratio_rate", text))
+        assert not others
         if "record" in one:
-            window = one["record"].removeprefix("slo_class:millrace_ttft_missed:ratio_rate")
+            window = text.rpartition("ratio_rate")[2]
             assert one["expr"].count(f"[{window}]") == 2
-            assert one["expr"].count("millrace_scheduler_slo_requests_total") == 2
+            assert one["expr"].count(counters[name]) == 2
+            assert one["expr"].count(f'objective="{name}"') == (0 if name == "ttft" else 2)
+            assert one["expr"].count('met="false"') == 1
             continue
+        budget = 1 - attainment[f"{name}Attainment"]
         parts = re.findall(r"ratio_rate(\w+)\{[^}]*\} > ([0-9.]+)", one["expr"])
         windows[one["alert"]] = [(window, round(float(at) / budget, 6)) for window, at in parts]
+    factors = {
+        "BurnsFast": [("1h", 14.4), ("5m", 14.4)],
+        "Burns": [("6h", 6.0), ("30m", 6.0)],
+        "BurnsSlowly": [("3d", 1.0), ("6h", 1.0)],
+    }
     assert windows == {
-        "MillraceTtftBudgetBurnsFast": [("1h", 14.4), ("5m", 14.4)],
-        "MillraceTtftBudgetBurns": [("6h", 6.0), ("30m", 6.0)],
-        "MillraceTtftBudgetBurnsSlowly": [("3d", 1.0), ("6h", 1.0)],
+        f"Millrace{name}Budget{burn}": found
+        for name in ("Ttft", "Tbt", "E2e")
+        for burn, found in factors.items()
     }
 
 

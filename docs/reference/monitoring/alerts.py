@@ -8,14 +8,37 @@ from dataclasses import dataclass
 from docs.reference.metrics_in_code import Metric
 from docs.reference.monitoring.queries import Queries
 
-#: Windows of the share of late first tokens. A budget burns too fast where the share is high over
-#: a long window and over a short one (Google's SRE workbook, chapter 5).
+#: Windows of the share of misses. A budget burns too fast where the share is high over a long
+#: window and over a short one (Google's SRE workbook, chapter 5).
 _WINDOWS = ("5m", "30m", "1h", "6h", "3d")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Objective:
+    """A promise to a request, as a counter with the labels `slo_class` and `met` counts it.
+
+    `matchers` choose the counter's series. `missed` says in an alert what the requests do.
+    """
+
+    name: str
+    counter: str
+    matchers: str
+    missed: str
+
+    @property
+    def record(self) -> str:
+        """The recording rules' name, without its window."""
+        return f"slo_class:millrace_{self.name}_missed:ratio_rate"
+
+    @property
+    def attainment(self) -> str:
+        """The chart's value with the share of requests that are to meet the objective."""
+        return f"$alerts.{self.name}Attainment"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Burn:
-    """An alert of a budget of late first tokens, which `burns` times as fast as it may."""
+    """An alert of a budget of misses, which `burns` times as fast as it may."""
 
     name: str
     burns: float
@@ -35,6 +58,28 @@ class Alert:
     summary: str
     description: str
 
+
+OBJECTIVES = (
+    # The scheduler counts at the first token; the proxy when the request has ended.
+    Objective(
+        name="ttft",
+        counter="millrace_scheduler_slo_requests_total",
+        matchers="@",
+        missed="First tokens of class CLASS come late",
+    ),
+    Objective(
+        name="tbt",
+        counter="millrace_proxy_slo_requests_total",
+        matchers='@,objective="tbt"',
+        missed="Answers of class CLASS are slower from token to token than promised",
+    ),
+    Objective(
+        name="e2e",
+        counter="millrace_proxy_slo_requests_total",
+        matchers='@,objective="e2e"',
+        missed="Answers of class CLASS end late",
+    ),
+)
 
 BURNS = (
     Burn(name="BurnsFast", burns=14.4, long="1h", short="5m", severity="critical"),
@@ -138,7 +183,6 @@ _HEAD = """\
 {{- $name := include "millrace.name" . }}
 {{- $of := printf "namespace=%q,millrace_dev_service=%q" .Release.Namespace $name }}
 {{- $ofOperator := printf "namespace=%q" .Release.Namespace }}
-{{- $budget := subf 1.0 $alerts.ttftAttainment }}
 apiVersion: monitoring.coreos.com/v1
 kind: PrometheusRule
 metadata:
@@ -155,11 +199,7 @@ spec:
     - name: millrace-slo
       rules:"""
 
-_MISSED = "slo_class:millrace_ttft_missed:ratio_rate"
-_SUMMARY = (
-    "First tokens of class {{ $labels.slo_class }} come late BURNS times as often as the "
-    "objective of ATTAINMENT (share) allows."
-)
+_SUMMARY = "{missed} {burns:g} times as often as the objective of {attainment} (share) allows."
 _WHERE = (
     "Look at the dashboard's queue, then at the trace of a late request, as the guide on "
     "observability shows."
@@ -174,10 +214,11 @@ def template(metrics: Sequence[Metric]) -> str:
     # "{{{" would be no template: Helm takes the space away.
     service, operator = Queries(metrics, " {{- $of }}"), Queries(metrics, " {{- $ofOperator }}")
     lines = [_HEAD]
-    for window in _WINDOWS:
-        lines += _recorded(service, window)
-    for burn in BURNS:
-        lines += _burning(burn)
+    for objective in OBJECTIVES:
+        for window in _WINDOWS:
+            lines += _recorded(objective, service, window)
+        for burn in BURNS:
+            lines += _burning(objective, burn)
     lines += ["    - name: millrace-service", "      rules:"]
     for alert in SERVICE:
         lines += _alert(alert, service)
@@ -188,28 +229,37 @@ def template(metrics: Sequence[Metric]) -> str:
     return "\n".join([*lines, "    {{- end }}", "{{- end }}", ""])
 
 
-def _recorded(queries: Queries, window: str) -> Iterator[str]:
-    """The share of late first tokens by class."""
-    total = "sum by (slo_class) (rate(millrace_scheduler_slo_requests_total{%s}[%s]))"
-    late = queries.checked(total % ('@,met="false"', window))
-    every = queries.checked(total % ("@", window))
-    yield f"        - record: {_MISSED}{window}"
-    yield from _expression(f"{late}\n  / {every}")
+def _recorded(objective: Objective, queries: Queries, window: str) -> Iterator[str]:
+    """The share of requests by class that missed the objective."""
+    total = f"sum by (slo_class) (rate({objective.counter}{{%s}}[{window}]))"
+    missed = queries.checked(total % f'{objective.matchers},met="false"')
+    every = queries.checked(total % objective.matchers)
+    yield f"        - record: {objective.record}{window}"
+    yield from _expression(f"{missed}\n  / {every}")
     yield "          labels:"
     yield "            namespace: {{ .Release.Namespace | quote }}"
     yield "            millrace_dev_service: {{ $name | quote }}"
 
 
-def _burning(burn: Burn) -> Iterator[str]:
+def _burning(objective: Objective, burn: Burn) -> Iterator[str]:
     # No threshold is above 0.9: of a small objective, many budgets are more than all requests.
-    most = f"{{{{ minf 0.9 (mulf {burn.burns} $budget) | toString }}}}"
-    parts = [f"{_MISSED}{window}{{ {{{{- $of }}}}}} > {most}" for window in (burn.long, burn.short)]
-    summary = _SUMMARY.replace("BURNS", f"{burn.burns:g}")
-    yield f"        - alert: MillraceTtftBudget{burn.name}"
+    most = f"{{{{ minf 0.9 (mulf {burn.burns} (subf 1.0 {objective.attainment})) | toString }}}}"
+    parts = [
+        f"{objective.record}{window}{{ {{{{- $of }}}}}} > {most}"
+        for window in (burn.long, burn.short)
+    ]
+    summary = _SUMMARY.format(
+        missed=objective.missed.replace("CLASS", "{{ $labels.slo_class }}"),
+        burns=burn.burns,
+        attainment="ATTAINMENT",
+    )
+    yield f"        - alert: Millrace{objective.name.capitalize()}Budget{burn.name}"
     yield from _expression("\n  and ".join(parts))
     yield f"          labels: {{severity: {burn.severity}}}"
     yield "          annotations:"
-    yield f"            summary: {_text(summary)}"
+    yield "            summary: " + _text(summary).replace(
+        "ATTAINMENT", f"{{{{ {objective.attainment} }}}}"
+    )
     yield f"            description: Over {burn.long} and still over {burn.short}. {_WHERE}"
 
 
@@ -237,4 +287,4 @@ def _text(text: str) -> str:
     """Returns a text of a template: Prometheus fills in its own braces, Helm the others."""
     kept = text.replace("{{ $labels", "\0").replace("}}", "\1")
     kept = kept.replace("\0", '{{ "{{ $labels').replace("\1", '}}" }}')
-    return kept.replace("NAME", "{{ $name }}").replace("ATTAINMENT", "{{ $alerts.ttftAttainment }}")
+    return kept.replace("NAME", "{{ $name }}")

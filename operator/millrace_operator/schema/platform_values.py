@@ -251,7 +251,13 @@ class Alerts(Dashboards):
     """A PrometheusRule."""
 
     ttft_attainment: float = doc(
-        "The alert fires below this share of first tokens in time.", gt=0, le=1
+        "Share of requests that are to meet their TTFT objective; alerts tell of more misses.",
+        gt=0,
+        le=1,
+    )
+    tbt_attainment: float = doc("The same of TBT objectives.", gt=0, le=1)
+    e2e_attainment: float = doc(
+        "The same of end-to-end objectives.", alias="e2eAttainment", gt=0, le=1
     )
 
 
