@@ -17,6 +17,10 @@ def _check_folder(path: Path | None) -> Path | None:
     return path
 
 
+#: The files that `sim.workload.traces` reads, for the help of an option.
+TRACE_FORMATS: Final = (
+    "Azure CSV, Mooncake or Qwen JSONL, a lengths CSV, or a recording of --record; .gz or plain."
+)
 #: Of a file that the command reads.
 READ: Final[dict[str, Any]] = {"exists": True, "dir_okay": False, "readable": True}
 #: Of a file that the command writes: its folder must exist.

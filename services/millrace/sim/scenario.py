@@ -18,14 +18,12 @@ from millrace.sim.objectives import isolated_prefill, with_objectives
 from millrace.sim.results.report import Collector, Report, RequestRecord
 from millrace.sim.results.timeline import Timeline
 from millrace.sim.workload.mixes import LONG_FRACTION, TABLE_2_TTFT_S, MixOptions, build_mix
+from millrace.sim.workload.traces import TraceRow, cut_window, read_trace
 from millrace.sim.workload.workload import (
     PlannedRequest,
     SloClass,
-    TraceRow,
     WorkloadOptions,
-    cut_window,
     plan,
-    read_trace,
 )
 
 
@@ -121,7 +119,7 @@ class Traffic:
             mix = build_mix(self.mix, mix_options)
             known = mix.slo_classes
             options = replace(options, draw_row=mix.row_draw(), gaps=mix.gaps)
-        elif any(row.class_name for row in rows) and model in TABLE_2_TTFT_S:
+        elif any(row.class_name and row.slo is None for row in rows) and model in TABLE_2_TTFT_S:
             table = TABLE_2_TTFT_S[model]
             known = tuple(SloClass(name=name, ttft_s=ttft_s) for name, ttft_s in table.items())
         given = {slo.name for slo in self.slo_classes}

@@ -14,7 +14,8 @@ from millrace.bench.common.load_test import ServeOptions, run
 from millrace.bench.common.report import summarise
 from millrace.bench.common.sse_client import SseClient
 from millrace.core.errors import ConfigError
-from millrace.sim.workload.workload import SloClass, TraceRow, WorkloadOptions, parse_lengths
+from millrace.sim.workload.traces import TraceRow
+from millrace.sim.workload.workload import SloClass, WorkloadOptions, parse_lengths
 from support.deadlines import HANG_S
 from support.sse_server import SseServer, running
 

@@ -23,7 +23,8 @@ from millrace.sim.workload.lengths import (
     truncated_lognormal,
 )
 from millrace.sim.workload.mixes import MIXES, MixOptions, build_mix
-from millrace.sim.workload.workload import PlannedRequest, SloClass, TraceRow, WorkloadOptions, plan
+from millrace.sim.workload.traces import TraceRow
+from millrace.sim.workload.workload import PlannedRequest, SloClass, WorkloadOptions, plan
 
 COUNT = 30_000
 

@@ -1,5 +1,5 @@
 """Traces, lengths and arrivals. The rows written here were made up; their formats are the public
-ones that `millrace.sim.workload.workload` names.
+ones that `millrace.sim.workload.traces` names.
 """
 
 from __future__ import annotations
@@ -15,15 +15,9 @@ from pathlib import Path
 import pytest
 
 from millrace.core.errors import ConfigError
-from millrace.sim.workload.workload import (
-    SloClass,
-    TraceRow,
-    WorkloadOptions,
-    cut_window,
-    parse_lengths,
-    plan,
-    read_trace,
-)
+from millrace.sim.workload.traces import TraceRow, cut_window, read_trace
+from millrace.sim.workload.workload import SloClass, WorkloadOptions, parse_lengths, plan
+from support.recorded_runs import recorded_run
 
 AZURE = (
     "TIMESTAMP,ContextTokens,GeneratedTokens\r\n"
@@ -41,6 +35,10 @@ LENGTHS = (
     "74,918,992,0.08\n290,905,1195,0.3\n"
 )
 TIMED_LENGTHS = "arrived_at,num_prefill_tokens,num_decode_tokens\n1.5,74,918\n2.0,290.0,905\n"
+
+
+#: `max_new_tokens` of the recorded run's requests.
+MAY_GENERATE = 28
 
 
 def row(arrival_s, input_tokens, output_tokens):
@@ -86,6 +84,41 @@ def test_a_bad_trace_names_the_file(tmp_path, data):
     path = tmp_path / "bad.csv"
     path.write_bytes(data)
     with pytest.raises(ConfigError, match=r"bad\.csv"):
+        read_trace(path)
+
+
+def test_a_recording_is_a_trace_with_objectives_and_keys(tmp_path):
+    path = recorded_run(tmp_path / "run.jsonl", tbt_s=0.5, e2e_s=20.0)
+    rows = read_trace(path)
+    assert [(one.arrival_s, one.input_tokens, one.output_tokens) for one in rows] == [
+        (0.0, 1000, 10),
+        (0.0, 100, 10),
+        (0.5, 100_000, MAY_GENERATE),  # refused
+        (2.0, 100, 10),
+        (3.0, 100, MAY_GENERATE),  # failed
+    ]
+    assert [one.tenant for one in rows] == ["ann", *4 * ["default"]]
+    quick, late, *_ = plan(WorkloadOptions(trace=rows))
+    assert (quick.tenant, quick.slo) == (
+        "ann",
+        SloClass(name="chat", ttft_s=9.0, tbt_s=0.5, e2e_s=20.0),
+    )
+    assert late.slo == SloClass(name="chat", ttft_s=1.0)
+    given = SloClass(name="chat", ttft_s=3.0)
+    changed = plan(WorkloadOptions(trace=rows, classes=(given,)))
+    assert [one.slo for one in changed][:2] == [given, given]
+
+
+def test_a_recording_that_was_cut_off_or_damaged(tmp_path):
+    path = recorded_run(tmp_path / "run.jsonl")
+    whole = path.read_text()
+    path.write_text(whole[:-20])
+    assert len(read_trace(path)) == 5
+    path.write_text(whole.replace('"prompt_tokens":1000', '"prompt_tokens":"many"', 1))
+    with pytest.raises(ConfigError, match=r"run\.jsonl.*prompt_tokens"):
+        read_trace(path)
+    path.write_text(whole.replace('"millrace_recording":', '"millrace_recording":9', 1))
+    with pytest.raises(ConfigError, match=r"run\.jsonl.*millrace_recording"):
         read_trace(path)
 
 

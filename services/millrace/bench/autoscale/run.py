@@ -28,7 +28,8 @@ from millrace.local.autoscale import Decision
 from millrace.local.options import StackOptions
 from millrace.local.scaling import Scaling, autoscaled
 from millrace.local.stack import Stack
-from millrace.sim.workload.workload import SloClass, TraceRow, WorkloadOptions
+from millrace.sim.workload.traces import TraceRow
+from millrace.sim.workload.workload import SloClass, WorkloadOptions
 from millrace.wire.clients.scheduler_client import SchedulerUnavailable, get_load
 
 _ALONE = 8  # prompts alone, to measure one instance's capacity

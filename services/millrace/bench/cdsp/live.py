@@ -22,9 +22,9 @@ from millrace.local.stack import Stack
 from millrace.sim.cluster.spec import SimSpec
 from millrace.sim.loop import Simulation
 from millrace.sim.results.report import Collector, RequestRecord
+from millrace.sim.workload.traces import TraceRow
 from millrace.sim.workload.workload import (
     PlannedRequest,
-    TraceRow,
     WorkloadOptions,
     lognormal,
     plan,

@@ -20,7 +20,8 @@ from millrace.bench.hol.traffic import Attainment, Traffic, Watch
 from millrace.core.errors import MillraceError
 from millrace.local.options import StackOptions
 from millrace.local.stack import Stack
-from millrace.sim.workload.workload import SloClass, TraceRow, WorkloadOptions, plan
+from millrace.sim.workload.traces import TraceRow
+from millrace.sim.workload.workload import SloClass, WorkloadOptions, plan
 
 #: Requests that may transfer to decode at once: a suspended prompt keeps its place.
 BACKENDS = 64

@@ -20,11 +20,11 @@ from millrace.bench.common.report import RequestRecord
 from millrace.experiments.flowprefill import common as flowprefill
 from millrace.sim.scenario import misses_allowed
 from millrace.sim.workload.mixes import MixOptions, build_mix, table_2
+from millrace.sim.workload.traces import TraceRow
 from millrace.sim.workload.workload import (
     PlannedRequest,
     RowDraw,
     SloClass,
-    TraceRow,
     WorkloadOptions,
 )
 

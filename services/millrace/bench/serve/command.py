@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from millrace.file_options import READ, WRITE
+from millrace.file_options import READ, TRACE_FORMATS, WRITE
 
 _DEFAULT_REQUESTS = 100
 _DEFAULT_CONCURRENCY = 4
@@ -31,8 +31,7 @@ def command(  # noqa: PLR0913 - every option of the command line is a parameter
         typer.Option(
             "--trace",
             metavar="FILE",
-            help="Azure CSV, Mooncake JSONL or a lengths CSV, .gz or plain. Its arrivals are kept "
-            "unless --rate or --concurrency is given.",
+            help=f"{TRACE_FORMATS} Its arrivals are kept unless --rate or --concurrency is given.",
             **READ,
         ),
     ] = None,
@@ -102,8 +101,7 @@ def command(  # noqa: PLR0913 - every option of the command line is a parameter
     Works against any OpenAI-compatible server. Prompts are token ids, so that lengths are exact.
     Exits with status 1 when no request succeeded.
     """
-    settings = dict(locals())
-    del settings["api_key"]
+    settings = {name: value for name, value in locals().items() if name != "api_key"}
     import orjson
     import uvloop
     from rich.console import Console
@@ -113,16 +111,17 @@ def command(  # noqa: PLR0913 - every option of the command line is a parameter
     from millrace.bench.common.report import print_report, summarise
     from millrace.bench.serve.run import id_range, lengths, run_with_progress
     from millrace.core.errors import PREFIX, ConfigError, MillraceError
-    from millrace.sim.workload.workload import SloClass, WorkloadOptions, read_trace
+    from millrace.sim.workload.traces import read_trace
+    from millrace.sim.workload.workload import SloClass, WorkloadOptions
 
     console = Console()
     try:
         classes = [SloClass.parse(text) for text in slo_class] or [SloClass(name="default")]
         rows = [] if trace is None else read_trace(trace)
-        at_trace_times = bool(rows) and rows[0].arrival_s is not None
         if rate is not None and concurrency is not None:
             raise ConfigError("--rate and --concurrency exclude each other")
-        at_trace_times &= rate is None and concurrency is None
+        is_timed = bool(rows) and rows[0].arrival_s is not None
+        at_trace_times = is_timed and rate is None and concurrency is None
         if not at_trace_times and rate is None and concurrency is None:
             concurrency = _DEFAULT_CONCURRENCY
         if requests is None and duration_s is None:

@@ -10,7 +10,7 @@ import typer
 from millrace.core.config import SchedulerConfig
 from millrace.core.priority import POLICIES
 from millrace.core.scheduler.planning import PLANNERS
-from millrace.file_options import READ, WRITE
+from millrace.file_options import READ, TRACE_FORMATS, WRITE
 from millrace.sim.workload.mixes import MIXES
 
 Trace = Annotated[
@@ -18,7 +18,7 @@ Trace = Annotated[
     typer.Option(
         "--trace",
         metavar="FILE",
-        help="Azure CSV, Mooncake or Qwen JSONL, or a lengths CSV; .gz or plain.",
+        help=TRACE_FORMATS,
         **READ,
     ),
 ]

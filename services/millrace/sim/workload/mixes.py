@@ -28,7 +28,8 @@ from millrace.sim.workload.lengths import (
     mixture,
     truncated_lognormal,
 )
-from millrace.sim.workload.workload import Draw, RowDraw, SloClass, TraceRow, lognormal
+from millrace.sim.workload.traces import TraceRow
+from millrace.sim.workload.workload import Draw, RowDraw, SloClass, lognormal
 
 #: FlowPrefill, Table 2: TTFT objectives in seconds by model and class.
 TABLE_2_TTFT_S: Mapping[str, Mapping[str, float]] = MappingProxyType(

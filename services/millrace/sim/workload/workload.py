@@ -1,53 +1,19 @@
-"""The requests of a load test or a simulation: lengths, arrivals and classes from one seed.
-
-Trace files, plain or gzip, are told apart by their first line:
-
-- Azure LLM inference: CSV with TIMESTAMP, ContextTokens, GeneratedTokens;
-- Mooncake: JSON lines with timestamp (ms), input_length, output_length;
-- QwenTrace (Qwen-Bailian): JSON lines with chat_id, parent_chat_id, timestamp (s), input_length,
-  output_length, type, hash_ids; made single-turn as FlowPrefill (section 6.1, "Workloads") does;
-- Vidur and Sarathi: CSV with num_prefill_tokens, num_decode_tokens, and arrived_at (s) or no times.
-
-Prefix blocks (hash_ids) have no other use: every request is a single turn with a cold cache.
-"""
+"""The requests of a load test or a simulation: lengths, arrivals and classes from one seed."""
 
 from __future__ import annotations
 
-import csv
-import gzip
 import itertools
-import json
 import math
 import random
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from datetime import datetime
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
-from millrace.core.errors import ConfigError, reason_of
+from millrace.core.errors import ConfigError
 from millrace.core.weights import DEFAULT_TENANT
 from millrace.sim.workload.arrivals import Gaps
+from millrace.sim.workload.traces import TraceRow
 
 Draw = Callable[[random.Random], int]
-
-_QWEN_BLOCK_TOKENS = 16
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TraceRow:
-    """One request of a trace; `arrival_s` counts from the first request, None where there are no
-    times.
-
-    `class_name` is empty where the trace does not tell kinds of request apart.
-    """
-
-    arrival_s: float | None
-    input_tokens: int
-    output_tokens: int
-    class_name: str = ""
-
-
 RowDraw = Callable[[random.Random], TraceRow]
 
 
@@ -60,6 +26,10 @@ class SloClass:
     tbt_s: float | None = None
     e2e_s: float | None = None
     weight: float = 1.0
+
+    @property
+    def has_objectives(self) -> bool:
+        return any(one is not None for one in (self.ttft_s, self.tbt_s, self.e2e_s))
 
     @classmethod
     def parse(cls, text: str) -> SloClass:
@@ -102,8 +72,8 @@ class WorkloadOptions:
     they are Poisson, or have `gaps` in units of the mean gap.
 
     Rows come from `trace`, or one by one from `draw_row`. A row's class is the class of `classes`
-    with its name (a class without objectives when there is none); rows without a name draw theirs
-    by weight.
+    with its name. If that has no objectives, or there is none, the row's own objectives count; rows
+    without a name draw their class by weight.
     """
 
     trace: Sequence[TraceRow] = ()
@@ -150,104 +120,6 @@ def lognormal(mean: float, std: float) -> Draw:
     return lambda rng: max(1, round(rng.lognormvariate(mu, sigma)))
 
 
-def read_trace(path: Path) -> list[TraceRow]:
-    """Reads a trace, ordered by arrival. Raises ConfigError for a file that is no trace."""
-    try:
-        with path.open("rb") as probe:
-            packed = probe.read(2) == b"\x1f\x8b"
-        with gzip.open(path, "rt") if packed else path.open() as lines:
-            rows = list(_rows(lines))
-    except (OSError, EOFError, UnicodeDecodeError) as error:
-        raise ConfigError(f"trace {path}: {reason_of(error)}") from error
-    except (ValueError, KeyError, TypeError, IndexError) as error:
-        raise ConfigError(f"trace {path}: not a trace this command knows ({error})") from error
-    if not rows:
-        raise ConfigError(f"trace {path}: holds no requests")
-    if rows[0].arrival_s is None:
-        return rows
-    rows.sort(key=_arrival_s)
-    return _from(rows, _arrival_s(rows[0]))
-
-
-def cut_window(rows: Sequence[TraceRow], start_s: float, end_s: float) -> list[TraceRow]:
-    """The rows that arrive from `start_s` to `end_s`, both included; arrivals count from `start_s`.
-
-    Raises ConfigError when the trace has no times, or none in the window.
-    """
-    found = [row for row in rows if start_s <= _arrival_s(row) <= end_s]
-    if not found or found[0].arrival_s is None:
-        raise ConfigError(
-            f"--window {start_s:g}:{end_s:g}: no request of the trace arrives in it, in seconds"
-        )
-    return _from(found, start_s)
-
-
-def _from(rows: Iterable[TraceRow], start_s: float) -> list[TraceRow]:
-    return [replace(row, arrival_s=_arrival_s(row) - start_s) for row in rows]
-
-
-def _arrival_s(row: TraceRow) -> float:
-    return row.arrival_s or 0.0
-
-
-def _rows(lines: Iterable[str]) -> Iterator[TraceRow]:
-    stream = iter(lines)
-    first = next(stream, "")
-    if first.startswith("{"):
-        entries = map(json.loads, filter(str.strip, itertools.chain([first], stream)))
-        yield from _qwen_rows(entries) if '"chat_id"' in first else _mooncake_rows(entries)
-        return
-    for entry in csv.DictReader(itertools.chain([first], stream)):
-        if "TIMESTAMP" in entry:
-            arrival = datetime.fromisoformat(entry["TIMESTAMP"])
-            seconds = (arrival - datetime(1970, 1, 1)).total_seconds()
-            yield _row(seconds, entry["ContextTokens"], entry["GeneratedTokens"])
-        else:
-            arrived = entry.get("arrived_at")
-            yield _row(
-                None if arrived is None else float(arrived),
-                entry["num_prefill_tokens"],
-                entry["num_decode_tokens"],
-            )
-
-
-def _mooncake_rows(entries: Iterable[dict[str, Any]]) -> Iterator[TraceRow]:
-    for entry in entries:
-        yield _row(entry["timestamp"] / 1e3, entry["input_length"], entry["output_length"])
-
-
-def _qwen_rows(entries: Iterable[dict[str, Any]]) -> Iterator[TraceRow]:
-    """Reads a QwenTrace.
-
-    A text turn of a chat keeps only the blocks that its parent's prompt lacked.
-
-    Turns of the other types, and turns whose parent is not in the file, stay whole.
-    """
-    blocks: dict[int, int] = {}  # of each chat_id
-    for entry in entries:
-        own = blocks[entry["chat_id"]] = len(entry["hash_ids"])
-        parent = blocks.get(entry["parent_chat_id"])
-        tokens = entry["input_length"]
-        if entry["type"] == "text" and parent is not None:
-            tokens = _QWEN_BLOCK_TOKENS * (own - parent)
-        yield _row(float(entry["timestamp"]), tokens, entry["output_length"], entry["type"])
-
-
-def _row(
-    arrival_s: float | None,
-    input_tokens: str | int,
-    output_tokens: str | int,
-    class_name: str = "",
-) -> TraceRow:
-    # A few rows of public traces have no input or no output; a request needs one token of each.
-    return TraceRow(
-        class_name=class_name,
-        arrival_s=arrival_s,
-        input_tokens=max(1, int(float(input_tokens))),
-        output_tokens=max(1, int(float(output_tokens))),
-    )
-
-
 def plan(options: WorkloadOptions) -> Iterator[PlannedRequest]:
     """Returns the requests in order of arrival, until `requests`, `duration_s` or the trace's end.
 
@@ -273,19 +145,28 @@ def plan(options: WorkloadOptions) -> Iterator[PlannedRequest]:
         given_in, given_out = options.input_tokens, options.output_tokens
         input_tokens = row.input_tokens if given_in is None else given_in(lengths)
         output_tokens = row.output_tokens if given_out is None else given_out(lengths)
-        if not row.class_name:
-            slo = classes.choices(options.classes, cum_weights=sums)[0]
-        elif (known := by_name.get(row.class_name)) is not None:
-            slo = known
+        if row.class_name:
+            slo = _class_of(row, by_name)
         else:
-            slo = by_name[row.class_name] = SloClass(name=row.class_name)
+            slo = classes.choices(options.classes, cum_weights=sums)[0]
         yield PlannedRequest(
             index=index,
             arrival_s=arrival_s,
             input_tokens=min(input_tokens, options.max_input_tokens or input_tokens),
             output_tokens=min(output_tokens, options.max_output_tokens or output_tokens),
             slo=slo,
+            tenant=row.tenant,
         )
+
+
+def _class_of(row: TraceRow, known: Mapping[str, SloClass]) -> SloClass:
+    """Returns the class of `known` with the row's name; else the row's own objectives, if any."""
+    if (found := known.get(row.class_name)) is not None and found.has_objectives:
+        return found
+    own = row.slo
+    if own is None:
+        return SloClass(name=row.class_name)
+    return SloClass(name=row.class_name, ttft_s=own.ttft_s, tbt_s=own.tbt_s, e2e_s=own.e2e_s)
 
 
 def _gaps_s(options: WorkloadOptions, rng: random.Random) -> Iterator[float]:
