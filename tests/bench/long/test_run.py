@@ -116,6 +116,23 @@ def test_adaptive_chunks_keep_iterations_level_and_static_ones_do_not() -> None:
     assert all(len(way["points"]) < 2 * long_mixed.POINTS for way in found["ways"].values())
 
 
+def test_a_target_below_what_decodes_alone_are_predicted_to_take() -> None:
+    found = long_mixed.chunking(
+        Engine(0.5),  # type: ignore[arg-type]
+        MODEL,
+        prompt_tokens=32 * long_mixed.POINTS,
+        static=(64,),
+        contexts=(16_384,) * 32,
+        announce=announce,
+    )
+    adaptive = found["ways"]["adaptive 64"]
+    assert adaptive["t_target_s"] < MODEL.pass_s(
+        long_mixed.Batch(chunks=(), contexts=(16_384,) * 32).shape
+    )
+    chunks = [tokens for _, tokens, _ in adaptive["points"]]
+    assert chunks == [32] * long_mixed.POINTS
+
+
 def test_decodes_beside_a_chunk_are_compared_with_the_chunk_alone() -> None:
     found = long_mixed.batching(
         Engine(),  # type: ignore[arg-type]

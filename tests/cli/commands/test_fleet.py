@@ -39,7 +39,7 @@ async def test_it_shows_instances_and_signals_and_writes_both_as_json(tmp_path) 
 
 
 async def test_it_shows_the_instances_that_fail_their_requests() -> None:
-    async with scheduler(quick(breaker_errors=1)) as net:
+    async with scheduler(quick(breaker_errors=1, breaker_pause_s=3600.0)) as net:
         worker = await net.worker("p0")
         for name in ("p1", "d0"):
             await net.worker(name)

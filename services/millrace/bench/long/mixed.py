@@ -27,6 +27,8 @@ Document = dict[str, Any]
 POINTS = 64
 #: Passes that the target of an iteration is taken from.
 TARGETS = 5
+#: The smallest adaptive chunk.
+LEAST_CHUNK_TOKENS = 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,7 +166,11 @@ def chunking(
         target_s = usual([workload.mixed_s([last], contexts) for _ in range(TARGETS)])
         if tokens < workload.max_chunk_tokens:
             predictor = Predictor(model)
-            config = PackingConfig(t_target_s=target_s, max_chunk_tokens=workload.max_chunk_tokens)
+            config = PackingConfig(
+                t_target_s=target_s,
+                min_chunk_tokens=LEAST_CHUNK_TOKENS,
+                max_chunk_tokens=workload.max_chunk_tokens,
+            )
             adaptive = Packer(predictor, config)
             prompts[f"adaptive {tokens}"] = Prompt(adaptive, prompt_tokens, target_s, predictor)
         fixed = _static(model, tokens + len(contexts))
@@ -174,7 +180,7 @@ def chunking(
         name = min(running, key=lambda name: prompts[name].done)
         now = prompts[name]
         announce(f"chunking: a prompt of {prompt_tokens} tokens ({now.done} done)")
-        ((_, tokens),) = now.packer.pack(len(contexts), sum(contexts), [(now, now.done)], _no_slack)
+        tokens = _next_chunk(now, contexts)
         batch = Batch(chunks=((tokens, now.done),), contexts=tuple(contexts))
         taken_s = workload.mixed_s(batch.chunks, contexts)
         if now.predictor is not None:
@@ -192,6 +198,18 @@ def chunking(
         "context_tokens": sum(contexts),
         "ways": ways,
     }
+
+
+def _next_chunk(prompt: Prompt, contexts: Sequence[int]) -> int:
+    """Returns the tokens of a prompt's next chunk.
+
+    Where decodes alone are predicted to fill the target, a prompt waits until some of them end.
+    These never end, so the prompt gets its smallest chunk.
+    """
+    waiting = [(prompt, prompt.done)]
+    packed = prompt.packer.pack(len(contexts), sum(contexts), waiting, _no_slack)
+    least = min(LEAST_CHUNK_TOKENS, prompt.prompt_tokens - prompt.done)
+    return packed[0][1] if packed else least
 
 
 def _static(model: OperatorModel, budget: int) -> Packer:
