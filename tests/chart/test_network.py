@@ -138,3 +138,21 @@ def test_an_external_redis_is_reached_by_its_port() -> None:
     scheduler = Pod("scheduler", "llm", naming.labels("millrace", "scheduler"))
     assert allowed(policies(found), scheduler, OUTSIDE, 6380)
     assert not allowed(policies(found), scheduler, OUTSIDE, 6379)
+
+
+@pytest.mark.parametrize(
+    ("external", "ports"),
+    [
+        ({"url": "redis+sentinel://u:p:1@a,b:26380,a/llm/0?db=1"}, {26379, 26380, 6379}),
+        ({"url": "rediss+sentinel://[::1]:7/llm"}, {7, 6379}),
+        ({"url": "redis+sentinel://a/llm", "ports": [26379, 6390]}, {26379, 6390}),
+        ({"existingSecret": "mine"}, {6379}),
+        ({"existingSecret": "mine", "ports": [26379, 6379]}, {26379, 6379}),
+    ],
+)
+def test_sentinels_and_their_servers_are_reached(external: Object, ports: set[int]) -> None:
+    given = {**values_of("minimal"), "redis": {"enabled": False}, "externalRedis": external}
+    scheduler = Pod("scheduler", "llm", naming.labels("millrace", "scheduler"))
+    found = policies(objects(given))
+    tried = {7, 6379, 6380, 6390, 26379, 26380}
+    assert {port for port in tried if allowed(found, scheduler, OUTSIDE, port)} == ports

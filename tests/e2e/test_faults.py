@@ -27,6 +27,7 @@ from support.live_stack import (
     keys_of_requests,
     live_stack,
 )
+from support.redis_servers import watched
 from support.served_model import served_folder
 from support.tiny_models import oracle, prompt
 
@@ -158,6 +159,15 @@ async def redis_pid(stack: Stack) -> int:
         return (await store.info("server"))["process_id"]
 
 
+async def is_answered(client: httpx.AsyncClient) -> bool:
+    """A request gets its answer, or else 503 with `Retry-After`."""
+    asked = {"model": "tiny", "prompt": prompt(50), "max_tokens": 8}
+    response = await client.post("/v1/completions", json=asked)
+    if response.status_code != 200:
+        assert response.status_code == 503 and int(response.headers["retry-after"]) >= 1
+    return response.status_code == 200
+
+
 @pytest.mark.asyncio(loop_scope="module")
 async def test_a_store_that_dies_is_started_again_and_costs_no_answer(fleet, client) -> None:
     """Redis holds the journal and prompts; tokens under way need neither."""
@@ -166,14 +176,7 @@ async def test_a_store_that_dies_is_started_again_and_costs_no_answer(fleet, cli
     async with held(fleet, begun.is_set):
         os.kill(await redis_pid(fleet), signal.SIGKILL)
 
-    async def is_answered() -> bool:
-        asked = {"model": "tiny", "prompt": prompt(50), "max_tokens": 8}
-        response = await client.post("/v1/completions", json=asked)
-        if response.status_code != 200:
-            assert response.status_code == 503 and int(response.headers["retry-after"]) >= 1
-        return response.status_code == 200
-
-    await eventually(is_answered)
+    await eventually(lambda: is_answered(client))
     assert await answer == await greedy_ids(client, [9], TOKENS)
     assert await greedy_ids(client, prompt(50), 8) == oracle(MODEL).greedy(prompt(50), 8)
 
@@ -306,3 +309,21 @@ async def test_a_damaged_model_ends_start_up_with_one_clear_line(tmp_path: Path)
             pass
     assert "\n" not in str(caught.value)
     assert "Traceback" not in str(caught.value)
+
+
+@pytest.mark.slow
+async def test_a_failover_of_the_store_costs_no_answer() -> None:
+    async with (
+        watched() as servers,
+        live_stack(served_folder(MODEL), settings=FAST, redis_url=servers.url) as stack,
+        httpx.AsyncClient(base_url=stack.url, timeout=2 * HANG_S) as client,
+    ):
+        undisturbed = await greedy_ids(client, [9], TOKENS)
+        begun = asyncio.Event()
+        answer = asyncio.create_task(streamed_ids(client, [9], TOKENS, begun))
+        async with held(stack, begun.is_set):
+            await servers.kill_primary()
+        await eventually(lambda: is_answered(client))
+        assert await answer == undisturbed
+        assert await greedy_ids(client, prompt(50), 8) == oracle(MODEL).greedy(prompt(50), 8)
+        assert [key async for key in servers.replica.scan_iter("millrace:lease:*")]

@@ -38,12 +38,22 @@
     - podSelector:
         matchLabels: {{- include "millrace.selector" (dict "root" . "component" "redis") | nindent 10 }}
 {{- else -}}
-- ports: [{protocol: TCP, port: {{ include "millrace.externalRedisPort" . }}}]
+- ports:
+    {{- range include "millrace.externalRedisPorts" . | fromJsonArray }}
+    - {protocol: TCP, port: {{ . }}}
+    {{- end }}
 {{- end -}}
 {{- end -}}
 
-{{/* Of the URL, where the chart knows it. */}}
-{{- define "millrace.externalRedisPort" -}}
-{{- $port := regexFind ":[0-9]+$" (urlParse .Values.externalRedis.url).host | trimPrefix ":" -}}
-{{ $port | default "6379" }}
+{{/* JSON list: as given, else of the URL where the chart knows it. Sentinels name servers of any port. */}}
+{{- define "millrace.externalRedisPorts" -}}
+{{- $external := .Values.externalRedis -}}
+{{- $sentinel := regexMatch "^rediss?[+]sentinel:" $external.url -}}
+{{- $ports := list -}}
+{{- range splitList "," (regexReplaceAll "^[^:]*://([^/?]*@)?([^/?]*).*$" $external.url "${2}") -}}
+{{- $port := regexFind ":[0-9]+$" . | trimPrefix ":" -}}
+{{- $ports = append $ports ($port | default (ternary "26379" "6379" $sentinel) | int) -}}
+{{- end -}}
+{{- if $sentinel }}{{ $ports = append $ports 6379 }}{{ end -}}
+{{ $external.ports | default $ports | uniq | toJson }}
 {{- end -}}

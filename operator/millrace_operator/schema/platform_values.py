@@ -132,8 +132,9 @@ class Redis(Placement):
 class ExternalRedis(Partial):
     """An existing Redis server."""
 
-    url: str = doc("URL of the server.", max_length=2048, pattern="^(rediss?://.+)?$")
+    url: str = doc("URL of the server.", max_length=2048, pattern="^(rediss?([+]sentinel)?://.+)?$")
     existing_secret: Text = doc("Secret with the key url.")
+    ports: Ports = doc("Ports of the servers and Sentinels; empty: those of the URL.")
 
 
 class Ingress(Partial):

@@ -212,7 +212,7 @@ class Scheduling(Record):
 
 
 class StoreUrl(SecretRef):
-    """URL of the server, redis:// or rediss://."""
+    """URL of the server: redis://, rediss://, redis+sentinel:// or rediss+sentinel://."""
 
     key: SecretKey = "url"
 

@@ -12,7 +12,7 @@ from millrace.state.records import Deadlines, MemoryDeadlines, MemoryRecords, Re
 from millrace.state.redis.documents import RedisDocuments
 from millrace.state.redis.leases import RedisLeases
 from millrace.state.redis.limits import RedisLimits
-from millrace.state.redis.link import shown_url
+from millrace.state.redis.pools import SCHEMES, URLS, shown_url
 from millrace.state.redis.records import RedisDeadlines, RedisRecords
 from millrace.state.redis.store import RedisStore
 from millrace.state.redis.streams import RedisStreams
@@ -68,9 +68,6 @@ def open_tenant_tables(config: StoreConfig) -> TenantTables:
 def in_memory(config: StoreConfig) -> bool:
     """Returns whether the store ends with its process. Raises ConfigError as `open_store`."""
     scheme, separator, _ = config.url.partition("://")
-    if separator and scheme in ("memory", "redis", "rediss", "unix"):
+    if separator and scheme in ("memory", *SCHEMES):
         return scheme == "memory"
-    raise ConfigError(
-        f"store.url is {shown_url(config.url)!r}; it must be memory:// or a redis://, rediss:// or "
-        "unix:// URL"
-    )
+    raise ConfigError(f"store.url is {shown_url(config.url)!r}; it must be memory:// or a {URLS}")

@@ -17,7 +17,7 @@ from millrace.core.config import StoreConfig
 from millrace.core.errors import ConfigError
 from millrace.local.private_redis import PrivateRedis
 from millrace.state.redis import link as redis_link
-from millrace.state.redis.link import shown_url
+from millrace.state.redis.pools import shown_url
 from millrace.state.redis.store import RedisStore
 from millrace.state.store import JournalEntry, StateUpdate, StoreError
 from support.deadlines import HANG_S

@@ -12,7 +12,8 @@ from redis.exceptions import RedisError
 from millrace.cli.doctor.findings import FAILURE, OK, WARNING, Finding
 from millrace.core.config import StoreConfig
 from millrace.state.open import in_memory
-from millrace.state.redis.link import RedisLink, shown_url
+from millrace.state.redis.link import RedisLink
+from millrace.state.redis.pools import shown_url
 
 PINGS = 50
 #: A token's journal and a prompt wait for one answer each.

@@ -12,7 +12,10 @@ from millrace.core.errors import ConfigError
 @dataclass(frozen=True, kw_only=True)
 class StoreConfig(Section):
     url: str = setting(
-        "memory://", None, "redis://, rediss:// or unix:// URL; memory:// within one process only"
+        "memory://",
+        None,
+        "redis://, rediss:// or unix:// URL, or with Sentinels redis+sentinel:// or "
+        "rediss+sentinel://; memory:// within one process only",
     )
     key_prefix: str = setting("millrace")
     ttl_s: float = setting(7200.0, within(1), "lifetime of a record whose request has not ended")

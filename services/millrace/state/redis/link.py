@@ -1,20 +1,20 @@
-"""One connection to Redis, and the rules of its calls: time-outs, attempts and errors."""
+"""The connections to Redis, and the rules of their calls: time-outs, attempts and errors."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
-from urllib.parse import urlsplit
 
-from redis.asyncio import BlockingConnectionPool, Redis
+from redis.asyncio import Redis
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
-from redis.exceptions import AuthenticationError, RedisError
+from redis.exceptions import AuthenticationError, RedisError, ResponseError
 from redis.exceptions import ConnectionError as RedisConnectionError
 
 from millrace.core.config import StoreConfig
 from millrace.core.errors import ConfigError
+from millrace.state.redis.pools import URLS, pool_of, shown_url
 from millrace.state.redis.scripts import ScriptCall, ScriptRunner
 from millrace.state.store import StoreError
 
@@ -24,14 +24,6 @@ MAX_CONNECTIONS = 64
 CONNECT_TIMEOUT_S = 5.0
 ANSWER_TIMEOUT_S = 10.0
 RETRY_DELAYS_S = (0.05, 0.25)  # attempts of idempotent calls
-
-
-def shown_url(url: str) -> str:
-    """Returns `url` without user, password and query, for messages and logs."""
-    if "://" not in url:
-        return url.rpartition("@")[2]
-    parts = urlsplit(url)
-    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
 
 
 def as_bytes(answer: bytes | str | None) -> bytes:
@@ -45,24 +37,21 @@ class RedisLink:
     def __init__(self, config: StoreConfig) -> None:
         """Connects at the first call. Raises ConfigError when `config.url` is not valid."""
         self._shown_url = shown_url(config.url)
-        tcp = {} if config.url.startswith("unix:") else {"socket_keepalive": True}
+        options = {
+            "max_connections": MAX_CONNECTIONS,
+            "timeout": ANSWER_TIMEOUT_S,
+            "socket_connect_timeout": CONNECT_TIMEOUT_S,
+            "socket_timeout": ANSWER_TIMEOUT_S,
+            # This class decides which calls are retried, not the library.
+            "retry": Retry(NoBackoff(), 0),
+            "protocol": 2,
+            "driver_info": None,
+        }
         try:
-            pool = BlockingConnectionPool.from_url(
-                config.url,
-                max_connections=MAX_CONNECTIONS,
-                timeout=ANSWER_TIMEOUT_S,
-                socket_connect_timeout=CONNECT_TIMEOUT_S,
-                socket_timeout=ANSWER_TIMEOUT_S,
-                # This class decides which calls are retried, not the library.
-                retry=Retry(NoBackoff(), 0),
-                protocol=2,
-                driver_info=None,
-                **tcp,
-            )
+            pool = pool_of(config.url, options)
         except ValueError as error:
             raise ConfigError(
-                f"store.url is {self._shown_url!r}; it must be a redis://, rediss:// or unix:// "
-                f"URL: {error}"
+                f"store.url is {self._shown_url!r}; it must be a {URLS}: {error}"
             ) from error
         self.client: Redis = Redis.from_pool(pool)
         self.scripts = ScriptRunner(self.client)
@@ -90,7 +79,7 @@ class RedisLink:
         """Makes an idempotent call; tries again when the connection was lost."""
         for delay_s in RETRY_DELAYS_S:
             try:
-                return await _cancellable(call())
+                return await self._attempt(call)
             except AuthenticationError:  # a kind of RedisConnectionError that stays
                 break
             except (RedisConnectionError, OSError):
@@ -102,9 +91,21 @@ class RedisLink:
     async def once(self, call: Callable[[], Awaitable[T]]) -> T:
         """Makes a call that must not be made twice. Raises StoreError when it fails."""
         try:
-            return await _cancellable(call())
+            return await self._attempt(call)
         except (RedisError, OSError) as error:
             raise StoreError(f"request store {self._shown_url}: {error}") from error
+
+    async def _attempt(self, call: Callable[[], Awaitable[T]]) -> T:
+        """Raises RedisConnectionError if the server has become a replica since it was reached."""
+        try:
+            return await _cancellable(call())
+        except ResponseError as error:
+            if "READONLY" not in str(error):  # within the message where a script wrote
+                raise
+            pool = self.client.connection_pool
+            await pool.update_active_connections_for_reconnect()
+            await pool.disconnect(inuse_connections=False)
+            raise RedisConnectionError(f"it has become a replica: {error}") from error
 
 
 async def _cancellable(work: Awaitable[T]) -> T:
