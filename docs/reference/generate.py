@@ -66,12 +66,17 @@ take are in [configuration.md](configuration.md).
 """
 
 
-def cli() -> str:
-    """docs/reference/cli.md."""
+def command_tree() -> Any:  # noqa: ANN401 - click's
+    """Returns the command `millrace` with all that are below it."""
     command_line._add_benchmarks("")
     if not command_line.sim.registered_commands:
         importlib.import_module("millrace.cli.sim.command").register(command_line.sim)
-    root = get_command(command_line.app)
+    return get_command(command_line.app)
+
+
+def cli() -> str:
+    """docs/reference/cli.md."""
+    root = command_tree()
     context = root.context_class(root, info_name="millrace")
     lines = [CLI_HEAD.format(written=WRITTEN.format(source="the commands' own options"))]
     return "\n".join([*lines, *_commands(root, context, "millrace")])
