@@ -144,7 +144,7 @@ def test_the_version_stands_in_pyproject_and_all_else_agrees() -> None:
     assert version() == PYPROJECT["project"]["version"]
     chart = yaml.safe_load((ROOT / "charts/millrace/Chart.yaml").read_text())
     assert (chart["version"], chart["appVersion"]) == (version(), version())
-    for path in ("services/Dockerfile", "Makefile", "README.md", "docs/guides/kubernetes.md"):
+    for path in ("services/Dockerfile", "Makefile", "README.md", "docs/guides/images.md"):
         assert version() not in (ROOT / path).read_text(), path
 
 

@@ -1,6 +1,6 @@
 """A stack of the images of `make images`: `make test-images`.
 
-See docs/guides/kubernetes.md.
+See docs/guides/images.md.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from millrace.core.errors import ConfigError
 from millrace.profiles import load_profile, profile_names
 
 SOURCE = os.environ.get("MILLRACE_PROFILE_SOURCE", "")
-#: What misses the 5 % that is aimed at; docs/guides/profiles.md says why.
+#: What misses the 5 % that is aimed at; docs/design/shipped-profiles.md says why.
 ABOVE_FIVE_PERCENT = {("llama3-70b-a100-tp8", "prefill")}
 
 
