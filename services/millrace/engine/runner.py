@@ -22,18 +22,18 @@ from millrace.engine.pipeline.in_flight import InFlight
 class Runner(Protocol):
     """A model bound to a KV pool: `ModelRunner` in one stage, `PipelineRunner` in several.
 
-    One thread at a time runs it; suspended prefills may be many. EngineDied, from any call, is the
-    end of the runner: a process that computes with this one has died.
+    One thread at a time calls it. Several prefills may be suspended at a time. Any call may raise
+    EngineDied: a process that computes with this one has died, and the runner can't be used again.
     """
 
     remote: Remote | None
     """The way to the KVP workers of spread requests. The caller sets it, between passes."""
-    model: Model  # this process's part: rank 0 of the first stage
-    pool: KvPool  # the record of all pages; its tensor is rank 0's
+    model: Model  # the part of this process: rank 0 of the first stage
+    pool: KvPool  # the record of all pages; its tensor is that of rank 0
     storage: Tensor
     """[pools, layers, pages, 2, k, page_tokens, d]: the KV of all layers, and of all ranks whose
     memory this process maps, in the order of their heads. `pool` has the first."""
-    states: PassStates  # this process's
+    states: PassStates  # of this process
 
     @property
     def in_flight(self) -> InFlight | None:
@@ -41,26 +41,27 @@ class Runner(Protocol):
 
     @property
     def processes(self) -> Processes | None:
-        """The other processes that compute with this one; None where it is alone."""
+        """Returns the other processes that compute with this one; None if there are none."""
 
     def prefill_batch(self, tasks: Sequence[PrefillTask]) -> Generator[Boundary]:
         """Computes a ragged batch of chunks, yielding after every operator.
 
-        The caller may stop at any boundary (`close()`), or leave the generator suspended, run
-        others, and resume. The KV of a layer is in its pages once the layer's ``attn`` was yielded,
-        and of a later stage's layer when the tasks' `on_layer` is called. Rows that no task wants
-        are not computed: without logits the pass ends at the last layer's ``attn``. In several
-        stages the generator ends when the next pass may begin; where rows are wanted, it yields a
-        boundary with `awaited` first. Raises ValueError when a task has no tokens or too few pages.
+        At any boundary the caller may end the generator (`close()`), or leave it suspended, run
+        other generators, and resume it. The KV of a layer is in its pages once the layer's ``attn``
+        was yielded; for a layer of a later stage, when the tasks' `on_layer` is called. Rows that
+        no task wants are not computed: without logits the pass ends at the last layer's ``attn``.
+        In several stages the generator ends when the next pass may begin; if rows are wanted, it
+        first yields a boundary with `awaited`. Raises ValueError if a task has no tokens or too few
+        pages.
         """
 
     def prefill_ring(self, task: RingTask) -> Generator[Boundary]:
-        """Computes a member's part of a pass of an SP group, yielding as `prefill_batch`.
+        """Computes a member's part of a pass of an SP group; yields as `prefill_batch` does.
 
-        All members yield the same boundaries up to the last layer's ``attn``, where the pass ends
-        at members that want no rows. A member without tokens only takes its place in the ring.
-        Uses the task's link on the caller's thread. Raises ValueError when the task's fields don't
-        fit each other, and where ranks on CUDA would have to take part in a ring.
+        All members yield the same boundaries up to the last layer's ``attn``. There the pass ends
+        at members that want no rows. A member without tokens only forwards blocks of the ring. The
+        caller's thread uses the task's link. Raises ValueError if the task's fields don't fit each
+        other, or if ranks on CUDA would have to take part in a ring.
         """
 
     def decode(
@@ -68,9 +69,9 @@ class Runner(Protocol):
     ) -> Tensor:
         """Computes one token of each of b sequences: writes its KV, attends to `kv_lens` rows.
 
-        All four lie on the host, where the step is planned: ``token_ids`` int64 [b];
+        All four tensors are on the host, where the step is planned: ``token_ids`` int64 [b];
         ``positions`` int64 [b]; ``page_table`` int32 [b, max_pages]; ``kv_lens`` int32 [b], the
-        new token included. Returns float32 [b, vocab] on the model's device.
+        new token included. Returns logits, float32 [b, vocab], on the model's device.
         """
 
     def mixed(
@@ -78,17 +79,17 @@ class Runner(Protocol):
     ) -> Tensor:
         """Computes a decode step of b sequences and chunks in one pass: at least one row.
 
-        page_table: int32 [b + chunks, max_pages] on the host, the decodes' rows first. Returns
-        float32 [b, vocab] on the model's device; the tasks get theirs. Raises ValueError as
-        `prefill_batch` does.
+        page_table: int32 [b + chunks, max_pages] on the host, the decodes' rows first. Returns the
+        decodes' logits, float32 [b, vocab], on the model's device; each task gets its own rows.
+        Raises ValueError as `prefill_batch` does.
         """
 
     def follow(self, page_table: PageTable) -> None:
-        """Takes the page table of the decode batch, over whose first rows steps will come. Captures
-        the CUDA graphs of steps, if the engine has any; called once, before the first step."""
+        """Prepares decode steps over the first rows of this page table, and captures the CUDA
+        graphs of steps if the engine uses any. Called once, before the first step."""
 
     def project(self, hidden: Tensor) -> Tensor:
-        """float32 [n, vocab]: logits of rows of `PrefillTask.hidden`."""
+        """Returns the logits of rows of `PrefillTask.hidden`, float32 [n, vocab]."""
 
     def copy_page(self, source: int, target: int) -> None:
-        """`KvPool.copy_page`, at every stage and rank."""
+        """Copies a page, as `KvPool.copy_page` does, at every stage and rank."""

@@ -46,7 +46,7 @@ class Fail:
     `resumable`: an instance was lost when the first token may have been out. The proxy knows the
     tokens that were out, and may submit the rest as a new request.
     `prompt_unread`: resumable, and no instance was lost: the proxy is to write the prompt again.
-    `quarantined`: instances die of the request, which nobody is to try again.
+    `quarantined`: the request kills instances, and nobody may try it again.
     """
 
     request_id: str
@@ -71,12 +71,12 @@ class Suspect:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdmitDecode:
-    """Tell the decode instance to reserve for the request. Comes before `RunPrefill`.
+    """Tell the decode instance to reserve memory for the request. Comes before `RunPrefill`.
 
-    With `kept_tokens` it holds the request already: it keeps the KV of these first tokens, which
-    earlier attempts left, and expects the rest again. In a first attempt it takes the tokens out of
-    its prefix cache. No two of these effects have the same `attempt`. With `shards`, in order of
-    position, it holds the first shard, and the KVP workers named in the others hold those.
+    kept_tokens: the instance keeps the KV of these first tokens and expects the others. Earlier
+    attempts left the tokens there; in a first attempt they come out of its prefix cache.
+    attempt: differs in all such effects of one request.
+    shards: in order of position. The instance holds the first shard, KVP workers hold the others.
     expected_tokens: of a choice's answer.
     """
 
@@ -90,12 +90,12 @@ class AdmitDecode:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunPrefill:
-    """Send a request's plan to an instance of it, after all that the instance already holds.
+    """Send a request's plan to one of its instances, at the end of the instance's queue.
 
-    Every instance named in `chunks` gets one; it queues those chunks that name it, each as an entry
-    of its own (see `Order`). Chunks that begin after token 0 continue after the tokens that
-    decode keeps. With `shards` the KV goes to their workers, else all of it to decode. With an
-    empty `decode_id` the request is prefill only: no KV is sent, and the leader emits the result.
+    Every instance that `chunks` names gets this effect. It queues the chunks that name it, each as
+    an entry of its own (see `Order`). Chunks that begin after token 0 continue after the tokens
+    that decode keeps. With `shards` the KV goes to their workers, else all KV goes to decode. An
+    empty `decode_id` says prefill only: no KV is sent, and the leader emits the result.
     """
 
     instance_id: str

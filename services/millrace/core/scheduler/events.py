@@ -73,6 +73,8 @@ class InstanceCordoned:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Submitted:
+    """A proxy submits a request."""
+
     request: Request
 
 
@@ -80,8 +82,8 @@ class Submitted:
 class Reopened:
     """A proxy that has connected again names a request that it has submitted before.
 
-    `decode`: the instance that the proxy expects its tokens from; None: it knows of none.
-    `token_age_s`: since its first token came; None: no token has come.
+    `decode`: the instance from which the proxy expects tokens; None: it does not know one.
+    `token_age_s`: seconds since the first token came; None: no token has come.
     """
 
     request: Request
@@ -123,9 +125,9 @@ class PolicyChanged:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightsChanged:
-    """From now on classes and tenants have these weights; those without one here keep theirs.
+    """From now on these classes and tenants have these weights. All others keep their weights.
 
-    The scheduler's first event brings the weights of the configuration.
+    The scheduler's first event has the weights of the configuration.
     """
 
     weights: Weights
@@ -135,7 +137,7 @@ class WeightsChanged:
 class ImprovementRateChanged:
     """The improvement that a larger group needs from now on: a fixed rate, or a table.
 
-    `rows` of (arrivals per second, rate) count where `rate` is None.
+    If `rate` is None, the table counts: `rows` of (arrivals per second, rate).
     """
 
     rate: float | None = None

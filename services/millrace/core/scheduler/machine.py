@@ -1,21 +1,22 @@
 """Decides everything: `step(event, now_s) -> effects`. No clock, no randomness, no I/O.
 
-The way of a request:
+The way of a request (`docs/concepts/scheduler.md` has every step):
 
-1. Submitted, the request waits to be placed until a decode instance has enough free pages for the
-   prompt and the whole answer (Tetris section 5.2 picks the instance), or until several instances
-   together have them (`fleet.kvp_placement`).
-2. Placed, the request waits in the pool's waiting queue. Every round plans it again, until the
-   group of its first chunk has task slots and all its instances have the prompt's pages.
-3. Sent, its chunks are tasks in the pool's run queue (`fleet.run_queue`), which picks the tasks
-   that run.
+1. A submitted request waits until a decode instance has enough free pages for the prompt and the
+   whole answer (Tetris section 5.2 picks the instance), or until several instances together have
+   them (`fleet.kvp_placement`). Then it is placed.
+2. A placed request waits in the pool's waiting queue. Every round plans it again, until the group
+   of its first chunk has task slots and all its instances have the prompt's pages. Then it is sent.
+3. The chunks of a sent request are tasks in the pool's run queue (`fleet.run_queue`), which picks
+   the tasks that run.
 
-A prefill-only request, which generates no token, needs no decode instance: step 1 passes it on. The
-leader of its group emits its result, and its RequestReleased ends the request. If an instance of it
-is lost before, it is prefilled again from its beginning, as no KV of it is anywhere else.
+A prefill-only request, which generates no token, needs no decode instance and skips step 1. The
+leader of its group emits its result, and the leader's RequestReleased ends the request. If one of
+its instances is lost before, the request is prefilled again from its beginning: its KV is nowhere
+else.
 
-What a request occupies at an instance is a `Holding` of this instance (`fleet.instances`). A
-holding outlives the request:
+The pages and slots that a request occupies at an instance are a `Holding` of this instance
+(`fleet.instances`). A holding outlives the request:
 
 - The task slot of a prefill instance is freed by the chunk's ChunkFinished, or when the request
   ends or is planned again.
@@ -26,8 +27,8 @@ holding outlives the request:
 - All of them are freed by the instance's death, or `release_timeout_s` after the request let go.
 
 So a worker that reports RequestFailed also reports RequestReleased once the pages are free. A
-request is never sent to a prefill instance that still holds an earlier attempt of it, so an event
-of a prefill instance always means the attempt that this instance holds.
+request is never sent to a prefill instance that still holds an earlier attempt of the request. So
+an event of a prefill instance is always about the attempt that this instance holds.
 
 When a prefill instance is lost, the request keeps its decode instance and the KV of the first
 tokens, which landed there. The next attempt computes the rest. Reports of decode name their

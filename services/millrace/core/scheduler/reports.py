@@ -45,7 +45,7 @@ class CachedBlocks:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Heartbeat:
-    """The instance lives; its load."""
+    """The instance lives, and has this load."""
 
     free_pages: int = 0
     running: int = 0  # requests in compute or in the batch
@@ -68,8 +68,10 @@ class ChunkStarted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkFinished:
-    """`ring_wait_s` and `history_wait_s` are parts of `compute_s`: waits for blocks of the ring,
-    and for history that other members sent.
+    """A chunk is computed; `last`: and so is the whole prompt.
+
+    `ring_wait_s` and `history_wait_s` are parts of `compute_s`: waits for blocks of the ring, and
+    for history that other members sent.
     """
 
     request_id: str
@@ -137,7 +139,7 @@ class RequestFinished:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestFailed:
-    """The instance can't do its part of the request, in one attempt or (attempt 0) at all.
+    """The instance can't do its part of the request: in this attempt, or (attempt 0) in any.
 
     After a retryable failure the request is prefilled again. `kept_tokens`: the first tokens whose
     KV a decode instance keeps for the next attempt. With 0 it releases the request.

@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 #: The most bytes that go faster in a notification than in a write with a notification: they arrive
-#: in a third of the time. Well below the size at which UCX begins to ask before it sends.
+#: in a third of the time. From a far larger size on UCX asks the peer before it sends.
 INLINE_BYTES: Final = 72 << 10
 
 #: Called with (peer's name, payload) on the transport's thread.
@@ -53,7 +53,7 @@ async def outcome(future: Future[T]) -> T:
 
 
 class Transport(Protocol):
-    """One process's end of the data plane. Every implementation passes
+    """One process's end of the paths on which KV travels. Every implementation passes
     `tests/contract/test_transport.py`.
     """
 
@@ -67,8 +67,8 @@ class Transport(Protocol):
         """Opens a region to writes, ours and peers'. Returns its index: 0, 1, ... in order."""
 
     def metadata(self) -> bytes:
-        """Returns the data that a peer needs to `connect` here, with the regions registered so
-        far.
+        """Returns the data that a peer needs to `connect` to this transport, with the regions
+        that are registered so far.
         """
 
     def connect(self, metadata: bytes) -> Future[str]:
@@ -87,19 +87,19 @@ class Transport(Protocol):
         peer_region: int = 0,
         urgent: bool = False,
     ) -> Future[None]:
-        """Writes runs of our `region` to the peer's; the peer gets `notification` after the last
-        byte. An empty notification is not sent.
+        """Writes `runs` of our `region` to `peer_region` of the peer, which gets `notification`
+        after the last byte. An empty notification is not sent.
 
-        The future is done once the peer's memory holds the bytes. It raises PeerLostError, or
-        TransferError for an unknown peer or runs that leave a region. A write can be cancelled
-        until it is posted; a running future can't be cancelled, and ends when our memory is no
-        longer read. `urgent` is for few bytes that a caller waits for: the calling thread posts
-        them itself where it can.
+        The future is done once the peer's memory holds the bytes. It raises PeerLostError; or
+        TransferError for an unknown peer, or for runs that leave a region. A write can be cancelled
+        until it is posted. A running future can't be cancelled, and ends when our memory is no
+        longer read. `urgent` is for few bytes for which a caller waits: the calling thread posts
+        them itself if it can.
         """
 
     def notify(self, peer: str, payload: bytes, *, urgent: bool = False) -> Future[None]:
-        """Sends a notification alone. Raises PeerLostError; a done future does not prove its
-        arrival.
+        """Sends a notification alone. The future raises PeerLostError; a done future does not
+        prove that the notification arrived.
 
         `urgent` works as in `write`.
         """
@@ -118,8 +118,8 @@ class Transport(Protocol):
     def progress(self) -> bool:
         """Does the transport's pending work on the calling thread.
 
-        A caller that waits for a peer's answer calls it between two checks: the way over the
-        transport's own thread takes longer. Returns False if only that thread can do the work.
+        A caller that waits for a peer's answer calls this between two checks, as the transport's
+        own thread would take longer. Returns False if only the transport's thread can do the work.
         """
 
     def is_dead(self, peer: str) -> bool:

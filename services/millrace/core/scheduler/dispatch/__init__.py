@@ -1,0 +1,1 @@
+"""The work of a step: place, plan and send requests, follow their progress, recover losses."""

@@ -1,0 +1,1 @@
+"""Why a request waits, and which mechanisms are in force."""

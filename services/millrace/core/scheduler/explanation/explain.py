@@ -1,7 +1,7 @@
 """Says why a request waits, or waited: its part of the order, what is before it, what it lacks.
 
-It is made on demand, from what the scheduler knows anyway, and costs a look at all that goes before
-the request. Only the times by reason are kept while requests wait (`core.waits`), and those of the
+An explanation is made on demand from the scheduler's state, and reads all requests that go before
+this one. Only the times by reason are kept while requests wait (`core.waits`), and the times of the
 last requests that ended (`ended_requests`).
 """
 

@@ -1,4 +1,4 @@
-"""All instances and their pools, and what holds for all of them: policy, weights, rates."""
+"""All instances and their pools, and the policy, weights and rates that all pools share."""
 
 from __future__ import annotations
 

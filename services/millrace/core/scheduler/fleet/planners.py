@@ -1,11 +1,10 @@
-"""The planners of a pool: for each history of a prompt, and for what its instances were seen to
-take.
+"""The planners of a pool: one for each history of a prompt and each correction of its times.
 
-Tetris section 5.1 compares groups by Eq. (1) as it was fitted. Deviation: queue times are corrected
-by what the instances took, and so are the chunks of a plan. Otherwise a queue on a slow pool looks
-longer than it is, and a degree whose ring is slower than the profile says is chosen all the same.
-The factor of a degree is what the pool's corrections say of the whole prompt, rounded on a scale of
-`STEP`: a model that is right to some percent stays as it is, and few planners are made.
+Tetris section 5.1 compares groups by Eq. (1) as it was fitted. Deviation: queue times and the times
+of chunks are corrected by the times that the pool's instances took. Otherwise a queue on a slow
+pool looks longer than it is, and a degree whose ring is slower than the profile says is still
+chosen. The factor of a degree is the pool's correction for the whole prompt, rounded on a scale of
+`STEP`. So a model that is right within some percent stays unchanged, and few planners are made.
 """
 
 from __future__ import annotations
@@ -29,7 +28,8 @@ MOST = 32
 class Planners:
     """The configured planner of a pool, with a latency model that is corrected for each prompt.
 
-    corrected(band, seconds): what work of that band takes for which the model says `seconds`.
+    corrected(band, seconds): the corrected time of work of that band, which takes `seconds` by the
+    model.
     """
 
     def __init__(self, inputs: PlannerInputs, corrected: Callable[[Band, float], float]) -> None:

@@ -37,10 +37,10 @@ _QUICKER = (STARTING_RATE, 0.0)
 
 
 class Pool:
-    """Instances of one model hash; only those within a pool are ever paired.
+    """Instances of one model hash. Instances of two pools never work together.
 
-    `prefill`, `decode` and `kvp` hold the instances that take new work, `members` counts draining
-    ones too. An instance of role "mixed" is among `decode` and prefills what it is given itself.
+    `prefill`, `decode` and `kvp` hold the instances that take new work; `members` also counts
+    draining instances. An instance of role "mixed" is among `decode` and prefills its own prompts.
     """
 
     def __init__(self, config: SchedulerConfig, ranking: Ranking) -> None:

@@ -1,8 +1,8 @@
 """The progress of a prompt, and the expected time of its first token.
 
-Not from a paper. The time left is the largest of three predictions, since each of them misses
-something. The plan's own seconds (`LiveRequest.remaining_s`) miss the work ahead. The prediction at
-the placement misses the work that came later. The pace so far is of earlier, cheaper tokens.
+Not from a paper. The time left is the largest of three predictions, since each leaves something
+out. The plan's own seconds (`LiveRequest.remaining_s`) leave out the work ahead. The prediction at
+the placement leaves out the work that came later. The pace so far is of earlier, cheaper tokens.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""What becomes of requests: refused, or ended with objectives met or missed."""
+"""Refusals, ends with objectives met or missed, and the breakers of failing instances."""
