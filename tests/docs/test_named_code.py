@@ -1,4 +1,4 @@
-"""A link to code whose text is a name leads to a file that defines the name."""
+"""Files and names of the code that pages mention exist."""
 
 import ast
 import re
@@ -8,9 +8,15 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = sorted(str(page.relative_to(ROOT)) for page in ROOT.glob("docs/**/*.md"))
+WRITTEN = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/**/*.md")]
+PAGES = sorted(str(page.relative_to(ROOT)) for page in WRITTEN)
 #: [`RunQueue.orders`](../run_queue.py): the dotted name and the file.
 NAMED = re.compile(r"\[`([A-Za-z_][\w.]*)`\]\(([^)#\s]+\.py)\)")
+FENCE = re.compile(r"(?ms)^ *```.*?^ *```$")
+#: `core/priority/edf.py`, below the repository or the package; with * for several files.
+FILE = re.compile(r"`(([a-z]\w*)/[\w./*-]*(?:/|\.[a-z]+))`")
+#: The example of CONTRIBUTING, and folders that commands make.
+MADE = re.compile(r"srpt\.py$|NAME|DEVICE|^build/")
 WALK = ROOT / "docs/concepts/scheduler.md"
 
 
@@ -24,6 +30,16 @@ def _defined(path: Path) -> frozenset[str]:
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             found.add(node.id)
     return frozenset(found)
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_the_files_that_a_page_mentions_exist(name: str) -> None:
+    text = FENCE.sub("", (ROOT / name).read_text(encoding="utf-8"))
+    said = [one for one in FILE.findall(text) if not MADE.search(one[0])]
+    bases = (ROOT, ROOT / "services/millrace")
+    ours = [(base, path) for path, first in said for base in bases if (base / first).is_dir()]
+    found = {path for base, path in ours if any(base.glob(path.rstrip("/")))}
+    assert not {path for _, path in ours} - found
 
 
 @pytest.mark.parametrize("name", PAGES)
