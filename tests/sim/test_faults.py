@@ -1,11 +1,17 @@
-"""Instances that die in the middle of their work, and return."""
+"""Instances that die in the middle of their work, and return; and instances that fail it."""
 
 from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator
 
 import pytest
 
 from millrace.core.config import SchedulerConfig
-from millrace.sim.cluster.spec import Failure
+from millrace.core.errors import ConfigError
+from millrace.sim.cluster.spec import Errors, Failure, Slowness
+from millrace.sim.workload.workload import PlannedRequest
 from support.simulation import Run, planned, prefill_s, toy_spec
 
 
@@ -81,3 +87,82 @@ def test_a_prompt_outlives_more_deaths_than_it_has_attempts():
     spec = toy_spec(config, prefill=2, max_chunk_tokens=1000, failures=failures)
     record = Run(spec, [planned(0, 0.0, 40_000, 5)]).records[0]
     assert record.error == "" and record.attempts > 2
+
+
+def chats(requests: int, rate_rps: float, seed: int = 0) -> Iterator[PlannedRequest]:
+    """Poisson arrivals of prompts of 500 to 4000 tokens: 60 ms of an instance each, on average."""
+    draws = random.Random(seed)
+    arrivals = itertools.accumulate(draws.expovariate(rate_rps) for _ in range(requests))
+    for index, arrival_s in enumerate(arrivals):
+        yield planned(index, arrival_s, draws.choice([500, 1000, 2000, 4000]), 20)
+
+
+def failed_of(run: Run) -> int:
+    return sum(record.error == "failed" for record in run.records.values())
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(("share", "least_off", "ratio"), [(1.0, 400, 0.05), (0.3, 100, 0.8)])
+def test_breakers_spare_requests_an_instance_that_errs(
+    share: float, least_off: int, ratio: float, seed: int
+) -> None:
+    """It fails fast, so it is free more often than others: without breakers it gets most of the
+    600 requests that come meanwhile. Breakers count errors in a row: few errors open them late.
+    """
+
+    def played(breaker_errors: int) -> Run:
+        spec = toy_spec(
+            SchedulerConfig(breaker_errors=breaker_errors),
+            prefill=4,
+            decode=2,
+            seed=seed,
+            errors=(Errors(at_s=5.0, instance_id="p1", for_s=30.0, share=share),),
+        )
+        return Run(spec, chats(1000, 20.0, seed))
+
+    off, on = played(0), played(3)
+    assert off.counters.breaker_openings == 0
+    assert failed_of(off) > least_off, failed_of(off)
+    assert on.counters.breaker_openings >= 1
+    assert failed_of(on) < ratio * failed_of(off), (failed_of(on), failed_of(off))
+    for run in (off, on):
+        assert failed_of(run) == run.counters.failed_chunks == run.counters.failed
+
+
+def test_an_instance_that_has_recovered_gets_its_share_again() -> None:
+    errors = (Errors(at_s=0.0, instance_id="p1", for_s=10.0),)
+    spec = toy_spec(SchedulerConfig(), prefill=2, decode=2, errors=errors)
+    run = Run(spec, chats(2000, 10.0))
+    assert run.simulation.machine.breakers.open == 0
+    assert 3 <= failed_of(run) < 20
+    assert run.counters.busy_share["prefill"] > 0.2
+
+
+def test_errors_of_a_member_end_the_prompt_of_its_group() -> None:
+    config = SchedulerConfig(planner="fixed_sp", fixed_sp=2, breaker_errors=0)
+    errors = (Errors(at_s=0.0, instance_id="p1", for_s=1.0),)
+    run = Run(toy_spec(config, prefill=2, errors=errors), [planned(0, 0.0, 8000, 5)])
+    assert run.records[0].error == "failed"
+
+
+def test_chunks_of_a_slow_instance_take_longer() -> None:
+    slowness = (Slowness(at_s=1.0, instance_id="p0", for_s=1.0, factor=4.0),)
+    run = Run(toy_spec(slowness=slowness), [planned(i, 3.0 * i / 2, 2000) for i in range(3)])
+    taken = [run.records[index].ttft_s for index in range(3)]
+    assert taken == pytest.approx([prefill_s(2000), 4 * prefill_s(2000), prefill_s(2000)])
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ({"errors": (Errors(at_s=0, instance_id="d0"),)}, "errors.instance_id is 'd0'"),
+        ({"errors": (Errors(at_s=0, instance_id="p1"),)}, "of which there are 1"),
+        ({"errors": (Errors(at_s=0, instance_id="p0", share=1.5),)}, "errors.share is 1.5"),
+        ({"errors": (Errors(at_s=-1, instance_id="p0"),)}, "at_s -1"),
+        ({"slowness": (Slowness(at_s=0, instance_id="p0", factor=0.5),)}, "slow.factor is 0.5"),
+        ({"slowness": (Slowness(at_s=0, instance_id="p0", for_s=0),)}, "for_s 0"),
+    ],
+)
+def test_faults_that_make_no_sense(fault, message) -> None:
+    with pytest.raises(ConfigError, match=message):
+        toy_spec(**fault)

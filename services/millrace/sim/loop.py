@@ -99,6 +99,7 @@ class Simulation:
         if not self._stopped:
             self._check_empty()
         self._tally.rounds = self.machine.rounds - self._tick_rounds
+        self._tally.breaker_openings = self.machine.breakers.opened
         return self._tally.counters(duration_s, self.clock.ran)
 
     # ---- arrivals

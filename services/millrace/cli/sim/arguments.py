@@ -74,6 +74,23 @@ Failures = Annotated[
         help="An instance (p0, d0, m0, k0, ...) dies and returns after DOWN_S (30 s); repeatable.",
     ),
 ]
+Errors = Annotated[
+    list[str],
+    typer.Option(
+        "--errors",
+        metavar="AT_S:INSTANCE[:FOR_S[:SHARE]]",
+        help="For FOR_S (30 s), SHARE (1) of the chunks of a prefill instance fail; repeatable.",
+    ),
+]
+Slow = Annotated[
+    list[str],
+    typer.Option(
+        "--slow",
+        metavar="AT_S:INSTANCE[:FOR_S[:FACTOR]]",
+        help="For FOR_S (30 s), chunks of a prefill instance take FACTOR (10) times as long; "
+        "repeatable.",
+    ),
+]
 Autoscale = Annotated[
     list[str],
     typer.Option(

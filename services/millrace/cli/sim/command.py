@@ -49,6 +49,8 @@ def run(  # noqa: PLR0913 - every option of the command line is a parameter
     kvp: of.Kvp = 0,
     spp: of.Spp = 1,
     failure: of.Failures = [],  # noqa: B006
+    errors: of.Errors = [],  # noqa: B006
+    slow: of.Slow = [],  # noqa: B006
     autoscale: of.Autoscale = [],  # noqa: B006
     policy: Annotated[str, typer.Option("--policy", help=of.POLICY_HELP)] = of.DEFAULTS.policy,
     planner: Annotated[str, typer.Option("--planner", help=of.PLANNER_HELP)] = of.DEFAULTS.planner,

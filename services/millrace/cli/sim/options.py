@@ -6,16 +6,18 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from millrace.core.autoscale.rules import AutoscaleConfig, DecodeTargets, PrefillTargets, Targets
 from millrace.core.config import SchedulerConfig, load_config
 from millrace.core.errors import ConfigError
 from millrace.core.instance.packing import PackingConfig
 from millrace.profiles import load_profile
-from millrace.sim.cluster.spec import AutoscalePlan, Failure, SimSpec
+from millrace.sim.cluster.spec import AutoscalePlan, Errors, Failure, SimSpec, Slowness
 from millrace.sim.scenario import Scenario, Traffic
 from millrace.sim.workload.workload import SloClass
+
+F = TypeVar("F", Failure, Errors, Slowness)
 
 _TABLES = ("scheduler", "sim", "packing", "autoscale")
 _DEFAULT_T_TARGET_S = 0.05  # Medha's released default
@@ -73,7 +75,9 @@ def _spec(given: Mapping[str, Any], chosen: Sequence[str]) -> SimSpec:
         profile=load_profile(given["profile"]),
         decode_profile=load_profile(decode) if decode else None,
         packing=PackingConfig(**packing) if given["mixed"] else None,
-        failures=tuple(map(_failure, given["failure"])),
+        failures=tuple(_fault(Failure, "--failure", text) for text in given["failure"]),
+        errors=tuple(_fault(Errors, "--errors", text) for text in given["errors"]),
+        slowness=tuple(_fault(Slowness, "--slow", text) for text in given["slow"]),
         autoscale=_autoscale(given["autoscale"], tables["autoscale"]),
         scheduler=scheduler.scheduler,
         **{name: given[name] for name in ("prefill", "decode", "mixed", "kvp", "spp", "seed")},
@@ -112,15 +116,19 @@ def _flag(text: str) -> bool:
     return text == "true"
 
 
-def _failure(text: str) -> Failure:
+def _fault(cls: type[F], option: str, text: str) -> F:
+    """Parses AT_S:INSTANCE, and after them the dataclass's further fields, all numbers."""
+    names = [f.name for f in dataclasses.fields(cls)]
     parts = text.split(":")
     try:
-        if len(parts) not in (2, 3):
+        if not 2 <= len(parts) <= len(names):
             raise ValueError
-        down_s = {"down_s": float(parts[2])} if len(parts) == 3 else {}
-        return Failure(at_s=float(parts[0]), instance_id=parts[1], **down_s)
+        given: dict[str, Any] = dict(zip(names, parts, strict=False))
+        numbers = {name: float(text) for name, text in given.items() if name != "instance_id"}
+        return cls(**given | numbers)
     except ValueError:
-        raise ConfigError(f"--failure {text!r}: write it as AT_S:INSTANCE[:DOWN_S]") from None
+        rest = "".join(f"[:{name.upper()}" for name in names[2:]) + "]" * (len(names) - 2)
+        raise ConfigError(f"{option} {text!r}: write it as AT_S:INSTANCE{rest}") from None
 
 
 _TARGETS: dict[str, tuple[Targets, ...]] = {

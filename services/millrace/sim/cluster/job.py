@@ -111,6 +111,7 @@ class Task:
         "compute_s",
         "done_s",
         "factor",
+        "failing",
         "finished",
         "members",
         "parts",
@@ -130,6 +131,7 @@ class Task:
         self.work_s = 0.0
         self.done_s = 0.0
         self.factor = 1.0
+        self.failing: PrefillInstance | None = None  # at which it ends with an error
         self.compute_s = 0.0  # true seconds of the spans that ended
         self.started_s: float | None = None  # of the running span
         self.span = 0  # tells this span's callbacks from those of an earlier span

@@ -23,6 +23,30 @@ class Failure:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Errors:
+    """A prefill instance lives, but of the chunks that it begins from `at_s` on, for `for_s`, the
+    share `share` fails at once, with an error of the instance.
+    """
+
+    at_s: float
+    instance_id: str
+    for_s: float = 30.0
+    share: float = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slowness:
+    """The chunks that a prefill instance begins from `at_s` on, for `for_s`, take `factor` times as
+    long as they should. A group is as slow as its slowest member.
+    """
+
+    at_s: float
+    instance_id: str
+    for_s: float = 30.0
+    factor: float = 10.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AutoscalePlan:
     """Which pools scale, and how fast. Raises ConfigError for a time out of its range."""
 
@@ -77,6 +101,8 @@ class SimSpec:
     control_s: float = 0.0005  # from the scheduler to an instance, and back
     noise: float = 0.0  # sigma of the lognormal factor between predicted and true prefill times
     failures: tuple[Failure, ...] = ()
+    errors: tuple[Errors, ...] = ()
+    slowness: tuple[Slowness, ...] = ()
     autoscale: AutoscalePlan | None = None
     seed: int = 0
 
@@ -94,6 +120,14 @@ class SimSpec:
                     f"failure.instance_id is {failure.instance_id!r}; it must be one of "
                     f"{self.instance_ids[0]} to {self.instance_ids[-1]}"
                 )
+        for one in self.errors:
+            _check_span("errors", one, self.prefill)
+            if not 0.0 < one.share <= 1.0:
+                raise ConfigError(f"errors.share is {one.share!r}; it must be above 0, at most 1")
+        for slow in self.slowness:
+            _check_span("slow", slow, self.prefill)
+            if not 1.0 <= slow.factor < math.inf:
+                raise ConfigError(f"slow.factor is {slow.factor!r}; it must be at least 1")
 
     def _check_counts(self) -> None:
         apart = self.prefill > 0 and self.decode > 0
@@ -155,3 +189,16 @@ class SimSpec:
     def kv_bytes_s(self) -> float:
         """Returns the bytes per second of one worker's KV to another, on another node."""
         return self.profile.kv_transfer_bytes_s[self.transfer_backend]
+
+
+def _check_span(name: str, one: Errors | Slowness, prefill: int) -> None:
+    if one.instance_id not in {f"p{index}" for index in range(prefill)}:
+        raise ConfigError(
+            f"{name}.instance_id is {one.instance_id!r}; it must be a prefill instance, of which "
+            f"there are {prefill}, named p0, p1, ..."
+        )
+    if not (0.0 <= one.at_s < math.inf and 0.0 < one.for_s < math.inf):
+        raise ConfigError(
+            f"{name} of {one.instance_id} has at_s {one.at_s!r} and for_s {one.for_s!r}; they must "
+            "be at least 0 and above 0"
+        )

@@ -23,6 +23,7 @@ from millrace.core.scheduler.reports import (
 )
 from millrace.sim.cluster.job import Attempt, Job, Task
 from millrace.sim.cluster.world import World
+from millrace.sim.models.chunk_faults import ChunkFaults, error_of
 from millrace.sim.models.decode_model import DecodePool
 from millrace.sim.models.landing import Landing
 from millrace.sim.models.prefill_instance import PrefillInstance
@@ -47,6 +48,7 @@ class PrefillPool:
         self._transfers = Transfers(world.spec, world.clock, world.tally, self._landed)
         self._spans = PrefillSpans(world)
         self._landing = Landing(world, self.times, self._transfers)
+        self._faults = ChunkFaults(world.spec)
         self.changed: dict[PrefillInstance, None] = {}  # to be settled
 
     # ---- commands
@@ -131,10 +133,7 @@ class PrefillPool:
         self._release(instance, attempt)
 
     def _leave_batch(self, task: Task, attempt: Attempt) -> None:
-        """Removes a request from a batch.
-
-        The others continue; the pass keeps its length, for all its tokens.
-        """
+        """Removes a request from a batch. The pass keeps its length, for all its tokens."""
         task.parts = [part for part in task.parts if part[0] is not attempt]
 
     def _close(self, attempt: Attempt) -> None:
@@ -236,7 +235,10 @@ class PrefillPool:
             for attempt, _ in task.parts:
                 if attempt.job.plan.output_tokens > 1:
                     self._transfers.begin(attempt)
-        task.factor = self._world.noise()
+        task.factor = self._world.noise() * self._faults.factor(task.members, task.begun_s)
+        task.failing = self._faults.failing(task.members, task.begun_s)
+        if task.failing is not None:
+            task.work_s = 0.0
 
     def _signal(self, task: Task) -> None:
         """Asks the running task to stop at its next boundary."""
@@ -272,14 +274,27 @@ class PrefillPool:
         if task.started_s is None or task.span != span:
             return
         task.finished = True
-        self._tally.chunks += 1
         self._end_span(task)
         for member in task.members:
             member.remove(task)
+        if task.failing is not None:
+            self._fail(task, task.failing)
+            return
+        self._tally.chunks += 1
         for attempt, chunk in task.parts:
             self._tally.prefill_tokens += chunk.num_tokens
             if not attempt.closed:
                 self._chunk_done(task, attempt, chunk)
+        self._let_go(task)
+
+    def _fail(self, task: Task, instance: PrefillInstance) -> None:
+        """Ends the task's requests at the instance. The machine cancels them at all others."""
+        self._tally.failed_chunks += 1
+        for attempt in [part[0] for part in task.parts]:
+            if not attempt.closed:
+                self._close(attempt)
+                self._world.report(instance.id, instance.generation, error_of(attempt))
+                self._release(instance, attempt)
         self._let_go(task)
 
     def _chunk_done(self, task: Task, attempt: Attempt, chunk: Chunk) -> None:

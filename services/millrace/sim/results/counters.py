@@ -47,6 +47,8 @@ class EngineCounters:
     longest_step_s: float  # of a decode or mixed batch
     kvp_onboardings: int  # KVP workers that contexts reached
     instance_failures: int
+    failed_chunks: int  # of instances that have errors
+    breaker_openings: int
     scale_events: tuple[ScaleEvent, ...] = ()
 
 
@@ -72,6 +74,8 @@ class Tally:
     longest_step_s: float = 0.0
     kvp_onboardings: int = 0
     instance_failures: int = 0
+    failed_chunks: int = 0
+    breaker_openings: int = 0
     blocking: Histogram = field(default_factory=Histogram)
     busy_s: dict[str, float] = field(default_factory=dict)
     alive_s: dict[str, float] = field(default_factory=dict)

@@ -24,8 +24,6 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-import orjson
-
 from millrace.core.errors import ConfigError, reason_of
 from millrace.core.request import Request, Slo
 from millrace.core.scheduler import recording
@@ -149,13 +147,13 @@ def _recorded_rows(first: str, lines: Iterable[str]) -> Iterator[TraceRow]:
     A request that did not end with an answer (it was refused, or failed, or the recording ends)
     has as many tokens of output as it may have had at most.
     """
-    recording.config_of(orjson.loads(first))
+    recording.config_of(json.loads(first))
     asked: dict[str, tuple[float, Request]] = {}
     generated: dict[str, int] = {}
     for line in lines:
         if not line.endswith("\n"):
             break  # the process died while it wrote
-        step = orjson.loads(line)
+        step = json.loads(line)
         if step["event"][0] not in _TELLING:
             continue
         event = recording.event_of(step["event"])

@@ -196,3 +196,76 @@ def test_the_end_of_an_instance_explains_no_forgotten_errors_of_others() -> None
     assert bench.machine.breakers.state("d0") == "open"
     bench.died("d0")
     assert bench.machine.breakers.open == 0
+
+
+def spread_fleet() -> tuple[Bench, str]:
+    """Returns a fleet whose requests are spread over d0 and a KVP worker, and the KVP worker whose
+    breaker is half-open after two errors.
+    """
+    config = SchedulerConfig(
+        max_kv_tokens_per_worker=320,
+        breaker_errors=2,
+        breaker_pause_s=1.0,
+        isolation_s=5.0,
+        batch_tokens=0,
+    )
+    cards = [instance("p0", pages=10_000, context=100_000)]
+    cards += [instance(name, pages=100, context=100_000) for name in ("d0", "k0", "k1")]
+    bench = Bench(*cards, config=config)
+    for name in ("a", "b"):
+        bench.submit(name, 400, 20)
+        bench.failed("k0", name, fault="compute", retryable=False)
+        for one in ("k0", "d0", "p0"):
+            bench.released(one, name)
+    assert bench.machine.breakers.state("k0") == "open"
+    return bench, "k0"
+
+
+def worker_of(bench: Bench, name: str) -> str:
+    """Submits a request that is spread; returns its KVP worker."""
+    found = bench.submit(name, 400, 20)
+    (admitted,) = [one for one in found if isinstance(one, effects.AdmitDecode)]
+    return admitted.shards[1].worker_id
+
+
+def decode(bench: Bench, name: str) -> None:
+    bench.chunk_started("p0", name)
+    bench.computed("p0", name)
+    bench.released("p0", name, complete=True)
+    bench.decoding("d0", name)
+
+
+def test_a_kvp_worker_is_cleared_by_the_last_token_of_its_probe() -> None:
+    bench, worker = spread_fleet()
+    assert worker_of(bench, "c") == "k1"
+    bench.tick(1.0)
+    assert bench.machine.breakers.state(worker) == "half_open"
+    assert worker_of(bench, "probe") == worker  # the freer of the two
+    decode(bench, "probe")
+    assert (
+        bench.machine.breakers.state(worker) == "half_open"
+    )  # KV that has landed proves no engine
+    bench.finished("d0", "probe")
+    assert bench.machine.breakers.state(worker) == "closed"
+
+
+def test_a_kvp_worker_is_cleared_by_a_probe_that_decodes_for_long() -> None:
+    bench, worker = spread_fleet()
+    bench.tick(1.0)
+    assert worker_of(bench, "probe") == worker
+    decode(bench, "probe")
+    bench.tick(4.0)
+    assert bench.machine.breakers.state(worker) == "half_open"
+    bench.tick(1.0)
+    assert bench.machine.breakers.state(worker) == "closed"
+
+
+def test_a_kvp_worker_whose_probe_fails_pauses_for_twice_as_long() -> None:
+    bench, worker = spread_fleet()
+    bench.tick(1.0)
+    assert worker_of(bench, "probe") == worker
+    bench.failed(worker, "probe", fault="compute", retryable=False)
+    bench.tick(1.0)
+    assert bench.machine.breakers.state(worker) == "open"
+    bench.tick(1.0)
+    assert bench.machine.breakers.state(worker) == "half_open"

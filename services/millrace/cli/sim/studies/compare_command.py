@@ -37,6 +37,8 @@ def compare_command(  # noqa: PLR0913 - every option of the command line is a pa
     kvp: of.Kvp = 0,
     spp: of.Spp = 1,
     failure: of.Failures = [],  # noqa: B006
+    errors: of.Errors = [],  # noqa: B006
+    slow: of.Slow = [],  # noqa: B006
     autoscale: of.Autoscale = [],  # noqa: B006
     settings: of.Settings = [],  # noqa: B006
     json: of.Json = None,

@@ -22,7 +22,8 @@ def run_rates(given: dict[str, Any]) -> None:
         parse_numbers(given["arrivals"], "--arrivals"),
         parse_numbers(given["rates"], "--rates"),
     )
-    absent = {"rate": 1.0, "rate_scale": 1.0, "slo_scale": 1.0, "slo_class": [], "failure": []}
+    absent = {"rate": 1.0, "rate_scale": 1.0, "slo_scale": 1.0, "slo_class": []}
+    absent |= {"failure": [], "errors": [], "slow": []}
     absent |= {"mixed": 0, "kvp": 0, "spp": 1, "long_fraction": LONG_FRACTION, "autoscale": []}
     values = (["fcfs"], [given["planner"]], ["none"], [0])
     found = build_systems(given | absent, dict(zip(AXES, values, strict=True)))

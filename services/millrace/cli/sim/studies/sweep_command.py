@@ -40,6 +40,8 @@ def sweep_command(  # noqa: PLR0913
     kvp: of.Kvp = 0,
     spp: of.Spp = 1,
     failure: of.Failures = [],  # noqa: B006
+    errors: of.Errors = [],  # noqa: B006
+    slow: of.Slow = [],  # noqa: B006
     autoscale: of.Autoscale = [],  # noqa: B006
     policy: Policies = [of.DEFAULTS.policy],  # noqa: B006
     planner: Planners = [of.DEFAULTS.planner],  # noqa: B006
