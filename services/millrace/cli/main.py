@@ -10,21 +10,9 @@ from typing import Annotated
 import typer
 
 from millrace.cli import on_this_machine, running
+from millrace.cli import options as of
 from millrace.cli.commands import keys
 from millrace.cli.help_text import show_help
-from millrace.cli.options import (
-    Advertise,
-    ConfigPath,
-    Host,
-    JsonAnswer,
-    ModelName,
-    ModelOrFile,
-    Port,
-    ReadyFd,
-    Record,
-    SchedulerAddress,
-    Settings,
-)
 from millrace.cli.process import configure, leave_forks_alone, plain_errors, run_async, tell
 from millrace.cli.workers import register
 from millrace.file_options import READ, WRITE
@@ -74,13 +62,13 @@ def common(
 
 @app.command()
 def scheduler(
-    host: Host = "127.0.0.1",
-    port: Port = 7070,
-    config: ConfigPath = None,
-    settings: Settings = [],  # noqa: B006 - typer wants a literal default
-    ready_fd: ReadyFd = None,
-    record: Record = None,
-    advertise: Advertise = "",
+    host: of.Host = "127.0.0.1",
+    port: of.Port = 7070,
+    config: of.ConfigPath = None,
+    settings: of.Settings = [],  # noqa: B006 - typer wants a literal default
+    ready_fd: of.ReadyFd = None,
+    record: of.Record = None,
+    advertise: of.Advertise = "",
 ) -> None:
     """Run the scheduler: it decides order, placement and decode instance of every request.
 
@@ -98,14 +86,14 @@ def scheduler(
 
 @app.command()
 def proxy(
-    model: ModelOrFile = "",
-    model_name: ModelName = "",
-    scheduler: SchedulerAddress = "127.0.0.1:7070",
-    host: Host = "127.0.0.1",
-    port: Port = 8080,
-    config: ConfigPath = None,
-    settings: Settings = [],  # noqa: B006
-    ready_fd: ReadyFd = None,
+    model: of.ModelOrFile = "",
+    model_name: of.ModelName = "",
+    scheduler: of.SchedulerAddress = "127.0.0.1:7070",
+    host: of.Host = "127.0.0.1",
+    port: of.Port = 8080,
+    config: of.ConfigPath = None,
+    settings: of.Settings = [],  # noqa: B006
+    ready_fd: of.ReadyFd = None,
 ) -> None:
     """Run the REST gateway: OpenAI's API over HTTP, tokenising and streaming."""
     from millrace.core.config.models import ModelConfig
@@ -142,7 +130,7 @@ def board(
             "--html", metavar="PATH", help="Write one page that needs no server.", **WRITE
         ),
     ] = None,
-    port: Port = 0,
+    port: of.Port = 0,
 ) -> None:
     """Show a recorded or simulated run in the browser: a server on this machine, or a page."""
     from millrace.cli.commands.board import page_of, serve, write_page
@@ -175,7 +163,7 @@ def report(
     worst: Annotated[
         int, typer.Option("--worst", min=0, help="Late requests that are listed.")
     ] = 5,
-    json_path: JsonAnswer = None,
+    json_path: of.JsonAnswer = None,
     html: Annotated[
         Path | None, typer.Option("--html", metavar="FILE", help="Write a page instead.", **WRITE)
     ] = None,

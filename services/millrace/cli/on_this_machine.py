@@ -7,30 +7,7 @@ from typing import Annotated
 
 import typer
 
-from millrace.cli.options import (
-    Autoscale,
-    ColocatedRole,
-    Colocation,
-    ConfigPath,
-    DecodeSizes,
-    Devices,
-    Host,
-    KvpSize,
-    MaxChunkTokens,
-    ModelNames,
-    ModelOrShipped,
-    ModelsOrShipped,
-    NoProfile,
-    Port,
-    PrefillSizes,
-    Record,
-    ScaleToZero,
-    Schedulers,
-    Settings,
-    ShareDevices,
-    Stages,
-    with_stages,
-)
+from millrace.cli import options as of
 from millrace.cli.process import configure, plain_errors, run_async, usable_devices
 from millrace.file_options import WRITE
 from millrace.shipped import SHIPPED_MODEL
@@ -44,10 +21,10 @@ def register(app: typer.Typer) -> None:
 
 
 def up(  # noqa: PLR0913 - every option of the command line is a parameter
-    model: ModelsOrShipped = [str(SHIPPED_MODEL)],  # noqa: B006
-    model_name: ModelNames = [],  # noqa: B006
-    prefill: PrefillSizes = "",
-    decode: DecodeSizes = "",
+    model: of.ModelsOrShipped = [str(SHIPPED_MODEL)],  # noqa: B006
+    model_name: of.ModelNames = [],  # noqa: B006
+    prefill: of.PrefillSizes = "",
+    decode: of.DecodeSizes = "",
     colocated: Annotated[
         int,
         typer.Option(
@@ -56,15 +33,15 @@ def up(  # noqa: PLR0913 - every option of the command line is a parameter
             help="Instances that prefill and decode, instead of separate pools.",
         ),
     ] = 0,
-    role: ColocatedRole = Colocation.PAIR,
-    kvp: KvpSize = 0,
-    schedulers: Schedulers = 1,
-    stages: Stages = None,
-    autoscale: Autoscale = False,
-    scale_to_zero: ScaleToZero = False,
-    max_chunk_tokens: MaxChunkTokens = None,
-    host: Host = "127.0.0.1",
-    port: Port = 8080,
+    role: of.ColocatedRole = of.Colocation.PAIR,
+    kvp: of.KvpSize = 0,
+    schedulers: of.Schedulers = 1,
+    stages: of.Stages = None,
+    autoscale: of.Autoscale = False,
+    scale_to_zero: of.ScaleToZero = False,
+    max_chunk_tokens: of.MaxChunkTokens = None,
+    host: of.Host = "127.0.0.1",
+    port: of.Port = 8080,
     redis: Annotated[
         str, typer.Option("--redis", metavar="URL", help="Default: a private Redis server.")
     ] = "",
@@ -76,12 +53,12 @@ def up(  # noqa: PLR0913 - every option of the command line is a parameter
         int,
         typer.Option("--threads", min=0, help="Compute threads per instance; 0: half the cores."),
     ] = 0,
-    devices: Devices = "",
-    share_devices: ShareDevices = False,
-    no_profile: NoProfile = False,
-    record: Record = None,
-    config: ConfigPath = None,
-    settings: Settings = [],  # noqa: B006
+    devices: of.Devices = "",
+    share_devices: of.ShareDevices = False,
+    no_profile: of.NoProfile = False,
+    record: of.Record = None,
+    config: of.ConfigPath = None,
+    settings: of.Settings = [],  # noqa: B006
 ) -> None:
     """Run the whole stack on this machine: proxy, scheduler, prefill, decode, Redis."""
     from millrace.local.options import StackOptions
@@ -90,9 +67,9 @@ def up(  # noqa: PLR0913 - every option of the command line is a parameter
 
     if max_chunk_tokens is not None:
         settings = [*settings, f"engine.max_chunk_tokens={max_chunk_tokens}"]
-    settings = with_stages(settings, stages)
+    settings = of.with_stages(settings, stages)
     tree = configure(config, settings, "up")
-    if tree.engine.stages > 1 and colocated and role is Colocation.PAIR:
+    if tree.engine.stages > 1 and colocated and role is of.Colocation.PAIR:
         raise typer.BadParameter(
             f"engine.stages is {tree.engine.stages}; a pair of instances that share their weights "
             "can have 1 (--role mixed can have more)"
@@ -176,8 +153,8 @@ def profile(  # noqa: PLR0913
         str,
         typer.Option("--sp", metavar="N,...", help="Measure SP groups of N live instances, too."),
     ] = "",
-    config: ConfigPath = None,
-    settings: Settings = [],  # noqa: B006
+    config: of.ConfigPath = None,
+    settings: of.Settings = [],  # noqa: B006
 ) -> None:
     """Measure a model on this machine, for the scheduler and the simulator."""
     given = {"device": device, "dtype": dtype, "threads": threads}
@@ -204,7 +181,7 @@ def profile(  # noqa: PLR0913
 
 
 def demo(
-    model: ModelOrShipped = str(SHIPPED_MODEL),
+    model: of.ModelOrShipped = str(SHIPPED_MODEL),
 ) -> None:
     """Start a stack, send one long and several short chats, show waterfalls, stop."""
     from millrace.cli.commands.demo import run

@@ -7,14 +7,7 @@ from typing import Annotated
 
 import typer
 
-from millrace.cli.options import (
-    ApiKey,
-    ConfigPath,
-    GatewayUrl,
-    JsonAnswer,
-    SchedulerAddress,
-    Settings,
-)
+from millrace.cli import options as of
 from millrace.cli.process import configure, plain_errors, run_async
 from millrace.file_options import READ, WRITE
 
@@ -32,7 +25,7 @@ def register(app: typer.Typer) -> None:
 
 
 def chat(
-    url: GatewayUrl = "http://127.0.0.1:8080",
+    url: of.GatewayUrl = "http://127.0.0.1:8080",
     message: Annotated[
         str, typer.Argument(help="One message to send; without it, a conversation.")
     ] = "",
@@ -40,7 +33,7 @@ def chat(
     max_tokens: Annotated[int, typer.Option("--max-tokens", min=1)] = 256,
     temperature: Annotated[float, typer.Option("--temperature", min=0.0)] = 0.7,
     trace: Annotated[bool, typer.Option("--trace", help="Show each answer's waterfall.")] = False,
-    api_key: ApiKey = "",
+    api_key: of.ApiKey = "",
 ) -> None:
     """Talk to a running gateway in the terminal."""
     from millrace.cli.commands.chat import converse
@@ -68,10 +61,10 @@ def policy(
         list[str],
         typer.Option("--tenant-weight", metavar="TENANT=N", help="Weight of a tenant; repeatable."),
     ] = [],  # noqa: B006
-    scheduler: SchedulerAddress = "127.0.0.1:7070",
-    json_path: JsonAnswer = None,
-    config: ConfigPath = None,
-    settings: Settings = [],  # noqa: B006
+    scheduler: of.SchedulerAddress = "127.0.0.1:7070",
+    json_path: of.JsonAnswer = None,
+    config: of.ConfigPath = None,
+    settings: of.Settings = [],  # noqa: B006
 ) -> None:
     """Show or change the policy and weights by which a running scheduler orders requests."""
     from millrace.cli.commands.policy import parse_weights, show_or_change_policy
@@ -86,10 +79,10 @@ def policy(
 
 
 def fleet(
-    scheduler: SchedulerAddress = "127.0.0.1:7070",
-    json_path: JsonAnswer = None,
-    config: ConfigPath = None,
-    settings: Settings = [],  # noqa: B006
+    scheduler: of.SchedulerAddress = "127.0.0.1:7070",
+    json_path: of.JsonAnswer = None,
+    config: of.ConfigPath = None,
+    settings: of.Settings = [],  # noqa: B006
 ) -> None:
     """Show a running scheduler's instances, and the signals that scale its pools."""
     from millrace.cli.commands.fleet import show
@@ -99,9 +92,9 @@ def fleet(
 
 
 def top(
-    scheduler: SchedulerAddress = "127.0.0.1:7070",
-    config: ConfigPath = None,
-    settings: Settings = [],  # noqa: B006
+    scheduler: of.SchedulerAddress = "127.0.0.1:7070",
+    config: of.ConfigPath = None,
+    settings: of.Settings = [],  # noqa: B006
 ) -> None:
     """Follow a running scheduler's instances and requests in the terminal."""
     from millrace.cli.top.app import Top
@@ -113,10 +106,10 @@ def top(
 
 
 def doctor(
-    scheduler: SchedulerAddress = "127.0.0.1:7070",
-    json_path: JsonAnswer = None,
-    config: ConfigPath = None,
-    settings: Settings = [],  # noqa: B006
+    scheduler: of.SchedulerAddress = "127.0.0.1:7070",
+    json_path: of.JsonAnswer = None,
+    config: of.ConfigPath = None,
+    settings: of.Settings = [],  # noqa: B006
 ) -> None:
     """Check a deployment: versions, Redis, clocks, instances, and KV between every two of them."""
     from millrace.cli.doctor.run import run
@@ -126,7 +119,7 @@ def doctor(
 
 def explain(
     request_id: Annotated[str, typer.Argument(metavar="ID", help="As x-request-id says.")],
-    scheduler: SchedulerAddress = "127.0.0.1:7070",
+    scheduler: of.SchedulerAddress = "127.0.0.1:7070",
     recording: Annotated[
         Path | None,
         typer.Option(
@@ -136,9 +129,9 @@ def explain(
             **READ,
         ),
     ] = None,
-    json_path: JsonAnswer = None,
-    config: ConfigPath = None,
-    settings: Settings = [],  # noqa: B006
+    json_path: of.JsonAnswer = None,
+    config: of.ConfigPath = None,
+    settings: of.Settings = [],  # noqa: B006
 ) -> None:
     """Say why a request waits, or waited if it is one of the last 1,000 that ended."""
     from millrace.cli.commands.explain import show, show_recorded
@@ -159,9 +152,9 @@ def improvement_rate(
             help="Fixed rate from 0 to 1, or a table of rates by arrivals per second.",
         ),
     ] = "",
-    scheduler: SchedulerAddress = "127.0.0.1:7070",
-    config: ConfigPath = None,
-    settings: Settings = [],  # noqa: B006
+    scheduler: of.SchedulerAddress = "127.0.0.1:7070",
+    config: of.ConfigPath = None,
+    settings: of.Settings = [],  # noqa: B006
 ) -> None:
     """Show or change the share by which a larger SP group must cut the TTFT."""
     from millrace.cli.commands.policy import show_or_change_improvement_rate
@@ -172,8 +165,8 @@ def improvement_rate(
 
 def trace(
     wanted: Annotated[str, typer.Argument(metavar="ID", help="As x-request-id says.")],
-    url: GatewayUrl = "http://127.0.0.1:8080",
-    api_key: ApiKey = "",
+    url: of.GatewayUrl = "http://127.0.0.1:8080",
+    api_key: of.ApiKey = "",
     folder: Annotated[
         Path | None,
         typer.Option(

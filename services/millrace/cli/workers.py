@@ -9,24 +9,7 @@ from pathlib import Path
 
 import typer
 
-from millrace.cli.options import (
-    ColocatedRole,
-    Colocation,
-    ConfigPath,
-    DrainTimeout,
-    Host,
-    InstanceId,
-    Model,
-    ModelName,
-    Node,
-    Port,
-    ReadyFd,
-    Revision,
-    SchedulerAddress,
-    Settings,
-    Stages,
-    with_stages,
-)
+from millrace.cli import options as of
 from millrace.cli.process import configure, run_async, tell
 
 #: The serving module and the help's summary, by command.
@@ -60,20 +43,20 @@ def _command(name: str, module: str) -> Callable[..., None]:
     """Returns the function of one command. All have the same options; colocated also has --role."""
 
     def command(
-        model: Model,
-        model_name: ModelName = "",
-        role: ColocatedRole = Colocation.PAIR,
-        scheduler: SchedulerAddress = "127.0.0.1:7070",
-        instance_id: InstanceId = "",
-        host: Host = "127.0.0.1",
-        port: Port = 0,
-        node: Node = "",
-        revision: Revision = "",
-        drain_timeout_s: DrainTimeout = 30.0,
-        stages: Stages = None,
-        config: ConfigPath = None,
-        settings: Settings = [],  # noqa: B006
-        ready_fd: ReadyFd = None,
+        model: of.Model,
+        model_name: of.ModelName = "",
+        role: of.ColocatedRole = of.Colocation.PAIR,
+        scheduler: of.SchedulerAddress = "127.0.0.1:7070",
+        instance_id: of.InstanceId = "",
+        host: of.Host = "127.0.0.1",
+        port: of.Port = 0,
+        node: of.Node = "",
+        revision: of.Revision = "",
+        drain_timeout_s: of.DrainTimeout = 30.0,
+        stages: of.Stages = None,
+        config: of.ConfigPath = None,
+        settings: of.Settings = [],  # noqa: B006
+        ready_fd: of.ReadyFd = None,
     ) -> None:
         serve = importlib.import_module(module).serve
         from millrace.instance.host import WorkerOptions
@@ -82,7 +65,7 @@ def _command(name: str, module: str) -> Callable[..., None]:
             raise typer.BadParameter(
                 "--stages is for instances with weights, which KVP workers lack"
             )
-        tree = configure(config, with_stages(settings, stages), instance_id or name)
+        tree = configure(config, of.with_stages(settings, stages), instance_id or name)
         options = WorkerOptions(
             model=model,
             model_name=model_name or Path(model).name,

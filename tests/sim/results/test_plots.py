@@ -9,9 +9,10 @@ from matplotlib.figure import Figure
 
 from millrace.core.errors import ConfigError
 from millrace.sim.results.plots import (
-    Curve,
-    draw_attainment,
+    Bars,
+    Panel,
     draw_board,
+    draw_panels,
     draw_run,
 )
 from millrace.sim.results.report import Collector, RequestRecord
@@ -52,20 +53,45 @@ def report(seed, failing=0):
     return collector.report(10.0)
 
 
-def test_attainment_against_rate(tmp_path, figures):
-    curves = [
-        Curve(name="ours", loads=[1.0, 2.0], attainments=[1.0, 0.91]),
-        Curve(name="fcfs", loads=[1.0, 2.0], attainments=[0.9, 0.2]),
-    ]
-    draw_attainment(curves, tmp_path / "a.png", goal=0.9)
+def test_lines_of_points(tmp_path, figures):
+    lines = {"ours": [(1.0, 100.0), (2.0, 91.0)], "fcfs": [(1.0, 90.0), (2.0, 20.0)]}
+    panel = Panel("", "request rate (1/s)", "in time (%)", lines, mark=90.0)
+    draw_panels([[panel]], tmp_path / "a.png")
     assert (tmp_path / "a.png").read_bytes().startswith(PNG)
     axes = figures[0].axes[0]
-    assert (axes.get_xlabel(), axes.get_ylabel()) == (
-        "request rate (1/s)",
-        "requests within their objectives (%)",
+    assert (axes.get_xlabel(), axes.get_ylabel()) == ("request rate (1/s)", "in time (%)")
+    ours, fcfs, mark = axes.get_lines()
+    assert [ours.get_label(), fcfs.get_label()] == ["ours", "fcfs"]
+    assert list(fcfs.get_ydata()) == [90.0, 20.0]
+    assert list(mark.get_ydata()) == [90.0, 90.0]
+
+
+@pytest.mark.parametrize("flat", [False, True])
+def test_groups_of_bars(tmp_path, figures, flat):
+    values = {"ours": [1.0, 2.0], "other": [3.0, 4.0]}
+    bars = Bars(
+        "title", "GB/s", ["a", "b"], values, mark=2.5, form="%.1f", limits=(0.5, 8), flat=flat
     )
-    assert [line.get_label() for line in axes.get_lines()[:2]] == ["ours", "fcfs"]
-    assert list(axes.get_lines()[1].get_ydata()) == pytest.approx([90.0, 20.0])
+    draw_panels([[bars], []], tmp_path / "b.png")
+    axes = figures[0].axes[0]
+    drawn = [(bar.get_y(), bar.get_x(), bar.get_width()) for bar in axes.patches]
+    if not flat:
+        drawn = [(bar.get_x(), bar.get_y(), bar.get_height()) for bar in axes.patches]
+    assert [length for *_, length in drawn] == [1.0, 2.0, 3.0, 4.0]
+    assert [round(place) for place, *_ in drawn[:2]] == [0, 1]
+    assert drawn[0][0] < drawn[2][0] < drawn[1][0] < drawn[3][0]  # side by side in each group
+    names = axes.get_yticklabels() if flat else axes.get_xticklabels()
+    assert [name.get_text() for name in names] == ["a", "b"]
+    assert (axes.get_xlabel() if flat else axes.get_ylabel()) == "GB/s"
+    assert (axes.get_xlim() if flat else axes.get_ylim()) == (0.5, 8)
+    mark = axes.get_lines()[0]
+    assert list(mark.get_xdata() if flat else mark.get_ydata()) == [2.5, 2.5]
+    assert [text.get_text() for text in axes.texts] == ["1.0", "2.0", "3.0", "4.0"]
+
+
+def test_a_picture_of_nothing(tmp_path):
+    draw_panels([[]], tmp_path / "n.png")
+    assert (tmp_path / "n.png").read_bytes().startswith(PNG)
 
 
 def test_one_run(tmp_path, figures):

@@ -8,7 +8,10 @@ from pathlib import Path
 import numpy as np
 
 from millrace.bench.common.report import RequestRecord
+from millrace.sim.results.plots import Panel, draw_panels
 from millrace.sim.workload.workload import SloClass
+
+Lines = dict[str, list[tuple[float, float]]]
 
 SCALES = np.geomspace(0.1, 10.0, 81)
 
@@ -31,38 +34,33 @@ def attainment_at(
 
 
 def draw(records: Sequence[RequestRecord], classes: Sequence[SloClass], path: Path) -> None:
-    """Writes a PNG: TTFT's CDF by class on the left, attainment over the SLO scale on the right."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg  # slow to import
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import LogLocator, NullFormatter, ScalarFormatter
-
-    figure = Figure(figsize=(11, 4.2), layout="constrained")
-    left, right = figure.subplots(1, 2)
-    for number, slo in enumerate(classes):
-        colour = f"C{number}"
+    """Writes a PNG: TTFT's CDF by class on the left, attainment over the SLO scale on the right.
+    Raises ConfigError for a bad path.
+    """
+    ttft: Lines = {}
+    attained: Lines = {}
+    objectives_ms = {slo.name: 1e3 * slo.ttft_s for slo in classes if slo.ttft_s is not None}
+    for slo in classes:
         own = [r for r in records if r.class_name == slo.name]
         ttft_ms = sorted(r.ttft_s * 1e3 for r in own if not r.error)
         if not ttft_ms:
             continue
         # Requests that failed never get a first token: their share is missing at the top.
-        share = np.arange(1, len(ttft_ms) + 1) / len(own)
-        left.step(ttft_ms, share, where="post", color=colour, label=slo.name)
-        if slo.ttft_s is not None:
-            left.axvline(slo.ttft_s * 1e3, color=colour, linestyle=":")
+        ttft[slo.name] = [(ms, 100 * (n + 1) / len(own)) for n, ms in enumerate(ttft_ms)]
         if (slo.ttft_s, slo.tbt_s, slo.e2e_s) != (None, None, None):
-            curve = [attainment_at(own, {slo.name: slo}, scale) for scale in SCALES]
-            right.plot(SCALES, curve, color=colour, label=slo.name)
-    left.set(xscale="log", ylim=(0, 1.02), xlabel="TTFT (ms); dotted: objective")
-    left.set(ylabel="share of requests", title="Time to first token")
-    right.set(xscale="log", ylim=(0, 1.02), xlabel="SLO scale (1: as given)")
-    right.set(ylabel="share attaining", title="SLO attainment")
-    right.axvline(1.0, color="grey", linestyle=":")
-    right.axhline(0.9, color="grey", linestyle=":")
-    for axes in (left, right):
-        axes.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
-        axes.xaxis.set_major_formatter(ScalarFormatter())
-        axes.xaxis.set_minor_formatter(NullFormatter())
-        axes.grid(alpha=0.3)
-        if axes.get_legend_handles_labels()[0]:
-            axes.legend()
-    FigureCanvasAgg(figure).print_png(path)  # type: ignore[no-untyped-call] # matplotlib: untyped
+            attained[slo.name] = [
+                (scale, 100 * attainment_at(own, {slo.name: slo}, scale)) for scale in SCALES
+            ]
+    x = "TTFT (ms); dashed: objective"
+    draw_panels(
+        [
+            [
+                Panel("Time to first token", x, "%", ttft, log_x=True, edges=objectives_ms),
+                Panel(
+                    "SLO attainment", "SLO scale (1: as given)", "%", attained, log_x=True, mark=90
+                ),
+            ]
+        ],
+        path,
+        (5.3, 4.0),
+    )

@@ -7,6 +7,7 @@ from typing import Any
 
 from rich.console import Console
 
+from millrace.sim.results.plots import Bars, draw_panels
 from millrace.sim.results.tables import judged, table
 
 
@@ -44,20 +45,9 @@ def _limits(report: dict[str, Any]) -> str:
 
 def draw(report: dict[str, Any], path: Path) -> None:
     """Writes a PNG at `path`: bars of the ratios, one group per case and one colour per engine."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg  # slow to import
-    from matplotlib.figure import Figure
-
     results, others = report["results"], report["against"]
     labels = ["{phase} {dtype}\n{batch} x {tokens}".format(**result["case"]) for result in results]
-    width = 0.8 / len(others)
-    figure = Figure(figsize=(max(6, 1.1 * len(results)), 4.5), layout="constrained")
-    axes = figure.subplots()
-    for number, other in enumerate(others):
-        at = [group + (number - (len(others) - 1) / 2) * width for group in range(len(results))]
-        bars = axes.bar(at, [r["ratios"][other] for r in results], width, label=other)
-        axes.bar_label(bars, fmt="%.2f", fontsize=7)
-    axes.axhline(1, color="black", linewidth=1)
-    axes.set(yscale="log", ylabel="tokens/s, Millrace / other")
-    axes.set_xticks(range(len(labels)), labels, fontsize=7)
-    axes.legend()
-    FigureCanvasAgg(figure).print_png(path)  # type: ignore[no-untyped-call] # matplotlib: untyped
+    ratios = {other: [result["ratios"][other] for result in results] for other in others}
+    unit = "tokens/s, Millrace / other"
+    chart = Bars("", unit, labels, ratios, mark=1.0, form="%.2f", log=True)
+    draw_panels([[chart]], path, (max(6, 1.1 * len(results)), 4.5))

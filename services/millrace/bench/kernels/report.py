@@ -7,6 +7,7 @@ from typing import Any
 
 from rich.console import Console
 
+from millrace.sim.results.plots import Bars, draw_panels
 from millrace.sim.results.tables import judged, table
 
 _SHORT = {"float32": "fp32", "bfloat16": "bf16"}
@@ -46,32 +47,25 @@ def _chunk_line(chunks: dict[str, Any], goal: float) -> str:
 
 def draw(report: dict[str, Any], path: Path) -> None:
     """Writes a PNG: bars of the share of peak, ours beside the other, one panel per dtype."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    panels = [
-        (dtype, rows)
+    by_dtype = {
+        dtype: [result for result in report["results"] if result["dtype"] == dtype]
         for dtype in report["peaks"]["flops_per_s"]
-        if (rows := [result for result in report["results"] if result["dtype"] == dtype])
+    }
+    charts = [
+        Bars(
+            dtype,
+            "share of peak",
+            [f"{result['kernel']} {result['shape']}" for result in rows],
+            {
+                "Millrace": [result["ours_share"] for result in rows],
+                "other way": [result["other_share"] for result in rows],
+            },
+            mark=1.0,
+            limits=(0, 1.5),
+            flat=True,
+        )
+        for dtype, rows in by_dtype.items()
+        if rows
     ]
-    height = 1.5 + 0.24 * max((len(rows) for _, rows in panels), default=1)
-    figure, grid = pyplot.subplots(
-        1, max(1, len(panels)), figsize=(7 * max(1, len(panels)), height), squeeze=False
-    )
-    for axes, (dtype, rows) in zip(grid[0], panels, strict=False):
-        places = range(len(rows))
-        for side, shift, label in (("ours", -0.2, "Millrace"), ("other", 0.2, "other way")):
-            shares = [result[f"{side}_share"] for result in rows]
-            axes.barh([place + shift for place in places], shares, 0.38, label=label)
-        labels = [f"{result['kernel']} {result['shape']}" for result in rows]
-        axes.set_yticks(places, labels, fontsize=7)
-        axes.margins(y=0.01)
-        axes.invert_yaxis()
-        axes.axvline(1, color="grey", linestyle=":")
-        axes.set(xlabel="share of peak", title=dtype, xlim=(0, 1.5))
-        axes.legend(fontsize=8)
-    figure.tight_layout()
-    figure.savefig(path, dpi=150)
-    pyplot.close(figure)
+    most = max(map(len, by_dtype.values()), default=1)
+    draw_panels([charts], path, (7, 1.5 + 0.24 * most))

@@ -7,6 +7,7 @@ from typing import Any
 
 from rich.console import Console
 
+from millrace.sim.results.plots import Bars, draw_panels
 from millrace.sim.results.tables import judged, table
 
 
@@ -43,28 +44,22 @@ def print_tables(report: dict[str, Any], console: Console) -> None:
 
 def draw(report: dict[str, Any], path: Path) -> None:
     """Writes a PNG: bars of the median pass, collector off, beside the paper's Table 2."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     sizes = report["settings"]["max_sp"]
     series = {"paper": [report["paper_us"].get(str(sp), (0.0, 0.0)) for sp in sizes]}
     for result in report["results"]:
         if result["gc"] == "off":
             pair = (result["median_avg_us"], result["median_max_us"])
             series.setdefault(f"Millrace, {result['model']}", []).append(pair)
-    figure, axes = pyplot.subplots(1, 2, figsize=(10, 4), layout="constrained")
-    for which, (title, goal) in enumerate(
-        zip(("average", "maximum"), report["goal_us"], strict=True)
-    ):
-        for number, (label, pairs) in enumerate(series.items()):
-            places = [index + (number - 1) * 0.27 for index in range(len(sizes))]
-            bars = axes[which].bar(places, [pair[which] for pair in pairs], 0.27, label=label)
-            axes[which].bar_label(bars, fmt="%.0f", fontsize=7)
-        axes[which].axhline(goal, color="grey", linestyle=":")
-        axes[which].set_xticks(range(len(sizes)), [str(sp) for sp in sizes])
-        axes[which].set(title=title, xlabel="largest SP degree", ylabel="µs a plan")
-    axes[0].legend(fontsize=8)
-    figure.savefig(path, dpi=150)
-    pyplot.close(figure)
+    groups = [f"SP {sp} at most" for sp in sizes]
+    charts = [
+        Bars(
+            title,
+            "µs a plan",
+            groups,
+            {name: [pair[which] for pair in pairs] for name, pairs in series.items()},
+            mark=report["goal_us"][which],
+            form="%.0f",
+        )
+        for which, title in enumerate(("average", "maximum"))
+    ]
+    draw_panels([charts], path, (4.8, 3.8))

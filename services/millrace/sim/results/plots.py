@@ -9,45 +9,12 @@ from typing import Any
 
 from millrace.core.arithmetic import ceil_div
 from millrace.core.errors import ConfigError, reason_of
-from millrace.sim.results.report import CDF_SHARES, ClassReport, Report
+from millrace.sim.results.report import CDF_SHARES, Report
 from millrace.sim.results.timeline import Block
 
 _NO_REQUEST_COLOUR = "#c8c8c8"
 _HATCHES = {"prefill": "", "decode": "", "idle wait": "....", "blocked": "xxxx"}
 _MOST_LABELS = 40  # instance names on a chart before they are thinned out
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Curve:
-    """Attainment of one system, 0 to 1, at several loads, ascending."""
-
-    name: str
-    loads: Sequence[float]
-    attainments: Sequence[float]
-
-
-def draw_attainment(
-    curves: Sequence[Curve], path: Path, *, goal: float = 0.9, label: str = "request rate (1/s)"
-) -> None:
-    """Draws a PNG of attainment against load, a line per system, and the goal as a dotted line."""
-
-    def draw(figure: Any) -> None:  # noqa: ANN401 - matplotlib is untyped
-        axes = figure.subplots()
-        for number, curve in enumerate(curves):
-            axes.plot(
-                curve.loads,
-                [100 * share for share in curve.attainments],
-                marker="o",
-                markersize=4,
-                color=f"C{number % 10}",
-                label=curve.name,
-            )
-        axes.axhline(100 * goal, color="grey", linestyle=":")
-        axes.set(xlabel=label, ylabel="requests within their objectives (%)", ylim=(0, 102))
-        axes.set_xlim(left=0)
-        _finish(axes)
-
-    _save(draw, path, (7.0, 4.4))
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +35,26 @@ class Panel:
     edges: Mapping[str, float] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True)
+class Bars:
+    """One of a figure's charts: groups of bars, with a bar of each name in every group.
+
+    `values` has a value per group, by name. `mark` is the value of a dotted line. `form` is the
+    format of the values beside their bars. Bars that are `flat` lie, with the first group on top.
+    """
+
+    title: str
+    unit: str
+    groups: Sequence[str]
+    values: Mapping[str, Sequence[float]]
+    _: KW_ONLY
+    mark: float | None = None
+    form: str = ""
+    limits: tuple[float, float] | None = None
+    log: bool = False
+    flat: bool = False
+
+
 def points(
     rows: Iterable[Mapping[str, Any]], x: str, y: str, scale: float = 1.0
 ) -> list[tuple[float, float]]:
@@ -85,33 +72,61 @@ def lines_by(
     return found
 
 
-def draw_panels(rows: Sequence[Sequence[Panel]], path: Path) -> None:
-    """Draws a PNG of charts in rows; a line's colour is that of its name's place in its chart."""
+def draw_panels(
+    rows: Sequence[Sequence[Panel | Bars]], path: Path, inches: tuple[float, float] = (4.2, 3.4)
+) -> None:
+    """Draws a PNG of charts in rows, each `inches` wide and high. A line's or bar's colour is that
+    of its name's place in its chart. Raises ConfigError for a bad path.
+    """
+    columns = max(1, *map(len, rows))
 
-    def draw(figure: Any) -> None:  # noqa: ANN401
-        grid = figure.subplots(len(rows), max(map(len, rows)), squeeze=False)
-        for places, panels in zip(grid, rows, strict=True):
-            for axes in places[len(panels) :]:
+    def draw(figure: Any) -> None:  # noqa: ANN401 - matplotlib is untyped
+        grid = figure.subplots(len(rows), columns, squeeze=False)
+        for places, charts in zip(grid, rows, strict=True):
+            for axes in places[len(charts) :]:
                 axes.axis("off")
-            for axes, panel in zip(places, panels, strict=False):
-                _panel(axes, panel)
+            for axes, chart in zip(places, charts, strict=False):
+                if isinstance(chart, Panel):
+                    _draw_panel(axes, chart)
+                else:
+                    _draw_bars(axes, chart)
 
-    _save(draw, path, (4.2 * max(map(len, rows)) + 0.4, 3.4 * len(rows) + 0.2))
+    width, height = inches
+    _save(draw, path, (width * columns + 0.4, height * len(rows) + 0.2))
 
 
 def draw_run(report: Report, path: Path) -> None:
     """Draws a PNG of one run: TTFT's CDF by class on the left, attainment by class on the right."""
-
-    def draw(figure: Any) -> None:  # noqa: ANN401
-        left, right = figure.subplots(1, 2)
-        for number, (name, found) in enumerate(report.classes.items()):
-            _cdf(left, found, f"{name} ({found.requests})", f"C{number % 10}")
-        left.set(title="Time to first token, by class")
-        _finish_cdf(left)
-        _class_bars(right, {"": report})
-        right.set(title="Requests within their objectives")
-
-    _save(draw, path, (11.0, 4.4))
+    cdfs = {
+        f"{name} ({found.requests})": [
+            (1e3 * ttft_s, 100 * share * found.succeeded / found.requests)
+            for ttft_s, share in zip(found.ttft_quantiles_s, CDF_SHARES, strict=True)
+        ]
+        for name, found in report.classes.items()
+        if found.succeeded
+    }
+    classes = report.classes
+    shown = {"all": report.total} | classes if len(classes) > 1 else classes
+    attained = [100 * found.attainment for found in shown.values()]
+    draw_panels(
+        [
+            [
+                Panel(
+                    "Time to first token, by class", "TTFT (ms)", "requests (%)", cdfs, log_x=True
+                ),
+                Bars(
+                    "Requests within their objectives",
+                    "requests (%)",
+                    list(shown),
+                    {"": attained},
+                    form="%.1f",
+                    limits=(0, 108),
+                ),
+            ]
+        ],
+        path,
+        (5.3, 4.2),
+    )
 
 
 def draw_board(blocks: Sequence[Block], path: Path) -> None:
@@ -163,7 +178,7 @@ def draw_board(blocks: Sequence[Block], path: Path) -> None:
     _save(draw, path, (12.0, min(16.0, 1.6 + 0.26 * rows)))
 
 
-def _panel(axes: Any, panel: Panel) -> None:  # noqa: ANN401
+def _draw_panel(axes: Any, panel: Panel) -> None:  # noqa: ANN401
     for number, (name, points) in enumerate(panel.lines.items()):
         marker = "o" if len(points) <= 40 else ""
         colour = f"C{number % 10}"
@@ -182,41 +197,29 @@ def _panel(axes: Any, panel: Panel) -> None:  # noqa: ANN401
     _finish(axes)
 
 
-def _cdf(axes: Any, found: ClassReport, label: str, colour: str) -> None:  # noqa: ANN401
-    if not found.succeeded:
-        return
-    share = found.succeeded / found.requests
-    heights = [100 * share * at for at in CDF_SHARES]
-    times_ms = [1e3 * value for value in found.ttft_quantiles_s]
-    axes.plot(times_ms, heights, color=colour, label=label)
-
-
-def _finish_cdf(axes: Any) -> None:  # noqa: ANN401
-    from matplotlib.ticker import LogLocator, NullFormatter, ScalarFormatter
-
-    axes.set(xscale="log", xlabel="TTFT (ms)", ylabel="requests (%)", ylim=(0, 102))
-    axes.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
-    axes.xaxis.set_major_formatter(ScalarFormatter())
-    axes.xaxis.set_minor_formatter(NullFormatter())
-    _finish(axes)
-
-
-def _class_bars(axes: Any, reports: Mapping[str, Report]) -> None:  # noqa: ANN401
-    names = sorted({name for report in reports.values() for name in report.classes})
-    columns = ["all", *names] if len(names) > 1 else names
-    width = 0.8 / max(1, len(reports))
-    for number, (system, report) in enumerate(reports.items()):
-        found = {"all": report.total} | report.classes
-        places = [
-            index + (number - (len(reports) - 1) / 2) * width
-            for index, name in enumerate(columns)
-            if name in found
-        ]
-        heights = [100 * found[name].attainment for name in columns if name in found]
-        bars = axes.bar(places, heights, width, color=f"C{number % 10}", label=system or None)
-        axes.bar_label(bars, fmt="%.1f", fontsize=7, padding=1)
-    axes.set_xticks(range(len(columns)), columns)
-    axes.set(ylabel="requests within their objectives (%)", ylim=(0, 108))
+def _draw_bars(axes: Any, chart: Bars) -> None:  # noqa: ANN401
+    width = 0.8 / max(1, len(chart.values))
+    draw = axes.barh if chart.flat else axes.bar
+    for number, (name, values) in enumerate(chart.values.items()):
+        shift = (number - (len(chart.values) - 1) / 2) * width
+        places = [group + shift for group in range(len(chart.groups))]
+        bars = draw(places, values, width, color=f"C{number % 10}", label=name or None)
+        if chart.form:
+            axes.bar_label(bars, fmt=chart.form, fontsize=7, padding=1)
+    across, along = ("y", "x") if chart.flat else ("x", "y")
+    ticks = axes.set_yticks if chart.flat else axes.set_xticks
+    ticks(range(len(chart.groups)), chart.groups, fontsize=7)
+    axes.margins(**{across: 0.01})
+    axes.set(**{f"{along}label": chart.unit})
+    if chart.flat:
+        axes.invert_yaxis()
+    if chart.limits is not None:
+        axes.set(**{f"{along}lim": chart.limits})
+    if chart.log:
+        axes.set(**{f"{along}scale": "log"})
+    if chart.mark is not None:
+        (axes.axvline if chart.flat else axes.axhline)(chart.mark, color="grey", linestyle=":")
+    axes.set_title(chart.title, fontsize=10)
     _finish(axes)
 
 

@@ -13,7 +13,7 @@ from millrace.cli.sim.asked import document, progress
 from millrace.cli.sim.options import AXES, build_systems, parse_numbers
 from millrace.cli.sim.tables import print_sweep
 from millrace.core.errors import ConfigError
-from millrace.sim.results.plots import Curve, draw_attainment
+from millrace.sim.results.plots import Panel, draw_panels
 from millrace.sim.results.report import write_json
 from millrace.sim.scenario import Scenario
 from millrace.sim.studies.sweep import Axis, SweepOptions, SystemResult, sweep
@@ -66,19 +66,17 @@ def _sweep_options(given: dict[str, Any], scenario: Scenario) -> SweepOptions:
 def _plot_sweep(
     found: list[SystemResult], options: SweepOptions, scenario: Scenario, path: Path
 ) -> None:
-    curves = []
+    lines: dict[str, list[tuple[float, float]]] = {}
     for result in found:
         shares = {value: report.total.attainment for value, report in result.curve}
         if result.edge is not None and result.at_edge is not None:
             shares[result.edge] = result.at_edge.total.attainment
-        loads = sorted(shares)
-        curves.append(
-            Curve(name=result.name, loads=loads, attainments=[shares[load] for load in loads])
-        )
+        lines[result.name] = [(load, 100 * share) for load, share in sorted(shares.items())]
     label = "scale of the trace's rate" if scenario.traffic.is_replayed else "request rate (1/s)"
     if options.axis == "slo-scale":
         label = "SLO scale (1: as given)"
-    draw_attainment(curves, path, goal=options.goal, label=label)
+    y = "requests within their objectives (%)"
+    draw_panels([[Panel("", label, y, lines, mark=100 * options.goal)]], path, (6.6, 4.2))
 
 
 @contextmanager
