@@ -353,17 +353,18 @@ async def test_the_id_can_be_admitted_again_while_the_old_pages_drain(build):
     await to.manager.release("r")
 
 
-async def test_a_sender_the_control_plane_gave_up_is_fenced(build):
+async def test_a_sender_that_was_replaced_is_fenced(build):
     to, from_ = await build(ReceiverNode, layout()), await build(SenderNode, layout())
     session = await started(from_, to)
     session.layer_ready(0, 0, 0, 50)
     await eventually(lambda: session.timings.granted_s)
-    to.manager.sender_lost("prefill-0")
+    later = await build(SenderNode, layout(), generation=6)
+    other = await later.open("s", to.address, to.identity, [0, 1, 2, 3], 50)
     await failed_with(to, "prefill-0 is gone")
     releasing = asyncio.create_task(to.manager.release("r"))
-    await asyncio.sleep(0.05)
     await session.abort("lost")
     await releasing
+    await other.abort("unneeded")
 
 
 async def test_an_open_session_is_found(build):

@@ -134,14 +134,11 @@ class LeaseTable:
             if lease.number in self._leases and lease.lost_s is None:
                 self.send(lease, _kind_for(lease, admission))
 
-    def lose_incarnations(self, sender_id: str, before: int | None = None) -> None:
-        """Marks all incarnations of a sender as ended; with `before`, those of lesser
-        generations.
-        """
+    def lose_incarnations(self, later: Incarnation) -> None:
+        """Marks the earlier incarnations of a sender as ended."""
         for lease, admission in list(self._leases.values()):
-            if lease.sender.id == sender_id and (
-                before is None or lease.sender.generation < before
-            ):
+            sender = lease.sender
+            if sender.id == later.id and sender.generation < later.generation:
                 self._lose(lease, admission, dead=False)
 
     def renew(self, now_s: float) -> list[tuple[Lease, Admission]]:

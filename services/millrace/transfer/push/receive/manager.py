@@ -164,10 +164,6 @@ class ReceiveManager:
         self._settle()
         await asyncio.shield(free)
 
-    def sender_lost(self, sender_id: str) -> None:
-        """Fences a sender off for the control plane: none of its incarnations will come back."""
-        self._leases.lose_incarnations(sender_id)
-
     # -- for senders
 
     async def handshake(self, ask: HandshakeAsk, wait_s: float) -> HandshakeGrant:
@@ -289,9 +285,8 @@ class ReceiveManager:
 
     async def _expected(self, ask: HandshakeAsk | HistoryAsk, deadline_s: float) -> Admission:
         """Returns the admission that a sender means. Raises HandshakeRefused."""
-        sender = ask.ticket.sender
         self._fences.check(ask)
-        self._leases.lose_incarnations(sender.id, before=sender.generation)
+        self._leases.lose_incarnations(ask.ticket.sender)
         return await self._active.wait_for(ask.ticket, deadline_s)
 
     def _grant(self, admission: Admission, lease: Lease) -> HandshakeGrant:
