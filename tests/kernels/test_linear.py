@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -243,3 +246,9 @@ def test_a_linear_of_nothing_gives_nothing():
     assert torch.equal(
         api.prepare_linear(torch.zeros(3, 0), torch.ones(3))(torch.zeros(2, 0)), torch.ones(2, 3)
     )
+
+
+def test_few_rows_are_as_many_as_in_cpp() -> None:
+    header = Path(__file__).parents[2] / "kernels" / "cpu" / "linear.hpp"
+    (in_cpp,) = re.findall(r"\bkFewRows = (\d+);", header.read_text(encoding="utf-8"))
+    assert int(in_cpp) == cpu_linear.FEW_ROWS

@@ -19,8 +19,8 @@ if cpu_backend.AVAILABLE:
 
 ALL_ROWS: Final = 2**31 - 1
 
-_FEW_ROWS: Final = 8
-"""Rows of x up to which only the reading of the weights takes time."""
+FEW_ROWS: Final = 8
+"""Rows of x up to which only the reading of the weights takes time: kFewRows of the C++ code."""
 
 
 def most_rows(dtype: torch.dtype) -> int:
@@ -32,7 +32,7 @@ def most_rows(dtype: torch.dtype) -> int:
     """
     native = cpu_backend.variant()
     is_faster = native == "avx2" or (dtype == torch.bfloat16 and native != "portable")
-    return ALL_ROWS if is_faster or determinism.is_on() else _FEW_ROWS
+    return ALL_ROWS if is_faster or determinism.is_on() else FEW_ROWS
 
 
 def most_assignments() -> int:
@@ -40,7 +40,7 @@ def most_assignments() -> int:
     many small calls per expert, so C++ runs them always, if it uses the processor's vectors.
     """
     is_slower = cpu_backend.variant() == "portable" and not determinism.is_on()
-    return _FEW_ROWS if is_slower else ALL_ROWS
+    return FEW_ROWS if is_slower else ALL_ROWS
 
 
 def _shape(*tensors: Tensor) -> str:
