@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 
 import pytest
 
-from millrace.concurrency import all_or_first_error, cancel
+from millrace.concurrency import (
+    all_or_first_error,
+    beside,
+    cancel,
+    stop_event,
+    stop_signals,
+    until_one_ends,
+)
 
 
 class Work:
@@ -59,3 +68,61 @@ async def test_the_first_error_cancels_the_others_before_it_is_raised() -> None:
     with pytest.raises(ValueError, match="broken"):
         await all_or_first_error([waiting.run(), failing.run()])
     assert waiting.ended == "cancelled"
+
+
+@pytest.mark.parametrize("error", [None, ValueError("broken")])
+async def test_one_end_is_the_end_of_all(error) -> None:
+    first, ending, last = Work(), Work(error), Work()
+    ending.released.set()
+    both = until_one_ends(first.run(), ending.run(), last.run())
+    if error is None:
+        await both
+    else:
+        with pytest.raises(ValueError, match="broken"):
+            await both
+    assert [first.ended, last.ended] == ["cancelled", "cancelled"]
+
+
+async def test_work_beside_a_block_ends_with_it() -> None:
+    work = Work()
+    async with beside(work.run()):
+        await work.begun.wait()
+        assert not work.ended
+    assert work.ended == "cancelled"
+
+
+async def test_an_error_beside_a_block_is_raised_after_it() -> None:
+    failing, passed = Work(ValueError("broken")), False
+    failing.released.set()
+    with pytest.raises(ValueError, match="broken"):
+        async with beside(failing.run()):
+            await failing.begun.wait()
+            await asyncio.sleep(0)
+            passed = True
+    assert passed
+
+
+async def test_the_error_of_the_block_comes_first() -> None:
+    work = Work()
+    with pytest.raises(KeyError):
+        async with beside(work.run()):
+            await work.begun.wait()
+            raise KeyError
+    assert work.ended == "cancelled"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+async def test_signals_stop_until_they_are_given_back(number) -> None:
+    before = signal.getsignal(number)
+    with stop_signals() as stop:
+        os.kill(os.getpid(), number)
+        await stop.wait()
+    assert signal.getsignal(number) in (before, signal.SIG_DFL, signal.default_int_handler)
+
+
+async def test_a_stop_event_is_not_set_before_a_signal() -> None:
+    with stop_signals():  # gives the signals back
+        stop = stop_event()
+        assert not stop.is_set()
+        os.kill(os.getpid(), signal.SIGTERM)
+        await stop.wait()

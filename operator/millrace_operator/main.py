@@ -6,10 +6,9 @@ import asyncio
 import contextlib
 import logging
 import os
-import signal
 import socket
 import uuid
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -18,7 +17,7 @@ from typing import Annotated, Any
 import typer
 from kubernetes.aio import client
 
-from millrace.concurrency import cancel
+from millrace.concurrency import stop_event, until_one_ends
 from millrace.core.config import load_config
 from millrace.core.errors import MillraceError
 from millrace.telemetry.log import setup_logging
@@ -147,22 +146,9 @@ class Operator:
         self._queue.touch(key)
 
 
-async def until_one_ends(*works: Coroutine[Any, Any, object]) -> None:
-    """Runs all calls until one returns or raises, cancels the others, and then does the same."""
-    tasks = [asyncio.create_task(work) for work in works]
-    try:
-        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        for task in done:
-            await task
-    finally:
-        await cancel(*tasks)
-
-
 async def serve(options: Options) -> None:
     """Runs an operator until SIGTERM or SIGINT. Raises MillraceError."""
-    stop = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    stop = stop_event()
     operator = Operator(options, await options.configuration())
     await until_one_ends(operator.run(), stop.wait())
 

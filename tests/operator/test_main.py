@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import subprocess
 import sys
@@ -10,7 +9,7 @@ import sys
 import pytest
 
 from millrace.core.errors import ConfigError, MillraceError
-from millrace_operator.main import defaults_from, until_one_ends, use_settings_of
+from millrace_operator.main import defaults_from, use_settings_of
 from millrace_operator.spec import Defaults
 
 IMAGES = {
@@ -37,25 +36,6 @@ IMAGES_OF = ("proxy", "scheduler", "prefill", "decode", "kvp")
 def test_tls_is_given_whole_or_not_at_all():
     with pytest.raises(ConfigError, match=r"tls.*cert_file"):
         use_settings_of({"MILLRACE_TLS__CA_FILE": "ca"}, log_format="text", log_level="info")
-
-
-async def test_one_end_is_the_end_of_all():
-    cancelled = []
-
-    async def forever(name: str) -> None:
-        try:
-            await asyncio.Event().wait()
-        finally:
-            cancelled.append(name)
-
-    async def fails() -> None:
-        raise MillraceError("over")
-
-    with pytest.raises(MillraceError, match="over"):
-        await until_one_ends(forever("a"), fails(), forever("b"))
-    assert cancelled == ["a", "b"]
-    await until_one_ends(forever("c"), asyncio.sleep(0))
-    assert cancelled[-1] == "c"
 
 
 def test_without_a_cluster_it_says_so_in_a_line():

@@ -21,6 +21,7 @@ from millrace.colocated.metrics import MixedMetrics
 from millrace.colocated.packing import IterationPacker, Plan, packing_config
 from millrace.colocated.predictor import Predictor
 from millrace.colocated.prompts import Prompts
+from millrace.concurrency import stop_event
 from millrace.core.config import Config
 from millrace.core.cost.decode_step import DecodeStepTime
 from millrace.core.cost.operators import OperatorModel
@@ -44,7 +45,7 @@ from millrace.instance.latency import prefill_latency
 from millrace.instance.role import Loaded, WorkerContext
 from millrace.instance.shards.shard_table import NOBODY, ShardTable
 from millrace.instance.spans import Stopwatch
-from millrace.instance.tasks import Tasks, stop_event
+from millrace.instance.tasks import Tasks
 from millrace.instance.vitals import open_vitals
 from millrace.profiles import decode_step
 from millrace.transfer.push.receive.manager import ReceiveManager

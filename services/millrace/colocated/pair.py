@@ -14,12 +14,12 @@ from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import replace
 
+from millrace.concurrency import stop_event
 from millrace.core.config import Config
 from millrace.decode.loop import DecodeRole
 from millrace.instance.host import WorkerOptions, open_for, serve_role
 from millrace.instance.latency import decode_step, prefill_latency
 from millrace.instance.role import Loaded, Role, WorkerContext
-from millrace.instance.tasks import stop_event
 from millrace.instance.vitals import open_vitals
 from millrace.prefill.loop import PrefillRole
 

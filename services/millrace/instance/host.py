@@ -15,7 +15,7 @@ from functools import partial
 import grpc
 import torch
 
-from millrace.concurrency import cancel
+from millrace.concurrency import cancel, stop_event
 from millrace.core.config import Config, EngineConfig
 from millrace.core.errors import ConfigError, MillraceError
 from millrace.core.incarnation import Incarnation
@@ -27,7 +27,7 @@ from millrace.instance.latency import decode_step, prefill_latency
 from millrace.instance.link import WorkerLink
 from millrace.instance.role import HostContext, Instance, Loaded, Role, WorkerContext
 from millrace.instance.stages.stages import open_staged_engine
-from millrace.instance.tasks import first_of, stacks, stop_event
+from millrace.instance.tasks import first_of, stacks
 from millrace.instance.transfer.kv_path import KvPath
 from millrace.instance.transfer.probe_servicer import ProbeServicer
 from millrace.instance.transfer.transports import (

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import signal
 import sys
 import threading
 from collections.abc import Awaitable, Coroutine, Iterator, Sequence
@@ -45,15 +44,6 @@ class Tasks:
         if not task.cancelled() and (error := task.exception()) is not None:
             self._error = self._error or error
             self._failed.set()
-
-
-def stop_event() -> asyncio.Event:
-    """Returns an event that SIGTERM and SIGINT set."""
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
-    return stop
 
 
 async def first_of(

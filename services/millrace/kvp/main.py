@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
+from millrace.concurrency import stop_event
 from millrace.core.config import Config
 from millrace.engine.assembly import open_kv_only
 from millrace.instance.host import WorkerOptions, log_memory, serve_instance
 from millrace.instance.role import Instance
-from millrace.instance.tasks import stop_event
 from millrace.instance.vitals import open_vitals
 from millrace.kvp.role import KvpRole
 

@@ -8,14 +8,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import importlib.util
-import signal
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
 from rich.console import Console
 
-from millrace.concurrency import cancel
+from millrace.concurrency import cancel, stop_event
 from millrace.local.authority import as_toml
 from millrace.local.checks import check_start
 from millrace.local.first_start import profile_first
@@ -31,10 +30,7 @@ CPP_MODULES = ("millrace_kernels._cpu", "millrace.core.scheduler.planning._cdsp"
 async def run_until_stopped(options: StackOptions, scaling: Scaling | None = None) -> None:
     """`millrace up`: starts the stack, says how to use it, and stops it at SIGINT or SIGTERM."""
     console = Console(stderr=True)
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
+    stop = stop_event()
     starting = asyncio.create_task(start_with_progress(options, console))
     stopping = asyncio.create_task(stop.wait())
     await asyncio.wait([starting, stopping], return_when=asyncio.FIRST_COMPLETED)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
-import signal
 from collections.abc import Callable
 
+from millrace.concurrency import stop_signals
 from millrace.core.config import Config
 from millrace.core.config.models import ModelConfig
 from millrace.proxy.garbage import spare_old_objects
@@ -26,11 +25,7 @@ async def serve(
     processes share the port. Raises ModelError for an unusable model, ConfigError for a wrong file
     of models, MillraceError if the port is taken.
     """
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
-    try:
+    with stop_signals() as stop:
         if config.proxy.workers > 1:
             await serve_workers(config, model, stop=stop, on_ready=on_ready)
             return
@@ -40,6 +35,3 @@ async def serve(
         if on_ready is not None:
             on_ready(proxy.port)
         await proxy.run_until(stop)
-    finally:
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.remove_signal_handler(number)

@@ -100,7 +100,7 @@ class StoredResponses:
         found = await self._get(response_id, tenant)
         if found.lost:
             body = _failed(found.body)
-            start = await self._count_events(response_id)
+            start = len(await self.events(response_id, 0))
             event = event_of("response.failed", start, response=body)
             await self._settle(response_id, body, start, [event])
             found = await self._get(response_id, tenant)
@@ -162,9 +162,6 @@ class StoredResponses:
         change = Change(body=orjson.dumps(body), first_event=first_event, events=events, final=True)
         with reachable("responses"):
             await self._documents.update(response_id, change)
-
-    async def _count_events(self, response_id: str) -> int:
-        return len(await self.events(response_id, 0))
 
 
 def _change(reply: ResponseReply, first_event: int) -> Change:

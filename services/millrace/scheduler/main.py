@@ -6,13 +6,12 @@ import asyncio
 import contextlib
 import logging
 import os
-import signal
 import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
-from millrace.concurrency import cancel
+from millrace.concurrency import cancel, stop_signals
 from millrace.core.config import Config
 from millrace.scheduler.leadership import Leadership
 from millrace.scheduler.loop import SchedulerLoop
@@ -53,12 +52,9 @@ async def serve(
     another scheduler leads, and every error that ends the loop: a scheduler that can't decide must
     not seem alive.
     """
-    stop = asyncio.Event()
     registry = Registry()
     async with contextlib.AsyncExitStack() as stack:
-        for number in (signal.SIGTERM, signal.SIGINT):
-            asyncio.get_running_loop().add_signal_handler(number, stop.set)
-            stack.callback(asyncio.get_running_loop().remove_signal_handler, number)
+        stop = stack.enter_context(stop_signals())
         leases = open_leases(config.store)
         stack.push_async_callback(leases.close)
         if config.telemetry.metrics_port:

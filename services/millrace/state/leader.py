@@ -7,7 +7,7 @@ import logging
 from collections.abc import Coroutine
 from typing import Any
 
-from millrace.concurrency import cancel
+from millrace.concurrency import until_one_ends
 from millrace.core.instance.fence import EpochFence
 from millrace.state.leases import LeaseStore
 from millrace.state.store import StoreError
@@ -95,11 +95,4 @@ class LeaderWatch:
 
     async def serve_until_replaced(self, changes: int, work: Coroutine[Any, Any, None]) -> None:
         """Runs `work` to its end, or until another scheduler leads than after so many `changes`."""
-        serving = asyncio.create_task(work)
-        replaced = asyncio.create_task(self.replaced(changes))
-        try:
-            await asyncio.wait([serving, replaced], return_when=asyncio.FIRST_COMPLETED)
-            if serving.done():
-                await serving
-        finally:
-            await cancel(serving, replaced)
+        await until_one_ends(work, self.replaced(changes))

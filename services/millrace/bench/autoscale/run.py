@@ -8,7 +8,7 @@ import random
 import statistics
 import tempfile
 import time
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -22,7 +22,7 @@ from millrace.bench.common.models import LLAMA_27M
 from millrace.bench.common.options import Announce
 from millrace.bench.common.random_model import write_random_model
 from millrace.bench.common.report import RequestRecord, summarise
-from millrace.concurrency import cancel
+from millrace.concurrency import beside
 from millrace.core.errors import MillraceError
 from millrace.local.autoscale import Decision
 from millrace.local.options import StackOptions
@@ -153,7 +153,7 @@ async def _system(
                 autoscaled(stack, scaling, lines.append, decisions.append)
             )
         begun_s = time.monotonic()
-        async with _sampled(stack, begun_s, samples):
+        async with beside(_sample(stack, begun_s, samples)):
             workload = WorkloadOptions(trace=served.rows, classes=served.classes)
             found = await send(
                 ServeOptions(url=stack.url, workload=workload, token_ids=_TOKEN_IDS, warmup=0)
@@ -173,21 +173,8 @@ async def _system(
     }
 
 
-@contextlib.asynccontextmanager
-async def _sampled(
-    stack: Stack, begun_s: float, samples: list[dict[str, Any]]
-) -> AsyncIterator[None]:
-    """Notes the prefill pool's size and load every second until the end of the block."""
-    task = asyncio.create_task(_sample(stack, begun_s, samples))
-    try:
-        yield
-    finally:
-        await cancel(task)
-    if not task.cancelled():
-        task.result()
-
-
 async def _sample(stack: Stack, begun_s: float, samples: list[dict[str, Any]]) -> None:
+    """Notes the prefill pool's size and load every second."""
     address = f"127.0.0.1:{stack.services['scheduler'].port}"
     while True:
         with contextlib.suppress(SchedulerUnavailable):

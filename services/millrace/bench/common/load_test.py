@@ -14,7 +14,7 @@ from rich.progress import Progress
 
 from millrace.bench.common.report import RequestRecord
 from millrace.bench.common.sse_client import Response, SseClient
-from millrace.concurrency import cancel
+from millrace.concurrency import until_one_ends
 from millrace.core.errors import ConfigError, reason_of
 from millrace.sim.workload.workload import PlannedRequest, SloClass, WorkloadOptions, plan
 
@@ -65,14 +65,7 @@ async def run(
     try:
         target = await _inspect(client, options)
         test = _LoadTest(options, target, progress, on_end)
-        work = asyncio.create_task(test.run())
-        stopped = asyncio.create_task((stop or asyncio.Event()).wait())
-        try:
-            await asyncio.wait({work, stopped}, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            await cancel(work, stopped)
-        if not work.cancelled():
-            work.result()
+        await until_one_ends(test.run(), (stop or asyncio.Event()).wait())
         return [record for record in test.records if record.ended_s > 0]
     finally:
         client.close()

@@ -37,7 +37,7 @@ from millrace.bench.common.sse_client import Response, SseClient
 from millrace.bench.decode.bare import BareDecode
 from millrace.bench.decode.command import Settings
 from millrace.bench.decode.window import Costs, Sample, Window, costs_of, length_for, window_of
-from millrace.concurrency import cancel
+from millrace.concurrency import beside
 from millrace.core.errors import MillraceError
 from millrace.local.options import StackOptions
 from millrace.local.stack import Stack
@@ -167,13 +167,8 @@ class _Served:
     async def measure(self, number: int) -> tuple[Window, Costs | None]:
         """Runs one round: all requests at once, to their ends."""
         samples: list[Sample] = []
-        watching = asyncio.create_task(self._watch(samples))
-        try:
+        async with beside(self._watch(samples)):
             streams = await self._generate(str(number))
-        finally:
-            await cancel(watching)
-        if not watching.cancelled():
-            watching.result()
         window = window_of(streams, self._settings.prompt_tokens)
         return window, costs_of(samples, window)
 

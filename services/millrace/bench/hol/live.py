@@ -17,6 +17,7 @@ from millrace.bench.common.report import RequestRecord
 from millrace.bench.common.sse_client import SseClient
 from millrace.bench.hol.systems import System
 from millrace.bench.hol.traffic import Attainment, Traffic, Watch
+from millrace.concurrency import beside
 from millrace.core.errors import MillraceError
 from millrace.local.options import StackOptions
 from millrace.local.stack import Stack
@@ -137,11 +138,8 @@ class LiveSystem:
                 await asyncio.sleep(_LOOK_EVERY_S)
             stop.set()
 
-        looking = asyncio.create_task(look())
-        try:
+        async with beside(look()):
             await self._send(options, warmup=0, stop=stop, on_end=watch.end)
-        finally:
-            looking.cancel()
         found = watch.attainment(rate_rps, time.perf_counter() - begun_s)
         await self._idle()
         return found

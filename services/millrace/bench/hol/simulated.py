@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from millrace.bench.hol.live import BACKENDS
 from millrace.bench.hol.systems import System
 from millrace.bench.hol.traffic import Attainment, Traffic
@@ -21,6 +19,7 @@ def attainment(
     """Runs one simulation. Every TTFT counts as `beyond_s` longer: the part of a live TTFT that is
     not simulated and delays no other request.
     """
+    rates = profile.kv_transfer_bytes_s
     spec = SimSpec(
         profile=profile,
         prefill=1,
@@ -28,7 +27,7 @@ def attainment(
         max_chunk_tokens=system.chunk_tokens,
         scheduler=load_config(overrides=system.settings).scheduler,
         backends=BACKENDS,
-        transfer_backend=_fastest(profile.kv_transfer_bytes_s),
+        transfer_backend=max(rates, key=lambda name: rates[name]),
     )
     met: dict[str, int] = {}
     known: dict[str, int] = {}
@@ -41,7 +40,3 @@ def attainment(
 
     Simulation(spec, plan(traffic.at(rate_rps, seed)), Collector(sink)).run()
     return Attainment(rate_rps=rate_rps, met=met, known=known)
-
-
-def _fastest(rates: Mapping[str, float]) -> str:
-    return max(rates, key=lambda name: rates[name])
