@@ -14,12 +14,12 @@ import pytest
 
 from millrace.core.errors import TransferError
 from millrace.transfer.transport.base import PeerLostError, Transport
-from millrace.transfer.transport.memory import MemoryHub, MemoryTransport
 from millrace.transfer.transport.nixl.transport import NixlTransport
 from millrace.transfer.transport.ranked import RankedTransport
 from millrace.transfer.transport.regions import Memory
 from millrace.transfer.transport.runs import Runs
 from support.deadlines import HANG_S
+from support.memory_transport import MemoryHub, MemoryTransport
 from support.transfer_peers import Child, ChildPipe
 
 SIZE = 1 << 20

@@ -16,9 +16,9 @@ from millrace.core.request import Chunk
 from millrace.core.scheduler.commands import KvShard, Member, RunPrefill
 from millrace.prefill.loop import PrefillRole
 from millrace.prefill.sending import targets
-from millrace.transfer.transport.memory import MemoryHub
 from millrace.wire.clients.kv_peer import KvPeers
 from support.kv_holders import Holder, holders
+from support.memory_transport import MemoryHub
 from support.role_pair import SETTINGS, GatedStore
 from support.tiny_models import prompt
 from support.worker_roles import LiveRole, live_roles, remember, spec

@@ -21,8 +21,8 @@ from millrace.sim.loop import Simulation
 from millrace.sim.objectives import isolated_prefill
 from millrace.sim.results.report import Collector, RequestRecord
 from millrace.sim.workload.lengths import lognormal_by_quantiles
-from millrace.sim.workload.tenants import Tenant, planned
 from millrace.sim.workload.workload import SloClass
+from support.tenant_traffic import Tenant, planned
 
 PREFILLS = 2
 DURATION_S = 40.0

@@ -13,7 +13,6 @@ import numpy as np
 import openai
 from tokenizers import Tokenizer
 
-from millrace.bench.gateway.stub_fleet import StubFleet
 from millrace.bench.gateway.stub_model import write_stub_model
 from millrace.core.config import Config, load_config
 from millrace.core.config.models import ModelConfig
@@ -24,6 +23,7 @@ from millrace.core.token_events import NO_DETAIL, PositionLogprobs, TokenDetail,
 from millrace.proxy.service import Proxy, listen
 from support.deadlines import HANG_S
 from support.live_stack import eventually
+from support.scripted_fleet import ScriptedFleet
 
 MODEL = "tiny"
 CONTEXT_TOKENS = 2048
@@ -51,7 +51,7 @@ class Script:
     vectors: list[list[float]] = field(default_factory=lambda: [[float(i) for i in range(8)]])
 
 
-class Fleet(StubFleet):
+class Fleet(ScriptedFleet):
     """Records what it is asked, and plays `script`."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:

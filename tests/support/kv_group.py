@@ -21,10 +21,10 @@ from millrace.core.request import Chunk
 from millrace.transfer.push.control import ReceiveCallbacks
 from millrace.transfer.push.receive.manager import ReceiveManager
 from millrace.transfer.push.send.manager import SendSession
-from millrace.transfer.transport.memory import MemoryHub
 from support.deadlines import HANG_S
 from support.kv_nodes import KvReceiver, KvSender
 from support.live_stack import eventually
+from support.memory_transport import MemoryHub
 from support.slow_transport import SlowTransport
 
 RECEIVER = ("decode-0", 7)

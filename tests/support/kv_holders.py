@@ -15,9 +15,9 @@ from millrace.core.kv.layout import KvLayout
 from millrace.core.scheduler.commands import Member
 from millrace.core.token_events import FinishedPrefill
 from millrace.transfer.push.control import ReceiveCallbacks
-from millrace.transfer.transport.memory import MemoryHub, MemoryTransport
 from support.deadlines import HANG_S
 from support.kv_nodes import ServedReceiver, read
+from support.memory_transport import MemoryHub, MemoryTransport
 
 
 class Holder(ServedReceiver):

@@ -28,9 +28,9 @@ from millrace.engine.sampling.spec import SamplingSpec
 from millrace.transfer.kvp.exchange import KvpExchange
 from millrace.transfer.kvp.server import KvpServer, ShardCompute
 from millrace.transfer.transport.base import INLINE_BYTES, Transport
-from millrace.transfer.transport.memory import MemoryHub, MemoryTransport
 from millrace.transfer.transport.regions import Memory
 from support.deadlines import HANG_S
+from support.memory_transport import MemoryHub, MemoryTransport
 from support.tiny_engine import make_pool
 
 

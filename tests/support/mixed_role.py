@@ -22,7 +22,7 @@ from millrace.core.request_spec import RequestSpec
 from millrace.core.scheduler.commands import KvShard
 from millrace.instance.role import Role, WorkerContext
 from millrace.state.memory_store import MemoryStore
-from millrace.transfer.transport.memory import MemoryHub
+from support.memory_transport import MemoryHub
 from support.role_pair import Proxy, listening
 from support.tiny_models import prompt
 from support.worker_roles import (

@@ -7,8 +7,8 @@ import threading
 import time
 from concurrent.futures import Future
 
-from millrace.transfer.transport.memory import MemoryHub, MemoryTransport
 from support.deadlines import HANG_S
+from support.memory_transport import MemoryHub, MemoryTransport
 
 
 class SlowTransport(MemoryTransport):

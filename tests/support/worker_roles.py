@@ -32,11 +32,11 @@ from millrace.state.memory_store import MemoryStore
 from millrace.telemetry.metrics import Registry
 from millrace.telemetry.tracing.tracer import NO_TRACER, Tracer
 from millrace.transfer.transport.base import Transport
-from millrace.transfer.transport.memory import MemoryHub, MemoryTransport
 from millrace.wire.codec.request_spec import encode_spec
 from millrace.wire.server import bind, create_server
 from support.deadlines import HANG_S
 from support.live_stack import eventually
+from support.memory_transport import MemoryHub, MemoryTransport
 from support.tiny_models import model_folder
 
 PROXY = Incarnation("proxy-0", 1)

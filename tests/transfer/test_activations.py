@@ -18,9 +18,9 @@ from millrace.transfer.activations import (
     Arrival,
 )
 from millrace.transfer.transport.base import INLINE_BYTES
-from millrace.transfer.transport.memory import MemoryHub, MemoryTransport
 from millrace.transfer.transport.nixl.transport import NixlTransport
 from support.deadlines import HANG_S
+from support.memory_transport import MemoryHub, MemoryTransport
 
 ROWS, HIDDEN = 8, 6
 _numbers = itertools.count()

@@ -24,11 +24,11 @@ from millrace.scheduler.peers import Worker
 from millrace.scheduler.recorder import Recorder
 from millrace.state.memory_store import MemoryStore
 from millrace.telemetry.metrics import Registry
-from millrace.transfer.transport.memory import MemoryHub
 from millrace.wire.codec import scheduler as codec
 from millrace.wire.codec.instance import COMMANDS, REPORTS
 from millrace.wire.codec.request_spec import spec_message
 from support.live_stack import eventually
+from support.memory_transport import MemoryHub
 from support.scheduler_peers import register
 from support.tiny_models import prompt
 from support.worker_roles import LiveRole, config, live_roles, remember, spec

@@ -14,11 +14,11 @@ from millrace.transfer.kvp.exchange import KvpExchange
 from millrace.transfer.kvp.messages import KvpKind, KvpMessage, missing_body
 from millrace.transfer.kvp.server import KvpServer
 from millrace.transfer.transport.base import INLINE_BYTES
-from millrace.transfer.transport.memory import MemoryHub, MemoryTransport
 from millrace.transfer.transport.regions import Memory
 from millrace.transfer.writer import GRACE_S
 from support.clocks import given_to
 from support.deadlines import HANG_S
+from support.memory_transport import MemoryHub, MemoryTransport
 
 SHAPE = ExchangeShape(num_q_heads=2, num_kv_heads=1, head_dim=4, element_bytes=4, max_rows=4)
 LEASE_S = 10 * HANG_S  # over when the clock skips it

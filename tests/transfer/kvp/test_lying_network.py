@@ -14,11 +14,11 @@ from millrace.core.kv.kvp_pass import ExchangeShape, Request
 from millrace.transfer.kvp.exchange import KvpExchange
 from millrace.transfer.kvp.server import KvpServer
 from millrace.transfer.transport.base import INLINE_BYTES
-from millrace.transfer.transport.memory import MemoryHub, MemoryTransport
 from millrace.transfer.transport.regions import Memory
 from support.clocks import Clock, given_to
 from support.deadlines import HANG_S
 from support.faulty_transport import FaultyTransport
+from support.memory_transport import MemoryHub, MemoryTransport
 
 SHAPE = ExchangeShape(num_q_heads=2, num_kv_heads=1, head_dim=4, element_bytes=4, max_rows=4)
 TIMEOUT_S = 10 * HANG_S  # over when the clock skips it

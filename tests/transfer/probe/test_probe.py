@@ -30,7 +30,6 @@ from millrace.transfer.probe.pattern import (
 )
 from millrace.transfer.transport.base import Transport, outcome
 from millrace.transfer.transport.byte_window import ByteWindow
-from millrace.transfer.transport.memory import MemoryHub, MemoryTransport
 from millrace.transfer.transport.nixl.transport import NixlTransport
 from millrace.wire.channel import open_channel
 from millrace.wire.clients.scheduler_client import InstanceView
@@ -38,6 +37,7 @@ from millrace.wire.pb import transfer_pb2, transfer_pb2_grpc
 from millrace.wire.server import bind, create_server
 from support.deadlines import HANG_S
 from support.live_stack import eventually
+from support.memory_transport import MemoryHub, MemoryTransport
 from support.metrics import total
 from support.scheduler_peers import Net, scheduler
 

@@ -19,13 +19,13 @@ from millrace.transfer.push.messages import Kind, Message
 from millrace.transfer.push.receive.manager import ReceiveManager
 from millrace.transfer.push.send import batching
 from millrace.transfer.push.send.manager import SendManager
-from millrace.transfer.transport.memory import MemoryHub, MemoryTransport
 from millrace.transfer.transport.runs import Runs
 from support.clocks import Clock, given_to
 from support.deadlines import HANG_S
 from support.kv_group import LocalPeer
 from support.kv_nodes import Pool, expected_kv, fill, layout, read
 from support.live_stack import eventually
+from support.memory_transport import MemoryHub, MemoryTransport
 
 #: Deadlines pass only where a test skips them.
 DEADLINE_S = 10 * HANG_S

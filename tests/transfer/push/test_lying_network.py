@@ -19,13 +19,13 @@ from millrace.transfer.push.messages import WrittenRange
 from millrace.transfer.push.receive.landing import Checksums
 from millrace.transfer.push.send import batching
 from millrace.transfer.transport.layout import Side
-from millrace.transfer.transport.memory import MemoryHub, MemoryTransport
 from millrace.transfer.transport.regions import Memory
 from support.clocks import Clock, given_to
 from support.deadlines import HANG_S
 from support.faulty_transport import FAULTS, FaultyTransport
 from support.kv_group import RECEIVER, LocalPeer
 from support.kv_nodes import KvReceiver, KvSender, expected_kv, layout
+from support.memory_transport import MemoryHub, MemoryTransport
 
 #: Deadlines pass only where a test skips them.
 DEADLINE_S = 10 * HANG_S

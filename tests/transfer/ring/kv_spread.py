@@ -20,10 +20,10 @@ from millrace.core.kv.sp_layout import Run
 from millrace.transfer.push.control import ReceiveCallbacks, Target
 from millrace.transfer.push.send.manager import SpreadSession
 from millrace.transfer.transport.layout import shared_heads
-from millrace.transfer.transport.memory import MemoryHub
 from support.deadlines import HANG_S
 from support.kv_group import LocalPeer
 from support.kv_nodes import KvReceiver, KvSender
+from support.memory_transport import MemoryHub
 from support.slow_transport import SlowTransport
 
 CONFIG = TransferConfig(lease_s=HANG_S, transfer_timeout_s=HANG_S, handshake_timeout_s=HANG_S)

@@ -13,11 +13,11 @@ from millrace.core.config import TransferConfig
 from millrace.core.errors import IntegrityError, TransferError
 from millrace.transfer.ring.history import History, HistoryGiver, LayerArrivals
 from millrace.transfer.transport.layout import Side, layer_runs
-from millrace.transfer.transport.memory import MemoryHub, MemoryTransport
 from millrace.transfer.transport.regions import Memory
 from millrace.transfer.transport.runs import Runs
 from support.clocks import given_to
 from support.deadlines import HANG_S
+from support.memory_transport import MemoryHub, MemoryTransport
 from support.slow_transport import SlowTransport
 from transfer.ring.ring_nodes import FREE, RingNode, chunks_of, pool_layout
 

@@ -12,10 +12,10 @@ import pytest
 from millrace.core.config import TransferConfig
 from millrace.core.errors import TransferError
 from millrace.transfer.ring.messages import RingKind, RingMessage
-from millrace.transfer.transport.memory import MemoryHub
 from millrace.transfer.writer import GRACE_S
 from support.clocks import given_to
 from support.deadlines import HANG_S
+from support.memory_transport import MemoryHub
 from support.slow_transport import SlowTransport
 from transfer.ring.ring_nodes import RingNode, chunks_of, pool_layout, random_pause
 

@@ -8,8 +8,8 @@ from concurrent.futures import Future
 import pytest
 
 from millrace.transfer.transport.base import PeerLostError
-from millrace.transfer.transport.memory import MemoryHub, MemoryTransport
 from support.deadlines import HANG_S
+from support.memory_transport import MemoryHub, MemoryTransport
 
 CHANNEL = 7
 

@@ -18,12 +18,12 @@ from millrace.core.errors import TransferError
 from millrace.core.kv.layout import KvLayout
 from millrace.transfer.transport.base import PeerLostError
 from millrace.transfer.transport.layout import Side, at_layer, layer_runs
-from millrace.transfer.transport.memory import MemoryHub, MemoryTransport
 from millrace.transfer.transport.nixl.transport import NixlTransport
 from millrace.transfer.transport.ranked import RankedTransport, Segment, split
 from millrace.transfer.transport.regions import Memory, copy_on_host
 from millrace.transfer.transport.runs import Runs
 from support.deadlines import HANG_S
+from support.memory_transport import MemoryHub, MemoryTransport
 
 _numbers = itertools.count()
 HEADS = 4
