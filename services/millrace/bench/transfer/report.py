@@ -14,7 +14,7 @@ GOAL = 0.8
 def print_tables(report: dict[str, Any], console: Console) -> None:
     """Prints rates, and the share that overlap hides; ratios below the goal in red."""
     rows = [
-        rate | {way: judged(ratio, ratio >= GOAL) for way, ratio in _ratios(rate)}
+        rate | {way: judged(r := rate[f"{way}_ratio"], r >= GOAL) for way in ("one", "stream")}
         for rate in report["rates"]
     ]
     rates = table(
@@ -38,7 +38,3 @@ def print_tables(report: dict[str, Any], console: Console) -> None:
     )
     console.print(rates)
     console.print(overlap)
-
-
-def _ratios(rate: dict[str, Any]) -> list[tuple[str, float]]:
-    return [(way, rate[f"{way}_ratio"]) for way in ("one", "stream")]

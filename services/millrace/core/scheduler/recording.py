@@ -18,7 +18,7 @@ import dataclasses
 import math
 import types
 import typing
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from enum import Enum
 from functools import cache
 from typing import Any
@@ -173,7 +173,7 @@ def _built_union(wanted: Any, data: Any, path: str) -> Any:  # noqa: ANN401
 def _built_collection(origin: Any, of: tuple[Any, ...], data: Any, path: str) -> Any:  # noqa: ANN401
     if issubclass(origin, Mapping):
         items = data.items()
-        return {_key(of[0], key): built(of[1], item, f"{path}.{key}") for key, item in items}
+        return {of[0](key): built(of[1], item, f"{path}.{key}") for key, item in items}
     if origin not in (tuple, list):
         raise TypeError(f"{origin} can't be read")
     kinds = of * len(data) if origin is list else of
@@ -193,11 +193,6 @@ def _built_scalar(wanted: Any, data: Any) -> Any:  # noqa: ANN401
     if type(data) is not wanted:
         raise TypeError(f"it must be {wanted.__name__}")
     return data
-
-
-def _key(wanted: Callable[[str], Any], key: str) -> Any:  # noqa: ANN401
-    """JSON's keys are strings."""
-    return wanted(key)
 
 
 @cache

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Final
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +20,7 @@ from millrace.engine.model.stage import ALONE, Stage
 from millrace.engine.sizing import rank_bytes
 
 _NO_TABLE: Final = torch.empty(0, 0, dtype=torch.int32)
+_TENSORS: Final = tuple(f.name for f in fields(RaggedTables) if f.name != "remote")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,46 +101,21 @@ class RingPass:
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Tables:
-    """`RaggedTables` as a message."""
+    """`RaggedTables` as a message: arrays in the place of its tensors, by field."""
 
-    token_ids: npt.NDArray[np.int64]
-    positions: npt.NDArray[np.int64]
-    slots: npt.NDArray[np.int64]
-    indptr: npt.NDArray[np.int32]
-    kv_lens: npt.NDArray[np.int32]
-    page_table: npt.NDArray[np.int32]
-    rows: npt.NDArray[np.int64]
-    wanted_indptr: npt.NDArray[np.int32]
+    arrays: Mapping[str, npt.NDArray[Any]]
     remote: tuple[RemoteRows, ...]
 
     @classmethod
     def of(cls, tables: RaggedTables) -> Tables:
-        return cls(
-            token_ids=tables.token_ids.numpy(),
-            positions=tables.positions.numpy(),
-            slots=tables.slots.numpy(),
-            indptr=tables.indptr.numpy(),
-            kv_lens=tables.kv_lens.numpy(),
-            page_table=tables.page_table.numpy(),
-            rows=tables.rows.numpy(),
-            wanted_indptr=tables.wanted_indptr.numpy(),
-            remote=tuple(tables.remote),
-        )
+        arrays = {name: getattr(tables, name).numpy() for name in _TENSORS}
+        return cls(arrays, tuple(tables.remote))
 
     def unpacked(self) -> RaggedTables:
-        return RaggedTables(
-            token_ids=torch.from_numpy(self.token_ids),
-            positions=torch.from_numpy(self.positions),
-            slots=torch.from_numpy(self.slots),
-            indptr=torch.from_numpy(self.indptr),
-            kv_lens=torch.from_numpy(self.kv_lens),
-            page_table=torch.from_numpy(self.page_table),
-            rows=torch.from_numpy(self.rows),
-            wanted_indptr=torch.from_numpy(self.wanted_indptr),
-            remote=self.remote,
-        )
+        tensors = {name: torch.from_numpy(array) for name, array in self.arrays.items()}
+        return RaggedTables(**tensors, remote=self.remote)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

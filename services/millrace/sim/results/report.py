@@ -122,18 +122,9 @@ class Report:
         return asdict(self)
 
 
-_DISTRIBUTIONS = (
-    "ttft_s",
-    "tbt_s",
-    "e2e_s",
-    "ttft_of_slo",
-    "slowdown",
-    "wait_multiple",
-    "queued_s",
-    "suspended_s",
-    "longest_suspension_s",
-)
-
+#: The distributions of fields that every record has, and all distributions.
+_MEASURED = ("ttft_s", "e2e_s", "queued_s", "suspended_s", "longest_suspension_s")
+_DISTRIBUTIONS = (*_MEASURED, "tbt_s", "ttft_of_slo", "slowdown", "wait_multiple")
 
 #: The counts of requests.
 _COUNTS = ("requests", "succeeded", "ttft_met", "tbt_met", "e2e_met", "all_met")
@@ -142,20 +133,12 @@ _COUNTS = ("requests", "succeeded", "ttft_met", "tbt_met", "e2e_met", "all_met")
 class _ClassStats:
     """Running figures of one class."""
 
-    __slots__ = (*_COUNTS, *_DISTRIBUTIONS)
+    __slots__ = (*_COUNTS, "spreads")
 
     def __init__(self) -> None:
         self.requests = self.succeeded = self.all_met = 0
         self.ttft_met = self.tbt_met = self.e2e_met = 0
-        self.ttft_s = Histogram()
-        self.tbt_s = Histogram()
-        self.e2e_s = Histogram()
-        self.ttft_of_slo = Histogram()
-        self.slowdown = Histogram()
-        self.wait_multiple = Histogram()
-        self.queued_s = Histogram()
-        self.suspended_s = Histogram()
-        self.longest_suspension_s = Histogram()
+        self.spreads = {name: Histogram() for name in _DISTRIBUTIONS}
 
     def add(self, record: RequestRecord) -> bool:
         """Counts a request; true when it attained its objectives."""
@@ -173,24 +156,23 @@ class _ClassStats:
         return all_met
 
     def _spread(self, record: RequestRecord) -> None:
-        self.ttft_s.add(record.ttft_s)
+        spreads = self.spreads
+        for name in _MEASURED:
+            spreads[name].add(getattr(record, name))
         if record.tbt_s is not None:
-            self.tbt_s.add(record.tbt_s)
-        self.e2e_s.add(record.e2e_s)
+            spreads["tbt_s"].add(record.tbt_s)
         if record.ttft_slo_s:
-            self.ttft_of_slo.add(record.ttft_s / record.ttft_slo_s)
+            spreads["ttft_of_slo"].add(record.ttft_s / record.ttft_slo_s)
         if record.isolated_s > 0:
-            self.slowdown.add(record.ttft_s / record.isolated_s)
-            self.wait_multiple.add((record.queued_s + record.suspended_s) / record.isolated_s)
-        self.queued_s.add(record.queued_s)
-        self.suspended_s.add(record.suspended_s)
-        self.longest_suspension_s.add(record.longest_suspension_s)
+            waited_s = record.queued_s + record.suspended_s
+            spreads["slowdown"].add(record.ttft_s / record.isolated_s)
+            spreads["wait_multiple"].add(waited_s / record.isolated_s)
 
     def merge(self, other: _ClassStats) -> None:
         for name in _COUNTS:
             setattr(self, name, getattr(self, name) + getattr(other, name))
         for name in _DISTRIBUTIONS:
-            getattr(self, name).merge(getattr(other, name))
+            self.spreads[name].merge(other.spreads[name])
 
     def report(self, per_s: float) -> ClassReport:
         requests = max(1, self.requests)
@@ -203,8 +185,8 @@ class _ClassStats:
             e2e_attainment=self.e2e_met / requests,
             attainment=self.all_met / requests,
             goodput_rps=self.all_met * per_s,
-            ttft_quantiles_s=tuple(self.ttft_s.quantiles(CDF_SHARES)),
-            **{name: getattr(self, name).distribution() for name in _DISTRIBUTIONS},
+            ttft_quantiles_s=tuple(self.spreads["ttft_s"].quantiles(CDF_SHARES)),
+            **{name: spread.distribution() for name, spread in self.spreads.items()},
         )
 
 
