@@ -152,6 +152,45 @@ def test_chunks_of_a_slow_instance_take_longer() -> None:
     assert taken == pytest.approx([prefill_s(2000), 4 * prefill_s(2000), prefill_s(2000)])
 
 
+def played_with_a_slow_one(
+    slow_factor: float, rate_rps: float, seed: int, planner: str = "least_queue"
+) -> Run:
+    """Of four instances p1 takes ten times as long for a minute, from 5 s on."""
+    slowness = (Slowness(at_s=5.0, instance_id="p1", for_s=60.0),)
+    config = SchedulerConfig(slow_factor=slow_factor, planner=planner)
+    spec = toy_spec(config, prefill=4, decode=2, slowness=slowness)
+    return Run(spec, chats(2000, rate_rps, seed))
+
+
+def in_time(run: Run) -> float:
+    return sum(one.ttft_s is not None and one.ttft_s <= 1.0 for one in run.records.values()) / 2000
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize(("planner", "late"), [("least_queue", 0.15), ("auto", 0.7)])
+def test_a_slow_instance_gets_few_prompts_and_the_others_are_in_time(
+    planner: str, late: float, seed: int
+) -> None:
+    """With SP groups more is late: which member delays a group is not known."""
+    off, on = (played_with_a_slow_one(factor, 40.0, seed, planner) for factor in (0.0, 3.0))
+    assert 1 - in_time(on) < late * (1 - in_time(off)), (in_time(on), in_time(off))
+    assert on.simulation.machine.slow_instances.names() == {"p1"}  # the run ends before the minute
+    assert not off.simulation.machine.slow_instances.names()
+
+
+def test_a_slow_instance_that_has_caught_up_is_slow_no_more() -> None:
+    run = played_with_a_slow_one(3.0, 10.0, 0)  # ends at 200 s
+    assert not run.simulation.machine.slow_instances.names()
+
+
+def test_no_instance_is_slow_where_most_lag() -> None:
+    """Then the profile is wrong: nobody is kept from work."""
+    slowness = tuple(Slowness(at_s=1.0, instance_id=f"p{i}", for_s=100.0) for i in range(3))
+    run = Run(toy_spec(prefill=4, decode=2, slowness=slowness), chats(300, 5.0))
+    assert not run.simulation.machine.slow_instances.names()
+    assert not failed_of(run)
+
+
 @pytest.mark.parametrize(
     ("fault", "message"),
     [

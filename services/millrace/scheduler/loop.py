@@ -28,6 +28,7 @@ from millrace.scheduler.observe.recording import Recording
 from millrace.scheduler.observe.traces import SchedulerTraces
 from millrace.scheduler.peers import Proxy, Worker, fleet
 from millrace.scheduler.recorder import Recorder
+from millrace.scheduler.slow_log import SlowLog
 from millrace.scheduler.succession import Estate, Succession
 from millrace.state.leader import lease_name
 from millrace.telemetry.metrics import Registry
@@ -94,6 +95,7 @@ class SchedulerLoop:
         self.workers: dict[str, Worker] = {}
         self._proxies: dict[str, Proxy] = {}
         self._in_force = InForce(self.machine)
+        self._slow_log = SlowLog(self.machine)
         self._metrics = SchedulerMetrics(registry, self.machine, recorder, self.load, epoch)
         registry.gauge_function(
             "millrace_scheduler_parked_requests", "requests parked at the proxies", self._parked
@@ -359,11 +361,11 @@ class SchedulerLoop:
             await asyncio.sleep(self.config.heartbeat_s)
             now_s = self.clock()
             # If the scheduler itself was delayed, the workers were not silent.
-            held_up_s = max(now_s - last_s - self.config.heartbeat_s, 0.0)
-            last_s = now_s
+            held_up_s, last_s = max(now_s - last_s - self.config.heartbeat_s, 0.0), now_s
             for worker in self.workers.values():
                 worker.seen_s = min(worker.seen_s + held_up_s, now_s)
                 self._check_lease(worker, now_s - worker.seen_s)
+            self._slow_log.log_changes()
             self.post_now(events.Tick())
 
     def _check_lease(self, worker: Worker, silent_s: float) -> None:

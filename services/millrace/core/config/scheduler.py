@@ -106,6 +106,12 @@ class SchedulerConfig(Section):
         within(0.1),
         "the first of these pauses; each later one is twice as long, up to 32 times",
     )
+    slow_factor: float = setting(
+        3.0,
+        within(0, 100),
+        "a prefill instance whose chunks take so many times as long as its pool expects gets no "
+        "new prompt for breaker_pause_s, and after it one as a probe. 0: never",
+    )
     heartbeat_s: float = setting(1.0, within(0.01), "interval of the workers' heartbeats")
     lease_s: float = setting(5.0, within(0.05), "silence after which a peer counts as dead")
     request_timeout_s: float = setting(

@@ -79,6 +79,7 @@ class Machine:
         self._takeover = Takeover(self._table, self._take_in)
         self.suspects = Suspects(self._table)
         self.breakers = self._table.breakers
+        self.slow_instances = self._table.slow_instances
         chunk_progress = ChunkProgress(self._table, self._dispatcher, self._event_filter)
         request_progress = RequestProgress(self._table, self._dispatcher, self._event_filter)
         self._handlers: dict[type, Callable[[StepContext, Any], None]] = {
@@ -233,6 +234,7 @@ class Machine:
         self._takeover.left(instance)
         self.cluster.remove(instance)
         self.breakers.left(instance.id)
+        self.slow_instances.left(instance.id)
         for request_id in instance.holdings:
             request = self._table.served(request_id, instance)
             if request is not None and still_needs(request, instance):
@@ -390,5 +392,6 @@ class Machine:
         self._table.expire(step)
         self.suspects.check(step)
         self.breakers.check(step.now_s)
+        self.slow_instances.check(step.now_s)
         self._stall_watch.check(step)
         self._dispatcher.run(step)

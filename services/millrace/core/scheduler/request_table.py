@@ -22,6 +22,7 @@ from millrace.core.scheduler.fleet.waiting_queue import WaitingQueue
 from millrace.core.scheduler.outcomes.breakers import Breakers
 from millrace.core.scheduler.outcomes.ended_requests import EndedRequests
 from millrace.core.scheduler.outcomes.objectives import mean_tbt_s
+from millrace.core.scheduler.outcomes.slow_instances import SlowInstances
 from millrace.core.scheduler.step_context import StepContext
 from millrace.core.waits import DECODE_ROOM, PREFILL
 
@@ -34,6 +35,7 @@ class RequestTable:
         self.cluster = cluster
         self.requests: dict[str, LiveRequest] = {}  # oldest first
         self.breakers = Breakers(config, cluster, self.requests)
+        self.slow_instances = SlowInstances(config, cluster)
         self.by_proxy: dict[str, dict[str, None]] = {}
         self._unplaced_ranking = ranking_of(cluster.policy)
         self.unplaced = WaitingQueue(self._unplaced_ranking)
@@ -152,11 +154,13 @@ class RequestTable:
     def _is_placed(self, request: LiveRequest) -> bool:
         return self.waiting_queue_of.get(request.id) is not self.unplaced
 
+    def closed_to_all(self) -> set[str]:
+        """Returns the instances that may take no request: their breaker is open, or they lag."""
+        return self.breakers.closed_to_all() | self.slow_instances.closed()
+
     def closed_to(self, request: LiveRequest) -> set[str]:
-        """Returns the instances that may not take the request: their breaker is not closed, or one
-        of it and the requests there may only run alone.
-        """
-        closed = self.breakers.closed_to_all()
+        """Returns the instances that may not take it: closed ones, and where one may run alone."""
+        closed = self.closed_to_all()
         if request.suspicion.is_isolated:
             return closed | {one.id for one in self.cluster.instances.values() if one.holdings}
         if (alone := self.runs_alone()) is None:

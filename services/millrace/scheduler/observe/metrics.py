@@ -107,6 +107,11 @@ class SchedulerMetrics:
                 "instances that get no new request, or one as a probe, because of their errors",
                 lambda: machine.breakers.open,
             ),
+            (
+                "slow_instances",
+                "prefill instances that get no new prompt, or one as a probe, because they lag",
+                lambda: len(machine.slow_instances.names()),
+            ),
             ("live_requests", "requests that have not ended", lambda: len(machine.requests)),
             (
                 "least_gain_ratio",

@@ -60,6 +60,8 @@ class ChunkProgress:
         else:
             request.waits.enter(TURN, step.now_s)
         if done:
+            pool = self._table.cluster.pool_of(instance)
+            self._table.slow_instances.took(task, pool, report.compute_s, step.now_s)
             self._learn(task, request, report.compute_s)
             self._dispatcher.dispatch(step)
 
@@ -69,7 +71,10 @@ class ChunkProgress:
             return
         cluster, leader = self._table.cluster, task.members[0]
         pool = cluster.pool_of(leader)
-        for known, name in ((cluster.corrections, leader.id), (pool.corrections, ANYONE)):
+        learning = [(cluster.corrections, leader.id), (pool.corrections, ANYONE)]
+        if not self._table.slow_instances.names().isdisjoint(one.id for one in task.members):
+            learning.pop()  # it tells nothing about the others
+        for known, name in learning:
             known.observe(name, task.band, predicted_s=task.modelled_s, observed_s=compute_s)
         if task.is_alone and not task.executed_s:
             request.computed_in_one_span(compute_s)

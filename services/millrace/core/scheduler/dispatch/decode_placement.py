@@ -85,7 +85,7 @@ class DecodePlacement:
             if spot is not None:
                 self._place(step, request, spot)
                 continue
-            closed = self._table.breakers.closed_to_all()  # to later requests, too
+            closed = self._table.closed_to_all()  # to later requests, too
             reserved.update(_kept(request, fitting, reserved | closed))
             # What fits nowhere (its instance died, or still holds an earlier attempt) blocks none.
             fits = any(owner.could_hold(request) for owner in fitting.owners)

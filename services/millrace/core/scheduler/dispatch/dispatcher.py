@@ -148,7 +148,7 @@ class Dispatcher:
                 pool.lacks_pages = True
             elif pool.run_queue.preemptive and index < MAX_PASSED:
                 index += 1  # a later task yields to it, but does not give pages back
-                closed = self._table.breakers.closed_to_all()
+                closed = self._table.closed_to_all()
                 this.kept.update(_waits_for(request, pool, this.kept | closed))
                 if pool.prefill.keys() <= this.kept | closed:
                     return

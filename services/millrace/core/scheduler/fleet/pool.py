@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 from millrace.core.config import SchedulerConfig
-from millrace.core.cost.correction import Corrections, OnTop, band_of
+from millrace.core.cost.correction import Band, Corrections, OnTop, band_of
 from millrace.core.cost.latency import SpLatency
 from millrace.core.cost.rates import STARTING_RATE
 from millrace.core.kv.pages import Shares
@@ -215,7 +215,11 @@ class Pool:
 
     def _rest_s(self, prompt_tokens: int, kept: int, sp: int) -> float:
         modelled_s = self.latency.chunk_s(prompt_tokens - kept, kept, sp)
-        return self.corrections.seconds(ANYONE, band_of(prompt_tokens, sp), modelled_s)
+        return self.corrected_s(band_of(prompt_tokens, sp), modelled_s)
+
+    def corrected_s(self, band: Band, modelled_s: float) -> float:
+        """Returns what such work takes at any instance, by what it took so far."""
+        return self.corrections.seconds(ANYONE, band, modelled_s)
 
     @property
     def latency(self) -> SpLatency:
