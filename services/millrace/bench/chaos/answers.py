@@ -13,6 +13,7 @@ import httpx
 import orjson
 
 from millrace.bench.chaos.command import Settings
+from millrace.event_lines import event_lines
 
 #: An answer without an event for so long counts as hung. No fault of a run lasts longer.
 SILENCE_S = 120.0
@@ -102,7 +103,7 @@ async def _read(client: httpx.AsyncClient, ask: Ask, answer: Answer) -> None:
             answer.end, answer.detail = (REFUSED if refused else ERROR), body
             answer.retry_after_s = float(response.headers.get("retry-after", REFUSED_PAUSE_S))
             return
-        lines = response.aiter_lines()
+        lines = event_lines(response)
         while True:
             async with asyncio.timeout(SILENCE_S):
                 line = await anext(lines, None)

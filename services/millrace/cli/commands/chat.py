@@ -11,6 +11,7 @@ import orjson
 from rich.console import Console
 
 from millrace.core.errors import MillraceError, reason_of
+from millrace.event_lines import event_lines
 from millrace.telemetry.trace import Waterfall
 
 Message = dict[str, str]
@@ -34,7 +35,7 @@ async def stream_chat(
         ) as response:
             if response.status_code != httpx.codes.OK:
                 raise GatewayError(refusal_of(await response.aread(), response.status_code))
-            async for line in response.aiter_lines():
+            async for line in event_lines(response):
                 if not line.startswith("data: ") or line == "data: [DONE]":
                     continue
                 chunk = orjson.loads(line.removeprefix("data: "))
