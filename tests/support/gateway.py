@@ -173,6 +173,7 @@ def token_event(
         finish_reason=script.finish if last else "",
         stop_token_id=token_id if last and stops else -1,
         detail=detail,
+        begins=bool(first),
     )
 
 

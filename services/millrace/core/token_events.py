@@ -46,6 +46,8 @@ class TokenEvent(NamedTuple):
     keep an event cheap: a named tuple takes a quarter of the time of a frozen dataclass, and a
     proxy decodes the fields of `detail` only when it calls `detail`.
 
+    `begins`: the first event of an attempt. A proxy that has tokens of the request knows by it that
+    the request began again, so that all of its tokens would come twice.
     `finish_reason`: empty while the choice goes on; stop | length | error | cancelled | moved.
     `stop_token_id` counts with finish_reason "stop" alone; -1: no token stopped the choice.
     """
@@ -56,6 +58,7 @@ class TokenEvent(NamedTuple):
     finish_reason: str = ""
     stop_token_id: int = -1
     detail: TokenDetail | Callable[[], TokenDetail] = NO_DETAIL
+    begins: bool = False
 
 
 class TokenBatch(NamedTuple):

@@ -14,12 +14,13 @@ from millrace.core.backoff import Backoff
 from millrace.core.incarnation import Incarnation
 from millrace.core.request import MIN_KEPT_TOKENS, Slo
 from millrace.core.request_spec import RequestSpec, SamplingParams
+from millrace.event_lines import event_lines
 from millrace.proxy.fleet import migration
 from millrace.proxy.generation.continuation import continuation
 from millrace.state.store import StoreError
 from millrace.wire.moves import PREEMPTED
 from support.deadlines import HANG_S
-from support.gateway import MODEL, Script, gateway
+from support.gateway import MODEL, Script, gateway, token_event
 from support.live_stack import eventually
 
 COMPLETIONS = "/v1/completions"
@@ -64,7 +65,7 @@ class Answer:
 async def ask(stack, body, headers=None):
     async with stack.http.stream("POST", COMPLETIONS, json=body, headers=headers) as response:
         assert response.status_code == 200
-        lines = [line async for line in response.aiter_lines()]
+        lines = [line async for line in event_lines(response)]
     return Answer([orjson.loads(line[6:]) for line in lines if line[:7] == "data: {"])
 
 
@@ -629,19 +630,47 @@ async def test_without_the_store_a_continuation_ends_at_its_deadline(tmp_path):
 
 
 async def test_a_prompt_that_no_instance_can_read_is_written_again(stack):
+    hold = asyncio.Event()
+
     def lose(spec):
         if len(stack.fleet.specs) > 4:
-            stack.fleet.script = Script(reply=TEXT)
+            stack.fleet.script = Script(reply=TEXT, hold=hold)
         stack.fleet.fail(spec, "no prompt", prompt_unread=True)
 
     stack.fleet.script = Script(on_submit=lose)
-    answer = await ask(stack, BODY)
-    assert answer.text == TEXT
+    asking = asyncio.create_task(ask(stack, BODY))
+    await eventually(lambda: len(stack.fleet.specs) == 6)
     last = stack.fleet.specs[-1]
-    assert len(stack.fleet.specs) == 6
-    assert len({spec.request_id for spec in stack.fleet.specs}) == len(stack.fleet.specs)
     ids = await stack.proxy.store.prompt_ids(last.request_id)
     assert ids.size == last.prompt_tokens == stack.fleet.specs[0].prompt_tokens
+    hold.set()
+    assert (await asking).text == TEXT
+    assert len(stack.fleet.specs) == 6
+    assert len({spec.request_id for spec in stack.fleet.specs}) == len(stack.fleet.specs)
+
+
+async def test_an_attempt_that_begins_again_at_its_instance_gives_no_token_twice(stack):
+    """As after a takeover: the placement of the first attempt was never told, and the new leader
+    had not heard of the attempt.
+    """
+
+    def submitted(spec):
+        stack.fleet.script = script = Script(reply=TEXT)
+        ids = stack.fleet.tokenizer.encode(TEXT, add_special_tokens=False).ids
+        said = partial(token_event, spec, 0, script=script, last=False, stops=False)
+        stack.fleet.emit(spec.proxy.id, [said(position, ids[position]) for position in range(3)])
+        asyncio.get_running_loop().call_later(0.05, again, spec)
+
+    def again(spec):
+        stack.fleet.place(spec)
+        stack.fleet.play_later(spec)
+
+    stack.fleet.script = Script(on_submit=submitted)
+    answer = await ask(stack, BODY)
+    assert answer.text == TEXT and answer.error is None
+    assert [spec.resumed_tokens for spec in stack.fleet.specs] == [0, 3]
+    await eventually(lambda: stack.fleet.cancels)
+    assert stack.fleet.cancels[0].request_id == stack.fleet.specs[0].request_id
 
 
 async def test_a_prompt_that_is_lost_again_and_again_has_an_end(tmp_path, monkeypatch):

@@ -26,7 +26,8 @@ def first_token_events(request: DecodeRequest, finished: FinishedPrefill) -> Ite
                 cached_tokens=finished.cached_tokens or request.cached_tokens,
                 pooled=finished.pooled,
             )
-        yield TokenEvent(request.id, choice, tuple(one.token_id for one in firsts), detail=detail)
+        tokens = tuple(one.token_id for one in firsts)
+        yield TokenEvent(request.id, choice, tokens, detail=detail, begins=choice == 0)
 
 
 def step_event(out: TokenOut) -> TokenEvent:

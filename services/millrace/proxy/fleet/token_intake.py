@@ -57,7 +57,8 @@ class TokenIntake:
                 if request.stage is not Stage.STREAMING and request.decode != decode:
                     request.keep(decode, event)  # the request may be placed at this instance
                 continue
-            if event.finish_reason in _BROKEN_OFF:
+            begins_again = event.begins and request.stage is Stage.STREAMING
+            if begins_again or event.finish_reason in _BROKEN_OFF:
                 self._broken_off(request, event)
                 continue
             tokens += len(event.token_ids)
@@ -77,9 +78,15 @@ class TokenIntake:
         self._metrics.tokens.inc(tokens)
 
     def _broken_off(self, request: ProxyRequest, event: TokenEvent) -> None:
-        """Migrates or fails a request whose instance will not finish the answer."""
+        """Migrates or fails a request whose instance does not finish it, or begins it again.
+
+        It begins again if a scheduler that took over had not heard of its tokens: all of them would
+        come twice.
+        """
         detail = event.detail()
-        if event.finish_reason == "moved":
+        if event.begins:
+            self._migration.move(request, ApiError(500, LOST, code="failed"), "lost")
+        elif event.finish_reason == "moved":
             request.note(detail.spans)
             preempted = detail.error == PREEMPTED
             request.preemptions += preempted

@@ -58,6 +58,8 @@ def batch_message(found: TokenBatch) -> decode_pb2.TokenBatch:
             token_ids=event.token_ids,
             stop_token_id=event.stop_token_id,
         )
+        if event.begins:
+            message.begins = True
         if event.finish_reason:
             message.finish_reason = FINISH_REASONS.number[event.finish_reason]
         if event.detail is not NO_DETAIL:
@@ -97,6 +99,7 @@ def batch_of(batch: decode_pb2.TokenBatch) -> TokenBatch:
             [words[message.finish_reason] for message in messages],
             [message.stop_token_id for message in messages],
             [partial(_detail_of, message) for message in messages],
+            [message.begins for message in messages],
         )
     )
     return TokenBatch(batch.first, events)
