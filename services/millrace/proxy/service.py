@@ -216,7 +216,10 @@ def _services(
         ttl_s=config.store.ttl_s,
         finished_ttl_s=config.store.finished_ttl_s,
     )
-    streams = OwnedStreams(open_streams(config.store), store, models, replays, metrics, lives)
+    limiter = Limiter(open_limits(config.store), metrics.tenants)
+    streams = OwnedStreams(
+        open_streams(config.store), store, models, replays, metrics, lives, limiter
+    )
     tenants = Tenants(config, metrics.tenants)
     stored = None
     if config.auth.stored_keys == "on":
@@ -232,7 +235,7 @@ def _services(
         objectives=Objectives(config),
         tenants=tenants,
         stored_tenants=stored,
-        limiter=Limiter(open_limits(config.store), metrics.tenants),
+        limiter=limiter,
         responses=responses,
         background=Background(responses),
         files=files,

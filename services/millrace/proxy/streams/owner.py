@@ -9,8 +9,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable
+import time
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 from millrace.concurrency import cancel
 from millrace.core.request import RequestState
@@ -25,10 +26,15 @@ from millrace.proxy.streams.replay import Diverged, Replay, Replays
 from millrace.proxy.streams.source import (
     StreamSource,
     StreamState,
+    admission_of,
     error_document,
     read_source,
     read_state,
 )
+from millrace.proxy.tenancy.caller import Caller
+from millrace.proxy.tenancy.costs import used_cost
+from millrace.proxy.tenancy.exchange import Exchange
+from millrace.proxy.tenancy.limiter import Limiter
 from millrace.state.store import IdTaken, RequestStore, StoreError
 from millrace.state.streams import Hold, Lease, StreamRecord, StreamStore
 from millrace.wire.codec.request_spec import decode_spec
@@ -78,6 +84,11 @@ class OwnedStream:
     @property
     def request(self) -> ProxyRequest:
         return self.reply.progress.requests[0]
+
+    @property
+    def handed_on(self) -> bool:
+        """Whether another replica continues it, or may do so. Known when `run` has ended."""
+        return not self._fence
 
     @property
     def state(self) -> StreamState:
@@ -173,9 +184,17 @@ class OwnedStream:
         if error is not None and error.is_refusal and not self.request.has_begun:
             ttl_s = 0.0  # the client may send the request again with its id
         try:
-            await self._streams.store.finish(self.stream_id, self._fence, state.encoded(), ttl_s)
+            store = self._streams.store
+            if not await store.finish(self.stream_id, self._fence, state.encoded(), ttl_s):
+                self._fence = 0
         except StoreError as away:
             log.warning("stream %s was not finished: %s", self.stream_id, away)
+
+
+class OnEnd(Protocol):
+    """Is called when this replica no longer generates a stream."""
+
+    def __call__(self, *, handed_on: bool) -> None: ...
 
 
 class OwnedStreams:
@@ -189,8 +208,10 @@ class OwnedStreams:
         replays: Replays,
         metrics: ProxyMetrics,
         lives: StreamLives,
+        limiter: Limiter,
     ) -> None:
         self.store = store
+        self._limiter = limiter
         self._models = models
         self.lives = lives
         self._requests = requests
@@ -212,7 +233,7 @@ class OwnedStreams:
         model: ServedModel,
         tenant: str,
         reply: StreamReply,
-        on_end: Callable[[], None],
+        on_end: OnEnd,
     ) -> OwnedStream:
         """Records a stream and submits its request. Raises ApiError (503, 429, 409)."""
         request, stream_id, gateway = reply.progress.requests[0], source.response_id, model.gateway
@@ -275,7 +296,7 @@ class OwnedStreams:
             replay.request.fixed_cached_tokens = state.cached_tokens
             replay.request.lineage = f"{stream_id}.{fence}"
             gateway.adopt(replay.request, state.incarnation)
-        self._keep(stream, lambda: None)
+        self._keep(stream, self._holding(stream, latest))
 
     async def _holds(self, stream_id: str) -> bool:
         """Whether this replica generates the stream, after all; renews its lease."""
@@ -297,13 +318,31 @@ class OwnedStreams:
         await cancel(*self._tasks.values())
         await self.store.close()
 
-    def _keep(self, stream: OwnedStream, on_end: Callable[[], None]) -> None:
+    def _holding(self, stream: OwnedStream, record: StreamRecord) -> OnEnd:
+        """Holds what an adopted stream's request has reserved, and returns what settles it."""
+        exchange = Exchange(
+            caller=Caller(tenant=record.tenant),
+            arrived_at=time.monotonic(),
+            admission=admission_of(read_source(record.source)),
+        )
+        self._limiter.adopt(exchange)
+
+        def end(*, handed_on: bool) -> None:
+            if handed_on:
+                self._limiter.hand_on(exchange)
+            else:
+                error = stream.reply.progress.error
+                self._limiter.settle(exchange, used_cost([stream.request], error))
+
+        return end
+
+    def _keep(self, stream: OwnedStream, on_end: OnEnd) -> None:
         task = asyncio.create_task(stream.run())
         self._streams[stream.stream_id], self._tasks[stream.stream_id] = stream, task
 
         def ended(task: asyncio.Task[None]) -> None:
             del self._streams[stream.stream_id], self._tasks[stream.stream_id]
-            on_end()
+            on_end(handed_on=stream.handed_on)
             if not task.cancelled() and (error := task.exception()) is not None:
                 log.error("stream %s", stream.stream_id, exc_info=error)
 

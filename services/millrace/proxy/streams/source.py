@@ -15,6 +15,7 @@ from millrace.proxy.errors import ApiError, bad_field
 from millrace.proxy.prompts import EnginePrompt
 from millrace.proxy.reply.builder import Arrival
 from millrace.proxy.request.options import Options
+from millrace.proxy.tenancy.exchange import Admission
 from millrace.proxy.text.tokenizer import CONTEXT_TOKENS
 
 Json = dict[str, Any]
@@ -31,7 +32,8 @@ class StreamSource:
     """The request of a stream: what its events depend on beside the tokens.
 
     `body` is the request's body without its prompt. `context_ids` are the prompt's last tokens,
-    `prompt_end` its last characters. `model` answers it, whatever the body names.
+    `prompt_end` its last characters. `model` answers it, whatever the body names. `admission` is
+    what the request holds of its key's limits; None: its key has none.
     """
 
     chat: bool
@@ -43,6 +45,7 @@ class StreamSource:
     prompt_end: str
     context_ids: Sequence[int]
     slo: Json
+    admission: Json | None = None
 
     def encoded(self) -> bytes:
         return json.dumps(asdict(self)).encode()  # orjson writes no integer above 64 bits
@@ -66,7 +69,7 @@ def source_of(
     *,
     chat: bool,
 ) -> StreamSource:
-    """Returns the source of a checked request."""
+    """Returns the source of a checked and admitted request."""
     plain = from_json(body) | ({"messages": _NO_MESSAGES} if chat else {"prompt": _NO_PROMPT})
     return StreamSource(
         chat=chat,
@@ -78,7 +81,13 @@ def source_of(
         prompt_end=prompt.end,
         context_ids=prompt.ids[-CONTEXT_TOKENS:].tolist(),
         slo=asdict(arrival.slo),
+        admission=_admission_of(arrival),
     )
+
+
+def _admission_of(arrival: Arrival) -> Json | None:
+    admission = arrival.exchange.admission if arrival.exchange is not None else None
+    return None if admission is None else asdict(admission)
 
 
 def read_source(encoded: bytes) -> StreamSource:
@@ -87,6 +96,10 @@ def read_source(encoded: bytes) -> StreamSource:
 
 def slo_of(source: StreamSource) -> Slo:
     return Slo(**source.slo)
+
+
+def admission_of(source: StreamSource) -> Admission | None:
+    return None if source.admission is None else Admission.of_json(source.admission)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
+from millrace.core.limits.rules import Charge
 from millrace.proxy.tenancy.caller import Caller
 from millrace.state.limits import AccountCharge
 
@@ -15,6 +17,15 @@ class Admission:
 
     lease: str
     accounts: Sequence[AccountCharge]
+
+    @classmethod
+    def of_json(cls, found: dict[str, Any]) -> Admission:
+        """Makes it again at another replica, from what `dataclasses.asdict` gives."""
+        accounts = [
+            AccountCharge(**{**one, "charges": [Charge(**charge) for charge in one["charges"]]})
+            for one in found["accounts"]
+        ]
+        return cls(lease=found["lease"], accounts=accounts)
 
 
 @dataclass(slots=True, eq=False, kw_only=True)

@@ -43,7 +43,7 @@ class Limiter:
     def __init__(self, store: LimitStore, metrics: TenantMetrics) -> None:
         self._store = store
         self._metrics = metrics
-        self._open: dict[str, tuple[Caller, Admission]] = {}
+        self._open: dict[str, Admission] = {}
         self._renewing: asyncio.Task[None] | None = None
         self._background: set[asyncio.Task[None]] = set()
 
@@ -63,9 +63,7 @@ class Limiter:
             self._metrics.refused(caller.tenant, verdict.refused)
             raise limit_reached(verdict, wanted, _whose(caller, verdict.account))
         exchange.admission = admission
-        self._open[admission.lease] = (caller, admission)
-        if self._renewing is None:
-            self._renewing = asyncio.create_task(self._renew())
+        self._keep(admission)
 
     def settle(self, exchange: Exchange, used: Cost) -> None:
         """Counts what a request used, and gives back what it reserved beyond that."""
@@ -78,6 +76,18 @@ class Limiter:
         if admission is not None:
             del self._open[admission.lease]
             self._spawn(self._settle(admission, used))
+
+    def adopt(self, exchange: Exchange) -> None:
+        """Holds what another replica had admitted, until `settle` or `hand_on`."""
+        if exchange.admission is not None:
+            self._keep(exchange.admission)
+            self._spawn(self._renew_leases([exchange.admission]))
+
+    def hand_on(self, exchange: Exchange) -> None:
+        """Leaves the settling of a request to the replica that continues it."""
+        admission, exchange.admission = exchange.admission, None
+        if admission is not None:
+            del self._open[admission.lease]
 
     async def look(self, exchange: Exchange) -> None:
         """Notes what is left for the headers of an answer to a request that was not admitted."""
@@ -99,6 +109,11 @@ class Limiter:
         if self._background:
             await asyncio.wait(self._background, timeout=CLOSE_S)
         await self._store.close()
+
+    def _keep(self, admission: Admission) -> None:
+        self._open[admission.lease] = admission
+        if self._renewing is None:
+            self._renewing = asyncio.create_task(self._renew())
 
     def _charged(self, exchange: Exchange, account: Account, cost: Cost) -> AccountCharge:
         caller = exchange.caller
@@ -134,13 +149,16 @@ class Limiter:
     async def _renew(self) -> None:
         while True:
             await asyncio.sleep(RENEW_S)
-            leases = [
-                (one.group, one.account, admission.lease)
-                for _, admission in self._open.values()
-                for one in admission.accounts
-            ]
-            if leases:
-                await _logged(self._store.renew(leases, round(LEASE_S * 1000)))
+            if self._open:
+                await _logged(self._renew_leases(list(self._open.values())))
+
+    async def _renew_leases(self, admissions: Sequence[Admission]) -> None:
+        leases = [
+            (account.group, account.account, one.lease)
+            for one in admissions
+            for account in one.accounts
+        ]
+        await self._store.renew(leases, round(LEASE_S * 1000))
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(_logged(work))

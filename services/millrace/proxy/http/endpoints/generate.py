@@ -246,14 +246,17 @@ class Runs:
         )
         return asyncio.get_running_loop().call_later(limit_s, reply.progress.fail, error)
 
-    def end(self, reply: GeneratingReply, arrival: Arrival) -> None:
-        """Cancels the unfinished requests, settles their limits and exports the traces of all."""
+    def end(self, reply: GeneratingReply, arrival: Arrival, *, handed_on: bool = False) -> None:
+        """Cancels the unfinished requests, settles their limits and exports the traces of all.
+
+        `handed_on`: another replica continues them, and settles.
+        """
         self._leave(reply)
-        progress = reply.progress
-        if arrival.exchange is not None:
-            self._services.limiter.settle(
-                arrival.exchange, used_cost(progress.requests, progress.error)
-            )
+        progress, exchange, limiter = reply.progress, arrival.exchange, self._services.limiter
+        if exchange is not None and handed_on:
+            limiter.hand_on(exchange)
+        elif exchange is not None:
+            limiter.settle(exchange, used_cost(progress.requests, progress.error))
         traces, tell = self._services.traces, self._gateway.keep_trace
         traces.end(arrival.scope, progress.requests, progress.error, arrival.at, tell)
 

@@ -55,8 +55,8 @@ class Limits(Protocol):
     def limit_time(self, reply: GeneratingReply) -> asyncio.TimerHandle | None:
         """Fails the response when its time is over."""
 
-    def end(self, reply: GeneratingReply, arrival: Arrival) -> None:
-        """Cancels the unfinished requests and settles their limits."""
+    def end(self, reply: GeneratingReply, arrival: Arrival, *, handed_on: bool = False) -> None:
+        """Cancels the unfinished requests and settles their limits, unless `handed_on`."""
 
 
 class ResumableSender:
@@ -90,8 +90,11 @@ class ResumableSender:
         builder = self._model.builder(chat=self._chat)
         response_id, reply, _ = builder.build(prompts, options, arrival, EventNumbers())
         assert isinstance(reply, StreamReply)  # checked above
-        name = self._model.name
-        source = source_of(body, name, prompts[0], response_id, arrival, chat=self._chat)
+
+        def source() -> StreamSource:
+            name = self._model.name
+            return source_of(body, name, prompts[0], response_id, arrival, chat=self._chat)
+
         stream = await self._start(source, reply, arrival)
         prompts_ahead = self._model.gateway.prompts
         keep_alive = KeepAlive(reply, prompts_ahead, self._config, response_id)
@@ -102,21 +105,21 @@ class ResumableSender:
             stream.leave()
 
     async def _start(
-        self, source: StreamSource, reply: StreamReply, arrival: Arrival
+        self, source: Callable[[], StreamSource], reply: StreamReply, arrival: Arrival
     ) -> OwnedStream:
         limits = self._limits
         await limits.admit(reply, arrival)
         timer = limits.limit_time(reply)
 
-        def end() -> None:
+        def end(*, handed_on: bool) -> None:
             if timer is not None:
                 timer.cancel()
-            limits.end(reply, arrival)
+            limits.end(reply, arrival, handed_on=handed_on)
 
         try:
-            return await self._owned.start(source, self._model, arrival.tenant, reply, end)
+            return await self._owned.start(source(), self._model, arrival.tenant, reply, end)
         except BaseException:
-            end()
+            end(handed_on=False)
             raise
 
 
