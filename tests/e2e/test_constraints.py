@@ -12,9 +12,10 @@ import jsonschema
 import orjson
 import pytest
 
+from millrace.event_lines import event_lines
 from millrace.local.stack import Stack
 from millrace.shipped import SHIPPED_MODEL
-from millrace.wire.clients.scheduler_client import evict
+from millrace.wire.clients.scheduler_client import evict, set_cordon
 from support.deadlines import HANG_S
 from support.live_stack import complete, held, live_stack
 
@@ -70,6 +71,7 @@ async def answers_that_move(stack: Stack, client: httpx.AsyncClient) -> list[dic
     async with held(stack, lambda: all(one["text"].count("\n") > 5 for one in found)) as name:
         await evict(scheduler, name, abort=False)
     await asyncio.gather(*reading)
+    await set_cordon(scheduler, name, False)
     return found
 
 
@@ -77,7 +79,7 @@ async def read_stream(client: httpx.AsyncClient, found: dict[str, Any]) -> None:
     body = {"model": "tiny", "stream": True, **MOVED, "seed": found["seed"]}
     headers = {"x-millrace-trace": "1"}
     async with client.stream("POST", "/v1/completions", json=body, headers=headers) as response:
-        async for line in response.aiter_lines():
+        async for line in event_lines(response):
             if line.startswith("data: {"):
                 chunk = orjson.loads(line[6:])
                 assert "error" not in chunk, chunk
@@ -105,7 +107,7 @@ async def a_stream_equals_the_whole_answer(client: httpx.AsyncClient) -> None:
     async with client.stream(
         "POST", "/v1/chat/completions", json=body | {"stream": True}
     ) as response:
-        async for line in response.aiter_lines():
+        async for line in event_lines(response):
             if line.startswith("data: {"):
                 for choice in orjson.loads(line[6:])["choices"]:
                     text += choice["delta"].get("content") or ""

@@ -9,6 +9,7 @@ import httpx
 import orjson
 import pytest
 
+from millrace.event_lines import event_lines
 from millrace.local.stack import Stack
 from millrace.wire.clients.scheduler_client import evict, get_instances, set_cordon
 from support.deadlines import HANG_S
@@ -58,7 +59,7 @@ class Client:
             "POST", "/v1/completions", json=self._body, headers=headers
         ) as response:
             assert response.status_code == 200
-            async for line in response.aiter_lines():
+            async for line in event_lines(response):
                 if line[:7] == "data: {":
                     self._take(orjson.loads(line[6:]))
 

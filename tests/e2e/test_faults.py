@@ -14,6 +14,7 @@ import pytest_asyncio
 import redis.asyncio
 import redis.exceptions
 
+from millrace.event_lines import event_lines
 from millrace.local.options import StackOptions
 from millrace.local.processes.service import StartupError
 from millrace.local.stack import Stack
@@ -53,7 +54,7 @@ async def streamed_ids(
     body |= {"model": "tiny", "stream": True, "return_token_ids": True}
     found: list[int] = []
     async with client.stream("POST", "/v1/completions", json=body) as response:
-        async for line in response.aiter_lines():
+        async for line in event_lines(response):
             if line.startswith("data: {"):
                 begun.set()
                 event = orjson.loads(line[6:])
@@ -105,7 +106,7 @@ async def test_choices_continue_after_the_death_of_their_decode(fleet, client) -
     killed = False
     asked = {"model": "tiny", "stream": True, **body}
     async with client.stream("POST", "/v1/completions", json=asked) as response:
-        async for line in response.aiter_lines():
+        async for line in event_lines(response):
             if line.startswith("data: {"):
                 event = orjson.loads(line[6:])
                 assert "choices" in event, event

@@ -13,6 +13,7 @@ import httpx
 import orjson
 import pytest
 
+from millrace.event_lines import event_lines
 from millrace.local.stack import Stack
 from millrace.wire.clients.scheduler_client import evict, get_instances
 from support.deadlines import HANG_S
@@ -63,7 +64,7 @@ async def streamed_ids(
     got: list[int] = []
     async with client.stream("POST", "/v1/completions", json=body) as response:
         assert response.status_code == 200, await response.aread()
-        async for line in response.aiter_lines():
+        async for line in event_lines(response):
             if line.startswith("data: {"):
                 chunk = orjson.loads(line.removeprefix("data: "))
                 assert "error" not in chunk, chunk

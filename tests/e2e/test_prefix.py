@@ -12,6 +12,7 @@ import orjson
 import pytest
 import pytest_asyncio
 
+from millrace.event_lines import event_lines
 from millrace.local.stack import Stack
 from support.deadlines import HANG_S
 from support.live_stack import complete, eventually, live_stack
@@ -54,7 +55,7 @@ async def streamed(client: httpx.AsyncClient, **body: Any) -> list[dict[str, Any
     trace = {"x-millrace-trace": "1"}
     async with client.stream("POST", "/v1/completions", json=body, headers=trace) as response:
         assert response.status_code == 200
-        lines = [line async for line in response.aiter_lines()]
+        lines = [line async for line in event_lines(response)]
     return [orjson.loads(line[6:]) for line in lines if line[:7] == "data: {"]
 
 

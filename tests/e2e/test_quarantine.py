@@ -6,6 +6,7 @@ import httpx
 import orjson
 import pytest
 
+from millrace.event_lines import event_lines
 from millrace.local.stack import Stack
 from support.deadlines import HANG_S
 from support.live_stack import eventually, greedy_ids, held, live_stack
@@ -31,7 +32,7 @@ class Reader:
         body = {"prompt": ids, "max_tokens": count, "temperature": 0, "ignore_eos": True}
         body |= {"model": "tiny", "stream": True, "return_token_ids": True}
         async with client.stream("POST", "/v1/completions", json=body) as response:
-            async for line in response.aiter_lines():
+            async for line in event_lines(response):
                 if line.startswith("data: {"):
                     event = orjson.loads(line[6:])
                     self.error = event.get("error", {})

@@ -12,6 +12,7 @@ import httpx
 import jsonschema
 import orjson
 
+from millrace.event_lines import event_lines
 from millrace.shipped import SHIPPED_MODEL
 from millrace.wire.clients.scheduler_client import evict
 from support.deadlines import HANG_S
@@ -129,7 +130,7 @@ async def read_stream(
     async with client.stream(
         "POST", "/v1/chat/completions", json=body, headers=headers
     ) as response:
-        async for line in response.aiter_lines():
+        async for line in event_lines(response):
             if not line.startswith("data: {"):
                 continue
             chunk = orjson.loads(line[6:])

@@ -13,6 +13,7 @@ import orjson
 
 from millrace.core.config import load_config
 from millrace.core.config.models import ModelConfig
+from millrace.event_lines import event_lines
 from millrace.local.stack import Stack
 from millrace.proxy.service import Proxy, listen
 from support.deadlines import HANG_S
@@ -57,7 +58,7 @@ class Reader:
             assert response.status_code == 200
             self.stream_id = response.headers["x-request-id"]
             event_id = ""
-            async for line in response.aiter_lines():
+            async for line in event_lines(response):
                 if line.startswith("id: "):
                     event_id = line[4:]
                 elif line.startswith("data: "):

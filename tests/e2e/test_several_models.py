@@ -11,6 +11,7 @@ import pytest_asyncio
 
 from millrace.core.config import load_config
 from millrace.core.config.models import models_file, read_models_file
+from millrace.event_lines import event_lines
 from millrace.local.options import StackOptions
 from millrace.local.stack import Stack
 from millrace.shipped import SHIPPED_MODEL
@@ -97,7 +98,7 @@ async def test_a_model_leaves_and_returns_while_it_streams(
     first, second = read_models_file(text, load_config())
     fields = body(RANDOM, stream=True, max_tokens=400, ignore_eos=True)
     async with client.stream("POST", CHAT, json=fields) as response:
-        lines = response.aiter_lines()
+        lines = event_lines(response)
         await anext(lines)
         stack.models_file.write_text(models_file([first]))
 

@@ -10,6 +10,7 @@ import openai
 import pytest
 import pytest_asyncio
 
+from millrace.event_lines import event_lines
 from millrace.local.stack import Stack
 from millrace.wire.channel import open_channel
 from millrace.wire.pb import scheduler_pb2, scheduler_pb2_grpc
@@ -208,7 +209,7 @@ async def test_closing_the_connection_frees_everything(
     }  # fmt: skip
     for lines in (0, 1, 20):  # while it waits or prefills, at its first token, in mid-stream
         async with client.stream("POST", "/v1/completions", json=body) as response:
-            found = response.aiter_lines()
+            found = event_lines(response)
             for _ in range(lines):
                 await anext(found)
     await eventually(lambda: is_idle(stack))

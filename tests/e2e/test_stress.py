@@ -13,6 +13,7 @@ import httpx
 import orjson
 import pytest
 
+from millrace.event_lines import event_lines
 from millrace.local.stack import Stack
 from millrace.wire.channel import open_channel
 from millrace.wire.pb import scheduler_pb2, scheduler_pb2_grpc
@@ -80,7 +81,7 @@ async def read(response: httpx.Response, body: dict[str, Any]) -> tuple[str, dic
     if response.status_code != 200:
         await response.aread()
         return str(response.status_code), tokens
-    async for line in response.aiter_lines():
+    async for line in event_lines(response):
         if line == "data: [DONE]":
             return "ok", tokens
         if line.startswith("data: "):

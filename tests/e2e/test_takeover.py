@@ -15,6 +15,7 @@ import pytest
 import pytest_asyncio
 
 from millrace.core.config import StoreConfig
+from millrace.event_lines import event_lines
 from millrace.local.processes.service import Service
 from millrace.local.stack import Stack
 from millrace.state.leader import lease_name
@@ -69,7 +70,7 @@ async def stream(
     }
     async with client.stream("POST", "/v1/completions", json=body) as response:
         assert response.status_code == 200, await response.aread()
-        async for line in response.aiter_lines():
+        async for line in event_lines(response):
             assert '"error"' not in line, line
             if line.startswith("data: {"):
                 for choice in orjson.loads(line[6:])["choices"]:

@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 from millrace.cli.sim.replay_command import command
 from millrace.core.scheduler.machine import Machine
 from millrace.core.scheduler.recording import RecordingError
+from millrace.event_lines import event_lines
 from millrace.local.options import StackOptions
 from millrace.local.processes.service import Service
 from millrace.local.stack import Stack
@@ -296,7 +297,7 @@ async def test_real_workers_and_a_death_replay_alike(tmp_path) -> None:
         answers = [asyncio.create_task(greedy_ids(client, p, 8)) for p in ids]
         body = {"model": "tiny", "prompt": [9], "max_tokens": 4000, "ignore_eos": True}
         async with client.stream("POST", "/v1/completions", json={**body, "stream": True}) as s:
-            await anext(s.aiter_lines())  # then the client leaves
+            await anext(event_lines(s))  # then the client leaves
         process = stack.services["prefill-0"].process
         assert process is not None
         os.kill(process.pid, signal.SIGKILL)

@@ -16,6 +16,7 @@ from millrace.bench.gateway.stub_model import write_stub_model
 from millrace.core.config import load_config
 from millrace.core.config.models import ModelConfig
 from millrace.core.errors import MillraceError, ModelError
+from millrace.event_lines import event_lines
 from millrace.proxy.main import serve
 from millrace.proxy.service import listen
 from support.deadlines import HANG_S
@@ -68,7 +69,7 @@ async def test_drains_on_sigterm(tmp_path):
     async with service(tmp_path) as (fleet, http, task):
         fleet.script = Script(hold=asyncio.Event())
         async with http.stream("POST", CHAT, json={**BODY, "stream": True}) as response:
-            lines = response.aiter_lines()
+            lines = event_lines(response)
             await anext(lines)
             os.kill(os.getpid(), signal.SIGTERM)
             with pytest.raises(httpx.ConnectError):
@@ -89,7 +90,7 @@ async def test_drain_has_an_end(tmp_path):
     async with service(tmp_path, "proxy.drain_timeout_s=0.2") as (fleet, http, task):
         fleet.script = Script(hold=asyncio.Event())
         async with http.stream("POST", CHAT, json={**BODY, "stream": True}) as response:
-            lines = response.aiter_lines()
+            lines = event_lines(response)
             await anext(lines)
             os.kill(os.getpid(), signal.SIGTERM)
             rest = [line async for line in lines]

@@ -10,6 +10,7 @@ import pytest
 from millrace.core.incarnation import Incarnation
 from millrace.core.request import RequestState
 from millrace.core.scheduler.fleet.prompt_progress import PromptProgress
+from millrace.event_lines import event_lines
 from millrace.state.store import StoreError
 from millrace.wire.fleet_messages import Progress
 from support.deadlines import HANG_S
@@ -48,15 +49,13 @@ def error(response):
 
 
 async def lines(response):
-    return [
-        orjson.loads(line[6:]) async for line in response.aiter_lines() if line[:7] == "data: {"
-    ]
+    return [orjson.loads(line[6:]) async for line in event_lines(response) if line[:7] == "data: {"]
 
 
 async def test_leaving_a_stream_cancels_it(stack):
     stack.fleet.script = Script(hold=asyncio.Event())
     async with stack.http.stream("POST", CHAT, json=STREAM) as response:
-        await anext(response.aiter_lines())
+        await anext(event_lines(response))
         [spec] = stack.fleet.specs
     await asyncio.wait_for(stack.fleet.cancelled.wait(), HANG_S)
     assert stack.fleet.cancels[0].request_id == spec.request_id
@@ -366,7 +365,7 @@ async def test_silent_streams_get_comments(talkative):
 
     talkative.fleet.script.on_submit = queue
     async with talkative.http.stream("POST", CHAT, json=STREAM) as response:
-        found = response.aiter_lines()
+        found = event_lines(response)
         [spec] = talkative.fleet.specs
         total = spec.prompt_tokens
         assert await anext(found) == f": queued, 0 of {total} tokens"
@@ -395,7 +394,7 @@ async def test_several_prompts_are_said_as_one_and_silence_of_the_scheduler_is_b
     talkative.fleet.script = Script(hold=asyncio.Event(), hold_after=0)
     body = {"model": MODEL, "prompt": ["one two", "three"], "stream": True}
     async with talkative.http.stream("POST", "/v1/completions", json=body) as response:
-        lines = (line async for line in response.aiter_lines() if line)
+        lines = (line async for line in event_lines(response) if line)
         first, second = talkative.fleet.specs
         total = first.prompt_tokens + second.prompt_tokens
         assert await anext(lines) == f": queued, 0 of {total} tokens"  # no answer came
@@ -423,7 +422,7 @@ async def test_progress_events_come_if_asked_for(talkative):
     stack.fleet.script.on_submit = queue
     body = {**STREAM, "stream_options": {"include_progress": True}}
     async with stack.http.stream("POST", CHAT, json=body) as response:
-        found = (line async for line in response.aiter_lines() if line)
+        found = (line async for line in event_lines(response) if line)
         assert await anext(found) == "event: millrace.progress"
         event = orjson.loads((await anext(found)).removeprefix("data: "))
         [spec] = stack.fleet.specs

@@ -12,6 +12,7 @@ import openai
 import pytest
 from redis.asyncio import Redis
 
+from millrace.event_lines import event_lines
 from support.gateway import MODEL, Script, Stack, gateway
 from support.live_stack import eventually
 from support.metrics import total
@@ -161,7 +162,7 @@ async def test_a_client_that_leaves_pays_its_prompt_and_what_was_generated(tmp_p
         stack.fleet.script = Script(hold=asyncio.Event(), hold_after=3, token_ids=[5] * 9)
         body = PROMPT | {"max_tokens": 500, "stream": True}
         async with stack.http.stream("POST", "/v1/completions", json=body, headers=KEY) as sent:
-            lines = sent.aiter_lines()  # a stream whose iterator is gone is closed
+            lines = event_lines(sent)  # a stream whose iterator is gone is closed
             await anext(lines)
             await eventually(lambda: stack.proxy.gateway.requests[0].completion_tokens == 3)
             refused = await stack.http.post("/v1/completions", json=PROMPT, headers=KEY)

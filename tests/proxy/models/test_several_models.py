@@ -13,6 +13,7 @@ import pytest
 from millrace.core.config import load_config
 from millrace.core.config.models import ModelConfig, models_file
 from millrace.core.errors import ModelError
+from millrace.event_lines import event_lines
 from millrace.proxy.models import models
 from millrace.proxy.models.models import is_canary
 from millrace.proxy.service import Proxy
@@ -263,7 +264,7 @@ async def test_a_model_comes_and_goes_while_streams_run(tmp_path):
         hold = two.fleets["large"].script.hold = asyncio.Event()
         body = {"model": "large", "messages": HI, "stream": True}
         async with two.http.stream("POST", CHAT, json=body) as response:
-            lines = response.aiter_lines()
+            lines = event_lines(response)
             await anext(lines)
             await two.exchange(*two.listed.values())
             await two.ready("small")

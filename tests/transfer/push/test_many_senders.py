@@ -227,7 +227,7 @@ async def test_an_attempt_begins_while_the_one_before_still_drains_at_the_same_s
     await again
     assert await group.event("r") == ("landed",)  # once, of the second attempt
     assert group.holds(pages, whole(40), kv)
-    with pytest.raises(TransferError, match="stopped the transfer"):
+    with pytest.raises(TransferError, match=r"stopped the transfer|attempt 1 is over"):
         await stale
     await group.release("r", pages)
     assert group.events["r"].empty()

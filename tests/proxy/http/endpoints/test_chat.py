@@ -9,6 +9,7 @@ import orjson
 import pytest
 
 from millrace.core.span import Span
+from millrace.event_lines import event_lines
 from millrace.proxy.request.options import Limits
 from millrace.proxy.request.validation import Bodies
 from support.deadlines import HANG_S
@@ -31,7 +32,7 @@ async def events(stack, **fields):
     async with stack.http.stream("POST", CHAT, json=body) as response:
         assert response.status_code == 200
         assert response.headers["content-type"].startswith("text/event-stream")
-        async for line in response.aiter_lines():
+        async for line in event_lines(response):
             if line.startswith("data: "):
                 found.append(line.removeprefix("data: "))
     return [*(orjson.loads(text) for text in found[:-1]), found[-1]]

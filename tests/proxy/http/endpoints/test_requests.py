@@ -45,7 +45,8 @@ async def started(stack, **headers):
     """Starts a whole answer that waits for its first token; returns its task and its spec."""
     stack.fleet.script = Script(hold=asyncio.Event(), hold_after=0)
     asking = asyncio.create_task(stack.http.post(CHAT, json=BODY, headers={**NAMED, **headers}))
-    await asyncio.wait_for(stack.fleet.submitted.wait(), HANG_S)
+    await eventually(lambda: asking.done() or stack.fleet.submitted.is_set())
+    assert not asking.done(), (await asking).text
     await stack.placed()
     return asking, stack.fleet.specs[-1]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from hashlib import sha256
 
@@ -12,6 +12,7 @@ import pytest
 from redis.asyncio import Redis
 
 from millrace.core.config import StoreConfig, TenantConfig, load_config
+from millrace.event_lines import event_lines
 from millrace.proxy.streams import owner, reader
 from millrace.state.redis.streams import RedisStreams
 from millrace.state.store import JournalEntry
@@ -20,6 +21,7 @@ from support.deadlines import HANG_S
 from support.gateway import MODEL, Script, gateway, token_event
 from support.live_stack import eventually
 from support.stores import private_redis
+from support.tenants import bearer, config_with, tenant_toml
 from support.tool_model import THOUGHT, TWO, WEATHER, serving
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -147,7 +149,7 @@ async def cut(stack, path, fields, events):
     """Starts a stream and leaves it after a number of events; returns its id and the events."""
     found = []
     async with stack.http.stream("POST", path, json=body_of(fields), headers=RESUMABLE) as response:
-        lines = response.aiter_lines()
+        lines = event_lines(response)
         while len(found) < events:
             if (line := await anext(lines)).startswith("id: "):
                 found.append((line[4:], await anext(lines)))
@@ -242,9 +244,61 @@ async def test_another_replica_adopts_a_lost_stream(
     assert metric(other)["adopted"] == 1.0
     # The whole stream can be read again at both, from the journal of its last incarnation.
     for stack in replicas:
-        again = events_of(await resumed(stack, stream_id))
-        assert again == found + rest
+        again = await resumed(stack, stream_id)
+        assert events_of(again) == found + rest, again
     lost.script.hold.set()
+
+
+@asynccontextmanager
+async def limited(tmp_path, url, **limits):
+    """Two replicas as above; the tenant acme has limits."""
+    async with AsyncExitStack() as exits:
+        stacks = []
+        for name in ("a", "b"):
+            tables = tenant_toml("acme", "sk-acme", **limits)
+            config = config_with(tmp_path / name, tables, f"store.url={url}")
+            running = gateway(tmp_path / name / "model", config=config)
+            stacks.append(await exits.enter_async_context(running))
+            stacks[-1].http.headers.update(bearer("sk-acme"))
+        yield stacks
+
+
+async def tokens_left(stack, wanted):
+    """Returns once the limits leave `wanted` tokens, by answers to wrong requests, which are
+    free.
+    """
+    async with asyncio.timeout(HANG_S):
+        while True:
+            sent = await stack.http.post(CHAT, json={"model": MODEL})
+            if sent.headers["x-ratelimit-remaining-tokens"] == str(wanted):
+                return
+
+
+async def test_the_replica_that_adopts_a_stream_settles_its_limits(
+    tmp_path, store_url, monkeypatch
+):
+    monkeypatch.setattr(owner, "LEASE_S", 0.0)
+    monkeypatch.setattr(owner, "RENEW_S", 0.02)
+    async with limited(tmp_path, store_url, tokens_per_day=1000, concurrency=1) as (one, other):
+        path, fields = COMPLETIONS, {"prompt": [5, 6, 7], "max_tokens": 64}
+        lost = Decode(one, Script(reply=REPLY, hold=asyncio.Event(), hold_after=12))
+        stream_id, found = await cut(one, path, fields, 3)
+        await tokens_left(other, 1000 - 3 - 64)
+        await one.proxy.store.finish(stream_id, "cancelled")  # by the scheduler
+        hold = asyncio.Event()
+        decode = Decode(other, Script(reply=REPLY, hold=hold, hold_after=14))
+        coming = asyncio.create_task(resumed(other, stream_id, found[-1][0]))
+        await eventually(lambda: metric(other).get("adopted") == 1.0)
+        refused = await other.http.post(path, json=body_of(fields))
+        assert "concurrency: limit 1" in refused.json()["error"]["message"]
+        lost.script.hold.set()
+        await one.idle()  # it has learned that the stream is another's
+        await tokens_left(other, 1000 - 3 - 64)
+        hold.set()
+        assert events_of(await coming)[-1][1] == "data: [DONE]"
+        tokens = len(decode.fleet.tokenizer.encode(REPLY, add_special_tokens=False).ids) + 1
+        await tokens_left(one, 1000 - 3 - tokens)
+        assert (await other.http.post(path, json=body_of(fields))).status_code == 200
 
 
 async def test_an_adopted_stream_can_be_adopted_again(replicas, short_leases):
@@ -257,7 +311,7 @@ async def test_an_adopted_stream_can_be_adopted_again(replicas, short_leases):
     async with other.http.stream(
         "GET", f"/v1/requests/{stream_id}/stream", headers={"last-event-id": found[-1][0]}
     ) as response:
-        lines = response.aiter_lines()
+        lines = event_lines(response)
         while len(found) < 7:
             if (line := await anext(lines)).startswith("id: "):
                 found.append((line[4:], await anext(lines)))
@@ -281,7 +335,7 @@ async def test_a_replica_that_is_cut_off_ends_its_work(replicas, monkeypatch):
     Decode(other, Script(reply=REPLY))
     path, fields = KINDS[0]
     async with one.http.stream("POST", path, json=body_of(fields), headers=RESUMABLE) as response:
-        lines = response.aiter_lines()
+        lines = event_lines(response)
         while not (await anext(lines)).startswith("id: "):
             pass
         stream_id = response.headers["x-request-id"]
@@ -375,7 +429,7 @@ async def test_a_stream_goes_on_when_the_store_has_lost_it(replicas, store_url, 
     Decode(one, Script(reply=REPLY, hold=hold, hold_after=5))
     path, fields = KINDS[0]
     async with one.http.stream("POST", path, json=body_of(fields), headers=RESUMABLE) as response:
-        lines = response.aiter_lines()
+        lines = event_lines(response)
         while not (await anext(lines)).startswith("id: "):
             pass
         stream_id = response.headers["x-request-id"]
