@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 
-from millrace.wire.clients.scheduler_client import set_cordon
+from millrace.wire.clients.scheduler_client import get_instances, set_cordon
 from millrace.wire.pb import scheduler_pb2
 from support.command import millrace
+from support.live_stack import eventually
 from support.scheduler_peers import quick, scheduler, spec
 
 
@@ -58,6 +59,36 @@ async def test_it_shows_the_instances_that_fail_their_requests() -> None:
     rows = {line.split()[0]: line for line in shown.splitlines() if line.strip()}
     assert "no: errors" in rows["p0"]
     assert "yes" in rows["p1"]
+
+
+async def test_it_shows_the_instances_that_lag() -> None:
+    """A prompt that is expected to take 0.1 s is computed for longer than three times that."""
+    async with scheduler(quick(heartbeat_s=0.02)) as net:
+        worker = await net.worker("p0")
+        for name in ("p1", "d0"):
+            await net.worker(name)
+        proxy = await net.proxy()
+        await proxy.submit(spec("r", 100))
+        await proxy.next("placed")
+        await worker.next("run_prefill")
+        started = scheduler_pb2.ChunkStarted(request_id="r", chunk_index=0)
+        await worker.say(chunk_started=started)
+        views = {}
+
+        async def lags() -> bool:
+            views.update({one.id: one for one in await get_instances(net.address)})
+            return views["p0"].slowness != "closed"
+
+        await eventually(lags)
+        status, shown = await millrace("fleet", "--scheduler", net.address)
+    assert status == 0
+    assert {name: one.slowness for name, one in views.items()} == {
+        "p0": "open",
+        "p1": "closed",
+        "d0": "closed",
+    }
+    rows = {line.split()[0]: line for line in shown.splitlines() if line.strip()}
+    assert "no: slow" in rows["p0"] and "yes" in rows["p1"]
 
 
 async def test_without_a_scheduler_it_says_so_in_one_line() -> None:

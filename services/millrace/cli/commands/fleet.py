@@ -62,7 +62,11 @@ def _instances(instances: Iterable[InstanceView]) -> Table:
 def _takes_work(one: InstanceView) -> str:
     if one.draining:
         return "no"
-    return {"open": "no: errors", "half_open": "one, as a probe"}.get(one.breaker, "yes")
+    if one.breaker == "open":
+        return "no: errors"
+    if one.slowness == "open":
+        return "no: slow"
+    return "one, as a probe" if "half_open" in (one.breaker, one.slowness) else "yes"
 
 
 def _pools(load: FleetLoad) -> Table:

@@ -54,6 +54,7 @@ class InstanceView:
     total_pages: int
     free_pages: int
     breaker: str = "closed"  # or open | half_open: its errors keep new requests from it
+    slowness: str = "closed"  # the same of a prefill instance that lags
 
 
 async def get_settings(address: str) -> dict[str, Any]:
@@ -138,6 +139,7 @@ async def get_instances(address: str) -> list[InstanceView]:
             total_pages=one.total_pages,
             free_pages=one.free_pages,
             breaker=BREAKERS.word[one.breaker],
+            slowness=BREAKERS.word[one.slowness],
         )
         for one in reply.instances
     ]

@@ -30,7 +30,7 @@ def status(
     states = Counter(request.state for request in machine.requests.values())
     return scheduler_pb2.StatusReply(
         instances=[
-            _instance(instance, addresses[instance.id], machine.breakers.state(instance.id), now_s)
+            _instance(instance, addresses[instance.id], machine, now_s)
             for instance in machine.cluster.instances.values()
         ],
         queued=states[RequestState.QUEUED],
@@ -47,7 +47,7 @@ def status(
 
 
 def _instance(
-    instance: Instance, address: str, breaker: str, now_s: float
+    instance: Instance, address: str, machine: Machine, now_s: float
 ) -> scheduler_pb2.InstanceStatus:
     if isinstance(instance, PrefillInstance):
         free_pages, queue_s = instance.free_pages, instance.outstanding_s(now_s)
@@ -64,7 +64,8 @@ def _instance(
         waiting=instance.waiting,
         queue_s=queue_s,
         held_requests=len(instance.holdings),
-        breaker=BREAKERS.number[breaker],
+        breaker=BREAKERS.number[machine.breakers.state(instance.id)],
+        slowness=BREAKERS.number[machine.slow_instances.state(instance.id)],
     )
 
 

@@ -696,7 +696,7 @@ class StatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class InstanceStatus(_message.Message):
-    __slots__ = ("incarnation", "role", "address", "draining", "free_pages", "total_pages", "running", "waiting", "queue_s", "held_requests", "breaker")
+    __slots__ = ("incarnation", "role", "address", "draining", "free_pages", "total_pages", "running", "waiting", "queue_s", "held_requests", "breaker", "slowness")
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
@@ -708,6 +708,7 @@ class InstanceStatus(_message.Message):
     QUEUE_S_FIELD_NUMBER: _ClassVar[int]
     HELD_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     BREAKER_FIELD_NUMBER: _ClassVar[int]
+    SLOWNESS_FIELD_NUMBER: _ClassVar[int]
     incarnation: _common_pb2.Incarnation
     role: Role
     address: str
@@ -719,7 +720,8 @@ class InstanceStatus(_message.Message):
     queue_s: float
     held_requests: int
     breaker: Breaker
-    def __init__(self, incarnation: _Optional[_Union[_common_pb2.Incarnation, _Mapping]] = ..., role: _Optional[_Union[Role, str]] = ..., address: _Optional[str] = ..., draining: _Optional[bool] = ..., free_pages: _Optional[int] = ..., total_pages: _Optional[int] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., queue_s: _Optional[float] = ..., held_requests: _Optional[int] = ..., breaker: _Optional[_Union[Breaker, str]] = ...) -> None: ...
+    slowness: Breaker
+    def __init__(self, incarnation: _Optional[_Union[_common_pb2.Incarnation, _Mapping]] = ..., role: _Optional[_Union[Role, str]] = ..., address: _Optional[str] = ..., draining: _Optional[bool] = ..., free_pages: _Optional[int] = ..., total_pages: _Optional[int] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., queue_s: _Optional[float] = ..., held_requests: _Optional[int] = ..., breaker: _Optional[_Union[Breaker, str]] = ..., slowness: _Optional[_Union[Breaker, str]] = ...) -> None: ...
 
 class StatusReply(_message.Message):
     __slots__ = ("instances", "queued", "prefilling", "decoding", "policy", "preemption", "planner", "policies", "improvement_rate", "mechanisms", "weights")

@@ -46,7 +46,7 @@ def test_one_that_waits_for_a_breaker_names_the_instance(errs: str, other: str) 
     for name in ("p0", "d0", other):
         one.released(name, "a")
     one.submit("b", 100, 28)
-    assert explained(one, "b").waits_for == f"{errs} to be tried again, after their errors"
+    assert explained(one, "b").waits_for == f"{errs} to be tried again, after errors or slow chunks"
 
 
 def test_one_without_room_at_decode_names_the_pages() -> None:

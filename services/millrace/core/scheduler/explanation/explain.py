@@ -289,9 +289,9 @@ def _for_decode(table: RequestTable, request: LiveRequest) -> str:
         return "an instance that decodes"
     if request.suspicion.is_isolated:
         return f"instances to itself: {len(request.suspicion.deaths)} died while it was open there"
-    closed = table.breakers.closed_to_all()
+    closed = table.closed_to_all()
     if not (open_to := [one for one in owners if one.id not in closed]):
-        return _for_breakers(one.id for one in owners)
+        return _for_closed(one.id for one in owners)
     most = max(open_to, key=lambda one: one.open_pages)
     pages = most.booked_for(request)
     return (
@@ -304,10 +304,10 @@ def _for_prefill(table: RequestTable, request: LiveRequest, pool: Pool, key: Pri
     instances = list(pool.prefill.values())
     if not instances:
         return "an instance that prefills"
-    closed = table.breakers.closed_to_all()
+    closed = table.closed_to_all()
     instances = [one for one in instances if one.id not in closed]
     if not instances:
-        return _for_breakers(pool.prefill)
+        return _for_closed(pool.prefill)
     rank = (key, request.order, 0)
     slots = table.config.tasks_ahead
     open_to = [one for one in instances if pool.run_queue.has_slot(one, rank, slots)]
@@ -322,8 +322,8 @@ def _for_prefill(table: RequestTable, request: LiveRequest, pool: Pool, key: Pri
     return "requests before it, which keep pages for themselves, or a better group"
 
 
-def _for_breakers(names: Iterable[str]) -> str:
-    return f"{_listed(names)} to be tried again, after their errors"
+def _for_closed(names: Iterable[str]) -> str:
+    return f"{_listed(names)} to be tried again, after errors or slow chunks"
 
 
 def _for_turn(run_queue: RunQueue, task: Task) -> str:

@@ -6,8 +6,8 @@ its instances. An instance is slow when the median lag of its last three chunks 
 expected: a stopped or very slow process finishes none.
 
 A slow instance finishes what it has and gets no new prompt for a pause. Then it gets one, as a
-probe. After a probe that lags the pause is twice as long. It is slow no more when the median is
-below the factor again.
+probe. After a probe that lags the pause is twice as long; after a probe in time the next one
+follows at once. It is slow no more when the median is below the factor again.
 
 Only chunks of one instance count: which member delays a group is not known. If more than half of a
 pool's instances lag, the model is wrong and not they: then all get work.
@@ -69,18 +69,30 @@ class SlowInstances:
         """Returns the instances that get no new prompt now: they pause, or compute their probe."""
         return {name for name in self.names() if self._is_closed(name)}
 
+    def state(self, instance_id: str) -> str:
+        """Returns the state of an instance, as of a breaker: closed | open | half_open."""
+        if instance_id not in self.names():
+            return "closed"
+        return "open" if self._is_closed(instance_id) else "half_open"
+
     def took(self, task: Task, pool: Pool, seconds: float, now_s: float) -> None:
         """Takes in a finished chunk. `seconds`: of computing."""
         if not self._factor or len(task.members) > 1:
             return
         pace = self._paces.setdefault(task.members[0].id, _Pace())
-        pace.lags.append(seconds / _expected_s(task, pool))
+        lag = seconds / _expected_s(task, pool)
+        pace.lags.append(lag)
         self._now_s = now_s
         if len(pace.lags) < LAST or median(pace.lags) < self._factor:
             pace.until_s, pace.pauses = None, 0
             self._behind.discard(task.members[0].id)
-        else:
-            self._behind.add(task.members[0].id)
+            return
+        self._behind.add(task.members[0].id)
+        if lag < self._factor:
+            pace.until_s = now_s
+        elif (
+            pace.until_s is None or now_s >= pace.until_s
+        ):  # else it had the chunk before the pause
             pace.until_s = now_s + self._backoff.pause_s(pace.pauses)
             pace.pauses += 1
 
