@@ -271,7 +271,8 @@ class OwnedStreams:
         if await self._holds(stream_id):
             return
         lease = Lease(held_s=LEASE_S, wanted_s=self.lives.grace_s)
-        gateway = self._models.of_stream(read_source(record.source).model).gateway
+        source = read_source(record.source)
+        gateway = self._models.of_stream(source.model).gateway
         if gateway.draining or not await self.store.adopt(stream_id, record.fence, lease):
             return
         fence = record.fence + 1
@@ -279,7 +280,7 @@ class OwnedStreams:
         if latest is None or latest.fence != fence:
             return
         state = read_state(latest.body)
-        replay = await self._rebuilt(read_source(latest.source), state)
+        replay = await self._rebuilt(source, state)
         if replay is None:
             error = ApiError(500, "The stream's request is lost.", code="failed")
             body = StreamState(incarnation=state.incarnation, error=error_document(error))
@@ -296,7 +297,7 @@ class OwnedStreams:
             replay.request.fixed_cached_tokens = state.cached_tokens
             replay.request.lineage = f"{stream_id}.{fence}"
             gateway.adopt(replay.request, state.incarnation)
-        self._keep(stream, self._holding(stream, latest))
+        self._keep(stream, self._holding(stream, source, record.tenant))
 
     async def _holds(self, stream_id: str) -> bool:
         """Whether this replica generates the stream, after all; renews its lease."""
@@ -318,12 +319,12 @@ class OwnedStreams:
         await cancel(*self._tasks.values())
         await self.store.close()
 
-    def _holding(self, stream: OwnedStream, record: StreamRecord) -> OnEnd:
+    def _holding(self, stream: OwnedStream, source: StreamSource, tenant: str) -> OnEnd:
         """Holds what an adopted stream's request has reserved, and returns what settles it."""
         exchange = Exchange(
-            caller=Caller(tenant=record.tenant),
+            caller=Caller(tenant=tenant),
             arrived_at=time.monotonic(),
-            admission=admission_of(read_source(record.source)),
+            admission=admission_of(source),
         )
         self._limiter.adopt(exchange)
 

@@ -23,26 +23,30 @@ class Failure:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Errors:
-    """A prefill instance lives, but of the chunks that it begins from `at_s` on, for `for_s`, the
-    share `share` fails at once, with an error of the instance.
-    """
+class ChunkFault:
+    """A fault of the chunks that a prefill instance begins from `at_s` on, for `for_s`."""
 
     at_s: float
     instance_id: str
     for_s: float = 30.0
+
+    def is_on(self, now_s: float) -> bool:
+        return self.at_s <= now_s < self.at_s + self.for_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Errors(ChunkFault):
+    """The instance lives, but the share `share` of the chunks fails at once, by its error."""
+
     share: float = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Slowness:
-    """The chunks that a prefill instance begins from `at_s` on, for `for_s`, take `factor` times as
-    long as they should. A group is as slow as its slowest member.
+class Slowness(ChunkFault):
+    """The chunks take `factor` times as long as they should. A group is as slow as its slowest
+    member.
     """
 
-    at_s: float
-    instance_id: str
-    for_s: float = 30.0
     factor: float = 10.0
 
 
@@ -191,7 +195,7 @@ class SimSpec:
         return self.profile.kv_transfer_bytes_s[self.transfer_backend]
 
 
-def _check_span(name: str, one: Errors | Slowness, prefill: int) -> None:
+def _check_span(name: str, one: ChunkFault, prefill: int) -> None:
     if one.instance_id not in {f"p{index}" for index in range(prefill)}:
         raise ConfigError(
             f"{name}.instance_id is {one.instance_id!r}; it must be a prefill instance, of which "

@@ -22,7 +22,7 @@ class ChunkFaults:
     def failing(self, members: Sequence[PrefillInstance], now_s: float) -> PrefillInstance | None:
         """Returns the member at which a chunk fails that begins now, if one does."""
         for one in self._errors:
-            if one.at_s <= now_s < one.at_s + one.for_s:
+            if one.is_on(now_s):
                 for member in members:
                     if member.id == one.instance_id and self._random.random() < one.share:
                         return member
@@ -32,11 +32,7 @@ class ChunkFaults:
         """Returns how many times as long a chunk takes that begins now."""
         names = {member.id for member in members}
         return max(
-            (
-                one.factor
-                for one in self._slowness
-                if one.instance_id in names and one.at_s <= now_s < one.at_s + one.for_s
-            ),
+            (one.factor for one in self._slowness if one.instance_id in names and one.is_on(now_s)),
             default=1.0,
         )
 
