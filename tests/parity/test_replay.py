@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 import os
 import signal
@@ -214,6 +215,15 @@ def test_a_recording_that_was_cut_short_is_replayed_up_to_there(recording):
     path.write_bytes(recording.read_bytes()[:-5])
     result = replay(path)
     assert result.agrees and result.cut and result.steps == len(lines(recording)) - 2
+
+
+def test_a_packed_recording_is_read_like_a_plain_one(recording):
+    path = recording.with_name("run.jsonl.gz")
+    path.write_bytes(gzip.compress(recording.read_bytes()))
+    assert replay(path) == replay(recording)
+    path.write_bytes(gzip.compress(recording.read_bytes())[:-20])
+    with pytest.raises(RecordingError, match=r"run\.jsonl\.gz"):
+        replay(path)
 
 
 @pytest.mark.parametrize(

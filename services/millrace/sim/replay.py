@@ -6,7 +6,7 @@ decide, and not the process, its clock or the order of a set.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -14,12 +14,12 @@ from typing import Any
 import orjson
 
 from millrace.core.config import SchedulerConfig
-from millrace.core.errors import reason_of
 from millrace.core.scheduler import recording
 from millrace.core.scheduler.effects import Effect
 from millrace.core.scheduler.events import Event
 from millrace.core.scheduler.machine import Machine
 from millrace.core.scheduler.recording import RecordingError
+from millrace.sim.recordings import RecordingLines
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,12 +70,10 @@ def began_unix_s(path: Path) -> float | None:
 
     Raises RecordingError for a file that is no recording.
     """
-    lines = _Lines(path)
-    head = next(lines, {})
-    _config_of(path, head)
+    lines = RecordingLines(path)
     first = next(lines, None)
     try:
-        zero_s = head.get("zero_unix_s")
+        zero_s = lines.head.get("zero_unix_s")
         return None if zero_s is None or first is None else float(zero_s) + float(first["now_s"])
     except (KeyError, TypeError, ValueError) as error:
         raise RecordingError(f"{path}: no time of its begin: {error!r}") from error
@@ -90,14 +88,13 @@ def replay(
     `build` gives the step function for the recorded settings; a new `Machine`'s by default.
     Raises RecordingError for a file that is no recording.
     """
-    lines = _Lines(path)
-    config = _config_of(path, next(lines, {}))
-    step = (build or _machine_step)(config)
+    lines = RecordingLines(path)
+    step = (build or _machine_step)(lines.config)
     steps = effects = 0
     first_s = last_s = None
     difference = None
     for line in lines:
-        now_s, event, old = _step_of(line, f"{path}, line {lines.number}")
+        now_s, event, old = lines.step(line)
         first_s, last_s = now_s if first_s is None else first_s, now_s
         new = _replayed(step, event, now_s)
         steps += 1
@@ -116,13 +113,6 @@ def replay(
     )
 
 
-def _config_of(path: Path, head: dict[str, Any]) -> SchedulerConfig:
-    try:
-        return recording.config_of(head)
-    except RecordingError as error:
-        raise RecordingError(f"{path}: {error}") from error
-
-
 def _machine_step(config: SchedulerConfig) -> Callable[[Event, float], list[Effect]]:
     return Machine(config).step
 
@@ -137,55 +127,6 @@ def _replayed(
         return [["raised", f"{type(error).__name__}: {error}"]]
     written: list[list[Any]] = orjson.loads(orjson.dumps(effects))
     return written
-
-
-def _step_of(line: dict[str, Any], where: str) -> tuple[float, Event, list[Any]]:
-    """Returns the time, the event and the result of a step."""
-    try:
-        now_s = float(line["now_s"])
-        old = [["raised", line["raised"]]] if "raised" in line else list(line["effects"])
-        return now_s, recording.event_of(line["event"]), old
-    except (KeyError, TypeError, ValueError) as error:
-        raise RecordingError(f"{where}: no step: {error!r}") from error
-    except RecordingError as error:
-        raise RecordingError(f"{where}: {error}") from error
-
-
-class _Lines(Iterator[dict[str, Any]]):
-    """Reads the file's lines as objects.
-
-    A last line without its end is left out and noted in `cut`.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self.number = 0
-        self.cut = False
-        self._path = path
-        self._lines = self._read()
-
-    def __next__(self) -> dict[str, Any]:
-        return next(self._lines)
-
-    def _read(self) -> Iterator[dict[str, Any]]:
-        try:
-            with self._path.open("rb") as file:
-                for text in file:
-                    if not text.endswith(b"\n"):
-                        self.cut = True
-                        return
-                    self.number += 1
-                    yield self._object(text)
-        except OSError as error:
-            raise RecordingError(f"recording {self._path}: {reason_of(error)}") from error
-
-    def _object(self, text: bytes) -> dict[str, Any]:
-        try:
-            found = orjson.loads(text)
-        except orjson.JSONDecodeError as error:
-            raise RecordingError(f"{self._path}, line {self.number}: {error}") from error
-        if not isinstance(found, dict):
-            raise RecordingError(f"{self._path}, line {self.number}: it must be an object")
-        return found
 
 
 def _text(named: list[Any]) -> str:

@@ -14,6 +14,7 @@ from redis.asyncio import Redis
 
 from millrace.event_lines import event_lines
 from support.gateway import MODEL, Script, Stack, gateway
+from support.limits import KEY, LEFT, left, limited, two_limited, until_left
 from support.live_stack import eventually
 from support.metrics import total
 from support.stores import private_redis
@@ -22,36 +23,14 @@ from support.tenants import bearer, config_with, key_toml, tenant_toml
 CHAT = "/v1/chat/completions"
 BODY = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 10}
 PROMPT = {"model": MODEL, "prompt": [5] * 20, "max_tokens": 10}
-KEY = bearer("sk-acme")
 LIMIT = "x-ratelimit-limit-"
-LEFT = "x-ratelimit-remaining-"
-
-
-@asynccontextmanager
-async def limited(folder, *settings: str, **limits: int):
-    tables = tenant_toml("acme", "sk-acme", **limits) + tenant_toml("free", "sk-free")
-    config = config_with(folder / "settings", tables, *settings)
-    async with gateway(folder / "model", config=config) as stack:
-        yield stack
 
 
 @asynccontextmanager
 async def two_proxies(folder, **limits: int):
     """Yields two proxies that share one Redis, and its URL."""
-    async with private_redis() as url:
-        store = f"store.url={url}"
-        async with (
-            limited(folder / "a", store, **limits) as one,
-            limited(folder / "b", store, **limits) as other,
-        ):
-            yield (one, other), url
-
-
-async def left(stack: Stack, kind: str) -> int:
-    """Returns what the limit leaves, by the answer to a wrong request, which does not count."""
-    sent = await stack.http.post(CHAT, json={"model": MODEL}, headers=KEY)
-    assert sent.status_code == 400
-    return int(sent.headers[LEFT + kind])
+    async with private_redis() as url, two_limited(folder, url, **limits) as stacks:
+        yield stacks, url
 
 
 async def test_answers_tell_what_is_left(tmp_path):
@@ -145,16 +124,6 @@ async def test_unused_tokens_come_back_when_the_answer_ends(tmp_path):
         used = answer.json()["usage"]
         assert used["total_tokens"] == 24
         await until_left(stack, "tokens", 1000 - 24)
-
-
-async def until_left(stack: Stack, kind: str, wanted: int) -> None:
-    """Returns once the correction of an answer, for which nobody waits, is made."""
-    seen = -1
-    for _ in range(400):
-        seen = await left(stack, kind)
-        if seen == wanted:
-            return
-    raise AssertionError(f"{seen} {kind} are left, not {wanted}")
 
 
 async def test_a_client_that_leaves_pays_its_prompt_and_what_was_generated(tmp_path):

@@ -89,7 +89,10 @@ def test_a_bad_trace_names_the_file(tmp_path, data):
 
 def test_a_recording_is_a_trace_with_objectives_and_keys(tmp_path):
     path = recorded_run(tmp_path / "run.jsonl", tbt_s=0.5, e2e_s=20.0)
+    packed = tmp_path / "run.jsonl.gz"
+    packed.write_bytes(gzip.compress(path.read_bytes()))
     rows = read_trace(path)
+    assert rows == read_trace(packed)
     assert [(one.arrival_s, one.input_tokens, one.output_tokens) for one in rows] == [
         (0.0, 1000, 10),
         (0.0, 100, 10),
@@ -116,6 +119,9 @@ def test_a_recording_that_was_cut_off_or_damaged(tmp_path):
     assert len(read_trace(path)) == 5
     path.write_text(whole.replace('"prompt_tokens":1000', '"prompt_tokens":"many"', 1))
     with pytest.raises(ConfigError, match=r"run\.jsonl.*prompt_tokens"):
+        read_trace(path)
+    path.write_text(whole.replace('"event":', '"what":', 1))
+    with pytest.raises(ConfigError, match=r"run\.jsonl.*event"):
         read_trace(path)
     path.write_text(whole.replace('"millrace_recording":', '"millrace_recording":9', 1))
     with pytest.raises(ConfigError, match=r"run\.jsonl.*millrace_recording"):

@@ -26,11 +26,11 @@ from typing import Any
 
 from millrace.core.errors import ConfigError, reason_of
 from millrace.core.request import Request, Slo
-from millrace.core.scheduler import recording
 from millrace.core.scheduler.events import Reported, Submitted
 from millrace.core.scheduler.recording import RecordingError
 from millrace.core.scheduler.reports import RequestFinished
 from millrace.core.weights import DEFAULT_TENANT
+from millrace.sim.recordings import RecordingLines
 
 _QWEN_BLOCK_TOKENS = 16
 
@@ -61,7 +61,9 @@ def read_trace(path: Path) -> list[TraceRow]:
         with path.open("rb") as probe:
             packed = probe.read(2) == b"\x1f\x8b"
         with gzip.open(path, "rt") if packed else path.open() as lines:
-            rows = list(_rows(lines))
+            first = next(lines, "")
+            is_recording = '"millrace_recording"' in first
+            rows = list(_recorded_rows(path) if is_recording else _rows(first, lines))
     except (OSError, EOFError, UnicodeDecodeError) as error:
         raise ConfigError(f"trace {path}: {reason_of(error)}") from error
     except (ValueError, KeyError, TypeError, IndexError, RecordingError) as error:
@@ -95,17 +97,12 @@ def _arrival_s(row: TraceRow) -> float:
     return row.arrival_s or 0.0
 
 
-def _rows(lines: Iterable[str]) -> Iterator[TraceRow]:
-    stream = iter(lines)
-    first = next(stream, "")
+def _rows(first: str, others: Iterable[str]) -> Iterator[TraceRow]:
     if first.startswith("{"):
-        if "millrace_recording" in first:
-            yield from _recorded_rows(first, stream)
-            return
-        entries = map(json.loads, filter(str.strip, itertools.chain([first], stream)))
+        entries = map(json.loads, filter(str.strip, itertools.chain([first], others)))
         yield from _qwen_rows(entries) if '"chat_id"' in first else _mooncake_rows(entries)
         return
-    for entry in csv.DictReader(itertools.chain([first], stream)):
+    for entry in csv.DictReader(itertools.chain([first], others)):
         if "TIMESTAMP" in entry:
             arrival = datetime.fromisoformat(entry["TIMESTAMP"])
             seconds = (arrival - datetime(1970, 1, 1)).total_seconds()
@@ -141,24 +138,21 @@ def _qwen_rows(entries: Iterable[dict[str, Any]]) -> Iterator[TraceRow]:
         yield _row(float(entry["timestamp"]), tokens, entry["output_length"], entry["type"])
 
 
-def _recorded_rows(first: str, lines: Iterable[str]) -> Iterator[TraceRow]:
+def _recorded_rows(path: Path) -> Iterator[TraceRow]:
     """Reads a recording of a live run.
 
     A request that did not end with an answer (it was refused, or failed, or the recording ends)
     has as many tokens of output as it may have had at most.
     """
-    recording.config_of(json.loads(first))
     asked: dict[str, tuple[float, Request]] = {}
     generated: dict[str, int] = {}
+    lines = RecordingLines(path)
     for line in lines:
-        if not line.endswith("\n"):
-            break  # the process died while it wrote
-        step = json.loads(line)
-        if step["event"][0] not in _TELLING:
+        if line["event"][0] not in _TELLING:
             continue
-        event = recording.event_of(step["event"])
+        now_s, event, _ = lines.step(line)
         if isinstance(event, Submitted):
-            asked.setdefault(event.request.id, (float(step["now_s"]), event.request))
+            asked.setdefault(event.request.id, (now_s, event.request))
         elif isinstance(event, Reported) and isinstance(event.report, RequestFinished):
             generated[event.report.request_id] = event.report.generated_tokens
     for id_, (now_s, request) in asked.items():

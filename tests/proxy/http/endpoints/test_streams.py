@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack
 from dataclasses import replace
 from hashlib import sha256
 
@@ -19,9 +19,9 @@ from millrace.state.store import JournalEntry
 from millrace.state.streams import Hold, MemoryStreams
 from support.deadlines import HANG_S
 from support.gateway import MODEL, Script, gateway, token_event
+from support.limits import KEY, two_limited, until_left
 from support.live_stack import eventually
 from support.stores import private_redis
-from support.tenants import bearer, config_with, tenant_toml
 from support.tool_model import THOUGHT, TWO, WEATHER, serving
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -249,41 +249,19 @@ async def test_another_replica_adopts_a_lost_stream(
     lost.script.hold.set()
 
 
-@asynccontextmanager
-async def limited(tmp_path, url, **limits):
-    """Two replicas as above; the tenant acme has limits."""
-    async with AsyncExitStack() as exits:
-        stacks = []
-        for name in ("a", "b"):
-            tables = tenant_toml("acme", "sk-acme", **limits)
-            config = config_with(tmp_path / name, tables, f"store.url={url}")
-            running = gateway(tmp_path / name / "model", config=config)
-            stacks.append(await exits.enter_async_context(running))
-            stacks[-1].http.headers.update(bearer("sk-acme"))
-        yield stacks
-
-
-async def tokens_left(stack, wanted):
-    """Returns once the limits leave `wanted` tokens, by answers to wrong requests, which are
-    free.
-    """
-    async with asyncio.timeout(HANG_S):
-        while True:
-            sent = await stack.http.post(CHAT, json={"model": MODEL})
-            if sent.headers["x-ratelimit-remaining-tokens"] == str(wanted):
-                return
-
-
 async def test_the_replica_that_adopts_a_stream_settles_its_limits(
     tmp_path, store_url, monkeypatch
 ):
     monkeypatch.setattr(owner, "LEASE_S", 0.0)
     monkeypatch.setattr(owner, "RENEW_S", 0.02)
-    async with limited(tmp_path, store_url, tokens_per_day=1000, concurrency=1) as (one, other):
+    async with two_limited(tmp_path, store_url, tokens_per_day=1000, concurrency=1) as replicas:
+        one, other = replicas
+        for stack in replicas:
+            stack.http.headers.update(KEY)
         path, fields = COMPLETIONS, {"prompt": [5, 6, 7], "max_tokens": 64}
         lost = Decode(one, Script(reply=REPLY, hold=asyncio.Event(), hold_after=12))
         stream_id, found = await cut(one, path, fields, 3)
-        await tokens_left(other, 1000 - 3 - 64)
+        await until_left(other, "tokens", 1000 - 3 - 64)
         await one.proxy.store.finish(stream_id, "cancelled")  # by the scheduler
         hold = asyncio.Event()
         decode = Decode(other, Script(reply=REPLY, hold=hold, hold_after=14))
@@ -293,11 +271,11 @@ async def test_the_replica_that_adopts_a_stream_settles_its_limits(
         assert "concurrency: limit 1" in refused.json()["error"]["message"]
         lost.script.hold.set()
         await one.idle()  # it has learned that the stream is another's
-        await tokens_left(other, 1000 - 3 - 64)
+        await until_left(other, "tokens", 1000 - 3 - 64)
         hold.set()
         assert events_of(await coming)[-1][1] == "data: [DONE]"
         tokens = len(decode.fleet.tokenizer.encode(REPLY, add_special_tokens=False).ids) + 1
-        await tokens_left(one, 1000 - 3 - tokens)
+        await until_left(one, "tokens", 1000 - 3 - tokens)
         assert (await other.http.post(path, json=body_of(fields))).status_code == 200
 
 
