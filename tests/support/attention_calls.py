@@ -6,9 +6,11 @@ from dataclasses import dataclass
 
 import torch
 from hypothesis import strategies as st
+from torch.testing import assert_close
 
 from millrace_kernels.api import plan_attention, run_attention
 from millrace_kernels.plan import AttentionPlan
+from support.cpu_kernels import using
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 
@@ -127,12 +129,17 @@ def attend(
     return out, lse
 
 
-def assert_matches_reference(call: Call, backend: str) -> None:
+def assert_matches_reference(call: Call, *backends: str) -> None:
+    """Compares each of them: a backend by name, or kernels of `cpu_kernels`."""
     expected, expected_lse = call.run("reference")
-    out, lse = call.run(backend)
     tolerance = TOLERANCE[call.dtype]
-    torch.testing.assert_close(out, expected, rtol=0, atol=tolerance)
-    torch.testing.assert_close(lse, expected_lse, rtol=1e-5, atol=tolerance / 2)
+    inputs = call.data()
+    for name in backends:
+        with using(name) as backend:
+            out, lse = attend(call.plan(backend), *inputs)
+        say = f"{name}: {{}}".format
+        assert_close(out, expected, rtol=0, atol=tolerance, msg=say)
+        assert_close(lse, expected_lse, rtol=1e-5, atol=tolerance / 2, msg=say)
 
 
 @st.composite
