@@ -30,10 +30,3 @@ def deterministic() -> Iterator[None]:
     """Gives a row the same bits in any pass."""
     with determinism.switched(True):
         yield
-
-
-@pytest.fixture(params=["fast", "deterministic"])
-def either_order(request) -> Iterator[None]:
-    """Runs with the fastest kernels, and with those that give a row the same bits in any pass."""
-    with determinism.switched(request.param == "deterministic"):
-        yield
