@@ -12,10 +12,19 @@ from millrace_kernels import cpu_backend, determinism
 from support.tiny_engine import Request, in_company, make_runner, prefill
 from support.tiny_models import model_folder, prompt
 
+FAMILIES = ["llama", "mistral-window", "qwen3-layer-types", "mixtral"]
+FASTEST, *OTHERS = [*cpu_backend.instruction_sets(), "torch"]
+#: The fastest and the slowest compute every family; the others the one with all kinds of layers.
+CASES = [
+    (kernels, name)
+    for kernels in (FASTEST, *OTHERS)
+    for name in (FAMILIES if kernels in (FASTEST, "torch") else ["mixtral"])
+]
 
-@pytest.fixture(params=[*cpu_backend.instruction_sets(), "torch"])
-def kernels(request, monkeypatch) -> Iterator[None]:
-    """Uses each instruction set, and torch as where the C++ module is not built."""
+
+@pytest.fixture
+def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Uses an instruction set, or torch as where the C++ module is not built."""
     if request.param == "torch":
         monkeypatch.setattr(cpu_backend, "TYPES", {})
         yield
@@ -26,13 +35,13 @@ def kernels(request, monkeypatch) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", ["llama", "mistral-window", "qwen3-layer-types", "mixtral"])
+@pytest.mark.parametrize(("kernels", "name"), CASES, indirect=["kernels"])
 def test_random_batches_give_the_bits_of_one_prefill(kernels: None, name: str, dtype: str) -> None:
     chance = random.Random(name)
-    runner = make_runner(model_folder(name), num_pages=200, dtype=dtype, deterministic=True)
-    prompts = [prompt(chance.randint(1, 120), seed=n) for n in range(12)]
+    runner = make_runner(model_folder(name), num_pages=100, dtype=dtype, deterministic=True)
+    prompts = [prompt(chance.randint(1, 100), seed=n) for n in range(7)]
     requests = [Request(runner, ids, room=8) for ids in prompts]
-    logits = in_company(runner, requests, 6, chance)
+    logits = in_company(runner, requests, 4, chance)
     for ids, request, rows in zip(prompts, requests, logits, strict=True):
         for count, row in enumerate(rows):
             alone = Request(runner, request.tokens[: len(ids) + count])
@@ -41,11 +50,12 @@ def test_random_batches_give_the_bits_of_one_prefill(kernels: None, name: str, d
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kernels", sorted({FASTEST, "torch"}), indirect=True)
 def test_chunks_over_several_spans_give_the_bits_of_one_prefill(kernels: None, dtype: str) -> None:
-    runner = make_runner(model_folder("llama"), num_pages=300, dtype=dtype, deterministic=True)
-    ids = prompt(1300)
+    runner = make_runner(model_folder("llama"), num_pages=200, dtype=dtype, deterministic=True)
+    ids = prompt(1100)
     whole = prefill(runner, Request(runner, ids))
-    for cuts in ((1299,), (7, 512, 520, 1024), (600, 1290)):
+    for cuts in ((1099,), (7, 512, 520, 1024), (600, 1090)):
         request = Request(runner, ids)
         assert torch.equal(prefill(runner, request, cuts), whole)
         runner.pool.free(request.pages)

@@ -1,4 +1,5 @@
-"""Every kernel compiles for three GPUs, without a GPU, with the variants of its own launch.
+"""Every kernel compiles for a GPU, without one, with the variants of its own launch: for sm_90, and
+in the slow suite for two more.
 
 The operations run on CPU tensors with `launch` replaced: it does not queue the kernel, but compiles
 it with the launch's argument types, constants and configuration, and checks its needs of an SM:
@@ -58,7 +59,11 @@ TYPES = {
 }
 
 
-@pytest.fixture(params=SHARED_KIB)
+@pytest.fixture(
+    params=[
+        gpu if gpu == "sm_90" else pytest.param(gpu, marks=pytest.mark.slow) for gpu in TABLE_OF
+    ]
+)
 def compiled(request, monkeypatch, tmp_path) -> dict[str, int]:
     """Returns the names of the launched kernels, and the bytes of shared memory of each."""
     if not Path(knobs.nvidia.ptxas_blackwell.path).exists():
@@ -204,7 +209,11 @@ def test_skinny_linear(compiled, dtype):
     assert compiled.keys() == {"multiply_few_rows"}
 
 
-@pytest.mark.parametrize("tokens", [4, 200], ids=["few", "rows"])
+@pytest.mark.parametrize(
+    "tokens",
+    [pytest.param(4, marks=pytest.mark.slow), 200],
+    ids=["few", "rows"],
+)
 @pytest.mark.parametrize(
     "dtype", [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.slow)], ids=str
 )
