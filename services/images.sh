@@ -4,7 +4,7 @@
 # Environment: BUILDER (docker, podman or buildah; default: the first that works), REGISTRY (put before the
 # names), VERSION (default: of pyproject.toml), PIP_CONF (pip.conf of the build; default: the indexes that pip
 # uses here), IMAGE_FLAGS (further flags of the builder), and the Dockerfile's arguments PYTHON_IMAGE,
-# TORCH_INDEX, ENGINE_EXTRAS and FLASHINFER_INDEX.
+# TORCH_INDEX, PROXY_EXTRAS, ENGINE_EXTRAS and FLASHINFER_INDEX.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -34,7 +34,7 @@ if [ -z "$pip_conf" ]; then
 fi
 
 flags=(--file services/Dockerfile --secret "id=pip,src=$pip_conf" --build-arg "VERSION=$version")
-for name in PYTHON_IMAGE TORCH_INDEX ENGINE_EXTRAS FLASHINFER_INDEX; do
+for name in PYTHON_IMAGE TORCH_INDEX PROXY_EXTRAS ENGINE_EXTRAS FLASHINFER_INDEX; do
   [ -z "${!name:-}" ] || flags+=(--build-arg "$name=${!name}")
 done
 # OCI's own format has no HEALTHCHECK; without --layers podman and buildah build shared stages again for each role.

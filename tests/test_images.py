@@ -192,7 +192,13 @@ def test_only_workers_get_the_engine(role: str) -> None:
     expected = "engine" if worker else "operator" if role == "operator" else "light"
     assert copied == {f"{expected}-packages"}
     runs = [text for name, text in STAGES[f"{expected}-packages"].lines if name == "RUN"]
-    assert ("millrace[" in " ".join(runs)) == (expected != "light")
+    extras = {"light": "${PROXY_EXTRAS}", "engine": "${ENGINE_EXTRAS}", "operator": "operator"}
+    assert f"millrace[{extras[expected]}] @" in " ".join(runs)
+
+
+def test_only_workers_install_extras_by_default() -> None:
+    assert ("ARG", "PROXY_EXTRAS=") in STAGES["light-packages"].lines
+    assert ("ARG", "ENGINE_EXTRAS=engine") in STAGES["engine-packages"].lines
 
 
 def test_what_is_copied_is_in_the_context() -> None:

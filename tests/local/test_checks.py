@@ -63,10 +63,17 @@ async def test_a_name_that_is_not_known_is_named(monkeypatch: pytest.MonkeyPatch
 
 
 async def test_a_redis_that_does_not_answer_is_named() -> None:
-    with pytest.raises(MillraceError, match=r"--redis: request store redis://127.0.0.1:1: Error"):
+    with pytest.raises(MillraceError, match=r"--redis or store.url: request store redis://127.0"):
         await check_start(options(redis="redis://127.0.0.1:1"))
-    with pytest.raises(MillraceError, match=r"--redis: store.url is 'redis'; it must be"):
+    with pytest.raises(
+        MillraceError, match=r"--redis or store.url: store.url is 'redis'; it must be"
+    ):
         await check_start(options(redis="redis"))
+
+
+async def test_a_store_of_files_that_nothing_can_open_is_named() -> None:
+    with pytest.raises(MillraceError, match=r"files.url is 'nonesuch://x'; no backend can open it"):
+        await check_start(options(files="nonesuch://x"))
 
 
 @pytest.mark.parametrize(

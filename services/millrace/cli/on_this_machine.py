@@ -43,7 +43,10 @@ def up(  # noqa: PLR0913 - every option of the command line is a parameter
     host: of.Host = "127.0.0.1",
     port: of.Port = 8080,
     redis: Annotated[
-        str, typer.Option("--redis", metavar="URL", help="Default: a private Redis server.")
+        str,
+        typer.Option(
+            "--redis", metavar="URL", help="Default: store.url, or a private Redis server."
+        ),
     ] = "",
     tls: Annotated[
         bool,
@@ -61,6 +64,7 @@ def up(  # noqa: PLR0913 - every option of the command line is a parameter
     settings: of.Settings = [],  # noqa: B006
 ) -> None:
     """Run the whole stack on this machine: proxy, scheduler, prefill, decode, Redis."""
+    from millrace.core.config import StoreConfig
     from millrace.local.options import StackOptions
     from millrace.local.scaling import PARKING, Scaling, parse_sizes
     from millrace.local.up import run_until_stopped
@@ -106,7 +110,8 @@ def up(  # noqa: PLR0913 - every option of the command line is a parameter
         schedulers=schedulers,
         host=host,
         port=port,
-        redis=redis,
+        redis=redis or (tree.store.url if tree.store.url != StoreConfig.url else ""),
+        files=tree.files.url,
         tls=tls,
         threads=threads,
         config=config,

@@ -10,12 +10,13 @@ from millrace.core.errors import ConfigError, MillraceError, ModelError, reason_
 from millrace.engine.model.config import ModelConfig
 from millrace.local.options import StackOptions
 from millrace.model_folder import DESCRIPTION, resolve_model
+from millrace.state.blobs import Blobs
 from millrace.state.open import open_store
 
 
 async def check_start(options: StackOptions) -> None:
     """Raises MillraceError naming the option: a model that is absent or can't be served, an address
-    that is taken, a Redis that does not answer.
+    that is taken, a Redis that does not answer, a store of files without its library.
 
     The services check the same again, later: what they need may disappear in between.
     """
@@ -24,6 +25,8 @@ async def check_start(options: StackOptions) -> None:
         await asyncio.to_thread(check_model, model)
     if options.redis:
         await check_redis(options.redis)
+    if options.files:
+        Blobs(options.files)
 
 
 def check_address(host: str, port: int) -> None:
@@ -56,4 +59,4 @@ async def check_redis(url: str) -> None:
         finally:
             await store.close()
     except MillraceError as error:
-        raise ConfigError(f"--redis: {error}") from error
+        raise ConfigError(f"--redis or store.url: {error}") from error

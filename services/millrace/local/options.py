@@ -32,7 +32,8 @@ class StackOptions:
     schedulers: int = 1  # one leads, the others stand by
     host: str = "127.0.0.1"
     port: int = 8080
-    redis: str = ""
+    redis: str = ""  # URL; empty: a Redis of the stack's own
+    files: str = ""  # files.url; empty: a folder of the stack's own, beside its own Redis
     tls: bool = False  # between the services, by certificates of the stack's own
     config: Path | None = None
     settings: Sequence[str] = ()

@@ -123,7 +123,8 @@ class Stack:
             self._progress("starting a private Redis")
             self._redis = PrivateRedis()
             redis_url = await self._redis.start(self.directory)
-            files = [f"files.url={self.directory / 'files'}"]  # their records end with this Redis
+            if not o.files:  # their records end with this Redis
+                files = [f"files.url={self.directory / 'files'}"]
         if o.tls:
             self.tls = issue_certificates(self.directory / "tls")
         own = [f"store.url={redis_url}", *files, *(as_settings(self.tls) if o.tls else ())]
