@@ -58,14 +58,14 @@ def _command(name: str, module: str) -> Callable[..., None]:
         settings: of.Settings = [],  # noqa: B006
         ready_fd: of.ReadyFd = None,
     ) -> None:
-        serve = importlib.import_module(module).serve
-        from millrace.instance.host import WorkerOptions
-
         if name == "kvp" and stages is not None:
             raise typer.BadParameter(
                 "--stages is for instances with weights, which KVP workers lack"
             )
         tree = configure(config, of.with_stages(settings, stages), instance_id or name)
+        serve = importlib.import_module(module).serve  # imports torch: after what may be refused
+        from millrace.instance.host import WorkerOptions
+
         options = WorkerOptions(
             model=model,
             model_name=model_name or Path(model).name,
