@@ -42,6 +42,7 @@ def test_figure_9_goodput() -> None:
     assert found.ratio("DistServe-CP2K", "DistServe-CP8K") > 1.5
 
 
+@pytest.mark.slow
 def test_figure_9_tighter_objectives() -> None:
     found = fp.compare(SYSTEMS, MODEL, "slo-scale", 3.0, SIZE, quiet)
     assert found.ratio("FlowPrefill", "DistServe-CP2K") > 1.5  # paper: 1.5-2.3

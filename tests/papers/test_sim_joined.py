@@ -35,8 +35,10 @@ def attained(one: joined.Case, policy: str, load: float) -> float:
 
 @pytest.mark.parametrize(
     "one, load, others",
-    [(CHATS, 85.0, ["s_edf", "d_edf"]), (DOCUMENTS, 2.0, ["s_edf", "lars"])],
-    ids=["chats", "documents"],
+    [
+        pytest.param(CHATS, 85.0, ["s_edf", "d_edf"], id="chats"),
+        pytest.param(DOCUMENTS, 2.0, ["s_edf", "lars"], id="documents", marks=pytest.mark.slow),
+    ],
 )
 def test_beyond_capacity_more_requests_are_in_time_than_under_any_other_order(one, load, others):
     ours = attained(one, "millrace", load)

@@ -68,6 +68,7 @@ def test_under_load_every_baseline_is_slower():
     assert 3 * found[LOONGSERVE] < found["Fixed SP 16"]
 
 
+@pytest.mark.slow
 def test_tetris_carries_more_than_the_best_baseline():
     """Section 7.2: "Tetris enhances the max load by 21%-43%" """
     configs = paper.systems(TESTBEDS["70b"], "short")

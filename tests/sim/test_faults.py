@@ -12,6 +12,7 @@ from millrace.core.config import SchedulerConfig
 from millrace.core.errors import ConfigError
 from millrace.sim.cluster.spec import Errors, Failure, Slowness
 from millrace.sim.workload.workload import PlannedRequest
+from support.seeds import seeds
 from support.simulation import Run, planned, prefill_s, toy_spec
 
 
@@ -101,7 +102,7 @@ def failed_of(run: Run) -> int:
     return sum(record.error == "failed" for record in run.records.values())
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", seeds(1, 3))
 @pytest.mark.parametrize(("share", "least_off", "ratio"), [(1.0, 400, 0.05), (0.3, 100, 0.8)])
 def test_breakers_spare_requests_an_instance_that_errs(
     share: float, least_off: int, ratio: float, seed: int
@@ -152,6 +153,9 @@ def test_chunks_of_a_slow_instance_take_longer() -> None:
     assert taken == pytest.approx([prefill_s(2000), 4 * prefill_s(2000), prefill_s(2000)])
 
 
+REQUESTS = 1000
+
+
 def played_with_a_slow_one(
     slow_factor: float, rate_rps: float, seed: int, planner: str = "least_queue"
 ) -> Run:
@@ -159,14 +163,15 @@ def played_with_a_slow_one(
     slowness = (Slowness(at_s=5.0, instance_id="p1", for_s=60.0),)
     config = SchedulerConfig(slow_factor=slow_factor, planner=planner)
     spec = toy_spec(config, prefill=4, decode=2, slowness=slowness)
-    return Run(spec, chats(2000, rate_rps, seed))
+    return Run(spec, chats(REQUESTS, rate_rps, seed))
 
 
 def in_time(run: Run) -> float:
-    return sum(one.ttft_s is not None and one.ttft_s <= 1.0 for one in run.records.values()) / 2000
+    in_time = (one.ttft_s is not None and one.ttft_s <= 1.0 for one in run.records.values())
+    return sum(in_time) / REQUESTS
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", seeds(1, 2))
 @pytest.mark.parametrize(("planner", "late"), [("least_queue", 0.15), ("auto", 0.7)])
 def test_a_slow_instance_gets_few_prompts_and_the_others_are_in_time(
     planner: str, late: float, seed: int
@@ -179,7 +184,7 @@ def test_a_slow_instance_gets_few_prompts_and_the_others_are_in_time(
 
 
 def test_a_slow_instance_that_has_caught_up_is_slow_no_more() -> None:
-    run = played_with_a_slow_one(3.0, 10.0, 0)  # ends at 200 s
+    run = played_with_a_slow_one(3.0, 10.0, 0)  # ends at 100 s
     assert not run.simulation.machine.slow_instances.names()
 
 

@@ -409,7 +409,7 @@ def drive(config, pool, load_at, until_s, isolated_ratio=0.1, interval_s=5) -> l
     return found
 
 
-@settings(max_examples=40)
+@settings(max_examples=12)
 @given(
     load=st.floats(0.0, 20.0),
     first=st.integers(1, 30),
@@ -430,7 +430,7 @@ def test_constant_load_never_flaps(load, first, isolated, start_s):
     assert found[-1] <= max(math.ceil(load / 0.64), 3) + 1
 
 
-@settings(max_examples=60)
+@settings(max_examples=20)
 @given(
     used=st.floats(0.0, 60.0),
     first=st.integers(1, 64),

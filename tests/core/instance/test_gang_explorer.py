@@ -30,6 +30,11 @@ GROWING = (Prompt("a", 9.0, ((0,), (0, 1))), Prompt("b", 5.0, ((1,),)))
 SOLO = (Prompt("a", 9.0, ((0, 1),)), Prompt("b", 5.0, ((1,),)))
 GANG = "millrace.core.instance.gang.Gang"
 LONGER = (StopPoint.PASS, StopPoint.OPERATOR, StopPoint.LAYER)
+MANY_WAYS = pytest.mark.parametrize(
+    "ways",
+    [range(10), pytest.param(range(10, 50), marks=pytest.mark.slow)],
+    ids=["few ways", "many ways"],
+)
 
 
 @pytest.mark.parametrize(
@@ -211,12 +216,13 @@ def test_parts_do_again_what_they_did_before() -> None:
                 kept.play(move)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "scenario",
     [
         Scenario(GROWING, instances=2),
-        pytest.param(Scenario(TWO), marks=pytest.mark.slow),
-        pytest.param(Scenario(GROWING, instances=2, crashes=1), marks=pytest.mark.slow),
+        Scenario(TWO),
+        Scenario(GROWING, instances=2, crashes=1),
     ],
     ids=["a growing group", "two gangs", "a growing group and a death"],
 )
@@ -225,11 +231,14 @@ def test_it_is_the_same_search_when_everything_is_computed_again(scenario: Scena
     assert (kept.states, kept.moves, kept.ends) == (again.states, again.moves, again.ends)
 
 
+@MANY_WAYS
 @pytest.mark.parametrize("crashes", [0, 1, 2])
 @pytest.mark.parametrize("preemption", ["operator", "layer", "chunk"])
-def test_on_random_ways_three_overlapping_gangs_all_end(preemption: str, crashes: int) -> None:
+def test_on_random_ways_three_overlapping_gangs_all_end(
+    preemption: str, crashes: int, ways: range
+) -> None:
     stops = 0
-    for seed in range(30):
+    for seed in ways:
         draw = random.Random(seed)
         prompts = list(THREE)
         draw.shuffle(prompts)
@@ -251,14 +260,17 @@ def test_on_random_ways_three_overlapping_gangs_all_end(preemption: str, crashes
         except Exception as error:
             error.add_note(f"seed {seed}")
             raise
-    assert stops > 10
+    assert stops > len(ways) // 3
 
 
+@MANY_WAYS
 @pytest.mark.parametrize("preemption", ["operator", "chunk"])
-def test_on_random_ways_gangs_end_while_the_default_orders_them_anew(preemption: str) -> None:
+def test_on_random_ways_gangs_end_while_the_default_orders_them_anew(
+    preemption: str, ways: range
+) -> None:
     """As time passes, each prompt could be in time, is late, and is due before all others."""
     stops = 0
-    for seed in range(40):
+    for seed in ways:
         draw = random.Random(seed)
         prompts = [replace(one, ttft_s=draw.choice([0.5, 2.0, 9.0])) for one in THREE]
         draw.shuffle(prompts)
@@ -276,7 +288,7 @@ def test_on_random_ways_gangs_end_while_the_default_orders_them_anew(preemption:
         except Exception as error:
             error.add_note(f"seed {seed}")
             raise
-    assert stops > 5
+    assert stops > len(ways) // 8
 
 
 def _wander(world: World, draw: random.Random) -> int:

@@ -863,7 +863,7 @@ class World(RuleBasedStateMachine):
 
 
 BUDGET = settings(
-    max_examples=150,
+    max_examples=50,
     stateful_step_count=60,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )

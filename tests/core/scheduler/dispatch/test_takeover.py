@@ -12,6 +12,7 @@ from millrace.core.request import RequestState
 from millrace.core.scheduler import effects, events, reports
 from millrace.core.scheduler.held import Held
 from support.core_events import Bench, groups_of, instance, of, request
+from support.seeds import seeds
 from support.takeover_world import World
 
 FLEET = (
@@ -40,7 +41,7 @@ def world_of(rng: random.Random) -> World:
     return World(*FLEET, config=config)
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", seeds(15, 60))
 def test_takeovers_lose_no_work_whenever_the_leader_dies(seed: int):
     rng = random.Random(seed)
     world = world_of(rng)

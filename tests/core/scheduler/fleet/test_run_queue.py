@@ -270,7 +270,7 @@ def replay_s(board: RunQueue, ps: list[PrefillInstance], rank) -> list[float]:
     return [free_s[p] for p in ps]
 
 
-@settings(max_examples=300)
+@settings(max_examples=100)
 @given(boards(rounds=True), st.integers(0, 5), st.integers(0, 8))
 def test_queue_s_is_that_of_a_replay(given_board, key, order) -> None:
     board, ps = given_board
@@ -303,7 +303,7 @@ def test_queue_s_leaves_out_what_was_executed() -> None:
 # ---- many gangs, carried out
 
 
-@settings(max_examples=300)
+@settings(max_examples=100)
 @given(boards(rounds=False), st.randoms(use_true_random=False))
 def test_no_gangs_wait_for_each_other_in_a_circle(given_board, random) -> None:
     """Workers that know only their queues finish every run queue, as it expects."""
@@ -344,7 +344,7 @@ def test_no_gangs_wait_for_each_other_in_a_circle(given_board, random) -> None:
             ]
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(boards(rounds=True))
 def test_no_two_that_run_share_a_member_and_whoever_waits_has_a_reason(given_board) -> None:
     board, _ = given_board

@@ -16,6 +16,7 @@ from millrace.core.config import SchedulerConfig
 from millrace.core.scheduler import effects
 from millrace.core.scheduler.outcomes.breakers import MOST_ERRORS
 from support.core_events import Bench, instance
+from support.seeds import seeds
 
 TICK_S = 0.5
 PREFILL, DECODE = ("p0", "p1"), ("d0", "d1", "d2")
@@ -100,7 +101,7 @@ def run(fleet: Fleet, requests: int, ticks: int = 400) -> None:
             return
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", seeds(2, 6))
 @pytest.mark.parametrize(
     ("bad", "fault"),
     [("p0", "compute"), ("p0", "transfer"), ("d2", "transfer")],
@@ -122,7 +123,7 @@ def test_requests_go_round_an_instance_at_fault(bad: str, fault: str, seed: int)
     assert fleet.errors < without.errors / 2, (fleet.errors, without.errors)
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", seeds(2, 6))
 @pytest.mark.parametrize("bad", ["p0", "d2"])
 def test_a_repaired_instance_takes_work_again(bad: str, seed: int) -> None:
     fleet = Fleet(
@@ -139,7 +140,7 @@ def test_a_repaired_instance_takes_work_again(bad: str, seed: int) -> None:
     assert fleet.bench.machine.breakers.open == 0
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", seeds(2, 6))
 def test_a_poison_opens_no_breaker(seed: int) -> None:
     fleet = Fleet(seed, SchedulerConfig(breaker_errors=2, batch_tokens=0), poison=("r5",))
     run(fleet, 20)
@@ -149,7 +150,7 @@ def test_a_poison_opens_no_breaker(seed: int) -> None:
     assert not fleet.opened
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", seeds(2, 6))
 def test_bad_requests_leave_instances_for_good_ones(seed: int) -> None:
     fleet = Fleet(seed, SchedulerConfig(breaker_errors=2, breaker_pause_s=60.0, batch_tokens=0))
     fleet.poison = {f"r{number}" for number in range(60) if number % 4}

@@ -22,7 +22,7 @@ from millrace.core.scheduler.planning.plan import Plan, PlannedChunk
 from millrace.core.scheduler.planning.single_chunk import SingleChunk
 from support.planners import check, inputs, planner, random_case
 
-CASES = 10_000
+CASES = 3000
 
 
 def test_cpp_decides_bit_for_bit_as_the_twin():
