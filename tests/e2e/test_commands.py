@@ -67,22 +67,6 @@ async def test_a_setting_out_of_range_is_named() -> None:
     assert "engine.page_tokens is 0; it must be between 1 and 1024" in said
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ('[store]\nurl = "redis://127.0.0.1:9"', "store.url: request store redis://127.0.0.1:9"),
-        ('[files]\nurl = "nonesuch://x"', "files.url is 'nonesuch://x'; no backend can open it"),
-    ],
-)
-async def test_up_takes_the_stores_of_its_config_file(
-    tmp_path: Path, settings: str, message: str
-) -> None:
-    (tmp_path / "settings.toml").write_text(settings)
-    status, said = await millrace("up", "--port", "0", "--config", str(tmp_path / "settings.toml"))
-    assert status == 1
-    assert message in said
-
-
 async def test_up_makes_no_certificates_beside_others(tmp_path: Path) -> None:
     given = as_toml(issue_certificates(tmp_path / "tls"))
     (tmp_path / "settings.toml").write_text(given)

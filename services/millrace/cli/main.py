@@ -89,8 +89,8 @@ def proxy(
     model: of.ModelOrFile = "",
     model_name: of.ModelName = "",
     scheduler: of.SchedulerAddress = "127.0.0.1:7070",
-    host: of.Host = "127.0.0.1",
-    port: of.Port = 8080,
+    host: of.GatewayHost = None,
+    port: of.GatewayPort = None,
     config: of.ConfigPath = None,
     settings: of.Settings = [],  # noqa: B006
     ready_fd: of.ReadyFd = None,
@@ -99,7 +99,7 @@ def proxy(
     from millrace.core.config.models import ModelConfig
     from millrace.proxy.main import serve
 
-    tree = configure(config, [f"proxy.host={host}", f"proxy.port={port}", *settings], "proxy")
+    tree = configure(config, of.with_address(settings, host, port), "proxy")
     if bool(model) == bool(tree.proxy.models_file):
         raise typer.BadParameter("give either --model or the setting proxy.models_file")
     served = ModelConfig(name=model_name, model=model, scheduler=scheduler) if model else None

@@ -40,8 +40,8 @@ def up(  # noqa: PLR0913 - every option of the command line is a parameter
     autoscale: of.Autoscale = False,
     scale_to_zero: of.ScaleToZero = False,
     max_chunk_tokens: of.MaxChunkTokens = None,
-    host: of.Host = "127.0.0.1",
-    port: of.Port = 8080,
+    host: of.GatewayHost = None,
+    port: of.GatewayPort = None,
     redis: Annotated[
         str,
         typer.Option(
@@ -54,7 +54,11 @@ def up(  # noqa: PLR0913 - every option of the command line is a parameter
     ] = False,
     threads: Annotated[
         int,
-        typer.Option("--threads", min=0, help="Compute threads per instance; 0: half the cores."),
+        typer.Option(
+            "--threads",
+            min=0,
+            help="Compute threads per instance. 0: engine.threads, else half the cores.",
+        ),
     ] = 0,
     devices: of.Devices = "",
     share_devices: of.ShareDevices = False,
@@ -71,7 +75,7 @@ def up(  # noqa: PLR0913 - every option of the command line is a parameter
 
     if max_chunk_tokens is not None:
         settings = [*settings, f"engine.max_chunk_tokens={max_chunk_tokens}"]
-    settings = of.with_stages(settings, stages)
+    settings = of.with_address(of.with_stages(settings, stages), host, port)
     tree = configure(config, settings, "up")
     if tree.engine.stages > 1 and colocated and role is of.Colocation.PAIR:
         raise typer.BadParameter(
@@ -108,12 +112,12 @@ def up(  # noqa: PLR0913 - every option of the command line is a parameter
         colocation=role,
         kvp=kvp,
         schedulers=schedulers,
-        host=host,
-        port=port,
+        host=tree.proxy.host,
+        port=tree.proxy.port,
         redis=redis or (tree.store.url if tree.store.url != StoreConfig.url else ""),
         files=tree.files.url,
         tls=tls,
-        threads=threads,
+        threads=threads or tree.engine.threads,
         config=config,
         record=record,
         settings=settings,

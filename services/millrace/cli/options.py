@@ -93,6 +93,18 @@ Port = Annotated[
     int,
     typer.Option("--port", min=0, max=65535, help="Port to listen on; 0 picks a free one."),
 ]
+GatewayHost = Annotated[
+    str | None, typer.Option("--host", help="Address to listen on. Default: proxy.host.")
+]
+GatewayPort = Annotated[
+    int | None,
+    typer.Option(
+        "--port",
+        min=0,
+        max=65535,
+        help="Port to listen on; 0 picks a free one. Default: proxy.port.",
+    ),
+]
 InstanceId = Annotated[
     str, typer.Option("--id", help="Name of this instance. Default: a random name.")
 ]
@@ -182,6 +194,12 @@ JsonAnswer = Annotated[
     Path | None,
     typer.Option("--json", metavar="PATH", help="Write the result as JSON, too.", **WRITE),
 ]
+
+
+def with_address(settings: list[str], host: str | None, port: int | None) -> list[str]:
+    """Returns the settings, with the values of the gateway's `--host` and `--port` if given."""
+    given = {"proxy.host": host, "proxy.port": port}
+    return [*settings, *(f"{name}={value}" for name, value in given.items() if value is not None)]
 
 
 def with_stages(settings: list[str], stages: int | None) -> list[str]:

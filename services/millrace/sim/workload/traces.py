@@ -30,7 +30,6 @@ from millrace.core.scheduler.events import Reported, Submitted
 from millrace.core.scheduler.recording import RecordingError
 from millrace.core.scheduler.reports import RequestFinished
 from millrace.core.weights import DEFAULT_TENANT
-from millrace.sim.recordings import RecordingLines
 
 _QWEN_BLOCK_TOKENS = 16
 
@@ -144,6 +143,8 @@ def _recorded_rows(path: Path) -> Iterator[TraceRow]:
     A request that did not end with an answer (it was refused, or failed, or the recording ends)
     has as many tokens of output as it may have had at most.
     """
+    from millrace.sim.recordings import RecordingLines  # loads orjson, which --help can do without
+
     asked: dict[str, tuple[float, Request]] = {}
     generated: dict[str, int] = {}
     lines = RecordingLines(path)
