@@ -69,6 +69,13 @@ def test_options_of_up_win_over_its_config_file(monkeypatch, config):
     )
 
 
+def test_the_port_of_metrics_is_that_of_the_first_service(monkeypatch):
+    arguments = ("up", "--set", "telemetry.metrics_port=9090")
+    assert (
+        given(monkeypatch, "millrace.local.up.run_until_stopped", *arguments).metrics_port == 9090
+    )
+
+
 def test_settings_of_up_are_those_of_a_config_file(monkeypatch):
     settings = ("proxy.port=9002", "engine.threads=2", "store.url=unix:///s", "files.url=none")
     arguments = [argument for setting in settings for argument in ("--set", setting)]

@@ -171,3 +171,15 @@ def test_every_model_needs_devices_of_its_own() -> None:
         StackOptions(
             model="m", more=[("n", "")], prefill=1, decode=1, devices=["0", "1"]
         ).device_pool()
+
+
+async def test_each_service_has_a_port_for_its_metrics() -> None:
+    stack = Stack(StackOptions(model="m", metrics_port=9090))
+    for name in ("scheduler", "proxy", "colocated-0", "prefill-0"):
+        stack.service(name, [name.rpartition("-")[0] or name])
+    # A colocated pair has two.
+    assert stack.metrics_ports == {"scheduler": 9090, "colocated-0": 9091, "prefill-0": 9093}
+    for name, port in stack.metrics_ports.items():
+        assert stack.services[name].arguments[-2:] == ["--set", f"telemetry.metrics_port={port}"]
+    assert stack.services["proxy"].arguments == ["proxy"]
+    await stack.stop()

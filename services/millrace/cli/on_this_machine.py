@@ -116,6 +116,7 @@ def up(  # noqa: PLR0913 - every option of the command line is a parameter
         port=tree.proxy.port,
         redis=redis or (tree.store.url if tree.store.url != StoreConfig.url else ""),
         files=tree.files.url,
+        metrics_port=tree.telemetry.metrics_port,
         tls=tls,
         threads=threads or tree.engine.threads,
         config=config,

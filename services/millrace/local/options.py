@@ -34,6 +34,7 @@ class StackOptions:
     port: int = 8080
     redis: str = ""  # URL; empty: a Redis of the stack's own
     files: str = ""  # files.url; empty: a folder of the stack's own, beside its own Redis
+    metrics_port: int = 0  # of the first service; the others have the next ones
     tls: bool = False  # between the services, by certificates of the stack's own
     config: Path | None = None
     settings: Sequence[str] = ()

@@ -63,6 +63,9 @@ class Stack:
         self._redis_keeper: asyncio.Task[None] | None = None
         self._workers: list[list[str]] = [[]]  # arguments of every instance, by model
         self._made = Counter[str]()  # instances by role, ever: a name is never used twice
+        #: Where services serve their metrics; none without `metrics_port`.
+        self.metrics_ports: dict[str, int] = {}
+        self._next_metrics_port = options.metrics_port
         self._removals: set[asyncio.Task[None]] = set()
         self._unclean: list[str] = []
         self._stopping = False
@@ -243,6 +246,10 @@ class Stack:
 
     def service(self, name: str, arguments: list[str]) -> Service:
         """Makes a service of the stack that runs `millrace` with these arguments."""
+        if self._next_metrics_port and name != "proxy":  # it has its metrics on its own port
+            port = self.metrics_ports[name] = self._next_metrics_port
+            self._next_metrics_port += 2 if arguments[0] == "colocated" else 1
+            arguments = [*arguments, *as_arguments(f"telemetry.metrics_port={port}")]
         return self.supervise(Service(name, arguments, self.directory / f"{name}.log"))
 
     def _give_devices(self, service: Service) -> None:

@@ -51,6 +51,8 @@ async def run_until_stopped(options: StackOptions, scaling: Scaling | None = Non
         print(usage(stack.url, names))
         for address in stack.scheduler_addresses:
             print(f"Fleet: millrace fleet --scheduler {address}{shown}")
+        for name, port in stack.metrics_ports.items():
+            print(f"Metrics of {name}: http://127.0.0.1:{port}/metrics")
         print(f"Logs: {stack.directory}. Ctrl-C stops everything.", flush=True)
         async with contextlib.AsyncExitStack() as around:
             if scaling is not None:
