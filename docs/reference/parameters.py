@@ -48,7 +48,7 @@ even a mistyped `temprature`. `null` is the same as absent. [REST API](api.md) e
 
 def schemas() -> dict[str, Schema]:
     """Returns the JSON schemas of the bodies, by path."""
-    bodies, pooled = Bodies(_LIMITS), PooledBodies(_LIMITS)
+    bodies, pooled = Bodies(_LIMITS).types, PooledBodies(_LIMITS).types
     models = {
         CHAT: bodies.chat,
         COMPLETIONS: bodies.completion,

@@ -10,7 +10,8 @@ from __future__ import annotations
 import base64
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Final, Required
+from functools import lru_cache
+from typing import Annotated, Any, Final, NamedTuple, Required
 
 import numpy as np
 import numpy.typing as npt
@@ -18,7 +19,7 @@ import orjson
 from pydantic import Field
 
 from millrace.proxy.errors import ApiError, bad_field
-from millrace.proxy.request.models.fields import Within, adapter
+from millrace.proxy.request.models.fields import Adapter, Within, adapter
 from millrace.proxy.request.models.pooled import Document, EmbeddingBody, RerankBody, ScoreBody
 from millrace.proxy.request.options import Limits, Options, pooling_options
 from millrace.proxy.request.reading import read_body
@@ -58,38 +59,28 @@ class PooledRequest:
     write: Write
 
 
+class PooledTypes(NamedTuple):
+    """Types of the bodies for one model."""
+
+    embedding: Adapter
+    score: Adapter
+    rerank: Adapter
+
+
 class PooledBodies:
-    """Reads the bodies for one model, by types that are built once from its limits."""
+    """Reads the bodies for one model, by types that are built once for the same limits."""
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
-        facts = limits.embedding
-        texts = Required[prompt_type(limits.vocab_size, MOST_TEXTS)]
-        shared: dict[str, Any] = {
-            "model": Required[MODEL],
-            "truncate_prompt_tokens": truncation_type(limits.context_tokens),
-        }
-        dimensions = Annotated[
-            Annotated[int, Within(1, max(facts.hidden_size, 1))] | None,
-            Field(description="Length of the vectors: their first numbers. Default: all."),
-        ]
-        self.embedding = adapter(
-            "EmbeddingRequest", EmbeddingBody, **shared, input=texts, dimensions=dimensions
-        )
-        self.score = adapter("ScoreRequest", ScoreBody, **shared, text_1=texts, text_2=texts)
-        many = Field(min_length=1, max_length=MOST_TEXTS - 1, fail_fast=True)
-        self.rerank = adapter(
-            "RerankRequest",
-            RerankBody,
-            **shared,
-            documents=Required[
-                Annotated[list[Document], many, Field(description="The texts to rank.")]
-            ],
+        self.types = _pooled_types(
+            vocab_size=limits.vocab_size,
+            context_tokens=limits.context_tokens,
+            hidden_size=limits.embedding.hidden_size,
         )
         self._read = {
-            EMBEDDINGS_PATH: (self.embedding, self._embedding),
-            SCORE_PATH: (self.score, self._score),
-            RERANK_PATH: (self.rerank, self._rerank),
+            EMBEDDINGS_PATH: (self.types.embedding, self._embedding),
+            SCORE_PATH: (self.types.score, self._score),
+            RERANK_PATH: (self.types.rerank, self._rerank),
         }
 
     def read(self, path: str, body: bytes) -> PooledRequest:
@@ -168,6 +159,33 @@ class PooledBodies:
         texts: list[tuple[str, Prompt]] = [("query", checked["query"])]
         texts += [(f"documents[{index}]", text) for index, text in enumerate(documents)]
         return _request(checked, options, "rerank-", texts, write)
+
+
+@lru_cache(maxsize=64)
+def _pooled_types(*, vocab_size: int, context_tokens: int, hidden_size: int) -> PooledTypes:
+    texts = Required[prompt_type(vocab_size, MOST_TEXTS)]
+    shared: dict[str, Any] = {
+        "model": Required[MODEL],
+        "truncate_prompt_tokens": truncation_type(context_tokens),
+    }
+    dimensions = Annotated[
+        Annotated[int, Within(1, max(hidden_size, 1))] | None,
+        Field(description="Length of the vectors: their first numbers. Default: all."),
+    ]
+    embedding = adapter(
+        "EmbeddingRequest", EmbeddingBody, **shared, input=texts, dimensions=dimensions
+    )
+    score = adapter("ScoreRequest", ScoreBody, **shared, text_1=texts, text_2=texts)
+    many = Field(min_length=1, max_length=MOST_TEXTS - 1, fail_fast=True)
+    rerank = adapter(
+        "RerankRequest",
+        RerankBody,
+        **shared,
+        documents=Required[
+            Annotated[list[Document], many, Field(description="The texts to rank.")]
+        ],
+    )
+    return PooledTypes(embedding, score, rerank)
 
 
 def cosine(one: Vector, other: Vector) -> float:

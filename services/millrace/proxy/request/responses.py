@@ -82,7 +82,7 @@ class ResponseRequest:
 
 def read_response(bodies: Bodies, body: bytes) -> ResponseRequest:
     """Checks the body. Raises ApiError naming the field."""
-    fields = read_body(bodies.response, body)
+    fields = read_body(bodies.types.response, body)
     if fields.get("background") and not fields.get("store", True):
         raise bad_field("background", "needs 'store' to be true.")
     if "stream_options" in fields and not fields.get("stream"):

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Required
+from functools import lru_cache
+from typing import Annotated, Any, NamedTuple, Required
 
 from pydantic import AfterValidator, Field
 from pydantic_core import PydanticCustomError
 
 from millrace.proxy.errors import bad_field, shown
-from millrace.proxy.request.models.fields import OneType, Within, adapter
+from millrace.proxy.request.models.fields import Adapter, OneType, Within, adapter
 from millrace.proxy.request.models.generation import (
     ChatBody,
     CompletionBody,
@@ -63,80 +64,36 @@ class CompletionRequest:
     add_special_tokens: bool
 
 
+class BodyTypes(NamedTuple):
+    """Types of the bodies for one model."""
+
+    chat: Adapter
+    completion: Adapter
+    response: Adapter
+    tokenize: Adapter
+    detokenize: Adapter
+
+
 class Bodies:
-    """Reads request bodies for one model, by types that are built once from its limits.
+    """Reads request bodies for one model, by types that are built once for the same limits.
 
     The field `model` has been read before: it chose this reader.
     """
 
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
-        config, vocab_size = limits.config, limits.vocab_size
-        shared: dict[str, Any] = {
-            "model": Required[MODEL],
-            "max_tokens": _count(0, config.max_new_tokens, _MOST),
-            "prompt_logprobs": _count(0, config.max_logprobs, _OF_PROMPT),
-            "n": _count(1, config.max_choices, "Choices to generate for each prompt."),
-            "min_tokens": _count(
-                0, config.max_new_tokens, "No end of the answer before so many tokens."
-            ),
-            "logit_bias": Annotated[
-                _logit_bias(vocab_size) | None,
-                Field(description="From token id to the bias added to its logit."),
-            ],
-            "stop_token_ids": Annotated[
-                _token_ids(vocab_size, 0, _MAX_STOP_IDS) | None,
-                Field(description="Further tokens that end the answer."),
-            ],
-            "allowed_token_ids": Annotated[
-                _token_ids(vocab_size, 1, _MAX_ALLOWED_IDS) | None,
-                Field(description="No other tokens are generated, no end of sequence either."),
-            ],
-            "truncate_prompt_tokens": truncation_type(limits.context_tokens),
-            "thinking_token_budget": _count(
-                -1, config.max_new_tokens, "vLLM's name of max_reasoning_tokens."
-            ),
-            "max_reasoning_tokens": _count(-1, config.max_new_tokens, _REASONING),
-        }
-        self.chat = adapter(
-            "ChatRequest",
-            ChatBody,
-            **shared,
-            max_completion_tokens=_count(
-                0, config.max_new_tokens, "Newer name of max_tokens; takes precedence over it."
-            ),
-            top_logprobs=_count(
-                0, config.max_logprobs, "So many of the likeliest tokens at each position."
-            ),
+        config = limits.config
+        self.types = _body_types(
+            vocab_size=limits.vocab_size,
+            context_tokens=limits.context_tokens,
+            max_new_tokens=config.max_new_tokens,
+            max_logprobs=config.max_logprobs,
+            max_choices=config.max_choices,
         )
-        self.completion = adapter(
-            "CompletionRequest",
-            CompletionBody,
-            **shared
-            | {
-                "prompt": Required[prompt_type(vocab_size)],
-                "logprobs": _count(
-                    0, config.max_logprobs, "Log probabilities, and so many of the likeliest."
-                ),
-                "best_of": _count(
-                    1, config.max_choices, "Choices to generate; the best n are answered."
-                ),
-            },
-        )
-        self.response = adapter(
-            "ResponseRequest",
-            ResponseBody,
-            model=Required[MODEL],
-            max_output_tokens=_count(1, config.max_new_tokens, "Most tokens to generate."),
-            **{name: shared[name] for name in _OF_RESPONSES},
-        )
-        self.tokenize = adapter("Tokenize", TokenizeBody, model=str | None)
-        tokens = Required[_token_ids(vocab_size, 0)]
-        self.detokenize = adapter("Detokenize", DetokenizeBody, model=str | None, tokens=tokens)
 
     def read_chat(self, body: bytes) -> ChatRequest:
         """Checks a chat completion's body. Raises ApiError naming the field."""
-        checked = read_body(self.chat, body)
+        checked = read_body(self.types.chat, body)
         top = checked.get("top_logprobs")
         if top is not None and not checked.get("logprobs", False):
             raise bad_field("top_logprobs", "is only allowed when 'logprobs' is true.")
@@ -146,7 +103,7 @@ class Bodies:
 
     def read_completion(self, body: bytes) -> CompletionRequest:
         """Checks a completion's body. Raises ApiError naming the field."""
-        checked = read_body(self.completion, body)
+        checked = read_body(self.types.completion, body)
         return CompletionRequest(
             prompts=prompts_of(checked["prompt"]),
             options=read_options(checked, self.limits, checked.get("logprobs", -1)),
@@ -155,7 +112,7 @@ class Bodies:
 
     def read_tokenize(self, body: bytes) -> Conversation | CompletionRequest:
         """Checks the body of /tokenize: messages, or one prompt."""
-        checked = read_body(self.tokenize, body)
+        checked = read_body(self.types.tokenize, body)
         if ("messages" in checked) == ("prompt" in checked):
             raise bad_field("prompt", "give either 'prompt' or 'messages'.")
         if "messages" in checked:
@@ -168,8 +125,71 @@ class Bodies:
 
     def read_detokenize(self, body: bytes) -> tuple[list[int], bool]:
         """Checks the body of /detokenize: token ids, and whether to skip special tokens."""
-        checked = read_body(self.detokenize, body)
+        checked = read_body(self.types.detokenize, body)
         return checked["tokens"], checked.get("skip_special_tokens", False)
+
+
+@lru_cache(maxsize=64)
+def _body_types(
+    *,
+    vocab_size: int,
+    context_tokens: int,
+    max_new_tokens: int,
+    max_logprobs: int,
+    max_choices: int,
+) -> BodyTypes:
+    shared: dict[str, Any] = {
+        "model": Required[MODEL],
+        "max_tokens": _count(0, max_new_tokens, _MOST),
+        "prompt_logprobs": _count(0, max_logprobs, _OF_PROMPT),
+        "n": _count(1, max_choices, "Choices to generate for each prompt."),
+        "min_tokens": _count(0, max_new_tokens, "No end of the answer before so many tokens."),
+        "logit_bias": Annotated[
+            _logit_bias(vocab_size) | None,
+            Field(description="From token id to the bias added to its logit."),
+        ],
+        "stop_token_ids": Annotated[
+            _token_ids(vocab_size, 0, _MAX_STOP_IDS) | None,
+            Field(description="Further tokens that end the answer."),
+        ],
+        "allowed_token_ids": Annotated[
+            _token_ids(vocab_size, 1, _MAX_ALLOWED_IDS) | None,
+            Field(description="No other tokens are generated, no end of sequence either."),
+        ],
+        "truncate_prompt_tokens": truncation_type(context_tokens),
+        "thinking_token_budget": _count(-1, max_new_tokens, "vLLM's name of max_reasoning_tokens."),
+        "max_reasoning_tokens": _count(-1, max_new_tokens, _REASONING),
+    }
+    chat = adapter(
+        "ChatRequest",
+        ChatBody,
+        **shared,
+        max_completion_tokens=_count(
+            0, max_new_tokens, "Newer name of max_tokens; takes precedence over it."
+        ),
+        top_logprobs=_count(0, max_logprobs, "So many of the likeliest tokens at each position."),
+    )
+    completion = adapter(
+        "CompletionRequest",
+        CompletionBody,
+        **shared
+        | {
+            "prompt": Required[prompt_type(vocab_size)],
+            "logprobs": _count(0, max_logprobs, "Log probabilities, and so many of the likeliest."),
+            "best_of": _count(1, max_choices, "Choices to generate; the best n are answered."),
+        },
+    )
+    response = adapter(
+        "ResponseRequest",
+        ResponseBody,
+        model=Required[MODEL],
+        max_output_tokens=_count(1, max_new_tokens, "Most tokens to generate."),
+        **{name: shared[name] for name in _OF_RESPONSES},
+    )
+    tokenize = adapter("Tokenize", TokenizeBody, model=str | None)
+    tokens = Required[_token_ids(vocab_size, 0)]
+    detokenize = adapter("Detokenize", DetokenizeBody, model=str | None, tokens=tokens)
+    return BodyTypes(chat, completion, response, tokenize, detokenize)
 
 
 def prompts_of(value: Any) -> list[Prompt]:  # noqa: ANN401 - of `prompt_type`

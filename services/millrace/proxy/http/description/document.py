@@ -37,10 +37,7 @@ def document(models: Models, classes: Sequence[str], title: str, version: str) -
 
 
 def _schemas(models: Models) -> Json:
-    bodies, pooled = models.first.bodies, models.first.pooled
-    adapters = [bodies.chat, bodies.completion, bodies.response, bodies.tokenize, bodies.detokenize]
-    adapters += [BATCH, FILE_FORM]
-    adapters += [pooled.embedding, pooled.score, pooled.rerank]
+    adapters = [*models.first.bodies.types, BATCH, FILE_FORM, *models.first.pooled.types]
     adapters += [TENANT_BODY, *(route.body for route in admin.ROUTES)]
     adapters += map(TypeAdapter, (*ANSWERS, *BATCH_ANSWERS, *POOLED_ANSWERS))
     _, schemas = TypeAdapter.json_schemas(

@@ -30,6 +30,8 @@ from millrace.proxy.errors import shown
 
 Schema = dict[str, Any]
 T = TypeVar("T")
+#: The type of a body.
+Adapter = TypeAdapter[dict[str, Any]]
 
 #: Levels of arrays and objects: readers of such JSON (a chat template, a log) recurse.
 MOST_LEVELS = 100
@@ -46,7 +48,7 @@ class UnknownField(Exception):
         self.certain = certain
 
 
-def adapter(name: str, body: type, **fields: Any) -> TypeAdapter[dict[str, Any]]:  # noqa: ANN401
+def adapter(name: str, body: type, **fields: Any) -> Adapter:  # noqa: ANN401
     """Returns the adapter of a body: `fields`, which have limits of one server, and its own."""
     make: Any = TypedDict  # mypy knows only a TypedDict whose fields stand beside it
     types = {**fields, **get_type_hints(body, include_extras=True)}
