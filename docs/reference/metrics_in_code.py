@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 SOURCES = ("services/millrace", "operator/millrace_operator")
@@ -38,15 +39,19 @@ class Metric:
     help: str
 
 
-def metrics(root: Path) -> list[Metric]:
-    """All metrics, in the order of the files' paths and of the lines within a file."""
-    return [
+@cache
+def metrics(root: Path) -> tuple[Metric, ...]:
+    """All metrics, in the order of the files' paths and of the lines within a file.
+
+    Reads the files at the first call only.
+    """
+    return tuple(
         metric
         for source in SOURCES
         for path in sorted((root / source).rglob("*.py"))
         if path.name != "metrics.py" or path.parent.name != "telemetry"
         for metric in _of_module(ast.parse(path.read_text(encoding="utf-8")))
-    ]
+    )
 
 
 def _of_module(module: ast.Module) -> Iterator[Metric]:
