@@ -77,7 +77,9 @@ async def two_models(
     await proxy.start(listen("127.0.0.1", 0))
     url = f"http://127.0.0.1:{proxy.port}"
     try:
-        async with httpx.AsyncClient(base_url=url, timeout=HANG_S, trust_env=False) as http:
+        async with httpx.AsyncClient(
+            base_url=url, timeout=HANG_S, trust_env=False, verify=False
+        ) as http:
             two = Two(proxy, fleets, http, listed, path)
             await two.ready(*(names or listed))
             yield two

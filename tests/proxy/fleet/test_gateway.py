@@ -340,12 +340,13 @@ async def test_streams_outlive_their_scheduler(stack):
     assert events[-1]["choices"][0]["finish_reason"] == "stop"
 
 
-async def test_ready_follows_the_fleet(stack):
-    assert (await stack.http.get("/ready")).json() == {"status": "ready"}
-    stack.fleet.announce(ready=False)
-    await eventually(lambda: not stack.proxy.gateway.ready)
-    response = await stack.http.get("/ready")
-    assert (response.status_code, response.json()) == (503, {"status": "not ready"})
+async def test_ready_follows_the_fleet(tmp_path):
+    async with gateway(tmp_path, "proxy.submit_timeout_s=0.1") as stack:
+        assert (await stack.http.get("/ready")).json() == {"status": "ready"}
+        stack.fleet.announce(ready=False)
+        await eventually(lambda: not stack.proxy.gateway.ready)
+        response = await stack.http.get("/ready")
+        assert (response.status_code, response.json()) == (503, {"status": "not ready"})
 
 
 def progress(spec, state: str, computed_tokens: int, left_s: float | None) -> Progress:

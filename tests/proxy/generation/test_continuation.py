@@ -30,9 +30,13 @@ TRACED = {"x-millrace-trace": "1"}
 
 
 @pytest.fixture
-async def stack(tmp_path, monkeypatch):
+def short_intervals(monkeypatch):
     monkeypatch.setattr("millrace.proxy.fleet.gateway.WATCH_INTERVAL_S", 0.05)
     monkeypatch.setattr("millrace.proxy.fleet.parking.REPORT_INTERVAL_S", 0.05)
+
+
+@pytest.fixture
+async def stack(tmp_path, short_intervals):
     async with gateway(tmp_path) as running:
         yield running
 
@@ -491,22 +495,24 @@ async def test_a_continuation_waits_for_its_turn(stack, code):
     assert len({spec.request_id for spec in stack.fleet.specs}) == 2
 
 
-async def test_a_continuation_waits_until_there_is_a_fleet(stack):
-    asking = asyncio.create_task(
-        disturbed(stack, BODY, lambda spec: (stack.fleet.announce(ready=False), None)[1])
-    )
-    await eventually(lambda: bool(stack.fleet.specs) and not stack.proxy.gateway.ready)
-    stack.fleet.move(stack.fleet.specs[0])
-    await eventually(lambda: stack.proxy.gateway.parked == 1)
-    await eventually(lambda: stack.fleet.parked_requests == 1)
-    stack.fleet.announce(ready=True)
-    assert (await asking).text == TEXT
-    await eventually(lambda: stack.fleet.parked_requests == 0)
+async def test_a_continuation_waits_until_there_is_a_fleet(tmp_path, short_intervals):
+    async with gateway(tmp_path, "proxy.submit_timeout_s=1") as stack:
+        asking = asyncio.create_task(
+            disturbed(stack, BODY, lambda spec: (stack.fleet.announce(ready=False), None)[1])
+        )
+        await eventually(lambda: bool(stack.fleet.specs) and not stack.proxy.gateway.ready)
+        stack.fleet.move(stack.fleet.specs[0])
+        await eventually(lambda: stack.proxy.gateway.parked == 1)
+        await eventually(lambda: stack.fleet.parked_requests == 1)
+        stack.fleet.announce(ready=True)
+        assert (await asking).text == TEXT
+        await eventually(lambda: stack.fleet.parked_requests == 0)
 
 
 async def test_a_continuation_waits_until_its_deadline(tmp_path):
     held = Script(reply=TEXT, hold=asyncio.Event(), hold_after=3)
-    async with gateway(tmp_path, "scheduler.request_timeout_s=2") as stack:
+    limits = "scheduler.request_timeout_s=2", "proxy.submit_timeout_s=1"
+    async with gateway(tmp_path, *limits) as stack:
         stack.fleet.script = held
         asking = asyncio.create_task(ask(stack, BODY))
         await eventually(lambda: tokens_of(stack) == 3)

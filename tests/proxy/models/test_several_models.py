@@ -30,9 +30,13 @@ HI = [{"role": "user", "content": "hi"}]
 
 
 @pytest.fixture
-async def two(tmp_path):
-    async with two_models(tmp_path) as running:
+async def two(tmp_path, request):
+    async with two_models(tmp_path, *getattr(request, "param", ())) as running:
         yield running
+
+
+#: A lost fleet is given up soon.
+impatient = pytest.mark.parametrize("two", [["proxy.submit_timeout_s=1"]], indirect=True)
 
 
 async def posted(two: Two, path: str, /, headers=None, **body):
@@ -209,6 +213,7 @@ async def test_the_administrator_asks_one_models_scheduler(two):
     assert (await two.http.get("/admin/scheduler")).json()["policy"] == "fcfs"
 
 
+@impatient
 async def test_the_proxy_is_ready_while_one_model_is(two):
     await two.fleets["small"].stop()
     await eventually(lambda: not two.proxy.models.is_ready("small"))
@@ -247,6 +252,7 @@ async def test_a_chosen_id_has_the_same_model_at_every_try(two):
     assert (await said(two, "large"))[0] == "large"
 
 
+@impatient
 async def test_a_canary_that_is_not_ready_gets_no_request(two):
     await two.exchange(two.canary(100), two.listed["large"])
     assert await said(two, "small") == ("large", "I am large")
