@@ -18,8 +18,7 @@ from millrace.core.config import SchedulerConfig
 from millrace.core.errors import ConfigError
 from millrace.core.request import Slo
 from millrace.core.scheduler.commands import Drain, PolicyInForce, Registered
-from support.deadlines import HANG_S
-from support.live_stack import eventually
+from support.deadlines import HANG_S, eventually
 from support.mixed_role import Mixed, mixed_config, mixed_instance, operators
 from support.tiny_models import oracle, prompt
 from support.worker_roles import admit_decode, registration, run_prefill, spec

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from support.live_stack import eventually
+from support.deadlines import eventually
 from support.mixed_role import Mixed, mixed_config, mixed_instance
 from support.role_pair import with_blocks
 from support.tiny_models import oracle, prompt

@@ -14,7 +14,7 @@ from millrace.colocated.mixed import MixedRole
 from millrace.core.scheduler.commands import Drain
 from millrace.instance.role import WorkerContext
 from millrace.kvp.role import KvpRole
-from support.live_stack import eventually
+from support.deadlines import eventually
 from support.mixed_role import Mixed, mixed_config, mixed_instance, operators
 from support.tiny_models import oracle, prompt
 

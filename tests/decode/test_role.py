@@ -21,8 +21,7 @@ from millrace.instance.gauges import add_gauges
 from millrace.prefill.loop import PrefillRole
 from millrace.state.memory_store import MemoryStore
 from millrace.state.store import StoreError
-from support.deadlines import HANG_S
-from support.live_stack import eventually
+from support.deadlines import HANG_S, eventually
 from support.memory_transport import MemoryHub
 from support.role_pair import Pair, live_pair
 from support.tiny_models import oracle, prompt

@@ -18,7 +18,7 @@ from millrace.decode.loop import DecodeRole
 from millrace.instance.role import WorkerContext
 from millrace.kvp.role import KvpRole
 from millrace.prefill.loop import PrefillRole
-from support.live_stack import eventually
+from support.deadlines import eventually
 from support.memory_transport import MemoryHub
 from support.role_pair import GatedStore, Pair, listening
 from support.tiny_models import oracle, prompt

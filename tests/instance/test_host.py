@@ -30,8 +30,7 @@ from millrace.transfer.probe.process import ProbeServer
 from millrace.transfer.transport.peers import PeerMetadata
 from millrace.wire.address import host_port
 from millrace.wire.pb import scheduler_pb2
-from support.deadlines import HANG_S
-from support.live_stack import eventually
+from support.deadlines import HANG_S, eventually
 from support.metrics import total
 from support.scheduler_peers import Net, scheduler
 from support.tiny_models import model_folder

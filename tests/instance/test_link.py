@@ -25,8 +25,7 @@ from millrace.state.leases import LeaseStore, MemoryLeases
 from millrace.wire.codec import instance as codec
 from millrace.wire.pb import scheduler_pb2_grpc
 from millrace.wire.server import bind, create_server
-from support.deadlines import HANG_S
-from support.live_stack import eventually
+from support.deadlines import HANG_S, eventually
 
 REGISTRATION = Registration(
     incarnation=Incarnation("p0", 7),

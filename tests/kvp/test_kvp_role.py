@@ -25,8 +25,7 @@ from millrace.telemetry.tracing.files import read_trace
 from millrace.telemetry.tracing.tracer import NO_TRACER, Tracer, open_tracer
 from millrace.transfer.transport.regions import Memory
 from millrace.wire.clients.kvp_peer import Attachment, GrpcKvpPeer, KvpPeers
-from support.deadlines import HANG_S
-from support.live_stack import eventually
+from support.deadlines import HANG_S, eventually
 from support.memory_transport import MemoryHub, MemoryTransport
 from support.worker_roles import LiveRole, config, live_roles
 

@@ -14,7 +14,7 @@ import torch
 from millrace.core.config import Config
 from millrace.core.request_spec import RequestSpec
 from millrace.core.token_events import TokenDetail
-from support.live_stack import eventually
+from support.deadlines import eventually
 from support.metrics import total
 from support.prefill_group import Group, Plan, group_of
 from support.role_pair import Proxy, listening, with_blocks

@@ -13,8 +13,8 @@ from millrace.core.request import Chunk
 from millrace.core.scheduler.commands import KvShard
 from millrace.prefill.loop import PrefillRole
 from millrace.state.memory_store import MemoryStore
+from support.deadlines import eventually
 from support.kv_holders import Holder, holders
-from support.live_stack import eventually
 from support.memory_transport import MemoryHub
 from support.role_pair import SHARING, CacheView, Pair, live_pair, with_blocks
 from support.tiny_models import oracle, prompt

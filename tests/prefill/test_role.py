@@ -13,8 +13,7 @@ import pytest_asyncio
 from millrace.core.scheduler.commands import Drain
 from millrace.prefill.loop import PrefillRole
 from millrace.state.store import StoreError
-from support.deadlines import HANG_S
-from support.live_stack import eventually
+from support.deadlines import HANG_S, eventually
 from support.memory_transport import MemoryHub
 from support.role_pair import SETTINGS, GatedStore, Pair, live_pair
 from support.tiny_models import prompt

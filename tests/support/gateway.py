@@ -21,8 +21,7 @@ from millrace.core.scheduler.events import CancelRequested
 from millrace.core.span import Span
 from millrace.core.token_events import NO_DETAIL, PositionLogprobs, TokenDetail, TokenEvent
 from millrace.proxy.service import Proxy, listen
-from support.deadlines import HANG_S
-from support.live_stack import eventually
+from support.deadlines import HANG_S, eventually
 from support.scripted_fleet import ScriptedFleet
 
 MODEL = "tiny"

@@ -21,9 +21,8 @@ from millrace.core.request import Chunk
 from millrace.transfer.push.control import ReceiveCallbacks
 from millrace.transfer.push.receive.manager import ReceiveManager
 from millrace.transfer.push.send.manager import SendSession
-from support.deadlines import HANG_S
+from support.deadlines import HANG_S, eventually
 from support.kv_nodes import KvReceiver, KvSender
-from support.live_stack import eventually
 from support.memory_transport import MemoryHub
 from support.slow_transport import SlowTransport
 

@@ -28,8 +28,7 @@ from millrace.transfer.transport.base import Transport
 from millrace.transfer.transport.nixl.transport import NixlTransport
 from millrace.wire.clients.kv_peer import KvPeers
 from millrace.wire.server import bind, create_server
-from support.deadlines import HANG_S
-from support.live_stack import eventually
+from support.deadlines import HANG_S, eventually
 from support.transfer_peers import ChildPipe
 
 _numbers = itertools.count(1)

@@ -18,9 +18,8 @@ from millrace_operator.run.election import Terms
 from millrace_operator.run.queue import Pace
 from millrace_operator.spec import Defaults
 from support import metrics
-from support.deadlines import HANG_S
+from support.deadlines import HANG_S, eventually
 from support.kube_emulator import KubeEmulator, configuration_of
-from support.live_stack import eventually
 
 TERMS = Terms(lease_s=2 * HANG_S, renew_s=80.0, retry_s=0.05)
 PACE = Pace(gap_s=0.02, retry=Backoff(0.02, 0.5, spread=0.0), event_retry_s=0.1)

@@ -14,11 +14,10 @@ from typing import Any
 import httpx
 import redis.asyncio
 
-from millrace.instance.tasks import stacks
 from millrace.local.options import StackOptions
 from millrace.local.stack import Stack
 from millrace.wire.clients.scheduler_client import get_instances
-from support.deadlines import HANG_S
+from support.deadlines import HANG_S, eventually
 
 POOL_BYTES = 64 << 20
 #: `check_sampling` needs it: the models' templates do not say how they mark reasoning.
@@ -138,24 +137,6 @@ async def token_ids(client: httpx.AsyncClient, text: str) -> list[int]:
     """Returns the tokens of a text, without special tokens around it."""
     body = {"prompt": text, "add_special_tokens": False}
     return (await client.post("/tokenize", json=body)).json()["tokens"]
-
-
-async def eventually(check: Any, timeout_s: float = HANG_S, *, what: str = "") -> None:
-    """Waits until `check()` (plain or async) is true; fails after a while with its last value and
-    with what all tasks and threads of this process wait for.
-    """
-    loop = asyncio.get_running_loop()
-    deadline_s = loop.time() + timeout_s
-    while True:
-        value = check()
-        if asyncio.iscoroutine(value):
-            value = await value
-        if value:
-            return
-        if loop.time() >= deadline_s:
-            print(stacks())
-            raise AssertionError(f"{what or 'it'}: still {value!r} after {timeout_s:g} s")
-        await asyncio.sleep(0.01)
 
 
 @asynccontextmanager

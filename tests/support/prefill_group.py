@@ -14,8 +14,7 @@ from millrace.core.scheduler.commands import AdmitDecode, Order, Registered, Run
 from millrace.core.scheduler.effects import ChunkRef
 from millrace.decode.loop import DecodeRole
 from millrace.prefill.loop import PrefillRole
-from support.deadlines import HANG_S
-from support.live_stack import eventually
+from support.deadlines import HANG_S, eventually
 from support.role_pair import GatedStore, Proxy, listening
 from support.tiny_models import prompt
 from support.worker_roles import LiveRole, hub_for, live_roles, remember, spec

@@ -22,7 +22,7 @@ from millrace.prefill.loop import PrefillRole
 from millrace.state.memory_store import MemoryStore
 from millrace.transfer.push.send.session import SendSession
 from millrace.wire.clients.token_stream import token_events
-from support.live_stack import eventually
+from support.deadlines import eventually
 from support.tiny_models import prompt
 from support.worker_roles import (
     PROXY,

@@ -14,9 +14,8 @@ from millrace.bench.gateway.stub_model import write_stub_model
 from millrace.core.config import Config, load_config
 from millrace.core.config.models import Canary, ModelConfig, models_file
 from millrace.proxy.service import Proxy, listen
-from support.deadlines import HANG_S
+from support.deadlines import HANG_S, eventually
 from support.gateway import Fleet, Script
-from support.live_stack import eventually
 
 #: Name, vocabulary and context of each.
 SMALL, LARGE = ("small", 300, 512), ("large", 400, 2048)

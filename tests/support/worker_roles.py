@@ -34,8 +34,7 @@ from millrace.telemetry.tracing.tracer import NO_TRACER, Tracer
 from millrace.transfer.transport.base import Transport
 from millrace.wire.codec.request_spec import encode_spec
 from millrace.wire.server import bind, create_server
-from support.deadlines import HANG_S
-from support.live_stack import eventually
+from support.deadlines import HANG_S, eventually
 from support.memory_transport import MemoryHub, MemoryTransport
 from support.tiny_models import model_folder
 

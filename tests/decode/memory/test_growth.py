@@ -19,7 +19,7 @@ from millrace.decode.loop import DecodeRole
 from millrace.instance.role import WorkerContext
 from millrace.instance.tokens import streams as token_streams
 from millrace.proxy.generation.continuation import continuation
-from support.live_stack import eventually
+from support.deadlines import eventually
 from support.metrics import total
 from support.role_pair import Pair, live_pair
 from support.tiny_models import oracle, prompt

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 import pytest
 import pytest_asyncio
 
-from support.live_stack import eventually
+from support.deadlines import eventually
 from support.role_pair import SHARING, CacheView, Pair, live_pair
 from support.tiny_models import oracle, prompt
 from support.worker_roles import admit_decode, config, registration

@@ -27,7 +27,7 @@ from millrace.telemetry.metrics import Registry
 from millrace.wire.codec import scheduler as codec
 from millrace.wire.codec.instance import COMMANDS, REPORTS
 from millrace.wire.codec.request_spec import spec_message
-from support.live_stack import eventually
+from support.deadlines import eventually
 from support.memory_transport import MemoryHub
 from support.scheduler_peers import register
 from support.tiny_models import prompt
@@ -128,7 +128,11 @@ async def served(policy: str, preemption: str) -> AsyncIterator[tuple[Scheduler,
 
 
 @pytest.mark.parametrize("preemption", ["none", "operator"])
-@pytest.mark.parametrize("policy", ["fcfs", *KEEPING, *YIELDING])
+@pytest.mark.parametrize(
+    "policy",
+    ["fcfs", "lars", "millrace"]
+    + [pytest.param(p, marks=pytest.mark.slow) for p in (*KEEPING[1:], *YIELDING[:-1])],
+)
 async def test_what_the_policy_puts_first_is_computed_first(policy: str, preemption: str) -> None:
     async with served(policy, preemption) as (scheduler, prefill):
         await scheduler.submit("long", 3000, 30)

@@ -14,8 +14,7 @@ from millrace.core.scheduler.commands import Registered
 from millrace.core.token_events import FinishedPrefill
 from millrace.engine.forward.passes import Boundary
 from millrace.engine.forward.prefill_task import PrefillTask
-from support.deadlines import HANG_S
-from support.live_stack import eventually
+from support.deadlines import HANG_S, eventually
 from support.metrics import total
 from support.role_pair import Pair, finished_messages, live_pair
 from support.worker_roles import batches, config, order

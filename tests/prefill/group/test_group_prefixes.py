@@ -13,7 +13,7 @@ from millrace.core.kv.sp_layout import PAD, layout
 from millrace.core.request import Chunk
 from millrace.prefill.job import PrefillJob
 from millrace.prefill.prefix import PromptPrefixes, leading_pages
-from support.live_stack import eventually
+from support.deadlines import eventually
 from support.prefill_group import Group, Plan, group_of
 from support.role_pair import BLOCK, SHARING, live_pair, with_blocks
 from support.tiny_models import oracle, prompt

@@ -174,7 +174,7 @@ def test_no_fault_gives_a_wrong_answer(clock, fault, where, inline_bytes) -> Non
         assert answered < LAYERS
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(8))
 def test_many_faults_never_give_a_wrong_answer(clock, seed) -> None:
     rng = random.Random(seed)
     ends = Ends(seed, INLINE_BYTES, FAULTS, "both")

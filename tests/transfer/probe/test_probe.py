@@ -35,8 +35,7 @@ from millrace.wire.channel import open_channel
 from millrace.wire.clients.scheduler_client import InstanceView
 from millrace.wire.pb import transfer_pb2, transfer_pb2_grpc
 from millrace.wire.server import bind, create_server
-from support.deadlines import HANG_S
-from support.live_stack import eventually
+from support.deadlines import HANG_S, eventually
 from support.memory_transport import MemoryHub, MemoryTransport
 from support.metrics import total
 from support.scheduler_peers import Net, scheduler

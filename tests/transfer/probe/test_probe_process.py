@@ -33,7 +33,7 @@ from millrace.transfer.transport.byte_window import ByteWindow
 from millrace.transfer.transport.nixl.transport import NixlTransport
 from millrace.transfer.transport.peers import PeerMetadata
 from millrace.wire.server import bind, create_server
-from support.live_stack import eventually
+from support.deadlines import eventually
 from support.scheduler_peers import Net, scheduler
 
 SIZE = 4096

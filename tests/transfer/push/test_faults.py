@@ -21,10 +21,9 @@ from millrace.transfer.push.send import batching
 from millrace.transfer.push.send.manager import SendManager
 from millrace.transfer.transport.runs import Runs
 from support.clocks import Clock, given_to
-from support.deadlines import HANG_S
+from support.deadlines import HANG_S, eventually
 from support.kv_group import LocalPeer
 from support.kv_nodes import Pool, expected_kv, fill, layout, read
-from support.live_stack import eventually
 from support.memory_transport import MemoryHub, MemoryTransport
 
 #: Deadlines pass only where a test skips them.

@@ -18,10 +18,9 @@ from millrace.transfer.push.inbox import Inbox
 from millrace.transfer.push.messages import TO_SENDER, Kind, Message
 from millrace.transfer.push.send import session as session_module
 from millrace.transfer.push.send.session import SendSession
-from support.deadlines import HANG_S
+from support.deadlines import HANG_S, eventually
 from support.kv_group import RECEIVER, KvGroup, Member
 from support.kv_nodes import layout
-from support.live_stack import eventually
 from support.memory_transport import MemoryHub, MemoryTransport
 
 CONFIG = TransferConfig(lease_s=5.0, transfer_timeout_s=5.0, handshake_timeout_s=2.0)

@@ -131,7 +131,7 @@ async def check(node: ReceiverNode, sender: SenderNode) -> None:
     node.manager.check_integrity()
 
 
-@settings(max_examples=25, suppress_health_check=list(HealthCheck))
+@settings(max_examples=10, suppress_health_check=list(HealthCheck))
 @given(st.lists(calls, min_size=10, max_size=40))
 def test_any_calls_are_answered(asked) -> None:
     config = TransferConfig(lease_s=2.0, transfer_timeout_s=2.0, handshake_timeout_s=HANG_S)
@@ -152,7 +152,7 @@ def test_any_calls_are_answered(asked) -> None:
 
 
 @pytest.mark.parametrize("buffer_bytes", [0, 24_000], ids=["buffer-free", "buffered"])
-@settings(max_examples=25, suppress_health_check=list(HealthCheck))
+@settings(max_examples=10, suppress_health_check=list(HealthCheck))
 @given(sent=st.lists(notifications, min_size=5, max_size=40))
 def test_any_notifications_of_a_peer_with_a_lease_are_survived(buffer_bytes, sent) -> None:
     """The peer may fail its own request; it can't reach another, or end the receiver."""

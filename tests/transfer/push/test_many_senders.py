@@ -18,10 +18,9 @@ from millrace.core.incarnation import Incarnation
 from millrace.core.kv.sp_layout import Run
 from millrace.core.kv.transfer import HandshakeRefused, HistoryAsk, Ticket
 from millrace.transfer.ring.messages import RING_CHANNEL, RingMessage
-from support.deadlines import HANG_S
+from support.deadlines import HANG_S, eventually
 from support.kv_group import RECEIVER, KvGroup, Member, planned
 from support.kv_nodes import expected_kv, layout
-from support.live_stack import eventually
 
 #: Only a hang takes as long as these leases and timeouts.
 CONFIG = TransferConfig(lease_s=30.0, transfer_timeout_s=60.0, handshake_timeout_s=60.0)

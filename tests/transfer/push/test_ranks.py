@@ -19,10 +19,9 @@ from millrace.instance.shards.shard_table import NOBODY
 from millrace.transfer.push.control import ReceiveCallbacks
 from millrace.transfer.push.receive.manager import ReceiveManager
 from millrace.transfer.push.send.manager import SendManager, SendSession
-from support.deadlines import HANG_S
+from support.deadlines import HANG_S, eventually
 from support.kv_group import LocalPeer
 from support.kv_nodes import expected_kv, layout
-from support.live_stack import eventually
 from support.rank_agents import RankedInstance
 
 TOKENS = 50

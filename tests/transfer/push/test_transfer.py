@@ -13,7 +13,7 @@ from millrace.core.config import TransferConfig
 from millrace.core.errors import ConfigError, IntegrityError, TransferError
 from millrace.transfer.push.receive.staging import Staging
 from millrace.transfer.transport.regions import Memory
-from support.deadlines import HANG_S
+from support.deadlines import HANG_S, eventually
 from support.kv_nodes import (
     ReceiverNode,
     SenderNode,
@@ -24,7 +24,6 @@ from support.kv_nodes import (
     pages_of,
     read,
 )
-from support.live_stack import eventually
 
 CONFIG = TransferConfig(lease_s=2.0, transfer_timeout_s=2.0, handshake_timeout_s=5.0)
 

@@ -17,9 +17,8 @@ from millrace.core.kv.sp_layout import Run, zigzag
 from millrace.core.kv.transfer import HandshakeRefused, HistoryAsk, Ticket
 from millrace.transfer.push.control import Target
 from millrace.transfer.ring.messages import RING_CHANNEL, RingMessage
-from support.deadlines import HANG_S
+from support.deadlines import HANG_S, eventually
 from support.kv_nodes import expected_kv, layout
-from support.live_stack import eventually
 from transfer.ring.kv_spread import CONFIG, End, meets, spread, without_token
 
 LAYERS, HEADS = 4, 4
