@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from types import ModuleType
 
 import pytest
@@ -18,14 +19,23 @@ DTYPES = pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 SETTINGS = settings(max_examples=15)
 
 
-@pytest.fixture(params=["torch", *cpu_backend.instruction_sets()])
-def kernels(request) -> Iterator[ModuleType]:
-    """Yields the modules that implement the operators; C++ once for each instruction set."""
-    if request.param == "torch":
+NAMES = ["torch", *cpu_backend.instruction_sets()]
+
+
+@contextmanager
+def kernels_by(name: str) -> Iterator[ModuleType]:
+    """Yields a module that implements the operators: torch's, or C++ under an instruction set."""
+    if name == "torch":
         yield torch_backend
         return
-    with cpu_backend.instruction_set(request.param):
+    with cpu_backend.instruction_set(name):
         yield cpu_rows
+
+
+@pytest.fixture(params=NAMES)
+def kernels(request) -> Iterator[ModuleType]:
+    with kernels_by(request.param) as module:
+        yield module
 
 
 @pytest.fixture
@@ -47,9 +57,12 @@ def randn(*shape: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
 @DTYPES
 @SETTINGS
 @given(rows=st.integers(1, 9), width=st.integers(1, 300), seed=st.integers(0, 999))
-def test_rms_norm(kernels, dtype, rows, width, seed):
+def test_rms_norm(dtype, rows, width, seed):
     x, weight = randn(rows, width, dtype=dtype, seed=seed), randn(width, dtype=dtype, seed=seed + 1)
-    close(kernels.rms_norm(x, weight, 1e-5), reference.rms_norm(x, weight, 1e-5))
+    expected = reference.rms_norm(x, weight, 1e-5)
+    for name in NAMES:
+        with kernels_by(name) as kernels:
+            close(kernels.rms_norm(x, weight, 1e-5), expected)
 
 
 @DTYPES
@@ -86,9 +99,12 @@ def test_what_is_not_finite_stays_in_its_row(kernels, dtype, bad):
 @DTYPES
 @SETTINGS
 @given(rows=st.integers(1, 9), width=st.integers(1, 300), seed=st.integers(0, 999))
-def test_silu_mul(kernels, dtype, rows, width, seed):
+def test_silu_mul(dtype, rows, width, seed):
     gate_up = randn(rows, 2 * width, dtype=dtype, seed=seed) * 4
-    close(kernels.silu_mul(gate_up), reference.silu_mul(gate_up))
+    expected = reference.silu_mul(gate_up)
+    for name in NAMES:
+        with kernels_by(name) as kernels:
+            close(kernels.silu_mul(gate_up), expected)
 
 
 def test_silu_of_extreme_values(kernels):
@@ -121,38 +137,40 @@ def rope_write_kv_expected(qkv, cos, sin, pool, slots, q_heads, q_norm, k_norm):
     normed=st.booleans(),
     seed=st.integers(0, 999),
 )
-def test_rope_write_kv(kernels, dtype, rows, page_tokens, q_heads, kv_heads, half, normed, seed):
+def test_rope_write_kv(dtype, rows, page_tokens, q_heads, kv_heads, half, normed, seed):
     pages = -(-rows // page_tokens) + 2
-    pool = randn(pages, 2, kv_heads, page_tokens, 2 * half, dtype=dtype, seed=seed)
-    qkv = randn(rows, q_heads + 2 * kv_heads, 2 * half, dtype=dtype, seed=seed + 1)
+    empty = randn(pages, 2, kv_heads, page_tokens, 2 * half, dtype=dtype, seed=seed)
+    fused = randn(rows, q_heads + 2 * kv_heads, 2 * half, dtype=dtype, seed=seed + 1)
     angles = randn(rows, half, dtype=torch.float32, seed=seed + 2) * 50
+    tables = angles.cos(), angles.sin()
     norms = randn(2, 2 * half, dtype=dtype, seed=seed + 3) / 4 if normed else (None, None)
     order = torch.randperm(pages * page_tokens, generator=torch.Generator().manual_seed(seed))
     slots = order[:rows].clone()
     expected_q, expected_pool = rope_write_kv_expected(
-        qkv, angles.cos(), angles.sin(), pool, slots, q_heads, *norms
+        fused, *tables, empty, slots, q_heads, *norms
     )
-    q_nhd = kernels.rope_write_kv(
-        qkv,
-        angles.cos(),
-        angles.sin(),
-        pool,
-        slots,
-        num_q_heads=q_heads,
-        q_norm=norms[0],
-        k_norm=norms[1],
-        eps=1e-6,
-    )
-    assert q_nhd.data_ptr() == qkv.data_ptr()
-    close(q_nhd, expected_q)
-    close(pool, expected_pool)
-    assert torch.equal(pool[:, 1], expected_pool[:, 1])
     untouched = torch.ones(pages * page_tokens, dtype=torch.bool)
     untouched[slots] = False
     kept = untouched.view(pages, page_tokens)
-    assert torch.equal(
-        pool.permute(0, 3, 1, 2, 4)[kept], expected_pool.permute(0, 3, 1, 2, 4)[kept]
-    )
+    for name in NAMES:
+        qkv, pool = fused.clone(), empty.clone()
+        with kernels_by(name) as kernels:
+            q_nhd = kernels.rope_write_kv(
+                qkv,
+                *tables,
+                pool,
+                slots,
+                num_q_heads=q_heads,
+                q_norm=norms[0],
+                k_norm=norms[1],
+                eps=1e-6,
+            )
+        assert q_nhd.data_ptr() == qkv.data_ptr()
+        close(q_nhd, expected_q)
+        close(pool, expected_pool)
+        assert torch.equal(pool[:, 1], expected_pool[:, 1]), name
+        rows_of = (p.permute(0, 3, 1, 2, 4)[kept] for p in (pool, expected_pool))
+        assert torch.equal(*rows_of), name
 
 
 @DTYPES

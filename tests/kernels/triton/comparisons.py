@@ -274,7 +274,7 @@ def test_choosing_experts(dtype, normalised):
         assert ids[1].min() >= 0 and ids[1].max() < 11
 
 
-@pytest.mark.parametrize("count", [1, 150])
+@pytest.mark.parametrize("count", [1, 40])
 def test_few_and_many_assignments_are_sorted_alike(count, monkeypatch):
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(0, 6, (count, 1), generator=generator).repeat(1, 2).view(-1).to(DEVICE)
