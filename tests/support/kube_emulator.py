@@ -38,8 +38,13 @@ from support.kube_objects import (
     pod_of,
 )
 
-CONFLICT = KubernetesError(status=409, reason="Conflict")
-NOT_FOUND = KubernetesError(status=404, reason="NotFound")
+
+def conflict() -> KubernetesError:
+    return KubernetesError(status=409, reason="Conflict", details={"causes": []})
+
+
+def not_found() -> KubernetesError:
+    return KubernetesError(status=404, reason="NotFound", details={"causes": []})
 
 
 @dataclass
@@ -146,7 +151,7 @@ class KubeEmulator(KubernetesEmulator):
 
     def _listed(self, request: Request) -> Object:
         if request.resource not in self.resources:
-            raise NOT_FOUND
+            raise not_found()
         chosen = [obj for obj in self.all(self._kind(request)) if is_chosen(request, obj)]
         begin = int(request.params.get("continue") or 0)
         end = begin + int(request.params.get("limit") or len(chosen))
@@ -176,16 +181,16 @@ class KubeEmulator(KubernetesEmulator):
         if request.method == "DELETE":
             uid = data.get("preconditions", {}).get("uid")
             if uid not in (None, self._get(key)["metadata"]["uid"]):
-                raise CONFLICT
+                raise conflict()
             return await self._delete(key)
         if request.method == "POST":
             if key in self._store:
-                raise CONFLICT
+                raise conflict()
             return await self._put(self._new(data))
         if request.method == "PUT":
             version = data["metadata"].get("resourceVersion")
             if version not in (None, self._get(key)["metadata"]["resourceVersion"]):
-                raise CONFLICT
+                raise conflict()
             return await self._put(data)
         return await self._patch(request, key, data)
 
@@ -194,9 +199,9 @@ class KubeEmulator(KubernetesEmulator):
         apply = "apply-patch" in request.headers.get("Content-Type", "")
         if old is None:
             if not apply or request.subresource:
-                raise NOT_FOUND
+                raise not_found()
             if "uid" in data["metadata"]:
-                raise CONFLICT
+                raise conflict()
             new = self._new(data)
             manager = (new["metadata"]["uid"], request.params["fieldManager"])
             self._applied[manager] = data
@@ -207,7 +212,7 @@ class KubeEmulator(KubernetesEmulator):
             return await self._put(new)
         uid = data["metadata"].get("uid", old["metadata"]["uid"])
         if uid != old["metadata"]["uid"]:
-            raise CONFLICT
+            raise conflict()
         manager = (uid, f"{request.params['fieldManager']}{request.subresource or ''}")
         part = ("status",) if request.subresource else tuple(k for k in data if k != "status")
         data = {name: value for name, value in data.items() if name in part}
@@ -228,7 +233,7 @@ class KubeEmulator(KubernetesEmulator):
 
     def _get(self, key: tuple[str, str, str]) -> Object:
         if key not in self._store:
-            raise NOT_FOUND
+            raise not_found()
         return self._store[key]
 
     def _new(self, manifest: Object) -> Object:
