@@ -98,7 +98,7 @@ def run(
         for max_sp in settings.max_sp:
             planner = _planner(latency, max_sp, settings)
             trials = trials_of(settings, max_sp)
-            for state, quiet in (("off", _frozen), ("on", contextlib.nullcontext)):
+            for state, quiet in (("off", _collector_off), ("on", contextlib.nullcontext)):
                 on_progress(len(results), total, "planning")
                 _one_pass(planner, trials)  # warms the caches up
                 with quiet():
@@ -137,15 +137,12 @@ def _one_pass(planner: Planner, trials: Sequence[Trial]) -> list[int]:
 
 
 @contextlib.contextmanager
-def _frozen() -> Iterator[None]:
-    gc.collect()
-    gc.freeze()
+def _collector_off() -> Iterator[None]:
     gc.disable()
     try:
         yield
     finally:
         gc.enable()
-        gc.unfreeze()
 
 
 def _result(

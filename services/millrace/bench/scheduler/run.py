@@ -230,7 +230,6 @@ def run(
 
 def _measure(case: Case, settings: Settings) -> dict[str, Any]:
     load = _Load(case, settings)
-    gc.collect()
     gc.disable()
     try:
         with load.machine.ordering_timed():
