@@ -244,7 +244,7 @@ class Literal:
         return enough and rest_s < self.latency.chunk_s(left, history, sp)
 
 
-@settings(max_examples=200)
+@settings(max_examples=80)
 @given(
     st.lists(st.floats(0, 6), min_size=4, max_size=8, unique=True),
     st.integers(2000, 60_000),

@@ -235,7 +235,7 @@ def test_waiting_requests_join_the_head_and_the_preempted_one_resumes_as_it_was(
     assert fleet.computed_s["C"] == fleet.computed_s["D"] == pytest.approx(0.7)
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(traffic, st.sampled_from(["fcfs", "edf", "d_edf", "s_edf", "lrs", "lars", "millrace"]))
 def test_the_machine_holds_a_round_at_arrivals_and_completions_only(
     rows: list[tuple[float, int, float]], policy: str

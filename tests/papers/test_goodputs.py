@@ -56,7 +56,7 @@ def test_fairness_of_slowdowns() -> None:
 
 
 def test_a_goodput_is_carried_and_one_step_more_is_not() -> None:
-    traffic = Traffic(mix="tetris-short", rate_rps=1.0, requests=120, slo_scale=joined.SLO_SCALE)
+    traffic = Traffic(mix="tetris-short", rate_rps=1.0, requests=60, slo_scale=joined.SLO_SCALE)
     case = joined.Case(traffic=traffic, start=2.0)
     scenario = Scenario(spec=joined.policy("millrace", case), traffic=traffic)
     found = goodputs.goodputs(scenario, case.start)

@@ -150,7 +150,7 @@ def test_another_seed_gives_other_noise():
     assert first.records != second.records
 
 
-@settings(max_examples=25)
+@settings(max_examples=12)
 @given(
     preemption=st.sampled_from(["none", "chunk", "layer", "operator"]),
     policy=st.sampled_from(["fcfs", "edf", "s_edf", "lrs"]),

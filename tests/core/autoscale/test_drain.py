@@ -276,7 +276,7 @@ EVENT = st.one_of(
 POLICIES = st.sampled_from([MIGRATE, ABORT, WAIT])
 
 
-@settings(max_examples=200)
+@settings(max_examples=60)
 @given(POLICIES, st.integers(0, 3), st.lists(st.tuples(EVENT, st.integers(0, 4)), max_size=60))
 def test_any_life(policy, minimum, life):
     """No request is lost before its deadline, no cordon falls below the minimum, and the pool

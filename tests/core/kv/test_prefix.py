@@ -18,7 +18,7 @@ def hashes(tokens: list[int], parent: int = ROOT) -> list[int]:
     return block_hashes(array("i", tokens), BLOCK, parent)
 
 
-@settings(max_examples=200)
+@settings(max_examples=60)
 @given(ids, ids)
 def test_as_many_hashes_agree_as_whole_blocks_do(one: list[int], other: list[int]) -> None:
     alike = 0

@@ -72,7 +72,7 @@ def scenario(policy="fcfs", **traffic):
 
 
 def test_a_sweep_finds_the_same_edge_in_one_process_and_in_two():
-    systems = {"fcfs": scenario(), "s_edf": scenario("s_edf")}
+    systems = {name: scenario(name, requests=60) for name in ("fcfs", "s_edf")}
     told = []
     options = SweepOptions(start=4.0, tolerance=0.2, points=(2.0, 30.0), jobs=1)
     alone = sweep(systems, options, lambda name, value: told.append((name, value)))

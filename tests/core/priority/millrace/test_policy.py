@@ -100,7 +100,7 @@ def drawn(given_rows: list[tuple[int, int, int]]) -> list[LiveRequest]:
 # ---- the set in time
 
 
-@settings(max_examples=300)
+@settings(max_examples=100)
 @given(rows)
 def test_on_one_instance_no_larger_set_can_be_in_time(given_rows) -> None:
     requests = drawn(given_rows)
@@ -110,7 +110,7 @@ def test_on_one_instance_no_larger_set_can_be_in_time(given_rows) -> None:
     assert not any(in_time(list(some), 0.0, 1) for some in larger)
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(rows)
 def test_the_kept_go_by_deadline_then_those_given_up_likewise_then_the_late(given_rows) -> None:
     requests = drawn(given_rows)
