@@ -33,10 +33,10 @@ SETTINGS = [
     "engine.max_chunk_tokens=32",  # so that prompts take a while
     "scheduler.heartbeat_s=0.2",
     "scheduler.lease_s=2.0",
-    f"engine.kv_bytes={4 << 20}",  # 7,280 tokens
+    f"engine.kv_bytes={2 << 20}",  # 3,640 tokens
 ]
 QUICK = ScalingConfig(
-    interval_s=0.2, up_period_s=0.2, down_window_s=2.0, down_period_s=0.2, drain_timeout_s=30.0
+    interval_s=0.2, up_period_s=0.2, down_window_s=1.0, down_period_s=0.2, drain_timeout_s=30.0
 )
 #: Lower than where people would put them: what these tiny models compute is soon done.
 TARGETS = {"prefill": PrefillTargets(backlog_s=0.05), "decode": DecodeTargets()}
@@ -62,7 +62,7 @@ class Scaled:
         """One request after another. Four fill a decode instance's KV."""
         rng = random.Random(seed)
         while not calm.is_set():
-            await self.ask(prompt(1100, rng.randrange(1 << 30)), 500)
+            await self.ask(prompt(550, rng.randrange(1 << 30)), 250)
 
     async def answer_until(self, gone: asyncio.Event, seed: int) -> None:
         """One long answer after another, that ends when others' don't. Four fit into one instance
@@ -70,7 +70,7 @@ class Scaled:
         await asyncio.sleep(0.3 * seed)
         rng = random.Random(seed)
         while not gone.is_set():
-            await self.ask(prompt(20, rng.randrange(1 << 30)), 1200)
+            await self.ask(prompt(20, rng.randrange(1 << 30)), 600)
 
     def serving(self, role: str) -> int:
         """Instances that serve."""

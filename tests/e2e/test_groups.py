@@ -26,7 +26,7 @@ from support.served_model import served_folder
 from support.tiny_models import oracle, prompt
 
 MODEL = "llama"
-LONG, SHORT = prompt(3000), prompt(30, seed=1)
+LONG, SHORT = prompt(1500), prompt(30, seed=1)
 #: Times of groups on GPUs, by which the planners plan; instances here are far slower.
 PROFILE = Path(millrace.profiles.__file__).parent / "llama3-8b-a100-tp1.json"
 SETTINGS = [

@@ -12,14 +12,14 @@ from support.tiny_models import oracle, prompt
 #: Those that differ on the way; what else an engine can do wrong shows in its own tests.
 FAMILIES = ["qwen3-moe"]
 MORE_FAMILIES = ["llama", "llama3-rope-tied", "mistral-window", "mixtral", "qwen2-tied", "qwen3"]
-LENGTHS = (1, 2, 15, 16, 17, 250, 1024, 3000)
-TOKENS = 64
+LENGTHS = (1, 2, 15, 16, 17, 250, 1500)
+TOKENS = 32
 
 
 @pytest.mark.parametrize(
     "family", [*FAMILIES, *(pytest.param(name, marks=pytest.mark.slow) for name in MORE_FAMILIES)]
 )
-async def test_64_greedy_tokens_are_those_of_transformers(family: str) -> None:
+async def test_greedy_tokens_are_those_of_transformers(family: str) -> None:
     prompts = [prompt(length, seed) for seed, length in enumerate(LENGTHS)]
     expected = [oracle(family).greedy(p, TOKENS) for p in prompts]
     settings = ["engine.dtype=float32", "engine.max_chunk_tokens=700"]

@@ -16,7 +16,7 @@ from support.live_stack import greedy_ids, live_stack
 from support.tiny_models import prompt
 
 MODEL = Path(__file__).parents[2] / "models" / "millrace-tiny"
-LONG = 5_000
+LONG = 3_000
 SHORTS = range(6)
 
 
