@@ -110,7 +110,15 @@ async def pair_of(sender: KvLayout, receiver: KvLayout) -> AsyncIterator[Pair]:
             await asyncio.to_thread(one.close)
 
 
-@pytest.mark.parametrize(("ranks", "theirs", "heads"), [(1, 2, 4), (2, 1, 4), (2, 4, 2), (4, 2, 2)])
+@pytest.mark.parametrize(
+    ("ranks", "theirs", "heads"),
+    [
+        (1, 2, 4),
+        (4, 2, 2),
+        pytest.param(2, 1, 4, marks=pytest.mark.slow),
+        pytest.param(2, 4, 2, marks=pytest.mark.slow),
+    ],
+)
 async def test_prompts_land_whole_at_every_rank(ranks: int, theirs: int, heads: int) -> None:
     """Two prompts at once, in chunks, into pages of another size; four ranks share two heads."""
     ours = of_degree(ranks, heads=heads)
