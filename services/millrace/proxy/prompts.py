@@ -12,8 +12,9 @@ from millrace.proxy.parsing.families import Parsers
 from millrace.proxy.request.options import Limits, Options
 from millrace.proxy.request.validation import CompletionRequest, Conversation, Prompt
 from millrace.proxy.text.chat_template import ChatTemplate
+from millrace.proxy.text.encoder_process import TokenArray
 from millrace.proxy.text.prefix import NO_BLOCKS, PromptBlocks
-from millrace.proxy.text.tokenizer import TokenArray, Tokenizer
+from millrace.proxy.text.tokenizer import Tokenizer
 
 _END_CHARACTERS = 64
 

@@ -9,7 +9,10 @@ from millrace.bench.gateway.run import Settings, run
 
 
 async def test_measures_a_real_proxy_process():
-    report = await run(Settings(requests=60, streams=4, tokens=32, prompt_characters=100))
+    settings = Settings(
+        requests=60, streams=4, tokens=32, prompt_characters=100, long_tokens=50_000
+    )
+    report = await run(settings)
     assert [cost["concurrency"] for cost in report["requests"]] == [1, 32]
     for cost in report["requests"]:
         assert cost["requests_per_s"] > 0
@@ -19,7 +22,13 @@ async def test_measures_a_real_proxy_process():
     assert (paced["tokens"], flat_out["tokens"]) == (4 * 8, 4 * 32)
     assert flat_out["tokens_per_s"] > 0
     assert report["requests"][0]["cpu_us"] >= 0
+    (long,) = report["long_prompts"]
+    assert long["prompts"] >= 1 and 0.1 < long["body_mib"] < 1
+    for gaps in (long["alone"], long["beside"]):
+        assert 10 < gaps["p50_ms"] <= gaps["p99_ms"] <= gaps["max_ms"]
+    assert 0 < long["before_mib"] <= long["peak_mib"] >= long["after_mib"] > 0
     console = Console(width=120)
     with console.capture() as shown:
         print_tables(report, console)
     assert "CPU per streamed token, 4 streams, flat out" in shown.get()
+    assert "p99, beside prompts of 50,000 tokens" in shown.get()

@@ -27,6 +27,12 @@ class Settings:
     prompt_characters: int = option(
         200, "--prompt-characters", min=1, help="Characters of each prompt."
     )
+    long_tokens: int = option(
+        1_000_000,
+        "--long-tokens",
+        min=0,
+        help="Tokens of the long prompts that come beside paced streams; 0: none.",
+    )
     tracing: bool = option(
         False,
         "--tracing",

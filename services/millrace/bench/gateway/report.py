@@ -30,7 +30,9 @@ def _rows(report: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
         return
     goals = report["goals"]
     for cost in report["requests"]:
-        at, goal = f"{cost['concurrency']} at a time", f"{goals['cpu_us_per_request']:.0f} us"
+        at = f"{cost['concurrency']} at a time"
+        which = "cpu_us_per_request_alone" if cost["concurrency"] == 1 else "cpu_us_per_request"
+        goal = f"{goals[which]:.0f} us"
         yield f"CPU per request, {at}", f"{cost['cpu_us']:.0f} us", goal
         latency = f"{cost['p50_us']:.0f} / {cost['p99_us']:.0f} us"
         yield f"added latency p50 / p99, {at}", latency, ""
@@ -40,3 +42,12 @@ def _rows(report: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
         at, goal = f"{stream['streams']} streams, {pace}", f"{goals['cpu_us_per_token']:.0f} us"
         yield f"CPU per streamed token, {at}", f"{stream['cpu_us_per_token']:.1f} us", goal
         yield f"streamed tokens, {at}", f"{stream['tokens_per_s']:.0f} /s", ""
+    for long in report["long_prompts"]:
+        beside = f"beside prompts of {long['prompt_tokens']:,} tokens"
+        alone, now = long["alone"]["p99_ms"], long["beside"]["p99_ms"]
+        goal = f"{alone + goals['p99_grows_ms']:.1f} ms"
+        yield f"time between tokens p99, {long['streams']} streams", f"{alone:.1f} ms", ""
+        yield f"time between tokens p99, {beside}", f"{now:.1f} ms", goal
+        memory = "{before_mib:.0f} / {peak_mib:.0f} / {after_mib:.0f} MiB".format_map(long)
+        yield "memory before / at most / after them", memory, ""
+        yield "answer to such a prompt", f"{long['answer_s']:.2f} s", ""

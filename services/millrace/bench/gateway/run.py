@@ -8,41 +8,37 @@ Latencies are the client's: they include the proxy, the store and gRPC, but no m
 from __future__ import annotations
 
 import asyncio
-import dataclasses
-import multiprocessing
 import statistics
 import tempfile
 import time
-from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass
-from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 import orjson
-import uvloop
-from tokenizers import Tokenizer
 
 from millrace.bench.common.options import Announce
 from millrace.bench.common.sse_client import SseClient
 from millrace.bench.gateway.command import Settings
-from millrace.bench.gateway.stub_fleet import StubFleet
-from millrace.bench.gateway.stub_model import write_stub_model
-from millrace.core.config import Config, load_config
-from millrace.core.config.models import ModelConfig
+from millrace.bench.gateway.long_prompts import measure
+from millrace.bench.gateway.proxy_process import (
+    CONTEXT_TOKENS,
+    START_TIMEOUT_S,
+    TEXT,
+    Engine,
+    started,
+)
 from millrace.core.errors import MillraceError
-from millrace.core.request_spec import RequestSpec
-from millrace.core.token_events import TokenEvent
-from millrace.local.private_redis import PrivateRedis
-from millrace.telemetry.log import setup_logging
 
-#: Goals of the project, microseconds of CPU.
-GOAL_REQUEST_US = 500.0
-GOAL_TOKEN_US = 35.0
+#: Goals of the project: CPU in microseconds, and what long prompts may add to the 99th percentile
+#: of the times between two tokens of other streams.
+GOAL_REQUEST_US, GOAL_REQUEST_ALONE_US = 150.0, 300.0
+GOAL_TOKEN_US = 20.0
+GOAL_P99_GROWS_MS = 5.0
 
-_TEXT = "Rivers turn wheels, and wheels turn stones; the mill grinds what the fields gave. "
-_START_TIMEOUT_S = 60.0
+#: Streams beside the long prompts.
+LONG_STREAMS = 16
+
 _WARM_UP_REQUESTS = 200
 _TURNS = 12
 _TRACED_AT_ONCE = 32
@@ -82,68 +78,17 @@ class TracingCost:
     ratio: float
 
 
-class _Engine:
-    """Plays the fleet: answers a unary request with one token at once; streams step together."""
-
-    def __init__(self, token_ids: Sequence[int]) -> None:
-        """Streams `token_ids` repeatedly; every token must have text."""
-        self._token_ids = token_ids
-        self.fleet = StubFleet(self._submitted, self._cancelled)
-        self._open: dict[str, RequestSpec] = {}
-        self._arrived = asyncio.Event()
-
-    def _submitted(self, spec: RequestSpec) -> None:
-        self.fleet.place(spec)
-        if spec.sampling.max_tokens == 1:
-            self.fleet.emit(spec.proxy.id, [self._event(spec, 0, last=True)])
-            return
-        self._open[spec.request_id] = spec
-        self._arrived.set()
-
-    def _cancelled(self, cancel: object) -> None:
-        raise MillraceError(f"the proxy cancelled a request of the bench: {cancel}")
-
-    async def arrived(self, count: int) -> list[RequestSpec]:
-        """Returns the next `count` streams once they have arrived."""
-        while len(self._open) < count:
-            self._arrived.clear()
-            await self._arrived.wait()
-        specs = list(self._open.values())
-        self._open.clear()
-        return specs
-
-    async def run_streams(self, specs: Sequence[RequestSpec], tokens: int, step_s: float) -> None:
-        """Emits `tokens` tokens for every stream, one per step."""
-        next_s = time.perf_counter()
-        for position in range(tokens):
-            last = position == tokens - 1
-            self.fleet.emit(specs[0].proxy.id, [self._event(s, position, last=last) for s in specs])
-            if step_s:
-                next_s += step_s
-                await asyncio.sleep(max(0.0, next_s - time.perf_counter()))
-            else:
-                await self.fleet.taken(specs[0].proxy.id)
-
-    def _event(self, spec: RequestSpec, position: int, *, last: bool) -> TokenEvent:
-        return TokenEvent(
-            request_id=spec.request_id,
-            choice=0,
-            token_ids=[self._token_ids[position % len(self._token_ids)]],
-            finish_reason="length" if last else "",
-        )
-
-
 class _Bench:
     """Measures one proxy process through its client."""
 
-    def __init__(self, engine: _Engine, pid: int, port: int, prompt: str) -> None:
+    def __init__(self, engine: Engine, pid: int, port: int, prompt: str) -> None:
         self._engine = engine
         self._cpu = _cpu_clock(pid)
         self._client = SseClient(f"http://127.0.0.1:{port}")
         self._message = {"model": "stub", "messages": [{"role": "user", "content": prompt}]}
 
     async def wait_ready(self) -> None:
-        deadline = time.perf_counter() + _START_TIMEOUT_S
+        deadline = time.perf_counter() + START_TIMEOUT_S
         while (await self._client.get("/ready")).status != 200:
             if time.perf_counter() > deadline:
                 raise MillraceError("the proxy did not become ready")
@@ -213,11 +158,12 @@ def _cpu_clock(pid: int) -> int:
 async def run(settings: Settings, announce: Announce = lambda what: None) -> dict[str, Any]:
     """Measures and returns the document. Raises MillraceError for wrong answers."""
     characters = settings.prompt_characters
-    prompt = (_TEXT * (characters // len(_TEXT) + 1))[:characters]
+    prompt = (TEXT * (characters // len(TEXT) + 1))[:characters]
     if settings.tracing:
         costs = await _tracing(settings, prompt, announce)
         return {"prompt_characters": characters, "tracing": [asdict(cost) for cost in costs]}
-    async with _started(settings.model) as (engine, pid, port):
+    context_tokens = settings.long_tokens + CONTEXT_TOKENS
+    async with started(settings.model, context_tokens=context_tokens) as (engine, pid, port):
         bench = _Bench(engine, pid, port, prompt)
         try:
             await bench.wait_ready()
@@ -235,11 +181,30 @@ async def run(settings: Settings, announce: Announce = lambda what: None) -> dic
                 streamed.append(await bench.streams(settings.streams, length, step_s))
         finally:
             bench.close()
+        long = []
+        if settings.long_tokens:
+            announce(f"prompts of {settings.long_tokens:,} tokens beside {LONG_STREAMS} streams")
+            long.append(
+                await measure(
+                    engine,
+                    pid,
+                    port,
+                    prompt_tokens=settings.long_tokens,
+                    streams=LONG_STREAMS,
+                    steps=settings.tokens,
+                )
+            )
     return {
         "prompt_characters": characters,
         "requests": [asdict(cost) for cost in unary],
         "streams": [asdict(cost) for cost in streamed],
-        "goals": {"cpu_us_per_request": GOAL_REQUEST_US, "cpu_us_per_token": GOAL_TOKEN_US},
+        "long_prompts": [asdict(cost) for cost in long],
+        "goals": {
+            "cpu_us_per_request": GOAL_REQUEST_US,
+            "cpu_us_per_request_alone": GOAL_REQUEST_ALONE_US,
+            "cpu_us_per_token": GOAL_TOKEN_US,
+            "p99_grows_ms": GOAL_P99_GROWS_MS,
+        },
     }
 
 
@@ -257,8 +222,8 @@ async def _tracing(settings: Settings, prompt: str, announce: Announce) -> list[
             ("default", (traced,)),
             ("all sampled", (traced, "telemetry.trace_ratio=1")),
         ):
-            started = await stack.enter_async_context(_started(settings.model, overrides))
-            benches[name] = _Bench(*started, prompt)
+            proxy = await stack.enter_async_context(started(settings.model, overrides))
+            benches[name] = _Bench(*proxy, prompt)
             stack.callback(benches[name].close)
         for bench in benches.values():
             await bench.wait_ready()
@@ -278,63 +243,3 @@ async def _tracing(settings: Settings, prompt: str, announce: Announce) -> list[
         )
         for name, found in costs.items()
     ]
-
-
-@asynccontextmanager
-async def _started(
-    model: Path | None, overrides: Sequence[str] = ()
-) -> AsyncIterator[tuple[_Engine, int, int]]:
-    """Starts the stub fleet, a private Redis and the proxy process; yields its process id and HTTP
-    port, too.
-    """
-    redis = PrivateRedis()
-    with tempfile.TemporaryDirectory(prefix="millrace-bench-") as folder:
-        model = model or write_stub_model(Path(folder) / "stub")
-        tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
-        engine = _Engine(tokenizer.encode(_TEXT, add_special_tokens=False).ids)
-        config = load_config(
-            overrides=[
-                "proxy.port=0",
-                f"store.url={await redis.start(Path(folder))}",
-                "telemetry.log_level=warning",
-                *overrides,
-            ]
-        )
-        # The default, a mapping proxy, can't be pickled for another process.
-        config = dataclasses.replace(config, slo_classes={})
-        await engine.fleet.start()
-        context = multiprocessing.get_context("spawn")
-        ours, theirs = context.Pipe(duplex=False)
-        process = context.Process(
-            target=_run_proxy,
-            args=(config, str(model), engine.fleet.scheduler_address, theirs),
-            daemon=True,
-        )
-        process.start()
-        theirs.close()
-        try:
-            assert process.pid is not None  # it has started
-            yield engine, process.pid, await _receive_port(ours)
-        finally:
-            process.terminate()
-            await asyncio.to_thread(process.join, 10.0)
-            await engine.fleet.stop()
-            await redis.stop()
-
-
-async def _receive_port(pipe: Connection) -> int:
-    try:
-        if await asyncio.to_thread(pipe.poll, _START_TIMEOUT_S):
-            return int(pipe.recv())
-    except EOFError:
-        pass
-    raise MillraceError("the proxy process did not start")
-
-
-def _run_proxy(config: Config, model: str, scheduler: str, ready: Connection) -> None:
-    from millrace.proxy.main import serve
-
-    setup_logging(config.telemetry, "proxy")
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        served = ModelConfig(name="stub", model=model, scheduler=scheduler)
-        runner.run(serve(config, served, on_ready=ready.send))

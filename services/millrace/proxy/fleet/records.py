@@ -9,7 +9,7 @@ from typing import Any
 
 from millrace.core.errors import MillraceError
 from millrace.proxy.errors import ApiError, id_taken, unavailable
-from millrace.proxy.text.tokenizer import TokenArray
+from millrace.proxy.text.encoder_process import TokenArray
 from millrace.state.store import IdTaken, JournalEntry, RequestStore
 from millrace.wire.fleet_messages import EncodedSpec
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from millrace.core.token_events import PositionLogprobs
 from millrace.proxy.generation.choice import LogprobEntry, Piece
-from millrace.proxy.text.tokenizer import TokenArray, Tokenizer
+from millrace.proxy.text.encoder_process import TokenArray
+from millrace.proxy.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,8 +20,8 @@ from millrace.proxy.generation.echo import Echo
 from millrace.proxy.generation.part_sink import PartSink
 from millrace.proxy.generation.sink import Sink
 from millrace.proxy.generation.stage import Stage
+from millrace.proxy.text.encoder_process import TokenArray
 from millrace.proxy.text.prefix import with_blocks
-from millrace.proxy.text.tokenizer import TokenArray
 from millrace.telemetry.tracing.context import log_fields
 from millrace.telemetry.tracing.tracer import NO_SCOPE
 from millrace.wire.codec.request_spec import encode_spec

@@ -21,8 +21,8 @@ from millrace.proxy.reply.event_numbers import EventId, EventNumbers
 from millrace.proxy.reply.reply import StreamReply
 from millrace.proxy.request.options import Options
 from millrace.proxy.streams.source import StreamSource, slo_of
+from millrace.proxy.text.encoder_process import TokenArray
 from millrace.proxy.text.prefix import PromptBlocks
-from millrace.proxy.text.tokenizer import TokenArray
 
 
 class Diverged(Exception):

@@ -10,7 +10,7 @@ from millrace.core.config import EngineConfig
 from millrace.core.kv.prefix import block_hashes, prefix_root
 from millrace.core.request_spec import RequestSpec
 from millrace.proxy.request.options import Options
-from millrace.proxy.text.tokenizer import TokenArray
+from millrace.proxy.text.encoder_process import TokenArray
 
 #: Longer prompts are hashed on a thread: they would hold the event loop for more than 0.5 ms.
 MOST_AT_ONCE_TOKENS = 1 << 15

@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-import numpy as np
-import numpy.typing as npt
 from tokenizers import Tokenizer as RawTokenizer
 
 from millrace.core.errors import ModelError
 from millrace.proxy.model_card import ModelCard
 from millrace.proxy.text.detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer
+from millrace.proxy.text.encoder_process import EncoderProcess, TokenArray, ids_of
 
 #: Longer texts are tokenised on a thread: 8 KiB take about a millisecond.
 INLINE_CHARACTERS = 8192
+#: Longer texts are tokenised in a process: their ids would hold the interpreter's lock for 1.5 ms.
+THREAD_CHARACTERS = 128 * 1024
+#: Texts that are tokenised at a time, beside the short ones.
+_AT_ONCE = 2
 CONTEXT_TOKENS = 8
 
-TokenArray = npt.NDArray[np.int32]
+log = logging.getLogger(__name__)
 
 
 class Tokenizer:
@@ -50,22 +54,37 @@ class Tokenizer:
             self._shown_bytes = [
                 b"" if i in self._special else piece for i, piece in enumerate(self._bytes)
             ]
-        self._threads = ThreadPoolExecutor(2, thread_name_prefix="tokenise")
+        self._threads = ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="tokenise")
+        self._processes = [EncoderProcess(path) for _ in range(_AT_ONCE)]
+        #: The processes that have nothing to do; the one used last comes first.
+        self._free = self._processes.copy()
 
     def encode(self, text: str, *, add_special_tokens: bool) -> TokenArray:
         """Returns int32 [tokens]. `add_special_tokens` runs tokenizer.json's post-processor."""
-        # encode_batch_fast computes no offsets, which are most of the work.
-        encoding = self._raw.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
-        return np.array(encoding.ids, dtype=np.int32)
+        return ids_of(self._raw, text, add_special_tokens=add_special_tokens)
 
     async def encode_async(self, text: str, *, add_special_tokens: bool) -> TokenArray:
-        """Works as `encode`; long texts are encoded on a thread and do not block the event loop."""
+        """Works as `encode`, and does not block the event loop by a long text."""
         if len(text) <= INLINE_CHARACTERS:
             return self.encode(text, add_special_tokens=add_special_tokens)
+        encode = self.encode if len(text) <= THREAD_CHARACTERS else self._encode_beside
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(
-            self._threads, lambda: self.encode(text, add_special_tokens=add_special_tokens)
+            self._threads, lambda: encode(text, add_special_tokens=add_special_tokens)
         )
+
+    def _encode_beside(self, text: str, *, add_special_tokens: bool) -> TokenArray:
+        """Works as `encode`, in a process; here if the process dies. As many threads call this as
+        there are processes.
+        """
+        process = self._free.pop()
+        try:
+            return process.encode(text, add_special_tokens=add_special_tokens)
+        except OSError as error:
+            log.warning("tokenises %d characters in the proxy: %s", len(text), error)
+            return self.encode(text, add_special_tokens=add_special_tokens)
+        finally:
+            self._free.append(process)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         """Returns the text of a whole sequence."""
@@ -127,6 +146,8 @@ class Tokenizer:
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
+        for process in self._processes:
+            process.close()
 
     def _byte_level(self, token_id: int) -> bytes:
         token = self._raw.id_to_token(token_id)

@@ -1,0 +1,140 @@
+"""Tokenises long texts in a process beside the proxy.
+
+The tokenizer's result becomes a list of Python integers, which holds the interpreter's lock for
+some 50 ms with a million tokens, and its memory comes back to the system only when the process
+ends. In the proxy, all other streams would pay for both.
+
+A message is a length in bytes and so many bytes. The process gets texts, each with a byte in front
+that says whether special tokens are added, answers each with its ids, int32, and ends at the end of
+its input.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import IO
+
+import numpy as np
+import numpy.typing as npt
+from tokenizers import Tokenizer
+
+#: A process that has had nothing to do for so long ends, and its memory is free.
+IDLE_S = 30.0
+_LENGTH_BYTES = 8
+
+TokenArray = npt.NDArray[np.int32]
+
+
+class EncoderProcess:
+    """One process, started by the first text, and again by the next one after it has ended.
+
+    The methods block and may be called on any thread.
+    """
+
+    def __init__(self, path: Path, idle_s: float = IDLE_S) -> None:
+        """`path` is that of tokenizer.json."""
+        self._path = path
+        self._idle_s = idle_s
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._idle: threading.Timer | None = None
+
+    @property
+    def pid(self) -> int | None:
+        """Returns the process id; None while there is no process."""
+        process = self._process
+        return None if process is None else process.pid
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> TokenArray:
+        """Returns int32 [tokens]. Raises OSError when the process dies: the next one is new."""
+        message = bytes([add_special_tokens]) + text.encode()
+        with self._lock:
+            if self._idle is not None:
+                self._idle.cancel()
+            try:
+                process = self._process = self._process or _start(self._path)
+                assert process.stdin is not None and process.stdout is not None
+                _write(process.stdin, message)
+                found = _read(process.stdout)
+            except OSError:
+                self._end()
+                raise
+            if found is None:
+                self._end()
+                raise BrokenPipeError("the tokenizer's process has ended")
+            self._idle = threading.Timer(self._idle_s, self._rest)
+            self._idle.daemon = True
+            self._idle.start()
+        return np.frombuffer(found, dtype=np.int32)
+
+    def close(self) -> None:
+        """Ends the process, in the middle of a text, too."""
+        if (process := self._process) is not None:
+            process.kill()
+        with self._lock:
+            if self._idle is not None:
+                self._idle.cancel()
+            self._end()
+
+    def _rest(self) -> None:
+        with self._lock:
+            if self._idle is threading.current_thread():  # else it has worked again
+                self._end()
+
+    def _end(self) -> None:
+        process, self._process = self._process, None
+        if process is None:
+            return
+        process.kill()
+        process.wait()
+        for pipe in (process.stdin, process.stdout):
+            with contextlib.suppress(OSError):  # the rest of a text can't be flushed
+                if pipe is not None:
+                    pipe.close()
+
+
+def _start(path: Path) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        [sys.executable, "-m", __name__, str(path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        start_new_session=True,  # Ctrl-C is for the proxy, which answers what it has begun
+    )
+
+
+def _write(pipe: IO[bytes], data: bytes) -> None:
+    pipe.write(len(data).to_bytes(_LENGTH_BYTES, "little"))
+    pipe.write(data)
+    pipe.flush()
+
+
+def _read(pipe: IO[bytes]) -> bytes | None:
+    """Returns the next message; None at the end of the input."""
+    head = pipe.read(_LENGTH_BYTES)
+    data = pipe.read(length := int.from_bytes(head, "little"))
+    return data if len(head) == _LENGTH_BYTES and len(data) == length else None
+
+
+def main(path: str) -> None:
+    source, target = sys.stdin.buffer, sys.stdout.buffer
+    tokenizer = Tokenizer.from_file(path)
+    tokenizer.no_padding()
+    tokenizer.no_truncation()
+    while (message := _read(source)) is not None:
+        ids = ids_of(tokenizer, message[1:].decode(), add_special_tokens=bool(message[0]))
+        _write(target, ids.tobytes())
+
+
+def ids_of(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool) -> TokenArray:
+    """Returns int32 [tokens]."""
+    # encode_batch_fast computes no offsets, which are most of the work.
+    encoding = tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
+    return np.array(encoding.ids, dtype=np.int32)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
