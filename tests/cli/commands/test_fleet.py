@@ -54,10 +54,12 @@ async def test_it_shows_the_instances_that_fail_their_requests() -> None:
             )
         )
         await proxy.next("failed")
-        status, shown = await millrace("fleet", "--scheduler", net.address)
+        narrow = {"COLUMNS": "80"}
+        status, shown = await millrace("fleet", "--scheduler", net.address, environment=narrow)
     assert status == 0
     rows = {line.split()[0]: line for line in shown.splitlines() if line.strip()}
     assert "no: errors" in rows["p0"]
+    assert "…" not in shown and "draining" in shown
     assert "yes" in rows["p1"]
 
 

@@ -85,5 +85,6 @@ def _table(words: Iterable[str], numbers: Iterable[str]) -> Table:
     for name in words:
         table.add_column(name)
     for name in numbers:
-        table.add_column(name, justify="right")
+        longest = max(map(len, name.split()))  # a narrow terminal cuts no word of a heading
+        table.add_column(name, justify="right", min_width=longest)
     return table

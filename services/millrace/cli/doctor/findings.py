@@ -27,7 +27,9 @@ def show(findings: Sequence[Finding], console: Console) -> None:
         console.print(f"[{_STYLES[one.level]}]{one.level:8}[/] ", end="")
         console.print(f"{one.subject}: {one.text}", markup=False, highlight=False, soft_wrap=True)
         if one.advice:
-            console.print(f"         do: {one.advice}", markup=False, highlight=False)
+            console.print(
+                f"         do: {one.advice}", markup=False, highlight=False, soft_wrap=True
+            )
     counts = ", ".join(
         f"{sum(one.level == level for one in findings)} {level}" for level in _STYLES
     )
