@@ -69,7 +69,7 @@ class PromptReader:
                     "unsupported_parameter",
                 )
             arguments = {**arguments, "tools": request.tools.documents}
-        text = self._template.render(
+        text = await self._template.render_async(
             request.messages,
             add_generation_prompt=request.add_generation_prompt,
             continue_final_message=request.continue_final_message,

@@ -27,8 +27,9 @@ async def test_measures_a_real_proxy_process():
     for gaps in (long["alone"], long["beside"]):
         assert 10 < gaps["p50_ms"] <= gaps["p99_ms"] <= gaps["max_ms"]
     assert 0 < long["before_mib"] <= long["peak_mib"] >= long["after_mib"] > 0
-    console = Console(width=120)
+    console = Console(width=80)
     with console.capture() as shown:
         print_tables(report, console)
+    assert "…" not in shown.get()
     assert "CPU per streamed token, 4 streams, flat out" in shown.get()
-    assert "p99, beside prompts of 50,000 tokens" in shown.get()
+    assert "p99 between tokens, 50,000-token prompts" in shown.get()

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 
 from millrace.core.errors import ModelError
 from millrace.proxy.errors import ApiError
+from millrace.proxy.text import chat_template
 from millrace.proxy.text.chat_template import ChatTemplate
 
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
@@ -34,6 +37,29 @@ def test_helpers_of_hugging_face():
         "{% for i in [1, 2, 3] %}{% if i == 2 %}{% break %}{% endif %}{{ i }}{% endfor %}"
     )
     assert render("{{ tools is none }}{{ thinking }}", arguments={"thinking": 7}) == "True7"
+
+
+@pytest.mark.parametrize("inline", [0, 1000])
+@pytest.mark.parametrize("content", ["hi", [{"type": "text", "text": "hi"}], None])
+async def test_long_messages_are_rendered_on_a_thread(monkeypatch, inline, content):
+    monkeypatch.setattr(chat_template, "INLINE_CHARACTERS", inline)
+    threads = []
+    template = ChatTemplate("{{ note() }}{{ messages[0].content }}{{ thinking }}", SPECIAL)
+    arguments = {"thinking": 7, "note": lambda: threads.append(threading.current_thread()) or ""}
+    messages = [{"role": "user", "content": content}]
+    options = {"add_generation_prompt": True, "arguments": arguments}
+    text = await template.render_async(messages, **options)
+    assert text == template.render(messages, **options) == f"{content}7"
+    on_thread = bool(content) and not inline
+    assert (threads[0] is not threading.main_thread()) == on_thread
+
+
+async def test_failures_on_a_thread_are_bad_requests(monkeypatch):
+    monkeypatch.setattr(chat_template, "INLINE_CHARACTERS", 0)
+    template = ChatTemplate("{{ raise_exception('no such role') }}", SPECIAL)
+    with pytest.raises(ApiError, match="no such role"):
+        messages = [{"role": "user", "content": "hi"}]
+        await template.render_async(messages, add_generation_prompt=True)
 
 
 @pytest.mark.parametrize(
