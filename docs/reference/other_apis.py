@@ -1,11 +1,13 @@
-"""The fields of request bodies in OpenAI's API and in vLLM, by endpoint.
+"""The fields of request bodies in OpenAI's API, in Anthropic's and in vLLM, by endpoint.
 
-OpenAI's are read from the types of its Python client, so a newer client shows new fields. vLLM's
+OpenAI's and Anthropic's are read from the types of their Python clients, so a newer client shows
+new fields. vLLM's
 are those of its protocol modules in September 2026; requests to vLLM may have any other field.
 """
 
 from __future__ import annotations
 
+from anthropic.types import message_create_params
 from openai.types import completion_create_params, embedding_create_params
 from openai.types.chat import completion_create_params as chat_create_params
 from openai.types.responses import response_create_params
@@ -14,14 +16,19 @@ CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
 RESPONSES = "/v1/responses"
 EMBEDDINGS = "/v1/embeddings"
+MESSAGES = "/v1/messages"
+
+#: Fields of Anthropic's API that the types of its client no longer have.
+_SAMPLING = frozenset({"temperature", "top_k", "top_p"})
 
 
-def openai_fields() -> dict[str, frozenset[str]]:
-    """Returns the fields that OpenAI's Python client sends, by path."""
+def client_fields() -> dict[str, frozenset[str]]:
+    """Returns the fields that OpenAI's and Anthropic's Python clients send, by path."""
     return {
         CHAT: _fields_of(chat_create_params.CompletionCreateParamsStreaming),
         COMPLETIONS: _fields_of(completion_create_params.CompletionCreateParamsStreaming),
         RESPONSES: _fields_of(response_create_params.ResponseCreateParamsStreaming),
+        MESSAGES: _fields_of(message_create_params.MessageCreateParamsStreaming) | _SAMPLING,
         EMBEDDINGS: _fields_of(embedding_create_params.EmbeddingCreateParams),
     }
 
@@ -59,6 +66,10 @@ _VLLM = {
         skip_special_tokens
         stop store stream structured_outputs temperature text tool_choice tools top_k top_logprobs
         top_p truncation user vllm_xargs
+    """,
+    MESSAGES: """
+        chat_template_kwargs kv_transfer_params max_tokens messages metadata model output_config
+        stop_sequences stream system temperature tool_choice tools top_k top_p
     """,
     EMBEDDINGS: """
         add_special_tokens cache_salt dimensions embed_dtype encoding_format endianness input

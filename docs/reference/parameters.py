@@ -10,8 +10,9 @@ from docs.reference.other_apis import (
     CHAT,
     COMPLETIONS,
     EMBEDDINGS,
+    MESSAGES,
     RESPONSES,
-    openai_fields,
+    client_fields,
     vllm_fields,
 )
 
@@ -25,13 +26,12 @@ Schema = Mapping[str, Any]
 _LIMITS = Limits(model="model", vocab_size=1 << 17, context_tokens=1 << 17, eos_token_ids=())
 #: Fields of which only values without an effect are accepted.
 _NARROW = frozenset({"modalities"})
-_COLUMNS = "field | here | OpenAI | vLLM | meaning"
 _REFUSED, _IGNORED = "Not supported", "Accepted and ignored."
 
 _HEAD = """# Parameters
 
 `make docs` writes this page from the models that check request bodies. It has every field of
-OpenAI's API and of vLLM.
+OpenAI's API, of Anthropic's and of vLLM.
 
 - **served**: the field does what its meaning says.
 - **ignored**: the field is checked and has no effect, as in vLLM: it does not change the answer's
@@ -53,6 +53,7 @@ def schemas() -> dict[str, Schema]:
         CHAT: bodies.chat,
         COMPLETIONS: bodies.completion,
         RESPONSES: bodies.response,
+        MESSAGES: bodies.message,
         EMBEDDINGS: pooled.embedding,
     }
     return {path: model.json_schema() for path, model in models.items()}
@@ -60,17 +61,18 @@ def schemas() -> dict[str, Schema]:
 
 def parameters_page() -> str:
     """docs/reference/parameters.md."""
-    openai, vllm = openai_fields(), vllm_fields()
+    clients, vllm = client_fields(), vllm_fields()
     lines = [_HEAD]
     for path, schema in schemas().items():
+        owner = "Anthropic" if path == MESSAGES else "OpenAI"
         lines += [
             f"## {path}",
             "",
-            "| field | here | OpenAI | vLLM | meaning |",
+            f"| field | here | {owner} | vLLM | meaning |",
             "|---|---|---|---|---|",
         ]
         for name, field in _sorted(schema):
-            marks = ("x" if name in fields[path] else "" for fields in (openai, vllm))
+            marks = ("x" if name in fields[path] else "" for fields in (clients, vllm))
             cells = (f"`{name}`", standing(name, field), *marks, _meaning(field))
             lines.append("| " + " | ".join(cells) + " |")
         lines.append("")

@@ -1,4 +1,4 @@
-"""The page of parameters is complete: it has all fields of OpenAI's API and of vLLM."""
+"""The page of parameters is complete: it has all fields of OpenAI's API, Anthropic's and vLLM."""
 
 from __future__ import annotations
 
@@ -7,20 +7,21 @@ from docs.reference.other_apis import (
     CHAT,
     COMPLETIONS,
     EMBEDDINGS,
+    MESSAGES,
     RESPONSES,
-    openai_fields,
+    client_fields,
     vllm_fields,
 )
 from docs.reference.parameters import schemas, standing
 
-PATHS = (CHAT, COMPLETIONS, RESPONSES, EMBEDDINGS)
+PATHS = (CHAT, COMPLETIONS, RESPONSES, MESSAGES, EMBEDDINGS)
 SCHEMAS = schemas()
 
 
 @pytest.mark.parametrize("path", PATHS)
 def test_no_field_of_another_api_is_unknown(path):
     known = SCHEMAS[path]["properties"].keys()
-    assert openai_fields()[path] <= known
+    assert client_fields()[path] <= known
     assert vllm_fields()[path] <= known
 
 
@@ -32,8 +33,9 @@ def test_every_field_has_a_meaning_or_a_reason(path):
 
 
 def test_the_clients_types_are_read():
-    assert {"messages", "temperature", "stream", "tools"} <= openai_fields()[CHAT]
-    assert {"input", "previous_response_id"} <= openai_fields()[RESPONSES]
+    assert {"messages", "temperature", "stream", "tools"} <= client_fields()[CHAT]
+    assert {"input", "previous_response_id"} <= client_fields()[RESPONSES]
+    assert {"system", "thinking", "stop_sequences"} <= client_fields()[MESSAGES]
 
 
 def test_fields_stand_as_their_models_say():

@@ -217,6 +217,24 @@ class Stack:
         self.proxy.gateway.check_integrity()
 
 
+def capture_prompts(stack: Stack) -> list[str]:
+    """Returns a list that gets the text of every prompt from now on."""
+    found: list[str] = []
+
+    def keep(spec: RequestSpec) -> None:
+        async def play() -> None:
+            ids = await stack.proxy.store.prompt_ids(spec.request_id)
+            found.append(stack.fleet.tokenizer.decode(ids.tolist(), skip_special_tokens=False))
+            stack.fleet.place(spec)
+            await stack.fleet.play(spec, stack.fleet.script)
+
+        tasks.append(asyncio.create_task(play()))
+
+    tasks: list[asyncio.Task[None]] = []
+    stack.fleet.script.on_submit = keep
+    return found
+
+
 @asynccontextmanager
 async def gateway(
     folder: Path, *settings: str, config: Config | None = None, markers: Sequence[str] = ()

@@ -27,8 +27,8 @@ THOUGHT = "<think>so it is</think>\n\nYes."
 
 
 @asynccontextmanager
-async def serving(folder, *settings, template=TEMPLATE, markers=()):
+async def serving(folder, *settings, template=TEMPLATE, markers=(), config=None):
     folder.mkdir(exist_ok=True)
     (folder / "chat_template.jinja").write_text(template)
-    async with gateway(folder, *settings, markers=markers) as running:
+    async with gateway(folder, *settings, markers=markers, config=config) as running:
         yield running

@@ -1,4 +1,4 @@
-"""The errors that clients get: an HTTP status and OpenAI's error object."""
+"""The errors that clients get: an HTTP status and OpenAI's error object, or Anthropic's."""
 
 from __future__ import annotations
 
@@ -23,6 +23,18 @@ NO_RETRY = (b"x-should-retry", b"false")
 
 #: HTTP statuses of the scheduler's refusals, by their code.
 _REFUSALS = {"overloaded": 429, "unavailable": 503, "too_large": 400, "invalid": 400}
+
+#: The types of errors in Anthropic's API, by status, if they are not those of 400 and of 500.
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    409: "conflict_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
 
 #: Longest piece of the client's own input that a message repeats.
 _ECHO_CHARACTERS = 80
@@ -86,6 +98,13 @@ class ApiError(MillraceError):
                 }
             }
         )
+
+    def anthropic_body(self) -> bytes:
+        """Returns the JSON document of the error as Anthropic's API has it."""
+        kind = _ANTHROPIC_TYPES.get(self.status, INVALID if self.status < 500 else "api_error")
+        if self.code == "overloaded":
+            kind = "overloaded_error"
+        return orjson.dumps({"type": "error", "error": {"type": kind, "message": self.message}})
 
     def headers(self) -> list[tuple[bytes, bytes]]:
         """Returns the headers of a response that holds only this error."""

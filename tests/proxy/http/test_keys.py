@@ -57,6 +57,8 @@ async def test_an_unknown_key_is_an_authentication_error(stack):
         ("POST", "/v1/completions"),
         ("POST", "/v1/responses"),
         ("GET", "/v1/responses/resp_1"),
+        ("POST", "/v1/messages"),
+        ("POST", "/v1/messages/count_tokens"),
         ("GET", "/v1/models"),
         ("GET", f"/v1/models/{MODEL}"),
         ("POST", "/tokenize"),
@@ -67,8 +69,7 @@ async def test_an_unknown_key_is_an_authentication_error(stack):
 async def test_every_route_of_the_api_needs_a_key(stack, method, path):
     sent = await stack.http.request(method, path, json=BODY)
     assert sent.status_code == 401
-    error = sent.json()["error"]
-    assert error["code"] == "invalid_api_key" and "didn't provide" in error["message"]
+    assert "didn't provide an API key" in sent.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("path", ["/health", "/ready", "/metrics", "/openapi.json", "/docs"])

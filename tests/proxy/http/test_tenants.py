@@ -48,6 +48,16 @@ async def test_a_known_key_names_its_tenant_and_anything_else_the_default_one(
     assert (await known.identify(scope(authorization))).tenant == name
 
 
+async def test_a_key_may_come_as_anthropics_clients_send_it(tmp_path):
+    known = tenants(config_with(tmp_path, TABLES, "auth.require_key=on"))
+    own = (b"x-api-key", b" sk-1 ")
+    assert (await known.identify({"headers": [own]})).tenant == "acme"
+    both = [own, (b"authorization", b"Bearer sk-3")]
+    assert (await known.identify({"headers": both})).tenant == "other"
+    with pytest.raises(ApiError):
+        await known.identify({"headers": [(b"x-api-key", b"sk-4")]})
+
+
 @pytest.mark.parametrize(("authorization", "name"), CASES)
 async def test_a_required_key_must_be_known(tmp_path, authorization, name):
     known = tenants(config_with(tmp_path, TABLES, "auth.require_key=on"))

@@ -21,6 +21,7 @@ from millrace.proxy.http.admin import (
     TraceAdmin,
 )
 from millrace.proxy.http.admin import TRACE_PATH as ADMIN_TRACE_PATH
+from millrace.proxy.http.anthropic import COUNT_PATH, MESSAGES_PATH, error_body
 from millrace.proxy.http.asgi import (
     Disconnected,
     Receive,
@@ -36,6 +37,7 @@ from millrace.proxy.http.endpoints.batch_calls import BatchCalls
 from millrace.proxy.http.endpoints.batches import BATCH_PATH, BATCHES_PATH, BatchEndpoints
 from millrace.proxy.http.endpoints.files import FILE_PATH, FILES_PATH, FileEndpoints
 from millrace.proxy.http.endpoints.generate import GenerateEndpoint, Services
+from millrace.proxy.http.endpoints.messages import CreateMessage, count_tokens
 from millrace.proxy.http.endpoints.pooled import PooledEndpoint
 from millrace.proxy.http.endpoints.requests import (
     EXPLAIN_PATH,
@@ -93,11 +95,11 @@ class RawEndpoint:
         except ApiError as error:
             status = error.status
             await self._limiter.look(exchange_of(scope))
-            await send_error(send, receive, error)
+            await send_error(scope, receive, send, error)
         except Exception:
             status = 500
             log.exception("%s failed", self._route)
-            await send_error(send, receive, ApiError(500, "Internal error."))
+            await send_error(scope, receive, send, ApiError(500, "Internal error."))
         finally:
             self._answered(self._route, status)
 
@@ -185,6 +187,8 @@ def create_app(services: Services, render_metrics: RenderMetrics) -> FastAPI:
         "/v1/chat/completions": GenerateEndpoint(services, chat=True).answer,
         "/v1/completions": GenerateEndpoint(services, chat=False).answer,
         RESPONSES_PATH: CreateResponse(services).answer,
+        MESSAGES_PATH: CreateMessage(services).answer,
+        COUNT_PATH: JsonEndpoint(services, count_tokens).answer,
         **{path: PooledEndpoint(services, path).answer for path in POOLED_PATHS},
         "/tokenize": JsonEndpoint(services, tokenize).answer,
         "/detokenize": JsonEndpoint(services, detokenize).answer,
@@ -330,11 +334,11 @@ async def _http_error(request: Request, error: Exception) -> Response:
         found = ApiError(405, f"{request.method} is not allowed here.", code="method_not_allowed")
     else:
         found = ApiError(error.status_code, str(error.detail))
-    return Response(
-        found.body(), found.status, headers=error.headers, media_type="application/json"
-    )
+    body = error_body(request.url.path, found)
+    return Response(body, found.status, headers=error.headers, media_type="application/json")
 
 
 async def _internal_error(request: Request, error: Exception) -> Response:
     """Answers 500: the traceback goes to the log, not to the client."""
-    return Response(ApiError(500, "Internal error.").body(), 500, media_type="application/json")
+    body = error_body(request.url.path, ApiError(500, "Internal error."))
+    return Response(body, 500, media_type="application/json")

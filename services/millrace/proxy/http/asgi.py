@@ -9,6 +9,7 @@ from typing import Any
 import orjson
 
 from millrace.proxy.errors import ApiError
+from millrace.proxy.http.anthropic import error_body
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
@@ -122,12 +123,15 @@ async def send_document(send: Send, document: object) -> int:
     return 200
 
 
-async def send_error(send: Send, receive: Receive, error: ApiError) -> None:
-    """Answers with an error. Reads a refused body for a while before it closes the connection."""
+async def send_error(scope: Scope, receive: Receive, send: Send, error: ApiError) -> None:
+    """Answers with an error in the form of the path's API.
+
+    Reads a refused body for a while before it closes the connection.
+    """
+    body = error_body(scope["path"], error)
     if error.status != 413:
-        await send_json(send, error.status, error.body(), error.headers())
+        await send_json(send, error.status, body, error.headers())
         return
-    body = error.body()
     headers = [(b"content-length", b"%d" % len(body)), (b"connection", b"close")]
     await send(
         {

@@ -17,6 +17,8 @@ from typing import Any
 from starlette.middleware.cors import CORSMiddleware
 
 from millrace.proxy.errors import ApiError
+from millrace.proxy.http.anthropic import REQUEST_ID as ANTHROPIC_REQUEST_ID
+from millrace.proxy.http.anthropic import is_anthropic
 from millrace.proxy.http.asgi import Message, Receive, Scope, Send, header, send_error
 from millrace.proxy.http.tenants import EXCHANGE, Tenants
 from millrace.proxy.metrics import ProxyMetrics
@@ -40,6 +42,7 @@ _MOST_CHARACTERS = 512
 #: Headers that scripts of other origins may read, beside those that every script may read.
 _EXPOSED = (
     "x-request-id",
+    "request-id",
     "retry-after",
     "retry-after-ms",
     *(
@@ -99,7 +102,7 @@ class Front:
         )
         scope[EXCHANGE] = exchange
         try:
-            await self._answer(exchange, scope, receive, _with_headers(exchange, send))
+            await self._answer(exchange, scope, receive, _with_headers(exchange, scope, send))
         finally:
             if self._logs and scope["path"] not in _OPEN:
                 log.info("request", extra=_record(exchange, scope))
@@ -112,12 +115,12 @@ class Front:
             except ApiError as error:
                 route = path if path in self._routes else "other"
                 self._answered(route, error.status)
-                await send_error(send, receive, error)
+                await send_error(scope, receive, send, error)
                 return
         await self._app(scope, receive, send)
 
 
-def _with_headers(exchange: Exchange, send: Send) -> Send:
+def _with_headers(exchange: Exchange, scope: Scope, send: Send) -> Send:
     """Returns `send` that adds the exchange's headers to the answer."""
 
     def sent(message: Message) -> Awaitable[None]:
@@ -128,6 +131,8 @@ def _with_headers(exchange: Exchange, send: Send) -> Send:
             if given is None:
                 given = b"req_" + uuid.uuid4().hex.encode()
                 headers.append((REQUEST_ID, given))
+            if is_anthropic(scope["path"]):
+                headers.append((ANTHROPIC_REQUEST_ID, given))
             exchange.request_id = given.decode("latin-1")
             message = {**message, "headers": headers}
         return send(message)

@@ -43,9 +43,8 @@ class Tenants:
         keys = self.keys
         if keys.empty and self._tokens is None and not self._required:
             return keys.anonymous
-        scheme, _, key = (header(scope, b"authorization") or "").partition(" ")
-        key = key.strip()
-        if scheme.lower() == "bearer" and key:
+        key = _key_of(scope)
+        if key:
             digest = sha256(key.encode("latin-1")).digest()
             found = keys.find(digest)
             if found is None and self._tokens is not None and looks_like_token(key):
@@ -91,6 +90,14 @@ class Tenants:
         return ApiError(
             401,
             "You didn't provide an API key. Send it in the Authorization header, as a bearer "
-            "token: 'Authorization: Bearer YOUR_KEY'.",
+            "token: 'Authorization: Bearer YOUR_KEY', or in the header x-api-key.",
             code="invalid_api_key",
         )
+
+
+def _key_of(scope: Scope) -> str:
+    """Returns the request's key: a bearer token, or x-api-key, as clients of Anthropic's API do."""
+    scheme, _, key = (header(scope, b"authorization") or "").partition(" ")
+    if scheme.lower() == "bearer" and (key := key.strip()):
+        return key
+    return (header(scope, b"x-api-key") or "").strip()

@@ -8,12 +8,13 @@ from typing import Any
 import orjson
 
 from millrace.proxy.errors import ApiError
-from millrace.proxy.generation.choice import Choice, Piece
+from millrace.proxy.generation.choice import Choice
 from millrace.proxy.generation.proxy_request import ProxyRequest
 from millrace.proxy.reply.formats import Usage
+from millrace.proxy.reply.item_reply import ItemReply
 from millrace.proxy.reply.parsed import ParsedAnswer
 from millrace.proxy.reply.reply import Progress
-from millrace.proxy.reply.response_items import OutputItems
+from millrace.proxy.reply.response_items import ResponseItems
 
 Json = dict[str, Any]
 
@@ -38,63 +39,28 @@ def ends_stream(event: bytes) -> bool:
     return event.startswith(_LAST_EVENTS)
 
 
-class ResponseReply:
+class ResponseReply(ItemReply):
     """Gathers the items, and the events if `streams`. A place in `events` is an event's number."""
 
-    __slots__ = (
-        "_comments",
-        "_head",
-        "_items",
-        "_opened",
-        "_streams",
-        "_taken",
-        "events",
-        "progress",
-        "shows_progress",
-        "silent",
-        "status",
-    )
+    __slots__ = ("_head", "_streams", "events", "status")
 
     def __init__(
         self, head: Json, progress: Progress, answer: ParsedAnswer | None, *, streams: bool
     ) -> None:
         """`head` holds the fields that never change. A background response begins as queued.
 
-        `answer` parses the text; None if all of it is the message's.
+        `answer` as in `ItemReply`.
         """
+        super().__init__(answer, ResponseItems(), progress)
         self._head = head
         self._streams = streams
-        self._items = OutputItems(answer, self._emit)
-        self._comments: list[bytes] = []
-        self._taken = 0
-        self._opened = False
         self.status = "queued" if head["background"] else "in_progress"
         #: Every event so far, server-sent.
         self.events: list[bytes] = []
-        #: True while no output came since `silent` was last set.
-        self.silent = True
-        #: The events of /v1/responses have a numbering in which no other event has a place.
-        self.shows_progress = False
-        self.progress = progress
 
     @property
     def response_id(self) -> str:
         return str(self._head["id"])
-
-    def take(self) -> bytes:
-        """Returns all events that are ready, server-sent; or empty bytes."""
-        out, self._comments = self._comments, []
-        out += self.events[self._taken :]
-        self._taken = len(self.events)
-        return b"".join(out)
-
-    def comment(self, text: bytes) -> None:
-        """Adds a line that clients skip: it shows proxies in between that the connection lives."""
-        self._comments.append(b": " + text + b"\n\n")
-        self.progress.signal.wake()
-
-    def show_progress(self, document: Json) -> None:
-        raise AssertionError("a response shows no progress")
 
     def document(self) -> bytes:
         """Returns the response as it is now. Its output comes when it has ended."""
@@ -104,28 +70,9 @@ class ResponseReply:
         """Adds the first event. Without this call it comes with the first text."""
         self._emit_state("created")
 
-    def on_text(self, choice: Choice, text: str) -> None:
-        self.silent = False
-        if not self._opened:
-            self._open()
-        self._items.feed(text)
-        if choice.finish_reason is not None:
-            self.status, _ = _ENDS.get(choice.finish_reason, ("completed", None))
-            self._items.end(self.status)
-        self.progress.signal.wake()
-
-    def on_piece(self, choice: Choice, piece: Piece) -> None:
-        self.on_text(choice, piece.text)
-
-    def echo(self, choice: Choice, piece: Piece) -> None:
-        raise AssertionError("a response echoes no prompt")
-
     def on_done(self, request: ProxyRequest) -> None:
         self._emit_state(self.status)
         self.progress.done()
-
-    def on_error(self, error: ApiError) -> None:
-        self.progress.fail(error)
 
     def failure(self, error: ApiError) -> bytes:
         """Returns the last events of a stream that ends with `error`."""
@@ -154,11 +101,14 @@ class ResponseReply:
         return document
 
     def _open(self) -> None:
-        self._opened = True
         self.status = "in_progress"
         if not self.events:
             self.begin()
         self._emit_state("in_progress")
+
+    def _end(self, choice: Choice) -> None:
+        self.status, _ = _ENDS.get(choice.finish_reason or "", ("completed", None))
+        self._items.end(self.status)
 
     def _emit_state(self, state: str) -> None:
         if self._streams:
@@ -166,7 +116,9 @@ class ResponseReply:
 
     def _emit(self, kind: str, **fields: object) -> None:
         if self._streams:
-            self.events.append(event_of(kind, len(self.events), **fields))
+            event = event_of(kind, len(self.events), **fields)
+            self.events.append(event)
+            self._out.append(event)
 
 
 def usage(counted: Usage) -> Json:

@@ -7,15 +7,15 @@ Both APIs have one generation path: the fields of a response have the names and 
 from __future__ import annotations
 
 import json
-import re
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from millrace.proxy.errors import ApiError, bad_field, shown
+from millrace.proxy.errors import bad_field, shown
 from millrace.proxy.request.models.sampling import SamplingFields
 from millrace.proxy.request.reading import read_body
+from millrace.proxy.request.renaming import FieldNames
 from millrace.proxy.request.validation import Bodies, ChatRequest
 
 Json = dict[str, Any]
@@ -32,17 +32,16 @@ _SAME = [
     "structured_outputs",
     "thinking_token_budget",
 ]
-#: Fields of a chat's body, and what clients of responses call them; longer names first.
-_NAMES = {
-    "messages": "input",
-    "max_completion_tokens": "max_output_tokens",
-    "response_format.json_schema": "text.format",
-    "response_format": "text.format",
-    "tool_choice.function": "tool_choice",
-}
-#: Errors name fields in quotes; what the client wrote beside them stays as it is.
-_CHAT_NAME = re.compile("(?<![^'])(" + "|".join(map(re.escape, _NAMES)) + r")\b")
-_CHAT_TOOL = re.compile(r"(?<![^'])(tools\[\d+\])\.function\b")
+#: What clients of responses call the fields of a chat's body.
+RESPONSE_NAMES = FieldNames(
+    {
+        "messages": "input",
+        "max_completion_tokens": "max_output_tokens",
+        "response_format.json_schema": "text.format",
+        "response_format": "text.format",
+        "tool_choice.function": "tool_choice",
+    }
+)
 
 _ROLES = {"developer": "system"}
 
@@ -116,11 +115,9 @@ def read_as_chat(
         chat["reasoning_effort"] = effort
     chat |= _response_format(fields.get("text", {}).get("format"))
     chat |= _tools(fields)
-    try:
+    with RESPONSE_NAMES.used():
         # orjson writes no integer above 64 bits; an argument of the template may be such a number.
         return bodies.read_chat(json.dumps(chat).encode())
-    except ApiError as error:
-        raise renamed(error) from None
 
 
 def most_dropped(messages: Sequence[Mapping[str, Any]]) -> int:
@@ -172,26 +169,6 @@ def _response_format(given: Mapping[str, Any] | None) -> Json:
         wrong = "is only allowed with type 'json_schema'."
         raise bad_field(f"text.format.{next(iter(schema))}", wrong)
     return {"response_format": {"type": kind}}
-
-
-def renamed(error: ApiError) -> ApiError:
-    """Returns the error of a chat with the names that the fields of a response have."""
-    if error.param is None:
-        return error
-
-    def name(found: re.Match[str]) -> str:
-        return _NAMES[found.group()]
-
-    def of_response(text: str) -> str:
-        return _CHAT_TOOL.sub(r"\1", _CHAT_NAME.sub(name, text))
-
-    return ApiError(
-        error.status,
-        of_response(error.message),
-        param=of_response(error.param),
-        code=error.code,
-        retry_after_s=error.retry_after_s,
-    )
 
 
 def messages_of(items: Sequence[Mapping[str, Any]]) -> list[Json]:

@@ -11,6 +11,7 @@ from pydantic import AfterValidator, Field
 from pydantic_core import PydanticCustomError
 
 from millrace.proxy.errors import bad_field, shown
+from millrace.proxy.request.models.anthropic import CountBody, MessageBody
 from millrace.proxy.request.models.fields import Adapter, OneType, Within, adapter
 from millrace.proxy.request.models.generation import (
     ChatBody,
@@ -70,6 +71,8 @@ class BodyTypes(NamedTuple):
     chat: Adapter
     completion: Adapter
     response: Adapter
+    message: Adapter
+    token_count: Adapter
     tokenize: Adapter
     detokenize: Adapter
 
@@ -186,10 +189,19 @@ def _body_types(
         max_output_tokens=_count(1, max_new_tokens, "Most tokens to generate."),
         **{name: shared[name] for name in _OF_RESPONSES},
     )
+    most = Field(description="Most tokens to generate.")
+    message = adapter(
+        "MessageRequest",
+        MessageBody,
+        model=Required[MODEL],
+        max_tokens=Required[Annotated[int, Within(1, max_new_tokens), most]],
+        logit_bias=shared["logit_bias"],
+    )
+    token_count = adapter("CountRequest", CountBody, model=Required[MODEL])
     tokenize = adapter("Tokenize", TokenizeBody, model=str | None)
     tokens = Required[_token_ids(vocab_size, 0)]
     detokenize = adapter("Detokenize", DetokenizeBody, model=str | None, tokens=tokens)
-    return BodyTypes(chat, completion, response, tokenize, detokenize)
+    return BodyTypes(chat, completion, response, message, token_count, tokenize, detokenize)
 
 
 def prompts_of(value: Any) -> list[Prompt]:  # noqa: ANN401 - of `prompt_type`

@@ -31,6 +31,7 @@ QUIETLY = settings(
 )
 PATHS = [
     *("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings"),
+    *("/v1/messages", "/v1/messages/count_tokens"),
     *("/v1/score", "/v1/rerank", "/tokenize", "/detokenize"),
 ]
 
@@ -180,6 +181,8 @@ def test_answers_are_as_documented(url, document):
         ("/v1/chat/completions", {"messages": HI, "prompt_logprobs": 2}),
         ("/v1/completions", {"prompt": ["hi", "ho"], "prompt_logprobs": 2, "max_tokens": 0}),
         ("/v1/responses", {"input": "hi"}),
+        ("/v1/messages", {"messages": HI, "max_tokens": 9}),
+        ("/v1/messages/count_tokens", {"messages": HI}),
         ("/v1/embeddings", {"input": ["hi", "ho"]}),
         ("/v1/embeddings", {"input": [[7, 8]], "encoding_format": "base64"}),
         ("/v1/score", {"text_1": "hi", "text_2": ["hi", "ho"]}),

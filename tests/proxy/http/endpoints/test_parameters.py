@@ -10,6 +10,14 @@ from support.tool_model import WEATHER, serving
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 USER = [{"role": "user", "content": "hi"}]
+#: The prompt of every endpoint.
+PROMPTS = {
+    CHAT: {"messages": USER},
+    COMPLETIONS: {"prompt": "hi"},
+    "/v1/responses": {"input": "hi"},
+    "/v1/messages": {"messages": USER, "max_tokens": 9},
+    "/v1/embeddings": {"input": "hi"},
+}
 FORMAT = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "object"}}}
 HARMONY = (
     "{% for m in messages %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{% endfor %}"
@@ -143,13 +151,10 @@ async def test_log_probabilities_show_ids(stack):
     assert (entry["token"], entry["bytes"]) == (f"token_id:{first}", [ord("H")])
 
 
-@pytest.mark.parametrize("path", [CHAT, COMPLETIONS, "/v1/responses"])
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS, "/v1/responses", "/v1/messages"])
 async def test_objectives_come_from_the_body_and_headers_go_first(stack, path):
     objectives = {"class": "batch", "ttft_slo_ms": 1500, "tbt_slo_ms": 50.5, "e2e_slo_ms": 9e4}
-    prompt = {"messages": USER} if path == CHAT else {"prompt": "hi"}
-    body = {"model": MODEL, "millrace": objectives, **prompt}
-    if path == "/v1/responses":
-        body = {"model": MODEL, "millrace": objectives, "input": "hi"}
+    body = {"model": MODEL, "millrace": objectives, **PROMPTS[path]}
     for headers, ttft_s, name in (
         ({}, 1.5, "batch"),
         ({"x-millrace-ttft-slo-ms": "700", "x-millrace-class": "default"}, 0.7, "default"),
@@ -161,11 +166,10 @@ async def test_objectives_come_from_the_body_and_headers_go_first(stack, path):
         assert (slo.tbt_s, slo.e2e_s) == (0.0505, 90.0)
 
 
-@pytest.mark.parametrize("path", [CHAT, COMPLETIONS, "/v1/responses", "/v1/embeddings"])
+@pytest.mark.parametrize("path", PROMPTS)
 async def test_priorities_reach_the_scheduler(stack, path):
-    prompt = {CHAT: {"messages": USER}, COMPLETIONS: {"prompt": "hi"}}.get(path, {"input": "hi"})
     for fields, priority in (({"priority": -7}, -7), ({}, 0)):
-        response = await stack.http.post(path, json={"model": MODEL, **prompt, **fields})
+        response = await stack.http.post(path, json={"model": MODEL, **PROMPTS[path], **fields})
         assert response.status_code == 200, response.text
         assert stack.fleet.specs[-1].priority == priority
 

@@ -15,7 +15,7 @@ from millrace.core.config import StoreConfig, TenantConfig, load_config
 from millrace.state.documents import Change
 from millrace.state.open import open_documents
 from support.deadlines import HANG_S
-from support.gateway import CONTEXT_TOKENS, MODEL, gateway
+from support.gateway import CONTEXT_TOKENS, MODEL, capture_prompts, gateway
 from support.stores import private_redis
 
 RESPONSES = "/v1/responses"
@@ -47,24 +47,6 @@ async def replicas(tmp_path):
             await exits.enter_async_context(gateway(tmp_path / name, f"store.url={url}"))
             for name in ("a", "b")
         ]
-
-
-def capture_prompts(stack):
-    """Returns a list that gets the text of every prompt from now on."""
-    found = []
-
-    def keep(spec):
-        async def play():
-            ids = await stack.proxy.store.prompt_ids(spec.request_id)
-            found.append(stack.fleet.tokenizer.decode(ids.tolist(), skip_special_tokens=False))
-            stack.fleet.place(spec)
-            await stack.fleet.play(spec, stack.fleet.script)
-
-        tasks.append(asyncio.create_task(play()))
-
-    tasks = []
-    stack.fleet.script.on_submit = keep
-    return found
 
 
 async def finished(stack, response_id):

@@ -11,6 +11,7 @@ from millrace.proxy.http.description.parts import REFERENCE, Json
 from millrace.proxy.http.description.paths import paths_of
 from millrace.proxy.http.tenant_admin import TENANT_BODY
 from millrace.proxy.models.models import Models
+from millrace.proxy.reply.models.anthropic import MESSAGE_ANSWERS
 from millrace.proxy.reply.models.batch import BATCH_ANSWERS
 from millrace.proxy.reply.models.generation import ANSWERS
 from millrace.proxy.reply.models.pooled import POOLED_ANSWERS
@@ -19,7 +20,7 @@ from millrace.proxy.request.models.batch import BATCH, FILE_FORM
 #: The bodies that name a model.
 _BODIES = (
     *("ChatRequest", "CompletionRequest", "ResponseRequest", "Tokenize", "Detokenize"),
-    *("EmbeddingRequest", "ScoreRequest", "RerankRequest"),
+    *("MessageRequest", "CountRequest", "EmbeddingRequest", "ScoreRequest", "RerankRequest"),
 )
 
 
@@ -39,7 +40,7 @@ def document(models: Models, classes: Sequence[str], title: str, version: str) -
 def _schemas(models: Models) -> Json:
     adapters = [*models.first.bodies.types, BATCH, FILE_FORM, *models.first.pooled.types]
     adapters += [TENANT_BODY, *(route.body for route in admin.ROUTES)]
-    adapters += map(TypeAdapter, (*ANSWERS, *BATCH_ANSWERS, *POOLED_ANSWERS))
+    adapters += map(TypeAdapter, (*ANSWERS, *MESSAGE_ANSWERS, *BATCH_ANSWERS, *POOLED_ANSWERS))
     _, schemas = TypeAdapter.json_schemas(
         [(number, "validation", adapter) for number, adapter in enumerate(adapters)],
         ref_template=REFERENCE,

@@ -54,23 +54,28 @@ def posted(
     answer: str,
     other_content: Json | None = None,
     parameters: list[Json] | None = None,
+    errors: str = "Error",
 ) -> Json:
+    """`errors` is the model of the errors."""
+    described = {
+        "400": "A field is wrong; the error names it",
+        "401": "No known key, where keys are required",
+        "403": "The key may not use the model or the class",
+        "404": "No such model",
+        "409": "A request has the chosen id already",
+        "413": "The body is too large",
+        "415": "The body is not application/json",
+        "429": "Overloaded, or a limit is reached; see Retry-After",
+        "500": "The request failed",
+        "503": "Unavailable; see Retry-After",
+    }
     return {
         "summary": summary,
         "parameters": parameters or [],
         "requestBody": {"required": True, "content": json_of(body)},
         "responses": {
             "200": {"description": "OK", "content": {**json_of(answer), **(other_content or {})}},
-            "400": error("A field is wrong; `param` names it"),
-            "401": error("No known key, where keys are required"),
-            "403": error("The key may not use the model or the class"),
-            "404": error("No such model"),
-            "409": error("A request has the chosen id already"),
-            "413": error("The body is too large"),
-            "415": error("The body is not application/json"),
-            "429": error("Overloaded, or a limit is reached; see Retry-After"),
-            "500": error("The request failed"),
-            "503": error("Unavailable; see Retry-After"),
+            **{status: error(text, errors) for status, text in described.items()},
         },
     }
 
@@ -95,8 +100,8 @@ def json_of(name: str) -> Json:
     return {"application/json": {"schema": reference(name)}}
 
 
-def error(description: str) -> Json:
-    return {"description": description, "content": json_of("Error")}
+def error(description: str, model: str = "Error") -> Json:
+    return {"description": description, "content": json_of(model)}
 
 
 def reference(name: str) -> Json:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from millrace.proxy.http import admin
+from millrace.proxy.http.anthropic import COUNT_PATH, MESSAGES_PATH
 from millrace.proxy.http.board import EVENTS_PATH, PAGE_PATH
 from millrace.proxy.http.description.parts import (
     STRING,
@@ -43,7 +44,8 @@ def paths_of(classes: Sequence[str]) -> Json:
     pattern = {"type": "string", "pattern": "^[A-Za-z0-9._-]{1,64}$"}
     chosen = header(ID_HEADER, pattern, "An id for /v1/requests/{request_id}, of the client's.")
     resumable = header(RESUMABLE_HEADER, {"enum": ["0", "1"]}, "1: the stream can be resumed.")
-    generating = [*objectives, chosen, resumable]
+    named = [*objectives, chosen]
+    generating = [*named, resumable]
     return {
         "/v1/chat/completions": {
             "post": posted(
@@ -54,6 +56,7 @@ def paths_of(classes: Sequence[str]) -> Json:
             "post": posted("Complete a text", "CompletionRequest", "Completion", stream, generating)
         },
         **_responses(stream, objectives),
+        **_messages(stream, named),
         **_files(),
         **_batches(),
         **_requests(),
@@ -162,6 +165,16 @@ def _responses(stream: Json, objectives: list[Json]) -> Json:
         "/v1/responses/{response_id}/input_items": {
             "get": got("The input of a response", json_of("ResponseItems"), wrong, named + pages)
         },
+    }
+
+
+def _messages(stream: Json, parameters: list[Json]) -> Json:
+    summary, wrong = "Answer a conversation, as Anthropic's API", "AnthropicError"
+    sent = ("MessageRequest", "AnsweredMessage", stream, parameters, wrong)
+    counted = ("CountRequest", "CountedTokens", None, None, wrong)
+    return {
+        MESSAGES_PATH: {"post": posted(summary, *sent)},
+        COUNT_PATH: {"post": posted("The tokens of a conversation's prompt", *counted)},
     }
 
 

@@ -37,4 +37,4 @@ def candidates(tenant: str, request_id: str) -> list[str]:
     if _CHOSEN.fullmatch(request_id) is None:
         return []
     digits = id_digits(tenant, request_id)
-    return [request_id, f"chatcmpl-{digits}", f"cmpl-{digits}"]
+    return [request_id, *(f"{prefix}{digits}" for prefix in ("chatcmpl-", "cmpl-", "msg_"))]

@@ -20,11 +20,11 @@ from millrace.proxy.reply.builder import Arrival
 from millrace.proxy.reply.response import ResponseReply, ends_stream, head
 from millrace.proxy.request.options import Options
 from millrace.proxy.request.responses import (
+    RESPONSE_NAMES,
     ResponseRequest,
     most_dropped,
     read_as_chat,
     read_response,
-    renamed,
 )
 from millrace.proxy.responses import StoredResponses, source_of
 
@@ -107,10 +107,8 @@ class _Creation:
         prompt, options = await self._prompt(request, history, 0)
         if request.truncates and not self._fits(prompt, options):
             prompt, options = await self._shortened(request, history)
-        try:
+        with RESPONSE_NAMES.used():
             await self._runs.check_constraint(options)
-        except ApiError as error:
-            raise renamed(error) from None
         [prompt] = await self._runs.prepared([prompt], options)
         return _Asked(request, history, prompt, options)
 
@@ -134,10 +132,8 @@ class _Creation:
         self, request: ResponseRequest, history: Sequence[Json], dropped: int
     ) -> tuple[EnginePrompt, Options]:
         chat = read_as_chat(self._model.bodies, request, history, dropped)
-        try:
+        with RESPONSE_NAMES.used():
             return await self._model.prompts.read_chat(chat.conversation), chat.options
-        except ApiError as error:
-            raise renamed(error) from None
 
     def _fits(self, prompt: EnginePrompt, options: Options) -> bool:
         wanted = options.sampling.max_tokens or 1
@@ -161,10 +157,8 @@ class _Creation:
             answers[0] if answers else None,
             streams=request.stream,
         )
-        try:
+        with RESPONSE_NAMES.used():
             self._builder.requests(response_id, reply, [asked.prompt], asked.options, arrival)
-        except ApiError as error:
-            raise renamed(error) from None
         return reply
 
     async def _start(

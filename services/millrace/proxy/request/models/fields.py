@@ -15,6 +15,7 @@ from typing import Annotated, Any, TypeVar, get_args, get_type_hints
 
 from pydantic import (
     AfterValidator,
+    BeforeValidator,
     ConfigDict,
     Field,
     GetCoreSchemaHandler,
@@ -117,19 +118,34 @@ class Within:
 
 
 class OneType:
-    """A field of one of several `types`. `choose` returns the tag of a value's type, or None."""
+    """A field of one of several `types`. `choose` returns the tag of a value's type, or None.
 
-    def __init__(self, choose: Callable[[Any], str | None], wanted: str, **types: object) -> None:
+    `tagged_by` names the field of the objects that is the tag, if there is one: the quick schema
+    tries all types of JSON without it, and a field that only a later type has is read twice.
+    """
+
+    def __init__(
+        self,
+        choose: Callable[[Any], str | None],
+        wanted: str,
+        tagged_by: str = "",
+        **types: object,
+    ) -> None:
         self._choose = choose
+        self._tagged_by = tagged_by
         self._wanted = wanted
         self._types = types
 
     def __get_pydantic_core_schema__(
         self, source: type, handler: GetCoreSchemaHandler
     ) -> CoreSchema:
-        schemas = {f"<{tag}>": handler.generate_schema(t) for tag, t in self._types.items()}
+        found = {tag: handler.generate_schema(t) for tag, t in self._types.items()}
+        schemas = {f"<{tag}>": schema for tag, schema in found.items()}
+        quick: CoreSchema = core.union_schema(list(found.values()), mode="left_to_right")
+        if self._tagged_by:
+            quick = core.tagged_union_schema(found, self._tagged_by)
         return core.json_or_python_schema(
-            json_schema=core.union_schema(list(schemas.values()), mode="left_to_right"),
+            json_schema=quick,
             python_schema=core.tagged_union_schema(
                 schemas,
                 lambda value: f"<{self._choose(value)}>",
@@ -158,6 +174,20 @@ def wrong_field(name: str, kind: str | PydanticCustomError, value: object) -> Va
 def kind_of_part(part: object) -> str:
     """Returns the tag of a part of a message's content: "text" or "refusal"."""
     return "refusal" if isinstance(part, dict) and part.get("type") == "refusal" else "text"
+
+
+def of_types(kinds: tuple[str, ...], what: str, default: str | None = None) -> BeforeValidator:
+    """Refuses objects whose `type` is not one of `kinds`."""
+
+    def check(value: object) -> object:
+        if isinstance(value, dict) and value.get("type", default) not in kinds:
+            known = ", ".join(map(repr, kinds))
+            message = f"{what} must be one of {known}, got {shown(value.get('type'))}."
+            kind = PydanticCustomError("unsupported_content_type", message)
+            raise wrong_field("type", kind, value)
+        return value
+
+    return BeforeValidator(check)
 
 
 class OneOf:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, NotRequired, Required
 
-from pydantic import AfterValidator, BeforeValidator, Field, with_config
+from pydantic import AfterValidator, Field, with_config
 from pydantic_core import PydanticCustomError
 from typing_extensions import TypedDict
 
@@ -20,8 +20,8 @@ from millrace.proxy.request.models.fields import (
     Unsupported,
     Within,
     kind_of_part,
+    of_types,
     text_or_array,
-    wrong_field,
 )
 from millrace.proxy.request.models.sampling import SamplingFields
 from millrace.proxy.request.models.tools import ResponseChoice, ResponseTools
@@ -31,20 +31,6 @@ _Text = Annotated[str, Field(min_length=1)]
 
 _PART_TYPES = ("input_text", "output_text", "text", "refusal")
 _ITEM_TYPES = ("message", "function_call", "function_call_output", "reasoning")
-
-
-def _of_types(kinds: tuple[str, ...], what: str, default: str | None = None) -> BeforeValidator:
-    """Refuses objects whose `type` is not one of `kinds`."""
-
-    def check(value: object) -> object:
-        if isinstance(value, dict) and value.get("type", default) not in kinds:
-            known = ", ".join(map(repr, kinds))
-            message = f"{what} must be one of {known}, got {shown(value.get('type'))}."
-            kind = PydanticCustomError("unsupported_content_type", message)
-            raise wrong_field("type", kind, value)
-        return value
-
-    return BeforeValidator(check)
 
 
 @with_config(STRICT)
@@ -73,7 +59,7 @@ _Part = Annotated[
         text=ResponseTextPart,
         refusal=ResponseRefusalPart,
     ),
-    _of_types(_PART_TYPES, "the type of a content part"),
+    of_types(_PART_TYPES, "the type of a content part"),
 ]
 _Content = Annotated[
     Any,
@@ -147,7 +133,7 @@ _Item = Annotated[
         function_call_output=CallOutputItem,
         reasoning=ReasoningItem,
     ),
-    _of_types(_ITEM_TYPES, "the type of an item", "message"),
+    of_types(_ITEM_TYPES, "the type of an item", "message"),
 ]
 
 

@@ -14,7 +14,8 @@ _MOST_BAD_WORDS = 1024
 
 _Stop = Annotated[str, Field(min_length=1, max_length=512)]
 _OneStop = Annotated[_Stop, AfterValidator(lambda text: (text,))]
-_Stops = Annotated[list[_Stop], Field(max_length=16, fail_fast=True), AfterValidator(tuple)]
+#: Texts that end the answer.
+Stops = Annotated[list[_Stop], Field(max_length=16, fail_fast=True), AfterValidator(tuple)]
 _BadWord = Annotated[str, Field(min_length=1, max_length=512)]
 _BadWords = Annotated[list[_BadWord], Field(max_length=_MOST_BAD_WORDS, fail_fast=True)]
 
@@ -73,7 +74,7 @@ class SamplingFields(TypedDict, total=False):
     stop: Annotated[
         Annotated[
             Any,
-            OneType(text_or_array, "a string or an array of strings", text=_OneStop, array=_Stops),
+            OneType(text_or_array, "a string or an array of strings", text=_OneStop, array=Stops),
         ]
         | None,
         Field(description="Up to 16 texts that end the answer."),

@@ -16,14 +16,15 @@ from millrace.proxy.errors import ApiError, bad_field, shown
 from millrace.proxy.request.forced_calls import forced_calls
 from millrace.proxy.request.models.fields import STRICT, AnyObject, OneOf, OneType, text_or_object
 
-_FUNCTION_NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
+#: Clients of Anthropic's API use up to 128 characters, OpenAI's 64.
+_FUNCTION_NAME = re.compile(r"[a-zA-Z0-9_-]{1,128}")
 #: Mistral's templates accept only ids of 9 letters and digits.
 _LEGACY_ID = "call{:05d}"
 
 
 def _check_name(name: str) -> str:
     if not _FUNCTION_NAME.fullmatch(name):
-        message = f"must be 1 to 64 letters, digits, '_' or '-', got {shown(name)}."
+        message = f"must be 1 to 128 letters, digits, '_' or '-', got {shown(name)}."
         raise PydanticCustomError("invalid_value", message)
     return name
 
@@ -35,21 +36,25 @@ def _check_parameters(schema: dict[str, Any]) -> dict[str, Any]:
     return schema
 
 
-_FunctionName = Annotated[
+FunctionName = Annotated[
     str,
     AfterValidator(_check_name),
-    Field(json_schema_extra={"pattern": "^[a-zA-Z0-9_-]{1,64}$"}),
+    Field(json_schema_extra={"pattern": "^[a-zA-Z0-9_-]{1,128}$"}),
 ]
+
+
+#: The JSON schema of a function's arguments.
+Parameters = Annotated[AnyObject, AfterValidator(_check_parameters)]
 
 
 @with_config(STRICT)
 class FunctionTool(TypedDict, total=False):
     """A function that the assistant may call."""
 
-    name: Required[_FunctionName]
+    name: Required[FunctionName]
     description: str | None
     parameters: Annotated[
-        Annotated[AnyObject, AfterValidator(_check_parameters)] | None,
+        Parameters | None,
         Field(description="A JSON schema of type object. Absent: no parameters."),
     ]
     strict: Annotated[
@@ -76,7 +81,7 @@ class Tool(TypedDict):
 class NamedFunction(TypedDict):
     """The name of a function."""
 
-    name: _FunctionName
+    name: FunctionName
 
 
 @with_config(STRICT)
@@ -92,7 +97,7 @@ class NamedResponseTool(TypedDict):
     """The choice of one function, in the form of /v1/responses."""
 
     type: Annotated[str, OneOf("function")]
-    name: _FunctionName
+    name: FunctionName
 
 
 def _choice(named: type, *words: str) -> OneType:
