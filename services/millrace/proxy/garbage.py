@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
+
+_M_MMAP_THRESHOLD = -3  # of malloc.h
+_LARGE_BYTES = 1 << 20
 
 
 def spare_old_objects() -> None:
@@ -13,3 +17,14 @@ def spare_old_objects() -> None:
     """
     gc.collect()
     gc.freeze()
+
+
+def return_large_blocks() -> None:
+    """Lets malloc return blocks of 1 MiB or more to the system when they are freed.
+
+    By itself glibc's malloc keeps blocks for itself that are as large as blocks freed before: the
+    text and the body of a long prompt, some 40 MiB in all.
+    """
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "mallopt"):  # not musl's
+        libc.mallopt(_M_MMAP_THRESHOLD, _LARGE_BYTES)

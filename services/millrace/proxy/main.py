@@ -7,7 +7,7 @@ from collections.abc import Callable
 from millrace.concurrency import stop_signals
 from millrace.core.config import Config
 from millrace.core.config.models import ModelConfig
-from millrace.proxy.garbage import spare_old_objects
+from millrace.proxy.garbage import return_large_blocks, spare_old_objects
 from millrace.proxy.service import Proxy, listen
 from millrace.proxy.workers import serve_workers
 
@@ -32,6 +32,7 @@ async def serve(
         proxy = Proxy(config, model)
         await proxy.start(listen(config.proxy.host, config.proxy.port))
         spare_old_objects()
+        return_large_blocks()
         if on_ready is not None:
             on_ready(proxy.port)
         await proxy.run_until(stop)

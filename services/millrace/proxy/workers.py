@@ -26,7 +26,7 @@ from prometheus_client.registry import Collector
 from millrace.core.config import Config
 from millrace.core.config.models import ModelConfig
 from millrace.core.errors import MillraceError
-from millrace.proxy.garbage import spare_old_objects
+from millrace.proxy.garbage import return_large_blocks, spare_old_objects
 from millrace.proxy.service import Proxy, listen
 from millrace.telemetry.log import setup_logging
 from millrace.wire.tls import use_tls
@@ -155,6 +155,7 @@ async def _worker(work: _Work, ready: Connection) -> None:
         bound = listen(work.config.proxy.host, work.port, shared=True)
         await proxy.start(bound, siblings.render)
         spare_old_objects()
+        return_large_blocks()
     except MillraceError as error:
         ready.send(str(error))
         return
