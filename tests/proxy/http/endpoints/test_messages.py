@@ -194,6 +194,29 @@ async def test_tools_round_trip(client, stack):
     )
 
 
+async def test_the_fields_that_claude_code_sends(client, stack):
+    prompts = capture_prompts(stack)
+    cached = {"cache_control": {"type": "ephemeral", "ttl": "1h"}}
+    answer = await ask(
+        client,
+        stack,
+        THOUGHT,
+        system=[{"type": "text", "text": "Be brief.", **cached}],
+        messages=[USER, {"role": "system", "content": "Be kind."}],
+        tools=[{**TOOL, **cached}],
+        thinking={"type": "adaptive"},
+        output_config={"effort": "high"},
+        metadata={"user_id": "u"},
+        extra_body={
+            "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
+        },
+        extra_query={"beta": "true"},
+        extra_headers={"anthropic-beta": "context-management-2025-06-27"},
+    )
+    assert shape(answer) == ["thinking", "text"]
+    assert prompts[-1].endswith("system:Be brief.user:hisystem:Be kind.assistant:")
+
+
 @pytest.mark.parametrize(
     ("choice", "most"),
     [
