@@ -25,7 +25,7 @@ async def test_measures_a_real_proxy_process():
     (long,) = report["long_prompts"]
     assert long["prompts"] >= 1 and 0.1 < long["body_mib"] < 1
     for gaps in (long["alone"], long["beside"]):
-        assert 10 < gaps["p50_ms"] <= gaps["p99_ms"] <= gaps["max_ms"]
+        assert 0 <= gaps["p50_ms"] <= gaps["p99_ms"] <= gaps["max_ms"]
     assert 0 < long["before_mib"] <= long["peak_mib"] >= long["after_mib"] > 0
     console = Console(width=80)
     with console.capture() as shown:

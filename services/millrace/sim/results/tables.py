@@ -62,7 +62,12 @@ def table(
         pad_edge=False,
     )
     for number, heading in enumerate(headings.split(" | ")):
-        made.add_column(heading, justify="left" if number < left else "right", no_wrap=True)
+        made.add_column(
+            heading,
+            justify="left" if number < left else "right",
+            overflow="fold",  # where there is no room, lines break, and nothing is left out
+            min_width=max(map(len, heading.split()), default=0),
+        )
     formatter, cells = _Template(), template.split(" | ")
     for row in rows:
         made.add_row(*(formatter.vformat(cell, (), row) for cell in cells))
