@@ -11,6 +11,7 @@ from typing import Any
 
 from millrace.proxy.errors import bad_field, shown
 from millrace.proxy.request.models.sampling import SamplingFields
+from millrace.proxy.request.reading import write_body
 from millrace.proxy.request.renaming import FieldNames
 from millrace.proxy.request.validation import Bodies, ChatRequest
 
@@ -64,8 +65,7 @@ def read_as_chat(bodies: Bodies, fields: Mapping[str, Any], *, reasons: bool) ->
         schema = {"name": "answer", "schema": form["schema"]}
         chat["response_format"] = {"type": "json_schema", "json_schema": schema}
     with MESSAGE_NAMES.used():
-        # orjson writes no integer above 64 bits; the input of a call may have such a number.
-        return bodies.read_chat(json.dumps(chat).encode())
+        return bodies.read_chat(write_body(chat))
 
 
 def _thinking(fields: Mapping[str, Any], *, reasons: bool) -> Json:

@@ -6,7 +6,6 @@ Both APIs have one generation path: the fields of a response have the names and 
 
 from __future__ import annotations
 
-import json
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from typing import Any
 
 from millrace.proxy.errors import bad_field, shown
 from millrace.proxy.request.models.sampling import SamplingFields
-from millrace.proxy.request.reading import read_body
+from millrace.proxy.request.reading import read_body, write_body
 from millrace.proxy.request.renaming import FieldNames
 from millrace.proxy.request.validation import Bodies, ChatRequest
 
@@ -116,8 +115,7 @@ def read_as_chat(
     chat |= _response_format(fields.get("text", {}).get("format"))
     chat |= _tools(fields)
     with RESPONSE_NAMES.used():
-        # orjson writes no integer above 64 bits; an argument of the template may be such a number.
-        return bodies.read_chat(json.dumps(chat).encode())
+        return bodies.read_chat(write_body(chat))
 
 
 def most_dropped(messages: Sequence[Mapping[str, Any]]) -> int:
