@@ -12,6 +12,7 @@ its input.
 from __future__ import annotations
 
 import contextlib
+import os
 import subprocess
 import sys
 import threading
@@ -124,9 +125,12 @@ def main(path: str) -> None:
     tokenizer = Tokenizer.from_file(path)
     tokenizer.no_padding()
     tokenizer.no_truncation()
-    while (message := _read(source)) is not None:
-        ids = ids_of(tokenizer, message[1:].decode(), add_special_tokens=bool(message[0]))
-        _write(target, ids.tobytes())
+    try:
+        while (message := _read(source)) is not None:
+            ids = ids_of(tokenizer, message[1:].decode(), add_special_tokens=bool(message[0]))
+            _write(target, ids.tobytes())
+    except BrokenPipeError:
+        os._exit(1)  # the proxy is gone: nobody reads what the buffer still holds
 
 
 def ids_of(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool) -> TokenArray:
