@@ -9,6 +9,7 @@ import select
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
@@ -80,6 +81,15 @@ async def test_each_starts_in_the_folder_of_its_parent(
     (tmp_path / "bad.toml").write_text("[scheduler]\nlease_s = -1\n")
     monkeypatch.chdir(tmp_path)
     bad = Service("bad", [*QUICK, "--config", "bad.toml"], Path("bad.log"))
+    with pytest.raises(StartupError, match=r"scheduler\.lease_s"):
+        await bad.start(HANG_S)
+
+
+async def test_a_start_needs_no_room_for_temporary_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "full"))  # no file can be made there
+    bad = service(tmp_path, "bad", MILLRACE_SCHEDULER__LEASE_S="-1")
     with pytest.raises(StartupError, match=r"scheduler\.lease_s"):
         await bad.start(HANG_S)
 

@@ -13,7 +13,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from threading import Lock
@@ -81,7 +80,8 @@ async def fork(
     }
     read_fd, write_fd = os.pipe()
     try:
-        with tempfile.TemporaryFile() as file:
+        # In memory: services are started again also while the disk is full.
+        with os.fdopen(os.memfd_create("millrace-order"), "w+b") as file:
             file.write(json.dumps(order).encode())
             file.seek(0)
             _server.send([file.fileno(), output, ready, write_fd])
