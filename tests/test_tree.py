@@ -19,6 +19,7 @@ OTHERS = {
     "contract": "one contract for the real external system and the one in memory",
     "docs": "docs/",
     "e2e": "whole stacks",
+    "faults": "whole stacks, every service of which is harmed",
     "envtest": "the operator on a Kubernetes cluster",
     "images": "the container images",
     "kernels": "kernels/",

@@ -27,6 +27,7 @@ from support.live_stack import (
     held,
     keys_of_requests,
     live_stack,
+    store_url,
 )
 from support.redis_servers import watched
 from support.served_model import served_folder
@@ -151,8 +152,7 @@ async def test_a_frozen_prefill_is_taken_for_dead(fleet, client) -> None:
 
 
 def store_of(stack: Stack) -> redis.asyncio.Redis:
-    url = next(a for a in stack.services["proxy"].arguments if a.startswith("store.url="))
-    return redis.asyncio.from_url(url.removeprefix("store.url="))
+    return redis.asyncio.from_url(store_url(stack))
 
 
 async def redis_pid(stack: Stack) -> int:

@@ -14,15 +14,11 @@ import orjson
 import pytest
 import pytest_asyncio
 
-from millrace.core.config import StoreConfig
 from millrace.event_lines import event_lines
 from millrace.local.processes.service import Service
 from millrace.local.stack import Stack
-from millrace.state.leader import lease_name
-from millrace.state.leases import Lease
-from millrace.state.open import open_leases
 from support.deadlines import HANG_S
-from support.live_stack import eventually, live_stack
+from support.live_stack import eventually, leader_of, lease_of, live_stack
 from support.served_model import served_folder
 from support.tiny_models import prompt
 
@@ -109,28 +105,8 @@ class Fleet:
     client: httpx.AsyncClient
     undisturbed: list[list[int]] = field(default_factory=list)
 
-    async def lease(self) -> Lease:
-        (url,) = (
-            one.removeprefix("store.url=")
-            for one in self.stack.services["proxy"].arguments
-            if one.startswith("store.url=")
-        )
-        leases = open_leases(StoreConfig(url=url))
-        try:
-            found = await leases.read(lease_name(self.stack.group_of(0)))
-        finally:
-            await leases.close()
-        assert found is not None
-        return found
-
-    async def leader(self) -> Service:
-        address = (await self.lease()).address
-        schedulers = [s for name, s in self.stack.services.items() if name.startswith("sched")]
-        (found,) = (one for one in schedulers if address.endswith(f":{one.port}"))
-        return found
-
     async def another_leads(self, epoch: int) -> bool:
-        lease = await self.lease()
+        lease = await lease_of(self.stack)
         return lease.epoch > epoch and lease.left_s > 0
 
     async def check(self, answers: list[Answer], what: str) -> None:
@@ -165,7 +141,7 @@ def send(service: Service, number: signal.Signals) -> None:
 
 @pytest.mark.asyncio(loop_scope="module")
 async def test_the_death_of_the_leader_costs_no_answer(fleet: Fleet):
-    leader, epoch = await fleet.leader(), (await fleet.lease()).epoch
+    leader, epoch = await leader_of(fleet.stack), (await lease_of(fleet.stack)).epoch
     restarts = leader.restarts
     answers = Streams(fleet.client)
     await answers.begun()
@@ -175,13 +151,13 @@ async def test_the_death_of_the_leader_costs_no_answer(fleet: Fleet):
     assert late.ids == fleet.undisturbed[0]
     first_s = late.times_s[1] - late.times_s[0]
     print(f"SIGKILL: a request that came meanwhile had its first token after {first_s:.2f} s")
-    assert (await fleet.lease()).epoch > epoch
+    assert (await lease_of(fleet.stack)).epoch > epoch
     await eventually(lambda: leader.restarts == restarts + 1 and leader.serving)
 
 
 @pytest.mark.asyncio(loop_scope="module")
 async def test_a_leader_that_was_paused_past_its_lease_does_no_harm(fleet: Fleet):
-    leader, epoch = await fleet.leader(), (await fleet.lease()).epoch
+    leader, epoch = await leader_of(fleet.stack), (await lease_of(fleet.stack)).epoch
     restarts = leader.restarts
     answers = Streams(fleet.client)
     await answers.begun()
@@ -196,7 +172,7 @@ async def test_a_leader_that_was_paused_past_its_lease_does_no_harm(fleet: Fleet
 
 async def restart_leader(fleet: Fleet) -> None:
     """Ends the leader as a rolling update does, and waits for its new process."""
-    leader, epoch = await fleet.leader(), (await fleet.lease()).epoch
+    leader, epoch = await leader_of(fleet.stack), (await lease_of(fleet.stack)).epoch
     restarts = leader.restarts
     send(leader, signal.SIGTERM)
     await eventually(lambda: fleet.another_leads(epoch), what="no other scheduler leads")

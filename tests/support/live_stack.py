@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import re
 import signal
 import sys
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import httpx
 import redis.asyncio
 
+from millrace.core.config import StoreConfig
 from millrace.local.options import StackOptions
+from millrace.local.processes.service import Service
 from millrace.local.stack import Stack
+from millrace.state.leader import lease_name
+from millrace.state.leases import Lease
+from millrace.state.open import open_leases
 from millrace.wire.clients.scheduler_client import get_instances
 from support.deadlines import HANG_S, eventually
 
@@ -46,6 +52,7 @@ async def live_stack(
     settings: Sequence[str] = (),
     role_settings: Mapping[str, Sequence[str]] | None = None,
     config: Path | None = None,
+    record: Path | None = None,
 ) -> AsyncIterator[Stack]:
     """Starts the stack on free ports. Stopping raises when any process ended with an error. When a
     test fails, the ends of all logs are printed.
@@ -64,6 +71,7 @@ async def live_stack(
         settings=[f"engine.kv_bytes={POOL_BYTES}", REASONS, *settings],
         role_settings=role_settings or {},
         config=config,
+        record=record,
     )
     async with Stack(options) as stack:
         try:
@@ -140,44 +148,81 @@ async def token_ids(client: httpx.AsyncClient, text: str) -> list[int]:
 
 
 @asynccontextmanager
-async def held(stack: Stack, check: Callable[[], bool]) -> AsyncIterator[str]:
+async def slowed(pids: Sequence[int]) -> AsyncIterator[None]:
+    """Processes get a tenth of their time inside the block, and are stopped at its end."""
+
+    def stop() -> None:
+        for pid in pids:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGSTOP)
+
+    stop()  # until the slowing has begun
+    slows = await asyncio.create_subprocess_exec(
+        sys.executable, "-S", "-c", SLOWS, *map(str, pids), stderr=asyncio.subprocess.DEVNULL
+    )
+    try:
+        yield
+    finally:
+        with suppress(ProcessLookupError):  # it ends by itself when one of them has
+            slows.kill()
+        stop()
+        await slows.wait()
+        stop()  # again: its last signal may have come after
+
+
+@asynccontextmanager
+async def held(stack: Stack, check: Callable[[], Any]) -> AsyncIterator[str]:
     """Slows the decode instances until `check()` is true; inside, they are stopped.
 
     What they do is then in the state that `check` wants, however busy the machine is: they have
     done little more when this process, or one between, stalls for a second.
     Yields the name of the one that holds the most requests.
     """
-    decoding = {n: one.process for n, one in stack.services.items() if n.startswith("decode-")}
-    processes = [process for process in decoding.values() if process is not None]
-
-    def send(number: signal.Signals) -> None:
-        for process in processes:
-            process.send_signal(number)
-
-    send(signal.SIGSTOP)  # until the slowing has begun
-    slows = await asyncio.create_subprocess_exec(
-        sys.executable, "-S", "-c", SLOWS, *(str(one.pid) for one in processes)
-    )
+    processes = [stack.services[name].process for name in stack.instances("decode")]
+    there = [process for process in processes if process is not None]
     try:
-        try:
+        async with slowed([process.pid for process in there]):
             await eventually(check)
-        finally:
-            slows.kill()
-            send(signal.SIGSTOP)
-            await slows.wait()
-        send(signal.SIGSTOP)  # again: its last signal may have come after
-        found = await get_instances(f"127.0.0.1:{stack.services['scheduler'].port}")
-        yield max(
-            (one for one in found if one.id in decoding), key=lambda one: one.held_requests
-        ).id
+        yield await busiest(stack, "decode")
     finally:
-        for process in processes:
-            if process.returncode is None:
-                process.send_signal(signal.SIGCONT)
+        for process in there:
+            process.send_signal(signal.SIGCONT)
+
+
+async def busiest(stack: Stack, role: str) -> str:
+    """The instance of a role that holds the most requests, by the scheduler's view."""
+    found = [one for one in await get_instances(stack.scheduler_address) if one.role == role]
+    return max(found, key=lambda one: one.held_requests).id
 
 
 async def keys_of_requests(stack: Stack) -> list[bytes]:
     """What the store holds beside the schedulers' leases, which are there as long as they are."""
-    url = next(a for a in stack.services["proxy"].arguments if a.startswith("store.url="))
-    async with redis.asyncio.from_url(url.removeprefix("store.url=")) as client:
+    async with redis.asyncio.from_url(store_url(stack)) as client:
         return [key for key in await client.keys("*") if b":lease:" not in key]
+
+
+def store_url(stack: Stack) -> str:
+    """The URL of the store that the stack's services use."""
+    (url,) = (a for a in stack.services["proxy"].arguments if a.startswith("store.url="))
+    return url.removeprefix("store.url=")
+
+
+async def lease_of(stack: Stack) -> Lease:
+    """The lease of the scheduler that leads."""
+    leases = open_leases(StoreConfig(url=store_url(stack)))
+    try:
+        found = await leases.read(lease_name(stack.group_of(0)))
+    finally:
+        await leases.close()
+    assert found is not None
+    return found
+
+
+async def leader_of(stack: Stack) -> Service:
+    """The scheduler that leads."""
+    address = (await lease_of(stack)).address
+    schedulers = [one for name, one in stack.services.items() if name.startswith("scheduler")]
+    (found,) = (
+        one for one in schedulers if address in one.arguments or address.endswith(f":{one.port}")
+    )
+    return found

@@ -1,0 +1,72 @@
+"""A TCP relay between two services that can stop passing bytes, as a broken network does."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+
+CHUNK_BYTES = 1 << 16
+
+
+class Relay:
+    """Passes bytes between its port on 127.0.0.1 and another port, until `stall` or `cut`."""
+
+    def __init__(self, host: str, port: int) -> None:
+        self._to = host, port
+        self._passing = asyncio.Event()
+        self._passing.set()
+        self._is_cut = False
+        self._writers: set[asyncio.StreamWriter] = set()
+        self.port = 0
+
+    def stall(self) -> None:
+        """Passes nothing, either way; connections stay open, and new ones are made."""
+        self._passing.clear()
+
+    def cut(self) -> None:
+        """Ends all connections, and each new one at once."""
+        self._is_cut = True
+        for writer in self._writers:
+            writer.close()
+
+    def heal(self) -> None:
+        """Passes bytes again, those that waited first."""
+        self._is_cut = False
+        self._passing.set()
+
+    async def connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Serves one connection to its end."""
+        if self._is_cut:
+            writer.close()
+            return
+        with suppress(OSError):
+            to_reader, to_writer = await asyncio.open_connection(*self._to)
+            both = {writer, to_writer}
+            self._writers |= both
+            try:
+                await asyncio.gather(self._pass(reader, to_writer), self._pass(to_reader, writer))
+            finally:
+                self._writers -= both
+                for one in both:
+                    one.close()
+
+    async def _pass(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with suppress(OSError):
+            while data := await reader.read(CHUNK_BYTES):
+                await self._passing.wait()
+                writer.write(data)
+                await writer.drain()
+        writer.close()  # which ends the other direction
+
+
+@asynccontextmanager
+async def relay(host: str, port: int) -> AsyncIterator[Relay]:
+    """Yields a relay to a port; its connections end with the block."""
+    made = Relay(host, port)
+    server = await asyncio.start_server(made.connected, "127.0.0.1", 0)
+    made.port = server.sockets[0].getsockname()[1]
+    async with server:
+        yield made
+        made.cut()
+        made.heal()
