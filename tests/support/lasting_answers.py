@@ -72,8 +72,9 @@ class Answer:
         return client.stream("POST", self.path, json=self.body, headers=headers)
 
     async def _read(self, response: httpx.Response) -> None:
-        if response.status_code in LATER:  # refused; the store may remember the id
-            self.chosen_id = _new_id()
+        if response.status_code in LATER:
+            if not self._accepted:  # refused; the store may remember the id
+                self.chosen_id = _new_id()
             return
         if response.status_code == httpx.codes.CONFLICT:  # accepted, but its 200 never came
             self._accepted = True
