@@ -12,6 +12,8 @@ from rich.table import Table
 
 #: Units that a format may begin with: the factor from the value's unit.
 _UNITS = {"us": 1e6, "ms": 1e3, "%": 1e2, "GB": 1e-9, "MiB": 2.0**-20}
+#: The most characters that a column keeps on one line in a narrow terminal.
+_MOST_MIN = 48
 _FORMAT = re.compile(r"(us|ms|%(?!$)|GB|MiB)?(.*)")
 
 
@@ -61,16 +63,20 @@ def table(
         padding=(0, 0 if tight else 1, 0, 0),
         pad_edge=False,
     )
+    formatter, cells = _Template(), template.split(" | ")
+    shown = [[formatter.vformat(cell, (), row) for cell in cells] for row in rows]
     for number, heading in enumerate(headings.split(" | ")):
+        words = heading.split()
+        if number < left:  # names stay on one line
+            words += [row[number] for row in shown]
         made.add_column(
             heading,
             justify="left" if number < left else "right",
             overflow="fold",  # where there is no room, lines break, and nothing is left out
-            min_width=max(map(len, heading.split()), default=0),
+            min_width=min(_MOST_MIN, max(map(len, words), default=0)),
         )
-    formatter, cells = _Template(), template.split(" | ")
-    for row in rows:
-        made.add_row(*(formatter.vformat(cell, (), row) for cell in cells))
+    for row in shown:
+        made.add_row(*row)
     return made
 
 
