@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from millrace.core.errors import reason_of
 from millrace.core.scheduler import recording
 from millrace.core.scheduler.events import Event
 from millrace.core.scheduler.recording import RecordingError
+from millrace.sim.packed import open_packed
 
 
 class RecordingLines(Iterator[dict[str, Any]]):
@@ -53,9 +53,7 @@ class RecordingLines(Iterator[dict[str, Any]]):
 
     def _read(self) -> Iterator[dict[str, Any]]:
         try:
-            with self._path.open("rb") as probe:
-                packed = probe.read(2) == b"\x1f\x8b"
-            with gzip.open(self._path) if packed else self._path.open("rb") as file:
+            with open_packed(self._path) as file:
                 for text in file:
                     if not text.endswith(b"\n"):
                         self.cut = True

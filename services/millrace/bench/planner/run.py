@@ -17,17 +17,17 @@ garbage collector frozen and off, as a server should have it while it plans, and
 from __future__ import annotations
 
 import contextlib
-import gc
 import os
 import platform
 import random
 import statistics
 import time
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from millrace.bench.common.collector import collector_off
 from millrace.bench.planner.command import Settings
 from millrace.core.config import SchedulerConfig
 from millrace.core.cost.latency import Latency, SpLatency
@@ -98,7 +98,7 @@ def run(
         for max_sp in settings.max_sp:
             planner = _planner(latency, max_sp, settings)
             trials = trials_of(settings, max_sp)
-            for state, quiet in (("off", _collector_off), ("on", contextlib.nullcontext)):
+            for state, quiet in (("off", collector_off), ("on", contextlib.nullcontext)):
                 on_progress(len(results), total, "planning")
                 _one_pass(planner, trials)  # warms the caches up
                 with quiet():
@@ -134,15 +134,6 @@ def _one_pass(planner: Planner, trials: Sequence[Trial]) -> list[int]:
         plan(tokens, queue_s)
         took_ns.append(clock() - started_ns)
     return took_ns
-
-
-@contextlib.contextmanager
-def _collector_off() -> Iterator[None]:
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
 
 
 def _result(

@@ -15,7 +15,6 @@ instances of few pages, requests wait to be placed at decode instead of for pref
 
 from __future__ import annotations
 
-import gc
 import itertools
 import os
 import platform
@@ -26,6 +25,7 @@ from dataclasses import asdict, dataclass
 from functools import wraps
 from typing import Any
 
+from millrace.bench.common.collector import collector_off
 from millrace.bench.common.report import Distribution
 from millrace.bench.scheduler.command import OBJECTIVES, Settings
 from millrace.core.config import SchedulerConfig
@@ -230,12 +230,8 @@ def run(
 
 def _measure(case: Case, settings: Settings) -> dict[str, Any]:
     load = _Load(case, settings)
-    gc.disable()
-    try:
-        with load.machine.ordering_timed():
-            load.run()
-    finally:
-        gc.enable()
+    with collector_off(), load.machine.ordering_timed():
+        load.run()
     took = load.machine.took[settings.settling :]
     kinds = sorted({kind for kind, _, _ in took})
     return asdict(case) | {

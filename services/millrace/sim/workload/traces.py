@@ -15,7 +15,7 @@ Prefix blocks (hash_ids) have no other use: every request is a single turn with 
 from __future__ import annotations
 
 import csv
-import gzip
+import io
 import itertools
 import json
 from collections.abc import Iterable, Iterator, Sequence
@@ -30,6 +30,7 @@ from millrace.core.scheduler.events import Reported, Submitted
 from millrace.core.scheduler.recording import RecordingError
 from millrace.core.scheduler.reports import RequestFinished
 from millrace.core.weights import DEFAULT_TENANT
+from millrace.sim.packed import open_packed
 
 _QWEN_BLOCK_TOKENS = 16
 
@@ -57,9 +58,7 @@ class TraceRow:
 def read_trace(path: Path) -> list[TraceRow]:
     """Reads a trace, ordered by arrival. Raises ConfigError for a file that is no trace."""
     try:
-        with path.open("rb") as probe:
-            packed = probe.read(2) == b"\x1f\x8b"
-        with gzip.open(path, "rt") if packed else path.open() as lines:
+        with io.TextIOWrapper(open_packed(path)) as lines:
             first = next(lines, "")
             is_recording = '"millrace_recording"' in first
             rows = list(_recorded_rows(path) if is_recording else _rows(first, lines))

@@ -77,12 +77,7 @@ _TextOnly = Annotated[
 ]
 _Texts = Annotated[
     Any,
-    OneType(
-        text_or_array,
-        "a string or an array of text blocks",
-        text=str,
-        array=Annotated[list[_TextOnly], Field(fail_fast=True)],
-    ),
+    text_or_array(Annotated[list[_TextOnly], Field(fail_fast=True)], "text blocks"),
 ]
 
 
@@ -121,12 +116,7 @@ class TurnOfMessages(TypedDict):
     role: Annotated[str, OneOf("user", "assistant", "system")]
     content: Annotated[
         Any,
-        OneType(
-            text_or_array,
-            "a string or an array of blocks",
-            text=str,
-            array=Annotated[list[_Block], Field(min_length=1, fail_fast=True)],
-        ),
+        text_or_array(Annotated[list[_Block], Field(min_length=1, fail_fast=True)], "blocks"),
     ]
 
 

@@ -155,8 +155,12 @@ class OneType:
         )
 
 
-def text_or_array(value: object) -> str | None:
-    """Returns the tag of a field that is a string or an array."""
+def text_or_array(array: object, items: str, *, text: object = str) -> OneType:
+    """Returns a field that is a string, of type `text`, or an array of `items`, of type `array`."""
+    return OneType(_text_or_array, f"a string or an array of {items}", text=text, array=array)
+
+
+def _text_or_array(value: object) -> str | None:
     return "text" if isinstance(value, str) else "array" if isinstance(value, list) else None
 
 

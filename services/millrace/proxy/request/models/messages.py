@@ -137,7 +137,7 @@ _Parts = Annotated[list[Part], Field(min_length=1, fail_fast=True), AfterValidat
 #: A string, or parts of type text, which are joined by line breaks.
 Content = Annotated[
     Any,
-    OneType(text_or_array, "a string or an array of content parts", text=str, array=_Parts),
+    text_or_array(_Parts, "content parts"),
 ]
 
 

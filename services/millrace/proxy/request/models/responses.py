@@ -63,12 +63,7 @@ _Part = Annotated[
 ]
 _Content = Annotated[
     Any,
-    OneType(
-        text_or_array,
-        "a string or an array of content parts",
-        text=str,
-        array=Annotated[list[_Part], Field(min_length=1, fail_fast=True)],
-    ),
+    text_or_array(Annotated[list[_Part], Field(min_length=1, fail_fast=True)], "content parts"),
 ]
 
 
@@ -197,11 +192,8 @@ class ResponseBody(SamplingFields, total=False):
     input: Required[
         Annotated[
             Any,
-            OneType(
-                text_or_array,
-                "a string or an array of items",
-                text=_Text,
-                array=Annotated[list[_Item], Field(min_length=1, fail_fast=True)],
+            text_or_array(
+                Annotated[list[_Item], Field(min_length=1, fail_fast=True)], "items", text=_Text
             ),
             Field(description="A text, or the conversation's items."),
         ]

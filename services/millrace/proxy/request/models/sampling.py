@@ -7,7 +7,7 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, Field, with_config
 from typing_extensions import TypedDict
 
-from millrace.proxy.request.models.fields import STRICT, OneType, Within, text_or_array
+from millrace.proxy.request.models.fields import STRICT, Within, text_or_array
 from millrace.proxy.request.models.objectives import ObjectiveFields, Priority
 
 _MOST_BAD_WORDS = 1024
@@ -74,7 +74,7 @@ class SamplingFields(TypedDict, total=False):
     stop: Annotated[
         Annotated[
             Any,
-            OneType(text_or_array, "a string or an array of strings", text=_OneStop, array=Stops),
+            text_or_array(Stops, "strings", text=_OneStop),
         ]
         | None,
         Field(description="Up to 16 texts that end the answer."),
