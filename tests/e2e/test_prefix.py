@@ -28,8 +28,9 @@ ANSWER = {"max_tokens": 12, "temperature": 0, "ignore_eos": True, "return_token_
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def stack() -> AsyncIterator[Stack]:
     settings = [
-        *("engine.dtype=float32", "engine.max_chunk_tokens=256", "scheduler.heartbeat_s=0.2"),
-        "engine.kv_bytes=4194304",
+        *("engine.dtype=float32", "engine.max_chunk_tokens=256", "engine.kv_bytes=4194304"),
+        # No heartbeat comes in time: blocks are reported as soon as requests leave them.
+        *("scheduler.heartbeat_s=20", "scheduler.lease_s=60"),
     ]
     async with live_stack(served_folder(MODEL), prefill=1, settings=settings) as running:
         yield running

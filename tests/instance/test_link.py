@@ -12,6 +12,7 @@ from millrace.core.incarnation import Incarnation
 from millrace.core.request_spec import RequestSpec, SamplingParams
 from millrace.core.scheduler.commands import AdmitDecode, Cancel, Command, Registered
 from millrace.core.scheduler.reports import (
+    CachedBlocks,
     Draining,
     Heartbeat,
     PrefixLanded,
@@ -86,6 +87,7 @@ class Worker:
             self.leaders,
             register=self._register,
             heartbeat=self._beat,
+            cached_blocks=self._cached_blocks,
             on_command=self._take,
             retry=Backoff(0.02, 1.0),
         )
@@ -104,6 +106,9 @@ class Worker:
     def _beat(self) -> Heartbeat:
         self.beats += 1
         return Heartbeat(running=self.beats)
+
+    def _cached_blocks(self) -> CachedBlocks | None:
+        return CachedBlocks(added=(self.beats,)) if self.beats == 2 else None
 
 
 class Net:
@@ -169,8 +174,12 @@ async def test_registers_reports_and_beats(net: Net, worker: Worker) -> None:
 
     await eventually(lambda: worker.seen == ["register", "a", "b"])
     await eventually(lambda: released(net.scheduler.streams[0]) == ["r"])
-    await eventually(lambda: worker.beats >= 3)
-    assert net.scheduler.streams[0][0] == REGISTRATION
+    await eventually(lambda: Heartbeat(running=3) in net.scheduler.streams[0])
+    registration, *said = net.scheduler.streams[0]
+    assert registration == REGISTRATION
+    second = said.index(Heartbeat(running=2))
+    assert said[second + 1] == CachedBlocks(added=(2,))
+    assert sum(isinstance(one, CachedBlocks) for one in said) == 1
 
 
 async def test_reports_follow_the_registration(net: Net) -> None:
@@ -267,6 +276,7 @@ async def test_a_defect_in_a_command_ends_the_link(net: Net) -> None:
         LeaderWatch(MemoryLeases(), f"127.0.0.1:{net.port}"),
         register=lambda: REGISTRATION,
         heartbeat=Heartbeat,
+        cached_blocks=lambda: None,
         on_command=fail,
     )
     running = asyncio.create_task(link.run())

@@ -230,12 +230,12 @@ def test_a_packed_recording_is_read_like_a_plain_one(recording):
     "text, message",
     [
         ("", "its first line has no millrace_recording"),
-        ('{"millrace_recording":7}\n', "millrace_recording is 7; this version reads 2"),
+        ('{"millrace_recording":7}\n', "millrace_recording is 7; this version reads 3"),
         ("[]\n", "line 1: it must be an object"),
         ("{\n", "line 1: "),
-        ('{"millrace_recording":2,"scheduler":{}}\n{"now_s":1}\n', "line 2: no step: KeyError"),
+        ('{"millrace_recording":3,"scheduler":{}}\n{"now_s":1}\n', "line 2: no step: KeyError"),
         (
-            '{"millrace_recording":2,"scheduler":{}}\n{"now_s":1,"event":["X",{}],"effects":[]}\n',
+            '{"millrace_recording":3,"scheduler":{}}\n{"now_s":1,"event":["X",{}],"effects":[]}\n',
             r"line 2: \['X', {}\] is no event",
         ),
     ],

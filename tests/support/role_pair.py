@@ -14,6 +14,7 @@ import pytest
 from millrace.core.config import Config
 from millrace.core.kv.prefix import block_hashes, prefix_root
 from millrace.core.request_spec import RequestSpec
+from millrace.core.scheduler.reports import CachedBlocks
 from millrace.core.span import Span
 from millrace.core.token_events import FinishedPrefill, TokenEvent
 from millrace.decode.loop import DecodeRole
@@ -213,21 +214,27 @@ def with_blocks(
 
 
 class CacheView:
-    """The blocks of a role's cache by its heartbeats, put together as the scheduler does."""
+    """The blocks of a role's cache by its reports, put together as the scheduler does."""
 
     def __init__(self, role: LiveRole) -> None:
         self._role = role
+        self._heard = 0  # of `role.cached`
         self.blocks: set[int] = set()
 
-    def hear(self) -> set[int]:
-        cached = self._role.role.heartbeat().cached
-        if cached is None:
-            return self.blocks
+    def hear(self, *, beats: bool = True) -> set[int]:
+        """Takes the reports since the last call, and those of the next heartbeat if one `beats`."""
+        for report in self._role.cached[self._heard :]:
+            self._take(report)
+        self._heard = len(self._role.cached)
+        if beats and (cached := self._role.role.cached_blocks()) is not None:
+            self._take(cached)
+        return self.blocks
+
+    def _take(self, cached: CachedBlocks) -> None:
         if cached.whole:
             self.blocks.clear()
         self.blocks |= set(cached.added)
         self.blocks -= set(cached.removed)
-        return self.blocks
 
 
 def finished_messages(monkeypatch: pytest.MonkeyPatch) -> dict[str, FinishedPrefill]:

@@ -21,7 +21,7 @@ from millrace.core.request import Chunk
 from millrace.core.request_spec import RequestSpec, SamplingParams
 from millrace.core.scheduler.commands import AdmitDecode, Cancel, Member, Order, RunPrefill
 from millrace.core.scheduler.effects import ChunkRef
-from millrace.core.scheduler.reports import Registration, Report
+from millrace.core.scheduler.reports import CachedBlocks, Registration, Report
 from millrace.engine.assembly import open_engines
 from millrace.engine.attention.ring import RingTask
 from millrace.engine.forward.passes import Boundary
@@ -74,7 +74,8 @@ class LiveRole:
     ) -> None:
         """`hub`: of all roles of the test; None: they use NIXL, for KV in several processes."""
         self.incarnation = Incarnation(name, time.time_ns())
-        self.messages: list[tuple[str, Any]] = []
+        self.messages: list[tuple[str, Any]] = []  # of requests
+        self.cached: list[CachedBlocks] = []
         folder = model_folder(model)
         (self.engine,) = open_engines(folder, settings.engine, 1, transport=serve_rank)
         address = f"{name}-{self.incarnation.generation}"
@@ -109,7 +110,10 @@ class LiveRole:
 
     def take(self, report: Report) -> None:
         """Plays the scheduler's end of the stream."""
-        self.messages.append((kind_of(report), report))
+        if isinstance(report, CachedBlocks):
+            self.cached.append(report)
+        else:
+            self.messages.append((kind_of(report), report))
 
     def kinds(self, request_id: str) -> list[str]:
         """What was said of a request, in order."""

@@ -10,7 +10,7 @@ import grpc
 
 from millrace.core.cost.decode_step import DecodeStepTime
 from millrace.core.scheduler.commands import Drain
-from millrace.core.scheduler.reports import Heartbeat, Registration
+from millrace.core.scheduler.reports import CachedBlocks, Heartbeat, Registration
 from millrace.decode.kvp.shards import SpreadRequests
 from millrace.decode.output.output import Output
 from millrace.decode.pace import TokenPace
@@ -102,8 +102,10 @@ class TokenRole:
             running=running,
             waiting=waiting,
             tbt_s=tbt_s,
-            cached=cached_blocks(self.prefix_cache),
         )
+
+    def cached_blocks(self) -> CachedBlocks | None:
+        return cached_blocks(self.prefix_cache)
 
     def cancel(self, request_id: str) -> None:
         """Ends a request, or a shard of another instance's request."""

@@ -165,6 +165,7 @@ async def serve_instance(
             leaders,
             register=register,
             heartbeat=role.heartbeat,
+            cached_blocks=role.cached_blocks,
             on_command=partial(_on_command, role, tracer),
         )
         tasks = [

@@ -15,7 +15,7 @@ from dataclasses import replace
 from millrace.core.backoff import Backoff
 from millrace.core.scheduler.commands import Command, Registered
 from millrace.core.scheduler.ledger import Ledger
-from millrace.core.scheduler.reports import Draining, Heartbeat, Registration, Report
+from millrace.core.scheduler.reports import CachedBlocks, Draining, Heartbeat, Registration, Report
 from millrace.state.leader import LeaderWatch
 from millrace.wire.clients.scheduler_stream import (
     SchedulerStream,
@@ -31,7 +31,8 @@ RETRY = Backoff(0.1, 1.0)
 class WorkerLink:
     """Keeps one stream to the leader of the schedulers open until `close`.
 
-    `register` and `heartbeat` return the current state; `on_command` gets every command in order.
+    `register`, `heartbeat` and `cached_blocks` return the current state; `on_command` gets every
+    command in order.
     """
 
     def __init__(
@@ -40,6 +41,7 @@ class WorkerLink:
         *,
         register: Callable[[], Registration],
         heartbeat: Callable[[], Heartbeat],
+        cached_blocks: Callable[[], CachedBlocks | None],
         on_command: Callable[[Command], None],
         retry: Backoff = RETRY,
     ) -> None:
@@ -47,6 +49,7 @@ class WorkerLink:
         self._retry = retry
         self._register = register
         self._heartbeat = heartbeat
+        self._cached_blocks = cached_blocks
         self._on_command = on_command
         self._ledger = Ledger()
         self._outbox: asyncio.Queue[Report | None] = asyncio.Queue()
@@ -130,3 +133,5 @@ class WorkerLink:
         while True:
             await asyncio.sleep(interval_s)
             self.send(self._heartbeat())
+            if (cached := self._cached_blocks()) is not None:
+                self.send(cached)

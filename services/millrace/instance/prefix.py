@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from millrace.core.config import EngineConfig
 from millrace.core.request_spec import RequestSpec
@@ -39,8 +39,14 @@ def prompt_blocks(spec: RequestSpec, cache: PrefixCache) -> Sequence[int]:
     return spec.prefix_hashes[: spec.prompt_tokens // cache.block_tokens]
 
 
+def report_cached(cache: PrefixCache, send: Callable[[CachedBlocks], None]) -> None:
+    """Reports the changes of the cache, if there are any."""
+    if (changed := cached_blocks(cache)) is not None:
+        send(changed)
+
+
 def cached_blocks(cache: PrefixCache) -> CachedBlocks | None:
-    """Builds a heartbeat's report of the cache; None: nothing has changed."""
+    """Builds the report of the cache's changes since the last; None: nothing has changed."""
     changes = cache.changes()
     if not (changes.whole or changes.added or changes.removed):
         return None

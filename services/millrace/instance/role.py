@@ -13,7 +13,7 @@ from millrace.core.cost.decode_step import DecodeStepTime
 from millrace.core.cost.latency import SpLatency
 from millrace.core.incarnation import Incarnation
 from millrace.core.scheduler.commands import Command
-from millrace.core.scheduler.reports import Heartbeat, Registration, Report
+from millrace.core.scheduler.reports import CachedBlocks, Heartbeat, Registration, Report
 from millrace.engine.assembly import Engine, KvMemory
 from millrace.instance.vitals import Vitals
 from millrace.state.store import RequestStore
@@ -83,8 +83,11 @@ class Role(Protocol):
     def heartbeat(self) -> Heartbeat:
         """Builds the next heartbeat. It may cover the time since the last one, so each is sent."""
 
+    def cached_blocks(self) -> CachedBlocks | None:
+        """Builds the report of the prefix cache's changes since the last; None: there are none."""
+
     def complete_registration(self, base: Registration) -> Registration:
-        """Adds the role's fields. The next heartbeat then reports the whole prefix cache."""
+        """Adds the role's fields. The next `cached_blocks` is the whole prefix cache."""
 
     async def run(self) -> None:
         """Works until cancelled."""

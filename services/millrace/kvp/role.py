@@ -7,7 +7,7 @@ import logging
 import grpc
 
 from millrace.core.scheduler.commands import Cancel, Command, Drain
-from millrace.core.scheduler.reports import Heartbeat, Registration
+from millrace.core.scheduler.reports import CachedBlocks, Heartbeat, Registration
 from millrace.engine.assembly import KvMemory
 from millrace.instance.role import HostContext
 from millrace.instance.shards.kvp_servicer import KvpServicer
@@ -54,6 +54,9 @@ class KvpRole:
     def heartbeat(self) -> Heartbeat:
         running, waiting = self.counts()
         return Heartbeat(free_pages=self._pool.free_pages, running=running, waiting=waiting)
+
+    def cached_blocks(self) -> CachedBlocks | None:
+        return None  # shards leave no blocks
 
     def on_command(self, command: Command) -> None:
         match command:

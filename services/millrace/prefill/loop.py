@@ -21,7 +21,13 @@ from millrace.core.incarnation import Incarnation
 from millrace.core.instance.group import GroupError
 from millrace.core.instance.standstill import Standstill
 from millrace.core.scheduler.commands import Cancel, Command, Drain, Order, Registered, RunPrefill
-from millrace.core.scheduler.reports import Heartbeat, Registration, RequestFailed, RequestReleased
+from millrace.core.scheduler.reports import (
+    CachedBlocks,
+    Heartbeat,
+    Registration,
+    RequestFailed,
+    RequestReleased,
+)
 from millrace.core.token_events import FinishedPrefill, PositionLogprobs
 from millrace.engine.errors import EngineDied
 from millrace.engine.execution_pool import ChunkTask, ExecutionPool, StopPoint
@@ -121,9 +127,11 @@ class PrefillRole:
             free_pages=self._pool.free_pages,
             running=running,
             waiting=waiting,
-            cached=cached_blocks(self.prefix_cache),
             standstill=self._standstill(),
         )
+
+    def cached_blocks(self) -> CachedBlocks | None:
+        return cached_blocks(self.prefix_cache)
 
     def _standstill(self) -> Standstill | None:
         """Reports why prepared tasks wait, if no operator has begun since the last heartbeat."""

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 
 from millrace.core.kv.prefix import reusable
 from millrace.core.kv.sp_layout import Run
-from millrace.instance.prefix import open_prefix_cache, prompt_blocks
+from millrace.instance.prefix import open_prefix_cache, prompt_blocks, report_cached
 from millrace.instance.role import WorkerContext
 from millrace.prefill.job import PrefillJob
 from millrace.prefill.metrics import PrefillMetrics
@@ -28,6 +28,7 @@ class PromptPrefixes:
         engine = context.engine
         self.cache = open_prefix_cache(engine.pool, context.config.engine, context.registry)
         self._layout = engine.layout
+        self._send = context.send
         self._metrics = metrics
 
     def wanted(self, job: PrefillJob) -> Sequence[int]:
@@ -53,7 +54,7 @@ class PromptPrefixes:
                 job.session.layer_ready(0, layer, 0, job.cached_tokens)
 
     def keep(self, job: PrefillJob) -> None:
-        """Caches the blocks of a job after its computation."""
+        """Caches the blocks of a job after its computation, and reports them."""
         if job.link is not None and job.link.is_aborted:
             return  # awaited KV may be missing
         if not (blocks := prompt_blocks(job.command.request, self.cache)):
@@ -64,6 +65,7 @@ class PromptPrefixes:
             pages = [pages[number] for number in leading_pages(runs, page_tokens)]
         whole = len(pages) * page_tokens // self.cache.block_tokens
         self.cache.keep(blocks[:whole], pages)
+        report_cached(self.cache, self._send)
 
 
 def leading_pages(runs: Iterable[Run], page_tokens: int) -> list[int]:

@@ -75,9 +75,9 @@ class Narrator:
         return []
 
     def caches(self, name: str, blocks: int) -> list:
-        """A heartbeat: the instance's prefix cache has so many first blocks of `BLOCKS`."""
+        """The instance's prefix cache has so many first blocks of `BLOCKS`."""
         whole = reports.CachedBlocks(whole=True, added=BLOCKS[:blocks])
-        return self.bench.heartbeat(name, cached=whole)
+        return self.bench.report(name, whole)
 
     def submit(self, *words: Any, prefix: Any = (), **fields: Any) -> list:
         """`prefix`: hashes of blocks, or how many of `BLOCKS` the prompt begins with."""

@@ -371,16 +371,12 @@ class World(RuleBasedStateMachine):
         if self.machine.cluster.current(instance_id, self.life(instance_id, age)):
             self.cached[instance_id] -= set(removed)
             self.cached[instance_id] = (set() if whole else self.cached[instance_id]) | set(added)
+        cached = reports.CachedBlocks(whole=whole, added=added, removed=removed)
         self.step(
             events.Reported(
                 instance_id=instance_id,
                 generation=self.life(instance_id, age),
-                report=reports.Heartbeat(
-                    free_pages=100,
-                    running=0,
-                    waiting=0,
-                    cached=reports.CachedBlocks(whole=whole, added=added, removed=removed),
-                ),
+                report=cached,
             )
         )
 

@@ -125,13 +125,13 @@ def test_settings_are_written_whole_and_read_again():
     "head, message",
     [
         ({}, "it is no recording: its first line has no millrace_recording"),
-        ({"millrace_recording": 1}, "millrace_recording is 1; this version reads 2"),
-        ({"millrace_recording": 2}, "settings: 'scheduler'"),
+        ({"millrace_recording": 1}, "millrace_recording is 1; this version reads 3"),
+        ({"millrace_recording": 3}, "settings: 'scheduler'"),
         (
-            {"millrace_recording": 2, "scheduler": {"tasks_ahead": 0}},
+            {"millrace_recording": 3, "scheduler": {"tasks_ahead": 0}},
             "settings: scheduler.tasks_ahead is 0; it must be between 1 and 64",
         ),
-        ({"millrace_recording": 2, "scheduler": {"mood": 1}}, "scheduler has no field mood"),
+        ({"millrace_recording": 3, "scheduler": {"mood": 1}}, "scheduler has no field mood"),
     ],
 )
 def test_a_head_that_can_not_be_read_says_why(head, message):

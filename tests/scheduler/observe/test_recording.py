@@ -41,7 +41,7 @@ def test_a_line_a_step_with_its_time_and_effects(tmp_path):
     step(Tick(), 102.0)
     recording.close()
     head, *steps = lines(path)
-    assert head["millrace_recording"] == 2 and head["scheduler"]["tasks_ahead"] == 2
+    assert head["millrace_recording"] == 3 and head["scheduler"]["tasks_ahead"] == 2
     assert [line["now_s"] for line in steps] == [100.0, 100.25, 101.0, 102.0]
     assert [line["event"][0] for line in steps] == ["InstanceJoined"] * 2 + ["Submitted", "Tick"]
     assert [name for name, _ in steps[2]["effects"]] == [type(e).__name__ for e in effects]

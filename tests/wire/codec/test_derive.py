@@ -44,7 +44,7 @@ def test_what_is_absent_reads_as_none_or_as_the_default() -> None:
     assert beats.decode(scheduler_pb2.Heartbeat()) == reports.Heartbeat()
     still = reports.Heartbeat(standstill=Standstill(prepared=("a", "b")))
     assert beats.decode(beats.encode(still)) == still
-    assert not beats.encode(still).HasField("cached")
+    assert not beats.encode(reports.Heartbeat()).HasField("standstill")
     slos = derive(Slo, common_pb2.Slo)
     assert slos.decode(common_pb2.Slo()) == Slo(class_name="default")
     assert slos.decode(common_pb2.Slo(ttft_s=0.0, tbt_s=2.0, class_name="")) == Slo(

@@ -57,7 +57,12 @@ from millrace.core.scheduler.dispatch.takeover import Takeover
 from millrace.core.scheduler.effects import Effect
 from millrace.core.scheduler.explanation.explain import Explanation, explain, queue_place
 from millrace.core.scheduler.fleet.cluster import Cluster
-from millrace.core.scheduler.fleet.instances import DecodeInstance, Instance, PrefillInstance
+from millrace.core.scheduler.fleet.instances import (
+    DecodeInstance,
+    Instance,
+    KvpInstance,
+    PrefillInstance,
+)
 from millrace.core.scheduler.fleet.pool import Pool
 from millrace.core.scheduler.outcomes.admission import refusal
 from millrace.core.scheduler.outcomes.objectives import allowed_s, mean_step_s
@@ -100,6 +105,7 @@ class Machine:
         }
         self._report_handlers: dict[type, Callable[[StepContext, Instance, Any], None]] = {
             reports.Heartbeat: self._heartbeat,
+            reports.CachedBlocks: self._cached,
             reports.Draining: self._draining,
             reports.ChunkStarted: chunk_progress.started,
             reports.ChunkFinished: chunk_progress.finished,
@@ -252,7 +258,7 @@ class Machine:
         if (instance := self._event_filter.current(event)) is None:
             return
         report = event.report
-        if self._takeover.is_open and not isinstance(report, reports.Heartbeat | reports.Draining):
+        if self._takeover.is_open and not isinstance(report, reports.InstanceReport):
             self._takeover.reported(instance, report)
         else:
             self._report_handlers[type(report)](step, instance, report)
@@ -294,7 +300,12 @@ class Machine:
             self._stall_watch.heard(instance, report, step.now_s)
         if isinstance(instance, DecodeInstance) and instance.reported_free_pages is not None:
             self._dispatcher.room_made(step, instance)  # more pages may be free than were counted
-        elif isinstance(instance, PrefillInstance) and report.cached and report.cached.added:
+
+    def _cached(self, step: StepContext, instance: Instance, report: reports.CachedBlocks) -> None:
+        if isinstance(instance, KvpInstance):
+            return  # it has no prefix cache
+        instance.prefixes.heard(report)
+        if report.added and isinstance(instance, PrefillInstance):
             self._dispatcher.run(step)  # a request may use this prefix
 
     # ---- events of proxies

@@ -3,7 +3,7 @@
 A recording is JSON, one line per step after a head line, so that it can be read, searched and cut
 by hand. Values become plain data here and events are built again; drivers handle the files.
 
-    {"millrace_recording": 2, "scheduler": {...}, "zero_unix_s": 1767225600.0}
+    {"millrace_recording": 3, "scheduler": {...}, "zero_unix_s": 1767225600.0}
     {"now_s": 81.25, "event": ["Submitted", {"request": {...}}], "effects": [["Place", {...}], ...]}
     {"now_s": 81.30, "event": ["Tick", {}], "raised": "IntegrityError: ..."}
 
@@ -30,7 +30,7 @@ from millrace.core.scheduler.effects import Effect
 from millrace.core.scheduler.reports import Report
 
 #: Raised by one whenever a reader of the last number would misread the present format.
-FORMAT = 2
+FORMAT = 3
 
 
 def _by_name(union: Any) -> Mapping[str, type]:  # noqa: ANN401 - a type known at run time

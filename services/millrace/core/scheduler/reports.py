@@ -33,9 +33,12 @@ class Registration:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CachedBlocks:
-    """The changes of an instance's prefix cache, as hashes of blocks (`prefix`).
+    """The changes of an instance's prefix cache since its last report, as hashes of blocks
+    (`prefix`).
 
-    `whole`: `added` is the whole content of the cache.
+    An instance reports as soon as a request leaves blocks, so that the next turn of a conversation
+    goes where they are, and with every heartbeat what was evicted. `whole`: `added` is the whole
+    content.
     """
 
     whole: bool = False
@@ -51,7 +54,6 @@ class Heartbeat:
     running: int = 0  # requests in compute or in the batch
     waiting: int = 0
     tbt_s: float = 0.0  # from token to token since the last heartbeat; 0: no token followed another
-    cached: CachedBlocks | None = None  # of the prefix cache, since the last heartbeat
     standstill: Standstill | None = None  # prefill: work is prepared and none has begun
 
 
@@ -174,4 +176,6 @@ RequestReport = (
     | RequestFinished
     | RequestFailed
 )
-Report = Heartbeat | Draining | RequestReport
+#: Reports about the instance itself.
+InstanceReport = Heartbeat | CachedBlocks | Draining
+Report = InstanceReport | RequestReport

@@ -16,7 +16,12 @@ from millrace.core.kv.prefix import block_hashes
 from millrace.core.scheduler.commands import AdmitDecode
 from millrace.decode.metrics import DecodeMetrics
 from millrace.decode.request import DecodeRequest
-from millrace.instance.prefix import open_prefix_cache, prompt_blocks, takes_part
+from millrace.instance.prefix import (
+    open_prefix_cache,
+    prompt_blocks,
+    report_cached,
+    takes_part,
+)
 from millrace.instance.role import WorkerContext
 from millrace.instance.tasks import Tasks
 
@@ -31,6 +36,7 @@ class RequestPrefixes:
         self.cache = open_prefix_cache(engine.pool, context.config.engine, context.registry)
         self._page_tokens = engine.layout.page_tokens
         self._store = context.store
+        self._send = context.send
         self._metrics = metrics
         self._tasks = tasks
 
@@ -74,7 +80,8 @@ class RequestPrefixes:
             log.debug("the answer of request %s is not kept: %s", request.id, error)
 
     def keep(self, request: DecodeRequest) -> None:
-        """Caches the blocks of a request before its pages are freed, if their KV is whole."""
+        """Caches the blocks of a request before its pages are freed, if their KV is whole, and
+        reports them."""
         if not (request.has_kv and takes_part(request.spec, self.cache)):
             return
         if 0 not in request.pages.own:  # choice 0 had ended when the others were swapped out
@@ -83,6 +90,7 @@ class RequestPrefixes:
         blocks += self._answer_blocks(request, blocks)
         pages = request.pages.of_choice(0)
         self.cache.keep(blocks[: len(pages) * self._page_tokens // self.cache.block_tokens], pages)
+        report_cached(self.cache, self._send)
 
     def _answer_blocks(self, request: DecodeRequest, prompt: list[int]) -> list[int]:
         """Hashes the whole blocks after the prompt's. The last token's KV was not computed."""

@@ -34,7 +34,7 @@ from millrace.core.scheduler.commands import (
     RunPrefill,
 )
 from millrace.core.scheduler.planning.plan import PlannedChunk
-from millrace.core.scheduler.reports import Draining, Heartbeat, Registration, Report
+from millrace.core.scheduler.reports import InstanceReport, Registration, Report
 from millrace.local.private_redis import PrivateRedis
 from millrace.local.processes.service import Service
 from millrace.profiler.costs import Costs, read_costs
@@ -242,7 +242,7 @@ class Conductor:
 
     def hear(self, instance_id: str, report: Report) -> None:
         """Takes an instance's report on the prompt in flight."""
-        if self._request is None or isinstance(report, Heartbeat | Draining):
+        if self._request is None or isinstance(report, InstanceReport):
             return
         if report.request_id == self._request.request_id:
             self._request.hear(instance_id, report)

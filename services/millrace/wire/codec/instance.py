@@ -33,6 +33,7 @@ COMMANDS: Final[Oneof[commands.Command, scheduler_pb2.WorkerCommand]] = Oneof(
 
 _REPORTS: dict[str, Codec[Any, Any]] = {
     "heartbeat": derive(reports.Heartbeat, scheduler_pb2.Heartbeat),
+    "cached_blocks": derive(reports.CachedBlocks, scheduler_pb2.CachedBlocks),
     "chunk_started": derive(reports.ChunkStarted, scheduler_pb2.ChunkStarted),
     "chunk_finished": derive(reports.ChunkFinished, scheduler_pb2.ChunkFinished),
     "chunk_suspended": derive(reports.ChunkSuspended, scheduler_pb2.ChunkSuspended),

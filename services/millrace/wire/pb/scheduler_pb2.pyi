@@ -257,7 +257,7 @@ class Member(_message.Message):
     def __init__(self, incarnation: _Optional[_Union[_common_pb2.Incarnation, _Mapping]] = ..., address: _Optional[str] = ...) -> None: ...
 
 class WorkerMessage(_message.Message):
-    __slots__ = ("register", "heartbeat", "chunk_started", "chunk_finished", "request_released", "decode_started", "request_finished", "request_failed", "draining", "chunk_suspended", "prefix_landed", "first_token_sent")
+    __slots__ = ("register", "heartbeat", "chunk_started", "chunk_finished", "request_released", "decode_started", "request_finished", "request_failed", "draining", "chunk_suspended", "prefix_landed", "first_token_sent", "cached_blocks")
     REGISTER_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
     CHUNK_STARTED_FIELD_NUMBER: _ClassVar[int]
@@ -270,6 +270,7 @@ class WorkerMessage(_message.Message):
     CHUNK_SUSPENDED_FIELD_NUMBER: _ClassVar[int]
     PREFIX_LANDED_FIELD_NUMBER: _ClassVar[int]
     FIRST_TOKEN_SENT_FIELD_NUMBER: _ClassVar[int]
+    CACHED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     register: Register
     heartbeat: Heartbeat
     chunk_started: ChunkStarted
@@ -282,7 +283,8 @@ class WorkerMessage(_message.Message):
     chunk_suspended: ChunkSuspended
     prefix_landed: PrefixLanded
     first_token_sent: FirstTokenSent
-    def __init__(self, register: _Optional[_Union[Register, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., chunk_started: _Optional[_Union[ChunkStarted, _Mapping]] = ..., chunk_finished: _Optional[_Union[ChunkFinished, _Mapping]] = ..., request_released: _Optional[_Union[RequestReleased, _Mapping]] = ..., decode_started: _Optional[_Union[DecodeStarted, _Mapping]] = ..., request_finished: _Optional[_Union[RequestFinished, _Mapping]] = ..., request_failed: _Optional[_Union[RequestFailed, _Mapping]] = ..., draining: _Optional[_Union[Draining, _Mapping]] = ..., chunk_suspended: _Optional[_Union[ChunkSuspended, _Mapping]] = ..., prefix_landed: _Optional[_Union[PrefixLanded, _Mapping]] = ..., first_token_sent: _Optional[_Union[FirstTokenSent, _Mapping]] = ...) -> None: ...
+    cached_blocks: CachedBlocks
+    def __init__(self, register: _Optional[_Union[Register, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., chunk_started: _Optional[_Union[ChunkStarted, _Mapping]] = ..., chunk_finished: _Optional[_Union[ChunkFinished, _Mapping]] = ..., request_released: _Optional[_Union[RequestReleased, _Mapping]] = ..., decode_started: _Optional[_Union[DecodeStarted, _Mapping]] = ..., request_finished: _Optional[_Union[RequestFinished, _Mapping]] = ..., request_failed: _Optional[_Union[RequestFailed, _Mapping]] = ..., draining: _Optional[_Union[Draining, _Mapping]] = ..., chunk_suspended: _Optional[_Union[ChunkSuspended, _Mapping]] = ..., prefix_landed: _Optional[_Union[PrefixLanded, _Mapping]] = ..., first_token_sent: _Optional[_Union[FirstTokenSent, _Mapping]] = ..., cached_blocks: _Optional[_Union[CachedBlocks, _Mapping]] = ...) -> None: ...
 
 class Register(_message.Message):
     __slots__ = ("incarnation", "role", "address", "model_hash", "kv_pages", "page_tokens", "max_context_tokens", "max_batch", "latency", "node", "kv_layers", "decode_step", "block_tokens", "held")
@@ -412,20 +414,18 @@ class LatencyPoint(_message.Message):
     def __init__(self, tokens: _Optional[int] = ..., seconds: _Optional[float] = ...) -> None: ...
 
 class Heartbeat(_message.Message):
-    __slots__ = ("free_pages", "running", "waiting", "tbt_s", "cached", "standstill")
+    __slots__ = ("free_pages", "running", "waiting", "tbt_s", "standstill")
     FREE_PAGES_FIELD_NUMBER: _ClassVar[int]
     RUNNING_FIELD_NUMBER: _ClassVar[int]
     WAITING_FIELD_NUMBER: _ClassVar[int]
     TBT_S_FIELD_NUMBER: _ClassVar[int]
-    CACHED_FIELD_NUMBER: _ClassVar[int]
     STANDSTILL_FIELD_NUMBER: _ClassVar[int]
     free_pages: int
     running: int
     waiting: int
     tbt_s: float
-    cached: CachedBlocks
     standstill: Standstill
-    def __init__(self, free_pages: _Optional[int] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., tbt_s: _Optional[float] = ..., cached: _Optional[_Union[CachedBlocks, _Mapping]] = ..., standstill: _Optional[_Union[Standstill, _Mapping]] = ...) -> None: ...
+    def __init__(self, free_pages: _Optional[int] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., tbt_s: _Optional[float] = ..., standstill: _Optional[_Union[Standstill, _Mapping]] = ...) -> None: ...
 
 class Standstill(_message.Message):
     __slots__ = ("prepared", "claimed", "waits_for")

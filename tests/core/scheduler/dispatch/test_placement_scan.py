@@ -80,7 +80,8 @@ def test_placement_chooses_what_a_plain_scan_chooses(reserve, happenings):
                 bench.heartbeat(name, free_pages=free)
             case "caches", name, blocks:
                 cached = CachedBlocks(whole=True, added=BLOCKS[:blocks])
-                bench.heartbeat(name, free_pages=60, cached=cached)
+                bench.heartbeat(name, free_pages=60)
+                bench.report(name, cached)
 
 
 def test_integrity_finds_a_freeness_and_a_count_that_were_not_kept_up():

@@ -144,6 +144,18 @@ def test_kept_tokens_survive_the_loss_of_prefill():
     assert bench.machine.requests["r"].state is RequestState.PREFILLING
 
 
+def test_caches_that_are_reported_meanwhile_are_known_afterwards():
+    bench = Bench()
+    bench.step(events.TakeoverBegan())
+    for name in ("p0", "d0", "d1"):
+        bench.step(instance(name, block_tokens=16))
+    bench.report("d1", reports.CachedBlocks(whole=True, added=tuple(range(40, 50))))
+    bench.step(events.TakeoverEnded())
+    found = bench.submit("r", 170, prefix=tuple(range(40, 50)))
+    (admit,) = of(effects.AdmitDecode, found)
+    assert (admit.instance_id, admit.kept_tokens) == ("d1", 160)
+
+
 def test_what_no_proxy_names_is_dropped_before_its_pages_are_given_away():
     bench = Bench()
     bench.step(events.TakeoverBegan())

@@ -31,7 +31,7 @@ def fleet(
 
 
 def cache(bench: Bench, instance_id: str, blocks: int) -> list[Effect]:
-    return bench.heartbeat(instance_id, cached=CachedBlocks(whole=True, added=BLOCKS[:blocks]))
+    return bench.report(instance_id, CachedBlocks(whole=True, added=BLOCKS[:blocks]))
 
 
 def test_blocks_come_and_go():

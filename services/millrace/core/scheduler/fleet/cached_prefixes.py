@@ -2,8 +2,8 @@
 
 Blocks are named by chained hashes (`kv.prefix`), and a cache evicts no block that another block
 follows. So where block i is cached, the blocks before it are cached, too, and a binary search finds
-the last cached block. Reports come with heartbeats and are a little old: an instance that has
-evicted a prefix meanwhile computes it, or reports that it can't take the prompt."""
+the last cached block. Reports are a little old: an instance that has evicted a prefix meanwhile
+computes it, or reports that it can't take the prompt."""
 
 from __future__ import annotations
 

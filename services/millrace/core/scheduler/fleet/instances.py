@@ -87,8 +87,6 @@ class PrefillInstance:
         """Takes in a heartbeat."""
         self.running = report.running
         self.waiting = report.waiting
-        if report.cached is not None:
-            self.prefixes.heard(report.cached)
 
     def outstanding_s(self, now_s: float) -> float:
         """Returns the predicted seconds of all tasks; of a running task the rest, at least 0."""
@@ -212,8 +210,6 @@ class DecodeInstance:
         if self.headroom_tokens is not None:
             self.reported_free_pages = report.free_pages
             self._rate()
-        if report.cached is not None:
-            self.prefixes.heard(report.cached)
 
     def pages_for(self, request: LiveRequest) -> int:
         """Returns the pages of the request at its full length, if it is held here alone."""
