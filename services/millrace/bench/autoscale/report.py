@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Console
 
 from millrace.sim.results.plots import Panel, draw_panels
-from millrace.sim.results.tables import table
+from millrace.tables import table
 
 Document = dict[str, Any]
 Points = list[tuple[float, float]]

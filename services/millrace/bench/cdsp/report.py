@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from millrace.sim.results.plots import Panel, draw_panels, lines_by
-from millrace.sim.results.tables import table
+from millrace.tables import table
 
 #: Tetris section 7.5: the most that cache balancing added, and the mean that transfers added.
 PAPER_BALANCING, PAPER_HANDSHAKE = 0.018, 0.021

@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
-from millrace.sim.results.tables import table
 from millrace.sim.workload.workload import SloClass
+from millrace.tables import table
 
 PERCENTILES = (50, 90, 99)
 

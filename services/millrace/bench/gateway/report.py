@@ -7,7 +7,7 @@ from typing import Any
 
 from rich.console import Console
 
-from millrace.sim.results.tables import table
+from millrace.tables import table
 
 
 def print_tables(report: dict[str, Any], console: Console) -> None:

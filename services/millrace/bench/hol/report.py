@@ -13,7 +13,7 @@ from rich.table import Table
 
 from millrace.bench.hol.traffic import GOAL
 from millrace.sim.results.plots import Panel, draw_panels, points
-from millrace.sim.results.tables import table
+from millrace.tables import table
 
 Document = dict[str, Any]
 

@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console
 
 from millrace.sim.results.plots import Bars, draw_panels
-from millrace.sim.results.tables import judged, table
+from millrace.tables import judged, table
 
 _SHORT = {"float32": "fp32", "bfloat16": "bf16"}
 

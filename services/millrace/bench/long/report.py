@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from millrace.sim.results.plots import Panel, draw_panels, points
-from millrace.sim.results.tables import table
+from millrace.tables import table
 
 #: Goals: median error of predictions, and the relative cost of decodes for an iteration.
 PREDICTOR_GOAL, BATCHING_GOAL = 0.1, 1.1

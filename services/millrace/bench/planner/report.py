@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console
 
 from millrace.sim.results.plots import Bars, draw_panels
-from millrace.sim.results.tables import judged, table
+from millrace.tables import judged, table
 
 
 def print_tables(report: dict[str, Any], console: Console) -> None:

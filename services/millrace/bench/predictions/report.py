@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 
 from millrace.sim.results.plots import Panel, draw_panels
-from millrace.sim.results.tables import table
+from millrace.tables import table
 
 #: Goals for the median and the 95th percentile of the error, over all prompts.
 MEDIAN_GOAL, P95_GOAL = 0.15, 0.4

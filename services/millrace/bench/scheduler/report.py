@@ -6,7 +6,7 @@ from typing import Any
 
 from rich.console import Console
 
-from millrace.sim.results.tables import judged, table
+from millrace.tables import judged, table
 
 
 def print_tables(report: dict[str, Any], console: Console) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 from rich.console import Console
 
-from millrace.sim.results.tables import judged, table
+from millrace.tables import judged, table
 
 GOAL = 0.8
 

@@ -6,12 +6,12 @@ from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
 from millrace.cli.process import write_json
 from millrace.core.autoscale.load import FleetLoad
+from millrace.tables import table
 from millrace.wire.clients.scheduler_client import (
     InstanceView,
     get_instances,
@@ -49,14 +49,18 @@ async def show(address: str, json_path: Path | None) -> None:
 
 
 def _instances(instances: Iterable[InstanceView]) -> Table:
-    table = _table(("instance", "role", "takes work"), ("running", "waiting", "held", "pages used"))
-    for one in sorted(instances, key=lambda one: (one.role, one.id)):
-        table.add_row(
-            *(one.id, one.role, _takes_work(one)),
-            *(str(one.running), str(one.waiting), str(one.held_requests)),
-            f"{one.total_pages - one.free_pages} of {one.total_pages}",
-        )
-    return table
+    rows = (
+        {**asdict(one), "takes_work": _takes_work(one), "used": one.total_pages - one.free_pages}
+        for one in sorted(instances, key=lambda one: (one.role, one.id))
+    )
+    return table(
+        "",
+        "instance | role | takes work | running | waiting | held | pages used",
+        "{id} | {role} | {takes_work} | {running} | {waiting} | {held_requests} | "
+        "{used} of {total_pages}",
+        rows,
+        left=3,
+    )
 
 
 def _takes_work(one: InstanceView) -> str:
@@ -70,21 +74,20 @@ def _takes_work(one: InstanceView) -> str:
 
 
 def _pools(load: FleetLoad) -> Table:
-    names = (name for name, _ in SIGNALS)
-    table = _table(("pool",), ("ready", "draining", "requests", *names))
-    for pool in load.pools.values():
-        measured = (getattr(pool, field) for _, field in SIGNALS)
-        signals = ("-" if value is None else f"{value:.3g}" for value in measured)
-        counts = (pool.ready, pool.draining, pool.active_requests)
-        table.add_row(pool.role, *map(str, counts), *signals)
-    return table
+    names = " | ".join(name for name, _ in SIGNALS)
+    signals = " | ".join(f"{{{field}}}" for _, field in SIGNALS)
+    rows = (
+        {**asdict(pool), **{field: _signal(getattr(pool, field)) for _, field in SIGNALS}}
+        for pool in load.pools.values()
+    )
+    return table(
+        "",
+        f"pool | ready | draining | requests | {names}",
+        f"{{role}} | {{ready}} | {{draining}} | {{active_requests}} | {signals}",
+        rows,
+        left=1,
+    )
 
 
-def _table(words: Iterable[str], numbers: Iterable[str]) -> Table:
-    table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    for name in words:
-        table.add_column(name)
-    for name in numbers:
-        longest = max(map(len, name.split()))  # a narrow terminal cuts no word of a heading
-        table.add_column(name, justify="right", min_width=longest)
-    return table
+def _signal(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3g}"

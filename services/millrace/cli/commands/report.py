@@ -18,7 +18,7 @@ from millrace.core.errors import ConfigError, MillraceError
 from millrace.sim.replay import began_unix_s
 from millrace.sim.reports.recorded import report_of_recording
 from millrace.sim.reports.report import GroupRow, Outcome, RunReport, Slot
-from millrace.sim.results.tables import table
+from millrace.tables import table
 
 _HEADINGS = "{} | requests | refused | failed | TTFT in time | all met | TTFT p50 ms | p99 ms"
 _CELLS = (

@@ -10,9 +10,9 @@ from rich.console import Console
 
 from millrace.sim.results.counters import EngineCounters
 from millrace.sim.results.report import Report
-from millrace.sim.results.tables import as_text, table
 from millrace.sim.studies.rate_profile import RateRow
 from millrace.sim.studies.sweep import SweepOptions, SystemResult
+from millrace.tables import as_text, table
 
 #: The rows of a run's distributions: name, field, format.
 _DISTRIBUTIONS = (

@@ -15,9 +15,9 @@ from millrace.cli.sim.run_once import board_file
 from millrace.core.config import SchedulerConfig
 from millrace.core.errors import ConfigError
 from millrace.sim.results.report import write_json
-from millrace.sim.results.tables import table
 from millrace.sim.scenario import Scenario
 from millrace.sim.studies.compare import Comparison, compare
+from millrace.tables import table
 
 #: Requests in the table of the largest differences.
 MOST_SHOWN = 10

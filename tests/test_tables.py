@@ -7,7 +7,7 @@ import io
 import pytest
 from rich.console import Console
 
-from millrace.sim.results.tables import judged, table
+from millrace.tables import judged, table
 
 
 def lines(template, rows, headings="a | b"):
