@@ -1,6 +1,8 @@
 """The GitHub workflows: what they name exists, and they name no registry."""
 
+import os
 import re
+import subprocess
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -66,8 +68,57 @@ def test_a_job_has_a_limit_known_needs_and_pinned_actions(name: str, job: dict[s
     for step in job["steps"]:
         assert ("uses" in step) != ("run" in step)
         assert re.fullmatch(r"[\w-]+/[\w-]+@v\d+", step.get("uses", "a/b@v1"))
-    texts = [*re.findall(r"needs\.(\w+)\.", str(job))]
-    assert set(texts) <= ({needs} if isinstance(needs, str) else set(needs))
+    read = set(re.findall(r"needs\.(\w+)\.outputs\.(\w+)", str(job)))
+    assert {one for one, _ in read} <= ({needs} if isinstance(needs, str) else set(needs))
+    assert all(output in known[one]["outputs"] for one, output in read)
+
+
+def first_step(tag: str, *, folder: Path, **settings: str) -> tuple[int, dict[str, str], str]:
+    """Runs the release's first step on a tag; returns its status, its outputs, and what it said."""
+    (step,) = [s for s in WORKFLOWS["release"]["jobs"]["test"]["steps"] if s.get("id") == "version"]
+    outputs = folder / "outputs"
+    outputs.touch()
+    given = {"GITHUB_REF_NAME": tag, "GITHUB_OUTPUT": str(outputs), "REGISTRY": "", **settings}
+    ran = subprocess.run(
+        ["bash", "-e", "-c", step["run"]],
+        cwd=ROOT,
+        env={**os.environ, **given},
+        capture_output=True,
+        text=True,
+    )
+    lines = outputs.read_text().splitlines()
+    return ran.returncode, dict(line.split("=", 1) for line in lines), ran.stdout
+
+
+def test_a_release_names_its_images_in_lower_case(tmp_path: Path) -> None:
+    version = PYPROJECT["project"]["version"]
+    owner = {"REGISTRY": "registry.test", "GITHUB_REPOSITORY_OWNER": "Some-Owner"}
+    status, outputs, _ = first_step(f"v{version}", folder=tmp_path, **owner)
+    assert (status, outputs) == (0, {"version": version, "images": "registry.test/some-owner"})
+    assert outputs.keys() == WORKFLOWS["release"]["jobs"]["test"]["outputs"].keys()
+
+
+@pytest.mark.parametrize(
+    ("tag", "registry", "said"),
+    [("v0.0.0", "registry.test", "the tag is v0.0.0"), ("", "", "set the repository variable")],
+)
+def test_a_wrong_tag_or_no_registry_ends_a_release(tmp_path, tag, registry, said) -> None:
+    tag = tag or f"v{PYPROJECT['project']['version']}"
+    owner = {"REGISTRY": registry, "GITHUB_REPOSITORY_OWNER": "owner"}
+    status, outputs, stdout = first_step(tag, folder=tmp_path, **owner)
+    assert (status, outputs) == (1, {}) and said in stdout
+
+
+def test_all_artifacts_can_be_downloaded() -> None:
+    """Records of builds are artifacts, too, which actions/download-artifact can't unpack."""
+    release = WORKFLOWS["release"]["jobs"]
+    steps = {
+        name: [str(s.get("uses")).split("@")[0] for s in j["steps"]] for name, j in release.items()
+    }
+    assert "actions/download-artifact" in steps["release"]
+    builds = [name for name, uses in steps.items() if "docker/build-push-action" in uses]
+    assert builds == ["images"]
+    assert release["images"]["env"]["DOCKER_BUILD_RECORD_UPLOAD"] is False
 
 
 def test_images_are_those_of_the_dockerfile_with_its_arguments() -> None:
