@@ -227,7 +227,7 @@ def test_the_operator_imports_nothing_that_its_image_uninstalls() -> None:
     folders = removed.partition("rm -rf")[2].split()
     gone |= {folder.replace("/", ".") for folder in folders}
     assert {"numpy", "tokenizers", "huggingface_hub", "hf_xet", "kubernetes.aio.client.api"} <= gone
-    modules = "millrace_operator.main,millrace_operator.run.handlers,millrace_operator.run.scaler"
+    modules = "millrace_operator.main,millrace_operator.environment,millrace_operator.run.operator"
     absent = ",".join(absent_modules("operator") | gone)
     subprocess.run(
         [sys.executable, "-c", IMPORT_WITHOUT, absent, modules], check=True, timeout=HANG_S

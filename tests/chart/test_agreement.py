@@ -13,7 +13,8 @@ from cryptography import x509
 
 from millrace.core.config import TlsConfig
 from millrace.wire.tls import SERVER_NAME, Tls
-from millrace_operator.main import app, defaults_from
+from millrace_operator.environment import defaults_from
+from millrace_operator.main import app
 from millrace_operator.manifests import config_file, naming, objects, pods
 from millrace_operator.spec import parse_pool, parse_service
 from support.chart import NEWEST, PROFILES, ROOT, Object, find, profile, render, values_of

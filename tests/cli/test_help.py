@@ -14,6 +14,7 @@ import pytest
 import typer.main
 
 from millrace.cli.main import BENCHMARKS, app
+from millrace.cli.sim.command import register
 
 #: Modules that printing options does not need; each import takes from 20 ms to seconds.
 BANNED = {
@@ -43,8 +44,15 @@ BANNED = {
 #: The interpreter and typer import 140; the rest are ours, half of them for the simulator's names.
 MOST_MODULES = 280
 
+
+def _simulator() -> typer.Typer:
+    simulator = typer.Typer()
+    register(simulator)
+    return simulator
+
+
 COMMANDS = sorted(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
-SIMULATIONS = ("run", "sweep", "replay", "profile-rates", "paper")
+SIMULATIONS = sorted(typer.main.get_command(_simulator()).commands)  # type: ignore[attr-defined]
 LINES = [
     [],
     *([name] for name in COMMANDS),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -9,7 +10,7 @@ import sys
 import pytest
 
 from millrace.core.errors import ConfigError, MillraceError
-from millrace_operator.main import defaults_from, use_settings_of
+from millrace_operator.environment import defaults_from, use_settings_of
 from millrace_operator.spec import Defaults
 
 IMAGES = {
@@ -36,6 +37,29 @@ IMAGES_OF = ("proxy", "scheduler", "prefill", "decode", "kvp")
 def test_tls_is_given_whole_or_not_at_all():
     with pytest.raises(ConfigError, match=r"tls.*cert_file"):
         use_settings_of({"MILLRACE_TLS__CA_FILE": "ca"}, log_format="text", log_level="info")
+
+
+#: Runs the command and prints its status and what it imported, after its own output.
+_PROGRAM = """
+import json, sys
+from millrace_operator.main import main
+try:
+    main()
+except SystemExit as ended:
+    print(json.dumps([ended.code, sorted(sys.modules)]))
+"""
+
+
+def test_help_imports_only_options():
+    ran = subprocess.run(
+        [sys.executable, "-c", _PROGRAM, "--help"], capture_output=True, text=True, check=True
+    )
+    *shown, last = ran.stdout.splitlines()
+    status, modules = json.loads(last)
+    assert status == 0 and any("--lease-namespace" in line for line in shown)
+    banned = {"aiohttp", "asyncio", "grpc", "kopf", "kubernetes", "pydantic", "rich", "yaml"}
+    assert not banned & set(modules)
+    assert len(modules) <= 240  # the interpreter and typer import 150
 
 
 def test_without_a_cluster_it_says_so_in_a_line():

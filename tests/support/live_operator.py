@@ -12,9 +12,9 @@ import pytest
 from kubernetes.aio import client
 
 from millrace.core.backoff import Backoff
-from millrace_operator.main import Operator, Options
 from millrace_operator.run import crds, handlers, load, runner
 from millrace_operator.run.election import Terms
+from millrace_operator.run.operator import Operator, Options
 from millrace_operator.run.queue import Pace
 from millrace_operator.spec import Defaults
 from support import metrics

@@ -154,7 +154,7 @@ async def test_kopf_logs_in_as_the_client_does(tmp_path: Path, monkeypatch: pyte
 
 def test_the_operator_needs_no_torch():
     program = (
-        "import sys, millrace_operator.main; "
+        "import sys, millrace_operator.environment, millrace_operator.run.operator; "
         "sys.exit(next((f'{m} was imported' for m in ('torch', 'numpy', 'nixl', 'redis') "
         "if m in sys.modules), 0))"
     )
