@@ -89,7 +89,7 @@ async def run(*command: str, **environment: str) -> str:
         if process.returncode is None:
             process.kill()
             await process.wait()
-    assert process.returncode == 0, err.decode()[-4000:]
+    assert process.returncode == 0, (out + err).decode()[-4000:]
     return out.decode()
 
 
@@ -197,3 +197,21 @@ async def test_guidellm(relay: Recorder, tmp_path: Path, route: str) -> None:
     assert totals["successful"] >= 4
     assert set(relay.statuses) == {200}
     record(f"guidellm_{'chat' if 'chat' in route else 'completions'}", relay)
+
+
+@pytest.mark.parametrize("endpoint", ["chat", "completions"])
+async def test_aiperf(relay: Recorder, tmp_path: Path, endpoint: str) -> None:
+    await run(
+        *(str(VENV / "bin" / "aiperf"), "profile", "--ui", "none", "--no-server-metrics"),
+        *("--model", MODEL, "--url", relay.url, "--endpoint-type", endpoint, "--streaming"),
+        *("--tokenizer", str(SHIPPED_MODEL), "--output-artifact-dir", str(tmp_path)),
+        *("--synthetic-input-tokens-mean", "64", "--output-tokens-mean", "8"),
+        *("--extra-inputs", "ignore_eos:true", "--extra-inputs", "min_tokens:8"),
+        *("--concurrency", "2", "--request-count", "6"),
+        HF_HUB_OFFLINE="",  # else it looks for the folder among the hub's models
+    )
+    report = json.loads((tmp_path / "profile_export_aiperf.json").read_text())
+    assert (report["request_count"]["avg"], report["error_summary"]) == (6, [])
+    assert report["total_usage_completion_tokens"]["avg"] == 6 * 8
+    assert relay.statuses == [200] * 6
+    record(f"aiperf_{endpoint}", relay)

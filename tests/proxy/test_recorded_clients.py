@@ -1,7 +1,7 @@
 """Recorded requests of other clients, posted to the proxy: the same status, a whole answer.
 
-tests/clients captured these bodies from the clients themselves. Those of vllm_bench, aiperf and
-lm_eval were written down from their sources: vLLM and aiperf are too large to install here.
+tests/clients captured these bodies from the clients themselves. Those of vllm_bench and lm_eval
+were written down from their sources: vLLM is too large to install here.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ async def stack(tmp_path_factory):
 async def test_every_client_is_there():
     names = {path.stem for path in FILES}
     assert {"guidellm_chat", "litellm_sdk", "langchain_sdk", "llama_index_sdk"} <= names
-    assert {"vercel_openai", "vercel_openai_compatible", "vllm_bench", "aiperf"} <= names
+    assert {"vercel_openai", "vercel_openai_compatible", "vllm_bench", "aiperf_chat"} <= names
 
 
 @pytest.mark.parametrize("path", FILES, ids=[path.stem for path in FILES])
