@@ -79,6 +79,8 @@ class OwnedStream:
         #: Whether a client of this replica reads the reply itself.
         self.attached = False
         self._ended = asyncio.Event()
+        self._writing = asyncio.Lock()  # of what the store has of the stream
+        self._written = False  # the store has the end, and with it the last state
         self.request.on_recorded = self._recorded
 
     @property
@@ -170,8 +172,11 @@ class OwnedStream:
     async def _renew(self, held_s: float) -> Hold:
         wanted_s = self._streams.lives.grace_s if self.attached else 0.0
         lease = Lease(held_s=held_s, wanted_s=wanted_s)
-        body = self.state.encoded()
-        return await self._streams.store.renew(self.stream_id, self._fence, body, lease)
+        async with self._writing:
+            if self._written:  # a final stream takes no renewal, from its owner neither
+                return Hold.HELD
+            body = self.state.encoded()
+            return await self._streams.store.renew(self.stream_id, self._fence, body, lease)
 
     async def _finish(self) -> None:
         if not self._fence:
@@ -183,9 +188,11 @@ class OwnedStream:
         ttl_s = self._streams.lives.finished_ttl_s
         if error is not None and error.is_refusal and not self.request.has_begun:
             ttl_s = 0.0  # the client may send the request again with its id
+        store, body = self._streams.store, state.encoded()
         try:
-            store = self._streams.store
-            if not await store.finish(self.stream_id, self._fence, state.encoded(), ttl_s):
+            async with self._writing:
+                self._written = await store.finish(self.stream_id, self._fence, body, ttl_s)
+            if not self._written:
                 self._fence = 0
         except StoreError as away:
             log.warning("stream %s was not finished: %s", self.stream_id, away)

@@ -279,6 +279,44 @@ async def test_the_replica_that_adopts_a_stream_settles_its_limits(
         assert (await other.http.post(path, json=body_of(fields))).status_code == 200
 
 
+async def test_an_answer_that_ends_with_its_adoption_is_read_whole(
+    replicas, short_leases, monkeypatch
+):
+    """The journal has all of it: its end is written while the reader notes the first token."""
+    one, other = replicas
+    path, fields = KINDS[0]
+    Decode(other, Script(reply=REPLY))
+    known_id, undisturbed = await whole(other, path, fields)
+    lost = Decode(one, Script(reply=REPLY, hold=asyncio.Event(), hold_after=0))
+    posting = asyncio.create_task(one.http.post(path, json=body_of(fields), headers=RESUMABLE))
+    await one.placed()
+    stream_id, ids = one.fleet.specs[-1].request_id, await other.proxy.store.journal(known_id, 0)
+    entry = JournalEntry(request_id=stream_id, choice=0, start=0, token_ids=ids.tolist())
+    await one.proxy.store.append_tokens([entry])
+    finish, get = RedisStreams.finish, RedisStreams.get
+    finishing, read = asyncio.Event(), asyncio.Event()
+
+    async def finish_slowly(*arguments):
+        finishing.set()
+        found = await finish(*arguments)
+        await read.wait()
+        return found
+
+    async def get_noted(*arguments):
+        found = await get(*arguments)
+        if finishing.is_set():
+            read.set()
+        return found
+
+    monkeypatch.setattr(RedisStreams, "finish", finish_slowly)
+    monkeypatch.setattr(RedisStreams, "get", get_noted)
+    text = await resumed(other, stream_id)
+    lost.script.hold.set()
+    assert contents(events_of(text)) == contents(undisturbed), text
+    assert not other.fleet.specs[1:]
+    assert (await posting).status_code == 409  # another replica continues it
+
+
 async def test_an_adopted_stream_can_be_adopted_again(replicas, short_leases):
     one, other = replicas
     path, fields = KINDS[1]
