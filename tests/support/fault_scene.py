@@ -301,11 +301,7 @@ async def _is(scene: Scene, state: str) -> bool:
 
 
 async def _has_computed(scene: Scene) -> bool:
-    """Also when it is computed whole: then its progress is told no more."""
-    found = await scene.progress(scene.answers[scene.target])
-    if found.get("computed_tokens"):
-        return True
-    return await scene.state(scene.answers[scene.target]) not in ("", "queued", "prefilling")
+    return bool((await scene.progress(scene.answers[scene.target])).get("computed_tokens"))
 
 
 async def _is_beyond_prefill(scene: Scene) -> bool:

@@ -179,7 +179,7 @@ class CarryOut:
             request = machine.requests.get(request_id)
             if request is not None:
                 expected_s, place = self._first_tokens.expected_s(request_id), None
-                if request.state is not RequestState.TRANSFERRING:
+                if request.state in (RequestState.QUEUED, RequestState.PREFILLING):
                     place = machine.queue_place(request)
                 if found := progress_of(request, self._clock(), expected_s, place):
                     self.update(proxy.key, messages.Progress(request_id=request_id, prompt=found))

@@ -75,7 +75,7 @@ class PromptsAhead:
     async def ask(self, request_ids: Sequence[str]) -> dict[str, Progress]:
         """Returns what the scheduler says of these requests, of any proxy, within ANSWER_S.
 
-        It says nothing of a request whose first token is out.
+        It says nothing of a request that has ended.
         """
         if not request_ids:
             return {}

@@ -50,6 +50,10 @@ def request(state: RequestState = RequestState.PREFILLING, **fields: object) -> 
         # All computed: only the placement's prediction is left.
         ({"state": RequestState.TRANSFERRING, "chunks_done": 4}, 12.5, 400, 0.5),
         ({"state": RequestState.TRANSFERRING, "chunks_done": 4}, 11.0, 400, 0.0),
+        # Prefill has computed the first token, which has not come to the client.
+        ({"state": RequestState.TRANSFERRING, "first_token_s": 11.0}, None, 400, None),
+        # Its instance was lost then, and it waits again.
+        ({"state": RequestState.QUEUED, "chunks": (), "first_token_s": 11.0}, None, 0, None),
     ],
 )
 def test_progress(fields, expected_s, computed, left_s):
@@ -59,13 +63,13 @@ def test_progress(fields, expected_s, computed, left_s):
     assert found == PromptProgress(state=state, computed_tokens=computed, left_s=wanted_s)
 
 
-@pytest.mark.parametrize(
-    "over",
-    [
-        {"state": RequestState.DECODING},
-        {"state": RequestState.CANCELLED},
-        {"state": RequestState.TRANSFERRING, "first_token_s": 11.0},
-    ],
-)
-def test_a_request_whose_first_token_is_out_or_that_is_over_has_none(over):
-    assert progress_of(request(**over), 12.0, 13.0) is None
+def test_a_first_token_on_its_way_from_decode_is_one_in_transfer():
+    found = progress_of(request(RequestState.DECODING, first_token_s=11.0), 12.0, None)
+    assert found == PromptProgress(
+        state=RequestState.TRANSFERRING, computed_tokens=400, left_s=None
+    )
+
+
+@pytest.mark.parametrize("state", [RequestState.FINISHED, RequestState.CANCELLED])
+def test_a_request_that_is_over_has_none(state):
+    assert progress_of(request(state), 12.0, 13.0) is None

@@ -12,16 +12,15 @@ from dataclasses import dataclass
 from millrace.core.live_request import LiveRequest
 from millrace.core.request import RequestState
 
-_BEFORE_FIRST_TOKEN = frozenset(
-    {RequestState.QUEUED, RequestState.PREFILLING, RequestState.TRANSFERRING}
-)
+_COMPUTED = frozenset({RequestState.TRANSFERRING, RequestState.DECODING})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptProgress:
     """Tokens computed, and seconds left (`left_s`); None if nothing predicts the first token.
 
-    `queue_place` is 1 for the request that is computed next; None for a request in no queue.
+    `state`: queued, prefilling or transferring. `queue_place` is 1 for the request that is computed
+    next; None for a request in no queue.
     """
 
     state: RequestState
@@ -36,26 +35,28 @@ def progress_of(
     expected_s: float | None,
     queue_place: int | None = None,
 ) -> PromptProgress | None:
-    """Returns the progress of a request whose first token is not out; None for any other.
+    """Returns the progress of a request; None after its end.
 
-    `expected_s`: predicted time of the first token, as of the placement; None: not placed.
+    Who asks has no token of it: the first token of one that decodes is still on its way.
+    `expected_s`: predicted time of the first token, as of the placement; None: not placed, or over.
     `queue_place`: as in the result.
     """
-    if request.state not in _BEFORE_FIRST_TOKEN or request.first_token_s is not None:
+    if request.state.is_final:
         return None
+    state = RequestState.TRANSFERRING if request.state in _COMPUTED else request.state
     computed = computed_tokens(request)
     left_s = None
     if expected_s is not None:
         left_s = max(0.0, expected_s - now_s, _by_plan_s(request, now_s))
         left_s = max(left_s, _at_its_pace_s(request, now_s, computed))
     return PromptProgress(
-        state=request.state, computed_tokens=computed, left_s=left_s, queue_place=queue_place
+        state=state, computed_tokens=computed, left_s=left_s, queue_place=queue_place
     )
 
 
 def computed_tokens(request: LiveRequest) -> int:
     """The first tokens of the prompt whose chunks are finished, or whose KV is at decode."""
-    if request.state is RequestState.TRANSFERRING:
+    if request.state in _COMPUTED:
         return request.prompt_tokens
     done = request.kept_tokens
     if request.chunks_done:
@@ -65,7 +66,7 @@ def computed_tokens(request: LiveRequest) -> int:
 
 
 def _by_plan_s(request: LiveRequest, now_s: float) -> float:
-    if request.state is RequestState.TRANSFERRING:
+    if request.state in _COMPUTED:
         return 0.0
     return request.remaining_s(now_s)
 
