@@ -11,16 +11,19 @@ from urllib.parse import quote, unquote
 
 import numpy as np
 import pytest
+import uvloop
 from redis.asyncio import Redis
 
 from millrace.core.config import StoreConfig
 from millrace.core.errors import ConfigError
 from millrace.local.private_redis import PrivateRedis
 from millrace.state.redis import link as redis_link
+from millrace.state.redis.link import RedisLink
 from millrace.state.redis.pools import shown_url
 from millrace.state.redis.store import RedisStore
 from millrace.state.store import JournalEntry, StateUpdate, StoreError
 from support.deadlines import HANG_S
+from support.redis_servers import HOST
 from support.stores import private_redis
 
 IDS = np.arange(5, dtype=np.int32)
@@ -97,6 +100,31 @@ async def test_cut_connections_are_opened_again(url: str) -> None:
         await client.client_kill_filter(_type="normal", skipme=True)
         assert (await store.journal("a", 0)).tolist() == [1, 2]
     await store.close()
+
+
+def test_a_connection_that_ends_before_it_is_used_is_a_lost_one() -> None:
+    """On uvloop, as the services run: it has an error of its own for a transport that is closed."""
+
+    async def use() -> None:
+        link = RedisLink(StoreConfig(url="redis://127.0.0.1:1"))
+        async with await asyncio.start_server(lambda _, writer: writer.close(), HOST, 0) as server:
+            _, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
+            writer.transport.abort()
+            await asyncio.sleep(0)
+            answers = iter([lambda: writer.writelines([b"PING"]), lambda: None])
+
+            async def call() -> str:
+                next(answers)()
+                return "PONG"
+
+            with pytest.raises(StoreError, match="closed"):
+                await link.once(call)
+            answers = iter([lambda: writer.writelines([b"PING"]), lambda: None])
+            assert await link.again(call) == "PONG"
+        await link.close()
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(use())
 
 
 @asynccontextmanager

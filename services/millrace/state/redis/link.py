@@ -96,9 +96,15 @@ class RedisLink:
             raise StoreError(f"request store {self._shown_url}: {error}") from error
 
     async def _attempt(self, call: Callable[[], Awaitable[T]]) -> T:
-        """Raises RedisConnectionError if the server has become a replica since it was reached."""
+        """Raises RedisConnectionError if the server has become a replica since it was reached, and
+        if the connection has ended since it was taken: uvloop has an error of its own for that.
+        """
         try:
             return await _cancellable(call())
+        except RuntimeError as error:
+            if "the handler is closed" not in str(error):
+                raise
+            raise RedisConnectionError(f"the connection has ended: {error}") from error
         except ResponseError as error:
             if "READONLY" not in str(error):  # within the message where a script wrote
                 raise
