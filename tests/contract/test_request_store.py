@@ -217,11 +217,21 @@ async def test_a_journal_is_read_on_from_the_last_read(store: RequestStore) -> N
     assert part.token_ids.tolist() == [2, 3, 4]
 
 
+async def test_a_request_is_deleted_by_its_own_spec_alone(store: RequestStore) -> None:
+    await store.create("a", spec=b"\x00mine", prompt_ids=IDS)
+    assert not await store.delete("a", spec=b"another")
+    assert not await store.delete("b", spec=b"\x00mine")
+    assert await store.get("a") is not None
+    assert await store.delete("a", spec=b"\x00mine")
+    assert not await store.delete("a", spec=b"\x00mine")
+    assert await store.get("a") is None
+
+
 async def test_nothing_brings_a_deleted_request_back(store: RequestStore) -> None:
     await store.create("a", spec=b"", prompt_ids=IDS)
     await store.append_tokens([entry("a", 0, 1)])
-    await store.delete("a")
-    await store.delete("a")
+    assert await store.delete("a")
+    assert not await store.delete("a")
     await store.set_states([StateUpdate(request_id="a", state="decoding", decode_id="decode-1")])
     await store.append_tokens([entry("a", 0, 2)])
     await store.finish("a", "finished")

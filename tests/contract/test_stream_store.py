@@ -50,6 +50,18 @@ async def test_a_new_stream_reads_back(store: StreamStore) -> None:
         await create(store)
 
 
+async def test_its_owner_deletes_the_stream_of_its_own_source_alone(store: StreamStore) -> None:
+    await create(store)
+    assert not await store.delete("s", 1, b"another")
+    assert not await store.delete("s", 2, b"\x00so")
+    assert await store.delete("s", 1, b"\x00so")
+    assert not await store.delete("s", 1, b"\x00so")
+    assert await store.get("s") is None
+    await create(store)  # its id is free
+    assert await store.finish("s", 1, b"", 60.0)
+    assert not await store.delete("s", 1, b"\x00so")
+
+
 async def test_its_owner_changes_it_and_nobody_adopts_it(store: StreamStore) -> None:
     await create(store)
     assert await store.renew("s", 1, b"2", LONG) is Hold.HELD

@@ -20,17 +20,13 @@ RETRY_S = 0.05
 LATER = (httpx.codes.BAD_GATEWAY, httpx.codes.SERVICE_UNAVAILABLE)
 
 
-def _new_id() -> str:
-    return uuid.uuid4().hex
-
-
 @dataclass
 class Answer:
     """A resumable stream: what its client has of it. `error`: the message of an error event."""
 
     path: str
     body: dict[str, Any]
-    chosen_id: str = field(default_factory=_new_id)
+    chosen_id: str = field(default_factory=lambda: uuid.uuid4().hex)
     token_ids: list[int] = field(default_factory=list)
     arguments: str = ""  # of its tool call
     finish: str = ""
@@ -73,8 +69,6 @@ class Answer:
 
     async def _read(self, response: httpx.Response) -> None:
         if response.status_code in LATER:
-            if not self._accepted:  # refused; the store may remember the id
-                self.chosen_id = _new_id()
             return
         if response.status_code == httpx.codes.CONFLICT:  # accepted, but its 200 never came
             self._accepted = True

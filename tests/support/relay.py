@@ -10,12 +10,13 @@ CHUNK_BYTES = 1 << 16
 
 
 class Relay:
-    """Passes bytes between its port on 127.0.0.1 and another port, until `stall` or `cut`."""
+    """Passes bytes between its port on 127.0.0.1 and another port, until it is told otherwise."""
 
     def __init__(self, host: str, port: int) -> None:
         self._to = host, port
-        self._passing = asyncio.Event()
+        self._passing, self._answering = asyncio.Event(), asyncio.Event()
         self._passing.set()
+        self._answering.set()
         self._is_cut = False
         self._writers: set[asyncio.StreamWriter] = set()
         self.port = 0
@@ -23,6 +24,11 @@ class Relay:
     def stall(self) -> None:
         """Passes nothing, either way; connections stay open, and new ones are made."""
         self._passing.clear()
+        self._answering.clear()
+
+    def mute(self) -> None:
+        """Passes what is sent to the other port, and no answers."""
+        self._answering.clear()
 
     def cut(self) -> None:
         """Ends all connections, and each new one at once."""
@@ -34,6 +40,7 @@ class Relay:
         """Passes bytes again, those that waited first."""
         self._is_cut = False
         self._passing.set()
+        self._answering.set()
 
     async def connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Serves one connection to its end."""
@@ -45,16 +52,21 @@ class Relay:
             both = {writer, to_writer}
             self._writers |= both
             try:
-                await asyncio.gather(self._pass(reader, to_writer), self._pass(to_reader, writer))
+                await asyncio.gather(
+                    self._pass(reader, to_writer, self._passing),
+                    self._pass(to_reader, writer, self._answering),
+                )
             finally:
                 self._writers -= both
                 for one in both:
                     one.close()
 
-    async def _pass(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _pass(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, may_pass: asyncio.Event
+    ) -> None:
         with suppress(OSError):
             while data := await reader.read(CHUNK_BYTES):
-                await self._passing.wait()
+                await may_pass.wait()
                 writer.write(data)
                 await writer.drain()
         writer.close()  # which ends the other direction

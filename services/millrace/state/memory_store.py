@@ -146,8 +146,12 @@ class MemoryStore:
             entry.prompt, entry.kept = None, False
             self._expire(request_id, self._finished_ttl_s)
 
-    async def delete(self, request_id: str) -> None:
-        self._entries.pop(request_id, None)
+    async def delete(self, request_id: str, *, spec: bytes | None = None) -> bool:
+        entry = self._find(request_id)
+        if entry is None or spec not in (None, entry.spec):
+            return False
+        del self._entries[request_id]
+        return True
 
     async def ping(self) -> None:
         return

@@ -146,8 +146,11 @@ class RequestStore(Protocol):
     async def release(self, request_id: str) -> None:
         """Ends a kept request's stay: the rest of it lives on as after `finish`."""
 
-    async def delete(self, request_id: str) -> None:
-        """Removes all data of a request; does nothing when there is none."""
+    async def delete(self, request_id: str, *, spec: bytes | None = None) -> bool:
+        """Removes all data of a request. With `spec`: only of the request that has this spec.
+
+        Returns False when there is none.
+        """
 
     async def ping(self) -> None:
         """Returns when the store answers."""

@@ -80,6 +80,12 @@ class StreamStore(Protocol):
         Returns False if the fence is old, or the stream was final or deleted before.
         """
 
+    async def delete(self, stream_id: str, fence: int, source: bytes) -> bool:
+        """Removes a stream that is not final, if it has this source.
+
+        Returns False if the fence is old, or there is no such stream.
+        """
+
     async def close(self) -> None:
         """Closes the store's connections."""
 
@@ -160,6 +166,13 @@ class MemoryStreams:
         if entry is None or entry.final or entry.fence != fence:
             return False
         entry.body, entry.final, entry.expires_s = body, True, self._clock() + ttl_s
+        return True
+
+    async def delete(self, stream_id: str, fence: int, source: bytes) -> bool:
+        entry = self._find(stream_id)
+        if entry is None or entry.final or (entry.fence, entry.source) != (fence, source):
+            return False
+        del self._entries[stream_id]
         return True
 
     async def close(self) -> None:

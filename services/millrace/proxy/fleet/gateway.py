@@ -202,17 +202,21 @@ class Gateway:
             raise id_taken()
         if not request.recorded:
             request.encoded_spec = request.encoded_spec or encode_spec(spec)
-            await self._records.create(
+            request.stored_spec = request.encoded_spec
+            request.recorded = await self._records.create(
                 spec.request_id, request.encoded_spec, request.prompt_ids, kept=request.kept
             )
-            request.recorded = True
+            if not request.recorded:
+                request.stored_spec = b""
+                raise id_taken()
         if spec.resumed_tokens:
             emitted = request.prompt_ids[-spec.resumed_tokens :]
             await self._records.begin_journal(spec.request_id, emitted)
         if request.on_recorded is not None and request.moves:
             await request.on_recorded()
         if request.has_ended:
-            self._records.delete(request.spec.request_id)  # the client left meanwhile
+            # The client left meanwhile.
+            self._records.delete(request.spec.request_id, request.stored_spec)
             return
         if not request.moves:
             if not self._has_scheduler:
@@ -245,7 +249,7 @@ class Gateway:
                 self._forget(one)
                 if one.recorded:
                     self._scheduler.cancel(one.spec.request_id, reason)
-                    self._records.delete(one.spec.request_id)
+                self._records.delete(one.spec.request_id, one.stored_spec)
         request.stage = Stage.ENDED
 
     def abandon(self, request: ProxyRequest) -> None:
@@ -345,13 +349,12 @@ class Gateway:
 
     def _fail(self, request: ProxyRequest, error: ApiError, *, cancel: bool) -> None:
         self._forget(request)
-        if request.recorded:
-            if cancel:
-                self._scheduler.cancel(request.spec.request_id, "failed at the proxy")
-            if error.is_refusal and not request.has_begun:
-                self._records.delete(request.spec.request_id)  # its id is free again
-            else:
-                self._records.finish(request.spec.request_id, "failed", kept=request.kept)
+        if request.recorded and cancel:
+            self._scheduler.cancel(request.spec.request_id, "failed at the proxy")
+        if error.is_refusal and not request.has_begun:
+            self._records.delete(request.spec.request_id, request.stored_spec)
+        elif request.recorded:
+            self._records.finish(request.spec.request_id, "failed", kept=request.kept)
         request.sink.on_error(error)
 
     def _forget(self, request: ProxyRequest) -> None:

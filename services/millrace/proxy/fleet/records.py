@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Coroutine
+from functools import partial
 from typing import Any
 
 from millrace.core.errors import MillraceError
-from millrace.proxy.errors import ApiError, id_taken, unavailable
+from millrace.proxy.errors import ApiError, unavailable
+from millrace.proxy.fleet.leftovers import Leftovers
 from millrace.proxy.text.encoder_process import TokenArray
 from millrace.state.store import IdTaken, JournalEntry, RequestStore
 from millrace.wire.fleet_messages import EncodedSpec
@@ -26,30 +28,31 @@ class Records:
         self._store = store
         self._endings: list[tuple[str, str, bool]] = []
         self._background: set[asyncio.Task[None]] = set()
+        self._leftovers = Leftovers()
 
     async def create(
         self, request_id: str, spec: EncodedSpec, prompt_ids: TokenArray, *, kept: bool
-    ) -> None:
-        """Writes a request's spec and prompt. Raises ApiError: 409 if the id is taken, 503.
+    ) -> bool:
+        """Writes a request's spec and prompt; returns False if the id is taken. Raises ApiError
+        (503).
 
         `kept`: another replica may continue the request after the scheduler has ended it.
         """
+        create = partial(
+            self._store.create, request_id, spec=spec, prompt_ids=prompt_ids, kept=kept
+        )
         try:
-            await self._store.create(request_id, spec=spec, prompt_ids=prompt_ids, kept=kept)
-        except IdTaken as error:
-            if not await self._has(request_id, spec):
-                raise id_taken() from error
+            try:
+                await self._leftovers.create(request_id, create)
+            except IdTaken:
+                return await self._has(request_id, spec)
         except MillraceError as error:
             raise _away(request_id, error) from error
+        return True
 
     async def _has(self, request_id: str, spec: EncodedSpec) -> bool:
-        """Whether an earlier call, whose answer was lost, has written the record. Raises ApiError
-        (503).
-        """
-        try:
-            record = await self._store.get(request_id)
-        except MillraceError as error:
-            raise _away(request_id, error) from error
+        """Whether an earlier call, whose answer was lost, has written the record."""
+        record = await self._store.get(request_id)
         return record is not None and record.spec == spec
 
     async def begin_journal(self, request_id: str, token_ids: TokenArray) -> None:
@@ -66,8 +69,12 @@ class Records:
             asyncio.get_running_loop().call_later(ENDINGS_INTERVAL_S, self._write_endings)
         self._endings.append((request_id, state, kept))
 
-    def delete(self, request_id: str) -> None:
-        self.spawn(self._store.delete(request_id))
+    def delete(self, request_id: str, spec: EncodedSpec) -> None:
+        """Removes what the store has, or may get, of the request of this spec: its id is free
+        again. Without a spec the store has none.
+        """
+        if spec:
+            self._leftovers.add(request_id, partial(self._store.delete, request_id, spec=spec))
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> None:
         """Runs work in the background; `close` waits for it."""
@@ -80,6 +87,7 @@ class Records:
         self._write_endings()
         if self._background:
             await asyncio.wait(self._background, timeout=timeout_s)
+        await self._leftovers.close(timeout_s)
 
     def _write_endings(self) -> None:
         endings, self._endings = self._endings, []

@@ -11,12 +11,14 @@ import contextlib
 import logging
 import time
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Protocol
 
 from millrace.concurrency import cancel
 from millrace.core.request import RequestState
 from millrace.proxy.errors import ApiError, id_taken, unavailable
 from millrace.proxy.fleet.gateway import Gateway
+from millrace.proxy.fleet.leftovers import Leftovers
 from millrace.proxy.generation.proxy_request import ProxyRequest
 from millrace.proxy.metrics import ProxyMetrics
 from millrace.proxy.models.models import Models
@@ -47,6 +49,8 @@ LEASE_S = 5.0
 #: Time to release the streams at shutdown. A stream that is not released is lost with its lease.
 CLOSE_S = 2.0
 
+_AWAY = "The store of streams does not answer."
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamLives:
@@ -64,6 +68,7 @@ class OwnedStream:
         self,
         streams: OwnedStreams,
         stream_id: str,
+        source: bytes,
         fence: int,
         reply: StreamReply,
         incarnation: str,
@@ -73,6 +78,7 @@ class OwnedStream:
         self._streams = streams
         self._gateway = gateway
         self.stream_id = stream_id
+        self._source = source
         self._fence = fence
         self._incarnation = incarnation
         self.reply = reply
@@ -104,7 +110,7 @@ class OwnedStream:
         try:
             hold = await self._renew(LEASE_S)
         except StoreError as error:
-            raise unavailable("The store of streams does not answer.") from error
+            raise unavailable(_AWAY) from error
         if hold is Hold.LOST:
             raise _fenced_off()
 
@@ -185,9 +191,10 @@ class OwnedStream:
         state = self.state
         if error is not None:
             state = replace(state, error=error_document(error))
-        ttl_s = self._streams.lives.finished_ttl_s
         if error is not None and error.is_refusal and not self.request.has_begun:
-            ttl_s = 0.0  # the client may send the request again with its id
+            self._streams.free(self.stream_id, self._fence, self._source)
+            return
+        ttl_s = self._streams.lives.finished_ttl_s
         store, body = self._streams.store, state.encoded()
         try:
             async with self._writing:
@@ -224,6 +231,7 @@ class OwnedStreams:
         self._requests = requests
         self._replays = replays
         self._counter = metrics.streams
+        self._leftovers = Leftovers()
         self._streams: dict[str, OwnedStream] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
@@ -244,31 +252,37 @@ class OwnedStreams:
     ) -> OwnedStream:
         """Records a stream and submits its request. Raises ApiError (503, 429, 409)."""
         request, stream_id, gateway = reply.progress.requests[0], source.response_id, model.gateway
-        stream = OwnedStream(self, stream_id, 1, reply, stream_id, gateway)
+        encoded = source.encoded()
+        stream = OwnedStream(self, stream_id, encoded, 1, reply, stream_id, gateway)
         stream.attached = True
-        lease = Lease(held_s=LEASE_S, wanted_s=self.lives.grace_s)
-        body = StreamState(incarnation=stream_id).encoded()
+        create = partial(
+            self.store.create,
+            stream_id,
+            tenant=tenant,
+            source=encoded,
+            body=StreamState(incarnation=stream_id).encoded(),
+            lease=Lease(held_s=LEASE_S, wanted_s=self.lives.grace_s),
+            ttl_s=self.lives.ttl_s,
+        )
         try:
-            await self.store.create(
-                stream_id,
-                tenant=tenant,
-                source=source.encoded(),
-                body=body,
-                lease=lease,
-                ttl_s=self.lives.ttl_s,
-            )
-        except StoreError as error:
-            raise _not_created(error) from error
-        try:
+            await self._leftovers.create(stream_id, create)
             await gateway.submit(request)
+        except IdTaken as error:
+            raise id_taken() from error
+        except StoreError as error:
+            self.free(stream_id, 1, encoded)
+            raise unavailable(_AWAY) from error
         except ApiError:
             gateway.leave(request, "refused")
-            with contextlib.suppress(StoreError):
-                await self.store.finish(stream_id, 1, body, 0.0)
+            self.free(stream_id, 1, encoded)
             raise
         self.count("started")
         self._keep(stream, on_end)
         return stream
+
+    def free(self, stream_id: str, fence: int, source: bytes) -> None:
+        """Removes a stream that was refused: its client may send the request again with its id."""
+        self._leftovers.add(stream_id, partial(self.store.delete, stream_id, fence, source))
 
     async def adopt(self, stream_id: str, record: StreamRecord) -> None:
         """Continues a lost stream, unless another replica is faster.
@@ -295,7 +309,9 @@ class OwnedStreams:
             await self.store.finish(stream_id, fence, body.encoded(), ttl_s)
             return
         self.count("adopted")
-        stream = OwnedStream(self, stream_id, fence, replay.reply, state.incarnation, gateway)
+        stream = OwnedStream(
+            self, stream_id, record.source, fence, replay.reply, state.incarnation, gateway
+        )
         if replay.finished:
             await self._requests.finish(state.incarnation, RequestState.FINISHED.value)
             await self._requests.release(state.incarnation)
@@ -324,6 +340,7 @@ class OwnedStreams:
         if waiting := [*releases, *self._tasks.values()]:
             await asyncio.wait(waiting, timeout=CLOSE_S)
         await cancel(*self._tasks.values())
+        await self._leftovers.close(CLOSE_S)
         await self.store.close()
 
     def _holding(self, stream: OwnedStream, source: StreamSource, tenant: str) -> OnEnd:
@@ -380,9 +397,3 @@ class OwnedStreams:
 
 def _fenced_off() -> ApiError:
     return ApiError(409, "Another replica continues the stream.", code="continued_elsewhere")
-
-
-def _not_created(error: StoreError) -> ApiError:
-    if isinstance(error, IdTaken):
-        return id_taken()
-    return unavailable("The store of streams does not answer.")

@@ -68,6 +68,10 @@ if seen[3] then return 1 end
 """
     + _RELEASED
 )
+_DELETE = Script("""
+if ARGV[1] and redis.call('HGET', KEYS[1], 'spec') ~= ARGV[1] then return 0 end
+return redis.call('UNLINK', KEYS[1], KEYS[2], KEYS[3])
+""")
 _RELEASE = Script("if redis.call('EXISTS', KEYS[1]) == 0 then return 0 end" + _RELEASED)
 
 
@@ -182,14 +186,15 @@ class RedisStore:
     async def release(self, request_id: str) -> None:
         await self._end(_RELEASE, request_id, (self._finished_ttl_ms,))
 
-    async def _end(self, script: Script, request_id: str, arguments: tuple[int | str, ...]) -> None:
+    async def _end(
+        self, script: Script, request_id: str, arguments: tuple[int | str | bytes, ...]
+    ) -> int:
         keys = request_keys(self._prefix, request_id)
         call = ScriptCall(script, (keys.record, keys.prompt, keys.journal), arguments)
-        await self._link.run(call)
+        return int(await self._link.run(call))
 
-    async def delete(self, request_id: str) -> None:
-        keys = request_keys(self._prefix, request_id)
-        await self._link.again(lambda: self._client.unlink(keys.record, keys.prompt, keys.journal))
+    async def delete(self, request_id: str, *, spec: bytes | None = None) -> bool:
+        return bool(await self._end(_DELETE, request_id, () if spec is None else (spec,)))
 
     async def ping(self) -> None:
         await self._link.again(lambda: self._client.ping())

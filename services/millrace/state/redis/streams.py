@@ -76,6 +76,13 @@ redis.call('PEXPIRE', KEYS[1], ARGV[3])
 return 1
 """
 )
+_DELETE = Script(
+    _OWNED
+    + """
+if redis.call('HGET', KEYS[1], 'source') ~= ARGV[2] then return 0 end
+return redis.call('UNLINK', KEYS[1])
+"""
+)
 
 
 class RedisStreams:
@@ -126,6 +133,9 @@ class RedisStreams:
 
     async def finish(self, stream_id: str, fence: int, body: bytes, ttl_s: float) -> bool:
         return bool(await self._run(_FINISH, stream_id, (fence, body, round(ttl_s * 1000))))
+
+    async def delete(self, stream_id: str, fence: int, source: bytes) -> bool:
+        return bool(await self._run(_DELETE, stream_id, (fence, source)))
 
     async def close(self) -> None:
         await self._link.close()
