@@ -208,10 +208,17 @@ def store_url(stack: Stack) -> str:
 
 
 async def lease_of(stack: Stack) -> Lease:
-    """The lease of the scheduler that leads."""
+    """The lease of the scheduler that leads. A store that has lost its data waits for one."""
     leases = open_leases(StoreConfig(url=store_url(stack)))
-    try:
+    found: Lease | None = None
+
+    async def is_there() -> bool:
+        nonlocal found
         found = await leases.read(lease_name(stack.group_of(0)))
+        return found is not None
+
+    try:
+        await eventually(is_there, what="nobody leads")
     finally:
         await leases.close()
     assert found is not None
