@@ -10,9 +10,11 @@ Left out, as it has no meaning:
 - decode while a request is queued: it knows nothing of the request;
 - prefill once the answer decodes: it holds nothing of the request any more.
 
+Of a spread prompt, nothing is reported as computed before all of it is: its phases are those before
+prefill and after it.
+
 KV goes between the processes of one machine by shared memory, which no partition reaches. What
-partitions do to the store and the scheduler is in `test_partitions.py`. Deaths of KVP workers are
-in `tests/e2e/test_kvp.py`.
+partitions do to the store and the scheduler is in `test_partitions.py`.
 """
 
 from __future__ import annotations
@@ -42,6 +44,10 @@ LAYOUTS: dict[str, dict[str, Any]] = {
             f"engine.profile={PROFILE}",
         ],
     },
+    "spread": {
+        **{"prefill": 2, "decode": 2, "kvp": 2},
+        "settings": ["scheduler.planner=least_queue", "scheduler.max_kv_tokens_per_worker=256"],
+    },
 }
 
 PHASES = {
@@ -68,9 +74,13 @@ MATRIX = {
         "store": ("queued", "mid-prefill", "mid-transfer", "mid-decode", "mid-tool-call"),
     },
     "groups": dict.fromkeys(("prefill", "decode", "scheduler", "proxy", "store"), ("mid-ring",)),
+    "spread": {
+        "decode": ("mid-decode", "mid-tool-call"),
+        "kvp": ("queued", "mid-decode", "mid-tool-call"),
+    },
 }
 CASES = [
-    pytest.param(layout, phase, service, fault, id=f"{phase}, {service}, {fault}")
+    pytest.param(layout, phase, service, fault, id=f"{layout}, {phase}, {service}, {fault}")
     for layout, services in MATRIX.items()
     for service, phases in services.items()
     for phase in phases
