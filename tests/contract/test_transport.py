@@ -14,6 +14,7 @@ import pytest
 
 from millrace.core.errors import TransferError
 from millrace.transfer.transport.base import PeerLostError, Transport
+from millrace.transfer.transport.checked import CheckedTransport
 from millrace.transfer.transport.nixl.transport import NixlTransport
 from millrace.transfer.transport.ranked import RankedTransport
 from millrace.transfer.transport.regions import Memory
@@ -41,7 +42,7 @@ class End:
         transport.subscribe(7, lambda peer, payload: self.inbox.put((peer, payload)))
 
 
-@pytest.fixture(params=["memory", "nixl", "ranked-memory", "ranked-nixl"])
+@pytest.fixture(params=["memory", "nixl", "ranked-memory", "ranked-nixl", "checked-memory"])
 def make(request):
     """Makes ends that can reach each other, and closes them.
 
@@ -49,7 +50,7 @@ def make(request):
     """
     hub = MemoryHub()
     ends = []
-    is_ranked, _, kind = request.param.rpartition("-")
+    over, _, kind = request.param.rpartition("-")
 
     def agent(name: str) -> Transport:
         return MemoryTransport(name, hub) if kind == "memory" else NixlTransport(name)
@@ -57,8 +58,10 @@ def make(request):
     def build(size: int = SIZE) -> End:
         name = f"end-{next(_numbers)}"
         transport = agent(name)
-        if is_ranked:
+        if over == "ranked":
             transport = RankedTransport(transport, [agent(f"{name}-1")])
+        elif over == "checked":
+            transport = CheckedTransport(transport, checks=True)
         ends.append(End(transport, size))
         return ends[-1]
 

@@ -111,7 +111,7 @@ async def test_a_group_grows_from_chunk_to_chunk(tmp_path: Path) -> None:
         *("engine.dtype=float32", f"engine.profile={profile_of_dear_groups(tmp_path)}"),
         *("engine.max_chunk_tokens=16", "engine.prefix_cache=off", "scheduler.policy=fcfs"),
         *("scheduler.planner=cdsp", "scheduler.improvement_rate=0.05", "scheduler.preemption=none"),
-        "scheduler.slow_factor=0",
+        *("scheduler.slow_factor=0", "transfer.kv_checksum=on"),
         f"scheduler.lease_s={HANG_S}",
     ]
     short, long = prompt(1000, seed=1), prompt(3000, seed=2)

@@ -48,7 +48,7 @@ async def stack_of(kvp: int, decode: int = 1) -> AsyncIterator[tuple[Stack, http
             prefill=1,
             decode=decode,
             kvp=kvp,
-            settings=SETTINGS,
+            settings=[*SETTINGS, "transfer.kv_checksum=on"],
             role_settings=ROLES,
         ) as stack,
         httpx.AsyncClient(base_url=stack.url, timeout=2 * HANG_S) as client,

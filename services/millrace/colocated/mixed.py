@@ -72,7 +72,7 @@ class MixedRole(TokenRole):
                 storage=context.engine.storage,
                 identity=context.incarnation,
                 config=context.config.transfer,
-                callbacks=hosted.beside(NOBODY, context.registry),
+                callbacks=hosted.beside(NOBODY, context.on_corrupt),
             ),
             spread=self._admissions.spread,
             prefix_cache=self._admissions.prefix_cache,

@@ -72,7 +72,7 @@ class Admissions:
                     on_prefix=self._prefix_landed,
                     on_failed=self._receive_failed,
                 ),
-                context.registry,
+                context.on_corrupt,
             ),
         )
         self.spread = SpreadRequests(

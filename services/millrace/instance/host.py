@@ -125,15 +125,24 @@ async def serve_instance(
 ) -> None:
     """Serves an instance with open memory as `serve_worker` does, until `stop`."""
     memory, registry = instance.memory, instance.vitals.registry
-    instance_id = options.instance_id or f"worker-{uuid.uuid4().hex[:8]}"
-    incarnation = Incarnation(instance_id, time.time_ns())
+    incarnation = Incarnation(
+        options.instance_id or f"worker-{uuid.uuid4().hex[:8]}", time.time_ns()
+    )
     async with contextlib.AsyncExitStack() as stack:
         stack.callback(memory.close)
-        kv, probes = await open_transport(stack, options.host, incarnation, memory)
+        on_corrupt = _count_corrupt(registry)
+        kv, probes = await open_transport(
+            stack,
+            options.host,
+            incarnation,
+            memory,
+            checksums=config.transfer.kv_checksum == "on",
+            on_corrupt=on_corrupt,
+        )
         store = open_store(config.store)
         stack.push_async_callback(store.close)
         loop = asyncio.get_running_loop()
-        tracer = _open_tracer(stack, config, instance.role, instance_id, registry)
+        tracer = _open_tracer(stack, config, instance.role, incarnation.id, registry)
         role = instance.build(
             HostContext(
                 config=config,
@@ -142,6 +151,7 @@ async def serve_instance(
                 store=store,
                 registry=registry,
                 tracer=tracer,
+                on_corrupt=on_corrupt,
                 send=lambda report: link.send(report),
                 send_threadsafe=lambda report: loop.call_soon_threadsafe(link.send, report),
             )
@@ -183,13 +193,22 @@ async def serve_instance(
         instance.vitals.ready = link.connected.is_set
         await first_of([link.connected.wait(), stop.wait()], tasks)
         await health.set_serving(True)
-        log.info("%s %s serves on %s", role.name, instance_id, host_port(options.host, port))
+        log.info("%s %s serves on %s", role.name, incarnation.id, host_port(options.host, port))
         if on_ready is not None and not stop.is_set():
             on_ready(port)
         await first_of([stop.wait()], tasks)
         await health.set_serving(False)
         await first_of([_drain(role, link, options.drain_timeout_s)], tasks)
         check_idle(role, memory)
+
+
+def _count_corrupt(registry: Registry) -> Callable[[str], None]:
+    counter = registry.counter(
+        "millrace_kv_checksum_errors_total",
+        "writes and messages with another checksum than was sent; their requests begin again",
+        ["sender"],
+    )
+    return lambda sender: counter.labels(sender).inc()
 
 
 def _expose(

@@ -32,6 +32,7 @@ class HostContext:
     store: RequestStore
     registry: Registry
     tracer: Tracer = NO_TRACER
+    on_corrupt: Callable[[str], None] = lambda sender: None  # KV that was not as it was sent
     send: Callable[[Report], None]
     send_threadsafe: Callable[[Report], object]
 

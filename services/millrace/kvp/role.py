@@ -33,7 +33,7 @@ class KvpRole:
             storage=memory.storage,
             identity=context.incarnation,
             config=context.config.transfer,
-            callbacks=self._table.beside(NOBODY, context.registry),
+            callbacks=self._table.beside(NOBODY, context.on_corrupt),
         )
         self._shards = ShardHost(context, memory, self._table, self._receiver)
 

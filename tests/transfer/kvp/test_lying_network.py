@@ -14,6 +14,7 @@ from millrace.core.kv.kvp_pass import ExchangeShape, Request
 from millrace.transfer.kvp.exchange import KvpExchange
 from millrace.transfer.kvp.server import KvpServer
 from millrace.transfer.transport.base import INLINE_BYTES
+from millrace.transfer.transport.checked import CheckedTransport
 from millrace.transfer.transport.regions import Memory
 from support.clocks import Clock, given_to
 from support.deadlines import HANG_S
@@ -23,8 +24,8 @@ from support.memory_transport import MemoryHub, MemoryTransport
 SHAPE = ExchangeShape(num_q_heads=2, num_kv_heads=1, head_dim=4, element_bytes=4, max_rows=4)
 TIMEOUT_S = 10 * HANG_S  # over when the clock skips it
 LAYERS, ROWS = 12, 2
-#: The faults that length or order can tell. K/V and results carry no checksum, so a changed bit in
-#: them, or the lost end of written bytes (`inline_bytes` 0), can't be told.
+#: The faults that length or order can tell. Without checksums a changed bit in K/V or results, or
+#: the lost end of written bytes (`inline_bytes` 0), can't be told.
 FAULTS = ("drop", "duplicate", "delay", "reorder", "truncate")
 
 
@@ -61,7 +62,9 @@ class Doubling:
 class Ends:
     """A KV owner and a KVP worker whose transports may lie, once `lie` is called."""
 
-    def __init__(self, seed: int, inline_bytes: int, faults, where: str) -> None:
+    def __init__(
+        self, seed: int, inline_bytes: int, faults, where: str, checks: bool = False
+    ) -> None:
         hub = MemoryHub()
         self.owner, self.worker = (
             FaultyTransport(MemoryTransport(name, hub), seed, faults=faults, probability=0.0)
@@ -73,11 +76,12 @@ class Ends:
         self.sent = np.zeros(KvpExchange.memory_bytes(SHAPE, 1), dtype=np.uint8)
         inbox = np.zeros(KvpServer.memory_bytes(SHAPE, 1), dtype=np.uint8)
         common = {"lease_s": TIMEOUT_S, "inline_bytes": inline_bytes}
+        owner, worker = (CheckedTransport(one, checks=checks) for one in (self.owner, self.worker))
         self.exchange = KvpExchange(
-            self.owner, Memory.of_array(self.sent), SHAPE, workers=1, timeout_s=TIMEOUT_S, **common
+            owner, Memory.of_array(self.sent), SHAPE, workers=1, timeout_s=TIMEOUT_S, **common
         )
         self.server = KvpServer(
-            self.worker, Memory.of_array(inbox), SHAPE, Doubling(inbox), owners=1, **common
+            worker, Memory.of_array(inbox), SHAPE, Doubling(inbox), owners=1, **common
         )
         offer = self.exchange.offer()
 
@@ -172,6 +176,18 @@ def test_no_fault_gives_a_wrong_answer(clock, fault, where, inline_bytes) -> Non
         assert answered == LAYERS
     else:
         assert answered < LAYERS
+
+
+@pytest.mark.parametrize("where", ["owner", "worker"])
+@pytest.mark.parametrize("inline_bytes", [INLINE_BYTES, 0])
+@pytest.mark.parametrize("fault", ["corrupt", "truncate"])
+def test_checksums_tell_what_else_can_not_be_told(clock, fault, inline_bytes, where) -> None:
+    """The pair is lost at once: no deadline passes, as the clock stands."""
+    ends = Ends(1, inline_bytes, (fault,), where, checks=True)
+    ends.lie(0.5)
+    answered, lost = run(ends, clock, keeps_away=False)
+    assert answered < LAYERS
+    assert "not a notification" in lost or "ended the exchange" in lost
 
 
 @pytest.mark.parametrize("seed", range(8))

@@ -254,9 +254,10 @@ async def test_what_one_holder_refuses_fails_the_whole() -> None:
         with pytest.raises(TransferError, match="model_hash differs"):
             await session.finish(End(2, 11))
         await session.abort("refused")
-        why = "prefill-0 gave the transfer up: refused"
-        assert await receivers[0].event() == ("failed", why, 1, 0)  # and no first token
-        assert (await receivers[2].outcome())[:2] == ("failed", why)
+        for holder in (receivers[0], receivers[2]):
+            kind, why, *rest = await holder.event()
+            assert (kind, rest) == ("failed", [1, 0])  # and no first token
+            assert why.startswith("prefill-0 gave the transfer up")  # the reason may come later
 
 
 async def test_a_holder_that_dies_fails_the_whole_and_frees_the_others() -> None:

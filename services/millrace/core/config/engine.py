@@ -163,5 +163,5 @@ class TransferConfig(Section):
     kv_checksum: str = setting(
         "off",
         one_of("on", "off"),
-        "on: KV that arrives here must come with a crc32c, which is checked in the pages",
+        "on: what arrives here (KV, blocks of rings, KVP exchanges) must have its sender's crc32c",
     )

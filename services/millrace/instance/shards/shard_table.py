@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from millrace.core.incarnation import Incarnation
 from millrace.core.kv.kvp_hold import HoldAsk
 from millrace.core.token_events import FinishedPrefill
-from millrace.telemetry.metrics import Registry
 from millrace.telemetry.tracing.tracer import NO_SCOPE, Scope
 from millrace.transfer.push.control import ReceiveCallbacks
 
@@ -80,15 +79,8 @@ class ShardTable:
             self._emptied.clear()
             await self._emptied.wait()
 
-    def beside(self, own: ReceiveCallbacks, registry: Registry) -> ReceiveCallbacks:
-        """Returns receiver callbacks that handle shards here and pass all else to `own`. `registry`
-        gets the count of KV that arrived corrupt.
-        """
-        corrupt = registry.counter(
-            "millrace_kv_checksum_errors_total",
-            "writes whose KV had another checksum than was sent; the request is prefilled again",
-            ["sender"],
-        )
+    def beside(self, own: ReceiveCallbacks, on_corrupt: Callable[[str], None]) -> ReceiveCallbacks:
+        """Returns receiver callbacks that handle shards here and pass all else to `own`."""
 
         def first_tokens(request_id: str, finished: FinishedPrefill) -> None:
             if request_id not in self._shards:  # a shard needs no first token
@@ -115,7 +107,7 @@ class ShardTable:
             on_landed=landed,
             on_prefix=prefix,
             on_failed=failed,
-            on_corrupt=lambda sender: corrupt.labels(sender).inc(),
+            on_corrupt=on_corrupt,
         )
 
 

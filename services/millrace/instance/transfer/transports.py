@@ -7,7 +7,7 @@ import logging
 import os
 from collections.abc import Callable
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 
 from torch import Tensor
@@ -15,8 +15,11 @@ from torch import Tensor
 from millrace.core.incarnation import Incarnation
 from millrace.engine.assembly import KvMemory
 from millrace.transfer.probe.process import ProbeServer
+from millrace.transfer.push.checksums import require_readable
+from millrace.transfer.push.messages import TO_RECEIVER, TO_SENDER
 from millrace.transfer.transport.base import Transport
 from millrace.transfer.transport.byte_window import ByteWindow
+from millrace.transfer.transport.checked import CheckedTransport
 from millrace.transfer.transport.device_memory import check_registers
 from millrace.transfer.transport.nixl.environment import transport_environment
 from millrace.transfer.transport.nixl.transport import NixlTransport
@@ -43,8 +46,17 @@ async def open_transport(
     host: str,
     incarnation: Incarnation,
     memory: KvMemory,
+    *,
+    checksums: bool,
+    on_corrupt: Callable[[str], None],
 ) -> tuple[KvTransport, ProbeServer]:
-    """Opens the transport of requests, and the server that makes the ends of probes."""
+    """Opens the transport of requests, and the server that makes the ends of probes.
+
+    `on_corrupt` gets the instance of every message that was not as it was sent
+    (`CheckedTransport`). Raises ConfigError for `checksums` of a pool that the host can't read.
+    """
+    if checksums:
+        require_readable(Memory.of_tensor(memory.storage), memory.layout)
     set_environment(host)
     name = transport_name(incarnation)
     probes = await stack.enter_async_context(ProbeServer(name, str(memory.storage.device)))
@@ -52,7 +64,13 @@ async def open_transport(
     log.info(await asyncio.to_thread(check_registers, f"{name}-registers", some))
     opened = await asyncio.to_thread(kv_transport, name, memory)
     stack.push_async_callback(asyncio.to_thread, opened.transport.close)
-    return opened, probes
+    transport = CheckedTransport(
+        opened.transport,
+        checks=checksums,
+        summed=(TO_RECEIVER, TO_SENDER),
+        on_corrupt=lambda peer: on_corrupt(peer.rpartition("-")[0]),
+    )
+    return replace(opened, transport=transport), probes
 
 
 def kv_transport(name: str, memory: KvMemory) -> KvTransport:

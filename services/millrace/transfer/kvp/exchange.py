@@ -352,7 +352,11 @@ class KvpExchange:
 
     def _on_notification(self, peer: str, payload: bytes) -> None:
         """Handles a KVP worker's notification, on the transport's thread."""
-        message = KvpMessage.decode(payload)
+        try:
+            message = KvpMessage.decode(payload)
+        except TransferError as error:
+            self._misheard(peer, error)
+            return
         key = (peer, message.slot)
         pair = self._by_slot.get(key)
         if message.kind is KvpKind.GONE:
@@ -361,3 +365,10 @@ class KvpExchange:
                 self._lose(pair, f"{pair.worker} ended the exchange")
         elif pair is not None:
             self._events.put((pair, message))
+
+    def _misheard(self, peer: str, error: TransferError) -> None:
+        """Loses a KVP worker whose notification can't be read: its answer may have been in it."""
+        with self._lock:
+            pairs = [pair for pair in self._pairs.values() if pair.peer == peer]
+        for pair in pairs:
+            self._lose(pair, f"{pair.worker}: {error}")

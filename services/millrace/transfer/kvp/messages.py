@@ -70,6 +70,8 @@ class KvpMessage(NamedTuple):
     def decode(payload: bytes) -> KvpMessage:
         """Raises TransferError for bytes that `encode` can't have made."""
         try:
+            if len(payload) < _HEADER.size:
+                raise ValueError(f"{len(payload)} bytes are too few")
             channel, kind, layer, slot, number, piece, rows, new_rows, entries = (
                 _HEADER.unpack_from(payload)
             )
@@ -82,7 +84,7 @@ class KvpMessage(NamedTuple):
             if message.kind is KvpKind.PARTIAL and len(body) < 4 * entries:
                 raise ValueError(f"{entries} entries in {len(body)} bytes")
             return message
-        except (struct.error, ValueError) as error:
+        except ValueError as error:
             raise TransferError(f"not a notification of an exchange: {error}") from error
 
     def missing(self) -> tuple[int, ...]:

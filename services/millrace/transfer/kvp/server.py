@@ -308,7 +308,11 @@ class KvpServer:
 
     def _on_notification(self, peer: str, payload: bytes) -> None:
         """Handles a KV owner's notification, on the transport's thread."""
-        message = KvpMessage.decode(payload)
+        try:
+            message = KvpMessage.decode(payload)
+        except TransferError as error:
+            self._misheard(peer, error)
+            return
         owner = self._owners.get(message.slot)
         is_its = owner is not None and owner.peer == peer
         if message.kind is KvpKind.BYE:
@@ -317,6 +321,14 @@ class KvpServer:
             self._places.drained(peer, message.slot)
         elif owner is not None and is_its:
             self._works.put(partial(self._layer, owner, message))
+
+    def _misheard(self, peer: str, error: TransferError) -> None:
+        """Ends the pairs of a KV owner whose notification can't be read: it learns it by GONE."""
+        log.warning("%s: %s", peer, error)
+        with self._lock:
+            slots = [owner.slot for owner in self._owners.values() if owner.peer == peer]
+        for slot in slots:
+            self.detach(slot)
 
 
 def _misfit(message: KvpMessage) -> TransferError:

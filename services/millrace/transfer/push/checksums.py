@@ -10,22 +10,28 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 
-import crc32c
 import numpy as np
 
-from millrace.core.errors import TransferError
+from millrace.core.errors import ConfigError, TransferError
 from millrace.core.kv.layout import KvLayout
 from millrace.transfer.push.messages import WrittenRange
 from millrace.transfer.transport.layout import Side, layer_runs, one_page
-from millrace.transfer.transport.regions import HOST, Memory, copy_on_host, host_bytes
+from millrace.transfer.transport.regions import HOST, Memory
 from millrace.transfer.transport.runs import Runs
+from millrace.transfer.transport.sums import crc_of
 
 Parts = tuple[WrittenRange, ...]
 
-#: Runs of this many bytes are summed where they lie; shorter runs are copied together first.
-_IN_PLACE_BYTES = 2048
 #: The most token ranges of a side whose runs are kept; the layers of a chunk share one range.
 _MAX_KEPT = 16
+
+
+def require_readable(pool: Memory, layout: KvLayout) -> None:
+    """Raises ConfigError for a pool whose bytes the host can't sum."""
+    if where := unreadable(pool, layout):
+        raise ConfigError(
+            f"transfer.kv_checksum is 'on'; it must be 'off' when the KV pool {where}"
+        )
 
 
 def unreadable(pool: Memory, layout: KvLayout) -> str:
@@ -55,7 +61,7 @@ class PartSums:
         layer = self._side.layout.layer_offset(part.layer)
         value = 0
         for shift in self._shifts:
-            value = _extend(value, self._pool, runs.shifted(layer + shift, 0))
+            value = crc_of(self._pool, runs.shifted(layer + shift, 0), value)
         return value
 
     def _runs_of(self, start_token: int, num_tokens: int) -> Runs:
@@ -114,15 +120,3 @@ def _end_as(write: Future[None], posted: Future[None]) -> None:
         write.set_exception(error)
     else:
         write.set_result(None)
-
-
-def _extend(value: int, pool: Memory, runs: Runs) -> int:
-    if runs.total_bytes < _IN_PLACE_BYTES * len(runs):
-        together = np.empty(runs.total_bytes, dtype=np.uint8)
-        copy_on_host(pool, Memory.of_array(together), runs)
-        return crc32c.crc32c(together.data, value)
-    runs.check_within(pool.nbytes, runs.total_bytes)
-    found = host_bytes(pool).data
-    for start, length in zip(runs.source.tolist(), runs.length.tolist(), strict=True):
-        value = crc32c.crc32c(found[start : start + length], value)
-    return value

@@ -242,6 +242,14 @@ class GroupLink:
             self._fail(wrong)
         self.pump()
 
+    def misheard(self, peer: str, why: str) -> None:
+        """Takes note of a notification that can't be read, on the transport's thread."""
+        with self.changed:
+            is_peers = peer in self._contacts
+        if is_peers:
+            self._fail(f"{self._name(peer)}: {why}")
+            self.pump()
+
     # -- inside; all under the lock except `_fail` and the ends of writes
 
     def _read(self, peer: str, message: RingMessage) -> str:

@@ -94,8 +94,17 @@ class RingManager:
             self._closed.add(link.key)
 
     def _on_notification(self, peer: str, payload: bytes) -> None:
-        """Handles a member's notification, on the transport's thread."""
-        message = RingMessage.decode(payload)
+        """Handles a member's notification, on the transport's thread. One that can't be read breaks
+        every link with that member: it may have been about any of them.
+        """
+        try:
+            message = RingMessage.decode(payload)
+        except TransferError as error:
+            with self._lock:
+                open_links = list(self._links.values())
+            for one in open_links:
+                one.misheard(peer, str(error))
+            return
         with self._lock:
             link = self._links.get(message.key)
             if link is None:

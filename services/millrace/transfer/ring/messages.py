@@ -54,6 +54,8 @@ class RingMessage:
     def decode(payload: bytes) -> RingMessage:
         """Raises TransferError for bytes that `encode` can't have made."""
         try:
+            if len(payload) < _HEADER.size:
+                raise ValueError(f"{len(payload)} bytes are too few")
             channel, kind, attempt, chunk, number = _HEADER.unpack_from(payload)
             if channel != RING_CHANNEL:
                 raise ValueError(f"channel {channel}")
@@ -64,5 +66,5 @@ class RingMessage:
                 chunk=chunk,
                 number=number,
             )
-        except (struct.error, ValueError) as error:
+        except ValueError as error:
             raise TransferError(f"not a notification of a ring: {error}") from error

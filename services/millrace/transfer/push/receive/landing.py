@@ -8,9 +8,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TypeVar
 
-from millrace.core.errors import ConfigError
 from millrace.core.kv.layout import KvLayout
-from millrace.transfer.push.checksums import PartSums, SumThread, unreadable
+from millrace.transfer.push.checksums import PartSums, SumThread, require_readable
 from millrace.transfer.push.handshake import Lease
 from millrace.transfer.push.messages import Kind, Message, WrittenRange
 from millrace.transfer.push.receive.admission import Admission
@@ -27,10 +26,7 @@ class Checksums:
 
     def __init__(self, pool: Memory, layout: KvLayout) -> None:
         """Raises ConfigError for a pool that the host can't read."""
-        if where := unreadable(pool, layout):
-            raise ConfigError(
-                f"transfer.kv_checksum is 'on'; it must be 'off' when the KV pool {where}"
-            )
+        require_readable(pool, layout)
         self._pool = pool
         self._thread = SumThread("kv-check")
         self._sums: dict[Lease, PartSums] = {}
