@@ -14,7 +14,7 @@ from millrace.core.errors import TransferError
 from millrace.transfer.ring.messages import RingKind, RingMessage
 from millrace.transfer.writer import GRACE_S
 from support.clocks import given_to
-from support.deadlines import HANG_S
+from support.deadlines import HANG_S, eventually
 from support.memory_transport import MemoryHub
 from support.slow_transport import SlowTransport
 from transfer.ring.ring_nodes import RingNode, chunks_of, pool_layout, random_pause
@@ -224,7 +224,7 @@ def test_a_silent_member_holds_the_pages_until_it_drains(nodes, clock):
 
     async def scenario():
         compute = asyncio.create_task(asyncio.to_thread(a.compute, jobs["a"]))
-        await asyncio.sleep(0.02)
+        await eventually(lambda: held)  # it has opened its buffers to the other member
         jobs["a"].link.abort()
         assert not await compute
         close = asyncio.create_task(jobs["a"].link.close())

@@ -87,7 +87,8 @@ class StreamReader:
 
     async def _more(self) -> list[int]:
         """Returns the tokens after those that were read of the present incarnation."""
-        stream = self._owned.find(self._id)
+        # A stream that has ended may still be held here: by a replica that has lost it unawares.
+        stream = self._owned.find(self._id) if self._final_since is None else None
         if self._state.cached_tokens is None and stream is not None and stream.request.has_begun:
             await stream.save()
             self._state = stream.state

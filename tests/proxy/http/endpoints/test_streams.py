@@ -201,6 +201,17 @@ async def test_a_client_that_left_comes_back_while_the_stream_goes_on(replicas, 
     ]
 
 
+async def finished(store_url, stream_id):
+    """Returns when the store has the end of the stream."""
+    store = RedisStreams(StoreConfig(url=store_url))
+
+    async def is_final():
+        return (await store.get(stream_id)).final
+
+    await eventually(is_final)
+    await store.close()
+
+
 def contents(events):
     """Returns the events without what differs between two answers: ids and times."""
     found = []
@@ -226,7 +237,7 @@ def metric(stack):
 @pytest.mark.parametrize(("path", "fields"), KINDS[:4])
 @pytest.mark.parametrize(("sent", "journalled"), [(1, 0), (3, 8), (8, 3)])
 async def test_another_replica_adopts_a_lost_stream(
-    replicas, short_leases, path, fields, sent, journalled
+    replicas, store_url, short_leases, monkeypatch, path, fields, sent, journalled
 ):
     """`sent` events had come; the journal has more tokens, or fewer, or none."""
     one, other = replicas
@@ -236,13 +247,16 @@ async def test_another_replica_adopts_a_lost_stream(
     lost.journalled = journalled
     stream_id, found = await cut(one, path, fields, sent)
     await one.proxy.store.finish(stream_id, "cancelled")  # by the scheduler: the replica is dead
+    monkeypatch.setattr(owner, "RENEW_S", 0.02)  # for the other one
     rest = events_of(await resumed(other, stream_id, found[-1][0]))
     assert contents(found + rest) == contents(undisturbed)
     spec = other.fleet.specs[-1]
     assert (spec.request_id, spec.resumed_tokens) == (f"{stream_id}.2.1", journalled)
     assert spec.sampling.seed == one.fleet.specs[-1].sampling.seed
     assert metric(other)["adopted"] == 1.0
-    # The whole stream can be read again at both, from the journal of its last incarnation.
+    # The whole stream can be read again at both, from the journal of its last incarnation: the one
+    # that has lost it does not know that yet, and holds its own tokens.
+    await finished(store_url, stream_id)
     for stack in replicas:
         again = await resumed(stack, stream_id)
         assert events_of(again) == found + rest, again
