@@ -60,6 +60,7 @@ async def test_random_arrivals_give_the_oracles_tokens(name: str, chunking: str)
     )
     prompts = [prompt(chance.randint(1, 300), seed=n) for n in range(10)]
     async with mixed_instance(settings, name=name) as mixed:
+        assert registration(mixed.live).adaptive_chunks == (chunking == "adaptive")
         with mixed.slowed(0.01):
             for number, ids in enumerate(prompts):
                 await mixed.ask(f"r{number}", len(ids), ids=ids, max_tokens=9)
@@ -368,7 +369,7 @@ async def test_a_lost_scheduler_costs_all_it_holds_and_it_starts_anew() -> None:
 async def test_what_it_registers_and_reports() -> None:
     async with mixed_instance(mixed_config(max_batch=7)) as mixed:
         told = registration(mixed.live)
-        assert (told.role, told.max_batch) == ("mixed", 7)
+        assert (told.role, told.max_batch, told.adaptive_chunks) == ("mixed", 7, True)
         assert 0 < told.kv_pages < mixed.live.engine.pool.num_pages
         assert told.decode_step is not None and told.decode_step.base_s > 0
         await mixed.ask("r", 20, max_tokens=300)

@@ -30,6 +30,7 @@ def instance(
     kv_layers: int = 0,
     decode_step: DecodeStepTime | None = None,
     block_tokens: int = 0,
+    adaptive_chunks: bool = False,
 ) -> events.InstanceJoined:
     """Instance "p..." prefills, "m..." does both, "k..." holds shards, any other decodes."""
     return events.InstanceJoined(
@@ -46,6 +47,7 @@ def instance(
         kv_layers=kv_layers,
         decode_step=decode_step,
         block_tokens=block_tokens,
+        adaptive_chunks=adaptive_chunks,
     )
 
 

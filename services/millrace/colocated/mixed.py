@@ -12,6 +12,7 @@ import asyncio
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from math import inf
 
 from millrace.colocated.admissions import MixedAdmissions
@@ -90,7 +91,9 @@ class MixedRole(TokenRole):
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="mixed-compute")
 
     def complete_registration(self, base: Registration) -> Registration:
-        return self.registration(base, DecodeStepTime.of(decode_step.of_profile(self._operators)))
+        step = DecodeStepTime.of(decode_step.of_profile(self._operators))
+        is_adaptive = self._context.config.mixed.chunking == "adaptive"
+        return replace(self.registration(base, step), adaptive_chunks=is_adaptive)
 
     def counts(self) -> tuple[int, int]:
         running = self._table.counts()[0] + self._prompts.begun

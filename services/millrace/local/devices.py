@@ -76,7 +76,7 @@ def device_names(option: str, visible: str | None, *, device: str, torch_cuda: s
     """Returns the devices that instances may use.
 
     `option` is the command line's list, else CUDA_VISIBLE_DEVICES (`visible`), else all devices of
-    the system. None when `device`, the setting, or a torch without CUDA excludes them. Raises
+    the system. Empty when `device`, the setting, or a torch without CUDA excludes them. Raises
     ConfigError when excluded devices are asked for, or a device is named twice.
     """
     uses_gpus = device != "cpu" and bool(torch_cuda)

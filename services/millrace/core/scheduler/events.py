@@ -35,6 +35,7 @@ class InstanceJoined:
     kv_layers: int = 0
     decode_step: DecodeStepTime | None = None  # of its batches; None: not known
     block_tokens: int = 0  # of its prefix cache; 0: it keeps none
+    adaptive_chunks: bool = False  # mixed: chunks shrink as their history grows
     held: tuple[Held, ...] = ()  # requests that it holds from before, for another scheduler
 
 

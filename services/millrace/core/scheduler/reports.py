@@ -28,6 +28,7 @@ class Registration:
     kv_layers: int = 0  # layers that a page holds
     decode_step: DecodeStepTime | None = None  # of its batches; None: not known
     block_tokens: int = 0  # of its prefix cache; 0: it keeps none
+    adaptive_chunks: bool = False  # mixed: chunks shrink as their history grows
     held: tuple[Held, ...] = ()  # requests that an earlier stream to a scheduler has left here
 
 

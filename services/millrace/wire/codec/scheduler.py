@@ -33,7 +33,7 @@ _DECODES = ("decode", "mixed")
 #: The fields that a registration and its event share.
 _OF_CARD = (
     *("role", "kv_pages", "page_tokens", "max_context_tokens", "max_batch", "model_hash"),
-    *("node", "kv_layers", "decode_step", "block_tokens", "held"),
+    *("node", "kv_layers", "decode_step", "block_tokens", "adaptive_chunks", "held"),
 )
 
 # ---- to the scheduler

@@ -33,6 +33,7 @@ def test_by_default_all_is_on_where_times_of_groups_are_known():
     assert said(*pool(4, 2, 4)) == {
         "policy": "on: millrace",
         "preemption": "on: of a running prefill, at every operator",
+        "adaptive chunks": "off: the pool has no mixed instance",
         "groups (CDSP)": "on: of 1, 2, 4 instances",
         "improvement rate by load": "on: by load, now 0.3",
         "batches of prompts": "on: of less than 512 tokens, which fill an instance",
@@ -53,6 +54,12 @@ def test_by_default_all_is_on_where_times_of_groups_are_known():
             "the pool's instances differ in their pages",
         ),
         ([instance("m0")], {}, "groups", "the pool has no prefill instance"),
+        (
+            [instance("m0"), instance("m1", adaptive_chunks=True)],
+            {},
+            "adaptive chunks",
+            "mixed.chunking is static at m0",
+        ),
         (pool(2), {"preemption": "none"}, "preemption", "scheduler.preemption is none"),
         (pool(2), {"batch_tokens": 0}, "batches of prompts", "scheduler.batch_tokens is 0"),
         ([instance("p0"), instance("d0")], {}, "batches of prompts", "a prompt of one token fills"),
@@ -66,6 +73,11 @@ def test_by_default_all_is_on_where_times_of_groups_are_known():
 )
 def test_what_is_off_says_why(cards, settings, name, why):
     assert said(*cards, **settings)[name].startswith(f"off: {why}")
+
+
+def test_chunks_of_mixed_instances_adapt():
+    found = said(instance("p0"), instance("m0", adaptive_chunks=True))
+    assert found["adaptive chunks"] == "on: of prompts in batches with decodes"
 
 
 def test_without_instances_only_the_scheduler_s_own_are_told():

@@ -47,6 +47,7 @@ def _preemption(where: str) -> Mechanism:
 
 
 def _of_pool(machine: Machine, pool: Pool) -> Iterator[Mechanism]:
+    yield _adaptive_chunks(pool)
     if not pool.prefill:
         yield Mechanism(
             "groups", False, "the pool has no prefill instance; mixed ones compute alone"
@@ -64,6 +65,15 @@ def _of_pool(machine: Machine, pool: Pool) -> Iterator[Mechanism]:
         detail = f"{source}, now {rate:g}"
         yield Mechanism("improvement rate by load", source != "fixed", detail)
     yield _batches(machine.config.batch_tokens, pool)
+
+
+def _adaptive_chunks(pool: Pool) -> Mechanism:
+    name, mixed = "adaptive chunks", list(pool.mixed())
+    if not mixed:
+        return Mechanism(name, False, "the pool has no mixed instance")
+    if static := [one.id for one in mixed if not one.card.adaptive_chunks]:
+        return Mechanism(name, False, f"mixed.chunking is static at {', '.join(static)}")
+    return Mechanism(name, True, "of prompts in batches with decodes")
 
 
 def _why_alone(planner: str, pool: Pool) -> str:

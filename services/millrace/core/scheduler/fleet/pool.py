@@ -70,7 +70,7 @@ class Pool:
     @property
     def is_ready(self) -> bool:
         """Returns whether new work can be both prefilled and decoded here."""
-        return bool(self.decode) and (bool(self.prefill) or any(self._mixed()))
+        return bool(self.decode) and (bool(self.prefill) or any(self.mixed()))
 
     @property
     def degrees(self) -> tuple[int, ...]:
@@ -182,7 +182,7 @@ class Pool:
             self.decode[instance.id] = instance
         else:
             self.kvp[instance.id] = instance
-        self.prefillers = len(self.prefill) + sum(1 for _ in self._mixed())
+        self.prefillers = len(self.prefill) + sum(1 for _ in self.mixed())
         self._forget_planner()
 
     def _forget_planner(self) -> None:
@@ -225,14 +225,14 @@ class Pool:
     def latency(self) -> SpLatency:
         """Returns the latency model; a pool's instances are taken to be of one kind."""
         if self._latency is None:
-            some: list[Instance] = [*self.prefill.values(), *self._mixed()]
+            some: list[Instance] = [*self.prefill.values(), *self.mixed()]
             self._latency = some[0].card.latency
         return self._latency
 
     def could_prefill(self, request: LiveRequest) -> bool:
         """Returns whether a group could take the request once it is empty."""
         if not self.prefill:
-            return any(self._mixed())
+            return any(self.mixed())
         shares = self.shares(request)
         is_new = request.attempt <= 1 and not request.attempts
         in_context = request.prompt_tokens <= self._smallest_context
@@ -257,9 +257,10 @@ class Pool:
 
     def kv_owners(self) -> list[DecodeInstance]:
         """The instances where requests can be placed: mixed only, without any prefill instance."""
-        return list(self.decode.values() if self.prefill else self._mixed())
+        return list(self.decode.values() if self.prefill else self.mixed())
 
-    def _mixed(self) -> Iterator[DecodeInstance]:
+    def mixed(self) -> Iterator[DecodeInstance]:
+        """Those that prefill what they decode."""
         return (d for d in self.decode.values() if d.card.role == "mixed")
 
     @property
