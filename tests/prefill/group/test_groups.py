@@ -241,7 +241,9 @@ async def test_who_links_to_a_group_that_was_given_up_gives_up_too() -> None:
             await other.said("request_failed", "r")
             late.set_result(connect(theirs).result())
             told = await leader.said("request_failed", "r")
-        assert told.retryable and "prefill-1 gave up" in told.message
+        # Decode refuses a handshake that comes after the other member's end.
+        assert told.retryable
+        assert "prefill-1 gave up" in told.message or "r was given up" in told.message
         await group.idle()
         group.decode.cancel("r")
 
