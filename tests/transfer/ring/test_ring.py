@@ -79,6 +79,18 @@ def clock(monkeypatch):
     return given_to("millrace.transfer", monkeypatch)
 
 
+def heard_by(node) -> list[str]:
+    """Lists the senders of the messages that the node has taken since."""
+    senders, deliver = [], node.transport.deliver
+
+    def noting(sender, payload) -> None:
+        deliver(sender, payload)
+        senders.append(sender)
+
+    node.transport.deliver = noting
+    return senders
+
+
 @pytest.fixture
 def nodes():
     made = Nodes()
@@ -187,14 +199,15 @@ def test_a_member_that_ends_frees_the_others_after_a_grace(nodes, clock):
     for name, job in jobs.items():
         nodes.all[name].open(job, roster)
 
+    heard = heard_by(nodes.all["b"])
+
     async def scenario():
         computes = [
             asyncio.create_task(asyncio.to_thread(nodes.all[name].compute, jobs[name]))
             for name in "ac"
         ]
-        await asyncio.sleep(0.05)
+        await eventually(lambda: "c" in heard)  # it has opened its buffers to b
         nodes.all["b"].transport.close()
-        await asyncio.sleep(0.05)
         closes = []
         for name in "ac":
             jobs[name].link.abort()
@@ -248,10 +261,11 @@ def test_who_opens_a_group_that_was_given_up_learns_of_it_and_writes_nothing(nod
     chunks = chunks_of([60], [NAMES[:2]])
     jobs, roster = nodes.prepare("r", chunks, seed=1)
     nodes.all["a"].open(jobs["a"], roster)
+    heard = heard_by(nodes.all["b"])
 
     async def scenario():
         compute = asyncio.create_task(asyncio.to_thread(nodes.all["a"].compute, jobs["a"]))
-        await asyncio.sleep(0.02)  # its credit is at b
+        await eventually(lambda: "a" in heard)  # its credit is at b
         jobs["a"].link.abort()
         assert not await compute
         async with asyncio.timeout(HANG_S):
