@@ -42,7 +42,9 @@ async def stack() -> AsyncIterator[Stack]:
     )
     async with Stack(options) as running:
         try:
-            async with httpx.AsyncClient(base_url=running.url, trust_env=False) as client:
+            async with httpx.AsyncClient(
+                base_url=running.url, timeout=HANG_S, trust_env=False
+            ) as client:
 
                 async def ready() -> bool:
                     found = [await client.post(CHAT, json=body(name)) for name in (SHIPPED, RANDOM)]

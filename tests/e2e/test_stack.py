@@ -53,7 +53,9 @@ async def is_idle(stack: Stack) -> bool:
 async def test_vectors_and_scores_come_from_prefill_alone(stack: Stack) -> None:
     """The last token's hidden state, as transformers has it; nothing is generated or left held."""
     texts = [prompt(length, seed=length) for length in (1, 40, 1200)]
-    async with openai.AsyncOpenAI(base_url=f"{stack.url}/v1", api_key="none") as client:
+    async with openai.AsyncOpenAI(
+        base_url=f"{stack.url}/v1", api_key="none", timeout=HANG_S
+    ) as client:
         answer = await client.embeddings.create(model="tiny", input=texts)
         scored = await client.completions.create(
             model="tiny", prompt=texts[1], max_tokens=0, extra_body={"prompt_logprobs": 1}
@@ -76,14 +78,16 @@ async def test_the_openai_client_works_sync_async_and_streaming(stack: Stack) ->
     messages = [{"role": "user", "content": "hello"}]
 
     def ask() -> str:
-        with openai.OpenAI(base_url=f"{stack.url}/v1", api_key="none") as sync:
+        with openai.OpenAI(base_url=f"{stack.url}/v1", api_key="none", timeout=HANG_S) as sync:
             answer = sync.chat.completions.create(
                 model="tiny", messages=messages, max_tokens=8, temperature=0
             )
         return answer.choices[0].message.content
 
     whole = await asyncio.to_thread(ask)
-    async with openai.AsyncOpenAI(base_url=f"{stack.url}/v1", api_key="none") as client:
+    async with openai.AsyncOpenAI(
+        base_url=f"{stack.url}/v1", api_key="none", timeout=HANG_S
+    ) as client:
         stream = await client.chat.completions.create(
             model="tiny",
             messages=messages,
@@ -289,7 +293,9 @@ async def test_a_batch_has_the_answers_of_single_requests(stack: Stack) -> None:
         for name, ids in prompts.items()
     ]
     content = "\n".join(map(json.dumps, lines)).encode()
-    async with openai.AsyncOpenAI(base_url=f"{stack.url}/v1", api_key="none") as opened:
+    async with openai.AsyncOpenAI(
+        base_url=f"{stack.url}/v1", api_key="none", timeout=HANG_S
+    ) as opened:
         file = await opened.files.create(file=("in.jsonl", content), purpose="batch")
         batch = await opened.batches.create(
             input_file_id=file.id, endpoint="/v1/completions", completion_window="1h"

@@ -8,6 +8,7 @@ import shutil
 import openai
 
 from millrace.shipped import SHIPPED_MODEL
+from support.deadlines import HANG_S
 from support.live_stack import live_stack
 
 TEMPLATE = """{% if tools %}{{ tools | tojson }}<tool_call>{% endif %}{% for m in messages %}
@@ -46,7 +47,9 @@ async def test_forced_calls_always_parse(tmp_path):
     }
     async with (
         live_stack(folder, prefill=1) as stack,
-        openai.AsyncOpenAI(base_url=f"{stack.url}/v1", api_key="none", max_retries=0) as client,
+        openai.AsyncOpenAI(
+            base_url=f"{stack.url}/v1", api_key="none", max_retries=0, timeout=HANG_S
+        ) as client,
     ):
         whole = await client.chat.completions.create(**fields, n=4)
         stream = await client.chat.completions.create(**fields, stream=True)

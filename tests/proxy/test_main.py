@@ -74,7 +74,7 @@ async def test_drains_on_sigterm(tmp_path):
             os.kill(os.getpid(), signal.SIGTERM)
             with pytest.raises(httpx.ConnectError):
                 for _ in range(round(HANG_S / 0.01)):
-                    async with httpx.AsyncClient(trust_env=False) as other:
+                    async with httpx.AsyncClient(timeout=HANG_S, trust_env=False) as other:
                         # Closed while it was accepted, or before its request was read.
                         with contextlib.suppress(httpx.ReadError, httpx.RemoteProtocolError):
                             await other.get(f"{http.base_url}/health")

@@ -256,7 +256,11 @@ async def gateway(
             httpx.AsyncClient(base_url=url, timeout=HANG_S, trust_env=False, verify=False) as http,
             httpx.AsyncClient(trust_env=False, verify=False) as transport,
             openai.AsyncOpenAI(
-                base_url=f"{url}/v1", api_key="none", max_retries=0, http_client=transport
+                base_url=f"{url}/v1",
+                api_key="none",
+                max_retries=0,
+                timeout=HANG_S,
+                http_client=transport,
             ) as client,
         ):
             stack = Stack(proxy, fleet, http, client)

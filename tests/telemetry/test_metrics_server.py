@@ -55,7 +55,9 @@ async def service() -> AsyncIterator[Service]:
 
 async def test_the_three_paths(service: Service) -> None:
     service.registry.gauge("millrace_decode_free_pages", "d").set(7)
-    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{service.port}") as client:
+    async with httpx.AsyncClient(
+        base_url=f"http://127.0.0.1:{service.port}", timeout=HANG_S
+    ) as client:
         assert (await client.get("/health")).text == "ok\n"
         unready = await client.get("/ready")
         assert (unready.status_code, unready.text) == (503, "not ready\n")

@@ -14,6 +14,7 @@ from millrace.bench.chaos.command import DEFAULT_TARGETS, TARGETS, Settings
 from millrace.bench.chaos.faults import drawn
 from millrace.bench.chaos.report import draw, print_tables
 from millrace.bench.chaos.run import run
+from support.deadlines import HANG_S
 from support.sse_server import Exchange, SseServer, running
 
 ASK = Ask(0, (1, 2), 3, None)
@@ -55,7 +56,7 @@ def of_events(*events: object, ended: bool = True):
 async def test_an_answer_ends_in_one_of_these_ways(answer, end, detail) -> None:
     async with (
         running(SseServer(answer=answer)) as server,
-        httpx.AsyncClient(base_url=server.url) as client,
+        httpx.AsyncClient(base_url=server.url, timeout=HANG_S) as client,
     ):
         found = await stream(client, ASK, [7, 8, 9])
     assert found.end == end and detail in found.detail

@@ -108,7 +108,9 @@ async def test_stream_ends_with_done_and_has_no_usage_unasked(stack):
 
 async def test_sync_client(stack):
     def talk() -> tuple[str, str]:
-        with openai.OpenAI(base_url=f"{stack.url}/v1", api_key="x", max_retries=0) as client:
+        with openai.OpenAI(
+            base_url=f"{stack.url}/v1", api_key="x", max_retries=0, timeout=HANG_S
+        ) as client:
             whole = client.chat.completions.create(model=MODEL, messages=USER)
             stream = client.chat.completions.create(model=MODEL, messages=USER, stream=True)
             text = "".join(chunk.choices[0].delta.content or "" for chunk in stream)

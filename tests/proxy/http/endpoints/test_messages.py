@@ -12,6 +12,7 @@ import pytest
 import pytest_asyncio
 from pydantic import BaseModel
 
+from support.deadlines import HANG_S
 from support.gateway import MODEL, Script, capture_prompts
 from support.metrics import total
 from support.tenants import config_with, tenant_toml
@@ -35,7 +36,11 @@ async def client_of(stack, key="none"):
     async with (
         httpx2.AsyncClient(trust_env=False, verify=False) as transport,
         anthropic.AsyncAnthropic(
-            base_url=stack.url, api_key=key, max_retries=0, http_client=transport
+            base_url=stack.url,
+            api_key=key,
+            max_retries=0,
+            timeout=HANG_S,
+            http_client=transport,
         ) as client,
     ):
         yield client
