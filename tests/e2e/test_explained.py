@@ -16,7 +16,8 @@ async def test_a_client_learns_where_the_time_of_its_request_went():
         live_stack(SHIPPED_MODEL, prefill=1) as stack,
         httpx.AsyncClient(base_url=stack.url, timeout=2 * HANG_S) as client,
     ):
-        body = {"prompt": "word " * 300, "max_tokens": 4, "ignore_eos": True}
+        # Long enough that half of it takes far more than a millisecond, on a fast machine, too.
+        body = {"prompt": "word " * 3000, "max_tokens": 4, "ignore_eos": True}
         answer = await complete(client, **body)
         found: dict[str, Any] = {}
 
