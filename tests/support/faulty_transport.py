@@ -11,11 +11,11 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager
 
 import numpy as np
 
-from millrace.transfer.transport.base import Handler, Transport
+from millrace.transfer.transport.base import Transport
+from millrace.transfer.transport.over import TransportOver
 from millrace.transfer.transport.regions import Memory, copy_on_host
 from millrace.transfer.transport.runs import Runs
 
@@ -24,7 +24,7 @@ FAULTS = ("drop", "duplicate", "reorder", "delay", "corrupt", "truncate")
 DELAY_CALLS = 5
 
 
-class FaultyTransport:
+class FaultyTransport(TransportOver):
     """Passes all calls to `inner`; every write and notification meets a fault of `faults` with
     `probability`. `most`: the most faults in all, so that a retry may succeed.
     """
@@ -40,7 +40,7 @@ class FaultyTransport:
         on_writes: bool = True,
         on_notifications: bool = True,
     ) -> None:
-        self.inner = inner
+        super().__init__(inner)
         self.seen: Counter[str] = Counter()
         self.probability = probability
         self._rng = random.Random(seed)
@@ -52,42 +52,15 @@ class FaultyTransport:
         self._scratch: list[np.ndarray] = []  # alive while writes read them
         self._lock = threading.RLock()
 
-    # -- unchanged
-
-    @property
-    def name(self) -> str:
-        return self.inner.name
-
     def register(self, memory: Memory) -> int:
         with self._lock:
             self._memories.append(memory)
-            return self.inner.register(memory)
-
-    def metadata(self) -> bytes:
-        return self.inner.metadata()
-
-    def connect(self, metadata: bytes) -> Future[str]:
-        return self.inner.connect(metadata)
-
-    def subscribe(self, channel: int, handler: Handler) -> None:
-        self.inner.subscribe(channel, handler)
-
-    def listening(self) -> AbstractContextManager[None]:
-        return self.inner.listening()
-
-    def progress(self) -> bool:
-        return self.inner.progress()
-
-    def is_dead(self, peer: str) -> bool:
-        return self.inner.is_dead(peer)
-
-    def disconnect(self, peer: str) -> Future[None]:
-        return self.inner.disconnect(peer)
+            return super().register(memory)
 
     def close(self) -> None:
         with self._lock:
             self._held.clear()
-        self.inner.close()
+        super().close()
 
     # -- with faults
 

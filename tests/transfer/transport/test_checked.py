@@ -148,13 +148,18 @@ def test_a_seal_about_bytes_that_are_not_here_is_none(pairs) -> None:
     recorded = Recording("recorded", MemoryHub())
     other = CheckedTransport(recorded, checks=True)
     other.register(Memory.of_array(np.zeros(SIZE, dtype=np.uint8)))
-    for runs, region in ((Runs.of(0, SIZE, 4), 0), (Runs.of(0, 0, 4), 1)):
+    for runs, region in (
+        (Runs.of(0, SIZE, 4), 0),
+        (Runs.of(0, 0, 4), 1),
+        (Runs.of(0, 2**63 - 2, 4), 0),
+    ):
         other.write("receiver", runs, b"\x07far", peer_region=region)
     for sealed in recorded.messages:
         pair.sender.net.notify("receiver", sealed).result(HANG_S)
     other.close()
-    assert pair.receiver.heard == [(DATA, b"\x07")] * 2
-    assert pair.receiver.corrupt == ["sender"] * 2
+    bare = [(at, bytes([at])) for at in (DATA, OTHER, SUMMED)]
+    assert pair.receiver.heard == [*[(DATA, b"\x07")] * 2, *bare]
+    assert pair.receiver.corrupt == ["sender"] * 3
 
 
 def test_device_memory_is_refused_only_where_sums_are_made() -> None:

@@ -163,5 +163,5 @@ class TransferConfig(Section):
     kv_checksum: str = setting(
         "off",
         one_of("on", "off"),
-        "on: what arrives here (KV, blocks of rings, KVP exchanges) must have its sender's crc32c",
+        "on: KV must arrive with a crc32c; rings, KVP exchanges and notifications send theirs",
     )

@@ -13,13 +13,13 @@ import logging
 import struct
 from collections.abc import Callable, Collection
 from concurrent.futures import Future
-from contextlib import AbstractContextManager
 from typing import Final
 
 import crc32c
 import numpy as np
 
 from millrace.transfer.transport.base import Handler, Transport, hand_over
+from millrace.transfer.transport.over import TransportOver
 from millrace.transfer.transport.regions import HOST, Memory
 from millrace.transfer.transport.runs import Runs
 from millrace.transfer.transport.sums import crc_of
@@ -32,10 +32,11 @@ SEALED_CHANNEL: Final = 10
 # channel u8, sum of all that follows u32, sum of the written bytes u32, region u32, runs u32
 _HEADER = struct.Struct("<BIIII")
 _SUMMED_FROM = 5  # of the header: the sum's own bytes and the channel are left out
+_MOST_BYTES = 2**48  # of a region
 _NOTHING = Runs(*(np.empty(0, dtype=np.int64) for _ in range(3)))
 
 
-class CheckedTransport:
+class CheckedTransport(TransportOver):
     """A `Transport` over another one, whose peers are `CheckedTransport`s, too.
 
     A write is summed on the thread that calls `write`, and checked on the transport's thread.
@@ -54,17 +55,13 @@ class CheckedTransport:
         `on_corrupt` gets the peer of every message that was not as it was sent, on the transport's
         thread.
         """
-        self._inner = inner
+        super().__init__(inner)
         self._checks = checks
         self._summed = summed
         self._on_corrupt = on_corrupt
         self._regions: list[Memory] = []
         self._handlers: dict[int, Handler] = {}
         inner.subscribe(SEALED_CHANNEL, self._on_sealed)
-
-    @property
-    def name(self) -> str:
-        return self._inner.name
 
     def register(self, memory: Memory) -> int:
         """Works as `Transport.register`. One that checks raises ValueError for a device's
@@ -73,13 +70,7 @@ class CheckedTransport:
         if self._checks and memory.device != HOST:
             raise ValueError("only memory on the host can be summed")
         self._regions.append(memory)
-        return self._inner.register(memory)
-
-    def metadata(self) -> bytes:
-        return self._inner.metadata()
-
-    def connect(self, metadata: bytes) -> Future[str]:
-        return self._inner.connect(metadata)
+        return super().register(memory)
 
     def write(
         self,
@@ -94,32 +85,17 @@ class CheckedTransport:
         """Works as `Transport.write`. A write without a notification is not checked."""
         if notification and self._checks:
             notification = self._summed_up(notification, runs, region, peer_region)
-        return self._inner.write(
+        return self.inner.write(
             peer, runs, notification, region=region, peer_region=peer_region, urgent=urgent
         )
 
     def notify(self, peer: str, payload: bytes, *, urgent: bool = False) -> Future[None]:
         sent = _sealed(payload) if self._checks else payload
-        return self._inner.notify(peer, sent, urgent=urgent)
+        return self.inner.notify(peer, sent, urgent=urgent)
 
     def subscribe(self, channel: int, handler: Handler) -> None:
         self._handlers[channel] = handler
-        self._inner.subscribe(channel, handler)  # for peers that send without sums
-
-    def listening(self) -> AbstractContextManager[None]:
-        return self._inner.listening()
-
-    def progress(self) -> bool:
-        return self._inner.progress()
-
-    def is_dead(self, peer: str) -> bool:
-        return self._inner.is_dead(peer)
-
-    def disconnect(self, peer: str) -> Future[None]:
-        return self._inner.disconnect(peer)
-
-    def close(self) -> None:
-        self._inner.close()
+        super().subscribe(channel, handler)  # for peers that send without sums
 
     def _on_sealed(self, peer: str, sealed: bytes) -> None:
         try:
@@ -179,4 +155,6 @@ def _opened(sealed: bytes) -> tuple[bytes, int, int, Runs]:
         raise ValueError("another sum")
     end = _HEADER.size + 16 * count
     table = np.frombuffer(sealed[_HEADER.size : end], dtype=np.int64).reshape(2, count)
+    if (table > _MOST_BYTES).any():  # their sums would overflow
+        raise ValueError("places beyond all memory")
     return sealed[end:], data_sum, region, Runs(table[0], table[0], table[1])
