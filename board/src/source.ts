@@ -85,10 +85,10 @@ export interface Waterfall {
   more?: Waterfall[];
 }
 
-/** Returns null for a request that the gateway does not know: another replica has it, or nobody. */
+/** Returns null for a request that is open at another replica of the gateway, or that nobody knows. */
 export async function waterfall(key: string, id: string): Promise<Waterfall | null> {
   const answer = await fetch(`admin/requests/${encodeURIComponent(id)}/trace`, { headers: headers(key) });
-  if (answer.status === 404) return null;
+  if (answer.status === 404 || answer.status === 409) return null;
   if (!answer.ok) throw await failure(answer);
   const found: Waterfall = await answer.json();
   return [found, ...(found.more ?? [])].find((one) => one.request_id === id) ?? found;

@@ -32,6 +32,7 @@ from millrace.proxy.streams.owner import OwnedStreams, StreamLives
 from millrace.proxy.streams.replay import Replays
 from millrace.proxy.tenancy.limiter import Limiter
 from millrace.proxy.tenancy.stored_tenants import StoredTenants
+from millrace.proxy.tracing.shared import SharedWaterfalls
 from millrace.proxy.tracing.traces import RequestTraces
 from millrace.proxy.tracing.waterfalls import RecentWaterfalls, Waterfalls
 from millrace.state.leader import LeaderWatch
@@ -42,6 +43,7 @@ from millrace.state.open import (
     open_store,
     open_streams,
     open_tenant_tables,
+    open_waterfalls,
 )
 from millrace.state.store import RequestStore
 from millrace.telemetry.tracing.tracer import open_tracer
@@ -118,11 +120,21 @@ class Proxy:
 
         self.models = Models(config, model, make_gateway)
         self.waterfalls = Waterfalls(recent, self.models.open_requests)
+        self._shared = self._share(recent) if config.telemetry.waterfall_bytes else None
         parts = self.models, self.store, self.metrics, traces, self.waterfalls
         self._services = _services(config, process_id, *parts)
         self._server: _HttpServer | None = None
         self._serving: asyncio.Task[None] | None = None
         self.port = 0
+
+    def _share(self, recent: RecentWaterfalls) -> SharedWaterfalls | None:
+        """Shares the waterfalls with other replicas, if there can be any."""
+        store = open_waterfalls(self._config.store)
+        if store is None:
+            return None
+        shared = SharedWaterfalls(store, self.store)
+        recent.share, self.waterfalls.ask_store = shared.add, shared.find
+        return shared
 
     async def start(
         self, bound: socket.socket, render_metrics: RenderMetrics | None = None
@@ -195,6 +207,8 @@ class Proxy:
         await self._services.limiter.close()
         if self._services.stored_tenants is not None:
             await self._services.stored_tenants.close()
+        if self._shared is not None:
+            await self._shared.close(2.0)
         await self.store.close()
         await self._leases.close()
         await asyncio.to_thread(self._traces.close)

@@ -19,6 +19,7 @@ from millrace.state.redis.streams import RedisStreams
 from millrace.state.store import RequestStore
 from millrace.state.streams import MemoryStreams, StreamStore
 from millrace.state.tenant_tables import MemoryTenantTables, RedisTenantTables, TenantTables
+from millrace.state.waterfalls import RedisWaterfalls
 
 
 def open_store(config: StoreConfig) -> RequestStore:
@@ -63,6 +64,11 @@ def open_leases(config: StoreConfig) -> LeaseStore:
 def open_tenant_tables(config: StoreConfig) -> TenantTables:
     """Opens the tables of tenants at `config.url`, as `open_store`."""
     return MemoryTenantTables() if in_memory(config) else RedisTenantTables(config)
+
+
+def open_waterfalls(config: StoreConfig) -> RedisWaterfalls | None:
+    """Opens the waterfalls at `config.url`, as `open_store`; None: no other process could read."""
+    return None if in_memory(config) else RedisWaterfalls(config)
 
 
 def in_memory(config: StoreConfig) -> bool:

@@ -21,7 +21,7 @@ from millrace.core.config import Config, load_config
 from millrace.core.config.models import ModelConfig
 from millrace.core.errors import MillraceError
 from millrace.core.request_spec import RequestSpec
-from millrace.core.token_events import TokenEvent
+from millrace.core.token_events import NO_DETAIL, TokenEvent
 from millrace.local.private_redis import PrivateRedis
 from millrace.telemetry.log import setup_logging
 
@@ -36,6 +36,8 @@ class Engine:
     def __init__(self, token_ids: Sequence[int]) -> None:
         """Streams `token_ids` repeatedly; every token must have text."""
         self.token_ids = token_ids
+        #: Comes with the last token of every request.
+        self.detail = NO_DETAIL
         self.fleet = StubFleet(self._submitted, self._cancelled)
         self._open: dict[str, RequestSpec] = {}
         self._arrived = asyncio.Event()
@@ -78,6 +80,7 @@ class Engine:
             choice=0,
             token_ids=[self.token_ids[position % len(self.token_ids)]],
             finish_reason="length" if last else "",
+            detail=self.detail if last else NO_DETAIL,
         )
 
 

@@ -29,6 +29,8 @@ from millrace.bench.gateway.proxy_process import (
     started,
 )
 from millrace.core.errors import MillraceError
+from millrace.core.span import Span
+from millrace.core.token_events import TokenDetail
 
 #: Goals of the project: CPU in microseconds, and what long prompts may add to the 99th percentile
 #: of the times between two tokens of other streams.
@@ -42,6 +44,20 @@ LONG_STREAMS = 16
 _WARM_UP_REQUESTS = 200
 _TURNS = 12
 _TRACED_AT_ONCE = 32
+#: What the instances report of a short prompt.
+_BARS = tuple(
+    Span(name=name, instance_id=where, start_s=number / 1e3, end_s=(number + 1) / 1e3)
+    for number, (name, where) in enumerate(
+        (
+            ("queued", "scheduler"),
+            ("cached", "decode-0"),
+            ("waiting", "prefill-0"),
+            ("kv_handshake", "prefill-0"),
+            ("chunk 0", "prefill-0"),
+            ("kv_transfer", "prefill-0"),
+        )
+    )
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -209,8 +225,8 @@ async def run(settings: Settings, announce: Announce = lambda what: None) -> dic
 
 
 async def _tracing(settings: Settings, prompt: str, announce: Announce) -> list[TracingCost]:
-    """Compares proxies that take turns: without traces, with the default sampling, with all traces
-    sampled. Spans go to files.
+    """Compares proxies that take turns: without traces and without or with waterfalls, with the
+    default sampling of traces, with all traces sampled. Spans go to files, waterfalls to Redis.
     """
     costs: dict[str, list[float]] = {}
     async with AsyncExitStack() as stack:
@@ -218,11 +234,13 @@ async def _tracing(settings: Settings, prompt: str, announce: Announce) -> list[
         traced = f"telemetry.trace_folder={folder}"
         benches: dict[str, _Bench] = {}
         for name, overrides in (
+            ("off, no waterfalls", ("telemetry.waterfall_bytes=0",)),
             ("off", ()),
             ("default", (traced,)),
             ("all sampled", (traced, "telemetry.trace_ratio=1")),
         ):
             proxy = await stack.enter_async_context(started(settings.model, overrides))
+            proxy[0].detail = TokenDetail(spans=_BARS)
             benches[name] = _Bench(*proxy, prompt)
             stack.callback(benches[name].close)
         for bench in benches.values():

@@ -52,7 +52,8 @@ class TelemetryConfig(Section):
     waterfall_bytes: int = setting(
         4 << 20,
         within(0),
-        "memory of each proxy process for the waterfalls of the last requests; 0: keeps none",
+        "memory of each proxy process for the waterfalls of the last requests; 0: keeps none, "
+        "and shares none in Redis",
     )
     vllm_names: str = setting(
         "off", one_of("off", "on"), "metrics also under vLLM's names, for its dashboards"

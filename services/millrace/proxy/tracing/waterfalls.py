@@ -20,6 +20,8 @@ Json = dict[str, Any]
 #: What Python takes for an entry beside its id and its text.
 _ENTRY_BYTES: Final = 300
 
+Share = Callable[[str, bytes], None]
+
 
 def waterfall(times: Timeline) -> Waterfall:
     """Returns the bars of one request, in seconds since the arrival of the HTTP request."""
@@ -72,6 +74,8 @@ class RecentWaterfalls:
 
     def __init__(self, most_bytes: int) -> None:
         self._most_bytes = most_bytes
+        #: Shares a waterfall with other replicas: its response's id, and what `document_of` reads.
+        self.share: Share | None = None
         self._kept: OrderedDict[str, bytes] = OrderedDict()
         self._bytes = 0
 
@@ -92,6 +96,8 @@ class RecentWaterfalls:
         self._bytes += _size(name, text)
         while self._bytes > self._most_bytes:
             self._forget(next(iter(self._kept)))
+        if self.share is not None:
+            self.share(name, text)
 
     def _forget(self, name: str) -> None:
         text = self._kept.pop(name, None)
@@ -101,21 +107,25 @@ class RecentWaterfalls:
     def find(self, response_id: str, tenant: str | None) -> Json | None:
         """Returns the document of a response of the tenant (None: of any); None: not kept."""
         text = self._kept.get(response_id) or self._kept.get(f"{response_id}-0")
-        if text is None:
-            return None
-        owner, error, packed = orjson.loads(text)
-        if tenant not in (None, owner):
-            return None
-        document = _document(map(Timeline.unpacked, packed))
-        return {**document, "error": error} if error else document
+        return None if text is None else document_of(text, tenant)
+
+
+def document_of(text: bytes, tenant: str | None) -> Json | None:
+    """Reads a kept response of the tenant (None: of any); None: it is another tenant's."""
+    owner, error, packed = orjson.loads(text)
+    if tenant not in (None, owner):
+        return None
+    document = _document(map(Timeline.unpacked, packed))
+    return {**document, "error": error} if error else document
 
 
 def _size(name: str, text: bytes) -> int:
     return _ENTRY_BYTES + len(name) + len(text)
 
 
-#: Asks the other processes of this proxy: for the responses that may be meant, and their tenant.
-AskSiblings = Callable[[Sequence[str], str | None], Awaitable[Json | None]]
+#: Asks the other processes of this proxy, or the store that all replicas share: for the responses
+#: that may be meant, and their tenant.
+Ask = Callable[[Sequence[str], str | None], Awaitable[Json | None]]
 #: Returns the open requests of a response, at any model.
 OpenRequests = Callable[[str], Sequence[ProxyRequest]]
 
@@ -127,16 +137,19 @@ class Waterfalls:
         self._recent = recent
         self._open_requests = open_requests
         #: None: the proxy is one process.
-        self.ask_siblings: AskSiblings | None = None
+        self.ask_siblings: Ask | None = None
+        #: None: this proxy shares nothing.
+        self.ask_store: Ask | None = None
 
     async def find(self, response_ids: Sequence[str], tenant: str | None) -> Json | None:
-        """Returns the document of the first response that this proxy knows, at any process.
+        """Returns the document of the first response that any replica knows.
 
-        `tenant`: only of this tenant; None: of any.
+        `tenant`: only of this tenant; None: of any. Raises ApiError as `SharedWaterfalls.find`.
         """
         found = self.here(response_ids, tenant)
-        if found is None and self.ask_siblings is not None:
-            found = await self.ask_siblings(response_ids, tenant)
+        for ask in (self.ask_siblings, self.ask_store):
+            if found is None and ask is not None:
+                found = await ask(response_ids, tenant)
         return found
 
     def here(self, response_ids: Iterable[str], tenant: str | None) -> Json | None:

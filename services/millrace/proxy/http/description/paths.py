@@ -92,13 +92,18 @@ def paths_of(classes: Sequence[str]) -> Json:
             "get": got("What happens on the fleet: lines of the board", stream, admin_errors())
         },
         admin.REQUEST_PATH: _of_request("Why a request waits, or waited", "Explanation"),
-        admin.TRACE_PATH: _of_request("Where the time of a request went", "RequestTrace"),
+        admin.TRACE_PATH: _of_request(
+            "Where the time of a request went",
+            "RequestTrace",
+            {"409": error("The request is open at another replica")},
+        ),
     }
 
 
-def _of_request(summary: str, answer: str) -> Json:
+def _of_request(summary: str, answer: str, more: Json | None = None) -> Json:
     """Describes an administrator's question about one request."""
-    wrong = {"404": error("No such request is known, or no longer"), **admin_errors()}
+    missing = error("No such request is known, or no longer")
+    wrong = {"404": missing, **(more or {}), **admin_errors()}
     return {"get": got(summary, json_of(answer), wrong, [in_path("id")])}
 
 
@@ -251,7 +256,12 @@ def _requests() -> Json:
             )
         },
         "/v1/requests/{request_id}/trace": {
-            "get": got("Where the time of a request went", json_of("RequestTrace"), missing, named)
+            "get": got(
+                "Where the time of a request went",
+                json_of("RequestTrace"),
+                {**missing, "409": error("The request is open at another replica")},
+                named,
+            )
         },
         "/v1/requests/{request_id}/stream": {
             "get": got("The rest of a resumable stream", stream, wrong, [*named, last])

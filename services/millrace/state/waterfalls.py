@@ -1,0 +1,51 @@
+"""Keeps the waterfalls of requests that ended in Redis, for all replicas of the proxy.
+
+A waterfall is opaque here. It lives as long as the record of a finished request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from millrace.core.config import StoreConfig
+from millrace.state.redis.keys import key_of
+from millrace.state.redis.link import RedisLink
+from millrace.state.redis.scripts import Script, ScriptCall
+
+# ARGV: ms to live, by key a waterfall.
+_PUT = Script("""
+for i = 1, #KEYS do redis.call('SET', KEYS[i], ARGV[i + 1], 'PX', ARGV[1]) end
+return #KEYS
+""")
+
+
+class RedisWaterfalls:
+    """A string per response. Every method raises StoreError if the store is unreachable."""
+
+    def __init__(self, config: StoreConfig) -> None:
+        """Connects at the first call. Raises ConfigError when `config.url` is not valid."""
+        self._link = RedisLink(config)
+        self._prefix = config.key_prefix
+        self._ttl_ms = round(config.finished_ttl_s * 1000)
+
+    async def put(self, waterfalls: Mapping[str, bytes]) -> None:
+        """Writes waterfalls by response id, in one round trip."""
+        if not waterfalls or not self._ttl_ms:
+            return
+        keys = [self._key(name) for name in waterfalls]
+        await self._link.run(ScriptCall(_PUT, keys, (self._ttl_ms, *waterfalls.values())))
+
+    async def find(self, response_ids: Sequence[str]) -> list[bytes | None]:
+        """Returns the waterfall of each response, in one round trip; None: there is none."""
+        if not response_ids:
+            return []
+        keys = [self._key(name) for name in response_ids]
+        found: list[bytes | None] = await self._link.again(lambda: self._link.client.mget(keys))
+        return found
+
+    async def close(self) -> None:
+        """Closes the store's connections."""
+        await self._link.close()
+
+    def _key(self, response_id: str) -> bytes:
+        return key_of(self._prefix, "waterfall", response_id)
