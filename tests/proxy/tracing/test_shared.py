@@ -9,7 +9,9 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
+import httpx
 import pytest
 from redis.asyncio import Redis
 
@@ -21,7 +23,7 @@ from millrace.proxy.errors import ApiError
 from millrace.proxy.tracing.shared import MOST_BYTES, SMALL_BYTES, SharedWaterfalls
 from millrace.state.memory_store import MemoryStore
 from millrace.state.waterfalls import RedisWaterfalls
-from support.deadlines import HANG_S
+from support.deadlines import HANG_S, eventually
 from support.gateway import MODEL, Script, Stack, gateway
 from support.stores import private_redis
 
@@ -42,6 +44,19 @@ async def two_replicas(folder: Path, config: Config | None = None) -> AsyncItera
         ]
 
 
+async def trace(stack: Stack, path: str, **headers: str) -> dict[str, Any]:
+    """Returns the waterfall at a replica that did not serve the request, once it has come."""
+    answers: list[httpx.Response] = []
+
+    async def found() -> bool:
+        answers.append(await stack.http.get(path, headers=headers))
+        assert answers[-1].status_code in (200, 404, 409)
+        return answers[-1].status_code == 200
+
+    await eventually(found)
+    return answers[-1].json()
+
+
 async def test_a_replica_knows_what_another_has_served(tmp_path: Path) -> None:
     async with two_replicas(tmp_path) as (first, second):
         first.fleet.script = Script(spans=[Span(name="c", instance_id="p", start_s=0.0, end_s=0.1)])
@@ -49,14 +64,13 @@ async def test_a_replica_knows_what_another_has_served(tmp_path: Path) -> None:
         answer = (await first.http.post(CHAT, json=BODY, headers=headers)).json()
         own = (await first.http.get("/v1/requests/mine/trace")).json()
         for name in ("mine", answer["id"]):
-            assert (await second.http.get(f"/v1/requests/{name}/trace")).json() == own
-        found = await second.http.get(f"/admin/requests/{answer['id']}.1/trace")
-        assert found.json() == own
+            assert await trace(second, f"/v1/requests/{name}/trace") == own
+        assert await trace(second, f"/admin/requests/{answer['id']}.1/trace") == own
         [drawn] = await asyncio.to_thread(read_gateway, second.url, "", "mine")
         assert "c" in [span.name for span in drawn.spans]
         two = {"model": MODEL, "prompt": ["one", "two"]}
         answer = (await first.http.post("/v1/completions", json=two)).json()
-        found = (await second.http.get(f"/v1/requests/{answer['id']}/trace")).json()
+        found = await trace(second, f"/v1/requests/{answer['id']}/trace")
         assert found["more"][0]["request_id"] == f"{answer['id']}-1"
         refused = await second.http.get("/v1/requests/nothing/trace")
         assert (refused.status_code, refused.json()["error"]["code"]) == (404, "request_not_found")
@@ -73,7 +87,7 @@ async def test_waterfalls_outlive_their_replica(tmp_path: Path) -> None:
 
 async def test_an_open_request_is_known_elsewhere_but_has_no_waterfall(tmp_path: Path) -> None:
     async with two_replicas(tmp_path) as (first, second):
-        first.fleet.script = Script(hold=asyncio.Event())
+        first.fleet.script = Script(hold=(hold := asyncio.Event()))
         headers = {"x-millrace-request-id": "mine"}
         asking = asyncio.create_task(first.http.post(CHAT, json=BODY, headers=headers))
         await asyncio.wait_for(first.fleet.submitted.wait(), HANG_S)
@@ -82,9 +96,9 @@ async def test_an_open_request_is_known_elsewhere_but_has_no_waterfall(tmp_path:
         with pytest.raises(GatewayError, match="open at another replica"):
             await asyncio.to_thread(read_gateway, second.url, "", "mine")
         assert (await first.http.get("/v1/requests/mine/trace")).status_code == 200
-        first.fleet.script.hold.set()
+        hold.set()
         await asking
-        assert (await second.http.get("/v1/requests/mine/trace")).status_code == 200
+        assert (await trace(second, "/v1/requests/mine/trace"))["ttft_ms"] > 0.0
 
 
 async def test_a_tenant_sees_no_request_of_another(tmp_path: Path) -> None:
@@ -95,16 +109,17 @@ async def test_a_tenant_sees_no_request_of_another(tmp_path: Path) -> None:
     ann, bob = ({"authorization": f"Bearer {name}"} for name in ("ann", "bob"))
     config = replace(load_config(), tenants=tenants)
     async with two_replicas(tmp_path, config) as (first, second):
-        first.fleet.script = Script(hold=asyncio.Event())
+        first.fleet.script = Script(hold=(hold := asyncio.Event()))
         headers = {"x-millrace-request-id": "mine", **ann}
         asking = asyncio.create_task(first.http.post(CHAT, json=BODY, headers=headers))
         await asyncio.wait_for(first.fleet.submitted.wait(), HANG_S)
         path = f"/v1/requests/{first.fleet.specs[0].request_id}/trace"
-        for wanted_of_ann in (409, 200):
-            assert (await second.http.get(path, headers=ann)).status_code == wanted_of_ann
-            assert (await second.http.get(path, headers=bob)).status_code == 404
-            first.fleet.script.hold.set()
-            await asking
+        assert (await second.http.get(path, headers=ann)).status_code == 409
+        assert (await second.http.get(path, headers=bob)).status_code == 404
+        hold.set()
+        await asking
+        await trace(second, path, **ann)
+        assert (await second.http.get(path, headers=bob)).status_code == 404
 
 
 async def test_nothing_is_written_where_no_waterfall_is_kept(tmp_path: Path) -> None:

@@ -19,8 +19,10 @@ log = logging.getLogger(__name__)
 
 #: Waterfalls wait this long, so that many are written in one round trip.
 INTERVAL_S: Final = 0.05
-#: How long a request's end may be on its way to the store.
-LATE_S: Final = 3 * INTERVAL_S
+#: How long the end of a request may be on its way to the store, and how long the waterfall of a
+#: request that the store says to have ended.
+OPEN_S: Final = 3 * INTERVAL_S
+LATE_S: Final = 1.0
 #: A larger waterfall is compressed; for smaller ones that costs more time than memory is worth.
 SMALL_BYTES: Final = 2048
 #: The largest waterfall that is written, compressed.
@@ -51,11 +53,15 @@ class SharedWaterfalls:
         names = [name for one in response_ids for name in (one, f"{one}-0")]
         try:
             found = await self._stored(names, tenant)
-            if found is None and await self._is_recorded(names, tenant, open_only=False):
-                await asyncio.sleep(LATE_S)
-                found = await self._stored(names, tenant)
-                if found is None and await self._is_recorded(names, tenant, open_only=True):
+            waited_s = 0.0
+            while found is None and (state := await self._state(names, tenant)) is not None:
+                if waited_s >= (LATE_S if state.is_final else OPEN_S):
+                    if state.is_final:
+                        break
                     raise _open_elsewhere(response_ids[0])
+                await asyncio.sleep(INTERVAL_S)
+                waited_s += INTERVAL_S
+                found = await self._stored(names, tenant)
         except StoreError as error:
             raise unavailable("The store of waterfalls does not answer.") from error
         return found
@@ -69,16 +75,12 @@ class SharedWaterfalls:
                 return found
         return None
 
-    async def _is_recorded(
-        self, names: Sequence[str], tenant: str | None, *, open_only: bool
-    ) -> bool:
-        """Whether the store has a request of one of these ids."""
+    async def _state(self, names: Sequence[str], tenant: str | None) -> RequestState | None:
+        """Returns the state of the first of these requests that the store has."""
         for record in await asyncio.gather(*map(self._requests.get, names)):
-            if record is None or (open_only and RequestState(record.state).is_final):
-                continue
-            if tenant in (None, decode_spec(record.spec).tenant):
-                return True
-        return False
+            if record is not None and tenant in (None, decode_spec(record.spec).tenant):
+                return RequestState(record.state)
+        return None
 
     async def close(self, timeout_s: float) -> None:
         """Writes what waits; takes `timeout_s` at most."""
