@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 
 from millrace.core.config import StoreConfig
 from millrace.state.redis.keys import key_of
-from millrace.state.redis.link import RedisLink
+from millrace.state.redis.link import RedisLink, as_bytes
 from millrace.state.redis.scripts import Script, ScriptCall
 
 # ARGV: ms to live, by key a waterfall.
@@ -40,8 +40,8 @@ class RedisWaterfalls:
         if not response_ids:
             return []
         keys = [self._key(name) for name in response_ids]
-        found: list[bytes | None] = await self._link.again(lambda: self._link.client.mget(keys))
-        return found
+        found = await self._link.again(lambda: self._link.client.mget(keys))
+        return [None if one is None else as_bytes(one) for one in found]
 
     async def close(self) -> None:
         """Closes the store's connections."""
