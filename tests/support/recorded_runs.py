@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,26 +16,38 @@ from support.core_events import instance, reported, request
 BEGAN_UNIX_S = 1_769_869_800.0
 
 
+CONFIG = SchedulerConfig(policy="edf", tasks_ahead=1, batch_tokens=0)
+
+
 def recorded_run(
     path: Path,
     tbt_s: float | None = None,
     e2e_s: float | None = None,
     began_unix_s: float | None = BEGAN_UNIX_S,
 ) -> Path:
-    """Records the run, from 0 to 10 s.
+    """Records the run of `steps`."""
+    recording = Recording(path, CONFIG, began_unix_s)
+    step = recording.around(Machine(CONFIG).step)
+    for now_s, event in steps(tbt_s, e2e_s):
+        step(event, now_s)
+    recording.close()
+    return path
+
+
+def steps(
+    tbt_s: float | None = None, e2e_s: float | None = None
+) -> Iterator[tuple[float, events.Event]]:
+    """Yields the events of the run, from 0 to 10 s.
 
     `quick` of the key ann has its token in time; `tbt_s` and `e2e_s` are more objectives of it.
     `late` (objective 1 s) has its token after 1.5 s, `free` has no objective, `huge` is refused,
     and `lost` (objective 1 s) fails 3 s after it came.
     """
-    config = SchedulerConfig(policy="edf", tasks_ahead=1, batch_tokens=0)
-    recording = Recording(path, config, began_unix_s)
-    step = recording.around(Machine(config).step)
     quick = request("quick", 1000, arrival_s=1.0, ttft_s=9.0, slo_class="chat").request
     slo = replace(quick.slo, tbt_s=tbt_s, e2e_s=e2e_s)
     ann = events.Submitted(request=replace(quick, tenant="ann", slo=slo))
     started, finished = reports.ChunkStarted, reports.ChunkFinished
-    for now_s, event in (
+    yield from (
         (0.0, instance("p0")),
         (0.0, instance("d0")),
         (1.0, ann),
@@ -63,10 +76,7 @@ def recorded_run(
             for name in ("quick", "late", "free")
         ),
         (10.0, events.Tick()),
-    ):
-        step(event, now_s)
-    recording.close()
-    return path
+    )
 
 
 _END = {"reason": "stop", "generated_tokens": 10}

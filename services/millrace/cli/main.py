@@ -146,8 +146,14 @@ def board(
 @app.command()
 def report(
     path: Annotated[
-        Path, typer.Argument(metavar="FILE", help="A recording of `--record`.", **READ)
-    ],
+        Path | None,
+        typer.Argument(
+            metavar="FILE",
+            help="A recording of `--record`. Default: what the scheduler has noted in Redis, at "
+            "store.url.",
+            **READ,
+        ),
+    ] = None,
     from_: Annotated[
         str,
         typer.Option(
@@ -167,12 +173,18 @@ def report(
     html: Annotated[
         Path | None, typer.Option("--html", metavar="FILE", help="Write a page instead.", **WRITE)
     ] = None,
+    config: of.ConfigPath = None,
+    settings: of.Settings = [],  # noqa: B006
 ) -> None:
-    """Report a recorded run: objectives met, the worst requests and why, headroom, pool sizes."""
-    from millrace.cli.commands.report import show
+    """Report a run: objectives met, the worst requests and why, headroom, pool sizes."""
+    from millrace.cli.commands.report import kept_outcomes, recording_at, show
 
     with plain_errors():
-        show(path, from_=from_, to=to, worst=worst, json_path=json_path, page=html)
+        if path is None:
+            source = kept_outcomes(configure(config, settings, "report"))
+        else:
+            source = recording_at(path)
+        show(source, from_=from_, to=to, worst=worst, json_path=json_path, page=html)
 
 
 @app.command("config")

@@ -17,7 +17,8 @@ Live services and the simulator run the same code. Read the modules in this orde
 6. `instance`: what an instance decides itself. `preemption` and `gang`: which task runs, and how a
    group starts and stops together. `packing`: batches of prefill and decode.
 7. `kv`: pages, layouts and shards. `cost`: predictions of time. `autoscale`: sizes of pools.
-   `limits`: how much tenants may use. `config`: the settings of all processes.
+   `limits`: how much tenants may use. `report`: what became of requests. `config`: the settings of
+   all processes.
 
 Only `backoff` draws random numbers, for the pauses of live services between attempts; no decision
 uses it. `scheduler.integrity` counts all sums of the scheduler again. `scheduler.recording` has the

@@ -101,6 +101,8 @@ class SchedulerLoop:
             "millrace_scheduler_parked_requests", "requests parked at the proxies", self._parked
         )
         self.board = BoardFeed(self.machine)
+        #: Get every step of the machine, immediately after the step.
+        self.watching = [self._meter.saw, self.board.saw]
         self.out = CarryOut(
             self.machine, self.workers, self._proxies, self._metrics, recorder, registry, clock
         )
@@ -192,9 +194,8 @@ class SchedulerLoop:
         self.out.traces.began_step()
         wanted = self._step(event, start_s)
         self._metrics.step_s.observe(self.clock() - start_s)
-        self._meter.saw(event, wanted, start_s)
-        if self.board.outboxes:
-            self.board.saw(event, wanted, start_s)
+        for saw in self.watching:
+            saw(event, wanted, start_s)
         if isinstance(event, _MEMBERSHIP) or _is_draining(event):
             self._tell_fleet()
         for effect in wanted:

@@ -15,13 +15,14 @@ from millrace.concurrency import cancel, stop_signals
 from millrace.core.config import Config
 from millrace.scheduler.leadership import Leadership
 from millrace.scheduler.loop import SchedulerLoop
+from millrace.scheduler.observe.outcome_log import OutcomeLog
 from millrace.scheduler.observe.recording import Recording
 from millrace.scheduler.observe.traces import SchedulerTraces
 from millrace.scheduler.recorder import Recorder
 from millrace.scheduler.servicer import SchedulerServicer
 from millrace.scheduler.succession import Estate, configured
 from millrace.state.leases import Lease
-from millrace.state.open import open_leases, open_store
+from millrace.state.open import open_leases, open_outcomes, open_store
 from millrace.telemetry.metrics import Registry
 from millrace.telemetry.metrics_server import serve_metrics
 from millrace.telemetry.tracing.tracer import open_tracer
@@ -129,11 +130,25 @@ async def _leading(
             estate=Estate.decode(lease.note, configured(config)),
         )
         loop.trace(SchedulerTraces(tracer))
-        parts = (loop.run(), loop.tick(), recorder.run(), leadership.keep(loop.note))
+        parts = [loop.run(), loop.tick(), recorder.run(), leadership.keep(loop.note)]
+        if (outcomes := _outcome_log(config, loop)) is not None:
+            stack.push_async_callback(outcomes.close)
+            parts.append(outcomes.run())
         work: asyncio.Future[Any] = asyncio.gather(*parts, loop.end_takeover())
         stack.push_async_callback(_end, work)
         yield loop, work
         await _hand_over(loop, recorder, leadership)
+
+
+def _outcome_log(config: Config, loop: SchedulerLoop) -> OutcomeLog | None:
+    """Follows the requests for `millrace report`, if the store can keep what becomes of them."""
+    most = config.telemetry.report_requests
+    store = open_outcomes(config.store, config.scheduler.group) if most else None
+    if store is None:
+        return None
+    outcomes = OutcomeLog(store, loop.machine, loop.load, most=most)
+    loop.watching.append(outcomes.saw)
+    return outcomes
 
 
 async def _stand_by(leadership: Leadership, stop: asyncio.Event) -> Lease | None:

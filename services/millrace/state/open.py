@@ -8,6 +8,7 @@ from millrace.state.documents import DocumentStore, MemoryDocuments
 from millrace.state.leases import LeaseStore, MemoryLeases
 from millrace.state.limits import LimitStore, MemoryLimits
 from millrace.state.memory_store import MemoryStore
+from millrace.state.outcomes import RedisOutcomes
 from millrace.state.records import Deadlines, MemoryDeadlines, MemoryRecords, RecordStore
 from millrace.state.redis.documents import RedisDocuments
 from millrace.state.redis.leases import RedisLeases
@@ -69,6 +70,11 @@ def open_tenant_tables(config: StoreConfig) -> TenantTables:
 def open_waterfalls(config: StoreConfig) -> RedisWaterfalls | None:
     """Opens the waterfalls at `config.url`, as `open_store`; None: no other process could read."""
     return None if in_memory(config) else RedisWaterfalls(config)
+
+
+def open_outcomes(config: StoreConfig, group: str) -> RedisOutcomes | None:
+    """Opens the outcomes of a fleet, as `open_waterfalls`."""
+    return None if in_memory(config) else RedisOutcomes(config, group)
 
 
 def in_memory(config: StoreConfig) -> bool:

@@ -8,8 +8,14 @@ from pathlib import Path
 
 import pytest
 
+from millrace.core.config import StoreConfig
+from millrace.core.report.follower import OutcomeFollower
+from millrace.core.report.pool_sample import PoolSample, TimedSample
+from millrace.core.scheduler.machine import Machine
+from millrace.state.outcomes import RedisOutcomes
 from support.command import millrace
-from support.recorded_runs import recorded_run
+from support.recorded_runs import BEGAN_UNIX_S, CONFIG, recorded_run, steps
+from support.stores import private_redis
 
 
 @pytest.fixture
@@ -36,6 +42,51 @@ async def test_it_prints_tables_and_writes_json(path: Path, tmp_path: Path) -> N
     assert [one["lateness"] for one in written["worst"]] == [pytest.approx(3.0), pytest.approx(1.5)]
     assert written["total"]["judged"] == 3
     assert {pool["role"] for pool in written["pools"]} == {"prefill", "decode"}
+
+
+async def test_without_a_file_it_reads_redis() -> None:
+    machine = Machine(CONFIG)
+    follower = OutcomeFollower(machine, -BEGAN_UNIX_S)
+    outcomes = [
+        outcome.encoded()
+        for now_s, event in steps()
+        for outcome in follower.saw(event, machine.step(event, now_s), now_s)
+    ]
+    size = PoolSample(role="prefill", instances=2, in_use=0.5, wanted=3, reason="load")
+    sample = TimedSample(at_s=BEGAN_UNIX_S + 2.0, sample=size)
+    async with private_redis() as url:
+        settings = ("--set", f"store.url={url}", "--set", "scheduler.group=blue")
+        status, shown = await millrace("report", *settings)
+        assert status == 1
+        assert "'blue': Redis has no ended request of this fleet; it has those of no fleet" in shown
+        store = RedisOutcomes(StoreConfig(url=url), "blue")
+        await store.add_outcomes(outcomes, 100)
+        await store.add_samples([sample.encoded()], 100)
+        wide = {"COLUMNS": "220"}
+        status, shown = await millrace("report", *settings, environment=wide)
+        assert status == 0, shown
+        assert "5 requests that came from 0 to 8 s of the run, which began at 2026-01-31" in shown
+        assert "14:30:01 UTC" in shown  # the first request
+        assert re.search(r"chat +2 +0 +0 +50\.0% +", shown)
+        assert "late: class chat, key default, 100 tokens, finished\n" in shown
+        assert "Worst requests (`millrace explain ID` says more, for a while)" in shown
+        assert re.search(r"prefill +2 +50% +50% +50% +3 +3 +grow it by 1 +load", shown)
+        options = (*settings, "--from", "2026-01-31T14:30:02Z")
+        status, shown = await millrace("report", *options, environment=wide)
+        assert "2 requests that came from 1 to 8 s" in shown
+        status, shown = await millrace("report", *settings[:2])
+        assert (status, "it has those of 'blue'" in shown) == (1, True)
+        await store.add_outcomes([b"[]"], 100)
+        status, shown = await millrace("report", *settings)
+        assert (status, "another version has written these" in shown) == (1, True)
+        await store.close()
+
+
+async def test_a_store_in_memory_has_nothing_to_report() -> None:
+    status, shown = await millrace("report")
+    assert status == 1
+    assert "store.url is memory://" in shown
+    assert "Traceback" not in shown
 
 
 async def test_the_page_stands_alone(path: Path, tmp_path: Path) -> None:

@@ -10,8 +10,9 @@ import pytest
 
 from millrace.core.autoscale.load import FleetLoad, PoolLoad
 from millrace.core.errors import ConfigError
+from millrace.core.report.pool_sample import PoolSample, samples_of
 from millrace.core.scheduler.recording import RecordingError
-from millrace.sim.reports.pools import PoolSamples
+from millrace.sim.reports.pools import pool_rows
 from millrace.sim.reports.recorded import report_of_recording
 from support.recorded_runs import recorded_run
 
@@ -93,12 +94,12 @@ def load(*pools: PoolLoad) -> FleetLoad:
 
 
 def test_pools_are_held_against_the_targets_of_autoscaling() -> None:
-    samples = PoolSamples()
+    samples: list[PoolSample] = []
     prefill = PoolLoad(role="prefill", ready=2, arriving=3.2)
     decode = PoolLoad(role="decode", ready=4, kv_utilisation=0.2)
     for second in range(20):
-        samples.add(load(prefill, decode), float(second))
-    prefills, decodes = samples.rows()
+        samples += samples_of(load(prefill, decode), float(second))
+    prefills, decodes = pool_rows(samples)
     assert (prefills.instances, prefills.wanted, prefills.advice) == (2, 4, "grow it by 2")
     assert (prefills.in_use_mean, prefills.headroom) == (pytest.approx(1.6), 0.0)
     assert prefills.reason == "load of 1.6 an instance, target 0.8"
@@ -107,12 +108,14 @@ def test_pools_are_held_against_the_targets_of_autoscaling() -> None:
 
 
 def test_one_busy_moment_in_a_hundred_asks_for_no_larger_pool() -> None:
-    samples = PoolSamples()
+    samples: list[PoolSample] = []
     calm = PoolLoad(role="mixed", ready=2, arriving=1.6, kv_utilisation=0.1)
     for second in range(100):
         busy = replace(calm, arriving=8.0)
-        samples.add(load(busy if second == 50 else calm), float(second))
-    samples.add(load(PoolLoad(role="mixed")), 101.0)  # a moment without instances says nothing
-    (row,) = samples.rows()
+        samples += samples_of(load(busy if second == 50 else calm), float(second))
+    samples += samples_of(
+        load(PoolLoad(role="mixed")), 101.0
+    )  # a moment without instances says nothing
+    (row,) = pool_rows(samples)
     assert (row.wanted, row.wanted_most, row.advice) == (2, 10, "keep it")
     assert row.headroom == pytest.approx(0.2)

@@ -1,12 +1,13 @@
-"""`millrace report`: a recorded run in figures, and what to change."""
+"""`millrace report`: a recorded run, or what Redis has of a fleet, in figures; what to change."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import html
 import math
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -14,10 +15,16 @@ from rich.console import Console
 from rich.table import Table
 
 from millrace.cli.process import write_json
+from millrace.core.config import Config
 from millrace.core.errors import ConfigError, MillraceError
+from millrace.core.report.outcome import Outcome, decode_outcome
+from millrace.core.report.pool_sample import TimedSample, decode_sample
 from millrace.sim.replay import began_unix_s
 from millrace.sim.reports.recorded import report_of_recording
-from millrace.sim.reports.report import GroupRow, Outcome, RunReport, Slot
+from millrace.sim.reports.report import GroupRow, RunReport, Slot
+from millrace.sim.reports.stored import report_of_outcomes
+from millrace.state.open import open_outcomes
+from millrace.state.outcomes import RedisOutcomes
 from millrace.tables import table
 
 _HEADINGS = "{} | requests | refused | failed | TTFT in time | all met | TTFT p50 ms | p99 ms"
@@ -27,8 +34,73 @@ _CELLS = (
 )
 
 
+Make = Callable[[float, float, int], RunReport]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """Where a report comes from.
+
+    `began_s` is the Unix time from which it counts; None: not known. `make` gets the range in
+    seconds after that time, and the number of worst requests.
+    """
+
+    name: str
+    began_s: float | None
+    make: Make
+    hint: str
+
+
+def recording_at(path: Path) -> Source:
+    """Raises MillraceError for a file that is no recording."""
+
+    def make(from_s: float, to_s: float, worst: int) -> RunReport:
+        return report_of_recording(path, from_s=from_s, to_s=to_s, worst=worst)
+
+    hint = "`millrace explain ID --recording FILE` says more"
+    return Source(name=path.name, began_s=began_unix_s(path), make=make, hint=hint)
+
+
+def kept_outcomes(config: Config) -> Source:
+    """Reads what the scheduler of these settings has written. Raises MillraceError."""
+    store = open_outcomes(config.store, config.scheduler.group)
+    if store is None:
+        raise ConfigError(
+            "store.url is memory://, where nothing outlives its process: name a recording, or set "
+            "store.url as the scheduler has it"
+        )
+    try:
+        outcomes, samples = asyncio.run(_read(store, config.scheduler.group))
+    except (ValueError, KeyError, TypeError) as error:
+        raise MillraceError(f"store.url: another version has written these: {error!r}") from error
+    began_s = min(one.arrived_s for one in outcomes)
+
+    def make(from_s: float, to_s: float, worst: int) -> RunReport:
+        return report_of_outcomes(
+            outcomes, samples, began_unix_s=began_s, from_s=from_s, to_s=to_s, worst=worst
+        )
+
+    name = config.scheduler.group or "the fleet"
+    hint = "`millrace explain ID` says more, for a while"
+    return Source(name=name, began_s=began_s, make=make, hint=hint)
+
+
+async def _read(store: RedisOutcomes, group: str) -> tuple[list[Outcome], list[TimedSample]]:
+    try:
+        outcomes = [decode_outcome(one) async for one in store.outcomes()]
+        if not outcomes:
+            known = ", ".join(map(repr, await store.groups())) or "no fleet"
+            raise MillraceError(
+                f"scheduler.group is {group!r}: Redis has no ended request of this fleet; it has "
+                f"those of {known}"
+            )
+        return outcomes, [decode_sample(one) async for one in store.samples()]
+    finally:
+        await store.close()
+
+
 def show(
-    path: Path,
+    source: Source,
     *,
     from_: str,
     to: str,
@@ -38,24 +110,23 @@ def show(
 ) -> None:
     """Prints the report, or writes it as a page; JSON besides.
 
-    Raises MillraceError for a bad range, a file that is no recording and a bad path.
+    Raises MillraceError for a bad range, and for a bad path.
     """
-    began_s = began_unix_s(path)
+    began_s = source.began_s
     from_s = _after_begin(from_, "--from", began_s) if from_ else 0.0
     to_s = _after_begin(to, "--to", began_s) if to else math.inf
     if not max(from_s, 0.0) < to_s:
         raise ConfigError(f"--from {from_!r}, --to {to!r}: no time of the run is between them")
-    from_s = max(from_s, 0.0)
-    found = report_of_recording(path, from_s=from_s, to_s=to_s, worst=worst)
+    found = source.make(max(from_s, 0.0), to_s, worst)
     if json_path is not None:
         write_json(json_path, found.to_json())
     if page is None:
         console = Console()
-        for part in parts(found, _lines(found.worst)):
+        for part in parts(found, _lines(found.worst, source.hint)):
             console.print(part, markup=False, highlight=False, soft_wrap=isinstance(part, str))
         return
     try:
-        page.write_text(as_page(found, path.name), encoding="utf-8")
+        page.write_text(as_page(found, source), encoding="utf-8")
     except OSError as error:
         raise MillraceError(f"--html {page} can't be written: {error.strerror}") from error
 
@@ -123,12 +194,9 @@ def _groups(title: str, name: str, rows: Mapping[str, GroupRow]) -> Table:
     return table(title, _HEADINGS.format(name), _CELLS, shown, left=1)
 
 
-_WORST = "Worst requests (`millrace explain ID --recording FILE` says more)"
-
-
-def _lines(worst: list[Outcome]) -> str:
+def _lines(worst: list[Outcome], hint: str) -> str:
     """Returns the worst requests as text: a row of a table would be too long for a terminal."""
-    lines = [_WORST, ""]
+    lines = [f"Worst requests ({hint})", ""]
     for one in worst:
         after = "no first token" if one.ttft_s is None else f"TTFT {one.ttft_s:.2f} s"
         lines += [
@@ -141,9 +209,9 @@ def _lines(worst: list[Outcome]) -> str:
     return "\n".join([*lines, ""])
 
 
-def _worst(worst: list[Outcome]) -> Table:
+def _worst(worst: list[Outcome], hint: str) -> Table:
     return table(
-        _WORST,
+        f"Worst requests ({hint})",
         "request | class | key | tokens | TTFT s | of objective | waited most | would have helped",
         "{request_id} | {slo_class} | {tenant} | {prompt_tokens:,} | {ttft_s:.2f} | {lateness:.1f} "
         "| {waited_most} | {helps}",
@@ -182,11 +250,11 @@ th:first-child, td:first-child {{ text-align: left; }}
 _WIDE, _HIGH = 720, 120
 
 
-def as_page(found: RunReport, name: str) -> str:
+def as_page(found: RunReport, source: Source) -> str:
     """Returns a page without scripts or other files: a picture and the tables."""
-    first, *rest = parts(found, _worst(found.worst))
+    first, *rest = parts(found, _worst(found.worst, source.hint))
     body = [_paragraph(first), _picture(found.slots), *map(_paragraph, rest)]
-    return _PAGE.format(title=html.escape(f"Report of {name}"), body="\n".join(body))
+    return _PAGE.format(title=html.escape(f"Report of {source.name}"), body="\n".join(body))
 
 
 def _paragraph(part: Table | str) -> str:

@@ -55,6 +55,11 @@ class TelemetryConfig(Section):
         "memory of each proxy process for the waterfalls of the last requests; 0: keeps none, "
         "and shares none in Redis",
     )
+    report_requests: int = setting(
+        100_000,
+        within(0, 10_000_000),
+        "ended requests whose outcomes Redis keeps for `millrace report`; 0: none",
+    )
     vllm_names: str = setting(
         "off", one_of("off", "on"), "metrics also under vLLM's names, for its dashboards"
     )
