@@ -43,9 +43,12 @@ async def found(store: StreamStore) -> StreamRecord:
 async def test_a_new_stream_reads_back(store: StreamStore) -> None:
     assert await store.get("s") is None
     await create(store)
-    assert await found(store) == StreamRecord(
-        tenant="acme", source=b"\x00so", body=b"1", fence=1, final=False, lost=False
+    record = await found(store)
+    assert record == StreamRecord(
+        **{"tenant": "acme", "source": b"\x00so", "body": b"1", "fence": 1},
+        **{"final": False, "left_s": record.left_s},
     )
+    assert not record.lost
     with pytest.raises(IdTaken):
         await create(store)
 
@@ -89,6 +92,17 @@ async def test_an_owner_that_comes_back_before_an_adopter_keeps_the_stream(
     await create(store, OVER)
     assert await store.renew("s", 1, b"2", LONG) is Hold.HELD
     assert not await store.adopt("s", 1, LONG)
+
+
+async def test_an_adopter_that_knows_of_the_owners_death_needs_no_lapse(
+    store: StreamStore,
+) -> None:
+    await create(store, Lease(held_s=1000.0))
+    assert 500 < (await found(store)).left_s <= 1000
+    assert not await store.adopt("s", 1, LONG, left_s=100.0)  # its owner has renewed since
+    assert await store.adopt("s", 1, LONG, left_s=1000.0)
+    assert await store.renew("s", 1, b"late", LONG) is Hold.LOST
+    assert 0 < (await found(store)).left_s <= 60
 
 
 async def test_a_final_stream_stays(store: StreamStore) -> None:

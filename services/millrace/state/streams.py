@@ -40,7 +40,7 @@ class Lease:
 class StreamRecord:
     """A stream. `source` never changes, `body` is its owner's; both are opaque here.
 
-    `fence` counts the owners. `lost`: it is not final, and its lease has expired.
+    `fence` counts the owners. `left_s`: until its owner's lease expires.
     """
 
     tenant: str
@@ -48,7 +48,12 @@ class StreamRecord:
     body: bytes
     fence: int
     final: bool
-    lost: bool
+    left_s: float
+
+    @property
+    def lost(self) -> bool:
+        """Whether it is not final, and its lease has expired."""
+        return not self.final and self.left_s <= 0
 
 
 class StreamStore(Protocol):
@@ -68,10 +73,11 @@ class StreamStore(Protocol):
     async def want(self, stream_id: str, wanted_s: float) -> None:
         """Notes that a client reads the stream. It is wanted for at least `wanted_s` more."""
 
-    async def adopt(self, stream_id: str, fence: int, lease: Lease) -> bool:
-        """Makes the caller the owner, with the fence `fence + 1`, if the stream is lost.
+    async def adopt(self, stream_id: str, fence: int, lease: Lease, *, left_s: float = 0.0) -> bool:
+        """Makes the caller the owner, with the fence `fence + 1`, if the stream is lost, or if its
+        lease expires within `left_s`.
 
-        Returns False if it is not lost, or if `fence` is not its fence any more.
+        Returns False if it is not, or if `fence` is not its fence any more.
         """
 
     async def finish(self, stream_id: str, fence: int, body: bytes, ttl_s: float) -> bool:
@@ -135,7 +141,7 @@ class MemoryStreams:
             body=entry.body,
             fence=entry.fence,
             final=entry.final,
-            lost=not entry.final and entry.held_until_s <= self._clock(),
+            left_s=entry.held_until_s - self._clock(),
         )
 
     async def renew(self, stream_id: str, fence: int, body: bytes, lease: Lease) -> Hold:
@@ -153,9 +159,11 @@ class MemoryStreams:
         if entry is not None:
             entry.wanted_until_s = max(entry.wanted_until_s, self._clock() + wanted_s)
 
-    async def adopt(self, stream_id: str, fence: int, lease: Lease) -> bool:
+    async def adopt(self, stream_id: str, fence: int, lease: Lease, *, left_s: float = 0.0) -> bool:
         entry, now_s = self._find(stream_id), self._clock()
-        if entry is None or entry.final or entry.fence != fence or entry.held_until_s > now_s:
+        if entry is None or entry.final or entry.fence != fence:
+            return False
+        if entry.held_until_s > now_s + left_s:
             return False
         entry.fence, entry.held_until_s = fence + 1, now_s + lease.held_s
         entry.wanted_until_s = max(entry.wanted_until_s, now_s + lease.wanted_s)

@@ -24,7 +24,7 @@ from millrace.proxy.metrics import ProxyMetrics
 from millrace.proxy.models.models import Models
 from millrace.proxy.models.served_model import ServedModel
 from millrace.proxy.reply.reply import StreamReply
-from millrace.proxy.streams.replay import Diverged, Replay, Replays
+from millrace.proxy.streams.replay import Replays, is_left_over, rebuilt
 from millrace.proxy.streams.source import (
     StreamSource,
     StreamState,
@@ -39,13 +39,15 @@ from millrace.proxy.tenancy.exchange import Exchange
 from millrace.proxy.tenancy.limiter import Limiter
 from millrace.state.store import IdTaken, RequestStore, StoreError
 from millrace.state.streams import Hold, Lease, StreamRecord, StreamStore
-from millrace.wire.codec.request_spec import decode_spec
 
 log = logging.getLogger(__name__)
 
 RENEW_S = 1.0
 #: A stream without a renewal for this long may be adopted by another replica.
 LEASE_S = 5.0
+#: The same without a renewal for this long, if the stream's request has ended: the scheduler
+#: cancels it when the connection of the stream's proxy ends.
+QUIET_S = 2.0
 #: Time to release the streams at shutdown. A stream that is not released is lost with its lease.
 CLOSE_S = 2.0
 
@@ -284,24 +286,37 @@ class OwnedStreams:
         """Removes a stream that was refused: its client may send the request again with its id."""
         self._leftovers.add(stream_id, partial(self.store.delete, stream_id, fence, source))
 
-    async def adopt(self, stream_id: str, record: StreamRecord) -> None:
-        """Continues a lost stream, unless another replica is faster.
+    async def adopt_if_lost(self, stream_id: str, record: StreamRecord) -> bool:
+        """Continues a stream whose owner has died, unless another replica is faster. Returns False
+        if the owner lives.
 
         Raises StoreError, and ApiError (404) if this replica does not serve its model.
         """
+        left_s = 0.0 if record.lost else LEASE_S - QUIET_S
+        if record.final or record.left_s > left_s:
+            return False
+        if not record.lost and not await is_left_over(self._replays, self._requests, record):
+            return False
+        await self._adopt(stream_id, record, left_s)
+        return True
+
+    async def _adopt(self, stream_id: str, record: StreamRecord, left_s: float) -> None:
+        """Adopts a stream whose lease expires within `left_s`."""
         if await self._holds(stream_id):
             return
         lease = Lease(held_s=LEASE_S, wanted_s=self.lives.grace_s)
         source = read_source(record.source)
         gateway = self._models.of_stream(source.model).gateway
-        if gateway.draining or not await self.store.adopt(stream_id, record.fence, lease):
+        if gateway.draining or not await self.store.adopt(
+            stream_id, record.fence, lease, left_s=left_s
+        ):
             return
         fence = record.fence + 1
         latest = await self.store.get(stream_id)  # the former owner may have changed it meanwhile
         if latest is None or latest.fence != fence:
             return
         state = read_state(latest.body)
-        replay = await self._rebuilt(source, state)
+        replay = await rebuilt(self._replays, self._requests, source, state)
         if replay is None:
             error = ApiError(500, "The stream's request is lost.", code="failed")
             body = StreamState(incarnation=state.incarnation, error=error_document(error))
@@ -372,27 +387,6 @@ class OwnedStreams:
                 log.error("stream %s", stream.stream_id, exc_info=error)
 
         task.add_done_callback(ended)
-
-    async def _rebuilt(self, source: StreamSource, state: StreamState) -> Replay | None:
-        """Returns the stream up to its last journalled token; None if its request is gone."""
-        record = await self._requests.get(state.incarnation)
-        if record is None:
-            return None
-        spec = decode_spec(record.spec)
-        cached = state.cached_tokens or 0  # None: no event of a token was sent
-        tokens = (await self._requests.journal(state.incarnation, 0)).tolist()
-        # The scheduler cancels the requests of a dead replica; a kept request has its prompt still.
-        over = record.state in (RequestState.FINISHED.value, RequestState.FAILED.value)
-        if over:
-            replay = self._replays.to_read(source, cached)
-        else:
-            ids = await self._requests.prompt_ids(state.incarnation)
-            replay = self._replays.to_continue(source, spec, ids, cached)
-        try:
-            replay.feed(0, tokens)
-        except Diverged:
-            raise AssertionError("nothing was fed before") from None
-        return None if over and not replay.finished else replay
 
 
 def _fenced_off() -> ApiError:

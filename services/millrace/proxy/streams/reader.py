@@ -111,8 +111,7 @@ class StreamReader:
         record = await self._owned.store.get(self._id)
         if record is None:
             raise ApiError(410, "The stream has expired.", code="expired")
-        if record.lost:
-            await self._owned.adopt(self._id, record)
+        if await self._owned.adopt_if_lost(self._id, record):
             record = await self._owned.store.get(self._id) or record
         elif not record.final:
             await self._owned.store.want(self._id, self._owned.lives.grace_s)

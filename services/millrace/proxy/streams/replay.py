@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from millrace.core.request import RequestState
 from millrace.core.request_spec import RequestSpec, finish_reason
 from millrace.core.token_events import TokenDetail, TokenEvent
 from millrace.proxy.generation.proxy_request import ProxyRequest
@@ -20,9 +21,18 @@ from millrace.proxy.reply.builder import Arrival
 from millrace.proxy.reply.event_numbers import EventId, EventNumbers
 from millrace.proxy.reply.reply import StreamReply
 from millrace.proxy.request.options import Options
-from millrace.proxy.streams.source import StreamSource, slo_of
+from millrace.proxy.streams.source import (
+    StreamSource,
+    StreamState,
+    read_source,
+    read_state,
+    slo_of,
+)
 from millrace.proxy.text.encoder_process import TokenArray
 from millrace.proxy.text.prefix import PromptBlocks
+from millrace.state.store import RequestStore
+from millrace.state.streams import StreamRecord
+from millrace.wire.codec.request_spec import decode_spec
 
 
 class Diverged(Exception):
@@ -146,3 +156,38 @@ class Replays:
         _, reply, [request] = builder.build([prompt], options, arrival, numbers)
         assert isinstance(reply, StreamReply)  # only streams are resumable
         return Replay(request, reply, numbers, cached_tokens)
+
+
+async def is_left_over(replays: Replays, requests: RequestStore, record: StreamRecord) -> bool:
+    """Whether a stream's request is cancelled, as by the scheduler when its proxy leaves, or
+    finished and its journal whole.
+    """
+    state = read_state(record.body)
+    request = await requests.get(state.incarnation)
+    if request is None or request.state != RequestState.FINISHED.value:
+        return request is not None and request.state == RequestState.CANCELLED.value
+    return await rebuilt(replays, requests, read_source(record.source), state) is not None
+
+
+async def rebuilt(
+    replays: Replays, requests: RequestStore, source: StreamSource, state: StreamState
+) -> Replay | None:
+    """Returns a stream up to its last journalled token; None if its request is gone."""
+    record = await requests.get(state.incarnation)
+    if record is None:
+        return None
+    spec = decode_spec(record.spec)
+    cached = state.cached_tokens or 0  # None: no event of a token was sent
+    tokens = (await requests.journal(state.incarnation, 0)).tolist()
+    # The scheduler cancels the requests of a dead replica; a kept request has its prompt still.
+    over = record.state in (RequestState.FINISHED.value, RequestState.FAILED.value)
+    if over:
+        replay = replays.to_read(source, cached)
+    else:
+        ids = await requests.prompt_ids(state.incarnation)
+        replay = replays.to_continue(source, spec, ids, cached)
+    try:
+        replay.feed(0, tokens)
+    except Diverged:
+        raise AssertionError("nothing was fed before") from None
+    return None if over and not replay.finished else replay

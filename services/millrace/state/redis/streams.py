@@ -62,7 +62,7 @@ _ADOPT = Script(
     _NOW
     + _OWNED
     + """
-if tonumber(known[3]) > now then return 0 end
+if tonumber(known[3]) > now + ARGV[4] then return 0 end
 redis.call('HSET', KEYS[1], 'fence', ARGV[1] + 1, 'held', now + ARGV[2])
 wanted_until(ARGV[3])
 return 1
@@ -109,16 +109,14 @@ class RedisStreams:
         )
         if tenant is None:
             return None
-        lost = False
-        if final is None:
-            lost = int(as_bytes(held)) <= await self._link.now_ms()
+        now_ms = await self._link.now_ms()
         return StreamRecord(
             tenant=as_bytes(tenant).decode(),
             source=as_bytes(source),
             body=as_bytes(body),
             fence=int(as_bytes(fence)),
             final=final is not None,
-            lost=lost,
+            left_s=(int(as_bytes(held)) - now_ms) / 1000,
         )
 
     async def renew(self, stream_id: str, fence: int, body: bytes, lease: Lease) -> Hold:
@@ -127,8 +125,9 @@ class RedisStreams:
     async def want(self, stream_id: str, wanted_s: float) -> None:
         await self._run(_WANT, stream_id, (round(wanted_s * 1000),))
 
-    async def adopt(self, stream_id: str, fence: int, lease: Lease) -> bool:
-        call = ScriptCall(_ADOPT, (self._key(stream_id),), (fence, *_ms(lease)))
+    async def adopt(self, stream_id: str, fence: int, lease: Lease, *, left_s: float = 0.0) -> bool:
+        arguments = (fence, *_ms(lease), round(left_s * 1000))
+        call = ScriptCall(_ADOPT, (self._key(stream_id),), arguments)
         return bool(await self._link.run_once(call))
 
     async def finish(self, stream_id: str, fence: int, body: bytes, ttl_s: float) -> bool:

@@ -11,6 +11,7 @@ import orjson
 import pytest
 from redis.asyncio import Redis
 
+from millrace.concurrency import cancel
 from millrace.core.config import StoreConfig, TenantConfig, load_config
 from millrace.event_lines import event_lines
 from millrace.proxy.streams import owner, reader
@@ -261,6 +262,44 @@ async def test_another_replica_adopts_a_lost_stream(
         again = await resumed(stack, stream_id)
         assert events_of(again) == found + rest, again
     lost.script.hold.set()
+
+
+@pytest.mark.parametrize("ended", ["cancelled", "finished"])
+async def test_a_replica_whose_request_has_ended_has_died_before_its_lease_lapses(
+    replicas, monkeypatch, ended
+):
+    """The scheduler cancels the requests of a proxy whose connection ends. Decode may have finished
+    one before. No event of the stream has reached its client.
+    """
+    monkeypatch.setattr(owner, "RENEW_S", HANG_S)
+    monkeypatch.setattr(owner, "LEASE_S", 10 * HANG_S)
+    monkeypatch.setattr(owner, "QUIET_S", 0.0)
+    one, other = replicas
+    path, fields = KINDS[0]
+    hold = asyncio.Event()
+    Decode(one, Script(reply=REPLY, hold=hold, hold_after=0))
+    leaving = asyncio.create_task(one.http.post(path, json=body_of(fields), headers=RESUMABLE))
+    await one.fleet.submitted.wait()
+    stream_id = one.fleet.specs[0].request_id
+    await cancel(leaving)
+    Decode(other, Script(reply=REPLY))
+    looks = spied(monkeypatch, RedisStreams, "get")
+    coming = asyncio.create_task(resumed(other, stream_id))
+    await eventually(lambda: len(looks) > 4)
+    assert not metric(other).get("adopted")  # its request is alive
+    await one.proxy.store.finish(stream_id, ended)
+    if ended == "finished":
+        seen = len(looks)
+        await eventually(lambda: len(looks) > seen + 2)
+        assert not metric(other).get("adopted")  # the journal lacks the tokens
+        ids = [*one.fleet.tokenizer.encode(REPLY, add_special_tokens=False).ids, 1]
+        entry = JournalEntry(request_id=stream_id, choice=0, start=0, token_ids=ids)
+        await one.proxy.store.append_tokens([entry])
+    found = events_of(await coming)
+    assert metric(other)["adopted"] == 1.0
+    assert len(other.fleet.specs) == (ended == "cancelled")  # computed again, or not
+    assert contents(found) == contents((await whole(other, path, fields))[1])
+    hold.set()
 
 
 async def test_the_replica_that_adopts_a_stream_settles_its_limits(
