@@ -5,13 +5,17 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
+import time
 
 import pytest
+import uvloop
 
 from millrace.concurrency import (
     all_or_first_error,
     beside,
     cancel,
+    patience,
     stop_event,
     stop_signals,
     until_one_ends,
@@ -126,3 +130,36 @@ async def test_a_stop_event_is_not_set_before_a_signal() -> None:
         assert not stop.is_set()
         os.kill(os.getpid(), signal.SIGTERM)
         await stop.wait()
+
+
+async def test_patience_ends() -> None:
+    forever = asyncio.Event()
+    with pytest.raises(TimeoutError):
+        async with patience(0.01):
+            await forever.wait()
+    async with patience(0.01):
+        pass
+    await asyncio.sleep(0.02)  # the limit of a block that has ended harms nobody
+
+
+@pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, uvloop.new_event_loop])
+def test_patience_lets_no_time_pass_in_which_this_process_did_not_run(new_loop) -> None:
+    """What came in the meantime is read first, though both are due."""
+
+    async def wait() -> None:
+        near, far = socket.socketpair()
+        with near:
+            reader, writer = await asyncio.open_connection(sock=far)
+            async with patience(0.2):
+                reading = asyncio.ensure_future(reader.readexactly(1))
+                await asyncio.sleep(0)
+                for _ in range(10):
+                    time.sleep(0.3)  # noqa: ASYNC251 - the process is stopped
+                    await asyncio.sleep(0)
+                near.send(b"x")
+                time.sleep(0.3)  # noqa: ASYNC251
+                assert await reading == b"x"
+            writer.close()
+
+    with asyncio.Runner(loop_factory=new_loop) as runner:
+        runner.run(wait())

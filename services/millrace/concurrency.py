@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager, contextmanager
 from typing import Any, Final
 
 _STOP_SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
+_STEPS: Final = 4  # of a `patience`
 
 
 async def cancel(*tasks: asyncio.Future[Any]) -> None:
@@ -52,6 +53,42 @@ async def beside(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
         await cancel(task)
     if not task.cancelled():
         task.result()
+
+
+@asynccontextmanager
+async def patience(limit_s: float) -> AsyncIterator[None]:
+    """Gives the block `limit_s` seconds in which this process runs, and raises TimeoutError then.
+
+    The limit passes in steps, and a step that is over late does not count: where the process was
+    stopped or busy, the block gets what others have sent it meanwhile before time goes on.
+    """
+    async with asyncio.timeout(None) as scope:
+        steps = _Steps(scope, limit_s / _STEPS)
+        try:
+            yield
+        finally:
+            steps.timer.cancel()
+
+
+class _Steps:
+    """Ends a scope after _STEPS steps that were not over late."""
+
+    def __init__(self, scope: asyncio.Timeout, step_s: float) -> None:
+        self._scope = scope
+        self._step_s = step_s
+        self._left = _STEPS
+        self._loop = asyncio.get_running_loop()
+        self._due_s = self._loop.time() + step_s
+        self.timer = self._loop.call_at(self._due_s, self._over)
+
+    def _over(self) -> None:
+        now_s = self._loop.time()
+        self._left -= now_s - self._due_s < self._step_s
+        if self._left:
+            self._due_s = now_s + self._step_s
+            self.timer = self._loop.call_at(self._due_s, self._over)
+        else:
+            self._scope.reschedule(now_s)
 
 
 def stop_event() -> asyncio.Event:

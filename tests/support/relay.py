@@ -18,6 +18,7 @@ class Relay:
         self._passing.set()
         self._answering.set()
         self._is_cut = False
+        self._stranded: list[asyncio.Event] = []
         self._writers: set[asyncio.StreamWriter] = set()
         self.port = 0
 
@@ -25,6 +26,14 @@ class Relay:
         """Passes nothing, either way; connections stay open, and new ones are made."""
         self._passing.clear()
         self._answering.clear()
+
+    def strand(self) -> None:
+        """Passes nothing on the connections that are open; new ones work."""
+        self.stall()
+        self._stranded += [self._passing, self._answering]
+        self._passing, self._answering = asyncio.Event(), asyncio.Event()
+        self._passing.set()
+        self._answering.set()
 
     def mute(self) -> None:
         """Passes what is sent to the other port, and no answers."""
@@ -39,8 +48,8 @@ class Relay:
     def heal(self) -> None:
         """Passes bytes again, those that waited first."""
         self._is_cut = False
-        self._passing.set()
-        self._answering.set()
+        for one in (*self._stranded, self._passing, self._answering):
+            one.set()
 
     async def connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Serves one connection to its end."""

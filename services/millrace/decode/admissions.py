@@ -202,7 +202,7 @@ class Admissions:
 
     async def _fetch_prompt(self, request: DecodeRequest) -> None:
         try:
-            request.prompt_ids = await self._store.prompt_ids(request.id)
+            request.prompt_ids = await self._store.prompt_ids(request.id, 0, request.prompt_tokens)
         except MillraceError as error:
             self._output.fail(request, str(error), "store")
         else:

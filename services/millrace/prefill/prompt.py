@@ -7,7 +7,7 @@ import numpy.typing as npt
 import torch
 
 from millrace.prefill.job import PrefillJob
-from millrace.state.store import RequestStore, StoreError
+from millrace.state.store import RequestStore
 
 
 async def fetch_prompt(store: RequestStore, job: PrefillJob) -> torch.Tensor:
@@ -28,12 +28,8 @@ async def fetch_prompt(store: RequestStore, job: PrefillJob) -> torch.Tensor:
 
 
 async def fetch_whole(store: RequestStore, request_id: str, prompt_tokens: int) -> torch.Tensor:
-    """Returns int64 [prompt_tokens] on the CPU. Raises StoreError, also for a wrong id count."""
-    ids = await store.prompt_ids(request_id)
-    if len(ids) != prompt_tokens:
-        raise StoreError(
-            f"request {request_id}: the store has {len(ids)} of {prompt_tokens} prompt ids"
-        )
+    """Returns int64 [prompt_tokens] on the CPU. Raises StoreError, also for too few ids."""
+    ids = await store.prompt_ids(request_id, 0, prompt_tokens)
     return torch.from_numpy(ids).to(torch.int64)
 
 

@@ -9,7 +9,7 @@ from typing import Protocol
 
 from millrace.core.config import StoreConfig
 from millrace.state.redis.keys import key_of
-from millrace.state.redis.link import RedisLink, as_bytes
+from millrace.state.redis.link import LARGE_ANSWER_S, RedisLink, as_bytes
 
 
 class TenantTables(Protocol):
@@ -56,7 +56,8 @@ class RedisTenantTables:
         self._key = key_of(config.key_prefix, "tenants")
 
     async def all(self) -> dict[str, bytes]:
-        found = await self._link.again(lambda: self._link.client.hgetall(self._key))
+        client = self._link.client
+        found = await self._link.again(lambda: client.hgetall(self._key), LARGE_ANSWER_S)
         return {as_bytes(name).decode(): as_bytes(table) for name, table in found.items()}
 
     async def put(self, name: str, table: bytes) -> None:

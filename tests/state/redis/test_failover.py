@@ -10,6 +10,7 @@ import pytest
 from millrace.core.config import StoreConfig
 from millrace.core.errors import ConfigError
 from millrace.state.open import in_memory, open_store
+from millrace.state.redis import pools
 from millrace.state.redis.leases import RedisLeases
 from millrace.state.redis.pools import pool_of, shown_url
 from millrace.state.redis.store import RedisStore
@@ -90,6 +91,22 @@ async def test_what_sentinels_can_not_name_is_an_error() -> None:
                 await store.ping()
             assert not any(word in str(info.value) for word in ("hidden", "wrong", "<redis"))
             await store.close()
+
+
+async def test_silent_sentinels_are_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each takes all the time of a call: the next call asks the one after it first."""
+    monkeypatch.setattr(pools, "SENTINEL_TIMEOUT_S", 2 * HANG_S)
+    async with watched() as servers, await asyncio.start_server(_swallow, HOST, SENTINEL + 2):
+        silent = ",".join([f"{HOST}:{SENTINEL + 2}"] * 3)
+        url = servers.url.replace("redis+sentinel://", f"redis+sentinel://{silent},")
+        store = RedisStore(StoreConfig(url=url, timeout_s=0.5))
+        await created_in_the_end(store, "a")
+        await store.close()
+
+
+async def _swallow(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    await reader.read()
+    writer.close()
 
 
 async def refusal(port: int) -> str:

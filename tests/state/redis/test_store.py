@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
+import signal
 import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -17,13 +20,14 @@ from redis.asyncio import Redis
 from millrace.core.config import StoreConfig
 from millrace.core.errors import ConfigError
 from millrace.local.private_redis import PrivateRedis
-from millrace.state.redis import link as redis_link
 from millrace.state.redis.link import RedisLink
 from millrace.state.redis.pools import shown_url
+from millrace.state.redis.scripts import LARGE_BYTES
 from millrace.state.redis.store import RedisStore
 from millrace.state.store import JournalEntry, StateUpdate, StoreError
-from support.deadlines import HANG_S
-from support.redis_servers import HOST
+from support.deadlines import HANG_S, eventually
+from support.redis_servers import HOST, PRIMARY, redis_server
+from support.relay import relay
 from support.stores import private_redis
 
 IDS = np.arange(5, dtype=np.int32)
@@ -246,21 +250,62 @@ async def test_a_server_out_of_memory_is_an_error(url: str) -> None:
     await store.close()
 
 
-async def test_a_server_that_stopped_answering_is_an_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_server_that_stopped_answering_is_an_error(tmp_path: Path) -> None:
     async def swallow(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.read()
         writer.close()
 
-    monkeypatch.setattr(redis_link, "ANSWER_TIMEOUT_S", 0.2)
     server = await asyncio.start_unix_server(swallow, tmp_path / "mute.sock")
-    store = RedisStore(StoreConfig(url=f"unix://{tmp_path}/mute.sock"))
+    store = RedisStore(StoreConfig(url=f"unix://{tmp_path}/mute.sock", timeout_s=0.2))
     async with asyncio.timeout(HANG_S):
-        with pytest.raises(StoreError, match=r"mute\.sock"):
+        with pytest.raises(StoreError, match=r"mute\.sock: no answer within 0\.2 s"):
             await store.append_tokens([tokens("a")])
     await store.close()
     server.close()
+
+
+async def test_a_server_that_is_silent_for_a_while_is_asked_again(url: str) -> None:
+    """Also for the calls that wait behind the silent ones, and after many of them."""
+    patient, store = (
+        RedisStore(StoreConfig(url=url)),
+        RedisStore(StoreConfig(url=url, timeout_s=0.3)),
+    )
+    await patient.create("a", spec=b"", prompt_ids=IDS)
+    async with Redis.from_url(url) as client:
+        pid = (await client.info("server"))["process_id"]
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            calls = [store.create(f"b{i}", spec=b"", prompt_ids=IDS) for i in range(100)]
+            found = await asyncio.gather(store.get("a"), *calls, return_exceptions=True)
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        assert all(isinstance(one, StoreError) for one in found)
+
+    async def answers() -> bool:
+        with contextlib.suppress(StoreError):
+            return await store.get("a") is not None
+        return False
+
+    await eventually(answers)
+    await store.close()
+    await patient.close()
+
+
+async def test_silent_connections_to_a_server_that_answers_cost_one_time_out() -> None:
+    """All of them at once: the second attempt is made on a new connection."""
+    async with redis_server(PRIMARY), relay(HOST, PRIMARY) as way:
+        store = RedisStore(StoreConfig(url=f"redis://127.0.0.1:{way.port}", timeout_s=1.5))
+        await store.create("a", spec=b"", prompt_ids=IDS)
+        await asyncio.gather(*(store.prompt_ids("a") for _ in range(20)))
+        way.strand()
+        for _ in range(3):
+            assert (await store.prompt_ids("a")).tolist() == IDS.tolist()
+        way.strand()
+        await store.append_tokens([tokens("a")])
+        assert (await store.journal("a", 0)).tolist() == [1, 2]
+        large = np.arange(LARGE_BYTES, dtype=np.int32)  # each travels alone, and is sent once
+        await asyncio.gather(*(store.create(f"b{i}", spec=b"", prompt_ids=large) for i in range(5)))
+        await store.close()
 
 
 @pytest.mark.parametrize(

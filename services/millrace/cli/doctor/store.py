@@ -14,6 +14,7 @@ from millrace.core.config import StoreConfig
 from millrace.state.open import in_memory
 from millrace.state.redis.link import RedisLink
 from millrace.state.redis.pools import shown_url
+from millrace.state.store import StoreError
 
 PINGS = 50
 #: A token's journal and a prompt wait for one answer each.
@@ -29,10 +30,10 @@ async def store(config: StoreConfig) -> AsyncIterator[Finding]:
         return
     link, name = RedisLink(config), f"store {shown_url(config.url)}"
     try:
-        info: dict[str, Any] = await link.client.info()
+        info: dict[str, Any] = await link.again(lambda: link.client.info())
         pings = [await _timed(link) for _ in range(PINGS)]
         skew_s = await link.now_ms() / 1e3 - time.time()
-    except (RedisError, OSError) as error:
+    except (RedisError, OSError, StoreError) as error:
         advice = "start Redis, or correct store.url; without it new requests get 503"
         yield Finding(FAILURE, name, f"does not answer: {error}", advice)
         return

@@ -18,6 +18,11 @@ class StoreConfig(Section):
         "rediss+sentinel://; memory:// within one process only",
     )
     key_prefix: str = setting("millrace")
+    timeout_s: float = setting(
+        2.0,
+        within(0.05),
+        "how long the store may be silent; then it counts as out of reach: new requests get 503",
+    )
     ttl_s: float = setting(7200.0, within(1), "lifetime of a record whose request has not ended")
     finished_ttl_s: float = setting(
         60.0, within(0), "lifetime of a record after its request has ended"

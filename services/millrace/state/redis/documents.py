@@ -9,7 +9,7 @@ from __future__ import annotations
 from millrace.core.config import StoreConfig
 from millrace.state.documents import Change, Document
 from millrace.state.redis.keys import key_of
-from millrace.state.redis.link import RedisLink, as_bytes
+from millrace.state.redis.link import LARGE_ANSWER_S, RedisLink, as_bytes
 from millrace.state.redis.scripts import NOW_MS, Script, ScriptCall
 
 # A document's fields: tenant, source, body, lease_until (ms of the server's clock); `final` once it
@@ -66,7 +66,7 @@ class RedisDocuments:
         client = self._link.client
         fields = ("tenant", "source", "body", "final", "lease_until")
         tenant, source, body, final, lease_until = await self._link.again(
-            lambda: client.hmget(record, fields)
+            lambda: client.hmget(record, fields), LARGE_ANSWER_S
         )
         if tenant is None:
             return None
@@ -87,7 +87,8 @@ class RedisDocuments:
 
     async def events(self, document_id: str, start: int) -> list[bytes]:
         _, log = self._keys(document_id)
-        found = await self._link.again(lambda: self._link.client.lrange(log, start, -1))
+        client = self._link.client
+        found = await self._link.again(lambda: client.lrange(log, start, -1), LARGE_ANSWER_S)
         return [as_bytes(event) for event in found]
 
     async def delete(self, document_id: str) -> None:

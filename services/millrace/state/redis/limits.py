@@ -155,7 +155,7 @@ class RedisLimits:
             )
             for of, found in groupby(sorted(leases), key=lambda one: one[:2])
         ]
-        await self._link.again(lambda: self._link.scripts.run(calls))
+        await self._link.run_all(calls)
 
     async def close(self) -> None:
         await self._link.close()

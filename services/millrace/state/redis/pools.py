@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections.abc import Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
-from redis.asyncio import BlockingConnectionPool, Connection
+from redis.asyncio import BlockingConnectionPool, Connection, ConnectionPool
 from redis.asyncio.connection import parse_url
 from redis.asyncio.sentinel import (
     MasterNotFoundError,
@@ -24,7 +25,7 @@ URLS = "redis://, rediss://, unix://, redis+sentinel:// or rediss+sentinel:// UR
 SCHEMES = ("redis", "rediss", "unix", "redis+sentinel", "rediss+sentinel")
 SENTINEL_PORT = 26379
 #: For a connection to a Sentinel, and for its answer; the next one is asked after it.
-SENTINEL_TIMEOUT_S = 2.0
+SENTINEL_TIMEOUT_S = 1.0
 
 _MODES = {
     b"cluster": "this is a Redis Cluster, which Millrace does not support: use one server, or "
@@ -65,6 +66,12 @@ def pool_of(url: str, options: Mapping[str, Any]) -> BlockingConnectionPool:
     return pool
 
 
+async def close_idle(pool: ConnectionPool) -> None:
+    """Closes the connections that no call uses, without a word to the server."""
+    for connection in list(pool._available_connections):
+        await connection.disconnect(nowait=True)
+
+
 class _SentinelPool(SentinelConnectionPool, BlockingConnectionPool):
     """Connects to the primary of a service. Every new connection asks the Sentinels for it."""
 
@@ -72,6 +79,10 @@ class _SentinelPool(SentinelConnectionPool, BlockingConnectionPool):
         before = self.master_address
         try:
             address: tuple[str, int] = await super().get_master_address()
+        except asyncio.CancelledError:  # a Sentinel was silent: the next call asks another first
+            sentinels = self.sentinel_manager.sentinels
+            sentinels.append(sentinels.pop(0))
+            raise
         except MasterNotFoundError as error:  # its text is the library's view of every client
             kinds = ", ".join(re.findall(r"\w+Error\b", str(error)))
             raise RedisConnectionError(

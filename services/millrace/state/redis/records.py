@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from millrace.core.config import StoreConfig
 from millrace.state.records import Record
 from millrace.state.redis.keys import key_of
-from millrace.state.redis.link import RedisLink, as_bytes
+from millrace.state.redis.link import LARGE_ANSWER_S, RedisLink, as_bytes
 from millrace.state.redis.scripts import NOW_MS, Script, ScriptCall
 
 # A record's fields: tenant, body, version, owner, lease_until (ms of the server's clock); `final`
@@ -115,7 +115,7 @@ class RedisRecords:
                 answers: list[list[bytes | None]] = await pipe.execute()
             return answers
 
-        rows = await self._link.again(read)
+        rows = await self._link.again(read, LARGE_ANSWER_S)
         return [_record(name, row) for name, row in zip(record_ids, rows, strict=True)]
 
     async def swap(self, old: Record, body: bytes, *, final: bool = False) -> bool:

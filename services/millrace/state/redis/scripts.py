@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from redis.asyncio import Redis
 from redis.exceptions import NoScriptError
+
+from millrace.concurrency import patience
 
 #: Bytes above which a group of calls travels alone, so that small groups don't wait for it.
 LARGE_BYTES = 256 << 10
@@ -55,19 +57,22 @@ class _Group:
 class ScriptRunner:
     """Runs scripts in the order of the calls (except large groups)."""
 
-    def __init__(self, client: Redis) -> None:
+    def __init__(self, client: Redis, limit_s: Callable[[int], float]) -> None:
+        """`limit_s` returns how long a round trip of so many bytes may take."""
         self._client = client
+        self._limit_s = limit_s
         self._waiting: list[_Group] = []
         self._sender: asyncio.Task[None] | None = None
 
     async def run(self, calls: Sequence[ScriptCall]) -> list[Any]:
-        """Returns the answers, in order. Raises redis' error of the first call that failed.
+        """Returns the answers, in order. Raises redis' error of the first call that failed, and
+        TimeoutError.
 
-        If the caller is cancelled, its calls may still run.
+        If the caller is cancelled, its calls may still run, unless they wait for a round trip.
         """
         if not calls:
             return []
-        if sum(_bytes(call) for call in calls) > LARGE_BYTES:
+        if bytes_of(calls) > LARGE_BYTES:
             return _numbers(await self._evaluate(calls))
         group = _Group(calls, asyncio.get_running_loop().create_future())
         self._waiting.append(group)
@@ -88,6 +93,7 @@ class ScriptRunner:
             self._sender = None
 
     def _next_batch(self) -> list[_Group]:
+        self._waiting = [group for group in self._waiting if not group.done.done()]
         taken = calls = 0
         while taken < len(self._waiting) and calls < MAX_BATCH_CALLS:
             calls += len(self._waiting[taken].calls)
@@ -121,6 +127,10 @@ class ScriptRunner:
 
     async def _evaluate(self, calls: Sequence[ScriptCall]) -> list[Any]:
         """Makes one round trip; two more when the server does not know a script yet."""
+        async with patience(self._limit_s(bytes_of(calls))):
+            return await self._answers(calls)
+
+    async def _answers(self, calls: Sequence[ScriptCall]) -> list[Any]:
         answers = await self._pipeline(calls)
         unknown = [i for i, answer in enumerate(answers) if isinstance(answer, NoScriptError)]
         if unknown:
@@ -139,8 +149,9 @@ class ScriptRunner:
         return answers
 
 
-def _bytes(call: ScriptCall) -> int:
-    return sum(len(a) for a in call.arguments if isinstance(a, bytes))
+def bytes_of(calls: Sequence[ScriptCall]) -> int:
+    """Returns the bytes of the calls' large arguments."""
+    return sum(len(a) for call in calls for a in call.arguments if isinstance(a, bytes))
 
 
 def _numbers(answers: Sequence[Any]) -> list[Any]:

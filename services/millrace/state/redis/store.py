@@ -84,7 +84,7 @@ class RedisStore:
         self._ttl_ms = round(config.ttl_s * 1000)
         self._finished_ttl_ms = round(config.finished_ttl_s * 1000)
         self._link = RedisLink(config)
-        self._client, self._scripts = self._link.client, self._link.scripts
+        self._client = self._link.client
 
     async def create(
         self,
@@ -127,7 +127,9 @@ class RedisStore:
                 pipeline.getrange(key, start * ID_DTYPE.itemsize, last_byte)
             return await pipeline.execute()
 
-        results = await self._link.again(read)
+        wanted = sum(stop - start for start, stop in slices if stop is not None)
+        limit_s = self._link.limit_s(wanted * ID_DTYPE.itemsize)
+        results = await self._link.again(read, limit_s)
         found = [np.frombuffer(as_bytes(one), dtype=ID_DTYPE).astype(np.int32) for one in results]
         for (start, stop), ids in zip(slices, found, strict=True):
             check_found(request_id, start, stop, ids.size)
@@ -142,7 +144,7 @@ class RedisStore:
             )
             for update in updates
         ]
-        await self._link.again(lambda: self._scripts.run(calls))
+        await self._link.run_all(calls)
 
     async def append_tokens(self, entries: Sequence[JournalEntry]) -> None:
         calls: list[ScriptCall] = []
@@ -150,7 +152,7 @@ class RedisStore:
             keys = request_keys(self._prefix, entry.request_id)
             frame = journal_frame(entry.choice, entry.start, entry.token_ids)
             calls.append(ScriptCall(_APPEND, (keys.record, keys.journal), (frame,)))
-        await self._link.again(lambda: self._scripts.run(calls))
+        await self._link.run_all(calls)
 
     async def journal(self, request_id: str, choice: int) -> npt.NDArray[np.int32]:
         return (await self.journal_after(request_id, choice, known=0, place=0)).token_ids
