@@ -20,7 +20,7 @@ async def store(request: pytest.FixtureRequest) -> AsyncIterator[DocumentStore]:
         yield opened
         await opened.close()
         return
-    async with private_redis() as url:
+    async with private_redis("proxy") as url:
         opened = open_documents(StoreConfig(url=url))
         yield opened
         await opened.close()

@@ -32,7 +32,7 @@ async def store(request: pytest.FixtureRequest, clock: Clock) -> AsyncIterator[L
     if request.param == "memory":
         yield MemoryLeases(clock=clock)
         return
-    async with private_redis() as url:
+    async with private_redis("scheduler") as url:
         leases = RedisLeases(StoreConfig(url=url), clock=clock)
         yield leases
         await leases.close()

@@ -40,7 +40,7 @@ async def opened(kind: str, clock: Clock) -> AsyncIterator[LimitStore]:
     if kind == "memory":
         yield MemoryLimits(clock=clock)
         return
-    async with private_redis() as url:
+    async with private_redis("proxy") as url:
         store = RedisLimits(StoreConfig(url=url), clock=clock)
         yield store
         await store.close()
@@ -218,7 +218,7 @@ async def test_large_limits_stay_exact(clock):
 
 
 async def test_redis_keeps_an_account_for_two_idle_days_and_times_by_its_own_clock():
-    async with private_redis() as url:
+    async with private_redis("proxy") as url:
         store = open_limits(StoreConfig(url=url))
         wanted = account(Limits(requests_per_minute=10, concurrency=5))
         assert (await admit(store, "a", wanted)).admitted

@@ -17,7 +17,7 @@ async def config(request: pytest.FixtureRequest) -> AsyncIterator[StoreConfig]:
     if request.param == "memory":
         yield StoreConfig()
         return
-    async with private_redis() as url:
+    async with private_redis("proxy") as url:
         yield StoreConfig(url=url)
 
 

@@ -33,7 +33,7 @@ async def opener(request: pytest.FixtureRequest) -> AsyncIterator[Opener]:
     async with AsyncExitStack() as stack:
         url = "memory://"
         if request.param == "redis":
-            url = await stack.enter_async_context(private_redis())
+            url = await stack.enter_async_context(private_redis("proxy"))
 
         def open_one(**settings: float | str) -> RequestStore:
             store = open_store(StoreConfig(url=url, **settings))

@@ -24,7 +24,7 @@ async def store(request: pytest.FixtureRequest) -> AsyncIterator[StreamStore]:
         yield opened
         await opened.close()
         return
-    async with private_redis() as url:
+    async with private_redis("proxy") as url:
         opened = open_streams(StoreConfig(url=url))
         yield opened
         await opened.close()

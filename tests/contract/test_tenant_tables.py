@@ -20,7 +20,7 @@ async def tables(request: pytest.FixtureRequest) -> AsyncIterator[TenantTables]:
         yield opened
         await opened.close()
         return
-    async with private_redis() as url:
+    async with private_redis("proxy") as url:
         opened = open_tenant_tables(StoreConfig(url=url))
         yield opened
         await opened.close()

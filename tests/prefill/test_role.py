@@ -237,7 +237,7 @@ async def test_a_prompt_that_is_not_whole_is_not_computed(pair: Pair) -> None:
     pair.prefill.role.on_command(run_prefill(request, pair.decode.member))
 
     failed = await pair.prefill.said("request_failed", "r")
-    assert failed.prompt_unread and "9 of 60" in failed.message
+    assert failed.prompt_unread and "9 of the prompt ids [0, 60)" in failed.message
 
 
 async def test_a_refused_handshake_stops_the_compute(pair: Pair) -> None:

@@ -12,7 +12,7 @@ from support.stores import private_redis
 
 
 async def test_waterfalls_are_found_in_the_order_of_the_ids() -> None:
-    async with private_redis() as url:
+    async with private_redis("proxy") as url:
         store = open_waterfalls(StoreConfig(url=url))
         assert store is not None
         assert await store.find([]) == []

@@ -37,8 +37,13 @@ async def until(check: Callable[[], Awaitable[bool]]) -> None:
 
 
 @asynccontextmanager
-async def redis_server(port: int, *options: str, password: str = "") -> AsyncIterator[Redis]:
-    """Yields a client of a server at `port`; the server ends with the block, if it has not yet."""
+async def redis_server(
+    port: int, *options: str, password: str = "", user: str | None = None, user_password: str = ""
+) -> AsyncIterator[Redis]:
+    """Yields a client of a server at `port`; the server ends with the block, if it has not yet.
+
+    `user`: of the client, if it is not the default one.
+    """
     with tempfile.TemporaryDirectory(prefix="millrace-") as folder:
         file = Path(folder) / "redis.conf"
         lines = [f"bind {HOST}", f"port {port}", f"dir {folder}", *options]
@@ -48,7 +53,8 @@ async def redis_server(port: int, *options: str, password: str = "") -> AsyncIte
         if port == SENTINEL:
             command.append("--sentinel")
         process = await asyncio.create_subprocess_exec(*ending_with_this(command, signal.SIGKILL))
-        client = Redis(host=HOST, port=port, password=password or None, protocol=2)
+        given = user_password or password or None
+        client = Redis(host=HOST, port=port, username=user, password=given, protocol=2)
         try:
             async with client:
                 await until(client.ping)

@@ -7,16 +7,42 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+from redis.asyncio import Redis
+
+from millrace.core.config import StoreConfig
 from millrace.local.private_redis import PrivateRedis
+from millrace.state.redis.access import RIGHTS, rules_of, user_of
+
+#: Of every user that a test makes.
+PASSWORD = "of-a-test"
 
 
 @asynccontextmanager
-async def private_redis() -> AsyncIterator[str]:
-    """Yields the URL of a redis-server that lives as long as the block."""
+async def private_redis(service: str = "") -> AsyncIterator[str]:
+    """Yields the URL of a redis-server that lives as long as the block.
+
+    With a `service`, the URL is that of the service's user, who may do no more than it needs.
+    """
     with tempfile.TemporaryDirectory(prefix="millrace-") as directory:
         server = PrivateRedis()
         url = await server.start(Path(directory))
         try:
-            yield url
+            if service:
+                async with Redis.from_url(url) as client:
+                    await add_users(client)
+            yield as_service(url, service) if service else url
         finally:
             await server.stop()
+
+
+async def add_users(client: Redis) -> None:
+    """Makes the user of every service, by a client that may do so."""
+    for service in RIGHTS:
+        rules = rules_of(service, StoreConfig.key_prefix, PASSWORD)
+        await client.execute_command("ACL", "SETUSER", user_of(service, "millrace"), *rules)
+
+
+def as_service(url: str, service: str) -> str:
+    """Returns the URL with the service's user, who was made by `add_users`."""
+    scheme, _, rest = url.partition("://")
+    return f"{scheme}://{user_of(service, 'millrace')}:{PASSWORD}@{rest}"

@@ -11,7 +11,7 @@ import typer
 
 from millrace.cli import on_this_machine, running
 from millrace.cli import options as of
-from millrace.cli.commands import keys
+from millrace.cli.commands import keys, redis_acl
 from millrace.cli.help_text import show_help
 from millrace.cli.process import configure, leave_forks_alone, plain_errors, run_async, tell
 from millrace.cli.workers import register
@@ -112,6 +112,7 @@ register(app)
 on_this_machine.register(app)
 running.register(app)
 keys.register(app)
+redis_acl.register(app)
 
 
 @app.command()

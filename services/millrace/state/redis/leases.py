@@ -35,16 +35,7 @@ if ARGV[4] ~= '' then redis.call('HSET', KEYS[1], 'note', ARGV[4]) end
 return 1
 """
 )
-# ARGV: the time in ms or ''.
-_READ = Script(
-    NOW_MS
-    + """
-local now = tonumber(ARGV[1]) or now_ms()
-local known = redis.call('HMGET', KEYS[1], 'epoch', 'until', 'address', 'note')
-if not known[1] then return {0, 0, '', ''} end
-return {tonumber(known[1]), tonumber(known[2]) - now, known[3], known[4] or ''}
-"""
-)
+_FIELDS = ("epoch", "until", "address", "note")
 
 
 class RedisLeases:
@@ -72,13 +63,23 @@ class RedisLeases:
         await self._link.run(self._call(_RENEW, name, 0, epoch, note))
 
     async def read(self, name: str) -> Lease | None:
-        epoch, left_ms, address, note = await self._link.run(self._call(_READ, name))
-        if not epoch:
+        """Runs no script, which only those may who may write the lease."""
+
+        async def look() -> tuple[list[bytes | None], tuple[int, int]]:
+            pipeline = self._link.client.pipeline(transaction=False)
+            pipeline.hmget(self._key(name), _FIELDS)
+            pipeline.time()
+            fields, time = await pipeline.execute()
+            return fields, time
+
+        (epoch, until_ms, address, note), (seconds, microseconds) = await self._link.again(look)
+        if epoch is None:
             return None
+        now_s = seconds + microseconds / 1e6 if self._clock is None else self._clock()
         return Lease(
-            epoch=epoch,
+            epoch=int(epoch),
             address=as_bytes(address).decode(),
-            left_s=left_ms / 1000,
+            left_s=int(as_bytes(until_ms)) / 1000 - now_s,
             note=as_bytes(note),
         )
 
@@ -87,7 +88,10 @@ class RedisLeases:
 
     def _call(self, script: Script, name: str, *arguments: bytes | str | int) -> ScriptCall:
         now = "" if self._clock is None else int(self._clock() * 1000)
-        return ScriptCall(script, [key_of(self._prefix, "lease", name)], (now, *arguments))
+        return ScriptCall(script, [self._key(name)], (now, *arguments))
+
+    def _key(self, name: str) -> bytes:
+        return key_of(self._prefix, "lease", name)
 
 
 def _ms(seconds: float) -> int:
