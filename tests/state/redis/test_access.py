@@ -20,6 +20,7 @@ from millrace import state
 from millrace.cli.doctor.findings import FAILURE
 from millrace.cli.doctor.store import store as checked
 from millrace.core.config import StoreConfig
+from millrace.state.outcomes import RedisOutcomes
 from millrace.state.redis.access import RIGHTS, acl_file, rules_of, user_of
 from millrace.state.redis.leases import RedisLeases
 from millrace.state.redis.store import RedisStore
@@ -32,7 +33,6 @@ IDS = np.arange(5, dtype=np.int32)
 ADMINISTRATION = (
     ("FLUSHALL",),
     ("KEYS", "*"),
-    ("SCAN", "0"),
     ("CONFIG", "GET", "requirepass"),
     ("ACL", "LIST"),
     ("CLIENT", "LIST"),
@@ -58,6 +58,7 @@ FOREIGN = {
         ("HMGET", "millrace:request:{a}", "spec"),
         ("GETRANGE", "millrace:request:{a}:journal", "0", "-1"),
         ("EVALSHA", "0" * 40, "0"),
+        ("SCAN", "0"),
     ],
     "decode": [
         ("SET", "millrace:request:{a}:prompt", "x"),
@@ -71,7 +72,10 @@ FOREIGN = {
         ("HSET", "millrace:lease:scheduler", "epoch", "1"),
         ("HMGET", "millrace:request:{a}", "spec"),
     ],
-    "tools": [("HMGET", "millrace:lease:scheduler", "epoch")],
+    "tools": [
+        ("HMGET", "millrace:lease:scheduler", "epoch"),
+        ("RPUSH", "millrace:scheduler:outcomes", "a"),
+    ],
 }
 
 
@@ -120,7 +124,13 @@ async def test_every_service_does_its_part(url: str) -> None:
         assert (await proxy.journal("a", 0)).tolist() == [1, 2]
         await scheduler.finish("a", "finished")
         await of_scheduler.release("scheduler", epoch=lease.epoch)
-    findings = [one async for one in checked(StoreConfig(url=as_service(url, "doctor")))]
+    tools, writer = (StoreConfig(url=as_service(url, one)) for one in ("tools", "scheduler"))
+    written, read = RedisOutcomes(writer, "g"), RedisOutcomes(tools, "g")
+    await written.add_outcomes([b"a"], 10)
+    assert [one async for one in read.outcomes()] == [b"a"] and await read.groups() == ["g"]
+    for one in (written, read):
+        await one.close()
+    findings = [one async for one in checked(tools)]
     assert len(findings) > 2 and not any(one.level == FAILURE for one in findings), findings
 
 
@@ -132,13 +142,14 @@ async def test_no_service_does_the_part_of_another(url: str, service: str) -> No
                 await client.execute_command(*command)
 
 
-def test_the_proxy_has_a_right_to_every_kind_of_key() -> None:
+def test_somebody_has_a_right_to_every_kind_of_key() -> None:
     """A new kind needs one, too."""
     kinds: set[str] = set()
     for path in Path(state.__file__).parent.rglob("*.py"):
         kinds.update(re.findall(r'key_of\([\w.]*prefix, "(\w+)"', path.read_text()))
     assert {"request", "lease", "tenants"} < kinds
-    assert kinds <= {key.partition(":")[0] for key in RIGHTS["proxy"].keys}
+    keys = {key for rights in RIGHTS.values() for key in rights.keys}
+    assert kinds <= {key.partition(":")[0] for key in keys}
 
 
 async def test_a_store_says_what_its_user_may_not_do(url: str) -> None:
