@@ -1,24 +1,18 @@
 """The chart, the operator and the images use the same names."""
 
-import base64
 import functools
 from copy import deepcopy
-from datetime import timedelta
-from pathlib import Path
 
 import kubernetes_validate
 import pytest
 import typer
-from cryptography import x509
 
 from millrace.core.config import TlsConfig
-from millrace.wire.tls import SERVER_NAME, Tls
 from millrace_operator.environment import defaults_from
 from millrace_operator.main import app
 from millrace_operator.manifests import config_file, naming, objects, pods
 from millrace_operator.spec import parse_pool, parse_service
 from support.chart import NEWEST, PROFILES, ROOT, Object, find, profile, render, values_of
-from support.chart import objects as rendered
 from support.custom_resources import SCHEMAS, defaulted
 
 
@@ -139,22 +133,6 @@ def test_tls_files_are_where_settings_look_for_them() -> None:
     (config,) = [v for v in proxy["volumes"] if v["name"] == "config"]
     (files,) = [s["secret"]["items"] for s in config["projected"]["sources"] if "secret" in s]
     assert "tls/ca.crt" in [file["path"] for file in files]
-
-
-def test_the_certificates_that_helm_makes_suit_the_services(tmp_path: Path) -> None:
-    """Tls checks them as both ends of a connection would."""
-    own = {"tls": {"selfSigned": {"enabled": True, "days": 30}}}
-    found = rendered(values_of("minimal") | own, name="mill", namespace="llm")
-    data = find(found, "Secret", "mill-tls")["data"]
-    for name, content in data.items():
-        (tmp_path / name).write_bytes(base64.b64decode(content))
-    files = {"ca_file": "ca.crt", "cert_file": "tls.crt", "key_file": "tls.key"}
-    Tls(TlsConfig(**{field: str(tmp_path / name) for field, name in files.items()}))
-    shown = x509.load_pem_x509_certificate((tmp_path / "tls.crt").read_bytes())
-    names = shown.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
-    assert names.get_values_for_type(x509.DNSName) == [SERVER_NAME, "mill-redis.llm.svc"]
-    assert shown.not_valid_after_utc - shown.not_valid_before_utc == timedelta(days=30)
-    assert find(found, "ModelService", "mill")["spec"]["tls"] == {"secretName": "mill-tls"}
 
 
 def test_the_crds_are_in_the_image_where_the_operator_looks() -> None:

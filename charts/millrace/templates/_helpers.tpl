@@ -58,10 +58,8 @@ millrace-{{ .role }}:{{ $image.tag | default .root.Chart.AppVersion }}
 
 {{/* Secret with ca.crt, tls.crt and tls.key of all services; empty without TLS. */}}
 {{- define "millrace.tlsSecret" -}}
-{{- if .Values.tls.existingSecret -}}
-{{ .Values.tls.existingSecret }}
-{{- else if or .Values.tls.certManager.enabled .Values.tls.selfSigned.enabled -}}
-{{ include "millrace.name" . }}-tls
+{{- if .Values.tls.enabled -}}
+{{ .Values.tls.existingSecret | default (printf "%s-tls" (include "millrace.name" .)) }}
 {{- end -}}
 {{- end -}}
 
@@ -69,9 +67,7 @@ millrace-{{ .role }}:{{ $image.tag | default .root.Chart.AppVersion }}
      first name. */}}
 {{- define "millrace.tlsNames" -}}
 - millrace.internal
-{{- if .Values.redis.enabled }}
 - {{ include "millrace.name" . }}-redis.{{ .Release.Namespace }}.svc
-{{- end }}
 {{- end -}}
 
 {{/* What Pod Security's `restricted` asks of a container. */}}

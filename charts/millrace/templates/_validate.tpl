@@ -31,9 +31,11 @@
 {{- if and $v.redis.enabled (or $v.externalRedis.url $v.externalRedis.existingSecret) -}}
 {{- fail "externalRedis is given, but redis.enabled is true: set it to false" -}}
 {{- end -}}
-{{- $sources := list $v.tls.existingSecret $v.tls.certManager.enabled $v.tls.selfSigned.enabled -}}
-{{- if gt (len (compact $sources)) 1 -}}
-{{- fail "tls takes one of existingSecret, certManager and selfSigned" -}}
+{{- if and $v.tls.existingSecret $v.tls.certManager.enabled -}}
+{{- fail "tls takes one of existingSecret and certManager" -}}
+{{- end -}}
+{{- if and (not $v.tls.enabled) (or $v.tls.existingSecret $v.tls.certManager.enabled) -}}
+{{- fail "tls.enabled is false, but tls.existingSecret or tls.certManager is given" -}}
 {{- end -}}
 {{- range $role := list "prefill" "decode" -}}
 {{- with get $v $role -}}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from millrace.core.config import Config, EngineConfig
@@ -25,7 +25,7 @@ from millrace_operator.manifests.gateway_models import (
 from millrace_operator.observed import Pool, Service
 from millrace_operator.schema.pools import KINDS, PoolSpec
 from millrace_operator.schema.record import SecretRef
-from millrace_operator.schema.service import ModelServiceSpec, ServedModel, StoreUrl
+from millrace_operator.schema.service import ModelServiceSpec, ServedModel, StoreUrl, Tls
 from millrace_operator.spec import Defaults, SpecError, gpus
 
 CACHE = "/cache"
@@ -56,6 +56,9 @@ class Context:
         cls, service: Service, defaults: Defaults, listed: Mapping[str, Service] | None = None
     ) -> Context:
         """`listed` are the ModelServices of spec.gateway.models that exist."""
+        if service.spec.tls is None and defaults.tls_secret:
+            tls = Tls.model_validate({"secretName": defaults.tls_secret})
+            service = replace(service, spec=service.spec.model_copy(update={"tls": tls}))
         tables = config_file.tables(service.spec)
         config = config_file.config(tables)
         return cls(

@@ -184,13 +184,13 @@ class CertManager(Partial):
 class SelfSigned(Partial):
     """Certificates that Helm makes."""
 
-    enabled: bool = doc("Whether Helm makes the certificates, once.")
     days: int = doc("Lifetime of the certificates.", ge=1, le=36500)
 
 
 class TlsValues(Partial):
     """TLS between the services."""
 
+    enabled: bool = doc("Whether the services and the chart's Redis use TLS.")
     existing_secret: Text = doc("Secret with ca.crt, tls.crt and tls.key.")
     cert_manager: CertManager
     self_signed: SelfSigned

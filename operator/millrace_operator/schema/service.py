@@ -226,7 +226,9 @@ class Store(Record):
 
 
 class Tls(Record):
-    """Mutual TLS between the services. Certificates carry the DNS name millrace.internal."""
+    """Mutual TLS between the services. Certificates carry the DNS name millrace.internal. Default:
+    the certificates that the chart set up for the operator.
+    """
 
     secret_name: NonEmpty = doc("Secret with the keys ca.crt, tls.crt and tls.key.")
 

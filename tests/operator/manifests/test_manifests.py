@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import kubernetes_validate
@@ -443,6 +444,21 @@ def test_a_scheduler_starts_again_for_weights_and_names_and_not_for_keys_or_obje
 def test_errors_name_the_field(spec, message):
     with pytest.raises(SpecError, match=message):
         objects.of_service(context_of(**spec))
+
+
+def test_a_service_that_names_no_certificates_uses_those_of_the_release():
+    by_release = replace(DEFAULTS, tls_secret="millrace-tls")
+    for context, wanted in (
+        (context_of(), None),
+        (context_of(by_release), "millrace-tls"),
+        (context_of(by_release, tls={"secretName": "own"}), "own"),
+    ):
+        pod = pods.scheduler(context)["spec"]
+        (config,) = [one for one in pod["volumes"] if one["name"] == "config"]
+        sources = config["projected"]["sources"]
+        secrets = [one["secret"]["name"] for one in sources if "secret" in one]
+        assert secrets == ([] if wanted is None else [wanted])
+        assert context.config.tls.enabled == (wanted is not None)
 
 
 def test_without_redis_or_images_nothing_is_made():
