@@ -334,7 +334,7 @@ async def test_a_store_that_fails_while_results_are_written_loses_none(memory, m
 
 async def test_a_request_that_no_limit_ever_lets_pass_is_not_sent_again(memory):
     refusal = ApiError(429, "larger than the limit", headers=[NO_RETRY])
-    endpoint = Endpoint(says=lambda r: answer_of(refusal))
+    endpoint = Endpoint(says=lambda r: answer_of(refusal, refusal.body()))
     one = process(memory, endpoint, "one")
     one.start()
     made = await create(one, await memory.upload(lines(1)))

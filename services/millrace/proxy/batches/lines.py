@@ -138,10 +138,10 @@ class Answer:
         return self.status in (429, 503) and not self.hopeless
 
 
-def answer_of(error: ApiError) -> Answer:
-    """Returns the answer of an endpoint that refused the request."""
+def answer_of(error: ApiError, body: bytes) -> Answer:
+    """Returns the answer of an endpoint that refused the request with this body."""
     hopeless = NO_RETRY in error.more_headers
-    return Answer(status=error.status, request_id=None, body=error.body(), hopeless=hopeless)
+    return Answer(status=error.status, request_id=None, body=body, hopeless=hopeless)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,13 +186,17 @@ def _line(
 
 
 def _usage(body: bytes) -> Usage:
-    """Returns the tokens that an answer of any endpoint counts."""
+    """Returns the tokens that an answer of any endpoint counts.
+
+    Messages count cached tokens apart from `input_tokens`; the others count them among these.
+    """
     usage = orjson.loads(body).get("usage") or {}
     details = usage.get("prompt_tokens_details") or usage.get("input_tokens_details") or {}
     said = usage.get("completion_tokens_details") or usage.get("output_tokens_details") or {}
+    apart = usage.get("cache_read_input_tokens") or 0
     return Usage(
-        input_tokens=usage.get("prompt_tokens", usage.get("input_tokens", 0)),
-        cached_tokens=details.get("cached_tokens") or 0,
+        input_tokens=usage.get("prompt_tokens", usage.get("input_tokens", 0)) + apart,
+        cached_tokens=(details.get("cached_tokens") or 0) + apart,
         output_tokens=usage.get("completion_tokens", usage.get("output_tokens", 0)),
         reasoning_tokens=said.get("reasoning_tokens") or 0,
     )

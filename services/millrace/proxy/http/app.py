@@ -21,7 +21,7 @@ from millrace.proxy.http.admin import (
     TraceAdmin,
 )
 from millrace.proxy.http.admin import TRACE_PATH as ADMIN_TRACE_PATH
-from millrace.proxy.http.anthropic import COUNT_PATH, MESSAGES_PATH, error_body
+from millrace.proxy.http.anthropic import COUNT_PATH, MESSAGES_PATH, error_body, no_route
 from millrace.proxy.http.asgi import (
     Disconnected,
     Receive,
@@ -329,7 +329,8 @@ def _json(document: Json, status: int = 200) -> Response:
 async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)  # it is registered for these
     if error.status_code == 404:
-        found = ApiError(404, f"No route {request.method} {request.url.path}.", code="not_found")
+        message = no_route(request.method, request.url.path)
+        found = ApiError(404, message, code="not_found")
     elif error.status_code == 405:
         found = ApiError(405, f"{request.method} is not allowed here.", code="method_not_allowed")
     else:

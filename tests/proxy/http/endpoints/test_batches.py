@@ -61,6 +61,44 @@ def chat(custom_id, **body):
     return line(custom_id, CHAT, messages=[{"role": "user", "content": "hi"}], **body)
 
 
+async def test_messages_come_in_batches(stack):
+    url, turns = "/v1/messages", [{"role": "user", "content": "hi"}]
+    content = b"".join(
+        (
+            line("a", url, max_tokens=20, messages=turns),
+            line("b", url, max_tokens=20, messages=turns, stream=True),
+            line("c", url, messages=turns),
+        )
+    )
+    found = await finished(stack, (await start(stack, content, endpoint=url)).id)
+    assert (found.request_counts.completed, found.request_counts.failed) == (1, 2)
+    answer = (await rows_of(stack, found.output_file_id))["a"]["response"]
+    body = answer["body"]
+    assert (body["type"], body["content"][0]["text"]) == ("message", "Hello there")
+    assert answer["request_id"] == body["id"]
+    usage = found.usage
+    counted = body["usage"]
+    assert counted["cache_read_input_tokens"] == 3  # as the scripted fleet says
+    assert usage.input_tokens == counted["input_tokens"] + 3
+    assert (usage.input_tokens_details.cached_tokens, usage.output_tokens) == (
+        *(3, counted["output_tokens"]),
+    )
+    refused = await rows_of(stack, found.error_file_id)
+    for name, field in (("b", "stream"), ("c", "max_tokens")):
+        error = refused[name]["response"]["body"]
+        assert (error["type"], error["error"]["type"]) == ("error", "invalid_request_error")
+        assert field in error["error"]["message"]
+
+
+@pytest.mark.parametrize("path", ["", "/msgbatch_1/results"])
+async def test_batches_of_anthropics_api_are_refused_with_the_way_to_go(stack, path):
+    refused = await stack.http.post(f"/v1/messages/batches{path}", json={})
+    assert refused.status_code == 404
+    error = refused.json()["error"]
+    assert error["type"] == "not_found_error"
+    assert "to /v1/batches, with the endpoint" in error["message"]
+
+
 async def test_answers_are_those_of_the_endpoint(stack):
     made = await start(stack, chat("a", temperature=0.5) + chat("b"), metadata={"k": "v"})
     assert (made.object, made.status, made.metadata) == ("batch", "validating", {"k": "v"})

@@ -13,6 +13,7 @@ from typing import Any
 from millrace.core.weights import DEFAULT_TENANT
 from millrace.proxy.batches.lines import Answer, LineRequest, answer_of
 from millrace.proxy.errors import ApiError, bad_field
+from millrace.proxy.http.anthropic import error_body
 from millrace.proxy.http.asgi import Message, Receive, Scope, Send
 from millrace.proxy.http.endpoints.objectives import CLASS_HEADER
 from millrace.proxy.http.tenants import EXCHANGE
@@ -62,10 +63,11 @@ class BatchCalls:
             scope = _scope(path, self._caller(tenant), self._slo_class)
             await self._endpoints[path](scope, call.receive, call.send)
         except ApiError as error:
-            return answer_of(error)
+            return answer_of(error, error_body(path, error))
         except Exception:
             log.exception("%s failed in a batch", path)
-            return answer_of(ApiError(500, "Internal error."))
+            failed = ApiError(500, "Internal error.")
+            return answer_of(failed, error_body(path, failed))
         return call.answer()
 
     def _caller(self, tenant: str) -> Caller:

@@ -19,6 +19,7 @@ BATCH_ENDPOINTS = (
     "/v1/completions",
     "/v1/responses",
     "/v1/embeddings",
+    "/v1/messages",
 )
 
 _UNITS_S = {"m": 60, "h": 3600, "d": 86400}
