@@ -49,6 +49,23 @@ def test_messages_of_one_role_in_a_row_are_one():
     ]
 
 
+@pytest.mark.parametrize(
+    ("more", "shown"),
+    [
+        ({"content": "no file"}, "Error: no file"),
+        ({"content": [text("no"), text("file")]}, "Error: no\nfile"),
+        ({}, "Error: The call failed."),
+        ({"content": ""}, "Error: The call failed."),
+        ({"content": "fine", "is_error": False}, "fine"),
+        ({"content": "fine", "is_error": None}, "fine"),
+    ],
+)
+def test_the_text_of_a_failed_call_says_so(more, shown):
+    result = {**RESULT, "is_error": True, **more}
+    [*_, last] = messages(("user", "a"), ("assistant", [CALL]), ("user", [result]))
+    assert (last["role"], last["content"]) == ("tool", shown)
+
+
 def test_calls_results_and_thinking_keep_their_places():
     thought = {"type": "thinking", "thinking": "so", "signature": "s"}
     hidden = {"type": "redacted_thinking", "data": "x"}

@@ -32,6 +32,8 @@ _SAME = [
     *("model", "max_tokens", "logit_bias", "stream", "structured_outputs"),
 ]
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+#: Begins the result of a call that failed.
+ERROR_MARK = "Error: "
 #: The roles whose messages may have a block.
 _ROLES = {
     "thinking": "assistant",
@@ -155,8 +157,10 @@ def _check_block(block: Json, role: str, called: set[str], path: str) -> None:
 def _add_block(found: list[Json], block: Json, role: str) -> None:
     kind = block["type"]
     if kind == "tool_result":
-        content = _parts(block.get("content") or "") or ""
-        result = {"role": "tool", "tool_call_id": block["tool_use_id"], "content": content}
+        content = _parts(block.get("content") or "")
+        if block.get("is_error"):
+            content = _as_error(content)
+        result = {"role": "tool", "tool_call_id": block["tool_use_id"], "content": content or ""}
         found.append(result)
         return
     turn = _turn(found, role)
@@ -168,6 +172,14 @@ def _add_block(found: list[Json], block: Json, role: str) -> None:
         function = {"name": block["name"], "arguments": json.dumps(block["input"])}
         call = {"id": block["id"], "type": "function", "function": function}
         turn.setdefault("tool_calls", []).append(call)
+
+
+def _as_error(content: list[Json]) -> list[Json]:
+    """Returns the result of a call that failed, which its text says: templates have no field for
+    it.
+    """
+    first, *others = content or [{"type": "text", "text": "The call failed."}]
+    return [{**first, "text": ERROR_MARK + first["text"]}, *others]
 
 
 def _turn(found: list[Json], role: str) -> Json:

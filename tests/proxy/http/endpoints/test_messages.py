@@ -195,7 +195,8 @@ async def test_tools_round_trip(client, stack):
     assert answer.content[0].text == "Good."
     assert prompts[-1].endswith(
         "system:Be brief.user:hiassistant:Look:<tool_call>weather place=Oslo</tool_call>"
-        f"<tool_call>weather</tool_call>tool:sun({one.id})tool:rain({two.id})user:and?assistant:"
+        f"<tool_call>weather</tool_call>tool:sun({one.id})tool:Error: rain({two.id})"
+        "user:and?assistant:"
     )
 
 

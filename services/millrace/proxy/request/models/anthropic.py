@@ -88,7 +88,12 @@ class ToolResultBlock(TypedDict):
     type: Literal["tool_result"]
     tool_use_id: Annotated[str, Field(min_length=1)]
     content: NotRequired[_Texts | None]
-    is_error: NotRequired[Ignored[bool]]
+    is_error: NotRequired[
+        Annotated[
+            bool | None,
+            Field(description="True: the text of the result begins with `Error: ` in the prompt."),
+        ]
+    ]
     cache_control: NotRequired[Ignored[AnyObject]]
     toolset_name: NotRequired[Annotated[Any, Unsupported(why=_NOT_BUILT)]]
 
@@ -181,7 +186,12 @@ class CountBody(TypedDict, total=False):
     messages: Required[
         Annotated[
             list[TurnOfMessages],
-            Field(min_length=1, fail_fast=True, description="The conversation so far."),
+            Field(
+                min_length=1,
+                fail_fast=True,
+                description="The conversation so far. With `is_error` the text of a tool's result "
+                "begins with `Error: ` in the prompt.",
+            ),
         ]
     ]
     system: Annotated[_Texts | None, Field(description="A system message before the others.")]
