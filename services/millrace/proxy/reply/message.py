@@ -9,6 +9,7 @@ import orjson
 from millrace.proxy.errors import ApiError
 from millrace.proxy.generation.choice import Choice
 from millrace.proxy.generation.proxy_request import ProxyRequest
+from millrace.proxy.reply.event_numbers import EventNumbers
 from millrace.proxy.reply.item_reply import ItemReply
 from millrace.proxy.reply.message_blocks import MessageBlocks
 from millrace.proxy.reply.parsed import ParsedAnswer
@@ -23,7 +24,7 @@ _PING = b'event: ping\ndata: {"type":"ping"}\n\n'
 class MessageReply(ItemReply):
     """Gathers the blocks, and the events if `streams`."""
 
-    __slots__ = ("_answer", "_model", "_stop", "_streams", "message_id")
+    __slots__ = ("_answer", "_model", "_numbers", "_stop", "_streams", "message_id")
 
     def __init__(
         self,
@@ -33,12 +34,16 @@ class MessageReply(ItemReply):
         answer: ParsedAnswer | None,
         *,
         streams: bool,
+        numbers: EventNumbers | None = None,
     ) -> None:
-        """`model` is the name that the answer shows; `answer` as in `ItemReply`."""
+        """`model` is the name that the answer shows; `answer` as in `ItemReply`. `numbers` give the
+        events their ids; None: the events have no ids.
+        """
         super().__init__(answer, MessageBlocks(), progress)
         self._model = model
         self._answer = answer
         self._streams = streams
+        self._numbers = numbers
         self._stop: Json = {"stop_reason": None, "stop_sequence": None}
         self.message_id = message_id
 
@@ -61,7 +66,7 @@ class MessageReply(ItemReply):
 
     def failure(self, error: ApiError) -> bytes:
         """Returns the last event of a stream that ends with `error`."""
-        return b"event: error\ndata: %s\n\n" % error.anthropic_body()
+        return failure_of_message(error)
 
     def _open(self) -> None:
         self._emit("message_start", message=self._message([], 0))
@@ -99,5 +104,11 @@ class MessageReply(ItemReply):
 
     def _emit(self, kind: str, **fields: object) -> None:
         if self._streams:
-            event = orjson.dumps({"type": kind, **fields})
-            self._out.append(b"event: %s\ndata: %s\n\n" % (kind.encode(), event))
+            data = orjson.dumps({"type": kind, **fields})
+            event = b"event: %s\ndata: %s\n\n" % (kind.encode(), data)
+            self._out.append(event if self._numbers is None else self._numbers.numbered(event))
+
+
+def failure_of_message(error: ApiError) -> bytes:
+    """Returns the event of an error in a stream of /v1/messages."""
+    return b"event: error\ndata: %s\n\n" % error.anthropic_body()

@@ -204,7 +204,7 @@ class StreamReply:
 
     def failure(self, error: ApiError) -> bytes:
         """Returns the last event of a stream that ends with `error`."""
-        return b"data: " + error.body() + b"\n\n"
+        return failure_of_stream(error)
 
     def on_text(self, choice: Choice, text: str) -> None:
         if self._answers:
@@ -288,6 +288,11 @@ class StreamReply:
         if not self._continuous_usage:
             return {}
         return {"usage": replace(self.progress.choice_usage(choice), completion_tokens=0).to_dict()}
+
+
+def failure_of_stream(error: ApiError) -> bytes:
+    """Returns the event of an error in a stream of OpenAI's API."""
+    return b"data: " + error.body() + b"\n\n"
 
 
 class WholeReply:

@@ -23,7 +23,7 @@ from millrace.proxy.generation.proxy_request import ProxyRequest
 from millrace.proxy.metrics import ProxyMetrics
 from millrace.proxy.models.models import Models
 from millrace.proxy.models.served_model import ServedModel
-from millrace.proxy.reply.reply import StreamReply
+from millrace.proxy.reply.reply import EventReply
 from millrace.proxy.streams.replay import Replays, is_left_over, rebuilt
 from millrace.proxy.streams.source import (
     StreamSource,
@@ -72,7 +72,7 @@ class OwnedStream:
         stream_id: str,
         source: bytes,
         fence: int,
-        reply: StreamReply,
+        reply: EventReply,
         incarnation: str,
         gateway: Gateway,
     ) -> None:
@@ -249,7 +249,7 @@ class OwnedStreams:
         source: StreamSource,
         model: ServedModel,
         tenant: str,
-        reply: StreamReply,
+        reply: EventReply,
         on_end: OnEnd,
     ) -> OwnedStream:
         """Records a stream and submits its request. Raises ApiError (503, 429, 409)."""

@@ -12,6 +12,7 @@ from collections.abc import AsyncGenerator
 
 from millrace.proxy.errors import ApiError, unavailable
 from millrace.proxy.reply.event_numbers import EventId
+from millrace.proxy.streams.apis import APIS
 from millrace.proxy.streams.owner import OwnedStreams
 from millrace.proxy.streams.replay import Diverged, Replay, Replays
 from millrace.proxy.streams.source import error_of, read_source, read_state
@@ -133,4 +134,4 @@ class StreamReader:
 
     def _failure(self, error: ApiError) -> bytes:
         data = b"" if self._replay is None else self._replay.reply.take()
-        return data + b"data: " + error.body() + b"\n\n"
+        return data + APIS[self._source.api].failure(error)

@@ -14,13 +14,13 @@ import numpy as np
 from millrace.core.request import RequestState
 from millrace.core.request_spec import RequestSpec, finish_reason
 from millrace.core.token_events import TokenDetail, TokenEvent
-from millrace.proxy.generation.proxy_request import ProxyRequest
 from millrace.proxy.models.models import Models
 from millrace.proxy.prompts import EnginePrompt
 from millrace.proxy.reply.builder import Arrival
 from millrace.proxy.reply.event_numbers import EventId, EventNumbers
-from millrace.proxy.reply.reply import StreamReply
+from millrace.proxy.reply.reply import EventReply
 from millrace.proxy.request.options import Options
+from millrace.proxy.streams.apis import APIS
 from millrace.proxy.streams.source import (
     StreamSource,
     StreamState,
@@ -42,14 +42,12 @@ class Diverged(Exception):
 class Replay:
     """One stream, written again up to its last known token."""
 
-    def __init__(
-        self, request: ProxyRequest, reply: StreamReply, numbers: EventNumbers, cached_tokens: int
-    ) -> None:
-        self.request = request
+    def __init__(self, reply: EventReply, numbers: EventNumbers, cached_tokens: int) -> None:
+        [self.request] = reply.progress.requests
         self.reply = reply
         self._numbers = numbers
         self._cached_tokens = cached_tokens
-        self._sampling = request.spec.sampling
+        self._sampling = self.request.spec.sampling
         self._stop_ids = frozenset(self._sampling.stop_token_ids)
         self._tokens: list[int] = []
 
@@ -69,7 +67,7 @@ class Replay:
             raise Diverged
         for token_id in token_ids[len(known) :]:
             if self.finished:
-                return  # generated before the engine knew of the stop string
+                break  # generated before the engine knew of the stop string
             self._tokens.append(token_id)
             self.request.take(self._event(token_id), time.monotonic())
         if self._numbers.diverged or (self.finished and not self._numbers.reached):
@@ -130,9 +128,8 @@ class Replays:
         return replay
 
     def _options(self, source: StreamSource) -> Options:
-        bodies, body = self._models.of_stream(source.model).bodies, source.plain_body
-        read = bodies.read_chat if source.chat else bodies.read_completion
-        return read(body).options
+        model = self._models.of_stream(source.model)
+        return APIS[source.api].read_options(model, source.plain_body)
 
     def _make(
         self,
@@ -152,10 +149,9 @@ class Replays:
             id_digits=source.id_digits,
         )
         numbers = EventNumbers(after)
-        builder = self._models.of_stream(source.model).builder(chat=source.chat)
-        _, reply, [request] = builder.build([prompt], options, arrival, numbers)
-        assert isinstance(reply, StreamReply)  # only streams are resumable
-        return Replay(request, reply, numbers, cached_tokens)
+        model = self._models.of_stream(source.model)
+        _, reply = APIS[source.api].build(model, [prompt], options, arrival, numbers)
+        return Replay(reply, numbers, cached_tokens)
 
 
 async def is_left_over(replays: Replays, requests: RequestStore, record: StreamRecord) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -15,6 +16,7 @@ from millrace.proxy.errors import ApiError, bad_field
 from millrace.proxy.prompts import EnginePrompt
 from millrace.proxy.reply.builder import Arrival
 from millrace.proxy.request.options import Options
+from millrace.proxy.streams.apis import APIS
 from millrace.proxy.tenancy.exchange import Admission
 from millrace.proxy.text.tokenizer import CONTEXT_TOKENS
 
@@ -22,21 +24,17 @@ Json = dict[str, Any]
 
 RESUMABLE_HEADER = "x-millrace-resumable"
 
-#: Stand for the prompt, which the options do not depend on.
-_NO_MESSAGES = [{"role": "user", "content": "-"}]
-_NO_PROMPT = "-"
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamSource:
     """The request of a stream: what its events depend on beside the tokens.
 
-    `body` is the request's body without its prompt. `context_ids` are the prompt's last tokens,
-    `prompt_end` its last characters. `model` answers it, whatever the body names. `admission` is
-    what the request holds of its key's limits; None: its key has none.
+    `api` is a key of `APIS`. `body` is the request's body without its prompt. `context_ids` are the
+    prompt's last tokens, `prompt_end` its last characters. `model` answers it, whatever the body
+    names. `admission` is what the request holds of its key's limits; None: its key has none.
     """
 
-    chat: bool
+    api: str
     model: str
     response_id: str
     created_s: float  # Unix time
@@ -57,7 +55,7 @@ class StreamSource:
 
     @property
     def id_digits(self) -> str:
-        return self.response_id.partition("-")[2]
+        return re.split("[-_]", self.response_id, maxsplit=1)[1]
 
 
 def source_of(
@@ -67,16 +65,15 @@ def source_of(
     response_id: str,
     arrival: Arrival,
     *,
-    chat: bool,
+    api: str,
 ) -> StreamSource:
     """Returns the source of a checked and admitted request."""
-    plain = from_json(body) | ({"messages": _NO_MESSAGES} if chat else {"prompt": _NO_PROMPT})
     return StreamSource(
-        chat=chat,
+        api=api,
         model=model,
         response_id=response_id,
         created_s=arrival.unix_s,
-        body=plain,
+        body=APIS[api].without_prompt(from_json(body)),
         prompt_tokens=prompt.ids.size,
         prompt_end=prompt.end,
         context_ids=prompt.ids[-CONTEXT_TOKENS:].tolist(),

@@ -382,10 +382,22 @@ async def refused(stack, path, body, field):
     assert not stack.fleet.specs
 
 
-async def test_streams_can_not_be_resumed(stack):
+async def test_only_streams_can_be_resumed(stack):
     headers = {"x-millrace-resumable": "1"}
     reply = await stack.http.post(MESSAGES, json=BODY, headers=headers)
-    assert reply.status_code == 400 and "x-millrace-resumable" in reply.text
+    assert reply.status_code == 400 and "'stream': must be true" in reply.json()["error"]["message"]
+
+
+async def test_the_client_reads_a_resumable_stream(client, stack):
+    events = []
+    headers = {"x-millrace-resumable": "1"}
+    async with client.messages.stream(**BODY, extra_headers=headers) as stream:
+        events = [event.type async for event in stream]
+        message = await stream.get_final_message()
+    assert message.content[0].text == "Hello there"
+    assert (events[0], events[-1]) == ("message_start", "message_stop")
+    raw = await stack.http.post(MESSAGES, json=BODY | {"stream": True}, headers=headers)
+    assert raw.text.startswith("id: 1-") and "\nevent: message_start\n" in raw.text
 
 
 async def test_a_chosen_id_finds_the_request(stack):

@@ -26,9 +26,11 @@ from support.stores import private_redis
 from support.tool_model import THOUGHT, TWO, WEATHER, serving
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+ANTHROPIC = "/v1/messages"
 REPLY = "Rivers turn wheels 😀 and naïve wheels turn stones. A race of water runs to the mill."
 MESSAGES = [{"role": "user", "content": "hi"}]
 RESUMABLE = {"x-millrace-resumable": "1"}
+MESSAGE = (ANTHROPIC, {"messages": MESSAGES, "system": "Be brief.", "stop_sequences": ["to the"]})
 USAGE = {"include_usage": True, "continuous_usage_stats": True}
 #: Path and fields of streams whose events depend on the tokens in different ways.
 KINDS = [
@@ -153,15 +155,19 @@ async def cut(stack, path, fields, events):
         lines = event_lines(response)
         while len(found) < events:
             if (line := await anext(lines)).startswith("id: "):
-                found.append((line[4:], await anext(lines)))
+                event = []
+                while part := await anext(lines):
+                    event.append(part)
+                found.append((line[4:], "\n".join(event)))
         return response.headers["x-request-id"], found
 
 
-@pytest.mark.parametrize(("path", "fields"), KINDS)
+@pytest.mark.parametrize(("path", "fields"), [*KINDS, MESSAGE])
 async def test_an_ended_stream_continues_from_every_event(replicas, path, fields):
     Decode(replicas[0], Script(reply=REPLY))
     stream_id, events = await whole(replicas[0], path, fields)
-    assert len(events) > 4 and events[-1][1] == "data: [DONE]"
+    last = 'event: message_stop\ndata: {"type":"message_stop"}'
+    assert len(events) > 4 and events[-1][1] == (last if path == ANTHROPIC else "data: [DONE]")
     assert [number.partition("-")[0] for number, _ in events] == [
         str(i + 1) for i in range(len(events))
     ]
@@ -175,10 +181,14 @@ async def test_an_ended_stream_continues_from_every_event(replicas, path, fields
 async def test_parsed_answers_continue_with_the_same_calls(tmp_path, reply):
     async with private_redis() as url, serving(tmp_path, f"store.url={url}") as stack:
         Decode(stack, Script(reply=reply))
-        fields = {"messages": MESSAGES, "tools": [{"type": "function", "function": WEATHER}]}
-        stream_id, events = await whole(stack, CHAT, fields)
-        for i, (number, _) in enumerate(events):
-            assert events_of(await resumed(stack, stream_id, number)) == events[i + 1 :]
+        tool = {"name": "weather", "input_schema": WEATHER["parameters"]}
+        for path, tools in (
+            (CHAT, [{"type": "function", "function": WEATHER}]),
+            (ANTHROPIC, [tool]),
+        ):
+            stream_id, events = await whole(stack, path, {"messages": MESSAGES, "tools": tools})
+            for i, (number, _) in enumerate(events):
+                assert events_of(await resumed(stack, stream_id, number)) == events[i + 1 :]
 
 
 @pytest.mark.parametrize("at", [0, 1])
@@ -217,9 +227,10 @@ def contents(events):
     """Returns the events without what differs between two answers: ids and times."""
     found = []
     for _, event in events:
-        data = event.removeprefix("data: ")
+        data = event.partition("data: ")[2]
         if data.startswith("{"):
             chunk = orjson.loads(data)
+            chunk.get("message", {}).pop("id", None)
             found.append({k: v for k, v in chunk.items() if k not in ("id", "created")})
         else:
             found.append(data)
@@ -235,7 +246,7 @@ def metric(stack):
     }
 
 
-@pytest.mark.parametrize(("path", "fields"), KINDS[:4])
+@pytest.mark.parametrize(("path", "fields"), [*KINDS[:4], MESSAGE])
 @pytest.mark.parametrize(("sent", "journalled"), [(1, 0), (3, 8), (8, 3)])
 async def test_another_replica_adopts_a_lost_stream(
     replicas, store_url, short_leases, monkeypatch, path, fields, sent, journalled
@@ -448,9 +459,21 @@ async def test_another_answer_is_an_error_and_no_text(replicas, short_leases):
     lost.script.hold.set()
 
 
-async def test_an_id_of_another_stream_is_no_place_to_resume_from(stack):
+async def test_errors_of_messages_have_their_form(stack):
     Decode(stack, Script(reply=REPLY))
-    stream_id, events = await whole(stack, *KINDS[0])
+    stream_id, events = await whole(stack, *MESSAGE)
+    number, checksum = events[2][0].split("-")
+    text = await resumed(stack, stream_id, f"{number}-{int(checksum, 16) ^ 1:08x}")
+    kind, data = text.strip().split("\n")
+    assert (kind, events_of(text)) == ("event: error", [])
+    found = orjson.loads(data.removeprefix("data: "))
+    assert found["type"] == "error" and "another one now" in found["error"]["message"]
+
+
+@pytest.mark.parametrize("kind", [KINDS[0], KINDS[2]])
+async def test_an_id_of_another_stream_is_no_place_to_resume_from(stack, kind):
+    Decode(stack, Script(reply=REPLY))
+    stream_id, events = await whole(stack, *kind)
     for wrong in ("99-00000000", events[2][0][:-1] + "z", "x"):
         headers = {"last-event-id": wrong}
         response = await stack.http.get(f"/v1/requests/{stream_id}/stream", headers=headers)

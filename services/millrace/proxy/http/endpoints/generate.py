@@ -294,7 +294,8 @@ class GenerateEndpoint:
         model.gateway.admit(len(prompts))
         if resumable:
             client = partial(Client, receive, send)
-            sender = ResumableSender(self._services.streams, model, config, runs, chat=self._chat)
+            api = "chat" if self._chat else "completions"
+            sender = ResumableSender(self._services.streams, model, config, runs, api)
             return await sender.answer(body, prompts, options, arrival, client)
         response_id, reply, _ = builder.build(prompts, options, arrival)
         one = Client(receive, send, response_id)

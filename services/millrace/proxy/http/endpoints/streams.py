@@ -17,8 +17,9 @@ from millrace.proxy.models.served_model import ServedModel
 from millrace.proxy.prompts import EnginePrompt
 from millrace.proxy.reply.builder import Arrival
 from millrace.proxy.reply.event_numbers import EventId, EventNumbers, read_event_id
-from millrace.proxy.reply.reply import GeneratingReply, StreamReply
+from millrace.proxy.reply.reply import EventReply, GeneratingReply
 from millrace.proxy.request.options import Options
+from millrace.proxy.streams.apis import APIS
 from millrace.proxy.streams.owner import OwnedStream, OwnedStreams
 from millrace.proxy.streams.reader import StreamReader
 from millrace.proxy.streams.replay import Replays
@@ -68,14 +69,14 @@ class ResumableSender:
         model: ServedModel,
         config: ProxyConfig,
         limits: Limits,
-        *,
-        chat: bool,
+        api: str,
     ) -> None:
+        """`api` is a key of `APIS`."""
         self._owned = owned
         self._model = model
         self._config = config
         self._limits = limits
-        self._chat = chat
+        self._api = api
 
     async def answer(
         self,
@@ -87,13 +88,12 @@ class ResumableSender:
     ) -> int:
         """Returns the status that was sent. Raises ApiError before anything was sent."""
         check_resumable(prompts, options, trace=arrival.trace)
-        builder = self._model.builder(chat=self._chat)
-        response_id, reply, _ = builder.build(prompts, options, arrival, EventNumbers())
-        assert isinstance(reply, StreamReply)  # checked above
+        build = APIS[self._api].build
+        response_id, reply = build(self._model, prompts, options, arrival, EventNumbers())
 
         def source() -> StreamSource:
             name = self._model.name
-            return source_of(body, name, prompts[0], response_id, arrival, chat=self._chat)
+            return source_of(body, name, prompts[0], response_id, arrival, api=self._api)
 
         stream = await self._start(source, reply, arrival)
         prompts_ahead = self._model.gateway.prompts
@@ -105,7 +105,7 @@ class ResumableSender:
             stream.leave()
 
     async def _start(
-        self, source: Callable[[], StreamSource], reply: StreamReply, arrival: Arrival
+        self, source: Callable[[], StreamSource], reply: EventReply, arrival: Arrival
     ) -> OwnedStream:
         limits = self._limits
         await limits.admit(reply, arrival)
