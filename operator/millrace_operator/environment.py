@@ -28,6 +28,7 @@ def defaults_from(environment: Mapping[str, str]) -> Defaults:
         images=images,
         pull_policy=environment.get("MILLRACE_IMAGE_PULL_POLICY", "IfNotPresent"),
         redis_secret=environment.get("MILLRACE_REDIS_SECRET", ""),
+        redis_per_service=environment.get("MILLRACE_REDIS_PER_SERVICE", "") == "true",
         tls_secret=environment.get("MILLRACE_TLS_SECRET", ""),
     )
 

@@ -41,6 +41,7 @@ class Defaults:
     images: Mapping[str, str]  # by role: proxy, scheduler, prefill, decode, kvp
     pull_policy: str = "IfNotPresent"
     redis_secret: str = ""  # name of a Secret in the ModelService's namespace, key `url`
+    redis_per_service: bool = False  # as perService of a ModelService's spec.redis.secretRef
     tls_secret: str = ""  # the same with the keys ca.crt, tls.crt and tls.key; empty: no TLS
 
 

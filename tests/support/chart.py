@@ -1,17 +1,22 @@
 """The chart as Helm's own engine renders it, read back as objects.
 
-`python tests/support/chart.py` writes the golden snapshot and the README's table again.
+`python tests/support/chart.py` writes the golden snapshot, the README's table and the users of
+Redis again.
 """
 
 import functools
 import json
 import re
 from collections.abc import Mapping
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 import helm_python as helm
 import yaml
+
+from millrace.core.config import StoreConfig
+from millrace.state.redis.access import RIGHTS, acl_file
 
 ROOT = Path(__file__).resolve().parents[2]
 CHART = ROOT / "charts/millrace"
@@ -25,6 +30,9 @@ VALUES_INTRO = """\
 `kubectl explain modelservice.spec --recursive` shows it. `python tests/support/chart.py`
 makes this table of `values.schema.json`.
 """
+
+#: The users of the chart's Redis; in the place of each digest is its service's name.
+USERS = CHART / "files/redis-users.acl"
 
 #: The API server that objects are checked for.
 NEWEST = "1.36"
@@ -107,7 +115,16 @@ def readme_with(table: str) -> str:
     return f"{text}{heading}{VALUES_INTRO}\n{table}"
 
 
+def users() -> str:
+    """The file of Redis' users, with the services' names where digests come."""
+    text = acl_file({service: service for service in RIGHTS}, StoreConfig.key_prefix)
+    for service in RIGHTS:
+        text = text.replace(sha256(service.encode()).hexdigest(), f"SHA256-{service}")
+    return text
+
+
 def main() -> None:
+    USERS.write_text(users())
     GOLDEN.parent.mkdir(parents=True, exist_ok=True)
     GOLDEN.write_text(snapshot())
     README.write_text(readme_with(values_table()))

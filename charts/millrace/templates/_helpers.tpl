@@ -56,6 +56,15 @@ millrace-{{ .role }}:{{ $image.tag | default .root.Chart.AppVersion }}
 {{- end -}}
 {{- end -}}
 
+{{/* true if the Secret of Redis has a URL for each service, and users.acl for the chart's Redis. */}}
+{{- define "millrace.redisPerService" -}}
+{{- if .Values.redis.enabled -}}
+{{ .Values.redis.perServiceUsers }}
+{{- else -}}
+{{ .Values.externalRedis.perServiceUsers }}
+{{- end -}}
+{{- end -}}
+
 {{/* Secret with ca.crt, tls.crt and tls.key of all services; empty without TLS. */}}
 {{- define "millrace.tlsSecret" -}}
 {{- if .Values.tls.enabled -}}

@@ -31,6 +31,9 @@
 {{- if and $v.redis.enabled (or $v.externalRedis.url $v.externalRedis.existingSecret) -}}
 {{- fail "externalRedis is given, but redis.enabled is true: set it to false" -}}
 {{- end -}}
+{{- if and $v.externalRedis.perServiceUsers (not $v.externalRedis.existingSecret) -}}
+{{- fail "externalRedis.perServiceUsers is true: give externalRedis.existingSecret" -}}
+{{- end -}}
 {{- if and $v.tls.existingSecret $v.tls.certManager.enabled -}}
 {{- fail "tls takes one of existingSecret and certManager" -}}
 {{- end -}}

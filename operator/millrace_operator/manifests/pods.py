@@ -107,7 +107,7 @@ def scheduler(context: Context) -> dict[str, Any]:
             *("--set", f"scheduler.group={context.group}"),
             *_CONFIG_ARGS,
         ],
-        "env": _environment(context),
+        "env": _environment(context, "scheduler"),
         **_probes("metrics"),
     }
     over = context.spec.scheduler.template
@@ -130,7 +130,7 @@ def gateway(context: Context) -> dict[str, Any]:
             *_CONFIG_ARGS,
         ],
         "env": [
-            *_environment(context),
+            *_environment(context, "proxy"),
             *_hub_token(context),
             *_secret("MILLRACE_PROXY__ADMIN_TOKEN", gateway_spec.admin_token_secret_ref),
         ],
@@ -166,7 +166,7 @@ def instance(pool: Pool, context: Context) -> dict[str, Any]:
     container = {
         **_container(context, role, ports),
         "args": _instance_args(spec, context, drain_s),
-        "env": [*_environment(context), *_hub_token(context), *_parallel(spec)],
+        "env": [*_environment(context, role), *_hub_token(context), *_parallel(spec)],
         **_probes("metrics"),
     }
     if devices := gpus(spec):
@@ -285,11 +285,13 @@ def _with_weights(
     return pod
 
 
-def _environment(context: Context) -> list[dict[str, Any]]:
-    """Returns every pod's environment: its identity, its writable folders, and the store."""
+def _environment(context: Context, role: str) -> list[dict[str, Any]]:
+    """Returns a pod's environment: its identity, its writable folders, and the store."""
+    defaults = context.defaults
     redis = context.spec.redis.secret_ref if context.spec.redis else None
-    if redis is None and context.defaults.redis_secret:
-        redis = StoreUrl.model_validate({"name": context.defaults.redis_secret})
+    if redis is None and defaults.redis_secret:
+        given = {"name": defaults.redis_secret, "perService": defaults.redis_per_service}
+        redis = StoreUrl.model_validate(given)
     if redis is None:
         raise SpecError("spec.redis is missing; the operator has no Redis server of its own")
     fields = {
@@ -302,7 +304,7 @@ def _environment(context: Context) -> list[dict[str, Any]]:
         {"name": "HOME", "value": CACHE},
         {"name": "XDG_CACHE_HOME", "value": CACHE},
         {"name": "HF_HOME", "value": f"{CACHE}/huggingface"},
-        *_secret("MILLRACE_STORE__URL", redis),
+        *_secret("MILLRACE_STORE__URL", SecretRef(name=redis.name, key=redis.key_of(role))),
     ]
 
 

@@ -122,6 +122,7 @@ class Redis(Placement):
     enabled: bool = doc("Whether the chart runs Redis.")
     image: Image = doc("Image with a version.", pattern="^.+(:[^:/]+|@sha256:.+)$")
     existing_secret: Text = doc("Secret with the keys password and url.")
+    per_service_users: bool = doc("Whether each service has a user with its own rights.")
     maxmemory: str = doc(
         "Largest memory, such as 3gb; empty: no limit.", pattern="^([0-9]+([kmg]b?)?)?$"
     )
@@ -134,6 +135,7 @@ class ExternalRedis(Partial):
 
     url: str = doc("URL of the server.", max_length=2048, pattern="^(rediss?([+]sentinel)?://.+)?$")
     existing_secret: Text = doc("Secret with the key url.")
+    per_service_users: bool = doc("Whether the secret has a URL for each service.")
     ports: Ports = doc("Ports of the servers and Sentinels; empty: those of the URL.")
 
 

@@ -215,6 +215,15 @@ class StoreUrl(SecretRef):
     """URL of the server: redis://, rediss://, redis+sentinel:// or rediss+sentinel://."""
 
     key: SecretKey = "url"
+    per_service: bool = doc(
+        "Whether each service has a key and a user of its own: url-proxy, url-scheduler, "
+        "url-prefill, url-decode and url-kvp if `key` is url.",
+        False,
+    )
+
+    def key_of(self, role: str) -> str:
+        """Returns the key of a role's URL."""
+        return f"{self.key}-{role}" if self.per_service else self.key
 
 
 class Store(Record):

@@ -446,6 +446,27 @@ def test_errors_name_the_field(spec, message):
         objects.of_service(context_of(**spec))
 
 
+def url_key(template: dict[str, Any]) -> str:
+    """The key of the Secret that the pod's store.url comes from."""
+    environment = template["spec"]["containers"][0]["env"]
+    (found,) = [one for one in environment if one["name"] == "MILLRACE_STORE__URL"]
+    return found["valueFrom"]["secretKeyRef"]["key"]
+
+
+def test_each_service_has_its_own_user_of_redis_if_asked():
+    own = {"redis": {"secretRef": {"name": "r", "key": "address", "perService": True}}}
+    for context, stem in (
+        (context_of(**own), "address"),
+        (context_of(replace(DEFAULTS, redis_per_service=True)), "url"),
+    ):
+        assert url_key(pods.scheduler(context)) == f"{stem}-scheduler"
+        assert url_key(pods.gateway(context)) == f"{stem}-proxy"
+        for kind, role in (("PrefillGroup", "prefill"), ("DecodePool", "decode")):
+            made = pods.instance(parse_pool(pool(kind)), context)
+            assert url_key(made) == f"{stem}-{role}"
+    assert url_key(pods.scheduler(context_of())) == "url"
+
+
 def test_a_service_that_names_no_certificates_uses_those_of_the_release():
     by_release = replace(DEFAULTS, tls_secret="millrace-tls")
     for context, wanted in (

@@ -54,5 +54,5 @@ def redis_acl(
     (folder / "users.acl").write_text(acl_file(passwords, prefix))
     for service, password in passwords.items():
         named = f"{found[1]}{user_of(service, prefix)}:{password}@{found[2]}"
-        (folder / f"{service}.url").write_text(f"{named}\n")
+        (folder / f"{service}.url").write_text(named)
     print(f"{folder}: users.acl, and {', '.join(f'{service}.url' for service in passwords)}")

@@ -45,7 +45,8 @@ RIGHTS: Mapping[str, Rights] = {
     ),
     "scheduler": Rights(
         keys=("request:*", "lease:*", "scheduler:*"),
-        commands=(*_SCRIPTS, *_ENDING, *_LEASE, "hget", "rpush", "ltrim"),
+        # The last two: `millrace report` runs in its container.
+        commands=(*_SCRIPTS, *_ENDING, *_LEASE, "hget", "rpush", "ltrim", "lrange", "scan"),
     ),
     "prefill": Rights(keys=("request:{*}:prompt", "lease:*"), commands=(*_LEASE, "getrange")),
     "decode": Rights(
