@@ -202,6 +202,7 @@ def operator_model(measured: Measured, layers: int, reference: OperatorModel) ->
         gate_up_proj=linear["gate_up_proj"],
         down_proj=linear["down_proj"],
         attn=attn,
+        attn_call_s=attn.ys[0],
         history_factor=_history_factor(fitted, singles, attn, layers),
         kv_read_s=min(table.slopes[-1] for table in decode_attn.tables),
         decode_attn=decode_attn,

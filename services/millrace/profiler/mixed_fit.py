@@ -51,6 +51,7 @@ def mixed_model(measured: Measured, layers: int, reference: OperatorModel) -> Op
         gate_up_proj=linear["gate_up_proj"],
         down_proj=linear["down_proj"],
         attn=attn,
+        attn_call_s=attn.ys[0],
         history_factor=_history_factor(chunks, attn, layers),
         kv_read_s=min(row.slopes[-1] for row in decode_attn.tables),
         decode_attn=decode_attn,

@@ -118,6 +118,9 @@ class OperatorModel:
     `history_factor` is f, above 1 where a chunk is too short to work at that rate. Attention never
     takes less time than reading the chunk's and the history's KV once, at `kv_read_s` per token.
 
+    attn_call_s: of `attn`, what a call takes whatever its rows. One call attends for all requests
+    of a pass, so it counts once; 0 where the tables are of kernels alone, without their launches.
+
     decode_attn, lm_head (over the requests that get a token), overhead_s: the rest of a pass.
 
     kvp_message_s, kvp_token_s: KV parallelism (Mnemosyne section 4.4, T_comm). With degree k each
@@ -138,12 +141,13 @@ class OperatorModel:
     overhead_s: float
     kvp_message_s: float
     kvp_token_s: float
+    attn_call_s: float = 0.0
     _linear: Table = field(init=False, repr=False, compare=False)  # the four, all layers
 
     def __post_init__(self) -> None:
         if self.layers < 1:
             raise ConfigError(f"operators.layers is {self.layers}; it must be 1 or more")
-        for name in ("kv_read_s", "overhead_s", "kvp_message_s", "kvp_token_s"):
+        for name in ("kv_read_s", "overhead_s", "kvp_message_s", "kvp_token_s", "attn_call_s"):
             value = getattr(self, name)
             if not (math.isfinite(value) and value >= 0.0):
                 raise ConfigError(f"operators.{name} is {value}; it must be finite and 0 or more")
@@ -215,12 +219,13 @@ class OperatorModel:
         return rounds * (self.kvp_message_s + self.kvp_token_s * tokens)
 
     def _attn_s(self, batch: BatchShape, kvp: int) -> float:
-        seconds = 0.0
-        for tokens, history in batch.prefills:
-            seconds += self._chunk_attn_s(tokens, history, kvp)
+        parts = [self._chunk_attn_s(tokens, history, kvp) for tokens, history in batch.prefills]
         if batch.decodes:
-            seconds += self.decode_attn.at(batch.decodes, batch.decode_context_tokens)
-        return seconds
+            parts.append(self.decode_attn.at(batch.decodes, batch.decode_context_tokens))
+        call_s = self.attn_call_s
+        if len(parts) < 2 or not call_s:
+            return sum(parts)
+        return call_s + sum(max(part - call_s, 0.0) for part in parts)
 
     def _chunk_attn_s(self, tokens: int, history: int, kvp: int) -> float:
         if not history:

@@ -136,6 +136,7 @@ def _operators_json(operators: OperatorModel) -> dict[str, object]:
     decode = operators.decode_attn
     return {
         **{name: getattr(operators, name) for name in _CONSTANTS},
+        **({"attn_call_s": operators.attn_call_s} if operators.attn_call_s else {}),
         **{name: _table_json(getattr(operators, name)) for name in _TABLES},
         "decode_attn": {
             "batches": list(decode.batches),
@@ -176,6 +177,8 @@ def _operators(value: object, where: str, layers: int) -> OperatorModel:
     data = _mapping(value, where)
     tables = {name: _named(f"{where}.{name}", partial(_table, data.get(name))) for name in _TABLES}
     constants = {name: _number(data, name) for name in _CONSTANTS}
+    if "attn_call_s" in data:
+        constants["attn_call_s"] = _number(data, "attn_call_s")
     decode = _mapping(data.get("decode_attn"), f"{where}.decode_attn")
     batches = _floats(decode.get("batches"), f"{where}.decode_attn.batches")
     rows = _list(decode.get("tables"), f"{where}.decode_attn.tables")
