@@ -14,6 +14,7 @@ import torch
 from millrace.engine.assembly import Engine
 from millrace.engine.forward.prefill_task import PrefillTask
 from millrace.engine.kv.pool import page_runs
+from millrace.engine.model.operators import ATTN_ROWS
 
 
 def written_pages(engine: Engine, tokens: int, least_bytes: int) -> list[int]:
@@ -56,6 +57,8 @@ def attention_s(engine: Engine, tokens: int, history: int, pages: Sequence[int])
         for boundary in steps:
             if boundary.awaited is not None:
                 boundary.awaited.wait()
+            if boundary.operator == ATTN_ROWS:
+                continue
             end_s = settled_s(engine.device)
             if boundary.operator == "attn":
                 kinds.setdefault(windows[attended], end_s - start_s)

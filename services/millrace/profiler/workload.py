@@ -26,6 +26,7 @@ from millrace.engine.decode_batch import Sequence as Decoding
 from millrace.engine.forward.mixed_pass import DecodeRows
 from millrace.engine.forward.prefill_task import PrefillTask
 from millrace.engine.kv.step_tables import page_table_of
+from millrace.engine.model.operators import ATTN_ROWS
 from millrace.engine.sampling.sampler import Sampler
 from millrace.engine.sampling.spec import SamplingRow, SamplingSpec
 
@@ -223,7 +224,8 @@ class Workload:
         for boundary in self._engine.runner.prefill_batch(tasks):
             if boundary.awaited is not None:
                 boundary.awaited.wait()
-            clock.ended(boundary.operator)
+            if boundary.operator != ATTN_ROWS:
+                clock.ended(boundary.operator)
         clock.ended("lm_head")  # in a staged model, after the last boundary
 
     def _ids(self, tokens: int) -> torch.Tensor:

@@ -1,5 +1,5 @@
-"""Decode steps by CUDA graphs give the tokens of the host's engine, on the fake device with
-Triton's interpreter.
+"""Decode steps by CUDA graphs give the tokens of the host's engine, and prefills that may stop
+within attention the bits of those that may not, on the fake device with Triton's interpreter.
 
 `test_graph_steps.py` runs this file in a process of its own, because Triton reads TRITON_INTERPRET
 when it is imported. The graphs here repeat torch's operators and Triton's kernels over the memory
@@ -11,10 +11,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 import pytest
+import torch
 
 from millrace.engine.assembly import Engine
 from millrace.engine.decode_batch import DecodeBatch, Sequence
 from millrace.engine.forward.pass_states import StepCounts
+from millrace.engine.forward.prefill_task import PrefillTask
+from millrace.engine.forward.row_slices import SLICE_FLOPS
+from millrace.engine.kv.page_table import PageTable
+from millrace.engine.model.operators import ATTN_ROWS
 from millrace.engine.sampling.spec import SamplingSpec
 from support.device_engine import TINY, device_engine, new_batch, prefilled, tiles
 from support.fake_cuda import fake_cuda
@@ -100,3 +105,42 @@ def test_what_fits_no_graph_runs_without(monkeypatch):
         found, steps = played_on("cuda:0", *model, cuda_graph_batches="1")
     assert found == wanted
     assert steps.eager == {"batch": 1} and steps.graph == 2
+
+
+def test_a_prefill_that_may_stop_within_attention_computes_the_same(monkeypatch):
+    ids = torch.arange(170) % TINY["vocab_size"]
+
+    def prefill(slice_flops: float) -> tuple[list[list[str]], torch.Tensor]:
+        engine = device_engine("llama", "cuda:0", sizes=TINY, dtype="float32", cuda_graphs="off")
+        engine.runner.states.slice_flops = slice_flops
+        pages = engine.pool.allocate(engine.layout.pages_for(len(ids)))
+        names, logits = [], []
+        for start, stop in ((0, 30), (30, len(ids))):
+            task = PrefillTask(token_ids=ids[start:stop], history_tokens=start, pages=pages)
+            with torch.inference_mode():
+                names.append([b.operator for b in engine.runner.prefill_batch([task])])
+            assert task.logits is not None
+            logits.append(task.logits)
+        return names, torch.stack(logits).cpu()
+
+    with tiles(), fake_cuda(monkeypatch):
+        names, wanted = prefill(SLICE_FLOPS)
+        cut, found = prefill(4.0 * 2 * 16 * 140 * 100 / 2.5)
+    assert not any(ATTN_ROWS in one for one in names)
+    assert cut[0] == names[0]
+    first = cut[1].index(ATTN_ROWS)
+    assert cut[1][first - 1 : first + 2] == ["qkv_proj", ATTN_ROWS, "attn"]
+    assert [name for name in cut[1] if name != ATTN_ROWS] == names[1]
+    # The last slice has few rows, for which the kernel has another tile.
+    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-5)
+
+
+def test_a_capture_leaves_all_kv_as_it_was(monkeypatch):
+    with tiles(), fake_cuda(monkeypatch):
+        engine = device_engine(
+            "llama", "cuda:0", sizes=TINY, dtype="float32", cuda_graph_batches="1,3"
+        )
+        with torch.inference_mode():
+            engine.pool.storage.fill_(1.0)
+            engine.runner.follow(PageTable(3, engine.device))
+            assert bool((engine.pool.storage == 1.0).all())

@@ -12,10 +12,11 @@ from millrace.core.kv.layout import KvLayout
 from millrace.engine.attention.ring import KvBlock, RingAttention, RingTask
 from millrace.engine.device.copies import upload
 from millrace.engine.forward.mixed_pass import RaggedTables
+from millrace.engine.forward.row_slices import SLICE_FLOPS, cut_rows
 from millrace.engine.kv.page_table import PageTable
 from millrace.engine.kv.step_tables import indptr_of, one_each, slots_of
 from millrace.engine.model.loader import Model
-from millrace.engine.model.operators import Activations
+from millrace.engine.model.operators import Activations, PlannedRows
 from millrace.engine.model.rope import Rotary
 from millrace.engine.model.scratch import Scratch
 from millrace_kernels import api as kernels
@@ -41,6 +42,7 @@ class PassStates:
         is_ordered = attention_backend == Backend.FLASHINFER  # takes K/V in order alone
         self._ring_backend = Backend.AUTO if is_ordered else attention_backend
         self._windows = tuple(dict.fromkeys(model.config.sliding_windows))
+        self.slice_flops = SLICE_FLOPS
         self.steps = StepCounts()
         self.page_table: PageTable | None = None
         """The table of a decode batch, whose copy on the device passes read; see
@@ -114,6 +116,7 @@ class PassStates:
             self._model.device, tables.token_ids, tables.positions, tables.slots, tables.rows
         )
         cos, sin = self.rotary(positions)
+        sliced = {} if tables.remote else self._sliced(tables)
         state = Activations(
             num_tokens=size,
             token_ids=token_ids,
@@ -121,7 +124,12 @@ class PassStates:
             cos=cos,
             sin=sin,
             lse=self._room_for_lse(size),
-            plans=self._plans(tables.indptr, tables.kv_lens, tables.page_table, given),
+            plans={
+                window: self._plan(tables.indptr, tables.kv_lens, tables.page_table, window, given)
+                for window in self._windows
+                if window not in sliced
+            },
+            sliced=sliced,
             scratch=scratch,
         )
         state.rows = rows
@@ -157,14 +165,43 @@ class PassStates:
             scratch=scratch,
         )
 
+    def _sliced(self, tables: RaggedTables) -> dict[int | None, list[PlannedRows]]:
+        """Plans, by sliding window, the attention that is computed in slices of rows.
+
+        None on the CPU, where chunks are small and an operator is as short as its chunk.
+        """
+        if self._model.device.type == "cpu":
+            return {}
+        config = self._model.config
+        flops_per_slot = 4.0 * config.num_heads * config.head_dim
+        sliced = {}
+        for window in self._windows:
+            slices = cut_rows(
+                tables.indptr,
+                tables.kv_lens,
+                flops_per_slot=flops_per_slot,
+                window=window,
+                slice_flops=self.slice_flops,
+            )
+            if slices:
+                sliced[window] = [
+                    PlannedRows(
+                        one.start,
+                        one.stop,
+                        self._plan(one.indptr, one.kv_lens, tables.page_table, window),
+                    )
+                    for one in slices
+                ]
+        return sliced
+
     def _room_for_lse(self, tokens: int) -> Tensor:
         heads = self._model.config.num_heads
         return torch.empty(tokens, heads, dtype=torch.float32, device=self._model.device)
 
     def _plans(
-        self, indptr: Tensor, kv_lens: Tensor, table: Tensor, positions: Tensor | None = None
+        self, indptr: Tensor, kv_lens: Tensor, table: Tensor
     ) -> dict[int | None, AttentionPlan]:
-        return {w: self._plan(indptr, kv_lens, table, w, positions) for w in self._windows}
+        return {w: self._plan(indptr, kv_lens, table, w) for w in self._windows}
 
     def plan_block(self, rows: Tensor, block: KvBlock, window: int | None) -> AttentionPlan:
         """Plans the attention of rows at positions (int32 [r]) over a block of a ring."""

@@ -36,7 +36,7 @@ stage begins with, or, of a model in one stage, `logits` and `hidden`."""
 @dataclass(frozen=True, slots=True)
 class Boundary:
     """A point between two operators, which the engine's generator yields, named by the operator
-    that has just run.
+    that has just run; or a point within a long ``attn``, named `operators.ATTN_ROWS`.
 
     ``layer`` is -1 after ``embed`` and `num_layers` after ``lm_head``. With `awaited` the pass is
     in later stages of a pipeline, and its generator can't continue before `awaited` is set.
@@ -89,7 +89,7 @@ class Passes(Protocol):
         finish: Finish,
         remote: RemoteAttention | None = None,
     ) -> Generator[Boundary]:
-        """Computes a ragged batch of rows, yielding after every operator.
+        """Computes a ragged batch of rows, yielding after every operator, and within long ones.
 
         The KV of a layer is in its pages once the layer's ``attn`` was yielded. `fetch`: None at
         the first stage, which embeds. At the last stage `is_cut` computes the wanted rows alone

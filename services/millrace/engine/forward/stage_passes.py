@@ -23,6 +23,7 @@ from millrace.engine.kv.pool import KvPool
 from millrace.engine.model.communicator import Communicator, SplitHead
 from millrace.engine.model.loader import Model
 from millrace.engine.model.operators import (
+    ATTN_ROWS,
     Activations,
     Head,
     Operator,
@@ -83,6 +84,7 @@ class StagePasses:
             op: Boundary(op.layer if op.name == "embed" else model.layers.start + op.layer, op.name)
             for op in self.operators
         }
+        self._within = [Boundary(layer, ATTN_ROWS) for layer in model.layers]
         is_host = model.device.type == "cpu"
         # On other devices torch's allocator keeps memory itself.
         self.scratch = Scratch(model.dtype) if is_host else None
@@ -180,6 +182,10 @@ class StagePasses:
                 fetch(state.x)
             for operator in operators:
                 operator.run(state)
+                while state.rest:
+                    state.rest.popleft()()
+                    if state.rest:
+                        yield self._within[operator.layer]
                 if operator is last and operator.name != "attn":
                     finish(state)
                 yield self._boundaries[operator]

@@ -5,7 +5,8 @@ attn, o_proj, gate_up_proj, down_proj; in an MoE layer gate and experts take the
 two. Everything between two of them belongs to one of them (norms and residual adds to the
 projection that reads them, rotary embedding and the KV write to attn, the activation to the
 projection after it). So a pass may stop after any operator and continue later exactly: all its
-state is in `Activations` and in the KV pages. embed and lm_head are ours, at the ends.
+state is in `Activations` and in the KV pages. embed and lm_head are ours, at the ends; so are the
+points within a long attn, between slices of its rows.
 
 Shape letters: n tokens of all sequences, r rows whose logits are wanted, h q heads, k kv heads, d
 head_dim, H hidden, I intermediate.
@@ -13,9 +14,11 @@ head_dim, H hidden, I intermediate.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, TypeVar
+from functools import partial
+from typing import Final, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -31,6 +34,18 @@ from millrace_kernels.plan import AttentionPlan
 
 _T = TypeVar("_T")
 
+ATTN_ROWS: Final = "attn_rows"
+"""What a pass yields within ``attn``, after each slice of its rows but the last."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedRows:
+    """The attention of the rows `start` to `stop` - 1 of a pass."""
+
+    start: int
+    stop: int
+    plan: AttentionPlan
+
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Activations:
@@ -42,7 +57,9 @@ class Activations:
     cos: Tensor  # float32 [n, d / 2]
     sin: Tensor  # float32 [n, d / 2]
     lse: Tensor  # float32 [n, h], of the current layer; nothing reads it
-    plans: dict[int | None, AttentionPlan]  # by sliding window
+    plans: Mapping[int | None, AttentionPlan]  # by sliding window
+    sliced: Mapping[int | None, Sequence[PlannedRows]] = field(default_factory=dict)
+    """By sliding window, in place of `plans` where attention is computed slice by slice."""
     ring: RingAttention | None = None  # attends in place of `plans`, over a group's K/V
     remote: RemoteAttention | None = None  # merges the K/V at other instances in, beside `plans`
     rows: Tensor | None = None  # int64 [r]; None: all rows
@@ -56,6 +73,8 @@ class Activations:
     attended: Tensor = field(init=False)  # [n, h d]
     gate_up: Tensor = field(init=False)  # [n, 2I]
     routing: Routing = field(init=False)
+    rest: deque[Callable[[], object]] = field(default_factory=deque)
+    """Calls that complete the present operator; a pass may stop between two of them."""
     hidden: Tensor | None = None  # [n, H] after the final norm, unless `is_cut`
     logits: Tensor = field(init=False)  # float32 [r, vocab]; the caller's, never scratch
 
@@ -216,7 +235,14 @@ def _attn(config: ModelConfig, layer: LayerWeights, kv_layer: Tensor, index: int
             state.scratch = None
         attended = state.take(width)
         out_nhd = None if attended is None else attended.view(-1, heads, head_dim)
-        if state.ring is None:
+        slices = () if is_cut else state.sliced.get(window, ())
+        if slices:
+            out_nhd = q_nhd.new_empty(q_nhd.shape) if out_nhd is None else out_nhd
+            state.rest.extend(
+                partial(_attend_rows, one, q_nhd, kv_layer, scale, out_nhd, state.lse)
+                for one in slices
+            )
+        elif state.ring is None:
             plan = required(state.last_plan) if is_cut else state.plans[window]
             lse_nh = state.lse[: len(q_nhd)]
             if state.remote is None:
@@ -234,6 +260,16 @@ def _attn(config: ModelConfig, layer: LayerWeights, kv_layer: Tensor, index: int
             _keep_rows(state)
 
     return attn
+
+
+def _attend_rows(
+    rows: PlannedRows, q_nhd: Tensor, kv_layer: Tensor, scale: float, out_nhd: Tensor, lse: Tensor
+) -> None:
+    """Computes a slice of the rows of q_nhd [n, h, d] into the same rows of out_nhd and lse."""
+    part = slice(rows.start, rows.stop)
+    kernels.run_attention(
+        rows.plan, q_nhd[part], kv_layer, scale=scale, out=out_nhd[part], lse_out=lse[part]
+    )
 
 
 def _keep_rows(state: Activations) -> None:
