@@ -92,6 +92,8 @@ class _StepGraphs:
         self._graphs: dict[int, list[_StepGraph]] = {}
         for room in rooms:  # the largest first
             bound = _Bound(room, tables, self._attention, self._copy, parts)
+            tables.zero_()
+            bound.slots.fill_(_NOWHERE)  # a capture runs the step once
             graph = _StepGraph(bound, graphs.capture(partial(bound.step, states, operators)))
             self._graphs.setdefault(room.rows, []).insert(0, graph)
 
