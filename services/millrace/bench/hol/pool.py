@@ -17,6 +17,7 @@ import torch
 
 from millrace.core.arithmetic import ceil_div
 from millrace.engine.assembly import Engine
+from millrace.engine.attention_cost import settled_s
 from millrace.engine.execution_pool import ChunkTask, ExecutionPool, StopPoint
 from millrace.engine.forward.prefill_task import PrefillTask
 
@@ -28,7 +29,8 @@ LEAST_SIGNALS = 8
 class Blocking:
     """Milliseconds from signal to effect, and the longest single operator of the same passes.
 
-    `deciles_ms`: the least, each tenth, and the longest.
+    `deciles_ms`: the least, each tenth, and the longest. `free_p99_ms`: until the device has ended
+    what was enqueued, too; on the CPU that is nothing.
     """
 
     granularity: str
@@ -39,6 +41,7 @@ class Blocking:
     p99_ms: float
     longest_ms: float
     longest_operator_ms: float
+    free_p99_ms: float
     deciles_ms: tuple[float, ...]
 
 
@@ -115,11 +118,12 @@ def blocking(
     """Preempts a prefill of `tokens` at random moments for about `budget_s` seconds, and at least
     `LEAST_SIGNALS` times.
 
-    The preempting task is empty. The next signal comes after a random time of up to two granules.
-    Signals while nothing runs, after the long prompt, don't count.
+    The preempting task waits for the device alone. The next signal comes after a random time of up
+    to two granules. Signals while nothing runs, after the long prompt, don't count.
     """
     long = LongPrefill(engine, tokens, chunk_tokens)
     found: list[float] = []
+    free_s: list[float] = []
     pool = ExecutionPool(engine.device, most_held=4, blocked=found.append)
     pool.set_granularity(StopPoint.of(granularity))
     rng = random.Random(f"{seed}/{granularity}/{chunk_tokens}")
@@ -140,7 +144,9 @@ def blocking(
                 time.sleep(rng.uniform(0.0, 2.0) * alone_s / granules)
                 number += 1
                 pool.order([f"short {number}"])
-                _submit(pool, f"short {number}", _nothing_to_do()).result(_WAIT_S)
+                begun_s = time.perf_counter()
+                _submit(pool, f"short {number}", _device_is_free(engine)).result(_WAIT_S)
+                free_s.append(time.perf_counter() - begun_s)
     finally:
         pool.close()
         long.free()
@@ -154,6 +160,7 @@ def blocking(
         p99_ms=float(np.percentile(ms, 99)),
         longest_ms=float(ms.max()),
         longest_operator_ms=1e3 * long.longest_operator_s,
+        free_p99_ms=1e3 * float(np.percentile(free_s, 99)),
         deciles_ms=tuple(float(one) for one in np.percentile(ms, range(0, 101, 10))),
     )
 
@@ -230,5 +237,6 @@ def _submit(pool: ExecutionPool, name: str, steps: Generator[StopPoint]) -> Futu
     return task.done
 
 
-def _nothing_to_do() -> Generator[StopPoint]:
+def _device_is_free(engine: Engine) -> Generator[StopPoint]:
+    settled_s(engine.device)
     yield from ()
