@@ -1,6 +1,6 @@
-"""Chooses the backend for each operation and device. The choice depends on capability alone, never
-on timing: two workers of one kind choose alike. FlashInfer, which compiles at its first use, is
-tried first.
+"""Chooses the backend for each operation and device. The choice depends on the device's capability
+and the call's shape, never on timing: two workers of one kind choose alike. FlashInfer, which
+compiles at its first use, is tried first.
 
 Triton and FlashInfer are optional, so neither is imported before a call needs it.
 """
@@ -23,6 +23,7 @@ from millrace_kernels.row_operations import Rows
 log = logging.getLogger(__name__)
 
 _FASTEST_FIRST: Final = (Backend.CPU, Backend.FLASHINFER, Backend.TRITON)
+_AFTER_FLASHINFER: Final = (Backend.TRITON,)
 
 _tried: dict[Hashable, str] = {}  # why FlashInfer failed, by shape
 _fallbacks = 0
@@ -36,6 +37,8 @@ def with_backend(plan: AttentionPlan) -> AttentionPlan:
     plan.is_auto = plan.backend is Backend.AUTO
     if plan.is_auto:
         plan.backend = _first_of(_FASTEST_FIRST, plan)
+        if plan.backend is Backend.FLASHINFER and not flashinfer_backend.fills(plan):
+            plan.backend = _first_of(_AFTER_FLASHINFER, plan)
         if plan.backend is Backend.FLASHINFER and (reason := _trial(plan)):
             _give_on(plan, f"failed its trial ({reason})")
             return plan
@@ -113,8 +116,7 @@ def _give_on(plan: AttentionPlan, why: str) -> None:
     """Makes the plan of the next backend after FlashInfer."""
     global _fallbacks
     _fallbacks += 1
-    after = _FASTEST_FIRST[_FASTEST_FIRST.index(Backend.FLASHINFER) + 1 :]
-    plan.backend = _first_of(after, plan)
+    plan.backend = _first_of(_AFTER_FLASHINFER, plan)
     _tell_once(plan.device, why, plan.backend)
     _make_native(plan)
 

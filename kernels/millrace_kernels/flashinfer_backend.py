@@ -15,7 +15,7 @@ import importlib.metadata
 import importlib.util
 import math
 import weakref
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -36,6 +36,11 @@ MOST_PIECES: Final = 8192
 _LEAST_CAPABILITY = (8, 0)
 _WORKSPACE_BYTES = 128 * 2**20
 """Bytes for partial results of K/V that is split over thread blocks; FlashInfer's advice."""
+
+_HOPPER: Final = 9  # the major number of its compute capability
+_TILE_ROWS: Final = 128
+_LEAST_SHARE: Final = 0.75
+"""Of Hopper's multiprocessors, how many a plan must have tiles for."""
 
 _CUDA_CORE_GROUP = 2
 """Query heads per kv head up to which decode is as fast or faster without tensor cores."""
@@ -61,6 +66,22 @@ class Wrapper(Protocol):
         return_lse: bool,
     ) -> tuple[Tensor, Tensor]:
         """Runs the planned call; returns (out_nhd, base-2 lse_nh)."""
+
+
+class Event(Protocol):
+    """`torch.cuda.Event`, of the present stream."""
+
+    def record(self) -> None:
+        """Puts the event behind what is enqueued."""
+
+    def query(self) -> bool:
+        """Returns whether it has passed."""
+
+
+def new_event() -> Event:
+    """Makes an event on the present device."""
+    event: Event = torch.cuda.Event()  # type: ignore[no-untyped-call] # torch: untyped
+    return event
 
 
 @cache
@@ -104,6 +125,32 @@ def refusal(plan: AttentionPlan) -> str:
     if count > MOST_PIECES:
         return f"the plan makes {count} calls of at most {MOST_PIECES}"
     return ""
+
+
+def fills(plan: AttentionPlan) -> bool:
+    """Returns whether a plan has rows enough for FlashInfer to use most of the device.
+
+    FlashInfer's kernel for Hopper computes a tile of rows over all K/V in one thread block: on one
+    H100, 32 rows over a million K/V slots took 8.5 times as long as by Triton, which divides the
+    K/V among thread blocks. FlashInfer's other kernels do so too.
+    """
+    lengths = [stop - start for start, stop, _ in plan.sequences]
+    if max(lengths, default=0) <= 1 or _capability(plan.device)[0] != _HOPPER:
+        return True
+    group = plan.num_q_heads // plan.num_kv_heads
+    tiles = sum(-(-length * group // _TILE_ROWS) for length in lengths)
+    return tiles * plan.num_kv_heads >= _LEAST_SHARE * _multiprocessors(plan.device)
+
+
+@cache
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
+
+
+@cache
+def _multiprocessors(device: torch.device) -> int:
+    count: int = torch.cuda.get_device_properties(device).multi_processor_count
+    return count
 
 
 def plan(checked: AttentionPlan) -> FlashInferPlan:
@@ -245,14 +292,16 @@ class FlashInferPlan:
         self._rows = checked.num_tokens
         self._covered = sum(piece.q_len for piece in pieces)
         store = store_of(checked.device)
-        held: list[tuple[Kind, Wrapper]] = []
+        held: list[_Held] = []
         weakref.finalize(self, store.give_back, held)
         self._calls: list[_Call] = []
         for group in _groups(pieces):
             kind = _kind(checked, group)
-            held.append((kind, store.take(kind)))
-            _plan(held[-1][1], kind, checked, group)
-            self._calls.append(_Call(held[-1][1], self._rows_of(checked, group)))
+            one = store.take(kind)
+            held.append(one)
+            _plan(one.wrapper, kind, checked, group)
+            one.planned.record()
+            self._calls.append(_Call(one.wrapper, self._rows_of(checked, group)))
 
     def _rows_of(self, checked: AttentionPlan, pieces: Sequence[Piece]) -> Tensor | None:
         if sum(piece.q_len for piece in pieces) == self._rows:
@@ -321,21 +370,32 @@ def _plan(wrapper: Wrapper, kind: Kind, checked: AttentionPlan, pieces: Sequence
         wrapper.plan(*tables, *shape, **options)
 
 
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """A wrapper. `planned` has passed once the device has copied its last plan from the host."""
+
+    kind: Kind
+    wrapper: Wrapper
+    planned: Event
+
+
 @dataclass(slots=True)
 class _Store:
     """A device's workspace, and the wrappers that no live plan holds.
 
     A wrapper keeps its plan, so each call of a live plan needs a wrapper of its own; making a
-    wrapper pins 8 MiB of host memory, so they are kept.
+    wrapper pins 8 MiB of host memory, so they are kept. A wrapper writes its plan to that memory,
+    from where the device copies it when it comes to it: until then the wrapper has no other plan.
     """
 
     workspace: Tensor
-    _idle: defaultdict[Kind, list[Wrapper]] = field(default_factory=lambda: defaultdict(list))
+    _idle: defaultdict[Kind, deque[_Held]] = field(default_factory=lambda: defaultdict(deque))
 
-    def take(self, kind: Kind) -> Wrapper:
+    def take(self, kind: Kind) -> _Held:
         """Returns a wrapper to plan."""
-        if idle := self._idle[kind]:
-            return idle.pop()
+        idle = self._idle[kind]
+        if idle and idle[0].planned.query():  # the one that was given back first
+            return idle.popleft()
         package = flashinfer()
         wrapper: Wrapper
         if kind == "prefill":
@@ -347,12 +407,12 @@ class _Store:
                 use_tensor_cores=kind == "grouped decode",
                 backend="fa2",
             )
-        return wrapper
+        return _Held(kind, wrapper, new_event())
 
-    def give_back(self, held: list[tuple[Kind, Wrapper]]) -> None:
+    def give_back(self, held: list[_Held]) -> None:
         """Takes back the wrappers of a deleted plan."""
-        for kind, wrapper in held:
-            self._idle[kind].append(wrapper)
+        for one in held:
+            self._idle[one.kind].append(one)
 
 
 @cache

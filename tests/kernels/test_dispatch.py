@@ -37,6 +37,7 @@ def machine(monkeypatch):
     from millrace_kernels.triton_backend import attention
 
     monkeypatch.setattr(flashinfer_backend, "plan", lambda plan: "flashinfer's")
+    monkeypatch.setattr(flashinfer_backend, "fills", lambda plan: True)
     monkeypatch.setattr(dispatch.trial, "failure", lambda plan, make: "")
     monkeypatch.setattr(attention, "plan", lambda plan: "triton's")
 
@@ -83,6 +84,16 @@ def test_where_flashinfer_fails_its_trial_the_next_one_runs(
     assert caplog.text.count(said) == 1
     dispatch.with_backend(unplanned(soft_cap=30.0, **shape))  # is another module of FlashInfer's
     assert len(trials) == 2
+
+
+@pytest.mark.parametrize(("has", "instead"), [(BOTH, "triton"), (("flashinfer",), "torch")])
+def test_auto_leaves_calls_that_do_not_fill_the_device_to_the_next_one(
+    machine, monkeypatch, has, instead
+):
+    machine(*has)
+    monkeypatch.setattr(flashinfer_backend, "fills", lambda plan: plan.num_tokens > 5)
+    assert dispatch.with_backend(unplanned()).backend == instead
+    assert dispatch.with_backend(unplanned("flashinfer")).backend == "flashinfer"
 
 
 class Breaking:
