@@ -12,9 +12,9 @@ _SMALL: Mapping[str, Any] = {
     "hidden_size": 256,
     "intermediate_size": 384,
     "num_hidden_layers": 3,
-    "num_attention_heads": 4,
+    "num_attention_heads": 8,
     "num_key_value_heads": 2,
-    "head_dim": 64,
+    "head_dim": 128,
     "max_position_embeddings": 4096,
     "rms_norm_eps": 1e-6,
     "rope_theta": 10_000.0,
@@ -44,7 +44,7 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = {
         mlp_only_layers=[],
     ),
 }
-"""A small model of every family, with heads that FlashInfer takes."""
+"""A small model of every family, with the heads of the large ones: FlashInfer takes them."""
 
 LLAMA_3_8B: Mapping[str, Any] = _small(
     "LlamaForCausalLM",

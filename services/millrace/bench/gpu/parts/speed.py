@@ -7,9 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, Final
 
 import torch
+from torch import Tensor
 
 from millrace.bench.gpu.part import Context
 from millrace.bench.gpu.roofline import (
@@ -26,42 +27,63 @@ from millrace.core.config import EngineConfig
 from millrace.engine.assembly import Engine, open_engine
 from millrace.engine.attention_cost import settled_s
 from millrace.engine.forward.prefill_task import PrefillTask
-from millrace.engine.kv.step_tables import page_table_of
+from millrace.engine.model.config import ModelConfig, parse_config
+from millrace_kernels import flashinfer_backend
 from millrace_kernels.api import plan_attention, run_attention
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """What is measured. `chunk_tokens`: the most of one pass."""
+    """What is measured. `chunk_tokens`: the most of one pass; `blocking_chunks`: of preempted ones.
+    Over `long_context` K/V, `short_rows` are compared with `long_rows`, row by row.
+    """
 
     prompts: Sequence[int]
     chunk_tokens: int
+    blocking_chunks: Sequence[int]
     batches: Sequence[int]
     context: int
     attention: Sequence[tuple[int, int]]  # rows of a chunk, and the K/V they see
+    long_context: int
+    short_rows: int
+    long_rows: int
     gemm_side: int
     copy_bytes: int
     repeats: int
     blocking_s: float
 
 
+_PAGE_TOKENS: Final = 16
+"""Tokens of a page in the measured attention: the default of `engine.page_tokens`."""
+
 ON_CUDA = Sizes(
     prompts=(8192, 32_768),
     chunk_tokens=8192,
+    blocking_chunks=(2048, 8192),
     batches=(1, 32, 128),
     context=2048,
-    attention=((512, 8192), (2048, 32_768), (8192, 32_768), (32, 131_072), (1, 32_768)),
+    attention=(
+        *((512, 8192), (512, 262_144), (2048, 32_768), (8192, 8192), (8192, 32_768)),
+        *((32, 131_072), (1, 32_768)),
+    ),
+    long_context=1 << 20,
+    short_rows=32,
+    long_rows=2048,
     gemm_side=8192,
     copy_bytes=2 << 30,
     repeats=3,
-    blocking_s=8.0,
+    blocking_s=6.0,
 )
 ON_CPU = Sizes(
     prompts=(64,),
     chunk_tokens=64,
+    blocking_chunks=(64,),
     batches=(1, 3),
     context=32,
     attention=((8, 40), (1, 40)),
+    long_context=512,
+    short_rows=4,
+    long_rows=64,
     gemm_side=128,
     copy_bytes=1 << 20,
     repeats=2,
@@ -79,6 +101,8 @@ def measure(context: Context, shape: Mapping[str, Any], *, is_whole: bool) -> No
     """Measures one model; with `is_whole` attention and preemption too."""
     sizes = ON_CUDA if context.is_cuda else ON_CPU
     peaks = measure_peaks(context, sizes)
+    if is_whole:
+        measure_attention(context, sizes, parse_config(shape, {}, where="shape"))
     with TemporaryDirectory() as name:
         engine = open_engine(
             write_config(Path(name) / "model", shape),
@@ -96,9 +120,8 @@ def measure(context: Context, shape: Mapping[str, Any], *, is_whole: bool) -> No
     for batch in sizes.batches:
         measure_decode(context, engine, sizes, peaks, batch)
     if is_whole:
-        for rows, seen in sizes.attention:
-            measure_attention(context, engine, sizes, rows, seen)
-        measure_blocking(context, engine, sizes)
+        for chunk_tokens in sizes.blocking_chunks:
+            measure_blocking(context, engine, sizes, chunk_tokens)
     engine.close()
 
 
@@ -185,43 +208,85 @@ def measure_decode(
     )
 
 
-def measure_attention(context: Context, engine: Engine, sizes: Sizes, rows: int, seen: int) -> None:
-    """Measures the attention of one layer: `rows` at the end of `seen` K/V."""
-    shape, layout = engine.shape, engine.layout
-    pages = engine.pool.allocate(layout.pages_for(seen))
+def measure_attention(context: Context, sizes: Sizes, shape: ModelConfig) -> None:
+    """Measures one layer's attention, of a chunk at the end of its K/V, by each backend."""
+    backends = ["triton"] if context.is_cuda else ["auto"]
+    if not flashinfer_backend.unavailable(context.device):
+        backends.append("flashinfer")
+    pages = sizes.long_context // _PAGE_TOKENS
+    kv_layer = torch.randn(
+        (pages, 2, shape.num_kv_heads, _PAGE_TOKENS, shape.head_dim),
+        device=context.device,
+        dtype=torch.bfloat16,
+    )
+    # A pool that has served for a while gives pages in any order.
+    table = torch.randperm(pages, generator=torch.Generator().manual_seed(0)).int()[None]
+    long = [(rows, sizes.long_context) for rows in (sizes.short_rows, sizes.long_rows)]
+    per_row: dict[tuple[str, int], float] = {}
+    for rows, seen in (*sizes.attention, *long):
+        found = {}
+        for backend in backends:
+            seconds = attention_s(context, sizes, shape, kv_layer, table, rows, seen, backend)
+            found[backend] = per_row[backend, rows] = seconds
+            context.figure(f"attention of {rows} rows over {seen}, {backend}", 1e3 * seconds, "ms")
+        if "flashinfer" in found:
+            ratio = found["flashinfer"] / found["triton"]
+            context.figure("the same, Triton's speed beside FlashInfer's", ratio, "times")
+    for backend in backends:
+        short, whole = (per_row[backend, rows] / rows for rows, _ in long)
+        context.figure(
+            f"a row of {sizes.short_rows} over {sizes.long_context}, beside one of "
+            f"{sizes.long_rows}, {backend}",
+            short / whole,
+            "times as long",
+        )
+
+
+def attention_s(
+    context: Context,
+    sizes: Sizes,
+    shape: ModelConfig,
+    kv_layer: Tensor,
+    table: Tensor,
+    rows: int,
+    seen: int,
+    backend: str,
+) -> float:
+    """Returns seconds of one attention call, the median of some."""
     plan = plan_attention(
         q_indptr=torch.tensor([0, rows], dtype=torch.int32),
         kv_lens=torch.tensor([seen], dtype=torch.int32),
-        page_table=page_table_of([pages]),
-        page_tokens=layout.page_tokens,
+        page_table=table,
+        page_tokens=_PAGE_TOKENS,
         num_q_heads=shape.num_heads,
         num_kv_heads=shape.num_kv_heads,
         head_dim=shape.head_dim,
         dtype=torch.bfloat16,
-        device=engine.device,
+        device=context.device,
+        backend=backend,
     )
-    q_nhd = torch.randn(rows, shape.num_heads, shape.head_dim, device=engine.device)
-    q_nhd, kv_layer = q_nhd.bfloat16(), engine.pool.layer(0)
-    seconds = statistics.median(
+    q_nhd = torch.randn(rows, shape.num_heads, shape.head_dim, device=context.device).bfloat16()
+    repeats = max(2, min(8 * sizes.repeats, int(2e9 // (rows * seen))))
+    return statistics.median(
         times_s(
             context,
-            8 * sizes.repeats,
+            repeats,
             lambda: run_attention(plan, q_nhd, kv_layer, scale=shape.head_dim**-0.5),
         )
     )
-    engine.pool.free(pages)
-    context.figure(f"attention of {rows} rows over {seen}, {plan.backend}", 1e3 * seconds, "ms")
 
 
-def measure_blocking(context: Context, engine: Engine, sizes: Sizes) -> None:
-    """Measures the time from a preemption's signal to its effect on the host's thread. The device
-    may still have a few operators queued then (`run_ahead.RUN_AHEAD_OPERATORS`)."""
+def measure_blocking(context: Context, engine: Engine, sizes: Sizes, chunk_tokens: int) -> None:
+    """Measures the time from a preemption's signal to its effect on the host's thread, and until
+    the device has ended what was enqueued."""
     found = blocking(
         engine,
         tokens=sizes.prompts[-1],
-        chunk_tokens=sizes.chunk_tokens,
+        chunk_tokens=chunk_tokens,
         granularity="operator",
         budget_s=sizes.blocking_s,
         seed=0,
     )
-    context.figure(f"preemption, p99 of {found.signals} signals", found.p99_ms, "ms")
+    name = f"preemption in chunks of {chunk_tokens}, p99 of {found.signals} signals"
+    context.figure(name, found.p99_ms, "ms")
+    context.figure(f"{name}, until the device is free", found.free_p99_ms, "ms")
