@@ -156,6 +156,7 @@ class Builder:
             layers=model.layers,
             **linear,
             attn=self._attn(device_name, heads, kv_heads),
+            attn_call_s=0.0,  # launches are in PASS_OVERHEAD_S
             history_factor=Table(xs=(1.0,), ys=(1.0,)),
             kv_read_s=kv_read_s,
             decode_attn=decode,
