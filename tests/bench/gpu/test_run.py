@@ -22,6 +22,7 @@ from millrace.bench.gpu.report import print_tables
 from millrace.bench.gpu.run import run, run_part, status_of
 from millrace.bench.gpu.shapes import FAMILIES, LLAMA_3_8B, QWEN3_30B_A3B, write_config
 from millrace.core.errors import ConfigError
+from millrace.profiles import load_profile
 from millrace.engine.model.config import ModelConfig
 
 ROOT = Path(__file__).parents[3]
@@ -148,6 +149,15 @@ def test_kept_reports_follow_the_schema():
         assert path.name == bootstrap.name_of(document)
     with pytest.raises(ValidationError, match="device"):
         Report.model_validate({"date": "2026-01-01"})
+
+
+def test_kept_profiles_are_of_gpus_and_tell_their_errors():
+    paths = list((ROOT / "docs/benchmarks/gpu/profiles").glob("*.json"))
+    assert paths
+    for path in paths:
+        profile = load_profile(str(path))
+        assert profile.device.startswith("NVIDIA") and profile.operators.attn_call_s > 0
+        assert max(profile.errors[name] for name in ("prefill", "operators", "decode")) < 0.05
 
 
 def test_a_report_is_named_by_device_and_date():
