@@ -22,8 +22,8 @@ from millrace.bench.gpu.report import print_tables
 from millrace.bench.gpu.run import run, run_part, status_of
 from millrace.bench.gpu.shapes import FAMILIES, LLAMA_3_8B, QWEN3_30B_A3B, write_config
 from millrace.core.errors import ConfigError
-from millrace.profiles import load_profile
 from millrace.engine.model.config import ModelConfig
+from millrace.profiles import load_profile
 
 ROOT = Path(__file__).parents[3]
 CPU = torch.device("cpu")
