@@ -135,20 +135,20 @@ def fills(plan: AttentionPlan) -> bool:
     K/V among thread blocks. FlashInfer's other kernels do so too.
     """
     lengths = [stop - start for start, stop, _ in plan.sequences]
-    if max(lengths, default=0) <= 1 or _capability(plan.device)[0] != _HOPPER:
+    if max(lengths, default=0) <= 1 or capability_of(plan.device)[0] != _HOPPER:
         return True
     group = plan.num_q_heads // plan.num_kv_heads
     tiles = sum(-(-length * group // _TILE_ROWS) for length in lengths)
-    return tiles * plan.num_kv_heads >= _LEAST_SHARE * _multiprocessors(plan.device)
+    return tiles * plan.num_kv_heads >= _LEAST_SHARE * multiprocessors_of(plan.device)
 
 
 @cache
-def _capability(device: torch.device) -> tuple[int, int]:
+def capability_of(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device)
 
 
 @cache
-def _multiprocessors(device: torch.device) -> int:
+def multiprocessors_of(device: torch.device) -> int:
     count: int = torch.cuda.get_device_properties(device).multi_processor_count
     return count
 

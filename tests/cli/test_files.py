@@ -17,7 +17,7 @@ from millrace.file_options import WRITE
 from support.command import millrace
 
 #: What a command makes with its folder.
-MADE = {("compare", "board"), ("profile", "out")}
+MADE = {("compare", "board"), ("profile", "out"), ("redis-acl", "folder")}
 
 
 def paths() -> Iterator[tuple[str, str, typer.models.ParameterInfo]]:

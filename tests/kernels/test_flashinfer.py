@@ -379,8 +379,8 @@ def test_a_wrapper_keeps_its_plan_until_the_device_has_copied_it(played, monkeyp
     ],
 )
 def test_few_rows_do_not_fill_a_hopper_device(monkeypatch, q_lens, capability, wanted):
-    monkeypatch.setattr(flashinfer_backend, "_capability", lambda device: capability)
-    monkeypatch.setattr(flashinfer_backend, "_multiprocessors", lambda device: 132)
+    monkeypatch.setattr(flashinfer_backend, "capability_of", lambda device: capability)
+    monkeypatch.setattr(flashinfer_backend, "multiprocessors_of", lambda device: 132)
     call = Call(q_lens=q_lens, kv_lens=(600,) * len(q_lens), group=4, kv_heads=8, dtype=BF16)
     assert flashinfer_backend.fills(call.plan("reference")) == wanted
 

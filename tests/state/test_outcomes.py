@@ -28,7 +28,7 @@ def opened(url: str, group: str = "") -> RedisOutcomes:
 
 
 async def test_the_last_entries_stay_in_order(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(outcomes, "_PAGE", 3)
+    monkeypatch.setattr(outcomes, "PAGE", 3)
     store = opened(url)
     assert [one async for one in store.outcomes()] == []
     for first in range(0, 12, 4):

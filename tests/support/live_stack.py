@@ -196,9 +196,13 @@ async def busiest(stack: Stack, role: str) -> str:
 
 
 async def keys_of_requests(stack: Stack) -> list[bytes]:
-    """What the store holds beside the schedulers' leases, which are there as long as they are."""
+    """What the store holds beside the schedulers' leases and reports, which stay."""
     async with redis.asyncio.from_url(store_url(stack)) as client:
-        return [key for key in await client.keys("*") if b":lease:" not in key]
+        return [
+            key
+            for key in await client.keys("*")
+            if b":lease:" not in key and b":scheduler:" not in key
+        ]
 
 
 def store_url(stack: Stack) -> str:

@@ -17,7 +17,7 @@ from millrace.state.redis.scripts import Script, ScriptCall
 
 #: A fleet that is no more is forgotten after this time.
 LIFETIME_S: Final = 31 * 86400
-_PAGE: Final = 5000
+PAGE: Final = 5000
 
 # ARGV: ms to live, the most entries, the entries.
 _APPEND = Script("""
@@ -90,5 +90,5 @@ class RedisOutcomes:
                 yield as_bytes(entry)
 
     async def _page(self, key: bytes, start: int) -> Sequence[bytes | str]:
-        end = start + _PAGE - 1
+        end = start + PAGE - 1
         return await self._link.again(lambda: self._link.client.lrange(key, start, end))
