@@ -40,7 +40,8 @@ class Lease:
 class StreamRecord:
     """A stream. `source` never changes, `body` is its owner's; both are opaque here.
 
-    `fence` counts the owners. `left_s`: until its owner's lease expires.
+    `fence` counts the owners. `left_s`: until its owner's lease expires; of a final stream it means
+    nothing.
     """
 
     tenant: str

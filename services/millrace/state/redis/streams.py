@@ -109,14 +109,16 @@ class RedisStreams:
         )
         if tenant is None:
             return None
-        now_ms = await self._link.now_ms()
+        left_s = 0.0
+        if final is None:
+            left_s = (int(as_bytes(held)) - await self._link.now_ms()) / 1000
         return StreamRecord(
             tenant=as_bytes(tenant).decode(),
             source=as_bytes(source),
             body=as_bytes(body),
             fence=int(as_bytes(fence)),
             final=final is not None,
-            left_s=(int(as_bytes(held)) - now_ms) / 1000,
+            left_s=left_s,
         )
 
     async def renew(self, stream_id: str, fence: int, body: bytes, lease: Lease) -> Hold:
