@@ -8,26 +8,24 @@ in the order of arrival without preemption, and to one with the default settings
 from __future__ import annotations
 
 import asyncio
-import json
-import random
-import shutil
-import time
-from collections.abc import Awaitable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Final
 
-import httpx
 import numpy as np
 
+from millrace.bench.common.load_test import ServeOptions, run
+from millrace.bench.common.random_model import write_word_tokenizer
+from millrace.bench.common.report import RequestRecord
 from millrace.bench.gpu.part import Context
 from millrace.bench.gpu.shapes import FAMILIES, LLAMA_3_8B, write_config
 from millrace.local.options import StackOptions
 from millrace.local.stack import Stack
+from millrace.sim.workload.workload import WorkloadOptions
 
-_MODEL: Final = "shape"
-_TOKENIZER: Final = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
+_TOKEN_IDS: Final = (100, 500)  # of prompts
 _START_S: Final = 90.0
 _ANSWER_S: Final = 60.0
 _ORDERS: Final[Mapping[str, Sequence[str]]] = {
@@ -51,54 +49,39 @@ ON_CUDA = Load(document_tokens=65_536, short_tokens=128, answer_tokens=16, rate=
 ON_CPU = Load(document_tokens=2048, short_tokens=16, answer_tokens=4, rate=4.0, seconds=2.0)
 
 
-@dataclass(slots=True)
-class Seen:
-    """What the clients saw: seconds to the first tokens of short prompts, and documents' tokens."""
-
-    first_s: list[float] = field(default_factory=list)
-    documents: int = 0
-    failed: list[str] = field(default_factory=list)
-
-
 def check(context: Context) -> None:
     """Measures both stacks, and claims that every request was answered."""
     load = ON_CUDA if context.is_cuda else ON_CPU
+    shape = LLAMA_3_8B if context.is_cuda else FAMILIES["llama"]
     medians: dict[str, float] = {}
     with TemporaryDirectory() as name:
-        folder = _model(context, Path(name))
+        folder = write_config(Path(name) / "model", shape)
+        write_word_tokenizer(folder, shape["vocab_size"])
         for order, settings in _ORDERS.items():
-            seen = asyncio.run(_serve(context, folder, load, settings))
-            context.claim(
-                f"{order}: all answered",
-                not seen.failed and bool(seen.first_s) and bool(seen.documents),
-                "; ".join(sorted(set(seen.failed)))[:500],
-            )
-            if not seen.first_s:
+            documents, short = asyncio.run(_serve(context, folder, load, settings))
+            failed = {f"{one.error}: {one.detail}" for one in (*documents, *short) if one.error}
+            is_whole = bool(documents and short) and not failed
+            context.claim(f"{order}: all answered", is_whole, "; ".join(sorted(failed))[:500])
+            first_s = [one.ttft_s for one in short if not one.error]
+            if not first_s:
                 continue
-            medians[order] = float(np.median(seen.first_s))
-            what = f"{len(seen.first_s)} prompts of {load.short_tokens} tokens, {order}"
+            medians[order] = float(np.median(first_s))
+            what = f"{len(first_s)} prompts of {load.short_tokens} tokens, {order}"
             for share in (50, 99):
-                value = 1e3 * float(np.percentile(seen.first_s, share))
+                value = 1e3 * float(np.percentile(first_s, share))
                 context.figure(f"TTFT of {what}: p{share}", value, "ms")
-            rate = seen.documents * load.document_tokens / load.seconds
+            within = [one for one in documents if not one.error and one.ended_s <= load.seconds]
+            rate = len(within) * load.document_tokens / load.seconds
             context.figure(f"documents of {load.document_tokens} beside, {order}", rate, "tokens/s")
     if len(medians) == len(_ORDERS):
         ratio = medians["fcfs"] / medians["millrace"]
         context.figure("TTFT of short prompts, fcfs beside millrace", ratio, "times as long")
 
 
-def _model(context: Context, folder: Path) -> Path:
-    """Makes a model of random weights, with the toy model's tokenizer."""
-    toy = context.source / "models" / "millrace-tiny"
-    vocabulary = json.loads((toy / "config.json").read_text())["vocab_size"]
-    shape = LLAMA_3_8B if context.is_cuda else FAMILIES["llama"]
-    made = write_config(folder / _MODEL, {**shape, "vocab_size": vocabulary})
-    for name in _TOKENIZER:
-        shutil.copy(toy / name, made / name)
-    return made
-
-
-async def _serve(context: Context, model: Path, load: Load, settings: Sequence[str]) -> Seen:
+async def _serve(
+    context: Context, model: Path, load: Load, settings: Sequence[str]
+) -> tuple[list[RequestRecord], list[RequestRecord]]:
+    """Returns the records of the documents and of the short prompts."""
     options = StackOptions(
         model=str(model),
         port=0,
@@ -115,63 +98,26 @@ async def _serve(context: Context, model: Path, load: Load, settings: Sequence[s
         devices=["0"] if context.is_cuda else [],
         share_devices=True,
     )
-    limits = httpx.Limits(max_connections=None)
-    async with (
-        Stack(options) as stack,
-        httpx.AsyncClient(base_url=stack.url, timeout=_ANSWER_S, limits=limits) as client,
-    ):
-        return await _clients(client, load)
+    async with Stack(options) as stack, asyncio.TaskGroup() as clients:
+        documents = clients.create_task(_send(stack.url, load, load.document_tokens, None))
+        short = clients.create_task(_send(stack.url, load, load.short_tokens, load.rate))
+    return documents.result(), short.result()
 
 
-async def _clients(client: httpx.AsyncClient, load: Load) -> Seen:
-    seen, drawn = Seen(), random.Random(0)
-    await _ask(client, drawn, load.short_tokens, load)  # pays one-time costs
-    until_s = time.perf_counter() + load.seconds
-
-    async def documents() -> None:
-        while time.perf_counter() < until_s:
-            await _noted(seen, _ask(client, drawn, load.document_tokens, load))
-            seen.documents += time.perf_counter() < until_s
-
-    async def short() -> None:
-        first_s = await _noted(seen, _ask(client, drawn, load.short_tokens, load))
-        if first_s is not None:
-            seen.first_s.append(first_s)
-
-    async with asyncio.TaskGroup() as clients:
-        clients.create_task(documents())
-        while time.perf_counter() < until_s:
-            await asyncio.sleep(drawn.expovariate(load.rate))
-            clients.create_task(short())
-    return seen
-
-
-async def _noted(seen: Seen, asking: Awaitable[float]) -> float | None:
-    """Returns what is awaited; None, with a note, if the request failed."""
-    try:
-        return await asking
-    except (httpx.HTTPError, ValueError) as error:
-        seen.failed.append(f"{type(error).__name__}: {error}")
-        return None
-
-
-async def _ask(client: httpx.AsyncClient, drawn: random.Random, tokens: int, load: Load) -> float:
-    """Sends a prompt of so many tokens, none shared. Returns the seconds to the first event."""
-    body = {
-        "model": _MODEL,
-        "prompt": [drawn.randrange(100, 1000) for _ in range(tokens)],
-        "max_tokens": load.answer_tokens,
-        "ignore_eos": True,
-        "temperature": 0,
-        "stream": True,
-    }
-    begun_s, first_s = time.perf_counter(), 0.0
-    async with client.stream("POST", "/v1/completions", json=body) as answer:
-        if answer.is_error:
-            raise ValueError((await answer.aread()).decode()[:200])
-        async for chunk in answer.aiter_text():
-            if not first_s and "data:" in chunk:
-                first_s = time.perf_counter() - begun_s
-            if '"error"' in chunk:
-                raise ValueError(chunk[:200])
-    return first_s
+async def _send(url: str, load: Load, tokens: int, rate_rps: float | None) -> list[RequestRecord]:
+    """Sends prompts of so many tokens at this rate; None: the next when one is answered."""
+    workload = WorkloadOptions(
+        rate_rps=rate_rps,
+        open_arrivals=rate_rps is None,
+        input_tokens=lambda rng: tokens,
+        output_tokens=lambda rng: load.answer_tokens,
+        duration_s=load.seconds,
+    )
+    options = ServeOptions(
+        url=url,
+        workload=workload,
+        concurrency=1 if rate_rps is None else None,
+        token_ids=_TOKEN_IDS,
+        timeout_s=_ANSWER_S,
+    )
+    return await run(options)
