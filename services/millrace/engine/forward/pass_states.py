@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Container
 from dataclasses import dataclass, field
 
 import torch
@@ -124,11 +125,9 @@ class PassStates:
             cos=cos,
             sin=sin,
             lse=self._room_for_lse(size),
-            plans={
-                window: self._plan(tables.indptr, tables.kv_lens, tables.page_table, window, given)
-                for window in self._windows
-                if window not in sliced
-            },
+            plans=self._plans(
+                tables.indptr, tables.kv_lens, tables.page_table, given, without=sliced
+            ),
             sliced=sliced,
             scratch=scratch,
         )
@@ -199,9 +198,20 @@ class PassStates:
         return torch.empty(tokens, heads, dtype=torch.float32, device=self._model.device)
 
     def _plans(
-        self, indptr: Tensor, kv_lens: Tensor, table: Tensor
+        self,
+        indptr: Tensor,
+        kv_lens: Tensor,
+        table: Tensor,
+        positions: Tensor | None = None,
+        *,
+        without: Container[int | None] = (),
     ) -> dict[int | None, AttentionPlan]:
-        return {w: self._plan(indptr, kv_lens, table, w) for w in self._windows}
+        """Plans the attention of each sliding window, `without` some of them."""
+        return {
+            window: self._plan(indptr, kv_lens, table, window, positions)
+            for window in self._windows
+            if window not in without
+        }
 
     def plan_block(self, rows: Tensor, block: KvBlock, window: int | None) -> AttentionPlan:
         """Plans the attention of rows at positions (int32 [r]) over a block of a ring."""
