@@ -103,6 +103,13 @@ def unavailable(device: torch.device) -> str:
     return ""
 
 
+def is_not_prebuilt(error: Exception) -> bool:
+    """Returns whether FlashInfer raised this for a module that is not prebuilt, where
+    FLASHINFER_DISABLE_JIT forbids to compile it.
+    """
+    return type(error).__name__ == "MissingJITCacheError"
+
+
 def describe() -> str:
     """Describes FlashInfer in one phrase, for logs."""
     if reason := unavailable(torch.device("cuda")):

@@ -226,7 +226,7 @@ def measure_attention(context: Context, sizes: Sizes, shape: ModelConfig) -> Non
     for rows, seen in (*sizes.attention, *long):
         found = {}
         for backend in backends:
-            seconds = attention_s(context, sizes, shape, kv_layer, table, rows, seen, backend)
+            seconds = one_call_s(context, sizes, shape, kv_layer, table, rows, seen, backend)
             found[backend] = per_row[backend, rows] = seconds
             context.figure(f"attention of {rows} rows over {seen}, {backend}", 1e3 * seconds, "ms")
         if "flashinfer" in found:
@@ -242,7 +242,7 @@ def measure_attention(context: Context, sizes: Sizes, shape: ModelConfig) -> Non
         )
 
 
-def attention_s(
+def one_call_s(
     context: Context,
     sizes: Sizes,
     shape: ModelConfig,
