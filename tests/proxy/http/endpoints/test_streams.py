@@ -48,6 +48,7 @@ class Decode:
     def __init__(self, stack, script):
         self.fleet, self.store, self.script = stack.fleet, stack.proxy.store, script
         self.journalled = None
+        self.at_hold = asyncio.Event()  # all events and journal entries before the hold are out
         self.tasks = []
         stack.fleet.script = replace(script, on_submit=self.submitted)
 
@@ -65,6 +66,7 @@ class Decode:
         ids = ids[: first + spec.sampling.max_tokens]
         for position, token_id in list(enumerate(ids))[first:]:
             if script.hold is not None and position == script.hold_after:
+                self.at_hold.set()
                 await script.hold.wait()
             last, stops = position == len(ids) - 1, token_id == 1
             said = replace(script, finish="stop" if stops else "length")
@@ -258,6 +260,7 @@ async def test_another_replica_adopts_a_lost_stream(
     lost = Decode(one, Script(reply=REPLY, hold=asyncio.Event(), hold_after=12))
     lost.journalled = journalled
     stream_id, found = await cut(one, path, fields, sent)
+    await lost.at_hold.wait()
     await one.proxy.store.finish(stream_id, "cancelled")  # by the scheduler: the replica is dead
     monkeypatch.setattr(owner, "RENEW_S", 0.02)  # for the other one
     rest = events_of(await resumed(other, stream_id, found[-1][0]))
@@ -437,6 +440,7 @@ async def test_a_migrated_stream_is_read_at_another_replica(replicas):
     stream_id, found = await cut(one, path, fields, 3)
     coming = asyncio.create_task(resumed(other, stream_id, found[-1][0]))
     await eventually(lambda: "resumed" in metric(other))
+    await decode.at_hold.wait()
     decode.journalled, decode.script = None, Script(reply=REPLY)
     one.fleet.move(one.fleet.specs[0])
     rest = events_of(await coming)
