@@ -14,7 +14,7 @@ import torch
 from millrace.core.config import Config
 from millrace.core.request_spec import RequestSpec
 from millrace.core.token_events import TokenDetail
-from support.deadlines import eventually
+from support.deadlines import HANG_S, eventually
 from support.metrics import total
 from support.prefill_group import Group, Plan, group_of
 from support.role_pair import Proxy, listening, with_blocks
@@ -120,18 +120,19 @@ async def test_log_probabilities_without_a_token(plan: Plan) -> None:
 
 async def test_a_suspended_mean_counts_every_token_once() -> None:
     async with scene(1, config(max_chunk_tokens=256)) as one:
-        await one.group.ask_result(only("long", 3000, "mean"), [(3000, [0])])
-        await one.leader.said("chunk_started", "long")
-        for number in range(3):
-            short = only(f"short-{number}", 20, "last")
-            await one.group.ask_result(short, [(20, [0])])
-            one.leader.role.on_command(order(short.request_id, "long"))
-            detail = await one.heard(short.request_id)
-            expected = pooled("llama", prompt(20), "last")
-            np.testing.assert_allclose(vector(detail), expected, atol=TOLERANCE)
+        with one.leader.held(lambda task: task.name == "long" and task.history_tokens >= 256):
+            await one.group.ask_result(only("long", 600, "mean"), [(600, [0])])
+            for number in range(3):
+                await eventually(lambda: one.leader.kinds("long")[-1:] == ["chunk_started"])
+                short = only(f"short-{number}", 20, "last")
+                await one.group.ask_result(short, [(20, [0])])
+                one.leader.role.on_command(order(short.request_id, "long"))
+                detail = await one.heard(short.request_id)
+                expected = pooled("llama", prompt(20), "last")
+                np.testing.assert_allclose(vector(detail), expected, atol=TOLERANCE)
         detail = await one.heard("long")
         assert "chunk_suspended" in one.leader.kinds("long")
-        expected = pooled("llama", prompt(3000), "mean")
+        expected = pooled("llama", prompt(600), "mean")
         np.testing.assert_allclose(vector(detail), expected, atol=TOLERANCE)
 
 
@@ -163,12 +164,13 @@ async def test_batched_prompts_get_their_own_vectors() -> None:
 
 async def test_a_cancelled_one_sends_nothing_and_holds_nothing() -> None:
     async with scene(2, config(max_chunk_tokens=256)) as many:
-        await many.group.ask_result(only("r", 3000, "mean"), [(3000, [0, 1])])
-        await many.leader.said("chunk_started", "r")
-        for role in many.group.prefills:
-            role.cancel("r")
-        released = await many.leader.said("request_released", "r")
-        assert not released.complete
+        with many.leader.held(lambda task: task.name == "r"):
+            await many.group.ask_result(only("r", 600, "mean"), [(600, [0, 1])])
+            await many.leader.said("chunk_started", "r")
+            for role in many.group.prefills:
+                role.cancel("r")
+            released = await many.leader.said("request_released", "r")
+            assert not released.complete
         await many.group.idle()
         assert not many.proxy.events
 
@@ -178,10 +180,11 @@ async def test_a_lost_proxy_ends_its_requests(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr("millrace.instance.tokens.streams.MOST_WAITING_EVENTS", 0)
     async with group_of(1, config(max_chunk_tokens=256)) as group:
         [prefill] = group.prefills
-        await group.ask_result(only("long", 3000, "mean"), [(3000, [0])])
-        await prefill.said("chunk_started", "long")
-        await group.ask_result(only("short", 20, "last"), [(20, [0])])
-        prefill.role.on_command(order("short", "long"))
-        released = await prefill.said("request_released", "long")
-        assert not released.complete
-        await asyncio.wait_for(prefill.role.wait_idle(), 60)
+        with prefill.held(lambda task: task.name == "long"):
+            await group.ask_result(only("long", 600, "mean"), [(600, [0])])
+            await prefill.said("chunk_started", "long")
+            await group.ask_result(only("short", 20, "last"), [(20, [0])])
+            prefill.role.on_command(order("short", "long"))
+            released = await prefill.said("request_released", "long")
+            assert not released.complete
+        await asyncio.wait_for(prefill.role.wait_idle(), HANG_S)

@@ -55,7 +55,7 @@ async def test_a_request_is_computed_handed_over_and_released(pair: Pair) -> Non
 async def test_cancelled_before_its_prompt_was_read(pair: Pair) -> None:
     pair.store.gate.clear()
     await pair.ask("r", 50)
-    await asyncio.sleep(0.02)
+    await eventually(lambda: pair.store.asked)
     pair.prefill.cancel("r")
 
     await pair.prefill.said("request_released", "r", 5)
@@ -81,18 +81,18 @@ async def test_cancelled_while_it_waits_for_pages(pair: Pair) -> None:
 
 
 async def test_a_prepared_request_is_cancelled_while_another_computes(pair: Pair) -> None:
-    await pair.ask("long", 3000)
-    await pair.prefill.said("chunk_started", "long")
-    before = pair.prefill.engine.pool.used_pages
-    await pair.ask("next", 100)
-    await eventually(lambda: pair.prefill.engine.pool.used_pages > before)
-    pair.prefill.cancel("next")
+    with pair.prefill.held_before_the_last_chunk():
+        await pair.ask("long", 300)
+        await pair.prefill.said("chunk_started", "long")
+        before = pair.prefill.engine.pool.used_pages
+        await pair.ask("next", 100)
+        await eventually(lambda: pair.prefill.engine.pool.used_pages > before)
+        pair.prefill.cancel("next")
 
-    await pair.prefill.said("request_released", "next", 5)
-    assert pair.prefill.engine.pool.used_pages == before
-    assert "chunk_finished" not in pair.prefill.kinds("long")
-    pair.prefill.cancel("long")
-    await pair.prefill.said("request_released", "long", 5)
+        await pair.prefill.said("request_released", "next", 5)
+        assert pair.prefill.engine.pool.used_pages == before
+        pair.prefill.cancel("long")
+        await pair.prefill.said("request_released", "long", 5)
     assert "chunk_finished" not in pair.prefill.kinds("long")
 
 
@@ -121,12 +121,13 @@ async def test_the_next_request_waits_for_pages_and_goes_on(pair: Pair) -> None:
 
 
 async def test_those_who_wait_go_as_told_and_who_computes_is_not_interrupted(pair: Pair) -> None:
-    await pair.ask("long", 3000)
-    await pair.prefill.said("chunk_started", "long")
-    for name in ("a", "b", "c"):
-        await pair.ask(name, 20)
-    await eventually(lambda: pair.prefill.has_shaken_hands("c"))
-    pair.prefill.role.on_command(order("c", "gone", "long", "b", "c", "a"))
+    with pair.prefill.held_before_the_last_chunk():
+        await pair.ask("long", 300)
+        await pair.prefill.said("chunk_started", "long")
+        for name in ("a", "b", "c"):
+            await pair.ask(name, 20)
+        await eventually(lambda: pair.prefill.has_shaken_hands("c"))
+        pair.prefill.role.on_command(order("c", "gone", "long", "b", "c", "a"))
 
     for name in ("a", "b", "c"):
         await pair.prefill.said("request_released", name)
@@ -136,13 +137,14 @@ async def test_those_who_wait_go_as_told_and_who_computes_is_not_interrupted(pai
 
 
 async def test_later_commands_queue_up_behind_an_order(pair: Pair) -> None:
-    await pair.ask("long", 3000)
-    await pair.prefill.said("chunk_started", "long")
-    await pair.ask("a", 20)
-    await pair.ask("b", 20)
-    pair.prefill.role.on_command(order("long", "b", "a"))
-    await pair.ask("c", 20)
-    await eventually(lambda: pair.prefill.has_shaken_hands("c"))
+    with pair.prefill.held_before_the_last_chunk():
+        await pair.ask("long", 300)
+        await pair.prefill.said("chunk_started", "long")
+        await pair.ask("a", 20)
+        await pair.ask("b", 20)
+        pair.prefill.role.on_command(order("long", "b", "a"))
+        await pair.ask("c", 20)
+        await eventually(lambda: pair.prefill.has_shaken_hands("c"))
 
     for name in ("a", "b", "c"):
         await pair.prefill.said("request_released", name)
@@ -153,7 +155,7 @@ async def test_jobs_are_prepared_in_the_order_told(pair: Pair) -> None:
     pair.store.gate.clear()
     for name in ("a", "b", "c"):
         await pair.ask(name, 20)
-    await asyncio.sleep(0.02)
+    await eventually(lambda: pair.store.asked)
     pair.prefill.role.on_command(order("c", "b", "a"))
     pair.store.gate.set()
 
@@ -163,13 +165,14 @@ async def test_jobs_are_prepared_in_the_order_told(pair: Pair) -> None:
 
 
 async def test_a_job_that_is_next_and_not_prepared_holds_up_none_that_is(pair: Pair) -> None:
-    await pair.ask("long", 3000)
-    await pair.prefill.said("chunk_started", "long")
-    await pair.ask("ready", 20)
-    await eventually(lambda: pair.prefill.has_shaken_hands("ready"))
-    pair.store.gate.clear()
-    await pair.ask("next", 20)
-    pair.prefill.role.on_command(order("long", "next", "ready"))
+    with pair.prefill.held_before_the_last_chunk():
+        await pair.ask("long", 300)
+        await pair.prefill.said("chunk_started", "long")
+        await pair.ask("ready", 20)
+        await eventually(lambda: pair.prefill.has_shaken_hands("ready"))
+        pair.store.gate.clear()
+        await pair.ask("next", 20)
+        pair.prefill.role.on_command(order("long", "next", "ready"))
 
     await pair.prefill.said("request_released", "ready")
     pair.store.gate.set()
@@ -241,8 +244,8 @@ async def test_a_prompt_that_is_not_whole_is_not_computed(pair: Pair) -> None:
 
 
 async def test_a_refused_handshake_stops_the_compute(pair: Pair) -> None:
-    request = spec("r", 3000)
-    await remember(pair.store, request, prompt(3000))
+    request = spec("r", 300)
+    await remember(pair.store, request, prompt(300))
     life = pair.decode.incarnation
     later = life._replace(generation=life.generation + 1)
     elsewhere = replace(pair.decode.member, incarnation=later)
@@ -269,12 +272,13 @@ async def test_a_failed_computation_is_reported_and_the_next_one_runs(pair: Pair
 
 
 async def test_drop_all_leaves_nothing(pair: Pair) -> None:
-    for i in range(4):
-        await pair.ask(f"r{i}", 1500)
-    await pair.prefill.said("chunk_started", "r0")
+    with pair.prefill.held_before_the_last_chunk():
+        for i in range(4):
+            await pair.ask(f"r{i}", 150)
+        await pair.prefill.said("chunk_started", "r0")
 
-    async with asyncio.timeout(HANG_S):
-        await pair.prefill.role.drop_all("the scheduler is gone")
+        async with asyncio.timeout(HANG_S):
+            await pair.prefill.role.drop_all("the scheduler is gone")
 
     assert pair.prefill.engine.pool.used_pages == 0
     assert not any(kind == "request_failed" for kind, _ in pair.prefill.messages)
@@ -282,16 +286,17 @@ async def test_drop_all_leaves_nothing(pair: Pair) -> None:
 
 @pytest.mark.parametrize("abort", [False, True])
 async def test_an_instance_lets_go_of_its_requests_and_works_on(pair: Pair, abort: bool) -> None:
-    for i in range(4):
-        await pair.ask(f"r{i}", 1500)
-    await pair.prefill.said("chunk_started", "r0")
-    pair.prefill.role.on_command(Drain(abort=abort))
-    for i in range(4):
-        released = await pair.prefill.said("request_released", f"r{i}")
-        assert not released.complete
-        failed = [m for k, m in pair.prefill.messages if k == "request_failed"]
-        assert len(failed) == 4 * abort
-        assert not any(message.retryable for message in failed)
+    with pair.prefill.held_before_the_last_chunk():
+        for i in range(4):
+            await pair.ask(f"r{i}", 150)
+        await pair.prefill.said("chunk_started", "r0")
+        pair.prefill.role.on_command(Drain(abort=abort))
+        for i in range(4):
+            released = await pair.prefill.said("request_released", f"r{i}")
+            assert not released.complete
+            failed = [m for k, m in pair.prefill.messages if k == "request_failed"]
+            assert len(failed) == 4 * abort
+            assert not any(message.retryable for message in failed)
     assert pair.prefill.engine.pool.used_pages == 0
     await pair.ask("r", 20)
     await pair.decode.said("request_finished", "r")

@@ -50,10 +50,12 @@ class GatedStore(MemoryStore):
         self.gate = asyncio.Event()
         self.gate.set()
         self.error: Exception | None = None
+        self.asked: list[str] = []  # for prompts, before the gate
         self.read: list[str] = []
         self.slices: list[tuple[str, int, int]] = []  # what was read of a prompt
 
     async def prompt_ids(self, request_id: str, start: int = 0, stop: int | None = None) -> Any:
+        self.asked.append(request_id)
         await self.gate.wait()
         self.read.append(request_id)
         if self.error is not None:

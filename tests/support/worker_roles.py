@@ -10,7 +10,12 @@ import re
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Generator, Iterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from contextlib import (
+    AbstractContextManager,
+    AsyncExitStack,
+    asynccontextmanager,
+    contextmanager,
+)
 from typing import Any
 
 import numpy as np
@@ -133,22 +138,29 @@ class LiveRole:
         session = self.role.sending(request_id)
         return session is not None and session.timings.granted_s > 0
 
+    def held_before_the_last_chunk(self, of: str = "") -> AbstractContextManager[None]:
+        """Of a prefill role: holds passes that are to give logits, of one request or of all."""
+        return self.held(lambda task: task.want_logits and of in ("", task.name))
+
     @contextmanager
-    def held_before_the_last_chunk(self) -> Iterator[None]:
-        """Of a prefill role: passes that are to give logits wait at their first boundary."""
+    def held(self, which: Callable[[Any], bool]) -> Iterator[None]:
+        """Of a prefill role: passes with such a task stay at their first boundary, and are
+        suspended and cancelled there like any other. A group's pass, whose boundaries count, takes
+        a second to each instead.
+        """
         runner, go_on = self.engine.runner, threading.Event()
         prefill, prefill_ring = runner.prefill_batch, runner.prefill_ring
 
         def held(tasks: Sequence[PrefillTask]) -> Generator[Boundary]:
             for boundary in prefill(tasks):
-                if any(task.want_logits for task in tasks):
-                    go_on.wait(HANG_S)
                 yield boundary
+                while any(map(which, tasks)) and not go_on.wait(0.002):
+                    yield boundary
 
         def held_ring(task: RingTask) -> Generator[Boundary]:
             for boundary in prefill_ring(task):
-                if task.want_logits:
-                    go_on.wait(1)  # at each of many: who cancels it is not kept waiting
+                if which(task):
+                    go_on.wait(1)
                 yield boundary
 
         runner.prefill_batch = held  # type: ignore[method-assign]

@@ -73,16 +73,18 @@ async def test_prompt_logprobs_come_from_all_members(monkeypatch: pytest.MonkeyP
 
 async def test_a_short_request_passes_a_gang_and_both_get_their_tokens() -> None:
     async with group_of(2, config(max_chunk_tokens=256)) as group:
-        expected_long, expected_short = await alone(group, 3000), await alone(group, 20)
-        await group.ask("long", [(3000, [0, 1])])
-        await group.prefills[0].said("chunk_started", "long")
-        for number in range(3):
-            name = f"short-{number}"
-            await group.ask(name, [(20, [number % 2])])
-            group.order(number % 2, (name, 0), ("long", 0))
-            assert await group.tokens(name) == expected_short
+        expected_long, expected_short = await alone(group, 600), await alone(group, 20)
+        leader = group.prefills[0]
+        with leader.held_before_the_last_chunk("long"):
+            await group.ask("long", [(600, [0, 1])])
+            for number in range(3):
+                await eventually(lambda: leader.kinds("long")[-1:] == ["chunk_started"])
+                name = f"short-{number}"
+                await group.ask(name, [(20, [number % 2])])
+                group.order(number % 2, (name, 0), ("long", 0))
+                assert await group.tokens(name) == expected_short
         assert await group.tokens("long") == expected_long
-        kinds = group.prefills[0].kinds("long")
+        kinds = leader.kinds("long")
         assert kinds.count("chunk_suspended") >= 2
         assert kinds.count("chunk_started") == 1 + kinds.count("chunk_suspended")
         assert group.prefills[1].kinds("long") == ["request_released"]  # the leader reports
