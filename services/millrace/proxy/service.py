@@ -28,11 +28,12 @@ from millrace.proxy.http.tenants import Tenants
 from millrace.proxy.metrics import ModelMetrics, ProxyMetrics
 from millrace.proxy.models.models import Models
 from millrace.proxy.responses import StoredResponses
+from millrace.proxy.streams.latest_records import LatestRecords
 from millrace.proxy.streams.owner import OwnedStreams, StreamLives
 from millrace.proxy.streams.replay import Replays
 from millrace.proxy.tenancy.limiter import Limiter
 from millrace.proxy.tenancy.stored_tenants import StoredTenants
-from millrace.proxy.tracing.shared import SharedWaterfalls
+from millrace.proxy.tracing.shared import LatestRecord, SharedWaterfalls
 from millrace.proxy.tracing.traces import RequestTraces
 from millrace.proxy.tracing.waterfalls import RecentWaterfalls, Waterfalls
 from millrace.state.leader import LeaderWatch
@@ -46,6 +47,7 @@ from millrace.state.open import (
     open_waterfalls,
 )
 from millrace.state.store import RequestStore
+from millrace.state.streams import StreamStore
 from millrace.telemetry.tracing.tracer import open_tracer
 from millrace.telemetry.vllm_names import add_vllm_names
 
@@ -120,19 +122,21 @@ class Proxy:
 
         self.models = Models(config, model, make_gateway)
         self.waterfalls = Waterfalls(recent, self.models.open_requests)
-        self._shared = self._share(recent) if config.telemetry.waterfall_bytes else None
-        parts = self.models, self.store, self.metrics, traces, self.waterfalls
+        streams = open_streams(config.store)
+        latest = LatestRecords(self.store, streams).find
+        self._shared = self._share(recent, latest) if config.telemetry.waterfall_bytes else None
+        parts = self.models, self.store, streams, self.metrics, traces, self.waterfalls
         self._services = _services(config, process_id, *parts)
         self._server: _HttpServer | None = None
         self._serving: asyncio.Task[None] | None = None
         self.port = 0
 
-    def _share(self, recent: RecentWaterfalls) -> SharedWaterfalls | None:
+    def _share(self, recent: RecentWaterfalls, latest: LatestRecord) -> SharedWaterfalls | None:
         """Shares the waterfalls with other replicas, if there can be any."""
         store = open_waterfalls(self._config.store)
         if store is None:
             return None
-        shared = SharedWaterfalls(store, self.store)
+        shared = SharedWaterfalls(store, latest)
         recent.share, self.waterfalls.ask_store = shared.add, shared.find
         return shared
 
@@ -219,6 +223,7 @@ def _services(
     process_id: str,
     models: Models,
     store: RequestStore,
+    stream_store: StreamStore,
     metrics: ProxyMetrics,
     traces: RequestTraces,
     waterfalls: Waterfalls,
@@ -231,9 +236,7 @@ def _services(
         finished_ttl_s=config.store.finished_ttl_s,
     )
     limiter = Limiter(open_limits(config.store), metrics.tenants)
-    streams = OwnedStreams(
-        open_streams(config.store), store, models, replays, metrics, lives, limiter
-    )
+    streams = OwnedStreams(stream_store, store, models, replays, metrics, lives, limiter)
     tenants = Tenants(config, metrics.tenants)
     stored = None
     if config.auth.stored_keys == "on":

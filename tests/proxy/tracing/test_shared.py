@@ -20,8 +20,10 @@ from millrace.cli.commands.trace import read_gateway
 from millrace.core.config import Config, StoreConfig, TenantConfig, load_config
 from millrace.core.span import Span
 from millrace.proxy.errors import ApiError
+from millrace.proxy.streams.latest_records import LatestRecords
 from millrace.proxy.tracing.shared import MOST_BYTES, SMALL_BYTES, SharedWaterfalls
 from millrace.state.memory_store import MemoryStore
+from millrace.state.streams import MemoryStreams
 from millrace.state.waterfalls import RedisWaterfalls
 from support.deadlines import HANG_S, eventually
 from support.gateway import MODEL, Script, Stack, gateway
@@ -101,6 +103,34 @@ async def test_an_open_request_is_known_elsewhere_but_has_no_waterfall(tmp_path:
         assert (await trace(second, "/v1/requests/mine/trace"))["ttft_ms"] > 0.0
 
 
+@pytest.mark.parametrize("choices", [1, 2])
+async def test_a_migrated_request_is_open_elsewhere(tmp_path: Path, choices: int) -> None:
+    """The store has it under another id: of the request's next incarnation, or of its choices'."""
+    async with two_replicas(tmp_path) as (first, second):
+        hold = asyncio.Event()
+        first.fleet.script = Script(hold=hold, hold_after=2, others=("another",))
+        headers, body = {"x-millrace-request-id": "mine"}, {**BODY, "n": choices, "stream": True}
+        asking = asyncio.create_task(first.http.post(CHAT, json=body, headers=headers))
+        await first.begun()
+        (before,) = first.fleet.specs
+        first.fleet.move(before)
+        await eventually(lambda: len(first.fleet.specs) == 1 + choices)
+
+        async def migrated() -> bool:
+            return await first.state_of(before.request_id) == "cancelled"
+
+        await eventually(migrated)
+        for name in ("mine", before.request_id):
+            refused = await second.http.get(f"/v1/requests/{name}/trace")
+            assert (refused.status_code, refused.json()["error"]["code"]) == (409, "request_open")
+            report = await second.http.get(f"/v1/requests/{name}")
+            assert report.json()["state"] not in ("cancelled", "finished")
+        hold.set()
+        await asking
+        found = await trace(second, "/v1/requests/mine/trace")
+        assert "moved" in [span["name"] for span in found["spans"]]
+
+
 async def test_a_tenant_sees_no_request_of_another(tmp_path: Path) -> None:
     tenants = {
         name: TenantConfig(key_sha256=(sha256(name.encode()).hexdigest(),))
@@ -156,7 +186,8 @@ async def test_large_waterfalls_are_compressed_and_huge_ones_left_out(tmp_path: 
 
 async def test_a_store_out_of_reach_is_said(caplog: pytest.LogCaptureFixture) -> None:
     away = RedisWaterfalls(StoreConfig(url="redis://127.0.0.1:1"))
-    waterfalls = SharedWaterfalls(away, MemoryStore(StoreConfig()))
+    records = LatestRecords(MemoryStore(StoreConfig()), MemoryStreams())
+    waterfalls = SharedWaterfalls(away, records.find)
     with pytest.raises(ApiError, match="does not answer"):
         await waterfalls.find(["a"], None)
     waterfalls.add("a", b"[]")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -10,11 +9,10 @@ from typing import Any
 from millrace.core.request import RequestState
 from millrace.core.request_spec import RequestSpec
 from millrace.proxy.errors import unavailable
-from millrace.proxy.fleet.migration import MOST_MOVES
 from millrace.proxy.fleet.prompts_ahead import PromptsAhead
 from millrace.proxy.generation.proxy_request import ProxyRequest
 from millrace.proxy.models.models import Models
-from millrace.proxy.streams.source import read_state
+from millrace.proxy.streams.latest_records import LatestRecords
 from millrace.state.store import RequestRecord, RequestStore, StoreError
 from millrace.state.streams import StreamStore
 from millrace.wire.codec.request_spec import decode_spec
@@ -46,7 +44,7 @@ class RequestStates:
     def __init__(self, models: Models, store: RequestStore, streams: StreamStore) -> None:
         self._models = models
         self._store = store
-        self._streams = streams
+        self._latest = LatestRecords(store, streams)
 
     async def find(self, response_id: str, tenant: str) -> RequestReport | None:
         """Returns None if the tenant has no such request, or no longer. Raises ApiError (503)."""
@@ -82,7 +80,7 @@ class RequestStates:
 
     async def _of_record(self, response_id: str, tenant: str) -> RequestReport | None:
         """Reports a request of another replica, or a request that has ended."""
-        record = await self._latest(response_id)
+        record = await self._latest.find(response_id)
         if record is None:
             return None
         spec = decode_spec(record.spec)
@@ -119,16 +117,3 @@ class RequestStates:
             left_s=left_s,
             predicted_ttft_s=None if left_s is None else waited_s + left_s,
         )
-
-    async def _latest(self, response_id: str) -> RequestRecord | None:
-        """Returns the record of the last incarnation that the store knows."""
-        stream = await self._streams.get(response_id)
-        if stream is not None:
-            return await self._store.get(read_state(stream.body).incarnation)
-        last = await self._store.get(response_id)
-        if last is not None and last.state != RequestState.CANCELLED.value:
-            return last
-        # It was migrated, or is unknown: an incarnation's record outlives it by a minute only.
-        names = [f"{response_id}.{number}" for number in range(1, MOST_MOVES + 1)]
-        found = await asyncio.gather(*(self._store.get(name) for name in names))
-        return next((record for record in reversed(found) if record is not None), last)

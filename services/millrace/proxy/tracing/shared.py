@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Final
 
 from millrace.core.request import RequestState
 from millrace.proxy.errors import ApiError, shown, unavailable
 from millrace.proxy.tracing.waterfalls import Json, document_of
-from millrace.state.store import RequestStore, StoreError
+from millrace.state.store import RequestRecord, StoreError
 from millrace.state.waterfalls import RedisWaterfalls
 from millrace.wire.codec.request_spec import decode_spec
 
@@ -28,14 +28,17 @@ SMALL_BYTES: Final = 2048
 #: The largest waterfall that is written, compressed.
 MOST_BYTES: Final = 64 << 10
 
+#: Returns the record of a request's last incarnation, also of a request that is open at another
+#: replica. Raises StoreError.
+LatestRecord = Callable[[str], Awaitable[RequestRecord | None]]
+
 
 class SharedWaterfalls:
     """Writes the waterfalls of this process to the store, and reads those of all processes."""
 
-    def __init__(self, store: RedisWaterfalls, requests: RequestStore) -> None:
-        """`requests` has the records of requests that are open at other replicas."""
+    def __init__(self, store: RedisWaterfalls, latest: LatestRecord) -> None:
         self._store = store
-        self._requests = requests
+        self._latest = latest
         self._waiting: dict[str, bytes] = {}
         self._writing: set[asyncio.Task[None]] = set()
 
@@ -76,8 +79,10 @@ class SharedWaterfalls:
         return None
 
     async def _state(self, names: Sequence[str], tenant: str | None) -> RequestState | None:
-        """Returns the state of the first of these requests that the store has."""
-        for record in await asyncio.gather(*map(self._requests.get, names)):
+        """Returns the state of the first of these requests that the store has: of its last
+        incarnation.
+        """
+        for record in await asyncio.gather(*map(self._latest, names)):
             if record is not None and tenant in (None, decode_spec(record.spec).tenant):
                 return RequestState(record.state)
         return None
