@@ -5,6 +5,7 @@ a failure comes again whatever ran before it. With the default seed, 0, Hypothes
 examples in every run; `--seed=random` explores. A failure names the seed that repeats it.
 """
 
+import asyncio
 import os
 import random
 import sys
@@ -14,6 +15,8 @@ from collections.abc import Iterator
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+from support.late_loop import DRAW, LateLoops
 
 # Tiny models gain nothing from a second thread, and on a busy machine they wait for it.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -37,14 +40,18 @@ settings.load_profile("millrace-fixed")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--seed", default="0", help="of all randomness: a number, or `random`")
+    parser.addoption("--late", action="store_true", help="event loops stall and hear late of I/O")
     parser.addoption("--rewrite", action="store_true", help="of transcripts: write what is so now")
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
-    """Settles the seed. xdist's workers get the number with this process's other options."""
+    """Settles seed and loops. xdist's workers get the number with this process's other options."""
     if config.option.seed == "random":
         config.option.seed = str(random.SystemRandom().randrange(1, 1 << 32))
+    if config.option.late:
+        DRAW.seed(config.option.seed)
+        asyncio.set_event_loop_policy(LateLoops())
     if config.option.seed != "0":
         settings.load_profile("millrace")
         if config.option.hypothesis_seed is None:
