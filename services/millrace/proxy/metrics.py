@@ -178,7 +178,7 @@ class ModelMetrics:
         self._finished(self._model, reason).inc()
         first = request.first_token_at
         assert first is not None  # a request that ended had a token
-        if request.adopted:
+        if request.adoption:
             return  # this replica does not know when the first tokens were sent
         model, name = self._model, request.slo.class_name
         objectives = dict(judged(request))

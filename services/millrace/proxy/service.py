@@ -11,6 +11,7 @@ import time
 import uuid
 from collections.abc import Iterator
 from functools import partial
+from typing import NamedTuple
 
 import uvicorn
 
@@ -29,15 +30,19 @@ from millrace.proxy.metrics import ModelMetrics, ProxyMetrics
 from millrace.proxy.models.models import Models
 from millrace.proxy.responses import StoredResponses
 from millrace.proxy.streams.latest_records import LatestRecords
-from millrace.proxy.streams.owner import OwnedStreams, StreamLives
+from millrace.proxy.streams.lives import StreamLives
+from millrace.proxy.streams.owner import OwnedStreams
 from millrace.proxy.streams.replay import Replays
 from millrace.proxy.tenancy.limiter import Limiter
 from millrace.proxy.tenancy.stored_tenants import StoredTenants
+from millrace.proxy.tracing.handed_on import StreamWaterfalls
 from millrace.proxy.tracing.shared import LatestRecord, SharedWaterfalls
+from millrace.proxy.tracing.stored_texts import StoredTexts
 from millrace.proxy.tracing.traces import RequestTraces
 from millrace.proxy.tracing.waterfalls import RecentWaterfalls, Waterfalls
 from millrace.state.leader import LeaderWatch
 from millrace.state.open import (
+    open_begun_waterfalls,
     open_documents,
     open_leases,
     open_limits,
@@ -125,7 +130,11 @@ class Proxy:
         streams = open_streams(config.store)
         latest = LatestRecords(self.store, streams).find
         self._shared = self._share(recent, latest) if config.telemetry.waterfall_bytes else None
-        parts = self.models, self.store, streams, self.metrics, traces, self.waterfalls
+        begun = open_begun_waterfalls(config.store) if config.telemetry.waterfall_bytes else None
+        texts = None if begun is None else StoredTexts(begun)
+        of_streams = StreamWaterfalls(recent, texts)
+        stores = _Stores(self.store, streams)
+        parts = self.models, stores, self.metrics, traces, self.waterfalls, of_streams
         self._services = _services(config, process_id, *parts)
         self._server: _HttpServer | None = None
         self._serving: asyncio.Task[None] | None = None
@@ -136,7 +145,7 @@ class Proxy:
         store = open_waterfalls(self._config.store)
         if store is None:
             return None
-        shared = SharedWaterfalls(store, latest)
+        shared = SharedWaterfalls(StoredTexts(store), latest)
         recent.share, self.waterfalls.ask_store = shared.add, shared.find
         return shared
 
@@ -218,15 +227,20 @@ class Proxy:
         await asyncio.to_thread(self._traces.close)
 
 
+class _Stores(NamedTuple):
+    requests: RequestStore
+    streams: StreamStore
+
+
 def _services(
     config: Config,
     process_id: str,
     models: Models,
-    store: RequestStore,
-    stream_store: StreamStore,
+    stores: _Stores,
     metrics: ProxyMetrics,
     traces: RequestTraces,
     waterfalls: Waterfalls,
+    of_streams: StreamWaterfalls,
 ) -> Services:
     files = open_files(config)
     replays = Replays(models)
@@ -236,7 +250,10 @@ def _services(
         finished_ttl_s=config.store.finished_ttl_s,
     )
     limiter = Limiter(open_limits(config.store), metrics.tenants)
-    streams = OwnedStreams(stream_store, store, models, replays, metrics, lives, limiter)
+    store = stores.requests
+    streams = OwnedStreams(
+        stores.streams, store, models, replays, metrics, lives, limiter, of_streams
+    )
     tenants = Tenants(config, metrics.tenants)
     stored = None
     if config.auth.stored_keys == "on":

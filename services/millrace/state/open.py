@@ -69,7 +69,16 @@ def open_tenant_tables(config: StoreConfig) -> TenantTables:
 
 def open_waterfalls(config: StoreConfig) -> RedisWaterfalls | None:
     """Opens the waterfalls at `config.url`, as `open_store`; None: no other process could read."""
-    return None if in_memory(config) else RedisWaterfalls(config)
+    if in_memory(config):
+        return None
+    return RedisWaterfalls(config, "waterfall", config.finished_ttl_s)
+
+
+def open_begun_waterfalls(config: StoreConfig) -> RedisWaterfalls | None:
+    """Opens the waterfalls of resumable streams that are open, as `open_waterfalls`."""
+    if in_memory(config):
+        return None
+    return RedisWaterfalls(config, "begun_waterfall", config.ttl_s)
 
 
 def open_outcomes(config: StoreConfig, group: str) -> RedisOutcomes | None:

@@ -1,6 +1,7 @@
-"""Keeps the waterfalls of requests that ended in Redis, for all replicas of the proxy.
+"""Keeps the waterfalls of requests in Redis, for all replicas of the proxy.
 
-A waterfall is opaque here. It lives as long as the record of a finished request.
+A waterfall is opaque here. If its request has ended, it lives as long as the request's record; that
+of a resumable stream's open request lives as long as the stream.
 """
 
 from __future__ import annotations
@@ -22,11 +23,15 @@ return #KEYS
 class RedisWaterfalls:
     """A string per response. Every method raises StoreError if the store is unreachable."""
 
-    def __init__(self, config: StoreConfig) -> None:
-        """Connects at the first call. Raises ConfigError when `config.url` is not valid."""
+    def __init__(self, config: StoreConfig, kind: str, ttl_s: float) -> None:
+        """Connects at the first call. `kind` is a part of the keys; the waterfalls live `ttl_s`.
+
+        Raises ConfigError when `config.url` is not valid.
+        """
         self._link = RedisLink(config)
         self._prefix = config.key_prefix
-        self._ttl_ms = round(config.finished_ttl_s * 1000)
+        self._kind = kind
+        self._ttl_ms = round(ttl_s * 1000)
 
     async def put(self, waterfalls: Mapping[str, bytes]) -> None:
         """Writes waterfalls by response id, in one round trip."""
@@ -43,9 +48,15 @@ class RedisWaterfalls:
         found = await self._link.again(lambda: self._link.client.mget(keys))
         return [None if one is None else as_bytes(one) for one in found]
 
+    async def remove(self, response_ids: Sequence[str]) -> None:
+        """Removes waterfalls, in one round trip."""
+        if response_ids:
+            keys = [self._key(name) for name in response_ids]
+            await self._link.again(lambda: self._link.client.unlink(*keys))
+
     async def close(self) -> None:
         """Closes the store's connections."""
         await self._link.close()
 
     def _key(self, response_id: str) -> bytes:
-        return key_of(self._prefix, "waterfall", response_id)
+        return key_of(self._prefix, self._kind, response_id)

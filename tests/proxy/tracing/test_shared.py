@@ -21,7 +21,8 @@ from millrace.core.config import Config, StoreConfig, TenantConfig, load_config
 from millrace.core.span import Span
 from millrace.proxy.errors import ApiError
 from millrace.proxy.streams.latest_records import LatestRecords
-from millrace.proxy.tracing.shared import MOST_BYTES, SMALL_BYTES, SharedWaterfalls
+from millrace.proxy.tracing.shared import SharedWaterfalls
+from millrace.proxy.tracing.stored_texts import MOST_BYTES, SMALL_BYTES, StoredTexts
 from millrace.state.memory_store import MemoryStore
 from millrace.state.streams import MemoryStreams
 from millrace.state.waterfalls import RedisWaterfalls
@@ -185,9 +186,9 @@ async def test_large_waterfalls_are_compressed_and_huge_ones_left_out(tmp_path: 
 
 
 async def test_a_store_out_of_reach_is_said(caplog: pytest.LogCaptureFixture) -> None:
-    away = RedisWaterfalls(StoreConfig(url="redis://127.0.0.1:1"))
+    away = RedisWaterfalls(StoreConfig(url="redis://127.0.0.1:1"), "waterfall", 60.0)
     records = LatestRecords(MemoryStore(StoreConfig()), MemoryStreams())
-    waterfalls = SharedWaterfalls(away, records.find)
+    waterfalls = SharedWaterfalls(StoredTexts(away), records.find)
     with pytest.raises(ApiError, match="does not answer"):
         await waterfalls.find(["a"], None)
     waterfalls.add("a", b"[]")

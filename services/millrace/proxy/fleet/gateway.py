@@ -259,7 +259,9 @@ class Gateway:
             self._scheduler.cancel(request.spec.request_id, "its stream is continued elsewhere")
 
     def adopt(self, request: ProxyRequest, incarnation: str) -> None:
-        """Continues a request that another replica has submitted as `incarnation`."""
+        """Continues a request with an `adoption`, which another replica has submitted as
+        `incarnation`.
+        """
         self._migration.adopt(request, incarnation)
 
     # -- messages of the scheduler

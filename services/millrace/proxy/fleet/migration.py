@@ -67,9 +67,10 @@ class Migration:
         self._retry = retry
 
     def adopt(self, request: ProxyRequest, incarnation: str) -> None:
-        """Continues a request that another replica has submitted as `incarnation`."""
+        """Continues a request with an `adoption`, which another replica has submitted as
+        `incarnation`.
+        """
         deaths = request.spec.deaths
-        request.adopted = True
         request.spec = replace(request.spec, request_id=incarnation)
         self._live[incarnation] = request
         self.move(request, ApiError(500, LOST, code="failed"), "adopted")

@@ -17,7 +17,7 @@ def judged(request: ProxyRequest) -> Iterator[tuple[str, bool]]:
     replica does not know when the first tokens were sent.
     """
     first, slo = request.first_token_at, request.slo
-    if first is None or request.adopted:
+    if first is None or request.adoption:
         return
     if slo.ttft_s is not None:
         yield "ttft", first - request.arrived_at <= slo.ttft_s

@@ -14,6 +14,7 @@ from millrace.core.request import Slo
 from millrace.core.request_spec import RequestSpec
 from millrace.core.span import Span
 from millrace.core.token_events import PositionLogprobs, TokenDetail, TokenEvent
+from millrace.proxy.generation.adoption import Adoption
 from millrace.proxy.generation.choice import Choice
 from millrace.proxy.generation.continuation import continuation
 from millrace.proxy.generation.echo import Echo
@@ -47,7 +48,7 @@ class ProxyRequest:
         "_open_choices",
         "_tokens",
         "_whole",
-        "adopted",
+        "adoption",
         "arrived_at",
         "cached_tokens",
         "choices",
@@ -114,8 +115,8 @@ class ProxyRequest:
         #: Runs when the store has a migrated request, before the request is submitted; raises
         #: ApiError.
         self.on_recorded: Callable[[], Awaitable[None]] | None = None
-        #: Another replica began the request: its times before the adoption are unknown.
-        self.adopted = False
+        #: Set if another replica began the request: then its own times here are no client's.
+        self.adoption: Adoption | None = None
         #: The cached tokens that clients of an adopted request have seen; None: none saw any.
         self.fixed_cached_tokens: int | None = None
         self.sink = sink
@@ -321,10 +322,8 @@ class ProxyRequest:
         self.spec = with_blocks(rest, self.prompt_ids)
         self.stage, self.decode = Stage.MOVING, None
         self.encoded_spec, self.stored_spec, self.recorded = b"", b"", False
-        self._early = {}
-        self.confirmed = False
-        self.parked_since = None
-        self.waiting_since = now
+        self._early, self.confirmed = {}, False
+        self.parked_since, self.waiting_since = None, now
 
     def keep(self, decode: Incarnation, event: TokenEvent) -> None:
         """Keeps an event of an instance at which the request may be placed: tokens and placements
@@ -383,6 +382,8 @@ class ProxyRequest:
     def _begin(self, detail: TokenDetail, now: float) -> None:
         """Takes the first token of this incarnation."""
         self.stage = Stage.STREAMING
+        if self.adoption is not None:
+            self.adoption.take_token(now)
         if self._moved_at is not None:
             self._note("moved", self.decode.id if self.decode else "", self._moved_at, now)
             self._moved_at = None

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Protocol
 
@@ -19,11 +19,13 @@ from millrace.core.request import RequestState
 from millrace.proxy.errors import ApiError, id_taken, unavailable
 from millrace.proxy.fleet.gateway import Gateway
 from millrace.proxy.fleet.leftovers import Leftovers
+from millrace.proxy.generation.adoption import Adoption
 from millrace.proxy.generation.proxy_request import ProxyRequest
 from millrace.proxy.metrics import ProxyMetrics
 from millrace.proxy.models.models import Models
 from millrace.proxy.models.served_model import ServedModel
 from millrace.proxy.reply.reply import EventReply
+from millrace.proxy.streams.lives import StreamLives
 from millrace.proxy.streams.replay import Replays, is_left_over, rebuilt
 from millrace.proxy.streams.source import (
     StreamSource,
@@ -37,6 +39,7 @@ from millrace.proxy.tenancy.caller import Caller
 from millrace.proxy.tenancy.costs import used_cost
 from millrace.proxy.tenancy.exchange import Exchange
 from millrace.proxy.tenancy.limiter import Limiter
+from millrace.proxy.tracing.handed_on import StreamWaterfalls
 from millrace.state.store import IdTaken, RequestStore, StoreError
 from millrace.state.streams import Hold, Lease, StreamRecord, StreamStore
 
@@ -52,15 +55,6 @@ QUIET_S = 2.0
 CLOSE_S = 2.0
 
 _AWAY = "The store of streams does not answer."
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StreamLives:
-    """How long streams live, in seconds: without a client, at most, and after their ends."""
-
-    grace_s: float
-    ttl_s: float
-    finished_ttl_s: float
 
 
 class OwnedStream:
@@ -143,6 +137,7 @@ class OwnedStream:
         """Lets another replica adopt the stream at once; this replica ends its work."""
         if self.settle():
             return
+        await self._streams.waterfalls.hand_on(self.stream_id, self.request, CLOSE_S / 2)
         try:
             await self._renew(0.0)
         except StoreError as error:
@@ -184,7 +179,10 @@ class OwnedStream:
             if self._written:  # a final stream takes no renewal, from its owner neither
                 return Hold.HELD
             body = self.state.encoded()
-            return await self._streams.store.renew(self.stream_id, self._fence, body, lease)
+            hold = await self._streams.store.renew(self.stream_id, self._fence, body, lease)
+        if hold is not Hold.LOST:
+            self._streams.waterfalls.note(self.stream_id, self.request)
+        return hold
 
     async def _finish(self) -> None:
         if not self._fence:
@@ -225,8 +223,10 @@ class OwnedStreams:
         metrics: ProxyMetrics,
         lives: StreamLives,
         limiter: Limiter,
+        waterfalls: StreamWaterfalls,
     ) -> None:
         self.store = store
+        self.waterfalls = waterfalls
         self._limiter = limiter
         self._models = models
         self.lives = lives
@@ -324,6 +324,10 @@ class OwnedStreams:
             await self.store.finish(stream_id, fence, body.encoded(), ttl_s)
             return
         self.count("adopted")
+        former = await self.waterfalls.former(stream_id)
+        replay.request.adoption = Adoption(
+            at=time.monotonic(), tokens=replay.token_count, former=former
+        )
         stream = OwnedStream(
             self, stream_id, record.source, fence, replay.reply, state.incarnation, gateway
         )
@@ -355,6 +359,7 @@ class OwnedStreams:
         if waiting := [*releases, *self._tasks.values()]:
             await asyncio.wait(waiting, timeout=CLOSE_S)
         await cancel(*self._tasks.values())
+        await self.waterfalls.close(CLOSE_S)
         await self._leftovers.close(CLOSE_S)
         await self.store.close()
 
@@ -370,9 +375,10 @@ class OwnedStreams:
         def end(*, handed_on: bool) -> None:
             if handed_on:
                 self._limiter.hand_on(exchange)
-            else:
-                error = stream.reply.progress.error
-                self._limiter.settle(exchange, used_cost([stream.request], error))
+                return
+            error = stream.reply.progress.error
+            self._limiter.settle(exchange, used_cost([stream.request], error))
+            self.waterfalls.keep(stream.request, "" if error is None else error.message)
 
         return end
 
@@ -383,6 +389,7 @@ class OwnedStreams:
         def ended(task: asyncio.Task[None]) -> None:
             del self._streams[stream.stream_id], self._tasks[stream.stream_id]
             on_end(handed_on=stream.handed_on)
+            self.waterfalls.leave(stream.stream_id, handed_on=stream.handed_on)
             if not task.cancelled() and (error := task.exception()) is not None:
                 log.error("stream %s", stream.stream_id, exc_info=error)
 

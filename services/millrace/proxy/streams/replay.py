@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -124,7 +125,9 @@ class Replays:
         ids = prompt_ids[: source.prompt_tokens]
         prompt = EnginePrompt(ids=ids, end=source.prompt_end, blocks=blocks)
         replay = self._make(source, prompt, options, spec.tenant, cached_tokens, None)
-        replay.request.suspect(spec.deaths)
+        request = replay.request
+        request.suspect(spec.deaths)
+        request.spec = replace(request.spec, traceparent=spec.traceparent)
         return replay
 
     def _options(self, source: StreamSource) -> Options:

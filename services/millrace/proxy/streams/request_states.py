@@ -57,6 +57,22 @@ class RequestStates:
         except StoreError as error:
             raise unavailable("The request store does not answer.") from error
 
+    async def incarnation(self, response_id: str) -> str:
+        """Returns the id under which the scheduler has the response's first request now, or had it
+        last. Raises ApiError (503).
+        """
+        if (gateway := self._models.gateway_of(response_id)) is not None:
+            [first, *_] = gateway.of_response(response_id)
+            [latest, *_] = first.parts or [first]
+            return latest.spec.request_id
+        try:
+            for name in (response_id, f"{response_id}-0"):
+                if (record := await self._latest.find(name)) is not None:
+                    return record.request_id
+        except StoreError as error:
+            raise unavailable("The request store does not answer.") from error
+        return response_id
+
     async def _of_own(
         self, response_id: str, requests: list[ProxyRequest], prompts: PromptsAhead
     ) -> RequestReport:

@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from millrace.core.span import Span
 from millrace.proxy.generation.proxy_request import ProxyRequest
 
 
+class Adopted(NamedTuple):
+    """When another replica of the proxy adopted a request, in seconds since its arrival; the tokens
+    that were known then; and the former replica's timeline, if it is known.
+    """
+
+    at_s: float
+    tokens: int
+    former: Timeline | None
+
+
 class Timeline(NamedTuple):
     """When a request passed the steps at the proxy, and the bars that it has of other services.
 
-    Times are in seconds since its arrival; None: it has not come so far, or never did.
+    Times are in seconds since its arrival; None: it has not come so far, or never did. Those of an
+    adopted request are of this replica: its first token is the first one after the adoption.
     """
 
     request_id: str
@@ -29,12 +40,18 @@ class Timeline(NamedTuple):
     first_token_s: float | None
     last_token_s: float
     bars: Sequence[Span]
+    adopted: Adopted | None = None
 
     @staticmethod
     def of(request: ProxyRequest) -> Timeline:
         """Returns the times so far. The bars are the request's own list, which may still grow."""
-        spec, at = request.spec, request.arrived_at
+        spec, at, adoption = request.spec, request.arrived_at, request.adoption
         placed, first = request.placed_at, request.first_token_at
+        adopted = None
+        if adoption is not None:
+            first = adoption.first_token_at
+            former = None if adoption.former is None else Timeline.unpacked(adoption.former)
+            adopted = Adopted(adoption.at - at, adoption.tokens, former)
         return Timeline(
             request.request_id,
             spec.proxy.id,
@@ -50,7 +67,24 @@ class Timeline(NamedTuple):
             None if first is None else first - at,
             request.last_token_at - at,
             request.spans,
+            adopted,
         )
+
+    @property
+    def ttft_s(self) -> float | None:
+        """When the client got the first token; None: never, or unknown since its adoption."""
+        if self.adopted is None:
+            return self.first_token_s
+        former = self.adopted.former
+        if former is not None and former.ttft_s is not None:
+            return former.ttft_s
+        return None if self.adopted.tokens else self.first_token_s
+
+    @property
+    def predicted_s(self) -> float:
+        """The prediction of `ttft_s` before the first token; 0 if it is unknown."""
+        former = None if self.adopted is None else self.adopted.former
+        return self.predicted_ttft_s or (0.0 if former is None else former.predicted_s)
 
     def packed(self) -> tuple[Any, ...]:
         """Returns what `unpacked` reads, of types that orjson writes: a request in about 1 us."""
@@ -58,16 +92,28 @@ class Timeline(NamedTuple):
             (one.name, one.start_s, one.end_s, one.instance_id, dict(one.attributes))
             for one in self.bars
         ]
-        return (*self[:-1], bars)
+        packed = (*self[:_BARS], bars)
+        if self.adopted is None:
+            return packed
+        at_s, tokens, former = self.adopted
+        return (*packed, at_s, tokens, None if former is None else former.packed())
 
     @staticmethod
     def unpacked(packed: Sequence[Any]) -> Timeline:
-        *times, bars = packed
+        times, bars, adoption = packed[:_BARS], packed[_BARS], packed[_BARS + 1 :]
         read = [
             Span(name=name, start_s=start_s, end_s=end_s, instance_id=instance, attributes=more)
             for name, start_s, end_s, instance, more in bars
         ]
-        return Timeline._make((*times, read))
+        adopted = None
+        if adoption:
+            at_s, tokens, former = adoption
+            known = None if former is None else Timeline.unpacked(former)
+            adopted = Adopted(at_s, tokens, known)
+        return Timeline._make((*times, read, adopted))
+
+
+_BARS: Final = Timeline._fields.index("bars")
 
 
 class OwnSpan(NamedTuple):
@@ -81,12 +127,16 @@ class OwnSpan(NamedTuple):
 
 def own_spans(times: Timeline) -> Iterator[OwnSpan]:
     """Yields the proxy's own spans, as the waterfall and the trace show them."""
-    yield OwnSpan("tokenise", 0.0, times.read_s, {"prompt_tokens": times.prompt_tokens})
-    if times.started_s > times.read_s:
-        yield OwnSpan("record", times.read_s, times.started_s, {})
+    if times.adopted is None:
+        yield OwnSpan("tokenise", 0.0, times.read_s, {"prompt_tokens": times.prompt_tokens})
+        if times.started_s > times.read_s:
+            yield OwnSpan("record", times.read_s, times.started_s, {})
     if times.placed_s is not None:
         predicted = {"predicted_ttft_s": times.predicted_ttft_s}
         yield OwnSpan("place", times.submitted_s, times.placed_s, predicted)
     if times.first_token_s is not None:
-        told = {"completion_tokens": times.completion_tokens, "ttft_s": times.first_token_s}
+        earlier = 0 if times.adopted is None else times.adopted.tokens
+        told: dict[str, float] = {"completion_tokens": times.completion_tokens - earlier}
+        if not earlier:
+            told["ttft_s"] = times.first_token_s
         yield OwnSpan("answer", times.first_token_s, times.last_token_s, told)

@@ -61,11 +61,16 @@ class RequestTraces:
         error: ApiError | None,
         at: float,
         tell: Tell,
+        *,
+        handed_on: bool,
     ) -> None:
         """Keeps the waterfall of an HTTP request that arrived `at`, and records the proxy's spans
         of it, if they are wanted.
+
+        `handed_on`: another replica continues it, and keeps the whole waterfall.
         """
-        self._recent.add(requests, "" if error is None else error.message)
+        if not handed_on:
+            self._recent.add(requests, "" if error is None else error.message)
         if not scope.records:
             return
         failed = error is not None and error.status != _CLIENT_LEFT

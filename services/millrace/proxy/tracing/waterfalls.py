@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
@@ -11,7 +11,7 @@ import orjson
 
 from millrace.core.span import Span
 from millrace.proxy.generation.proxy_request import ProxyRequest
-from millrace.proxy.tracing.timeline import Timeline, own_spans
+from millrace.proxy.tracing.timeline import Adopted, Timeline, own_spans
 from millrace.telemetry.trace import Waterfall
 from millrace.telemetry.tracing.context import trace_id_of
 
@@ -26,6 +26,8 @@ Share = Callable[[str, bytes], None]
 def waterfall(times: Timeline) -> Waterfall:
     """Returns the bars of one request, in seconds since the arrival of the HTTP request."""
     found = Waterfall(request_id=times.request_id, arrival_unix_s=times.arrival_unix_s)
+    if times.adopted is not None:
+        found.add(_before(times.proxy_id, times.adopted))
     found.add(
         Span(
             name=own.name,
@@ -38,6 +40,24 @@ def waterfall(times: Timeline) -> Waterfall:
     )
     found.add(_after(times.submitted_s, bar) for bar in times.bars)
     return found
+
+
+def _before(proxy_id: str, adopted: Adopted) -> Iterator[Span]:
+    """Yields the bars that the former replica wrote to the store, and the mark of the adoption: it
+    begins with the gap in which nothing is known.
+    """
+    gap_s, told = 0.0, {"tokens": str(adopted.tokens), "former": "unknown"}
+    if adopted.former is not None:
+        known = waterfall(adopted.former)
+        yield from known.spans
+        gap_s, told["former"] = known.end_s, adopted.former.proxy_id
+    yield Span(
+        name="adopted",
+        instance_id=proxy_id,
+        start_s=min(gap_s, adopted.at_s),
+        end_s=adopted.at_s,
+        attributes=told,
+    )
 
 
 def _after(submitted_s: float, bar: Span) -> Span:
@@ -56,9 +76,9 @@ def _document(timelines: Iterable[Timeline]) -> Json:
     documents = []
     for times in timelines:
         document = waterfall(times).to_dict()
-        document["predicted_ttft_ms"] = round(times.predicted_ttft_s * 1e3, 3)
-        if times.first_token_s is not None:
-            document["ttft_ms"] = round(times.first_token_s * 1e3, 3)
+        document["predicted_ttft_ms"] = round(times.predicted_s * 1e3, 3)
+        if (ttft_s := times.ttft_s) is not None:
+            document["ttft_ms"] = round(ttft_s * 1e3, 3)
         if trace_id := trace_id_of(times.traceparent):
             document["trace_id"] = trace_id
         documents.append(document)

@@ -34,7 +34,7 @@ RIGHTS: Mapping[str, Rights] = {
     "proxy": Rights(
         keys=(
             *("request:*", "stream:*", "document:*", "file:*", "batch:*", "limits:*"),
-            *("tenants", "lease:*", "waterfall:*"),
+            *("tenants", "lease:*", "waterfall:*", "begun_waterfall:*"),
         ),
         commands=(
             *(*_SCRIPTS, *_ENDING, *_APPENDING, "exists", "set", "unlink", "getrange"),

@@ -258,7 +258,8 @@ class Runs:
         elif exchange is not None:
             limiter.settle(exchange, used_cost(progress.requests, progress.error))
         traces, tell = self._services.traces, self._gateway.keep_trace
-        traces.end(arrival.scope, progress.requests, progress.error, arrival.at, tell)
+        found = progress.requests, progress.error
+        traces.end(arrival.scope, *found, arrival.at, tell, handed_on=handed_on)
 
     def _leave(self, reply: GeneratingReply) -> None:
         """Cancels the unfinished requests: the client is gone, or the answer has failed."""

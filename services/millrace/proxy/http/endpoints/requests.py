@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 from dataclasses import asdict
+from typing import Any
 
 from millrace.core.scheduler.explanation.explain import Explanation
 from millrace.proxy.errors import ApiError, shown, unavailable
@@ -51,8 +51,7 @@ class RequestEndpoints:
             if await self._states.find(response_id, tenant) is None:
                 continue
             found = await self._explained(response_id)
-            shown = {name: value for name, value in asdict(found).items() if name not in _NAMING}
-            return await send_document(send, {"object": "millrace.explanation", **shown})
+            return await send_document(send, {"object": "millrace.explanation", **found})
         raise unknown(request_id)
 
     async def trace(self, scope: Scope, receive: Receive, send: Send) -> int:
@@ -67,16 +66,33 @@ class RequestEndpoints:
             raise unknown(request_id)
         return await send_document(send, {"object": "millrace.trace", **found})
 
-    async def _explained(self, response_id: str) -> Explanation:
-        """Returns the explanation of the response's first request. Raises ApiError."""
+    async def _explained(self, response_id: str) -> dict[str, Any]:
+        """Returns what a client sees of the response's first request: of its last incarnation, and
+        of its first. Raises ApiError.
+        """
         names = (response_id, f"{response_id}-0")  # of one prompt, or of the first of several
+        latest = await self._states.incarnation(response_id)
+        found = await self._ask(latest)
+        known = [one for name in names if name != latest and (one := await self._ask(name))]
+        if found is None and not known:
+            raise unknown(response_id)
+        if found is None:
+            return _shown(known[0])
+        return {**_shown(found), "earlier": _shown(known[0])} if known else _shown(found)
+
+    async def _ask(self, name: str) -> Explanation | None:
+        """Returns what a scheduler knows of a request by its id there; None: none knows it."""
         try:
-            for address, name in itertools.product(self._schedulers(), names):
+            for address in self._schedulers():
                 with contextlib.suppress(UnknownRequest):
                     return await explain(address, name)
         except SchedulerUnavailable as error:
             raise unavailable(str(error)) from error
-        raise unknown(response_id)
+        return None
+
+
+def _shown(found: Explanation) -> dict[str, Any]:
+    return {name: value for name, value in asdict(found).items() if name not in _NAMING}
 
 
 def unknown(request_id: str) -> ApiError:

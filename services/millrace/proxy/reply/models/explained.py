@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, NotRequired
 
 from typing_extensions import TypedDict
 
@@ -67,6 +67,10 @@ class Explanation(_Explained):
 
 
 class RequestExplanation(_Explained):
-    """The same for the request's own client: no other request and no instance is named."""
+    """The same for the request's own client: no other request and no instance is named.
+
+    `earlier`: of the request before it was migrated, or adopted by another replica of the proxy.
+    """
 
     object: Literal["millrace.explanation"]
+    earlier: NotRequired[_Explained]
