@@ -55,7 +55,7 @@ async def test_the_store_goes_on_at_the_server_that_was_promoted(passwords: tupl
         await store.append_tokens([entry(2)])
         assert (await store.journal("a", 0)).tolist() == [1, 2, 1, 2]
         assert (await store.prompt_ids("b")).tolist() == IDS.tolist()
-        # This client asks the Sentinels anew: one of them may not know of the promotion yet.
+        # This client asks the Sentinels again: one of them may not know of the promotion yet.
         renewed, _ = await in_the_end(
             lambda: leases.renew("scheduler", epoch=lease.epoch, ttl_s=HANG_S, note=b"")
         )
