@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+import torch
 
 from millrace.core.config import EngineConfig
 from millrace.core.errors import ConfigError
 from millrace.engine.assembly import Engine, open_engine
 from millrace.profiler.measure import Decode, Mixed, Prefill, measure
-from millrace.profiler.workload import Workload
+from millrace.profiler.workload import OperatorClock, Workload
 from support.deadlines import HANG_S
 from support.tiny_models import model_folder
 
@@ -136,3 +137,15 @@ def test_no_budget_is_too_small_for_a_first_round(engine: Engine) -> None:
     workload.close()
     assert measured.longest == 1
     assert measured.rounds == 1
+
+
+def test_operators_of_one_graph_divide_their_time_by_their_weights():
+    clock = OperatorClock(torch.device("cpu"), {"o_proj": 1, "gate_up_proj": 3, "qkv_proj": 2})
+    clock.ended("embed")
+    clock.ended("qkv_proj")
+    clock.ended("attn")
+    clock.ended("o_proj", "gate_up_proj")
+    found = clock.read(1).operators
+    assert found.keys() == {"embed", "qkv_proj", "attn", "o_proj", "gate_up_proj"}
+    assert found["gate_up_proj"] == pytest.approx(3 * found["o_proj"])
+    assert sum(found.values()) <= clock.read(1).seconds

@@ -78,6 +78,12 @@ def prefilled(engine: Engine, name: str, tokens: int, spec: SamplingSpec) -> Seq
     )
 
 
+def capture(engine: Engine) -> None:
+    """Captures the graphs of short prefills."""
+    with torch.inference_mode():  # as all passes of these tests
+        engine.runner.capture_prefills()
+
+
 def new_batch(engine: Engine, *, runs_ahead: bool = False) -> DecodeBatch:
     """Returns an empty batch that the engine's decode steps follow."""
     batch = DecodeBatch(engine.runner, engine.pool, Sampler(), max_batch=8, runs_ahead=runs_ahead)

@@ -354,6 +354,7 @@ def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "fake")
     monkeypatch.setattr(torch.cuda, "Event", lambda **options: FakeEvent(device, **options))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device_=None: FakeStream(device))
+    monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: None)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device_=None: device.sync("synchronize"))
     monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: FakeGraph(device))
     monkeypatch.setattr(torch.cuda, "graph", device.capturing)

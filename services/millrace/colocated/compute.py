@@ -14,7 +14,7 @@ from millrace.core.token_events import FirstToken
 from millrace.engine.assembly import Engine
 from millrace.engine.decode_batch import DecodeBatch, TokenOut
 from millrace.engine.errors import EngineDied
-from millrace.engine.forward.pass_states import StepCounts
+from millrace.engine.forward.pass_states import PassStates
 from millrace.engine.forward.prefill_task import PrefillTask
 from millrace.engine.sampling.sampler import Sampler
 from millrace.prefill.compute.first_tokens import SamplingError, prompt_logprobs, sample_first
@@ -49,9 +49,9 @@ class MixedCompute:
         engine.runner.follow(self.batch.page_table)
 
     @property
-    def steps(self) -> StepCounts:
-        """Returns the decode steps so far on a GPU."""
-        return self._runner.states.steps
+    def states(self) -> PassStates:
+        """Returns the runner's states, which count steps and passes on a GPU."""
+        return self._runner.states
 
     @torch.inference_mode()
     def run(self, shares: Sequence[Share]) -> Iteration:

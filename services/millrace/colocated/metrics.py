@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from millrace.colocated.packing import Plan
+from millrace.instance.device_counts import device_passes
 from millrace.telemetry.metrics import Registry
 
 TOKEN_BUCKETS = tuple(float(1 << i) for i in range(4, 15))
@@ -14,6 +15,7 @@ class MixedMetrics:
     """The metrics of mixed iterations. Used from the event loop."""
 
     def __init__(self, registry: Registry) -> None:
+        self.device_passes = device_passes(registry)
         self._iteration_s = registry.histogram(
             "millrace_mixed_iteration_seconds", "one forward pass with prefill chunks, and sampling"
         )

@@ -163,11 +163,12 @@ class MixedRole(TokenRole):
     def _take(self, plan: Plan, iteration: Iteration) -> None:
         self._predictor.observe(plan.shape, iteration.seconds)
         self._metrics.iterated(plan, iteration.seconds)
+        self._metrics.device_passes.follow(self._compute.states.prefills)
         if plan.shape.decodes:
             self._pace.stepped(time.perf_counter())
             self._decode_metrics.batch.observe(plan.shape.decodes)
             self._decode_metrics.step_s.observe(iteration.seconds)
-            self._decode_metrics.count_steps(self._compute.steps)
+            self._decode_metrics.device_steps.follow(self._compute.states.steps)
         for request in self._prompts.take(plan, iteration, self._clock.now_s()):
             self._admissions.keep_prefix(request)
 

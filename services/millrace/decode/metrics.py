@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
-
-from millrace.engine.forward.pass_states import StepCounts
+from millrace.instance.device_counts import DeviceCounts
 from millrace.telemetry.metrics import Registry
 
 BATCH_BUCKETS = tuple(float(1 << i) for i in range(11))
@@ -20,13 +18,14 @@ class DecodeMetrics:
         self.batch = registry.histogram(
             "millrace_decode_batch_sequences", "sequences in a step", buckets=BATCH_BUCKETS
         )
-        self._device_steps = registry.counter(
-            "millrace_decode_device_steps_total",
-            "steps on a GPU; graph: by a CUDA graph, else operator by operator and why no graph "
-            "fits: off, batch, context or page_table",
-            ["by"],
+        self.device_steps = DeviceCounts(
+            registry.counter(
+                "millrace_decode_device_steps_total",
+                "steps on a GPU; graph: by a CUDA graph, else operator by operator and why no "
+                "graph fits: off, batch, context or page_table",
+                ["by"],
+            )
         )
-        self._counted: Counter[str] = Counter()  # of the above
         self.tokens = registry.counter(
             "millrace_decode_generated_tokens_total",
             "tokens emitted, first tokens included",
@@ -60,10 +59,3 @@ class DecodeMetrics:
             "KV copied to host memory and back",
             ["direction"],
         )
-
-    def count_steps(self, steps: StepCounts) -> None:
-        """Adds the steps since the last call. Called by one thread."""
-        now = Counter({"graph": steps.graph, **steps.eager})
-        for by, count in (now - self._counted).items():
-            self._device_steps.labels(by).inc(count)
-        self._counted = now

@@ -78,7 +78,7 @@ class Running:
         self._metrics.batch.observe(self.batch.size)
         outs = self.batch.step()
         self._metrics.step_s.observe(time.perf_counter() - begun)
-        self._metrics.count_steps(self._runner.states.steps)
+        self._metrics.device_steps.follow(self._runner.states.steps)
         return outs
 
     def apply_changes(self) -> None:

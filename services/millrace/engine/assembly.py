@@ -342,7 +342,7 @@ def _runner(
     layout: KvLayout,
     config: EngineConfig,
     group: RankGroup | None,
-    graphs: GraphSizes | None,
+    graphs: GraphSizes,
 ) -> Runner:
     """Makes a runner over new pools. `layout`: of all ranks' pools."""
     passes: Passes

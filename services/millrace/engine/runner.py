@@ -88,6 +88,10 @@ class Runner(Protocol):
         """Prepares decode steps over the first rows of this page table, and captures the CUDA
         graphs of steps if the engine uses any. Called once, before the first step."""
 
+    def capture_prefills(self) -> None:
+        """Captures the CUDA graphs of short prefills if the engine uses any. An instance that
+        prefills calls it before its first request; a second call does nothing."""
+
     def project(self, hidden: Tensor) -> Tensor:
         """Returns the logits of rows of `PrefillTask.hidden`, float32 [n, vocab]."""
 

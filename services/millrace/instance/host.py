@@ -91,7 +91,9 @@ async def serve_worker(
         (engine,) = await asyncio.to_thread(open_for, options, config, 1)
         role = "decode" if decodes else "prefill"
         at_once = 1 if decodes else config.engine.stages
-        latency = await asyncio.to_thread(prefill_latency, engine, config.engine, at_once)
+        latency = await asyncio.to_thread(
+            prefill_latency, engine, config.engine, at_once, prefills=not decodes
+        )
         step = await asyncio.to_thread(decode_step, engine, config.engine) if decodes else None
         loaded = Loaded(role=role, engine=engine, latency=latency, vitals=vitals, decode_step=step)
         await serve_role(options, config, build, loaded, stop, on_ready)

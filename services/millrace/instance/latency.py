@@ -24,7 +24,9 @@ from millrace.profiles.degrees import estimated
 log = logging.getLogger(__name__)
 
 
-def prefill_latency(engine: Engine, config: EngineConfig, passes_at_once: int = 1) -> SpLatency:
+def prefill_latency(
+    engine: Engine, config: EngineConfig, passes_at_once: int = 1, *, prefills: bool = True
+) -> SpLatency:
     """Fits Eq. (1) of one instance and of groups, as `engine.profile` says, and logs the source.
 
     Measured groups are used as measured. Other groups are estimated by the ring model if each
@@ -34,8 +36,13 @@ def prefill_latency(engine: Engine, config: EngineConfig, passes_at_once: int = 
     its share of the seconds of the chain (SPP: "divided by the degree", Mnemosyne section 4.3);
     queues and chunks are planned with this share. The other stages' shares of a prompt's last pass
     are left out. Ring passes do not overlap.
+
+    `prefills`: the instance prefills. Then the CUDA graphs of short prefills are captured first,
+    because they change the times.
     Raises ConfigError for a named profile that can't be read.
     """
+    if prefills:
+        engine.runner.capture_prefills()
     profile = profile_of(engine, config)
     if profile is None:
         log.info("prefill times: a brief fit at start; `millrace profile` measures better ones")

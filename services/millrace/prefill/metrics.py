@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from millrace.engine.execution_pool import ExecutionPool
+from millrace.instance.device_counts import device_passes
 from millrace.telemetry.metrics import Registry
 from millrace.transfer.push.control import Sending
 from millrace.transfer.ring.chunk_link import Waits
@@ -17,6 +18,7 @@ class PrefillMetrics:
         self.compute_s = registry.histogram(
             "millrace_prefill_compute_seconds", "time of one forward pass over prompt tokens"
         )
+        self.device_passes = device_passes(registry)
         self.chunks = registry.counter(
             "millrace_prefill_computed_chunks_total", "the scheduler's chunks computed to their end"
         )

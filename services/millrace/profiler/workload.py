@@ -8,7 +8,7 @@ not on its values.
 from __future__ import annotations
 
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -27,6 +27,7 @@ from millrace.engine.forward.mixed_pass import DecodeRows
 from millrace.engine.forward.prefill_task import PrefillTask
 from millrace.engine.kv.step_tables import page_table_of
 from millrace.engine.model.operators import ATTN_ROWS
+from millrace.engine.model.weights.fused import LayerWeights
 from millrace.engine.sampling.sampler import Sampler
 from millrace.engine.sampling.spec import SamplingRow, SamplingSpec
 
@@ -77,6 +78,8 @@ class Workload:
                 f"{engine.folder.name} and its KV pool hold, less one token of an answer"
             )
         self._pages = written_pages(engine, self.max_tokens, WRITTEN_BYTES)
+        engine.runner.capture_prefills()
+        self._sizes = _weights(engine.runner.model.weights.layers)
         self._vocab = engine.runner.model.config.vocab_size
         self._random = torch.Generator().manual_seed(0)  # an MoE's load depends on the ids
         self._sampler = Sampler()
@@ -97,7 +100,7 @@ class Workload:
         The last pass ends with the first token of each chunk.
         """
         parts = pass_tokens(tokens, 1, self.max_chunk_tokens if batch == 1 else tokens)
-        clock = _OperatorClock(self._engine.device)
+        clock = OperatorClock(self._engine.device, self._sizes)
         tasks: list[PrefillTask] = []
         start = history
         for number, length in enumerate(parts):
@@ -134,7 +137,7 @@ class Workload:
         """Times `batch` decodes on `context` tokens each as a mixed pass computes them: one row per
         decode of a ragged batch, operator by operator.
         """
-        clock = _OperatorClock(self._engine.device)
+        clock = OperatorClock(self._engine.device, self._sizes)
         tasks = [
             PrefillTask(
                 token_ids=self._ids(1).to(self._engine.device),
@@ -219,13 +222,13 @@ class Workload:
         """Whether sequences of these lengths fit into separate pages."""
         return sum(map(self._engine.layout.pages_for, lengths)) <= len(self._pages)
 
-    def _compute(self, tasks: Sequence[PrefillTask], clock: _OperatorClock) -> None:
+    def _compute(self, tasks: Sequence[PrefillTask], clock: OperatorClock) -> None:
         """Computes one pass."""
         for boundary in self._engine.runner.prefill_batch(tasks):
             if boundary.awaited is not None:
                 boundary.awaited.wait()
             if boundary.operator != ATTN_ROWS:
-                clock.ended(boundary.operator)
+                clock.ended(*(boundary.together or (boundary.operator,)))
         clock.ended("lm_head")  # in a staged model, after the last boundary
 
     def _ids(self, tokens: int) -> torch.Tensor:
@@ -262,24 +265,51 @@ def _share_out(operators: dict[str, float], later_s: float) -> None:
         operators[name] *= 1.0 + later_s / own_s
 
 
-class _OperatorClock:
-    """Records the end of each operator; on a GPU by events, without waits in between."""
+def _weights(layers: Sequence[LayerWeights]) -> Counter[str]:
+    """Returns the weights of each operator, over all layers."""
+    sizes: Counter[str] = Counter()
+    for layer in layers:
+        parts = {
+            "qkv_proj": (layer.qkv,),
+            "o_proj": (layer.o,),
+            "gate_up_proj": (layer.gate_up,),
+            "down_proj": (layer.down,),
+            "gate": (layer.router,),
+            "experts": (layer.experts_gate_up, layer.experts_down),
+        }
+        for name, weights in parts.items():
+            sizes[name] += sum(weight.numel() for weight in weights if weight is not None)
+    return sizes
 
-    def __init__(self, device: torch.device) -> None:
+
+class OperatorClock:
+    """Records the end of each operator; on a GPU by events, without waits in between.
+
+    Operators of one CUDA graph end together. Their time is divided by their weights: a short pass
+    takes about the time of reading them.
+    """
+
+    def __init__(self, device: torch.device, sizes: Mapping[str, int]) -> None:
+        """sizes: the weights of each operator."""
         self._device = device
-        self._ends: list[tuple[str, Any]] = []  # seconds, or a CUDA event
+        self._sizes = sizes
+        self._ends: list[tuple[Sequence[str], Any]] = []  # seconds, or a CUDA event
         self._start_s = settled_s(self._device)
         self._start = self._now()
 
-    def ended(self, operator: str) -> None:
-        self._ends.append((operator, self._now()))
+    def ended(self, *operators: str) -> None:
+        self._ends.append((operators, self._now()))
 
     def read(self, num_passes: int) -> Timing:
         seconds = settled_s(self._device) - self._start_s
         operators: dict[str, float] = defaultdict(float)
         before = self._start
-        for name, end in self._ends:
-            operators[TABLE_OF.get(name, name)] += self._between(before, end)
+        for names, end in self._ends:
+            passed_s = self._between(before, end)
+            sizes = [self._sizes[name] for name in names] if len(names) > 1 else [1]
+            for name, size in zip(names, sizes, strict=True):
+                share = size / sum(sizes)
+                operators[TABLE_OF.get(name, name)] += share * passed_s
             before = end
         _share_out(operators, operators.pop(LATER, 0.0))
         return Timing(seconds=seconds, operators=dict(operators), passes=num_passes)

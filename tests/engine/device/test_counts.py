@@ -5,6 +5,7 @@ The kernels compute nothing here; `test_graph_steps.py` has their results.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 
 import pytest
@@ -12,9 +13,11 @@ import torch
 
 pytest.importorskip("triton", reason="triton (extra `gpu`) isn't installed")
 
+from millrace.engine.assembly import Engine
+from millrace.engine.forward.pass_states import StepCounts
 from millrace.engine.forward.prefill_task import PrefillTask
 from millrace.engine.sampling.spec import SamplingSpec
-from support.device_engine import TINY, device_engine, new_batch, prefilled
+from support.device_engine import TINY, capture, device_engine, new_batch, prefilled
 from support.fake_cuda import FakeCuda, fake_cuda
 
 LAYERS = 2
@@ -44,6 +47,75 @@ def test_a_prefill_waits_for_nothing_between_its_first_operator_and_its_last(cud
             before = counts.launches
     assert not counts.syncs
     assert counts.copies <= 3 and not counts.by_name["wait event"]
+
+
+def short_prefill(engine: Engine, **wanted: bool) -> PrefillTask:
+    pages = engine.pool.allocate(3)
+    return PrefillTask(token_ids=torch.arange(40), history_tokens=0, pages=pages, **wanted)
+
+
+@pytest.mark.parametrize("family", MOST_OF_LAYER)
+def test_a_layer_of_a_short_prefill_is_a_graph_and_its_attention(cuda, family):
+    layers = 4
+    engine = device_engine(
+        family, "cuda:0", sizes={**TINY, "num_hidden_layers": layers}, cuda_graph_rows="16,64"
+    )
+    capture(engine)
+    steps = []
+    with torch.inference_mode(), cuda.counted() as counts:
+        before = 0, 0
+        for boundary in engine.runner.prefill_batch([short_prefill(engine)]):
+            now = counts.launches, counts.replays
+            steps.append((boundary.operator, now[0] - before[0], now[1] - before[1]))
+            before = now
+    ends = "experts" if family == "qwen3_moe" else "down_proj"
+    last = layers - 1
+    names, launches, replays = zip(*steps[: 2 * layers + 1], strict=True)
+    assert names == ("embed", "qkv_proj", *("attn", ends) * last, "attn")
+    assert replays == (0, 1, *(0, 1) * last, 0)
+    assert launches[1] <= 5  # the pass takes the memory
+    # Attention's one kernel, and the last layer's choice of rows before it.
+    assert launches[2:] == (1, 0) * last + (3,)
+    # The pass's tables, angles and memory; the last layer after its attention, and lm_head.
+    assert counts.launches <= layers + 11 + MOST_OF_LAYER[family] and counts.replays == layers
+    assert not counts.syncs and counts.copies <= 3
+    assert engine.runner.states.prefills == StepCounts(graph=1)
+
+
+def test_what_fits_no_graph_is_counted_by_its_reason(cuda):
+    engine = device_engine("llama", "cuda:0", sizes=TINY, cuda_graph_rows="16")
+    counts = engine.runner.states.prefills
+
+    def run() -> None:
+        with torch.inference_mode():
+            list(engine.runner.prefill_batch([short_prefill(engine)]))
+
+    run()
+    assert counts.eager == {"off": 1}  # not captured yet
+    capture(engine)
+    run()
+    assert counts == StepCounts(graph=0, eager=Counter({"off": 1, "rows": 1}))
+
+
+def test_a_failed_capture_leaves_passes_without_graphs(cuda, monkeypatch, caplog):
+    engine = device_engine("llama", "cuda:0", sizes=TINY, cuda_graph_rows="16,64")
+    graph, left = torch.cuda.graph, [3]
+
+    def failing(*args: object, **options: object) -> object:
+        left[0] -= 1
+        if not left[0]:
+            raise torch.OutOfMemoryError("no memory for a graph")
+        return graph(*args, **options)
+
+    monkeypatch.setattr(torch.cuda, "graph", failing)
+    capture(engine)
+    (said,) = caplog.messages
+    assert said.endswith("their capture failed: no memory for a graph")
+    task = short_prefill(engine)
+    with torch.inference_mode():
+        names = [boundary.operator for boundary in engine.runner.prefill_batch([task])]
+    assert names[:4] == ["embed", "qkv_proj", "attn", "o_proj"] and task.logits is not None
+    assert engine.runner.states.prefills == StepCounts(eager=Counter({"failed": 1}))
 
 
 def test_a_pass_of_answers_and_a_chunk_waits_once_for_the_answers_tokens(cuda):

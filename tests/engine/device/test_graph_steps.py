@@ -1,4 +1,5 @@
-"""Runs `graph_steps.py` in a process of its own, in Triton's interpreter."""
+"""Runs `graph_steps.py` and `prefill_steps.py` in processes of their own, in Triton's
+interpreter."""
 
 from __future__ import annotations
 
@@ -13,14 +14,16 @@ pytest.importorskip("triton", reason="triton (extra `gpu`) isn't installed")
 
 
 @pytest.mark.parametrize(
-    "checks_of",
+    ("file", "checks_of"),
     [
-        "mistral or fits_no_graph",
-        pytest.param("llama or qwen3_moe", marks=pytest.mark.slow),
+        ("graph_steps.py", "mistral or fits_no_graph"),
+        pytest.param("graph_steps.py", "llama or qwen3_moe", marks=pytest.mark.slow),
+        ("prefill_steps.py", "mistral or turns or answers or kv"),
+        pytest.param("prefill_steps.py", "llama or qwen3_moe or suspended", marks=pytest.mark.slow),
     ],
 )
-def test_in_the_interpreter(checks_of: str):
-    checks = Path(__file__).with_name("graph_steps.py")
+def test_in_the_interpreter(file: str, checks_of: str):
+    checks = Path(__file__).with_name(file)
     found = subprocess.run(
         [
             sys.executable,

@@ -16,6 +16,11 @@ def _batches(value: Any) -> str | None:  # noqa: ANN401 - a check sees any field
     return "numbers of sequences of at least 1, separated by commas"
 
 
+def _rows(value: Any) -> str | None:  # noqa: ANN401 - a check sees any field's value
+    fits = value == "none" or _batches(value) is None
+    return None if fits else "none, or numbers of rows of at least 1, separated by commas"
+
+
 def _profile(value: Any) -> str | None:  # noqa: ANN401 - a check sees any field's value
     known = isinstance(value, str) and (value in ("auto", "none") or value.endswith(".json"))
     return None if known else "auto, none or the path of a .json file"
@@ -57,12 +62,19 @@ class EngineConfig(Section):
     cuda_graphs: str = setting(
         "auto",
         one_of("auto", "on", "off"),
-        "decode steps by CUDA graphs. auto: where possible; on: else the instance does not start",
+        "decode steps and short prefills by CUDA graphs. auto: where possible; on: without graphs "
+        "of decode steps the instance does not start",
     )
     cuda_graph_batches: str = setting(
         "",
         _batches,
         "sizes of batches to capture, SEQUENCES,...; empty: powers of two and max_batch",
+    )
+    cuda_graph_rows: str = setting(
+        "",
+        _rows,
+        "rows of prefills to capture, ROWS,...; empty: 16, 32, 64, 128, 256 and 512, up to "
+        "max_chunk_tokens; none: prefills without graphs",
     )
     decode_ahead: str = setting(
         "auto",

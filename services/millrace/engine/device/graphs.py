@@ -28,15 +28,20 @@ class Graphs:
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
 
-    def capture(self, work: Callable[[], _T]) -> Graph[_T]:
-        """Captures `work`, after a run of it that loads its kernels. The work must not wait for the
-        device, nor read memory that changes its address.
+    def capture(self, work: Callable[[], _T], *, is_warm: bool = False) -> Graph[_T]:
+        """Captures `work`, after a run of it that loads its kernels, unless it `is_warm` already.
+        The work must not wait for the device, nor read memory that changes its address. Raises
+        RuntimeError where CUDA can't capture it.
 
         Capture the graph with the most memory first: the others then fit into its memory.
         """
-        work()
+        if not is_warm:
+            work()
         torch.cuda.synchronize()  # at start-up: a captured stream must be idle
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            result = work()
+        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+        try:
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+                result = work()
+        finally:
+            torch.cuda.set_stream(stream)  # which torch does not where a capture fails
         return Graph(graph, result)

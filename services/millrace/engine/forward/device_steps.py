@@ -20,14 +20,13 @@ from millrace.engine.device.graph_sizes import GraphSizes
 from millrace.engine.device.graphs import Graph, Graphs
 from millrace.engine.forward.pass_states import PassStates
 from millrace.engine.kv.page_table import PageTable
+from millrace.engine.kv.step_tables import NOWHERE
 from millrace.engine.model.loader import Model
 from millrace.engine.model.operators import Activations, Operator
 from millrace_kernels.step_attention import Room, StepAttention, StepWork
 
 _GROWTH: Final = 4
 """How many times the work items of a graph the next larger graph of its batch size has."""
-
-_NOWHERE: Final = -1  # a slot outside the pool: the row's K/V is not written
 
 
 class DeviceSteps:
@@ -93,7 +92,7 @@ class _StepGraphs:
         for room in rooms:  # the largest first
             bound = _Bound(room, tables, self._attention, self._copy, parts)
             tables.zero_()
-            bound.slots.fill_(_NOWHERE)  # a capture runs the step once
+            bound.slots.fill_(NOWHERE)  # a capture runs the step once
             graph = _StepGraph(bound, graphs.capture(partial(bound.step, states, operators)))
             self._graphs.setdefault(room.rows, []).insert(0, graph)
 
@@ -169,7 +168,7 @@ class _StepGraph:
         host = torch.empty(bound.tables.shape, dtype=torch.int32, pin_memory=True)
         wide = host[: 6 * room.rows].view(torch.int64).view(3, room.rows)
         wide[:2] = 0
-        wide[2] = _NOWHERE
+        wide[2] = NOWHERE
         is_fed = token_ids.device.type != "cpu"  # the device has chosen the tokens itself
         if not is_fed:
             wide[0, :size] = token_ids

@@ -107,6 +107,10 @@ class ModelRunner:
         """`Runner.follow`."""
         self.passes.follow(page_table)
 
+    def capture_prefills(self) -> None:
+        """`Runner.capture_prefills`."""
+        self.passes.capture_prefills()
+
     def project(self, hidden: Tensor) -> Tensor:
         """`Runner.project`."""
         return self.passes.project(hidden)

@@ -26,8 +26,8 @@ from millrace_kernels.plan import AttentionPlan, Backend
 
 @dataclass(slots=True)
 class StepCounts:
-    """Decode steps on a GPU so far: by CUDA graphs, and `eager`, operator by operator, by the
-    reason."""
+    """Decode steps, or passes over prompts, on a GPU so far: by CUDA graphs, and `eager`, operator
+    by operator, by the reason."""
 
     graph: int = 0
     eager: Counter[str] = field(default_factory=Counter)
@@ -45,6 +45,7 @@ class PassStates:
         self._windows = tuple(dict.fromkeys(model.config.sliding_windows))
         self.slice_flops = SLICE_FLOPS
         self.steps = StepCounts()
+        self.prefills = StepCounts()
         self.page_table: PageTable | None = None
         """The table of a decode batch, whose copy on the device passes read; see
         `Runner.follow`."""

@@ -38,6 +38,7 @@ class Boundary:
     """A point between two operators, which the engine's generator yields, named by the operator
     that has just run; or a point within a long ``attn``, named `operators.ATTN_ROWS`.
 
+    After a CUDA graph `together` has the names of all operators since the boundary before it.
     ``layer`` is -1 after ``embed`` and `num_layers` after ``lm_head``. With `awaited` the pass is
     in later stages of a pipeline, and its generator can't continue before `awaited` is set.
     """
@@ -45,6 +46,7 @@ class Boundary:
     layer: int
     operator: str
     awaited: Completion | None = None
+    together: tuple[str, ...] = ()
 
 
 class Processes(Protocol):
@@ -113,6 +115,9 @@ class Passes(Protocol):
 
     def follow(self, page_table: PageTable) -> None:
         """`Runner.follow`, at the first stage."""
+
+    def capture_prefills(self) -> None:
+        """`Runner.capture_prefills`, at the first stage."""
 
     def shared(self, link: RemoteLink) -> RemoteLink:
         """The link as `run` takes it: all ranks make the same calls of it."""

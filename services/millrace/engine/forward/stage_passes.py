@@ -12,11 +12,12 @@ from millrace.core.errors import ModelError
 from millrace.core.kv.layout import KvLayout
 from millrace.engine.attention.kvp_owner import RemoteAttention, RemoteLink
 from millrace.engine.attention.ring import RingAttention, RingTask
-from millrace.engine.device.graph_sizes import GraphSizes
+from millrace.engine.device.graph_sizes import NO_GRAPHS, GraphSizes
 from millrace.engine.forward.device_steps import DeviceSteps
 from millrace.engine.forward.mixed_pass import RaggedTables
 from millrace.engine.forward.pass_states import PassStates
 from millrace.engine.forward.passes import Boundary, Fetch, Finish
+from millrace.engine.forward.prefill_graphs import GraphPass, PrefillGraphs, Step
 from millrace.engine.forward.recorded_step import KeptTables, RecordedSteps
 from millrace.engine.kv.page_table import PageTable
 from millrace.engine.kv.pool import KvPool
@@ -26,7 +27,6 @@ from millrace.engine.model.operators import (
     ATTN_ROWS,
     Activations,
     Head,
-    Operator,
     build_operators,
     required,
     whole,
@@ -50,12 +50,12 @@ class StagePasses:
         stage: Stage = ALONE,
         memory: Tensor | None = None,
         ranks: Communicator | None = None,
-        graphs: GraphSizes | None = None,
+        graphs: GraphSizes = NO_GRAPHS,
     ) -> None:
         """`pool`: of the stage's layers; see `stage_pool`. `memory`: that of all layers of the
         whole model, [layers, pages, ...], in which the ring's buffers lie; None: the pool's.
         `ranks`: those with which the stage is shared, which must all make the same calls.
-        `graphs`: the CUDA graphs of decode steps, see `graph_sizes`.
+        `graphs`: the CUDA graphs to capture, see `graph_sizes`.
 
         Raises ModelError when the pool was made for another model, dtype or share of its heads.
         """
@@ -80,18 +80,22 @@ class StagePasses:
         # Collectives leave no native calls to make again.
         self._steps = RecordedSteps(model, self.states, layers, records=ranks is None)
         self._tables = None if is_alone or ranks is not None else KeptTables()
-        self._boundaries = {
-            op: Boundary(op.layer if op.name == "embed" else model.layers.start + op.layer, op.name)
+        start = model.layers.start
+        self._all_steps = [
+            Step(op.run, Boundary(op.layer if op.name == "embed" else start + op.layer, op.name))
             for op in self.operators
-        }
-        self._within = [Boundary(layer, ATTN_ROWS) for layer in model.layers]
+        ]
+        attns = [i for i, op in enumerate(self.operators) if op.name == "attn"]
+        self._kv_steps = attns[-1] + 1  # up to the last layer's attention
         is_host = model.device.type == "cpu"
         # On other devices torch's allocator keeps memory itself.
         self.scratch = Scratch(model.dtype) if is_host else None
         self._graph_sizes = graphs
-        self.device_steps = (
-            None if is_host or not is_alone else DeviceSteps(model, self.states, self.operators)
-        )
+        self.device_steps: DeviceSteps | None = None
+        self._prefill_graphs: PrefillGraphs | None = None
+        if is_alone and not is_host:
+            self.device_steps = DeviceSteps(model, self.states, self.operators)
+            self._prefill_graphs = PrefillGraphs(model, self.states, self.operators)
 
     def run(
         self,
@@ -109,8 +113,12 @@ class StagePasses:
         is_last = self.stage.is_last
         state = self.states.ragged(tables, self.scratch, is_cut=is_cut and is_last)
         state.remote = remote
-        operators = self._kv_only() if kv_only and is_last else self.operators
-        return self._run(state, operators, fetch, finish)
+        steps = self._kv_only() if kv_only and is_last else self._all_steps
+        graphs = self._prefill_graphs
+        by = None if graphs is None else graphs.begin(tables, state)
+        if by is not None:
+            steps = [steps[0], *by.steps(), *steps[self._kv_steps :]]
+        return self._run(state, steps, fetch, finish, by)
 
     def ring(self, task: RingTask, *, fetch: Fetch | None, finish: Finish) -> Generator[Boundary]:
         """`Passes.ring`."""
@@ -119,10 +127,12 @@ class StagePasses:
         ring = RingAttention(
             task, self._memory, self.states.plan_block, windows, to_the_end=is_last
         )
-        operators = self._kv_only() if is_last and not task.wants_rows else self.operators
+        steps = self._kv_only() if is_last and not task.wants_rows else self._all_steps
         if not len(task.token_ids):
-            return self._serve(ring, operators)
-        return self._run(self.states.ring(task, ring, self.scratch), operators, fetch, finish)
+            return self._serve(ring, steps)
+        if self._prefill_graphs is not None:
+            self._prefill_graphs.count_eager("ring")
+        return self._run(self.states.ring(task, ring, self.scratch), steps, fetch, finish)
 
     def decode(
         self, token_ids: Tensor, positions: Tensor, page_table: Tensor, kv_lens: Tensor
@@ -139,8 +149,13 @@ class StagePasses:
     def follow(self, page_table: PageTable) -> None:
         """`Passes.follow`."""
         self.states.page_table = page_table
-        if self.device_steps is not None and self._graph_sizes is not None:
+        if self.device_steps is not None and self._graph_sizes.batches:
             self.device_steps.capture(self._graph_sizes, page_table)
+
+    def capture_prefills(self) -> None:
+        """`Passes.capture_prefills`."""
+        if self._prefill_graphs is not None:
+            self._prefill_graphs.capture(self._graph_sizes.rows)
 
     def shared(self, link: RemoteLink) -> RemoteLink:
         """Returns the link itself: there is no other rank."""
@@ -165,42 +180,47 @@ class StagePasses:
         begin = fetch or self._embed(tables.token_ids)
         held = kept.hold(tables.page_table, tables.kv_lens)
         finish(self._steps.run(begin, tables.token_ids, tables.positions, *held))
-        for operator in self.operators:  # also for a prompt of one row, which reports layers
-            yield self._boundaries[operator]
+        for step in self._all_steps:  # also for a prompt of one row, which reports layers
+            yield step.boundary
 
     def _run(
         self,
         state: Activations,
-        operators: Sequence[Operator],
+        steps: Sequence[Step],
         fetch: Fetch | None,
         finish: Finish,
+        by: GraphPass | None = None,
     ) -> Generator[Boundary]:
-        last = operators[-1]
+        resume, end = (_nothing, _nothing) if by is None else (by.resume, by.end)
+        last = steps[-1]
         try:
             if fetch is not None:
                 state.x = state.room(self.model.config.hidden_size, self.model.dtype)
                 fetch(state.x)
-            for operator in operators:
-                operator.run(state)
+            for step in steps:
+                resume()
+                step.run(state)
                 while state.rest:
                     state.rest.popleft()()
                     if state.rest:
-                        yield self._within[operator.layer]
-                if operator is last and operator.name != "attn":
+                        yield Boundary(step.boundary.layer, ATTN_ROWS)
+                        resume()
+                if step is last and step.boundary.operator != "attn":
                     finish(state)
-                yield self._boundaries[operator]
+                yield step.boundary
         finally:
+            end()
             state.give_all()
 
-    def _serve(self, ring: RingAttention, operators: Sequence[Operator]) -> Generator[Boundary]:
+    def _serve(self, ring: RingAttention, steps: Sequence[Step]) -> Generator[Boundary]:
         """Takes this member's place in the ring, without tokens."""
         model, heads = self.model, self.model.config.num_heads
         shape = (0, heads, model.config.head_dim)
         q_nhd = torch.empty(shape, dtype=model.dtype, device=model.device)
-        for operator in operators:
+        for operator, step in zip(self.operators, steps, strict=False):
             if operator.name == "attn":
                 ring.run(operator.layer, q_nhd, self.pool.layer(operator.layer), 1.0)
-            yield self._boundaries[operator]
+            yield step.boundary
 
     def _embed(self, token_ids: Tensor) -> Fetch:
         def embed(x: Tensor) -> None:
@@ -209,9 +229,12 @@ class StagePasses:
 
         return embed
 
-    def _kv_only(self) -> tuple[Operator, ...]:
-        ends = [i for i, op in enumerate(self.operators) if op.name == "attn"]
-        return self.operators[: ends[-1] + 1]
+    def _kv_only(self) -> list[Step]:
+        return self._all_steps[: self._kv_steps]
+
+
+def _nothing() -> None:
+    """Keeps no memory between the steps of a pass."""
 
 
 def stage_pool(model: Model, layout: KvLayout, memory: Tensor | None = None) -> KvPool:

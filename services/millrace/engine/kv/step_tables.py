@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cache
 from itertools import accumulate
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+
+NOWHERE: Final = -1
+"""A slot outside the pool: on a GPU the row's K/V is not written."""
 
 Pages = Sequence[int] | npt.NDArray[np.int32]
 """Of one sequence, in token order."""

@@ -65,11 +65,13 @@ class Activations:
     rows: Tensor | None = None  # int64 [r]; None: all rows
     last_plan: AttentionPlan | None = None  # the last layer's, when it computes `rows` alone
     keeps_rows: bool = False  # the last layer's attention is of all, what follows of `rows` alone
+    into: Tensor | None = None  # memory of the next output, in place of scratch
     scratch: Scratch | None = None  # None: operators get memory of their own
 
     x: Tensor = field(init=False)  # [n, H], not yet added to the residual
     residual: Tensor | None = None  # [n, H], the sum so far; None before the first layer
     qkv: Tensor = field(init=False)  # [n, (h + 2k) d]
+    q: Tensor = field(init=False)  # [n, h, d], rotated: a view of `qkv`
     attended: Tensor = field(init=False)  # [n, h d]
     gate_up: Tensor = field(init=False)  # [n, 2I]
     routing: Routing = field(init=False)
@@ -85,14 +87,15 @@ class Activations:
 
     def take(self, width: int) -> Tensor | None:
         """Returns memory [n, width] for an operator's output."""
-        return None if self.scratch is None else self.scratch.take(self.num_tokens, width)
+        taken, self.into = self.into, None
+        if taken is None and self.scratch is not None:
+            taken = self.scratch.take(self.num_tokens, width)
+        return taken
 
     def room(self, width: int, dtype: torch.dtype) -> Tensor:
         """Returns memory [n, width] for a pass's input."""
-        taken = self.take(width)
-        if taken is None:
-            return self.cos.new_empty((self.num_tokens, width), dtype=dtype)
-        return taken
+        taken, shape = self.take(width), (self.num_tokens, width)
+        return self.cos.new_empty(shape, dtype=dtype) if taken is None else taken
 
     def give(self, tensor: Tensor) -> None:
         """Takes back memory that no operator reads any more."""
@@ -129,6 +132,7 @@ class Operator:
     layer: int
     name: str
     run: Run
+    halves: tuple[Run, Run] | None = None  # of attn: rotation with the K/V write; attention
 
 
 def required(value: _T | None) -> _T:
@@ -157,9 +161,8 @@ def build_operators(
     if weights.embedding is not None:
         operators.append(Operator(-1, "embed", _embed(weights.embedding)))
     for i, layer in enumerate(weights.layers):
-        attn = _attn(config, layer, kv_layers[i], i)
         operators.append(Operator(i, "qkv_proj", _qkv_proj(config, layer)))
-        operators.append(Operator(i, "attn", attn))
+        operators.append(_attn(config, layer, kv_layers[i], i))
         operators.append(Operator(i, "o_proj", _o_proj(layer, reduce)))
         operators.extend(Operator(i, name, run) for name, run in _mlp(config, layer, i, reduce))
     if head is not None:
@@ -203,18 +206,25 @@ def _qkv_proj(config: ModelConfig, layer: LayerWeights) -> Run:
     return qkv_proj
 
 
-def _attn(config: ModelConfig, layer: LayerWeights, kv_layer: Tensor, index: int) -> Run:
-    heads, head_dim = config.num_heads, config.head_dim
-    window, is_last = config.sliding_windows[index], index == config.num_layers - 1
-    fused = (-1, heads + 2 * config.num_kv_heads, head_dim)
-    width = heads * head_dim
-    scale, eps = head_dim**-0.5, config.norm_eps
-    q_norm, k_norm = layer.q_norm, layer.k_norm
+def _attn(config: ModelConfig, layer: LayerWeights, kv_layer: Tensor, index: int) -> Operator:
+    rotate = _rotate(config, layer, kv_layer)
+    attend = _attend(config, kv_layer, index)
 
     def attn(state: Activations) -> None:
-        qkv = state.qkv
-        q_nhd = kernels.rope_write_kv(
-            qkv.view(fused),
+        rotate(state)
+        attend(state)
+
+    return Operator(index, "attn", attn, (rotate, attend))
+
+
+def _rotate(config: ModelConfig, layer: LayerWeights, kv_layer: Tensor) -> Run:
+    heads, head_dim = config.num_heads, config.head_dim
+    fused = (-1, heads + 2 * config.num_kv_heads, head_dim)
+    q_norm, k_norm, eps = layer.q_norm, layer.k_norm, config.norm_eps
+
+    def rotate(state: Activations) -> None:
+        state.q = kernels.rope_write_kv(
+            state.qkv.view(fused),
             state.cos,
             state.sin,
             kv_layer,
@@ -224,6 +234,19 @@ def _attn(config: ModelConfig, layer: LayerWeights, kv_layer: Tensor, index: int
             k_norm=k_norm,
             eps=eps,
         )
+
+    return rotate
+
+
+def _attend(config: ModelConfig, kv_layer: Tensor, index: int) -> Run:
+    heads, head_dim = config.num_heads, config.head_dim
+    window, is_last = config.sliding_windows[index], index == config.num_layers - 1
+    width = heads * head_dim
+    scale = head_dim**-0.5
+
+    def attend(state: Activations) -> None:
+        q_nhd, qkv = state.q, state.qkv
+        del state.q
         is_cut = is_last and state.is_cut
         if is_cut:
             # Nothing reads the other rows of the last layer.
@@ -232,7 +255,7 @@ def _attn(config: ModelConfig, layer: LayerWeights, kv_layer: Tensor, index: int
             state.rows = None
             state.give(residual)
             state.give(qkv)
-            state.scratch = None
+            state.scratch = state.into = None
         attended = state.take(width)
         out_nhd = None if attended is None else attended.view(-1, heads, head_dim)
         slices = () if is_cut else state.sliced.get(window, ())
@@ -259,7 +282,7 @@ def _attn(config: ModelConfig, layer: LayerWeights, kv_layer: Tensor, index: int
         if is_last and state.keeps_rows:
             _keep_rows(state)
 
-    return attn
+    return attend
 
 
 def _attend_rows(

@@ -193,6 +193,9 @@ class GroupPasses:
         """`Passes.follow`."""
         self._own.follow(page_table)
 
+    def capture_prefills(self) -> None:
+        """`Passes.capture_prefills`: ranks use no graphs."""
+
     def shared(self, link: RemoteLink) -> RemoteLink:
         """The link, for a pass of all ranks."""
         return SharedRemote(self._group.ranks, self._new_kv, link)

@@ -131,6 +131,10 @@ class PipelineRunner:
         """`Runner.follow`."""
         self._first.follow(page_table)
 
+    def capture_prefills(self) -> None:
+        """`Runner.capture_prefills`."""
+        self._first.capture_prefills()
+
     def project(self, hidden: Tensor) -> Tensor:
         """`Runner.project`."""
         return self._first.project(hidden)

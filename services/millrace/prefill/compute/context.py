@@ -64,6 +64,7 @@ class PrefillCompute:
             self.publisher.flush()  # the pages must outlive the device's work
         self.metrics.compute_s.observe(task.spent_s() - spent_s)
         self.metrics.tokens.inc(tokens)
+        self.metrics.device_passes.follow(self.engine.runner.states.prefills)
 
     def publish(self, job: PrefillJob, one: GroupPass, layer: int, start: int, tokens: int) -> None:
         """Passes a layer of neighbouring tokens of the pass to the job's transfer."""
