@@ -1,4 +1,5 @@
-"""Part *preemption*: a prefill that is suspended computes the same bits as one that is not."""
+"""Part *preemption*: a prefill that is suspended computes the same bits as one that is not, and a
+short one by CUDA graphs the same as operator by operator."""
 
 from __future__ import annotations
 
@@ -16,16 +17,44 @@ from millrace.engine.assembly import Engine
 _TOKENS: Final = 300
 _SLICE_FLOPS: Final = 4e7
 """Of a slice of attention's rows on a GPU, so that the small model's attention has four."""
+_ROWS: Final = (16, 128, 512)
+"""Rows of passes that are compared with graphs of as many: bits depend on a product's rows."""
 
 
 @torch.inference_mode()
 def check(context: Context) -> None:
-    """Suspends a pass at every boundary in turn; another prompt runs in between."""
+    """Suspends a pass at every boundary in turn; another prompt runs in between. On a GPU without
+    graphs first, and then by graphs."""
     dtype = "bfloat16" if context.is_cuda else "float32"
     for family in ("llama", "qwen3_moe"):
         with small_engine(FAMILIES[family], str(context.device), dtype) as engine:
             engine.runner.states.slice_flops = _SLICE_FLOPS
             compare(context, engine, family)
+            if context.is_cuda:
+                compare_graphs(context, engine, family)
+                compare(context, engine, f"{family}, by graphs")
+
+
+def compare_graphs(context: Context, engine: Engine, family: str) -> None:
+    """Captures the graphs of short prefills, and compares passes before it and after it."""
+    prompts = [new_prompt(engine, rows, rows) for rows in _ROWS]
+    wanted = [prefill(engine, prompt, -1, lambda: None)[0] for prompt in prompts]
+    engine.runner.capture_prefills()
+    counts = engine.runner.states.prefills
+    counts.eager.clear()
+    for prompt, before in zip(prompts, wanted, strict=True):
+        after, _ = prefill(engine, prompt, -1, lambda: None)
+        furthest = max(
+            float((one - two).abs().max()) for one, two in zip(before, after, strict=True)
+        )
+        context.claim(
+            f"{family}: a prefill of {len(prompt.ids)} rows has the same bits by graphs",
+            all(map(torch.equal, before, after)),
+            f"largest difference {furthest:.2g}",
+        )
+        engine.pool.free(prompt.pages)
+    is_all = counts.graph == len(prompts) and not counts.eager
+    context.claim(f"{family}: the graphs ran", is_all, f"{counts.graph}, others {counts.eager}")
 
 
 def compare(context: Context, engine: Engine, family: str) -> None:

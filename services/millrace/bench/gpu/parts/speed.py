@@ -39,6 +39,7 @@ class Sizes:
     """
 
     prompts: Sequence[int]
+    short_prompts: Sequence[int]
     chunk_tokens: int
     blocking_chunks: Sequence[int]
     batches: Sequence[int]
@@ -58,6 +59,7 @@ _PAGE_TOKENS: Final = 16
 
 ON_CUDA = Sizes(
     prompts=(8192, 32_768),
+    short_prompts=(16, 128, 512),
     chunk_tokens=8192,
     blocking_chunks=(2048, 8192),
     batches=(1, 32, 128),
@@ -76,6 +78,7 @@ ON_CUDA = Sizes(
 )
 ON_CPU = Sizes(
     prompts=(64,),
+    short_prompts=(16,),
     chunk_tokens=64,
     blocking_chunks=(64,),
     batches=(1, 3),
@@ -117,6 +120,7 @@ def measure(context: Context, shape: Mapping[str, Any], *, is_whole: bool) -> No
         )
     for tokens in sizes.prompts:
         measure_prefill(context, engine, sizes, peaks, tokens)
+    measure_short_prefills(context, engine, sizes)
     for batch in sizes.batches:
         measure_decode(context, engine, sizes, peaks, batch)
     if is_whole:
@@ -160,6 +164,40 @@ def measure_prefill(
     context: Context, engine: Engine, sizes: Sizes, peaks: Peaks, tokens: int
 ) -> None:
     """Measures a whole prompt in passes of at most `chunk_tokens`."""
+    seconds = prefill_s(context, engine, sizes, tokens)
+    context.figure(
+        f"prefill of {tokens} tokens",
+        tokens / seconds,
+        "tokens/s",
+        expected=expected_prefill(engine.shape, tokens, peaks),
+        share=prefill_flops(engine.shape, tokens) / seconds / peaks.flops_per_s,
+    )
+
+
+def measure_short_prefills(context: Context, engine: Engine, sizes: Sizes) -> None:
+    """Measures short prompts operator by operator and, on a GPU, by graphs."""
+    alone_s = {}
+    for tokens in sizes.short_prompts:
+        alone_s[tokens] = prefill_s(context, engine, sizes, tokens)
+        name = f"short prefill of {tokens} tokens, operator by operator"
+        context.figure(name, 1e3 * alone_s[tokens], "ms")
+    if not context.is_cuda:
+        return
+    begun_s, before = settled_s(context.device), torch.cuda.memory_reserved(context.device)
+    engine.runner.capture_prefills()
+    context.figure("capture of short prefills' graphs", settled_s(context.device) - begun_s, "s")
+    taken = torch.cuda.memory_reserved(context.device) - before
+    context.figure("memory of short prefills' graphs", taken / (1 << 20), "MiB")
+    for tokens in sizes.short_prompts:
+        seconds = prefill_s(context, engine, sizes, tokens)
+        context.figure(f"short prefill of {tokens} tokens, by graphs", 1e3 * seconds, "ms")
+        context.figure("the same, faster than without by", alone_s[tokens] / seconds, "times")
+    counts = engine.runner.states.prefills
+    context.claim("short prefills ran by graphs", counts.graph > 0, f"{counts}")
+
+
+def prefill_s(context: Context, engine: Engine, sizes: Sizes, tokens: int) -> float:
+    """Returns the median seconds of a whole prompt in passes of at most `chunk_tokens`."""
     pages = engine.pool.allocate(engine.layout.pages_for(tokens))
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(engine.shape.vocab_size, (tokens,), generator=generator)
@@ -178,13 +216,7 @@ def measure_prefill(
 
     seconds = statistics.median(times_s(context, sizes.repeats, prompt))
     engine.pool.free(pages)
-    context.figure(
-        f"prefill of {tokens} tokens",
-        tokens / seconds,
-        "tokens/s",
-        expected=expected_prefill(engine.shape, tokens, peaks),
-        share=prefill_flops(engine.shape, tokens) / seconds / peaks.flops_per_s,
-    )
+    return seconds
 
 
 def measure_decode(
