@@ -86,6 +86,8 @@ async def test_no_fault_gives_wrong_history_or_blocks(seed: int, fault: str, on_
         net.nodes[name].check_free()
         net.nodes[name].manager.check_integrity()
     assert not [wrong for job in jobs.values() for wrong in job.wrong]
-    assert bool(net.corrupt) == bool(reasons) == bool(lied)
+    assert bool(net.corrupt) == bool(reasons)
+    # The end of a write that is cut off may have lain there before: then nothing is wrong.
+    assert bool(lied) == bool(reasons) or (lied and fault == "truncate" and on_writes)
     assert all("not a notification" in why or "gave up" in why for why in reasons)
     net.close()

@@ -296,6 +296,32 @@ def test_a_word_that_makes_no_sense_ends_the_link(nodes):
         nodes.all[name].release(job)
 
 
+def test_what_could_not_be_read_before_the_link_was_open_ends_the_group(nodes):
+    """The credit of a comes to b garbled, and names no request: only a knows what it was about."""
+    a, b = (nodes.all[name] for name in "ab")
+    deliver = b.transport.deliver
+    b.transport.deliver = lambda sender, payload: deliver(sender, payload[:1])
+    jobs, roster = nodes.prepare("r", chunks_of([60], [NAMES[:2]]), seed=1)
+    a.open(jobs["a"], roster)
+
+    async def member(node):
+        assert not await asyncio.to_thread(node.compute, jobs[node.name])
+        async with asyncio.timeout(HANG_S):
+            await jobs[node.name].link.close()
+        node.release(jobs[node.name])
+
+    async def scenario():
+        ended = asyncio.create_task(member(a))
+        await eventually(lambda: jobs["a"].aborted_by)
+        b.transport.deliver = deliver
+        b.open(jobs["b"], roster)
+        await asyncio.gather(ended, member(b))
+
+    asyncio.run(scenario())
+    assert jobs["a"].aborted_by == ["b: what it got is not a notification of a ring"]
+    assert jobs["b"].aborted_by == ["a gave up"]
+
+
 def test_a_sender_asks_before_it_writes_when_its_right_has_run_out(nodes, clock):
     """A chunk after a pause of the group longer than the lease."""
     chunks = chunks_of([40, 40], [NAMES[:1], NAMES[:3]])

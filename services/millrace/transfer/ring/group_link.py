@@ -243,7 +243,9 @@ class GroupLink:
         self.pump()
 
     def misheard(self, peer: str, why: str) -> None:
-        """Takes note of a notification that can't be read, on the transport's thread."""
+        """Takes note of a notification to or from `peer` that was not read, on the transport's
+        thread.
+        """
         with self.changed:
             is_peers = peer in self._contacts
         if is_peers:

@@ -95,15 +95,18 @@ class RingManager:
 
     def _on_notification(self, peer: str, payload: bytes) -> None:
         """Handles a member's notification, on the transport's thread. One that can't be read breaks
-        every link with that member: it may have been about any of them.
+        every link with that member, here and there: it may have been about any of them, also about
+        one that is not open here yet.
         """
         try:
             message = RingMessage.decode(payload)
         except TransferError as error:
-            with self._lock:
-                open_links = list(self._links.values())
-            for one in open_links:
-                one.misheard(peer, str(error))
+            self._break_links(peer, str(error))
+            unread = RingMessage(kind=RingKind.UNREAD, request_id="", attempt=0)
+            self._transport.notify(peer, unread.encode())
+            return
+        if message.kind is RingKind.UNREAD:
+            self._break_links(peer, "what it got is not a notification of a ring")
             return
         with self._lock:
             link = self._links.get(message.key)
@@ -116,6 +119,12 @@ class RingManager:
                 kind=RingKind.DRAINED, request_id=message.request_id, attempt=message.attempt
             )
             self._transport.notify(peer, answer.encode())
+
+    def _break_links(self, peer: str, why: str) -> None:
+        with self._lock:
+            open_links = list(self._links.values())
+        for link in open_links:
+            link.misheard(peer, why)
 
     def _keep_early(self, peer: str, message: RingMessage) -> None:
         """Keeps a message that came before the link was opened, or after the member gave it up."""

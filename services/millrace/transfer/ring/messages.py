@@ -30,6 +30,7 @@ class RingKind(IntEnum):
     ABORT = 7  # to all: write nothing more here, and send DRAINED
     DRAINED = 8  # no write of mine to you is in flight, and none will follow
     OFFER = 9  # to a receiver: I am linked to you, and give you history for this chunk
+    UNREAD = 10  # to a sender: a message of yours could not be read; it names no request
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
