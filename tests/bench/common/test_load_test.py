@@ -54,8 +54,10 @@ async def test_known_timings_are_found():
     report = summarise(records, [SLO])
     assert report.succeeded == 6
     assert not report.short_outputs
-    # Never early; the lateness depends on the machine's load: three after another on a connection.
-    assert all(record.ttft_s >= 0.075 and record.mean_tbt_s >= 0.028 for record in records)
+    # No first and no last token is early; how late they are depends on the machine's load, and a
+    # first one that is late shortens what follows. Three after another on a connection.
+    assert all(record.ttft_s >= 0.075 for record in records)
+    assert all(record.ttft_s + 4 * record.mean_tbt_s >= 0.075 + 4 * 0.028 for record in records)
     assert sum(record.ttft_s + 4 * record.mean_tbt_s for record in records) <= 2 * took_s
     assert all(len(record.token_times_s) == 5 for record in records)
     assert report.total.e2e_ms.p50 >= 195
