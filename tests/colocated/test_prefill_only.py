@@ -34,9 +34,8 @@ async def test_vectors_beside_answers(name: str) -> None:
             np.testing.assert_allclose(vector(mixed, pooling), expected, atol=2e-4)
             finished = await mixed.live.said("request_finished", pooling)
             assert (finished.reason, finished.generated_tokens) == ("length", 0)
-            assert mixed.live.kinds(pooling) == [
-                *("chunk_started", "chunk_finished", "request_finished"),
-            ]
+            kinds = [kind for kind in mixed.live.kinds(pooling) if kind != "prompt_advanced"]
+            assert kinds == ["chunk_started", "chunk_finished", "request_finished"]
         assert await mixed.answered("answer") == oracle(name).greedy(prompt(90), 30)
         await mixed.live.said("request_finished", "answer")
         assert mixed.used_pages == 0

@@ -79,6 +79,18 @@ async def test_tokens_are_the_models_beside_requests_that_are_whole(name: str) -
         assert met()
 
 
+async def test_chunks_of_spread_prompts_are_reported() -> None:
+    async with mixed_instance(SETTINGS, holders=[kvp]) as mixed:
+        await mixed.ask_spread("r", 300, 3 * PAGE, 20 * PAGE, max_tokens=2)
+        await mixed.ask("whole", 300, max_tokens=2)
+        for name in ("r", "whole"):
+            await mixed.live.said("request_finished", name)
+            told = [one for kind, one in mixed.live.messages if kind == "prompt_advanced"]
+            tokens = [one.tokens for one in told if one.request_id == name]
+            assert len(tokens) >= 4 and tokens == sorted(set(tokens)) and max(tokens) < 300
+        await freed(mixed, "r")
+
+
 async def test_mixed_instances_hold_shards_for_each_other() -> None:
     async with mixed_instance(SETTINGS, holders=[another]) as mixed:
         await mixed.ask_spread("r", 100, 3 * PAGE, 8 * PAGE, max_tokens=20)

@@ -103,6 +103,25 @@ async def test_the_shards_together_are_the_prompt(fleet: Fleet, chunks, cuts) ->
         assert (await role.said("request_released", "r")).complete
 
 
+@pytest.mark.parametrize(
+    ("chunks", "leader"),
+    [([(500, [0])], 0), ([(100, [1]), (400, [1, 0])], 1)],
+    ids=["one instance", "a group that grows"],
+)
+async def test_passes_of_spread_prompts_are_reported(fleet: Fleet, chunks, leader) -> None:
+    """No decode instance has a prefix of such a prompt to tell of."""
+    await fleet.ask("whole", chunks)
+    await fleet.holders[0].kv("whole")
+    await fleet.ask("r", chunks, (130, 137, 900))
+    lead, other = fleet.prefills[leader], fleet.prefills[1 - leader]
+    assert (await lead.said("request_released", "r")).complete
+    told = [said for kind, said in lead.messages if kind == "prompt_advanced"]
+    assert {one.request_id for one in told} == {"r"} and {one.attempt for one in told} == {1}
+    tokens = [one.tokens for one in told]
+    assert len(tokens) > 2 and tokens == sorted(set(tokens)) and max(tokens) < 500
+    assert not [kind for kind, _ in other.messages if kind == "prompt_advanced"]
+
+
 async def test_a_shard_that_is_refused_fails_the_prompt_before_token_one(fleet: Fleet) -> None:
     life = fleet.holders[1].life
     fleet.holders[1].life = life._replace(generation=life.generation + 1)

@@ -166,6 +166,14 @@ class Bench:
             "d0", reports.PrefixLanded(request_id=request_id, attempt=attempt, tokens=tokens)
         )
 
+    def advanced(
+        self, instance_id: str, request_id: str, tokens: int, attempt: int = 1
+    ) -> list[effects.Effect]:
+        return self.report(
+            instance_id,
+            reports.PromptAdvanced(request_id=request_id, attempt=attempt, tokens=tokens),
+        )
+
     def decoding(
         self, instance_id: str, request_id: str, since_token_s: float = 0.0
     ) -> list[effects.Effect]:

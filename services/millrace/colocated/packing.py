@@ -25,6 +25,7 @@ from millrace.core.errors import ConfigError
 from millrace.core.instance.group import PromptLogprobsRun
 from millrace.core.instance.packing import Packer, PackingConfig
 from millrace.core.instance.prompt_order import PromptOrder
+from millrace.core.instance.prompt_steps import PromptSteps
 from millrace.core.live_request import LiveRequest
 from millrace.core.priority import POLICIES
 from millrace.core.priority.lars import relative_slack
@@ -54,6 +55,7 @@ class Prompt:
     done: int = 0  # tokens whose KV is computed or cached
     compute_s: float = 0.0  # of the iterations that had a chunk of it
     logprobs: list[PromptLogprobsRun] = field(default_factory=list)
+    steps: PromptSteps = field(default_factory=PromptSteps)
     hidden_pool: HiddenPool = field(init=False)
 
     def __post_init__(self) -> None:

@@ -12,7 +12,7 @@ from millrace.colocated.compute import Iteration
 from millrace.colocated.packing import IterationPacker, Plan, Prompt, Share
 from millrace.colocated.prompt_spans import PromptSpans
 from millrace.core.errors import IntegrityError
-from millrace.core.scheduler.reports import ChunkFinished, ChunkStarted
+from millrace.core.scheduler.reports import ChunkFinished, ChunkStarted, PromptAdvanced
 from millrace.core.token_events import FinishedPrefill, FirstToken
 from millrace.decode.output.output import Output
 from millrace.decode.request import DecodeEvent, DecodeRequest
@@ -121,11 +121,20 @@ class Prompts:
                 self._output.fail(request, error, "compute")
             elif (why := iteration.lost.get(request.id)) is not None:
                 self._output.fail(request, why, "transfer")
-            elif is_last:
+            elif not is_last:
+                self._advanced(prompt)
+            else:
                 self._packer.computed(prompt, now_s)
                 first_tokens = iteration.first_tokens.get(request.id, ())
                 self._through(share, first_tokens)
                 yield request
+
+    def _advanced(self, prompt: Prompt) -> None:
+        request = prompt.request
+        if prompt.steps.is_due(prompt.done, prompt.prompt_tokens):
+            self._send(
+                PromptAdvanced(request_id=request.id, attempt=request.attempt, tokens=prompt.done)
+            )
 
     def _through(self, share: Share, first_tokens: tuple[FirstToken, ...]) -> None:
         """Ends a computed prompt: sends its first tokens, or the result of a prefill-only request;

@@ -33,6 +33,7 @@ class LiveRequest:
     """
 
     __slots__ = (
+        "advanced_tokens",
         "arrival_s",
         "attempt",
         "attempts",
@@ -108,6 +109,7 @@ class LiveRequest:
         #: First tokens whose KV decode keeps for this attempt: the chunks begin there.
         self.kept_tokens = 0
         self.landed_tokens = 0  # first tokens whose KV decode has, by its last report
+        self.advanced_tokens = 0  # computed first tokens of this attempt, by its instance's report
         self.dispatched_s: float | None = None
         self.first_token_s: float | None = None
         self.in_time: bool | None = None  # it met all its objectives, as soon as that is known
@@ -296,7 +298,7 @@ class LiveRequest:
 
     def _forget_plan(self, now_s: float) -> None:
         self.chunks = ()
-        self.chunks_done = 0
+        self.chunks_done = self.advanced_tokens = 0
         self.begun = False
         self.dispatched_s = None
         self.suspend(0.0)
@@ -308,6 +310,10 @@ class LiveRequest:
     def begin(self) -> None:
         """Notes that a mixed instance computes the first tokens of this attempt."""
         self.begun = True
+
+    def advance_prompt(self, tokens: int) -> None:
+        """Notes that its first `tokens` tokens are computed in this attempt."""
+        self.advanced_tokens = max(self.advanced_tokens, min(tokens, self.prompt_tokens))
 
     def start_chunk(self, now_s: float) -> None:
         """Notes that a chunk of it computes."""

@@ -13,6 +13,7 @@ import torch
 
 from millrace.core.errors import IntegrityError, MillraceError
 from millrace.core.instance.group import PromptLogprobsRun
+from millrace.core.instance.prompt_steps import PromptSteps
 from millrace.core.kv.layout import KvLayout
 from millrace.core.kv.sp_layout import (
     RING_BUFFERS,
@@ -81,6 +82,7 @@ class PrefillJob:
     first_tokens: tuple[FirstToken, ...] = ()
     prompt_logprobs: list[PromptLogprobsRun] = field(default_factory=list)
     done: Callable[[Exception | None], object] = lambda error: None
+    steps: PromptSteps = field(default_factory=PromptSteps)
     _pass_s: float = 0.0  # when the current span of compute began
     _suspended_s: float = 0.0  # when it was suspended last
     _advancing: threading.Lock = field(default_factory=threading.Lock)
@@ -127,6 +129,11 @@ class PrefillJob:
     def prefill_only(self) -> bool:
         """Whether its KV goes nowhere, and the leader sends the result to the proxy."""
         return self.command.decode is None
+
+    @property
+    def tells_passes(self) -> bool:
+        """Whether it reports how far the prompt is: no decode instance has all of its KV."""
+        return self.leads and (self.prefill_only or len(self.command.shards) > 1)
 
     @property
     def needs_whole_prompt(self) -> bool:

@@ -546,6 +546,26 @@ class World(RuleBasedStateMachine):
             )
         )
 
+    @rule(
+        instance_id=instance_ids,
+        age=ages,
+        request_id=request_ids,
+        attempt=st.integers(0, 3),
+        tokens=st.integers(0, 300),
+    )
+    def prompt_advances(
+        self, instance_id: str, age: int, request_id: str, attempt: int, tokens: int
+    ) -> None:
+        self.step(
+            events.Reported(
+                instance_id=instance_id,
+                generation=self.life(instance_id, age),
+                report=reports.PromptAdvanced(
+                    request_id=request_id, attempt=attempt, tokens=tokens
+                ),
+            )
+        )
+
     @rule(instance_id=instance_ids, age=ages, request_id=request_ids)
     def decode_starts(self, instance_id: str, age: int, request_id: str) -> None:
         self.step(

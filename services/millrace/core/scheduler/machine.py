@@ -112,6 +112,7 @@ class Machine:
             reports.ChunkSuspended: chunk_progress.suspended,
             reports.RequestReleased: request_progress.released,
             reports.PrefixLanded: request_progress.prefix_landed,
+            reports.PromptAdvanced: request_progress.prompt_advanced,
             reports.FirstTokenSent: request_progress.first_token_sent,
             reports.DecodeStarted: request_progress.decode_started,
             reports.RequestFinished: request_progress.finished,

@@ -117,6 +117,19 @@ class PrefixLanded:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PromptAdvanced:
+    """The first `tokens` tokens of a prompt are computed, in the middle of its chunk.
+
+    Only progress is told by this report. An instance sends it where no decode instance reports
+    `PrefixLanded`: a mixed instance, and the leader of a spread or a prefill-only request.
+    """
+
+    request_id: str
+    attempt: int
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class FirstTokenSent:
     """Decode has sent the first token to the proxy: the request can't begin again."""
 
@@ -172,6 +185,7 @@ RequestReport = (
     | ChunkSuspended
     | RequestReleased
     | PrefixLanded
+    | PromptAdvanced
     | FirstTokenSent
     | DecodeStarted
     | RequestFinished

@@ -9,7 +9,13 @@ from functools import partial
 import torch
 
 from millrace.core.kv.sp_layout import GroupPass
-from millrace.core.scheduler.reports import ChunkFinished, ChunkStarted, ChunkSuspended, Report
+from millrace.core.scheduler.reports import (
+    ChunkFinished,
+    ChunkStarted,
+    ChunkSuspended,
+    PromptAdvanced,
+    Report,
+)
 from millrace.engine.assembly import Engine
 from millrace.engine.execution_pool import ChunkTask, ExecutionPool
 from millrace.engine.forward.passes import Boundary
@@ -117,6 +123,14 @@ class PrefillCompute:
         if job.leads:
             self._report(
                 ChunkSuspended(request_id=job.request_id, chunk_index=chunk, compute_s=compute_s)
+            )
+
+    def advanced(self, job: PrefillJob, one: GroupPass) -> None:
+        """Reports that a pass is computed, if nobody else reports so."""
+        done = one.start_token + one.num_tokens
+        if job.tells_passes and job.steps.is_due(done, job.prompt_tokens):
+            self._report(
+                PromptAdvanced(request_id=job.request_id, attempt=job.attempt, tokens=done)
             )
 
     def finished(

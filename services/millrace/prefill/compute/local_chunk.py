@@ -103,6 +103,7 @@ class LocalChunk(ChunkTask):
         job.end_pass(one)
         if self._error is not None:
             return
+        self._compute.advanced(job, one)
         if task.hidden is not None:
             self._compute.add_prompt_logprobs(job, one.start_token, task.hidden)
             job.add_hidden(one, task.hidden)

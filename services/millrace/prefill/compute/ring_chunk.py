@@ -109,6 +109,7 @@ class RingChunk(ChunkTask):
                         compute.publish(job, one, boundary.layer, run.start_token, run.num_tokens)
                 yield StopPoint.after(boundary.operator)
         self._end_pass(one)
+        compute.advanced(job, one)
         if task.hidden is not None:
             rows = torch.split(task.hidden, [run.num_tokens for run in runs])
             for run, hidden in zip(runs, rows, strict=True):

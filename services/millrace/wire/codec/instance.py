@@ -39,6 +39,7 @@ _REPORTS: dict[str, Codec[Any, Any]] = {
     "chunk_suspended": derive(reports.ChunkSuspended, scheduler_pb2.ChunkSuspended),
     "request_released": derive(reports.RequestReleased, scheduler_pb2.RequestReleased),
     "prefix_landed": derive(reports.PrefixLanded, scheduler_pb2.PrefixLanded),
+    "prompt_advanced": derive(reports.PromptAdvanced, scheduler_pb2.PromptAdvanced),
     "first_token_sent": derive(reports.FirstTokenSent, scheduler_pb2.FirstTokenSent),
     "decode_started": derive(reports.DecodeStarted, scheduler_pb2.DecodeStarted),
     "request_finished": derive(reports.RequestFinished, scheduler_pb2.RequestFinished),

@@ -257,7 +257,7 @@ class Member(_message.Message):
     def __init__(self, incarnation: _Optional[_Union[_common_pb2.Incarnation, _Mapping]] = ..., address: _Optional[str] = ...) -> None: ...
 
 class WorkerMessage(_message.Message):
-    __slots__ = ("register", "heartbeat", "chunk_started", "chunk_finished", "request_released", "decode_started", "request_finished", "request_failed", "draining", "chunk_suspended", "prefix_landed", "first_token_sent", "cached_blocks")
+    __slots__ = ("register", "heartbeat", "chunk_started", "chunk_finished", "request_released", "decode_started", "request_finished", "request_failed", "draining", "chunk_suspended", "prefix_landed", "first_token_sent", "prompt_advanced", "cached_blocks")
     REGISTER_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
     CHUNK_STARTED_FIELD_NUMBER: _ClassVar[int]
@@ -270,6 +270,7 @@ class WorkerMessage(_message.Message):
     CHUNK_SUSPENDED_FIELD_NUMBER: _ClassVar[int]
     PREFIX_LANDED_FIELD_NUMBER: _ClassVar[int]
     FIRST_TOKEN_SENT_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_ADVANCED_FIELD_NUMBER: _ClassVar[int]
     CACHED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     register: Register
     heartbeat: Heartbeat
@@ -283,8 +284,9 @@ class WorkerMessage(_message.Message):
     chunk_suspended: ChunkSuspended
     prefix_landed: PrefixLanded
     first_token_sent: FirstTokenSent
+    prompt_advanced: PromptAdvanced
     cached_blocks: CachedBlocks
-    def __init__(self, register: _Optional[_Union[Register, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., chunk_started: _Optional[_Union[ChunkStarted, _Mapping]] = ..., chunk_finished: _Optional[_Union[ChunkFinished, _Mapping]] = ..., request_released: _Optional[_Union[RequestReleased, _Mapping]] = ..., decode_started: _Optional[_Union[DecodeStarted, _Mapping]] = ..., request_finished: _Optional[_Union[RequestFinished, _Mapping]] = ..., request_failed: _Optional[_Union[RequestFailed, _Mapping]] = ..., draining: _Optional[_Union[Draining, _Mapping]] = ..., chunk_suspended: _Optional[_Union[ChunkSuspended, _Mapping]] = ..., prefix_landed: _Optional[_Union[PrefixLanded, _Mapping]] = ..., first_token_sent: _Optional[_Union[FirstTokenSent, _Mapping]] = ..., cached_blocks: _Optional[_Union[CachedBlocks, _Mapping]] = ...) -> None: ...
+    def __init__(self, register: _Optional[_Union[Register, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., chunk_started: _Optional[_Union[ChunkStarted, _Mapping]] = ..., chunk_finished: _Optional[_Union[ChunkFinished, _Mapping]] = ..., request_released: _Optional[_Union[RequestReleased, _Mapping]] = ..., decode_started: _Optional[_Union[DecodeStarted, _Mapping]] = ..., request_finished: _Optional[_Union[RequestFinished, _Mapping]] = ..., request_failed: _Optional[_Union[RequestFailed, _Mapping]] = ..., draining: _Optional[_Union[Draining, _Mapping]] = ..., chunk_suspended: _Optional[_Union[ChunkSuspended, _Mapping]] = ..., prefix_landed: _Optional[_Union[PrefixLanded, _Mapping]] = ..., first_token_sent: _Optional[_Union[FirstTokenSent, _Mapping]] = ..., prompt_advanced: _Optional[_Union[PromptAdvanced, _Mapping]] = ..., cached_blocks: _Optional[_Union[CachedBlocks, _Mapping]] = ...) -> None: ...
 
 class Register(_message.Message):
     __slots__ = ("incarnation", "role", "address", "model_hash", "kv_pages", "page_tokens", "max_context_tokens", "max_batch", "latency", "node", "kv_layers", "decode_step", "block_tokens", "held", "adaptive_chunks")
@@ -494,6 +496,16 @@ class RequestReleased(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., complete: _Optional[bool] = ..., attempt: _Optional[int] = ...) -> None: ...
 
 class PrefixLanded(_message.Message):
+    __slots__ = ("request_id", "attempt", "tokens")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    attempt: int
+    tokens: int
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., tokens: _Optional[int] = ...) -> None: ...
+
+class PromptAdvanced(_message.Message):
     __slots__ = ("request_id", "attempt", "tokens")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]

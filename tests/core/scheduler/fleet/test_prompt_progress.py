@@ -7,6 +7,7 @@ import pytest
 from millrace.core.live_request import LiveRequest
 from millrace.core.request import Chunk, RequestState
 from millrace.core.scheduler.fleet.prompt_progress import PromptProgress, progress_of
+from support.core_events import Bench, instance
 from support.live_requests import live_request
 
 
@@ -47,6 +48,8 @@ def request(state: RequestState = RequestState.PREFILLING, **fields: object) -> 
         ({"kept_tokens": 100, "chunks_done": 2, "executed_s": 8.0}, 12.0, 200, 4.0),
         # KV that decode has counts before its chunk is finished.
         ({"landed_tokens": 250, "chunks_done": 2, "executed_s": 8.0}, 12.0, 250, 1.2),
+        # So do tokens of a chunk whose instance has reported a pass.
+        ({"advanced_tokens": 250, "chunks_done": 2, "executed_s": 8.0}, 12.0, 250, 1.2),
         # All computed: only the placement's prediction is left.
         ({"state": RequestState.TRANSFERRING, "chunks_done": 4}, 12.5, 400, 0.5),
         ({"state": RequestState.TRANSFERRING, "chunks_done": 4}, 11.0, 400, 0.0),
@@ -73,3 +76,39 @@ def test_a_first_token_on_its_way_from_decode_is_one_in_transfer():
 @pytest.mark.parametrize("state", [RequestState.FINISHED, RequestState.CANCELLED])
 def test_a_request_that_is_over_has_none(state):
     assert progress_of(request(state), 12.0, 13.0) is None
+
+
+def computed_of(bench: Bench, request_id: str) -> int:
+    found = progress_of(bench.machine.requests[request_id], bench.now_s, None)
+    assert found is not None
+    return found.computed_tokens
+
+
+@pytest.mark.parametrize(("pages", "leader"), [(30, "p0"), (1000, "p0"), (1000, "m0")])
+def test_reports_of_passes_advance_a_prompt_that_is_spread_or_not(pages: int, leader: str) -> None:
+    """A spread prompt has no prefix at decode that could be reported."""
+    mixed = leader == "m0"
+    fleet = (
+        [instance("m0", pages=pages)]
+        if mixed
+        else [instance("p0", pages=1000), instance("d0", pages=pages), instance("k0", pages=1000)]
+    )
+    bench = Bench(*fleet)
+    bench.submit("r", 800)
+    request = bench.machine.requests["r"]
+    assert bool(request.shards) == (pages == 30)
+    bench.chunk_started(leader, "r")
+    assert computed_of(bench, "r") == 0
+    ignored = bench.machine.ignored
+    for tokens in (200, 400, 300):  # the last is late
+        bench.advanced(leader, "r", tokens)
+    assert computed_of(bench, "r") == 400 and bench.machine.ignored == ignored
+    bench.advanced(leader, "r", 600, attempt=2)  # of another attempt
+    bench.advanced("k0" if not mixed else leader, "nobody", 600)
+    if not mixed:
+        bench.advanced("d0", "r", 600)  # it does not compute the prompt
+        bench.advanced("k0", "r", 600)
+    assert computed_of(bench, "r") == 400 and bench.machine.ignored > ignored
+    bench.died(leader)
+    if not mixed:
+        assert computed_of(bench, "r") == 0  # the next attempt begins again

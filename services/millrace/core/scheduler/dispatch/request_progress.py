@@ -12,6 +12,7 @@ from millrace.core.scheduler.reports import (
     DecodeStarted,
     FirstTokenSent,
     PrefixLanded,
+    PromptAdvanced,
     RequestFailed,
     RequestFinished,
     RequestReleased,
@@ -79,6 +80,18 @@ class RequestProgress:
             return
         request.land(tokens)
         step.record(request)
+
+    def prompt_advanced(self, _: StepContext, instance: Instance, report: PromptAdvanced) -> None:
+        request = self._table.served(report.request_id, instance)
+        if (
+            request is None
+            or report.attempt != request.attempt
+            or request.state is not RequestState.PREFILLING
+            or instance.id not in _leaders(request)
+        ):
+            self._event_filter.ignored += 1
+            return
+        request.advance_prompt(report.tokens)
 
     def first_token_sent(
         self, step: StepContext, instance: Instance, report: FirstTokenSent
@@ -178,6 +191,11 @@ class RequestProgress:
             parties.update(request.reached_instance_ids)
         opened = self._table.breakers.failed(request, fault, parties, step.now_s)
         return [self._table.cluster.instances[one] for one in opened]
+
+
+def _leaders(request: LiveRequest) -> tuple[str | None, ...]:
+    """The instances that report of its prompt: the leader of its group, or a mixed instance."""
+    return (request.chunks[-1].instance_ids[0],) if request.chunks else (request.decode_id,)
 
 
 def _did_its_part(report: RequestReleased, request: LiveRequest, instance: Instance) -> bool:

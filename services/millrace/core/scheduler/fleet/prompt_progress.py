@@ -55,14 +55,16 @@ def progress_of(
 
 
 def computed_tokens(request: LiveRequest) -> int:
-    """The first tokens of the prompt whose chunks are finished, or whose KV is at decode."""
+    """The first tokens of the prompt that are computed, by the reports of chunks and passes, or
+    whose KV is at decode.
+    """
     if request.state in _COMPUTED:
         return request.prompt_tokens
     done = request.kept_tokens
     if request.chunks_done:
         last = request.chunks[request.chunks_done - 1]
         done = last.start_token + last.num_tokens
-    return max(done, request.landed_tokens)
+    return max(done, request.landed_tokens, request.advanced_tokens)
 
 
 def _by_plan_s(request: LiveRequest, now_s: float) -> float:
