@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from copy import deepcopy
 from dataclasses import replace
 
 import pytest
@@ -49,15 +50,17 @@ def test_all_that_waits_and_runs_is_ranked_by_the_new_policy(before: str, after:
     one = loaded(before)
     (pool,) = one.machine.cluster.pools.values()
     one.now_s += 0.5
+    # Copies, as they are before the change: a ranking notes what it finds in its requests.
+    requests = deepcopy([*pool.waiting, *pool.run_queue.heads()])
+    names = [request.id for request in requests]
+    assert set(names) == {f"r{number}" for number in range(len(MIX))}
+    keys = dict(zip(names, keys_of(after, requests, one.now_s), strict=True))
     one.step(PolicyChanged(policy=after))
     assert one.machine.policy == after
-    requests = [*pool.waiting, *pool.run_queue.heads()]
-    assert {r.id for r in requests} == {f"r{number}" for number in range(len(MIX))}
-    keys = dict(zip(requests, keys_of(after, requests, one.now_s), strict=True))
     waiting = list(pool.waiting)
-    assert waiting == sorted(waiting, key=lambda r: (keys[r], r.order))
+    assert waiting == sorted(waiting, key=lambda r: (keys[r.id], r.order))
     for task in pool.run_queue.ranked:
-        assert task.rank == (keys[task.requests[0]], task.requests[0].order, 0)
+        assert task.rank == (keys[task.requests[0].id], task.requests[0].order, 0)
 
 
 names = st.sampled_from(sorted(POLICIES))
