@@ -18,6 +18,7 @@ from millrace.transfer.activations import (
     Arrival,
 )
 from millrace.transfer.transport.base import INLINE_BYTES
+from millrace.transfer.transport.checked import CheckedTransport
 from millrace.transfer.transport.nixl.transport import NixlTransport
 from support.deadlines import HANG_S
 from support.memory_transport import MemoryHub, MemoryTransport
@@ -30,13 +31,22 @@ class Pair:
     """Two connected ends, their slots, and the arrivals."""
 
     def __init__(
-        self, kind: str, receiver_rows: int = ROWS, inline_bytes: int = INLINE_BYTES
+        self,
+        kind: str,
+        receiver_rows: int = ROWS,
+        inline_bytes: int = INLINE_BYTES,
+        checks: bool = False,
     ) -> None:
         hub = MemoryHub()
         names = [f"stage-{next(_numbers)}" for _ in range(2)]
-        self.ends = [
+        self.bare: list[MemoryTransport | NixlTransport] = [
             MemoryTransport(name, hub) if kind == "memory" else NixlTransport(name)
             for name in names
+        ]
+        #: The peers of whom an end has got altered data.
+        self.corrupt: queue.Queue[str] = queue.Queue()
+        self.ends = [
+            CheckedTransport(one, checks=checks, on_corrupt=self.corrupt.put) for one in self.bare
         ]
         self.out = torch.zeros(SLOTS, ROWS, HIDDEN)
         self.into = torch.zeros(SLOTS, receiver_rows, HIDDEN)
@@ -149,3 +159,59 @@ def test_smaller_slots_at_the_receiver_are_refused() -> None:
     with pytest.raises(TransferError, match="bytes of activations per pass"):
         pair.open()
     pair.close()
+
+
+def altered(data: bytes) -> bytes:
+    return data[:-1] + bytes([data[-1] ^ 1])
+
+
+@pytest.mark.parametrize("inline_bytes", [0, INLINE_BYTES], ids=["written", "in the message"])
+@pytest.mark.parametrize("kind", ["memory", "nixl"])
+def test_altered_rows_are_told_and_never_arrive(kind, inline_bytes, monkeypatch) -> None:
+    pair = Pair(kind, inline_bytes=inline_bytes, checks=True)
+    pair.open()
+    try:
+        pair.send(1.0)
+        arrival = pair.next()
+        assert torch.equal(pair.into[arrival.slot], torch.full((ROWS, HIDDEN), 1.0))
+        arrival.take()
+        if inline_bytes:
+            notify = pair.bare[0].notify
+            monkeypatch.setattr(
+                pair.bare[0],
+                "notify",
+                lambda peer, payload, **more: notify(peer, altered(payload), **more),
+            )
+        else:
+            write = pair.bare[0].write
+
+            def write_altered(peer, runs, *message, **more):
+                pair.out.view(torch.uint8).view(-1)[int(runs.source[0])] ^= 1
+                return write(peer, runs, *message, **more)
+
+            monkeypatch.setattr(pair.bare[0], "write", write_altered)
+        pair.send(2.0)
+        assert pair.corrupt.get(timeout=HANG_S) == pair.ends[0].name
+        assert pair.arrivals.empty()
+    finally:
+        pair.close()
+
+
+@pytest.mark.parametrize("kind", ["memory", "nixl"])
+def test_an_altered_acknowledgement_is_told(kind, monkeypatch) -> None:
+    pair = Pair(kind, checks=True)
+    pair.open()
+    try:
+        pair.send(1.0)
+        notify = pair.bare[1].notify
+        monkeypatch.setattr(
+            pair.bare[1],
+            "notify",
+            lambda peer, payload, **more: notify(peer, altered(payload), **more),
+        )
+        pair.next().take()
+        assert pair.corrupt.get(timeout=HANG_S) == pair.ends[1].name
+        with pytest.raises(IntegrityError, match="slots for activations"):
+            pair.sender.check_integrity()
+    finally:
+        pair.close()

@@ -271,8 +271,16 @@ def open_for(options: WorkerOptions, config: Config, count: int) -> list[Engine]
     if stages > 1:
         set_environment(options.host)
         progress = _log_progress()
+        checksums = config.transfer.kv_checksum == "on"
         engines = [
-            open_staged_engine(options.model, config.engine, options.host, progress, **version)
+            open_staged_engine(
+                options.model,
+                config.engine,
+                options.host,
+                progress,
+                options.revision,
+                checksums=checksums,
+            )
         ]
     else:
         set_environment(options.host)  # which the ranks inherit

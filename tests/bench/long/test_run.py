@@ -231,6 +231,8 @@ def test_stages_from_end_to_end(tmp_path: Path) -> None:
     assert (one["stages"], one["speedup"], one["efficiency"]) == (1, 1.0, 1.0)
     assert two["stages"] == 2 and two["speedup"] == one["prompt_s"] / two["prompt_s"]
     assert two["efficiency"] == two["speedup"] / min(2, found["spp"]["cores"])
+    assert two["checked_over_prompt"] == two["checked_s"] / two["prompt_s"]
+    assert "checked_s" not in one and found["spp"]["sum_s"] > 0.0
     assert "through stages of one thread" in " ".join(said.split())
 
 

@@ -22,6 +22,8 @@ from millrace.engine.assembly import Engine, open_engine
 from millrace.engine.errors import EngineDied
 from millrace.engine.forward.prefill_task import PrefillTask
 from millrace.instance.stages.stages import open_staged_engine
+from millrace.transfer.transport import checked
+from millrace.transfer.transport.nixl.transport import NixlTransport
 from support.deadlines import HANG_S
 from support.staged import FIVE_LAYERS
 from support.tiny_engine import Request, decode, prefill
@@ -131,6 +133,48 @@ def test_processes_are_one_engine_until_one_dies(folder, stages, ranks, victim, 
         wanted.close()
         engine.close()
     assert_ended([pid for of in pids.values() for pid in of])
+
+
+def altered(data: bytes) -> bytes:
+    return data[:-1] + bytes([data[-1] ^ 1])
+
+
+@pytest.mark.parametrize(
+    ("way", "message"),
+    [
+        ("there", "stage 1 failed: StageError: activations of stages-.*-0 came with another"),
+        pytest.param(
+            *("back", "^activations of stages-.*-1 came with another checksum than was sent"),
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_altered_activations_end_the_instance(folder, monkeypatch, way, message) -> None:
+    torch.set_num_threads(1)
+    others = children()
+    engine = open_staged_engine(str(folder), settings(2, 1), "127.0.0.1", checksums=True)
+    try:
+        request = Request(engine.runner, prompt(100))
+        for _ in engine.runner.prefill_batch([request.task(0, 50)]):
+            pass
+        if way == "there":
+            notify = NixlTransport.notify
+
+            def notify_altered(transport, peer, payload, **more):
+                return notify(transport, peer, altered(payload), **more)
+
+            monkeypatch.setattr(NixlTransport, "notify", notify_altered)
+        else:
+            opened = checked._opened
+            monkeypatch.setattr(checked, "_opened", lambda sealed: opened(altered(sealed)))
+        task = request.task(50, 100)
+        with pytest.raises(EngineDied, match=message):
+            for boundary in engine.runner.prefill_batch([task]):
+                if boundary.awaited is not None:
+                    boundary.awaited.wait()
+    finally:
+        engine.close()
+    assert not pids_of(others)["stage 1"]
 
 
 OPENED = """

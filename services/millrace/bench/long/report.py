@@ -73,9 +73,12 @@ def _batching(found: Document) -> Table:
 def _stages(found: Document) -> Table:
     return table(
         f"A prompt of {found['prompt_tokens']} tokens in chunks of {found['chunk_tokens']} through "
-        f"stages of one thread, on {found['cores']} cores; efficiency: of the cores in use",
-        "stages | prompt, s | chunk, ms | speed-up | efficiency",
-        "{stages} | {prompt_s:.2f} | {chunk_s:ms.1f} | {speedup:.2f} | {efficiency:.2f}",
+        f"stages of one thread, on {found['cores']} cores; efficiency: of the cores in use; with "
+        "sums: the prompt's time with checksums of activations over that without (one end of a hop "
+        f"sums a chunk's rows in {1e6 * found['sum_s']:.0f} us)",
+        "stages | prompt, s | chunk, ms | speed-up | efficiency | with sums",
+        "{stages} | {prompt_s:.2f} | {chunk_s:ms.1f} | {speedup:.2f} | {efficiency:.2f} | "
+        "{checked_over_prompt?:.3f}",
         found["rows"],
     )
 

@@ -24,8 +24,12 @@ from millrace.core.config import EngineConfig
 from millrace.engine.assembly import Engine, open_engine
 from millrace.engine.forward.prefill_task import PrefillTask
 from millrace.instance.stages.stages import open_staged_engine
+from millrace.transfer.transport.regions import Memory
+from millrace.transfer.transport.runs import Runs
+from millrace.transfer.transport.sums import crc_of
 
 _HOST = "127.0.0.1"
+_SUMS = 50
 
 
 def stages(
@@ -38,11 +42,12 @@ def stages(
     repeats: int,
     announce: Announce,
 ) -> Document:
-    """Returns seconds of a prompt and of its first chunk alone, by stages; the best of several
-    runs.
+    """Returns seconds of a prompt, of the same with checksums of its activations, and of its first
+    chunk alone, by stages; the best of several runs. `sum_s`: for the checksum of a chunk's rows.
     """
     cores = len(os.sched_getaffinity(0))
     rows: list[Document] = []
+    sum_s = 0.0
     for degree in degrees:
         announce(f"spp: {degree} stages" if degree > 1 else "spp: one stage")
         config = EngineConfig(
@@ -55,20 +60,45 @@ def stages(
         )
         opened = open_staged_engine(str(model), config, _HOST) if degree > 1 else None
         with closing(opened or open_engine(model, config)) as engine:
-            _prompt_s(engine, 2 * chunk_tokens, chunk_tokens)  # warm
-            whole = min(_prompt_s(engine, prompt_tokens, chunk_tokens) for _ in range(repeats))
-            one = min(_prompt_s(engine, chunk_tokens, chunk_tokens) for _ in range(repeats))
-        rows.append({"stages": degree, "prompt_s": whole, "chunk_s": one})
+            whole = _best_s(engine, prompt_tokens, chunk_tokens, repeats)
+            one = _best_s(engine, chunk_tokens, chunk_tokens, repeats)
+        row: Document = {"stages": degree, "prompt_s": whole, "chunk_s": one}
+        if degree > 1:
+            checked = open_staged_engine(str(model), config, _HOST, checksums=True)
+            with closing(checked) as engine:  # after the other: an open engine polls
+                row["checked_s"] = _best_s(engine, prompt_tokens, chunk_tokens, repeats)
+                sum_s = _sum_s(engine, chunk_tokens)
+        rows.append(row)
     first = rows[0]
     for row in rows:
         row["speedup"] = first["prompt_s"] / row["prompt_s"]
         row["efficiency"] = row["speedup"] / min(row["stages"], cores)
+        if "checked_s" in row:
+            row["checked_over_prompt"] = row["checked_s"] / row["prompt_s"]
     return {
         "prompt_tokens": prompt_tokens,
         "chunk_tokens": chunk_tokens,
         "cores": cores,
+        "sum_s": sum_s,
         "rows": rows,
     }
+
+
+def _best_s(engine: Engine, tokens: int, chunk_tokens: int, repeats: int) -> float:
+    _prompt_s(engine, 2 * chunk_tokens, chunk_tokens)  # warm
+    return min(_prompt_s(engine, tokens, chunk_tokens) for _ in range(repeats))
+
+
+def _sum_s(engine: Engine, chunk_tokens: int) -> float:
+    """Returns seconds in which one end of a hop sums the rows of a chunk; the best of several."""
+    hidden, dtype = engine.shape.hidden_size, engine.storage.dtype
+    rows = Memory.of_tensor(torch.zeros(chunk_tokens, hidden, dtype=dtype))
+    whole, times = Runs.of(0, 0, rows.nbytes), []
+    for _ in range(_SUMS):
+        start_s = time.perf_counter()
+        crc_of(rows, whole)
+        times.append(time.perf_counter() - start_s)
+    return min(times)
 
 
 def _prompt_s(engine: Engine, tokens: int, chunk_tokens: int) -> float:

@@ -175,5 +175,5 @@ class TransferConfig(Section):
     kv_checksum: str = setting(
         "off",
         one_of("on", "off"),
-        "on: KV must arrive with a crc32c; rings, KVP exchanges and notifications send theirs",
+        "on: KV must arrive with a crc32c; rings, stages, KVP exchanges, notifications send theirs",
     )

@@ -18,6 +18,7 @@ from typing import Final
 
 from torch import Tensor
 
+from millrace.core.errors import MillraceError
 from millrace.engine.attention.kvp_owner import RemoteAttention
 from millrace.engine.forward.passes import Boundary, Fetch, Finish, Passes
 from millrace.engine.model.operators import Activations, required
@@ -77,6 +78,7 @@ class StageLoop:
         self._replies: queue.SimpleQueue[LinkReply] = queue.SimpleQueue()
         self._is_notified = False  # a command or rows have come
         self._closing = False
+        self._error: MillraceError | None = None
 
     def __len__(self) -> int:
         """Returns how many passes are at this stage or announced."""
@@ -115,6 +117,12 @@ class StageLoop:
             self._closing = True
             self._notice()
 
+    def fail(self, error: MillraceError) -> None:
+        """Has `run` raise the error at the next operator."""
+        with self._changed:
+            self._error = self._error or error
+            self._notice()
+
     def _notice(self) -> None:
         self._is_notified = True
         self._changed.notify()
@@ -122,7 +130,7 @@ class StageLoop:
     # -- on the computing thread
 
     def run(self) -> None:
-        """Computes until `close`. Raises the error of a pass, which ends the stage."""
+        """Computes until `close`. Raises the error of a pass or of `fail`: it ends the stage."""
         while (number := self._await_ready()) is not None:
             self._advance(number)
         for entry in self._entries.values():
@@ -135,6 +143,8 @@ class StageLoop:
             with self._changed:
                 if self._closing:
                     return None
+                if self._error is not None:
+                    raise self._error
                 self._is_notified = bool(self._drops)
                 if (number := self._first()) is not None:
                     return number

@@ -25,10 +25,14 @@ from millrace.engine.parallel.kv_memory import mapped
 from millrace.engine.parallel.rank_group import RankGroup
 from millrace.engine.pipeline.messages import Died, Done, Open
 from millrace.engine.pipeline.stage_loop import StageLoop
-from millrace.instance.stages.stage_rows import IncomingRows, OutgoingRows, room_for_rows
+from millrace.instance.stages.stage_rows import (
+    IncomingRows,
+    OutgoingRows,
+    room_for_rows,
+    transport_of_rows,
+)
 from millrace.transfer.activations import Inlet
 from millrace.transfer.transport.nixl.environment import transport_environment
-from millrace.transfer.transport.nixl.transport import NixlTransport
 from millrace_kernels import determinism
 
 CONNECT_TIMEOUT_S = 30.0
@@ -36,7 +40,9 @@ CONNECT_TIMEOUT_S = 30.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StagePlace:
-    """The settings of a stage's process. `timeout_s`: for the next stage to take rows."""
+    """The settings of a stage's process. `timeout_s`: for the next stage to take rows.
+    `checksums`: rows are sent and taken with sums.
+    """
 
     name: str  # name of the transport
     host: str
@@ -44,6 +50,7 @@ class StagePlace:
     threads: int  # per rank
     max_rows: int  # per pass
     timeout_s: float
+    checksums: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +104,10 @@ def _serve(place: StagePlace, pipe: Connection) -> None:
 
 
 def _run(place: StagePlace, pipe: Connection, passes: Passes) -> None:
-    model, transport = passes.model, NixlTransport(place.name)
+    model = passes.model
+    transport = transport_of_rows(
+        place.name, checksums=place.checksums, on_corrupt=lambda error: loop.fail(error)
+    )
     sizes = place.max_rows, model.config.hidden_size, model.dtype
     out = OutgoingRows(transport, room_for_rows(*sizes), place.timeout_s)
     loop = StageLoop(passes, out, pipe.send)

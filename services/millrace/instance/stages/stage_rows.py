@@ -8,11 +8,27 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from millrace.engine.pipeline.in_flight import StageError
 from millrace.engine.pipeline.rows import Handed
 from millrace.transfer.activations import SLOTS, ActivationReceiver, ActivationSender, Arrival
 from millrace.transfer.transport.base import Transport
+from millrace.transfer.transport.checked import CheckedTransport
+from millrace.transfer.transport.nixl.transport import NixlTransport
 
 _NUMBER = struct.Struct("<Q")
+
+
+def transport_of_rows(
+    name: str, *, checksums: bool, on_corrupt: Callable[[StageError], object]
+) -> CheckedTransport:
+    """Opens a stage's transport (`transfer.kv_checksum`). `on_corrupt` gets the error of rows or of
+    an acknowledgement that came with another sum, on the transport's thread.
+    """
+
+    def corrupt(peer: str) -> None:
+        on_corrupt(StageError(f"activations of {peer} came with another checksum than was sent"))
+
+    return CheckedTransport(NixlTransport(name), checks=checksums, on_corrupt=corrupt)
 
 
 def room_for_rows(max_rows: int, hidden: int, dtype: torch.dtype) -> Tensor:

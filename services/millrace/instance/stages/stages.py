@@ -55,9 +55,14 @@ from millrace.instance.stages.stage_process import (
     open_passes,
     serve_stage,
 )
-from millrace.instance.stages.stage_rows import IncomingRows, OutgoingRows, room_for_rows
+from millrace.instance.stages.stage_rows import (
+    IncomingRows,
+    OutgoingRows,
+    room_for_rows,
+    transport_of_rows,
+)
 from millrace.transfer.activations import Inlet
-from millrace.transfer.transport.nixl.transport import NixlTransport
+from millrace.transfer.transport.base import Transport
 
 log = logging.getLogger(__name__)
 
@@ -75,8 +80,11 @@ def open_staged_engine(
     host: str,
     progress: Callable[[float], None] | None = None,
     revision: str = "",
+    *,
+    checksums: bool = False,
 ) -> Engine:
     """Opens an engine of `config.stages` stages, the first in this process; else as `open_engine`.
+    `checksums`: activations go between stages with crc32c sums.
 
     Raises ConfigError when stages are impossible, StageError when a stage does not start.
     """
@@ -93,7 +101,7 @@ def open_staged_engine(
     TpShard(0, ranks).check(shape.model)
     threads = max(1, compute_threads(config) // (config.stages * ranks))
     torch.set_num_threads(threads)
-    stages, group = StageProcesses(config, host, threads), None
+    stages, group = StageProcesses(config, host, threads, checksums=checksums), None
     try:
         load = Load(
             folder=str(shape.folder),
@@ -130,17 +138,18 @@ def open_staged_engine(
 class StageProcesses:
     """The later stages of an instance: `LaterStages` of a `PipelineRunner`. ``count``: how many."""
 
-    def __init__(self, config: EngineConfig, host: str, threads: int) -> None:
+    def __init__(self, config: EngineConfig, host: str, threads: int, *, checksums: bool) -> None:
         self.count = config.stages - 1
         self._ranks = config.tensor_parallel
         self._host = host
         self._threads = threads
+        self._checksums = checksums
         self._max_rows = config.max_chunk_tokens + config.max_batch
         self._name = f"stages-{uuid.uuid4().hex[:12]}"
         self._pipes: list[Connection] = []
         self._processes: list[ForkServerProcess] = []
         self._telling = threading.Lock()
-        self._transport: NixlTransport | None = None
+        self._transport: Transport | None = None
         self._listening: Any = None
         self._reader: threading.Thread | None = None
         self._closing = False
@@ -157,6 +166,7 @@ class StageProcesses:
                 threads=self._threads,
                 max_rows=self._max_rows,
                 timeout_s=_STEP_TIMEOUT_S,
+                checksums=self._checksums,
             )
             ours, theirs = context.Pipe()
             # Not a daemon: its ranks are its child processes.
@@ -184,7 +194,11 @@ class StageProcesses:
         """Connects the stages into a chain that begins and ends at this stage. The arguments are
         those of `PipelineRunner`."""
         model = passes.model
-        transport = self._transport = NixlTransport(f"{self._name}-0")
+        transport = self._transport = transport_of_rows(
+            f"{self._name}-0",
+            checksums=self._checksums,
+            on_corrupt=lambda error: self._fail(runner, out, error),
+        )
         sizes = self._max_rows, model.config.hidden_size, model.dtype
         out = OutgoingRows(transport, room_for_rows(*sizes), _STEP_TIMEOUT_S)
         runner = PipelineRunner(passes, pool, storage, whole, out, self, _STEP_TIMEOUT_S)
@@ -269,11 +283,14 @@ class StageProcesses:
                     runner.in_flight.receive(answer)
         except StageError as error:
             if not self._closing:
-                log.error("%s", error)
-                runner.in_flight.fail(error)
-                out.sender.close(str(error))
+                self._fail(runner, out, error)
         except OSError:
             return  # our ends of the pipes are closed
+
+    def _fail(self, runner: PipelineRunner, out: OutgoingRows, error: StageError) -> None:
+        log.error("%s", error)
+        runner.in_flight.fail(error)
+        out.sender.close(str(error))
 
     def _answers(self, index: int, ready: list[Any] | None) -> list[Answer]:
         """Reads a stage's answers. ready: the pipes with data; None: polls the pipe anyway."""
