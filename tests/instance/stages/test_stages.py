@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,7 +23,6 @@ from millrace.engine.assembly import Engine, open_engine
 from millrace.engine.errors import EngineDied
 from millrace.engine.forward.prefill_task import PrefillTask
 from millrace.instance.stages.stages import open_staged_engine
-from millrace.transfer.transport import checked
 from millrace.transfer.transport.nixl.transport import NixlTransport
 from support.deadlines import HANG_S
 from support.staged import FIVE_LAYERS
@@ -151,22 +151,29 @@ def altered(data: bytes) -> bytes:
 )
 def test_altered_activations_end_the_instance(folder, monkeypatch, way, message) -> None:
     torch.set_num_threads(1)
+    notify, subscribe = NixlTransport.notify, NixlTransport.subscribe
+    alters = threading.Event()  # of this process alone
+
+    def notify_altered(transport, peer, payload, **more):
+        is_altered = way == "there" and alters.is_set()
+        return notify(transport, peer, altered(payload) if is_altered else payload, **more)
+
+    def subscribe_altered(transport, channel, handler):
+        def take(peer, payload):
+            is_altered = way == "back" and alters.is_set()
+            handler(peer, altered(payload) if is_altered else payload)
+
+        subscribe(transport, channel, take)
+
+    monkeypatch.setattr(NixlTransport, "notify", notify_altered)
+    monkeypatch.setattr(NixlTransport, "subscribe", subscribe_altered)
     others = children()
     engine = open_staged_engine(str(folder), settings(2, 1), "127.0.0.1", checksums=True)
     try:
         request = Request(engine.runner, prompt(100))
         for _ in engine.runner.prefill_batch([request.task(0, 50)]):
             pass
-        if way == "there":
-            notify = NixlTransport.notify
-
-            def notify_altered(transport, peer, payload, **more):
-                return notify(transport, peer, altered(payload), **more)
-
-            monkeypatch.setattr(NixlTransport, "notify", notify_altered)
-        else:
-            opened = checked._opened
-            monkeypatch.setattr(checked, "_opened", lambda sealed: opened(altered(sealed)))
+        alters.set()
         task = request.task(50, 100)
         with pytest.raises(EngineDied, match=message):
             for boundary in engine.runner.prefill_batch([task]):
