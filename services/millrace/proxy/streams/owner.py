@@ -254,6 +254,8 @@ class OwnedStreams:
     ) -> OwnedStream:
         """Records a stream and submits its request. Raises ApiError (503, 429, 409)."""
         request, stream_id, gateway = reply.progress.requests[0], source.response_id, model.gateway
+        if not await self._is_free(stream_id):
+            raise id_taken()
         encoded = source.encoded()
         stream = OwnedStream(self, stream_id, encoded, 1, reply, stream_id, gateway)
         stream.attached = True
@@ -281,6 +283,18 @@ class OwnedStreams:
         self.count("started")
         self._keep(stream, on_end)
         return stream
+
+    async def _is_free(self, stream_id: str) -> bool:
+        """Whether this replica generates no stream of this id. The store does not tell: it may have
+        lost its data since. Waits for the end of one that has failed.
+        """
+        task = self._tasks.get(stream_id)
+        if task is None:
+            return True
+        if not self._streams[stream_id].settle():
+            return False
+        await asyncio.wait([task])
+        return stream_id not in self._tasks
 
     def free(self, stream_id: str, fence: int, source: bytes) -> None:
         """Removes a stream that was refused: its client may send the request again with its id."""

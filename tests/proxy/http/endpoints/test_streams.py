@@ -679,6 +679,28 @@ async def test_a_stream_goes_on_when_the_store_has_lost_it(replicas, store_url, 
     assert found.status_code == 404
 
 
+async def test_an_id_is_taken_while_its_stream_is_generated_though_the_store_has_lost_it(
+    replicas, store_url
+):
+    """The request was migrated since, so that the gateway does not know the first id either."""
+    one, _ = replicas
+    hold = asyncio.Event()
+    decode = Decode(one, Script(reply=REPLY, hold=hold, hold_after=0))
+    named, body = {**RESUMABLE, "x-millrace-request-id": "mine"}, body_of(KINDS[0][1])
+    posting = asyncio.create_task(one.http.post(CHAT, json=body, headers=named))
+    await decode.at_hold.wait()
+    async with Redis.from_url(store_url) as client:
+        await client.flushdb()
+    one.fleet.move(one.fleet.specs[0])
+    await eventually(lambda: len(one.fleet.specs) == 2)
+    again = await one.http.post(CHAT, json=body, headers=named)
+    assert again.status_code == 409 and len(one.fleet.specs) == 2
+    hold.set()
+    found = await posting
+    assert found.status_code == 200 and events_of(found.text)[-1][1] == "data: [DONE]"
+    assert (await one.http.post(CHAT, json=body, headers=named)).status_code == 200
+
+
 async def test_a_proxy_that_stops_hands_its_streams_over(tmp_path):
     async with AsyncExitStack() as exits:
         url = await exits.enter_async_context(private_redis())
