@@ -11,7 +11,7 @@ COMPILER := $(shell command -v $(CXX))
 # Packages are compiled when first imported (`--no-compile` below), and that is kept.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo up test test-unit test-busy test-late test-slow test-gpu test-clients test-kind kind-on-path lint typecheck format proto setup clean
+.PHONY: demo up test test-unit test-busy test-late test-late-faults test-slow test-gpu test-clients test-kind kind-on-path lint typecheck format proto setup clean
 
 demo: setup ## a whole stack on this machine: one long and several short chats, then stop
 	$(BIN)/millrace demo
@@ -30,6 +30,9 @@ test-busy: setup ## the same beside a busy core, a busy disk and stalls of singl
 
 test-late: setup ## the same tests on event loops that stall and hear late of their sockets; another seed each time
 	$(BIN)/python -m pytest -m "not slow and not gpu" --late --seed=random -n auto --dist loadfile
+
+test-late-faults: setup ## every fault in every phase of a request, on services with such loops: 35 minutes
+	PYTHONPATH=tests/support/late_services:tests $(BIN)/python -m pytest -m slow tests/faults/test_matrix.py
 
 test-slow: setup ## stress that takes minutes, with another seed each time
 	$(BIN)/python -m pytest -m slow --seed=random
