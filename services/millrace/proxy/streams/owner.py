@@ -110,6 +110,19 @@ class OwnedStream:
         if hold is Hold.LOST:
             raise _fenced_off()
 
+    async def save_begin(self) -> None:
+        """Writes the number of cached tokens, which a replay needs, before the first event is sent.
+
+        A store that does not answer ends no answer: the next renewal writes it. Raises ApiError
+        (409) if fenced off.
+        """
+        try:
+            await self.save()
+        except ApiError as error:
+            if not error.is_refusal:
+                raise
+            log.warning("stream %s: its begin is not in the store yet", self.stream_id)
+
     def leave(self) -> None:
         """The client of this replica has left, or has the whole answer."""
         self.attached = False

@@ -19,7 +19,7 @@ from millrace.event_lines import event_lines
 from millrace.proxy.http.endpoints import requests
 from millrace.proxy.streams import owner, reader
 from millrace.state.redis.streams import RedisStreams
-from millrace.state.store import JournalEntry
+from millrace.state.store import JournalEntry, StoreError
 from millrace.state.streams import Hold, MemoryStreams
 from millrace.wire.clients.scheduler_client import UnknownRequest
 from support.deadlines import HANG_S
@@ -677,6 +677,30 @@ async def test_a_stream_goes_on_when_the_store_has_lost_it(replicas, store_url, 
         assert [line async for line in lines if line][-1] == "data: [DONE]"
     found = await other.http.get(f"/v1/requests/{stream_id}/stream")
     assert found.status_code == 404
+
+
+async def test_an_answer_whose_begin_can_not_be_written_goes_on(replicas, store_url, monkeypatch):
+    """The store is away when the first token comes: its client gets 200 and all tokens."""
+    one, other = replicas
+    hold = asyncio.Event()
+    decode = Decode(one, Script(reply=REPLY, hold=hold, hold_after=0))
+    path, fields = KINDS[1]
+    posting = asyncio.create_task(one.http.post(path, json=body_of(fields), headers=RESUMABLE))
+    await decode.at_hold.wait()
+    renew, refused = RedisStreams.renew, []
+
+    async def away(*arguments):
+        refused.append(arguments)
+        raise StoreError("no server")
+
+    monkeypatch.setattr(RedisStreams, "renew", away)
+    hold.set()
+    await eventually(lambda: refused)
+    monkeypatch.setattr(RedisStreams, "renew", renew)
+    found = await posting
+    assert found.status_code == 200 and events_of(found.text)[-1][1] == "data: [DONE]"
+    again = await resumed(other, found.headers["x-request-id"])
+    assert events_of(again) == events_of(found.text)
 
 
 async def test_an_id_is_taken_while_its_stream_is_generated_though_the_store_has_lost_it(

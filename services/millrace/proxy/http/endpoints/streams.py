@@ -138,9 +138,9 @@ async def _send(stream: OwnedStream, client: Client) -> int:
             if not data and not finished:
                 await progress.signal.wait()
                 continue
-            if stream.request.has_begun and not saved:  # a replay needs the number of cached tokens
+            if stream.request.has_begun and not saved:
                 saved = True
-                await stream.save()
+                await stream.save_begin()
             if status != 200:
                 status = 200
                 await start_stream(client)
