@@ -75,7 +75,7 @@ class PrefillCompute:
     def publish(self, job: PrefillJob, one: GroupPass, layer: int, start: int, tokens: int) -> None:
         """Passes a layer of neighbouring tokens of the pass to the job's transfer."""
         if job.session is not None:
-            self.publisher.after_device(
+            self.publisher.together(
                 partial(job.session.layer_ready, one.number, layer, start, tokens)
             )
 

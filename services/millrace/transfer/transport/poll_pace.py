@@ -26,7 +26,8 @@ class PollPace:
 
     def next_s(self, now_s: float, *, worked: bool, is_writing: bool, is_listening: bool) -> float:
         """Returns the seconds to wait for the next poll; 0 for no wait. `worked`: the poll found
-        work.
+        work. `is_writing`: polls move the bytes of a write. `is_listening`: something may come, or
+        end by itself.
         """
         if worked:
             self._worked_s, self._pause_s = now_s, POLL_FIRST_S

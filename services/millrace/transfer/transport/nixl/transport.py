@@ -30,7 +30,7 @@ from millrace.transfer.transport.nixl.descriptors import descriptor_rows, segmen
 from millrace.transfer.transport.nixl.library import nixl_api, nixl_bindings
 from millrace.transfer.transport.peers import PeerMetadata, ProcessIdentity
 from millrace.transfer.transport.poll_pace import ATTENDED_S, PollPace
-from millrace.transfer.transport.regions import Memory
+from millrace.transfer.transport.regions import HOST, Memory
 from millrace.transfer.transport.runs import Runs
 
 log = logging.getLogger(__name__)
@@ -39,9 +39,14 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Write:
+    """A write in flight. `on_host`: UCX copies its bytes inside our polls; a device copies by
+    itself, and polls only find out when it has ended.
+    """
+
     peer: str
     handle: Any
     future: Future[None]
+    on_host: bool
 
 
 class NixlTransport:
@@ -205,8 +210,8 @@ class NixlTransport:
                 pause_s = pace.next_s(
                     time.monotonic(),
                     worked=worked,
-                    is_writing=bool(self._writes),
-                    is_listening=self._listeners > 0,
+                    is_writing=any(write.on_host for write in self._writes),
+                    is_listening=self._listeners > 0 or bool(self._writes),
                 )
                 if pause_s:
                     self._wake.wait(pause_s)
@@ -316,7 +321,8 @@ class NixlTransport:
             return
         try:
             handle = self._make(peer, runs, notification, regions)
-            self._writes.append(_Write(peer, handle, future))
+            on_host = self._regions[regions[0]].device == HOST
+            self._writes.append(_Write(peer, handle, future, on_host))
             self._agent.transfer(handle)
         except self._disconnected:
             self._forget(peer)
