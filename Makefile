@@ -49,7 +49,7 @@ gpu-wheels: setup ## what gpu-check needs beside torch, NumPy and Triton, at mos
 	$(BIN)/python -m millrace.bench.gpu.wheels $(GPU_WHEELS) $(PYTHON_VERSION)
 
 gpu-check: ## checks and speed on the GPU, in under 10 minutes, by PYTHON's own torch and without network
-	$(PYTHON) -P services/millrace/bench/gpu/bootstrap.py --device $(DEVICE) --wheels $(GPU_WHEELS) $(if $(PARTS),--parts $(PARTS))
+	$(PYTHON) -P services/millrace/bench/gpu/bootstrap.py --device $(DEVICE) --wheels $(GPU_WHEELS) $(if $(PARTS),--parts $(PARTS)) $(if $(LIMIT_S),--limit-s $(LIMIT_S))
 
 # Other people's clients get an environment of their own: their pins are not ours.
 CLIENTS := .venv-clients

@@ -101,7 +101,9 @@ class Scene:
         found = await asyncio.gather(*self.reading.values())
         for name, answer in zip(self.reading, found, strict=True):
             assert not answer.error, f"{name} ({answer.chosen_id}): {answer.error}"
-            assert answer.content == self.undisturbed[name], f"{name} ({answer.chosen_id})"
+            alone = self.undisturbed[name]
+            difference = f"{name} ({answer.chosen_id}): {answer.content}, undisturbed {alone}"
+            assert answer.content == alone, difference
         return found
 
     async def give_up(self) -> None:

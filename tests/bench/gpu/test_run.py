@@ -13,7 +13,7 @@ import torch
 from pydantic import ValidationError
 from rich.console import Console
 
-from millrace.bench.gpu import bootstrap, roofline, wheels
+from millrace.bench.gpu import bootstrap, roofline, shard, wheels
 from millrace.bench.gpu.command import LIMITS_S, Settings
 from millrace.bench.gpu.document import Finding, Report
 from millrace.bench.gpu.part import Context, Found
@@ -122,6 +122,23 @@ def test_a_part_that_hangs_or_breaks_is_reported():
     assert hung.status == "failed" and hung.reason.startswith("it ran longer than 0.01 s")
     broken = run_part("no_such_part", CPU, ROOT, 60.0)
     assert broken.status == "failed" and "No module named" in broken.reason
+
+
+def test_a_part_for_which_no_time_is_left_is_skipped():
+    settings = Settings(device="cpu", parts=("oracle",), source=str(ROOT), limit_s=0.1)
+    (part,) = Report.model_validate(run(settings)).parts
+    assert part.status == "skipped" and part.reason == "no time was left: --limit-s"
+
+
+def test_shards_share_all_tests(monkeypatch):
+    every, found = list(range(10)), []
+    for index in range(3):
+        items = every.copy()
+        monkeypatch.setenv(shard.VARIABLE, f"{index}/3")
+        shard.pytest_collection_modifyitems(items)
+        assert items == sorted(items) and len(items) >= 3
+        found += items
+    assert sorted(found) == every
 
 
 def test_a_part_without_findings_is_not_passed():

@@ -31,6 +31,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--device", default="cuda", help="cuda, or cpu: small sizes")
     parser.add_argument("--wheels", type=Path, default=ROOT / "build" / "gpu-wheels")
     parser.add_argument("--parts", default="", help="as of `millrace bench gpu`")
+    parser.add_argument("--limit-s", default="", help="as of `millrace bench gpu`")
     given = parser.parse_args(arguments)
     install(given.wheels)
     report = FOLDER / "report.json"
@@ -38,6 +39,7 @@ def main(arguments: list[str]) -> int:
     command = [sys.executable, "-m", "millrace.cli", "bench", "gpu", "--device", given.device]
     command += ["--source", str(ROOT), "--json", str(report)]
     command += ["--parts", given.parts] if given.parts else []
+    command += ["--limit-s", given.limit_s] if given.limit_s else []
     subprocess.run(command, env=environment(), cwd=FOLDER, check=False)
     if not report.exists():
         return 1  # the command has said why

@@ -32,6 +32,9 @@ class Settings:
     )
     device: str = option("cuda", "--device", help="cuda, or cpu: the same code, small sizes.")
     source: str = option(".", "--source", help="A source tree.")
+    limit_s: float = option(
+        590.0, "--limit-s", min=1.0, help="Seconds on a GPU; parts without time left are skipped."
+    )
 
 
 command = made(

@@ -33,6 +33,9 @@ from millrace.version import version
 _CPU_PATIENCE: Final = 6.0
 """Limits without a GPU are so many times as long: the machine may be busy."""
 
+_LEAST_S: Final = 5.0
+"""Seconds left below which a part does not begin: it only loads torch in them."""
+
 _TAIL: Final = 1500
 """Characters of a failed part's output that the report keeps."""
 
@@ -51,10 +54,15 @@ def run(
     if not (source / "tests" / "kernels").is_dir():
         raise ConfigError(f"--source is {settings.source}; it must be Millrace's source tree")
     patience = 1.0 if device.type == "cuda" else _CPU_PATIENCE
+    end_s = time.perf_counter() + patience * settings.limit_s
     parts = []
     for number, name in enumerate(settings.parts):
         on_progress(number, len(settings.parts), name)
-        parts.append(run_part(name, device, source, patience * LIMITS_S[name]))
+        left_s = end_s - time.perf_counter()
+        if left_s < _LEAST_S:
+            parts.append(_without_time(name))
+            continue
+        parts.append(run_part(name, device, source, min(left_s, patience * LIMITS_S[name])))
     on_progress(len(parts), len(parts), "done")
     return _report(device, parts).model_dump()
 
@@ -97,6 +105,12 @@ def status_of(found: Found, code: int | None) -> Status:
     if found.skipped:
         return "skipped"
     return "passed" if found.findings or found.figures else "failed"
+
+
+def _without_time(name: str) -> PartReport:
+    return PartReport(
+        name=name, status="skipped", seconds=0.0, limit_s=0.0, reason="no time was left: --limit-s"
+    )
 
 
 def _wait(process: subprocess.Popen[bytes], limit_s: float) -> int | None:

@@ -59,6 +59,7 @@ class PrefillGraphs:
         operator by operator, and the log says why. A second call does nothing."""
         if not rows or self._graphs:
             return
+        torch.cuda.empty_cache()  # as a capture does: what is reserved from now on is the graphs'
         before = torch.cuda.memory_reserved(self._model.device)
         try:
             self._memory = _Memory(self._model, rows[-1])

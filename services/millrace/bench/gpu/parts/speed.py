@@ -183,6 +183,7 @@ def measure_short_prefills(context: Context, engine: Engine, sizes: Sizes) -> No
         context.figure(name, 1e3 * alone_s[tokens], "ms")
     if not context.is_cuda:
         return
+    torch.cuda.empty_cache()  # as the capture does: its memory is what is taken from now on
     begun_s, before = settled_s(context.device), torch.cuda.memory_reserved(context.device)
     engine.runner.capture_prefills()
     context.figure("capture of short prefills' graphs", settled_s(context.device) - begun_s, "s")

@@ -43,10 +43,29 @@ class Load:
     answer_tokens: int
     rate: float
     seconds: float
+    alone_s: float  # in which short prompts are sent one by one, before all others
 
 
-ON_CUDA = Load(document_tokens=65_536, short_tokens=128, answer_tokens=16, rate=8.0, seconds=16.0)
-ON_CPU = Load(document_tokens=2048, short_tokens=16, answer_tokens=4, rate=4.0, seconds=2.0)
+ON_CUDA = Load(
+    document_tokens=65_536,
+    short_tokens=128,
+    answer_tokens=16,
+    rate=8.0,
+    seconds=12.0,
+    alone_s=1.5,
+)
+ON_CPU = Load(
+    document_tokens=2048, short_tokens=16, answer_tokens=4, rate=4.0, seconds=2.0, alone_s=0.5
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """The records of short prompts one by one, then of documents, and of short prompts beside."""
+
+    alone: list[RequestRecord]
+    documents: list[RequestRecord]
+    short: list[RequestRecord]
 
 
 def check(context: Context) -> None:
@@ -58,30 +77,38 @@ def check(context: Context) -> None:
         folder = write_config(Path(name) / "model", shape)
         write_word_tokenizer(folder, shape["vocab_size"])
         for order, settings in _ORDERS.items():
-            documents, short = asyncio.run(_serve(context, folder, load, settings))
-            failed = {f"{one.error}: {one.detail}" for one in (*documents, *short) if one.error}
-            is_whole = bool(documents and short) and not failed
+            served = asyncio.run(_serve(context, folder, load, settings))
+            every = (*served.alone, *served.documents, *served.short)
+            failed = {f"{one.error}: {one.detail}" for one in every if one.error}
+            is_whole = bool(served.documents and served.short) and not failed
             context.claim(f"{order}: all answered", is_whole, "; ".join(sorted(failed))[:500])
-            first_s = [one.ttft_s for one in short if not one.error]
-            if not first_s:
-                continue
-            medians[order] = float(np.median(first_s))
-            what = f"{len(first_s)} prompts of {load.short_tokens} tokens, {order}"
-            for share in (50, 99):
-                value = 1e3 * float(np.percentile(first_s, share))
-                context.figure(f"TTFT of {what}: p{share}", value, "ms")
-            within = [one for one in documents if not one.error and one.ended_s <= load.seconds]
-            rate = len(within) * load.document_tokens / load.seconds
-            context.figure(f"documents of {load.document_tokens} beside, {order}", rate, "tokens/s")
+            if is_whole:
+                medians[order] = _report(context, load, order, served)
     if len(medians) == len(_ORDERS):
         ratio = medians["fcfs"] / medians["millrace"]
         context.figure("TTFT of short prompts, fcfs beside millrace", ratio, "times as long")
 
 
-async def _serve(
-    context: Context, model: Path, load: Load, settings: Sequence[str]
-) -> tuple[list[RequestRecord], list[RequestRecord]]:
-    """Returns the records of the documents and of the short prompts."""
+def _report(context: Context, load: Load, order: str, served: Served) -> float:
+    """Notes the figures of one stack. Returns the median TTFT of short prompts beside documents."""
+    what = f"a prompt of {load.short_tokens} tokens"
+    if served.alone:
+        alone_s = float(np.median([one.ttft_s for one in served.alone]))
+        context.figure(f"TTFT of {what}, alone, {order}", 1e3 * alone_s, "ms")
+    first_s = [one.ttft_s for one in served.short]
+    for share in (50, 99):
+        value = 1e3 * float(np.percentile(first_s, share))
+        name = f"TTFT of {what}, of {len(first_s)} beside documents, {order}: p{share}"
+        context.figure(name, value, "ms")
+    documents = served.documents
+    rate = len(documents) * load.document_tokens / max(one.ended_s for one in documents)
+    name = f"documents of {load.document_tokens} tokens, {len(documents)} beside, {order}"
+    context.figure(name, rate, "tokens/s")
+    return float(np.median(first_s))
+
+
+async def _serve(context: Context, model: Path, load: Load, settings: Sequence[str]) -> Served:
+    """Serves the load by a new stack."""
     options = StackOptions(
         model=str(model),
         port=0,
@@ -98,20 +125,27 @@ async def _serve(
         devices=["0"] if context.is_cuda else [],
         share_devices=True,
     )
-    async with Stack(options) as stack, asyncio.TaskGroup() as clients:
-        documents = clients.create_task(_send(stack.url, load, load.document_tokens, None))
-        short = clients.create_task(_send(stack.url, load, load.short_tokens, load.rate))
-    return documents.result(), short.result()
+    async with Stack(options) as stack:
+        alone = await _send(stack.url, load, load.short_tokens, None, load.alone_s, warmup=2)
+        async with asyncio.TaskGroup() as clients:
+            sent = [
+                clients.create_task(_send(stack.url, load, tokens, rate, load.seconds))
+                for tokens, rate in ((load.document_tokens, None), (load.short_tokens, load.rate))
+            ]
+    documents, short = (one.result() for one in sent)
+    return Served(alone, documents, short)
 
 
-async def _send(url: str, load: Load, tokens: int, rate_rps: float | None) -> list[RequestRecord]:
+async def _send(
+    url: str, load: Load, tokens: int, rate_rps: float | None, seconds: float, warmup: int = 0
+) -> list[RequestRecord]:
     """Sends prompts of so many tokens at this rate; None: the next when one is answered."""
     workload = WorkloadOptions(
         rate_rps=rate_rps,
         open_arrivals=rate_rps is None,
         input_tokens=lambda rng: tokens,
         output_tokens=lambda rng: load.answer_tokens,
-        duration_s=load.seconds,
+        duration_s=seconds,
     )
     options = ServeOptions(
         url=url,
@@ -119,5 +153,6 @@ async def _send(url: str, load: Load, tokens: int, rate_rps: float | None) -> li
         concurrency=1 if rate_rps is None else None,
         token_ids=_TOKEN_IDS,
         timeout_s=_ANSWER_S,
+        warmup=warmup,
     )
     return await run(options)
