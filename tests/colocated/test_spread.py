@@ -23,7 +23,7 @@ SETTINGS = mixed_config(
     max_batch=4,
     max_chunk_tokens=64,
 )
-PAGE = SETTINGS.engine.page_tokens
+PAGE = SETTINGS.engine.page_tokens_on("cpu")
 
 
 def kvp(context: WorkerContext) -> KvpRole:

@@ -36,7 +36,7 @@ SETTINGS = replace(
     config(max_batch=4, max_chunk_tokens=64),
     scheduler=SchedulerConfig(heartbeat_s=0.1, lease_s=10),  # also the KVP workers' time limit
 )
-PAGE = SETTINGS.engine.page_tokens
+PAGE = SETTINGS.engine.page_tokens_on("cpu")
 
 
 def kvp_role(context: WorkerContext) -> KvpRole:

@@ -62,9 +62,9 @@ async def test_chat_without_a_gateway_says_so_in_one_line() -> None:
 
 
 async def test_a_setting_out_of_range_is_named() -> None:
-    status, said = await millrace("up", "--set", "engine.page_tokens=0")
+    status, said = await millrace("up", "--set", "engine.page_tokens=-1")
     assert status == 1
-    assert "engine.page_tokens is 0; it must be between 1 and 1024" in said
+    assert "engine.page_tokens is -1; it must be between 0 and 1024" in said
 
 
 async def test_up_makes_no_certificates_beside_others(tmp_path: Path) -> None:

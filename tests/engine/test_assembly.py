@@ -42,7 +42,7 @@ def test_a_pool_without_weights_is_laid_out_and_named_as_those_beside_them() -> 
 def test_the_context_is_the_models_whatever_one_pool_holds() -> None:
     config = EngineConfig(device="cpu", dtype="float32", threads=1, kv_bytes=1 << 16)
     engine = open_engine(model_folder("llama"), config)
-    assert engine.pool_context_tokens == engine.layout.num_pages * config.page_tokens
+    assert engine.pool_context_tokens == engine.layout.num_pages * engine.layout.page_tokens
     assert engine.max_context_tokens > engine.pool_context_tokens
 
 

@@ -174,6 +174,7 @@ def open_engines(
             config,
             model_hash=_revised(loaded.hash, revision),
             dtype=loaded.dtype,
+            device=device,
             parts=parts,
             copies=ranks // parts if own_pools else 1,
         )
@@ -212,6 +213,7 @@ def open_kv_only(model: str | Path, config: EngineConfig, revision: str = "") ->
         config,
         model_hash=_revised(model_hash(folder, load_format=config.load_format), revision),
         dtype=getattr(torch, whole.dtype if config.dtype == "auto" else config.dtype),
+        device=device,
         parts=1,
     )
     layout = _sized(one_page, pool_bytes(config, device, one_page.pool_bytes))
@@ -251,14 +253,16 @@ class KvShape:
         folder = resolve_model(model)
         whole = ModelConfig.from_folder(folder)
         context = _context(config, whole, folder)
+        device = resolve_device(config.device)
         one_page = _one_page(
             whole,
             config,
             model_hash=_revised(model_hash(folder, load_format=config.load_format), revision),
             dtype=getattr(torch, whole.dtype if config.dtype == "auto" else config.dtype),
+            device=device,
             parts=min(config.tensor_parallel, whole.num_kv_heads),
         )
-        size = pool_bytes(config, resolve_device(config.device), context * one_page.bytes_per_token)
+        size = pool_bytes(config, device, context * one_page.bytes_per_token)
         return KvShape(
             folder=folder,
             model=whole,
@@ -318,6 +322,7 @@ def _one_page(
     *,
     model_hash: str,
     dtype: torch.dtype,
+    device: torch.device,
     parts: int,
     copies: int = 1,
 ) -> KvLayout:
@@ -328,7 +333,7 @@ def _one_page(
         num_layers=whole.num_layers,
         num_kv_heads=whole.num_kv_heads,
         head_dim=whole.head_dim,
-        page_tokens=config.page_tokens,
+        page_tokens=config.page_tokens_on(device.type),
         head_start=0,
         head_count=whole.num_kv_heads,
         num_pages=1,

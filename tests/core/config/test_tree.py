@@ -32,7 +32,7 @@ def test_fields_are_keyword_only():
             "scheduler.planner=best",
             "scheduler.planner is 'best'; it must be one of auto, least_queue",
         ),
-        ("engine.page_tokens=2000", "engine.page_tokens is 2000; it must be between 1 and 1024"),
+        ("engine.page_tokens=2000", "engine.page_tokens is 2000; it must be between 0 and 1024"),
         ("proxy.max_body_bytes=1", "proxy.max_body_bytes is 1; it must be at least 1024"),
         ("proxy.port=65536", "proxy.port is 65536; it must be between 0 and 65535"),
         ("engine.load_format=gguf", "engine.load_format is 'gguf'; it must be one of auto, dummy"),

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from millrace.core.arithmetic import ceil_div
 from millrace.core.config.fields import Section, one_of, setting, within
+
+_PAGE_ON_CPU: Final = 16
+_PAGE_ON_GPU: Final = 64
 
 
 def _batches(value: Any) -> str | None:  # noqa: ANN401 - a check sees any field's value
@@ -81,7 +85,12 @@ class EngineConfig(Section):
         one_of("auto", "on", "off"),
         "a decode step begins before the host has the last step's tokens. auto: on GPUs",
     )
-    page_tokens: int = setting(16, within(1, 1024), "tokens of a KV page")
+    page_tokens: int = setting(
+        0,
+        within(0, 1024),
+        "tokens of a KV page. 0: 16 on CPUs; on GPUs at most 64, so that a cached block is whole "
+        "pages",
+    )
     kv_bytes: int = setting(0, within(0), "memory of the KV pool; 0: a share of the free memory")
     device_share: float = setting(
         1.0,
@@ -123,8 +132,16 @@ class EngineConfig(Section):
 
     @property
     def block_tokens(self) -> int:
-        """The tokens of a block of the prefix cache: whole pages."""
-        return ceil_div(self.prefix_block_tokens, self.page_tokens) * self.page_tokens
+        """The tokens of a block of the prefix cache: whole pages, on every kind of device."""
+        page = self.page_tokens or _PAGE_ON_CPU
+        return ceil_div(self.prefix_block_tokens, page) * page
+
+    def page_tokens_on(self, device: str) -> int:
+        """Returns the tokens of a page on a type of device. Larger pages are fewer runs of bytes
+        in a transfer, of which each costs a GPU's sender microseconds."""
+        if self.page_tokens:
+            return self.page_tokens
+        return math.gcd(self.block_tokens, _PAGE_ON_GPU) if device == "cuda" else _PAGE_ON_CPU
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -54,8 +54,8 @@ class Sizes:
     blocking_s: float
 
 
-_PAGE_TOKENS: Final = 16
-"""Tokens of a page in the measured attention: the default of `engine.page_tokens`."""
+_PAGE_TOKENS: Final = EngineConfig().page_tokens_on("cuda")
+"""Tokens of a page in the measured attention: a GPU's default."""
 
 ON_CUDA = Sizes(
     prompts=(8192, 32_768),
