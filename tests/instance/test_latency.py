@@ -13,6 +13,7 @@ import torch
 
 from millrace.core.config import EngineConfig
 from millrace.core.errors import ConfigError
+from millrace.engine import calibration
 from millrace.engine.assembly import Engine, open_engine, profile_key
 from millrace.instance import latency
 from millrace.instance.latency import decode_step, prefill_latency
@@ -65,6 +66,16 @@ def test_graphs_of_short_prefills_are_captured_before_their_times_are_measured(
     prefill_latency(engine, config, prefills=prefills)
     names = [name for name, _, _ in calls.mock_calls if "." not in name]
     assert names == (["capture"] if prefills else []) + ["calibrate"]
+
+
+def test_a_slow_engine_is_timed_with_more_than_one_batch(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(calibration, "BUDGET_S", 0.0)
+    steps = calibration.calibrate_decode(engine, 8)
+    assert [(size, context > 64 * size) for size, context, _ in steps] == [
+        *((1, False), (1, True), (8, False))
+    ]
 
 
 def test_no_request_pays_the_costs_of_the_first_pass(

@@ -24,6 +24,11 @@ def test_no_term_is_negative_however_few_or_odd_the_steps() -> None:
     assert base_s + per_sequence_s + 100 * per_context_token_s == pytest.approx(0.01)
 
 
+def test_steps_of_one_batch_say_nothing_of_the_time_of_a_sequence() -> None:
+    base_s, per_sequence_s, _ = fit([(1, 64, 0.02), (1, 512, 0.021), (1, 4096, 0.022)])
+    assert (base_s, per_sequence_s) == (pytest.approx(0.0203, rel=0.01), 0.0)
+
+
 def test_a_profile_s_steps_are_met() -> None:
     profile = load_profile("llama3-8b-a100-tp1").operators
     base_s, per_sequence_s, per_context_token_s = of_profile(profile)

@@ -51,7 +51,8 @@ def tiles() -> Iterator[None]:
 def device_engine(family: str, device: str, **settings: Any) -> Engine:
     """Opens an engine of a family with random weights, the same on every device."""
     sizes = settings.pop("sizes", {})
-    given = {"load_format": "dummy", "kv_bytes": 1 << 20, "max_batch": 8, **settings}
+    small = {"kv_bytes": 1 << 20, "max_batch": 8, "page_tokens": 16}
+    given = {"load_format": "dummy", **small, **settings}
     with TemporaryDirectory() as folder:
         config = write_config(Path(folder) / "model", {**FAMILIES[family], **sizes})
         return open_engine(config, EngineConfig(device=device, **given))

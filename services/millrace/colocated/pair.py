@@ -18,7 +18,7 @@ from millrace.concurrency import stop_event
 from millrace.core.config import Config
 from millrace.decode.loop import DecodeRole
 from millrace.instance.host import WorkerOptions, open_for, serve_role
-from millrace.instance.latency import decode_step, prefill_latency
+from millrace.instance.latency import decode_step, decode_table, prefill_latency
 from millrace.instance.role import Loaded, Role, WorkerContext
 from millrace.instance.vitals import open_vitals
 from millrace.prefill.loop import PrefillRole
@@ -55,7 +55,8 @@ async def serve(
         ]
         engines = await asyncio.to_thread(open_for, options, config, 2)
         latency = await asyncio.to_thread(prefill_latency, engines[0], config.engine)
-        step = await asyncio.to_thread(decode_step, engines[1], config.engine)
+        table = await asyncio.to_thread(decode_table, engines[1], config.engine)
+        step = await asyncio.to_thread(decode_step, engines[1], config.engine, table)
         try:
             async with asyncio.TaskGroup() as group:
                 for offset, (role, build) in enumerate(ROLES.items()):
@@ -70,6 +71,7 @@ async def serve(
                         latency=latency,
                         vitals=vitals[offset],
                         decode_step=step,
+                        decode_table=table if role == "decode" else None,
                     )
                     group.create_task(
                         serve_role(own, trees[offset], build, loaded, stop, ready(role)), name=role

@@ -52,8 +52,10 @@ class Running:
             sampler,
             max_batch=self._max_batch,
             runs_ahead=runs_ahead(config, engine.device),
+            page_table=context.decode_table,
         )
-        engine.runner.follow(self.batch.page_table)
+        if context.decode_table is None:
+            engine.runner.follow(self.batch.page_table)
         self._swapper = Swapper(
             KvSwap(engine.storage, config.swap_bytes, engine.swap),
             admissions.pages,

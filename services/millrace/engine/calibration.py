@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from typing import Final
 
@@ -12,6 +13,7 @@ from millrace.core.cost.latency import Latency
 from millrace.engine.assembly import Engine
 from millrace.engine.attention_cost import attention_s, settled_s, written_pages
 from millrace.engine.forward.prefill_task import PrefillTask
+from millrace.engine.kv.page_table import PageTable
 from millrace.profiles import eq_1
 
 BUDGET_S: Final = 0.2
@@ -19,6 +21,7 @@ PREFILL_BUDGET_S: Final = 0.5
 FAR_BUDGET_S: Final = 0.1  # attention at the context's end, the longest chunk of it
 WRITTEN_BYTES: Final = 64 << 20  # of the pages used as a history
 _LONGEST_TOKENS: Final = 4096  # of a sequence whose steps are timed
+_LEAST_STEPS: Final = 3  # of which every term of a decode step's time can be fitted
 
 
 def calibrate(engine: Engine, max_chunk_tokens: int) -> Latency:
@@ -97,38 +100,51 @@ def _prefill_s(engine: Engine, tokens: int, pages: list[int], max_chunk_tokens: 
     return settled_s(engine.device) - start
 
 
-def calibrate_decode(engine: Engine, max_batch: int) -> list[tuple[int, int, float]]:
-    """Returns (sequences, their context tokens in total, seconds) of 3 to 9 decode steps.
+def calibrate_decode(
+    engine: Engine, max_batch: int, table: PageTable | None = None
+) -> list[tuple[int, int, float]]:
+    """Returns (sequences, their context tokens in total, seconds) of up to 9 decode steps.
 
-    Batches of one sequence, of some and of `max_batch`, each with short, longer and longest
-    contexts, within about `BUDGET_S` seconds: batch by batch. The KV has no real tokens, since time
+    One sequence and `max_batch`, each with a short and a long context, so that every term of the
+    fit shows; then others, within about `BUDGET_S` seconds. The KV has no real tokens, since time
     does not depend on them; sequences share their pages, so caches may make long contexts look a
-    little fast.
+    little fast. `table`: the one that the runner follows, if its steps run by CUDA graphs.
     """
     page_tokens = engine.layout.page_tokens
     room = min(engine.max_context_tokens, engine.pool.free_pages * page_tokens, _LONGEST_TOKENS)
-    lengths = sorted({max(1, min(room, length)) for length in (64, 512, _LONGEST_TOKENS)})
-    pages = engine.pool.allocate(engine.layout.pages_for(lengths[-1]))
+    short, middle, long = (max(1, min(room, length)) for length in (64, 512, _LONGEST_TOKENS))
+    wanted = dict.fromkeys(
+        [
+            *((1, short), (1, long), (max_batch, short), (max_batch, long)),
+            *itertools.product((1, max_batch // 4 or 1, max_batch), (short, middle, long)),
+        ]
+    )
+    pages = engine.pool.allocate(engine.layout.pages_for(long))
     steps: list[tuple[int, int, float]] = []
     begun = time.perf_counter()
     try:
-        for size in sorted({1, max(1, max_batch // 4), max_batch}):
-            for length in lengths:
-                step_s = _step_s(engine, size, length, pages)
-                steps.append((size, size * length, step_s))
-            if time.perf_counter() - begun > BUDGET_S:
+        for size, length in wanted:
+            if len(steps) >= _LEAST_STEPS and time.perf_counter() - begun > BUDGET_S:
                 break
+            steps.append((size, size * length, _step_s(engine, size, length, pages, table)))
     finally:
         engine.pool.free(pages)
     return steps
 
 
-def _step_s(engine: Engine, size: int, length: int, pages: list[int]) -> float:
-    table = torch.tensor(pages, dtype=torch.int32).repeat(size, 1)
+def _step_s(
+    engine: Engine, size: int, length: int, pages: list[int], table: PageTable | None = None
+) -> float:
+    if table is None:
+        rows = torch.tensor(pages, dtype=torch.int32).repeat(size, 1)
+    else:
+        for row in range(size):
+            table.put(row, pages)
+        rows = table.first(size)
     inputs = (
         torch.zeros(size, dtype=torch.int64),
         torch.full((size,), length - 1),
-        table,
+        rows,
         torch.full((size,), length, dtype=torch.int32),
     )
     _timed(engine, inputs)  # the first step allocates memory that later steps use again

@@ -60,6 +60,7 @@ class DecodeBatch:
         *,
         max_batch: int,
         runs_ahead: bool = False,
+        page_table: PageTable | None = None,
     ) -> None:
         self._runner = runner
         self._sampler = sampler
@@ -80,7 +81,8 @@ class DecodeBatch:
         self._flight: StepInFlight | None = None
         self._settled: list[TokenOut] = []  # tokens that no `step` has returned yet
         self._lost: dict[int, str] = {}  # rows of the step at hand, and why
-        self.page_table = PageTable(max_batch, pool.storage.device)  # rows from `size` on are free
+        # Rows from `size` on are free.
+        self.page_table = page_table or PageTable(max_batch, pool.storage.device)
 
     @property
     def size(self) -> int:

@@ -262,6 +262,7 @@ class ExecutionPool:
         else:
             task.begun = True
             task.since_s = time.perf_counter()
+            self._run_ahead.begin()
             try:
                 task.resumed()
                 is_left = self._run_span(task) if task.gang is None else self._run_gang(task)
@@ -293,7 +294,7 @@ class ExecutionPool:
                 if self._awaits(task, ended):
                     return True
                 continue
-            run_ahead.step()
+            run_ahead.step(ended)
             if self._look and self._leaves(task, ended):
                 return True
         return False
@@ -336,7 +337,7 @@ class ExecutionPool:
             assert isinstance(step, StopPoint)  # gangs wait for nothing else
             ended = step
             self._begun += 1
-            self._run_ahead.step()
+            self._run_ahead.step(step)
         return True
 
     def _may_begin(self, task: ChunkTask, ended: StopPoint | None) -> bool:

@@ -23,7 +23,7 @@ from millrace.core.scheduler.commands import Command, KeepTraces
 from millrace.core.scheduler.reports import Draining, Registration
 from millrace.engine.assembly import Engine, KvMemory, open_engines, resolve_device
 from millrace.instance.gauges import add_gauges
-from millrace.instance.latency import decode_step, prefill_latency
+from millrace.instance.latency import decode_step, decode_table, prefill_latency
 from millrace.instance.link import WorkerLink
 from millrace.instance.role import HostContext, Instance, Loaded, Role, WorkerContext
 from millrace.instance.stages.stages import open_staged_engine
@@ -94,8 +94,18 @@ async def serve_worker(
         latency = await asyncio.to_thread(
             prefill_latency, engine, config.engine, at_once, prefills=not decodes
         )
-        step = await asyncio.to_thread(decode_step, engine, config.engine) if decodes else None
-        loaded = Loaded(role=role, engine=engine, latency=latency, vitals=vitals, decode_step=step)
+        table, step = None, None
+        if decodes:
+            table = await asyncio.to_thread(decode_table, engine, config.engine)
+            step = await asyncio.to_thread(decode_step, engine, config.engine, table)
+        loaded = Loaded(
+            role=role,
+            engine=engine,
+            latency=latency,
+            vitals=vitals,
+            decode_step=step,
+            decode_table=table,
+        )
         await serve_role(options, config, build, loaded, stop, on_ready)
 
 
@@ -112,7 +122,9 @@ async def serve_role(
         role=loaded.role,
         memory=loaded.engine,
         vitals=loaded.vitals,
-        build=lambda host: build(WorkerContext.of(host, loaded.engine, loaded.decode_step)),
+        build=lambda host: build(
+            WorkerContext.of(host, loaded.engine, loaded.decode_step, loaded.decode_table)
+        ),
         latency=loaded.latency,
     )
     await serve_instance(options, config, instance, stop, on_ready)

@@ -16,6 +16,7 @@ from millrace.engine.calibration import (
     warm_up_decode,
     warm_up_prefill,
 )
+from millrace.engine.kv.page_table import PageTable
 from millrace.profiles import load_profile
 from millrace.profiles.cache import ProfileCache
 from millrace.profiles.decode_step import fit, of_profile
@@ -60,14 +61,26 @@ def prefill_latency(
     return SpLatency(by_sp=MappingProxyType({1: one, **guessed, **measured}))
 
 
-def decode_step(engine: Engine, config: EngineConfig) -> DecodeStepTime:
+def decode_table(engine: Engine, config: EngineConfig) -> PageTable | None:
+    """Returns the page table of a GPU's decode batch, over which the CUDA graphs of steps are
+    captured now: before steps are timed. None on a CPU."""
+    if engine.device.type != "cuda":
+        return None
+    table = PageTable(config.max_batch, engine.storage.device)
+    engine.runner.follow(table)
+    return table
+
+
+def decode_step(
+    engine: Engine, config: EngineConfig, table: PageTable | None = None
+) -> DecodeStepTime:
     """Fits the time of a decode step of one instance, as `engine.profile` says.
 
-    Raises ConfigError for a named profile that can't be read.
+    `table`: as of `decode_table`. Raises ConfigError for a named profile that can't be read.
     """
     profile = profile_of(engine, config)
     if profile is None:
-        terms = fit(calibrate_decode(engine, config.max_batch))
+        terms = fit(calibrate_decode(engine, config.max_batch, table))
     else:
         warm_up_decode(engine)
         terms = of_profile(profile.operators)

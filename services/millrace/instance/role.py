@@ -15,6 +15,7 @@ from millrace.core.incarnation import Incarnation
 from millrace.core.scheduler.commands import Command
 from millrace.core.scheduler.reports import CachedBlocks, Heartbeat, Registration, Report
 from millrace.engine.assembly import Engine, KvMemory
+from millrace.engine.kv.page_table import PageTable
 from millrace.instance.vitals import Vitals
 from millrace.state.store import RequestStore
 from millrace.telemetry.metrics import Registry
@@ -43,24 +44,32 @@ class WorkerContext(HostContext):
 
     engine: Engine
     decode_step: DecodeStepTime | None = None  # of its batches; None: unknown
+    decode_table: PageTable | None = None  # of its batch, if the runner follows one already
 
     @staticmethod
     def of(
-        host: HostContext, engine: Engine, decode_step: DecodeStepTime | None = None
+        host: HostContext,
+        engine: Engine,
+        decode_step: DecodeStepTime | None = None,
+        decode_table: PageTable | None = None,
     ) -> WorkerContext:
         shared = {field.name: getattr(host, field.name) for field in fields(HostContext)}
-        return WorkerContext(engine=engine, decode_step=decode_step, **shared)
+        return WorkerContext(
+            engine=engine, decode_step=decode_step, decode_table=decode_table, **shared
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loaded:
-    """The loaded engine and its latency models, before the instance serves."""
+    """The loaded engine and its latency models, before the instance serves. `decode_table`: as of
+    `latency.decode_table`."""
 
     role: str
     engine: Engine
     latency: SpLatency
     vitals: Vitals
     decode_step: DecodeStepTime | None = None
+    decode_table: PageTable | None = None
 
 
 class Role(Protocol):

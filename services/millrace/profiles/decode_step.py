@@ -20,12 +20,13 @@ def fit(steps: Sequence[tuple[int, int, float]]) -> tuple[float, float, float]:
     """Returns (base_s, per_sequence_s, per_context_token_s), none below 0.
 
     steps: (sequences, their context tokens in total, seconds), one or more. Least squares on
-    relative error; a term that would be negative is left out.
+    relative error; a term that would be negative is left out, and so is that of sequences where
+    all steps have as many.
     """
     seconds = np.array([step[2] for step in steps])
     basis = np.array([(1.0, sequences, context) for sequences, context, _ in steps])
     basis /= seconds[:, None]
-    keep = [0, 1, 2]
+    keep = [0, 1, 2] if len({step[0] for step in steps}) > 1 else [0, 2]
     while True:
         found = np.linalg.lstsq(basis[:, keep], np.ones(len(steps)), rcond=None)[0]
         if (found >= 0).all():

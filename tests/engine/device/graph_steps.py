@@ -13,14 +13,18 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
+from millrace.core.config import EngineConfig
 from millrace.engine.assembly import Engine
+from millrace.engine.calibration import calibrate_decode
 from millrace.engine.decode_batch import DecodeBatch, Sequence
 from millrace.engine.forward.pass_states import StepCounts
 from millrace.engine.forward.prefill_task import PrefillTask
 from millrace.engine.forward.row_slices import SLICE_FLOPS
 from millrace.engine.kv.page_table import PageTable
 from millrace.engine.model.operators import ATTN_ROWS
+from millrace.engine.sampling.sampler import Sampler
 from millrace.engine.sampling.spec import SamplingSpec
+from millrace.instance.latency import decode_table
 from support.device_engine import TINY, device_engine, new_batch, prefilled, tiles
 from support.fake_cuda import fake_cuda
 
@@ -90,6 +94,25 @@ def test_graphs_give_the_tokens_of_the_host(monkeypatch, family, layers):
         found, steps = played_on("cuda:0", *model, cuda_graph_batches="4", max_context_tokens=80)
     assert found == wanted
     assert steps.graph >= 6 and not steps.eager
+
+
+def test_steps_are_timed_by_the_graphs_that_the_batch_then_uses(monkeypatch):
+    sizes = {"cuda_graph_batches": "2", "max_context_tokens": 80}
+    with tiles(), fake_cuda(monkeypatch) as device:
+        engine = device_engine("llama", "cuda:0", sizes=TINY, dtype="float32", **sizes)
+        table = decode_table(engine, EngineConfig(max_batch=2))
+        graphs = len(device.graphs)
+        timed = calibrate_decode(engine, 2, table)
+        batch = DecodeBatch(
+            engine.runner, engine.pool, Sampler(), max_batch=2, runs_ahead=True, page_table=table
+        )
+        batch.add(prefilled(engine, "a", 30, greedy(3)))
+        while batch.is_due:
+            batch.step()
+    assert {size for size, _, _ in timed} == {1, 2}
+    assert not engine.runner.states.steps.eager
+    assert engine.runner.states.steps.graph >= 2 * len(timed) + 2
+    assert len(device.graphs) == graphs > 0
 
 
 def test_what_fits_no_graph_runs_without(monkeypatch):

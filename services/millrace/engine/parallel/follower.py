@@ -17,6 +17,7 @@ from typing import assert_never
 import torch
 from torch import Tensor
 
+from millrace.core.instance.stop_point import StopPoint
 from millrace.engine.attention.kvp_owner import RemoteAttention
 from millrace.engine.device.run_ahead import RunAhead
 from millrace.engine.forward.passes import Boundary, Fetch
@@ -214,12 +215,14 @@ class Follower:
         if command.begin is not None:
             self._passes[command.number] = self._begin(command.begin)
         current = self._passes[command.number]
+        self._run_ahead.begin()
         while self._enters(current):
-            if next(current.steps, None) is None:
+            boundary = next(current.steps, None)
+            if boundary is None:
                 del self._passes[command.number]
                 break
             current.operators += 1
-            self._run_ahead.step()
+            self._run_ahead.step(StopPoint.after(boundary.operator))
         if self.device.type == "cuda":
             # What rank 0 hears by the answer: the KV lies there, and no kernel writes more of it.
             torch.cuda.synchronize(self.device)

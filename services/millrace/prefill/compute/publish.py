@@ -10,7 +10,7 @@ from typing import Final
 
 import torch
 
-TOGETHER_S: Final = 3e-3
+TOGETHER_S: Final = 10e-3
 """Seconds of layers that go to their transfers together, on a GPU. A short pass computes a layer
 in 0.2 ms, and every message to the event loop costs the host more than that: time that the compute
 thread waits for the interpreter, while the GPU waits for the compute thread."""
