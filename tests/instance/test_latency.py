@@ -56,16 +56,14 @@ def test_the_cached_profile_of_the_key_is_used(
     assert step_s == pytest.approx(MEASURED.operators.decode_step_s(8, 8192), rel=0.2)
 
 
-@pytest.mark.parametrize("prefills", [True, False])
 def test_graphs_of_short_prefills_are_captured_before_their_times_are_measured(
-    engine: Engine, config: EngineConfig, monkeypatch: pytest.MonkeyPatch, prefills: bool
+    engine: Engine, config: EngineConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls = Mock()
     monkeypatch.setattr(engine.runner, "capture_prefills", calls.capture)
     monkeypatch.setattr(latency, "calibrate", calls.calibrate)
-    prefill_latency(engine, config, prefills=prefills)
-    names = [name for name, _, _ in calls.mock_calls if "." not in name]
-    assert names == (["capture"] if prefills else []) + ["calibrate"]
+    prefill_latency(engine, config)
+    assert [name for name, _, _ in calls.mock_calls if "." not in name] == ["capture", "calibrate"]
 
 
 def test_a_slow_engine_is_timed_with_more_than_one_batch(

@@ -36,7 +36,7 @@ from millrace.instance.transfer.transports import (
     serve_rank,
     set_environment,
 )
-from millrace.instance.vitals import open_vitals
+from millrace.instance.vitals import Vitals, open_vitals
 from millrace.instance.watch import check_idle, watch
 from millrace.state.leader import LeaderWatch
 from millrace.state.open import open_leases, open_store
@@ -89,24 +89,20 @@ async def serve_worker(
     stop = stop_event()
     async with open_vitals(config.telemetry, options.host) as vitals:
         (engine,) = await asyncio.to_thread(open_for, options, config, 1)
-        role = "decode" if decodes else "prefill"
-        at_once = 1 if decodes else config.engine.stages
-        latency = await asyncio.to_thread(
-            prefill_latency, engine, config.engine, at_once, prefills=not decodes
-        )
-        table, step = None, None
-        if decodes:
-            table = await asyncio.to_thread(decode_table, engine, config.engine)
-            step = await asyncio.to_thread(decode_step, engine, config.engine, table)
-        loaded = Loaded(
-            role=role,
-            engine=engine,
-            latency=latency,
-            vitals=vitals,
-            decode_step=step,
-            decode_table=table,
-        )
+        timed = _timed_decode if decodes else _timed_prefill
+        loaded = await asyncio.to_thread(timed, engine, config.engine, vitals)
         await serve_role(options, config, build, loaded, stop, on_ready)
+
+
+def _timed_prefill(engine: Engine, config: EngineConfig, vitals: Vitals) -> Loaded:
+    latency = prefill_latency(engine, config, config.stages)
+    return Loaded(role="prefill", engine=engine, vitals=vitals, latency=latency)
+
+
+def _timed_decode(engine: Engine, config: EngineConfig, vitals: Vitals) -> Loaded:
+    table = decode_table(engine, config)
+    step = decode_step(engine, config, table)
+    return Loaded(role="decode", engine=engine, vitals=vitals, decode_step=step, decode_table=table)
 
 
 async def serve_role(

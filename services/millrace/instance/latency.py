@@ -25,10 +25,10 @@ from millrace.profiles.degrees import estimated
 log = logging.getLogger(__name__)
 
 
-def prefill_latency(
-    engine: Engine, config: EngineConfig, passes_at_once: int = 1, *, prefills: bool = True
-) -> SpLatency:
+def prefill_latency(engine: Engine, config: EngineConfig, passes_at_once: int = 1) -> SpLatency:
     """Fits Eq. (1) of one instance and of groups, as `engine.profile` says, and logs the source.
+
+    The CUDA graphs of short prefills are captured first, because they change the times.
 
     Measured groups are used as measured. Other groups are estimated by the ring model if each
     instance has its own device; CPU instances may share unknown cores, so none are estimated.
@@ -38,12 +38,9 @@ def prefill_latency(
     queues and chunks are planned with this share. The other stages' shares of a prompt's last pass
     are left out. Ring passes do not overlap.
 
-    `prefills`: the instance prefills. Then the CUDA graphs of short prefills are captured first,
-    because they change the times.
     Raises ConfigError for a named profile that can't be read.
     """
-    if prefills:
-        engine.runner.capture_prefills()
+    engine.runner.capture_prefills()
     profile = profile_of(engine, config)
     if profile is None:
         log.info("prefill times: a brief fit at start; `millrace profile` measures better ones")

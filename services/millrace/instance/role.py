@@ -61,13 +61,13 @@ class WorkerContext(HostContext):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loaded:
-    """The loaded engine and its latency models, before the instance serves. `decode_table`: as of
-    `latency.decode_table`."""
+    """The loaded engine and the latency models of what it does, before the instance serves.
+    `decode_table`: as of `latency.decode_table`."""
 
     role: str
     engine: Engine
-    latency: SpLatency
     vitals: Vitals
+    latency: SpLatency | None = None
     decode_step: DecodeStepTime | None = None
     decode_table: PageTable | None = None
 

@@ -151,6 +151,7 @@ class GrowingRequests:
             incarnation=SimpleNamespace(id="decode-0"),
             send=lambda message: None,
             decode_step=step,
+            decode_table=None,
         )
         self.tasks = Tasks()
         self.table = RequestTable()
