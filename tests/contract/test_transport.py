@@ -1,4 +1,7 @@
-"""What every Transport promises, on all implementations; NIXL's also between two processes."""
+"""What every Transport promises, on all implementations; NIXL's also between two processes.
+
+"copied-nixl": NIXL's, with copies by another for the bytes of its writes, as on a GPU.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +23,12 @@ from millrace.transfer.transport.ranked import RankedTransport
 from millrace.transfer.transport.regions import Memory
 from millrace.transfer.transport.runs import Runs
 from support.deadlines import HANG_S
+from support.host_copies import HostCopies
 from support.memory_transport import MemoryHub, MemoryTransport
 from support.transfer_peers import Child, ChildPipe
 
 SIZE = 1 << 20
+KINDS = ["memory", "nixl", "copied-nixl", "ranked-memory", "ranked-nixl", "checked-memory"]
 _numbers = itertools.count()
 
 
@@ -42,7 +47,7 @@ class End:
         transport.subscribe(7, lambda peer, payload: self.inbox.put((peer, payload)))
 
 
-@pytest.fixture(params=["memory", "nixl", "ranked-memory", "ranked-nixl", "checked-memory"])
+@pytest.fixture(params=KINDS)
 def make(request):
     """Makes ends that can reach each other, and closes them.
 
@@ -51,9 +56,10 @@ def make(request):
     hub = MemoryHub()
     ends = []
     over, _, kind = request.param.rpartition("-")
+    copies = HostCopies(late=3) if over == "copied" else None
 
     def agent(name: str) -> Transport:
-        return MemoryTransport(name, hub) if kind == "memory" else NixlTransport(name)
+        return MemoryTransport(name, hub) if kind == "memory" else NixlTransport(name, copies)
 
     def build(size: int = SIZE) -> End:
         name = f"end-{next(_numbers)}"

@@ -12,10 +12,11 @@ compute nothing.
 
 from __future__ import annotations
 
+import ctypes
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -87,9 +88,9 @@ class FakeEvent:
 
 
 class FakeStream:
-    """`torch.cuda.Stream`."""
+    """`torch.cuda.Stream`, of which the device has only one queue."""
 
-    def __init__(self, device: FakeCuda) -> None:
+    def __init__(self, device: FakeCuda, **options: object) -> None:
         self._device = device
 
     def synchronize(self) -> None:
@@ -303,11 +304,20 @@ class _Functions(TorchFunctionMode):
             return self._device.pin(first.clone())
         if name == "is_pinned":
             return self._device.is_pinned(first)
+        if (region := getattr(first, "__cuda_array_interface__", None)) is not None:
+            return _at(region) if name == "as_tensor" else func(*args, **kwargs)
         if kwargs.get("device") == META and name in ("tensor", "as_tensor", "from_numpy"):
             kwargs.pop("device")
             return func(*args, **kwargs).to(CUDA)
         made = func(*args, **kwargs)
         return self._device.pin(made) if pins else made
+
+
+def _at(region: dict[str, Any]) -> DeviceTensor:
+    """Shows bytes of the host's memory as the device's, by CUDA's array interface."""
+    assert region["typestr"] == "|u1" and not region["data"][1]
+    memory = (ctypes.c_uint8 * region["shape"][0]).from_address(region["data"][0])
+    return DeviceTensor(torch.frombuffer(memory, dtype=torch.uint8))
 
 
 def _as_meta(value: Any) -> Any:
@@ -355,6 +365,8 @@ def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
     monkeypatch.setattr(torch.cuda, "Event", lambda **options: FakeEvent(device, **options))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device_=None: FakeStream(device))
     monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: None)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda on, **options: FakeStream(device, **options))
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device_=None: device.sync("synchronize"))
     monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: FakeGraph(device))
     monkeypatch.setattr(torch.cuda, "graph", device.capturing)

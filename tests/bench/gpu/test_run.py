@@ -17,11 +17,11 @@ from millrace.bench.gpu import bootstrap, roofline, shard, wheels
 from millrace.bench.gpu.command import LIMITS_S, Settings
 from millrace.bench.gpu.document import Finding, Report
 from millrace.bench.gpu.part import Context, Found
-from millrace.bench.gpu.parts import decode, oracle, speed, tensor_parallel
+from millrace.bench.gpu.parts import decode, oracle, speed, tensor_parallel, transfer
 from millrace.bench.gpu.report import print_tables
 from millrace.bench.gpu.run import run, run_part, status_of
 from millrace.bench.gpu.shapes import FAMILIES, LLAMA_3_8B, QWEN3_30B_A3B, write_config
-from millrace.core.errors import ConfigError
+from millrace.core.errors import ConfigError, TransferError
 from millrace.engine.model.config import ModelConfig
 from millrace.profiles import load_profile
 
@@ -115,6 +115,22 @@ def test_speed_on_the_cpu_puts_measured_beside_expected():
     assert prefill.expected and prefill.share and prefill.value > 0
     # Both come from one count of FLOPs: at the expected rate the share is the asked one.
     assert prefill.share / prefill.value * prefill.expected == pytest.approx(0.65)
+
+
+def test_a_transfer_within_one_process_is_measured_in_all_and_in_few_runs():
+    rates = transfer.send_within(CPU, 4 << 20)
+    assert list(rates) == [
+        "within one process, runs of 64 KiB",
+        "within one process, runs of 64 KiB, 64 KiB in all",
+    ]
+    assert all(rate > 0 for rate in rates.values())
+
+
+def test_a_transfer_within_one_process_that_changes_bytes_is_told(monkeypatch):
+    swapped = transfer.Runs.of(0, 64 << 10, 64 << 10)
+    monkeypatch.setattr(transfer, "scattered", lambda count: swapped)
+    with pytest.raises(TransferError, match="bytes differ within one process"):
+        transfer.send_within(CPU, 4 << 20)
 
 
 def test_a_part_that_hangs_or_breaks_is_reported():

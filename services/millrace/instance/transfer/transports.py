@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from multiprocessing.connection import Connection
 
 from torch import Tensor
@@ -20,6 +21,7 @@ from millrace.transfer.push.messages import TO_RECEIVER, TO_SENDER
 from millrace.transfer.transport.base import Transport
 from millrace.transfer.transport.byte_window import ByteWindow
 from millrace.transfer.transport.checked import CheckedTransport
+from millrace.transfer.transport.device_copies import COPIES
 from millrace.transfer.transport.device_memory import check_registers
 from millrace.transfer.transport.nixl.environment import transport_environment
 from millrace.transfer.transport.nixl.transport import NixlTransport
@@ -81,19 +83,19 @@ def kv_transport(name: str, memory: KvMemory) -> KvTransport:
     """
     pools = ByteWindow(memory.storage)
     if memory.ranks is None:
-        return KvTransport(RankedTransport(NixlTransport(name)), pools)
+        return KvTransport(RankedTransport(NixlTransport(name, COPIES)), pools)
     agents = [
         RemoteAgent(pipe, rank, f"{name}.{rank}")
         for rank, pipe in enumerate(memory.ranks.transports, start=1)
     ]
     memories = [pools.memory, *(agent.pool.memory for agent in agents)]
-    transport = RankedTransport(NixlTransport(name), agents, memories)
+    transport = RankedTransport(NixlTransport(name, COPIES), agents, memories)
     return KvTransport(transport, JoinedBytes([pools, *(agent.pool for agent in agents)]))
 
 
 def serve_rank(pipe: Connection, storage: Callable[[], Tensor], rank: int) -> None:
     """Serves the transport of a rank's KV pool to rank 0, in the rank's process (`Beside`)."""
-    serve_agent(pipe, NixlTransport, lambda: ByteWindow(storage()))
+    serve_agent(pipe, partial(NixlTransport, copies=COPIES), lambda: ByteWindow(storage()))
 
 
 def set_environment(host: str) -> None:

@@ -9,7 +9,6 @@ import numpy as np
 import numpy.typing as npt
 
 Offsets = npt.NDArray[np.int64]
-Indices = npt.NDArray[np.int32]
 
 
 class Runs:
@@ -29,7 +28,7 @@ class Runs:
         self._shift = (0, 0)
         self._grain: int | None = None
         self._span: tuple[int, int, int, int, int, int] | None = None
-        self._indices: tuple[int, Indices, Indices] | None = None
+        self._indices: tuple[int, Offsets, Offsets] | None = None
 
     @staticmethod
     def of(source: int, target: int, length: int) -> Runs:
@@ -94,14 +93,14 @@ class Runs:
                 self._grain = math.gcd(*(int(np.gcd.reduce(part)) for part in parts))
         return self._grain
 
-    def indices(self, grain: int) -> tuple[Indices, Indices]:
+    def indices(self, grain: int) -> tuple[Offsets, Offsets]:
         """Numbers all grains of source and target, in units of `grain` bytes, in order."""
         if self._indices is None or self._indices[0] != grain:
             base = self._base
             if base is not None and base.grain() == grain:
                 source, target = base.indices(grain)
                 by_source, by_target = (int(shift // grain) for shift in self._shift)
-                self._indices = (grain, source + np.int32(by_source), target + np.int32(by_target))
+                self._indices = (grain, source + by_source, target + by_target)
             else:
                 within = _within(self.length // grain)
                 self._indices = (
@@ -156,5 +155,5 @@ def _within(counts: Offsets) -> Offsets:
     return np.arange(total, dtype=np.int64) - np.repeat(ends - counts, counts)
 
 
-def _numbers(starts: Offsets, counts: Offsets, within: Offsets) -> Indices:
-    return (np.repeat(starts, counts) + within).astype(np.int32)
+def _numbers(starts: Offsets, counts: Offsets, within: Offsets) -> Offsets:
+    return np.repeat(starts, counts) + within

@@ -1,14 +1,18 @@
-"""Part *transfer*: NIXL between the memories of two processes, on the device and on the host.
+"""Part *transfer*: K/V between the memories of two processes, on the device and on the host.
 
 KV that lies on a device is sent from there, beside a bare copy between the same processes' memory
 (CUDA IPC, one call of the driver). Memory of the host is what remains if NIXL can't register the
 device's: then a copy to the host goes before the write, and a copy back after it.
+
+Between two transports of one process, as those of `millrace colocated --role pair`, the device
+copies.
 """
 
 from __future__ import annotations
 
 import os
 import time
+from contextlib import ExitStack
 from multiprocessing.connection import Connection
 from typing import Any, Final
 
@@ -20,6 +24,7 @@ from torch import Tensor
 from millrace.bench.gpu.part import Context
 from millrace.core.errors import TransferError
 from millrace.engine.attention_cost import settled_s
+from millrace.transfer.transport.device_copies import COPIES
 from millrace.transfer.transport.nixl.transport import NixlTransport
 from millrace.transfer.transport.regions import Memory
 from millrace.transfer.transport.runs import Runs
@@ -31,7 +36,7 @@ _PAGE_BYTES: Final = 64 << 10
 
 
 def check(context: Context) -> None:
-    """Writes a pattern each way and compares it in the other process."""
+    """Writes a pattern each way and compares it at the receiver."""
     size = (1 << 30) if context.is_cuda else (4 << 20)
     ways = [str(context.device), "cpu"] if context.is_cuda else ["cpu"]
     for memory in ways:
@@ -41,6 +46,12 @@ def check(context: Context) -> None:
             context.claim(f"through memory of {memory}", True)
         except TransferError as error:
             context.claim(f"through memory of {memory}", False, str(error))
+    try:
+        for name, rate in send_within(context.device, size).items():
+            context.figure(name, rate / 1e9, "GB/s")
+        context.claim("within one process", True)
+    except TransferError as error:
+        context.claim("within one process", False, str(error))
 
 
 def send(device: torch.device, memory: str, size: int) -> dict[str, float]:
@@ -58,6 +69,35 @@ def send(device: torch.device, memory: str, size: int) -> dict[str, float]:
     finally:
         process.kill()
         process.join()
+
+
+def send_within(device: torch.device, size: int) -> dict[str, float]:
+    """Sends `size` bytes, and a 64th of them, between two transports of this process. Returns
+    bytes/s by the way, the best of a few. Raises TransferError.
+    """
+    kv, there = (torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(2))
+    rates = {}
+    with ExitStack() as stack:
+        sender, receiver = (NixlTransport(f"gpu-{n}-{os.getpid()}", COPIES) for n in range(2))
+        for transport, tensor in ((sender, kv), (receiver, there)):
+            stack.callback(transport.close)
+            transport.register(Memory.of_tensor(tensor))
+        peer = sender.connect(receiver.metadata()).result(_ANSWER_S)
+        stack.enter_context(receiver.listening())
+        for name, count in {
+            "within one process, runs of 64 KiB": size,
+            f"within one process, runs of 64 KiB, {size >> 16} KiB in all": size // 64,
+        }.items():
+            runs = scattered(count)
+            rates[name] = 0.0
+            for number in range(_REPEATS):
+                _fill(kv, number)
+                begun_s = settled_s(device)
+                sender.write(peer, runs, b"").result(_ANSWER_S)
+                rates[name] = max(rates[name], count / (time.perf_counter() - begun_s))
+                if wrong := int((kv[:count] != there[:count]).sum()):
+                    raise TransferError(f"{wrong} of {count} bytes differ within one process")
+    return rates
 
 
 def _send(pipe: Connection, device: torch.device, memory: str, size: int) -> dict[str, float]:

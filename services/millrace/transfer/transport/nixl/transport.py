@@ -26,8 +26,9 @@ import numpy as np
 
 from millrace.core.errors import TransferError
 from millrace.transfer.transport.base import Handler, PeerLostError, hand_over
-from millrace.transfer.transport.nixl.descriptors import descriptor_rows, segment
+from millrace.transfer.transport.nixl.descriptors import segment
 from millrace.transfer.transport.nixl.library import nixl_api, nixl_bindings
+from millrace.transfer.transport.nixl.writes import CopiedWrite, Copies, NixlWrite, Posted
 from millrace.transfer.transport.peers import PeerMetadata, ProcessIdentity
 from millrace.transfer.transport.poll_pace import ATTENDED_S, PollPace
 from millrace.transfer.transport.regions import HOST, Memory
@@ -44,7 +45,7 @@ class _Write:
     """
 
     peer: str
-    handle: Any
+    posted: Posted
     future: Future[None]
     on_host: bool
 
@@ -52,9 +53,12 @@ class _Write:
 class NixlTransport:
     """A NIXL agent and its thread."""
 
-    def __init__(self, name: str) -> None:
-        """Starts the agent. Raises TransferError when NIXL or UCX can't start."""
+    def __init__(self, name: str, copies: Copies | None = None) -> None:
+        """Starts the agent. `copies` move the bytes of the writes that they serve. Raises
+        TransferError when NIXL or UCX can't start.
+        """
         self._name = name
+        self._copies = copies
         self._process = ProcessIdentity.mine()
         self._agent: Any = None
         self._commands: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
@@ -243,16 +247,14 @@ class NixlTransport:
             if write not in self._writes:  # ended with its peer
                 continue
             try:
-                state = self._agent.check_xfer_state(write.handle)
+                has_ended = write.posted.has_ended()
             except self._disconnected:
                 self._forget(write.peer)
-                continue
             except Exception as error:
                 self._end(write, TransferError(f"write to {write.peer} failed: {error}"))
-                continue
-            if state != "PROC":
-                failed = TransferError(f"write to {write.peer} failed: NIXL says {state}")
-                self._end(write, None if state == "DONE" else failed)
+            else:
+                if has_ended:
+                    self._end(write, None)
         return before - len(self._writes)
 
     def _take_notifications(self) -> int:
@@ -276,6 +278,8 @@ class NixlTransport:
                 sync_mode=nixl.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT,
             ),
         )
+        if self._copies is not None:
+            self._copies.opened(self._name)
 
     def _register(self, memory: Memory) -> int:
         rows = np.array([[memory.pointer, memory.nbytes, max(memory.device, 0)]], dtype=np.uint64)
@@ -320,10 +324,10 @@ class NixlTransport:
         if not future.set_running_or_notify_cancel():
             return
         try:
-            handle = self._make(peer, runs, notification, regions)
+            posted = self._make(peer, runs, notification, regions)
             on_host = self._regions[regions[0]].device == HOST
-            self._writes.append(_Write(peer, handle, future, on_host))
-            self._agent.transfer(handle)
+            self._writes.append(_Write(peer, posted, future, on_host))
+            posted.post()
         except self._disconnected:
             self._forget(peer)
             error: Exception = PeerLostError(f"{peer} is gone")
@@ -337,18 +341,16 @@ class NixlTransport:
         if not future.done():
             future.set_exception(error)
 
-    def _make(self, peer: str, runs: Runs, notification: bytes, regions: tuple[int, int]) -> Any:  # noqa: ANN401 - NIXL has no types
+    def _make(self, peer: str, runs: Runs, notification: bytes, regions: tuple[int, int]) -> Posted:
         known = self._require(peer)
         try:
             local, remote = self._regions[regions[0]], known.regions[regions[1]]
             runs.check_within(local.nbytes, remote.nbytes)
         except (IndexError, ValueError) as error:
             raise TransferError(f"write to {peer}: {error}") from error
-        descriptors = (
-            self._agent.get_xfer_descs(descriptor_rows(m, starts, runs.length), segment(m))
-            for m, starts in ((local, runs.source), (remote, runs.target))
-        )
-        return self._agent.initialize_xfer("WRITE", *descriptors, peer, notification)
+        if (copies := self._copies) is not None and copies.serves(peer, local, remote):
+            return CopiedWrite(self._agent, peer, (local, remote), runs, notification, copies)
+        return NixlWrite(self._agent, peer, (local, remote), runs, notification)
 
     def _notify(self, peer: str, payload: bytes) -> None:
         self._require(peer)
@@ -375,20 +377,16 @@ class NixlTransport:
 
     def _end(self, write: _Write, error: Exception | None) -> None:
         self._writes.remove(write)
-        self._release(write.handle)
+        write.posted.release()
         if error is None:
             write.future.set_result(None)
         else:
             write.future.set_exception(error)
 
-    def _release(self, handle: Any) -> None:  # noqa: ANN401 - NIXL has no types
-        try:
-            handle.release()
-        except Exception as error:
-            log.warning("NIXL kept a handle of %s: %s", self._name, error)
-
     def _shut(self) -> None:
         """Fails all pending work and takes the agent down, in the order that NIXL needs."""
+        if self._copies is not None:
+            self._copies.closed(self._name)
         for write in list(self._writes):
             self._end(write, PeerLostError(f"transport {self._name} is closed"))
         while self._commands:
