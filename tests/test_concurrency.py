@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 import time
+from pathlib import Path
 
 import pytest
 import uvloop
@@ -163,3 +164,12 @@ def test_patience_lets_no_time_pass_in_which_this_process_did_not_run(new_loop) 
 
     with asyncio.Runner(loop_factory=new_loop) as runner:
         runner.run(wait())
+
+
+def test_no_code_waits_by_wait_for() -> None:
+    """With Python 3.11, it loses a cancellation that comes as the awaited work ends: whoever waits
+    for the cancelled task waits for ever. `asyncio.timeout` doesn't."""
+    root = Path(__file__).parents[1]
+    files = [f for part in ("services", "operator", "kernels") for f in (root / part).rglob("*.py")]
+    assert len(files) > 500
+    assert [f for f in files if "asyncio.wait_for(" in f.read_text(encoding="utf-8")] == []

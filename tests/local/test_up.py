@@ -6,11 +6,13 @@ import signal
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import psutil
 import pytest
 import pytest_asyncio
 
 from millrace.core.errors import ConfigError
 from millrace.local.options import StackOptions
+from millrace.local.processes import service as service_module
 from millrace.local.processes.service import Service, StartupError
 from millrace.local.stack import Stack, UncleanStopError
 from support.deadlines import HANG_S
@@ -129,6 +131,67 @@ async def test_an_instance_that_is_removed_is_not_started_again() -> None:
 
     assert service.process is process
     assert process.returncode == 0
+
+
+async def test_an_instance_that_is_removed_as_it_begins_to_serve_is_stopped(monkeypatch) -> None:
+    stack = Stack(StackOptions(model="none"))
+    service = stack.supervise(Service("decode-0", ["scheduler", *QUICK], stack.directory / "log"))
+    await service.start(HANG_S)
+    stack.keep()
+    first, read = service.process, asyncio.StreamReader.readline
+
+    async def read_and_remove(reader: asyncio.StreamReader) -> bytes:
+        line = await read(reader)
+        if b"port" in line:  # the next process serves
+            stack.remove("decode-0")
+        return line
+
+    monkeypatch.setattr(asyncio.StreamReader, "readline", read_and_remove)
+    assert first is not None
+    first.kill()
+    await eventually(lambda: not stack.instances("decode"))
+    async with asyncio.timeout(HANG_S):
+        await stack.stop()
+    assert service.process not in (first, None)
+    assert service.process.returncode == 0
+
+
+async def test_an_instance_that_dies_just_before_its_removal_is_no_error() -> None:
+    """The scheduler knows of the death first: autoscaling removes what was to go and is gone."""
+    stack = Stack(StackOptions(model="none"))
+    service = stack.supervise(Service("decode-0", ["scheduler", *QUICK], stack.directory / "log"))
+    await service.start(HANG_S)
+    stack.keep()
+    process = service.process
+    assert process is not None
+    fork_server = psutil.Process(process.pid).parent()
+    assert fork_server is not None
+
+    fork_server.suspend()  # which tells of the death
+    try:
+        process.kill()
+        stack.remove("decode-0")
+        for _ in range(100):  # until it waits for the death
+            await asyncio.sleep(0)
+        assert process.returncode is None
+    finally:
+        fork_server.resume()
+    await stack.stop()
+    assert process.returncode == -signal.SIGKILL
+
+
+async def test_a_removed_instance_that_does_not_drain_is_an_error(monkeypatch) -> None:
+    monkeypatch.setattr(service_module, "STOP_TIMEOUT_S", 0.01)
+    stack = Stack(StackOptions(model="none"))
+    service = stack.supervise(Service("decode-0", ["scheduler", *QUICK], stack.directory / "log"))
+    await service.start(HANG_S)
+    stack.keep()
+    assert service.process is not None
+    os.kill(service.process.pid, signal.SIGSTOP)
+
+    stack.remove("decode-0")
+    with pytest.raises(UncleanStopError, match="decode-0 ended with status -9"):
+        await stack.stop()
 
 
 def test_kvp_workers_stand_beside_whatever_computes() -> None:

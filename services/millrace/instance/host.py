@@ -351,10 +351,12 @@ async def _drain(role: Role, link: WorkerLink, timeout_s: float) -> None:
     """
     link.send(Draining())
     with contextlib.suppress(TimeoutError):
-        await asyncio.wait_for(role.wait_idle(), timeout_s)
+        async with asyncio.timeout(timeout_s):
+            await role.wait_idle()
     link.refuse_commands()
     try:
-        await asyncio.wait_for(role.drop_all("the instance is shutting down"), DROP_TIMEOUT_S)
+        async with asyncio.timeout(DROP_TIMEOUT_S):
+            await role.drop_all("the instance is shutting down")
     except TimeoutError:
         log.error("tasks and threads that the process still waits for:\n%s", stacks())
         raise MillraceError(

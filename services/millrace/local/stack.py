@@ -233,7 +233,8 @@ class Stack:
         died = service.process is not None and service.process.returncode is not None
         await service.stop()
         self._devices.give_back(service.name)
-        if not died:  # it ended by itself, which is not an error
+        # Its death may be the reason for its removal, also if that is not known before `stop`.
+        if not (died or service.was_struck):
             self._unclean += _complaints([service])
 
     def _instance(self, role: str, model: int = 0) -> Service:

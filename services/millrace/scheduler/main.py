@@ -173,7 +173,8 @@ async def _hand_over(loop: SchedulerLoop, recorder: Recorder, leadership: Leader
     """
     log.info("it hands over; %d requests are in flight", len(loop.machine.requests))
     with contextlib.suppress(TimeoutError):
-        await asyncio.wait_for(recorder.flushed(), CLOSE_S)
+        async with asyncio.timeout(CLOSE_S):
+            await recorder.flushed()
     await leadership.release(loop.note())
     loop.close()
 

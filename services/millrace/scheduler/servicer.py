@@ -231,7 +231,8 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
 async def _first(messages: AsyncIterator[M], loop: SchedulerLoop) -> M | None:
     """Returns the stream's first message; None if no message comes within a lease."""
     with contextlib.suppress(StopAsyncIteration, TimeoutError):
-        return await asyncio.wait_for(anext(messages), loop.config.lease_s)
+        async with asyncio.timeout(loop.config.lease_s):
+            return await anext(messages)
     return None
 
 

@@ -88,7 +88,8 @@ class LeaderWatch:
         while self.changes == changes:
             self._news.clear()
             try:
-                await asyncio.wait_for(self._news.wait(), timeout_s)
+                async with asyncio.timeout(timeout_s):
+                    await self._news.wait()
             except TimeoutError:
                 return False
         return True

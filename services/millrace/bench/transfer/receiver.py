@@ -104,7 +104,8 @@ class _Commands:
     async def _serve(self, mode: str, requests: Sequence[Expected], in_flight: int) -> None:
         numbers = {request: number for number, (request, _, _) in enumerate(requests)}
         for _ in requests:
-            answer = await asyncio.wait_for(self.landed.get(), ANSWER_TIMEOUT_S)
+            async with asyncio.timeout(ANSWER_TIMEOUT_S):
+                answer = await self.landed.get()
             if answer not in numbers:
                 raise TransferError(answer)
             await self.managers[mode].release(answer)

@@ -79,9 +79,8 @@ async def _paths(instances: Sequence[InstanceView]) -> list[Finding]:
             continue
         try:
             limit_s = ANSWER_TIMEOUT_S + PROBE_TIMEOUT_S * len(others)
-            found = await asyncio.wait_for(
-                examine(one.address, others, timeout_s=limit_s), limit_s + ANSWER_TIMEOUT_S
-            )
+            async with asyncio.timeout(limit_s + ANSWER_TIMEOUT_S):
+                found = await examine(one.address, others, timeout_s=limit_s)
         except (TransferError, TimeoutError) as error:
             advice = "look at its log for the failed probe"
             findings.append(Finding(FAILURE, f"KV paths of {one.id}", str(error), advice))

@@ -44,6 +44,7 @@ class Service:
     restarts: int = 0
     keeper: asyncio.Task[None] | None = field(default=None, repr=False)
     _ready_fd: int = field(default=-1, repr=False)
+    _overdue: bool = field(default=False, repr=False)  # `stop` had to kill it
 
     async def start(self, timeout_s: float) -> None:
         """Starts the process and waits until it serves. Raises StartupError when it ends first."""
@@ -52,7 +53,7 @@ class Service:
 
     async def launch(self) -> None:
         """Starts the process. Raises OSError when it can't be made."""
-        self.process, self.serving = None, False
+        self.process, self.serving, self._overdue = None, False, False
         read_fd, write_fd = os.pipe()
         try:
             with self.log_path.open("ab") as output:
@@ -71,7 +72,8 @@ class Service:
         """
         assert self.process is not None
         try:
-            line = await asyncio.wait_for(_read_line(self._ready_fd), timeout_s)
+            async with asyncio.timeout(timeout_s):
+                line = await _read_line(self._ready_fd)
         except TimeoutError:
             await self.stop()
             raise StartupError(
@@ -104,15 +106,23 @@ class Service:
             return True
         return not self.serving and self.process.returncode == -signal.SIGTERM
 
+    @property
+    def was_struck(self) -> bool:
+        """Returns whether it ended by a SIGKILL of somebody else's."""
+        killed = self.process is not None and self.process.returncode == -signal.SIGKILL
+        return killed and not self._overdue
+
     async def stop(self) -> None:
         """Sends SIGTERM, and SIGKILL if the service has not drained in time."""
         if self.process is None or self.process.returncode is not None:
             return
         self.process.send_signal(signal.SIGTERM)
         try:
-            await asyncio.wait_for(self.process.wait(), STOP_TIMEOUT_S)
+            async with asyncio.timeout(STOP_TIMEOUT_S):
+                await self.process.wait()
         except TimeoutError:
             log.warning("%s did not drain in %g s; killing it", self.name, STOP_TIMEOUT_S)
+            self._overdue = True
             self.process.kill()
             await self.process.wait()
 

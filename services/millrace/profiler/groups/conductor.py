@@ -151,7 +151,8 @@ class Conductor:
         try:
             self._command(spec, chunks)
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(request.over(), self.options.run_timeout_s)
+                async with asyncio.timeout(self.options.run_timeout_s):
+                    await request.over()
             if not request.is_over:
                 await self._give_up(request, members)
         finally:
@@ -217,7 +218,8 @@ class Conductor:
         for name in request.holding:
             self._instances[name].send(cancel)
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(request.forgotten(set(members)), GIVE_UP_S)
+            async with asyncio.timeout(GIVE_UP_S):
+                await request.forgotten(set(members))
         raise ConductorError(request.failure or reason)  # a loss may be known by now
 
     async def _costs(self, name: str) -> Costs:

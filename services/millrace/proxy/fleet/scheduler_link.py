@@ -148,7 +148,8 @@ class SchedulerLink:
     async def flushed(self, timeout_s: float) -> None:
         """Returns once all queued items are sent, the connection is gone or time is up."""
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._flushed.wait(), timeout_s)
+            async with asyncio.timeout(timeout_s):
+                await self._flushed.wait()
 
     async def _serve(self, address: str) -> None:
         self._streams += 1

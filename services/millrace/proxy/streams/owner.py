@@ -139,7 +139,8 @@ class OwnedStream:
         progress = self.reply.progress
         while not progress.finished:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._ended.wait(), RENEW_S)
+                async with asyncio.timeout(RENEW_S):
+                    await self._ended.wait()
             if not self.attached:
                 self.reply.take()  # a client that comes back reads a replay
             if not progress.finished:

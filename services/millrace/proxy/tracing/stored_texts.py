@@ -79,7 +79,8 @@ class StoredTexts:
         try:
             while self._batch.texts:
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._batch.is_urgent.wait(), INTERVAL_S)
+                    async with asyncio.timeout(INTERVAL_S):
+                        await self._batch.is_urgent.wait()
                 batch, self._batch = self._batch, _Batch()
                 await self._write(batch.texts)
                 batch.is_written.set()

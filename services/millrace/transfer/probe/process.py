@@ -166,7 +166,8 @@ class _Child:
         died.
         """
         try:
-            line = await asyncio.wait_for(self._reader.readline(), timeout_s)
+            async with asyncio.timeout(timeout_s):
+                line = await self._reader.readline()
         except TimeoutError:
             raise ProbeError(f"the probe's process sent nothing for {timeout_s:g} s") from None
         except ConnectionError:
