@@ -41,7 +41,9 @@ QUICK = ScalingConfig(
 #: Lower than where people would put them: what these tiny models compute is soon done.
 TARGETS = {"prefill": PrefillTargets(backlog_s=0.05), "decode": DecodeTargets()}
 CLIENTS = 8
-STORM_S = 60.0
+STORM_S, MOST_STRIKES = 60.0, 15
+#: More than that: none of the requests looks as if it killed its instances.
+SPARED = f"scheduler.max_deaths={MOST_STRIKES + 1}"
 
 
 class Scaled:
@@ -92,7 +94,7 @@ class Scaled:
 async def scaled_stack(scaling: Scaling, *settings: str) -> AsyncIterator[Scaled]:
     async with (
         live_stack(served_folder(MODEL), prefill=1, settings=[*SETTINGS, *settings]) as stack,
-        httpx.AsyncClient(base_url=stack.url, timeout=120) as client,
+        httpx.AsyncClient(base_url=stack.url, timeout=2 * HANG_S) as client,
     ):
         found = Scaled(stack, client)
         try:
@@ -151,7 +153,7 @@ async def test_an_idle_stack_goes_entirely_and_the_next_request_wakes_it() -> No
 async def strike_at_random(stack: Stack, rng: random.Random, until_s: float) -> Counter[str]:
     """Kills instances that serve, or drain; returns how many of each role."""
     struck: Counter[str] = Counter()
-    while time.monotonic() < until_s:
+    while time.monotonic() < until_s and struck.total() < MOST_STRIKES:
         await asyncio.sleep(rng.uniform(3, 6))
         role = rng.choice(["prefill", "decode"])
         serving = [name for name in stack.instances(role) if stack.services[name].serving]
@@ -174,7 +176,7 @@ async def test_a_storm_of_deaths_while_it_scales_loses_nothing() -> None:
         config=replace(QUICK, down_window_s=1.0, drain_timeout_s=0.5),
         targets=TARGETS,
     )
-    async with scaled_stack(scaling, PARKING) as scaled:
+    async with scaled_stack(scaling, PARKING, SPARED) as scaled:
         until_s = time.monotonic() + STORM_S
         strikes = asyncio.create_task(strike_at_random(scaled.stack, rng, until_s))
         for crowd in cycle([CLIENTS, 1, CLIENTS, 3]):
@@ -190,7 +192,7 @@ async def test_a_storm_of_deaths_while_it_scales_loses_nothing() -> None:
             await asyncio.gather(*clients)
         print(f"struck: {dict(await strikes)}, {len(scaled.answers)} answers")
         at_rest = {"prefill": 1, "decode": 1}
-        await eventually(lambda: {r: scaled.serving(r) for r in at_rest} == at_rest, 120)
+        await eventually(lambda: {r: scaled.serving(r) for r in at_rest} == at_rest)
         await scaled.ask(prompt(9), 4)
     assert scaled.largest("decode") > 1
     scaled.check_answers(sample=12)
