@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import time
+import uuid
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +17,24 @@ from millrace.local.options import StackOptions
 from millrace.local.stack import Stack
 from support.child_processes import forked_child
 from support.deadlines import HANG_S
-from support.live_stack import POOL_BYTES, REASONS, check_sampling, complete, eventually, greedy_ids
+from support.live_stack import (
+    POOL_BYTES,
+    REASONS,
+    check_sampling,
+    complete,
+    eventually,
+    going_on,
+    greedy_ids,
+    slowed,
+)
 from support.served_model import served_folder
 from support.tiny_models import oracle, prompt
 
 MODEL = "qwen3-moe-mixed"  # four layers, one with a window
 TINY = Path(__file__).parents[2] / "models" / "millrace-tiny"
-LONG, SHORTS = 6_000, range(4)
+LONG, SHORTS = prompt(6_000), [prompt(40 + i, seed=i) for i in range(4)]
+#: Short ones come first as long as they are not late: whoever is late waits behind all others.
+LONG_TTFT_S, SHORT_TTFT_S = 8 * HANG_S, 4 * HANG_S
 SETTINGS = [
     *("engine.dtype=float32", "scheduler.heartbeat_s=0.2", "scheduler.lease_s=10"),
     *("store.finished_ttl_s=0", "scheduler.preemption=operator"),
@@ -186,16 +198,48 @@ async def test_answers_that_grow_take_turns_in_a_memory_of_several_stages(
         assert found == [oracle(model).greedy(ids, most) for ids, most in asked]
 
 
-async def traced(client: httpx.AsyncClient, ids: list[int], ttft_ms: int) -> tuple[float, Any]:
-    """Seconds until the answer of one token, and the answer."""
-    begun_s = time.monotonic()
+async def traced(client: httpx.AsyncClient, ids: list[int], ttft_s: float, name: str = "") -> Any:
+    """The answer of one token. `name`: the request's id."""
     body = {"model": "tiny", "prompt": ids, "max_tokens": 1, "temperature": 0}
-    headers = {"x-millrace-ttft-slo-ms": str(ttft_ms), "x-millrace-trace": "1"}
+    headers = {"x-millrace-ttft-slo-ms": f"{ttft_s * 1000:.0f}", "x-millrace-trace": "1"}
     response = await client.post(
-        "/v1/completions", json=body | {"return_token_ids": True}, headers=headers
+        "/v1/completions",
+        json=body | {"return_token_ids": True},
+        headers=headers | ({"x-millrace-request-id": name} if name else {}),
     )
     assert response.status_code == 200, response.text
-    return time.monotonic() - begun_s, response.json()
+    return response.json()
+
+
+def token_ids(answer: Any) -> list[int]:
+    return answer["choices"][0]["token_ids"]
+
+
+class LongOne:
+    """A long prompt under way."""
+
+    def __init__(self, client: httpx.AsyncClient) -> None:
+        self.name = uuid.uuid4().hex
+        self.answer = asyncio.create_task(traced(client, LONG, LONG_TTFT_S, self.name))
+        self._client = client
+
+    async def has(self, tokens: int) -> bool:
+        """Whether so many tokens are computed, or the answer is there."""
+        response = await self._client.get(f"/v1/requests/{self.name}")
+        known = response.status_code == 200
+        return self.answer.done() or (known and response.json()["computed_tokens"] >= tokens)
+
+
+async def passed(stack: Stack, client: httpx.AsyncClient, expected: list[list[int]]) -> bool:
+    """Whether all short ones passed a long one that was begun. The tokens are right in any case."""
+    long = LongOne(client)
+    async with going_on(stack, "prefill") as pids, slowed(pids):
+        await eventually(partial(long.has, 1))
+        answers = await asyncio.gather(*(traced(client, ids, SHORT_TTFT_S) for ids in SHORTS))
+        was_under_way = not long.answer.done()
+    answers.append(await long.answer)
+    assert [token_ids(answer) for answer in answers] == expected
+    return was_under_way
 
 
 @pytest.mark.slow
@@ -208,24 +252,18 @@ async def test_short_ones_pass_a_long_one_in_every_stage_and_a_cancelled_one_lea
         Stack(given) as stack,
         httpx.AsyncClient(base_url=stack.url, timeout=2 * HANG_S) as client,
     ):
-        long, shorts = prompt(LONG), [prompt(40 + i, seed=i) for i in SHORTS]
-        alone_s, alone = await traced(client, long, 60_000)
-        expected = [await greedy_ids(client, ids, 1) for ids in shorts]
+        alone = await traced(client, LONG, LONG_TTFT_S)
         spans = [span["name"] for span in alone["millrace"]["spans"]]
         assert "later_stages" in spans and "chunk 11" in spans
+        expected = [*[await greedy_ids(client, ids, 1) for ids in SHORTS], token_ids(alone)]
 
-        running = asyncio.create_task(traced(client, long, 60_000))
-        await asyncio.sleep(alone_s / 6)
-        passing = await asyncio.gather(*(traced(client, ids, 500) for ids in shorts))
-        assert not running.done()
-        found = [answer["choices"][0]["token_ids"] for _, answer in passing]
-        assert found == expected
-        _, answer = await running
-        assert answer["choices"][0]["token_ids"] == alone["choices"][0]["token_ids"]
+        async with asyncio.timeout(5 * HANG_S):
+            while not await passed(stack, client, expected):
+                pass  # the long one was done before the last short one came
 
-        for share in (0.1, 0.4, 0.7, 0.9):
-            leaving = asyncio.create_task(traced(client, long, 60_000))
-            await asyncio.sleep(share * alone_s)
-            leaving.cancel()
-            await asyncio.gather(leaving, return_exceptions=True)
-        assert await greedy_ids(client, shorts[0], 1) == expected[0]
+        for share in (0, 0.1, 0.4, 0.7, 0.9):
+            leaving = LongOne(client)
+            await eventually(partial(leaving.has, round(share * len(LONG))))
+            leaving.answer.cancel()
+            await asyncio.gather(leaving.answer, return_exceptions=True)
+        assert await greedy_ids(client, SHORTS[0], 1) == expected[0]

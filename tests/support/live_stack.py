@@ -171,6 +171,18 @@ async def slowed(pids: Sequence[int]) -> AsyncIterator[None]:
 
 
 @asynccontextmanager
+async def going_on(stack: Stack, role: str) -> AsyncIterator[list[int]]:
+    """The process ids of a role's instances, which go on at the end of the block."""
+    processes = [stack.services[name].process for name in stack.instances(role)]
+    there = [process for process in processes if process is not None]
+    try:
+        yield [process.pid for process in there]
+    finally:
+        for process in there:
+            process.send_signal(signal.SIGCONT)
+
+
+@asynccontextmanager
 async def held(stack: Stack, check: Callable[[], Any]) -> AsyncIterator[str]:
     """Slows the decode instances until `check()` is true; inside, they are stopped.
 
@@ -178,15 +190,10 @@ async def held(stack: Stack, check: Callable[[], Any]) -> AsyncIterator[str]:
     done little more when this process, or one between, stalls for a second.
     Yields the name of the one that holds the most requests.
     """
-    processes = [stack.services[name].process for name in stack.instances("decode")]
-    there = [process for process in processes if process is not None]
-    try:
-        async with slowed([process.pid for process in there]):
+    async with going_on(stack, "decode") as pids:
+        async with slowed(pids):
             await eventually(check)
         yield await busiest(stack, "decode")
-    finally:
-        for process in there:
-            process.send_signal(signal.SIGCONT)
 
 
 async def busiest(stack: Stack, role: str) -> str:
