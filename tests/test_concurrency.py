@@ -167,7 +167,7 @@ def test_patience_lets_no_time_pass_in_which_this_process_did_not_run(new_loop) 
 
 
 def test_no_code_waits_by_wait_for() -> None:
-    """With Python 3.11, it loses a cancellation that comes as the awaited work ends: whoever waits
+    """With Python 3.11, it loses a cancellation that comes as the awaited work ends: who then waits
     for the cancelled task waits for ever. `asyncio.timeout` doesn't."""
     root = Path(__file__).parents[1]
     files = [f for part in ("services", "operator", "kernels") for f in (root / part).rglob("*.py")]

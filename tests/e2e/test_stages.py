@@ -33,7 +33,7 @@ from support.tiny_models import oracle, prompt
 MODEL = "qwen3-moe-mixed"  # four layers, one with a window
 TINY = Path(__file__).parents[2] / "models" / "millrace-tiny"
 LONG, SHORTS = prompt(6_000), [prompt(40 + i, seed=i) for i in range(4)]
-#: Short ones come first as long as they are not late: whoever is late waits behind all others.
+#: Short ones come first as long as they are not late: a late request waits behind all others.
 LONG_TTFT_S, SHORT_TTFT_S = 8 * HANG_S, 4 * HANG_S
 SETTINGS = [
     *("engine.dtype=float32", "scheduler.heartbeat_s=0.2", "scheduler.lease_s=10"),
