@@ -17,7 +17,7 @@ from millrace.bench.gpu import bootstrap, roofline, shard, wheels
 from millrace.bench.gpu.command import LIMITS_S, Settings
 from millrace.bench.gpu.document import Finding, Report
 from millrace.bench.gpu.part import Context, Found
-from millrace.bench.gpu.parts import decode, oracle, speed, tensor_parallel, transfer
+from millrace.bench.gpu.parts import decode, kernels, oracle, speed, tensor_parallel, transfer
 from millrace.bench.gpu.report import print_tables
 from millrace.bench.gpu.run import run, run_part, status_of
 from millrace.bench.gpu.shapes import FAMILIES, LLAMA_3_8B, QWEN3_30B_A3B, write_config
@@ -155,6 +155,23 @@ def test_shards_share_all_tests(monkeypatch):
         assert items == sorted(items) and len(items) >= 3
         found += items
     assert sorted(found) == every
+
+
+def test_kernels_are_checked_where_the_cpp_modules_are_missing(tmp_path, monkeypatch):
+    (tmp_path / "sitecustomize.py").write_text(
+        "import sys\n"
+        "class Missing:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name == 'millrace_kernels._cpu':\n"
+        "            raise ImportError('not built')\n"
+        "sys.meta_path.insert(0, Missing())\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    context = Context(CPU, ROOT)
+    tests = ["tests/kernels/triton/comparisons.py", "-k", "test_merging"]
+    kernels.compare(context, {"triton": kernels.start(context, tests)})
+    (finding,) = context.found.findings
+    assert finding.passed and "passed" in finding.detail, finding
 
 
 def test_a_part_without_findings_is_not_passed():

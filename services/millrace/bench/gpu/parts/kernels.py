@@ -12,8 +12,11 @@ from typing import Final
 from millrace.bench.gpu import shard
 from millrace.bench.gpu.part import Context
 
+_PLAIN: Final = ("-q", "-p", "no:cacheprovider")
 _PLUGINS: Final = ("-p", "pytest_asyncio.plugin", "-p", "pytest_timeout", "-p", shard.__name__)
 """The plugins of pytest that the tests' settings need. The machine's own may not suit them."""
+_NO_CPP: Final = "ignore:the CPU kernels in C++ are missing:RuntimeWarning"
+"""A machine without a C++ compiler has none, and the tests here need none."""
 _QUICK: Final = "test_linear or test_norms_and_silu or test_merging"
 """What the interpreter computes in seconds; the suite has the rest of it."""
 _SHARDS: Final = 8
@@ -29,17 +32,17 @@ def check(context: Context) -> None:
         return
     triton = "tests/kernels/triton/comparisons.py"
     if not context.is_cuda:
-        compare(context, {"triton": _run(context, [triton, "-k", _QUICK])})
+        compare(context, {"triton": start(context, [triton, "-k", _QUICK])})
         steps = ["tests/engine/device/graph_steps.py", "-k", "llama"]
-        compare(context, {"decode steps by triton, in graphs": _run(context, steps)})
+        compare(context, {"decode steps by triton, in graphs": start(context, steps)})
         return
     count = max(1, min(_SHARDS, (os.cpu_count() or 1) - 1))
     started = {
-        f"triton, {index + 1} of {count}": _run(context, [triton], (index, count))
+        f"triton, {index + 1} of {count}": start(context, [triton], (index, count))
         for index in range(count)
     }
     if importlib.util.find_spec("flashinfer"):
-        started["flashinfer"] = _run(context, ["tests/kernels/test_flashinfer.py", "-m", "gpu"])
+        started["flashinfer"] = start(context, ["tests/kernels/test_flashinfer.py", "-m", "gpu"])
     compare(context, started)
 
 
@@ -52,12 +55,12 @@ def compare(context: Context, started: dict[str, subprocess.Popen[str]]) -> None
         context.claim(name, process.returncode == 0, "; ".join([lines[-1], *failed])[:2000])
 
 
-def _run(
+def start(
     context: Context, arguments: Sequence[str], part: tuple[int, int] = (0, 1)
 ) -> subprocess.Popen[str]:
     """Starts tests of the source tree, or every n-th of them: `part` is (which, n)."""
     return subprocess.Popen(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *_PLUGINS, *arguments],
+        [sys.executable, "-m", "pytest", *_PLAIN, *_PLUGINS, "-W", _NO_CPP, *arguments],
         cwd=context.source,
         env={
             **os.environ,

@@ -84,8 +84,9 @@ def prefill(
         if count - 1 == stop:
             between()
     assert task.logits is not None  # the task asked for logits
-    tokens = len(prompt.ids) // engine.layout.page_tokens  # whole pages: the rest is undefined
-    kv = engine.pool.storage[:, prompt.pages[:tokens]].clone()
+    # [layers, pages, 2, heads, page_tokens, head_dim]; what follows the prompt is undefined.
+    pages = engine.pool.storage[:, prompt.pages].permute(0, 2, 3, 5, 1, 4)
+    kv = pages.flatten(-2)[..., : len(prompt.ids)].clone()
     return (task.logits.clone(), kv), count
 
 
