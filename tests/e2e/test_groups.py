@@ -118,7 +118,7 @@ async def test_a_group_grows_from_chunk_to_chunk(tmp_path: Path) -> None:
     expected = [oracle(MODEL).greedy(ids, 3) for ids in (short, long)]
     async with (
         live_stack(served_folder(MODEL), prefill=2, settings=settings) as stack,
-        httpx.AsyncClient(base_url=stack.url, timeout=120) as client,
+        httpx.AsyncClient(base_url=stack.url, timeout=2 * HANG_S) as client,
     ):
         with stopped(stack, "prefill-0", "prefill-1"):
             running = asyncio.create_task(answered(client, short, 3))
@@ -202,7 +202,7 @@ async def test_a_storm_of_prompts_and_deaths() -> None:
     expected = {n: oracle(MODEL).greedy(prompt(n, seed=n), 3) for n in sorted(set(lengths))}
     async with (
         live_stack(served_folder(MODEL), prefill=4, settings=settings) as stack,
-        httpx.AsyncClient(base_url=stack.url, timeout=180) as client,
+        httpx.AsyncClient(base_url=stack.url, timeout=2 * HANG_S) as client,
     ):
         running = []
         for number, tokens in enumerate(lengths):

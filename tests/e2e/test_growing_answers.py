@@ -8,6 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
+from support.deadlines import HANG_S
 from support.live_stack import live_stack
 from support.served_model import served_folder
 from support.tiny_models import oracle, prompt
@@ -47,7 +48,7 @@ async def test_all_answers_come_and_are_right(swap_pages: int) -> None:
         live_stack(
             served_folder(MODEL), settings=settings, role_settings={"decode": decode}
         ) as stack,
-        httpx.AsyncClient(base_url=stack.url, timeout=120) as client,
+        httpx.AsyncClient(base_url=stack.url, timeout=2 * HANG_S) as client,
     ):
         alone = [(await ask(client, *asked, SAMPLED))[0] for asked in ASKED]
         greedy = [oracle(MODEL).greedy(prompt(tokens), most) for tokens, most in ASKED]

@@ -197,13 +197,9 @@ async def test_an_owner_that_dies_ends_its_answer_elsewhere_and_frees_its_worker
     async with stack_of(kvp=2, decode=2) as (stack, client):
         begun = asyncio.Event()
         answer = asyncio.create_task(streamed_ids(client, lasting, 400, begun))
-        await asyncio.wait_for(begun.wait(), 30)
-        await worker_with_shards(stack)
-        instances = await get_instances(f"127.0.0.1:{stack.services['scheduler'].port}")
-        owner = next(one.id for one in instances if one.role == "decode" and one.held_requests)
-        process = stack.services[owner].process
-        assert process is not None
-        os.kill(process.pid, signal.SIGKILL)
+        async with held(stack, begun.is_set) as owner:
+            await worker_with_shards(stack)
+            kill(stack, owner)
         assert await answer == oracle(MODEL).greedy(lasting, 400)
 
 
@@ -224,10 +220,10 @@ async def test_a_worker_that_answers_no_more_holds_up_nobody_for_long() -> None:
     async with stack_of(kvp=2) as (stack, client):
         begun = asyncio.Event()
         answer = asyncio.create_task(streamed_ids(client, lasting, 400, begun))
-        await asyncio.wait_for(begun.wait(), 30)
-        process = stack.services[await worker_with_shards(stack)].process
-        assert process is not None
-        os.kill(process.pid, signal.SIGSTOP)
+        async with held(stack, begun.is_set):
+            process = stack.services[await worker_with_shards(stack)].process
+            assert process is not None
+            os.kill(process.pid, signal.SIGSTOP)
         try:
             assert await answer == oracle(MODEL).greedy(lasting, 400)
         finally:

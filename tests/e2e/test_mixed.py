@@ -18,8 +18,10 @@ from support.live_stack import (
     check_sampling,
     complete,
     eventually,
+    going_on,
     greedy_ids,
     live_stack,
+    slowed,
 )
 from support.served_model import served_folder
 from support.tiny_models import oracle, prompt
@@ -107,12 +109,12 @@ async def test_one_instance_serves_it_all() -> None:
 async def test_answers_are_those_of_separate_roles() -> None:
     async with (
         live_stack(served_folder(MODEL), settings=SETTINGS) as stack,
-        httpx.AsyncClient(base_url=stack.url, timeout=120) as client,
+        httpx.AsyncClient(base_url=stack.url, timeout=2 * HANG_S) as client,
     ):
         expected = await answers(client)
     async with (
         Stack(options()) as stack,
-        httpx.AsyncClient(base_url=stack.url, timeout=120) as client,
+        httpx.AsyncClient(base_url=stack.url, timeout=2 * HANG_S) as client,
     ):
         found = await answers(client)
     assert rounded(found) == rounded(expected)
@@ -122,7 +124,7 @@ async def test_answers_are_those_of_separate_roles() -> None:
 async def test_an_evicted_instances_answers_go_on_at_the_other() -> None:
     async with (
         Stack(options(2)) as stack,
-        httpx.AsyncClient(base_url=stack.url, timeout=120) as client,
+        httpx.AsyncClient(base_url=stack.url, timeout=2 * HANG_S) as client,
     ):
         prompts = [prompt(n, seed=n) for n in (300, 40, 90, 25)]
         asked = [asyncio.create_task(greedy_ids(client, ids, 600)) for ids in prompts]
@@ -131,8 +133,10 @@ async def test_an_evicted_instances_answers_go_on_at_the_other() -> None:
         async def both_run() -> bool:
             return all(one.running for one in await get_instances(address))
 
-        await eventually(both_run)
-        await evict(address, "colocated-0", abort=False)
+        async with going_on(stack, "colocated") as pids:
+            async with slowed(pids):
+                await eventually(both_run)
+            await evict(address, "colocated-0", abort=False)
         for ids, answer in zip(prompts, await asyncio.gather(*asked), strict=True):
             assert answer == oracle(MODEL).greedy(ids, 600)
 

@@ -5,6 +5,7 @@ import asyncio
 import httpx
 import pytest
 
+from support.deadlines import HANG_S
 from support.live_stack import greedy_ids, live_stack
 from support.served_model import served_folder
 from support.tiny_models import oracle, prompt
@@ -26,7 +27,7 @@ async def test_greedy_tokens_are_those_of_transformers(family: str) -> None:
 
     async with (
         live_stack(served_folder(family), prefill=1, settings=settings) as stack,
-        httpx.AsyncClient(base_url=stack.url, timeout=120) as client,
+        httpx.AsyncClient(base_url=stack.url, timeout=2 * HANG_S) as client,
     ):
         alone = [await greedy_ids(client, p, TOKENS) for p in prompts[::3]]
         together = await asyncio.gather(*(greedy_ids(client, p, TOKENS) for p in prompts))

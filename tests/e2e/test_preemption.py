@@ -17,10 +17,12 @@ from support.tiny_models import prompt
 
 MODEL = Path(__file__).parents[2] / "models" / "millrace-tiny"
 LONG = 3_000
+#: Short ones come first as long as they are not late: a late request waits behind all others.
+LONG_TTFT_S, SHORT_TTFT_S = 8 * HANG_S, 4 * HANG_S
 SHORTS = range(6)
 
 
-async def timed(client: httpx.AsyncClient, ids: list[int], ttft_ms: int) -> tuple[float, Any]:
+async def timed(client: httpx.AsyncClient, ids: list[int], ttft_s: float) -> tuple[float, Any]:
     """Seconds until the answer of one token, and the answer."""
     start_s = time.monotonic()
     response = await client.post(
@@ -32,7 +34,7 @@ async def timed(client: httpx.AsyncClient, ids: list[int], ttft_ms: int) -> tupl
             "temperature": 0,
             "return_token_ids": True,
         },
-        headers={"x-millrace-ttft-slo-ms": str(ttft_ms), "x-millrace-trace": "1"},
+        headers={"x-millrace-ttft-slo-ms": f"{ttft_s * 1000:.0f}", "x-millrace-trace": "1"},
     )
     assert response.status_code == 200, response.text
     return time.monotonic() - start_s, response.json()
@@ -50,7 +52,7 @@ async def test_short_ones_pass_a_long_one(policy: str) -> None:
         httpx.AsyncClient(base_url=stack.url, timeout=2 * HANG_S) as client,
     ):
         long, shorts = prompt(LONG), [prompt(40 + i, seed=i) for i in SHORTS]
-        alone_s, alone = await timed(client, long, 60_000)
+        alone_s, alone = await timed(client, long, LONG_TTFT_S)
         expected = [alone["choices"][0]["token_ids"]]
         expected += [await greedy_ids(client, ids, 1) for ids in shorts]
 
@@ -67,11 +69,11 @@ async def passed(
     expected: list[list[int]],
 ) -> bool:
     """Whether the long one was preempted, this time. All get their tokens in any case."""
-    running = asyncio.create_task(timed(client, long, 60_000))
+    running = asyncio.create_task(timed(client, long, LONG_TTFT_S))
     answers, were_first = [], False
     for ids in shorts:
         await asyncio.sleep(alone_s / 10)
-        answers.append(await timed(client, ids, 500))
+        answers.append(await timed(client, ids, SHORT_TTFT_S))
         were_first |= not running.done()
     _, answer = await running
     got = [found["choices"][0]["token_ids"] for found in (answer, *(a for _, a in answers))]

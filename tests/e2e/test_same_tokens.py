@@ -9,6 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
+from support.deadlines import HANG_S
 from support.live_stack import live_stack
 from support.served_model import served_folder
 from support.tiny_models import prompt
@@ -49,7 +50,7 @@ async def test_answers_in_random_company_are_those_alone(layout: list[str]) -> N
     chance = random.Random(4)
     async with (
         live_stack(served_folder("llama"), settings=settings) as stack,
-        httpx.AsyncClient(base_url=stack.url, timeout=120) as client,
+        httpx.AsyncClient(base_url=stack.url, timeout=2 * HANG_S) as client,
     ):
         alone = [(await ask(client, body))[0] for body in BODIES]
         for _ in range(2):
@@ -75,7 +76,7 @@ async def test_answers_that_are_computed_again_are_those_alone() -> None:
         live_stack(
             served_folder("llama"), settings=settings, role_settings={"decode": decode}
         ) as stack,
-        httpx.AsyncClient(base_url=stack.url, timeout=120) as client,
+        httpx.AsyncClient(base_url=stack.url, timeout=2 * HANG_S) as client,
     ):
         alone = [(await ask(client, body))[0] for body in BODIES]
         moved = 0

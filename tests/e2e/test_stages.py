@@ -107,7 +107,7 @@ def rounded(value: Any) -> Any:
 
 async def answers(stack: Stack) -> list[Any]:
     given = {"max_tokens": 16, "ignore_eos": True, "return_token_ids": True}
-    async with httpx.AsyncClient(base_url=stack.url, timeout=120) as client:
+    async with httpx.AsyncClient(base_url=stack.url, timeout=2 * HANG_S) as client:
         found = await asyncio.gather(*(complete(client, **{**given, **body}) for body in BODIES))
         again = await asyncio.gather(*(complete(client, **{**given, **body}) for body in BODIES))
     cached = [a["usage"]["prompt_tokens_details"]["cached_tokens"] for a in again]
@@ -135,7 +135,7 @@ async def test_a_mixed_instance_has_stages_of_ranks() -> None:
     split = {"model": str(served_folder("llama")), "colocated": 1, "colocation": "mixed"}
     async with (
         Stack(options(1, 1, settings=both, **split)) as stack,
-        httpx.AsyncClient(base_url=stack.url, timeout=120) as client,
+        httpx.AsyncClient(base_url=stack.url, timeout=2 * HANG_S) as client,
     ):
         found = await asyncio.gather(*(greedy_ids(client, ids, 40) for ids in asked))
         assert found == [oracle("llama").greedy(ids, 40) for ids in asked]
@@ -147,7 +147,7 @@ async def test_who_lost_a_stage_dies_and_comes_back_and_its_requests_go_on(role:
     stack_options = options(2, 2, **{role: 2})
     async with (
         Stack(stack_options) as stack,
-        httpx.AsyncClient(base_url=stack.url, timeout=120) as client,
+        httpx.AsyncClient(base_url=stack.url, timeout=2 * HANG_S) as client,
     ):
         asked = [prompt(300 + 40 * i, i) for i in range(6)]
         running = [asyncio.create_task(greedy_ids(client, ids, 300)) for ids in asked]
@@ -167,7 +167,7 @@ async def test_who_lost_a_stage_dies_and_comes_back_and_its_requests_go_on(role:
 async def test_answers_go_on_in_stages_when_their_instance_is_killed() -> None:
     async with (
         Stack(options(2, 2, decode=2)) as stack,
-        httpx.AsyncClient(base_url=stack.url, timeout=120) as client,
+        httpx.AsyncClient(base_url=stack.url, timeout=2 * HANG_S) as client,
     ):
         asked = [prompt(100 + 60 * i, i) for i in range(6)]
         running = [asyncio.create_task(greedy_ids(client, ids, 600)) for ids in asked]
@@ -192,7 +192,7 @@ async def test_answers_that_grow_take_turns_in_a_memory_of_several_stages(
     given = {"model": str(served_folder(model)), "settings": settings, "decode_settings": decode}
     async with (
         Stack(options(2, 2, **given)) as stack,
-        httpx.AsyncClient(base_url=stack.url, timeout=120) as client,
+        httpx.AsyncClient(base_url=stack.url, timeout=2 * HANG_S) as client,
     ):
         found = await asyncio.gather(*(greedy_ids(client, ids, most) for ids, most in asked))
         assert found == [oracle(model).greedy(ids, most) for ids, most in asked]
