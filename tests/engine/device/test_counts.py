@@ -13,6 +13,7 @@ import torch
 
 pytest.importorskip("triton", reason="triton (extra `gpu`) isn't installed")
 
+from millrace.core.errors import ConfigError
 from millrace.engine.assembly import Engine
 from millrace.engine.forward.pass_states import StepCounts
 from millrace.engine.forward.prefill_task import PrefillTask
@@ -97,9 +98,9 @@ def test_what_fits_no_graph_is_counted_by_its_reason(cuda):
     assert counts == StepCounts(graph=0, eager=Counter({"off": 1, "rows": 1}))
 
 
-def test_a_failed_capture_leaves_passes_without_graphs(cuda, monkeypatch, caplog):
-    engine = device_engine("llama", "cuda:0", sizes=TINY, cuda_graph_rows="16,64")
-    graph, left = torch.cuda.graph, [3]
+def fails_at(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    """Lets the capture of this number fail."""
+    graph, left = torch.cuda.graph, [number]
 
     def failing(*args: object, **options: object) -> object:
         left[0] -= 1
@@ -108,6 +109,30 @@ def test_a_failed_capture_leaves_passes_without_graphs(cuda, monkeypatch, caplog
         return graph(*args, **options)
 
     monkeypatch.setattr(torch.cuda, "graph", failing)
+
+
+def test_a_failed_capture_leaves_decode_without_graphs(cuda, monkeypatch, caplog):
+    engine = device_engine("llama", "cuda:0", sizes=TINY, cuda_graph_batches="1,2")
+    fails_at(monkeypatch, 2)
+    batch = new_batch(engine, runs_ahead=True)
+    (said,) = caplog.messages
+    assert said == "decode runs without CUDA graphs: their capture failed: no memory for a graph"
+    batch.add(prefilled(engine, "a", 5, SamplingSpec(max_tokens=3)))
+    tokens = [out.token_id for _ in range(3) for out in batch.step()]
+    assert len(tokens) == 2
+    assert engine.runner.states.steps.eager["failed"] >= 2
+
+
+def test_a_failed_capture_ends_a_start_that_requires_graphs(cuda, monkeypatch):
+    engine = device_engine("llama", "cuda:0", sizes=TINY, cuda_graphs="on")
+    fails_at(monkeypatch, 1)
+    with pytest.raises(ConfigError, match="'on', but the capture of decode steps failed: no mem"):
+        new_batch(engine, runs_ahead=True)
+
+
+def test_a_failed_capture_leaves_passes_without_graphs(cuda, monkeypatch, caplog):
+    engine = device_engine("llama", "cuda:0", sizes=TINY, cuda_graph_rows="16,64")
+    fails_at(monkeypatch, 3)
     capture(engine)
     (said,) = caplog.messages
     assert said.endswith("their capture failed: no memory for a graph")

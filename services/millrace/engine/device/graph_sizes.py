@@ -21,11 +21,13 @@ its weights, so padding to the next power of two costs little."""
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GraphSizes:
     """The graphs of decode steps, by sequences, and of short passes over prompts, by rows; both
-    ascending, and empty without graphs. `context_tokens`: the longest context of a sequence."""
+    ascending, and empty without graphs. `context_tokens`: the longest context of a sequence.
+    `is_required`: an instance without the graphs of decode steps does not start."""
 
     batches: tuple[int, ...] = ()
     rows: tuple[int, ...] = ()
     context_tokens: int = 0
+    is_required: bool = False
 
 
 NO_GRAPHS: Final = GraphSizes()
@@ -49,6 +51,7 @@ def graph_sizes(
         batches=() if reason else batches or (*powers, config.max_batch),
         rows=() if rows_refusal(config, device, dtype) else rows,
         context_tokens=context,
+        is_required=config.cuda_graphs == "on",
     )
 
 

@@ -9,6 +9,7 @@ follows by its own changes (`PageTable`).
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from functools import partial
 from typing import Final
@@ -16,6 +17,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from millrace.core.errors import ConfigError
 from millrace.engine.device.graph_sizes import GraphSizes
 from millrace.engine.device.graphs import Graph, Graphs
 from millrace.engine.forward.pass_states import PassStates
@@ -24,6 +26,8 @@ from millrace.engine.kv.step_tables import NOWHERE
 from millrace.engine.model.loader import Model
 from millrace.engine.model.operators import Activations, Operator
 from millrace_kernels.step_attention import Room, StepAttention, StepWork
+
+log = logging.getLogger(__name__)
 
 _GROWTH: Final = 4
 """How many times the work items of a graph the next larger graph of its batch size has."""
@@ -38,16 +42,29 @@ class DeviceSteps:
         self._states = states
         self._operators = operators
         self._graphs: _StepGraphs | None = None
+        self._without = "off"
 
     def capture(self, sizes: GraphSizes, table: PageTable) -> None:
-        """Captures the graphs, for steps over the first rows of `table`."""
-        self._graphs = _StepGraphs(self._model, self._states, self._operators, sizes, table)
+        """Captures the graphs, for steps over the first rows of `table`.
+
+        Where that fails, steps run operator by operator, and the log says why; raises ConfigError
+        if the graphs are required.
+        """
+        try:
+            self._graphs = _StepGraphs(self._model, self._states, self._operators, sizes, table)
+        except Exception as error:  # any error of CUDA, of its memory, of Triton
+            if sizes.is_required:
+                raise ConfigError(
+                    f"engine.cuda_graphs is 'on', but the capture of decode steps failed: {error}"
+                ) from error
+            self._graphs, self._without = None, "failed"
+            log.warning("decode runs without CUDA graphs: their capture failed: %s", error)
 
     def run(
         self, token_ids: Tensor, positions: Tensor, page_table: Tensor, kv_lens: Tensor
     ) -> Activations:
         """Runs one step; arguments as of `Runner.decode`. The result holds until the next step."""
-        reason = "off"
+        reason = self._without
         if self._graphs is not None:
             found = self._graphs.find(page_table, kv_lens)
             if not isinstance(found, str):
