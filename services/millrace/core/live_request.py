@@ -46,6 +46,7 @@ class LiveRequest:
         "deadline_s",
         "decode_id",
         "dispatched_s",
+        "earlier_attempts",
         "executed_s",
         "expected_tokens",
         "first_token_s",
@@ -102,7 +103,8 @@ class LiveRequest:
         self.shards: tuple[Shard, ...] = ()  # of its KV, the first at `decode_id`; none: all there
         self.chunks: tuple[Chunk, ...] = ()
         self.chunks_done = 0
-        self.attempt = 0  # number of the last attempt that decode heard of
+        #: Number of the last attempt that decode heard of; numbers that other schedulers may use.
+        self.attempt = self.earlier_attempts = 0
         self.attempts = 0  # sent to prefill, without those that do not count
         self.counts = False  # the last attempt is among them
         self.begun = False  # a mixed instance has begun to compute this attempt
@@ -245,7 +247,7 @@ class LiveRequest:
         self.decode_id = decode_id
         self.shards = shards
         self.kept_tokens = self.landed_tokens = kept_tokens
-        self.attempt += 1
+        self._count_attempt()
 
     def adopt(
         self, decode_id: str | None, shards: tuple[Shard, ...], *, attempt: int, kept_tokens: int
@@ -255,8 +257,12 @@ class LiveRequest:
         self.attempt = attempt
 
     def count_attempts(self, attempts: int) -> None:
-        """Notes that another scheduler has made so many attempts: the next one has a new number."""
-        self.attempt = attempts
+        """Notes that another scheduler may have made so many attempts: the next one has a number
+        of its own."""
+        self.attempt = self.earlier_attempts = attempts
+
+    def _count_attempt(self) -> None:
+        self.attempt = max(self.attempt, self.earlier_attempts) + 1
 
     def has_token_since(self, first_token_s: float) -> None:
         """Notes that its client has had tokens since `first_token_s`, from another scheduler."""
@@ -287,7 +293,7 @@ class LiveRequest:
         """Notes that it waits for another attempt after the first tokens, whose KV decode keeps."""
         self._forget_plan(now_s)
         self.kept_tokens = self.landed_tokens = kept_tokens
-        self.attempt += 1
+        self._count_attempt()
 
     def unplace(self, now_s: float) -> None:
         """Notes that it waits for another attempt from its first token on, at any instance."""

@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine
+from dataclasses import replace
 from itertools import count
 from typing import Any, TypeVar
 
@@ -16,6 +17,7 @@ import grpc
 
 from millrace.concurrency import cancel
 from millrace.core.scheduler import effects, events
+from millrace.core.scheduler.attempts import attempts_before
 from millrace.scheduler.loop import AllNamed, SchedulerLoop
 from millrace.scheduler.peers import Outbox, Proxy, Worker
 from millrace.wire.clients.scheduler_stream import LEADER
@@ -287,7 +289,10 @@ async def _submit(spec: common_pb2.RequestSpec, proxy: Proxy, loop: SchedulerLoo
 async def _reopen(message: scheduler_pb2.OpenRequest, proxy: Proxy, loop: SchedulerLoop) -> None:
     spec = message.request
     try:
-        reopened = codec.reopened(message, proxy_id=proxy.key, now_s=loop.clock())
+        reopened = replace(
+            codec.reopened(message, proxy_id=proxy.key, now_s=loop.clock()),
+            attempts=attempts_before(loop.epoch),
+        )
     except MessageError as error:
         _refuse(spec, proxy, error)
     else:

@@ -84,12 +84,15 @@ class Reopened:
     """A proxy that has connected again names a request that it has submitted before.
 
     `decode`: the instance from which the proxy expects tokens; None: it does not know one.
-    `token_age_s`: seconds since the first token came; None: no token has come.
+    `token_age_s`: seconds since the first token came; None: no token has come. `attempts`: the
+    largest number that an attempt of another scheduler may have. An instance that is not back yet
+    may still compute such an attempt, and nobody may take it for one of this scheduler.
     """
 
     request: Request
     decode: Incarnation | None = None
     token_age_s: float | None = None
+    attempts: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -318,7 +318,12 @@ class Machine:
         if self._takeover.is_open:
             self._takeover.submitted(event)
             return
-        request = LiveRequest(event.request)
+        self._new(step, event.request)
+
+    def _new(self, step: StepContext, spec: Request, earlier_attempts: int = 0) -> None:
+        """Takes a request that is not known, or refuses it. `earlier_attempts`: of `Reopened`."""
+        request = LiveRequest(spec)
+        request.count_attempts(earlier_attempts)
         ready = self._predict(request)
         refused = refusal(request, self.cluster, self.queued, self.queued_s, self.config)
         if refused is not None:
@@ -352,7 +357,7 @@ class Machine:
         if self._takeover.is_open:
             self._takeover.reopened(event)
         elif not self._takeover.late(step, event):
-            self._submitted(step, events.Submitted(request=event.request))
+            self._new(step, event.request, event.attempts)
 
     def _takeover_began(self, step: StepContext, event: events.TakeoverBegan) -> None:
         del step, event  # nothing is decided before the end

@@ -134,11 +134,13 @@ def test_a_request_with_tokens_that_nobody_holds_is_migrated():
     assert not bench.machine.requests
 
 
-def test_kept_tokens_survive_the_loss_of_prefill():
+@pytest.mark.parametrize(("attempts", "next_attempt"), [(0, 3), (500, 501)])
+def test_kept_tokens_survive_the_loss_of_prefill(attempts, next_attempt):
     parts = held(attempt=2, landed_tokens=80)
-    bench, found = taken_over(instance("p0"), with_held(instance("d0"), parts))
+    cards = (instance("p0"), with_held(instance("d0"), parts))
+    bench, found = taken_over(*cards, attempts=attempts)
     (admit,) = of(effects.AdmitDecode, found)
-    assert (admit.attempt, admit.kept_tokens) == (3, 80)
+    assert (admit.attempt, admit.kept_tokens) == (next_attempt, 80)
     (run_prefill,) = of(effects.RunPrefill, found)
     assert run_prefill.chunks[0].start_token == 80
     assert bench.machine.requests["r"].state is RequestState.PREFILLING
@@ -189,6 +191,22 @@ def test_an_instance_that_comes_late_still_gets_what_it_is_dropping():
     assert not of(effects.Refuse, found)
     (admit,) = of(effects.AdmitDecode, bench.released("d0", "r"))
     assert admit.request_id == "r"
+
+
+@pytest.mark.parametrize("in_takeover", [True, False])
+def test_no_attempt_has_the_number_of_one_at_an_instance_that_is_not_back(in_takeover):
+    """The store has lost its data, or p1 is late: it may compute a former leader's attempt."""
+    bench = Bench()
+    if in_takeover:
+        bench.step(events.TakeoverBegan())
+    bench.step(instance("p0"))
+    bench.step(instance("d0"))
+    found = bench.step(events.Reopened(request=request("r").request, attempts=500))
+    if in_takeover:
+        found = bench.step(events.TakeoverEnded())
+    (admit,) = of(effects.AdmitDecode, found)
+    assert admit.attempt == 501
+    assert bench.serve("r")
 
 
 def test_a_request_that_finishes_meanwhile_is_over():

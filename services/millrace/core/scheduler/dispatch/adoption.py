@@ -43,7 +43,7 @@ class Adoption:
         """Adopts a request. `held`: its part at each instance, by instance id."""
         if event.token_age_s is not None:
             request.has_token_since(step.now_s - event.token_age_s)
-        request.count_attempts(_last_attempt(held))
+        request.count_attempts(max(event.attempts, _last_attempt(held)))
         owner = self._owner(held)
         if owner and event.token_age_s is not None and event.decode != _incarnation(owner):
             owner = None  # it began again, elsewhere than where the client's tokens come from
@@ -142,7 +142,7 @@ class Adoption:
         elif leader is not None:
             self._compute(step, request, pool, held, leader)
         else:
-            request.count_attempts(_last_attempt(held))
+            request.count_attempts(max(event.attempts, _last_attempt(held)))
             self._table.take_back(step, request, _WHY)
         if request.decode_id == owner.id and event.decode != _incarnation(owner):
             step.place(request, owner.id, request.predicted_prefill_s)
