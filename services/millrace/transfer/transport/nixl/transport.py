@@ -18,7 +18,6 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
@@ -28,7 +27,13 @@ from millrace.core.errors import TransferError
 from millrace.transfer.transport.base import Handler, PeerLostError, hand_over
 from millrace.transfer.transport.nixl.descriptors import segment
 from millrace.transfer.transport.nixl.library import nixl_api, nixl_bindings
-from millrace.transfer.transport.nixl.writes import CopiedWrite, Copies, NixlWrite, Posted
+from millrace.transfer.transport.nixl.writes import (
+    CopiedWrite,
+    Copies,
+    NixlWrite,
+    Posted,
+    WriteInFlight,
+)
 from millrace.transfer.transport.peers import PeerMetadata, ProcessIdentity
 from millrace.transfer.transport.poll_pace import ATTENDED_S, PollPace
 from millrace.transfer.transport.regions import HOST, Memory
@@ -36,18 +41,6 @@ from millrace.transfer.transport.runs import Runs
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Write:
-    """A write in flight. `on_host`: UCX copies its bytes inside our polls; a device copies by
-    itself, and polls only find out when it has ended.
-    """
-
-    peer: str
-    posted: Posted
-    future: Future[None]
-    on_host: bool
 
 
 class NixlTransport:
@@ -75,7 +68,7 @@ class NixlTransport:
         self._registered: list[Any] = []
         self._peers: dict[str, bytes] = {}
         self._known: dict[str, PeerMetadata] = {}
-        self._writes: list[_Write] = []
+        self._writes: list[WriteInFlight] = []
         self._disconnected: type[Exception] = PeerLostError
         self._thread = threading.Thread(target=self._run, name=f"nixl {name}", daemon=True)
         self._thread.start()
@@ -326,7 +319,7 @@ class NixlTransport:
         try:
             posted = self._make(peer, runs, notification, regions)
             on_host = self._regions[regions[0]].device == HOST
-            self._writes.append(_Write(peer, posted, future, on_host))
+            self._writes.append(WriteInFlight(peer, posted, future, on_host))
             posted.post()
         except self._disconnected:
             self._forget(peer)
@@ -375,7 +368,7 @@ class NixlTransport:
             with suppress(Exception):  # NIXL may have dropped it by itself
                 self._agent.remove_remote_agent(peer)
 
-    def _end(self, write: _Write, error: Exception | None) -> None:
+    def _end(self, write: WriteInFlight, error: Exception | None) -> None:
         self._writes.remove(write)
         write.posted.release()
         if error is None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from millrace.transfer.transport.nixl.descriptors import descriptor_rows, segment
@@ -25,6 +27,18 @@ class Posted(Protocol):
 
     def release(self) -> None:
         """Frees what the write holds."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class WriteInFlight:
+    """A posted write and its future. `on_host`: UCX copies its bytes inside our polls; a device
+    copies by itself, and polls only find out when it has ended.
+    """
+
+    peer: str
+    posted: Posted
+    future: Future[None]
+    on_host: bool
 
 
 class NixlWrite:
