@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from millrace.core.config import SchedulerConfig
-from millrace.core.request import RequestState
+from millrace.core.request import Chunk, RequestState
 from millrace.core.scheduler import effects, events, reports
 from millrace.core.scheduler.held import Held
 from support.core_events import Bench, groups_of, instance, of, request
@@ -184,11 +184,15 @@ def test_an_instance_that_comes_back_to_the_same_leader_drops_what_was_given_up(
     assert admit.attempt == 2
 
 
-def test_an_instance_that_comes_late_still_gets_what_it_is_dropping():
-    """Its proxy names the request after the takeover, while the only instance cancels it."""
-    bench = Bench(instance("p0"), with_held(instance("d0"), held()))
-    found = bench.step(events.Reopened(request=request("r").request))
+@pytest.mark.parametrize("attempts", [0, 500])
+def test_an_instance_that_comes_late_still_gets_what_it_is_dropping(attempts):
+    """Its proxy names the request after the takeover, while the only instances cancel it."""
+    whole = Chunk(index=0, start_token=0, num_tokens=100, instance_ids=("p0",))
+    parts = held(chunks=(whole,)), held()
+    bench = Bench(*map(with_held, (instance("p0"), instance("d0")), parts))
+    found = bench.step(events.Reopened(request=request("r").request, attempts=attempts))
     assert not of(effects.Refuse, found)
+    bench.released("p0", "r")
     (admit,) = of(effects.AdmitDecode, bench.released("d0", "r"))
     assert admit.request_id == "r"
 

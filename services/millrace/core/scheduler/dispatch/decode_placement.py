@@ -259,8 +259,8 @@ class DecodePlacement:
         request.place(None)
         if request.attempt > 1 or len(self._cluster.pools) > 1:
             pool.predict(request)
-        if request.attempt == 1:  # a later attempt is recorded when the one before it is over
-            step.record(request)
+        if request.attempt == request.earlier_attempts + 1:
+            step.record(request)  # a later attempt is recorded when the one before it is over
         self._table.enqueue(step, request, pool.waiting)
 
     def _hold(self, request: LiveRequest, spot: _Spot) -> None:

@@ -74,7 +74,13 @@ class PrefillInstance:
 
     def could_hold(self, request: LiveRequest, slots: int) -> bool:
         """Whether so many slots fit once it is empty, and no earlier attempt is still here."""
-        return slots <= self.card.kv_pages * self.card.page_tokens and self.takes(request)
+        return self.is_large_enough(request, slots) and request.id not in self.holdings
+
+    def is_large_enough(self, request: LiveRequest, slots: int) -> bool:
+        """Whether so many slots fit once it is empty, and the prompt is within its context."""
+        card = self.card
+        in_context = request.prompt_tokens <= card.max_context_tokens
+        return in_context and slots <= card.kv_pages * card.page_tokens
 
     def takes(self, request: LiveRequest) -> bool:
         """Whether the prompt is within its context, and no earlier attempt is still here."""

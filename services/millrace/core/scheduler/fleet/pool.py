@@ -251,9 +251,19 @@ class Pool:
         return any(owner.is_large_enough(request) for owner in owners)
 
     def could_serve(self, request: LiveRequest) -> bool:
-        """Returns whether its instances could prefill and, if need be, decode a new request."""
+        """Returns whether its instances are large enough to prefill and, if need be, decode a
+        request; they may still hold an attempt of a former scheduler's.
+        """
         needs_decode = not (request.prefill_only and self.prefill)
-        return self.could_prefill(request) and (not needs_decode or self.could_decode(request))
+        return self._is_large_enough(request) and (not needs_decode or self.could_decode(request))
+
+    def _is_large_enough(self, request: LiveRequest) -> bool:
+        if not self.prefill:
+            return any(self.mixed())
+        return any(
+            sum(p.is_large_enough(request, slots) for p in self.prefill.values()) >= sp
+            for sp, slots in self.shares(request).items()
+        )
 
     def kv_owners(self) -> list[DecodeInstance]:
         """The instances where requests can be placed: mixed only, without any prefill instance."""
