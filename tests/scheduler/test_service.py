@@ -45,6 +45,20 @@ async def test_a_request_is_placed_dispatched_and_finished():
         assert [i.free_pages for i in (await net.status()).instances] == [100, 100]
 
 
+async def test_a_request_of_a_former_leader_gets_an_attempt_of_its_own():
+    """The store has lost its data: the scheduler knows of no former leader, but its proxies do."""
+    before_s = int(time.time())
+    async with scheduler() as net:
+        await net.worker("p0")
+        decode, proxy = await net.worker("d0"), await net.proxy()
+        opened = scheduler_pb2.OpenRequest(request=spec("former"), age_s=1.0)
+        await proxy.call.write(scheduler_pb2.ProxyMessage(open=opened))
+        await proxy.submit(spec("new"))
+        admitted = [(await decode.next("admit_decode")).admit_decode for _ in range(2)]
+        attempts = {one.request.request_id: one.attempt for one in admitted}
+        assert attempts["former"] > before_s and attempts["new"] == 1
+
+
 async def test_a_request_without_a_place_is_said_to_wait():
     async with scheduler() as net:
         prefill = await net.worker("p0", kv_pages=1000)
