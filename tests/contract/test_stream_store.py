@@ -10,7 +10,15 @@ import pytest
 from millrace.core.config import StoreConfig
 from millrace.state.open import open_streams
 from millrace.state.store import IdTaken
-from millrace.state.streams import Hold, Lease, MemoryStreams, StreamRecord, StreamStore
+from millrace.state.streams import (
+    Hold,
+    Lease,
+    MemoryStreams,
+    StreamRecord,
+    StreamStore,
+    new_fence,
+    owner_number,
+)
 from support.stores import private_redis
 
 LONG = Lease(held_s=60.0, wanted_s=60.0)
@@ -84,6 +92,21 @@ async def test_a_lost_stream_has_one_adopter_and_its_former_owner_is_cut_off(
     record = await found(store)
     assert (record.body, record.fence, record.final, record.lost) == (b"1", 2, False, False)
     assert await store.renew("s", 2, b"2", LONG) is Hold.HELD
+
+
+async def test_fences_of_two_streams_of_one_id_have_nothing_in_common(store: StreamStore) -> None:
+    """The store lost the first one, or its owner removed it; that owner does not know yet."""
+    former, fence = new_fence(), new_fence()
+    fields = {"tenant": "acme", "source": b"so", "body": b"1", "lease": OVER, "ttl_s": 60.0}
+    await store.create("s", **fields, fence=fence)
+    assert await store.renew("s", former, b"late", OVER) is Hold.LOST
+    assert not await store.delete("s", former, b"so")
+    assert not await store.adopt("s", former, LONG)
+    for number in (1, 2, 3):
+        record = await found(store)
+        assert record.fence == fence + number - 1 and owner_number(record.fence) == number
+        assert await store.renew("s", record.fence, b"2", OVER) is Hold.HELD
+        assert await store.adopt("s", record.fence, OVER)
 
 
 async def test_an_owner_that_comes_back_before_an_adopter_keeps_the_stream(

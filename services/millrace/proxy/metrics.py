@@ -87,8 +87,8 @@ class ProxyMetrics:
         self.streams = registry.counter(
             "millrace_proxy_resumable_requests_total",
             "Events of resumable streams: started, resumed by a client, adopted from another "
-            "replica, released to others at shutdown, fenced off by another replica, expired "
-            "without a client, diverged.",
+            "replica, released to others at shutdown, fenced off by another replica, restored to a "
+            "store that had lost it, expired without a client, diverged.",
             ("event",),
         )
 

@@ -2,14 +2,16 @@
 
 A stream has one owner, which renews a lease. A stream whose lease has expired is lost: its replica
 died, or has released the stream, and any replica may adopt it. Every adoption raises the fence, and
-a change with an older fence is refused: the former owner stops its work. A final stream never
-changes again.
+a change with another fence is refused: the former owner stops its work. A final stream never
+changes again. A stream's first fence is drawn: a store that has lost its data may get a second
+stream of the same id while the owner of the first still works.
 
 A stream is wanted while a client reads it, at whichever replica, and for some time after that.
 """
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,6 +19,19 @@ from enum import Enum
 from typing import Protocol
 
 from millrace.state.store import IdTaken
+
+#: Adoptions that a stream may have before its fences could be those of another one.
+_MOST_OWNERS = 1 << 8
+
+
+def new_fence() -> int:
+    """Draws the first fence of a stream, below 2**52: the store's scripts count in doubles."""
+    return random.getrandbits(44) * _MOST_OWNERS + 1
+
+
+def owner_number(fence: int) -> int:
+    """Returns which owner of its stream has this fence: 1 for the first."""
+    return fence % _MOST_OWNERS
 
 
 class Hold(Enum):
@@ -40,8 +55,8 @@ class Lease:
 class StreamRecord:
     """A stream. `source` never changes, `body` is its owner's; both are opaque here.
 
-    `fence` counts the owners. `left_s`: until its owner's lease expires; of a final stream it means
-    nothing.
+    `fence` rises with every owner. `left_s`: until its owner's lease expires; of a final stream it
+    means nothing.
     """
 
     tenant: str
@@ -61,9 +76,17 @@ class StreamStore(Protocol):
     """Streams by id. Every method raises StoreError when the store can't be reached."""
 
     async def create(
-        self, stream_id: str, *, tenant: str, source: bytes, body: bytes, lease: Lease, ttl_s: float
+        self,
+        stream_id: str,
+        *,
+        tenant: str,
+        source: bytes,
+        body: bytes,
+        lease: Lease,
+        ttl_s: float,
+        fence: int = 1,
     ) -> None:
-        """Records a stream with fence 1, which lives for `ttl_s`. Raises IdTaken."""
+        """Records a stream, which lives for `ttl_s`. Raises IdTaken."""
 
     async def get(self, stream_id: str) -> StreamRecord | None:
         """Returns the stream, or None when it is deleted or expired."""
@@ -105,7 +128,7 @@ class _Entry:
     expires_s: float
     held_until_s: float
     wanted_until_s: float
-    fence: int = 1
+    fence: int
     final: bool = False
 
 
@@ -117,7 +140,15 @@ class MemoryStreams:
         self._entries: dict[str, _Entry] = {}
 
     async def create(
-        self, stream_id: str, *, tenant: str, source: bytes, body: bytes, lease: Lease, ttl_s: float
+        self,
+        stream_id: str,
+        *,
+        tenant: str,
+        source: bytes,
+        body: bytes,
+        lease: Lease,
+        ttl_s: float,
+        fence: int = 1,
     ) -> None:
         now_s = self._clock()
         self._entries = {k: e for k, e in self._entries.items() if e.expires_s > now_s}
@@ -130,6 +161,7 @@ class MemoryStreams:
             expires_s=now_s + ttl_s,
             held_until_s=now_s + lease.held_s,
             wanted_until_s=now_s + lease.wanted_s,
+            fence=fence,
         )
 
     async def get(self, stream_id: str) -> StreamRecord | None:

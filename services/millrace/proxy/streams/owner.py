@@ -41,7 +41,14 @@ from millrace.proxy.tenancy.exchange import Exchange
 from millrace.proxy.tenancy.limiter import Limiter
 from millrace.proxy.tracing.handed_on import StreamWaterfalls
 from millrace.state.store import IdTaken, RequestStore, StoreError
-from millrace.state.streams import Hold, Lease, StreamRecord, StreamStore
+from millrace.state.streams import (
+    Hold,
+    Lease,
+    StreamRecord,
+    StreamStore,
+    new_fence,
+    owner_number,
+)
 
 log = logging.getLogger(__name__)
 
@@ -64,6 +71,7 @@ class OwnedStream:
         self,
         streams: OwnedStreams,
         stream_id: str,
+        tenant: str,
         source: bytes,
         fence: int,
         reply: EventReply,
@@ -74,6 +82,7 @@ class OwnedStream:
         self._streams = streams
         self._gateway = gateway
         self.stream_id = stream_id
+        self._tenant = tenant
         self._source = source
         self._fence = fence
         self._incarnation = incarnation
@@ -194,9 +203,31 @@ class OwnedStream:
                 return Hold.HELD
             body = self.state.encoded()
             hold = await self._streams.store.renew(self.stream_id, self._fence, body, lease)
+            if hold is Hold.GONE and self.attached and held_s:
+                hold = await self._restore(body, lease)
         if hold is not Hold.LOST:
             self._streams.waterfalls.note(self.stream_id, self.request)
         return hold
+
+    async def _restore(self, body: bytes, lease: Lease) -> Hold:
+        """Records the stream again, which the store has lost with its data; unless a replica has
+        recorded another one of its id since."""
+        streams = self._streams
+        try:
+            await streams.store.create(
+                self.stream_id,
+                tenant=self._tenant,
+                source=self._source,
+                body=body,
+                lease=lease,
+                ttl_s=streams.lives.ttl_s,
+                fence=self._fence,
+            )
+        except IdTaken:
+            return Hold.LOST
+        log.warning("stream %s: the store had lost it, and has it again", self.stream_id)
+        streams.count("restored")
+        return Hold.HELD
 
     async def _finish(self) -> None:
         if not self._fence:
@@ -270,8 +301,8 @@ class OwnedStreams:
         request, stream_id, gateway = reply.progress.requests[0], source.response_id, model.gateway
         if not await self._is_free(stream_id):
             raise id_taken()
-        encoded = source.encoded()
-        stream = OwnedStream(self, stream_id, encoded, 1, reply, stream_id, gateway)
+        encoded, fence = source.encoded(), new_fence()
+        stream = OwnedStream(self, stream_id, tenant, encoded, fence, reply, stream_id, gateway)
         stream.attached = True
         create = partial(
             self.store.create,
@@ -281,6 +312,7 @@ class OwnedStreams:
             body=StreamState(incarnation=stream_id).encoded(),
             lease=Lease(held_s=LEASE_S, wanted_s=self.lives.grace_s),
             ttl_s=self.lives.ttl_s,
+            fence=fence,
         )
         try:
             await self._leftovers.create(stream_id, create)
@@ -288,11 +320,11 @@ class OwnedStreams:
         except IdTaken as error:
             raise id_taken() from error
         except StoreError as error:
-            self.free(stream_id, 1, encoded)
+            self.free(stream_id, fence, encoded)
             raise unavailable(_AWAY) from error
         except ApiError:
             gateway.leave(request, "refused")
-            self.free(stream_id, 1, encoded)
+            self.free(stream_id, fence, encoded)
             raise
         self.count("started")
         self._keep(stream, on_end)
@@ -357,7 +389,8 @@ class OwnedStreams:
             at=time.monotonic(), tokens=replay.token_count, former=former
         )
         stream = OwnedStream(
-            self, stream_id, record.source, fence, replay.reply, state.incarnation, gateway
+            *(self, stream_id, record.tenant, record.source, fence),
+            *(replay.reply, state.incarnation, gateway),
         )
         if replay.finished:
             await self._requests.finish(state.incarnation, RequestState.FINISHED.value)
@@ -365,7 +398,7 @@ class OwnedStreams:
         else:
             log.info("stream %s is adopted after %d tokens", stream_id, replay.token_count)
             replay.request.fixed_cached_tokens = state.cached_tokens
-            replay.request.lineage = f"{stream_id}.{fence}"
+            replay.request.lineage = f"{stream_id}.{owner_number(fence)}"
             gateway.adopt(replay.request, state.incarnation)
         self._keep(stream, self._holding(stream, source, record.tenant))
 

@@ -35,8 +35,8 @@ _CREATE = Script(
     _NOW
     + """
 if redis.call('EXISTS', KEYS[1]) == 1 then return 0 end
-redis.call('HSET', KEYS[1], 'tenant', ARGV[1], 'source', ARGV[2], 'body', ARGV[3], 'fence', 1,
-  'held', now + ARGV[4], 'wanted', now + ARGV[5])
+redis.call('HSET', KEYS[1], 'tenant', ARGV[1], 'source', ARGV[2], 'body', ARGV[3],
+  'held', now + ARGV[4], 'wanted', now + ARGV[5], 'fence', ARGV[7])
 redis.call('PEXPIRE', KEYS[1], ARGV[6])
 return 1
 """
@@ -63,7 +63,7 @@ _ADOPT = Script(
     + _OWNED
     + """
 if tonumber(known[3]) > now + ARGV[4] then return 0 end
-redis.call('HSET', KEYS[1], 'fence', ARGV[1] + 1, 'held', now + ARGV[2])
+redis.call('HSET', KEYS[1], 'fence', string.format('%.0f', ARGV[1] + 1), 'held', now + ARGV[2])
 wanted_until(ARGV[3])
 return 1
 """
@@ -94,9 +94,17 @@ class RedisStreams:
         self._prefix = config.key_prefix
 
     async def create(
-        self, stream_id: str, *, tenant: str, source: bytes, body: bytes, lease: Lease, ttl_s: float
+        self,
+        stream_id: str,
+        *,
+        tenant: str,
+        source: bytes,
+        body: bytes,
+        lease: Lease,
+        ttl_s: float,
+        fence: int = 1,
     ) -> None:
-        arguments = (tenant, source, body, *_ms(lease), round(ttl_s * 1000))
+        arguments = (tenant, source, body, *_ms(lease), round(ttl_s * 1000), fence)
         call = ScriptCall(_CREATE, (self._key(stream_id),), arguments)
         if not await self._link.run_once(call):
             raise IdTaken(f"stream {stream_id} is in the store already")

@@ -656,7 +656,7 @@ async def test_a_reader_keeps_a_stream_wanted(stack, monkeypatch):
     assert events_of(await coming)[-1][1] == "data: [DONE]"
 
 
-async def test_a_stream_goes_on_when_the_store_has_lost_it(replicas, store_url, monkeypatch):
+async def test_a_stream_that_the_store_has_lost_is_recorded_again(replicas, store_url, monkeypatch):
     """As after a restart of Redis without its data: the client has its stream, and no other may."""
     monkeypatch.setattr(owner, "RENEW_S", 0.02)
     renewals = spied(monkeypatch, RedisStreams, "renew")
@@ -664,19 +664,43 @@ async def test_a_stream_goes_on_when_the_store_has_lost_it(replicas, store_url, 
     hold = asyncio.Event()
     Decode(one, Script(reply=REPLY, hold=hold, hold_after=5))
     path, fields = KINDS[0]
-    async with one.http.stream("POST", path, json=body_of(fields), headers=RESUMABLE) as response:
+    named = {**RESUMABLE, "x-millrace-request-id": "mine"}
+    async with one.http.stream("POST", path, json=body_of(fields), headers=named) as response:
         lines = event_lines(response)
         while not (await anext(lines)).startswith("id: "):
             pass
-        stream_id = response.headers["x-request-id"]
-        await one.proxy.store.delete(stream_id)
         async with Redis.from_url(store_url) as client:
-            await client.delete(f"millrace:stream:{{{stream_id}}}")
-        await eventually(lambda: renewals.count(Hold.GONE) > 2)
+            await client.flushdb()
+        await eventually(lambda: Hold.GONE in renewals and renewals[-1] is Hold.HELD)
+        assert metric(one)["restored"] == 1.0
+        again = await other.http.post(path, json=body_of(fields), headers=named)
+        assert again.status_code == 409
         hold.set()
         assert [line async for line in lines if line][-1] == "data: [DONE]"
-    found = await other.http.get(f"/v1/requests/{stream_id}/stream")
-    assert found.status_code == 404
+    assert renewals.count(Hold.GONE) == 1
+
+
+async def test_of_two_streams_of_one_id_the_recorded_one_goes_on(replicas, store_url, monkeypatch):
+    """The store lost the first one, and another replica took the id before the first renewed."""
+    one, other = replicas
+    hold = asyncio.Event()
+    Decode(one, Script(reply=REPLY, hold=hold, hold_after=5))
+    Decode(other, Script(reply=REPLY, hold=hold, hold_after=5))
+    path, fields = KINDS[0]
+    named = {**RESUMABLE, "x-millrace-request-id": "mine"}
+    async with one.http.stream("POST", path, json=body_of(fields), headers=named) as first:
+        lines = event_lines(first)
+        while not (await anext(lines)).startswith("id: "):
+            pass
+        async with Redis.from_url(store_url) as client:
+            await client.flushdb()
+        posting = asyncio.create_task(other.http.post(path, json=body_of(fields), headers=named))
+        await eventually(lambda: metric(other).get("started") == 1.0)
+        rest = [line async for line in lines if line]
+        assert "continued_elsewhere" in rest[-1] and metric(one)["fenced"] == 1.0
+        hold.set()
+    found = await posting
+    assert found.status_code == 200 and events_of(found.text)[-1][1] == "data: [DONE]"
 
 
 async def test_an_answer_whose_begin_can_not_be_written_goes_on(replicas, store_url, monkeypatch):
@@ -722,7 +746,7 @@ async def test_an_id_is_taken_while_its_stream_is_generated_though_the_store_has
     hold.set()
     found = await posting
     assert found.status_code == 200 and events_of(found.text)[-1][1] == "data: [DONE]"
-    assert (await one.http.post(CHAT, json=body, headers=named)).status_code == 200
+    assert (await one.http.post(CHAT, json=body, headers=named)).status_code == 409  # restored
 
 
 async def test_a_proxy_that_stops_hands_its_streams_over(tmp_path):
