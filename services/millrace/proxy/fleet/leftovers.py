@@ -23,6 +23,8 @@ Remove = Callable[[], Awaitable[bool]]
 #: How long it is looked for, from the store's first answer on.
 LATE_S = 60.0
 PAUSES = Backoff(0.2, 20.0)
+#: Between attempts to take an id that refused requests may have left taken.
+CREATE_PAUSES_S = (0.0, 0.05, 0.1, 0.2, 0.4)
 #: What more requests leave stays in the store until it expires.
 MOST = 4096
 
@@ -44,17 +46,22 @@ class Leftovers:
         task.add_done_callback(self._tasks.discard)
 
     async def create(self, name: str, create: Callable[[], Awaitable[None]]) -> None:
-        """Makes a call that takes an id; again, if a refused request may have left the id taken.
+        """Makes a call that takes an id; again, if refused requests may have left the id taken. A
+        store that was silent may make the write of one after the removal of another's.
 
         Raises IdTaken, StoreError.
         """
-        try:
-            await create()
-        except IdTaken:
-            if name not in self._known:
-                raise
+        for pause_s in CREATE_PAUSES_S:
+            try:
+                await create()
+            except IdTaken:
+                if name not in self._known:
+                    raise
+            else:
+                return
             await asyncio.gather(*(remove() for remove in self._known[name]))
-            await create()
+            await asyncio.sleep(pause_s)
+        await create()
 
     async def close(self, timeout_s: float) -> None:
         """Looks for all of it once more, for `timeout_s` at most."""

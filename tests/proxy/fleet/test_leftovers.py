@@ -1,0 +1,58 @@
+"""What refused requests leave in a store that was silent: their writes are made later."""
+
+from __future__ import annotations
+
+import pytest
+
+from millrace.proxy.fleet.leftovers import CREATE_PAUSES_S, Leftovers
+from millrace.state.store import IdTaken
+
+
+class Store:
+    """Makes the writes of refused requests one by one: each after the removal of the one before."""
+
+    def __init__(self, late: int) -> None:
+        self.late = list(range(late))
+        self.record: int | str | None = None
+
+    async def create(self) -> None:
+        if self.record is None and self.late:
+            self.record = self.late.pop(0)
+        if self.record is not None:
+            raise IdTaken("taken")
+        self.record = "new"
+
+    async def remove(self, number: int) -> bool:
+        if self.record != number:
+            return False
+        self.record = None
+        return True
+
+
+def knowing(store: Store, requests: int) -> Leftovers:
+    leftovers = Leftovers()
+    for number in range(requests):
+        leftovers.add("r", lambda number=number: store.remove(number))
+    return leftovers
+
+
+@pytest.mark.parametrize("late", [0, 1, 3, len(CREATE_PAUSES_S)])
+async def test_an_id_is_free_however_many_refused_requests_left_it_taken(late: int) -> None:
+    store = Store(late)
+    leftovers = knowing(store, late)
+    await leftovers.create("r", store.create)
+    assert store.record == "new"
+    await leftovers.close(1.0)
+    assert store.record == "new"  # nothing of another request's is removed
+
+
+async def test_an_id_that_somebody_else_has_stays_taken() -> None:
+    store = Store(0)
+    store.record = "of another replica"
+    leftovers = knowing(store, 2)
+    with pytest.raises(IdTaken):
+        await leftovers.create("r", store.create)
+    with pytest.raises(IdTaken):
+        await leftovers.create("unknown", store.create)
+    await leftovers.close(1.0)
+    assert store.record == "of another replica"
