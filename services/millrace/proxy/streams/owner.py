@@ -281,6 +281,7 @@ class OwnedStreams:
         self._leftovers = Leftovers()
         self._streams: dict[str, OwnedStream] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._starting: set[str] = set()  # ids of streams that may still be refused
 
     def count(self, event: str) -> None:
         self._counter.labels(event).inc()
@@ -298,6 +299,22 @@ class OwnedStreams:
         on_end: OnEnd,
     ) -> OwnedStream:
         """Records a stream and submits its request. Raises ApiError (503, 429, 409)."""
+        if source.response_id in self._starting:
+            raise unavailable("Another request with this id is not accepted yet.")
+        self._starting.add(source.response_id)
+        try:
+            return await self._start(source, model, tenant, reply, on_end)
+        finally:
+            self._starting.discard(source.response_id)
+
+    async def _start(
+        self,
+        source: StreamSource,
+        model: ServedModel,
+        tenant: str,
+        reply: EventReply,
+        on_end: OnEnd,
+    ) -> OwnedStream:
         request, stream_id, gateway = reply.progress.requests[0], source.response_id, model.gateway
         if not await self._is_free(stream_id):
             raise id_taken()

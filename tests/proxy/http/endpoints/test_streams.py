@@ -727,6 +727,26 @@ async def test_an_answer_whose_begin_can_not_be_written_goes_on(replicas, store_
     assert events_of(again) == events_of(found.text)
 
 
+async def test_an_id_is_not_taken_before_its_request_is_accepted(stack, monkeypatch):
+    """It may still be refused: 409 would tell the client that its stream is there."""
+    Decode(stack, Script(reply=REPLY))
+    create, begun, go_on = MemoryStreams.create, asyncio.Event(), asyncio.Event()
+
+    async def slow(*arguments, **fields):
+        begun.set()
+        await go_on.wait()
+        return await create(*arguments, **fields)
+
+    monkeypatch.setattr(MemoryStreams, "create", slow)
+    named, body = {**RESUMABLE, "x-millrace-request-id": "mine"}, body_of(KINDS[0][1])
+    posting = asyncio.create_task(stack.http.post(KINDS[0][0], json=body, headers=named))
+    await begun.wait()
+    assert (await stack.http.post(KINDS[0][0], json=body, headers=named)).status_code == 503
+    go_on.set()
+    assert (await posting).status_code == 200
+    assert (await stack.http.post(KINDS[0][0], json=body, headers=named)).status_code == 409
+
+
 async def test_an_id_is_taken_while_its_stream_is_generated_though_the_store_has_lost_it(
     replicas, store_url
 ):
