@@ -142,7 +142,7 @@ class Adoption:
         elif leader is not None:
             self._compute(step, request, pool, held, leader)
         else:
-            request.count_attempts(max(event.attempts, _last_attempt(held)))
+            request.count_attempts(request.earlier_attempts)  # not from the adopted one on
             self._table.take_back(step, request, _WHY)
         if request.decode_id == owner.id and event.decode != _incarnation(owner):
             step.place(request, owner.id, request.predicted_prefill_s)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 
 from millrace.core.config import SchedulerConfig
@@ -235,9 +235,8 @@ class Pool:
             return any(self.mixed())
         shares = self.shares(request)
         is_new = request.attempt <= 1 and not request.attempts
-        in_context = request.prompt_tokens <= self._smallest_context
-        if is_new and in_context and min(shares.values()) <= self.smallest_slots:
-            return True  # no instance holds an earlier attempt, and all have the room
+        if is_new and self._all_have_room(request, shares):
+            return True  # no instance holds an earlier attempt
         return any(
             sum(p.could_hold(request, slots) for p in self.prefill.values()) >= sp
             for sp, slots in shares.items()
@@ -260,10 +259,16 @@ class Pool:
     def _is_large_enough(self, request: LiveRequest) -> bool:
         if not self.prefill:
             return any(self.mixed())
-        return any(
+        shares = self.shares(request)
+        return self._all_have_room(request, shares) or any(
             sum(p.is_large_enough(request, slots) for p in self.prefill.values()) >= sp
-            for sp, slots in self.shares(request).items()
+            for sp, slots in shares.items()
         )
+
+    def _all_have_room(self, request: LiveRequest, shares: Mapping[int, int]) -> bool:
+        """Returns whether every prefill instance is large enough, without looking at each."""
+        in_context = request.prompt_tokens <= self._smallest_context
+        return in_context and min(shares.values()) <= self.smallest_slots
 
     def kv_owners(self) -> list[DecodeInstance]:
         """The instances where requests can be placed: mixed only, without any prefill instance."""
