@@ -39,7 +39,8 @@ async def store(request: pytest.FixtureRequest) -> AsyncIterator[StreamStore]:
 
 
 async def create(store: StreamStore, lease: Lease = LONG, *, ttl_s: float = 60.0) -> None:
-    await store.create("s", tenant="acme", source=b"\x00so", body=b"1", lease=lease, ttl_s=ttl_s)
+    fields = {"tenant": "acme", "source": b"\x00so", "body": b"1", "lease": lease, "ttl_s": ttl_s}
+    await store.create("s", **fields, fence=1)
 
 
 async def found(store: StreamStore) -> StreamRecord:

@@ -84,7 +84,7 @@ class StreamStore(Protocol):
         body: bytes,
         lease: Lease,
         ttl_s: float,
-        fence: int = 1,
+        fence: int,
     ) -> None:
         """Records a stream, which lives for `ttl_s`. Raises IdTaken."""
 
@@ -148,7 +148,7 @@ class MemoryStreams:
         body: bytes,
         lease: Lease,
         ttl_s: float,
-        fence: int = 1,
+        fence: int,
     ) -> None:
         now_s = self._clock()
         self._entries = {k: e for k, e in self._entries.items() if e.expires_s > now_s}

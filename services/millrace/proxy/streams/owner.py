@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import logging
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Protocol
@@ -299,53 +300,49 @@ class OwnedStreams:
         on_end: OnEnd,
     ) -> OwnedStream:
         """Records a stream and submits its request. Raises ApiError (503, 429, 409)."""
-        if source.response_id in self._starting:
-            raise unavailable("Another request with this id is not accepted yet.")
-        self._starting.add(source.response_id)
-        try:
-            return await self._start(source, model, tenant, reply, on_end)
-        finally:
-            self._starting.discard(source.response_id)
-
-    async def _start(
-        self,
-        source: StreamSource,
-        model: ServedModel,
-        tenant: str,
-        reply: EventReply,
-        on_end: OnEnd,
-    ) -> OwnedStream:
         request, stream_id, gateway = reply.progress.requests[0], source.response_id, model.gateway
-        if not await self._is_free(stream_id):
-            raise id_taken()
-        encoded, fence = source.encoded(), new_fence()
-        stream = OwnedStream(self, stream_id, tenant, encoded, fence, reply, stream_id, gateway)
-        stream.attached = True
-        create = partial(
-            self.store.create,
-            stream_id,
-            tenant=tenant,
-            source=encoded,
-            body=StreamState(incarnation=stream_id).encoded(),
-            lease=Lease(held_s=LEASE_S, wanted_s=self.lives.grace_s),
-            ttl_s=self.lives.ttl_s,
-            fence=fence,
-        )
+        with self._undecided(stream_id):
+            if not await self._is_free(stream_id):
+                raise id_taken()
+            encoded, fence = source.encoded(), new_fence()
+            stream = OwnedStream(self, stream_id, tenant, encoded, fence, reply, stream_id, gateway)
+            stream.attached = True
+            create = partial(
+                self.store.create,
+                stream_id,
+                tenant=tenant,
+                source=encoded,
+                body=StreamState(incarnation=stream_id).encoded(),
+                lease=Lease(held_s=LEASE_S, wanted_s=self.lives.grace_s),
+                ttl_s=self.lives.ttl_s,
+                fence=fence,
+            )
+            try:
+                await self._leftovers.create(stream_id, create)
+                await gateway.submit(request)
+            except IdTaken as error:
+                raise id_taken() from error
+            except StoreError as error:
+                self.free(stream_id, fence, encoded)
+                raise unavailable(_AWAY) from error
+            except ApiError:
+                gateway.leave(request, "refused")
+                self.free(stream_id, fence, encoded)
+                raise
+            self.count("started")
+            self._keep(stream, on_end)
+            return stream
+
+    @contextlib.contextmanager
+    def _undecided(self, stream_id: str) -> Iterator[None]:
+        """Refuses others of this id in the block, for now: the first may still be refused, too."""
+        if stream_id in self._starting:
+            raise unavailable("Another request with this id is not accepted yet.")
+        self._starting.add(stream_id)
         try:
-            await self._leftovers.create(stream_id, create)
-            await gateway.submit(request)
-        except IdTaken as error:
-            raise id_taken() from error
-        except StoreError as error:
-            self.free(stream_id, fence, encoded)
-            raise unavailable(_AWAY) from error
-        except ApiError:
-            gateway.leave(request, "refused")
-            self.free(stream_id, fence, encoded)
-            raise
-        self.count("started")
-        self._keep(stream, on_end)
-        return stream
+            yield
+        finally:
+            self._starting.discard(stream_id)
 
     async def _is_free(self, stream_id: str) -> bool:
         """Whether this replica generates no stream of this id. The store does not tell: it may have

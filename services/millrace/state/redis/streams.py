@@ -102,7 +102,7 @@ class RedisStreams:
         body: bytes,
         lease: Lease,
         ttl_s: float,
-        fence: int = 1,
+        fence: int,
     ) -> None:
         arguments = (tenant, source, body, *_ms(lease), round(ttl_s * 1000), fence)
         call = ScriptCall(_CREATE, (self._key(stream_id),), arguments)
