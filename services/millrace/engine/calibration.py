@@ -61,11 +61,12 @@ def warm_up_prefill(engine: Engine) -> None:
         engine.pool.free(pages)
 
 
-def warm_up_decode(engine: Engine) -> None:
-    """Runs a decode step of one sequence, so that no request pays the costs of the first step."""
+def warm_up_decode(engine: Engine, table: PageTable | None = None) -> None:
+    """Runs a decode step of one sequence, so that no request pays the costs of the first step.
+    `table`: as of `calibrate_decode`."""
     pages = engine.pool.allocate(1)
     try:
-        _step_s(engine, 1, 1, pages)
+        _step_s(engine, 1, 1, pages, table)
     finally:
         engine.pool.free(pages)
 

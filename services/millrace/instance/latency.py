@@ -79,7 +79,7 @@ def decode_step(
     if profile is None:
         terms = fit(calibrate_decode(engine, config.max_batch, table))
     else:
-        warm_up_decode(engine)
+        warm_up_decode(engine, table)
         terms = of_profile(profile.operators)
     step = DecodeStepTime.of(terms)
     log.info("%s", step)
