@@ -116,11 +116,17 @@ async def test_a_role_s_instances_are_never_named_twice() -> None:
     assert not stack.directory.exists()
 
 
-async def test_an_instance_that_is_removed_is_not_started_again() -> None:
+async def kept_instance() -> tuple[Stack, Service]:
+    """A stack that keeps one process, by the name of an instance."""
     stack = Stack(StackOptions(model="none"))
     service = stack.supervise(Service("decode-0", ["scheduler", *QUICK], stack.directory / "log"))
     await service.start(HANG_S)
     stack.keep()
+    return stack, service
+
+
+async def test_an_instance_that_is_removed_is_not_started_again() -> None:
+    stack, service = await kept_instance()
     process = service.process
     assert process is not None
 
@@ -134,10 +140,7 @@ async def test_an_instance_that_is_removed_is_not_started_again() -> None:
 
 
 async def test_an_instance_that_is_removed_as_it_begins_to_serve_is_stopped(monkeypatch) -> None:
-    stack = Stack(StackOptions(model="none"))
-    service = stack.supervise(Service("decode-0", ["scheduler", *QUICK], stack.directory / "log"))
-    await service.start(HANG_S)
-    stack.keep()
+    stack, service = await kept_instance()
     first, read = service.process, asyncio.StreamReader.readline
 
     async def read_and_remove(reader: asyncio.StreamReader) -> bytes:
@@ -158,10 +161,7 @@ async def test_an_instance_that_is_removed_as_it_begins_to_serve_is_stopped(monk
 
 async def test_an_instance_that_dies_just_before_its_removal_is_no_error() -> None:
     """The scheduler knows of the death first: autoscaling removes what was to go and is gone."""
-    stack = Stack(StackOptions(model="none"))
-    service = stack.supervise(Service("decode-0", ["scheduler", *QUICK], stack.directory / "log"))
-    await service.start(HANG_S)
-    stack.keep()
+    stack, service = await kept_instance()
     process = service.process
     assert process is not None
     fork_server = psutil.Process(process.pid).parent()
@@ -182,10 +182,7 @@ async def test_an_instance_that_dies_just_before_its_removal_is_no_error() -> No
 
 async def test_a_removed_instance_that_does_not_drain_is_an_error(monkeypatch) -> None:
     monkeypatch.setattr(service_module, "STOP_TIMEOUT_S", 0.01)
-    stack = Stack(StackOptions(model="none"))
-    service = stack.supervise(Service("decode-0", ["scheduler", *QUICK], stack.directory / "log"))
-    await service.start(HANG_S)
-    stack.keep()
+    stack, service = await kept_instance()
     assert service.process is not None
     os.kill(service.process.pid, signal.SIGSTOP)
 

@@ -154,6 +154,12 @@ async def resumed(stack, stream_id, after=None):
     return response.text
 
 
+async def first_event(lines):
+    """Reads the lines of a stream up to the first event's id."""
+    while not (await anext(lines)).startswith("id: "):
+        pass
+
+
 async def cut(stack, path, fields, events):
     """Starts a stream and leaves it after a number of events; returns its id and the events."""
     found = []
@@ -559,8 +565,7 @@ async def test_a_replica_that_is_cut_off_ends_its_work(replicas, monkeypatch):
     path, fields = KINDS[0]
     async with one.http.stream("POST", path, json=body_of(fields), headers=RESUMABLE) as response:
         lines = event_lines(response)
-        while not (await anext(lines)).startswith("id: "):
-            pass
+        await first_event(lines)
         stream_id = response.headers["x-request-id"]
         events = events_of(await resumed(other, stream_id))
         assert events[-1][1] == "data: [DONE]"
@@ -667,8 +672,7 @@ async def test_a_stream_that_the_store_has_lost_is_recorded_again(replicas, stor
     named = {**RESUMABLE, "x-millrace-request-id": "mine"}
     async with one.http.stream("POST", path, json=body_of(fields), headers=named) as response:
         lines = event_lines(response)
-        while not (await anext(lines)).startswith("id: "):
-            pass
+        await first_event(lines)
         async with Redis.from_url(store_url) as client:
             await client.flushdb()
         await eventually(lambda: Hold.GONE in renewals and renewals[-1] is Hold.HELD)
@@ -690,8 +694,7 @@ async def test_of_two_streams_of_one_id_the_recorded_one_goes_on(replicas, store
     named = {**RESUMABLE, "x-millrace-request-id": "mine"}
     async with one.http.stream("POST", path, json=body_of(fields), headers=named) as first:
         lines = event_lines(first)
-        while not (await anext(lines)).startswith("id: "):
-            pass
+        await first_event(lines)
         async with Redis.from_url(store_url) as client:
             await client.flushdb()
         posting = asyncio.create_task(other.http.post(path, json=body_of(fields), headers=named))
