@@ -101,21 +101,21 @@ async def test_long_contexts_spread_and_a_lost_worker_costs_no_answer() -> None:
         await check_sampling(client, long[0])
 
         begun = asyncio.Event()
-        answer = asyncio.create_task(streamed_ids(client, lasting, 200, begun))
+        answer = asyncio.create_task(streamed_ids(client, lasting, 400, begun))
         async with held(stack, begun.is_set):
             killed = kill(stack, await worker_with_shards(stack))
-        assert await answer == oracle(MODEL).greedy(lasting, 200)
+        assert await answer == oracle(MODEL).greedy(lasting, 400)
 
         await eventually(lambda: killed.restarts == 1 and killed.serving)
 
         # Two thirds of an answer's memory die: what is left can't hold it, until the restarts.
         lasting = prompt(1700, 12)
         begun = asyncio.Event()
-        answer = asyncio.create_task(streamed_ids(client, lasting, 200, begun))
+        answer = asyncio.create_task(streamed_ids(client, lasting, 400, begun))
         async with held(stack, begun.is_set):
             workers = [kill(stack, name) for name in ("kvp-0", "kvp-1")]
         async with asyncio.timeout(2 * HANG_S):
-            assert await answer == oracle(MODEL).greedy(lasting, 200)
+            assert await answer == oracle(MODEL).greedy(lasting, 400)
         await eventually(lambda: sum(worker.restarts for worker in workers) == 3)
 
 
