@@ -202,12 +202,12 @@ class Gateway:
             raise id_taken()
         if not request.recorded:
             request.encoded_spec = request.encoded_spec or encode_spec(spec)
-            request.stored_spec = request.encoded_spec
+            request.stored[spec.request_id] = request.encoded_spec
             request.recorded = await self._records.create(
                 spec.request_id, request.encoded_spec, request.prompt_ids, kept=request.kept
             )
             if not request.recorded:
-                request.stored_spec = b""
+                del request.stored[spec.request_id]
                 raise id_taken()
         if spec.resumed_tokens:
             emitted = request.prompt_ids[-spec.resumed_tokens :]
@@ -216,7 +216,7 @@ class Gateway:
             await request.on_recorded()
         if request.has_ended:
             # The client left meanwhile.
-            self._records.delete(request.spec.request_id, request.stored_spec)
+            self._records.delete(request.stored)
             return
         if not request.moves:
             if not self._has_scheduler:
@@ -249,7 +249,7 @@ class Gateway:
                 self._forget(one)
                 if one.recorded:
                     self._scheduler.cancel(one.spec.request_id, reason)
-                self._records.delete(one.spec.request_id, one.stored_spec)
+                self._records.delete(one.stored)
         request.stage = Stage.ENDED
 
     def abandon(self, request: ProxyRequest) -> None:
@@ -354,7 +354,7 @@ class Gateway:
         if request.recorded and cancel:
             self._scheduler.cancel(request.spec.request_id, "failed at the proxy")
         if error.is_refusal and not request.has_begun:
-            self._records.delete(request.spec.request_id, request.stored_spec)
+            self._records.delete(request.stored)
         elif request.recorded:
             self._records.finish(request.spec.request_id, "failed", kept=request.kept)
         request.sink.on_error(error)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Mapping
 from functools import partial
 from typing import Any
 
@@ -69,11 +69,11 @@ class Records:
             asyncio.get_running_loop().call_later(ENDINGS_INTERVAL_S, self._write_endings)
         self._endings.append((request_id, state, kept))
 
-    def delete(self, request_id: str, spec: EncodedSpec) -> None:
-        """Removes what the store has, or may get, of the request of this spec: its id is free
-        again. Without a spec the store has none.
+    def delete(self, stored: Mapping[str, EncodedSpec]) -> None:
+        """Removes what the store has, or may get, of a request's incarnations, whose specs are
+        given by id: their ids are free again.
         """
-        if spec:
+        for request_id, spec in stored.items():
             self._leftovers.add(request_id, partial(self._store.delete, request_id, spec=spec))
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> None:

@@ -81,7 +81,7 @@ class ProxyRequest:
         "spec",
         "stage",
         "started_at",
-        "stored_spec",
+        "stored",
         "submitted_at",
         "trace",
         "waiting_since",
@@ -105,8 +105,9 @@ class ProxyRequest:
         self.encoded_spec = b""  # of this incarnation, set when it is submitted
         #: Whether the store has this incarnation: before that its id may be another request's.
         self.recorded = False
-        #: The spec of this incarnation that the store has, or may have; empty: it has none.
-        self.stored_spec = b""
+        #: The specs that the store has, or may have, by id: of this incarnation, and of those
+        #: before it while none has a token.
+        self.stored: dict[str, bytes] = {}
         #: The prompt of this incarnation, int32 [tokens]. The next incarnation needs it: the store
         #: forgets a request's prompt when the scheduler forgets the request.
         self.prompt_ids = prompt_ids
@@ -321,7 +322,9 @@ class ProxyRequest:
         rest = continuation(self.spec, f"{self.lineage}.{self.moves}", tokens.size, left_s)
         self.spec = with_blocks(rest, self.prompt_ids)
         self.stage, self.decode = Stage.MOVING, None
-        self.encoded_spec, self.stored_spec, self.recorded = b"", b"", False
+        self.encoded_spec, self.recorded = b"", False
+        if self.has_begun:
+            self.stored = {}
         self._early, self.confirmed = {}, False
         self.parked_since, self.waiting_since = None, now
 

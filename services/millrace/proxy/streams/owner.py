@@ -322,12 +322,11 @@ class OwnedStreams:
                 await gateway.submit(request)
             except IdTaken as error:
                 raise id_taken() from error
-            except StoreError as error:
-                self.free(stream_id, fence, encoded)
-                raise unavailable(_AWAY) from error
-            except ApiError:
+            except BaseException as error:  # of a client that leaves meanwhile, too
                 gateway.leave(request, "refused")
                 self.free(stream_id, fence, encoded)
+                if isinstance(error, StoreError):
+                    raise unavailable(_AWAY) from error
                 raise
             self.count("started")
             self._keep(stream, on_end)

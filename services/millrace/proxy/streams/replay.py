@@ -185,6 +185,7 @@ async def rebuilt(
     else:
         ids = await requests.prompt_ids(state.incarnation)
         replay = replays.to_continue(source, spec, ids, cached)
+        replay.request.stored[state.incarnation] = record.spec
     try:
         replay.feed(0, tokens)
     except Diverged:

@@ -750,6 +750,37 @@ async def test_an_id_is_not_taken_before_its_request_is_accepted(stack, monkeypa
     assert (await stack.http.post(KINDS[0][0], json=body, headers=named)).status_code == 409
 
 
+async def test_the_id_of_a_migrated_request_that_is_refused_is_free_again(tmp_path):
+    """The store has two records of it: 409 for the first would name a stream that is not there."""
+
+    def move(spec):
+        stack.fleet.script = Script(on_submit=lambda moved: None)  # the scheduler is silent
+        stack.fleet.fail(spec, "the store is away", prompt_unread=True)
+
+    async with gateway(tmp_path, "proxy.submit_timeout_s=1") as stack:
+        stack.fleet.script = Script(on_submit=move)
+        named, body = {**RESUMABLE, "x-millrace-request-id": "mine"}, body_of(KINDS[0][1])
+        refused = await stack.http.post(KINDS[0][0], json=body, headers=named)
+        assert refused.status_code == 503 and len(stack.fleet.specs) == 2
+        Decode(stack, Script(reply=REPLY))
+        assert (await stack.http.post(KINDS[0][0], json=body, headers=named)).status_code == 200
+
+
+async def test_the_id_of_a_start_that_broke_is_free_again(stack, monkeypatch):
+    Decode(stack, Script(reply=REPLY))
+    create = MemoryStreams.create
+
+    async def broken(*arguments, **fields):
+        await create(*arguments, **fields)
+        raise RuntimeError("a defect")
+
+    named, body = {**RESUMABLE, "x-millrace-request-id": "mine"}, body_of(KINDS[0][1])
+    monkeypatch.setattr(MemoryStreams, "create", broken)
+    assert (await stack.http.post(KINDS[0][0], json=body, headers=named)).status_code == 500
+    monkeypatch.setattr(MemoryStreams, "create", create)
+    assert (await stack.http.post(KINDS[0][0], json=body, headers=named)).status_code == 200
+
+
 async def test_an_id_is_taken_while_its_stream_is_generated_though_the_store_has_lost_it(
     replicas, store_url
 ):
