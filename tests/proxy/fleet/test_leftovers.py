@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
 from millrace.proxy.fleet.leftovers import CREATE_PAUSES_S, Leftovers
@@ -56,3 +58,26 @@ async def test_an_id_that_somebody_else_has_stays_taken() -> None:
         await leftovers.create("unknown", store.create)
     await leftovers.close(1.0)
     assert store.record == "of another replica"
+
+
+async def test_an_id_is_free_though_its_leftover_goes_before_the_answer_comes() -> None:
+    """One round trip has both calls: the id was taken, and then it was freed."""
+    sent, forgotten, calls = asyncio.Event(), asyncio.Event(), []
+
+    async def remove() -> bool:
+        await sent.wait()
+        asyncio.get_running_loop().call_later(0.01, forgotten.set)
+        return True
+
+    async def create() -> None:
+        calls.append("create")
+        if len(calls) == 1:
+            sent.set()
+            await forgotten.wait()
+            raise IdTaken("taken")
+
+    leftovers = Leftovers()
+    leftovers.add("r", remove)
+    await leftovers.create("r", create)
+    assert len(calls) == 2
+    await leftovers.close(1.0)

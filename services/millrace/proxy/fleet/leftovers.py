@@ -52,14 +52,15 @@ class Leftovers:
         Raises IdTaken, StoreError.
         """
         for pause_s in CREATE_PAUSES_S:
+            left = name in self._known  # what took the id may be gone before this task hears of it
             try:
                 await create()
             except IdTaken:
-                if name not in self._known:
+                if not left and name not in self._known:
                     raise
             else:
                 return
-            await asyncio.gather(*(remove() for remove in self._known[name]))
+            await asyncio.gather(*(remove() for remove in self._known.get(name, ())))
             await asyncio.sleep(pause_s)
         await create()
 
