@@ -212,6 +212,7 @@ BENCHMARKS = (
     "hol",
     "kernels",
     "long",
+    "overload",
     "planner",
     "predictions",
     "scheduler",

@@ -10,7 +10,9 @@ from rich.console import Console
 
 from millrace.bench.autoscale import report as autoscale_report
 from millrace.bench.autoscale import run as autoscale_run
-from millrace.bench.autoscale.run import RequestsLostError, Settings
+from millrace.bench.autoscale.run import Settings
+from millrace.bench.common import phased_load
+from millrace.bench.common.phased_load import RequestsLostError
 from millrace.bench.common.report import RequestRecord, summarise
 from millrace.sim.workload.workload import SloClass
 
@@ -33,8 +35,9 @@ def record(sent_s, ttft_s, name="calm", **changes):
 
 
 def test_the_load_follows_the_phases_and_is_the_same_for_all():
-    rows = list(autoscale_run.arrivals(SETTINGS, 4.0))
-    assert rows == list(autoscale_run.arrivals(SETTINGS, 4.0))
+    rows = list(phased_load.arrivals(SETTINGS.phases, 4.0, SETTINGS.lengths, SETTINGS.seed))
+    again = phased_load.arrivals(SETTINGS.phases, 4.0, SETTINGS.lengths, SETTINGS.seed)
+    assert rows == list(again)
     times = [row.arrival_s for row in rows]
     assert times == sorted(times)
     by_name = {phase.name: 0 for phase in SETTINGS.phases}
@@ -48,10 +51,10 @@ def test_the_load_follows_the_phases_and_is_the_same_for_all():
 
 def test_a_lost_request_ends_the_run():
     good = [record(0.0, 0.5), record(1.0, 0.5)]
-    autoscale_run.check_none_lost(good)
+    phased_load.check_none_lost(good)
     for lost in (record(2.0, 0.5, error="http 503"), record(2.0, 0.5, output_tokens=1)):
         with pytest.raises(RequestsLostError, match="1 of 3 requests were lost"):
-            autoscale_run.check_none_lost([*good, lost])
+            phased_load.check_none_lost([*good, lost])
 
 
 def test_attainment_and_instance_seconds():

@@ -17,24 +17,13 @@ from dataclasses import dataclass, field
 
 from millrace.bench.common.options import command as made
 from millrace.bench.common.options import option
+from millrace.bench.common.phases import Lengths, Phase
 from millrace.core.config import ScalingConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Phase:
-    """A phase of the load. `load` is a share of one prefill instance's capacity."""
-
-    name: str
-    load: float
-    seconds: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """most: prefill instances. slo_factor: TTFT objective over the TTFT of a prompt alone.
-
-    Prompts are uniform between half of `prompt_tokens` and one and a half times as many.
-    """
+    """most: prefill instances. slo_factor: TTFT objective over the TTFT of a prompt alone."""
 
     calm: float = option(0.3, "--calm", min=0.01, help="Load of one instance's capacity.")
     peak: float = option(1.4, "--peak", min=0.01, help="Likewise.")
@@ -63,6 +52,10 @@ class Settings:
             Phase(name="peak", load=self.peak, seconds=self.peak_s),
             Phase(name="calm again", load=self.calm, seconds=self.after_s),
         )
+
+    @property
+    def lengths(self) -> Lengths:
+        return Lengths(prompt_tokens=self.prompt_tokens, output_tokens=self.output_tokens)
 
     def systems(self) -> dict[str, tuple[int, int]]:
         """Returns least and most prefill instances, by name."""

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import random
 import statistics
 import tempfile
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -20,10 +19,10 @@ from millrace.bench.common.load_test import run as send
 from millrace.bench.common.machine_limits import describe_machine
 from millrace.bench.common.models import LLAMA_27M
 from millrace.bench.common.options import Announce
+from millrace.bench.common.phased_load import TOKEN_IDS, alone_s, arrivals, check_none_lost
 from millrace.bench.common.random_model import write_random_model
 from millrace.bench.common.report import RequestRecord, summarise
 from millrace.concurrency import beside
-from millrace.core.errors import MillraceError
 from millrace.local.autoscale import Decision
 from millrace.local.options import StackOptions
 from millrace.local.scaling import Scaling, autoscaled
@@ -32,14 +31,8 @@ from millrace.sim.workload.traces import TraceRow
 from millrace.sim.workload.workload import SloClass, WorkloadOptions
 from millrace.wire.clients.scheduler_client import SchedulerUnavailable, get_load
 
-_ALONE = 8  # prompts alone, to measure one instance's capacity
 _SAMPLE_S = 1.0
 _BIN_S = 10.0  # seconds, of attainment and load over time
-_TOKEN_IDS = (0, LLAMA_27M["vocab_size"] - 1)
-
-
-class RequestsLostError(MillraceError):
-    """Requests failed, or their answers were cut short."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +56,7 @@ async def run(settings: Settings, announce: Announce = lambda what: None) -> dic
             async with Stack(_stack_options(model, settings, sizes[0])) as stack:
                 if served is None:
                     announce("a prompt alone")
-                    served = _served(settings, await _alone_s(stack, settings))
+                    served = _served(settings, await alone_s(stack.url, settings.lengths))
                 seconds = sum(phase.seconds for phase in settings.phases)
                 announce(f"{name}: {len(served.rows)} requests in {seconds:.0f} s")
                 systems.append({"name": name, **await _system(stack, settings, served, sizes)})
@@ -98,45 +91,13 @@ def _stack_options(model: str, settings: Settings, prefill: int) -> StackOptions
     )
 
 
-async def _alone_s(stack: Stack, settings: Settings) -> float:
-    """Returns the median TTFT in seconds of prompts of the mean length, one after another."""
-    row = TraceRow(
-        arrival_s=None, input_tokens=settings.prompt_tokens, output_tokens=settings.output_tokens
-    )
-    workload = WorkloadOptions(trace=[row], open_arrivals=True, requests=_ALONE)
-    found = await send(
-        ServeOptions(url=stack.url, workload=workload, concurrency=1, token_ids=_TOKEN_IDS)
-    )
-    check_none_lost(found)
-    return statistics.median(record.ttft_s for record in found)
-
-
-def _served(settings: Settings, alone_s: float) -> Served:
-    slo_s = settings.slo_factor * alone_s
+def _served(settings: Settings, alone: float) -> Served:
+    slo_s = settings.slo_factor * alone
     return Served(
-        alone_s=alone_s,
+        alone_s=alone,
         classes=[SloClass(name=phase.name, ttft_s=slo_s) for phase in settings.phases],
-        rows=list(arrivals(settings, 1.0 / alone_s)),
+        rows=list(arrivals(settings.phases, 1.0 / alone, settings.lengths, settings.seed)),
     )
-
-
-def arrivals(settings: Settings, capacity_rps: float) -> Iterable[TraceRow]:
-    """Yields Poisson arrivals at each phase's rate; a request's class is the phase of its
-    arrival.
-    """
-    rng = random.Random(settings.seed)
-    begin_s = 0.0
-    for phase in settings.phases:
-        at_s = begin_s
-        begin_s += phase.seconds
-        while (at_s := at_s + rng.expovariate(phase.load * capacity_rps)) < begin_s:
-            tokens = rng.randint(settings.prompt_tokens // 2, 3 * settings.prompt_tokens // 2)
-            yield TraceRow(
-                arrival_s=at_s,
-                input_tokens=tokens,
-                output_tokens=settings.output_tokens,
-                class_name=phase.name,
-            )
 
 
 async def _system(
@@ -156,7 +117,7 @@ async def _system(
         async with beside(_sample(stack, begun_s, samples)):
             workload = WorkloadOptions(trace=served.rows, classes=served.classes)
             found = await send(
-                ServeOptions(url=stack.url, workload=workload, token_ids=_TOKEN_IDS, warmup=0)
+                ServeOptions(url=stack.url, workload=workload, token_ids=TOKEN_IDS, warmup=0)
             )
             # All systems are watched for an equal time, even if requests of the peak still run.
             end_s = begun_s + sum(phase.seconds for phase in settings.phases)
@@ -192,17 +153,6 @@ async def _sample(stack: Stack, begun_s: float, samples: list[dict[str, Any]]) -
                 }
             )
         await asyncio.sleep(_SAMPLE_S)
-
-
-def check_none_lost(records: Sequence[RequestRecord]) -> None:
-    """Raises RequestsLostError unless every request has its whole answer."""
-    lost = [r for r in records if r.error or r.output_tokens != r.asked_tokens]
-    if lost:
-        first = lost[0].error or f"{lost[0].output_tokens} of {lost[0].asked_tokens} tokens"
-        raise RequestsLostError(
-            f"{len(lost)} of {len(records)} requests were lost, the first by: {first} "
-            f"{lost[0].detail}"
-        )
 
 
 def instance_seconds(samples: Sequence[dict[str, Any]]) -> float:
