@@ -37,6 +37,14 @@ test-late-faults: setup ## every fault in every phase of a request, on services 
 test-slow: setup ## stress that takes minutes, with another seed each time
 	$(BIN)/python -m pytest -m slow --seed=random
 
+# Exit status 1: a package has a known weakness. The database is on the internet.
+AUDIT := build/audit
+.PHONY: audit
+audit: setup ## known weaknesses of the packages that an installation brings
+	$(PYTHON) -m venv $(AUDIT)
+	$(AUDIT)/bin/python -m pip install -q pip-audit==2.10.1
+	$(AUDIT)/bin/pip-audit --skip-editable --path $$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+
 test-gpu: setup ## what needs a CUDA device
 	$(BIN)/python -m pytest -m gpu
 

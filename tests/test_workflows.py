@@ -138,6 +138,19 @@ def test_images_are_those_of_the_dockerfile_with_its_arguments() -> None:
     assert build["platforms"] == "linux/amd64,linux/arm64"
 
 
+def test_weak_packages_end_a_release() -> None:
+    """Of wheels before anything is built, of images before the chart and the release."""
+    jobs_of = WORKFLOWS["release"]["jobs"]
+    assert "make audit" in [step.get("run") for step in jobs_of["test"]["steps"]]
+    steps = [str(step.get("uses")).split("@")[0] for step in jobs_of["images"]["steps"]]
+    scan = steps.index("anchore/scan-action")
+    assert scan > steps.index("docker/build-push-action")
+    asked = jobs_of["images"]["steps"][scan]["with"]
+    assert asked["fail-build"] is True and asked["severity-cutoff"] == "critical"
+    assert asked["image"].endswith("@${{ steps.build.outputs.digest }}")
+    assert "images" in jobs_of["chart"]["needs"] and "images" in jobs_of["release"]["needs"]
+
+
 def test_wheels_are_made_for_every_python_that_is_supported() -> None:
     required = PYPROJECT["project"]["requires-python"]
     lowest, end = (int(minor) for minor in re.fullmatch(r">=3\.(\d+),<3\.(\d+)", required).groups())
