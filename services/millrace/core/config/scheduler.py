@@ -113,7 +113,12 @@ class SchedulerConfig(Section):
         "new prompt for breaker_pause_s, and after it one as a probe. 0: never",
     )
     heartbeat_s: float = setting(1.0, within(0.01), "interval of the workers' heartbeats")
-    lease_s: float = setting(5.0, within(0.05), "silence after which a peer counts as dead")
+    lease_s: float = setting(
+        5.0,
+        within(0.05),
+        "silence after which a peer counts as dead; 6 s at most if its process is stopped or its "
+        "network is gone (gRPC's keepalive)",
+    )
     request_timeout_s: float = setting(
         3600.0, within(1), "longest time from arrival to the last token"
     )
