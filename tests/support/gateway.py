@@ -141,7 +141,13 @@ class Fleet(ScriptedFleet):
             first["prompt_logprobs"] = _of_prompt(spec)
         details = [TokenDetail(**first), *[NO_DETAIL] * (spec.sampling.n - 1)]
         return [
-            TokenEvent(spec.request_id, choice, finish_reason="length", detail=detail)
+            TokenEvent(
+                spec.request_id,
+                choice,
+                finish_reason="length",
+                detail=detail,
+                begins=choice == 0,
+            )
             for choice, detail in enumerate(details)
         ]
 

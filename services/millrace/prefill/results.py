@@ -48,5 +48,6 @@ class Results:
                 choice,
                 finish_reason="length",
                 detail=NO_DETAIL if choice else detail,
+                begins=choice == 0,
             )
             self._streams.publish(request.proxy, event)

@@ -679,6 +679,66 @@ async def test_an_attempt_that_begins_again_at_its_instance_gives_no_token_twice
     assert stack.fleet.cancels[0].request_id == stack.fleet.specs[0].request_id
 
 
+def emit(stack, spec, positions):
+    script, ids = (
+        stack.fleet.script,
+        stack.fleet.tokenizer.encode(TEXT, add_special_tokens=False).ids,
+    )
+    said = partial(token_event, spec, 0, script=script, last=False, stops=False)
+    stack.fleet.emit(spec.proxy.id, [said(position, ids[position]) for position in positions])
+
+
+async def test_tokens_after_first_ones_that_did_not_count_do_not_count(stack):
+    """As of an attempt whose first token came while the request was placed elsewhere."""
+
+    def submitted(spec):
+        stack.fleet.script = Script(reply=TEXT)
+        emit(stack, spec, range(1, 3))
+        stack.fleet.place(spec)
+        stack.fleet.play_later(spec)
+
+    stack.fleet.script = Script(on_submit=submitted)
+    answer = await ask(stack, BODY)
+    assert answer.text == TEXT and answer.error is None
+    assert len(stack.fleet.specs) == 1
+
+
+@pytest.mark.parametrize("code", ["unavailable", "overloaded", "too_large"])
+async def test_a_stream_that_a_new_scheduler_refuses_goes_on_after_its_tokens(stack, code):
+    """Its instance has not registered there yet, and still generates."""
+
+    def submitted(spec):
+        stack.fleet.script = Script(reply=TEXT)
+        emit(stack, spec, range(3))
+
+    stack.fleet.script = Script(on_submit=submitted)
+    asking = asyncio.create_task(ask(stack, BODY))
+    await stack.begun()
+    stack.fleet.refuse(stack.fleet.specs[0], code, "no instance is back")
+    answer = await asking
+    assert answer.text == TEXT and answer.error is None
+    assert [spec.resumed_tokens for spec in stack.fleet.specs] == [0, 3]
+
+
+async def test_a_request_that_a_new_scheduler_refuses_is_another_one_from_then_on(stack):
+    """Its instance may still compute it, and what it sends must not meet the next attempt."""
+
+    def refuse(spec):
+        stack.fleet.script = Script(reply=TEXT)
+        stack.fleet.refuse(spec, "unavailable", "no instance is back")
+
+    stack.fleet.script = Script(on_submit=stack.fleet.place)
+    asking = asyncio.create_task(ask(stack, BODY))
+    await stack.placed()
+    await stack.fleet.stop_scheduler()
+    await eventually(lambda: not stack.proxy.gateway.connected)
+    stack.fleet.script, stack.fleet.forgets = Script(on_submit=refuse), True
+    await stack.fleet.start_scheduler()
+    assert (await asking).text == TEXT
+    first, last = stack.fleet.specs[0], stack.fleet.specs[-1]
+    assert first.request_id != last.request_id
+
+
 async def test_a_prompt_that_is_lost_again_and_again_has_an_end(tmp_path, monkeypatch):
     at_once = partial(migration.Migration, retry=Backoff(0.0, 0.0))
     monkeypatch.setattr("millrace.proxy.fleet.gateway.Migration", at_once)

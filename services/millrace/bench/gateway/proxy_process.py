@@ -81,6 +81,7 @@ class Engine:
             token_ids=[self.token_ids[position % len(self.token_ids)]],
             finish_reason="length" if last else "",
             detail=self.detail if last else NO_DETAIL,
+            begins=position == 0,
         )
 
 

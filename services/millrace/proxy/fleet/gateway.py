@@ -296,7 +296,12 @@ class Gateway:
         if (request := self._live.get(refused.request_id)) is None:
             return
         error, now = refusal(refused), time.monotonic()
-        if self._parking.takes_refused(request, refused.code, now):
+        may_wait = self._parking.takes_refused(request, refused.code, now)
+        if request.stage is Stage.STREAMING or (may_wait and request.was_reopened):
+            # An instance that the scheduler has not heard of yet may go on with this incarnation.
+            self._migration.move(request, error, "lost")
+            return
+        if may_wait:
             try:
                 self._parking.add(request, now)
                 return

@@ -53,7 +53,7 @@ class TokenIntake:
             request = live.get(event.request_id)
             if request is None:
                 continue
-            if not self._comes_from(request, decode):
+            if not self._counts(request, decode, event):
                 if request.stage is not Stage.STREAMING and request.decode != decode:
                     request.keep(decode, event)  # the request may be placed at this instance
                 continue
@@ -120,11 +120,15 @@ class TokenIntake:
                 request.stage = Stage.UNPLACED
                 request.waiting_since = time.monotonic()
 
-    def _comes_from(self, request: ProxyRequest, decode: Incarnation) -> bool:
-        """Whether events of this instance count for the request."""
+    def _counts(self, request: ProxyRequest, decode: Incarnation, event: TokenEvent) -> bool:
+        """Whether an event of this instance counts for the request. Tokens count from the first of
+        an attempt on: others are of an attempt whose first tokens did not count.
+        """
+        starts = event.begins or event.finish_reason in _BROKEN_OFF
         if request.decode == decode:
-            return request.stage is not Stage.UNPLACED
-        if request.decode is None:  # its Placed is still on the way
+            may_start = starts and request.stage is not Stage.UNPLACED
+            return may_start or request.stage is Stage.STREAMING
+        if request.decode is None and starts:  # its Placed is still on the way
             request.place(decode, 0.0, time.monotonic())
             return True
         return False

@@ -85,6 +85,7 @@ class ProxyRequest:
         "submitted_at",
         "trace",
         "waiting_since",
+        "was_reopened",
     )
 
     def __init__(
@@ -147,8 +148,9 @@ class ProxyRequest:
         #: When the wait of its stage began; the watch over time-outs reads it.
         self.waiting_since = arrived_at
         self.placed_at: float | None = None
-        #: `Placed` has come from the scheduler; tokens may come before it.
-        self.confirmed = False
+        #: `Placed` has come from the scheduler; tokens may come before it. And whether this
+        #: incarnation was named to a scheduler, after the one that it was submitted to.
+        self.confirmed = self.was_reopened = False
         self.first_token_at: float | None = None
         self.last_token_at = 0.0
         self.predicted_ttft_s = 0.0
@@ -224,6 +226,7 @@ class ProxyRequest:
 
     def reopened(self, now: float) -> OpenRequest:
         """Describes the request to a scheduler that may not know it."""
+        self.was_reopened = True
         token_age_s = None
         if self.stage is Stage.STREAMING and self.first_token_at is not None:
             token_age_s = now - self.first_token_at
@@ -325,7 +328,7 @@ class ProxyRequest:
         self.encoded_spec, self.recorded = b"", False
         if self.has_begun:
             self.stored = {}
-        self._early, self.confirmed = {}, False
+        self._early, self.confirmed, self.was_reopened = {}, False, False
         self.parked_since, self.waiting_since = None, now
 
     def keep(self, decode: Incarnation, event: TokenEvent) -> None:
