@@ -19,7 +19,13 @@ from millrace.bench.common.load_test import run as send
 from millrace.bench.common.machine_limits import describe_machine
 from millrace.bench.common.models import LLAMA_27M
 from millrace.bench.common.options import Announce
-from millrace.bench.common.phased_load import TOKEN_IDS, alone_s, arrivals, check_none_lost
+from millrace.bench.common.phased_load import (
+    TOKEN_IDS,
+    alone_s,
+    arrivals,
+    check_none_lost,
+    engine_settings,
+)
 from millrace.bench.common.random_model import write_random_model
 from millrace.bench.common.report import RequestRecord, summarise
 from millrace.concurrency import beside
@@ -81,13 +87,7 @@ def _stack_options(model: str, settings: Settings, prefill: int) -> StackOptions
         decode=1,
         port=0,
         threads=settings.threads,
-        settings=[
-            "engine.device=cpu",
-            "engine.dtype=float32",
-            "engine.profile=none",
-            f"engine.kv_bytes={settings.kv_bytes}",
-            "engine.prefix_cache=off",  # it measures instances that compute
-        ],
+        settings=engine_settings(settings.kv_bytes),
     )
 
 

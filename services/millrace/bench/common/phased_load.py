@@ -20,6 +20,17 @@ TOKEN_IDS = (0, LLAMA_27M["vocab_size"] - 1)
 _ALONE = 8  # prompts one after another, to measure one instance's capacity
 
 
+def engine_settings(kv_bytes: int) -> list[str]:
+    """Returns the settings of stacks whose instances compute all that is asked."""
+    return [
+        "engine.device=cpu",
+        "engine.dtype=float32",
+        "engine.profile=none",
+        f"engine.kv_bytes={kv_bytes}",
+        "engine.prefix_cache=off",
+    ]
+
+
 class RequestsLostError(MillraceError):
     """Requests failed, or their answers were cut short."""
 

@@ -20,7 +20,7 @@ from millrace.bench.common.load_test import run as send
 from millrace.bench.common.machine_limits import describe_machine
 from millrace.bench.common.models import LLAMA_27M
 from millrace.bench.common.options import Announce
-from millrace.bench.common.phased_load import TOKEN_IDS, alone_s, arrivals
+from millrace.bench.common.phased_load import TOKEN_IDS, alone_s, arrivals, engine_settings
 from millrace.bench.common.phases import Phase
 from millrace.bench.common.random_model import write_random_model
 from millrace.bench.common.report import Distribution, RequestRecord
@@ -95,11 +95,7 @@ def _stack_options(model: str, settings: Settings) -> StackOptions:
         port=0,
         threads=settings.threads,
         settings=[
-            "engine.device=cpu",
-            "engine.dtype=float32",
-            "engine.profile=none",
-            f"engine.kv_bytes={settings.kv_bytes}",
-            "engine.prefix_cache=off",  # it measures instances that compute
+            *engine_settings(settings.kv_bytes),
             f"scheduler.policy={settings.policy}",
             f"scheduler.max_queue_s={settings.queue_s}",
         ],
