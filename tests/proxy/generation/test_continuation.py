@@ -720,6 +720,25 @@ async def test_a_stream_that_a_new_scheduler_refuses_goes_on_after_its_tokens(st
     assert [spec.resumed_tokens for spec in stack.fleet.specs] == [0, 3]
 
 
+async def test_a_stream_whose_next_submission_gets_no_answer_is_submitted_again(tmp_path):
+    def silent(spec):
+        stack.fleet.script = Script(reply=TEXT)
+
+    def submitted(spec):
+        stack.fleet.script = Script(on_submit=silent, reply=TEXT)
+        emit(stack, spec, range(3))
+        stack.fleet.place(spec)
+
+    async with gateway(tmp_path, "proxy.submit_timeout_s=0.5") as stack:
+        stack.fleet.script = Script(on_submit=submitted)
+        asking = asyncio.create_task(ask(stack, BODY))
+        await stack.begun()
+        stack.fleet.fail(stack.fleet.specs[0], "decode d died", resumable=True)
+        answer = await asking
+    assert answer.text == TEXT and answer.error is None
+    assert [spec.resumed_tokens for spec in stack.fleet.specs] == [0, 3, 3]
+
+
 async def test_a_request_that_a_new_scheduler_refuses_is_another_one_from_then_on(stack):
     """Its instance may still compute it, and what it sends must not meet the next attempt."""
 

@@ -388,7 +388,10 @@ class Gateway:
             self._fail(request, unavailable(_NO_SCHEDULER), cancel=False)
         elif request.stage is Stage.SUBMITTED and waited > limit:
             error = unavailable(f"The scheduler did not answer within {limit:g} s.")
-            self._fail(request, error, cancel=True)
+            if request.moves:  # its client may have tokens
+                self._migration.move(request, error, "lost")
+            else:
+                self._fail(request, error, cancel=True)
         elif request.stage is Stage.UNPLACED and waited > limit:
             self._migration.lose(request, ApiError(500, BROKEN, code="failed"))
         elif (expired := self._parking.expiry(request, now)) is not None:
