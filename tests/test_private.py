@@ -35,6 +35,8 @@ ALLOWED = {
         *("_watching", "_changing", "_spawning", "_indexing", "_webhooks", "_activities"),
     },
     "support/kube_emulator.py": {"_handle"},
+    # asyncio's own way for those who write an event loop.
+    "support/fleet_sim/processes.py": {"_set_running_loop"},
 }
 
 ACCESSORS = frozenset({"getattr", "setattr", "delattr", "hasattr", "object"})

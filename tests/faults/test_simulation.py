@@ -1,0 +1,136 @@
+"""The whole fleet in one thread, with a fault at any event: every run keeps the promise.
+
+What is simulated and what not: docs/design/faults.md. `make test-slow` runs RUNS seeds, others each
+time; a failure prints its seed and what is left of the run after shrinking. Put that into
+`simulated/` as a file of its own: it is played again from then on.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+
+from millrace.core.request_spec import RequestSpec
+from millrace.core.scheduler.fleet.instances import Instance
+from millrace.core.scheduler.request_table import RequestTable
+from millrace.proxy.errors import ApiError
+from millrace.proxy.fleet.migration import Migration
+from millrace.proxy.generation import proxy_request
+from millrace.proxy.generation.proxy_request import ProxyRequest
+from support.fleet_sim.runs import Run, parse, replay, run, shrink
+
+RUNS, SHARDS = 100_000, 100
+FEW_RUNS, FEW_SHARDS = 480, 4  # in the default suite
+
+TRANSCRIPTS = sorted((Path(__file__).parent / "simulated").glob("*.txt"))
+
+
+@contextmanager
+def quick() -> Iterator[None]:
+    """Leaves what the modules hold to no collection: runs make much garbage."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
+def first_failure(seeds: range) -> Run | None:
+    with quick():
+        failed = (found for seed in seeds if (found := run(seed)).failure is not None)
+        return next(failed, None)
+
+
+def check(seeds: range) -> None:
+    failed = first_failure(seeds)
+    if failed is not None:
+        least = shrink(failed)
+        pytest.fail(
+            f"seed {failed.setting.pauses}: {failed.failure}\n"
+            f"{len(least.actions)} of {len(failed.actions)} actions are left, and fail by: "
+            f"{least.failure}\n\n{least}",
+            pytrace=False,
+        )
+
+
+@pytest.mark.parametrize("shard", range(FEW_SHARDS))
+def test_runs_with_faults_at_any_event(shard: int) -> None:
+    size = FEW_RUNS // FEW_SHARDS
+    check(range(shard * size, (shard + 1) * size))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shard", range(SHARDS))
+def test_many_runs_with_faults_at_any_event(shard: int, pytestconfig: pytest.Config) -> None:
+    size = RUNS // SHARDS
+    first = int(pytestconfig.getoption("--seed")) * RUNS + shard * size
+    check(range(first, first + size))
+
+
+@pytest.mark.parametrize("path", TRANSCRIPTS, ids=lambda path: path.stem)
+def test_what_failed_once(path: Path) -> None:
+    found = replay(*parse(path.read_text()))
+    if found.failure is not None:
+        raise found.failure
+
+
+# ---- the simulation finds what it must find
+
+
+def test_a_run_comes_again() -> None:
+    first = run(7)
+    assert str(run(7)) == str(first)
+    again = replay(first.setting, first.actions)
+    assert again.actions == first.actions
+    assert parse(str(first)) == (first.setting, first.actions)
+
+
+def forget_tokens(
+    spec: RequestSpec, request_id: str, generated: int, e2e_left_s: float | None = None
+) -> RequestSpec:
+    """A migration whose next incarnation begins with the first token again."""
+    return replace(spec, request_id=request_id)
+
+
+def free_at_once(
+    table: RequestTable, step: object, request_id: str, instance: Instance, reason: object
+) -> None:
+    """An end of a request of which the instance hears nothing."""
+    instance.release(request_id)
+
+
+def give_up(migration: Migration, request: ProxyRequest, error: ApiError) -> None:
+    """A prompt that was not read, and is not written again."""
+    migration.move(request, error, "unread", wait_s=1e6)
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "defect"),
+    [
+        (proxy_request, "continuation", forget_tokens),
+        (RequestTable, "let_go", free_at_once),
+        (Migration, "rewrite", give_up),
+    ],
+)
+def test_a_defect_is_found_soon(owner: object, name: str, defect: Callable[..., object]) -> None:
+    with patch.object(owner, name, defect):
+        failed = first_failure(range(100))
+        assert failed is not None
+
+
+def test_what_is_left_of_a_failure_is_short_and_fails() -> None:
+    with patch.object(proxy_request, "continuation", forget_tokens):
+        failed = first_failure(range(100))
+        assert failed is not None
+        least = shrink(failed)
+        assert least.failure is not None
+        assert len(least.actions) < len(failed.actions) / 2
+        assert replay(*parse(str(least))).failure is not None
+    assert replay(*parse(str(least))).failure is None

@@ -1,0 +1,206 @@
+"""Runs of the simulation: drawn by a seed, or read from a transcript; a run that fails is shrunk.
+
+A transcript has a line for the fleet, then a line for each action. A line that begins with `#` is a
+comment.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
+
+from millrace.core.config import Config
+from support.fleet_sim.processes import virtual_time
+from support.fleet_sim.world import World
+
+#: The instances and the proxies of a run; two schedulers are always there.
+FLEETS = (
+    "p0 d0 d1 x0",
+    "p0 p1 d0 x0",
+    "p0 p1 d0 d1 x0",
+    "p0 d0 x0 x1",
+    "p0 d0 m0 x0",
+    "m0 x0 x1",
+)
+PLANNERS = ("cdsp", "single_chunk", "least_queue")
+POLICIES = ("fcfs", "s_edf", "millrace")
+
+ACTIONS = 90  # drawn for a run, before all faults end
+FAULTS_OF_A_RUN = (0, 1, 2, 2, 3, 3, 4, 5)
+FAULTS = ("kill", "kill", "pause", "cut", "break", "break", "store", "leave")
+RECOVERS, WAITS = 0.04, 0.1  # of all actions: something starts again, or time passes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """What a run begins with. `pauses`: the seed of the services' own random pauses."""
+
+    members: str
+    planner: str
+    policy: str
+    pauses: int
+
+    @staticmethod
+    def drawn(seed: int) -> Setting:
+        rng = random.Random(seed)
+        return Setting(
+            members=rng.choice(FLEETS),
+            planner=rng.choice(PLANNERS),
+            policy=rng.choice(POLICIES),
+            pauses=seed,
+        )
+
+    def __str__(self) -> str:
+        return f"fleet {self.members}; {self.planner}; {self.policy}; {self.pauses}"
+
+
+@dataclass
+class Run:
+    """A run and its end. `actions` are those that could happen."""
+
+    setting: Setting
+    actions: list[str] = field(default_factory=list)
+    failure: Exception | None = None
+
+    def __str__(self) -> str:
+        return "\n".join([str(self.setting), *self.actions])
+
+
+def parse(transcript: str) -> tuple[Setting, list[str]]:
+    first, *actions = [line for line in transcript.splitlines() if line and line[0] != "#"]
+    members, planner, policy, pauses = first.removeprefix("fleet ").split("; ")
+    setting = Setting(members=members, planner=planner, policy=policy, pauses=int(pauses))
+    return setting, actions
+
+
+@cache
+def config_of(planner: str, policy: str) -> Config:
+    config = Config()
+    scheduler = replace(
+        config.scheduler,
+        planner=planner,
+        policy=policy,
+        improvement_rate=0.0,
+        heartbeat_s=1.5,
+        lease_s=4.0,
+        leader_lease_s=0.4,
+        takeover_wait_s=0.2,
+        isolation_s=0.5,
+        breaker_pause_s=0.5,
+    )
+    return replace(config, scheduler=scheduler, proxy=replace(config.proxy, submit_timeout_s=4.0))
+
+
+def run(seed: int) -> Run:
+    """Draws a run by the seed, ends all faults, and checks all."""
+    return _run(Setting.drawn(seed), None, random.Random(seed))
+
+
+def replay(setting: Setting, actions: Sequence[str]) -> Run:
+    """Performs the actions; those that can't happen are left out."""
+    return _run(setting, actions, random.Random())
+
+
+def _run(setting: Setting, actions: Sequence[str] | None, rng: random.Random) -> Run:
+    found = Run(setting)
+    with virtual_time(setting.pauses) as loop:
+        config = config_of(setting.planner, setting.policy)
+        world = World(loop, config, setting.members.split())
+        try:
+            with world.patched():
+                world.start()
+                if actions is None:
+                    _draw(world, rng, found.actions)
+                else:
+                    for action in actions:
+                        if world.perform(action):
+                            found.actions.append(action)
+                world.finish()
+        except Exception as error:
+            found.failure = error
+        finally:
+            world.close()
+    return found
+
+
+# ---- drawing
+
+
+def _draw(world: World, rng: random.Random, actions: list[str]) -> None:
+    """Performs random actions, and notes them before: the last one may fail."""
+    requests, faults = rng.randint(1, 3), rng.choice(FAULTS_OF_A_RUN)
+    kinds = {rng.randrange(ACTIONS): "fault" for _ in range(faults)}
+    kinds |= {0: "submit"} | {rng.randrange(ACTIONS // 2): "submit" for _ in range(requests)}
+    submitted = 0
+    for number in range(ACTIONS):
+        match kinds.get(number):
+            case "submit":
+                prompt, new = rng.choice([20, 100, 400]), rng.randint(1, 6)
+                action = f"submit r{submitted} {rng.choice(world.proxies)} {prompt} {new}"
+                submitted += 1
+            case "fault":
+                action = _fault(world, rng)
+            case _:
+                action = _step(world, rng)
+        actions.append(action)
+        if not world.perform(action):
+            actions.pop()
+
+
+def _step(world: World, rng: random.Random) -> str:
+    chance = rng.random()
+    if chance < RECOVERS and (repairs := world.repairs()):
+        return rng.choice(repairs)
+    work = world.work()
+    if not work or chance > 1 - WAITS:
+        return f"time {rng.choice([0.05, 0.2, 0.5] if work else [0.1, 0.3, 1.0])}"
+    action = rng.choice(work)
+    return action.replace("deliver", "flush", 1) if rng.random() < 0.7 else action
+
+
+def _fault(world: World, rng: random.Random) -> str:
+    match rng.choice(FAULTS):
+        case "kill" | "pause" | "cut" as verb:
+            return f"{verb} {_victim(world, rng)}"
+        case "break":
+            calls = [call.up.name for call in world.network.calls if not call.over]
+            return f"break {rng.choice(calls)}" if calls else "time 0.1"
+        case "store":
+            return f"store {rng.choice(['away', 'mute', 'lost'])}"
+    return f"leave r{rng.randrange(3)}"
+
+
+def _victim(world: World, rng: random.Random) -> str:
+    """Picks a process for a fault: the leader in two of five cases."""
+    leader = world.leader()
+    if leader is not None and rng.random() < 0.4:
+        return leader.name
+    return rng.choice(list(world.nodes))
+
+
+# ---- shrinking
+
+
+def shrink(failed: Run) -> Run:
+    """Leaves out actions while the run still fails (delta debugging)."""
+    best, size = failed, max(len(failed.actions) // 2, 1)
+    while True:
+        shorter = _without_some(best, size)
+        if shorter is not None:
+            best = shorter
+        elif size > 1:
+            size //= 2
+        else:
+            return best
+
+
+def _without_some(best: Run, size: int) -> Run | None:
+    """Leaves out one stretch of `size` actions, if the rest still fails."""
+    for start in range(0, len(best.actions), size):
+        rest = [*best.actions[:start], *best.actions[start + size :]]
+        found = replay(best.setting, rest)
+        if found.failure is not None and len(found.actions) < len(best.actions):
+            return found
+    return None

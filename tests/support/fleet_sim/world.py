@@ -1,0 +1,391 @@
+"""A whole fleet in one thread: what may happen next, what may fail, and what must always hold.
+
+An action has a name, and a run is a list of names: an action that can't happen now is left out, so
+that every part of a run is a run, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from unittest.mock import patch
+
+from millrace.core.config import Config
+from millrace.core.cost.latency import Latency, SpLatency
+from millrace.core.scheduler.machine import Machine
+from support.fleet_sim.instances import Card, Instance
+from support.fleet_sim.network import Network
+from support.fleet_sim.nodes import Client, ProxyNode, SchedulerNode
+from support.fleet_sim.processes import VirtualLoop
+from support.fleet_sim.store import Store
+
+Node = SchedulerNode | ProxyNode | Instance
+
+SP = SpLatency(by_sp={1: Latency(b=1e-3), 2: Latency(b=5e-4)})
+CARDS = {
+    card.name: card
+    for card in (
+        Card(name="p0", role="prefill", pages=100, latency=SP, node="n"),
+        Card(name="p1", role="prefill", pages=100, latency=SP, node="n"),
+        Card(name="d0", role="decode", pages=60),
+        Card(name="d1", role="decode", pages=60),
+        Card(name="m0", role="mixed", pages=60, latency=SP),
+    )
+}
+SCHEDULERS = ("s0", "s1")
+ACTION_S = 0.004
+MOST_QUIET_S = 90.0  # from the end of all faults until everything has ended
+
+CHANNELS = (
+    "millrace.wire.clients.scheduler_stream.open_channel",
+    "millrace.wire.clients.proxy_stream.open_channel",
+    "millrace.wire.clients.token_stream.open_channel",
+)
+LEASE_STEPS = ("millrace.scheduler.leadership.RENEWALS", "millrace.scheduler.leadership.ATTEMPTS")
+
+
+class World:
+    def __init__(self, loop: VirtualLoop, config: Config, members: Sequence[str]) -> None:
+        self.loop = loop
+        self.config = config
+        self.network = Network()
+        self.store = Store(loop)
+        self.fleet: dict[str, Instance] = {}
+        self.nodes: dict[str, Node] = {}
+        self.clients: dict[str, Client] = {}
+        self.faults = 0
+        self._generations: dict[str, int] = {}
+        self.proxies = [name for name in members if name not in CARDS]
+        self._members = members
+        self._verbs: dict[str, Callable[..., bool]] = {
+            "deliver": lambda name: self._deliver(name, 1),
+            "flush": lambda name: self._deliver(name, 1 << 30),
+            "compute": lambda name: self._work(name, "computable", "compute"),
+            "land": lambda name: self._work(name, "kv", "land"),
+            "step": lambda name: self._work(name, "has_step", "step"),
+            "release": lambda name: self._work(name, "releasable", "release"),
+            "time": self._pass_time,
+            "submit": self._submit,
+            "leave": self._leave,
+            "start": self._start_again,
+            "kill": self._kill,
+            "pause": self._pause,
+            "resume": self._resume,
+            "cut": lambda name: self._cut(name, True),
+            "mend": lambda name: self._cut(name, False),
+            "break": self._break,
+            "store": self._store,
+        }
+
+    def patched(self) -> AbstractContextManager[object]:
+        """Has the services open their channels here."""
+        stack = ExitStack()
+        for name in CHANNELS:
+            stack.enter_context(patch(name, self.network.open_channel))
+        for name in LEASE_STEPS:  # fewer: most work of a run would be looks at the lease
+            stack.enter_context(patch(name, 2))
+        return stack
+
+    # ---- nodes
+
+    def start(self) -> None:
+        """Starts all, and lets them meet."""
+        for name in (*SCHEDULERS, *self._members):
+            self._start(name)
+            self.loop.run_ready()
+        for _ in range(40):
+            if all(self.proxy(name).gateway.ready for name in self.proxies):
+                return
+            self.flush_all()
+            self.loop.advance(0.05)
+        raise AssertionError("the fleet has not started")
+
+    def _start(self, name: str) -> None:
+        generation = self._generations[name] = self._generations.get(name, 0) + 1
+        if name in SCHEDULERS:
+            self.nodes[name] = SchedulerNode(name, self.loop, self.network, self.store, self.config)
+        elif name in self.proxies:
+            self.nodes[name] = ProxyNode(name, generation, self.loop, self.store, self.config)
+        else:
+            self.fleet[name] = self.nodes[name] = Instance(
+                CARDS[name],
+                generation,
+                self.loop,
+                self.network,
+                self.store,
+                self.config,
+                self.fleet,
+            )
+
+    def proxy(self, name: str) -> ProxyNode:
+        node = self.nodes[name]
+        assert isinstance(node, ProxyNode)
+        return node
+
+    def leader(self) -> SchedulerNode | None:
+        """Returns the living scheduler with the latest epoch."""
+        leading = [
+            node
+            for node in self.nodes.values()
+            if isinstance(node, SchedulerNode) and node.epoch and node.process.alive
+        ]
+        return max(leading, key=lambda one: one.epoch, default=None)
+
+    def machine(self) -> Machine | None:
+        leader = self.leader()
+        return leader.leading.machine if leader is not None and leader.leading else None
+
+    # ---- actions
+
+    def work(self) -> list[str]:
+        """Lists what can happen now, without faults."""
+        found = [f"deliver {wire.name}" for wire in self.network.wires()]
+        for name, one in self.fleet.items():
+            process = one.process
+            if not process.alive or process.paused:
+                continue
+            if one.jobs:
+                if one.computable() is not None:
+                    found.append(f"compute {name}")
+                if one.releasable() is not None:
+                    found.append(f"release {name}")
+            if one.kv:
+                found.append(f"land {name}")
+            if one.has_step:
+                found.append(f"step {name}")
+        return found
+
+    def repairs(self) -> list[str]:
+        """Lists what ends a fault now."""
+        found = [] if self.store.mode == "up" else ["store up"]
+        for name, node in self.nodes.items():
+            if node.process.has_lost:
+                found.append(f"start {name}")
+            if node.process.paused:
+                found.append(f"resume {name}")
+            if node.process.is_cut:
+                found.append(f"mend {name}")
+        return found
+
+    def perform(self, action: str) -> bool:
+        """Performs an action and all that follows at once; returns False if it can't happen."""
+        verb, _, rest = action.partition(" ")
+        done = self._verbs[verb](*([rest] if rest else []))
+        if done:
+            self.loop.run_ready()
+            self.loop.advance(ACTION_S)
+            self._check_processes()
+        return done
+
+    def _deliver(self, name: str, most: int) -> bool:
+        for wire in self.network.wires():
+            if wire.name == name:
+                wire.deliver(most)
+                return True
+        return False
+
+    def _work(self, name: str, wanted: str, verb: str) -> bool:
+        one = self.fleet[name]
+        if not one.process.alive or one.process.paused:
+            return False
+        found = getattr(one, wanted)
+        if not (found() if callable(found) else found):
+            return False
+        one.process.call(getattr(one, verb))
+        return True
+
+    def _pass_time(self, seconds: str) -> bool:
+        self.loop.advance(float(seconds))
+        return True
+
+    def _submit(self, rest: str) -> bool:
+        name, proxy, prompt, new = rest.split()
+        node = self.proxy(proxy)
+        if node.process.has_lost or name in self.clients:
+            return False
+        client = self.clients[name] = Client(name, proxy, int(prompt), int(new))
+        node.submit(client)
+        return True
+
+    def _leave(self, name: str) -> bool:
+        client = self.clients.get(name)
+        if client is None or client.is_over:
+            return False
+        self.proxy(client.proxy).leave(client)
+        return True
+
+    # ---- faults
+
+    def _kill(self, name: str) -> bool:
+        node = self.nodes[name]
+        if node.process.has_lost:
+            return False
+        self.faults += 1
+        self._end(node)
+        return True
+
+    def _end(self, node: Node) -> None:
+        node.process.kill()
+        self.network.close(node.process)
+        if isinstance(node, Instance):
+            for other in self.fleet.values():
+                if other is not node:
+                    other.process.post(other.lose_sender, node.incarnation)
+        if isinstance(node, ProxyNode):
+            for client in self.clients.values():
+                if client.proxy == node.name and not client.is_over:
+                    client.gone = True
+
+    def _start_again(self, name: str) -> bool:
+        if not self.nodes[name].process.has_lost:
+            return False
+        self._start(name)
+        return True
+
+    def _pause(self, name: str) -> bool:
+        process = self.nodes[name].process
+        if process.has_lost or process.paused:
+            return False
+        self.faults += 1
+        process.pause()
+        return True
+
+    def _resume(self, name: str) -> bool:
+        process = self.nodes[name].process
+        if not process.paused:
+            return False
+        process.resume()
+        return True
+
+    def _cut(self, name: str, is_cut: bool) -> bool:
+        process = self.nodes[name].process
+        if process.is_cut == is_cut:
+            return False
+        self.faults += is_cut
+        process.is_cut = is_cut
+        return True
+
+    def _break(self, name: str) -> bool:
+        for call in self.network.calls:
+            if not call.over and call.up.name == name:
+                self.faults += 1
+                call.break_()
+                return True
+        return False
+
+    def _store(self, mode: str) -> bool:
+        self.faults += 1
+        if mode == "lost":
+            self.store.lose_data()
+        else:
+            self.store.mode = mode
+        return True
+
+    def _check_processes(self) -> None:
+        """A scheduler that has lost the lease ends, and is started again; nothing else may end."""
+        for node in list(self.nodes.values()):
+            failure = node.process.failure
+            if failure is None or node.process.has_lost:
+                continue
+            if isinstance(node, SchedulerNode) and "epoch" in str(failure):
+                self._end(node)
+                self._start(node.name)
+            else:
+                raise failure
+        assert not self.loop.errors, self.loop.errors
+        for client in self.clients.values():
+            assert not client.wrong, client.wrong
+
+    # ---- the end
+
+    def flush_all(self) -> None:
+        for wire in self.network.wires():
+            wire.deliver(1 << 30)
+        self.loop.run_ready()
+
+    def heal(self) -> None:
+        """Ends all faults: what is dead starts again."""
+        self.store.mode = "up"
+        for name in list(self.nodes):
+            self._resume(name)
+            self._cut(name, False)
+            self._start_again(name)
+        self.loop.run_ready()
+
+    def finish(self) -> None:
+        """Ends all faults and lets the fleet work until nothing is left. Raises AssertionError if
+        anything is left after MOST_QUIET_S.
+        """
+        self.heal()
+        until_s = self.loop.now_s + MOST_QUIET_S
+        while not self._is_quiet():
+            assert self.loop.now_s < until_s, f"no end: {self.left()}"
+            self._go_on()
+        self.check_idle()
+
+    def _go_on(self) -> None:
+        before = self.loop.now_s
+        while work := self.work():
+            for action in work:
+                self.perform(action.replace("deliver", "flush", 1))
+            assert self.loop.now_s < before + MOST_QUIET_S, f"no rest: {work}"
+        due_s = self.loop.next_timer_s()
+        assert due_s is not None
+        self.loop.advance(max(due_s - self.loop.now_s, 0.0) + 0.05)
+        self._check_processes()
+
+    def _is_quiet(self) -> bool:
+        if any(not client.is_over for client in self.clients.values()):
+            return False
+        machine = self.machine()
+        if machine is None or machine.requests:
+            return False
+        held = any(one.holdings for one in machine.cluster.instances.values())
+        busy = any(len(one.table) or one.jobs or one.kv for one in self.fleet.values())
+        proxies = any(self.proxy(name).gateway.inflight for name in self.proxies)
+        return not (held or busy or proxies)
+
+    def left(self) -> str:
+        machine = self.machine()
+        found = [f"{one.name} of {one.proxy}" for one in self.clients.values() if not one.is_over]
+        if machine is not None:
+            found += [f"{name}: {one.state.value}" for name, one in machine.requests.items()]
+            found += [
+                f"{name} holds {one.holdings}"
+                for name, one in machine.cluster.instances.items()
+                if one.holdings
+            ]
+        for name, one in self.fleet.items():
+            held = [*one.jobs, *(request.id for request in one.table)]
+            found += [f"{name} has {held}"] if held else []
+        return "; ".join(found)
+
+    def check_idle(self) -> None:
+        """Raises AssertionError unless everything is as if no request had ever been."""
+        machine = self.machine()
+        assert machine is not None
+        machine.check_integrity()
+        assert machine.release_timeouts == 0 and machine.stalled == 0
+        for name in self.proxies:
+            self.proxy(name).gateway.check_integrity()
+        for one in self.fleet.values():
+            one.check_idle()
+        for client in self.clients.values():
+            check_outcome(client, self)
+
+    def close(self) -> None:
+        for node in self.nodes.values():
+            node.process.kill()
+
+
+def check_outcome(client: Client, world: World) -> None:
+    """Raises AssertionError for an end that the promise does not allow."""
+    if client.done or client.gone:
+        return
+    error = client.error
+    assert error is not None
+    if not world.faults:
+        raise AssertionError(f"{client.name} failed without any fault: {error.message}")
+    if error.is_refusal and not client.tokens:
+        return
+    assert "open at instances when they died" in error.message, f"{client.name}: {error.message}"
