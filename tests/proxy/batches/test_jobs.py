@@ -243,6 +243,7 @@ async def test_after_the_window_the_rest_expires(world):
     [
         (line("a") + b"\n" + b"{\n" + line("b"), 3, "invalid_json_line"),
         (line("a") + line("b") + line("a"), 3, "duplicate_custom_id"),
+        (line("a") + line("b").replace(b'"b"', rb'"\ud83d"'), 2, "invalid_custom_id"),
         (line("a", url="/v1/completions"), 1, "invalid_url"),
         (line("a", body={"model": "other"}), 1, "model_not_found"),
         (line("a") + line("b", body={"model": "other"}), 2, "model_not_found"),

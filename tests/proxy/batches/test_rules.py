@@ -144,6 +144,7 @@ def test_a_request_keeps_what_json_can_say():
         (b"{}", "missing_required_parameter", "custom_id"),
         (line("a", custom_id=1), "invalid_type", "custom_id"),
         (line(""), "invalid_custom_id", "custom_id"),
+        (line("a").replace(b'"a"', rb'"\ud83d"'), "invalid_custom_id", "custom_id"),
         (line("a", method="GET"), "invalid_method", "method"),
         (line("a", url="/v1/completions"), "invalid_url", "url"),
         (line("a", body=[]), "invalid_type", "body"),

@@ -86,10 +86,7 @@ def read_request(text: bytes, endpoint: str) -> LineRequest:
         raise LineError("invalid_json_line", message) from None
     if not isinstance(fields, dict):
         raise LineError("invalid_json_line", "This line is not a JSON object.")
-    custom_id = _field(fields, "custom_id", str)
-    if not 0 < len(custom_id) <= _LONGEST_ID:
-        message = f"'custom_id' must have 1 to {_LONGEST_ID} characters."
-        raise LineError("invalid_custom_id", message, "custom_id")
+    custom_id = _custom_id(fields)
     method = _field(fields, "method", str)
     if method != "POST":
         raise LineError(
@@ -101,6 +98,19 @@ def read_request(text: bytes, endpoint: str) -> LineRequest:
         raise LineError("invalid_url", message, "url")
     body = _field(fields, "body", dict)
     return LineRequest(custom_id=custom_id, model=_field(body, "model", str, "body."), body=body)
+
+
+def _custom_id(fields: Json) -> str:
+    custom_id = str(_field(fields, "custom_id", str))
+    if not 0 < len(custom_id) <= _LONGEST_ID:
+        message = f"'custom_id' must have 1 to {_LONGEST_ID} characters."
+        raise LineError("invalid_custom_id", message, "custom_id")
+    try:
+        custom_id.encode()
+    except UnicodeEncodeError:  # no line of a result could hold it
+        message = "'custom_id' holds half of a surrogate pair, which is no character."
+        raise LineError("invalid_custom_id", message, "custom_id") from None
+    return custom_id
 
 
 def _field(fields: Json, name: str, wanted: type, path: str = "") -> Any:  # noqa: ANN401
