@@ -15,6 +15,7 @@ from tokenizers import Tokenizer
 from millrace.core.request_spec import Constraint
 from millrace.engine.sampling.sampler import Sampler, SamplingRow, SamplingSpec, finish_reason
 from millrace.grammar.matcher import Grammars
+from millrace.grammar.source import GrammarError
 from support.json_schemas import schemas
 
 FOLDER = Path(__file__).parents[2] / "models" / "millrace-tiny"
@@ -146,3 +147,19 @@ def test_one_bad_row_leaves_the_others_alone(sampler):
     assert min(sampled.token_ids[1:]) >= 0
     refused = Sampler().sample(torch.zeros(1, VOCAB), [Sampler().row(good.spec)])
     assert "can't constrain" in refused.errors[0]
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        ("grammar", "start: start"),
+        ("json_schema", '{"$ref": "#"}'),
+        ("json_schema", '{"$defs": {"a": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}'),
+        ("regex", r"a[^\s\S]"),
+    ],
+)
+def test_a_grammar_that_no_text_fits_does_not_compile(kind, text):
+    grammars = Grammars(FOLDER, VOCAB, EOS)
+    with pytest.raises(GrammarError, match="no text fits it"):
+        grammars.prepare(Constraint(kind=kind, text=text)).result()
+    grammars.close()

@@ -28,6 +28,8 @@ _MOST_KEPT: Final = 256
 # Handing a mask to a thread and back takes about 50 us.
 _WORTH_A_THREAD_S: Final = 1e-4
 # The library ends a compilation or a step that needs more; a lexer state takes 1 to 2 kB.
+# The library's error where neither a token nor the end may follow.
+_NO_TEXT: Final = "NoExtensionBias"
 _LIMITS: Final = LLParserLimits(max_lexer_states=50_000, verbose_errors=False)
 
 
@@ -77,6 +79,15 @@ class Matcher:
             if self._found.is_error():
                 self.error = f"the grammar is too complex: {self._found.get_error()}"
         return mask
+
+
+def _check_first_token(found: LLMatcher) -> None:
+    """Raises GrammarError for a grammar that no answer can begin: one that contains itself."""
+    found.compute_bitmask()
+    if not found.is_error():
+        return
+    reason = found.get_error().partition("\n")[0]
+    raise GrammarError("no text fits it" if reason == _NO_TEXT else f"its first token: {reason}")
 
 
 @cache
@@ -135,6 +146,7 @@ class Grammars:
         )
         if compiled.is_error():
             raise GrammarError(compiled.get_error().strip())
+        _check_first_token(compiled.deep_copy())
         return compiled
 
     @cached_property
