@@ -68,6 +68,11 @@ class Progress:
         self.requests.append(request)
         self._open_requests += 1
 
+    @property
+    def ended(self) -> int:
+        """The number of requests that have ended without an error."""
+        return len(self.requests) - self._open_requests
+
     def done(self) -> None:
         """Counts one request that has ended without an error."""
         self._open_requests -= 1

@@ -12,6 +12,7 @@ import pytest
 
 from millrace.bench.gateway.stub_model import HIDDEN_SIZE, write_stub_model
 from millrace.core.errors import ModelError
+from millrace.proxy.http.endpoints import pooled
 from millrace.proxy.model_card import read_model_card
 from support.gateway import CONTEXT_TOKENS, MODEL, Script, gateway
 from support.live_stack import eventually
@@ -292,3 +293,44 @@ async def test_a_pooling_that_no_instance_computes_is_refused(tmp_path):
     async with gateway(tmp_path, "proxy.pooling=last") as stack:
         stack.fleet.script = Script(vectors=VECTORS)
         assert (await stack.client.embeddings.create(model=MODEL, input="hi")).data
+
+
+async def test_a_body_of_many_texts_sends_a_few_at_a_time(stack, monkeypatch):
+    monkeypatch.setattr(pooled, "MOST_OPEN", 4)
+    fleet, waiting, most = stack.fleet, [], 0
+
+    def keep(spec):
+        fleet.place(spec)
+        waiting.append(spec)
+
+    fleet.script = Script(vectors=VECTORS, on_submit=keep)
+    texts = [f"text {i}" for i in range(11)]
+    asked = asyncio.create_task(stack.client.embeddings.create(model=MODEL, input=texts))
+    for answered in range(len(texts)):
+        await eventually(lambda: len(waiting) == min(4, len(texts) - answered))  # noqa: B023
+        await stack.http.get("/health")  # more would be there by now
+        most = max(most, len(waiting))
+        spec = waiting.pop()  # in another order than they came
+        fleet.emit(spec.proxy.id, fleet.result(spec, fleet.script))
+    found = await asked
+    assert most == 4
+    assert [one.index for one in found.data] == list(range(len(texts)))
+    assert len(fleet.specs) == len(texts)
+
+
+@pytest.mark.parametrize("leaves", [True, False])
+async def test_the_texts_of_an_answer_that_has_ended_are_not_sent(stack, monkeypatch, leaves):
+    monkeypatch.setattr(pooled, "MOST_OPEN", 4)
+    fleet = stack.fleet
+    fleet.script = Script(on_submit=fleet.place)
+    asked = asyncio.create_task(stack.client.embeddings.create(model=MODEL, input=["a"] * 9))
+    await eventually(lambda: len(fleet.specs) == 4)
+    if leaves:
+        asked.cancel()
+        await fleet.cancelled.wait()
+    else:
+        fleet.end(fleet.specs[0], "error", "broken")
+        with pytest.raises(openai.InternalServerError):
+            await asked
+    await stack.idle()
+    assert len(fleet.specs) == 4

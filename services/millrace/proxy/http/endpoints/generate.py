@@ -143,10 +143,14 @@ class Entry:
 class Runs:
     """Submits requests to one model and sends their answers, for all endpoints that generate."""
 
-    def __init__(self, services: Services, model: ServedModel) -> None:
+    def __init__(
+        self, services: Services, model: ServedModel, *, most_open: int | None = None
+    ) -> None:
+        """`most_open`: so many requests of a reply are at the fleet at a time; None: all."""
         self._services = services
         self._model = model
         self._gateway = model.gateway
+        self._most_open = most_open
 
     async def check_constraint(self, options: Options) -> None:
         """Compiles the constraint, on a thread. Raises ApiError with the reason if it can't be."""
@@ -182,7 +186,13 @@ class Runs:
 
     async def submit(self, reply: GeneratingReply) -> None:
         """Raises ApiError (503, 429). After an error the caller calls `end`."""
-        for request in reply.progress.requests:
+        progress = reply.progress
+        for number, request in enumerate(progress.requests):
+            if self._most_open is not None:
+                while number - progress.ended >= self._most_open and not progress.finished:
+                    await progress.signal.wait()
+                if progress.finished:  # one has failed, or the client has left
+                    return
             await self._gateway.submit(request)
 
     async def send_stream(

@@ -12,6 +12,10 @@ from millrace.proxy.models.served_model import ServedModel
 from millrace.proxy.reply.builder import Arrival
 from millrace.proxy.reply.pooled import PooledReply
 
+#: Texts of one body that are at the fleet at a time. The scheduler's queue has room for 1,024
+#: requests unless it is set (`scheduler.max_queue_requests`), and a body has up to 2,048 texts.
+MOST_OPEN = 256
+
 
 class PooledEndpoint:
     """Answers bodies of one route of `POOLED_PATHS`, with a prefill-only request per text."""
@@ -27,9 +31,9 @@ class PooledEndpoint:
         body = await receive_body(scope, receive, self._services.config.proxy.max_body_bytes)
         arrival = self._entry.arrival(scope, at, unix_s)
         model = self._entry.model(body, scope, arrival.id_digits)
-        runs = Runs(self._services, model)
+        runs = Runs(self._services, model, most_open=MOST_OPEN)
         reply = await self._build(body, scope, arrival, model, runs)
-        model.gateway.admit(len(reply.progress.requests))
+        model.gateway.admit(min(len(reply.progress.requests), MOST_OPEN))
         client = Client(receive, send, reply.response_id)
         return await runs.send_whole(reply, client, arrival)
 
