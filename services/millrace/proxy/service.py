@@ -23,6 +23,7 @@ from millrace.proxy.background import Background
 from millrace.proxy.batches.opening import open_batches, open_files
 from millrace.proxy.fleet.gateway import Gateway
 from millrace.proxy.http.app import RenderMetrics, create_app
+from millrace.proxy.http.connection import Connection
 from millrace.proxy.http.endpoints.generate import Services
 from millrace.proxy.http.endpoints.objectives import Objectives
 from millrace.proxy.http.tenants import Tenants
@@ -157,7 +158,7 @@ class Proxy:
         app = create_app(self._services, render_metrics or self.render)
         http = uvicorn.Config(
             app,
-            http="httptools",
+            http=Connection,
             loop="none",
             ws="none",
             lifespan="off",

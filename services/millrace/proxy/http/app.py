@@ -69,6 +69,8 @@ from millrace.version import version
 log = logging.getLogger(__name__)
 
 Json = dict[str, Any]
+#: HEAD as well: load balancers and `curl -I` ask so.
+_READ = ["GET", "HEAD"]
 #: Renders the metrics of all workers for an Accept header: the exposition and its content type.
 RenderMetrics = Callable[[str], Awaitable[tuple[bytes, str]]]
 
@@ -278,13 +280,13 @@ def _add_requests(app: FastAPI, services: Services) -> None:
 def _add_models(app: FastAPI, services: Services) -> None:
     models = services.models
 
-    @app.get("/v1/models")
+    @app.api_route("/v1/models", methods=_READ)
     async def list_models(request: Request) -> Response:
         allowed = models.names_for(exchange_of(request.scope).caller)
         data = [_model_document(name, model) for name, model in allowed]
         return _json({"object": "list", "data": data})
 
-    @app.get("/v1/models/{name:path}")
+    @app.api_route("/v1/models/{name:path}", methods=_READ)
     async def show_model(request: Request, name: str) -> Response:
         try:
             found = models.find(name, exchange_of(request.scope).caller)
@@ -306,17 +308,17 @@ def _model_document(name: str, model: ServedModel) -> Json:
 
 
 def _add_probes(app: FastAPI, services: Services, render_metrics: RenderMetrics) -> None:
-    @app.get("/health")
+    @app.api_route("/health", methods=_READ)
     async def health() -> Response:
         return _json({"status": "ok"})
 
-    @app.get("/ready")
+    @app.api_route("/ready", methods=_READ)
     async def ready() -> Response:
         if services.models.ready:
             return _json({"status": "ready"})
         return _json({"status": "not ready"}, 503)
 
-    @app.get("/metrics")
+    @app.api_route("/metrics", methods=_READ)
     async def metrics(request: Request) -> Response:
         body, content_type = await render_metrics(request.headers.get("accept", ""))
         return Response(body, headers={"content-type": content_type})

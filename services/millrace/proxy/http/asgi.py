@@ -25,6 +25,10 @@ _LINGER_S = 5.0
 _LINGER_BYTES = 1 << 30
 
 
+#: The longest wait for the next bytes of a body.
+_SILENCE_S = 75.0
+
+
 class Disconnected(Exception):
     """The client left before its request was complete."""
 
@@ -66,7 +70,7 @@ async def _read_body(scope: Scope, receive: Receive, max_bytes: int) -> bytes:
     declared = header(scope, b"content-length")
     if declared is not None and declared.isdigit() and int(declared) > max_bytes:
         raise too_large(max_bytes)
-    message = await _next(receive)
+    message = await next_part(receive)
     body = message.get("body", b"")
     if not message.get("more_body"):
         if len(body) > max_bytes:
@@ -76,7 +80,7 @@ async def _read_body(scope: Scope, receive: Receive, max_bytes: int) -> bytes:
     while message.get("more_body"):
         if size > max_bytes:
             raise too_large(max_bytes)
-        message = await _next(receive)
+        message = await next_part(receive)
         parts.append(message.get("body", b""))
         size += len(parts[-1])
     if size > max_bytes:
@@ -84,8 +88,21 @@ async def _read_body(scope: Scope, receive: Receive, max_bytes: int) -> bytes:
     return b"".join(parts)
 
 
-async def _next(receive: Receive) -> Message:
-    message = await receive()
+async def next_part(receive: Receive) -> Message:
+    """Returns the next piece of a body.
+
+    Raises Disconnected when the client leaves, and ApiError (408) when it sends nothing for long.
+    """
+    try:
+        async with asyncio.timeout(_SILENCE_S):
+            message = await receive()
+    except TimeoutError:
+        raise ApiError(
+            408,
+            f"The request's body was not complete: no bytes came for {_SILENCE_S:g} s.",
+            code="timeout",
+            headers=[(b"connection", b"close")],
+        ) from None
     if message["type"] == "http.disconnect":
         raise Disconnected
     return message
@@ -151,7 +168,7 @@ async def _drain(receive: Receive) -> None:
         async with asyncio.timeout(_LINGER_S):
             size, more = 0, True
             while more and size < _LINGER_BYTES:
-                message = await _next(receive)
+                message = await next_part(receive)
                 size += len(message.get("body", b""))
                 more = bool(message.get("more_body"))
     except (TimeoutError, Disconnected):

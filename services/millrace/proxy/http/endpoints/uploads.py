@@ -8,7 +8,7 @@ from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
 
 from millrace.proxy.errors import ApiError, bad_field
-from millrace.proxy.http.asgi import Disconnected, Receive, Scope, header
+from millrace.proxy.http.asgi import Receive, Scope, header, next_part
 
 #: Bytes beside the file's: boundaries, headers and the other fields.
 _FORM_BYTES = 64 << 10
@@ -53,14 +53,12 @@ class Upload:
     async def receive(self, receive: Receive, write: Callable[[bytes], Awaitable[None]]) -> None:
         """Reads the whole body and hands the file's bytes to `write`.
 
-        Raises ApiError: 413 as soon as the file is too large, 400 for a malformed form. Raises
-        Disconnected when the client leaves.
+        Raises ApiError: 413 as soon as the file is too large, 400 for a malformed form, 408 when
+        the client sends nothing for long. Raises Disconnected when the client leaves.
         """
         more, read = True, 0
         while more:
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                raise Disconnected
+            message = await next_part(receive)
             read += len(message.get("body", b""))
             self._feed(message.get("body", b""))
             if read - self.size_bytes > _FORM_BYTES + self.size_bytes // 16:
