@@ -7,7 +7,7 @@ import io
 import pytest
 from rich.console import Console
 
-from millrace.tables import judged, table
+from millrace.tables import Output, judged, table
 
 
 def lines(template, rows, headings="a | b"):
@@ -30,3 +30,11 @@ def test_a_name_that_is_in_no_row_is_an_error():
 def test_shares_and_judgements():
     found = lines("{share:.0%} | {share:%.0f} {ratio}", [{"share": 0.5, "ratio": judged(2, True)}])
     assert "50% 50 2.00" in found
+
+
+def test_a_table_that_is_wider_than_the_terminal_keeps_every_digit():
+    console = Output(file=io.StringIO(), record=True, width=30)
+    headings = " | ".join(f"heading{i}" for i in range(6))
+    row = {"name": "first", "n": 123456}
+    console.print(table("", headings, "{name}" + " | {n:,}" * 5, [row], left=1))
+    assert console.export_text().count("123,456") == 5

@@ -8,6 +8,7 @@ from string import Formatter
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
+from rich.console import Console
 from rich.table import Table
 
 #: Units that a format may begin with: the factor from the value's unit.
@@ -15,6 +16,16 @@ _UNITS = {"us": 1e6, "ms": 1e3, "%": 1e2, "GB": 1e-9, "MiB": 2.0**-20}
 #: The most characters that a column keeps on one line in a narrow terminal.
 _MOST_MIN = 48
 _FORMAT = re.compile(r"(us|ms|%(?!$)|GB|MiB)?(.*)")
+
+
+class Output(Console):
+    """Standard output. A table that is wider than the terminal sticks out of it.
+
+    rich would cut its lines, and a number without its last digits looks like a number.
+    """
+
+    def print(self, *objects: Any, **options: Any) -> None:  # noqa: ANN401 - rich's options
+        super().print(*objects, **{"crop": False} | options)
 
 
 class _Template(Formatter):

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -32,3 +35,30 @@ def test_an_error_is_one_line_outside_of_a_command_too(capsys: pytest.CaptureFix
         raise MillraceError("store.url is 'x'")
     assert ended.value.code == 1
     assert capsys.readouterr().err == "millrace: store.url is 'x'\n"
+
+
+FULL = Path("/dev/full")
+
+
+@pytest.mark.skipif(not FULL.exists(), reason="needs /dev/full, which Linux has")
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("config",),
+        *(
+            ("sim", "run", "--mix", "qwen", "--rate", "5", "--requests", "3", *more)
+            for more in ((), ("--records", "/dev/full"))
+        ),
+    ],
+)
+def test_a_full_disk_is_one_line(arguments: tuple[str, ...]) -> None:
+    with FULL.open("w") as full:
+        ended = subprocess.run(
+            [sys.executable, "-m", "millrace.cli", *arguments],
+            stdout=subprocess.DEVNULL if "--records" in arguments else full,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
+    assert ended.returncode == 1
+    assert ended.stderr == "millrace: can't write the output: No space left on device\n"

@@ -13,7 +13,14 @@ from millrace.cli import on_this_machine, running
 from millrace.cli import options as of
 from millrace.cli.commands import keys, redis_acl
 from millrace.cli.help_text import show_help
-from millrace.cli.process import configure, leave_forks_alone, plain_errors, run_async, tell
+from millrace.cli.process import (
+    configure,
+    full_output,
+    leave_forks_alone,
+    plain_errors,
+    run_async,
+    tell,
+)
 from millrace.cli.workers import register
 from millrace.file_options import READ, WRITE
 
@@ -237,5 +244,5 @@ def main() -> None:
         importlib.import_module("millrace.cli.sim.command").register(sim)
     if "--help" in sys.argv[1:]:
         show_help(app, sys.argv[1 : sys.argv.index("--help")])
-    with plain_errors():
+    with full_output(), plain_errors():
         app()

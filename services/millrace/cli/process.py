@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import logging
 import os
@@ -16,6 +17,9 @@ from millrace.core.errors import PREFIX, MillraceError, reason_of
 
 if TYPE_CHECKING:
     from millrace.core.config import Config
+
+#: What a write says where nothing more fits.
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def configure(path: Path | None, settings: list[str], service: str) -> Config:
@@ -91,6 +95,30 @@ def plain_errors() -> Iterator[None]:
         raise SystemExit(1) from None
     except KeyboardInterrupt:
         raise SystemExit(130) from None
+
+
+@contextlib.contextmanager
+def full_output() -> Iterator[None]:
+    """Ends the process with one clear line if the disk of its output is full."""
+    try:
+        try:
+            yield
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:  # the reader has what it wanted
+        _drop_output()
+        raise SystemExit(1) from None
+    except OSError as error:
+        if error.errno not in _FULL:
+            raise
+        _drop_output()
+        print(f"{PREFIX}can't write the output: {reason_of(error)}", file=sys.stderr)
+        raise SystemExit(1) from None
+
+
+def _drop_output() -> None:
+    """Lets what standard output still holds go: Python would try to write it at the exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def tell(fd: int | None) -> Callable[[int], None]:

@@ -27,6 +27,7 @@ from millrace.profiler.groups.measure import MeasuredGroups, devices_of, measure
 from millrace.profiler.measure import Measured, measure
 from millrace.profiler.workload import Workload
 from millrace.profiles.cache import ProfileCache, keyed, require_writable, write_whole
+from millrace.tables import Output
 
 #: KV memory of a group's instances, in longest prompts, unless configured: room for the prompt, for
 #: a ring's buffers and for decode's tokens.
@@ -90,7 +91,7 @@ def run(options: ProfileOptions, config: EngineConfig) -> None:
         write_whole(options.out, keyed(key, profile))
     if options.report is not None:
         write_whole(options.report, json.dumps(_report(profile, measured, compared), indent=1))
-    console = Console()
+    console = Output()
     console.print(_table(profile, compared))
     console.print(
         f"{profile.name}: prompts up to {measured.longest} tokens, {measured.spent_s:.1f} s "

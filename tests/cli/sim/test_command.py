@@ -181,6 +181,14 @@ def test_objectives_of_a_class_can_be_given(tmp_path):
     assert classes["search"]["attainment"] > 0.5
 
 
+def test_compare_makes_the_folder_of_its_boards(tmp_path):
+    folder = tmp_path / "new" / "runs"
+    ran("compare", "fcfs", "lars", *MIX, "--board", folder)
+    assert sorted(path.name for path in folder.iterdir()) == ["a.jsonl", "b.jsonl"]
+    (tmp_path / "file").touch()
+    assert "--board" in refused("compare", "fcfs", "lars", *MIX, "--board", tmp_path / "file")
+
+
 def test_a_sweep_compares_every_combination(tmp_path):
     out, plot = tmp_path / "out.json", tmp_path / "plot.png"
     found = ran(

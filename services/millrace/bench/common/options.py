@@ -175,6 +175,8 @@ def measure(package: str, settings: object, json_path: Path | None, plot: Path |
     """Runs the benchmark of a package with its progress on stderr; shows and stores its report."""
     from rich.console import Console
 
+    from millrace.tables import Output
+
     run: Any = importlib.import_module(f"{package}.run").run
     report: Any = importlib.import_module(f"{package}.report")
     console = Console(stderr=True)
@@ -184,7 +186,7 @@ def measure(package: str, settings: object, json_path: Path | None, plot: Path |
     except MillraceError as error:
         console.print(f"{PREFIX}{error}", markup=False)
         raise typer.Exit(1) from None
-    report.print_tables(document, Console())
+    report.print_tables(document, Output())
     if json_path is not None:
         json_path.write_text(json_text.dumps(document, indent=2) + "\n")
     if plot is not None:

@@ -104,7 +104,6 @@ def command(  # noqa: PLR0913 - every option of the command line is a parameter
     settings = {name: value for name, value in locals().items() if name != "api_key"}
     import orjson
     import uvloop
-    from rich.console import Console
 
     from millrace.bench.common.load_test import ServeOptions
     from millrace.bench.common.plot import draw
@@ -113,8 +112,9 @@ def command(  # noqa: PLR0913 - every option of the command line is a parameter
     from millrace.core.errors import PREFIX, ConfigError, MillraceError
     from millrace.sim.workload.traces import read_trace
     from millrace.sim.workload.workload import SloClass, WorkloadOptions
+    from millrace.tables import Output
 
-    console = Console()
+    console = Output()
     try:
         classes = [SloClass.parse(text) for text in slo_class] or [SloClass(name="default")]
         rows = [] if trace is None else read_trace(trace)

@@ -6,12 +6,11 @@ from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 
-from rich.console import Console
 from rich.table import Table
 
 from millrace.cli.process import write_json
 from millrace.core.autoscale.load import FleetLoad
-from millrace.tables import table
+from millrace.tables import Output, table
 from millrace.wire.clients.scheduler_client import (
     InstanceView,
     get_instances,
@@ -33,7 +32,7 @@ async def show(address: str, json_path: Path | None) -> None:
     """Prints both tables. Raises MillraceError if no scheduler answers, and for a bad path."""
     instances, load = await get_instances(address), await get_load(address)
     in_force = await get_mechanisms(address)
-    console = Console()
+    console = Output()
     console.print(_instances(instances))
     console.print(_pools(load))
     for one in in_force:

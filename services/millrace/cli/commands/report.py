@@ -11,7 +11,6 @@ from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from rich.console import Console
 from rich.table import Table
 
 from millrace.cli.process import write_json
@@ -25,7 +24,7 @@ from millrace.sim.reports.report import GroupRow, RunReport, Slot
 from millrace.sim.reports.stored import report_of_outcomes
 from millrace.state.open import open_outcomes
 from millrace.state.outcomes import RedisOutcomes
-from millrace.tables import table
+from millrace.tables import Output, table
 
 _HEADINGS = "{} | requests | refused | failed | TTFT in time | all met | TTFT p50 ms | p99 ms"
 _CELLS = (
@@ -121,7 +120,7 @@ def show(
     if json_path is not None:
         write_json(json_path, found.to_json())
     if page is None:
-        console = Console()
+        console = Output()
         for part in parts(found, _lines(found.worst, source.hint)):
             console.print(part, markup=False, highlight=False, soft_wrap=isinstance(part, str))
         return

@@ -6,7 +6,6 @@ from dataclasses import asdict
 from pathlib import Path
 
 import typer
-from rich.console import Console
 
 from millrace.cli.doctor.findings import FAILURE, Finding, show
 from millrace.cli.doctor.fleet import fleet
@@ -14,6 +13,7 @@ from millrace.cli.doctor.machine import machine
 from millrace.cli.doctor.store import store
 from millrace.cli.process import write_json
 from millrace.core.config import Config
+from millrace.tables import Output
 
 
 async def examined(config: Config, scheduler: str) -> list[Finding]:
@@ -27,7 +27,7 @@ async def examined(config: Config, scheduler: str) -> list[Finding]:
 async def run(config: Config, scheduler: str, json_path: Path | None) -> None:
     """Prints all findings. Raises typer.Exit with status 1 if a check has failed."""
     found = await examined(config, scheduler)
-    show(found, Console())
+    show(found, Output())
     if json_path is not None:
         write_json(json_path, {"findings": [asdict(one) for one in found]})
     if any(one.level == FAILURE for one in found):

@@ -124,6 +124,6 @@ def paper(
     ] = None,
 ) -> None:
 
-    from rich.console import Console
+    from millrace.tables import Output
 
-    load_experiment(name, trace=trace, resume=resume).run(Console(), json, plot, quick)
+    load_experiment(name, trace=trace, resume=resume).run(Output(), json, plot, quick)

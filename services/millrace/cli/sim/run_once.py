@@ -9,8 +9,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from millrace.cli.sim.asked import bar, document
 from millrace.cli.sim.options import AXES, build_systems, parse_range
 from millrace.cli.sim.tables import print_report
@@ -21,6 +19,7 @@ from millrace.sim.results.plots import draw_board, draw_run
 from millrace.sim.results.report import RequestRecord, write_json
 from millrace.sim.results.timeline import Timeline
 from millrace.sim.scenario import Scenario, Watch, simulate
+from millrace.tables import Output
 
 
 def run_once(given: dict[str, Any]) -> None:
@@ -29,7 +28,7 @@ def run_once(given: dict[str, Any]) -> None:
     json, plot = given["json"], given["plot"]
     found = build_systems(given, {name: [given[name]] for name in AXES})
     scenario = next(iter(found.values()))
-    console = Console()
+    console = Output()
     with ExitStack() as stack:
         watch = Watch(
             sink=None if records is None else stack.enter_context(_record_sink(records)),

@@ -13,11 +13,11 @@ from millrace.cli.sim.asked import bar, document
 from millrace.cli.sim.options import AXES, build_systems
 from millrace.cli.sim.run_once import board_file
 from millrace.core.config import SchedulerConfig
-from millrace.core.errors import ConfigError
+from millrace.core.errors import ConfigError, reason_of
 from millrace.sim.results.report import write_json
 from millrace.sim.scenario import Scenario
 from millrace.sim.studies.compare import Comparison, compare
-from millrace.tables import table
+from millrace.tables import Output, table
 
 #: Requests in the table of the largest differences.
 MOST_SHOWN = 10
@@ -26,9 +26,11 @@ MOST_SHOWN = 10
 def run_compare(given: dict[str, Any]) -> None:
     """Runs both systems of `given`, the command's options; prints and writes the result."""
     a, b = (_system(given, text) for text in (given["a"], given["b"]))
-    console = Console()
+    console = Output()
+    folder: Path | None = given["board"]
+    if folder is not None:
+        _make(folder)
     with ExitStack() as stack:
-        folder: Path | None = given["board"]
         boards = tuple(
             None if folder is None else stack.enter_context(board_file(folder / name, one)).write
             for name, one in (("a.jsonl", a), ("b.jsonl", b))
@@ -38,6 +40,14 @@ def run_compare(given: dict[str, Any]) -> None:
     print_comparison(found, (given["a"], given["b"]), console)
     if given["json"] is not None:
         write_json(given["json"], document("compare", given, a) | {"results": asdict(found)})
+
+
+def _make(folder: Path) -> None:
+    """Makes the folder of --board, unless it is there. Raises ConfigError."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--board {folder}: {reason_of(error)}") from error
 
 
 def _system(given: dict[str, Any], text: str) -> Scenario:

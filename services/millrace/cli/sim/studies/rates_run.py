@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from rich.console import Console
-
 from millrace.cli.sim.asked import document, progress
 from millrace.cli.sim.options import AXES, build_systems, parse_numbers
 from millrace.cli.sim.tables import print_rates
@@ -14,6 +12,7 @@ from millrace.core.cost.rates import format_rates
 from millrace.sim.results.report import write_json
 from millrace.sim.studies.rate_profile import profile_rates, table_of
 from millrace.sim.workload.mixes import LONG_FRACTION
+from millrace.tables import Output
 
 
 def run_rates(given: dict[str, Any]) -> None:
@@ -28,7 +27,7 @@ def run_rates(given: dict[str, Any]) -> None:
     values = (["fcfs"], [given["planner"]], ["none"], [0])
     found = build_systems(given | absent, dict(zip(AXES, values, strict=True)))
     scenario = next(iter(found.values()))
-    console = Console()
+    console = Output()
     with progress(console) as shown:
         bar = shown.add_task("runs", total=len(tried_rps) * len(tried), note="")
 

@@ -17,6 +17,7 @@ from millrace.sim.results.plots import Panel, draw_panels
 from millrace.sim.results.report import write_json
 from millrace.sim.scenario import Scenario
 from millrace.sim.studies.sweep import Axis, SweepOptions, SystemResult, sweep
+from millrace.tables import Output
 
 
 def run_sweep(given: dict[str, Any]) -> None:
@@ -25,7 +26,7 @@ def run_sweep(given: dict[str, Any]) -> None:
     compared = build_systems(given, {name: given[name] for name in AXES})
     first = next(iter(compared.values()))
     options = _sweep_options(given, first)
-    console = Console()
+    console = Output()
     with _runs_bar(console) as advance:
         found = sweep(compared, options, advance)
     print_sweep(found, options, console)
