@@ -422,7 +422,7 @@ def test_a_scheduler_starts_again_for_weights_and_names_and_not_for_keys_or_obje
         ({"settings": {"auth.require_key": "on"}}, "spec.gateway.keys.required sets it"),
         (
             {"tenants": [{"name": "a", "keySha256": ["0" * 64], "sloClasses": ["x"]}]},
-            "spec.tenants.a.slo_classes has 'x'; there are default",
+            "spec.tenants.a.slo_classes has 'x'; there are batch, default",
         ),
         (
             {"tenants": [{"name": n, "keySha256": ["0" * 64]} for n in "ab"]},

@@ -125,3 +125,16 @@ async def test_metrics_name_tenants_and_never_keys(stack):
     assert total(text, refused, tenant="default", reason="unknown_key") == 1
     assert total(text, refused, tenant="default", reason="no_key") == 1
     assert total(text, refused, tenant="narrow", reason="model_not_allowed") == 1
+
+
+async def test_the_class_of_batches_is_allowed_by_name_without_a_table(tmp_path):
+    tables = "[slo_classes.chat]\nttft_s = 5\n" + tenant_toml(
+        "acme", "sk-acme", slo_classes=["chat", "batch"]
+    )
+    config = config_with(tmp_path / "settings", tables)
+    async with gateway(tmp_path / "model", config=config) as stack:
+        for asked, status in ((None, 200), ("batch", 200), ("default", 403)):
+            headers = bearer("sk-acme") | ({"x-millrace-class": asked} if asked else {})
+            sent = await stack.http.post("/v1/chat/completions", json=BODY, headers=headers)
+            assert sent.status_code == status, sent.text
+        assert [spec.slo.class_name for spec in stack.fleet.specs] == ["chat", "batch"]

@@ -94,7 +94,11 @@ async def test_a_tenant_of_the_store_is_in_use_at_once_here_and_soon_at_the_othe
     [
         ("acme", {"key_sha256": ["sk-1"]}, "tenants.acme.key_sha256 is no SHA-256 digest"),
         ("acme", {"key_sha256": [digest("sk-0")]}, "a key must belong to one tenant"),
-        ("acme", {"slo_classes": ["x"]}, "tenants.acme.slo_classes has 'x'; there are default"),
+        (
+            "acme",
+            {"slo_classes": ["x"]},
+            "tenants.acme.slo_classes has 'x'; there are batch, default",
+        ),
         ("acme", {"weight": 2}, "weight"),
         ("acme", {"requests_per_minute": -1}, "requests_per_minute"),
         ("acme", {"keys": [{"sha256": "x"}]}, "tenants.acme.keys[0].sha256 is no SHA-256"),

@@ -11,6 +11,7 @@ from typing import Any
 from millrace.core.errors import ConfigError
 from millrace.core.limits.rules import MOST_PER_DAY, MOST_PER_MINUTE, Limits
 from millrace.core.weights import (
+    BATCH_CLASS,
     DEFAULT_CLASS,
     DEFAULT_TENANT,
     Weights,
@@ -132,7 +133,7 @@ def check_tenants(tenants: Mapping[str, TenantConfig], classes: Collection[str])
     """Raises ConfigError if a tenant names a class that is not among `classes`, or if one of its
     keys allows what the tenant does not.
     """
-    known = (DEFAULT_CLASS, *classes)
+    known = (DEFAULT_CLASS, BATCH_CLASS, *classes)
     for name, tenant in tenants.items():
         path, access = f"tenants.{name}", tenant.access
         _check_names(f"{path}.slo_classes", access.slo_classes, known)
