@@ -10,7 +10,10 @@ from datetime import UTC, datetime
 from millrace.core.config import TelemetryConfig
 
 #: Attributes of every LogRecord; all others came by `extra=`.
-_STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
+_STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {
+    *("message", "asctime", "taskName"),
+    "color_message",  # uvicorn's, with codes of a terminal
+}
 
 
 class _JsonLines(logging.Formatter):
