@@ -18,7 +18,8 @@ setup_logging(TelemetryConfig(log_level="info", log_format=sys.argv[1]), "first"
 setup_logging(TelemetryConfig(log_level="info", log_format=sys.argv[1]), "decode-0")
 log = logging.getLogger("millrace.decode")
 log.debug("unseen")
-log.info("joined %s", "a\\nb", extra={"request_id": "r1", "tokens": 3, "color_message": "\\x1b[36m"})
+extra = {"request_id": "r1", "tokens": 3, "color_message": "\\x1b[36m"}
+log.info("joined %s", "a\\nb", extra=extra)
 warnings.warn("old", stacklevel=1)
 try:
     1 / 0

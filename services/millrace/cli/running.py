@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -9,6 +10,7 @@ import typer
 
 from millrace.cli import options as of
 from millrace.cli.process import configure, plain_errors, run_async
+from millrace.core.errors import MillraceError
 from millrace.file_options import READ, WRITE
 
 
@@ -102,6 +104,8 @@ def top(
 
     configure(config, settings, "top")
     with plain_errors():
+        if not (sys.stdin.isatty() and sys.stdout.isatty()):
+            raise MillraceError("top draws on a terminal; `millrace fleet` prints the state once")
         Top(lambda: watch_board(scheduler)).run()
 
 

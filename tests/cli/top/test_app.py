@@ -11,6 +11,7 @@ from millrace.cli.top.app import Top
 from millrace.core.board import events as board
 from millrace.core.request import Chunk
 from millrace.wire.clients.scheduler_client import SchedulerUnavailable, watch_board
+from support import command
 from support.deadlines import HANG_S
 from support.scheduler_peers import scheduler, spec
 
@@ -157,3 +158,9 @@ async def test_it_follows_a_real_scheduler():
             assert [row[0] for row in table(app, "instances")] == ["p0", "d0"]
             assert table(app, "requests")[0][0] == "r"
             await pilot.press("q")
+
+
+async def test_without_a_terminal_it_says_so_and_ends():
+    status, output = await command.millrace("top")
+    assert status == 1
+    assert output == ("millrace: top draws on a terminal; `millrace fleet` prints the state once\n")
