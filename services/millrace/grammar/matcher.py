@@ -27,9 +27,9 @@ Mask = npt.NDArray[np.uint32]
 _MOST_KEPT: Final = 256
 # Handing a mask to a thread and back takes about 50 us.
 _WORTH_A_THREAD_S: Final = 1e-4
-# The library ends a compilation or a step that needs more; a lexer state takes 1 to 2 kB.
 # The library's error where neither a token nor the end may follow.
 _NO_TEXT: Final = "NoExtensionBias"
+# The library ends a compilation or a step that needs more; a lexer state takes 1 to 2 kB.
 _LIMITS: Final = LLParserLimits(max_lexer_states=50_000, verbose_errors=False)
 
 

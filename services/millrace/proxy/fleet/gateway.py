@@ -388,7 +388,7 @@ class Gateway:
             self._fail(request, unavailable(_NO_SCHEDULER), cancel=False)
         elif request.stage is Stage.SUBMITTED and waited > limit:
             error = unavailable(f"The scheduler did not answer within {limit:g} s.")
-            if request.moves:  # its client may have tokens
+            if request.has_begun or request.adoption is not None:  # its client has a 200
                 self._migration.move(request, error, "lost")
             else:
                 self._fail(request, error, cancel=True)
