@@ -12,11 +12,15 @@ import sys
 import tempfile
 import zlib
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import HealthCheck, settings
 
 from support.late_loop import DRAW, LateLoops
+
+if TYPE_CHECKING:
+    from support.redis_cluster import ClusterServers
 
 # Tiny models gain nothing from a second thread, and on a busy machine they wait for it.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -60,6 +64,16 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_report_header(config: pytest.Config) -> str:
     return f"seed: {config.option.seed}"
+
+
+@pytest.fixture(scope="session")
+def cluster() -> Iterator["ClusterServers"]:
+    """A Redis Cluster with the users of the services, for tests that leave every server alive."""
+    from support.redis_cluster import SHARED_PORT, redis_cluster
+
+    with redis_cluster(SHARED_PORT) as servers:
+        servers.add_users()
+        yield servers
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -146,11 +146,15 @@ def test_an_external_redis_is_reached_by_its_port() -> None:
         ({"url": "redis+sentinel://u:p:1@a,b:26380,a/llm/0?db=1"}, {26379, 26380, 6379}),
         ({"url": "rediss+sentinel://[::1]:7/llm"}, {7, 6379}),
         ({"url": "redis+sentinel://a/llm", "ports": [26379, 6390]}, {26379, 6390}),
+        ({"url": "redis+cluster://u:p:1@a,b:6380,a"}, {6379, 6380}),
+        ({"url": "rediss+cluster://[::1]:7/0?db=0"}, {7}),
         ({"existingSecret": "mine"}, {6379}),
         ({"existingSecret": "mine", "ports": [26379, 6379]}, {26379, 6379}),
     ],
 )
-def test_sentinels_and_their_servers_are_reached(external: Object, ports: set[int]) -> None:
+def test_sentinels_clusters_and_their_servers_are_reached(
+    external: Object, ports: set[int]
+) -> None:
     given = {**values_of("minimal"), "redis": {"enabled": False}, "externalRedis": external}
     scheduler = Pod("scheduler", "llm", naming.labels("millrace", "scheduler"))
     found = policies(objects(given))

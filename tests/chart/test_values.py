@@ -85,7 +85,7 @@ def test_values_yaml_shows_every_value() -> None:
         ({"redis": {"enabled": False}}, "give externalRedis.url or externalRedis.existingSecret"),
         ({"externalRedis": {"url": "redis://r:6379"}}, "redis.enabled is true"),
         ({"externalRedis": {"url": "http://r"}}, "/externalRedis/url"),
-        ({"externalRedis": {"url": "redis+cluster://r"}}, "/externalRedis/url"),
+        ({"externalRedis": {"url": "redis+server://r"}}, "/externalRedis/url"),
         ({"externalRedis": {"ports": [70000]}}, "/externalRedis/ports"),
         (
             {"tls": {"existingSecret": "t", "certManager": {"enabled": True}}},

@@ -1,4 +1,4 @@
-"""What every DocumentStore does, in memory and on a real redis-server."""
+"""What every DocumentStore does, in memory, on a real redis-server and on a cluster."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from redis.asyncio import Redis
 from millrace.core.config import StoreConfig
 from millrace.state.documents import Change, Document, DocumentStore, MemoryDocuments
 from millrace.state.open import open_documents
-from support.stores import private_redis
+from support.stores import chosen_redis, private_redis
 
 
-@pytest.fixture(params=["memory", "redis"])
+@pytest.fixture(params=["memory", "redis", "cluster"])
 async def store(request: pytest.FixtureRequest) -> AsyncIterator[DocumentStore]:
     if request.param == "memory":
         opened = open_documents(StoreConfig())
         yield opened
         await opened.close()
         return
-    async with private_redis("proxy") as url:
+    async with chosen_redis(request, "proxy") as url:
         opened = open_documents(StoreConfig(url=url))
         yield opened
         await opened.close()

@@ -1,4 +1,4 @@
-"""What every LeaseStore does, in memory and on a real redis-server, by the same clock."""
+"""What every LeaseStore does by the same clock: in memory, on a real redis-server, on a cluster."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from millrace.state.leases import LeaseStore, MemoryLeases
 from millrace.state.open import open_leases
 from millrace.state.redis.leases import RedisLeases
 from millrace.state.store import StoreError
-from support.stores import private_redis
+from support.stores import chosen_redis
 
 
 class Clock:
@@ -27,12 +27,12 @@ def clock() -> Clock:
     return Clock()
 
 
-@pytest.fixture(params=["memory", "redis"])
+@pytest.fixture(params=["memory", "redis", "cluster"])
 async def store(request: pytest.FixtureRequest, clock: Clock) -> AsyncIterator[LeaseStore]:
     if request.param == "memory":
         yield MemoryLeases(clock=clock)
         return
-    async with private_redis("scheduler") as url:
+    async with chosen_redis(request, "scheduler") as url:
         leases = RedisLeases(StoreConfig(url=url), clock=clock)
         yield leases
         await leases.close()

@@ -1,4 +1,4 @@
-"""What every LimitStore does, in memory and on a real redis-server, by the same clock."""
+"""What every LimitStore does by the same clock: in memory, on a real redis-server, on a cluster."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from millrace.state.limits import AccountCharge, LimitStore, MemoryLimits, Verdi
 from millrace.state.open import open_limits
 from millrace.state.redis.limits import RedisLimits
 from millrace.state.store import StoreError
-from support.stores import private_redis
+from support.stores import chosen_redis, private_redis
 
 NOON_S = 20_000 * DAY_MS / 1000 + 43_200
 LEASE_MS = 30_000
@@ -36,19 +36,18 @@ def clock() -> Clock:
 
 
 @asynccontextmanager
-async def opened(kind: str, clock: Clock) -> AsyncIterator[LimitStore]:
-    if kind == "memory":
+async def opened(url: str, clock: Clock) -> AsyncIterator[LimitStore]:
+    store = RedisLimits(StoreConfig(url=url), clock=clock)
+    yield store
+    await store.close()
+
+
+@pytest.fixture(params=["memory", "redis", "cluster"])
+async def store(request: pytest.FixtureRequest, clock: Clock) -> AsyncIterator[LimitStore]:
+    if request.param == "memory":
         yield MemoryLimits(clock=clock)
         return
-    async with private_redis("proxy") as url:
-        store = RedisLimits(StoreConfig(url=url), clock=clock)
-        yield store
-        await store.close()
-
-
-@pytest.fixture(params=["memory", "redis"])
-async def store(request: pytest.FixtureRequest, clock: Clock) -> AsyncIterator[LimitStore]:
-    async with opened(request.param, clock) as found:
+    async with chosen_redis(request, "proxy") as url, opened(url, clock) as found:
         yield found
 
 
@@ -174,7 +173,8 @@ async def test_fifty_at_once_get_exactly_what_there_is(store):
 @pytest.mark.parametrize("seed", range(3))
 async def test_both_stores_agree_on_every_step(seed, clock):
     rng = random.Random(seed)
-    async with opened("memory", clock) as one, opened("redis", clock) as other:
+    one = MemoryLimits(clock=clock)
+    async with private_redis("proxy") as url, opened(url, clock) as other:
         live: dict[str, Sequence[AccountCharge]] = {}
         for step in range(400):
             clock.now_s += rng.choice((0, 0, 0.001, 0.5, 3, 40))
@@ -211,7 +211,7 @@ async def test_large_limits_stay_exact(clock):
         concurrency=0,
         charges=[Charge(meter="tokens_per_minute", limit=10**10, amount=1)],
     )
-    async with opened("redis", clock) as store:
+    async with private_redis("proxy") as url, opened(url, clock) as store:
         assert (await admit(store, "a", wanted)).admitted
         assert (await admit(store, "b", one)).levels[0].left == 0
         assert not (await admit(store, "c", one)).admitted

@@ -1,4 +1,4 @@
-"""What every RecordStore does, in memory and on a real redis-server."""
+"""What every RecordStore does, in memory, on a real redis-server and on a cluster."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import pytest
 from millrace.core.config import StoreConfig
 from millrace.state.open import open_deadlines, open_records
 from millrace.state.records import Deadlines, MemoryRecords, Record, RecordStore
-from support.stores import private_redis
+from support.stores import chosen_redis
 
 
-@pytest.fixture(params=["memory", "redis"])
+@pytest.fixture(params=["memory", "redis", "cluster"])
 async def config(request: pytest.FixtureRequest) -> AsyncIterator[StoreConfig]:
     if request.param == "memory":
         yield StoreConfig()
         return
-    async with private_redis("proxy") as url:
+    async with chosen_redis(request, "proxy") as url:
         yield StoreConfig(url=url)
 
 

@@ -1,4 +1,4 @@
-"""What every RequestStore does, in memory and on a real redis-server."""
+"""What every RequestStore does, in memory, on a real redis-server and on a cluster."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from millrace.state.store import (
     StoreError,
 )
 from support.deadlines import HANG_S
-from support.stores import private_redis
+from support.stores import chosen_redis
 
 IDS = np.array([0, 1, 2**31 - 1, 7, 128_000], dtype=np.int32)
 
 Opener = Callable[..., RequestStore]
 
 
-@pytest.fixture(params=["memory", "redis"])
+@pytest.fixture(params=["memory", "redis", "cluster"])
 async def opener(request: pytest.FixtureRequest) -> AsyncIterator[Opener]:
     """Opens stores of one kind with the settings given; all of Redis' on the same server."""
     async with AsyncExitStack() as stack:
         url = "memory://"
-        if request.param == "redis":
-            url = await stack.enter_async_context(private_redis("proxy"))
+        if request.param != "memory":
+            url = await stack.enter_async_context(chosen_redis(request, "proxy"))
 
         def open_one(**settings: float | str) -> RequestStore:
             store = open_store(StoreConfig(url=url, **settings))

@@ -1,4 +1,4 @@
-"""What every StreamStore does, in memory and on a real redis-server."""
+"""What every StreamStore does, in memory, on a real redis-server and on a cluster."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from millrace.state.streams import (
     new_fence,
     owner_number,
 )
-from support.stores import private_redis
+from support.stores import chosen_redis
 
 LONG = Lease(held_s=60.0, wanted_s=60.0)
 OVER = Lease(held_s=0.0, wanted_s=60.0)
 
 
-@pytest.fixture(params=["memory", "redis"])
+@pytest.fixture(params=["memory", "redis", "cluster"])
 async def store(request: pytest.FixtureRequest) -> AsyncIterator[StreamStore]:
     if request.param == "memory":
         opened = open_streams(StoreConfig())
         yield opened
         await opened.close()
         return
-    async with private_redis("proxy") as url:
+    async with chosen_redis(request, "proxy") as url:
         opened = open_streams(StoreConfig(url=url))
         yield opened
         await opened.close()

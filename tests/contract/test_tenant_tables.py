@@ -1,4 +1,4 @@
-"""What every TenantTables does, in memory and on a real redis-server."""
+"""What every TenantTables does, in memory, on a real redis-server and on a cluster."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from millrace.core.config import StoreConfig
 from millrace.state.open import open_tenant_tables
 from millrace.state.store import StoreError
 from millrace.state.tenant_tables import TenantTables
-from support.stores import private_redis
+from support.stores import chosen_redis
 
 
-@pytest.fixture(params=["memory", "redis"])
+@pytest.fixture(params=["memory", "redis", "cluster"])
 async def tables(request: pytest.FixtureRequest) -> AsyncIterator[TenantTables]:
     if request.param == "memory":
         opened = open_tenant_tables(StoreConfig())
         yield opened
         await opened.close()
         return
-    async with private_redis("proxy") as url:
+    async with chosen_redis(request, "proxy") as url:
         opened = open_tenant_tables(StoreConfig(url=url))
         yield opened
         await opened.close()

@@ -18,6 +18,7 @@ from millrace.event_lines import event_lines
 from millrace.local.options import StackOptions
 from millrace.local.processes.service import StartupError
 from millrace.local.stack import Stack
+from millrace.state.leader import lease_name
 from millrace.wire.clients.scheduler_client import get_instances
 from support.deadlines import HANG_S
 from support.live_stack import (
@@ -29,6 +30,7 @@ from support.live_stack import (
     live_stack,
     store_url,
 )
+from support.redis_cluster import OWN_PORT, redis_cluster
 from support.redis_servers import watched
 from support.served_model import served_folder
 from support.tiny_models import oracle, prompt
@@ -324,3 +326,30 @@ async def test_a_failover_of_the_store_costs_no_answer() -> None:
         assert await answer == undisturbed
         assert await greedy_ids(client, prompt(50), 8) == oracle(MODEL).greedy(prompt(50), 8)
         assert [key async for key in servers.replica.scan_iter("millrace:lease:*")]
+
+
+@pytest.mark.slow
+async def test_a_failover_in_a_cluster_costs_no_answer() -> None:
+    with redis_cluster(OWN_PORT, replica=True) as servers:
+        async with (
+            live_stack(served_folder(MODEL), settings=FAST, redis_url=servers.url) as stack,
+            httpx.AsyncClient(base_url=stack.url, timeout=2 * HANG_S) as client,
+        ):
+            undisturbed = await greedy_ids(client, [9], TOKENS)
+            body = {"model": "tiny", "input": "Once", "max_output_tokens": 16}
+            stored = await client.post("/v1/responses", json=body)
+            assert stored.status_code == 200, stored.text
+            found = await client.get(f"/v1/responses/{stored.json()['id']}")
+            assert found.status_code == 200, found.text
+            begun = asyncio.Event()
+            answer = asyncio.create_task(streamed_ids(client, [9], TOKENS, begun))
+            async with held(stack, begun.is_set):
+                lease = f"millrace:lease:{lease_name(stack.group_of(0))}".encode()
+                await asyncio.to_thread(servers.follow, servers.owner(lease))
+                servers.replicated()
+                servers.kill_primary()
+            await asyncio.to_thread(servers.promoted)
+            await eventually(lambda: is_answered(client))
+            assert await answer == undisturbed
+            assert await greedy_ids(client, prompt(50), 8) == oracle(MODEL).greedy(prompt(50), 8)
+            assert servers.replica is not None and servers.replica.client.exists(lease)

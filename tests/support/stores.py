@@ -1,4 +1,4 @@
-"""A real redis-server for a test, and stores on it."""
+"""Real redis-servers for a test, and the users of the services."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import pytest
 from redis.asyncio import Redis
 
 from millrace.core.config import StoreConfig
@@ -33,6 +34,20 @@ async def private_redis(service: str = "") -> AsyncIterator[str]:
             yield as_service(url, service) if service else url
         finally:
             await server.stop()
+
+
+@asynccontextmanager
+async def chosen_redis(request: pytest.FixtureRequest, service: str) -> AsyncIterator[str]:
+    """Yields the URL of an empty store with the service's user: of one server, or of a cluster if
+    the fixture's parameter is "cluster".
+    """
+    if request.param == "cluster":
+        servers = request.getfixturevalue("cluster")
+        servers.empty()
+        yield as_service(servers.url, service)
+        return
+    async with private_redis(service) as url:
+        yield url
 
 
 async def add_users(client: Redis) -> None:

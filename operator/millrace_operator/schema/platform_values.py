@@ -133,7 +133,9 @@ class Redis(Placement):
 class ExternalRedis(Partial):
     """An existing Redis server."""
 
-    url: str = doc("URL of the server.", max_length=2048, pattern="^(rediss?([+]sentinel)?://.+)?$")
+    url: str = doc(
+        "URL of the server.", max_length=2048, pattern="^(rediss?([+](sentinel|cluster))?://.+)?$"
+    )
     existing_secret: Text = doc("Secret with the key url.")
     per_service_users: bool = doc("Whether the secret has a URL for each service.")
     ports: Ports = doc("Ports of the servers and Sentinels; empty: those of the URL.")

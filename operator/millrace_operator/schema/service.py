@@ -212,7 +212,7 @@ class Scheduling(Record):
 
 
 class StoreUrl(SecretRef):
-    """URL of the server: redis://, rediss://, redis+sentinel:// or rediss+sentinel://."""
+    """URL of the server: redis://, redis+sentinel:// or redis+cluster://; rediss with TLS."""
 
     key: SecretKey = "url"
     per_service: bool = doc(

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Sequence
 from typing import Final
 
+from redis.asyncio import Redis
+
 from millrace.core.config import StoreConfig
 from millrace.state.leader import lease_name
 from millrace.state.redis.keys import key_of
@@ -65,12 +67,12 @@ class RedisOutcomes:
         lease, end = key_of(self._prefix, lease_name("")), b":outcomes"
         found: set[str] = set()
 
-        async def scan() -> None:
-            async for key in self._link.client.scan_iter(match=lease + b"*" + end, count=1000):
+        async def scan(client: Redis) -> None:
+            async for key in client.scan_iter(match=lease + b"*" + end, count=1000):
                 name = as_bytes(key).removeprefix(lease).removesuffix(end)
                 found.add(name.removeprefix(b":").decode())
 
-        await self._link.again(scan)
+        await self._link.each(scan)
         return sorted(found)
 
     async def close(self) -> None:
@@ -91,4 +93,4 @@ class RedisOutcomes:
 
     async def _page(self, key: bytes, start: int) -> Sequence[bytes | str]:
         end = start + PAGE - 1
-        return await self._link.again(lambda: self._link.client.lrange(key, start, end))
+        return await self._link.again(key, lambda client: client.lrange(key, start, end))

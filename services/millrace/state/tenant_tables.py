@@ -56,16 +56,17 @@ class RedisTenantTables:
         self._key = key_of(config.key_prefix, "tenants")
 
     async def all(self) -> dict[str, bytes]:
-        client = self._link.client
-        found = await self._link.again(lambda: client.hgetall(self._key), LARGE_ANSWER_S)
+        found = await self._link.again(
+            self._key, lambda client: client.hgetall(self._key), LARGE_ANSWER_S
+        )
         return {as_bytes(name).decode(): as_bytes(table) for name, table in found.items()}
 
     async def put(self, name: str, table: bytes) -> None:
-        await self._link.again(lambda: self._link.client.hset(self._key, name, table))
+        await self._link.again(self._key, lambda client: client.hset(self._key, name, table))
 
     async def delete(self, name: str) -> bool:
         # Once: a second attempt could not tell whether there was a table.
-        return bool(await self._link.once(lambda: self._link.client.hdel(self._key, name)))
+        return bool(await self._link.once(self._key, lambda client: client.hdel(self._key, name)))
 
     async def close(self) -> None:
         await self._link.close()

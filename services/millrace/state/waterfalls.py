@@ -13,10 +13,10 @@ from millrace.state.redis.keys import key_of
 from millrace.state.redis.link import RedisLink, as_bytes
 from millrace.state.redis.scripts import Script, ScriptCall
 
-# ARGV: ms to live, by key a waterfall.
+# ARGV: ms to live, the waterfall.
 _PUT = Script("""
-for i = 1, #KEYS do redis.call('SET', KEYS[i], ARGV[i + 1], 'PX', ARGV[1]) end
-return #KEYS
+redis.call('SET', KEYS[1], ARGV[2], 'PX', ARGV[1])
+return 1
 """)
 
 
@@ -34,25 +34,30 @@ class RedisWaterfalls:
         self._ttl_ms = round(ttl_s * 1000)
 
     async def put(self, waterfalls: Mapping[str, bytes]) -> None:
-        """Writes waterfalls by response id, in one round trip."""
+        """Writes waterfalls by response id, in one round trip to each server."""
         if not waterfalls or not self._ttl_ms:
             return
-        keys = [self._key(name) for name in waterfalls]
-        await self._link.run(ScriptCall(_PUT, keys, (self._ttl_ms, *waterfalls.values())))
+        calls = [
+            ScriptCall(_PUT, [self._key(name)], (self._ttl_ms, waterfall))
+            for name, waterfall in waterfalls.items()
+        ]
+        await self._link.run_all(calls)
 
     async def find(self, response_ids: Sequence[str]) -> list[bytes | None]:
-        """Returns the waterfall of each response, in one round trip; None: there is none."""
+        """Returns the waterfall of each response, in one round trip to each server; None: there is
+        none.
+        """
         if not response_ids:
             return []
         keys = [self._key(name) for name in response_ids]
-        found = await self._link.again(lambda: self._link.client.mget(keys))
-        return [None if one is None else as_bytes(one) for one in found]
+        found = await self._link.by_key(keys, lambda pipe, key: pipe.mget(key))
+        return [None if one is None else as_bytes(one) for (one,) in found]
 
     async def remove(self, response_ids: Sequence[str]) -> None:
-        """Removes waterfalls, in one round trip."""
+        """Removes waterfalls, in one round trip to each server."""
         if response_ids:
             keys = [self._key(name) for name in response_ids]
-            await self._link.again(lambda: self._link.client.unlink(*keys))
+            await self._link.by_key(keys, lambda pipe, key: pipe.unlink(key))
 
     async def close(self) -> None:
         """Closes the store's connections."""

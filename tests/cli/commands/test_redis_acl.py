@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import stat
 from pathlib import Path
 
@@ -34,6 +35,15 @@ async def test_every_service_gets_a_url_that_its_redis_knows(tmp_path: Path) -> 
             store = open_store(StoreConfig(url=url, key_prefix="mill"))
             await store.ping()
             await store.close()
+
+
+@pytest.mark.parametrize("scheme", ["rediss", "redis+sentinel", "rediss+cluster"])
+def test_urls_of_all_kinds_get_their_users(tmp_path: Path, scheme: str) -> None:
+    url = f"{scheme}://a:1,b:2/"
+    done = CliRunner().invoke(app, ["redis-acl", str(tmp_path / "acl"), "--url", url])
+    assert done.exit_code == 0, done.output
+    written = (tmp_path / "acl" / "kvp.url").read_text()
+    assert re.fullmatch(re.escape(scheme) + r"://millrace-kvp:[\w-]+@a:1,b:2/", written)
 
 
 def test_a_folder_that_is_there_stays_as_it_is(tmp_path: Path) -> None:

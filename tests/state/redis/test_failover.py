@@ -129,9 +129,9 @@ async def test_replicas_and_sentinels_are_no_store() -> None:
         assert "name it in a redis+sentinel:// URL" in await refusal(SENTINEL)
 
 
-async def test_a_cluster_is_refused() -> None:
+async def test_a_server_of_a_cluster_is_no_store_alone() -> None:
     async with redis_server(PRIMARY, "cluster-enabled yes"):
-        assert "this is a Redis Cluster, which Millrace does not support" in await refusal(PRIMARY)
+        assert "name it in a redis+cluster:// URL" in await refusal(PRIMARY)
 
 
 async def test_a_server_that_does_not_tell_its_kind_is_taken() -> None:

@@ -117,14 +117,14 @@ def test_a_connection_that_ends_before_it_is_used_is_a_lost_one() -> None:
             await asyncio.sleep(0)
             answers = iter([lambda: writer.writelines([b"PING"]), lambda: None])
 
-            async def call() -> str:
+            async def call(_: Redis) -> str:
                 next(answers)()
                 return "PONG"
 
             with pytest.raises(StoreError, match="closed"):
-                await link.once(call)
+                await link.once(b"key", call)
             answers = iter([lambda: writer.writelines([b"PING"]), lambda: None])
-            assert await link.again(call) == "PONG"
+            assert await link.again(b"key", call) == "PONG"
         await link.close()
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

@@ -51,7 +51,7 @@ that call a scheduler (`millrace policy`) need the settings too. HTTP (the proxy
 ([transfer.md](../concepts/transfer.md#encryption)).
 A Redis that speaks TLS has a URL with `rediss://`; with certificates from a private CA:
 `rediss://:PASSWORD@HOST:6379/0?ssl_ca_certs=ca.crt&ssl_certfile=tls.crt&ssl_keyfile=tls.key`.
-[Redis](../guides/redis.md) has the URLs for Sentinels.
+[Redis](../guides/redis.md) has the URLs for Sentinels and clusters.
 
 `millrace config --markdown` prints this page, and `make docs` writes it.
 """

@@ -14,7 +14,7 @@ from millrace.state.redis.access import RIGHTS, acl_file, user_of
 _PASSWORD_BYTES = 32
 #: Characters that mean the same in a key, in an aclfile and in a URL.
 _PREFIX = re.compile("[A-Za-z0-9_.-]+")
-_URL = re.compile("(rediss?(?:[+]sentinel)?://|unix://)([^@]+)")
+_URL = re.compile("(rediss?(?:[+](?:sentinel|cluster))?://|unix://)([^@]+)")
 
 
 def register(app: typer.Typer) -> None:
@@ -39,7 +39,7 @@ def redis_acl(
     found = _URL.fullmatch(url)
     if found is None:
         raise typer.BadParameter(
-            "it must be a redis://, rediss://, unix:// or Sentinels' URL without a user",
+            "it must be a URL of a server, of Sentinels or of a cluster, without a user",
             param_hint="--url",
         )
     if _PREFIX.fullmatch(prefix) is None:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
+from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
 from millrace.cli.doctor.findings import FAILURE, OK, WARNING, Finding
 from millrace.core.config import StoreConfig
 from millrace.state.open import in_memory
-from millrace.state.redis.link import RedisLink
+from millrace.state.redis.link import LARGE_ANSWER_S, RedisLink
 from millrace.state.redis.pools import shown_url
 from millrace.state.store import StoreError
 
@@ -23,26 +25,30 @@ MOST_SKEW_S = 1.0
 
 
 async def store(config: StoreConfig) -> AsyncIterator[Finding]:
-    """Yields whether Redis answers, how fast, whether its clock agrees, and whether it evicts."""
+    """Yields whether Redis answers, how fast, whether its clock agrees, and whether it evicts; of a
+    cluster of each primary.
+    """
     if in_memory(config):
         advice = "give --set store.url=redis://HOST:PORT, or the file of the services by --config"
         yield Finding(WARNING, "store", "no URL was given: not checked", advice)
         return
-    link, name = RedisLink(config), f"store {shown_url(config.url)}"
+    link = RedisLink(config)
     try:
-        info: dict[str, Any] = await link.again(lambda: link.client.info())
-        pings = [await _timed(link) for _ in range(PINGS)]
-        skew_s = await link.now_ms() / 1e3 - time.time()
+        seen = await link.each(_look, LARGE_ANSWER_S)
     except (RedisError, OSError, StoreError) as error:
         advice = "start Redis, or correct store.url; without it new requests get 503"
+        name = f"store {shown_url(config.url)}"
         yield Finding(FAILURE, name, f"does not answer: {error}", advice)
         return
     finally:
         await link.close()
-    yield Finding(OK, name, f"Redis {info['redis_version']} answers")
-    yield latency(name, pings)
-    yield skew(name, skew_s)
-    yield eviction(name, str(info.get("maxmemory_policy")), int(info.get("maxmemory", 0)))
+    for server, one in seen.items():
+        name = f"store {server}"
+        yield Finding(OK, name, f"Redis {one.info['redis_version']} answers")
+        yield latency(name, one.pings_s)
+        yield skew(name, one.skew_s)
+        policy, most_bytes = one.info.get("maxmemory_policy"), one.info.get("maxmemory", 0)
+        yield eviction(name, str(policy), int(most_bytes))
 
 
 def latency(name: str, pings: list[float]) -> Finding:
@@ -73,7 +79,24 @@ def eviction(name: str, policy: str, most_bytes: int) -> Finding:
     )
 
 
-async def _timed(link: RedisLink) -> float:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Seen:
+    """What a server tells; pings and clock as `latency` and `skew` take them."""
+
+    info: Mapping[str, Any]
+    pings_s: list[float]
+    skew_s: float
+
+
+async def _look(client: Redis) -> _Seen:
+    info = await client.info()
+    pings_s = [await _timed(client) for _ in range(PINGS)]
+    seconds, microseconds = await client.time()
+    skew_s = int(seconds) + int(microseconds) / 1e6 - time.time()
+    return _Seen(info=info, pings_s=pings_s, skew_s=skew_s)
+
+
+async def _timed(client: Redis) -> float:
     begun_s = time.perf_counter()
-    await link.client.ping()
+    await client.ping()
     return time.perf_counter() - begun_s

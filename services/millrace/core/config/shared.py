@@ -14,8 +14,9 @@ class StoreConfig(Section):
     url: str = setting(
         "memory://",
         None,
-        "redis://, rediss:// or unix:// URL, or with Sentinels redis+sentinel:// or "
-        "rediss+sentinel://; memory:// within one process only",
+        "redis://, rediss:// or unix:// URL, with Sentinels redis+sentinel:// or "
+        "rediss+sentinel://, of a cluster redis+cluster:// or rediss+cluster://; memory:// within "
+        "one process only",
     )
     key_prefix: str = setting("millrace")
     timeout_s: float = setting(

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from hashlib import sha256
 
 _CONNECTION = ("hello", "ping", "select", "time")
+#: To find a key's server.
+_CLUSTER = ("asking", "cluster|slots")
 _SCRIPTS = ("evalsha", "script|load")
 _LEASE = ("hmget",)
 #: What begins and ends a request's record, and its journal.
@@ -70,7 +72,7 @@ def rules_of(service: str, prefix: str, password: str) -> list[str]:
     """
     rights = RIGHTS[service]
     stem = re.sub(r"([\\*?\[\]])", r"\\\1", prefix)
-    commands = sorted({*_CONNECTION, *rights.commands})
+    commands = sorted({*_CONNECTION, *_CLUSTER, *rights.commands})
     return [
         *("reset", "on", f"#{sha256(password.encode()).hexdigest()}"),
         *(f"~{stem}:{key}" for key in rights.keys),

@@ -63,16 +63,15 @@ class RedisDocuments:
 
     async def get(self, document_id: str) -> Document | None:
         record, _ = self._keys(document_id)
-        client = self._link.client
         fields = ("tenant", "source", "body", "final", "lease_until")
         tenant, source, body, final, lease_until = await self._link.again(
-            lambda: client.hmget(record, fields), LARGE_ANSWER_S
+            record, lambda client: client.hmget(record, fields), LARGE_ANSWER_S
         )
         if tenant is None:
             return None
         lost = False
         if final is None:
-            lost = int(as_bytes(lease_until)) <= await self._link.now_ms()
+            lost = int(as_bytes(lease_until)) <= await self._link.now_ms(record)
         return Document(
             tenant=as_bytes(tenant).decode(),
             source=as_bytes(source),
@@ -87,13 +86,14 @@ class RedisDocuments:
 
     async def events(self, document_id: str, start: int) -> list[bytes]:
         _, log = self._keys(document_id)
-        client = self._link.client
-        found = await self._link.again(lambda: client.lrange(log, start, -1), LARGE_ANSWER_S)
+        found = await self._link.again(
+            log, lambda client: client.lrange(log, start, -1), LARGE_ANSWER_S
+        )
         return [as_bytes(event) for event in found]
 
     async def delete(self, document_id: str) -> None:
         keys = self._keys(document_id)
-        await self._link.again(lambda: self._link.client.unlink(*keys))
+        await self._link.again(keys[0], lambda client: client.unlink(*keys))
 
     async def close(self) -> None:
         await self._link.close()

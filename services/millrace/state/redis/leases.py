@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from redis.asyncio import Redis
+
 from millrace.core.config import StoreConfig
 from millrace.state.leases import Lease
 from millrace.state.redis.keys import key_of
@@ -65,14 +67,18 @@ class RedisLeases:
     async def read(self, name: str) -> Lease | None:
         """Runs no script, which only those may who may write the lease."""
 
-        async def look() -> tuple[list[bytes | None], tuple[int, int]]:
-            pipeline = self._link.client.pipeline(transaction=False)
-            pipeline.hmget(self._key(name), _FIELDS)
+        key = self._key(name)
+
+        async def look(client: Redis) -> tuple[list[bytes | None], tuple[int, int]]:
+            pipeline = client.pipeline(transaction=False)
+            pipeline.hmget(key, _FIELDS)
             pipeline.time()
             fields, time = await pipeline.execute()
             return fields, time
 
-        (epoch, until_ms, address, note), (seconds, microseconds) = await self._link.again(look)
+        (epoch, until_ms, address, note), (seconds, microseconds) = await self._link.again(
+            key, look
+        )
         if epoch is None:
             return None
         now_s = seconds + microseconds / 1e6 if self._clock is None else self._clock()

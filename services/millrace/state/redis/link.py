@@ -1,23 +1,22 @@
-"""The connections to Redis, and the rules of their calls: time-outs, attempts and errors."""
+"""The calls of the stores to Redis: their limits of time, and one kind of error."""
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
 from redis.asyncio import Redis
+from redis.asyncio.client import Pipeline
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
-from redis.exceptions import AuthenticationError, RedisError, ResponseError
-from redis.exceptions import ConnectionError as RedisConnectionError
-from redis.exceptions import TimeoutError as RedisTimeoutError
+from redis.exceptions import RedisError
 
-from millrace.concurrency import patience
 from millrace.core.config import StoreConfig
 from millrace.core.errors import ConfigError
-from millrace.state.redis.pools import URLS, close_idle, pool_of, shown_url
-from millrace.state.redis.scripts import ScriptCall, ScriptRunner, bytes_of
+from millrace.state.redis.cluster import Cluster
+from millrace.state.redis.pools import URLS, cluster_of, is_cluster, pool_of, shown_url
+from millrace.state.redis.scripts import ScriptCall, bytes_of
+from millrace.state.redis.servers import OneServer, Server, Servers
 from millrace.state.store import StoreError
 
 T = TypeVar("T")
@@ -29,7 +28,6 @@ SOCKET_TIMEOUT_S = 10.0
 LARGE_ANSWER_S = 10.0
 #: What a call sends and gets may take this much longer.
 SLOWEST_BYTES_S = 1 << 20
-RETRY_DELAYS_S = (0.05, 0.25)  # attempts of idempotent calls
 
 
 def as_bytes(answer: bytes | str | None) -> bytes:
@@ -38,7 +36,11 @@ def as_bytes(answer: bytes | str | None) -> bytes:
 
 
 class RedisLink:
-    """redis-py's asyncio client with a bounded pool of connections, and its scripts."""
+    """The servers of a store. Every call raises StoreError when it fails.
+
+    A call names a key, or a script's first key, which decides the server: in a cluster each server
+    has a part of the keys. `limit_s` of None: for as long as an answer takes.
+    """
 
     def __init__(self, config: StoreConfig) -> None:
         """Connects at the first call. Raises ConfigError when `config.url` is not valid."""
@@ -49,23 +51,26 @@ class RedisLink:
             "timeout": SOCKET_TIMEOUT_S,
             "socket_connect_timeout": SOCKET_TIMEOUT_S,
             "socket_timeout": SOCKET_TIMEOUT_S,
-            # This class decides which calls are retried, not the library.
+            # The servers decide which calls are retried, not the library.
             "retry": Retry(NoBackoff(), 0),
             "protocol": 2,
             "driver_info": None,
         }
         try:
-            pool = pool_of(config.url, options)
+            self._servers = self._servers_of(config.url, options)
         except ValueError as error:
             raise ConfigError(
                 f"store.url is {self._shown_url!r}; it must be a {URLS}: {error}"
             ) from error
-        self.client: Redis = Redis.from_pool(pool)
-        self.scripts = ScriptRunner(self.client, self.limit_s)
+
+    def _servers_of(self, url: str, options: dict[str, Any]) -> Servers:
+        if is_cluster(url):
+            return Cluster(*cluster_of(url, options), self.limit_s)
+        client = Redis.from_pool(pool_of(url, options))
+        return OneServer(Server(self._shown_url, client, self.limit_s))
 
     async def close(self) -> None:
-        await self.scripts.close()
-        await self.client.aclose()
+        await self._servers.close()
 
     def limit_s(self, size_bytes: int = 0) -> float:
         """Returns how long the server may take for a call of this size, while this process runs."""
@@ -76,82 +81,77 @@ class RedisLink:
         (answer,) = await self.run_all([call])
         return answer
 
-    async def run_all(self, calls: Sequence[ScriptCall]) -> list[Any]:
+    async def run_all(self, calls: Sequence[ScriptCall]) -> Sequence[Any]:
         """Runs idempotent scripts and returns their answers."""
         limit_s = self.limit_s(bytes_of(calls))
-        return await self.again(lambda: self.scripts.run(calls), limit_s)
+        return await self._told(self._servers.share(calls, _first_key, _run, limit_s))
 
     async def run_once(self, call: ScriptCall) -> Any:  # noqa: ANN401 - as `run`
         """Runs a script that must not run twice and returns its answer."""
         limit_s = self.limit_s(bytes_of([call]))
-        (answer,) = await self.once(lambda: self.scripts.run([call]), limit_s)
+        work = self._servers.once(_first_key(call), lambda one: one.scripts.run([call]), limit_s)
+        (answer,) = await self._told(work)
         return answer
 
-    async def now_ms(self) -> int:
-        """Returns the server's clock."""
-        seconds, microseconds = await self.again(lambda: self.client.time())
+    async def now_ms(self, key: bytes) -> int:
+        """Returns the clock of the server that has `key`."""
+        seconds, microseconds = await self.again(key, lambda client: client.time())
         return int(seconds) * 1000 + int(microseconds) // 1000
 
-    async def again(self, call: Callable[[], Awaitable[T]], limit_s: float | None = None) -> T:
-        """Makes an idempotent call; tries again when the connection was lost, and once when the
-        server was silent for `limit_s`. None: for as long as an answer takes.
+    async def again(
+        self, key: bytes, call: Callable[[Redis], Awaitable[T]], limit_s: float | None = None
+    ) -> T:
+        """Makes an idempotent call of this key; tries again when the connection was lost, and once
+        when the server was silent for `limit_s`.
         """
-        for delay_s in RETRY_DELAYS_S:
-            try:
-                return await self._attempt(call, limit_s)
-            except AuthenticationError:  # a kind of RedisConnectionError that stays
-                break
-            except (RedisConnectionError, OSError):
-                await asyncio.sleep(delay_s)
-            except RedisError:
-                break
-        return await self.once(call, limit_s)
+        limit_s = self.limit_s() if limit_s is None else limit_s
+        return await self._told(self._servers.again(key, lambda one: call(one.client), limit_s))
 
-    async def once(self, call: Callable[[], Awaitable[T]], limit_s: float | None = None) -> T:
-        """Makes a call that must not be made twice. Raises StoreError when it fails."""
+    async def once(
+        self, key: bytes, call: Callable[[Redis], Awaitable[T]], limit_s: float | None = None
+    ) -> T:
+        """Makes a call of this key that must not be made twice."""
+        limit_s = self.limit_s() if limit_s is None else limit_s
+        return await self._told(self._servers.once(key, lambda one: call(one.client), limit_s))
+
+    async def by_key(
+        self,
+        keys: Sequence[bytes],
+        add: Callable[[Pipeline, bytes], object],
+        limit_s: float | None = None,
+    ) -> Sequence[Any]:
+        """Makes an idempotent call of each key, which `add` puts into a pipeline, in one round trip
+        to each server. Returns the answers in the order of the keys.
+        """
+
+        async def call(server: Server, part: Sequence[bytes]) -> list[Any]:
+            # A pipeline forgets its commands when it fails: every attempt needs one of its own.
+            async with server.client.pipeline(transaction=False) as pipe:
+                for key in part:
+                    add(pipe, key)
+                answers: list[Any] = await pipe.execute()
+            return answers
+
+        limit_s = self.limit_s() if limit_s is None else limit_s
+        return await self._told(self._servers.share(keys, lambda key: key, call, limit_s))
+
+    async def each(
+        self, call: Callable[[Redis], Awaitable[T]], limit_s: float | None = None
+    ) -> dict[str, T]:
+        """Makes an idempotent call at every server that takes writes; by the server's name."""
+        limit_s = self.limit_s() if limit_s is None else limit_s
+        return await self._told(self._servers.each(lambda one: call(one.client), limit_s))
+
+    async def _told(self, work: Awaitable[T]) -> T:
         try:
-            return await self._attempt(call, limit_s)
+            return await work
         except (RedisError, OSError) as error:
             raise StoreError(f"request store {self._shown_url}: {error}") from error
 
-    async def _attempt(self, call: Callable[[], Awaitable[T]], limit_s: float | None) -> T:
-        """Raises RedisConnectionError if the server has become a replica since it was reached, and
-        if the connection has ended since it was taken: uvloop has an error of its own for that.
 
-        Raises RedisTimeoutError for a silent server. Perhaps only its connections are lost: the
-        next call opens another one.
-        """
-        limit_s = self.limit_s() if limit_s is None else limit_s
-        try:
-            async with patience(limit_s):
-                return await _cancellable(call())
-        except TimeoutError as error:
-            await close_idle(self.client.connection_pool)
-            raise RedisTimeoutError(f"no answer within {limit_s:.3g} s") from error
-        except RuntimeError as error:
-            if "the handler is closed" not in str(error):
-                raise
-            raise RedisConnectionError(f"the connection has ended: {error}") from error
-        except ResponseError as error:
-            if "READONLY" not in str(error):  # within the message where a script wrote
-                raise
-            pool = self.client.connection_pool
-            await pool.update_active_connections_for_reconnect()
-            await pool.disconnect(inuse_connections=False)
-            raise RedisConnectionError(f"it has become a replica: {error}") from error
+def _first_key(call: ScriptCall) -> bytes:
+    return call.keys[0]
 
 
-async def _cancellable(work: Awaitable[T]) -> T:
-    """Awaits `work`. Raises CancelledError for a cancellation that `work` swallowed.
-
-    The client sends through `asyncio.wait_for`. Before Python 3.12 that function returns its result
-    when the task is cancelled in the moment of the result: the task would run on, and whatever it
-    waits for next would never be interrupted.
-    """
-    task = asyncio.current_task()
-    assert task is not None  # a coroutine runs in a task
-    before = task.cancelling()
-    result = await work
-    if task.cancelling() > before:
-        raise asyncio.CancelledError
-    return result
+async def _run(server: Server, calls: Sequence[ScriptCall]) -> Sequence[Any]:
+    return await server.scripts.run(calls)

@@ -9,6 +9,8 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Sequence
 
+from redis.asyncio import Redis
+
 from millrace.core.config import StoreConfig
 from millrace.state.records import Record
 from millrace.state.redis.keys import key_of
@@ -97,8 +99,8 @@ class RedisRecords:
         await self._run(_CREATE, record_id, *arguments)
         if not final:
             await self._hint(record_id, 0.0)
-        row = {record_id: at_s}
-        await self._link.again(lambda: self._link.client.zadd(self._index(tenant), row))
+        index, row = self._index(tenant), {record_id: at_s}
+        await self._link.again(index, lambda client: client.zadd(index, row))
 
     async def get(self, record_id: str) -> Record | None:
         [found] = await self.get_many([record_id])
@@ -107,15 +109,10 @@ class RedisRecords:
     async def get_many(self, record_ids: Sequence[str]) -> list[Record | None]:
         if not record_ids:
             return []
-
-        async def read() -> list[list[bytes | None]]:
-            async with self._link.client.pipeline(transaction=False) as pipe:
-                for record_id in record_ids:
-                    pipe.hmget(self._key(record_id), _FIELDS)
-                answers: list[list[bytes | None]] = await pipe.execute()
-            return answers
-
-        rows = await self._link.again(read, LARGE_ANSWER_S)
+        keys = [self._key(record_id) for record_id in record_ids]
+        rows = await self._link.by_key(
+            keys, lambda pipe, key: pipe.hmget(key, _FIELDS), LARGE_ANSWER_S
+        )
         return [_record(name, row) for name, row in zip(record_ids, rows, strict=True)]
 
     async def swap(self, old: Record, body: bytes, *, final: bool = False) -> bool:
@@ -123,42 +120,43 @@ class RedisRecords:
             _SWAP, old.record_id, str(old.version), body, "1" if final else ""
         )
         if swapped and final:
-            await self._link.again(lambda: self._link.client.zrem(self._open, old.record_id))
+            await self._unlist(self._open, old.record_id)
         return bool(swapped)
 
     async def delete(self, record_id: str, tenant: str) -> bool:
-        client = self._link.client
-        found = await self._link.again(lambda: client.unlink(self._key(record_id)))
-        await self._link.again(lambda: client.zrem(self._open, record_id))
-        await self._link.again(lambda: client.zrem(self._index(tenant), record_id))
+        key = self._key(record_id)
+        found = await self._link.again(key, lambda client: client.unlink(key))
+        await self._unlist(self._open, record_id)
+        await self._unlist(self._index(tenant), record_id)
         return bool(found)
 
     async def page(
         self, tenant: str, *, after: str | None, count: int, newest_first: bool
     ) -> list[str] | None:
-        client, index = self._link.client, self._index(tenant)
-        start = 0
+        index, start = self._index(tenant), 0
         if after is not None:
-            place = client.zrevrank if newest_first else client.zrank
-            found = await self._link.again(lambda: place(index, after))
+            place = Redis.zrevrank if newest_first else Redis.zrank
+            found = await self._link.again(index, lambda client: place(client, index, after))
             if not isinstance(found, int):
                 return None
             start = found + 1
         end = start + count - 1
-        rows = await self._link.again(lambda: client.zrange(index, start, end, desc=newest_first))
+        rows = await self._link.again(
+            index, lambda client: client.zrange(index, start, end, desc=newest_first)
+        )
         return _names(rows)
 
     async def claimable(self, count: int) -> list[str]:
-        client, now_s = self._link.client, time.time_ns() / 1e9
+        key, now_s = self._open, time.time_ns() / 1e9
         rows = await self._link.again(
-            lambda: client.zrangebyscore(self._open, "-inf", now_s, start=0, num=count)
+            key, lambda client: client.zrangebyscore(key, "-inf", now_s, start=0, num=count)
         )
         return _names(rows)
 
     async def claim(self, record_id: str, owner: str, lease_s: float) -> Record | None:
         claimed = await self._run(_CLAIM, record_id, owner, round(lease_s * 1000))
         if claimed < 0:
-            await self._link.again(lambda: self._link.client.zrem(self._open, record_id))
+            await self._unlist(self._open, record_id)
         if claimed == 0:
             await self._hint(record_id, lease_s)
         if claimed != 1:
@@ -187,7 +185,10 @@ class RedisRecords:
     async def _hint(self, record_id: str, in_s: float) -> None:
         """Lists an open record to be claimed after `in_s`."""
         row = {record_id: time.time_ns() / 1e9 + in_s if in_s else 0.0}
-        await self._link.again(lambda: self._link.client.zadd(self._open, row))
+        await self._link.again(self._open, lambda client: client.zadd(self._open, row))
+
+    async def _unlist(self, index: bytes, record_id: str) -> None:
+        await self._link.again(index, lambda client: client.zrem(index, record_id))
 
     def _key(self, record_id: str) -> bytes:
         return key_of(*self._stem, f"{{{record_id}}}")
@@ -207,19 +208,18 @@ class RedisDeadlines:
     async def set(self, names: Sequence[str], at_s: float) -> None:
         if names:
             rows = dict.fromkeys(names, at_s)
-            await self._link.again(lambda: self._link.client.zadd(self._key, rows))
+            await self._link.again(self._key, lambda client: client.zadd(self._key, rows))
 
     async def passed(self, now_s: float, count: int) -> list[str]:
         rows = await self._link.again(
-            lambda: self._link.client.zrangebyscore(
-                self._key, "-inf", f"({now_s}", start=0, num=count
-            )
+            self._key,
+            lambda client: client.zrangebyscore(self._key, "-inf", f"({now_s}", start=0, num=count),
         )
         return _names(rows)
 
     async def forget(self, names: Sequence[str]) -> None:
         if names:
-            await self._link.again(lambda: self._link.client.zrem(self._key, *names))
+            await self._link.again(self._key, lambda client: client.zrem(self._key, *names))
 
     async def close(self) -> None:
         await self._link.close()

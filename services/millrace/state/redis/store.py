@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
+from redis.asyncio import Redis
 
 from millrace.core.config import StoreConfig
 from millrace.core.request import RequestState
@@ -84,7 +85,6 @@ class RedisStore:
         self._ttl_ms = round(config.ttl_s * 1000)
         self._finished_ttl_ms = round(config.finished_ttl_s * 1000)
         self._link = RedisLink(config)
-        self._client = self._link.client
 
     async def create(
         self,
@@ -119,9 +119,9 @@ class RedisStore:
         for start, stop in slices:
             check_slice(request_id, start, stop)
 
-        async def read() -> list[bytes | str | None]:
+        async def read(client: Redis) -> list[bytes | str | None]:
             # A pipeline forgets its commands when it fails: every attempt needs one of its own.
-            pipeline = self._client.pipeline(transaction=False)
+            pipeline = client.pipeline(transaction=False)
             for start, stop in slices:
                 last_byte = -1 if stop is None else stop * ID_DTYPE.itemsize - 1
                 pipeline.getrange(key, start * ID_DTYPE.itemsize, last_byte)
@@ -129,7 +129,7 @@ class RedisStore:
 
         wanted = sum(stop - start for start, stop in slices if stop is not None)
         limit_s = self._link.limit_s(wanted * ID_DTYPE.itemsize)
-        results = await self._link.again(read, limit_s)
+        results = await self._link.again(key, read, limit_s)
         found = [np.frombuffer(as_bytes(one), dtype=ID_DTYPE).astype(np.int32) for one in results]
         for (start, stop), ids in zip(slices, found, strict=True):
             check_found(request_id, start, stop, ids.size)
@@ -161,7 +161,9 @@ class RedisStore:
         self, request_id: str, choice: int, *, known: int, place: int
     ) -> JournalPart:
         key = request_keys(self._prefix, request_id).journal
-        found = as_bytes(await self._link.again(lambda: self._client.getrange(key, place, -1)))
+        found = as_bytes(
+            await self._link.again(key, lambda client: client.getrange(key, place, -1))
+        )
         ids = journal_tokens(found, choice, known)
         return JournalPart(token_ids=ids, place=place + len(found))
 
@@ -169,7 +171,7 @@ class RedisStore:
         key = request_keys(self._prefix, request_id).record
         fields = ("state", "decode_id", "spec", "prompt_tokens", "kv_tokens")
         state, decode_id, spec, prompt_tokens, kv_tokens = await self._link.again(
-            lambda: self._client.hmget(key, fields)
+            key, lambda client: client.hmget(key, fields)
         )
         if state is None:
             return None
@@ -199,7 +201,7 @@ class RedisStore:
         return bool(await self._end(_DELETE, request_id, () if spec is None else (spec,)))
 
     async def ping(self) -> None:
-        await self._link.again(lambda: self._client.ping())
+        await self._link.each(lambda client: client.ping())
 
     async def close(self) -> None:
         await self._link.close()

@@ -110,16 +110,16 @@ class RedisStreams:
             raise IdTaken(f"stream {stream_id} is in the store already")
 
     async def get(self, stream_id: str) -> StreamRecord | None:
-        key, client = self._key(stream_id), self._link.client
+        key = self._key(stream_id)
         fields = ("tenant", "source", "body", "fence", "final", "held")
         tenant, source, body, fence, final, held = await self._link.again(
-            lambda: client.hmget(key, fields)
+            key, lambda client: client.hmget(key, fields)
         )
         if tenant is None:
             return None
         left_s = 0.0
         if final is None:
-            left_s = (int(as_bytes(held)) - await self._link.now_ms()) / 1000
+            left_s = (int(as_bytes(held)) - await self._link.now_ms(key)) / 1000
         return StreamRecord(
             tenant=as_bytes(tenant).decode(),
             source=as_bytes(source),
