@@ -8,6 +8,7 @@ from millrace.core.incarnation import Incarnation
 from millrace.core.token_events import TokenBatch, TokenEvent
 from millrace.instance.tokens import streams as token_streams
 from millrace.instance.tokens.streams import TokenStreams
+from support.deadlines import eventually
 
 PROXY = Incarnation("proxy-0", 7)
 
@@ -60,6 +61,25 @@ async def test_a_proxy_that_stays_away_is_given_up() -> None:
 
     assert gone == [PROXY]
     assert streams.check_integrity() == []
+
+
+@pytest.mark.parametrize("taken", [0, 1])
+async def test_a_lost_proxy_that_comes_back_hears_how_many_events_it_should_have(
+    taken: int,
+) -> None:
+    gone: list[Incarnation] = []
+    streams = TokenStreams(0.02, gone.append)
+    streams.publish(PROXY, event(1))
+    if taken:
+        stream = streams.subscribe(PROXY)
+        await anext(stream)
+        await stream.aclose()
+    await eventually(lambda: gone == [PROXY])
+
+    again = streams.subscribe(PROXY)
+
+    assert await anext(again) == TokenBatch(1, [])
+    await again.aclose()
 
 
 async def test_a_proxy_that_reads_too_slowly_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:

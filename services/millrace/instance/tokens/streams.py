@@ -2,7 +2,7 @@
 
 Events wait in a proxy's outbox until its stream takes all ready events in one message. A proxy is
 lost when it stays away longer than the grace time or reads too slowly: `on_gone` then ends its
-requests.
+requests. Should it come back, it can tell by the number of the next event that it has missed some.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from millrace.core.token_events import TokenBatch, TokenEvent
 log = logging.getLogger(__name__)
 
 MOST_WAITING_EVENTS = 1 << 16
+#: So many lost proxies are remembered, with the events that they were to get.
+MOST_LOST = 4096
 
 
 class _Outbox:
@@ -35,6 +37,7 @@ class TokenStreams:
         self._grace_s = grace_s
         self._on_gone = on_gone
         self._outboxes: dict[Incarnation, _Outbox] = {}
+        self._lost: dict[Incarnation, int] = {}  # events of lost proxies, taken or not
 
     def publish(self, proxy: Incarnation, event: TokenEvent) -> None:
         """Adds an event for a proxy, whether the proxy is connected or not."""
@@ -82,6 +85,7 @@ class TokenStreams:
         box = self._outboxes.get(proxy)
         if box is None:
             box = self._outboxes[proxy] = _Outbox()
+            box.sent = self._lost.pop(proxy, 0)
             self._expire_later(proxy, box)
         return box
 
@@ -99,4 +103,7 @@ class TokenStreams:
         if box is not None:
             self._keep(box)
             box.ready.set()
+            self._lost[proxy] = box.sent + len(box.events)
+            if len(self._lost) > MOST_LOST:
+                del self._lost[next(iter(self._lost))]
             self._on_gone(proxy)
