@@ -703,6 +703,23 @@ async def test_tokens_after_first_ones_that_did_not_count_do_not_count(stack):
     assert len(stack.fleet.specs) == 1
 
 
+async def test_tokens_that_were_lost_before_their_placement_was_told_are_generated_again(stack):
+    fleet = stack.fleet
+    fleet.script = Script(on_submit=lambda spec: emit(stack, spec, range(1)))
+    await fleet.stop_decode()
+    asking = asyncio.create_task(ask(stack, BODY))
+    await eventually(lambda: bool(fleet.specs))
+    (spec,) = fleet.specs
+    assert fleet.lose(spec.proxy.id) == 1
+    fleet.script = Script(reply=TEXT)
+    await fleet.start_decode()
+    assert (await ask(stack, BODY)).text == TEXT  # so the stream is up
+    fleet.place(spec)
+    answer = await asyncio.wait_for(asking, HANG_S)
+    assert answer.text == TEXT and answer.error is None
+    assert fleet.specs[-1].request_id.startswith(f"{spec.request_id}.")
+
+
 @pytest.mark.parametrize("code", ["unavailable", "overloaded", "too_large"])
 async def test_a_stream_that_a_new_scheduler_refuses_goes_on_after_its_tokens(stack, code):
     """Its instance has not registered there yet, and still generates."""

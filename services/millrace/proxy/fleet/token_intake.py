@@ -23,6 +23,8 @@ _BROKEN_OFF = frozenset({"error", "cancelled", "moved"})
 
 #: Stages of a request whose tokens come from `decode`.
 _AT_DECODE = (Stage.PLACED, Stage.UNPLACED, Stage.STREAMING)
+#: Stages of a request that the scheduler may have placed elsewhere since its last message.
+_WITHOUT_TOKENS = (Stage.SUBMITTED, Stage.QUEUED, Stage.PLACED, Stage.UNPLACED)
 
 
 class TokenIntake:
@@ -99,7 +101,8 @@ class TokenIntake:
     def on_stream_up(self, decode: Incarnation, *, lost: bool) -> None:
         """Migrates the requests whose tokens may be among those that were lost with a stream.
 
-        Where none were lost, requests that wait for tokens of this instance will get them.
+        Where none were lost, requests that wait for tokens of this instance will get them. Where
+        some were, a request that turns out to be placed here later is migrated then.
         """
         for request in list(self._live.values()):
             here = request.decode == decode
@@ -107,6 +110,8 @@ class TokenIntake:
                 self._migration.lose(request, ApiError(500, BROKEN, code="failed"))
             elif here and request.stage is Stage.UNPLACED:
                 request.stage = Stage.PLACED
+            elif lost and request.stage in _WITHOUT_TOKENS:
+                request.keep(decode, TokenEvent(request.spec.request_id, finish_reason="moved"))
 
     def on_tokens_lost(self, decode: Incarnation) -> None:
         for request in list(self._live.values()):

@@ -344,7 +344,9 @@ class ProxyRequest:
         return kept
 
     def has_kept(self, decode: Incarnation) -> bool:
-        return decode in self._early
+        """Whether tokens of this instance are kept."""
+        kept = self._early.get(decode, ())
+        return any(event.begins or event.token_ids for event in kept)
 
     def take(self, event: TokenEvent, now: float) -> float | None:
         """Takes one event; returns the gap to the choice's token before, in seconds."""
