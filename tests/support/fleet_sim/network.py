@@ -49,8 +49,9 @@ class Wire:
             self.flight.append(message)
 
     def end(self, error: BaseException | None = None, *, lost: bool = False) -> None:
-        """Ends it after the messages in flight, which may be `lost`."""
+        """Ends it after the messages in flight, which may be `lost`, with an end among them."""
         if lost:
+            self._ended = self._ended and not self.flight
             self.flight.clear()
         if not self._ended:
             self._ended = True

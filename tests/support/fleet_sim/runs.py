@@ -7,6 +7,7 @@ comment.
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -30,6 +31,7 @@ POLICIES = ("fcfs", "s_edf", "millrace")
 ACTIONS = 90  # drawn for a run, before all faults end
 FAULTS_OF_A_RUN = (0, 1, 2, 2, 3, 3, 4, 5)
 FAULTS = ("kill", "kill", "pause", "cut", "break", "break", "store", "leave")
+KIND_CHARACTERS = 30  # of a failure's text
 RECOVERS, WAITS = 0.04, 0.1  # of all actions: something starts again, or time passes
 
 
@@ -66,6 +68,12 @@ class Run:
 
     def __str__(self) -> str:
         return "\n".join([str(self.setting), *self.actions])
+
+    @property
+    def kind(self) -> str:
+        """What failed, without names and numbers: the first words; empty if nothing has."""
+        text = "" if self.failure is None else f"{type(self.failure).__name__} {self.failure}"
+        return re.sub(r"\w*\d\w*", "", text)[:KIND_CHARACTERS]
 
 
 def parse(transcript: str) -> tuple[Setting, list[str]]:
@@ -184,7 +192,7 @@ def _victim(world: World, rng: random.Random) -> str:
 
 
 def shrink(failed: Run) -> Run:
-    """Leaves out actions while the run still fails (delta debugging)."""
+    """Leaves out actions while the run still fails in the same way (delta debugging)."""
     best, size = failed, max(len(failed.actions) // 2, 1)
     while True:
         shorter = _without_some(best, size)
@@ -201,6 +209,6 @@ def _without_some(best: Run, size: int) -> Run | None:
     for start in range(0, len(best.actions), size):
         rest = [*best.actions[:start], *best.actions[start + size :]]
         found = replay(best.setting, rest)
-        if found.failure is not None and len(found.actions) < len(best.actions):
+        if found.kind == best.kind and len(found.actions) < len(best.actions):
             return found
     return None

@@ -195,6 +195,7 @@ class World:
         return True
 
     def _pass_time(self, seconds: str) -> bool:
+        self.faults += bool(self.network.wires())  # it is slow
         self.loop.advance(float(seconds))
         return True
 
@@ -209,7 +210,7 @@ class World:
 
     def _leave(self, name: str) -> bool:
         client = self.clients.get(name)
-        if client is None or client.is_over:
+        if client is None or client.is_over or self.nodes[client.proxy].process.paused:
             return False
         self.proxy(client.proxy).leave(client)
         return True
