@@ -69,6 +69,8 @@ async def test_a_redis_that_does_not_answer_is_named() -> None:
         MillraceError, match=r"--redis or store.url: store.url is 'redis'; it must be"
     ):
         await check_start(options(redis="redis"))
+    with pytest.raises(MillraceError, match=r"--redis memory://: the services are processes"):
+        await check_start(options(redis="memory://"))
 
 
 async def test_a_store_of_files_that_nothing_can_open_is_named() -> None:

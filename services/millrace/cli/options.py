@@ -10,6 +10,8 @@ import typer
 
 from millrace.file_options import READ, WRITE
 
+_MOST_PORT = 65535
+
 Settings = Annotated[
     list[str],
     typer.Option("--set", metavar="SECTION.FIELD=VALUE", help="Override one setting; repeatable."),
@@ -58,11 +60,23 @@ ModelNames = Annotated[
         "--model-name", help="Model name for clients, a name per model. Default: the folder's name."
     ),
 ]
+
+
+def _addresses(text: str) -> str:
+    """Raises BadParameter unless every address has a port: gRPC would take port 443."""
+    for one in text.split(","):
+        host, _, port = one.strip().rpartition(":")
+        if not host or not port.isdecimal() or not 0 < int(port) <= _MOST_PORT:
+            raise typer.BadParameter(f"{one!r}: write HOST:PORT, PORT from 1 to {_MOST_PORT}")
+    return text
+
+
 SchedulerAddress = Annotated[
     str,
     typer.Option(
         "--scheduler",
         metavar="HOST:PORT[,...]",
+        callback=_addresses,
         help="The scheduler's address. Of several, any finds the one that leads.",
     ),
 ]

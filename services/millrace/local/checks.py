@@ -52,6 +52,11 @@ def check_model(model: str) -> None:
 
 async def check_redis(url: str) -> None:
     """Raises ConfigError if no Redis answers at the URL."""
+    if url.startswith("memory://"):
+        raise ConfigError(
+            f"--redis {url}: the services are processes, which share no memory; without --redis "
+            "they get a Redis of their own"
+        )
     try:
         store = open_store(StoreConfig(url=url))
         try:
