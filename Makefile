@@ -34,8 +34,10 @@ test-late: setup ## the same tests on event loops that stall and hear late of th
 test-late-faults: setup ## every fault in every phase of a request, on services with such loops: 35 minutes
 	PYTHONPATH=tests/support/late_services:tests $(BIN)/python -m pytest -m slow tests/faults/test_matrix.py
 
-test-slow: setup ## stress that takes minutes, with another seed each time
-	$(BIN)/python -m pytest -m slow --seed=random
+SIMULATED := tests/faults/test_simulation.py
+test-slow: setup ## stress that takes minutes, with another seed each time; simulated fleets first, on all cores
+	$(BIN)/python -m pytest -m slow --seed=random -n auto $(SIMULATED)
+	$(BIN)/python -m pytest -m slow --seed=random --ignore=$(SIMULATED)
 
 # Exit status 1: a package has a known weakness. The database is on the internet.
 AUDIT := build/audit
