@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from millrace.core.config import SchedulerConfig
+from millrace.core.incarnation import Incarnation
 from millrace.core.request import Chunk, RequestState
 from millrace.core.scheduler import effects, events, reports
 from millrace.core.scheduler.held import Held
@@ -131,6 +132,15 @@ def test_a_request_with_tokens_that_nobody_holds_is_migrated():
     bench, found = taken_over(instance("p0"), instance("d0"), token_age_s=2.0)
     (failed,) = of(effects.Fail, found)
     assert failed.resumable
+    assert not bench.machine.requests
+
+
+def test_a_token_of_an_earlier_attempt_is_none_of_an_attempt_that_nobody_computes():
+    cards = (instance("p0"), with_held(instance("d0"), held(attempt=2)))
+    bench, found = taken_over(*cards, decode=Incarnation("d0", 1), token_age_s=2.0)
+    (failed,) = of(effects.Fail, found)
+    assert failed.resumable
+    assert [one.instance_id for one in of(effects.CancelOn, found)] == ["d0"]
     assert not bench.machine.requests
 
 

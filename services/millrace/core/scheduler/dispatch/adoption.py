@@ -135,12 +135,15 @@ class Adoption:
             assert isinstance(holder, KvpInstance | DecodeInstance)  # as `_owner` has found
             holder.hold_shard(request.id, shard)
         request.land(max(own.landed_tokens, own.kept_tokens))
-        if own.first_token or event.token_age_s is not None or (leader and leader.complete):
+        has_token = event.token_age_s is not None
+        if own.first_token or (leader and (has_token or leader.complete)):
             self._transfers(step, request, held, leader)
             if own.decoding:
                 self._decodes(step, request, owner)
         elif leader is not None:
             self._compute(step, request, pool, held, leader)
+        elif has_token:  # of an earlier attempt here: nobody computes this one
+            self._table.fail(step, request, f"{_WHY} after the first token", resumable=True)
         else:
             request.count_attempts(request.earlier_attempts)  # not from the adopted one on
             self._table.take_back(step, request, _WHY)
