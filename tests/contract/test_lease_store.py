@@ -103,6 +103,18 @@ async def test_epochs_grow_though_the_clock_goes_back(store: LeaseStore, clock: 
     assert again is not None and again.epoch > first.epoch
 
 
+async def test_no_two_epochs_are_of_one_second(store: LeaseStore, clock: Clock):
+    """Attempts at requests are numbered by the second in which their scheduler began to lead."""
+    seconds = []
+    for _ in range(3):
+        held = await store.acquire("x", address="a:1", ttl_s=1.0)
+        assert held is not None
+        await store.release("x", epoch=held.epoch)
+        seconds.append(held.epoch // 1000)
+        clock.now_s += 0.01
+    assert seconds == sorted(set(seconds))
+
+
 async def test_epochs_grow_though_the_store_lost_its_data(clock: Clock):
     first = await MemoryLeases(clock=clock).acquire("x", address="a:1", ttl_s=1.0)
     clock.now_s += 1.0

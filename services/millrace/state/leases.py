@@ -1,8 +1,9 @@
 """Leases with fencing tokens: of several processes with one store, one holds a lease at a time.
 
 Every acquisition gives a larger epoch than all before it, also after the store has lost its data:
-epochs are at least the time in ms. The holder names its epoch in what it does, and others refuse
-what has a smaller epoch than they have seen.
+epochs are at least the time in ms, and no two are of one second, from which the attempts at
+requests are numbered (`core.scheduler.attempts`). The holder names its epoch in what it does, and
+others refuse what has a smaller epoch than they have seen.
 """
 
 from __future__ import annotations
@@ -63,7 +64,8 @@ class MemoryLeases:
         now_s, known = self._clock(), self._leases.get(name)
         if known is not None and self._until_s[name] > now_s:
             return None
-        epoch = max(known.epoch + 1 if known else 0, int(now_s * 1000))
+        last = known.epoch if known else 0
+        epoch = max(last - last % 1000 + 1000, int(now_s * 1000))
         note = known.note if known else b""
         self._leases[name] = Lease(epoch=epoch, address=address, left_s=ttl_s, note=note)
         self._until_s[name] = now_s + ttl_s

@@ -10,8 +10,9 @@ from __future__ import annotations
 def attempts_before(epoch: int) -> int:
     """Returns the largest number that an attempt of a scheduler before `epoch` may have.
 
-    Epochs are milliseconds since 1970 or later (`state.leases`). A scheduler's first attempts are
-    numbered from 1, those at requests that it took over from the seconds of its epoch: an earlier
-    scheduler would have to begin one request more than once a second to come so far.
+    Epochs are milliseconds since 1970 or later, no two of one second (`state.leases`). A
+    scheduler's first attempts are numbered from 1, those at requests that it took over from the
+    seconds of its epoch: an earlier scheduler would have to begin one request more than once a
+    second to come so far.
     """
     return epoch // 1000

@@ -20,7 +20,8 @@ _ACQUIRE = Script(
 local now = tonumber(ARGV[1]) or now_ms()
 local known = redis.call('HMGET', KEYS[1], 'epoch', 'until', 'note')
 if known[2] and tonumber(known[2]) > now then return {0, ''} end
-local epoch = math.max((tonumber(known[1]) or 0) + 1, now)
+local last = tonumber(known[1]) or 0
+local epoch = math.max(last - last % 1000 + 1000, now)
 redis.call('HSET', KEYS[1], 'epoch', string.format('%.0f', epoch), 'address', ARGV[3],
   'until', string.format('%.0f', now + tonumber(ARGV[2])))
 return {epoch, known[3] or ''}
