@@ -132,7 +132,7 @@ async def test_the_next_head_may_be_incomplete_while_an_answer_runs(tmp_path, mo
 
 
 async def test_a_body_that_stays_incomplete_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(asgi, "_SILENCE_S", 0.05)
+    monkeypatch.setattr(asgi, "SILENCE_S", 0.05)
     async with gateway(tmp_path) as stack, connected(stack) as (reader, writer):
         writer.write(post()[:-5])
         status, body = await answer(reader)

@@ -8,7 +8,7 @@ import signal
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import pytest
@@ -20,6 +20,7 @@ from millrace.core.errors import ConfigError
 from millrace.state.open import in_memory, open_records, open_store, open_waterfalls
 from millrace.state.outcomes import RedisOutcomes
 from millrace.state.redis import cluster as cluster_module
+from millrace.state.redis.cluster import Cluster
 from millrace.state.redis.leases import RedisLeases
 from millrace.state.redis.pools import cluster_of, shown_url
 from millrace.state.redis.store import RedisStore
@@ -53,6 +54,20 @@ def own() -> Iterator[ClusterServers]:
         yield servers
 
 
+@pytest.fixture
+def clients(monkeypatch: pytest.MonkeyPatch) -> list[Cluster]:
+    """The stores' own views of the cluster, in the order in which they are opened."""
+    made: list[Cluster] = []
+
+    class Noted(Cluster):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            made.append(self)
+
+    monkeypatch.setattr("millrace.state.redis.link.Cluster", Noted)
+    return made
+
+
 @asynccontextmanager
 async def opened(servers: ClusterServers, **settings: float) -> AsyncIterator[RedisStore]:
     store = RedisStore(StoreConfig(url=servers.url, **settings))
@@ -84,10 +99,13 @@ async def in_the_end(call: Callable[[], Awaitable[T]]) -> tuple[T, set[str]]:
                 await asyncio.sleep(0.01)
 
 
-async def test_the_stores_go_on_at_the_replica_that_was_promoted(own: ClusterServers) -> None:
+async def test_the_stores_go_on_at_the_replica_that_was_promoted(
+    own: ClusterServers, clients: list[Cluster]
+) -> None:
     config = StoreConfig(url=own.url)
     leases = RedisLeases(config)
     async with opened(own) as store, opened(own) as late:
+        client = clients[1]  # the store's
         own.follow(own.owner(b"millrace:lease:scheduler"))
         for one in NAMES:
             await store.create(one, spec=b"s", prompt_ids=IDS)
@@ -97,7 +115,7 @@ async def test_the_stores_go_on_at_the_replica_that_was_promoted(own: ClusterSer
         for one in NAMES:
             assert await late.get(one) is not None
         own.replicated()
-        known, gone = store._link._servers._servers, (HOST, own.followed.port)
+        known, gone = client.servers, (HOST, own.followed.port)
         assert gone in known
         os.kill(own.followed.pid, signal.SIGKILL)
         with pytest.raises(StoreError, match="connect"):
@@ -190,7 +208,7 @@ class Pauses:
 
 
 async def test_a_slot_moves_key_by_key(
-    servers: ClusterServers, monkeypatch: pytest.MonkeyPatch
+    servers: ClusterServers, clients: list[Cluster], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source, target = servers.primaries[0], servers.primaries[2]
     one = next(name for name in MOVED if servers.owner(record(name)) is source)
@@ -231,11 +249,11 @@ async def test_a_slot_moves_key_by_key(
     await appended
     await store.append_tokens([entry(one, 2)])
     # The server that had the slot is asked for the map: another one may not know of the move yet.
-    store._link._servers._ask_first((HOST, servers.primaries[1].port))
+    clients[0].ask_first((HOST, servers.primaries[1].port))
     asked: list[str] = []
-    slots = cluster_module._slots
+    slots = cluster_module.read_slots
     monkeypatch.setattr(
-        cluster_module, "_slots", lambda server: asked.append(server.name) or slots(server)
+        cluster_module, "read_slots", lambda server: asked.append(server.name) or slots(server)
     )
     servers.end_move(slot, source, target)
     await store.append_tokens([entry(one, 3)])

@@ -23,10 +23,8 @@ _BY_NAME = "millrace.headers"
 #: The time and the bytes for which a refused body is read, so that its sender gets the answer.
 _LINGER_S = 5.0
 _LINGER_BYTES = 1 << 30
-
-
 #: The longest wait for the next bytes of a body.
-_SILENCE_S = 75.0
+SILENCE_S = 75.0
 
 
 class Disconnected(Exception):
@@ -94,12 +92,12 @@ async def next_part(receive: Receive) -> Message:
     Raises Disconnected when the client leaves, and ApiError (408) when it sends nothing for long.
     """
     try:
-        async with asyncio.timeout(_SILENCE_S):
+        async with asyncio.timeout(SILENCE_S):
             message = await receive()
     except TimeoutError:
         raise ApiError(
             408,
-            f"The request's body was not complete: no bytes came for {_SILENCE_S:g} s.",
+            f"The request's body was not complete: no bytes came for {SILENCE_S:g} s.",
             code="timeout",
             headers=[(b"connection", b"close")],
         ) from None

@@ -68,7 +68,8 @@ class Cluster:
         self._named = list(named)
         self._pool_of = pool_of
         self._limit_s = limit_s
-        self._servers: dict[Address, Server] = {}
+        #: Those with connections.
+        self.servers: dict[Address, Server] = {}
         self._map: list[Address | None] = [None] * REDIS_CLUSTER_HASH_SLOTS
         self._is_doubtful = True
         self._reading = asyncio.Lock()
@@ -143,7 +144,7 @@ class Cluster:
         return answers
 
     async def close(self) -> None:
-        for server in self._servers.values():
+        for server in self.servers.values():
             await server.close()
 
     async def _part(
@@ -177,7 +178,7 @@ class Cluster:
             return await server.attempt(call, limit_s)
         except MovedError:
             self._is_doubtful = True
-            self._ask_first(owner)  # it knows a newer map
+            self.ask_first(owner)  # it knows a newer map
             raise
         except ClusterDownError as error:
             self._is_doubtful = True
@@ -204,12 +205,12 @@ class Cluster:
         return owner
 
     def _server(self, address: Address) -> Server:
-        if address not in self._servers:
+        if address not in self.servers:
             host, port = address
             name = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
             client = Redis.from_pool(self._pool_of(address))
-            self._servers[address] = Server(name, client, self._limit_s)
-        return self._servers[address]
+            self.servers[address] = Server(name, client, self._limit_s)
+        return self.servers[address]
 
     async def _read_map(self, limit_s: float) -> None:
         """Reads the map, unless another call has read it meanwhile."""
@@ -232,7 +233,7 @@ class Cluster:
         for address in list(self._asked):
             self._asked.append(self._asked.pop(self._asked.index(address)))
             try:
-                rows = await self._server(address).attempt(_slots, MAP_TIMEOUT_S)
+                rows = await self._server(address).attempt(read_slots, MAP_TIMEOUT_S)
             except (RedisError, OSError) as error:
                 last = error
                 continue
@@ -261,14 +262,15 @@ class Cluster:
         new = [one for one in known if one not in self._asked]
         self._asked = new + [one for one in self._asked if one in known]
 
-    def _ask_first(self, address: Address) -> None:
+    def ask_first(self, address: Address) -> None:
+        """Asks this server for the map before the others."""
         self._asked = [address, *(one for one in self._asked if one != address)]
 
     async def _leave_servers(self) -> None:
         """Forgets servers that the cluster has no more, once no call uses them."""
-        for address in self._servers.keys() - set(self._asked):
-            if await close_idle(self._servers[address].client.connection_pool):
-                del self._servers[address]
+        for address in self.servers.keys() - set(self._asked):
+            if await close_idle(self.servers[address].client.connection_pool):
+                del self.servers[address]
 
 
 class _Asking(Redis):
@@ -296,7 +298,7 @@ class _AskingPipeline(Pipeline):
         return (await super().execute(raise_on_error))[1::2]
 
 
-async def _slots(server: Server) -> Rows:
+async def read_slots(server: Server) -> Rows:
     rows: Rows = await server.client.execute_command("CLUSTER", "SLOTS")
     return rows
 
