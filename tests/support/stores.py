@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import tempfile
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 from redis.asyncio import Redis
@@ -13,9 +15,13 @@ from redis.asyncio import Redis
 from millrace.core.config import StoreConfig
 from millrace.local.private_redis import PrivateRedis
 from millrace.state.redis.access import RIGHTS, rules_of, user_of
+from millrace.state.store import StoreError
+from support.deadlines import HANG_S
 
 #: Of every user that a test makes.
 PASSWORD = "of-a-test"
+
+T = TypeVar("T")
 
 
 @asynccontextmanager
@@ -61,3 +67,15 @@ def as_service(url: str, service: str) -> str:
     """Returns the URL with the service's user, who was made by `add_users`."""
     scheme, _, rest = url.partition("://")
     return f"{scheme}://{user_of(service, 'millrace')}:{PASSWORD}@{rest}"
+
+
+async def in_the_end(call: Callable[[], Awaitable[T]]) -> tuple[T, set[str]]:
+    """Calls until no StoreError is raised; returns the answer, and what the errors said."""
+    said: set[str] = set()
+    async with asyncio.timeout(HANG_S):
+        while True:
+            try:
+                return await call(), said
+            except StoreError as error:
+                said.add(str(error))
+                await asyncio.sleep(0.01)

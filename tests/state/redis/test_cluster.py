@@ -6,9 +6,9 @@ import asyncio
 import os
 import signal
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,13 +16,12 @@ import pytest
 from millrace.cli.doctor.findings import OK
 from millrace.cli.doctor.store import store as checked
 from millrace.core.config import StoreConfig
-from millrace.core.errors import ConfigError
-from millrace.state.open import in_memory, open_records, open_store, open_waterfalls
+from millrace.state.open import open_records, open_waterfalls
 from millrace.state.outcomes import RedisOutcomes
 from millrace.state.redis import cluster as cluster_module
 from millrace.state.redis.cluster import Cluster
 from millrace.state.redis.leases import RedisLeases
-from millrace.state.redis.pools import cluster_of, shown_url
+from millrace.state.redis.pools import shown_url
 from millrace.state.redis.store import RedisStore
 from millrace.state.redis.streams import RedisStreams
 from millrace.state.store import JournalEntry, StateUpdate, StoreError
@@ -30,7 +29,7 @@ from millrace.state.streams import Lease
 from support.deadlines import HANG_S, eventually
 from support.redis_cluster import OWN_PORT, ClusterServers, Node, key_slot, redis_cluster
 from support.redis_servers import HOST, PRIMARY, redis_server
-from support.stores import as_service
+from support.stores import as_service, in_the_end
 
 IDS = np.arange(5, dtype=np.int32)
 #: Requests on all servers.
@@ -39,7 +38,6 @@ NAMES = [f"r{i}" for i in range(12)]
 MOVED = [f"m{i}" for i in range(12)]
 #: Redis has given up a failover that it was ordered to make so long ago: the machine was too busy.
 GIVEN_UP_S = 6.0
-T = TypeVar("T")
 
 
 @pytest.fixture
@@ -85,18 +83,6 @@ def record(name: str) -> bytes:
 
 async def journals(store: RedisStore) -> list[list[int]]:
     return [(await store.journal(name, 0)).tolist() for name in NAMES]
-
-
-async def in_the_end(call: Callable[[], Awaitable[T]]) -> tuple[T, set[str]]:
-    """Calls until no StoreError is raised; returns the answer, and what the errors said."""
-    said: set[str] = set()
-    async with asyncio.timeout(HANG_S):
-        while True:
-            try:
-                return await call(), said
-            except StoreError as error:
-                said.add(str(error))
-                await asyncio.sleep(0.01)
 
 
 async def test_the_stores_go_on_at_the_replica_that_was_promoted(
@@ -367,34 +353,3 @@ async def test_a_cluster_out_of_reach_is_an_error(servers: ClusterServers) -> No
     wrong = as_service(servers.url, "proxy").replace("of-a-test", "wrong")
     said = await failure(wrong)
     assert "invalid username-password" in said and "wrong" not in said
-
-
-@pytest.mark.parametrize(
-    ("url", "message"),
-    [
-        ("redis+cluster://h,,i", "'' is no address of a server"),
-        ("redis+cluster://h:99999", "Port out of range"),
-        ("redis+cluster://h/1", "a cluster has the database 0 alone"),
-        ("redis+cluster://h/?db=2", "a cluster has the database 0 alone"),
-        ("redis+cluster://h?colour=red", "an option after the question mark is unknown"),
-        ("redis+cluster://h?ssl_colour=red", "an option after the question mark is unknown"),
-        ("redis+cluster://u:hunter2@h/x", "a cluster has the database 0 alone"),
-    ],
-)
-def test_urls_of_clusters_that_make_no_sense(url: str, message: str) -> None:
-    with pytest.raises(ConfigError, match=r"store\.url is 'redis") as info:
-        open_store(StoreConfig(url=url))
-    assert message in str(info.value) and "hunter2" not in str(info.value)
-
-
-def test_a_url_names_servers_user_and_tls() -> None:
-    url = "rediss+cluster://me:p%40x@a,[::1]:7/0?ssl_ca_certs=ca.crt&max_connections=5"
-    assert not in_memory(StoreConfig(url=url))
-    assert shown_url(url) == "rediss+cluster://a,[::1]:7/0"
-    named, pool_of = cluster_of(url, {"protocol": 2})
-    assert named == [("a", 6379), ("::1", 7)]
-    pool = pool_of(("b", 8))
-    made = pool.make_connection()
-    assert pool.max_connections == 5
-    assert (made.host, made.port, made.username, made.password) == ("b", 8, "me", "p@x")
-    assert made.ca_certs == "ca.crt"

@@ -3,41 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
-from typing import TypeVar
 
 import numpy as np
 import pytest
 
 from millrace.core.config import StoreConfig
-from millrace.core.errors import ConfigError
-from millrace.state.open import in_memory, open_store
 from millrace.state.redis import pools
 from millrace.state.redis.leases import RedisLeases
-from millrace.state.redis.pools import pool_of, shown_url
+from millrace.state.redis.pools import shown_url
 from millrace.state.redis.store import RedisStore
 from millrace.state.store import JournalEntry, StoreError
 from support.deadlines import HANG_S
 from support.redis_servers import HOST, PRIMARY, REPLICA, SENTINEL, SERVICE, redis_server, watched
+from support.stores import in_the_end
 
 IDS = np.arange(5, dtype=np.int32)
-T = TypeVar("T")
 
 
 def entry(start: int) -> JournalEntry:
     return JournalEntry(request_id="a", choice=0, start=start, token_ids=[1, 2])
-
-
-async def in_the_end(call: Callable[[], Awaitable[T]]) -> tuple[T, set[str]]:
-    """Calls until no StoreError is raised; returns the answer, and what the errors said."""
-    said: set[str] = set()
-    async with asyncio.timeout(HANG_S):
-        while True:
-            try:
-                return await call(), said
-            except StoreError as error:
-                said.add(str(error))
-                await asyncio.sleep(0.01)
 
 
 @pytest.mark.parametrize("passwords", [(), ("secret", "hidden")])
@@ -140,43 +124,3 @@ async def test_a_server_that_does_not_tell_its_kind_is_taken() -> None:
         store = RedisStore(StoreConfig(url=f"redis://{HOST}:{PRIMARY}"))
         await store.create("a", spec=b"", prompt_ids=IDS)
         await store.close()
-
-
-@pytest.mark.parametrize(
-    ("url", "message"),
-    [
-        ("redis+sentinel://h", "the service that the Sentinels watch is missing"),
-        ("redis+sentinel://h:1,i:2/", "the service that the Sentinels watch is missing"),
-        ("redis+sentinel://h,,i/s", "'' is no address of a Sentinel"),
-        ("redis+sentinel://h:99999/s", "Port out of range"),
-        ("redis+sentinel://h:x/s", "Port could not be cast"),
-        ("redis+sentinel://h/s/first", "the database after /s/ is 'first'; it must be a number"),
-        ("redis+sentinel://h/s?colour=red", "an option after the question mark is unknown"),
-        ("redis+sentinel://h/s?ssl_colour=red", "an option after the question mark is unknown"),
-        ("redis+sentinel://h/s?socket_timeout=soon", "socket_timeout"),
-        ("redis://h/0?colour=red", "an option after the question mark is unknown"),
-        ("redis+sentinel://u:hunter2@h/s/x", "the database after /s/ is 'x'"),
-    ],
-)
-def test_urls_of_sentinels_that_make_no_sense(url: str, message: str) -> None:
-    with pytest.raises(ConfigError, match=r"store\.url is 'redis") as info:
-        open_store(StoreConfig(url=url))
-    assert message in str(info.value) and "hunter2" not in str(info.value)
-
-
-def test_a_url_names_sentinels_database_user_and_tls() -> None:
-    url = (
-        "rediss+sentinel://me:p%40x@a,[::1]:7/s/3?sentinel_username=you&sentinel_password=q"
-        "&ssl_ca_certs=ca.crt&max_connections=5"
-    )
-    assert not in_memory(StoreConfig(url=url))
-    assert shown_url(url) == "rediss+sentinel://a,[::1]:7/s/3"
-    options = {"retry": None, "protocol": 2, "driver_info": None}
-    pool = pool_of(url, options)
-    made = pool.make_connection()
-    assert pool.max_connections == 5
-    assert (made.db, made.username, made.password, made.ca_certs) == (3, "me", "p@x", "ca.crt")
-    asked = [one.connection_pool.connection_kwargs for one in pool.sentinel_manager.sentinels]
-    assert [(one["host"], one["port"]) for one in asked] == [("a", 26379), ("::1", 7)]
-    for one in asked:
-        assert (one["username"], one["password"], one["ssl_ca_certs"]) == ("you", "q", "ca.crt")
