@@ -16,9 +16,9 @@ import torch
 from millrace.core.instance.gang import GangKey, GangSpec
 from millrace.core.instance.stop_point import StopPoint
 from millrace.engine.execution_pool import ChunkTask, ExecutionPool, TaskDropped
+from support.deadlines import HANG_S
 
 CPU = torch.device("cpu")
-LIMIT_S = 30.0
 
 
 class Links:
@@ -81,7 +81,7 @@ class Job:
                     lambda position=position: (
                         self.cancelled or min(self.begun.values()) >= position
                     ),
-                    LIMIT_S,
+                    HANG_S,
                 )
                 assert came, f"{me} waits in operator {position - 1} of {self.name}: {self.begun}"
             if position < len(self.stops):
@@ -162,7 +162,7 @@ class _Alone:
 
 
 def wait_for(what: Callable[[], bool], told: Callable[[], object]) -> None:
-    limit_s = time.monotonic() + LIMIT_S
+    limit_s = time.monotonic() + HANG_S
     while not what():
         assert time.monotonic() < limit_s, told()
         time.sleep(0.001)
@@ -288,7 +288,7 @@ def test_close_ends_a_member_that_holds_for_a_leader_that_is_silent() -> None:
     finally:
         started_s = time.monotonic()
         fleet.close([gang, other])
-        assert time.monotonic() - started_s < 10
+        assert time.monotonic() - started_s < HANG_S
     assert len(gang.ends) == 2 and other.begun["q"] == 0
 
 

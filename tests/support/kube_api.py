@@ -11,6 +11,8 @@ from typing import Any, TypeVar
 
 from kubernetes import client
 
+from support.deadlines import HANG_S
+
 Object = dict[str, Any]
 
 APPLY = "application/apply-patch+yaml"
@@ -18,8 +20,8 @@ MERGE = "application/merge-patch+json"
 TABLE = "application/json;as=Table;v=v1;g=meta.k8s.io"
 DISCOVERY = "application/json;g=apidiscovery.k8s.io;v=v2;as=APIGroupDiscoveryList"
 
-#: Timeouts in seconds: of one call, and of actions that take a moment on an idle machine.
-WAIT_S = 30.0
+#: Timeout in seconds of one call, and of actions that take a moment on an idle machine.
+WAIT_S = HANG_S
 
 T = TypeVar("T")
 

@@ -33,11 +33,10 @@ from millrace.transfer.transport.byte_window import ByteWindow
 from millrace.transfer.transport.nixl.transport import NixlTransport
 from millrace.transfer.transport.peers import PeerMetadata
 from millrace.wire.server import bind, create_server
-from support.deadlines import eventually
+from support.deadlines import HANG_S, eventually
 from support.scheduler_peers import Net, scheduler
 
 SIZE = 4096
-WAIT_S = 30.0
 
 
 def pid_of(end: End) -> int:
@@ -83,7 +82,7 @@ class Fatal:
             self.pids.append(pid_of(end))
             if len(self.opened) <= self._deaths:
                 os.kill(pid_of(end), signal.SIGABRT)
-                await eventually(lambda: not is_there(pid_of(end)), WAIT_S)
+                await eventually(lambda: not is_there(pid_of(end)))
             yield end
 
 
@@ -97,8 +96,8 @@ async def test_two_children_exchange_patterns_and_end() -> None:
             pids = pid_of(one), pid_of(other)
             assert len({*pids, os.getpid()}) == 3
             await asyncio.gather(
-                one.exchange(other.metadata, other.seed, WAIT_S),
-                other.exchange(one.metadata, one.seed, WAIT_S),
+                one.exchange(other.metadata, other.seed, HANG_S),
+                other.exchange(one.metadata, one.seed, HANG_S),
             )
         assert not any(is_there(pid) for pid in pids)
 
@@ -107,15 +106,15 @@ async def test_what_a_child_finds_wrong_is_told_as_it_says_it() -> None:
     async with ProbeServer("a", "cpu") as a, ProbeServer("b", "cpu") as b:
         async with a.open_end("1", 1, SIZE) as one, b.open_end("1", 2, SIZE) as other:
             _, failed = await asyncio.gather(
-                one.exchange(other.metadata, 77, WAIT_S),
-                other.exchange(one.metadata, one.seed, WAIT_S),
+                one.exchange(other.metadata, 77, HANG_S),
+                other.exchange(one.metadata, one.seed, HANG_S),
                 return_exceptions=True,
             )
             assert isinstance(failed, ProbeError) and not isinstance(failed, ProbeDiedError)
             assert "of 4096 is not what the peer wrote" in str(failed)
         async with a.open_end("2", 1, SIZE) as one:
             with pytest.raises(TransferError, match="not a transport's metadata"):
-                await one.exchange(b"nonsense", 1, WAIT_S)
+                await one.exchange(b"nonsense", 1, HANG_S)
 
 
 async def test_the_server_has_one_thread_and_no_transport_and_nothing_loads_torch() -> None:
@@ -131,7 +130,7 @@ async def test_the_server_has_one_thread_and_no_transport_and_nothing_loads_torc
 async def test_a_child_that_aborts_is_a_failed_probe_with_the_signals_name() -> None:
     async with ProbeServer("a", "cpu") as a, ProbeServer("b", "cpu") as b:
         async with a.open_end("1", 1, SIZE) as one, b.open_end("1", 2, SIZE) as other:
-            waiting = asyncio.create_task(one.exchange(other.metadata, other.seed, WAIT_S))
+            waiting = asyncio.create_task(one.exchange(other.metadata, other.seed, HANG_S))
             os.kill(pid_of(one), signal.SIGABRT)
             with pytest.raises(ProbeDiedError, match="was ended by SIGABRT"):
                 await waiting
@@ -145,7 +144,7 @@ async def test_a_transport_never_connects_to_a_process_that_has_ended() -> None:
     try:
         async with ProbeServer("a", "cpu") as a, a.open_end("1", 1, SIZE) as end:
             os.kill(pid_of(end), signal.SIGKILL)
-            await eventually(lambda: not is_there(pid_of(end)), WAIT_S)
+            await eventually(lambda: not is_there(pid_of(end)))
             with pytest.raises(PeerLostError, match="can't connect to a-1: its process has ended"):
                 await outcome(transport.connect(end.metadata))
     finally:
@@ -175,7 +174,7 @@ async def test_a_server_that_died_is_started_again_and_its_children_are_told_of(
             os.kill(parent_of(pid_of(end)), signal.SIGKILL)
             os.kill(pid_of(end), signal.SIGKILL)
             with pytest.raises(ProbeDiedError, match="was ended with its server"):
-                await end.exchange(end.metadata, 1, WAIT_S)
+                await end.exchange(end.metadata, 1, HANG_S)
         async with a.open_end("2", 1, SIZE) as end:
             assert is_there(pid_of(end))
 
@@ -193,7 +192,7 @@ async def test_the_loopback_is_tried_again_where_its_child_dies(deaths, caplog) 
             if deaths == LOOPBACK_TRIES:
                 passes = pytest.raises(ProbeDiedError, match="was ended by SIGABRT")
             with passes:
-                await probe_loopback(transport, region, pool, ends.open_end, WAIT_S)
+                await probe_loopback(transport, region, pool, ends.open_end, HANG_S)
     finally:
         await asyncio.to_thread(transport.close)
     assert len(ends.opened) == min(deaths + 1, LOOPBACK_TRIES)
@@ -228,7 +227,7 @@ async def test_a_crash_in_a_probe_ends_neither_instance(where, monkeypatch, capl
         node("p0", net, deaths=1 if where == "asked" else 0) as (_, asked),
         node("d0", net, deaths=1 if where == "asker" else 0) as (path, asker),
     ):
-        await asyncio.wait_for(path.reach_peers(net.address, "decode"), WAIT_S)
+        await asyncio.wait_for(path.reach_peers(net.address, "decode"), HANG_S)
         assert (len(asker.opened), len(asked.opened)) == (2, 2)
     assert "not ready: KV can't travel between d0 and any of the 1 asked" in caplog.text
     dead = "p0" if where == "asked" else "d0"
