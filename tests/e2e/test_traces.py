@@ -71,10 +71,11 @@ def one(spans: list[Received], name: str, service: str | None = None) -> Receive
     return found
 
 
-async def test_a_trace_has_spans_of_every_process() -> None:
+async def test_a_collector_gets_spans_log_records_and_metrics_of_every_process() -> None:
+    more = "telemetry.otlp_logs=on", "telemetry.otlp_metrics_s=1", "proxy.access_log=on"
     async with (
         otlp_receiver() as receiver,
-        live_stack(served_folder(MODEL), settings=settings(receiver)) as stack,
+        live_stack(served_folder(MODEL), settings=settings(receiver, *more)) as stack,
         httpx.AsyncClient(base_url=stack.url, timeout=2 * HANG_S) as client,
     ):
         answer = await ask(
@@ -82,6 +83,7 @@ async def test_a_trace_has_spans_of_every_process() -> None:
         )
         spans = await whole(receiver, TRACE_ID, "request", "schedule", "prefill", "decode")
         waterfall = (await client.get(f"/v1/requests/{answer['id']}/trace")).json()
+    check_logs_and_metrics(receiver, answer["id"])
     check_nested(spans)
     request = one(spans, "request")
     assert (request.service, request.kind, request.parent_id) == ("proxy", 2, CLIENT_ID)
@@ -115,6 +117,20 @@ async def test_a_trace_has_spans_of_every_process() -> None:
         bar, span = bars["chunk 0" if name == "chunk" else name], one(spans, name)
         assert bar["start_s"] == pytest.approx((span.start_ns - request.start_ns) / 1e9, abs=1e-6)
         assert bar["end_s"] == pytest.approx((span.end_ns - request.start_ns) / 1e9, abs=1e-6)
+
+
+def check_logs_and_metrics(receiver: Receiver, response_id: str) -> None:
+    """Of a stack that has answered one request with 70 tokens, and has ended."""
+    services = {"proxy", "scheduler", "prefill", "decode"}
+    assert {record.service for record in receiver.logs} == services
+    (access,) = [one for one in receiver.logs if one.attributes.get("request_id") == response_id]
+    assert (access.service, access.trace_id) == ("proxy", TRACE_ID)
+    last = {(one.service, one.message.name): one for one in receiver.metrics}
+    assert {service for service, _ in last} == services
+    made = last["proxy", "millrace_proxy_generated_tokens_total"]
+    assert sum(point.as_double for point in made.points.values()) == 70
+    steps = last["decode", "millrace_decode_step_seconds"]
+    assert sum(point.count for point in steps.points.values()) >= 69
 
 
 async def test_only_traces_of_slow_and_failed_requests_are_kept(tmp_path: Path) -> None:

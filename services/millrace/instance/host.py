@@ -41,6 +41,7 @@ from millrace.instance.watch import check_idle, watch
 from millrace.state.leader import LeaderWatch
 from millrace.state.open import open_leases, open_store
 from millrace.telemetry.metrics import Registry
+from millrace.telemetry.otlp.exports import Exports
 from millrace.telemetry.tracing.tracer import Tracer, open_tracer
 from millrace.telemetry.vllm_names import add_vllm_names
 from millrace.wire.address import host_port
@@ -237,6 +238,8 @@ def _open_tracer(
     instance_id: str,
     registry: Registry,
 ) -> Tracer:
+    """Opens what the instance sends to a collector; returns the tracer."""
+    Exports(config.telemetry, role, instance_id, registry).start_in(stack)
     tracer = open_tracer(config.telemetry, role, instance_id, registry)
     stack.push_async_callback(asyncio.to_thread, tracer.close)
     return tracer

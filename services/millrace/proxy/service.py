@@ -54,6 +54,7 @@ from millrace.state.open import (
 )
 from millrace.state.store import RequestStore
 from millrace.state.streams import StreamStore
+from millrace.telemetry.otlp.exports import Exports
 from millrace.telemetry.tracing.tracer import open_tracer
 from millrace.telemetry.vllm_names import add_vllm_names
 
@@ -109,7 +110,9 @@ class Proxy:
         if config.telemetry.vllm_names == "on":
             add_vllm_names(self.metrics.registry)
         recent = RecentWaterfalls(config.telemetry.waterfall_bytes)
-        tracer = open_tracer(config.telemetry, "proxy", process_id)
+        named = "proxy", process_id
+        tracer = open_tracer(config.telemetry, *named)
+        self._exports = Exports(config.telemetry, *named, self.metrics.registry)
         self._traces = traces = RequestTraces(tracer, recent)
 
         def make_gateway(name: str, settings: Config, scheduler: str) -> Gateway:
@@ -155,6 +158,7 @@ class Proxy:
     ) -> None:
         """Starts the server, which accepts connections on `bound` when this method returns."""
         self.port = bound.getsockname()[1]
+        self._exports.start()
         app = create_app(self._services, render_metrics or self.render)
         http = uvicorn.Config(
             app,
@@ -226,6 +230,7 @@ class Proxy:
         await self.store.close()
         await self._leases.close()
         await asyncio.to_thread(self._traces.close)
+        await self._exports.close()
 
 
 class _Stores(NamedTuple):

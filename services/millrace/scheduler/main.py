@@ -25,6 +25,7 @@ from millrace.state.leases import Lease
 from millrace.state.open import open_leases, open_outcomes, open_store
 from millrace.telemetry.metrics import Registry
 from millrace.telemetry.metrics_server import serve_metrics
+from millrace.telemetry.otlp.exports import Exports
 from millrace.telemetry.tracing.tracer import open_tracer
 from millrace.wire.address import host_port
 from millrace.wire.server import add_health, bind, create_server
@@ -73,6 +74,7 @@ async def serve(
         bound = bind(server, host, port)
         address = advertise or host_port(host, bound)
         leadership = Leadership(leases, address, config.scheduler)
+        Exports(config.telemetry, "scheduler", f"scheduler-{address}", registry).start_in(stack)
         await server.start()
         stack.push_async_callback(server.stop, CLOSE_S)
         log.info("the scheduler serves on %s", host_port(host, bound))

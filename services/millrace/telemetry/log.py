@@ -26,7 +26,7 @@ class _JsonLines(logging.Formatter):
         self._service = service
 
     def format(self, record: logging.LogRecord) -> str:
-        line = _extras(record) | {
+        line = extras(record) | {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "level": record.levelname.lower(),
             "service": self._service,
@@ -46,15 +46,16 @@ class _TextLines(logging.Formatter):
         self._service = service
 
     def formatMessage(self, record: logging.LogRecord) -> str:
-        extras = [f"{name}={value}" for name, value in _extras(record).items()]
+        more = [f"{name}={value}" for name, value in extras(record).items()]
         head = (
             f"{self.formatTime(record, self.datefmt)}.{int(record.msecs):03d} "
             f"{record.levelname.lower():<7} {self._service} {record.name}:"
         )
-        return " ".join([head, record.message, *extras])
+        return " ".join([head, record.message, *more])
 
 
-def _extras(record: logging.LogRecord) -> dict[str, object]:
+def extras(record: logging.LogRecord) -> dict[str, object]:
+    """Returns what a record got by `extra=`."""
     return {name: value for name, value in vars(record).items() if name not in _STANDARD}
 
 

@@ -43,6 +43,14 @@ class TelemetryConfig(Section):
         None,
         "host:port or URL of an OTLP/gRPC collector, which gets the spans of all processes",
     )
+    otlp_logs: str = setting(
+        "off", one_of("off", "on"), "log records go to the collector, too, besides stderr"
+    )
+    otlp_metrics_s: float = setting(
+        0.0,
+        within(0),
+        "s between two exports of all metrics to the collector; 0: /metrics alone has them",
+    )
     trace_folder: str = setting(
         "", None, "folder to which each process writes its spans: OTLP in lines of JSON"
     )
@@ -72,6 +80,16 @@ class TelemetryConfig(Section):
     metrics_port: int = setting(
         0, within(0, 65535), "/metrics, /health and /ready of a worker or scheduler; 0: off"
     )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        wanted = {"otlp_logs": self.otlp_logs == "on", "otlp_metrics_s": self.otlp_metrics_s > 0}
+        for name, is_on in wanted.items():
+            if is_on and not self.otlp_endpoint:
+                raise ConfigError(
+                    f"telemetry.{name} is {getattr(self, name)!r} and telemetry.otlp_endpoint ''; "
+                    "name the collector"
+                )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,13 +22,12 @@ from opentelemetry.trace import SpanKind, StatusCode
 from opentelemetry.util.types import Attributes
 
 from millrace.core.errors import ConfigError
+from millrace.telemetry.otlp.collector import SCOPE, connection
 
-SCOPE: Final = "millrace"
 MAX_FILE_BYTES: Final = 64 << 20  # then the file becomes NAME.1.jsonl, in place of the last one
 
 #: By the SDK's kind; OTLP has one kind more, for an unknown kind.
 _KINDS: Final = {kind: kind.value + 1 for kind in SpanKind}
-_TIMEOUT_S: Final = 3
 
 
 # ---- OTLP/gRPC
@@ -39,9 +38,8 @@ class OtlpSpans(OTLPSpanExporter):
 
     @staticmethod
     def to(endpoint: str) -> OtlpSpans:
-        """`endpoint` is host:port or an http(s):// URL; only https:// is encrypted."""
-        insecure = not endpoint.startswith("https://")
-        return OtlpSpans(endpoint=endpoint, insecure=insecure, timeout=_TIMEOUT_S)
+        """`endpoint`: as of `connection`."""
+        return OtlpSpans(**connection(endpoint))
 
     def _translate_data(self, data: Sequence[ReadableSpan]) -> ExportTraceServiceRequest:
         request = ExportTraceServiceRequest()

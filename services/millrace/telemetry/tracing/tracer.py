@@ -13,12 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from opentelemetry.sdk.resources import (
-    SERVICE_INSTANCE_ID,
-    SERVICE_NAME,
-    SERVICE_NAMESPACE,
-    Resource,
-)
+from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import SpanProcessor
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
@@ -28,6 +23,7 @@ from prometheus_client import Histogram
 
 from millrace.core.config import TelemetryConfig
 from millrace.telemetry.metrics import Registry
+from millrace.telemetry.otlp.collector import resource
 from millrace.telemetry.tracing.context import TraceContext
 from millrace.telemetry.tracing.exporters import FileSpans, OtlpSpans
 from millrace.telemetry.tracing.finished import (
@@ -248,15 +244,8 @@ def open_tracer(
         exporters.append(FileSpans.open(config.trace_folder, instance_id))
     if not exporters:
         return NO_TRACER
-    resource = Resource.create(
-        {
-            SERVICE_NAME: service,
-            SERVICE_NAMESPACE: "millrace",
-            SERVICE_INSTANCE_ID: instance_id,
-        }
-    )
     return Tracer(
-        resource,
+        resource(service, instance_id),
         [
             BatchSpanProcessor(
                 exporter,
