@@ -38,6 +38,7 @@ from millrace.proxy.http.endpoints.batches import BATCH_PATH, BATCHES_PATH, Batc
 from millrace.proxy.http.endpoints.files import FILE_PATH, FILES_PATH, FileEndpoints
 from millrace.proxy.http.endpoints.generate import GenerateEndpoint, Services
 from millrace.proxy.http.endpoints.messages import CreateMessage, count_tokens
+from millrace.proxy.http.endpoints.models import MODEL_PATH, MODELS_PATH, ModelEndpoints
 from millrace.proxy.http.endpoints.pooled import PooledEndpoint
 from millrace.proxy.http.endpoints.requests import (
     EXPLAIN_PATH,
@@ -278,33 +279,12 @@ def _add_requests(app: FastAPI, services: Services) -> None:
 
 
 def _add_models(app: FastAPI, services: Services) -> None:
-    models = services.models
-
-    @app.api_route("/v1/models", methods=_READ)
-    async def list_models(request: Request) -> Response:
-        allowed = models.names_for(exchange_of(request.scope).caller)
-        data = [_model_document(name, model) for name, model in allowed]
-        return _json({"object": "list", "data": data})
-
-    @app.api_route("/v1/models/{name:path}", methods=_READ)
-    async def show_model(request: Request, name: str) -> Response:
-        try:
-            found = models.find(name, exchange_of(request.scope).caller)
-        except ApiError as error:
-            return Response(error.body(), error.status, media_type="application/json")
-        return _json(_model_document(name, found))
-
-
-def _model_document(name: str, model: ServedModel) -> Json:
-    """Returns what clients see of a model; `root` is its own name, where `name` is an alias."""
-    return {
-        "id": name,
-        "object": "model",
-        "created": model.created,
-        "owned_by": "millrace",
-        "root": model.name,
-        "max_model_len": model.limits.context_tokens,
-    }
+    models = ModelEndpoints(services.models)
+    listed = RawEndpoint(services, MODELS_PATH, models.list)
+    shown = RawEndpoint(services, MODEL_PATH, models.show)
+    app.router.routes.append(Route(MODELS_PATH, listed, methods=_READ))
+    with_slashes = MODEL_PATH.replace("}", ":path}")
+    app.router.routes.append(Route(with_slashes, shown, methods=_READ))
 
 
 def _add_probes(app: FastAPI, services: Services, render_metrics: RenderMetrics) -> None:
@@ -337,11 +317,11 @@ async def _http_error(request: Request, error: Exception) -> Response:
         found = ApiError(405, f"{request.method} is not allowed here.", code="method_not_allowed")
     else:
         found = ApiError(error.status_code, str(error.detail))
-    body = error_body(request.url.path, found)
+    body = error_body(request.scope, found)
     return Response(body, found.status, headers=error.headers, media_type="application/json")
 
 
 async def _internal_error(request: Request, error: Exception) -> Response:
     """Answers 500: the traceback goes to the log, not to the client."""
-    body = error_body(request.url.path, ApiError(500, "Internal error."))
+    body = error_body(request.scope, ApiError(500, "Internal error."))
     return Response(body, 500, media_type="application/json")

@@ -143,7 +143,7 @@ async def send_error(scope: Scope, receive: Receive, send: Send, error: ApiError
 
     Reads a refused body for a while before it closes the connection.
     """
-    body = error_body(scope["path"], error)
+    body = error_body(scope, error)
     if error.status != 413:
         await send_json(send, error.status, body, error.headers())
         return

@@ -18,7 +18,7 @@ from starlette.middleware.cors import CORSMiddleware
 
 from millrace.proxy.errors import ApiError
 from millrace.proxy.http.anthropic import REQUEST_ID as ANTHROPIC_REQUEST_ID
-from millrace.proxy.http.anthropic import is_anthropic
+from millrace.proxy.http.anthropic import wants_anthropic
 from millrace.proxy.http.asgi import Message, Receive, Scope, Send, header, send_error
 from millrace.proxy.http.tenants import EXCHANGE, Tenants
 from millrace.proxy.metrics import ProxyMetrics
@@ -131,7 +131,7 @@ def _with_headers(exchange: Exchange, scope: Scope, send: Send) -> Send:
             if given is None:
                 given = b"req_" + uuid.uuid4().hex.encode()
                 headers.append((REQUEST_ID, given))
-            if is_anthropic(scope["path"]):
+            if wants_anthropic(scope):
                 headers.append((ANTHROPIC_REQUEST_ID, given))
             exchange.request_id = given.decode("latin-1")
             message = {**message, "headers": headers}

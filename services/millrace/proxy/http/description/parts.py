@@ -104,5 +104,11 @@ def error(description: str, model: str = "Error") -> Json:
     return {"description": description, "content": json_of(model)}
 
 
+def either(description: str, *models: str) -> Json:
+    """Describes an answer that has one of several forms."""
+    forms = {"anyOf": [reference(model) for model in models]}
+    return {"description": description, "content": {"application/json": {"schema": forms}}}
+
+
 def reference(name: str) -> Json:
     return {"$ref": REFERENCE.format(model=name)}

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from millrace.proxy.http import admin
-from millrace.proxy.http.anthropic import COUNT_PATH, MESSAGES_PATH
+from millrace.proxy.http.anthropic import COUNT_PATH, MESSAGES_PATH, VERSION
 from millrace.proxy.http.board import EVENTS_PATH, PAGE_PATH
 from millrace.proxy.http.description.parts import (
     STRING,
     Json,
     admin_errors,
+    either,
     error,
     gone,
     got,
@@ -22,6 +23,7 @@ from millrace.proxy.http.description.parts import (
     reference,
     shown_and_changed,
 )
+from millrace.proxy.http.endpoints.models import MOST_LISTED
 from millrace.proxy.http.endpoints.objectives import (
     CLASS_HEADER,
     E2E_HEADER,
@@ -63,12 +65,7 @@ def paths_of(classes: Sequence[str]) -> Json:
         **_pooled(objectives),
         "/tokenize": {"post": posted("Text or messages to token ids", "Tokenize", "Tokens")},
         "/detokenize": {"post": posted("Token ids to text", "Detokenize", "Text")},
-        "/v1/models": {"get": got("The served models", json_of("Models"))},
-        "/v1/models/{model}": {
-            "get": got(
-                "One model", json_of("Model"), {"404": error("No such model")}, [in_path("model")]
-            )
-        },
+        **_models(),
         "/health": {"get": got("Whether the process answers", json_of("Status"))},
         "/ready": {
             "get": got(
@@ -169,6 +166,24 @@ def _responses(stream: Json, objectives: list[Json]) -> Json:
         },
         "/v1/responses/{response_id}/input_items": {
             "get": got("The input of a response", json_of("ResponseItems"), wrong, named + pages)
+        },
+    }
+
+
+def _models() -> Json:
+    asked = header(VERSION.decode(), STRING, "Given: the answer has the form of Anthropic's API.")
+    pages = [
+        query("limit", {"type": "integer", "minimum": 1, "maximum": MOST_LISTED}, "Default: 20."),
+        query("after_id", STRING, "The model before the first model."),
+        query("before_id", STRING, "The model after the last model."),
+    ]
+    wrong = {"400": either("A parameter is wrong", "Error", "AnthropicError")}
+    missing = {"404": either("No such model", "Error", "AnthropicError")}
+    listed, one = either("OK", "Models", "ModelPage"), either("OK", "Model", "ModelInfo")
+    return {
+        "/v1/models": {"get": got("The served models", listed["content"], wrong, [asked, *pages])},
+        "/v1/models/{model}": {
+            "get": got("One model", one["content"], missing, [in_path("model"), asked])
         },
     }
 

@@ -48,7 +48,7 @@ class BatchCalls:
 
         Cancelling the caller cancels the request.
         """
-        body = request.body
+        body, like = request.body, {"path": path, "headers": ()}
         try:
             for name in _REFUSED:
                 if body.get(name):
@@ -63,11 +63,11 @@ class BatchCalls:
             scope = _scope(path, self._caller(tenant), self._slo_class)
             await self._endpoints[path](scope, call.receive, call.send)
         except ApiError as error:
-            return answer_of(error, error_body(path, error))
+            return answer_of(error, error_body(like, error))
         except Exception:
             log.exception("%s failed in a batch", path)
             failed = ApiError(500, "Internal error.")
-            return answer_of(failed, error_body(path, failed))
+            return answer_of(failed, error_body(like, failed))
         return call.answer()
 
     def _caller(self, tenant: str) -> Caller:

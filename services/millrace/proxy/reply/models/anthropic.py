@@ -1,4 +1,4 @@
-"""The models of the answers of /v1/messages, for the OpenAPI document."""
+"""The models of the answers of Anthropic's API, for the OpenAPI document."""
 
 from __future__ import annotations
 
@@ -53,5 +53,31 @@ class CountedTokens(TypedDict):
     input_tokens: int
 
 
-#: Every answer of /v1/messages that the document names.
-MESSAGE_ANSWERS: tuple[Any, ...] = (AnsweredMessage, AnthropicError, CountedTokens)
+class ModelInfo(TypedDict):
+    """A served model."""
+
+    type: Literal["model"]
+    id: str
+    display_name: str
+    created_at: str
+    lifecycle: Literal["active"]
+    max_input_tokens: int
+
+
+class ModelPage(TypedDict):
+    """A page of the served models."""
+
+    data: list[ModelInfo]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+#: Every answer of Anthropic's API that the document names.
+MESSAGE_ANSWERS: tuple[Any, ...] = (
+    AnsweredMessage,
+    AnthropicError,
+    CountedTokens,
+    ModelInfo,
+    ModelPage,
+)
