@@ -338,6 +338,17 @@ def test_forced_calls():
         assert run(parser, pieces) == ("", "", [("now", "{}"), ("now", '{"a": 1}')])
 
 
+def test_forced_calls_that_are_cut_leave_no_json_as_content():
+    """`max_tokens` may end the answer anywhere, before the first call's name too."""
+    text = "[ \n" + ",\n".join(dumps({"name": n, "arguments": a}) for n, a in (OSLO, NOW)) + " ]"
+    parsers = Parsers(tools="hermes", reasoning="none")
+    for size in range(len(text) + 1):
+        content, _, calls = run(parsers.make(SCHEMAS, "", forced=True), [text[:size]])
+        assert content == ""
+        assert [name for name, _ in calls] == ["get_weather", "now"][: len(calls)]
+    assert read(calls) == [OSLO, NOW]
+
+
 PIECES = [
     *("<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]", "<think>", "now"),
     *(

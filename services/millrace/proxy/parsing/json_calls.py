@@ -35,11 +35,14 @@ class Form:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Syntax:
-    """The forms of one family, tried in order. `bare`: an answer may begin with this string."""
+    """The forms of one family, tried in order. `bare`: an answer may begin with this string.
+    `forced`: it is nothing but calls, so a call that is cut before its name is no content either.
+    """
 
     markers: tuple[str, ...]
     forms: tuple[Form, ...]
     bare: str = ""
+    forced: bool = False
 
 
 HERMES = Syntax(
@@ -56,6 +59,7 @@ FORCED = Syntax(
     markers=(),
     forms=(Form(header=re.compile(r"\s*\[\s*"), closers=("]",), separators=(",",)),),
     bare="[",
+    forced=True,
 )
 _NAME = r"(?P<name>[\w.-]+)"
 MISTRAL = Syntax(
@@ -109,6 +113,8 @@ class JsonCalls(StateParser):
         started = self._reader is not None and self._reader.started
         rest = self._buffer if started else "".join(self._raw) + self._buffer
         self._raw, self._buffer = [], ""
+        if self._syntax.forced and self._state != self._text:
+            return
         if self._state != self._after or rest.strip():
             self._show(rest)
 
