@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -24,12 +25,14 @@ def recorded_run(
     tbt_s: float | None = None,
     e2e_s: float | None = None,
     began_unix_s: float | None = BEGAN_UNIX_S,
+    until_s: float = math.inf,
 ) -> Path:
-    """Records the run of `steps`."""
+    """Records the run of `steps`, as far as `until_s`."""
     recording = Recording(path, CONFIG, began_unix_s)
     step = recording.around(Machine(CONFIG).step)
     for now_s, event in steps(tbt_s, e2e_s):
-        step(event, now_s)
+        if now_s <= until_s:
+            step(event, now_s)
     recording.close()
     return path
 

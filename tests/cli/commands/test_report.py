@@ -128,6 +128,14 @@ async def test_what_is_wrong_is_named(path: Path, options: tuple[str, ...], said
     assert "Traceback" not in shown
 
 
+@pytest.mark.parametrize("until_s", [-1.0, 0.0])
+async def test_a_recording_without_requests_is_named(path: Path, until_s: float) -> None:
+    recorded_run(path, until_s=until_s)
+    status, shown = await millrace("report", str(path))
+    assert status == 1
+    assert shown == f"millrace: {path}: the recording has no request in 0 s\n"
+
+
 async def test_the_environment_may_name_the_recording(tmp_path: Path) -> None:
     path = tmp_path / "nowhere/run.jsonl"
     wanted = {"MILLRACE_RECORD": str(path)}

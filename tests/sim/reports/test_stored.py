@@ -55,5 +55,5 @@ def test_pools_are_those_of_the_range(noted: list[Outcome]) -> None:
 
 
 def test_an_empty_range_is_an_error(noted: list[Outcome]) -> None:
-    with pytest.raises(EmptyRange, match="no request came from 90 to inf s; Redis has 5"):
+    with pytest.raises(EmptyRange, match="no request came from 90 s on; Redis has 5"):
         report_of_outcomes(noted, [], began_unix_s=BEGAN_UNIX_S, from_s=90.0)

@@ -39,9 +39,11 @@ def report_of_recording(
     result = replay(path, follower.around)
     follower.end()
     found = follower.outcomes
+    if not follower.requests:
+        raise EmptyRange(f"{path}: the recording has no request in {result.duration_s:.3g} s")
     if not found:
         raise EmptyRange(
-            f"{path}: no request came from {from_s:g} to {to_s:g} s; the recording has "
+            f"{path}: no request came {in_range(from_s, to_s)}; the recording has "
             f"{follower.requests} requests in {result.duration_s:.3g} s"
         )
     end_s = max(min(to_s, result.duration_s), from_s + SAMPLE_S)
@@ -54,6 +56,11 @@ def report_of_recording(
         worst=worst,
         notes=_notes(result),
     )
+
+
+def in_range(from_s: float, to_s: float) -> str:
+    """Returns the range in words; `to_s` may be infinite."""
+    return f"from {from_s:g} s on" if to_s == math.inf else f"from {from_s:g} to {to_s:g} s"
 
 
 def _notes(result: ReplayResult) -> list[str]:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from millrace.core.report.outcome import Outcome
 from millrace.core.report.pool_sample import TimedSample
 from millrace.sim.reports.pools import pool_rows
-from millrace.sim.reports.recorded import SAMPLE_S, EmptyRange
+from millrace.sim.reports.recorded import SAMPLE_S, EmptyRange, in_range
 from millrace.sim.reports.report import RunReport, report_of
 
 
@@ -31,7 +31,7 @@ def report_of_outcomes(
     found = [one for one in since if from_s <= one.arrived_s < to_s]
     if not found:
         raise EmptyRange(
-            f"no request came from {from_s:g} to {to_s:g} s; Redis has {len(since)} requests"
+            f"no request came {in_range(from_s, to_s)}; Redis has {len(since)} requests"
         )
     last_s = max(one.arrived_s + (one.late_s or 0.0) for one in found)
     pools = [one.sample for one in samples if from_s <= one.at_s - began_unix_s < to_s]
