@@ -6,6 +6,8 @@ import asyncio
 import os
 import signal
 import socket
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -16,6 +18,7 @@ from millrace.concurrency import (
     all_or_first_error,
     beside,
     cancel,
+    interruptible,
     patience,
     stop_event,
     stop_signals,
@@ -116,7 +119,7 @@ async def test_the_error_of_the_block_comes_first() -> None:
     assert work.ended == "cancelled"
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 async def test_signals_stop_until_they_are_given_back(number) -> None:
     before = signal.getsignal(number)
     with stop_signals() as stop:
@@ -131,6 +134,50 @@ async def test_a_stop_event_is_not_set_before_a_signal() -> None:
         assert not stop.is_set()
         os.kill(os.getpid(), signal.SIGTERM)
         await stop.wait()
+
+
+async def test_under_nohup_a_closed_terminal_stops_nothing() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with stop_signals() as stop:
+            os.kill(os.getpid(), signal.SIGHUP)
+            os.kill(os.getpid(), signal.SIGTERM)
+            await stop.wait()
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_signals_cancel_interruptible_work(number) -> None:
+    work = Work()
+
+    async def interrupted() -> None:
+        asyncio.get_running_loop().call_soon(os.kill, os.getpid(), number)
+        await interruptible(work.run())
+
+    with pytest.raises(KeyboardInterrupt):
+        asyncio.run(interrupted())
+    assert work.ended == "cancelled"
+
+
+async def test_interruptible_work_returns_and_raises() -> None:
+    async def seven() -> int:
+        return 7
+
+    assert await interruptible(seven()) == 7
+    failing = Work(ValueError("broken"))
+    failing.released.set()
+    with pytest.raises(ValueError, match="broken"):
+        await interruptible(failing.run())
+
+
+def test_a_child_leaves_the_terminal_to_its_parent() -> None:
+    program = (
+        "import os, signal; from millrace.concurrency import leave_terminal_to_parent as leave; "
+        "leave(); [os.kill(os.getpid(), n) for n in (signal.SIGINT, signal.SIGHUP)]"
+    )
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
 
 
 async def test_patience_ends() -> None:

@@ -148,9 +148,13 @@ def test_the_version_stands_in_pyproject_and_all_else_agrees() -> None:
         assert version() not in (ROOT / path).read_text(), path
 
 
-def test_the_command_says_its_version() -> None:
-    millrace = Path(sysconfig.get_path("scripts")) / "millrace"
-    said = subprocess.run([millrace, "--version"], check=True, capture_output=True, text=True)
+@pytest.mark.parametrize(
+    "command",
+    [[str(Path(sysconfig.get_path("scripts")) / "millrace")], [sys.executable, "-m", "millrace"]],
+    ids=["millrace", "python -m millrace"],
+)
+def test_the_command_says_its_version(command: list[str]) -> None:
+    said = subprocess.run([*command, "--version"], check=True, capture_output=True, text=True)
     assert said.stdout == f"millrace {version()}\n"
 
 

@@ -6,10 +6,15 @@ import asyncio
 import signal
 from collections.abc import AsyncIterator, Coroutine, Iterable, Iterator
 from contextlib import asynccontextmanager, contextmanager
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
-_STOP_SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
+#: SIGHUP comes when the terminal is closed, or its connection is lost.
+_STOP_SIGNALS: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+#: What a terminal sends to all processes of a command.
+_TERMINAL_SIGNALS: Final = (signal.SIGINT, signal.SIGHUP)
 _STEPS: Final = 4  # of a `patience`
+
+Result = TypeVar("Result")
 
 
 async def cancel(*tasks: asyncio.Future[Any]) -> None:
@@ -92,9 +97,9 @@ class _Steps:
 
 
 def stop_event() -> asyncio.Event:
-    """Returns an event that SIGTERM and SIGINT set."""
+    """Returns an event that SIGTERM, SIGINT and SIGHUP set."""
     stop = asyncio.Event()
-    for number in _STOP_SIGNALS:
+    for number in _heard():
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     return stop
 
@@ -107,3 +112,38 @@ def stop_signals() -> Iterator[asyncio.Event]:
     finally:
         for number in _STOP_SIGNALS:
             asyncio.get_running_loop().remove_signal_handler(number)
+
+
+async def interruptible(work: Coroutine[Any, Any, Result]) -> Result:
+    """Runs `work`, which cleans up when it is cancelled. SIGTERM and SIGHUP cancel it, too, and
+    KeyboardInterrupt is raised when it has ended.
+    """
+    with stop_signals() as stop:
+        task, stopping = asyncio.create_task(work), asyncio.create_task(stop.wait())
+        try:
+            await asyncio.wait((task, stopping), return_when=asyncio.FIRST_COMPLETED)
+            if not task.done():
+                await cancel(task)
+                raise KeyboardInterrupt
+            return task.result()
+        finally:
+            await cancel(task, stopping)
+
+
+def leave_terminal_to_parent() -> None:
+    """Ignores what a terminal sends to all processes of a command: the parent process decides when
+    this process ends.
+    """
+    for number in _TERMINAL_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+
+
+def _heard() -> list[signal.Signals]:
+    """Returns the stop signals, without SIGHUP under `nohup`, which starts commands that ignore
+    it.
+    """
+    return [
+        number
+        for number in _STOP_SIGNALS
+        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN
+    ]

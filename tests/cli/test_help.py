@@ -127,7 +127,7 @@ def test_help_is_what_the_parser_would_print(helps, words):
 @pytest.mark.parametrize("words", [["no-such-command"], ["sim", "no-such"], ["--no-such", "up"]])
 def test_help_of_no_command_is_an_error(words):
     ran = subprocess.run(
-        [sys.executable, "-m", "millrace.cli", *words, "--help"],
+        [sys.executable, "-m", "millrace", *words, "--help"],
         capture_output=True,
         text=True,
     )

@@ -54,7 +54,7 @@ FULL = Path("/dev/full")
 def test_a_full_disk_is_one_line(arguments: tuple[str, ...]) -> None:
     with FULL.open("w") as full:
         ended = subprocess.run(
-            [sys.executable, "-m", "millrace.cli", *arguments],
+            [sys.executable, "-m", "millrace", *arguments],
             stdout=subprocess.DEVNULL if "--records" in arguments else full,
             stderr=subprocess.PIPE,
             text=True,

@@ -1,11 +1,14 @@
 """The commands a new user types, with the model that ships."""
 
 import asyncio
+import os
 import re
 import signal
+import sys
 from pathlib import Path
 
 import httpx
+import psutil
 import pytest
 
 from millrace.local.authority import as_toml, issue_certificates
@@ -52,6 +55,40 @@ async def test_up_says_what_to_try_between_services_with_tls_and_ends_clean_at_c
     finally:
         process.send_signal(signal.SIGINT)
     assert await asyncio.wait_for(process.wait(), HANG_S) == 0
+
+
+async def test_up_ends_clean_when_its_terminal_is_closed(tmp_path: Path) -> None:
+    ours, theirs = os.openpty()
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-c", _IN_TERMINAL, sys.executable, "-m", "millrace", "up"),
+        *("--port", "0", "--no-profile"),
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        env={**os.environ, "COLUMNS": "120", "TMPDIR": str(tmp_path)},
+        start_new_session=True,
+    )
+    os.close(theirs)
+    seen = ""
+    while "Ctrl-C stops everything" not in seen:
+        seen += (await asyncio.to_thread(os.read, ours, 1 << 16)).decode(errors="replace")
+    children = psutil.Process(process.pid).children(recursive=True)
+    assert len(children) > 4
+    [folder] = os.listdir(tmp_path)
+    assert {"proxy.log", "prefill-0.log"} <= set(os.listdir(tmp_path / folder))
+    os.close(ours)
+    assert await asyncio.wait_for(process.wait(), HANG_S) == 0
+    assert not os.listdir(tmp_path)
+    psutil.wait_procs(children, HANG_S)
+    assert not [one for one in children if one.is_running()]
+
+
+#: Makes the terminal on standard input the session's own, as a shell's is, and becomes a command.
+_IN_TERMINAL = """
+import fcntl, os, sys, termios
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+os.execv(sys.argv[1], sys.argv[1:])
+"""
 
 
 async def test_chat_without_a_gateway_says_so_in_one_line() -> None:

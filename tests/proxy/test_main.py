@@ -9,6 +9,7 @@ import signal
 from contextlib import asynccontextmanager
 
 import httpx
+import psutil
 import pytest
 from tokenizers import Tokenizer
 
@@ -123,6 +124,25 @@ async def test_workers_share_a_port_their_metrics_and_their_waterfalls(tmp_path)
             assert (await fresh.get("/v1/requests/nothing/trace")).status_code == 404
         counted = {"code": "200", "route": CHAT}
         assert total(text, "millrace_proxy_http_requests_total", **counted) == len(answers)
+
+
+async def test_workers_leave_a_terminals_signals_to_their_parent(tmp_path):
+    """A terminal sends them to the whole group; the parent drains the workers."""
+    async with service(tmp_path, "proxy.workers=2") as (_, http, task):
+        workers = [
+            child
+            for child in psutil.Process().children()
+            if "spawn_main" in " ".join(child.cmdline())
+        ]
+        assert len(workers) == 2
+        for worker in workers:
+            worker.send_signal(signal.SIGHUP)
+            worker.send_signal(signal.SIGINT)
+        for _ in range(8):
+            async with httpx.AsyncClient(trust_env=False, timeout=HANG_S) as fresh:
+                assert (await fresh.get(f"{http.base_url}/health")).status_code == 200
+        os.kill(os.getpid(), signal.SIGHUP)
+        await asyncio.wait_for(task, HANG_S)
 
 
 async def test_a_taken_port_is_named(tmp_path):

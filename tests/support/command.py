@@ -15,7 +15,7 @@ async def start(
 ) -> asyncio.subprocess.Process:
     """`environment` is added to that of the tests; what is printed comes in one stream."""
     return await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "millrace.cli", *arguments),
+        *(sys.executable, "-m", "millrace", *arguments),
         stdin=asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,

@@ -130,7 +130,7 @@ class Operator:
 
 
 async def serve(options: Options) -> None:
-    """Runs an operator until SIGTERM or SIGINT. Raises MillraceError."""
+    """Runs an operator until SIGTERM, SIGINT or SIGHUP. Raises MillraceError."""
     stop = stop_event()
     operator = Operator(options, await options.configuration())
     await until_one_ends(operator.run(), stop.wait())

@@ -195,6 +195,7 @@ def demo(
 ) -> None:
     """Start a stack, send one long and several short chats, show waterfalls, stop."""
     from millrace.cli.commands.demo import run
+    from millrace.concurrency import interruptible
 
     configure(None, [], "demo")
-    run_async(run(model))
+    run_async(interruptible(run(model)))

@@ -20,5 +20,5 @@ async def serve(
     *,
     role: str = "pair",
 ) -> None:
-    """Serves until SIGTERM or SIGINT, then finishes its requests."""
+    """Serves until SIGTERM, SIGINT or SIGHUP, then finishes its requests."""
     await SERVE[role](options, config, on_ready)

@@ -193,7 +193,10 @@ class MixedRole(TokenRole):
 async def serve(
     options: WorkerOptions, config: Config, on_ready: Callable[[int], None] | None = None
 ) -> None:
-    """Serves until SIGTERM or SIGINT, then finishes its requests. Raises as `serve_worker` does."""
+    """Serves until SIGTERM, SIGINT or SIGHUP, then finishes its requests.
+
+    Raises as `serve_worker` does.
+    """
     packing_config(config)  # before the weights are loaded
     stop = stop_event()
     async with open_vitals(config.telemetry, options.host) as vitals:

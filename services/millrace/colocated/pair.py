@@ -29,7 +29,7 @@ ROLES: dict[str, Callable[[WorkerContext], Role]] = {"prefill": PrefillRole, "de
 async def serve(
     options: WorkerOptions, config: Config, on_ready: Callable[[int], None] | None = None
 ) -> None:
-    """Serves until SIGTERM or SIGINT, then finishes its requests.
+    """Serves until SIGTERM, SIGINT or SIGHUP, then finishes its requests.
 
     The instances are named `ID-prefill` and `ID-decode`. Prefill serves on `options.port` and its
     metrics on telemetry.metrics_port, decode on the next ports; `on_ready` gets prefill's port when

@@ -12,5 +12,5 @@ from millrace.instance.host import WorkerOptions, serve_worker
 async def serve(
     options: WorkerOptions, config: Config, on_ready: Callable[[int], None] | None = None
 ) -> None:
-    """Serves until SIGTERM or SIGINT, then finishes its requests."""
+    """Serves until SIGTERM, SIGINT or SIGHUP, then finishes its requests."""
     await serve_worker(options, config, DecodeRole, on_ready, decodes=True)

@@ -80,7 +80,7 @@ async def serve_worker(
     on_ready: Callable[[int], None] | None = None,
     decodes: bool = False,
 ) -> None:
-    """Runs one worker until SIGTERM or SIGINT, then drains it.
+    """Runs one worker until SIGTERM, SIGINT or SIGHUP, then drains it.
 
     on_ready gets the gRPC port when the scheduler has accepted the registration: weights are loaded
     and KV can be transferred (`kv_path.py`). Raises MillraceError for a model that can't be served,

@@ -17,7 +17,7 @@ from millrace.kvp.role import KvpRole
 async def serve(
     options: WorkerOptions, config: Config, on_ready: Callable[[int], None] | None = None
 ) -> None:
-    """Serves until SIGTERM or SIGINT, then lets the requests with shards here finish."""
+    """Serves until SIGTERM, SIGINT or SIGHUP, then lets the requests with shards here finish."""
     stop = stop_event()
     async with open_vitals(config.telemetry, options.host) as vitals:
         memory = await asyncio.to_thread(

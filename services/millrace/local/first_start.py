@@ -44,7 +44,7 @@ async def profile_first(
     note = _note(model, engine, arguments)
     if _still_holds(note):
         return
-    command = [sys.executable, "-m", "millrace.cli", "profile", model, "--if-missing"]
+    command = [sys.executable, "-m", "millrace", "profile", model, "--if-missing"]
     process = await asyncio.create_subprocess_exec(
         *ending_with_this([*command, "--budget-s", str(budget_s), *arguments], signal.SIGTERM),
         stdin=asyncio.subprocess.DEVNULL,

@@ -28,7 +28,7 @@ CPP_MODULES = ("millrace_kernels._cpu", "millrace.core.scheduler.planning._cdsp"
 
 
 async def run_until_stopped(options: StackOptions, scaling: Scaling | None = None) -> None:
-    """`millrace up`: starts the stack, says how to use it, and stops it at SIGINT or SIGTERM."""
+    """`millrace up`: starts the stack, says how to use it, and stops it at a stop signal."""
     console = Console(stderr=True)
     stop = stop_event()
     starting = asyncio.create_task(start_with_progress(options, console))
@@ -59,7 +59,8 @@ async def run_until_stopped(options: StackOptions, scaling: Scaling | None = Non
                 report = partial(console.print, markup=False, highlight=False)
                 await around.enter_async_context(autoscaled(stack, scaling, report))
             await stop.wait()
-        console.print("Stopping: running answers finish first.")
+        with contextlib.suppress(OSError):  # after SIGHUP the terminal may be gone
+            console.print("Stopping: running answers finish first.")
     finally:
         stopping.cancel()
         await stack.stop()

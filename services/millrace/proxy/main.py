@@ -18,7 +18,7 @@ async def serve(
     *,
     on_ready: Callable[[int], None] | None = None,
 ) -> None:
-    """Serves until SIGTERM or SIGINT, then drains: `config.proxy.drain_timeout_s` at most.
+    """Serves until SIGTERM, SIGINT or SIGHUP, then drains: `config.proxy.drain_timeout_s` at most.
 
     Serves `model`, or else the models of `proxy.models_file`. `on_ready` gets the HTTP port once
     connections are accepted; /ready reports when requests would succeed. `config.proxy.workers`

@@ -23,6 +23,7 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
+from millrace.concurrency import leave_terminal_to_parent
 from millrace.core.config import Config
 from millrace.core.config.models import ModelConfig
 from millrace.core.errors import MillraceError
@@ -141,8 +142,7 @@ async def _worker(work: _Work, ready: Connection) -> None:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGTERM, stop.set)
-    # Ctrl-C in a terminal signals the whole process group; the parent decides when to stop.
-    loop.add_signal_handler(signal.SIGINT, lambda: None)
+    leave_terminal_to_parent()
     parent = multiprocessing.parent_process()
     assert parent is not None, "workers are children"
     loop.add_reader(parent.sentinel, stop.set)

@@ -45,7 +45,7 @@ async def serve(
     on_ready: Callable[[int], None] | None = None,
     record: Path | None = None,
 ) -> None:
-    """Runs the scheduler until SIGTERM or SIGINT, then hands over to the next leader.
+    """Runs the scheduler until SIGTERM, SIGINT or SIGHUP, then hands over to the next leader.
 
     It leads when no other scheduler of the same store does; until then it stands by. Peers reach it
     at `advertise` (host:port; empty: where it listens). `on_ready` gets the port of the server, as

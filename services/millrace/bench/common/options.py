@@ -197,9 +197,11 @@ def _awaited(run: Any, settings: object, console: Console) -> Document:  # noqa:
     """Runs `run(settings, announce)` with the present step on the terminal."""
     import uvloop
 
+    from millrace.concurrency import interruptible
+
     with console.status("starting") as status:
         announce = status.update if console.is_terminal else progress_lines(console)
-        document: Document = uvloop.run(run(settings, announce))
+        document: Document = uvloop.run(interruptible(run(settings, announce)))
     return document
 
 

@@ -36,7 +36,7 @@ def main(arguments: list[str]) -> int:
     install(given.wheels)
     report = FOLDER / "report.json"
     report.unlink(missing_ok=True)
-    command = [sys.executable, "-m", "millrace.cli", "bench", "gpu", "--device", given.device]
+    command = [sys.executable, "-m", "millrace", "bench", "gpu", "--device", given.device]
     command += ["--source", str(ROOT), "--json", str(report)]
     command += ["--parts", given.parts] if given.parts else []
     command += ["--limit-s", given.limit_s] if given.limit_s else []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
@@ -17,6 +16,7 @@ from typing import assert_never
 import torch
 from torch import Tensor
 
+from millrace.concurrency import leave_terminal_to_parent
 from millrace.core.instance.stop_point import StopPoint
 from millrace.engine.attention.kvp_owner import RemoteAttention
 from millrace.engine.device.run_ahead import RunAhead
@@ -77,7 +77,7 @@ def follow(
 
     `beside`: what else the rank serves, each with its pipe.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 handles the interrupt of a terminal
+    leave_terminal_to_parent()
     threading.Thread(target=end_with_parent, daemon=True).start()
     try:
         orders.send(Done(0))  # up; later errors are sent as messages

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -14,6 +13,7 @@ from multiprocessing.reduction import recv_handle
 
 import torch
 
+from millrace.concurrency import leave_terminal_to_parent
 from millrace.engine.forward.passes import Passes
 from millrace.engine.forward.stage_passes import StagePasses, stage_pool
 from millrace.engine.model.loader import Model, load_model
@@ -77,7 +77,7 @@ class Lead:
 
 def serve_stage(place: StagePlace, pipe: Connection) -> None:
     """Runs the stage until the first stage ends, its commands end, or an error occurs."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the first stage handles a terminal's SIGINT
+    leave_terminal_to_parent()
     threading.Thread(target=end_with_parent, daemon=True).start()
     for name, value in transport_environment(place.host).items():
         os.environ.setdefault(name, value)

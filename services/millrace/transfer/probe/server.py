@@ -35,7 +35,7 @@ from typing import Any
 
 import numpy as np
 
-from millrace.concurrency import cancel
+from millrace.concurrency import cancel, leave_terminal_to_parent
 from millrace.core.errors import TransferError
 from millrace.transfer.probe.pattern import ProbeEnd, probe_end
 from millrace.transfer.transport.checked import CheckedTransport
@@ -220,7 +220,7 @@ def _line(**fields: str | int) -> bytes:
 
 def main() -> None:
     fd, device = int(sys.argv[1]), sys.argv[2]
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's interrupt is for the parent
+    leave_terminal_to_parent()
     if device != "cpu":
         importlib.import_module("torch")  # once for all children; starts nothing on the device
 
