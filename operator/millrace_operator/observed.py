@@ -102,4 +102,6 @@ class ObservedService:
 
     live: Mapping[tuple[str, str], Object] = field(default_factory=dict)  # (kind, name): children
     listed: Mapping[str, Object] = field(default_factory=dict)  # ModelServices of its gateway
+    #: Why pods of the scheduler and of the gateway do not start, by component.
+    troubles: Mapping[str, str] = field(default_factory=dict)
     now_s: float  # unix seconds

@@ -1,7 +1,12 @@
 """The chart, the operator and the images use the same names."""
 
 import functools
+import json
+import subprocess
+import sys
+import threading
 from copy import deepcopy
+from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import kubernetes_validate
 import pytest
@@ -13,6 +18,7 @@ from millrace_operator.main import app
 from millrace_operator.manifests import config_file, naming, objects, pods
 from millrace_operator.spec import parse_pool, parse_service
 from support.chart import NEWEST, PROFILES, ROOT, Object, find, profile, render, values_of
+from support.chart import objects as rendered
 from support.custom_resources import SCHEMAS, defaulted
 
 
@@ -162,6 +168,55 @@ def test_ways_in_lead_to_the_gateways_service() -> None:
     (rule,) = find(profile("everything"), "HTTPRoute", "llm")["spec"]["rules"]
     assert rule["backendRefs"] == [{"name": service["metadata"]["name"], "port": port["port"]}]
     assert set(rule["timeouts"].values()) == {"0s"}
+
+
+def test_an_ingress_may_have_several_hosts() -> None:
+    hosts = ["a.example.com", "b.example.com"]
+    values = {**values_of("minimal"), "ingress": {"enabled": True, "hosts": hosts}}
+    rules = find(rendered(values), "Ingress", "millrace")["spec"]["rules"]
+    assert [rule["host"] for rule in rules] == hosts
+    assert rules[0]["http"] == rules[1]["http"]
+    assert [path["path"] for path in rules[0]["http"]["paths"]] == [
+        *("/v1", "/tokenize", "/detokenize")
+    ]
+
+
+class Gateway(BaseHTTPRequestHandler):
+    """A gateway that wants a key, but for its probes."""
+
+    def do_GET(self) -> None:
+        is_open = self.path == "/ready" or self.server.server_name == "open"
+        body = json.dumps({"data": [{"id": "qwen2.5-7b"}]}).encode()
+        self.send_response(200 if is_open else 401)
+        self.send_header("content-length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("required", "name", "status"),
+    [(False, "qwen2.5-7b", 0), (False, "another", 1), (True, "qwen2.5-7b", 0)],
+)
+def test_helm_test_passes_when_the_gateway_serves(required: bool, name: str, status: int) -> None:
+    """Where keys are required, the list of models is closed to it."""
+    values = values_of("minimal")
+    values = {**values, "model": {**values["model"], "name": name}}
+    values["gateway"] = {"keys": {"required": required, "secretRef": {"name": "api-keys"}}}
+    (container,) = find(rendered(values), "Pod", "millrace-test")["spec"]["containers"]
+    *command, gateway, wanted = container["command"]
+    assert gateway == "http://millrace-proxy:80"
+    with HTTPServer(("127.0.0.1", 0), Gateway) as server:
+        server.server_name = "closed" if required else "open"
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}"
+        ran = subprocess.run(
+            [sys.executable, *command[1:], url, wanted], check=False, capture_output=True, text=True
+        )
+        server.shutdown()
+    assert ran.returncode == status, ran.stderr
 
 
 def test_monitors_find_ports_that_pods_have() -> None:

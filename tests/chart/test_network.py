@@ -91,12 +91,24 @@ def test_only_what_fetches_models_reaches_the_outside(profile_name: str, may: bo
     assert allowed(policies(found), all_pods["operator"], OUTSIDE, 443)
 
 
+@pytest.mark.parametrize(
+    ("files", "may"), [({"url": "s3://bucket/a"}, True), ({"claimName": "a"}, False), ({}, False)]
+)
+def test_the_gateway_reaches_a_store_of_files_elsewhere(files: Object, may: bool) -> None:
+    found = objects({**values_of("cpu"), "gateway": {"files": files}})
+    all_pods = pods("millrace", found)
+    assert allowed(policies(found), all_pods["proxy"], OUTSIDE, 443) == may
+    assert not allowed(policies(found), all_pods["decode"], OUTSIDE, 443)
+
+
 def test_clients_can_be_limited_and_further_ways_opened() -> None:
     found = profile("everything")
     all_pods = pods("llm", found)
     front = Pod("nginx", "ingress-nginx", {})
     assert allowed(policies(found), front, all_pods["proxy"], 8080)
     assert not allowed(policies(found), all_pods["client"], all_pods["proxy"], 8080)
+    test = Pod("test", "llm", find(found, "Pod", "llm-test")["metadata"]["labels"])
+    assert allowed(policies(found), test, all_pods["proxy"], 8080)
     collector = Pod("collector", "observability", {})
     assert allowed(policies(found), all_pods["prefill"], collector, 4317)
     researcher = Pod("prefill", "research", naming.labels("other", "prefill"))

@@ -81,6 +81,20 @@ def test_values_yaml_shows_every_value() -> None:
         ({"scheduling": {"policy": "random"}}, "/scheduling/policy"),
         ({"gateway": {"port": 70000}}, "/gateway/port"),
         ({"image": {"pullPolicy": "Often"}}, "/image/pullPolicy"),
+        ({"image": {"registry": "https://registry.example.com/a"}}, "/image/registry"),
+        ({"scheduler": {"replicas": 0}}, "/scheduler/replicas"),
+        ({"redis": {"maxmemory": "4gb"}}, "redis.maxmemory is 4gb, but redis.resources"),
+        (
+            {"redis": {"resources": {"limits": {"memory": 2**31}}}},
+            "redis.maxmemory is 3gb, but redis.resources.limits.memory is 2147483648",
+        ),
+        (
+            {
+                "redis": {"enabled": False},
+                "externalRedis": {"url": "redis://r:6379", "existingSecret": "s"},
+            },
+            "externalRedis takes one of url and existingSecret",
+        ),
         ({"redis": {"image": "redis"}}, "/redis/image"),  # without a version
         ({"redis": {"enabled": False}}, "give externalRedis.url or externalRedis.existingSecret"),
         ({"externalRedis": {"url": "redis://r:6379"}}, "redis.enabled is true"),
@@ -102,6 +116,31 @@ def test_nonsense_is_refused_with_a_word_on_it(given: dict[str, Any], says: str)
     with pytest.raises(helm.HelmError) as refused:
         render(merged(MINIMAL, given))
     assert says in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"image": {"registry": "registry.example.com:5000/team/a/"}},
+        {"image": {"registry": "localhost"}},
+        {"redis": {"maxmemory": "2g", "resources": {"limits": {"memory": "2Gi"}}}},
+        {"redis": {"maxmemory": "", "resources": {"limits": {"memory": "1Gi"}}}},
+        {"redis": {"resources": {"limits": None}}},
+        {"redis": {"maxmemory": "7gb", "resources": {"limits": {"memory": "8Gi"}}}},
+    ],
+    ids=str,
+)
+def test_sense_is_not_refused(given: dict[str, Any]) -> None:
+    assert render(merged(MINIMAL, given))
+
+
+def test_schedulers_may_stand_by() -> None:
+    (service,) = [
+        found
+        for found in objects(merged(MINIMAL, {"scheduler": {"replicas": 2}}))
+        if found["kind"] == "ModelService"
+    ]
+    assert service["spec"]["scheduler"]["replicas"] == 2
 
 
 def test_without_a_model_there_is_no_service_and_no_way_in() -> None:

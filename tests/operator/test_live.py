@@ -185,6 +185,39 @@ async def test_what_is_deleted_is_not_made_again(cluster: KubeEmulator):
         assert not [entry for entry in left if entry[0] != "Event"]  # these outlive their objects
 
 
+async def test_a_pod_of_the_gateway_that_does_not_start_shows(cluster: KubeEmulator):
+    cluster.ready_pods = lambda name: name != "chat-proxy"
+    await cluster.make(chat())
+    async with operator(cluster):
+        await cluster.until(lambda: cluster.find("Deployment", "chat-proxy"))
+        waiting = {"reason": "ErrImagePull", "message": "no such image"}
+        owner = cluster.find("Deployment", "chat-proxy")["metadata"]
+        pod = {
+            "apiVersion": "v1",
+            "kind": "Pod",
+            "metadata": {
+                "name": "chat-proxy-1",
+                "namespace": "default",
+                "labels": owner["labels"],
+                "ownerReferences": [
+                    {"kind": "Deployment", "name": owner["name"], "uid": owner["uid"]}
+                ],
+            },
+            "status": {"containerStatuses": [{"state": {"waiting": waiting}}]},
+        }
+        await cluster.make(pod)
+        why = "chat-proxy-1: ErrImagePull: no such image"
+        wanted = f"the gateway is not ready: {why}"
+        await cluster.until(
+            lambda: (
+                condition(cluster.find("ModelService", "chat"), "Available").get("message")
+                == wanted
+            )
+        )
+        shown = condition(cluster.find("ModelService", "chat"), "Degraded")
+        assert (shown["reason"], shown["message"]) == ("PodTrouble", f"gateway: {why}")
+
+
 async def test_nothing_is_written_when_nothing_changes(
     cluster: KubeEmulator, monkeypatch: pytest.MonkeyPatch
 ):

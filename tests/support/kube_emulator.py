@@ -59,7 +59,9 @@ class Fault:
 
 
 class KubeEmulator(KubernetesEmulator):
-    """`objects` are reached by `find`; pods of StatefulSets start as `ready_pods` says."""
+    """`objects` are reached by `find`. Pods of StatefulSets, and Deployments, which have no pods of
+    their own, become ready as `ready_pods` says.
+    """
 
     def __attrs_post_init__(self) -> None:
         super().__attrs_post_init__()
@@ -301,7 +303,9 @@ class KubeEmulator(KubernetesEmulator):
             await self._stateful_set(obj)
         elif obj["kind"] == "Deployment":
             count = obj["spec"].get("replicas", 1)
-            status = {"replicas": count, "readyReplicas": count, "availableReplicas": count}
+            status = dict.fromkeys(("replicas", "updatedReplicas"), count)
+            if self.ready_pods(obj["metadata"]["name"]):
+                status |= {"readyReplicas": count, "availableReplicas": count}
             await self._put({**obj, "status": status})
 
     async def _stateful_set(self, obj: Object) -> None:

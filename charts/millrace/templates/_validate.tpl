@@ -31,6 +31,18 @@
 {{- if and $v.redis.enabled (or $v.externalRedis.url $v.externalRedis.existingSecret) -}}
 {{- fail "externalRedis is given, but redis.enabled is true: set it to false" -}}
 {{- end -}}
+{{- if and $v.externalRedis.url $v.externalRedis.existingSecret -}}
+{{- fail "externalRedis takes one of url and existingSecret" -}}
+{{- end -}}
+{{- if $v.redis.enabled -}}
+{{- $limit := get ($v.redis.resources.limits | default dict) "memory" -}}
+{{- if kindIs "float64" $limit }}{{ $limit = int64 $limit }}{{ end -}}
+{{- $limit = toString $limit -}}
+{{- $most := include "millrace.bytes" $v.redis.maxmemory | float64 -}}
+{{- if and $most $limit (ge $most (include "millrace.bytes" $limit | float64)) -}}
+{{- fail (printf "redis.maxmemory is %s, but redis.resources.limits.memory is %s: at that limit Kubernetes kills Redis, which then reads the same data again; keep maxmemory below it" $v.redis.maxmemory $limit) -}}
+{{- end -}}
+{{- end -}}
 {{- if and $v.externalRedis.perServiceUsers (not $v.externalRedis.existingSecret) -}}
 {{- fail "externalRedis.perServiceUsers is true: give externalRedis.existingSecret" -}}
 {{- end -}}
@@ -66,4 +78,12 @@
 {{- end -}}
 {{- end -}}
 {{- end -}}
+{{- end -}}
+
+{{/* Bytes of a quantity of Kubernetes' (4Gi) or of Redis' (3gb; k, m and g of Redis' are decimal). */}}
+{{- define "millrace.bytes" -}}
+{{- $units := dict "" 1 "k" 1000 "m" 1000000 "g" 1000000000 "kb" 1024 "mb" 1048576 "gb" 1073741824 -}}
+{{- $units = merge $units (dict "M" 1000000 "G" 1000000000 "T" 1000000000000 "P" 1000000000000000) -}}
+{{- $units = merge $units (dict "Ki" 1024 "Mi" 1048576 "Gi" 1073741824 "Ti" 1099511627776 "Pi" 1125899906842624) -}}
+{{- mulf (regexFind "^[0-9.]+" . | default "0" | float64) (get $units (regexReplaceAll "^[0-9.]+" . "") | default 1 | float64) | int64 -}}
 {{- end -}}

@@ -22,6 +22,7 @@ def of_service(context: Context) -> list[Manifest]:
         _config_map(context),
         _scheduler_service(context),
         _scheduler(context),
+        _scheduler_budget(context),
         _gateway_service(context),
         _gateway(context),
         _gateway_budget(context),
@@ -172,6 +173,12 @@ def _budget(metadata: Manifest, selector: Mapping[str, str], **limit: int) -> Ma
             **limit,
         },
     }
+
+
+def _scheduler_budget(context: Context) -> Manifest:
+    # The leader and its stand-ins never leave at once.
+    selector = naming.component_selector(context.name, "scheduler")
+    return _budget(_part_metadata(context, "scheduler"), selector, maxUnavailable=1)
 
 
 def _gateway_budget(context: Context) -> Manifest:

@@ -30,6 +30,9 @@ from millrace_operator.spec import Defaults, SpecError, gpus
 
 CACHE = "/cache"
 
+#: The user and the group of the images.
+USER = 65532
+
 #: Seconds beyond a pod's drain time before Kubernetes kills it: it must also deregister.
 GOODBYE_S = 60
 #: The drain time of an instance without a limit, in seconds: Kubernetes needs a number.
@@ -155,6 +158,9 @@ def gateway(context: Context) -> dict[str, Any]:
     if files is not None and files.claim_name is not None:
         source = {"persistentVolumeClaim": {"claimName": files.claim_name}}
         _add_volume(pod, "files", source, {"mountPath": config_file.FILES})
+        # A new volume belongs to root.
+        group = {"fsGroup": USER, "fsGroupChangePolicy": "OnRootMismatch"}
+        pod["securityContext"] = {**pod["securityContext"], **group}
     return _template(context, "proxy", pod, gateway_spec.template)
 
 
@@ -224,6 +230,8 @@ def _container(context: Context, role: str, ports: Mapping[str, int]) -> dict[st
             "capabilities": {"drop": ["ALL"]},
         },
         "volumeMounts": [],
+        # A failed start says why in the log's last line, which then stands in the pool's status.
+        "terminationMessagePolicy": "FallbackToLogsOnError",
     }
 
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from millrace_operator.manifests.naming import REVISION_LABEL, TEMPLATE_LABEL
+from millrace_operator.manifests.naming import COMPONENT_LABEL, REVISION_LABEL, TEMPLATE_LABEL
 from millrace_operator.observed import Object, Pod
 from millrace_operator.reconcile.conditions import by_type, seconds
 
@@ -31,6 +31,26 @@ def pods_of(name: str, objects: Iterable[Object]) -> tuple[Pod, ...]:
     return tuple(sorted(found, key=lambda pod: pod.ordinal))
 
 
+def all_available(deployment: Object) -> bool:
+    """Returns whether every pod of a Deployment is made, new and available."""
+    wanted, status = deployment["spec"].get("replicas", 1), deployment.get("status", {})
+    counts = [status.get(f"{name}Replicas", 0) for name in ("updated", "available")]
+    return counts == [wanted, wanted] and status.get("replicas", 0) == wanted
+
+
+def troubles_of(objects: Iterable[Object]) -> dict[str, str]:
+    """Returns why pods of Deployments do not start: the first pod's trouble, by component."""
+    found: dict[str, str] = {}
+    for obj in objects:
+        meta, status = obj["metadata"], obj.get("status", {})
+        if "deletionTimestamp" in meta or finished(obj) or _is_ready(status):
+            continue
+        if trouble := next(_troubles(status), ""):
+            component = meta.get("labels", {}).get(COMPONENT_LABEL, "")
+            found.setdefault(component, f"{meta['name']}: {trouble[:_LONGEST]}")
+    return found
+
+
 def finished(obj: Object) -> bool:
     """Returns whether all containers of the pod have ended for good: it uses no resources any
     more.
@@ -50,7 +70,7 @@ def _pod(obj: Object, ordinal: int) -> Pod:
     labels = meta.get("labels", {})
     terminating = "deletionTimestamp" in meta
     condition: Mapping[str, Any] = by_type(status).get("Ready", {})
-    ready = condition.get("status") == "True"
+    ready = _is_ready(status)
     return Pod(
         name=meta["name"],
         uid=meta["uid"],
@@ -62,6 +82,10 @@ def _pod(obj: Object, ordinal: int) -> Pod:
         terminating=terminating,
         trouble="" if ready or terminating else next(_troubles(status), "")[:_LONGEST],
     )
+
+
+def _is_ready(status: Mapping[str, Any]) -> bool:
+    return bool(by_type(status).get("Ready", {}).get("status") == "True")
 
 
 def _troubles(status: Mapping[str, Any]) -> Iterator[str]:
@@ -79,12 +103,15 @@ def _troubles(status: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _ending(container: Mapping[str, Any]) -> str:
-    """Returns how the container ended last: the reason for the delay of its next start."""
+    """Returns how the container ended last: the reason for the delay of its next start.
+
+    Of a log, which stands in the message of a failed container, the last line says why.
+    """
     ended = container.get("lastState", {}).get("terminated")
     if not ended:
         return ""
     reason = ended.get("reason", "Error")
-    message = ended.get("message", "").strip()
+    message = ended.get("message", "").strip().rpartition("\n")[2]
     return f"exit code {ended.get('exitCode', '?')} ({reason}) {message}".strip()
 
 

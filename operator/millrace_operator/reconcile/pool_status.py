@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,6 +20,9 @@ from millrace_operator.reconcile.rollout import Rollout
 #: Signals change all the time; if only signals change, the status waits this many seconds.
 SIGNALS_S = 30.0
 _SIGNALS = ("metrics", "metricsTime", "recommendationReason")
+
+#: Seconds in which a StatefulSet makes its pods.
+UNMADE_S = 20.0
 
 ROLLING_OUT = "RollingOut"
 _LIMITS = {"step": "Step", "minimum": "MinReplicas", "maximum": "MaxReplicas", "quota": "Quota"}
@@ -125,7 +129,7 @@ def _conditions(
     metrics = _metrics_available(observed)
     return [
         _available(outcome, serving, observed.pods),
-        _progressing(observed, outcome, len(serving)),
+        _progressing(pool, observed, outcome, len(serving)),
         metrics,
         _scaling_active(pool, outcome, metrics),
         _scaling_limited(_advice(pool, observed)),
@@ -143,7 +147,21 @@ def _available(outcome: Outcome, serving: Sequence[Pod], pods: Sequence[Pod]) ->
     return Condition("Available", False, "NoInstanceReady", _trouble(pods) or ready)
 
 
-def _progressing(observed: ObservedPool, outcome: Outcome, serving: int) -> Condition:
+def _unmade(pool: Pool, observed: ObservedPool, outcome: Outcome) -> str:
+    """Returns where the reason stands if pods are missing for long: a quota, or a rule of
+    admission, refuses them.
+    """
+    last, made = conditions.by_type(pool.status).get("Progressing", {}), len(observed.pods)
+    since_s = seconds(last["lastTransitionTime"]) if last.get("status") == "True" else math.inf
+    if made >= outcome.wanted or observed.now_s - since_s < UNMADE_S:
+        return ""
+    return (
+        f"{made} of {outcome.wanted} pods are made: `kubectl describe statefulset {pool.name}` "
+        "says what refuses the others"
+    )
+
+
+def _progressing(pool: Pool, observed: ObservedPool, outcome: Outcome, serving: int) -> Condition:
     if outcome.paused:
         return Condition("Progressing", False, "Paused", "the ModelService is paused")
     if outcome.problem is not None:
@@ -157,7 +175,10 @@ def _progressing(observed: ObservedPool, outcome: Outcome, serving: int) -> Cond
         return Condition("Progressing", True, ROLLING_OUT, message)
     if outcome.leaving or len(observed.pods) != outcome.wanted or serving != outcome.wanted:
         message = f"{serving} of {outcome.wanted} instances take work"
-        message = "; ".join(filter(None, (message, stays)))
+        leaving = ", ".join(sorted(one.pod.name for one in outcome.leaving))
+        leaves = f"draining: {leaving}" if leaving else ""
+        unmade = _unmade(pool, observed, outcome)
+        message = "; ".join(filter(None, (message, leaves, unmade, stays)))
         return Condition("Progressing", True, "Scaling", message)
     return Condition("Progressing", False, "Settled", "every instance that is wanted takes work")
 

@@ -16,6 +16,9 @@ from millrace_operator.reconcile.conditions import Condition
 from millrace_operator.schema.pools import KINDS, PoolKind
 from millrace_operator.spec import Defaults, SpecError, parse_service
 
+#: The parts that are Deployments, and the components of their pods.
+_PARTS = (("scheduler", "scheduler"), ("gateway", "proxy"))
+
 
 def reconcile_service(
     service: Service, observed: ObservedService, defaults: Defaults
@@ -87,7 +90,7 @@ def _status(
     states = [
         _available(service, observed, pools),
         _progressing(service, pools, problem),
-        _degraded(pools, problem),
+        _degraded(service, observed, pools, problem),
     ]
     port = service.spec.gateway.port
     return {
@@ -128,10 +131,11 @@ def _available(
     service: Service, observed: ObservedService, pools: Mapping[str, Object | None]
 ) -> Condition:
     """Returns whether a new request is answered, if necessary after the pools have woken."""
-    for part, component in (("scheduler", "scheduler"), ("gateway", "proxy")):
-        live = observed.live.get(("Deployment", part_name(service.name, component)), {})
-        if not live.get("status", {}).get("availableReplicas"):
-            return Condition("Available", False, "NotReady", f"the {part} is not ready")
+    for part, component in _PARTS:
+        if not _deployed(service, observed, component).get("availableReplicas"):
+            why = _part_trouble(service, observed, component)
+            message = f"the {part} is not ready" + (f": {why}" if why else "")
+            return Condition("Available", False, "NotReady", message)
     serving = {role: pools[role] for role in ("prefill", "decode") if role in service.spec.pools}
     for role, pool in serving.items():
         state = _condition(pool, "Available")
@@ -142,6 +146,22 @@ def _available(
         message = "the next request waits at the gateway and wakes the pools"
         return Condition("Available", True, "Asleep", message)
     return Condition("Available", True, "Serving", "requests are answered")
+
+
+def _deployed(service: Service, observed: ObservedService, component: str) -> Mapping[str, Any]:
+    """Returns the status of a component's Deployment; empty: there is none."""
+    name = part_name(service.name, component)
+    status: Mapping[str, Any] = observed.live.get(("Deployment", name), {}).get("status", {})
+    return status
+
+
+def _part_trouble(service: Service, observed: ObservedService, component: str) -> str:
+    """Returns why a component's pods do not start, or are not made; empty: no reason is known."""
+    if trouble := observed.troubles.get(component, ""):
+        return trouble
+    status = _deployed(service, observed, component)
+    failure = conditions.by_type(status).get("ReplicaFailure", {})
+    return str(failure.get("message", "")) if failure.get("status") == "True" else ""
 
 
 def _progressing(
@@ -160,9 +180,17 @@ def _progressing(
     return Condition("Progressing", False, "Settled", "every pool has its size and its template")
 
 
-def _degraded(pools: Mapping[str, Object | None], problem: Report | None) -> Condition:
+def _degraded(
+    service: Service,
+    observed: ObservedService,
+    pools: Mapping[str, Object | None],
+    problem: Report | None,
+) -> Condition:
     if problem is not None:
         return Condition("Degraded", True, problem.reason, problem.message)
+    for part, component in _PARTS:
+        if trouble := _part_trouble(service, observed, component):
+            return Condition("Degraded", True, "PodTrouble", f"{part}: {trouble}")
     for role, pool in pools.items():
         state = _condition(pool, "Degraded")
         if state.get("status") == "True":

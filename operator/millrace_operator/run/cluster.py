@@ -33,7 +33,7 @@ from millrace_operator.reconcile.actions import (
     SetReplicas,
     SetStatus,
 )
-from millrace_operator.reconcile.pod_state import finished, pods_of
+from millrace_operator.reconcile.pod_state import all_available, finished, pods_of, troubles_of
 from millrace_operator.run.children import Children
 from millrace_operator.run.events import Events
 from millrace_operator.run.kube import Kube
@@ -121,15 +121,26 @@ class Cluster:
         selector = f"{SERVICE_LABEL}={name},!{POOL_LABEL}"
         lists = [self._kube.list(kind, namespace, selector) for kind in _SERVICE_CHILDREN]
         *children, pools = await asyncio.gather(*lists, self._pools(namespace, name))
+        live = self._children.by_name(service.metadata["uid"], [*children, pools])
         names = [one.service for one in service.spec.gateway.models or ()]
         found = await asyncio.gather(
             *(self._kube.get("ModelService", namespace, one) for one in names)
         )
         return ObservedService(
-            live=self._children.by_name(service.metadata["uid"], [*children, pools]),
+            live=live,
             listed={one: obj for one, obj in zip(names, found, strict=True) if obj is not None},
+            troubles=await self._troubles(namespace, selector, live),
             now_s=self._parts.wall(),
         )
+
+    async def _troubles(
+        self, namespace: str, selector: str, live: Mapping[tuple[str, str], Object]
+    ) -> Mapping[str, str]:
+        """Returns why pods of Deployments do not start; reads the pods only if some are missing."""
+        deployments = [child for (kind, _), child in live.items() if kind == "Deployment"]
+        if all(map(all_available, deployments)):
+            return {}
+        return troubles_of(await self._kube.list("Pod", namespace, selector))
 
     async def observe_pool(self, pool: Pool) -> ObservedPool:
         """Observes the objects around a pool, and runs its autoscaler."""

@@ -68,7 +68,9 @@ class Pods(Placement):
 class ImageValues(Partial):
     """Images of the services: REGISTRY/millrace-ROLE:TAG."""
 
-    registry: Text = doc("Registry and folder.")
+    registry: Text = doc(
+        "Registry and folder, without https://.", pattern="^([^:/]+(:[0-9]+)?(/.*)?)?$"
+    )
     tag: str = doc("Tag; empty: the chart's appVersion.", max_length=128)
     pull_policy: PullPolicy = doc("Pull policy of the images.")
     pull_secrets: Opaques = doc("Secrets for pulling images.")

@@ -84,7 +84,7 @@ class GatewayValues(PartValues, Gateway):
     """The REST gateway."""
 
 
-class SchedulerValues(PartValues):
+class SchedulerValues(PartValues, service.Scheduler):
     """The scheduler."""
 
 

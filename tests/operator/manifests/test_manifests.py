@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import kubernetes_validate
@@ -20,6 +21,8 @@ from millrace_operator.manifests.naming import TEMPLATE_LABEL, owner
 from millrace_operator.manifests.pods import Context
 from millrace_operator.spec import Defaults, SpecError, parse_pool, parse_service
 from support.custom_resources import DEFAULTS, SCHEMAS, defaulted, model_service, pool
+
+DOCKERFILE = Path(__file__).parents[3] / "services" / "Dockerfile"
 
 EVERYTHING: dict[str, Any] = {
     "model": {"name": "m", "uri": "/models/m", "revision": "2", "maxContextTokens": 65536},
@@ -97,7 +100,7 @@ def test_every_object_is_valid(spec):
         if kind in SCHEMAS:
             continue
         kubernetes_validate.validate(manifest, kubernetes_validate.latest_version(), strict=True)
-    assert len(found) == (18 if "kvp" in spec else 10 if spec is MIXED else 14)
+    assert len(found) == (19 if "kvp" in spec else 11 if spec is MIXED else 15)
 
 
 def test_the_services_read_their_file(tmp_path):
@@ -151,6 +154,9 @@ def test_the_gateway_has_its_files(tmp_path, files, url, claims):
     assert "files.group=llm/chat" in pod["containers"][0]["args"]
     mounts = {m["name"]: m for m in pod["containers"][0]["volumeMounts"]}
     assert all(mounts[name] == {"name": name, "mountPath": "/files"} for name in volumes)
+    # A new volume belongs to root, and the gateway writes as another user.
+    assert pod["securityContext"].get("fsGroup") == (65532 if claims else None)
+    assert f"USER {pods.USER}:{pods.USER}\n" in DOCKERFILE.read_text()
 
 
 def test_the_file_of_keys_is_mounted_in_the_gateway_alone():
@@ -250,6 +256,8 @@ def test_pods_are_restricted():
             }
             mounted = {m["mountPath"] for m in container["volumeMounts"]}
             assert {"/tmp", "/cache"} <= mounted
+            # The pool's status shows why a container ended.
+            assert container["terminationMessagePolicy"] == "FallbackToLogsOnError"
 
 
 def test_selectors_read_only_what_never_changes():
@@ -303,7 +311,11 @@ def test_kubernetes_waits_longer_than_the_instance_drains(on_timeout, grace_s):
 def test_budgets():
     found = all_objects(gateway={"replicas": 1})
     assert found["PodDisruptionBudget", "chat-proxy"]["spec"]["minAvailable"] == 0
-    assert found["PodDisruptionBudget", "chat-decode"]["spec"]["maxUnavailable"] == 1
+    for name in ("chat-scheduler", "chat-prefill", "chat-decode"):
+        budget = found["PodDisruptionBudget", name]["spec"]
+        assert budget["maxUnavailable"] == 1
+        kind = "Deployment" if name == "chat-scheduler" else "StatefulSet"
+        assert budget["selector"] == found[kind, name]["spec"]["selector"]
 
 
 def test_a_pool_has_no_replicas_of_the_operators():

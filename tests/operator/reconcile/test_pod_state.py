@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from millrace_operator.observed import Pod
-from millrace_operator.reconcile.pod_state import finished, pods_of
+from millrace_operator.reconcile.pod_state import all_available, finished, pods_of, troubles_of
 
 CREATED, LATER = "2026-01-01T00:00:00Z", "2026-01-01T00:01:00Z"
 CREATED_S, LATER_S = 1767225600.0, 1767225660.0
@@ -103,6 +103,21 @@ def test_since_when_it_is_not_ready():
         ),
         (
             {
+                "containerStatuses": waits(
+                    "CrashLoopBackOff",
+                    lastState={
+                        "terminated": {
+                            "exitCode": 1,
+                            "reason": "Error",
+                            "message": "{}\nmillrace: /models/chat: no such folder\n",
+                        }
+                    },
+                )
+            },
+            "CrashLoopBackOff: exit code 1 (Error) millrace: /models/chat: no such folder",
+        ),
+        (
+            {
                 "conditions": [
                     {
                         "type": "PodScheduled",
@@ -123,6 +138,37 @@ def test_since_when_it_is_not_ready():
 )
 def test_trouble_is_told_in_a_line(status: dict[str, Any], trouble: str):
     assert seen(pod(**status)).trouble == trouble
+
+
+def test_the_trouble_of_a_deployment_is_its_first_pods():
+    def of(name: str, component: str, **status: Any) -> dict[str, Any]:
+        found = pod(name, **status)
+        found["metadata"]["labels"] = {"app.kubernetes.io/component": component}
+        return found
+
+    pulls = {"containerStatuses": waits("ErrImagePull", "no such image")}
+    going = of("chat-proxy-0", "proxy", **pulls)
+    going["metadata"]["deletionTimestamp"] = LATER
+    objects = [
+        going,
+        of("chat-proxy-1", "proxy", phase="Failed", reason="Evicted"),  # replaced by now
+        of("chat-proxy-2", "proxy", conditions=is_ready("True"), **pulls),
+        of("chat-proxy-3", "proxy", **pulls),
+        of("chat-proxy-4", "proxy", containerStatuses=waits("CrashLoopBackOff")),
+        of("chat-scheduler-0", "scheduler"),
+    ]
+    assert troubles_of(objects) == {"proxy": "chat-proxy-3: ErrImagePull: no such image"}
+
+
+@pytest.mark.parametrize(
+    ("counts", "whole"),
+    [((2, 2, 2), True), ((3, 2, 2), False), ((2, 1, 2), False), ((2, 2, 1), False)],
+)
+def test_a_deployment_is_whole_when_all_its_pods_are_new_and_available(counts, whole):
+    names = ("replicas", "updatedReplicas", "availableReplicas")
+    status = dict(zip(names, counts, strict=True))
+    assert all_available({"spec": {"replicas": 2}, "status": status}) == whole
+    assert not all_available({"spec": {}})
 
 
 def test_what_has_ended_uses_nothing():

@@ -300,6 +300,26 @@ def test_trouble_shows():
     assert message == "chat-decode-1: Unschedulable: 0/3 nodes have a GPU"
 
 
+def test_pods_that_are_not_made_show_where_the_reason_stands():
+    scene = Scene()
+    scene.see(pods=scene.observed.pods[:1])
+    scene.carry_out()
+
+    def progress() -> str:
+        return by_type(scene.pool["status"])["Progressing"]["message"]
+
+    assert progress() == "1 of 3 instances take work"
+    scene.see(now_s=NOW_S + 19)
+    assert scene.look() == []
+    scene.see(now_s=NOW_S + 20)
+    scene.carry_out()
+    assert progress() == (
+        "1 of 3 instances take work; 1 of 3 pods are made: `kubectl describe statefulset "
+        "chat-decode` says what refuses the others"
+    )
+    assert scene.look() == []
+
+
 def test_a_drain_that_is_taken_back_in_silence_counts_once_the_scheduler_says_so():
     scene = Scene(3)
     scene.see(recommendation=advice(2))

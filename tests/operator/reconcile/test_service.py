@@ -21,6 +21,7 @@ class Scene:
     def __init__(self, **spec: Any) -> None:
         self.service = model_service(**spec)
         self.live: dict[tuple[str, str], dict[str, Any]] = {}
+        self.troubles: dict[str, str] = {}
         self.carry_out()
         for (kind, name), child in self.live.items():
             if kind == "Deployment":
@@ -43,7 +44,7 @@ class Scene:
         }
 
     def look(self) -> list[Any]:
-        observed = ObservedService(live=self.live, now_s=10_000.0)
+        observed = ObservedService(live=self.live, troubles=self.troubles, now_s=10_000.0)
         return reconcile_service(parse_service(self.service), observed, DEFAULTS)
 
     def carry_out(self) -> list[Any]:
@@ -140,6 +141,31 @@ def test_nothing_is_available_without(name):
     scene = Scene()
     scene.live["Deployment", name]["status"] = {}
     assert scene.phase == "Pending"
+
+
+def test_a_part_says_why_it_is_not_ready():
+    scene = Scene()
+    scene.live["Deployment", "chat-proxy"]["status"] = {}
+    scene.troubles = {"proxy": "chat-proxy-1: ImagePullBackOff: no such image"}
+    assert scene.phase == "Degraded"
+    why = "chat-proxy-1: ImagePullBackOff: no such image"
+    assert scene.message("Available") == f"the gateway is not ready: {why}"
+    assert scene.message("Degraded") == f"gateway: {why}"
+    scene.troubles = {}
+    refused = {"type": "ReplicaFailure", "status": "True", "message": "exceeded quota: cpu"}
+    scene.live["Deployment", "chat-proxy"]["status"] = {"conditions": [refused]}
+    assert scene.phase == "Degraded"
+    assert scene.message("Available") == "the gateway is not ready: exceeded quota: cpu"
+    refused["status"] = "False"
+    assert scene.phase == "Pending"
+    assert scene.message("Available") == "the gateway is not ready"
+
+
+def test_a_bad_new_pod_beside_serving_pods_shows():
+    scene = Scene()
+    scene.troubles = {"scheduler": "chat-scheduler-1: CrashLoopBackOff: exit code 1"}
+    assert scene.phase == "Degraded"
+    assert by_type(scene.service["status"])["Available"]["status"] == "True"
 
 
 def test_paused_changes_nothing():
