@@ -366,7 +366,8 @@ class Gateway:
 
     def _forget(self, request: ProxyRequest) -> None:
         request.stage = Stage.ENDED
-        self._live.pop(request.spec.request_id, None)
+        if self._live.get(request.spec.request_id) is request:  # else its id was taken
+            del self._live[request.spec.request_id]
         self._parking.discard(request)
 
     # -- time

@@ -750,6 +750,20 @@ async def test_an_id_is_not_taken_before_its_request_is_accepted(stack, monkeypa
     assert (await stack.http.post(KINDS[0][0], json=body, headers=named)).status_code == 409
 
 
+async def test_a_stream_whose_id_is_asked_for_again_goes_on(stack):
+    """Its client has lost the connection before the 200, and posts again at the same replica."""
+    hold = asyncio.Event()
+    decode = Decode(stack, Script(reply=REPLY, hold=hold, hold_after=0))
+    named, body = {**RESUMABLE, "x-millrace-request-id": "mine"}, body_of(KINDS[0][1])
+    posting = asyncio.create_task(stack.http.post(CHAT, json=body, headers=named))
+    await decode.at_hold.wait()
+    assert (await stack.http.post(CHAT, json=body, headers=named)).status_code == 409
+    assert stack.proxy.models.inflight == 1
+    hold.set()
+    found = await posting
+    assert found.status_code == 200 and events_of(found.text)[-1][1] == "data: [DONE]"
+
+
 async def test_the_id_of_a_migrated_request_that_is_refused_is_free_again(tmp_path):
     """The store has two records of it: 409 for the first would name a stream that is not there."""
 
