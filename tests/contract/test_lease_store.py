@@ -103,6 +103,15 @@ async def test_epochs_grow_though_the_clock_goes_back(store: LeaseStore, clock: 
     assert again is not None and again.epoch > first.epoch
 
 
+async def test_an_epoch_is_larger_than_those_that_its_taker_has_seen(
+    store: LeaseStore, clock: Clock
+):
+    """A store without its data knows none of them."""
+    seen = int(clock.now_s * 1000) + 5_500
+    held = await store.acquire("x", address="a:1", ttl_s=1.0, seen=seen)
+    assert held is not None and held.epoch > seen and held.epoch // 1000 > seen // 1000
+
+
 async def test_no_two_epochs_are_of_one_second(store: LeaseStore, clock: Clock):
     """Attempts at requests are numbered by the second in which their scheduler began to lead."""
     seconds = []

@@ -83,6 +83,25 @@ async def test_a_store_that_lost_its_data_gets_the_note_again():
     assert lease.epoch > lost.epoch and lease.note == b"note"
 
 
+async def test_epochs_grow_though_the_store_loses_its_data_again_and_again():
+    """Quick successions take the epochs ahead of the time, from which an empty store begins."""
+    clock = Clock()
+    leases = ForgetfulLeases(clock)
+    leader, epochs = leadership(leases, "0:1", clock), []
+    for number in range(4):
+        lease = await leader.try_to_lead()
+        assert lease is not None
+        epochs.append(lease.epoch)
+        standby = leadership(leases, f"{number + 1}:1", clock)
+        assert await standby.try_to_lead() is None  # it sees who leads
+        leases.forget()
+        with pytest.raises(LeadershipLost):
+            await leader.keep(lambda: b"note")
+        leases.forget()
+        leader = standby
+    assert epochs == sorted(set(epochs))
+
+
 async def test_the_note_of_a_later_leader_stays():
     clock = Clock()
     leases = MemoryLeases(clock=clock)

@@ -41,6 +41,7 @@ class Leadership:
         self._clock = clock
         self._until_s = -1.0  # by this process's clock: nobody else can have the lease before
         self._renewed = asyncio.Event()
+        self._seen = 0  # the largest epoch that this process knows of
         self.lease: Lease | None = None
         self.leader = ""  # the address of the scheduler that leads, while this one stands by
 
@@ -48,18 +49,25 @@ class Leadership:
         """Takes the lease if it is free."""
         asked_s = self._clock()
         try:
-            self.lease = await self._leases.acquire(
-                self._name, address=self._address, ttl_s=self._ttl_s
-            )
+            self.lease = await self._acquire()
             if self.lease is None:
                 held = await self._leases.read(self._name)
                 self.leader = held.address if held is not None else ""
+                self._seen = max(self._seen, held.epoch if held is not None else 0)
         except StoreError as error:
             log.warning("the lease can't be taken: %s", error)
             return None
         if self.lease is not None:
             self._note_held(asked_s)
         return self.lease
+
+    async def _acquire(self) -> Lease | None:
+        lease = await self._leases.acquire(
+            self._name, address=self._address, ttl_s=self._ttl_s, seen=self._seen
+        )
+        if lease is not None:
+            self._seen = lease.epoch
+        return lease
 
     async def lead(self) -> Lease:
         """Stands by until the lease is free, and takes it."""
@@ -98,7 +106,7 @@ class Leadership:
         """
         self._until_s = -1.0
         try:
-            empty = await self._leases.acquire(self._name, address=self._address, ttl_s=self._ttl_s)
+            empty = await self._acquire()
             if empty is not None:
                 log.warning("the store has lost the lease")
                 await self._leases.release(

@@ -1,8 +1,9 @@
 """Leases with fencing tokens: of several processes with one store, one holds a lease at a time.
 
 Every acquisition gives a larger epoch than all before it, also after the store has lost its data:
-epochs are at least the time in ms, and no two are of one second, from which the attempts at
-requests are numbered (`core.scheduler.attempts`). The holder names its epoch in what it does, and
+epochs are at least the time in ms, and larger than all that their taker has seen. (Epochs of quick
+successions are ahead of the time.) No two are of one second, from which the attempts at requests
+are numbered (`core.scheduler.attempts`). The holder names its epoch in what it does, and
 others refuse what has a smaller epoch than they have seen.
 """
 
@@ -30,8 +31,13 @@ class Lease:
 class LeaseStore(Protocol):
     """Leases by name. Every method raises StoreError when the store can't be reached."""
 
-    async def acquire(self, name: str, *, address: str, ttl_s: float) -> Lease | None:
-        """Takes a free or lapsed lease, with the note of its former holder; None if it is held."""
+    async def acquire(
+        self, name: str, *, address: str, ttl_s: float, seen: int = 0
+    ) -> Lease | None:
+        """Takes a free or lapsed lease, with the note of its former holder; None if it is held.
+
+        `seen`: the largest epoch that the caller knows of.
+        """
 
     async def renew(self, name: str, *, epoch: int, ttl_s: float, note: bytes) -> bool:
         """Holds the lease for `ttl_s` from now on. Returns False once another one has taken it.
@@ -60,11 +66,13 @@ class MemoryLeases:
         self._leases: dict[str, Lease] = {}
         self._until_s: dict[str, float] = {}
 
-    async def acquire(self, name: str, *, address: str, ttl_s: float) -> Lease | None:
+    async def acquire(
+        self, name: str, *, address: str, ttl_s: float, seen: int = 0
+    ) -> Lease | None:
         now_s, known = self._clock(), self._leases.get(name)
         if known is not None and self._until_s[name] > now_s:
             return None
-        last = known.epoch if known else 0
+        last = max(known.epoch if known else 0, seen)
         epoch = max(last - last % 1000 + 1000, int(now_s * 1000))
         note = known.note if known else b""
         self._leases[name] = Lease(epoch=epoch, address=address, left_s=ttl_s, note=note)

@@ -13,14 +13,14 @@ from millrace.state.redis.link import RedisLink, as_bytes
 from millrace.state.redis.scripts import NOW_MS, Script, ScriptCall
 
 # A lease's fields: epoch, address, until (ms), note. The record has no expiry: epochs must grow.
-# ARGV: the time in ms or '', ms to hold, address.
+# ARGV: the time in ms or '', ms to hold, address, an epoch that was seen.
 _ACQUIRE = Script(
     NOW_MS
     + """
 local now = tonumber(ARGV[1]) or now_ms()
 local known = redis.call('HMGET', KEYS[1], 'epoch', 'until', 'note')
 if known[2] and tonumber(known[2]) > now then return {0, ''} end
-local last = tonumber(known[1]) or 0
+local last = math.max(tonumber(known[1]) or 0, tonumber(ARGV[4]))
 local epoch = math.max(last - last % 1000 + 1000, now)
 redis.call('HSET', KEYS[1], 'epoch', string.format('%.0f', epoch), 'address', ARGV[3],
   'until', string.format('%.0f', now + tonumber(ARGV[2])))
@@ -53,8 +53,11 @@ class RedisLeases:
         self._prefix = config.key_prefix
         self._clock = clock
 
-    async def acquire(self, name: str, *, address: str, ttl_s: float) -> Lease | None:
-        epoch, note = await self._link.run_once(self._call(_ACQUIRE, name, _ms(ttl_s), address))
+    async def acquire(
+        self, name: str, *, address: str, ttl_s: float, seen: int = 0
+    ) -> Lease | None:
+        call = self._call(_ACQUIRE, name, _ms(ttl_s), address, seen)
+        epoch, note = await self._link.run_once(call)
         if not epoch:
             return None
         return Lease(epoch=epoch, address=address, left_s=ttl_s, note=as_bytes(note))
