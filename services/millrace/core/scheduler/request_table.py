@@ -261,6 +261,9 @@ class RequestTable:
         prompt_unread: bool = False,
         quarantined: bool = False,
     ) -> None:
+        """Ends the request by an error. A `resumable` one is cancelled: its proxy migrates it, and if
+        that proxy dies, the replica that adopts its stream does.
+        """
         step.fail(
             request,
             message,
@@ -268,7 +271,8 @@ class RequestTable:
             prompt_unread=prompt_unread,
             quarantined=quarantined,
         )
-        self.end(step, request, RequestState.FAILED, message, reporter)
+        state = RequestState.CANCELLED if resumable else RequestState.FAILED
+        self.end(step, request, state, message, reporter)
 
     def end(
         self,

@@ -146,7 +146,7 @@ class RequestProgress:
         if request is not None:
             if report.reason != "cancelled" and not _never_computed(request):
                 if report.reason == "moved":  # it is migrated, as another request
-                    self._table.end(step, request, RequestState.FINISHED, None)
+                    self._table.end(step, request, RequestState.CANCELLED, None)
                 else:
                     self._table.breakers.proved(request, request.kv_instance_ids, ALL)
                     self._table.finish(step, request, report.generated_tokens)
