@@ -352,7 +352,7 @@ class Gateway:
             self._scheduler.cancel(request_id, "stop")
         if request.whole.has_ended:
             self._metrics.finished(request.whole)
-        self._records.finish(request_id, "finished", kept=request.kept)
+        self._records.finish(request_id, "finished")
 
     def _fail(self, request: ProxyRequest, error: ApiError, *, cancel: bool) -> None:
         self._forget(request)
@@ -361,7 +361,7 @@ class Gateway:
         if error.is_refusal and not request.has_begun:
             self._records.delete(request.stored)
         elif request.recorded:
-            self._records.finish(request.spec.request_id, "failed", kept=request.kept)
+            self._records.finish(request.spec.request_id, "failed")
         request.sink.on_error(error)
 
     def _forget(self, request: ProxyRequest) -> None:

@@ -123,7 +123,7 @@ class Migration:
             await asyncio.sleep(wait_s)
             await asyncio.gather(*(self._submit_or_fail(one) for one in following))
         finally:
-            self._records.finish(before, "cancelled", kept=following[0].kept)
+            self._records.finish(before, "cancelled", release=following[0].kept)
 
     async def _submit_or_fail(self, request: ProxyRequest) -> None:
         try:

@@ -26,7 +26,7 @@ class Records:
 
     def __init__(self, store: RequestStore) -> None:
         self._store = store
-        self._endings: list[tuple[str, str, bool]] = []
+        self._endings: list[tuple[str, str, bool]] = []  # the last: whether to release it
         self._background: set[asyncio.Task[None]] = set()
         self._leftovers = Leftovers()
 
@@ -63,11 +63,11 @@ class Records:
         except MillraceError as error:
             raise _away(request_id, error) from error
 
-    def finish(self, request_id: str, state: str, *, kept: bool) -> None:
-        """Writes the final state within ENDINGS_INTERVAL_S, and releases a kept request."""
+    def finish(self, request_id: str, state: str, *, release: bool = False) -> None:
+        """Writes the final state within ENDINGS_INTERVAL_S, and may release a kept request."""
         if not self._endings:
             asyncio.get_running_loop().call_later(ENDINGS_INTERVAL_S, self._write_endings)
-        self._endings.append((request_id, state, kept))
+        self._endings.append((request_id, state, release))
 
     def delete(self, stored: Mapping[str, EncodedSpec]) -> None:
         """Removes what the store has, or may get, of a request's incarnations, whose specs are
@@ -91,12 +91,12 @@ class Records:
 
     def _write_endings(self) -> None:
         endings, self._endings = self._endings, []
-        for request_id, state, kept in endings:
-            self.spawn(self._end(request_id, state, kept=kept))
+        for request_id, state, release in endings:
+            self.spawn(self._end(request_id, state, release=release))
 
-    async def _end(self, request_id: str, state: str, *, kept: bool) -> None:
+    async def _end(self, request_id: str, state: str, *, release: bool) -> None:
         await self._store.finish(request_id, state)
-        if kept:
+        if release:
             await self._store.release(request_id)
 
 

@@ -41,7 +41,7 @@ from millrace.proxy.tenancy.costs import used_cost
 from millrace.proxy.tenancy.exchange import Exchange
 from millrace.proxy.tenancy.limiter import Limiter
 from millrace.proxy.tracing.handed_on import StreamWaterfalls
-from millrace.state.store import IdTaken, RequestStore, StoreError
+from millrace.state.store import IdTaken, JournalEntry, RequestStore, StoreError
 from millrace.state.streams import (
     Hold,
     Lease,
@@ -61,6 +61,9 @@ LEASE_S = 5.0
 QUIET_S = 2.0
 #: Time to release the streams at shutdown. A stream that is not released is lost with its lease.
 CLOSE_S = 2.0
+
+#: The journal may lack so many of an answer's last tokens while the store answers.
+MOST_LAST_TOKENS = 4096
 
 _AWAY = "The store of streams does not answer."
 
@@ -243,9 +246,12 @@ class OwnedStream:
         ttl_s = self._streams.lives.finished_ttl_s
         store, body = self._streams.store, state.encoded()
         try:
+            await self._streams.complete_journal(self._incarnation, self.request)
             async with self._writing:
                 self._written = await store.finish(self.stream_id, self._fence, body, ttl_s)
-            if not self._written:
+            if self._written:
+                await self._streams.release(self._incarnation)
+            else:
                 self._fence = 0
         except StoreError as away:
             log.warning("stream %s was not finished: %s", self.stream_id, away)
@@ -358,6 +364,19 @@ class OwnedStreams:
     def free(self, stream_id: str, fence: int, source: bytes) -> None:
         """Removes a stream that was refused: its client may send the request again with its id."""
         self._leftovers.add(stream_id, partial(self.store.delete, stream_id, fence, source))
+
+    async def complete_journal(self, incarnation: str, request: ProxyRequest) -> None:
+        """Writes the last tokens of a request, which its instance may have died with. Raises
+        StoreError.
+        """
+        first = max(request.completion_tokens - MOST_LAST_TOKENS, 0)
+        if tokens := request.emitted_after(first):
+            entry = JournalEntry(request_id=incarnation, choice=0, start=first, token_ids=tokens)
+            await self._requests.append_tokens([entry])
+
+    async def release(self, incarnation: str) -> None:
+        """Releases the record of an ended stream's request. Raises StoreError."""
+        await self._requests.release(incarnation)
 
     async def adopt_if_lost(self, stream_id: str, record: StreamRecord) -> bool:
         """Continues a stream whose owner has died, unless another replica is faster. Returns False

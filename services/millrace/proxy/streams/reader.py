@@ -110,6 +110,8 @@ class StreamReader:
     async def _check(self, now: float) -> None:
         """Looks at the stream's record; adopts a lost stream."""
         record = await self._owned.store.get(self._id)
+        if record is None and self._state.cached_tokens is None:
+            raise unavailable("The request was refused before its first token.")
         if record is None:
             raise ApiError(410, "The stream has expired.", code="expired")
         if await self._owned.adopt_if_lost(self._id, record):

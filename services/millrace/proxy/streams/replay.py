@@ -31,7 +31,7 @@ from millrace.proxy.streams.source import (
 )
 from millrace.proxy.text.encoder_process import TokenArray
 from millrace.proxy.text.prefix import PromptBlocks
-from millrace.state.store import RequestStore
+from millrace.state.store import RequestRecord, RequestStore, StoreError
 from millrace.state.streams import StreamRecord
 from millrace.wire.codec.request_spec import decode_spec
 
@@ -165,29 +165,51 @@ async def is_left_over(replays: Replays, requests: RequestStore, record: StreamR
     request = await requests.get(state.incarnation)
     if request is None or request.state != RequestState.FINISHED.value:
         return request is not None and request.state == RequestState.CANCELLED.value
-    return await rebuilt(replays, requests, read_source(record.source), state) is not None
+    replay = await rebuilt(replays, requests, read_source(record.source), state)
+    return replay is not None and replay.finished
 
 
 async def rebuilt(
     replays: Replays, requests: RequestStore, source: StreamSource, state: StreamState
 ) -> Replay | None:
-    """Returns a stream up to its last journalled token; None if its request is gone."""
+    """Returns a stream up to its last journalled token. Its request can go on, unless its answer is
+    whole. None: it has failed, or its record or its prompt is gone.
+    """
     record = await requests.get(state.incarnation)
     if record is None:
         return None
-    spec = decode_spec(record.spec)
     cached = state.cached_tokens or 0  # None: no event of a token was sent
     tokens = (await requests.journal(state.incarnation, 0)).tolist()
-    # The scheduler cancels the requests of a dead replica; a kept request has its prompt still.
-    over = record.state in (RequestState.FINISHED.value, RequestState.FAILED.value)
-    if over:
-        replay = replays.to_read(source, cached)
-    else:
-        ids = await requests.prompt_ids(state.incarnation)
-        replay = replays.to_continue(source, spec, ids, cached)
-        replay.request.stored[state.incarnation] = record.spec
+    if record.state in (RequestState.FINISHED.value, RequestState.FAILED.value):
+        whole = _fed(replays.to_read(source, cached), tokens)
+        if whole.finished:
+            return whole
+        if record.state == RequestState.FAILED.value:
+            return None
+    # The scheduler cancels the requests of a dead replica. Of a finished request the journal may
+    # lack the last tokens, with their instance: they are generated again.
+    ids = await _kept_prompt(requests, record)
+    if ids is None:
+        return None
+    replay = replays.to_continue(source, decode_spec(record.spec), ids, cached)
+    replay.request.stored[state.incarnation] = record.spec
+    return _fed(replay, tokens)
+
+
+def _fed(replay: Replay, tokens: Sequence[int]) -> Replay:
     try:
         replay.feed(0, tokens)
     except Diverged:
         raise AssertionError("nothing was fed before") from None
-    return None if over and not replay.finished else replay
+    return replay
+
+
+async def _kept_prompt(requests: RequestStore, record: RequestRecord) -> TokenArray | None:
+    """Returns the prompt, int32 [tokens]; None if its replica has released it. Raises StoreError."""
+    try:
+        return await requests.prompt_ids(record.request_id)
+    except StoreError:
+        if not RequestState(record.state).is_final:
+            raise
+        await requests.ping()
+        return None

@@ -326,6 +326,49 @@ async def test_a_replica_whose_request_has_ended_has_died_before_its_lease_lapse
     hold.set()
 
 
+@pytest.mark.parametrize("ended", ["finished", "failed"])
+async def test_the_tokens_that_a_finished_request_has_not_journalled_come_again(
+    replicas, short_leases, monkeypatch, ended
+):
+    """Its replica and its decode instance have died. A request that has failed does not go on."""
+    one, other = replicas
+    lost = Decode(one, Script(reply=REPLY, hold=asyncio.Event(), hold_after=12))
+    lost.journalled = 4
+    stream_id, found = await cut(one, *KINDS[0], 3)
+    await lost.at_hold.wait()
+    await one.proxy.store.finish(stream_id, ended)
+    monkeypatch.setattr(owner, "RENEW_S", 0.02)  # for the other one
+    Decode(other, Script(reply=REPLY))
+    text = await resumed(other, stream_id, found[-1][0])
+    if ended == "failed":
+        assert "The stream's request is lost." in text and not other.fleet.specs
+    else:
+        assert other.fleet.specs[-1].resumed_tokens == 4
+        assert contents(found + events_of(text)) == contents((await whole(other, *KINDS[0]))[1])
+    lost.script.hold.set()
+
+
+async def test_an_ended_stream_has_the_tokens_that_its_instance_died_with(replicas):
+    one, other = replicas
+    Decode(one, Script(reply=REPLY)).journalled = 3
+    stream_id, events = await whole(one, *KINDS[0])
+    assert events_of(await resumed(other, stream_id)) == events
+
+
+async def test_who_waits_for_a_stream_that_is_refused_may_send_the_request_again(stack):
+    stack.fleet.script = Script(on_submit=lambda spec: None)
+    named, body = {**RESUMABLE, "x-millrace-request-id": "mine"}, body_of(KINDS[0][1])
+    posting = asyncio.create_task(stack.http.post(CHAT, json=body, headers=named))
+    await stack.fleet.submitted.wait()
+    waiting = asyncio.create_task(resumed(stack, "mine"))
+    await eventually(lambda: "resumed" in metric(stack))
+    stack.fleet.refuse(stack.fleet.specs[0], "overloaded", "no room", retry_after_s=7)
+    assert (await posting).status_code == 429
+    assert '"code":"unavailable"' in await waiting
+    Decode(stack, Script(reply=REPLY))
+    assert (await stack.http.post(CHAT, json=body, headers=named)).status_code == 200
+
+
 async def test_the_replica_that_adopts_a_stream_settles_its_limits(
     tmp_path, store_url, monkeypatch
 ):
