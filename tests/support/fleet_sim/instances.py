@@ -28,8 +28,8 @@ from millrace.instance.tokens.servicer import TokenServicer
 from millrace.state.leader import LeaderWatch
 from millrace.state.store import StoreError
 from support.fleet_sim.network import Network
-from support.fleet_sim.nodes import NOTHING, SCHEDULERS
-from support.fleet_sim.processes import Process, VirtualLoop
+from support.fleet_sim.nodes import SCHEDULERS
+from support.fleet_sim.processes import NOTHING, Process, VirtualLoop
 from support.fleet_sim.store import Store, StoreLink
 from support.fleet_sim.tokens import check_prompt, lineage, token_of
 
@@ -128,6 +128,7 @@ class Instance:
         network.listen(f"{self.name}:1", self.process, {"StreamTokens": tokens.StreamTokens})
         self.process.spawn(leaders.run())
         self.process.spawn(self.link.run())
+        self.process.spawn(self.output.journal.run())
 
     @property
     def free_pages(self) -> int:

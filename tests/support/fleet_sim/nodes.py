@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
 
 from millrace.core.config import Config
 from millrace.core.incarnation import Incarnation
@@ -20,26 +19,14 @@ from millrace.scheduler.servicer import SchedulerServicer
 from millrace.scheduler.succession import Estate
 from millrace.state.leader import LeaderWatch
 from support.fleet_sim.network import Network
-from support.fleet_sim.processes import Process, VirtualLoop
+from support.fleet_sim.processes import NOTHING, Process, VirtualLoop
 from support.fleet_sim.store import Store, StoreLink
+from support.fleet_sim.streams import ProxyStreams
 from support.fleet_sim.tokens import prompt_of, token_of
 
 SCHEDULERS = "s0:1,s1:1"
 
 CHECKED_STEPS = 4  # of a machine, every fourth: a check takes as long as a step
-
-
-class Nothing:
-    """Stands for metrics that nobody reads."""
-
-    def __getattr__(self, name: str) -> Nothing:
-        return self
-
-    def __call__(self, *args: object, **kwargs: object) -> Nothing:
-        return self
-
-
-NOTHING: Any = Nothing()
 
 
 class SchedulerNode:
@@ -165,6 +152,9 @@ class ProxyNode:
                 request_timeout_s=config.scheduler.request_timeout_s,
                 metrics=NOTHING,
             )
+        )
+        self.streams: ProxyStreams = self.process.call(
+            ProxyStreams, self.gateway, loop, store, self.process, config
         )
         self.process.call(self.gateway.start)
 

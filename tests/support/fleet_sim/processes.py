@@ -26,6 +26,19 @@ UNIX_S = 1_700_000_000.0
 _PROCESS: ContextVar[Process | None] = ContextVar("process", default=None)
 
 
+class Nothing:
+    """Stands for metrics that nobody reads."""
+
+    def __getattr__(self, name: str) -> Nothing:
+        return self
+
+    def __call__(self, *args: object, **kwargs: object) -> Nothing:
+        return self
+
+
+NOTHING: Any = Nothing()
+
+
 class Handle:
     """A callback that waits for its turn, or for its time."""
 
@@ -126,6 +139,9 @@ class VirtualLoop(asyncio.AbstractEventLoop):
     def time(self) -> float:
         return self.now_s
 
+    def unix_ns(self) -> int:
+        return int(self.unix_s() * 1e9)
+
     def unix_s(self) -> float:
         return UNIX_S + self.now_s
 
@@ -214,16 +230,16 @@ class VirtualLoop(asyncio.AbstractEventLoop):
 def virtual_time(seed: int) -> Iterator[VirtualLoop]:
     """Runs the block on a new loop: all clocks are the loop's, and all pauses come of the seed."""
     loop = VirtualLoop()
-    clocks = time.monotonic, time.time
+    clocks = time.monotonic, time.time, time.time_ns
     state = random.getstate()
     random.seed(seed)
     logging.disable(logging.CRITICAL)
-    time.monotonic, time.time = loop.time, loop.unix_s
+    time.monotonic, time.time, time.time_ns = loop.time, loop.unix_s, loop.unix_ns
     asyncio.events._set_running_loop(loop)
     try:
         yield loop
     finally:
         asyncio.events._set_running_loop(None)
-        time.monotonic, time.time = clocks
+        time.monotonic, time.time, time.time_ns = clocks
         logging.disable(logging.NOTSET)
         random.setstate(state)

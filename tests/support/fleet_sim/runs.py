@@ -30,7 +30,7 @@ POLICIES = ("fcfs", "s_edf", "millrace")
 
 ACTIONS = 90  # drawn for a run, before all faults end
 FAULTS_OF_A_RUN = (0, 1, 2, 2, 3, 3, 4, 5)
-FAULTS = ("kill", "kill", "pause", "cut", "break", "break", "store", "leave")
+FAULTS = ("kill", "kill", "pause", "cut", "break", "break", "store", "leave", "drop", "drop")
 KIND_CHARACTERS = 30  # of a failure's text
 RECOVERS, WAITS = 0.04, 0.1  # of all actions: something starts again, or time passes
 
@@ -146,7 +146,8 @@ def _draw(world: World, rng: random.Random, actions: list[str]) -> None:
         match kinds.get(number):
             case "submit":
                 prompt, new = rng.choice([20, 100, 400]), rng.randint(1, 6)
-                action = f"submit r{submitted} {rng.choice(world.proxies)} {prompt} {new}"
+                verb = rng.choice(["submit", "stream"])
+                action = f"{verb} r{submitted} {rng.choice(world.proxies)} {prompt} {new}"
                 submitted += 1
             case "fault":
                 action = _fault(world, rng)
@@ -177,6 +178,8 @@ def _fault(world: World, rng: random.Random) -> str:
             return f"break {rng.choice(calls)}" if calls else "time 0.1"
         case "store":
             return f"store {rng.choice(['away', 'mute', 'lost'])}"
+        case "drop":
+            return f"drop r{rng.randrange(3)} {rng.randrange(3)}"
     return f"leave r{rng.randrange(3)}"
 
 

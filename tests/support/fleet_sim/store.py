@@ -9,6 +9,7 @@ from millrace.core.config import StoreConfig
 from millrace.state.leases import MemoryLeases
 from millrace.state.memory_store import MemoryStore
 from millrace.state.store import StoreError
+from millrace.state.streams import MemoryStreams
 from support.fleet_sim.processes import Process, VirtualLoop
 
 
@@ -23,10 +24,11 @@ class Store:
     def lose_data(self) -> None:
         self.records = MemoryStore(StoreConfig(), clock=self._loop.time)
         self.leases = MemoryLeases(clock=self._loop.unix_s)
+        self.streams = MemoryStreams(clock=self._loop.time)
 
 
 class StoreLink:
-    """One process's way to the records, or to the leases (`part`)."""
+    """One process's way to the records, to the leases or to the streams (`part`)."""
 
     def __init__(self, store: Store, part: str, process: Process) -> None:
         self._store, self._part, self._process = store, part, process

@@ -15,7 +15,7 @@ def token_of(name: str, position: int) -> int:
 
 def prompt_of(name: str, tokens: int) -> npt.NDArray[np.int32]:
     """Returns a prompt, int32 [tokens]."""
-    return np.arange(tokens, dtype=np.int32) + int(name[1:]) * 7
+    return np.arange(tokens, dtype=np.int32) + int(name.lstrip("cmplr-")) * 7
 
 
 def lineage(request_id: str) -> str:

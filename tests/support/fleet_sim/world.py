@@ -18,6 +18,7 @@ from support.fleet_sim.network import Network
 from support.fleet_sim.nodes import Client, ProxyNode, SchedulerNode
 from support.fleet_sim.processes import VirtualLoop
 from support.fleet_sim.store import Store
+from support.fleet_sim.streams import TIMES_S, StreamClient
 
 Node = SchedulerNode | ProxyNode | Instance
 
@@ -52,8 +53,8 @@ class World:
         self.store = Store(loop)
         self.fleet: dict[str, Instance] = {}
         self.nodes: dict[str, Node] = {}
-        self.clients: dict[str, Client] = {}
-        self.faults = 0
+        self.clients: dict[str, Client | StreamClient] = {}
+        self.faults = self.losses = 0  # losses: of the store's data
         self._generations: dict[str, int] = {}
         self.proxies = [name for name in members if name not in CARDS]
         self._members = members
@@ -66,6 +67,9 @@ class World:
             "release": lambda name: self._work(name, "releasable", "release"),
             "time": self._pass_time,
             "submit": self._submit,
+            "stream": self._stream,
+            "ask": self._ask,
+            "drop": self._drop,
             "leave": self._leave,
             "start": self._start_again,
             "kill": self._kill,
@@ -84,6 +88,8 @@ class World:
             stack.enter_context(patch(name, self.network.open_channel))
         for name in LEASE_STEPS:  # fewer: most work of a run would be looks at the lease
             stack.enter_context(patch(name, 2))
+        for name, seconds in TIMES_S.items():
+            stack.enter_context(patch(name, seconds))
         return stack
 
     # ---- nodes
@@ -153,7 +159,24 @@ class World:
                 found.append(f"land {name}")
             if one.has_step:
                 found.append(f"step {name}")
-        return found
+        return found + self._asks()
+
+    def _asks(self) -> list[str]:
+        """Lists the clients that may come back to their streams, and the proxies that hear them."""
+        return [
+            f"ask {one.name} {proxy}"
+            for one in self._stream_clients()
+            if one.connection is None and not one.is_over and one.asks_at_s <= self.loop.now_s
+            for proxy in self.proxies
+            if self._hears(proxy)
+        ]
+
+    def _hears(self, name: str) -> bool:
+        process = self.nodes[name].process
+        return not (process.has_lost or process.paused)
+
+    def _stream_clients(self) -> list[StreamClient]:
+        return [one for one in self.clients.values() if isinstance(one, StreamClient)]
 
     def repairs(self) -> list[str]:
         """Lists what ends a fault now."""
@@ -212,7 +235,42 @@ class World:
         client = self.clients.get(name)
         if client is None or client.is_over or self.nodes[client.proxy].process.paused:
             return False
-        self.proxy(client.proxy).leave(client)
+        if isinstance(client, Client):
+            self.proxy(client.proxy).leave(client)
+            return True
+        client.gone = True
+        if client.connection is not None:
+            client.connection.close(self.loop.now_s)
+        return True
+
+    # ---- clients of resumable streams
+
+    def _stream(self, rest: str) -> bool:
+        name, proxy, prompt, new = rest.split()
+        if self.nodes[proxy].process.has_lost or name in self.clients:
+            return False
+        client = self.clients[name] = StreamClient(name, proxy, int(prompt), int(new))
+        self.proxy(proxy).streams.connect(client)
+        return True
+
+    def _ask(self, rest: str) -> bool:
+        if f"ask {rest}" not in self._asks():
+            return False
+        name, proxy = rest.split()
+        client = self.clients[name]
+        assert isinstance(client, StreamClient)
+        client.proxy = proxy
+        self.proxy(proxy).streams.connect(client)
+        return True
+
+    def _drop(self, rest: str) -> bool:
+        """A client's connection breaks, and its last events are lost on the way."""
+        name, events = rest.split()
+        client = self.clients.get(name)
+        if not isinstance(client, StreamClient) or client.connection is None or client.is_over:
+            return False
+        self.faults += 1
+        client.break_off(int(events), self.loop.now_s)
         return True
 
     # ---- faults
@@ -235,7 +293,13 @@ class World:
         if isinstance(node, ProxyNode):
             for client in self.clients.values():
                 if client.proxy == node.name and not client.is_over:
-                    client.gone = True
+                    self._lose_proxy(client)
+
+    def _lose_proxy(self, client: Client | StreamClient) -> None:
+        if isinstance(client, Client):
+            client.gone = True
+        elif client.connection is not None:
+            client.connection.close(self.loop.now_s)
 
     def _start_again(self, name: str) -> bool:
         if not self.nodes[name].process.has_lost:
@@ -247,7 +311,7 @@ class World:
         process = self.nodes[name].process
         if process.has_lost or process.paused:
             return False
-        self.faults += 1
+        self._silence(name)
         process.pause()
         return True
 
@@ -262,9 +326,17 @@ class World:
         process = self.nodes[name].process
         if process.is_cut == is_cut:
             return False
-        self.faults += is_cut
+        if is_cut:
+            self._silence(name)
         process.is_cut = is_cut
         return True
+
+    def _silence(self, name: str) -> None:
+        """Counts a fault after which a stream's owner may not hear of its clients."""
+        self.faults += 1
+        if name in self.proxies or name == "store":
+            for client in self._stream_clients():
+                client.may_expire = True
 
     def _break(self, name: str) -> bool:
         for call in self.network.calls:
@@ -275,8 +347,9 @@ class World:
         return False
 
     def _store(self, mode: str) -> bool:
-        self.faults += 1
+        self._silence("store")
         if mode == "lost":
+            self.losses += 1
             self.store.lose_data()
         else:
             self.store.mode = mode
@@ -344,7 +417,12 @@ class World:
         held = any(one.holdings for one in machine.cluster.instances.values())
         busy = any(len(one.table) or one.jobs or one.kv for one in self.fleet.values())
         proxies = any(self.proxy(name).gateway.inflight for name in self.proxies)
-        return not (held or busy or proxies)
+        streams = any(
+            self.proxy(proxy).streams.owned.find(one.stream_id)
+            for one in self._stream_clients()
+            for proxy in self.proxies
+        )
+        return not (held or busy or proxies or streams)
 
     def left(self) -> str:
         machine = self.machine()
@@ -379,14 +457,19 @@ class World:
             node.process.kill()
 
 
-def check_outcome(client: Client, world: World) -> None:
+def check_outcome(client: Client | StreamClient, world: World) -> None:
     """Raises AssertionError for an end that the promise does not allow."""
     if client.done or client.gone:
         return
+    if isinstance(client, StreamClient) and world.losses:
+        return  # its journal may be lost
+    assert not (isinstance(client, StreamClient) and client.lost), f"{client.name} is not known"
     error = client.error
     assert error is not None
     if not world.faults:
         raise AssertionError(f"{client.name} failed without any fault: {error.message}")
     if error.is_refusal and not client.tokens:
+        return
+    if isinstance(client, StreamClient) and client.may_expire and error.code == "expired":
         return
     assert "open at instances when they died" in error.message, f"{client.name}: {error.message}"
