@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
 from millrace.core.config import Config
 from millrace.core.incarnation import Incarnation
@@ -21,7 +22,7 @@ from millrace.state.leader import LeaderWatch
 from support.fleet_sim.network import Network
 from support.fleet_sim.processes import NOTHING, Process, VirtualLoop
 from support.fleet_sim.store import Store, StoreLink
-from support.fleet_sim.streams import ProxyStreams
+from support.fleet_sim.streams import ASKS_AGAIN_S, ProxyStreams
 from support.fleet_sim.tokens import prompt_of, token_of
 
 SCHEDULERS = "s0:1,s1:1"
@@ -93,6 +94,8 @@ class Client:
         self.error: ApiError | None = None
         self.done = False
         self.gone = False  # it left, or its proxy died
+        self.refused: ApiError | None = None  # the last refusal
+        self.asks_at_s: float | None = None  # it was refused, and asks again by its id
         self.wrong = ""  # what broke the promise; a proxy survives an error of one request
 
     @property
@@ -121,9 +124,14 @@ class Client:
         self.done = True
 
     def on_error(self, error: ApiError) -> None:
-        if self.is_over:
+        if self.is_over or self.asks_at_s is not None:
             self.wrong = self.wrong or f"{self.name} ends twice: {error}"
-        self.error = error
+        if self.tokens or not (error.is_refusal or error.status == 409):
+            self.error = error
+            return
+        self.refused, self.asks_at_s = error, time.monotonic() + ASKS_AGAIN_S
+        if error.is_refusal and error.retry_after_s is None:
+            self.wrong = f"{self.name}: a refusal without Retry-After: {error.message}"
 
 
 class ProxyNode:
@@ -159,6 +167,7 @@ class ProxyNode:
         self.process.call(self.gateway.start)
 
     def submit(self, client: Client) -> None:
+        client.asks_at_s = None
         spec = RequestSpec(
             request_id=client.name,
             proxy=self.incarnation,
@@ -185,8 +194,8 @@ class ProxyNode:
             self.gateway.admit(1)
             await self.gateway.submit(request)
         except ApiError as error:
-            if not client.is_over:
-                client.error = error
+            if not client.is_over and not self.process.has_lost:
+                client.on_error(error)
             self.gateway.leave(request, "refused")
 
     def leave(self, client: Client) -> None:

@@ -27,6 +27,9 @@ FLEETS = (
 )
 PLANNERS = ("cdsp", "single_chunk", "least_queue")
 POLICIES = ("fcfs", "s_edf", "millrace")
+ROOMS = ("wide", "wide", "wide", "narrow")
+#: The most requests of a run.
+MOST_REQUESTS = {"wide": 3, "narrow": 8}
 
 ACTIONS = 90  # drawn for a run, before all faults end
 FAULTS_OF_A_RUN = (0, 1, 2, 2, 3, 3, 4, 5)
@@ -43,6 +46,7 @@ class Setting:
     planner: str
     policy: str
     pauses: int
+    room: str = "wide"  # of queues; narrow: most requests are refused, and come again
 
     @staticmethod
     def drawn(seed: int) -> Setting:
@@ -52,10 +56,12 @@ class Setting:
             planner=rng.choice(PLANNERS),
             policy=rng.choice(POLICIES),
             pauses=seed,
+            room=rng.choice(ROOMS),
         )
 
     def __str__(self) -> str:
-        return f"fleet {self.members}; {self.planner}; {self.policy}; {self.pauses}"
+        parts = (self.members, self.planner, self.policy, str(self.pauses), self.room)
+        return f"fleet {'; '.join(parts)}"
 
 
 @dataclass
@@ -78,14 +84,20 @@ class Run:
 
 def parse(transcript: str) -> tuple[Setting, list[str]]:
     first, *actions = [line for line in transcript.splitlines() if line and line[0] != "#"]
-    members, planner, policy, pauses = first.removeprefix("fleet ").split("; ")
+    members, planner, policy, pauses, *room = first.removeprefix("fleet ").split("; ")
     setting = Setting(members=members, planner=planner, policy=policy, pauses=int(pauses))
-    return setting, actions
+    return replace(setting, room=room[0] if room else setting.room), actions
 
 
 @cache
-def config_of(planner: str, policy: str) -> Config:
+def config_of(planner: str, policy: str, room: str) -> Config:
     config = Config()
+    if room == "narrow":
+        config = replace(
+            config,
+            scheduler=replace(config.scheduler, max_queue_requests=1, tasks_ahead=1),
+            proxy=replace(config.proxy, max_inflight=4, max_parked=1),
+        )
     scheduler = replace(
         config.scheduler,
         planner=planner,
@@ -114,13 +126,13 @@ def replay(setting: Setting, actions: Sequence[str]) -> Run:
 def _run(setting: Setting, actions: Sequence[str] | None, rng: random.Random) -> Run:
     found = Run(setting)
     with virtual_time(setting.pauses) as loop:
-        config = config_of(setting.planner, setting.policy)
+        config = config_of(setting.planner, setting.policy, setting.room)
         world = World(loop, config, setting.members.split())
         try:
             with world.patched():
                 world.start()
                 if actions is None:
-                    _draw(world, rng, found.actions)
+                    _draw(world, rng, found.actions, MOST_REQUESTS[setting.room])
                 else:
                     for action in actions:
                         if world.perform(action):
@@ -136,9 +148,9 @@ def _run(setting: Setting, actions: Sequence[str] | None, rng: random.Random) ->
 # ---- drawing
 
 
-def _draw(world: World, rng: random.Random, actions: list[str]) -> None:
+def _draw(world: World, rng: random.Random, actions: list[str], most: int) -> None:
     """Performs random actions, and notes them before: the last one may fail."""
-    requests, faults = rng.randint(1, 3), rng.choice(FAULTS_OF_A_RUN)
+    requests, faults = rng.randint(1, most), rng.choice(FAULTS_OF_A_RUN)
     kinds = {rng.randrange(ACTIONS): "fault" for _ in range(faults)}
     kinds |= {0: "submit"} | {rng.randrange(ACTIONS // 2): "submit" for _ in range(requests)}
     submitted = 0

@@ -107,7 +107,8 @@ class StreamClient:
         self.events: list[tuple[str, list[int]]] = []  # ids, and their tokens
         self.is_accepted = False
         self.connection: Connection | None = None
-        self.asks_at_s = 0.0
+        self.asks_at_s: float | None = None  # it has no connection, and asks again
+        self.refused: ApiError | None = None  # the last refusal
         self.error: ApiError | None = None
         self.done = False
         self.gone = False  # it left for good
@@ -177,9 +178,10 @@ class StreamClient:
         if error["code"] not in _COMES_BACK:
             self.error = ApiError(500, error["message"], code=error["code"])
 
-    def refused(self, error: ApiError, now_s: float) -> None:
+    def on_error(self, error: ApiError, now_s: float) -> None:
         """Takes an answer that is not a stream."""
         if error.is_refusal:
+            self.refused = error
             if error.retry_after_s is None:
                 self.wrong = f"{self.name}: a refusal without Retry-After: {error.message}"
             self.asks_at_s = now_s + ASKS_AGAIN_S
@@ -277,8 +279,10 @@ class ProxyStreams:
 
     def connect(self, client: StreamClient) -> None:
         """Opens a connection on which the client asks for its stream."""
-        away_s = self._loop.now_s - client.asks_at_s
-        client.may_expire |= client.is_accepted and away_s > GRACE_S - 2 * ASKS_AGAIN_S
+        if client.asks_at_s is not None and client.is_accepted:
+            away_s = self._loop.now_s - client.asks_at_s
+            client.may_expire |= away_s > GRACE_S - 2 * ASKS_AGAIN_S
+        client.asks_at_s = None
         connection = client.connection = Connection(client, self._process)
         self._process.spawn(self._serve(client, connection))
 
@@ -290,7 +294,7 @@ class ProxyStreams:
                 await self._begin(client, connection)
         except ApiError as error:
             if connection.is_open and not self._process.has_lost:
-                client.refused(error, self._loop.now_s)
+                client.on_error(error, self._loop.now_s)
         finally:
             connection.close(self._loop.now_s)
 
