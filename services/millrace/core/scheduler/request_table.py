@@ -261,8 +261,8 @@ class RequestTable:
         prompt_unread: bool = False,
         quarantined: bool = False,
     ) -> None:
-        """Ends the request by an error. A `resumable` one is cancelled: its proxy migrates it, and if
-        that proxy dies, the replica that adopts its stream does.
+        """Ends the request by an error. A `resumable` one is cancelled: its proxy migrates it, or,
+        if that proxy dies, the replica that adopts its stream.
         """
         step.fail(
             request,

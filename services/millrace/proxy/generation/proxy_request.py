@@ -194,7 +194,7 @@ class ProxyRequest:
 
     @property
     def kept(self) -> bool:
-        """Whether another replica may continue the request, whose stream releases the last record."""
+        """Whether another replica may continue the request. Its stream releases its last record."""
         return self.on_recorded is not None
 
     @property

@@ -205,7 +205,7 @@ def _fed(replay: Replay, tokens: Sequence[int]) -> Replay:
 
 
 async def _kept_prompt(requests: RequestStore, record: RequestRecord) -> TokenArray | None:
-    """Returns the prompt, int32 [tokens]; None if its replica has released it. Raises StoreError."""
+    """Returns the prompt, int32 [tokens]; None if it has been released. Raises StoreError."""
     try:
         return await requests.prompt_ids(record.request_id)
     except StoreError:
