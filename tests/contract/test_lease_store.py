@@ -124,6 +124,21 @@ async def test_no_two_epochs_are_of_one_second(store: LeaseStore, clock: Clock):
     assert seconds == sorted(set(seconds))
 
 
+async def test_an_epoch_ahead_of_the_time_is_told_apart_by_its_ms(store: LeaseStore, clock: Clock):
+    """A store that has lost its data gives one second again."""
+    epochs = []
+    for name in ("x", "as after a loss"):
+        held = await store.acquire(name, address="a:1", ttl_s=1.0)
+        assert held is not None
+        await store.release(name, epoch=held.epoch)
+        clock.now_s += 0.01
+        ahead = await store.acquire(name, address="a:1", ttl_s=1.0)
+        assert ahead is not None
+        epochs.append(ahead.epoch)
+        clock.now_s += 0.01
+    assert epochs[0] // 1000 == epochs[1] // 1000 and epochs[0] != epochs[1]
+
+
 async def test_epochs_grow_though_the_store_lost_its_data(clock: Clock):
     first = await MemoryLeases(clock=clock).acquire("x", address="a:1", ttl_s=1.0)
     clock.now_s += 1.0

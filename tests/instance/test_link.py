@@ -44,6 +44,7 @@ class Scheduler(scheduler_pb2_grpc.SchedulerServicer):
 
     def __init__(self) -> None:
         self.streams: list[list[Registration | Report | None]] = []
+        self.seen_epochs: list[int] = []
         self.answers = True
         self.epoch = 0
         self._out: asyncio.Queue[Command | None] = asyncio.Queue()
@@ -62,6 +63,7 @@ class Scheduler(scheduler_pb2_grpc.SchedulerServicer):
                     heard.append(codec.REPORTS.decode(message))
                     continue
                 heard.append(codec.REGISTRATION.decode(message.register))
+                self.seen_epochs.append(message.seen_epoch)
                 if self.answers:
                     out.put_nowait(Registered(heartbeat_s=0.02, lease="the lease"))
             out.put_nowait(None)
@@ -248,6 +250,7 @@ async def test_moves_to_a_later_leader_and_takes_nothing_of_the_earlier_one(net:
     other.scheduler.say(cancel("stale"))
     await eventually(lambda: len(other.scheduler.streams) >= 2)
     assert "stale" not in worker.seen
+    assert other.scheduler.seen_epochs[-1] == second.epoch
     worker.link.close()
     watching.cancel()
     await asyncio.wait([worker.running, watching])

@@ -58,6 +58,24 @@ async def test_the_second_stands_by_and_knows_the_first():
         await first.keep(lambda: b"")
 
 
+async def test_a_leader_ends_when_a_peer_has_seen_a_later_epoch():
+    clock = Clock()
+    leases = MemoryLeases(clock=clock)
+    first, second = (leadership(leases, name, clock) for name in ("a:1", "b:1"))
+    lease = await first.try_to_lead()
+    assert lease is not None
+    keeping = asyncio.create_task(first.keep(lambda: b"note"))
+    await asyncio.sleep(0)
+    seen = lease.epoch + 7_000  # before the store lost its data
+    first.outrun(seen)
+    with pytest.raises(LeadershipLost, match=f"a peer has seen epoch {seen}"):
+        await keeping
+    assert not await certain(first)
+    after = await second.try_to_lead()  # at once, by the same clock
+    assert after is not None
+    assert after.note == b"note" and after.epoch // 1000 > seen // 1000
+
+
 async def test_a_scheduler_that_has_handed_over_writes_nothing_more():
     clock = Clock()
     leases = MemoryLeases(clock=clock)

@@ -11,6 +11,7 @@ import pytest
 
 from millrace.core.config import SchedulerConfig
 from millrace.core.priority import POLICIES
+from millrace.scheduler.leadership import LeadershipLost
 from millrace.wire.pb import common_pb2, scheduler_pb2
 from support.deadlines import HANG_S
 from support.live_stack import eventually
@@ -419,6 +420,31 @@ async def test_a_worker_that_makes_no_sense_is_told_so(message, complaint):
         assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
         assert complaint in caught.value.details()
         assert not (await net.status()).instances
+
+
+@pytest.mark.parametrize("is_worker", [True, False])
+async def test_a_peer_that_has_seen_a_later_epoch_ends_the_leader(is_worker):
+    """The store has lost its data: whoever has seen the epochs before would refuse this one."""
+    seen = (int(time.time()) + 5) * 1000
+    with pytest.raises(LeadershipLost, match=f"a peer has seen epoch {seen}"):
+        async with scheduler() as net:
+            connect = net.stub().ConnectWorker if is_worker else net.stub().ConnectProxy
+            for ahead, code in (
+                (seen + 2 * 24 * 3600_000, grpc.StatusCode.INVALID_ARGUMENT),  # no epoch at all
+                (seen, grpc.StatusCode.UNAVAILABLE),
+            ):
+                call = connect()
+                if is_worker:
+                    register_ = register("p0")
+                    first = scheduler_pb2.WorkerMessage(register=register_, seen_epoch=ahead)
+                else:
+                    hello = common_pb2.Incarnation(id="x", generation=1)
+                    first = scheduler_pb2.ProxyMessage(hello=hello, seen_epoch=ahead)
+                await call.write(first)
+                with pytest.raises(grpc.aio.AioRpcError, match=str(ahead)) as caught:
+                    await asyncio.wait_for(call.read(), HANG_S)
+                assert caught.value.code() is code
+            await asyncio.wait([net.task], timeout=HANG_S)
 
 
 async def test_peers_that_lose_the_thread_are_cut_off_alone():

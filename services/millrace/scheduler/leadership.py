@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
+from contextlib import suppress
 
 from millrace.core.config import SchedulerConfig
 from millrace.core.errors import MillraceError
@@ -42,6 +43,7 @@ class Leadership:
         self._until_s = -1.0  # by this process's clock: nobody else can have the lease before
         self._renewed = asyncio.Event()
         self._seen = 0  # the largest epoch that this process knows of
+        self._outrun = asyncio.Event()
         self.lease: Lease | None = None
         self.leader = ""  # the address of the scheduler that leads, while this one stands by
 
@@ -81,23 +83,39 @@ class Leadership:
 
         Without an answer of the store this scheduler goes on: only a scheduler that the store
         answers can lead in its place, and the peers refuse the messages of the former leader then.
-        Raises LeadershipLost when another scheduler has taken the lease, or the store has lost it.
+        Raises LeadershipLost when another scheduler has taken the lease, or the store has lost it,
+        or after `outrun`.
         """
         assert self.lease is not None  # it leads
+        epoch = self.lease.epoch
         while True:
             asked_s = self._clock()
             try:
                 held = await self._leases.renew(
-                    self._name, epoch=self.lease.epoch, ttl_s=self._ttl_s, note=note()
+                    self._name, epoch=epoch, ttl_s=self._ttl_s, note=note()
                 )
             except StoreError as error:
                 log.warning("the lease can't be renewed: %s", error)
             else:
                 if not held:
                     await self._bequeath(note())
-                    raise LeadershipLost(f"epoch {self.lease.epoch} is over")
+                    raise LeadershipLost(f"epoch {epoch} is over")
                 self._note_held(asked_s)
-            await asyncio.sleep(self._ttl_s / RENEWALS)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self._ttl_s / RENEWALS):
+                    await self._outrun.wait()
+            if self._outrun.is_set():
+                seen = self._seen
+                await self.release(note())
+                await self._bequeath(note())  # takes the lease once more, with a later epoch
+                raise LeadershipLost(f"a peer has seen epoch {seen}; it leads with {epoch}")
+
+    def outrun(self, seen: int) -> None:
+        """Notes that a peer has seen an epoch that this one is not later than: the store has lost
+        its data since. `keep` ends, and the next leader's epoch is later.
+        """
+        self._seen = max(self._seen, seen)
+        self._outrun.set()
 
     async def _bequeath(self, note: bytes) -> None:
         """Leaves `note` to the next leader where the store has lost the lease with its data.

@@ -68,7 +68,9 @@ async def serve(
             )
             stack.push_async_callback(metrics.close)
         server = create_server()
-        servicer = SchedulerServicer(lambda: leadership.leader)
+        servicer = SchedulerServicer(
+            lambda: leadership.leader, lambda seen: leadership.outrun(seen)
+        )
         servicer.add_to(server)
         health = add_health(server, ["millrace.v1.Scheduler"])
         bound = bind(server, host, port)

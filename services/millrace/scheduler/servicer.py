@@ -17,7 +17,7 @@ import grpc
 
 from millrace.concurrency import cancel
 from millrace.core.scheduler import effects, events
-from millrace.core.scheduler.attempts import attempts_before
+from millrace.core.scheduler.attempts import attempts_before, is_later
 from millrace.scheduler.loop import AllNamed, SchedulerLoop
 from millrace.scheduler.peers import Outbox, Proxy, Worker
 from millrace.wire.clients.scheduler_stream import LEADER
@@ -33,6 +33,9 @@ log = logging.getLogger(__name__)
 
 #: Lines of the board that come within this time travel in one message.
 BOARD_INTERVAL_S = 0.1
+
+#: No epoch is as far ahead of the time.
+_MOST_AHEAD_MS = 24 * 3600 * 1000
 
 M = TypeVar("M")
 WorkerContext = grpc.aio.ServicerContext[
@@ -73,8 +76,16 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
     A scheduler that stands by has no loop yet: it refuses every call, and names the leader.
     """
 
-    def __init__(self, leader: Callable[[], str] = lambda: "") -> None:
+    def __init__(
+        self,
+        leader: Callable[[], str] = lambda: "",
+        outrun: Callable[[int], None] = lambda seen: None,
+    ) -> None:
+        """`leader` returns the leader's address, if it is known. `outrun` gets an epoch that a peer
+        has seen, and than which the loop's is not later.
+        """
         self._leader = leader
+        self._outrun = outrun
         self._leading: SchedulerLoop | None = None
         self._connections = count(1)
 
@@ -93,6 +104,21 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
             )
         return self._leading
 
+    async def _check_epoch(
+        self, seen: int, loop: SchedulerLoop, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> None:
+        """Ends the call of a peer that has `seen` an epoch (0: none) which the loop's does not
+        follow: UNAVAILABLE.
+        """
+        if not seen or seen == loop.epoch or is_later(loop.epoch, seen):
+            return
+        if seen > loop.epoch + _MOST_AHEAD_MS:
+            why = f"seen_epoch is {seen}; no scheduler has had it, for it is more than a day ahead"
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, why)
+        self._outrun(seen)
+        why = f"epoch {loop.epoch} is not later than {seen}, which a peer has seen"
+        await context.abort(grpc.StatusCode.UNAVAILABLE, why)
+
     def add_to(self, server: grpc.aio.Server) -> None:
         scheduler_pb2_grpc.add_SchedulerServicer_to_server(self, server)
 
@@ -109,6 +135,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
             card = codec.joined(first.register)
         except MessageError as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"register: {error}")
+        await self._check_epoch(first.seen_epoch, loop, context)
         worker = Worker(card=card, address=first.register.address, seen_s=loop.clock())
         loop.post_now(card, worker)
         try:
@@ -134,6 +161,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
             await context.abort(
                 grpc.StatusCode.INVALID_ARGUMENT, "a proxy must send hello.id first"
             )
+        await self._check_epoch(first.seen_epoch, loop, context)
         proxy = Proxy(key=f"{first.hello.id}#{next(self._connections)}")
         log.info("proxy %s connected", proxy.key)
         loop.post_now(None, proxy)

@@ -73,8 +73,7 @@ class LeaderWatch:
         lease = await self._leases.read(self._lease) if self._lease else None
         if lease is None:
             return
-        if lease.epoch > self.fence.epoch:
-            self.fence.admits(lease.epoch)
+        if lease.epoch != self.fence.epoch and self.fence.admits(lease.epoch):
             self._address = lease.address
             self.changes += 1
             self._news.set()

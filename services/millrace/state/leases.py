@@ -1,10 +1,13 @@
 """Leases with fencing tokens: of several processes with one store, one holds a lease at a time.
 
-Every acquisition gives a larger epoch than all before it, also after the store has lost its data:
-epochs are at least the time in ms, and larger than all that their taker has seen. (Epochs of quick
-successions are ahead of the time.) No two are of one second, from which the attempts at requests
-are numbered (`core.scheduler.attempts`). The holder names its epoch in what it does, and
-others refuse what has a smaller epoch than they have seen.
+Every acquisition gives a later epoch than all before it: epochs are at least the time in ms, and no
+two are of one second, from which the attempts at requests are numbered
+(`core.scheduler.attempts`). The holder names its epoch in what it does, and others refuse an epoch
+that is not later than what they have seen.
+
+Epochs of quick successions are ahead of the time, and clocks differ. So a store that has lost its
+data needs to be told of the epochs before: by its taker, or else by the holder's peers, who know
+one that is not later. By the ms an epoch ahead of the time is another one than any before.
 """
 
 from __future__ import annotations
@@ -73,7 +76,8 @@ class MemoryLeases:
         if known is not None and self._until_s[name] > now_s:
             return None
         last = max(known.epoch if known else 0, seen)
-        epoch = max(last - last % 1000 + 1000, int(now_s * 1000))
+        now_ms = int(now_s * 1000)
+        epoch = max(last - last % 1000 + 1000 + now_ms % 1000, now_ms)
         note = known.note if known else b""
         self._leases[name] = Lease(epoch=epoch, address=address, left_s=ttl_s, note=note)
         self._until_s[name] = now_s + ttl_s

@@ -45,7 +45,7 @@ class SchedulerNode:
         self._leadership = Leadership(
             StoreLink(store, "leases", self.process), f"{name}:1", config.scheduler, loop.time
         )
-        self._servicer = SchedulerServicer(lambda: self._leadership.leader)
+        self._servicer = SchedulerServicer(lambda: self._leadership.leader, self._leadership.outrun)
         methods = {
             "ConnectWorker": self._servicer.ConnectWorker,
             "ConnectProxy": self._servicer.ConnectProxy,

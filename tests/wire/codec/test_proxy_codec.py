@@ -163,7 +163,7 @@ def test_a_proxy_s_items_arrive_in_order():
     kinds = [message.WhichOneof("kind") for message in sent]
     assert kinds == ["submit", "cancel", "submit", "load", "ask", "keep_traces"]
     assert [item for message in sent for item in codec.items_of(message)] == items
-    assert codec.items_of(codec.hello(SPEC.proxy)) == []
+    assert codec.items_of(codec.hello(SPEC.proxy, 0)) == []
     assert all(all_set(getattr(message, message.WhichOneof("kind"))) for message in sent)
 
 

@@ -16,3 +16,8 @@ def attempts_before(epoch: int) -> int:
     second to come so far.
     """
     return epoch // 1000
+
+
+def is_later(epoch: int, than: int) -> bool:
+    """Returns whether the scheduler of `epoch` numbers its attempts after those of `than`."""
+    return attempts_before(epoch) > attempts_before(than)

@@ -21,7 +21,7 @@ local now = tonumber(ARGV[1]) or now_ms()
 local known = redis.call('HMGET', KEYS[1], 'epoch', 'until', 'note')
 if known[2] and tonumber(known[2]) > now then return {0, ''} end
 local last = math.max(tonumber(known[1]) or 0, tonumber(ARGV[4]))
-local epoch = math.max(last - last % 1000 + 1000, now)
+local epoch = math.max(last - last % 1000 + 1000 + now % 1000, now)
 redis.call('HSET', KEYS[1], 'epoch', string.format('%.0f', epoch), 'address', ARGV[3],
   'until', string.format('%.0f', now + tonumber(ARGV[2])))
 return {epoch, known[3] or ''}

@@ -29,7 +29,7 @@ async def scheduler_updates(
     """
     async with open_channel(address, alone=True) as channel:
         stub = scheduler_pb2_grpc.SchedulerStub(channel)
-        call = stub.ConnectProxy(_encoded(proxy, outgoing))
+        call = stub.ConnectProxy(_encoded(proxy, outgoing, fence.epoch))
         try:
             async for message in call:
                 if not fence.admits(message.epoch):
@@ -43,9 +43,9 @@ async def scheduler_updates(
 
 
 async def _encoded(
-    proxy: Incarnation, outgoing: AsyncIterator[Sequence[ProxyMessage]]
+    proxy: Incarnation, outgoing: AsyncIterator[Sequence[ProxyMessage]], seen_epoch: int
 ) -> AsyncIterator[scheduler_pb2.ProxyMessage]:
-    yield codec.hello(proxy)
+    yield codec.hello(proxy, seen_epoch)
     async for items in outgoing:
         for message in codec.proxy_messages(items):
             yield message

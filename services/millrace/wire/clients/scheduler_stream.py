@@ -56,7 +56,7 @@ async def scheduler_stream(
     """
 
     async def messages() -> AsyncIterator[scheduler_pb2.WorkerMessage]:
-        yield registration_message(registration)
+        yield registration_message(registration, fence.epoch)
         async for report in reports:
             yield REPORTS.encode(report)
 

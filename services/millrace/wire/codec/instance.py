@@ -77,5 +77,9 @@ REGISTRATION = derive(
 )
 
 
-def registration_message(registration: reports.Registration) -> scheduler_pb2.WorkerMessage:
-    return scheduler_pb2.WorkerMessage(register=REGISTRATION.encode(registration))
+def registration_message(
+    registration: reports.Registration, seen_epoch: int
+) -> scheduler_pb2.WorkerMessage:
+    """Returns the first message of an instance's stream; `seen_epoch`: 0: none."""
+    register = REGISTRATION.encode(registration)
+    return scheduler_pb2.WorkerMessage(register=register, seen_epoch=seen_epoch)

@@ -57,9 +57,9 @@ _ITEMS: Final[Oneof[ProxyMessage, scheduler_pb2.ProxyMessage]] = Oneof(
 )
 
 
-def hello(proxy: Incarnation) -> scheduler_pb2.ProxyMessage:
-    """Returns the first message of a proxy's stream."""
-    return scheduler_pb2.ProxyMessage(hello=incarnation_message(proxy))
+def hello(proxy: Incarnation, seen_epoch: int) -> scheduler_pb2.ProxyMessage:
+    """Returns the first message of a proxy's stream; `seen_epoch`: 0: none."""
+    return scheduler_pb2.ProxyMessage(hello=incarnation_message(proxy), seen_epoch=seen_epoch)
 
 
 def proxy_messages(items: Iterable[ProxyMessage]) -> list[scheduler_pb2.ProxyMessage]:

@@ -79,7 +79,7 @@ BREAKER_OPEN: Breaker
 BREAKER_HALF_OPEN: Breaker
 
 class ProxyMessage(_message.Message):
-    __slots__ = ("hello", "submit", "cancel", "load", "ask", "open", "all_open", "keep_traces")
+    __slots__ = ("hello", "submit", "cancel", "load", "ask", "open", "all_open", "keep_traces", "seen_epoch")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     SUBMIT_FIELD_NUMBER: _ClassVar[int]
     CANCEL_FIELD_NUMBER: _ClassVar[int]
@@ -88,6 +88,7 @@ class ProxyMessage(_message.Message):
     OPEN_FIELD_NUMBER: _ClassVar[int]
     ALL_OPEN_FIELD_NUMBER: _ClassVar[int]
     KEEP_TRACES_FIELD_NUMBER: _ClassVar[int]
+    SEEN_EPOCH_FIELD_NUMBER: _ClassVar[int]
     hello: _common_pb2.Incarnation
     submit: SubmitBatch
     cancel: CancelRequest
@@ -96,7 +97,8 @@ class ProxyMessage(_message.Message):
     open: OpenRequest
     all_open: AllOpen
     keep_traces: KeepTraces
-    def __init__(self, hello: _Optional[_Union[_common_pb2.Incarnation, _Mapping]] = ..., submit: _Optional[_Union[SubmitBatch, _Mapping]] = ..., cancel: _Optional[_Union[CancelRequest, _Mapping]] = ..., load: _Optional[_Union[ProxyLoad, _Mapping]] = ..., ask: _Optional[_Union[AskProgress, _Mapping]] = ..., open: _Optional[_Union[OpenRequest, _Mapping]] = ..., all_open: _Optional[_Union[AllOpen, _Mapping]] = ..., keep_traces: _Optional[_Union[KeepTraces, _Mapping]] = ...) -> None: ...
+    seen_epoch: int
+    def __init__(self, hello: _Optional[_Union[_common_pb2.Incarnation, _Mapping]] = ..., submit: _Optional[_Union[SubmitBatch, _Mapping]] = ..., cancel: _Optional[_Union[CancelRequest, _Mapping]] = ..., load: _Optional[_Union[ProxyLoad, _Mapping]] = ..., ask: _Optional[_Union[AskProgress, _Mapping]] = ..., open: _Optional[_Union[OpenRequest, _Mapping]] = ..., all_open: _Optional[_Union[AllOpen, _Mapping]] = ..., keep_traces: _Optional[_Union[KeepTraces, _Mapping]] = ..., seen_epoch: _Optional[int] = ...) -> None: ...
 
 class OpenRequest(_message.Message):
     __slots__ = ("request", "decode", "age_s", "token_age_s")
@@ -257,7 +259,7 @@ class Member(_message.Message):
     def __init__(self, incarnation: _Optional[_Union[_common_pb2.Incarnation, _Mapping]] = ..., address: _Optional[str] = ...) -> None: ...
 
 class WorkerMessage(_message.Message):
-    __slots__ = ("register", "heartbeat", "chunk_started", "chunk_finished", "request_released", "decode_started", "request_finished", "request_failed", "draining", "chunk_suspended", "prefix_landed", "first_token_sent", "prompt_advanced", "cached_blocks")
+    __slots__ = ("register", "heartbeat", "chunk_started", "chunk_finished", "request_released", "decode_started", "request_finished", "request_failed", "draining", "chunk_suspended", "prefix_landed", "first_token_sent", "prompt_advanced", "cached_blocks", "seen_epoch")
     REGISTER_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
     CHUNK_STARTED_FIELD_NUMBER: _ClassVar[int]
@@ -272,6 +274,7 @@ class WorkerMessage(_message.Message):
     FIRST_TOKEN_SENT_FIELD_NUMBER: _ClassVar[int]
     PROMPT_ADVANCED_FIELD_NUMBER: _ClassVar[int]
     CACHED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    SEEN_EPOCH_FIELD_NUMBER: _ClassVar[int]
     register: Register
     heartbeat: Heartbeat
     chunk_started: ChunkStarted
@@ -286,7 +289,8 @@ class WorkerMessage(_message.Message):
     first_token_sent: FirstTokenSent
     prompt_advanced: PromptAdvanced
     cached_blocks: CachedBlocks
-    def __init__(self, register: _Optional[_Union[Register, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., chunk_started: _Optional[_Union[ChunkStarted, _Mapping]] = ..., chunk_finished: _Optional[_Union[ChunkFinished, _Mapping]] = ..., request_released: _Optional[_Union[RequestReleased, _Mapping]] = ..., decode_started: _Optional[_Union[DecodeStarted, _Mapping]] = ..., request_finished: _Optional[_Union[RequestFinished, _Mapping]] = ..., request_failed: _Optional[_Union[RequestFailed, _Mapping]] = ..., draining: _Optional[_Union[Draining, _Mapping]] = ..., chunk_suspended: _Optional[_Union[ChunkSuspended, _Mapping]] = ..., prefix_landed: _Optional[_Union[PrefixLanded, _Mapping]] = ..., first_token_sent: _Optional[_Union[FirstTokenSent, _Mapping]] = ..., prompt_advanced: _Optional[_Union[PromptAdvanced, _Mapping]] = ..., cached_blocks: _Optional[_Union[CachedBlocks, _Mapping]] = ...) -> None: ...
+    seen_epoch: int
+    def __init__(self, register: _Optional[_Union[Register, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., chunk_started: _Optional[_Union[ChunkStarted, _Mapping]] = ..., chunk_finished: _Optional[_Union[ChunkFinished, _Mapping]] = ..., request_released: _Optional[_Union[RequestReleased, _Mapping]] = ..., decode_started: _Optional[_Union[DecodeStarted, _Mapping]] = ..., request_finished: _Optional[_Union[RequestFinished, _Mapping]] = ..., request_failed: _Optional[_Union[RequestFailed, _Mapping]] = ..., draining: _Optional[_Union[Draining, _Mapping]] = ..., chunk_suspended: _Optional[_Union[ChunkSuspended, _Mapping]] = ..., prefix_landed: _Optional[_Union[PrefixLanded, _Mapping]] = ..., first_token_sent: _Optional[_Union[FirstTokenSent, _Mapping]] = ..., prompt_advanced: _Optional[_Union[PromptAdvanced, _Mapping]] = ..., cached_blocks: _Optional[_Union[CachedBlocks, _Mapping]] = ..., seen_epoch: _Optional[int] = ...) -> None: ...
 
 class Register(_message.Message):
     __slots__ = ("incarnation", "role", "address", "model_hash", "kv_pages", "page_tokens", "max_context_tokens", "max_batch", "latency", "node", "kv_layers", "decode_step", "block_tokens", "held", "adaptive_chunks")
