@@ -85,7 +85,7 @@ class World:
 
     def lead(self) -> None:
         """A scheduler without any table takes the lease."""
-        self.epoch += 1
+        self.epoch += 1_000
         self.machine = Machine(self.config)
         self.step(events.TakeoverBegan())
 

@@ -228,10 +228,40 @@ def test_a_request_that_finishes_meanwhile_is_over():
     bench.step(events.TakeoverBegan())
     bench.step(with_held(instance("d0"), held(decoding=True, first_token=True)))
     bench.finished("d0", "r", "length")
-    bench.step(events.Reopened(request=request("r").request, token_age_s=1.0))
+    reopened = events.Reopened(
+        request=request("r").request, token_age_s=1.0, decode=Incarnation("d0", 1)
+    )
+    bench.step(reopened)
     found = bench.step(events.TakeoverEnded())
     assert [one.state for one in of(effects.Record, found)] == [RequestState.FINISHED]
     assert not of(effects.Fail, found)
+
+
+@pytest.mark.parametrize("decode", [None, Incarnation("d1", 1), Incarnation("d0", 2)])
+@pytest.mark.parametrize("has_tokens", [True, False])
+def test_an_attempt_that_finishes_where_the_proxy_does_not_read_is_not_the_end(decode, has_tokens):
+    """The former leader had given d0 up, and placed the request elsewhere."""
+    bench = Bench()
+    bench.step(events.TakeoverBegan())
+    for one in (instance("p0"), instance("d1"), instance("d0")):
+        bench.step(
+            with_held(one, held(decoding=True, first_token=True))
+            if one.instance_id == "d0"
+            else one
+        )
+    bench.finished("d0", "r", "length")
+    age_s = 1.0 if has_tokens else None
+    spec = request("r").request
+    bench.step(events.Reopened(request=spec, token_age_s=age_s, decode=decode, attempts=500))
+    found = bench.step(events.TakeoverEnded())
+    if has_tokens:
+        (failed,) = of(effects.Fail, found)
+        assert failed.resumable
+        return
+    assert not of(effects.Fail, found)
+    (admit,) = of(effects.AdmitDecode, found)
+    assert admit.attempt == 501
+    assert bench.serve("r")
 
 
 def test_a_proxy_that_connects_again_keeps_its_requests():

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from millrace.core.incarnation import Incarnation
 from millrace.core.live_request import LiveRequest
 from millrace.core.request import RequestState
 from millrace.core.scheduler import events
@@ -35,7 +36,7 @@ class Takeover:
         self._ledgers: dict[str, Ledger] = {}  # by instance id
         self._reopened: dict[str, events.Reopened] = {}
         self._new: dict[str, events.Submitted] = {}
-        self._finished: set[str] = set()
+        self._finished: dict[str, set[Incarnation]] = {}  # where, by request id
 
     def begin(self) -> None:
         self.is_open = True
@@ -61,7 +62,8 @@ class Takeover:
             return
         complete = isinstance(report, RequestFinished) and report.reason in ("stop", "length")
         if complete and ledger.get(report.request_id) is not None:
-            self._finished.add(report.request_id)
+            here = Incarnation(instance.id, instance.card.generation)
+            self._finished.setdefault(report.request_id, set()).add(here)
         ledger.reported(report)
 
     def submitted(self, event: events.Submitted) -> None:
@@ -101,13 +103,14 @@ class Takeover:
             for instance_id, held in of_request.items():
                 self._adoption.let_go(step, instance_id, held)
         waiting = list(self._new.values())
-        self._ledgers, self._reopened, self._new, self._finished = {}, {}, {}, set()
+        self._ledgers, self._reopened, self._new, self._finished = {}, {}, {}, {}
         return waiting
 
     def _adopt(self, step: StepContext, event: events.Reopened, held: dict[str, Held]) -> None:
         request = LiveRequest(event.request)
         self._accept(step, request)
-        if request.id in self._finished:
+        # An earlier attempt may have ended where the proxy reads no tokens of it any more.
+        if event.decode in self._finished.get(request.id, ()):
             for instance_id, part in held.items():
                 self._adoption.let_go(step, instance_id, part)
             self._table.end(step, request, RequestState.FINISHED, None)
