@@ -36,8 +36,10 @@ test-late-faults: setup ## every fault in every phase of a request, on services 
 
 SIMULATED := tests/faults/test_simulation.py
 test-slow: setup ## stress that takes minutes, with another seed each time; simulated fleets first, on all cores
-	$(BIN)/python -m pytest -m slow --seed=random -n auto $(SIMULATED)
-	$(BIN)/python -m pytest -m slow --seed=random --ignore=$(SIMULATED)
+	@status=0; \
+	$(BIN)/python -m pytest -m slow --seed=random -n auto $(SIMULATED) || status=1; \
+	$(BIN)/python -m pytest -m slow --seed=random --ignore=$(SIMULATED) || status=1; \
+	exit $$status
 
 # Exit status 1: a package has a known weakness. The database is on the internet.
 AUDIT := build/audit

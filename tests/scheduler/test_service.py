@@ -424,7 +424,7 @@ async def test_a_worker_that_makes_no_sense_is_told_so(message, complaint):
 
 @pytest.mark.parametrize("is_worker", [True, False])
 async def test_a_peer_that_has_seen_a_later_epoch_ends_the_leader(is_worker):
-    """The store has lost its data: whoever has seen the epochs before would refuse this one."""
+    """The store has lost its data: peers that have seen the epochs before refuse this one."""
     seen = (int(time.time()) + 5) * 1000
     with pytest.raises(LeadershipLost, match=f"a peer has seen epoch {seen}"):
         async with scheduler() as net:
