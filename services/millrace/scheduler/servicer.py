@@ -16,8 +16,8 @@ from typing import Any, TypeVar
 import grpc
 
 from millrace.concurrency import cancel
+from millrace.core.epochs import attempts_before, is_later
 from millrace.core.scheduler import effects, events
-from millrace.core.scheduler.attempts import attempts_before, is_later
 from millrace.scheduler.loop import AllNamed, SchedulerLoop
 from millrace.scheduler.peers import Outbox, Proxy, Worker
 from millrace.wire.clients.scheduler_stream import LEADER

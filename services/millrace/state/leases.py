@@ -2,7 +2,7 @@
 
 Every acquisition gives a later epoch than all before it: epochs are at least the time in ms, and no
 two are of one second, from which the attempts at requests are numbered
-(`core.scheduler.attempts`). The holder names its epoch in what it does, and others refuse an epoch
+(`core.epochs`). The holder names its epoch in what it does, and others refuse an epoch
 that is not later than what they have seen.
 
 Epochs of quick successions are ahead of the time, and clocks differ. So a store that has lost its

@@ -9,7 +9,7 @@ next leader's epoch is later (`scheduler.leadership`).
 
 from __future__ import annotations
 
-from millrace.core.scheduler.attempts import is_later
+from millrace.core.epochs import is_later
 
 
 class EpochFence:

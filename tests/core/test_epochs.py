@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from millrace.core.scheduler.attempts import attempts_before
+from millrace.core.epochs import attempts_before
 
 
 def test_a_scheduler_that_leads_later_has_larger_numbers_which_messages_can_carry() -> None:
