@@ -57,8 +57,11 @@ class Outcome:
             document = asdict(self)
             del document["panels"]
             write_json(json_path, _short(document))
-        if plot_path is not None and self.panels:
-            draw_panels(self.panels, plot_path)
+        if plot_path is not None:
+            if self.panels:
+                draw_panels(self.panels, plot_path)
+            else:
+                console.print("This experiment has no picture: --plot wrote nothing.")
 
 
 def _short(value: Any) -> Any:  # noqa: ANN401 - a JSON value

@@ -51,7 +51,16 @@ def close(found):
     ]
 
 
+#: As of 2024: times have an offset.
+AZURE_2024 = (
+    AZURE.replace("000,", "000+00:00,")
+    .replace("23:59:59.5", "22:59:59.5")
+    .replace("5000000+00:00", "5000000-01:00")
+)
+
 EXPECTED = {
+    "\ufeff" + AZURE: [row(0.0, 4808, 10), row(1.75, 3180, 1), row(3.25, 110, 27)],
+    AZURE_2024: [row(0.0, 4808, 10), row(1.75, 3180, 1), row(3.25, 110, 27)],
     AZURE: [row(0.0, 4808, 10), row(1.75, 3180, 1), row(3.25, 110, 27)],
     MOONCAKE: [row(0.0, 6758, 500), row(3.052, 7322, 490)],
     LENGTHS: [row(None, 74, 918), row(None, 290, 905)],
@@ -84,6 +93,42 @@ def test_a_bad_trace_names_the_file(tmp_path, data):
     path = tmp_path / "bad.csv"
     path.write_bytes(data)
     with pytest.raises(ConfigError, match=r"bad\.csv"):
+        read_trace(path)
+
+
+QWEN = {"chat_id": 1, "parent_chat_id": -1, "type": "text", "hash_ids": [1]}
+QWEN |= {"timestamp": 0.5, "input_length": 9, "output_length": 2}
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("a;b\n1;2\n", "line 1: 'a;b' begins no trace: that is CSV with the columns TIMESTAMP,Con"),
+        (AZURE.replace("110,", "-110,"), "line 3: ContextTokens is '-110'; it must be a number of"),
+        (AZURE.replace("110,", "many,"), "line 3: ContextTokens is 'many'; it must be a number of"),
+        (AZURE.replace("110,", "inf,"), "line 3: ContextTokens is 'inf'; it must be a number of"),
+        (AZURE.replace(",27", ""), "line 3: GeneratedTokens is missing"),
+        (
+            AZURE.replace("2023-11-17", "soon"),
+            "line 3: TIMESTAMP is 'soon 00:00:02.7500001'; it mus",
+        ),
+        (TIMED_LENGTHS.replace("2.0,", "nan,"), "line 3: arrived_at is 'nan'; it must be a number"),
+        (MOONCAKE + '{"timestamp": 1,', "line 4, character 17: not JSON: Expecting property name"),
+        (MOONCAKE + "[1]", r"line 4: '\[1\]' is no JSON object"),
+        (MOONCAKE + '{"timestamp": 7, "input_length": 8}', "line 4: output_length is missing"),
+        (json.dumps({**QWEN, "hash_ids": 3}), "line 1: hash_ids is 3; it must be a list"),
+        (json.dumps({**QWEN, "type": [3]}), r"line 1: type is \[3\]; it must be a text"),
+        (
+            json.dumps({**QWEN, "chat_id": {}}),
+            "line 1: chat_id is {}; it must be a number or a text",
+        ),
+        (AZURE + '"' + "9" * 200_000, "field larger than field limit"),
+    ],
+)
+def test_a_wrong_value_is_named_with_its_line(tmp_path, text, said):
+    path = tmp_path / "own.csv"
+    path.write_text(text, newline="")
+    with pytest.raises(ConfigError, match=rf"trace {path}(, |: ){said}"):
         read_trace(path)
 
 

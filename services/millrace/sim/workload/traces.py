@@ -2,7 +2,8 @@
 
 Trace files, plain or gzip, are told apart by their first line:
 
-- Azure LLM inference: CSV with TIMESTAMP, ContextTokens, GeneratedTokens;
+- Azure LLM inference: CSV with TIMESTAMP (UTC unless it has an offset), ContextTokens,
+  GeneratedTokens;
 - Mooncake: JSON lines with timestamp (ms), input_length, output_length;
 - QwenTrace (Qwen-Bailian): JSON lines with chat_id, parent_chat_id, timestamp (s), input_length,
   output_length, type, hash_ids; made single-turn as FlowPrefill (section 6.1, "Workloads") does;
@@ -18,9 +19,10 @@ import csv
 import io
 import itertools
 import json
-from collections.abc import Iterable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from datetime import datetime
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -58,14 +60,16 @@ class TraceRow:
 def read_trace(path: Path) -> list[TraceRow]:
     """Reads a trace, ordered by arrival. Raises ConfigError for a file that is no trace."""
     try:
-        with io.TextIOWrapper(open_packed(path)) as lines:
+        with io.TextIOWrapper(open_packed(path), encoding="utf-8-sig") as lines:
             first = next(lines, "")
             is_recording = '"millrace_recording"' in first
             rows = list(_recorded_rows(path) if is_recording else _rows(first, lines))
-    except (OSError, EOFError, UnicodeDecodeError) as error:
+    except _WrongLine as error:
+        raise ConfigError(f"trace {path}, {error}") from error
+    except (OSError, EOFError, UnicodeDecodeError, csv.Error) as error:
         raise ConfigError(f"trace {path}: {reason_of(error)}") from error
     except (ValueError, KeyError, TypeError, IndexError, RecordingError) as error:
-        raise ConfigError(f"trace {path}: not a trace this command knows ({error})") from error
+        raise ConfigError(f"trace {path}: a recording that can't be read ({error})") from error
     if not rows:
         raise ConfigError(f"trace {path}: holds no requests")
     if rows[0].arrival_s is None:
@@ -95,45 +99,135 @@ def _arrival_s(row: TraceRow) -> float:
     return row.arrival_s or 0.0
 
 
+class _WrongLine(ConfigError):
+    """A line of a trace is wrong. The message begins with its number."""
+
+
+#: What a value has to be, and its reader, which raises ValueError or TypeError for another.
+_Reader = tuple[str, Callable[[Any], Any]]
+
+
+def _unix_s(text: str) -> float:
+    at = datetime.fromisoformat(text)
+    return (at.replace(tzinfo=UTC) if at.tzinfo is None else at).timestamp()
+
+
+def _tokens(value: str | int) -> int:
+    tokens = int(float(value))
+    if tokens < 0:
+        raise ValueError
+    return tokens
+
+
+def _seconds(value: str | float) -> float:
+    seconds = float(value)
+    if not math.isfinite(seconds):
+        raise ValueError
+    return seconds
+
+
+def _id(value: Any) -> str | int:  # noqa: ANN401 - any JSON
+    if not isinstance(value, str | int):
+        raise TypeError
+    return value
+
+
+def _text(value: Any) -> str:  # noqa: ANN401 - any JSON
+    if not isinstance(value, str):
+        raise TypeError
+    return value
+
+
+_TIME: _Reader = ("a time such as 2023-11-16 18:17:03.97", _unix_s)
+_TOKENS: _Reader = ("a number of tokens, at least 0", _tokens)
+_SECONDS: _Reader = ("a number", _seconds)
+_ID: _Reader = ("a number or a text", _id)
+
+_AZURE = {"TIMESTAMP": _TIME, "ContextTokens": _TOKENS, "GeneratedTokens": _TOKENS}
+_LENGTHS = {"num_prefill_tokens": _TOKENS, "num_decode_tokens": _TOKENS}
+_TIMED_LENGTHS = {"arrived_at": _SECONDS, **_LENGTHS}
+_MOONCAKE = {"timestamp": _SECONDS, "input_length": _TOKENS, "output_length": _TOKENS}
+_QWEN = {
+    "chat_id": _ID,
+    "parent_chat_id": _ID,
+    "type": ("a text", _text),
+    "hash_ids": ("a list", len),
+    **_MOONCAKE,
+}
+
+
 def _rows(first: str, others: Iterable[str]) -> Iterator[TraceRow]:
+    lines = itertools.chain([first], others)
     if first.startswith("{"):
-        entries = map(json.loads, filter(str.strip, itertools.chain([first], others)))
+        entries = _json_lines(lines)
         yield from _qwen_rows(entries) if '"chat_id"' in first else _mooncake_rows(entries)
         return
-    for entry in csv.DictReader(itertools.chain([first], others)):
-        if "TIMESTAMP" in entry:
-            arrival = datetime.fromisoformat(entry["TIMESTAMP"])
-            seconds = (arrival - datetime(1970, 1, 1)).total_seconds()
-            yield _row(seconds, entry["ContextTokens"], entry["GeneratedTokens"])
-        else:
-            arrived = entry.get("arrived_at")
-            yield _row(
-                None if arrived is None else float(arrived),
-                entry["num_prefill_tokens"],
-                entry["num_decode_tokens"],
-            )
+    reader = csv.DictReader(lines)
+    columns = set(reader.fieldnames or ())
+    for fields in (_AZURE, _TIMED_LENGTHS, _LENGTHS):
+        if columns >= fields.keys():
+            for entry in reader:
+                *arrival_s, tokens, output = _values(reader.line_num, entry, fields)
+                yield _row(arrival_s[0] if arrival_s else None, tokens, output)
+            return
+    if columns:
+        csvs = " or ".join(",".join(fields) for fields in (_AZURE, _LENGTHS, _TIMED_LENGTHS))
+        raise _WrongLine(
+            f"line 1: {first.strip()[:80]!r} begins no trace: that is CSV with the columns {csvs}, "
+            f"JSON lines with {', '.join(_MOONCAKE)}, or a recording of --record"
+        )
 
 
-def _mooncake_rows(entries: Iterable[dict[str, Any]]) -> Iterator[TraceRow]:
-    for entry in entries:
-        yield _row(entry["timestamp"] / 1e3, entry["input_length"], entry["output_length"])
+def _json_lines(lines: Iterable[str]) -> Iterator[tuple[int, Mapping[str, Any]]]:
+    """Yields the objects with the numbers of their lines."""
+    for number, line in enumerate(lines, 1):
+        if line.strip():
+            try:
+                entry = json.loads(line)
+            except json.JSONDecodeError as error:
+                where = f"line {number}, character {error.pos + 1}"
+                raise _WrongLine(f"{where}: not JSON: {error.msg}") from error
+            if not isinstance(entry, dict):
+                raise _WrongLine(f"line {number}: {line.strip()[:80]!r} is no JSON object")
+            yield number, entry
 
 
-def _qwen_rows(entries: Iterable[dict[str, Any]]) -> Iterator[TraceRow]:
+def _values(number: int, entry: Mapping[str, Any], fields: Mapping[str, _Reader]) -> list[Any]:
+    """Returns the values of the fields. Raises _WrongLine naming the first wrong value."""
+    found = []
+    for name, (wanted, read) in fields.items():
+        try:
+            found.append(read(entry[name]))
+        except (KeyError, ValueError, TypeError, OverflowError):
+            if entry.get(name) is None:
+                raise _WrongLine(f"line {number}: {name} is missing") from None
+            raise _WrongLine(
+                f"line {number}: {name} is {entry[name]!r}; it must be {wanted}"
+            ) from None
+    return found
+
+
+def _mooncake_rows(entries: Iterable[tuple[int, Mapping[str, Any]]]) -> Iterator[TraceRow]:
+    for number, entry in entries:
+        at_ms, tokens, output = _values(number, entry, _MOONCAKE)
+        yield _row(at_ms / 1e3, tokens, output)
+
+
+def _qwen_rows(entries: Iterable[tuple[int, Mapping[str, Any]]]) -> Iterator[TraceRow]:
     """Reads a QwenTrace.
 
     A text turn of a chat keeps only the blocks that its parent's prompt lacked.
 
     Turns of the other types, and turns whose parent is not in the file, stay whole.
     """
-    blocks: dict[int, int] = {}  # of each chat_id
-    for entry in entries:
-        own = blocks[entry["chat_id"]] = len(entry["hash_ids"])
-        parent = blocks.get(entry["parent_chat_id"])
-        tokens = entry["input_length"]
-        if entry["type"] == "text" and parent is not None:
+    blocks: dict[Any, int] = {}  # of each chat_id
+    for number, entry in entries:
+        chat, before, kind, own, at_s, tokens, output = _values(number, entry, _QWEN)
+        blocks[chat] = own
+        parent = blocks.get(before)
+        if kind == "text" and parent is not None:
             tokens = _QWEN_BLOCK_TOKENS * (own - parent)
-        yield _row(float(entry["timestamp"]), tokens, entry["output_length"], entry["type"])
+        yield _row(at_s, tokens, output, kind)
 
 
 def _recorded_rows(path: Path) -> Iterator[TraceRow]:
@@ -168,14 +262,14 @@ def _recorded_rows(path: Path) -> Iterator[TraceRow]:
 
 def _row(
     arrival_s: float | None,
-    input_tokens: str | int,
-    output_tokens: str | int,
+    input_tokens: int,
+    output_tokens: int,
     class_name: str = "",
 ) -> TraceRow:
     # A few rows of public traces have no input or no output; a request needs one token of each.
     return TraceRow(
         class_name=class_name,
         arrival_s=arrival_s,
-        input_tokens=max(1, int(float(input_tokens))),
-        output_tokens=max(1, int(float(output_tokens))),
+        input_tokens=max(1, input_tokens),
+        output_tokens=max(1, output_tokens),
     )
