@@ -148,17 +148,58 @@ async def test_under_nohup_a_closed_terminal_stops_nothing() -> None:
         signal.signal(signal.SIGHUP, before)
 
 
+@pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, uvloop.new_event_loop])
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
-def test_signals_cancel_interruptible_work(number) -> None:
+def test_signals_cancel_interruptible_work(number, new_loop) -> None:
     work = Work()
 
     async def interrupted() -> None:
-        asyncio.get_running_loop().call_soon(os.kill, os.getpid(), number)
+        asyncio.get_running_loop().call_later(0.01, os.kill, os.getpid(), number)
         await interruptible(work.run())
 
-    with pytest.raises(KeyboardInterrupt):
-        asyncio.run(interrupted())
+    before = signal.getsignal(number)
+    with pytest.raises(KeyboardInterrupt), asyncio.Runner(loop_factory=new_loop) as runner:
+        runner.run(interrupted())
     assert work.ended == "cancelled"
+    assert signal.getsignal(number) == before
+
+
+@pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, uvloop.new_event_loop])
+def test_work_that_computes_is_interrupted_where_it_is(new_loop) -> None:
+    ended = []
+
+    async def compute() -> None:
+        try:
+            os.kill(os.getpid(), signal.SIGINT)
+            while True:
+                pass
+        finally:
+            await asyncio.sleep(0)
+            ended.append("cleaned up")
+
+    with pytest.raises(KeyboardInterrupt), asyncio.Runner(loop_factory=new_loop) as runner:
+        runner.run(interruptible(compute()))
+    assert ended == ["cleaned up"]
+
+
+def test_a_second_signal_ends_a_clean_up() -> None:
+    begun = []
+
+    async def clean_up_for_ever() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            begun.append("clean up")
+            asyncio.get_running_loop().call_later(0.01, os.kill, os.getpid(), signal.SIGINT)
+            await asyncio.Event().wait()
+
+    async def twice() -> None:
+        asyncio.get_running_loop().call_later(0.01, os.kill, os.getpid(), signal.SIGINT)
+        await interruptible(clean_up_for_ever())
+
+    with pytest.raises(KeyboardInterrupt):
+        asyncio.run(twice())
+    assert begun == ["clean up"]
 
 
 async def test_interruptible_work_returns_and_raises() -> None:

@@ -115,19 +115,32 @@ def stop_signals() -> Iterator[asyncio.Event]:
 
 
 async def interruptible(work: Coroutine[Any, Any, Result]) -> Result:
-    """Runs `work`, which cleans up when it is cancelled. SIGTERM and SIGHUP cancel it, too, and
-    KeyboardInterrupt is raised when it has ended.
+    """Awaits `work` in the task of a program that ends. The first stop signal cancels it, so that
+    it cleans up, and KeyboardInterrupt is raised then. Where the signal finds the task computing,
+    or comes again, KeyboardInterrupt is raised there and then.
     """
-    with stop_signals() as stop:
-        task, stopping = asyncio.create_task(work), asyncio.create_task(stop.wait())
-        try:
-            await asyncio.wait((task, stopping), return_when=asyncio.FIRST_COMPLETED)
-            if not task.done():
-                await cancel(task)
-                raise KeyboardInterrupt
-            return task.result()
-        finally:
-            await cancel(task, stopping)
+    loop, task = asyncio.get_running_loop(), asyncio.current_task()
+    assert task is not None
+    signals = 0
+
+    def interrupt(*_: object) -> None:
+        nonlocal signals
+        signals += 1
+        if signals > 1 or asyncio.current_task(loop) is task:
+            raise KeyboardInterrupt
+        task.cancel()
+        loop.call_soon_threadsafe(lambda: None)  # wakes the loop up
+
+    before = {number: signal.signal(number, interrupt) for number in _heard()}
+    try:
+        return await work
+    except asyncio.CancelledError:
+        if signals == 1:
+            raise KeyboardInterrupt from None
+        raise
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def leave_terminal_to_parent() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,8 @@ from typer.testing import CliRunner
 
 from millrace import experiments
 from millrace.cli.sim.command import register
+from millrace.core.errors import ConfigError
+from millrace.experiments.joined import common as joined
 
 TRACES = Path(__file__).parents[2] / "data" / "traces"
 APP = typer.Typer()
@@ -62,21 +65,24 @@ def test_a_run_writes_all_that_was_asked_for(tmp_path):
 @pytest.mark.parametrize(
     ("names", "system"),
     [
-        (("json", "records", "plot", "gantt"), []),
+        (("json", "records", "plot", "gantt", "board"), []),
         (DATA, ["--policy", "s_edf", "--planner", "cdsp", "--preemption", "operator"]),
         (DATA, ["--policy", "s_edf", "--batch-tokens", "2048", "--set", "sim.noise=0.1"]),
         (DATA, ["--failure", "3:p0:5", "--set", "scheduler.tasks_ahead=3"]),
     ],
 )
-def test_equal_options_give_equal_bytes(tmp_path, names, system):
+def test_equal_options_give_equal_bytes(tmp_path, monkeypatch, names, system):
     for turn in ("1", "2"):
-        outputs = [word for name in names for word in (f"--{name}", tmp_path / (name + turn))]
+        (tmp_path / turn).mkdir()
+        paths = [(name, tmp_path / turn / f"{name}-{turn}.gz") for name in names]
+        outputs = [word for name, path in paths for word in (f"--{name}", path)]
         ran("run", *MIX, "--seed", "3", *system, *outputs)
+        monkeypatch.setattr(time, "time", lambda: 7.0)  # files have no wall time
     for name in names:
-        one, two = (tmp_path / (name + turn) for turn in "12")
+        one, two = (tmp_path / turn / f"{name}-{turn}.gz" for turn in "12")
         assert one.read_bytes() == two.read_bytes(), name
     ran("run", *MIX, "--seed", "4", *system, "--records", tmp_path / "other")
-    assert (tmp_path / "other").read_bytes() != (tmp_path / "records1").read_bytes()
+    assert (tmp_path / "other").read_bytes() != (tmp_path / "1" / "records-1.gz").read_bytes()
 
 
 @pytest.mark.parametrize(
@@ -245,6 +251,30 @@ def test_a_sweep_compares_every_combination(tmp_path):
 def test_bad_input_is_named(tmp_path, monkeypatch, words, named):
     monkeypatch.chdir(tmp_path)
     assert named in refused(*words)
+
+
+@pytest.mark.parametrize("name", ["millrace-policies", "millrace-systems"])
+def test_experiments_of_traces_take_their_folder(monkeypatch, name):
+    """As the documentation prints it; a folder was refused."""
+    seen = {}
+
+    def cases(folder, quick):
+        seen.update(joined_cases(folder, quick))
+        raise ConfigError("stops here")
+
+    joined_cases = joined.cases
+    monkeypatch.setattr(joined, "cases", cases)
+    assert "stops here" in refused("paper", name, "--trace", TRACES, "--quick")
+    assert seen["Azure code"].traffic.trace == TRACES / "azure2023_code.csv"
+    monkeypatch.setattr(joined, "cases", joined_cases)
+    assert "azure2023_code.csv.gz is not in it" in refused("paper", name, "--trace", TRACES.parent)
+
+
+def test_an_experiment_without_a_picture_says_so(tmp_path):
+    picture = tmp_path / "a.png"
+    found = ran("paper", "tetris-examples", "--quick", "--plot", picture)
+    assert "has no picture" in found.output
+    assert not picture.exists()
 
 
 def test_an_experiment_is_run_by_name(monkeypatch, tmp_path):

@@ -112,7 +112,16 @@ def paper(
     quick: Annotated[
         bool, typer.Option("--quick", help="Fewer requests, for a quick result.")
     ] = False,
-    trace: of.Trace = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option(
+            "--trace",
+            metavar="FILE|FOLDER",
+            help="A trace; of millrace-policies and -systems the folder of their traces.",
+            exists=True,
+            readable=True,
+        ),
+    ] = None,
     resume: Annotated[
         Path | None,
         typer.Option(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import io
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -22,7 +23,7 @@ class BoardFile:
         """Opens the file and writes the head. Raises BoardError if the path can't be written."""
         self._path = path
         try:
-            self._file = _open(path, "wt")
+            self._file = _to_write(path)
             self.write(head_line(head))
         except OSError as error:
             raise BoardError(f"{path}: {reason_of(error)}") from error
@@ -51,7 +52,7 @@ class BoardFile:
 def read_text(path: Path) -> str:
     """Returns the text of a file. Raises BoardError for a file that can't be read."""
     try:
-        with _open(path, "rt") as file:
+        with _to_read(path) as file:
             return file.read()
     except (OSError, EOFError, UnicodeDecodeError) as error:
         raise BoardError(f"{path}: {reason_of(error)}") from error
@@ -83,6 +84,24 @@ def check_head(path: Path) -> None:
     read_line(first)
 
 
-def _open(path: Path, mode: str) -> IO[str]:
+def _to_write(path: Path) -> IO[str]:
+    return io.TextIOWrapper(_Packed(path)) if path.suffix == _PACKED else path.open("w")
+
+
+class _Packed(gzip.GzipFile):
+    """Writes neither a name nor a time into the file: equal lines give equal bytes."""
+
+    def __init__(self, path: Path) -> None:
+        self._raw = path.open("wb")
+        super().__init__("", "wb", fileobj=self._raw, mtime=0)
+
+    def close(self) -> None:
+        try:
+            super().close()
+        finally:
+            self._raw.close()
+
+
+def _to_read(path: Path) -> IO[str]:
     open_file = gzip.open if path.suffix == _PACKED else open
-    return cast(IO[str], open_file(path, mode))
+    return cast(IO[str], open_file(path, "rt"))

@@ -75,10 +75,11 @@ def cases(folder: Path | None, quick: bool) -> dict[str, Case]:
         "Mooncake": ("mooncake_fast25_conversation.jsonl.gz", 2500, 2.0, True),
     }
     for name, (file, requests, start, grouped) in files.items():
-        if not (folder / file).exists():
+        path = next((p for p in (folder / file, folder / file[: -len(".gz")]) if p.exists()), None)
+        if path is None:
             raise ConfigError(f"--trace {folder}: {file} is not in it")
         count = requests // 4 if quick else requests
-        traffic = Traffic(trace=folder / file, requests=count, slo_scale=SLO_SCALE)
+        traffic = Traffic(trace=path, requests=count, slo_scale=SLO_SCALE)
         found[name] = Case(traffic=traffic, start=start, grouped=grouped)
     return found
 
