@@ -213,6 +213,21 @@ def test_a_sweep_compares_every_combination(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("words", "unit"),
+    [
+        (MIX, "rate 1/s"),
+        ([*SMALL, "--trace", TRACES / "azure2023_conv.csv"], "rate scale"),
+        ([*MIX, "--axis", "slo-scale"], "SLO scale"),
+    ],
+)
+def test_a_sweep_has_units(words, unit):
+    few = ["--requests", "20", "--tolerance", "0.9", "--at", "1", "--jobs", "1"]
+    shown = " ".join(ran("sweep", *words, *few).output.split())
+    assert f"system {unit} attained" in shown
+    assert f"Attainment by {unit}" in shown
+
+
+@pytest.mark.parametrize(
     ("words", "named"),
     [
         (["run"], "--trace and --mix"),

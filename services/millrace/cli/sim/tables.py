@@ -64,13 +64,20 @@ def print_report(report: Report, console: Console) -> None:
         console.print(f"[red]{count} x {kind}[/red]")
 
 
-def print_sweep(found: Sequence[SystemResult], options: SweepOptions, console: Console) -> None:
-    """Prints one line per system: its edge and the TTFT there; then attainment at the points."""
+def print_sweep(
+    found: Sequence[SystemResult], options: SweepOptions, console: Console, *, is_replayed: bool
+) -> None:
+    """Prints one line per system: its edge and the TTFT there; then attainment at the points.
+
+    is_replayed: a rate is the scale of a trace's own.
+    """
+    load = "rate scale" if is_replayed else "rate 1/s"
+    axis = "SLO scale" if options.axis == "slo-scale" else load
     if options.search:
         word = "Smallest SLO scale" if options.axis == "slo-scale" else "Largest rate"
         edges = table(
             f"{word} that keeps {options.goal:.0%} attainment",
-            "system | edge | attained | goodput/s | TTFT p50 ms | p99 ms",
+            f"system | {axis} | attained | goodput/s | TTFT p50 ms | p99 ms",
             "{name} | {edge} | {attainment?:.1%} | {goodput_rps?:.2f} | {p50?:ms,.0f} | "
             "{p99?:ms,.0f}",
             map(_edge, found),
@@ -79,7 +86,7 @@ def print_sweep(found: Sequence[SystemResult], options: SweepOptions, console: C
         console.print(edges)
     if options.points:
         attained = table(
-            f"Attainment by {options.axis}",
+            f"Attainment by {axis}",
             " | ".join(["system", *(f"{value:g}" for value in options.points)]),
             " | ".join(["{system}", *(f"{{{n}:.1%}}" for n in range(len(options.points)))]),
             ({"system": one.name, **_numbered(_attained(one, options))} for one in found),

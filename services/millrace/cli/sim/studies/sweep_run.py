@@ -29,7 +29,7 @@ def run_sweep(given: dict[str, Any]) -> None:
     console = Output()
     with _runs_bar(console) as advance:
         found = sweep(compared, options, advance)
-    print_sweep(found, options, console)
+    print_sweep(found, options, console, is_replayed=first.traffic.is_replayed)
     if json is not None:
         results = {"systems": [result.to_json() for result in found]}
         write_json(json, document("sweep", given, first) | {"results": results})
