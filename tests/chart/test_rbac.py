@@ -2,10 +2,12 @@
 
 import re
 
+import helm_python as helm
 import pytest
 
 from millrace_operator.run.kube import RESOURCES
 from support.chart import ROOT, Object, find, objects, profile, values_of
+from support.helm_cluster import upgraded
 
 POOLS = ("prefillgroups", "decodepools", "kvpworkerpools")
 NAMESPACED: dict[tuple[str, str], str] = {
@@ -81,6 +83,23 @@ def test_in_named_namespaces_the_rights_end_there() -> None:
             if o["metadata"].get("namespace") == namespace and "-election" not in str(o["metadata"])
         ]
         assert table(role) == NAMESPACED
+
+
+def test_a_second_operator_of_all_namespaces_is_refused() -> None:
+    """Two would undo each other's work for ever."""
+    values = values_of("minimal")
+    others = [
+        found
+        for found in objects(values, name="first", namespace="models")
+        if found["kind"] == "ClusterRole"
+    ]
+    assert len(others) == 2
+    with pytest.raises(helm.HelmError, match="the operator of release first serves all namespaces"):
+        upgraded(values, {}, others)
+    own = [found for found in objects(values) if found["kind"] == "ClusterRole"]
+    assert upgraded(values, {}, own)
+    for operator in ({"enabled": False}, {"watchNamespaces": ["llm"]}):
+        assert upgraded({**values, "operator": operator}, {}, others)
 
 
 def test_every_binding_is_of_a_role_to_the_operators_account() -> None:

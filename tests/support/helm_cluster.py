@@ -1,4 +1,4 @@
-"""The parts of an API server that Helm's `lookup` of a Secret needs: discovery, and the Secrets."""
+"""The parts of an API server that Helm's `lookup` needs: discovery, Secrets, and ClusterRoles."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import http.server
 import json
 import threading
 from base64 import b64encode
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,7 +17,29 @@ from support.chart import CHART
 DISCOVERY: Mapping[str, Any] = {
     "/version": {"major": "1", "minor": "36", "gitVersion": "v1.36.0"},
     "/api": {"kind": "APIVersions", "versions": ["v1"]},
-    "/apis": {"kind": "APIGroupList", "apiVersion": "v1", "groups": []},
+    "/apis": {
+        "kind": "APIGroupList",
+        "apiVersion": "v1",
+        "groups": [
+            {
+                "name": "rbac.authorization.k8s.io",
+                "versions": [
+                    {"groupVersion": "rbac.authorization.k8s.io/v1", "version": "v1"},
+                ],
+                "preferredVersion": {
+                    "groupVersion": "rbac.authorization.k8s.io/v1",
+                    "version": "v1",
+                },
+            }
+        ],
+    },
+    "/apis/rbac.authorization.k8s.io/v1": {
+        "kind": "APIResourceList",
+        "groupVersion": "rbac.authorization.k8s.io/v1",
+        "resources": [
+            {"name": "clusterroles", "kind": "ClusterRole", "namespaced": False, "verbs": ["list"]}
+        ],
+    },
     "/api/v1": {
         "kind": "APIResourceList",
         "groupVersion": "v1",
@@ -48,10 +70,15 @@ def _api_server(answers: Mapping[str, Any]) -> Iterator[str]:
 
 
 def upgraded(
-    values: Mapping[str, Any], secrets: Mapping[str, Mapping[str, bytes]]
+    values: Mapping[str, Any],
+    secrets: Mapping[str, Mapping[str, bytes]],
+    cluster_roles: Sequence[Mapping[str, Any]] = (),
 ) -> dict[str, str]:
-    """Text by the template's file name, as an upgrade renders it where these Secrets are."""
-    found = {
+    """Text by the template's file name, as an upgrade renders it where these objects are."""
+    roles = "/apis/rbac.authorization.k8s.io/v1/clusterroles"
+    kind = {"apiVersion": "rbac.authorization.k8s.io/v1", "kind": "ClusterRoleList"}
+    found: dict[str, Any] = {roles: {**kind, "items": list(cluster_roles)}}
+    found |= {
         f"/api/v1/namespaces/llm/secrets/{name}": {
             "apiVersion": "v1",
             "kind": "Secret",

@@ -22,6 +22,16 @@
 {{- else if or $v.ingress.enabled $v.httpRoute.enabled -}}
 {{- fail "ingress and httpRoute need a gateway: give model.uri" -}}
 {{- end -}}
+{{- if and $v.operator.enabled (not $v.operator.watchNamespaces) -}}
+{{- /* Two operators of all namespaces would undo each other's work for ever. */ -}}
+{{- range (lookup "rbac.authorization.k8s.io/v1" "ClusterRole" "" "").items -}}
+{{- $labels := .metadata.labels | default dict -}}
+{{- $is := and (eq (get $labels "app.kubernetes.io/name") "millrace") (eq (get $labels "app.kubernetes.io/component") "operator") -}}
+{{- if and $is (not (hasSuffix "-crds" .metadata.name)) (ne .metadata.name (include "millrace.clusterName" $)) -}}
+{{- fail (printf "operator.enabled is true, but the operator of release %s serves all namespaces already (ClusterRole %s): set operator.enabled to false here, or give operator.watchNamespaces in both" (get $labels "app.kubernetes.io/instance") .metadata.name) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
 {{- if and $v.httpRoute.enabled (not $v.httpRoute.parentRefs) -}}
 {{- fail "httpRoute.parentRefs is empty: name the Gateway" -}}
 {{- end -}}
