@@ -83,6 +83,8 @@ def test_values_yaml_shows_every_value() -> None:
         ({"image": {"pullPolicy": "Often"}}, "/image/pullPolicy"),
         ({"image": {"registry": "https://registry.example.com/a"}}, "/image/registry"),
         ({"scheduler": {"replicas": 0}}, "/scheduler/replicas"),
+        ({"gateway": {"keys": {"required": True}}}, "required is true, but nobody has a key"),
+        ({"gateway": {"files": {"url": "s3:/bucket"}}}, "/gateway/files/url"),
         ({"redis": {"maxmemory": "4gb"}}, "redis.maxmemory is 4gb, but redis.resources"),
         (
             {"redis": {"resources": {"limits": {"memory": 2**31}}}},
@@ -123,6 +125,12 @@ def test_nonsense_is_refused_with_a_word_on_it(given: dict[str, Any], says: str)
     [
         {"image": {"registry": "registry.example.com:5000/team/a/"}},
         {"image": {"registry": "localhost"}},
+        {"gateway": {"keys": {"required": True, "secretRef": {"name": "api-keys"}}}},
+        {"gateway": {"keys": {"required": True}}, "settings": {"auth.stored_keys": "on"}},
+        {
+            "gateway": {"keys": {"required": True}},
+            "tenants": [{"name": "acme", "keySha256": ["0a" * 32]}],
+        },
         {"redis": {"maxmemory": "2g", "resources": {"limits": {"memory": "2Gi"}}}},
         {"redis": {"maxmemory": "", "resources": {"limits": {"memory": "1Gi"}}}},
         {"redis": {"resources": {"limits": None}}},

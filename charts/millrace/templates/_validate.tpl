@@ -15,6 +15,11 @@
 {{- if and (hasPrefix "/models" $v.model.uri) (not $mounted) -}}
 {{- fail (printf "model.uri is %q, but weights mounts nothing at /models: give one of persistentVolumeClaim, hostPath, image" $v.model.uri) -}}
 {{- end -}}
+{{- $keys := $v.gateway.keys -}}
+{{- $stored := eq (get ($v.settings | default dict) "auth.stored_keys" | toString) "on" -}}
+{{- if and $keys.required (not $keys.secretRef) (not $v.tenants) (not $stored) -}}
+{{- fail "gateway.keys.required is true, but nobody has a key: give gateway.keys.secretRef, tenants, or the setting auth.stored_keys: on" -}}
+{{- end -}}
 {{- $watched := $v.operator.watchNamespaces -}}
 {{- if and $v.operator.enabled $watched (not (has .Release.Namespace $watched)) -}}
 {{- fail (printf "operator.watchNamespaces lacks %s, where the ModelService is made" .Release.Namespace) -}}

@@ -84,6 +84,7 @@ def tables(spec: ModelServiceSpec) -> dict[str, Table]:
     }
     if limit := spec.model.max_context_tokens:
         found["engine"] = {"max_context_tokens": limit}
+    _check_keys(spec)
     if (keys := spec.gateway.keys) is not None:
         found["auth"] = {"require_key": "on" if keys.required else "off"}
         if keys.secret_ref is not None:
@@ -160,6 +161,18 @@ def digest_for(role: str, given: Mapping[str, Table]) -> str:
 def digest(value: object) -> str:
     """Returns a short hash of plain data, independent of the order of mappings."""
     return hashlib.sha256(_CANONICAL.encode(value).encode()).hexdigest()[:10]
+
+
+def _check_keys(spec: ModelServiceSpec) -> None:
+    """Raises SpecError if every request would need a key, and nobody could have one."""
+    keys, settings = spec.gateway.keys, spec.settings or {}
+    if keys is None or not keys.required or keys.secret_ref is not None or spec.tenants:
+        return
+    if settings.get("auth.stored_keys", "off") != "on":
+        raise SpecError(
+            "spec.gateway.keys.required is true, but nobody has a key: give keys.secretRef, "
+            "spec.tenants, or the setting auth.stored_keys: on"
+        )
 
 
 def _proxy(spec: ModelServiceSpec) -> Table:

@@ -63,7 +63,10 @@ class FileStore(Record):
         max_length=253,
     )
     url: str | None = doc(
-        "URL for fsspec, as s3://bucket/folder.", None, min_length=1, max_length=1024
+        "URL for fsspec, as s3://bucket/folder.",
+        None,
+        max_length=1024,
+        pattern=r"^[a-z][a-z0-9+.-]*://.+$",
     )
 
 

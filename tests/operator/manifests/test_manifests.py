@@ -159,6 +159,17 @@ def test_the_gateway_has_its_files(tmp_path, files, url, claims):
     assert f"USER {pods.USER}:{pods.USER}\n" in DOCKERFILE.read_text()
 
 
+def test_keys_that_nobody_has_are_not_required():
+    keys = {"required": True}
+    with pytest.raises(SpecError, match=r"keys\.required is true, but nobody has a key"):
+        all_objects(gateway={"keys": keys})
+    assert all_objects(gateway={"keys": keys}, settings={"auth.stored_keys": "on"})
+    assert all_objects(
+        gateway={"keys": keys}, tenants=EVERYTHING["tenants"], sloClasses=EVERYTHING["sloClasses"]
+    )
+    assert all_objects(gateway={"keys": {**keys, "secretRef": {"name": "api-keys"}}})
+
+
 def test_the_file_of_keys_is_mounted_in_the_gateway_alone():
     mounts = {}
     for (kind, name), manifest in all_objects(**EVERYTHING).items():
