@@ -15,6 +15,7 @@ from support.chart import (
     PROFILES,
     README,
     Object,
+    objects,
     profile,
     readme_with,
     snapshot,
@@ -107,6 +108,20 @@ def test_names_are_told_apart_and_stay_in_the_release(name: str) -> None:
     assert len(keys) == len(set(keys))
     prefix = values_of(name).get("nameOverride", "millrace")
     assert all(key[2].startswith(prefix) for key in keys)
+
+
+def test_releases_of_one_name_live_in_several_namespaces() -> None:
+    """What is cluster-wide has the namespace in its name. A PriorityClass once had not."""
+    values = {**values_of("minimal"), "priorityClass": {"create": True}}
+    there, here = (
+        {(o["kind"], o["metadata"]["name"]) for o in found if "namespace" not in o["metadata"]}
+        for found in (objects(values, namespace=namespace) for namespace in ("a", "b"))
+    )
+    assert {kind for kind, _ in here} == {"ClusterRole", "ClusterRoleBinding", "PriorityClass"}
+    assert not there & here
+    (service,) = [o for o in objects(values, namespace="a") if o["kind"] == "ModelService"]
+    pods = [service["spec"][part]["template"]["spec"] for part in ("decode", "gateway")]
+    assert {pod["priorityClassName"] for pod in pods} == {"millrace-a"}
 
 
 @pytest.mark.parametrize("name", PROFILES)

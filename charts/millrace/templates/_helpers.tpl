@@ -106,6 +106,11 @@ seccompProfile:
 {{- end }}
 {{- end -}}
 
+{{/* Of the release's PriorityClass, which is cluster-wide: releases of one name may live in several namespaces. */}}
+{{- define "millrace.priorityClass" -}}
+{{ include "millrace.name" . }}-{{ .Release.Namespace }}
+{{- end -}}
+
 {{/* The operator's account. */}}
 {{- define "millrace.serviceAccount" -}}
 {{- .Values.serviceAccount.name | default (printf "%s-operator" (include "millrace.name" .)) -}}

@@ -27,7 +27,7 @@ spec: {{- . | nindent 2 }}
 {{- $part := deepCopy .part }}
 {{- $root := .root }}
 {{- if and $root.Values.priorityClass.create (not $part.priorityClassName) }}
-{{- $_ := set $part "priorityClassName" (include "millrace.name" $root) }}
+{{- $_ := set $part "priorityClassName" (include "millrace.priorityClass" $root) }}
 {{- end }}
 {{- include "millrace.placement" (dict "part" $part) }}
 {{- with $part.topologySpreadConstraints }}
