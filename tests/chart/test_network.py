@@ -101,6 +101,17 @@ def test_the_gateway_reaches_a_store_of_files_elsewhere(files: Object, may: bool
     assert not allowed(policies(found), all_pods["decode"], OUTSIDE, 443)
 
 
+def test_dns_may_have_any_address() -> None:
+    """As NodeLocal DNSCache, and OpenShift's DNS on another port, need it."""
+    open_dns = {"networkPolicy": {"dns": {"peers": [], "ports": [53, 5353]}}}
+    for values, may in (({}, False), (open_dns, True)):
+        found = objects({**values_of("cpu"), **values})
+        for pod in pods("millrace", found).values():
+            if pod.namespace == "llm" and pod.name not in ("redis", "monitor"):
+                for port in (53, 5353):
+                    assert allowed(policies(found), pod, OUTSIDE, port) == may
+
+
 def test_clients_can_be_limited_and_further_ways_opened() -> None:
     found = profile("everything")
     all_pods = pods("llm", found)
