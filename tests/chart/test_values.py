@@ -164,6 +164,31 @@ def test_the_notes_are_three_commands() -> None:
         assert len([line for line in notes.splitlines() if line.startswith("  ")]) == 3
 
 
+@pytest.mark.parametrize(
+    ("given", "warns"),
+    [
+        ({}, ""),
+        ({"ingress": {"enabled": True}}, "the Ingress lets everybody in"),
+        (
+            {"httpRoute": {"enabled": True, "parentRefs": [{"name": "web"}]}},
+            "the HTTPRoute lets everybody in",
+        ),
+        (
+            {
+                "ingress": {"enabled": True},
+                "gateway": {"keys": {"required": True, "secretRef": {"name": "api-keys"}}},
+            },
+            "",
+        ),
+    ],
+    ids=str,
+)
+def test_the_notes_warn_of_a_way_in_without_keys(given: dict[str, Any], warns: str) -> None:
+    notes = render(merged(MINIMAL, given))["NOTES.txt"]
+    assert warns in notes
+    assert bool(warns) == ("need no key" in notes)
+
+
 def test_the_example_at_the_top_of_values_is_the_minimal_profile() -> None:
     lines = (CHART / "values.yaml").read_text().splitlines()
     example = [line.removeprefix("#   ") for line in lines if line.startswith("#   ")][:3]
