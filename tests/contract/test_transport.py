@@ -18,8 +18,8 @@ import pytest
 from millrace.core.errors import TransferError
 from millrace.transfer.transport.base import PeerLostError, Transport
 from millrace.transfer.transport.checked import CheckedTransport
+from millrace.transfer.transport.joined import JoinedTransport
 from millrace.transfer.transport.nixl.transport import NixlTransport
-from millrace.transfer.transport.ranked import RankedTransport
 from millrace.transfer.transport.regions import Memory
 from millrace.transfer.transport.runs import Runs
 from support.deadlines import HANG_S
@@ -65,7 +65,7 @@ def make(request):
         name = f"end-{next(_numbers)}"
         transport = agent(name)
         if over == "ranked":
-            transport = RankedTransport(transport, [agent(f"{name}-1")])
+            transport = JoinedTransport(transport, [agent(f"{name}-1")])
         elif over == "checked":
             transport = CheckedTransport(transport, checks=True)
         ends.append(End(transport, size))

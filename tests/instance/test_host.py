@@ -219,6 +219,15 @@ def test_ranks_without_a_gpu_each_are_refused_before_anything_is_loaded(
         host_module.open_for(options, config, 1)
 
 
+def test_stages_count_among_the_gpus_of_an_instance(monkeypatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 5)
+    config = EngineConfig(tensor_parallel=2, stages=3)
+    with pytest.raises(ConfigError, match=r"parallel is 2 and engine\.stages 3 on .* 6 in all"):
+        host_module.check_devices(config, torch.device("cuda:0"))
+    host_module.check_devices(EngineConfig(stages=5), torch.device("cuda:0"))
+    host_module.check_devices(config, torch.device("cpu"))
+
+
 def test_ranks_on_cpus_and_those_with_a_gpu_each_are_not(monkeypatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     for ranks, device in ((1, "cuda:1"), (2, "cuda:0"), (8, "cpu")):

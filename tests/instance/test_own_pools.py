@@ -1,4 +1,4 @@
-"""Instances whose ranks have KV pools and NIXL agents of their own."""
+"""Instances whose ranks and stages have KV pools and NIXL agents of their own."""
 
 from __future__ import annotations
 
@@ -24,9 +24,23 @@ def on_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(name, value)
 
 
-def ranks(count: int, **engine: int | str) -> Config:
-    """The settings of so many ranks, whose answers grow."""
-    made = config(tensor_parallel=count, kv_pools="own", max_batch=8, prefix_cache="off", **engine)
+Shape = tuple[int, int, str]
+"""An instance's stages, the ranks of each, and its pools."""
+
+ALONE: Shape = (1, 1, "auto")
+
+
+def of(shape: Shape, **engine: int | str) -> Config:
+    """The settings of an instance whose answers grow."""
+    stages, ranks, pools = shape
+    made = config(
+        stages=stages,
+        tensor_parallel=ranks,
+        kv_pools=pools,
+        max_batch=8,
+        prefix_cache="off",
+        **engine,
+    )
     grow = replace(made.scheduler, decode_reserve="grow", decode_headroom_tokens=16)
     return replace(made, scheduler=grow)
 
@@ -34,17 +48,34 @@ def ranks(count: int, **engine: int | str) -> Config:
 @pytest.mark.parametrize(
     ("prefill", "decode"),
     [
-        (4, 2),
-        pytest.param(1, 2, marks=pytest.mark.slow),
-        pytest.param(2, 1, marks=pytest.mark.slow),
-        pytest.param(2, 4, marks=pytest.mark.slow),
+        ((1, 4, "own"), (1, 2, "own")),
+        ((2, 1, "own"), (3, 1, "own")),
+        (ALONE, (2, 2, "own")),
+        *(
+            pytest.param(*pair, marks=pytest.mark.slow)
+            for pair in (
+                (ALONE, (1, 2, "own")),
+                ((1, 2, "own"), ALONE),
+                ((1, 2, "own"), (1, 4, "own")),
+                ((2, 1, "own"), ALONE),
+                (ALONE, (2, 1, "own")),
+                ((2, 1, "shared"), (2, 1, "own")),
+                ((3, 1, "own"), (2, 1, "shared")),
+                ((2, 2, "own"), (1, 2, "shared")),
+                ((1, 4, "own"), (3, 1, "own")),
+                ((2, 2, "own"), (2, 2, "own")),
+                ((2, 4, "own"), (3, 2, "own")),
+            )
+        ),
     ],
 )
-async def test_any_degree_into_any_other_with_preempted_answers(prefill: int, decode: int) -> None:
+async def test_any_layout_into_any_other_with_preempted_answers(
+    prefill: Shape, decode: Shape
+) -> None:
     """Llama has two KV heads, so four ranks hold them twice. Preempted answers are swapped."""
-    copies = max(1, decode // 2)
+    copies = max(1, decode[1] // 2) if decode[2] == "own" else 1
     small = {"kv_bytes": PAGES * copies * PAGE_BYTES, "swap_bytes": 64 * copies * PAGE_BYTES}
-    async with live_pair(ranks(prefill), ranks(decode, **small)) as pair:
+    async with live_pair(of(prefill), of(decode, **small)) as pair:
         for tokens, most in ASKED:
             ids = prompt(tokens)
             pair.send(await pair.request(str(tokens), ids, max_tokens=most))

@@ -20,7 +20,7 @@ async def test_checksums_of_a_pool_in_several_processes_are_refused_at_start() -
     ranked = replace(engine, layout=replace(engine.layout, copies=2))  # two ranks with own pools
     try:
         async with AsyncExitStack() as stack:
-            with pytest.raises(ConfigError, match=r"kv_checksum is 'on'.*memory of 2 ranks"):
+            with pytest.raises(ConfigError, match=r"kv_checksum is 'on'.*memory of 2 processes"):
                 await open_transport(
                     stack,
                     "127.0.0.1",

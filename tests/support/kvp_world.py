@@ -21,8 +21,8 @@ from millrace.engine.forward.local_runner import ModelRunner
 from millrace.engine.forward.prefill_task import PrefillTask
 from millrace.engine.forward.stage_passes import StagePasses
 from millrace.engine.model.loader import Model
-from millrace.engine.parallel.rank_calls import RankCalls
-from millrace.engine.parallel.shard_ranks import RankedShards
+from millrace.engine.parallel.member_calls import MemberCalls
+from millrace.engine.parallel.shard_ranks import MemberShards
 from millrace.engine.runner import Runner
 from millrace.engine.sampling.spec import SamplingSpec
 from millrace.transfer.kvp.exchange import KvpExchange
@@ -58,11 +58,11 @@ class KvpWorker:
         num_pages: int = 64,
         lease_s: float = 1.0,
         pools: int = 1,
-        ranks: tuple[ModelRunner, RankCalls] | None = None,
+        ranks: tuple[Runner, Sequence[MemberCalls]] | None = None,
         inline_bytes: int = INLINE_BYTES,
     ) -> None:
-        """`pools`: pools that divide the heads, as ranks do. `ranks`: a group's runner, whose ranks
-        have pools of their own, and the way to their attention."""
+        """`pools`: pools that divide the heads, as ranks do. `ranks`: a runner whose members
+        have pools of their own, and the ways to their attention, by stage."""
         self.name = name
         self.transport = transport
         shape = shape_of(model, max_rows)
@@ -71,7 +71,7 @@ class KvpWorker:
         if ranks is not None:
             runner, calls = ranks
             self.pool = runner.pool
-            shards = RankedShards(runner.storage, shape, nbytes, windows, "auto", calls)
+            shards = MemberShards(runner.storage, shape, nbytes, windows, "auto", calls)
             self.attention, self.memory = shards, shards.memory
         else:
             self.pool = make_pool(model, page_tokens=page_tokens, num_pages=num_pages)
@@ -177,7 +177,7 @@ class World:
         timeout_s: float = 20.0,
         runner: Runner | None = None,
         pools: int = 1,
-        ranks: tuple[ModelRunner, RankCalls] | None = None,
+        ranks: tuple[Runner, Sequence[MemberCalls]] | None = None,
         inline_bytes: int = INLINE_BYTES,
     ) -> None:
         """`pools` and `ranks`: of each KVP worker. `runner`: the KV owner's, over a pool of

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from millrace.core.kv.layout import KvLayout
 from millrace.engine.forward.local_runner import ModelRunner
 from millrace.engine.forward.passes import Boundary
 from millrace.engine.forward.prefill_task import PrefillTask
@@ -62,6 +63,14 @@ def open_runner(
         return ModelRunner(GroupPasses(group, model, layout, handle=handle))
     finally:
         os.close(handle)
+
+
+def whole_layout(part: KvLayout, ranks: int) -> KvLayout:
+    """The layout of an instance whose ranks have pools of their own, given rank 0's."""
+    parts = min(ranks, part.num_kv_heads)
+    return replace(
+        part, head_start=0, head_count=part.num_kv_heads, parts=parts, copies=ranks // parts
+    )
 
 
 @dataclass(eq=False)

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from millrace.core.kv.layout import KvLayout
+from millrace.transfer.transport.joined import JoinedTransport
 from millrace.transfer.transport.nixl.transport import NixlTransport
-from millrace.transfer.transport.ranked import RankedTransport
 from millrace.transfer.transport.regions import HOST, Memory
 from millrace.transfer.transport.remote import RemoteAgent, serve_agent
 from support.deadlines import HANG_S
@@ -92,10 +92,11 @@ class RankedInstance:
             pipes.append(ours)
             self.processes.append(process)
         self.agents = [
-            RemoteAgent(pipe, rank, f"{name}.{rank}") for rank, pipe in enumerate(pipes, start=1)
+            RemoteAgent(pipe, f"rank {rank}", f"{name}.{rank}")
+            for rank, pipe in enumerate(pipes, start=1)
         ]
         memories = [Memory.of_tensor(self.pools[0]), *(agent.pool.memory for agent in self.agents)]
-        self.transport = RankedTransport(NixlTransport(name), self.agents, memories)
+        self.transport = JoinedTransport(NixlTransport(name), self.agents, memories)
 
     def signal(self, rank: int, number: signal.Signals) -> None:
         process = self.processes[rank - 1]

@@ -70,7 +70,8 @@ class Rows:
 
 class Staged:
     """A `runner` over a model in `count` stages; `loops` are those of the later stages. With
-    `groups` each stage's layers are split over the ranks of a group."""
+    `groups` each stage's layers are split over the ranks of a group. With `own_pools` every stage
+    and rank has memory of its own for KV."""
 
     def __init__(
         self,
@@ -81,6 +82,7 @@ class Staged:
         page_tokens: int = 16,
         num_pages: int = 64,
         groups: Sequence[RankGroup] = (),
+        own_pools: bool = False,
     ) -> None:
         stages = [Stage(i, count) for i in range(count)]
         of_stage = groups[:count] or [None] * count
@@ -94,25 +96,34 @@ class Staged:
             num_layers=whole.num_layers,
             model_layers=whole.num_layers,
         )
-        handle = new_memory(layout)
-        storage = mapped(layout, handle)
+        handle = None if own_pools else new_memory(layout)
+        memory = None if handle is None else mapped(layout, handle)
+        mine = None if memory is None else memory[0]
         passes: list[Passes] = [
-            StagePasses(
-                model, stage_pool(model, layout, storage[0]), stage=stage, memory=storage[0]
-            )
+            StagePasses(model, stage_pool(model, layout, mine), stage=stage, memory=mine)
             if group is None
             else GroupPasses(group, model, layout, stage=stage, handle=handle)
             for model, stage, group in zip(models, stages, of_stage, strict=True)
         ]
-        os.close(handle)
-        self.pool = KvPool(layout, torch.device("cpu"), storage[0])
+        if handle is not None:
+            os.close(handle)
+        first = passes[0]
+        self.pool = first.pool if mine is None else KvPool(layout, torch.device("cpu"), mine)
+        storage = first.storage if memory is None else memory
         self.count = count - 1
         self.rows = [Rows() for _ in range(count)]
-        self.runner = PipelineRunner(passes[0], self.pool, storage, whole, self.rows[0], self)
+        self.runner = PipelineRunner(
+            first, self.pool, storage, whole, self.rows[0], self, own_pools=own_pools
+        )
         self.passes = passes  # of the stages, the first one included
         self.answer = self.runner.in_flight.receive
         self.loops = [
-            StageLoop(passes[i + 1], self.rows[i + 1], lambda answer: self.answer(answer))
+            StageLoop(
+                passes[i + 1],
+                self.rows[i + 1],
+                lambda answer: self.answer(answer),
+                own_pools=own_pools,
+            )
             for i in range(self.count)
         ]
         for i, loop in enumerate(self.loops):
@@ -134,6 +145,12 @@ class Staged:
     def send(self, command: Command, stage: int | None = None) -> None:
         for loop in self.loops if stage is None else [self.loops[stage]]:
             loop.send(command)
+
+    def kv(self, pages: Sequence[int]) -> Tensor:
+        """[layers, pages, 2, heads, page_tokens, head_dim] of what this process maps: all layers,
+        and the heads of all ranks where they share memory."""
+        layers = torch.cat([passes.storage[:, :, list(pages)] for passes in self.passes], dim=1)
+        return torch.cat(list(layers), dim=3)
 
     def close(self) -> None:
         for loop in self.loops:

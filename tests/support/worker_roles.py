@@ -16,6 +16,7 @@ from contextlib import (
     asynccontextmanager,
     contextmanager,
 )
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,12 +28,13 @@ from millrace.core.request_spec import RequestSpec, SamplingParams
 from millrace.core.scheduler.commands import AdmitDecode, Cancel, Member, Order, RunPrefill
 from millrace.core.scheduler.effects import ChunkRef
 from millrace.core.scheduler.reports import CachedBlocks, Registration, Report
-from millrace.engine.assembly import open_engines
+from millrace.engine.assembly import Engine, open_engines
 from millrace.engine.attention.ring import RingTask
 from millrace.engine.forward.passes import Boundary
 from millrace.engine.forward.prefill_task import PrefillTask
 from millrace.instance.role import Role, WorkerContext
-from millrace.instance.transfer.transports import kv_transport, serve_rank
+from millrace.instance.stages.stages import open_staged_engine
+from millrace.instance.transfer.transports import kv_transport, serve_member
 from millrace.state.memory_store import MemoryStore
 from millrace.telemetry.metrics import Registry
 from millrace.telemetry.tracing.tracer import NO_TRACER, Tracer
@@ -47,7 +49,7 @@ PROXY = Incarnation("proxy-0", 1)
 
 
 def hub_for(*settings: Config) -> MemoryHub | None:
-    """Returns the hub of roles with these settings; None where a rank has a pool of its own."""
+    """Returns the hub of roles with these settings; None where a member has a pool of its own."""
     return None if any(s.engine.kv_pools == "own" for s in settings) else MemoryHub()
 
 
@@ -61,6 +63,13 @@ def config(**engine: Any) -> Config:
         transfer=TransferConfig(handshake_timeout_s=600, transfer_timeout_s=600, lease_s=HANG_S),
         store=StoreConfig(journal_interval_ms=10),
     )
+
+
+def _open(folder: Path, config: EngineConfig) -> Engine:
+    if config.stages > 1:
+        return open_staged_engine(str(folder), config, "127.0.0.1", transport=serve_member)
+    (engine,) = open_engines(folder, config, 1, transport=serve_member)
+    return engine
 
 
 class LiveRole:
@@ -82,7 +91,7 @@ class LiveRole:
         self.messages: list[tuple[str, Any]] = []  # of requests
         self.cached: list[CachedBlocks] = []
         folder = model_folder(model)
-        (self.engine,) = open_engines(folder, settings.engine, 1, transport=serve_rank)
+        self.engine = _open(folder, settings.engine)
         address = f"{name}-{self.incarnation.generation}"
         self.transport: Transport
         if hub is None:

@@ -57,7 +57,7 @@ class Running:
         if context.decode_table is None:
             engine.runner.follow(self.batch.page_table)
         self._swapper = Swapper(
-            KvSwap(engine.storage, config.swap_bytes, engine.swap),
+            KvSwap(engine.storage, config.swap_bytes, engine.layout.page_of_all_bytes, engine.swap),
             admissions.pages,
             tasks,
             metrics,

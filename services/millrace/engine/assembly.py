@@ -18,19 +18,20 @@ from millrace.engine.forward.local_runner import ModelRunner
 from millrace.engine.forward.passes import Passes
 from millrace.engine.forward.stage_passes import StagePasses
 from millrace.engine.kv.pool import KvPool
+from millrace.engine.kv_shape import KvShape, revised
 from millrace.engine.model.config import ModelConfig
 from millrace.engine.model.loader import Model, load_model, model_hash
 from millrace.engine.parallel.follower import Beside
 from millrace.engine.parallel.group_passes import load_ranks
-from millrace.engine.parallel.rank_calls import RankCalls
-from millrace.engine.parallel.rank_group import RankGroup
-from millrace.engine.parallel.rank_pools import (
-    RankPools,
-    agreed_bytes,
+from millrace.engine.parallel.member_calls import MemberCalls
+from millrace.engine.parallel.member_pools import (
+    MemberPools,
+    agreed_pages,
     group_passes,
     has_own_pools,
     services,
 )
+from millrace.engine.parallel.rank_group import RankGroup
 from millrace.engine.runner import Runner
 from millrace.engine.sizing import compute_threads, pool_bytes
 from millrace.grammar.matcher import Grammars
@@ -52,17 +53,17 @@ class KvMemory:
     folder: Path
     shape: ModelConfig  # of the whole model
     device: torch.device
-    layout: KvLayout  # of `storage`, all heads
-    pool: KvPool  # the record of pages; of several ranks, rank 0's
-    storage: torch.Tensor  # the KV that this process maps: of all ranks, or with `ranks` rank 0's
+    layout: KvLayout  # of all heads and layers
+    pool: KvPool  # the record of pages; of several members, the leader's
+    storage: torch.Tensor  # the KV that this process maps: of all members, or its own
     backends: str  # which backend computes which operators, for the log
     max_context_tokens: int
-    ranks: RankPools | None = None  # the pools of ranks 1 and on, if they have pools of their own
+    members: MemberPools | None = None  # the others, if members have pools of their own
 
     @property
-    def swap(self) -> RankCalls | None:
-        """To the swap buffers of ranks with pools of their own."""
-        return None if self.ranks is None else self.ranks.swap
+    def swap(self) -> MemberCalls | None:
+        """To the swap buffers of other members with pools of their own."""
+        return None if self.members is None else self.members.swap
 
     @property
     def pool_context_tokens(self) -> int:
@@ -126,11 +127,12 @@ def open_engines(
     transport: Beside | None = None,
     devices: Sequence[str] = (),
 ) -> list[Engine]:
-    """Opens `count` engines over the same weights. Each has a pool of its own, with an equal share
-    of the memory that a single engine would get. Their KV never mixes with the KV of another
-    `revision` of the model. `transport`: what moves the KV of ranks that have pools of their own.
-    `devices`: of the ranks, see `RankGroup`. Otherwise as `open_engine`.
+    """Opens `count` engines, in one stage, over the same weights. Each has a pool of its own, with
+    an equal share of the memory that a single engine would get. Their KV never mixes with the KV of
+    another `revision` of the model. `transport`: what moves the KV of ranks that have pools of
+    their own. `devices`: of the ranks, see `RankGroup`. Otherwise as `open_engine`.
     """
+    config = replace(config, stages=1)
     device = resolve_device(config.device)
     ranks = config.tensor_parallel
     if ranks > 1 and count > 1:
@@ -140,7 +142,7 @@ def open_engines(
     own_pools = has_own_pools(config, device)
     threads = max(1, compute_threads(config) // ranks)
     torch.set_num_threads(threads)
-    _use_determinism(config, device)
+    use_determinism(config, device)
     folder = resolve_model(model)
     group = None
     if ranks > 1:
@@ -166,29 +168,22 @@ def open_engines(
                 progress=progress,
                 deterministic=config.deterministic == "on",
             )
-        whole = ModelConfig.from_folder(folder)
-        context = _context(config, whole, folder)
-        parts = min(ranks, whole.num_kv_heads)
-        one_page = _one_page(
-            whole,
-            config,
-            model_hash=_revised(loaded.hash, revision),
-            dtype=loaded.dtype,
-            device=device,
-            parts=parts,
-            copies=ranks // parts if own_pools else 1,
+        shape = KvShape.of_one_page(
+            folder, config, device, model_hash=revised(loaded.hash, revision), dtype=loaded.dtype
         )
-        least = context * one_page.bytes_per_token
         if group is None:
-            layout = _sized(one_page, pool_bytes(config, device, least) // count)
+            shape = shape.sized(pool_bytes(config, device, shape.least_bytes) // count)
         else:
-            each = agreed_bytes(group, config, least, pools=one_page.ranks)
-            layout = _sized(one_page, each * one_page.ranks)
-        shape = KvShape(folder=folder, model=whole, layout=layout, max_context_tokens=context)
-        pools = RankPools.of(group) if group is not None and own_pools else None
-        graphs = graph_sizes(config, whole.head_dim, device, loaded.dtype, context)
+            pages = agreed_pages(group, config, shape.least_bytes, shape.layout)
+            shape = shape.with_pages(pages, config)
+        layout, others = shape.layout, None
+        if group is not None and own_pools:
+            others = MemberPools.of(layout, [group.besides])
+        graphs = graph_sizes(
+            config, shape.model.head_dim, device, loaded.dtype, shape.max_context_tokens
+        )
         return [
-            engine_of(shape, _runner(loaded, layout, config, group, graphs), config, pools)
+            engine_of(shape, _runner(loaded, layout, config, group, graphs), config, others)
             for _ in range(count)
         ]
     except BaseException:
@@ -205,32 +200,24 @@ def open_kv_only(model: str | Path, config: EngineConfig, revision: str = "") ->
     """
     device = resolve_device(config.device)
     torch.set_num_threads(compute_threads(config))
-    _use_determinism(config, device)
-    folder = resolve_model(model)
-    whole = ModelConfig.from_folder(folder)
-    one_page = _one_page(
-        whole,
-        config,
-        model_hash=_revised(model_hash(folder, load_format=config.load_format), revision),
-        dtype=getattr(torch, whole.dtype if config.dtype == "auto" else config.dtype),
-        device=device,
-        parts=1,
-    )
-    layout = _sized(one_page, pool_bytes(config, device, one_page.pool_bytes))
-    pool = KvPool(layout, device=device)
+    use_determinism(config, device)
+    alone = replace(config, tensor_parallel=1, stages=1)
+    shape = KvShape.of_one_page(model, alone, device, revision)
+    shape = shape.sized(pool_bytes(config, device, shape.layout.pool_bytes))
+    pool = KvPool(shape.layout, device=device)
     return KvMemory(
-        folder=folder,
-        shape=whole,
+        folder=shape.folder,
+        shape=shape.model,
         device=device,
-        layout=layout,
+        layout=shape.layout,
         pool=pool,
         storage=pool.storage,
         backends=describe_backends(),
-        max_context_tokens=_context(config, whole, folder),
+        max_context_tokens=shape.max_context_tokens,
     )
 
 
-def _use_determinism(config: EngineConfig, device: torch.device) -> None:
+def use_determinism(config: EngineConfig, device: torch.device) -> None:
     """Sets the kernels of this process. Raises ConfigError for a device without such kernels."""
     is_on = config.deterministic == "on"
     if is_on and device.type != "cpu":
@@ -238,43 +225,10 @@ def _use_determinism(config: EngineConfig, device: torch.device) -> None:
     determinism.use(is_on)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KvShape:
-    """A model's shape and the layout of its KV pool, known before any weight is read."""
-
-    folder: Path
-    model: ModelConfig
-    layout: KvLayout
-    max_context_tokens: int
-
-    @staticmethod
-    def of(model: str | Path, config: EngineConfig, revision: str = "") -> KvShape:
-        """Returns the shape that `open_engine` would use. Raises as `open_engine` does."""
-        folder = resolve_model(model)
-        whole = ModelConfig.from_folder(folder)
-        context = _context(config, whole, folder)
-        device = resolve_device(config.device)
-        one_page = _one_page(
-            whole,
-            config,
-            model_hash=_revised(model_hash(folder, load_format=config.load_format), revision),
-            dtype=getattr(torch, whole.dtype if config.dtype == "auto" else config.dtype),
-            device=device,
-            parts=min(config.tensor_parallel, whole.num_kv_heads),
-        )
-        size = pool_bytes(config, device, context * one_page.bytes_per_token)
-        return KvShape(
-            folder=folder,
-            model=whole,
-            layout=_sized(one_page, size),
-            max_context_tokens=context,
-        )
-
-
 def engine_of(
-    shape: KvShape, runner: Runner, config: EngineConfig, ranks: RankPools | None = None
+    shape: KvShape, runner: Runner, config: EngineConfig, members: MemberPools | None = None
 ) -> Engine:
-    """Makes the engine of a runner over the pool of `shape`. `ranks`: `KvMemory.ranks`.
+    """Makes the engine of a runner over the pool of `shape`. `members`: `KvMemory.members`.
 
     Raises ConfigError where `config.attention_backend` can't compute the model's attention.
     """
@@ -298,47 +252,7 @@ def engine_of(
         grammars=Grammars(shape.folder, shape.model.vocab_size, shape.model.eos_token_ids),
         backends=f"attention {attention}, linears and sampling {rest}; {describe_backends()}",
         max_context_tokens=shape.max_context_tokens,
-        ranks=ranks,
-    )
-
-
-def _context(config: EngineConfig, model: ModelConfig, folder: Path) -> int:
-    context = config.max_context_tokens or model.max_context_tokens
-    if context > model.max_context_tokens:
-        raise ConfigError(
-            f"engine.max_context_tokens is {context}; {folder} allows at most "
-            f"{model.max_context_tokens}"
-        )
-    return context
-
-
-def _revised(model_hash: str, revision: str) -> str:
-    return f"{model_hash}@{revision}" if revision else model_hash
-
-
-def _one_page(
-    whole: ModelConfig,
-    config: EngineConfig,
-    *,
-    model_hash: str,
-    dtype: torch.dtype,
-    device: torch.device,
-    parts: int,
-    copies: int = 1,
-) -> KvLayout:
-    """The layout of one page: all heads of the whole model, in `parts`, each `copies` times."""
-    return KvLayout(
-        model_hash=model_hash,
-        dtype=str(dtype).removeprefix("torch."),
-        num_layers=whole.num_layers,
-        num_kv_heads=whole.num_kv_heads,
-        head_dim=whole.head_dim,
-        page_tokens=config.page_tokens_on(device.type),
-        head_start=0,
-        head_count=whole.num_kv_heads,
-        num_pages=1,
-        parts=parts,
-        copies=copies,
+        members=members,
     )
 
 
@@ -401,12 +315,3 @@ def processor_name(device: torch.device) -> str:
         if line.startswith("model name"):
             return line.partition(":")[2].strip()
     return platform.machine()
-
-
-def _sized(one_page: KvLayout, size_bytes: int) -> KvLayout:
-    pages = size_bytes // one_page.pool_bytes
-    if pages < 1:
-        raise ConfigError(
-            f"engine.kv_bytes is {size_bytes}; one page of this model takes {one_page.pool_bytes}"
-        )
-    return replace(one_page, num_pages=pages)

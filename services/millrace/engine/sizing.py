@@ -36,16 +36,25 @@ def pool_bytes(config: EngineConfig, device: torch.device, least_bytes: int) -> 
     return max(share, least_bytes)
 
 
-def rank_bytes(
-    config: EngineConfig, device: torch.device, least_bytes: int, *, pools: int, sharers: int
+def member_pages(
+    config: EngineConfig,
+    device: torch.device,
+    least_bytes: int,
+    *,
+    page_bytes: int,
+    whole_page_bytes: int,
+    sharers: int,
 ) -> int:
-    """Bytes for the pool of one rank on `device`.
+    """Pages for the pool of one member of an instance, on `device`.
 
-    What is configured, and memory of the host, is for all `pools` of the instance together; a GPU's
-    memory is for the `sharers` ranks that are on it. Otherwise as `pool_bytes`.
+    What is configured, and memory of the host, is for the pools of all members together, in which
+    a page has `whole_page_bytes`; a GPU's memory is for the `sharers` members that are on it. A
+    page has `page_bytes` in the member's own pool. Otherwise as `pool_bytes`.
     """
-    of_device = device.type == "cuda" and not config.kv_bytes
-    return pool_bytes(config, device, least_bytes) // (sharers if of_device else pools)
+    size = pool_bytes(config, device, least_bytes)
+    if device.type == "cuda" and not config.kv_bytes:
+        return size // sharers // page_bytes
+    return size // whole_page_bytes
 
 
 def cuda_pool_bytes(free: int, total: int, own: int, share: float) -> int:

@@ -19,6 +19,7 @@ from millrace.concurrency import cancel, stop_event
 from millrace.core.config import Config, EngineConfig
 from millrace.core.errors import ConfigError, MillraceError
 from millrace.core.incarnation import Incarnation
+from millrace.core.kv.layout import KvLayout
 from millrace.core.scheduler.commands import Command, KeepTraces
 from millrace.core.scheduler.reports import Draining, Registration
 from millrace.engine.assembly import Engine, KvMemory, open_engines, resolve_device
@@ -33,7 +34,7 @@ from millrace.instance.transfer.probe_servicer import ProbeServicer
 from millrace.instance.transfer.transports import (
     KvTransport,
     open_transport,
-    serve_rank,
+    serve_member,
     set_environment,
 )
 from millrace.instance.vitals import Vitals, open_vitals
@@ -195,7 +196,7 @@ async def serve_instance(
             asyncio.create_task(watch(memory), name="the watch over the engine"),
         ]
         stack.push_async_callback(lambda: cancel(*tasks))
-        proof = _prove(kv_path, role, kv, memory.layout.ranks, options.scheduler)
+        proof = _prove(kv_path, role, kv, memory.layout, options.scheduler)
         await first_of([proof, stop.wait()], tasks)
         if stop.is_set():
             return
@@ -265,9 +266,12 @@ async def _start_server(
     return server, health, port
 
 
-async def _prove(kv_path: KvPath, role: Role, kv: KvTransport, ranks: int, scheduler: str) -> None:
+async def _prove(
+    kv_path: KvPath, role: Role, kv: KvTransport, layout: KvLayout, scheduler: str
+) -> None:
     """Returns when KV was transferred within this process, and to and from a peer if any exists."""
-    await kv_path.check_own(kv.transport, role.kv_region, kv.pools, ranks)
+    parts = {pool.name: pool.start for pool in layout.member_pools}
+    await kv_path.check_own(kv.transport, role.kv_region, kv.pools, parts)
     await kv_path.reach_peers(scheduler, role.name)
 
 
@@ -291,26 +295,31 @@ def open_for(options: WorkerOptions, config: Config, count: int) -> list[Engine]
                 progress,
                 options.revision,
                 checksums=checksums,
+                transport=serve_member,
             )
         ]
     else:
         set_environment(options.host)  # which the ranks inherit
         engines = open_engines(
-            options.model, config.engine, count, _log_progress(), **version, transport=serve_rank
+            options.model, config.engine, count, _log_progress(), **version, transport=serve_member
         )
     log_memory("loaded", engines[0])
     return engines
 
 
 def check_devices(config: EngineConfig, device: torch.device) -> None:
-    """Raises ConfigError when this process does not see a GPU for each rank."""
-    if config.tensor_parallel == 1 or device.type == "cpu":
+    """Raises ConfigError when this process does not see a GPU for each rank of each stage."""
+    needed = config.tensor_parallel * config.stages
+    if needed == 1 or device.type == "cpu":
         return
     there = torch.cuda.device_count() - (device.index or 0)
-    if there < config.tensor_parallel:
+    if there < needed:
+        asked = f"engine.tensor_parallel is {config.tensor_parallel}"
+        if config.stages > 1:
+            asked += f" and engine.stages {config.stages}"
         raise ConfigError(
-            f"engine.tensor_parallel is {config.tensor_parallel} on {device}; this process sees "
-            f"{there} GPUs from there on, and each rank needs one"
+            f"{asked} on {device}; this process sees {there} GPUs from there on, and each rank "
+            f"of each stage needs one, {needed} in all"
         )
 
 

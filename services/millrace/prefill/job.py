@@ -172,7 +172,7 @@ class PrefillJob:
         """Counts the pages of its share of the prompt, and the pages lent to the ring."""
         if self.layout is None:
             return kv.pages_for(self.prompt_tokens), 0
-        buffers = RING_BUFFERS * self.layout.buffer_pages(kv.num_layers)
+        buffers = RING_BUFFERS * self.layout.buffer_pages(kv.buffer_layers)
         return self.layout.pages[self.instance_id], buffers
 
     def runs(self) -> list[Run] | None:

@@ -113,7 +113,7 @@ class PrefillRole:
         self.prefix_cache.report_all()
         return replace(
             base,
-            kv_layers=self._engine.layout.num_layers,
+            kv_layers=self._engine.layout.buffer_layers,
             block_tokens=self.prefix_cache.block_tokens,
         )
 

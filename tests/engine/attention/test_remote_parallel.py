@@ -12,12 +12,12 @@ from millrace.engine.decode_batch import DecodeBatch
 from millrace.engine.forward.mixed_pass import NO_DECODES
 from millrace.engine.kv.step_tables import page_table_of
 from millrace.engine.model.loader import load_model
+from millrace.engine.parallel.member_pools import MemberPools, services
 from millrace.engine.parallel.rank_group import RankGroup
-from millrace.engine.parallel.rank_pools import RankPools, services
 from millrace.engine.sampling.sampler import Sampler
 from support.deadlines import HANG_S
 from support.kvp_world import Long, random_cuts, sequence_of, world
-from support.parallel import open_runner, split_folder
+from support.parallel import open_runner, split_folder, whole_layout
 from support.tiny_engine import Request, greedy, make_runner
 from support.tiny_models import prompt
 
@@ -68,7 +68,10 @@ def test_ranks_with_pools_of_their_own_attend_for_an_owner(name: str, ranks: int
     (expected,) = greedy(wanted, [Request(wanted, ids, steps)], steps)
     group = RankGroup(ranks, timeout_s=2 * HANG_S, beside=services(None))
     worker = open_runner(group, folder, own_pools=True)
-    serving = worker, RankPools.of(group).shards
+    serving = (
+        worker,
+        MemberPools.of(whole_layout(worker.pool.layout, ranks), [group.besides]).shards,
+    )
     try:
         with world(
             load_model(folder, device="cpu"), 1, page_tokens=16, max_rows=9, ranks=serving

@@ -27,8 +27,8 @@ PICKED = st.lists(st.integers(0, PAGES - 1), unique=True, min_size=1)
 @settings(max_examples=60)
 def test_pages_come_back_as_they_were(ranks, groups, random):
     kv = storage(ranks)
-    swap = KvSwap(kv, 40 * PAGE_BYTES)
-    assert swap.page_bytes == PAGE_BYTES
+    swap = KvSwap(kv, 40 * PAGE_BYTES, PAGE_BYTES)
+    assert swap.num_pages == 40
     away = []
     for pages in groups:
         if len(pages) > swap.free_pages:
@@ -55,7 +55,7 @@ def picked(kv: torch.Tensor, pages: list[int]) -> torch.Tensor:
 
 
 def test_what_does_not_fit_takes_nothing():
-    swap = KvSwap(storage(), 5 * PAGE_BYTES - 1)
+    swap = KvSwap(storage(), 5 * PAGE_BYTES - 1, PAGE_BYTES)
     assert swap.free_pages == 4
     swap.reserve(3)
     with pytest.raises(CapacityError, match="2 pages of swap wanted, 1 are free"):
@@ -66,4 +66,4 @@ def test_what_does_not_fit_takes_nothing():
 
 
 def test_no_memory_no_room():
-    assert KvSwap(storage(), 0).free_pages == 0
+    assert KvSwap(storage(), 0, PAGE_BYTES).free_pages == 0

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import resource
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,22 +16,35 @@ from millrace.core.errors import ConfigError
 from millrace.core.kv.layout import KvLayout
 from millrace.engine.forward.local_runner import ModelRunner
 from millrace.engine.parallel.group_passes import GroupPasses, load_ranks
+from millrace.engine.parallel.member_pools import agreed_pages, has_own_pools
 from millrace.engine.parallel.rank_group import RankGroup
-from millrace.engine.parallel.rank_pools import agreed_bytes, has_own_pools
 from millrace.engine.sizing import CPU_POOL_SHARE
-from millrace.instance.transfer.transports import serve_rank
+from millrace.instance.transfer.transports import serve_member
+from millrace.transfer.transport.joined import JoinedTransport
 from millrace.transfer.transport.layout import Side, at_layer, layer_runs
 from millrace.transfer.transport.nixl.transport import NixlTransport
-from millrace.transfer.transport.ranked import RankedTransport
 from millrace.transfer.transport.regions import Memory
 from millrace.transfer.transport.remote import RemoteAgent
 from support.deadlines import HANG_S
-from support.parallel import split_folder
+from support.parallel import split_folder, whole_layout
 from support.tiny_engine import Request, decode, greedy, layout_of, make_runner, prefill
 from support.tiny_models import prompt
 from support.transfer_peers import transport_environment
 
 TOKENS = 53
+PAGE_BYTES = 2048
+ONE_PAGE = KvLayout(
+    model_hash="m",
+    dtype="float32",
+    num_layers=2,
+    num_kv_heads=2,
+    head_dim=4,
+    page_tokens=16,
+    head_start=0,
+    head_count=2,
+    num_pages=1,
+    parts=2,
+)
 _numbers = itertools.count()
 
 
@@ -42,18 +54,13 @@ class End:
     def __init__(self, runner: ModelRunner, group: RankGroup | None = None) -> None:
         own, name = Memory.of_tensor(runner.pool.storage), f"end-{next(_numbers)}"
         pipes = [] if group is None else group.besides["transport"]
-        agents = [RemoteAgent(pipe, i, f"{name}.{i}") for i, pipe in enumerate(pipes, start=1)]
+        agents = [
+            RemoteAgent(pipe, f"rank {i}", f"{name}.{i}") for i, pipe in enumerate(pipes, start=1)
+        ]
         pools = [own, *(agent.pool.memory for agent in agents)]
-        self.transport = RankedTransport(NixlTransport(name), agents, pools)
+        self.transport = JoinedTransport(NixlTransport(name), agents, pools)
         self.region = self.transport.register(own)
-        parts = min(len(pools), runner.pool.layout.num_kv_heads)
-        self.layout: KvLayout = replace(
-            runner.pool.layout,
-            head_start=0,
-            head_count=runner.pool.layout.num_kv_heads,
-            parts=parts,
-            copies=len(pools) // parts,
-        )
+        self.layout: KvLayout = whole_layout(runner.pool.layout, len(pools))
 
     def send(self, pages: list[int], to: End, their_pages: list[int]) -> None:
         """Returns when the prompt lies in the other's pages."""
@@ -80,7 +87,7 @@ def continued(runner: ModelRunner, request: Request, first: torch.Tensor) -> lis
 def group(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[RankGroup]:
     for name, value in transport_environment("127.0.0.1").items():
         monkeypatch.setenv(name, value)
-    ranks = RankGroup(request.param, timeout_s=2 * HANG_S, beside={"transport": serve_rank})
+    ranks = RankGroup(request.param, timeout_s=2 * HANG_S, beside={"transport": serve_member})
     yield ranks
     ranks.close()
 
@@ -113,13 +120,13 @@ def test_the_rank_with_the_least_memory_says_how_many_pages_there_are() -> None:
     least = 512 << 20
     group = RankGroup(2, timeout_s=2 * HANG_S)
     try:
-        unbound = agreed_bytes(group, EngineConfig(), 0, pools=2)
+        unbound = agreed_pages(group, EngineConfig(), 0, ONE_PAGE)
         (pid,) = group.pids
         mapped = int(Path(f"/proc/{pid}/statm").read_text().split()[0]) * resource.getpagesize()
         resource.prlimit(pid, resource.RLIMIT_AS, (mapped + least, mapped + least))
-        agreed = agreed_bytes(group, EngineConfig(), 0, pools=2)
-        assert 0 < agreed <= least * CPU_POOL_SHARE / 2 < unbound
-        assert agreed_bytes(group, EngineConfig(kv_bytes=1 << 20), 0, pools=2) == 1 << 19
+        agreed = agreed_pages(group, EngineConfig(), 0, ONE_PAGE)
+        assert 0 < agreed <= least * CPU_POOL_SHARE / PAGE_BYTES < unbound
+        assert agreed_pages(group, EngineConfig(kv_bytes=1 << 20), 0, ONE_PAGE) == 512
     finally:
         group.close()
 
@@ -130,11 +137,14 @@ def test_the_rank_with_the_least_memory_says_how_many_pages_there_are() -> None:
         ({"tensor_parallel": 2}, "cpu", False),
         ({"tensor_parallel": 2}, "cuda:0", True),
         ({"tensor_parallel": 2, "kv_pools": "own"}, "cpu", True),
+        ({"stages": 2}, "cpu", False),
+        ({"stages": 2}, "cuda:0", True),
+        ({"stages": 2, "kv_pools": "own"}, "cpu", True),
         ({"kv_pools": "own"}, "cpu", False),
         ({"kv_pools": "shared"}, "cuda:0", False),
     ],
 )
-def test_ranks_on_gpus_have_pools_of_their_own_and_others_at_wish(
+def test_members_on_gpus_have_pools_of_their_own_and_others_at_wish(
     settings: dict[str, Any], device: str, own: bool
 ) -> None:
     assert has_own_pools(EngineConfig(**settings), torch.device(device)) is own
@@ -144,7 +154,7 @@ def test_ranks_on_gpus_have_pools_of_their_own_and_others_at_wish(
     ("settings", "device", "message"),
     [
         ({"tensor_parallel": 2, "kv_pools": "shared"}, "cuda:0", "is 'shared' on cuda:0; .* host"),
-        ({"stages": 2, "kv_pools": "own"}, "cpu", "is 'own' and engine.stages 2; stages share"),
+        ({"stages": 2, "kv_pools": "shared"}, "cuda:1", "is 'shared' on cuda:1; .* host"),
     ],
 )
 def test_pools_that_cannot_be_are_refused(

@@ -10,6 +10,7 @@ from itertools import pairwise
 import pytest
 import torch
 
+from millrace.core.errors import IntegrityError
 from millrace.engine.decode_batch import DecodeBatch
 from millrace.engine.errors import EngineDied
 from millrace.engine.forward.mixed_pass import NO_DECODES, DecodeRows
@@ -34,11 +35,13 @@ def assert_same(found: torch.Tensor, wanted: torch.Tensor, ranks: int) -> None:
     torch.testing.assert_close(found, wanted, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize(("count", "ranks"), [(2, 1), (4, 1), (2, 2)])
+@pytest.mark.parametrize(
+    ("count", "ranks", "own"), [(2, 1, False), (2, 1, True), (4, 1, True), (2, 2, False)]
+)
 def test_prefill_in_chunks_and_decode_give_the_whole_models_logits(
-    five_layers, count, ranks, staged
+    five_layers, count, ranks, own, staged
 ) -> None:
-    wanted, one = make_runner(five_layers), staged(five_layers, count, ranks)
+    wanted, one = make_runner(five_layers), staged(five_layers, count, ranks, own_pools=own)
     ours, theirs = (Request(r, prompt(90), room=8) for r in (one.runner, wanted))
     cuts = (17, 33, 70, 89)  # the last chunk is of one token
     assert_same(prefill(one.runner, ours, cuts), prefill(wanted, theirs, cuts), ranks)
@@ -46,12 +49,34 @@ def test_prefill_in_chunks_and_decode_give_the_whole_models_logits(
         for request in (ours, theirs):
             request.tokens.append(5 + len(request.tokens) % 7)
         assert_same(decode(one.runner, [ours]), decode(wanted, [theirs]), ranks)
-    kv = torch.cat(list(one.runner.storage[:, :, ours.pages]), dim=3)  # the heads of all ranks
-    assert_same(kv, wanted.pool.storage[:, theirs.pages], ranks)
+    assert_same(one.kv(ours.pages), wanted.pool.storage[:, theirs.pages], ranks)
     source, (target,) = ours.pages[0], one.runner.pool.allocate(1)
     one.runner.copy_page(source, target)
-    assert torch.equal(one.runner.storage[:, :, target], one.runner.storage[:, :, source])
+    assert torch.equal(one.kv([target]), one.kv([source]))
     one.check_settled()
+
+
+def test_stages_of_ranks_have_pools_of_their_own_and_copy_pages_in_all(five_layers, staged) -> None:
+    """A copied page is read by later steps: it holds what every rank of every stage has copied."""
+    wanted, one = make_runner(five_layers), staged(five_layers, 2, 2, own_pools=True)
+    ours, theirs = (Request(r, prompt(40), room=4) for r in (one.runner, wanted))
+    assert_same(prefill(one.runner, ours, (17,)), prefill(wanted, theirs, (17,)), ranks=2)
+    copies = one.runner.pool.allocate(len(ours.pages))
+    for source, target in zip(ours.pages, copies, strict=True):
+        one.runner.copy_page(source, target)
+    ours.pages = copies
+    for token in (3, 4):
+        for request in (ours, theirs):
+            request.tokens.append(token)
+        assert_same(decode(one.runner, [ours]), decode(wanted, [theirs]), ranks=2)
+    one.check_settled()
+
+
+def test_a_page_without_a_holder_is_copied_nowhere(five_layers, staged) -> None:
+    one = staged(five_layers, 2, own_pools=True)
+    request = Request(one.runner, prompt(20))
+    with pytest.raises(IntegrityError, match="KV page 63 is not held by anyone"):
+        one.runner.copy_page(request.pages[0], 63)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -230,11 +255,11 @@ def test_what_waits_in_a_later_stage_yields_to_what_is_first_in_the_order(
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize(("count", "ranks"), [(3, 1), (2, 2)])
+@pytest.mark.parametrize(("count", "ranks", "own"), [(3, 1, False), (3, 1, True), (2, 2, True)])
 def test_random_orders_preemptions_and_drops_change_nothing(
-    five_layers, staged, count, ranks
+    five_layers, staged, count, ranks, own
 ) -> None:
-    one = staged(five_layers, count, ranks, num_pages=128)
+    one = staged(five_layers, count, ranks, num_pages=128, own_pools=own)
     storm(one.runner, 5, seed=random.randrange(1 << 30), lengths=(12, 70))
     one.check_settled()
 
@@ -365,13 +390,15 @@ def test_staged_members_of_a_group_compute_what_one_whole_instance_does(
         member.check_settled()
 
 
-@pytest.mark.parametrize(("count", "ranks"), [(3, 1), (2, 2)])
-def test_a_staged_owner_spreads_requests_over_workers(staged, count, ranks) -> None:
+@pytest.mark.parametrize(
+    ("count", "ranks", "own"), [(3, 1, False), (3, 1, True), (2, 2, False), (2, 2, True)]
+)
+def test_a_staged_owner_spreads_requests_over_workers(staged, count, ranks, own) -> None:
     """Stages of one instance, shards at two others: chunks of any sizes that straddle shards, then
     decodes over a shard's end beside a short sequence. With ranks it is 3D."""
     rng, steps, folder = random.Random(3), 12, split_folder("qwen3-layer-types")
     model = load_model(folder, device="cpu")
-    one = staged(folder, count, ranks, page_tokens=8, num_pages=96)
+    one = staged(folder, count, ranks, page_tokens=8, num_pages=96, own_pools=own)
     prompts = [prompt(61, seed=1), prompt(40, seed=2)]
     wanted = make_runner(folder, page_tokens=8, num_pages=96)
     expected = greedy(wanted, [Request(wanted, p, steps) for p in prompts], steps)

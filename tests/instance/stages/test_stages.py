@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -22,6 +23,9 @@ from millrace.core.errors import ConfigError
 from millrace.engine.assembly import Engine, open_engine
 from millrace.engine.errors import EngineDied
 from millrace.engine.forward.prefill_task import PrefillTask
+from millrace.engine.kv_shape import KvShape
+from millrace.engine.model.stage import Stage
+from millrace.instance.stages.stage_process import Measure, measured_pages
 from millrace.instance.stages.stages import open_staged_engine
 from millrace.transfer.transport.nixl.transport import NixlTransport
 from support.deadlines import HANG_S
@@ -39,11 +43,12 @@ def folder(tmp_path_factory) -> Path:
     return folder
 
 
-def settings(stages: int, ranks: int = 1) -> EngineConfig:
+def settings(stages: int, ranks: int = 1, pools: str = "auto") -> EngineConfig:
     return EngineConfig(
         device="cpu",
         stages=stages,
         tensor_parallel=ranks,
+        kv_pools=pools,
         kv_bytes=1 << 22,
         max_chunk_tokens=64,
         threads=1,
@@ -66,10 +71,10 @@ def runs(pid: int) -> bool:
 
 
 def assert_same_answers(engine: Engine, wanted: Engine) -> Request:
-    """Compares logits and the KV of all layers, as a KV sender reads them."""
-    assert engine.layout == wanted.layout
+    """Compares logits and, where all members share memory, the KV of all layers, as a KV sender
+    reads them."""
+    assert replace(engine.layout, stages=1) == wanted.layout
     assert engine.max_context_tokens == wanted.max_context_tokens
-    assert engine.storage.shape == wanted.storage.shape
     both = (engine, wanted)
     requests = [Request(e.runner, prompt(150), room=4) for e in both]
     logits = [prefill(e.runner, r, (60, 100)) for e, r in zip(both, requests, strict=True)]
@@ -79,8 +84,10 @@ def assert_same_answers(engine: Engine, wanted: Engine) -> Request:
             request.tokens.append(7)
         steps = [decode(e.runner, [r]) for e, r in zip(both, requests, strict=True)]
         assert torch.equal(*steps)
-    kv = [e.storage.flatten(0, -6)[:, r.pages] for e, r in zip(both, requests, strict=True)]
-    assert torch.equal(*kv)
+    if engine.members is None:
+        assert engine.storage.shape == wanted.storage.shape
+        kv = [e.storage.flatten(0, -6)[:, r.pages] for e, r in zip(both, requests, strict=True)]
+        assert torch.equal(*kv)
     return requests[0]
 
 
@@ -101,22 +108,29 @@ def pids_of(others: set[int | None]) -> dict[str, list[int]]:
 
 
 @pytest.mark.parametrize(
-    ("stages", "ranks", "victim", "message"),
+    ("stages", "ranks", "pools", "victim", "message"),
     [
-        (3, 1, "stage 1", "stage 1 died, killed by SIGKILL"),
-        (2, 2, "rank of stage 1", "stage 1 failed: .*: rank 1 died, killed by SIGKILL"),
-        pytest.param(
-            *(2, 2, "rank of stage 0", "stage 0, .*: rank 1 died, killed by SIGKILL"),
-            marks=pytest.mark.slow,
+        (3, 1, "shared", "stage 1", "stage 1 died, killed by SIGKILL"),
+        (2, 2, "own", "rank of stage 1", "stage 1 failed: .*: rank 1 died, killed by SIGKILL"),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                (2, 2, "shared", "rank of stage 0", "stage 0, .*: rank 1 died, killed by SIGKILL"),
+                (2, 2, "shared", "rank of stage 1", "stage 1 failed: .*: rank 1 died"),
+                (2, 2, "shared", "stage 1", "stage 1 died, killed by SIGKILL"),
+                (3, 1, "own", "stage 1", "stage 1 died, killed by SIGKILL"),
+                (2, 2, "own", "rank of stage 0", "stage 0, .*: rank 1 died, killed by SIGKILL"),
+            )
         ),
-        pytest.param(*(2, 2, "stage 1", "stage 1 died, killed by SIGKILL"), marks=pytest.mark.slow),
     ],
 )
-def test_processes_are_one_engine_until_one_dies(folder, stages, ranks, victim, message) -> None:
+def test_processes_are_one_engine_until_one_dies(
+    folder, stages, ranks, pools, victim, message
+) -> None:
     torch.set_num_threads(1)
     others = children()
     wanted = open_engine(folder, settings(1, ranks))
-    engine = open_staged_engine(str(folder), settings(stages, ranks), "127.0.0.1")
+    engine = open_staged_engine(str(folder), settings(stages, ranks, pools), "127.0.0.1")
     try:
         request = assert_same_answers(engine, wanted)
         wanted.close()
@@ -133,6 +147,33 @@ def test_processes_are_one_engine_until_one_dies(folder, stages, ranks, victim, 
         wanted.close()
         engine.close()
     assert_ended([pid for of in pids.values() for pid in of])
+
+
+def test_the_stage_with_the_least_memory_says_how_many_pages_there_are(folder, monkeypatch) -> None:
+    """Two of five layers lie at the first stage. On GPUs each member counts for its own device."""
+    one_page = KvShape.of_one_page(
+        str(folder), settings(2, pools="own"), torch.device("cpu")
+    ).layout
+    ask = Measure(
+        config=EngineConfig(device="cuda", stages=2),
+        one_page=one_page,
+        least_bytes=0,
+        sharers=(1, 3),
+    )
+    room = 600 * one_page.page_bytes
+    monkeypatch.setattr("millrace.engine.sizing.pool_bytes", lambda *_: room)
+    found = [measured_pages(ask, Stage(i, 2), torch.device("cuda", i), None) for i in range(2)]
+    assert found == [600 // 2, 600 // 3 // 3]
+    assert measured_pages(ask, Stage(1, 2), torch.device("cpu"), None) == 600 // 5
+
+
+def test_a_stage_without_room_for_its_pool_ends_the_start_by_name(folder) -> None:
+    with pytest.raises(
+        ConfigError, match=r"engine\.kv_bytes is 4000; one page of this model takes"
+    ):
+        open_staged_engine(
+            str(folder), replace(settings(2, pools="own"), kv_bytes=4000), "127.0.0.1"
+        )
 
 
 def altered(data: bytes) -> bytes:
@@ -190,6 +231,7 @@ import os, signal, sys
 import psutil
 
 from millrace.core.config import EngineConfig
+from millrace.instance.stages.stage_process import Measure, measured_pages
 from millrace.instance.stages.stages import open_staged_engine
 
 if __name__ == "__main__":

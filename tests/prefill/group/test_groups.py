@@ -131,6 +131,26 @@ async def test_a_cancelled_gang_leaves_nothing(cancelled_first: int) -> None:
         await group.tokens("next")
 
 
+@pytest.mark.parametrize(
+    ("stages", "ranks", "pools"),
+    [
+        (2, 1, "own"),
+        pytest.param(2, 1, "shared", marks=pytest.mark.slow),
+        pytest.param(3, 1, "own", marks=pytest.mark.slow),
+        pytest.param(2, 2, "own", marks=pytest.mark.slow),
+        pytest.param(2, 2, "shared", marks=pytest.mark.slow),
+    ],
+)
+async def test_members_may_have_stages(stages: int, ranks: int, pools: str) -> None:
+    """With pools of their own, blocks of a layer arrive in the pool of the layer's stage."""
+    settings = config(max_chunk_tokens=128, stages=stages, tensor_parallel=ranks, kv_pools=pools)
+    async with group_of(2, settings) as group:
+        expected = await alone(group, 900)
+        await group.ask("long", [(300, [1, 0]), (600, [1, 0])])
+        assert await group.tokens("long") == expected
+        await group.idle()
+
+
 @pytest.mark.parametrize("pools", ["own", pytest.param("shared", marks=pytest.mark.slow)])
 async def test_members_may_be_tensor_parallel(pools: str) -> None:
     """Sequence parallelism of tensor-parallel instances, with a suspension."""

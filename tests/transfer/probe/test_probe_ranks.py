@@ -21,6 +21,7 @@ from support.kv_nodes import layout
 from support.rank_agents import RankedInstance, SharedBytes
 
 RANKS: KvLayout = dataclasses.replace(layout(), parts=2)
+PARTS = {pool.name: pool.start for pool in RANKS.member_pools}
 
 
 class AllPools:
@@ -63,7 +64,7 @@ async def probe(ranks: RankedInstance, pools: AllPools) -> list[str]:
             async with server.open_end(name, seed, size) as end:
                 yield end
 
-        await probe_loopback(ranks.transport, region, pools, open_end, HANG_S, 2)
+        await probe_loopback(ranks.transport, region, pools, open_end, HANG_S, PARTS)
     return names
 
 

@@ -47,6 +47,7 @@ layouts = st.builds(
     layer_start=u32,
     model_layers=u32,
     copies=u32,
+    stages=u32,
 )
 calls = st.one_of(
     st.tuples(

@@ -258,5 +258,5 @@ def test_checksums_need_a_pool_that_the_host_reads() -> None:
     made = layout()
     with pytest.raises(ConfigError, match=r"kv_checksum is 'on'.*in device memory"):
         Checksums(Memory(0, made.pool_bytes, device=0), made)
-    with pytest.raises(ConfigError, match=r"kv_checksum is 'on'.*memory of 2 ranks"):
+    with pytest.raises(ConfigError, match=r"kv_checksum is 'on'.*memory of 2 processes"):
         Checksums(Memory(0, made.pool_bytes), dataclasses.replace(made, copies=2))

@@ -31,6 +31,7 @@ LAYOUT = KvLayout(
     layer_start=5,
     model_layers=12,
     copies=3,
+    stages=2,
 )
 
 

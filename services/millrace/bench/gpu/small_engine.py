@@ -18,7 +18,7 @@ from millrace.core.config import EngineConfig
 from millrace.engine.assembly import Engine, open_engines
 from millrace.engine.forward.prefill_task import PrefillTask
 from millrace.engine.kv.step_tables import page_table_of
-from millrace.instance.transfer.transports import serve_rank
+from millrace.instance.transfer.transports import serve_member
 
 PROMPT_TOKENS: Final = 150
 _CUT: Final = 67  # tokens of the first chunk
@@ -56,7 +56,7 @@ def small_engine(
             kv_pools="own" if ranks else "auto",
         )
         folder = write_config(Path(name) / "model", config)
-        (engine,) = open_engines(folder, settings, 1, transport=serve_rank, devices=ranks)
+        (engine,) = open_engines(folder, settings, 1, transport=serve_member, devices=ranks)
     try:
         yield engine
     finally:

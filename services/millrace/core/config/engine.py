@@ -49,8 +49,8 @@ class EngineConfig(Section):
     kv_pools: str = setting(
         "auto",
         one_of("auto", "shared", "own"),
-        "KV pools of an instance's ranks. shared: in one memory on the host; own: each rank has "
-        "memory of its own; auto: shared on the host, own on GPUs",
+        "KV pools of an instance's ranks and stages. shared: in one memory on the host; own: each "
+        "has memory of its own; auto: shared on the host, own on GPUs",
     )
     stages: int = setting(
         1, within(1, 64), "pipeline stages of an instance, each with consecutive layers"

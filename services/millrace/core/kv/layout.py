@@ -6,7 +6,10 @@ head_dim]``: K is plane 0 and V plane 1 of a page, and a head's rows of a page a
 so that heads can be split at any boundary between sender and receiver. A tensor-parallel instance
 has one pool per rank. Its offsets count through the pools of all ranks, in the order of the ranks:
 rank r's pool begins at ``r * part_bytes``, whether the pools lie in one allocation or each in the
-memory of its own rank (`millrace.transfer.transport.ranked`). So one transfer names all ranks.
+memory of its own rank (`millrace.transfer.transport.joined`). So one transfer names all ranks.
+
+Stages of a pipeline change no offset. Where they have pools of their own, the layers of a rank's
+pool lie in the memory of several processes, and the layers of the first stage come first.
 """
 
 from __future__ import annotations
@@ -21,8 +24,29 @@ ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 _COUNTS = (
     *("num_layers", "num_kv_heads", "head_dim", "page_tokens", "head_count", "num_pages"),
-    *("parts", "copies"),
+    *("parts", "copies", "stages"),
 )
+
+
+def stage_layers(total: int, index: int, count: int) -> range:
+    """Returns the layers of stage `index` of `count`, of `total` layers in all.
+
+    Stages differ by one layer at most. The earlier stages have fewer, since the first computes
+    embedding and logits.
+    """
+    return range(index * total // count, (index + 1) * total // count)
+
+
+@dataclass(frozen=True, slots=True)
+class MemberPool:
+    """The pool of one process of an instance, and where it lies among the pools of all: the bytes
+    ``[start, start + nbytes)``. `name`: of the process among the others."""
+
+    name: str
+    rank: int
+    stage: int
+    start: int
+    nbytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +60,8 @@ class KvLayout:
     stage of a pipeline. Layer numbers always count from the model's first layer; ``model_layers`` 0
     stands for ``num_layers`` and is replaced by it. ``model_hash`` names the weights and, after an
     ``@``, the revision of the model that they serve as, if it has one: KV of different hashes must
-    never mix.
+    never mix. ``stages``: the processes that share a rank's layers, each with the pool of its own
+    layers (`stage_layers`); 1 where one memory has all layers, in however many stages.
     """
 
     model_hash: str
@@ -52,6 +77,7 @@ class KvLayout:
     layer_start: int = 0
     model_layers: int = 0
     copies: int = 1
+    stages: int = 1
 
     def __post_init__(self) -> None:
         if not self.model_layers:
@@ -80,6 +106,11 @@ class KvLayout:
         if self.head_count % self.parts:
             raise ConfigError(
                 f"kv_layout.parts is {self.parts}; it must divide the {self.head_count} heads"
+            )
+        if self.stages > self.num_layers:
+            raise ConfigError(
+                f"kv_layout.stages is {self.stages}; it must be at most num_layers, "
+                f"{self.num_layers}"
             )
 
     @property
@@ -146,6 +177,36 @@ class KvLayout:
         return self.ranks * self.part_bytes
 
     @property
+    def page_of_all_bytes(self) -> int:
+        """Returns the bytes of one page in the pools of all ranks, with all layers."""
+        return self.ranks * self.num_layers * self.page_bytes
+
+    @property
+    def member_pools(self) -> tuple[MemberPool, ...]:
+        """Returns the pools of all ranks and stages, in the order in which they lie."""
+        found = []
+        for rank in range(self.ranks):
+            for stage in range(self.stages):
+                held = stage_layers(self.num_layers, stage, self.stages)
+                start = rank * self.part_bytes + held.start * self.layer_bytes
+                name = _member_name(self, rank, stage)
+                found.append(MemberPool(name, rank, stage, start, len(held) * self.layer_bytes))
+        return tuple(found)
+
+    @property
+    def buffer_layers(self) -> int:
+        """Returns the layers of a page that a ring's buffers may use for each layer: all in one
+        memory, or as many as every stage has."""
+        return self.num_layers // self.stages
+
+    def buffer_offset(self, layer: int) -> int:
+        """The bytes from a part's beginning to the memory of the stage that has the model's
+        `layer`, in whose first `buffer_layers` the layer's blocks of a ring arrive."""
+        layer -= self.layer_start
+        held = (stage_layers(self.num_layers, stage, self.stages) for stage in range(self.stages))
+        return next(layers.start for layers in held if layer in layers) * self.layer_bytes
+
+    @property
     def bytes_per_token(self) -> int:
         """Returns the bytes of one token over all layers, K and V of all heads, each once."""
         return self.num_layers * 2 * self.head_count * self.row_bytes
@@ -153,3 +214,9 @@ class KvLayout:
     def pages_for(self, tokens: int) -> int:
         """Returns the pages that hold `tokens` tokens."""
         return pages_for(tokens, self.page_tokens)
+
+
+def _member_name(layout: KvLayout, rank: int, stage: int) -> str:
+    if layout.stages == 1:
+        return f"rank {rank}"
+    return f"stage {stage}" if layout.ranks == 1 else f"rank {rank} of stage {stage}"

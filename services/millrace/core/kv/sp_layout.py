@@ -188,7 +188,8 @@ def ring_buffers(pages: Sequence[int]) -> list[Sequence[int]]:
 
 
 def buffer_memory(pages: Sequence[int], kv_layers: int, num_pages: int) -> list[int]:
-    """Returns a buffer's memory as pages of the pool seen as [layers * pages, ...].
+    """Returns a buffer's memory as pages of the pool seen as [layers * pages, ...], or of the pool
+    of a stage. `kv_layers`: `KvLayout.buffer_layers`.
 
     For each page in order: its room in layer 0, 1, ..."""
     return [layer * num_pages + page for page in pages for layer in range(kv_layers)]

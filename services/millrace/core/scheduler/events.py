@@ -31,7 +31,7 @@ class InstanceJoined:
     model_hash: str
     latency: SpLatency = field(default_factory=SpLatency)
     node: str = ""  # instances of one node are close to each other; empty: a node of its own
-    #: Layers that a page holds, from which a ring's buffers follow; 0: buffers are not counted.
+    #: Layers of a page that a ring's buffers may use; 0: buffers are not counted.
     kv_layers: int = 0
     decode_step: DecodeStepTime | None = None  # of its batches; None: not known
     block_tokens: int = 0  # of its prefix cache; 0: it keeps none

@@ -25,7 +25,7 @@ class Registration:
     max_batch: int = 0  # sequences in a batch
     latency: SpLatency | None = None
     node: str = ""  # empty: a node of its own
-    kv_layers: int = 0  # layers that a page holds
+    kv_layers: int = 0  # layers of a page that a ring's buffers may use
     decode_step: DecodeStepTime | None = None  # of its batches; None: not known
     block_tokens: int = 0  # of its prefix cache; 0: it keeps none
     adaptive_chunks: bool = False  # mixed: chunks shrink as their history grows

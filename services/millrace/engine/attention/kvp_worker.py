@@ -72,10 +72,12 @@ class ShardAttention:
         windows: Sequence[int | None],
         backend: str = "auto",
         share: HeadShare | None = None,
+        first_layer: int = 0,
     ) -> None:
         """storage: [layers, pages, 2, k, page_tokens, d], or [pools, ...] of these, with the heads
         in their order. memory: uint8, the server's; ``windows[i]``: layer i's sliding window.
         `share`: the heads of the shape for which this object attends; None: all.
+        `first_layer`: of the storage, which may have fewer layers than the model.
 
         Raises ValueError when the pools don't hold the heads of the share.
         """
@@ -93,6 +95,7 @@ class ShardAttention:
         self._memory = memory
         self._windows = tuple(windows)
         self._backend = backend
+        self._first_layer = first_layer
         self._dtype = storage.dtype
         self._shards: dict[int, _Shard] = {}
         self._pieces: dict[int, dict[int, _Piece]] = {}  # by slot, then number
@@ -150,15 +153,15 @@ class ShardAttention:
         """
         now = self._begun(slot, piece, layer)
         views, device = now.views, self._pools.device
-        count = len(self._pools)
+        count, held = len(self._pools), layer - self._first_layer
         if now.new is not None:
             kv = views.kv[:, :, self._share.kv]
             kv = kv if now.kept is None else kv[now.kept]
-            now.new.write(self._pools[:, layer], kv)
+            now.new.write(self._pools[:, held], kv)
         plan = self._plan_of(now, self._windows[layer])
         scale = self._shape.head_dim**-0.5
         if count == 1 and device.type == "cpu" and self._is_whole:
-            kv_layer = self._pools[0, layer]
+            kv_layer = self._pools[0, held]
             kernels.run_attention(
                 plan, views.q, kv_layer, scale=scale, out=views.out, lse_out=views.lse
             )
@@ -166,7 +169,7 @@ class ShardAttention:
         heads, first = self._share.num_q_heads // count, self._share.q.start
         queries = views.q[:, self._share.q].to(device)
         for number, q in enumerate(queries.chunk(count, dim=1)):
-            q_nhd, kv_layer = q.contiguous(), self._pools[number, layer]
+            q_nhd, kv_layer = q.contiguous(), self._pools[number, held]
             wide = torch.empty(q_nhd.shape, dtype=torch.float32, device=device)
             out, lse = kernels.run_attention(plan, q_nhd, kv_layer, scale=scale, out=wide)
             own = slice(first + number * heads, first + (number + 1) * heads)

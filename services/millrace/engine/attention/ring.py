@@ -63,7 +63,8 @@ class KvBlock:
     """The share of K/V that a member sees at a step of the ring, the same in every layer.
 
     pages: int32 [p], in the share's order. At step 0 page ids; at later steps pages of the pool's
-    storage seen as [layers * pages, ...], where the block lies in a buffer. positions: int32
+    storage seen as [layers * pages, ...], where the block lies in a buffer; at a stage with a pool
+    of its own, the pool of the stage. positions: int32
     [slots], slots <= p * page_tokens: the token in each slot, PAD where there is none.
     """
 
@@ -222,7 +223,7 @@ def ring_task(
     place = _concatenated([(run.slot, run.num_tokens) for run in runs])
     own = torch.tensor([pages[page] for page in share.pages], dtype=torch.int32)
     lent = [
-        torch.tensor(buffer_memory(ids, layout.num_layers, layout.num_pages), dtype=torch.int32)
+        torch.tensor(buffer_memory(ids, layout.buffer_layers, layout.num_pages), dtype=torch.int32)
         for ids in buffers
     ]
     blocks = [_block(own, shares, now.filled, link.rank, page_tokens)]

@@ -95,6 +95,8 @@ def _refusal(config: EngineConfig, device: torch.device) -> str:
         return "engine.cuda_graphs is off"
     if device.type != "cuda":
         return f"the engine runs on {device}"
+    if config.stages > 1:
+        return f"engine.stages is {config.stages}; graphs need one stage"
     if config.tensor_parallel > 1:
         return f"engine.tensor_parallel is {config.tensor_parallel}; graphs need one rank"
     return ""

@@ -117,6 +117,7 @@ class ModelRunner:
 
     def copy_page(self, source: int, target: int) -> None:
         """`Runner.copy_page`."""
+        self.pool.require_held((source, target))
         self.passes.copy_page(source, target)
 
 

@@ -126,4 +126,5 @@ class Passes(Protocol):
         """`Runner.project`, at the first stage."""
 
     def copy_page(self, source: int, target: int) -> None:
-        """`KvPool.copy_page` at every rank."""
+        """Copies a page at every rank of the stage; returns when all have. The caller's record of
+        pages has holders for both."""

@@ -53,7 +53,8 @@ class StagePasses:
         graphs: GraphSizes = NO_GRAPHS,
     ) -> None:
         """`pool`: of the stage's layers; see `stage_pool`. `memory`: that of all layers of the
-        whole model, [layers, pages, ...], in which the ring's buffers lie; None: the pool's.
+        whole model, [layers, pages, ...], in which the ring's buffers lie; None: they lie in the
+        pool.
         `ranks`: those with which the stage is shared, which must all make the same calls.
         `graphs`: the CUDA graphs to capture, see `graph_sizes`.
 
@@ -79,7 +80,9 @@ class StagePasses:
         layers = self.operators[stage.is_first : len(self.operators) - len(self._after_layers)]
         # Collectives leave no native calls to make again.
         self._steps = RecordedSteps(model, self.states, layers, records=ranks is None)
-        self._tables = None if is_alone or ranks is not None else KeptTables()
+        is_host = model.device.type == "cpu"
+        records = ranks is None and is_host and not is_alone
+        self._tables = KeptTables() if records else None
         start = model.layers.start
         self._all_steps = [
             Step(op.run, Boundary(op.layer if op.name == "embed" else start + op.layer, op.name))
@@ -87,7 +90,6 @@ class StagePasses:
         ]
         attns = [i for i, op in enumerate(self.operators) if op.name == "attn"]
         self._kv_steps = attns[-1] + 1  # up to the last layer's attention
-        is_host = model.device.type == "cpu"
         # On other devices torch's allocator keeps memory itself.
         self.scratch = Scratch(model.dtype) if is_host else None
         self._graph_sizes = graphs
@@ -166,8 +168,8 @@ class StagePasses:
         return required(self._lm_head)(hidden).float()
 
     def copy_page(self, source: int, target: int) -> None:
-        """`KvPool.copy_page`."""
-        self.pool.copy_page(source, target)
+        """`Passes.copy_page`."""
+        self.pool.copy_unchecked(source, target)
 
     def is_attn(self, number: int) -> bool:
         """Returns whether the operator of this number is an ``attn``."""
@@ -239,7 +241,7 @@ def _nothing() -> None:
 
 def stage_pool(model: Model, layout: KvLayout, memory: Tensor | None = None) -> KvPool:
     """Makes the pool of a stage's layers. `layout`: of all layers of the whole model, as memory
-    [layers, pages, ...]; None: the pool takes memory of its own, for a model in one stage."""
+    [layers, pages, ...]; None: the pool takes memory of its own."""
     layers = model.layers
     part = replace(layout, num_layers=len(layers), layer_start=layers.start)
     own = None if memory is None else memory[layers.start : layers.stop]

@@ -1,6 +1,6 @@
 """Host memory for the KV of preempted sequences: whole pages, of all layers and ranks.
 
-Ranks with pools of their own have buffers of their own, with the same slots.
+Members with pools of their own, ranks and stages, have buffers of their own, with the same slots.
 
 A slot of the buffer holds one page. Runs of neighbouring pages that lie in neighbouring slots are
 one copy per layer. On CUDA the memory is pinned and copies run on a stream of their own, beside
@@ -25,10 +25,8 @@ _Copy = Callable[[Sequence[int], Sequence[int]], None]
 _PAGE_DIMS: Final = 5  # of a page among others: [pages, 2, heads, page_tokens, head_dim]
 
 
-class RankBuffers(Protocol):
-    """The `SwapBuffer`s of ranks 1 and on; `engine.parallel.rank_calls.RankCalls`."""
-
-    ranks: int  # rank 0 included
+class MemberBuffers(Protocol):
+    """The other members' `SwapBuffer`s; `engine.parallel.member_calls.MemberCalls`."""
 
     def begin(self, method: str, *arguments: Any) -> None: ...  # noqa: ANN401
     def collect(self) -> list[Any]: ...
@@ -39,15 +37,19 @@ class KvSwap:
     thread.
     """
 
-    def __init__(self, storage: Tensor, swap_bytes: int, others: RankBuffers | None = None) -> None:
+    def __init__(
+        self,
+        storage: Tensor,
+        swap_bytes: int,
+        page_bytes: int,
+        others: MemberBuffers | None = None,
+    ) -> None:
         """`storage`: the KV of an engine, [..., pages, 2, heads, page_tokens, head_dim]; with
-        `others`, rank 0's alone.
+        `others`, the leader's alone. `page_bytes`: of a page in the pools of all members.
 
-        Raises CapacityError when the host lacks the memory, EngineDied when another rank does.
+        Raises CapacityError when the host lacks the memory, EngineDied when another member does.
         """
-        ranks = 1 if others is None else others.ranks
-        pages = _pages_first(storage)
-        self.page_bytes = ranks * pages.shape[0] * pages.shape[2] * storage.element_size()
+        self.page_bytes = page_bytes
         self.num_pages = swap_bytes // self.page_bytes
         self._free = PageExtents(self.num_pages)
         self._others = others

@@ -193,7 +193,7 @@ class KvPool:
     def share(self, pages: Iterable[int]) -> None:
         """Adds a reference to each page. Raises IntegrityError for a page without a holder."""
         held = list(pages)
-        self._require_held(held)
+        self.require_held(held)
         for page in held:
             self._idle_pages -= self._is_idle(page)
             self._references[page] += 1
@@ -204,7 +204,7 @@ class KvPool:
         Raises IntegrityError, and frees nothing, when a page is freed more often than it is held.
         """
         dropped = sorted(pages)
-        self._require_held(dropped)
+        self.require_held(dropped)
         references, kept = self._references, self._kept
         for page, count in Counter(dropped).items():
             if references[page] - kept[page] < count:
@@ -235,7 +235,7 @@ class KvPool:
 
         Raises IntegrityError, and keeps nothing, for other pages.
         """
-        self._require_held(pages)
+        self.require_held(pages)
         if kept := [page for page in pages if self._kept[page]]:
             raise IntegrityError(f"KV page {kept[0]} is kept already")
         for page in pages:
@@ -260,7 +260,11 @@ class KvPool:
 
     def copy_page(self, source: int, target: int) -> None:
         """Copies a page's K and V of all layers, for copy on write."""
-        self._require_held((source, target))
+        self.require_held((source, target))
+        self.copy_unchecked(source, target)
+
+    def copy_unchecked(self, source: int, target: int) -> None:
+        """Copies a page as `copy_page` does, in a process whose leader has the record of pages."""
         self.storage[:, target].copy_(self.storage[:, source])
 
     def check_integrity(self, expected_used: int | None = None) -> None:
@@ -288,7 +292,8 @@ class KvPool:
         for start, length in page_runs(pages):
             self._free.add_run(start, length)
 
-    def _require_held(self, pages: Sequence[int]) -> None:
+    def require_held(self, pages: Sequence[int]) -> None:
+        """Raises IntegrityError for a page that has no holder."""
         references, num_pages = self._references, len(self._references)
         for page in pages:
             if not 0 <= page < num_pages or references[page] == 0:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from millrace.core.errors import ConfigError
+from millrace.core.kv.layout import stage_layers
 from millrace.engine.model.config import ModelConfig
 
 
@@ -37,10 +38,8 @@ class Stage:
             )
 
     def layers(self, total: int) -> range:
-        """Returns the stage's layers, of a model's `total`.
-
-        The earlier stages have fewer layers, since the first computes embedding and logits."""
-        return range(self.index * total // self.count, (self.index + 1) * total // self.count)
+        """Returns the stage's layers, of a model's `total`."""
+        return stage_layers(total, self.index, self.count)
 
     def config(self, config: ModelConfig) -> ModelConfig:
         """Returns the stage's config: its own layers, counted from 0, instead of all."""

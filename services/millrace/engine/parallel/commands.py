@@ -17,7 +17,7 @@ from millrace.engine.attention.ring import KvBlock, RingLink, RingTask
 from millrace.engine.forward.mixed_pass import RaggedTables
 from millrace.engine.kv.page_table import TableDelta, TableMirror
 from millrace.engine.model.stage import ALONE, Stage
-from millrace.engine.sizing import rank_bytes
+from millrace.engine.sizing import member_pages
 
 _NO_TABLE: Final = torch.empty(0, 0, dtype=torch.int32)
 _TENSORS: Final = tuple(f.name for f in fields(RaggedTables) if f.name != "remote")
@@ -37,16 +37,23 @@ class Load:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Room:
-    """Say how many bytes your device has for your pool; arguments as of `rank_bytes`."""
+    """Say for how many pages of `layers` layers your device has memory. `one_page`: of the whole
+    instance. Other arguments as of `member_pages`."""
 
     config: EngineConfig
     least_bytes: int
-    pools: int
+    one_page: KvLayout
+    layers: int
     sharers: int
 
-    def bytes_on(self, device: torch.device) -> int:
-        return rank_bytes(
-            self.config, device, self.least_bytes, pools=self.pools, sharers=self.sharers
+    def pages_on(self, device: torch.device) -> int:
+        return member_pages(
+            self.config,
+            device,
+            self.least_bytes,
+            page_bytes=self.layers * self.one_page.page_bytes,
+            whole_page_bytes=self.one_page.page_of_all_bytes,
+            sharers=self.sharers,
         )
 
 
@@ -176,7 +183,7 @@ class Project:
 
 @dataclass(frozen=True, slots=True)
 class CopyPage:
-    """`KvPool.copy_page`."""
+    """`KvPool.copy_unchecked`."""
 
     source: int
     target: int
@@ -195,7 +202,7 @@ class Instruction:
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """A rank's answer to a command: how many operators of its pass have run, or the bytes of
+    """A rank's answer to a command: how many operators of its pass have run, or the pages of
     `Room`; 0 for other commands."""
 
     count: int

@@ -50,8 +50,9 @@ from millrace.engine.parallel.stop_counter import StopCounter
 from millrace_kernels import determinism
 
 Beside = Callable[[Connection, Callable[[], Tensor], int], None]
-"""Runs on a thread of a rank beside its passes, in inference mode: with a pipe to rank 0, a
-function that returns the storage of the rank's pool once the pool is there, and the rank."""
+"""Runs on a thread of a rank beside its passes, in inference mode: with a pipe to the instance's
+leader, a function that returns the storage of the rank's pool once the pool is there, and the
+rank."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,11 +84,7 @@ def follow(
         orders.send(Done(0))  # up; later errors are sent as messages
         with torch.inference_mode():
             follower = Follower(place, orders, counter)
-            for name, (serve, pipe) in (beside or {}).items():
-                arguments = (serve, pipe, follower, place.rank)
-                thread = threading.Thread(target=_serve_beside, args=arguments, name=name)
-                thread.daemon = True
-                thread.start()
+            begin_beside(beside or {}, follower.device, follower.storage, place.rank)
             orders.send(Done(0))
             while True:
                 orders.send(Done(follower.obey(orders.recv())))
@@ -102,11 +99,22 @@ def follow(
     raise SystemExit(1)
 
 
-def _serve_beside(serve: Beside, pipe: Connection, follower: Follower, rank: int) -> None:
-    if follower.device.type == "cuda":
-        torch.cuda.set_device(follower.device)  # each thread has its own
-    with torch.inference_mode():
-        serve(pipe, follower.storage, rank)
+def begin_beside(
+    beside: Mapping[str, tuple[Beside, Connection]],
+    device: torch.device,
+    storage: Callable[[], Tensor],
+    rank: int,
+) -> None:
+    """Begins what a process serves beside its passes, each on a thread of its own."""
+
+    def work(serve: Beside, pipe: Connection) -> None:
+        if device.type == "cuda":
+            torch.cuda.set_device(device)  # each thread has its own
+        with torch.inference_mode():
+            serve(pipe, storage, rank)
+
+    for name, (serve, pipe) in beside.items():
+        threading.Thread(target=work, args=(serve, pipe), name=name, daemon=True).start()
 
 
 class Follower:
@@ -152,7 +160,7 @@ class Follower:
             case Load():
                 self._load(command)
             case Room():
-                return command.bytes_on(self.device)
+                return command.pages_on(self.device)
             case Open():
                 self._open(command)
             case Run():
@@ -164,6 +172,7 @@ class Follower:
             case CopyPage():
                 storage = self._running.pool.storage
                 storage[:, command.target].copy_(storage[:, command.source])
+                self._settle()
             case _:
                 assert_never(command)
         return 0
@@ -223,10 +232,14 @@ class Follower:
                 break
             current.operators += 1
             self._run_ahead.step(StopPoint.after(boundary.operator))
-        if self.device.type == "cuda":
-            # What rank 0 hears by the answer: the KV lies there, and no kernel writes more of it.
-            torch.cuda.synchronize(self.device)
+        self._settle()
         return current.operators
+
+    def _settle(self) -> None:
+        """Waits for the device. What rank 0 hears by the answer: the KV lies there, and no kernel
+        writes more of it."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
 
     def _begin(self, begin: Begin) -> _Pass:
         if isinstance(begin, RingPass):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -205,9 +206,9 @@ class GroupPasses:
         return self.processes.project(hidden, self._own.project)
 
     def copy_page(self, source: int, target: int) -> None:
-        """`KvPool.copy_page`, on every rank."""
-        self.processes.send(CopyPage(source, target))
-        self.pool.copy_page(source, target)
+        """`Passes.copy_page`."""
+        own = partial(self.pool.copy_unchecked, source, target)
+        self.processes.together(CopyPage(source, target), own)
 
     def _for_all(self, fetch: Fetch | None) -> Fetch | None:
         if fetch is None:

@@ -96,6 +96,14 @@ class Lockstep:
         """Has the other ranks carry out a command, after the commands before."""
         self._tell(command, 0)
 
+    def together(self, command: Command, own: Callable[[], None]) -> None:
+        """Has the other ranks carry out a command, and rank 0 its `own` part. Returns when all
+        have."""
+        self.send(command)
+        with self.watched():
+            own()
+        self._meet()
+
     def project(self, hidden: Tensor, own: Callable[[Tensor], Tensor]) -> Tensor:
         """Computes logits of rows of hidden at all ranks, at rank 0 by `own`."""
         self.send(Project(len(hidden)))

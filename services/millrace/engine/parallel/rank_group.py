@@ -50,6 +50,7 @@ class RankGroup:
         timeout_s: float = 60.0,
         name: str = "",
         beside: Mapping[str, Beside] | None = None,
+        ends: Mapping[str, Sequence[Connection]] | None = None,
     ) -> None:
         """Starts ranks 1 to size - 1, which takes seconds.
 
@@ -58,15 +59,15 @@ class RankGroup:
         `timeout_s`: how long a rank may wait for another in a collective. It must be more than
         the longest operator and the longest that a pass is left running, see `Lockstep.rest`.
         `name`: what errors begin with. `beside`: what ranks 1 and on serve beside their passes,
-        by name; `besides` has the pipes to it, in the order of the ranks. Raises ConfigError
-        for a size below 2 and RankError when a rank does not start.
+        by name; `besides` has the pipes to it, in the order of the ranks. `ends`: the ranks'
+        ends of these pipes, where another process has the others. Raises ConfigError for a
+        size below 2 and RankError when a rank does not start.
         """
         if size < 2:
             raise ConfigError(f"tensor parallelism is {size}; a group has at least 2 ranks")
         self.size = size
-        of_ranks = [torch.device(d) for d in devices] or [
-            _device_of(rank, torch.device(device)) for rank in range(size)
-        ]
+        names = devices or devices_of_ranks(torch.device(device), size)
+        of_ranks = [torch.device(name) for name in names]
         self.device = of_ranks[0]
         #: Ranks on the device that has most of them.
         self.sharers = max(Counter(map(str, of_ranks)).values())
@@ -96,11 +97,7 @@ class RankGroup:
         ]
         for place in places[1:]:
             ours, theirs = context.Pipe()
-            also = {}
-            for service, serve in (beside or {}).items():
-                pipe, their_pipe = context.Pipe()
-                self.besides.setdefault(service, []).append(pipe)
-                also[service] = serve, their_pipe
+            also = self._beside(place.rank, beside or {}, ends)
             process = context.Process(
                 target=follow, args=(place, theirs, self.counter, also), daemon=True
             )
@@ -125,6 +122,22 @@ class RankGroup:
         self._answers(timeout_s)
         if self.device.type == "cpu":  # NCCL reads there as long as the group lives
             self._folder.cleanup()
+
+    def _beside(
+        self,
+        rank: int,
+        beside: Mapping[str, Beside],
+        ends: Mapping[str, Sequence[Connection]] | None,
+    ) -> dict[str, tuple[Beside, Connection]]:
+        """Returns what the rank serves, each with the rank's end of its pipe."""
+        if ends is not None:
+            return {name: (serve, ends[name][rank - 1]) for name, serve in beside.items()}
+        also = {}
+        for name, serve in beside.items():
+            pipe, their_pipe = child_processes().Pipe()
+            self.besides.setdefault(name, []).append(pipe)
+            also[name] = serve, their_pipe
+        return also
 
     @property
     def pids(self) -> tuple[int, ...]:
@@ -282,8 +295,11 @@ def _is_own(cause: BaseException) -> bool:
     return not isinstance(cause, PeerLost | OSError | EOFError | _RankFailed)
 
 
-def _device_of(rank: int, first: torch.device) -> torch.device:
-    return first if first.type == "cpu" else torch.device(first.type, (first.index or 0) + rank)
+def devices_of_ranks(first: torch.device, count: int) -> tuple[str, ...]:
+    """Returns the devices of so many processes: from `first` on, or all the host."""
+    if first.type == "cpu":
+        return (str(first),) * count
+    return tuple(f"{first.type}:{(first.index or 0) + i}" for i in range(count))
 
 
 def _ending(exitcode: int) -> str:

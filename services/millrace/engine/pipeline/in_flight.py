@@ -21,6 +21,8 @@ from millrace.engine.errors import EngineDied
 from millrace.engine.pipeline.messages import (
     Answer,
     Command,
+    Copied,
+    CopyPage,
     Drop,
     Dropped,
     LayerDone,
@@ -32,7 +34,7 @@ from millrace.engine.pipeline.messages import (
 )
 from millrace.engine.pipeline.rows import Handed
 
-_DROP_TIMEOUT_S: Final = 60.0
+_ANSWER_TIMEOUT_S: Final = 60.0
 _LAST_ANSWERS_S: Final = 1.0
 
 Call = LinkCall | RemoteCall | Stepped
@@ -83,9 +85,10 @@ class InFlight:
         self._numbers = count()
         self._passes: dict[int, PassInFlight] = {}
         self._lock = threading.Lock()
+        self._asking = threading.Lock()
         self._calls: queue.SimpleQueue[Call | PassInFlight | None] = queue.SimpleQueue()
-        self._dropped: Completion | None = None
-        self._answer: Dropped | None = None
+        self._asked: Completion | None = None
+        self._answer: Dropped | Copied | None = None
         self._failure: StageError | None = None
         self._on_death: Callable[[EngineDied], None] = lambda error: None
 
@@ -192,16 +195,28 @@ class InFlight:
                 comes = False  # later stages will never see it
         # A pass that had left the last stage comes back, and `hand` takes its rows.
 
+    def copy_page(self, source: int, target: int) -> None:
+        """Has every later stage copy a page of its own pool. Returns when all have: later passes
+        find the copy, and the target may be freed."""
+        for stage in range(self._stages.count):
+            self._ask(CopyPage(source, target), stage, "copied a page")
+
     def _drop(self, number: int, stage: int, *, comes: bool) -> bool:
         """Has the stage drop the pass. Returns whether the stage had the pass."""
-        with self._lock:
-            waiter = self._dropped = Completion()
-        self.send(Drop(number, comes), stage)
-        if not waiter.wait(_DROP_TIMEOUT_S):
-            raise StageError(f"stage {stage + 1} has not dropped a pass for {_DROP_TIMEOUT_S:g} s")
-        if self._failure is not None:
-            raise self._failure
-        return self._answer is not None and not self._answer.handed_on
+        answer = self._ask(Drop(number, comes), stage, "dropped a pass")
+        return isinstance(answer, Dropped) and not answer.handed_on
+
+    def _ask(self, command: Command, stage: int, done: str) -> Dropped | Copied | None:
+        """Returns the stage's answer, which comes within an operator of the stage."""
+        with self._asking:
+            with self._lock:
+                waiter = self._asked = Completion()
+            self.send(command, stage)
+            if not waiter.wait(_ANSWER_TIMEOUT_S):
+                raise StageError(f"stage {stage + 1} has not {done} for {_ANSWER_TIMEOUT_S:g} s")
+            if self._failure is not None:
+                raise self._failure
+            return self._answer
 
     # -- for other threads
 
@@ -218,9 +233,9 @@ class InFlight:
                 self._came(answer.number)
             case LinkCall() | RemoteCall() | Stepped():
                 self._calls.put(answer)
-            case Dropped():
+            case Dropped() | Copied():
                 with self._lock:
-                    self._answer, waiter = answer, self._dropped
+                    self._answer, waiter = answer, self._asked
                 if waiter is not None:
                     waiter.set()
 
@@ -241,8 +256,8 @@ class InFlight:
             self._failure = self._failure or error
             on_death = self._on_death
             waiters = [entry.through for entry in self._passes.values()]
-            if self._dropped is not None:
-                waiters.append(self._dropped)
+            if self._asked is not None:
+                waiters.append(self._asked)
         self._calls.put(None)
         on_death(error)
         for waiter in waiters:

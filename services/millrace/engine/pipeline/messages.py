@@ -27,7 +27,8 @@ class Packed:
 
     @classmethod
     def of(cls, tensor: Tensor) -> Packed:
-        flat = tensor.clone().contiguous().view(-1).view(torch.uint8)  # the source may change
+        # The source may change, or be on a device.
+        flat = tensor.clone().contiguous().cpu().view(-1).view(torch.uint8)
         return cls(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), flat.numpy())
 
     def tensor(self) -> Tensor:
@@ -55,10 +56,12 @@ class PartialMessage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Open:
-    """Make a pool over your layers of the instance's. Its memory follows, as a file descriptor."""
+    """Make a pool over your layers of the instance's. With `is_shared` the memory of all stages'
+    pools follows, as a file descriptor; else the pool has memory of its own."""
 
     layout: KvLayout  # of all layers, rank 0's part
     attention_backend: str
+    is_shared: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,10 +149,12 @@ class LinkCall:
 @dataclass(frozen=True, slots=True)
 class RemoteCall:
     """Make this call of the `RemoteLink`, which is at the first stage: `send` of a layer of the
-    model, with q, or, without, `partials`."""
+    model, with q, or, without, `partials`. `kv`: the layer's new K/V, of a stage with a pool of its
+    own."""
 
     layer: int
     q: Packed | None
+    kv: Packed | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,11 +182,24 @@ class Dropped:
 
 
 @dataclass(frozen=True, slots=True)
+class CopyPage:
+    """Copy a page of your pool to another page, between two operators."""
+
+    source: int
+    target: int
+
+
+@dataclass(frozen=True, slots=True)
+class Copied:
+    """The answer to `CopyPage`: later passes find the copy."""
+
+
+@dataclass(frozen=True, slots=True)
 class Died:
     """A stage's last message: why the stage has failed."""
 
     error: str
 
 
-Command = PassStart | RingStart | Step | LinkReply | PassOrder | Drop
-Answer = LayerDone | LinkCall | RemoteCall | Stepped | Through | Dropped | Died
+Command = PassStart | RingStart | Step | LinkReply | PassOrder | Drop | CopyPage
+Answer = LayerDone | LinkCall | RemoteCall | Stepped | Through | Dropped | Copied | Died

@@ -12,7 +12,7 @@ from collections.abc import Callable, Generator, Sequence
 import torch
 from torch import Tensor
 
-from millrace.engine.attention.kvp_owner import Remote, RemoteAttention
+from millrace.engine.attention.kvp_owner import Remote, RemoteAttention, RemoteLink
 from millrace.engine.attention.ring import RingLink, RingTask
 from millrace.engine.errors import EngineDied
 from millrace.engine.forward.mixed_pass import (
@@ -42,6 +42,7 @@ from millrace.engine.pipeline.messages import (
     Step,
     Stepped,
 )
+from millrace.engine.pipeline.piped_link import shared_link
 from millrace.engine.pipeline.rows import RowsOut
 from millrace_kernels import api as kernels
 
@@ -58,8 +59,11 @@ class PipelineRunner:
         out: RowsOut,
         stages: LaterStages,
         timeout_s: float = 60.0,
+        *,
+        own_pools: bool = False,
     ) -> None:
-        """`passes`: of the first stage. `pool`: over the KV of all layers of the `whole` model.
+        """`passes`: of the first stage. `pool`: over the KV of all layers of the `whole` model, or,
+        with `own_pools`, of the first stage's layers: then every stage has memory of its own.
         `storage`: as of `Runner`. `timeout_s`: for a step to go through the stages, when nothing
         goes before it.
         """
@@ -72,6 +76,7 @@ class PipelineRunner:
         self._out = out
         self._stages = stages
         self._timeout_s = timeout_s
+        self._own_pools = own_pools
         self.in_flight = InFlight(stages)
         self._layers = whole.num_layers
         held = {i: Stage(i, stages.count + 1).layers(self._layers) for i in range(stages.count + 1)}
@@ -112,7 +117,7 @@ class PipelineRunner:
         page_tokens = self.pool.layout.page_tokens
         tables = mixed_tables(decodes, page_table, tasks, page_tokens, self.remote)
         keeps_all = any(task.want_hidden for task in tasks)
-        remote = remote_attention(self.remote, tables, self._first.shared)
+        remote = remote_attention(self.remote, tables, self._shared)
         entry = self._begin("", tables, keeps_all=keeps_all, reports_layers=False)
         try:
             entry.is_served = remote is not None
@@ -140,7 +145,12 @@ class PipelineRunner:
         return self._first.project(hidden)
 
     def copy_page(self, source: int, target: int) -> None:
-        """`Runner.copy_page`, in the memory that all stages and ranks share."""
+        """`Runner.copy_page`: in the memory that all stages and ranks share, or stage by stage."""
+        if self._own_pools:
+            self.pool.require_held((source, target))
+            self._first.copy_page(source, target)
+            self.in_flight.copy_page(source, target)
+            return
         self.pool.copy_page(source, target)
         others = self.storage[1:]
         others[:, :, target].copy_(others[:, :, source])
@@ -182,6 +192,9 @@ class PipelineRunner:
             self.in_flight.give_up(entry)
             raise
 
+    def _shared(self, link: RemoteLink) -> RemoteLink:
+        return shared_link(self._first, link, own_pools=self._own_pools)
+
     def _serve(self, entry: PassInFlight) -> None:
         """Makes later stages' calls until the pass is through."""
         while entry.is_served:
@@ -196,7 +209,8 @@ class PipelineRunner:
         link = required(self.remote).link
         if call.q is None:
             return tuple(PartialMessage.of(part) for part in link.partials(call.layer))
-        link.send(call.layer, call.q.tensor(), self.storage[:, call.layer])
+        pages = self.storage[:, call.layer] if call.kv is None else call.kv.tensor()
+        link.send(call.layer, call.q.tensor(), pages)
         return True
 
     def _ring_steps(self, task: RingTask) -> Generator[Boundary]:
@@ -238,7 +252,7 @@ class PipelineRunner:
     def _normed(self, rows: Tensor) -> Tensor:
         """[r, H]: handed-back rows after the final norm."""
         norm = required(self.model.weights.final_norm)
-        return kernels.rms_norm(rows, norm, self.model.config.norm_eps)
+        return kernels.rms_norm(rows.to(norm.device), norm, self.model.config.norm_eps)
 
     def _begin(
         self,

@@ -14,17 +14,24 @@ import threading
 from collections import deque
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
+import torch
 from torch import Tensor
 
 from millrace.core.errors import MillraceError
+from millrace.core.instance.stop_point import StopPoint
 from millrace.engine.attention.kvp_owner import RemoteAttention
+from millrace.engine.device.publish import LayerPublisher
+from millrace.engine.device.run_ahead import RunAhead
 from millrace.engine.forward.passes import Boundary, Fetch, Finish, Passes
 from millrace.engine.model.operators import Activations, required
 from millrace.engine.pipeline.messages import (
     Answer,
     Command,
+    Copied,
+    CopyPage,
     Drop,
     Dropped,
     LayerDone,
@@ -36,7 +43,7 @@ from millrace.engine.pipeline.messages import (
     Stepped,
     Through,
 )
-from millrace.engine.pipeline.piped_link import PipedLink, PipedRemote
+from millrace.engine.pipeline.piped_link import PipedLink, PipedRemote, shared_link
 from millrace.engine.pipeline.rows import Handed, RowsOut
 
 _LAST: Final = sys.maxsize
@@ -64,17 +71,33 @@ class _Entry:
 
 
 class StageLoop:
-    """Computes passes in `run`; `send` and `hand` may be called on any thread."""
+    """Computes passes in `run`; `send` and `hand` may be called on any thread.
 
-    def __init__(self, passes: Passes, out: RowsOut, answer: Callable[[Answer], None]) -> None:
-        """`out`: to the next stage, or from the last one back to the first."""
+    On a GPU the host runs a short time ahead, and what is answered is true of the device: a layer
+    is reported when the device has written it, and a pass that was dropped writes nothing more.
+    """
+
+    def __init__(
+        self,
+        passes: Passes,
+        out: RowsOut,
+        answer: Callable[[Answer], None],
+        *,
+        own_pools: bool = False,
+    ) -> None:
+        """`out`: to the next stage, or from the last one back to the first. `own_pools`: each stage
+        has memory of its own for KV."""
         self._passes = passes
         self._out = out
         self._answer = answer
+        self._own_pools = own_pools
+        self._device = passes.model.device
+        self._run_ahead = RunAhead(self._device)
+        self._publisher = LayerPublisher(self._device)
         self._changed = threading.Condition()
         self._entries: dict[int, _Entry] = {}
         self._order: dict[str, int] = {"": -1}
-        self._drops: deque[Drop] = deque()
+        self._asked: deque[Drop | CopyPage] = deque()  # to be done between two operators
         self._replies: queue.SimpleQueue[LinkReply] = queue.SimpleQueue()
         self._is_notified = False  # a command or rows have come
         self._closing = False
@@ -96,8 +119,8 @@ class StageLoop:
                     self._entries[command.number].may_step = True
                 case PassOrder():
                     self._order = {"": -1} | {name: i for i, name in enumerate(command.names)}
-                case Drop():
-                    self._drops.append(command)
+                case Drop() | CopyPage():
+                    self._asked.append(command)
             self._notice()
 
     def hand(self, handed: Handed) -> None:
@@ -131,21 +154,24 @@ class StageLoop:
 
     def run(self) -> None:
         """Computes until `close`. Raises the error of a pass or of `fail`: it ends the stage."""
-        while (number := self._await_ready()) is not None:
-            self._advance(number)
-        for entry in self._entries.values():
-            if entry.steps is not None:
-                entry.steps.close()
+        try:
+            while (number := self._await_ready()) is not None:
+                self._advance(number)
+            for entry in self._entries.values():
+                if entry.steps is not None:
+                    entry.steps.close()
+        finally:
+            self._publisher.close()
 
     def _await_ready(self) -> int | None:
         while True:
-            self._end_dropped()
+            self._do_asked()
             with self._changed:
                 if self._closing:
                     return None
                 if self._error is not None:
                     raise self._error
-                self._is_notified = bool(self._drops)
+                self._is_notified = bool(self._asked)
                 if (number := self._first()) is not None:
                     return number
                 if self._is_notified or self._changed.wait(_PATIENCE_S):
@@ -175,14 +201,22 @@ class StageLoop:
             return
         if entry.steps is None:
             entry.steps = self._begin(what, entry)
+        self._run_ahead.begin()
         for boundary in entry.steps:
+            self._run_ahead.step(StopPoint.after(boundary.operator))
             if what.reports_layers and boundary.operator == "attn":
-                self._answer(LayerDone(number, boundary.layer))
+                self._publisher.together(partial(self._answer, LayerDone(number, boundary.layer)))
             if self._is_notified and not self._goes_on(number):
                 return
+        self._run_ahead.settle()
         with self._changed:
             del self._entries[number]
-        if self._passes.stage.is_last and what.kv_only:
+        through = self._passes.stage.is_last and what.kv_only
+        self._publisher.after_device(partial(self._end, number, through=through))
+
+    def _end(self, number: int, *, through: bool) -> None:
+        """Reports the end of a pass that hands nothing on."""
+        if through:
             self._answer(Through(number))
 
     def _step(self, what: RingStart, entry: _Entry) -> None:
@@ -190,6 +224,7 @@ class StageLoop:
         if entry.steps is None:
             entry.steps = self._begin_ring(what, entry)
         boundary = next(entry.steps, None)
+        self._settle()
         with self._changed:
             entry.may_step = False
             if boundary is None:
@@ -206,13 +241,14 @@ class StageLoop:
             rank=what.task.rank,
             size=what.task.size,
             first_layer=self._passes.model.layers.start,
+            settle=self._settle,
         )
         fetch, finish = self._ways(what.number, entry)
         return self._passes.ring(what.task.unpacked(link), fetch=fetch, finish=finish)
 
     def _goes_on(self, number: int) -> bool:
         with self._changed:
-            if self._closing or self._drops:
+            if self._closing or self._asked:
                 return False
             self._is_notified = False
             return self._first() == number
@@ -221,8 +257,10 @@ class StageLoop:
         fetch, finish = self._ways(what.number, entry)
         tables, remote = what.tables.unpacked(), None
         if tables.remote:
-            link = PipedRemote(self._answer, self._replies, self._passes.model.layers.start)
-            remote = RemoteAttention(self._passes.shared(link), tables.remote, tables.slots)
+            first, own = self._passes.model.layers.start, self._own_pools
+            link = PipedRemote(self._answer, self._replies, first, sends_kv=own)
+            shared = shared_link(self._passes, link, own_pools=own)
+            remote = RemoteAttention(shared, tables.remote, tables.slots)
         return self._passes.run(
             tables,
             is_cut=what.is_cut,
@@ -248,10 +286,22 @@ class StageLoop:
 
         return fetch, hand_on
 
-    def _end_dropped(self) -> None:
-        while self._drops:
-            drop = self._drops.popleft()
-            self._answer(Dropped(drop.number, handed_on=not self._drop(drop)))
+    def _do_asked(self) -> None:
+        while self._asked:
+            asked = self._asked.popleft()
+            answer: Answer
+            if isinstance(asked, CopyPage):
+                self._passes.copy_page(asked.source, asked.target)
+                answer = Copied()
+            else:
+                answer = Dropped(asked.number, handed_on=not self._drop(asked))
+            self._settle()
+            self._answer(answer)
+
+    def _settle(self) -> None:
+        """Waits until the device has done all that is queued."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
 
     def _drop(self, drop: Drop) -> bool:
         """Drops a pass. Returns False when the pass was handed on."""

@@ -21,7 +21,7 @@ from millrace.core.scheduler.reports import RequestReleased
 from millrace.engine.assembly import KvMemory
 from millrace.engine.attention.kvp_memory import exchange_memory
 from millrace.engine.attention.kvp_worker import ShardAttention
-from millrace.engine.parallel.shard_ranks import RankedShards
+from millrace.engine.parallel.shard_ranks import MemberShards
 from millrace.instance.role import HostContext
 from millrace.instance.shards.shard_metrics import ShardMetrics, TimedShards
 from millrace.instance.shards.shard_table import HeldShard, ShardTable
@@ -228,10 +228,11 @@ def _trace(shard: HeldShard) -> None:
 def _attention(
     memory: KvMemory, shape: ExchangeShape, nbytes: int, backend: str
 ) -> tuple[ShardCompute, Tensor]:
-    """Returns the attention over all ranks' pools, and the exchange's memory."""
+    """Returns the attention over all members' pools, and the exchange's memory."""
     windows = memory.shape.sliding_windows
-    if memory.ranks is not None:
-        shards = RankedShards(memory.storage, shape, nbytes, windows, backend, memory.ranks.shards)
+    if memory.members is not None:
+        others = memory.members.shards
+        shards = MemberShards(memory.storage, shape, nbytes, windows, backend, others)
         return shards, shards.memory
     exchanged = exchange_memory(nbytes)
     return ShardAttention(memory.storage, shape, exchanged, windows, backend), exchanged

@@ -37,7 +37,8 @@ def room_for_rows(max_rows: int, hidden: int, dtype: torch.dtype) -> Tensor:
 
 
 class OutgoingRows:
-    """A `RowsOut` over the transport. ``sender`` must be opened before the first pass."""
+    """A `RowsOut` over the transport, through memory on the host. ``sender`` must be opened before
+    the first pass."""
 
     def __init__(self, transport: Transport, room: Tensor, timeout_s: float) -> None:
         """room: of `room_for_rows`."""
@@ -48,7 +49,11 @@ class OutgoingRows:
     def send(self, number: int, summands: tuple[Tensor, Tensor]) -> None:
         x, residual = summands
         slot = self.sender.reserve(self._timeout_s)
-        torch.add(x, residual, out=self._room[slot, : len(x)])
+        rows = self._room[slot, : len(x)]
+        if x.device == rows.device:
+            torch.add(x, residual, out=rows)
+        else:
+            rows.copy_(x + residual)
         self.sender.send(slot, len(x), _NUMBER.pack(number))
 
 

@@ -1,77 +1,49 @@
 """Starts the later stages of an instance from its first stage, and opens the engine over all.
 
-The KV of all stages lies in shared memory, so other instances exchange KV with one instance; rows
-go between the stages over the transport (SPP, Mnemosyne section 4.3).
+The KV of all stages lies in shared memory, or in a pool of each member that the first stage's
+transport reaches; other instances exchange KV with one instance either way. Rows go between the
+stages over the transport (SPP, Mnemosyne section 4.3).
 """
 
 from __future__ import annotations
 
-import atexit
-import logging
 import os
-import signal
-import threading
-import uuid
-from collections.abc import Callable
-from dataclasses import replace
-from multiprocessing.connection import Connection, wait
-from multiprocessing.context import ForkServerProcess
-from multiprocessing.reduction import send_handle
-from typing import Any, Final, TypeVar
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Final
 
 import torch
-from torch import Tensor
 
 from millrace.core.config import EngineConfig
-from millrace.core.errors import ConfigError
-from millrace.engine.assembly import Engine, KvShape, engine_of, resolve_device
-from millrace.engine.forward.passes import Passes
+from millrace.engine.assembly import Engine, engine_of, resolve_device, use_determinism
+from millrace.engine.device.graph_sizes import graph_sizes
 from millrace.engine.kv.pool import KvPool
-from millrace.engine.model.config import ModelConfig
+from millrace.engine.kv_shape import KvShape
+from millrace.engine.model.loader import Model
 from millrace.engine.model.stage import Stage
 from millrace.engine.model.tp_shard import TpShard
-from millrace.engine.parallel.child_processes import child_processes
 from millrace.engine.parallel.commands import Load
+from millrace.engine.parallel.follower import Beside
 from millrace.engine.parallel.kv_memory import mapped, new_memory
-from millrace.engine.parallel.rank_group import RankGroup
-from millrace.engine.parallel.rank_pools import has_own_pools
-from millrace.engine.pipeline.in_flight import StageError
+from millrace.engine.parallel.member_pools import MemberPools, has_own_pools, services
+from millrace.engine.parallel.rank_group import RankGroup, devices_of_ranks
 from millrace.engine.pipeline.messages import (
-    Answer,
-    Command,
-    Died,
     Done,
     Open,
 )
 from millrace.engine.pipeline.runner import PipelineRunner
-from millrace.engine.sizing import compute_threads
+from millrace.engine.sizing import compute_threads, pool_bytes
 from millrace.instance.stages.stage_process import (
-    CONNECT_TIMEOUT_S,
-    Follow,
-    Lead,
-    Met,
-    StagePlace,
+    Measure,
+    Measured,
     load_stage,
+    measured_pages,
     open_passes,
-    serve_stage,
 )
-from millrace.instance.stages.stage_rows import (
-    IncomingRows,
-    OutgoingRows,
-    room_for_rows,
-    transport_of_rows,
-)
-from millrace.transfer.activations import Inlet
-from millrace.transfer.transport.base import Transport
+from millrace.instance.stages.stage_processes import START_TIMEOUT_S, StageProcesses
 
-log = logging.getLogger(__name__)
-
-_START_TIMEOUT_S: Final = 120.0  # a process imports torch; others may, too
 _LOAD_TIMEOUT_S: Final = 3600.0
-_STEP_TIMEOUT_S: Final = 60.0
-_FAREWELL_S: Final = 5.0
-
-_T = TypeVar("_T")
 
 
 def open_staged_engine(
@@ -82,26 +54,32 @@ def open_staged_engine(
     revision: str = "",
     *,
     checksums: bool = False,
+    transport: Beside | None = None,
+    devices: Sequence[str] = (),
 ) -> Engine:
     """Opens an engine of `config.stages` stages, the first in this process; else as `open_engine`.
-    `checksums`: activations go between stages with crc32c sums.
+
+    `checksums`: activations go between stages with crc32c sums. `transport`: what moves the KV of
+    members that have pools of their own. `devices`: of all members, stage after stage; without
+    them member i gets device i from `config.device` on.
 
     Raises ConfigError when stages are impossible, StageError when a stage does not start.
     """
     device = resolve_device(config.device)
-    if device.type != "cpu":
-        raise ConfigError(
-            f"engine.stages is {config.stages} on {device}; stages share the memory of their KV, "
-            f"so engine.device must be cpu"
-        )
-    has_own_pools(config, device)  # refuses such pools of stages
-    shape = KvShape.of(model, config, revision)
+    own_pools = has_own_pools(config, device)
+    use_determinism(config, device)
+    shape = KvShape.of_one_page(model, config, device, revision)
+    dtype = getattr(torch, shape.layout.dtype)
+    graph_sizes(config, shape.model.head_dim, device, dtype, shape.max_context_tokens)  # refuses
     ranks = config.tensor_parallel
     Stage(0, config.stages).check(shape.model)  # before any process is started
     TpShard(0, ranks).check(shape.model)
+    of_members = tuple(devices) or devices_of_ranks(device, config.stages * ranks)
     threads = max(1, compute_threads(config) // (config.stages * ranks))
     torch.set_num_threads(threads)
-    stages, group = StageProcesses(config, host, threads, checksums=checksums), None
+    beside = services(transport) if own_pools else {}
+    stages = StageProcesses(config, host, threads, of_members, beside, checksums=checksums)
+    group = None
     try:
         load = Load(
             folder=str(shape.folder),
@@ -113,21 +91,20 @@ def open_staged_engine(
         )
         stages.start()
         if ranks > 1:
-            group = RankGroup(ranks, threads=threads, name="stage 0, ")
+            group = RankGroup(
+                ranks, devices=of_members[:ranks], threads=threads, name="stage 0, ", beside=beside
+            )
         stages.load(load)
-        own = load_stage(load, group, progress)
+        own = load_stage(load, torch.device(of_members[0]), group, progress)
         stages.collect(Done, _LOAD_TIMEOUT_S)
-        part = replace(shape.layout, head_count=shape.layout.part_heads, parts=1)
-        opened = Open(layout=part, attention_backend=config.attention_backend)
-        handle = new_memory(part)
-        try:
-            stages.open(opened, handle)
-            storage = mapped(part, handle)
-            passes = open_passes(own, load.stage, opened, handle, group)
-        finally:
-            os.close(handle)
-        runner = stages.connect(passes, KvPool(part, device, storage[0]), storage, shape.model)
-        return engine_of(shape, runner, config)
+        first = _First(load.stage, own, group)
+        if not own_pools:
+            shape = shape.sized(pool_bytes(config, device, shape.least_bytes))
+            return engine_of(shape, _opened(stages, first, shape, config), config)
+        shape = _measured(stages, first, shape, config, _sharers(of_members, ranks))
+        runner = _opened_with_own_pools(stages, first, shape, config)
+        pipes = [{} if group is None else group.besides, *stages.besides]
+        return engine_of(shape, runner, config, MemberPools.of(shape.layout, pipes))
     except BaseException:
         if group is not None:
             group.close()
@@ -135,184 +112,65 @@ def open_staged_engine(
         raise
 
 
-class StageProcesses:
-    """The later stages of an instance: `LaterStages` of a `PipelineRunner`. ``count``: how many."""
+@dataclass(frozen=True, slots=True)
+class _First:
+    """The first stage, in this process: its place, its model, and its ranks if it has several."""
 
-    def __init__(self, config: EngineConfig, host: str, threads: int, *, checksums: bool) -> None:
-        self.count = config.stages - 1
-        self._ranks = config.tensor_parallel
-        self._host = host
-        self._threads = threads
-        self._checksums = checksums
-        self._max_rows = config.max_chunk_tokens + config.max_batch
-        self._name = f"stages-{uuid.uuid4().hex[:12]}"
-        self._pipes: list[Connection] = []
-        self._processes: list[ForkServerProcess] = []
-        self._telling = threading.Lock()
-        self._transport: Transport | None = None
-        self._listening: Any = None
-        self._reader: threading.Thread | None = None
-        self._closing = False
+    stage: Stage
+    model: Model
+    group: RankGroup | None
 
-    def start(self) -> None:
-        """Starts the processes of all later stages; `load` waits for them."""
-        context = child_processes()
-        atexit.register(self.close)  # else the process waits for them at exit
-        for index in range(1, self.count + 1):
-            place = StagePlace(
-                name=f"{self._name}-{index}",
-                host=self._host,
-                ranks=self._ranks,
-                threads=self._threads,
-                max_rows=self._max_rows,
-                timeout_s=_STEP_TIMEOUT_S,
-                checksums=self._checksums,
-            )
-            ours, theirs = context.Pipe()
-            # Not a daemon: its ranks are its child processes.
-            process = context.Process(target=serve_stage, args=(place, theirs), name=place.name)
-            process.start()
-            theirs.close()
-            self._pipes.append(ours)
-            self._processes.append(process)
 
-    def load(self, load: Load) -> None:
-        """Makes the stages read their weights, as `load` says; `collect` then takes each `Done`."""
-        self.collect(Done, _START_TIMEOUT_S)
-        for index, pipe in enumerate(self._pipes, start=1):
-            pipe.send(replace(load, stage=Stage(index, self.count + 1)))
+def _measured(
+    stages: StageProcesses,
+    first: _First,
+    shape: KvShape,
+    config: EngineConfig,
+    sharers: tuple[int, ...],
+) -> KvShape:
+    """Returns the shape with the pages for which the member with the least memory has room."""
+    ask = Measure(
+        config=config, one_page=shape.layout, least_bytes=shape.least_bytes, sharers=sharers
+    )
+    stages.send_all(ask)
+    here = measured_pages(ask, first.stage, first.model.device, first.group)
+    there = [answer.pages for answer in stages.collect(Measured, START_TIMEOUT_S)]
+    return shape.with_pages(min(here, *there), config)
 
-    def open(self, command: Open, handle: int) -> None:
-        """Makes the stages map the memory of the instance's KV; `connect` waits for them."""
-        for pipe, process in zip(self._pipes, self._processes, strict=True):
-            pipe.send(command)
-            send_handle(pipe, handle, process.pid)
 
-    def connect(
-        self, passes: Passes, pool: KvPool, storage: Tensor, whole: ModelConfig
-    ) -> PipelineRunner:
-        """Connects the stages into a chain that begins and ends at this stage. The arguments are
-        those of `PipelineRunner`."""
-        model = passes.model
-        transport = self._transport = transport_of_rows(
-            f"{self._name}-0",
-            checksums=self._checksums,
-            on_corrupt=lambda error: self._fail(runner, out, error),
-        )
-        sizes = self._max_rows, model.config.hidden_size, model.dtype
-        out = OutgoingRows(transport, room_for_rows(*sizes), _STEP_TIMEOUT_S)
-        runner = PipelineRunner(passes, pool, storage, whole, out, self, _STEP_TIMEOUT_S)
-        incoming = IncomingRows(transport, room_for_rows(*sizes), runner.in_flight.hand)
-        metadata = transport.metadata()
-        met = [Met(transport.name, metadata), *self.collect(Met, _START_TIMEOUT_S)]
-        for index, pipe in enumerate(self._pipes):
-            pipe.send(Follow(met[index]))
-        inlets = self.collect(Inlet, CONNECT_TIMEOUT_S)
-        transport.connect(met[-1].metadata).result(CONNECT_TIMEOUT_S)
-        inlets.append(incoming.receiver.inlet(metadata, met[-1].name))
-        for pipe, inlet in zip(self._pipes, inlets[1:], strict=True):
-            pipe.send(Lead(inlet))
-        peer = transport.connect(inlets[0].agent_metadata).result(CONNECT_TIMEOUT_S)
-        out.sender.open(inlets[0], peer)
-        self.collect(Done, CONNECT_TIMEOUT_S)
-        self._listening = transport.listening()
-        self._listening.__enter__()
-        self._reader = threading.Thread(
-            target=self._read, args=(runner, out), name="stages", daemon=True
-        )
-        self._reader.start()
-        return runner
+def _opened(
+    stages: StageProcesses, first: _First, shape: KvShape, config: EngineConfig
+) -> PipelineRunner:
+    """Opens the pools of all members in one memory, and connects the stages."""
+    command = _open_command(shape, config, is_shared=True)
+    handle = new_memory(command.layout)
+    try:
+        stages.send_all(command, handle)
+        storage = mapped(command.layout, handle)
+        passes = open_passes(first.model, first.stage, command, handle, first.group)
+    finally:
+        os.close(handle)
+    pool = KvPool(command.layout, first.model.device, storage[0])
+    return stages.connect(passes, pool, storage, shape.model, own_pools=False)
 
-    def collect(self, kind: type[_T], timeout_s: float) -> list[_T]:
-        """Collects one answer per stage during the start. Raises StageError when one is missing."""
-        found: list[_T] = []
-        for index, pipe in enumerate(self._pipes):
-            try:
-                answer = pipe.recv() if pipe.poll(timeout_s) else None
-            except (EOFError, OSError):
-                raise StageError(self._ending(index)) from None
-            if isinstance(answer, Died):
-                raise StageError(f"stage {index + 1} failed: {answer.error}")
-            if not isinstance(answer, kind):
-                raise StageError(f"stage {index + 1} sent no answer for {timeout_s:g} s")
-            found.append(answer)
-        return found
 
-    def send(self, command: Command, stage: int | None = None) -> None:
-        """Sends a command to one stage, or to all. Raises StageError when a stage is gone."""
-        chosen = range(self.count) if stage is None else (stage,)
-        with self._telling:
-            for index in chosen:
-                try:
-                    self._pipes[index].send(command)
-                except (OSError, ValueError):
-                    raise StageError(self._ending(index)) from None
+def _opened_with_own_pools(
+    stages: StageProcesses, first: _First, shape: KvShape, config: EngineConfig
+) -> PipelineRunner:
+    """Opens the pool of each member, and connects the stages."""
+    command = _open_command(shape, config, is_shared=False)
+    stages.send_all(command)
+    passes = open_passes(first.model, first.stage, command, None, first.group)
+    return stages.connect(passes, passes.pool, passes.storage, shape.model, own_pools=True)
 
-    def close(self) -> None:
-        """Ends all stages and kills those that do not end. May be called twice."""
-        self._closing = True
-        atexit.unregister(self.close)
-        for pipe in self._pipes:
-            pipe.close()  # a stage ends when its pipe ends
-        for process in self._processes:
-            process.join(_FAREWELL_S)
-            process.kill()
-            process.join()
-        if self._reader is not None:
-            self._reader.join(_FAREWELL_S)
-        if self._listening is not None:
-            self._listening.__exit__(None, None, None)
-            self._listening = None
-        if self._transport is not None:
-            self._transport.close()
-            self._transport = None
 
-    # -- on the reader's thread
+def _open_command(shape: KvShape, config: EngineConfig, *, is_shared: bool) -> Open:
+    part = replace(shape.layout, head_count=shape.layout.part_heads, parts=1, copies=1, stages=1)
+    return Open(layout=part, attention_backend=config.attention_backend, is_shared=is_shared)
 
-    def _read(self, runner: PipelineRunner, out: OutgoingRows) -> None:
-        """Gives the stages' answers to the runner. Answers of the last stage come after all that
-        earlier stages had answered before."""
-        try:
-            while not self._closing:
-                ready = wait(self._pipes, 1.0)
-                last = self._answers(len(self._pipes) - 1, ready)
-                for index in range(len(self._pipes) - 1):
-                    for answer in self._answers(index, None if last else ready):
-                        runner.in_flight.receive(answer)
-                for answer in last:
-                    runner.in_flight.receive(answer)
-        except StageError as error:
-            if not self._closing:
-                self._fail(runner, out, error)
-        except OSError:
-            return  # our ends of the pipes are closed
 
-    def _fail(self, runner: PipelineRunner, out: OutgoingRows, error: StageError) -> None:
-        log.error("%s", error)
-        runner.in_flight.fail(error)
-        out.sender.close(str(error))
-
-    def _answers(self, index: int, ready: list[Any] | None) -> list[Answer]:
-        """Reads a stage's answers. ready: the pipes with data; None: polls the pipe anyway."""
-        pipe = self._pipes[index]
-        if ready is not None and pipe not in ready:
-            return []
-        found: list[Answer] = []
-        try:
-            while pipe.poll(0):
-                answer = pipe.recv()
-                if isinstance(answer, Died):
-                    raise StageError(f"stage {index + 1} failed: {answer.error}")
-                found.append(answer)
-        except (EOFError, ConnectionError):  # reset: the stage died with unread data
-            raise StageError(self._ending(index)) from None
-        return found
-
-    def _ending(self, index: int) -> str:
-        process = self._processes[index]
-        process.join(1.0)
-        code = process.exitcode
-        if code is None:
-            return f"stage {index + 1} closed its pipe"
-        how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"
-        return f"stage {index + 1} died, {how}"
+def _sharers(devices: Sequence[str], ranks: int) -> tuple[int, ...]:
+    """Returns `Measure.sharers`, given each member's device, stage after stage."""
+    on = Counter(devices)
+    each = [on[device] for device in devices]
+    return tuple(max(each[i : i + ranks]) for i in range(0, len(each), ranks))

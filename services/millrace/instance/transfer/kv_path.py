@@ -17,7 +17,7 @@ import itertools
 import logging
 import random
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 
 from millrace.concurrency import all_or_first_error, cancel
@@ -86,17 +86,17 @@ class KvPath:
         )
 
     async def check_own(
-        self, transport: Transport, region: int, pools: Bytes, ranks: int = 1
+        self, transport: Transport, region: int, pools: Bytes, parts: Mapping[str, int]
     ) -> None:
-        """Moves bytes out of every rank's KV pool and into it. The pools must be unused; they are
+        """Moves bytes out of every member's KV pool and into it. The pools must be unused; they are
         unchanged.
 
-        `region`: of the pools, which follow one another in `pools`, at the `transport`. Raises
-        TransferError.
+        `region`: of the pools, which follow one another in `pools`, at the `transport`. `parts`:
+        where each member's begins. Raises TransferError.
         """
         with self._timed("loopback"):
             await probe_loopback(
-                transport, region, pools, self._open_end, EXCHANGE_TIMEOUT_S, ranks
+                transport, region, pools, self._open_end, EXCHANGE_TIMEOUT_S, parts
             )
 
     async def reach_peers(self, scheduler: str, role: str) -> None:

@@ -23,9 +23,9 @@ from millrace.transfer.transport.byte_window import ByteWindow
 from millrace.transfer.transport.checked import CheckedTransport
 from millrace.transfer.transport.device_copies import COPIES
 from millrace.transfer.transport.device_memory import check_registers
+from millrace.transfer.transport.joined import JoinedTransport
 from millrace.transfer.transport.nixl.environment import transport_environment
 from millrace.transfer.transport.nixl.transport import NixlTransport
-from millrace.transfer.transport.ranked import RankedTransport
 from millrace.transfer.transport.regions import Bytes, JoinedBytes, Memory
 from millrace.transfer.transport.remote import RemoteAgent, serve_agent
 
@@ -37,7 +37,8 @@ SOME_ELEMENTS = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class KvTransport:
-    """The transport of an instance's KV. `pools`: the bytes of all ranks' KV, rank after rank."""
+    """The transport of an instance's KV. `pools`: the bytes of all members' KV, in the order of
+    `KvLayout.member_pools`."""
 
     transport: Transport
     pools: Bytes
@@ -76,25 +77,25 @@ async def open_transport(
 
 
 def kv_transport(name: str, memory: KvMemory) -> KvTransport:
-    """Opens an agent of this process, and one in every rank that has a pool of its own. Peers may
-    have several ranks in any case.
+    """Opens an agent of this process, and one in every member that has a pool of its own. Peers may
+    have several members in any case.
 
-    Raises TransferError, with the rank that has opened none.
+    Raises TransferError, with the member that has opened none.
     """
     pools = ByteWindow(memory.storage)
-    if memory.ranks is None:
-        return KvTransport(RankedTransport(NixlTransport(name, COPIES)), pools)
+    if memory.members is None:
+        return KvTransport(JoinedTransport(NixlTransport(name, COPIES)), pools)
     agents = [
-        RemoteAgent(pipe, rank, f"{name}.{rank}")
-        for rank, pipe in enumerate(memory.ranks.transports, start=1)
+        RemoteAgent(pipe, member, f"{name}.{number}")
+        for number, (member, pipe) in enumerate(memory.members.transports.items(), start=1)
     ]
     memories = [pools.memory, *(agent.pool.memory for agent in agents)]
-    transport = RankedTransport(NixlTransport(name, COPIES), agents, memories)
+    transport = JoinedTransport(NixlTransport(name, COPIES), agents, memories)
     return KvTransport(transport, JoinedBytes([pools, *(agent.pool for agent in agents)]))
 
 
-def serve_rank(pipe: Connection, storage: Callable[[], Tensor], rank: int) -> None:
-    """Serves the transport of a rank's KV pool to rank 0, in the rank's process (`Beside`)."""
+def serve_member(pipe: Connection, storage: Callable[[], Tensor], rank: int) -> None:
+    """Serves the transport of a member's KV pool to the leader, in the member (`Beside`)."""
     serve_agent(pipe, partial(NixlTransport, copies=COPIES), lambda: ByteWindow(storage()))
 
 

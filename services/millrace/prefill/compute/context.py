@@ -17,11 +17,11 @@ from millrace.core.scheduler.reports import (
     Report,
 )
 from millrace.engine.assembly import Engine
+from millrace.engine.device.publish import LayerPublisher
 from millrace.engine.execution_pool import ChunkTask, ExecutionPool
 from millrace.engine.forward.passes import Boundary
 from millrace.engine.sampling.sampler import Sampler
 from millrace.prefill.compute.first_tokens import prompt_logprobs, sample_first
-from millrace.prefill.compute.publish import LayerPublisher
 from millrace.prefill.job import PrefillJob
 from millrace.prefill.metrics import PrefillMetrics
 from millrace.prefill.states import PrefillEvent
@@ -78,6 +78,12 @@ class PrefillCompute:
             self.publisher.together(
                 partial(job.session.layer_ready, one.number, layer, start, tokens)
             )
+
+    def written(self, job: PrefillJob, one: GroupPass, layer: int) -> None:
+        """Passes a layer of the pass to the job's transfer, after a later stage has written it. Any
+        thread may call it."""
+        if job.session is not None:
+            job.session.layer_ready(one.number, layer, one.start_token, one.num_tokens)
 
     def add_prompt_logprobs(self, job: PrefillJob, start: int, hidden: torch.Tensor) -> None:
         """Adds the log-probabilities of the prompt's own tokens, if they are requested.

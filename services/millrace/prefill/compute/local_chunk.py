@@ -95,7 +95,7 @@ class LocalChunk(ChunkTask):
             want_logits=job.wants_logits(one),
             want_hidden=job.wants_hidden(one),
             name=name,
-            on_layer=partial(self._publish, one),
+            on_layer=partial(self._written, one),
         )
 
     def _take_results(self, task: PrefillTask) -> None:
@@ -116,6 +116,11 @@ class LocalChunk(ChunkTask):
     def _publish(self, one: GroupPass, layer: int) -> None:
         if self._error is None:
             self._compute.publish(self._job, one, layer, one.start_token, one.num_tokens)
+
+    def _written(self, one: GroupPass, layer: int) -> None:
+        """Takes the report of a later stage. Called on any thread."""
+        if self._error is None:
+            self._compute.written(self._job, one, layer)
 
     def _look_after(self, chunks: list[LocalChunk]) -> None:
         """Notes the chunks whose result is unwanted. Raises the error when all chunks are."""

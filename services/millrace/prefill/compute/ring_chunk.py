@@ -127,7 +127,7 @@ class RingChunk(ChunkTask):
             prompt_ids=job.prompt_ids,
             pages=job.pages,
             buffers=ring_buffers(job.buffers),
-            layout=self._compute.engine.pool.layout,
+            layout=self._compute.engine.layout,
             last_layer=job.is_last(one) or job.needs_whole_prompt,
         )
         task.name = job.request_id

@@ -12,7 +12,7 @@ import asyncio
 import logging
 import random
 import threading
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from concurrent.futures import Future
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from dataclasses import dataclass
@@ -200,24 +200,27 @@ async def probe_loopback(
     pool: Bytes,
     open_end: OpenEnd,
     timeout_s: float,
-    ranks: int = 1,
+    parts: Mapping[str, int] | None = None,
 ) -> None:
     """Checks that `transport` moves bytes out of its `region`, and that others can write into it.
 
-    `pool` is that region; nothing else may use it during the call, and its bytes are restored. With
-    several `ranks`, whose equal pools follow one another in the region, every rank's pool is
-    checked. If the process of the other end dies, the probe tries again, LOOPBACK_TRIES times in
-    all. Raises TransferError, which names the rank where there are several.
+    `pool` is that region; nothing else may use it during the call, and its bytes are restored.
+    `parts`: where the pool of every member begins in the region, by the members' names; every
+    member's pool is checked. If the process of the other end dies, the probe tries again,
+    LOOPBACK_TRIES times in all. Raises TransferError, which names the member where there are
+    several.
     """
-    part = pool.nbytes // ranks
-    size = min(PATTERN_BYTES, part // 2)
+    parts = parts or {"": 0}
+    ends = [*list(parts.values())[1:], pool.nbytes]
+    least = min(end - start for start, end in zip(parts.values(), ends, strict=True))
+    size = min(PATTERN_BYTES, least // 2)
     own = ProbeEnd(transport, pool, region=region, seed=random.getrandbits(64), size=size)
-    for rank in range(ranks):
-        probe = _Loopback(transport, own, region, rank * part, timeout_s)
+    for number, (member, start) in enumerate(parts.items()):
+        probe = _Loopback(transport, own, region, start, timeout_s)
         try:
-            await probe.run(pool, open_end, size, f"loopback-{rank}")
+            await probe.run(pool, open_end, size, f"loopback-{number}")
         except TransferError as error:
-            raise error if ranks == 1 else ProbeError(f"rank {rank}: {error}") from error
+            raise error if len(parts) == 1 else ProbeError(f"{member}: {error}") from error
 
 
 @dataclass(frozen=True, slots=True)

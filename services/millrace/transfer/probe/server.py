@@ -39,9 +39,9 @@ from millrace.concurrency import cancel, leave_terminal_to_parent
 from millrace.core.errors import TransferError
 from millrace.transfer.probe.pattern import ProbeEnd, probe_end
 from millrace.transfer.transport.checked import CheckedTransport
+from millrace.transfer.transport.joined import JoinedTransport
 from millrace.transfer.transport.nixl.library import load_ucx
 from millrace.transfer.transport.nixl.transport import NixlTransport
-from millrace.transfer.transport.ranked import RankedTransport
 from millrace.transfer.transport.regions import ByteView, Memory
 
 #: Seconds after which the kernel ends a child, even if the transport's library hangs.
@@ -170,7 +170,7 @@ async def _live(
     size = request["size"]
     async with probe_end(
         # The instance's messages may have sums; what a probe writes is read back as it is.
-        lambda: CheckedTransport(RankedTransport(NixlTransport(request["name"])), checks=False),
+        lambda: CheckedTransport(JoinedTransport(NixlTransport(request["name"])), checks=False),
         _buffer(device, 2 * size),
         seed=request["seed"],
         size=size,

@@ -39,7 +39,7 @@ def unreadable(pool: Memory, layout: KvLayout) -> str:
     if pool.device != HOST:
         return "is in device memory"
     if pool.nbytes < layout.pool_bytes:
-        return f"is in the memory of {layout.ranks} ranks"
+        return f"is in the memory of {len(layout.member_pools)} processes"
     return ""
 
 

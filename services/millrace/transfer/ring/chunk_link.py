@@ -44,9 +44,12 @@ class PeerInfo:
     generation: int
 
     def buffer(self, number: int) -> Offsets:
-        """Returns a buffer's flat pages, in the order in which a block fills them. int64."""
+        """Returns a buffer's flat pages, in the order in which a block fills them. int64.
+
+        They count from the `KvLayout.buffer_offset` of the block's layer.
+        """
         pages = ring_buffers(self.buffer_pages)[number]
-        memory = buffer_memory(pages, self.layout.num_layers, self.layout.num_pages)
+        memory = buffer_memory(pages, self.layout.buffer_layers, self.layout.num_pages)
         return np.array(memory, dtype=np.int64)
 
 
@@ -157,9 +160,7 @@ class ChunkLink:
         """
         if self._of_pass is None:
             raise ValueError(f"layer {layer} is published before a pass has begun")
-        runs, offset = self._of_pass, self.me.layout.layer_offset(layer)
-        own = runs.own.shifted(offset, 0) if offset else runs.own
-        self._after_device(partial(self._ready, self._layers, _Layer(own, runs.forwarded)))
+        self._after_device(partial(self._ready, self._layers, self._at_layer(self._of_pass, layer)))
         self._layers += 1
 
     def wait(self, step: int) -> bool:
@@ -217,6 +218,14 @@ class ChunkLink:
         target = self._buffers[1][buffer_of(step + 1)]
         return page_runs(self.me.layout, source[:count], self.next.layout, target[:count])
 
+    def _at_layer(self, first: _Layer, layer: int) -> _Layer:
+        """Returns the runs of the model's `layer`, given those of layer 0."""
+        here, there = (member.layout.buffer_offset(layer) for member in (self.me, self.next))
+        own = first.own.shifted(self.me.layout.layer_offset(layer), there)
+        if not (here or there):
+            return _Layer(own, first.forwarded)
+        return _Layer(own, tuple(runs.shifted(here, there) for runs in first.forwarded))
+
     def _number(self, step: int) -> int:
         return self.flow.order.number(self._layers - 1, step)
 
@@ -238,7 +247,7 @@ def _check(member: PeerInfo, pages: int, block_pages: int) -> None:
             f"{member.instance_id} has {len(member.pages)} pages of the request; its share of the "
             f"chunk needs {pages}"
         )
-    room = len(member.buffer_pages) // RING_BUFFERS * member.layout.num_layers
+    room = len(member.buffer_pages) // RING_BUFFERS * member.layout.buffer_layers
     if block_pages > room:
         raise TransferError(
             f"the ring's buffers at {member.instance_id} hold {room} pages each; the largest "

@@ -1,8 +1,9 @@
-"""Another rank's agent, over a pipe: rank 0's side, and the thread that serves it in the rank.
+"""Another member's agent, over a pipe: the leader's side, and the thread that serves the agent.
 
-Every rank's process has its own pool and its own transport. Rank 0 sends calls; the rank makes them
-and answers each when it has ended, in any order. Calls return at once at rank 0: a thread sends,
-another thread reads. When the pipe ends, the rank has ended, and all calls fail.
+Every member's process has its own pool and its own transport. The leader of the instance sends
+calls; the member makes them and answers each when it has ended, in any order. Calls return at once
+at the leader: a thread sends, another thread reads. When the pipe ends, the member has ended, and
+all calls fail.
 """
 
 from __future__ import annotations
@@ -22,17 +23,17 @@ from millrace.transfer.transport.base import PeerLostError, Transport
 from millrace.transfer.transport.regions import ByteView, Memory
 from millrace.transfer.transport.runs import Runs
 
-#: Seconds for a rank to start its transport, to register memory and to end.
+#: Seconds for a member to start its transport, to register memory and to end.
 CALL_TIMEOUT_S: Final = 60.0
 
 _Answer = tuple[int, Any, str, bool]  # of which call, value, error, whether a peer is lost
 
 
 class RemotePool:
-    """A rank's KV pool, in the rank's process, as `Bytes`. Nothing else may use it meanwhile."""
+    """A member's KV pool, in its process, as `Bytes`. Nothing else may use it meanwhile."""
 
     def __init__(self, call: Callable[..., Future[Any]], memory: Memory) -> None:
-        """`memory`: where the pool lies in the rank's process."""
+        """`memory`: where the pool lies in the member's process."""
         self.memory = memory
         self._call = call
 
@@ -49,13 +50,13 @@ class RemotePool:
 
 
 class RemoteAgent:
-    """Rank 0's side, an `Agent`. `pool` is the rank's."""
+    """The leader's side, an `Agent`. `pool` is the member's."""
 
-    def __init__(self, pipe: Connection, rank: int, name: str) -> None:
-        """Has the rank open its transport under `name`. Raises TransferError when it can't."""
+    def __init__(self, pipe: Connection, member: str, name: str) -> None:
+        """Has the `member` open its transport under `name`. Raises TransferError when it can't."""
         self.name = name
         self._pipe = pipe
-        self._of = f"rank {rank} of this instance"
+        self._of = f"{member} of this instance"
         self._numbers = itertools.count()
         self._lock = threading.Lock()
         self._pending: dict[int, Future[Any]] = {}
@@ -145,9 +146,9 @@ class RemoteAgent:
 def serve_agent(
     pipe: Connection, open_transport: Callable[[str], Transport], pool: Callable[[], ByteView]
 ) -> None:
-    """Serves rank 0's calls in the rank's process; returns when rank 0 closes the agent or is gone.
+    """Serves the leader's calls in a member; returns when the leader closes the agent or is gone.
 
-    `pool` returns the rank's KV memory, once it is there. Nothing else may use `pipe`.
+    `pool` returns the member's KV memory, once it is there. Nothing else may use `pipe`.
     """
     server = _Server(pipe, open_transport, pool)
     try:
@@ -177,7 +178,7 @@ class _Server:
         """Makes a call and answers it. Returns False after the last one."""
         try:
             value = getattr(self, f"_{method}")(*arguments)
-        except Exception as error:  # rank 0 gets every error
+        except Exception as error:  # the leader gets every error
             self._answer(number, None, error)
             return True
         if isinstance(value, Future):
@@ -250,5 +251,5 @@ class _Server:
         if error is not None and not isinstance(error, TransferError):
             text = f"{type(error).__name__}: {error}"
         answer: _Answer = (number, value, text, isinstance(error, PeerLostError))
-        with self._sending, suppress(OSError):  # rank 0 is gone
+        with self._sending, suppress(OSError):  # the leader is gone
             self._pipe.send(answer)

@@ -20,7 +20,7 @@ DTYPE_BFLOAT16: Dtype
 DTYPE_FLOAT16: Dtype
 
 class KvLayout(_message.Message):
-    __slots__ = ("model_hash", "dtype", "num_layers", "num_kv_heads", "head_dim", "page_tokens", "head_start", "head_count", "num_pages", "parts", "layer_start", "model_layers", "copies")
+    __slots__ = ("model_hash", "dtype", "num_layers", "num_kv_heads", "head_dim", "page_tokens", "head_start", "head_count", "num_pages", "parts", "layer_start", "model_layers", "copies", "stages")
     MODEL_HASH_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
     NUM_LAYERS_FIELD_NUMBER: _ClassVar[int]
@@ -34,6 +34,7 @@ class KvLayout(_message.Message):
     LAYER_START_FIELD_NUMBER: _ClassVar[int]
     MODEL_LAYERS_FIELD_NUMBER: _ClassVar[int]
     COPIES_FIELD_NUMBER: _ClassVar[int]
+    STAGES_FIELD_NUMBER: _ClassVar[int]
     model_hash: str
     dtype: Dtype
     num_layers: int
@@ -47,7 +48,8 @@ class KvLayout(_message.Message):
     layer_start: int
     model_layers: int
     copies: int
-    def __init__(self, model_hash: _Optional[str] = ..., dtype: _Optional[_Union[Dtype, str]] = ..., num_layers: _Optional[int] = ..., num_kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., page_tokens: _Optional[int] = ..., head_start: _Optional[int] = ..., head_count: _Optional[int] = ..., num_pages: _Optional[int] = ..., parts: _Optional[int] = ..., layer_start: _Optional[int] = ..., model_layers: _Optional[int] = ..., copies: _Optional[int] = ...) -> None: ...
+    stages: int
+    def __init__(self, model_hash: _Optional[str] = ..., dtype: _Optional[_Union[Dtype, str]] = ..., num_layers: _Optional[int] = ..., num_kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., page_tokens: _Optional[int] = ..., head_start: _Optional[int] = ..., head_count: _Optional[int] = ..., num_pages: _Optional[int] = ..., parts: _Optional[int] = ..., layer_start: _Optional[int] = ..., model_layers: _Optional[int] = ..., copies: _Optional[int] = ..., stages: _Optional[int] = ...) -> None: ...
 
 class Ticket(_message.Message):
     __slots__ = ("request_id", "sender", "receiver", "attempt")

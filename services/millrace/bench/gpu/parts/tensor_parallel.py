@@ -106,7 +106,7 @@ def swapped(engine: Engine) -> tuple[Tensor, Tensor]:
     prompt = new_prompt(engine, _TOKENS, 11)
     _prefill(engine, prompt)
     wanted = _step(engine, prompt.pages)
-    swap = KvSwap(engine.storage, 16 << 20, engine.swap)
+    swap = KvSwap(engine.storage, 16 << 20, engine.layout.page_of_all_bytes, engine.swap)
     slots = swap.reserve(len(prompt.pages))
     swap.swap_out(prompt.pages, slots)
     other = new_prompt(engine, _TOKENS, 13)

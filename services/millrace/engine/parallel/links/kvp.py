@@ -45,9 +45,10 @@ class MappedKv:
 
 
 class GatheredKv:
-    """Each rank has a pool of its own, and sends its new rows to rank 0."""
+    """Each rank has a pool of its own, and sends its new rows to rank 0; one process, without
+    `ranks`, passes its new rows on."""
 
-    def __init__(self, ranks: Communicator, copies: int) -> None:
+    def __init__(self, ranks: Communicator | None = None, copies: int = 1) -> None:
         """`copies`: of each KV head, at neighbouring ranks."""
         self._ranks = ranks
         self._copies = copies
@@ -62,12 +63,33 @@ class GatheredKv:
 
     def layer(self, layer: int, kv_layers: Tensor) -> Tensor:
         if not len(self._slots):
-            return kv_layers
+            return kv_layers[:, :0]
         planes, heads, page_tokens, width = kv_layers.shape[2:]
         kv = kv_layers.new_empty(len(self._slots), planes, heads, width)
         NewRows(self._slots // page_tokens, self._slots % page_tokens).read(kv_layers, kv)
-        parts = self._ranks.gather(kv)[:: self._copies]
+        parts = [kv] if self._ranks is None else self._ranks.gather(kv)[:: self._copies]
         return torch.stack([_paged(part, page_tokens) for part in parts]) if parts else kv_layers
+
+
+class NewRowsRemote:
+    """The `RemoteLink` of a process whose layers lie in a pool of its own: the link that it wraps
+    gets the K/V of new rows alone."""
+
+    def __init__(self, link: RemoteLink) -> None:
+        self._link = link
+        self._new_kv = GatheredKv()
+
+    def begin(self, rows: Sequence[RemoteRows], slots: Tensor) -> None:
+        self._link.begin(rows, self._new_kv.begin(rows, slots))
+
+    def send(self, layer: int, q_nhd: Tensor, kv_layers: Tensor) -> None:
+        self._link.send(layer, q_nhd, self._new_kv.layer(layer, kv_layers))
+
+    def partials(self, layer: int) -> Iterator[Partial]:
+        return self._link.partials(layer)
+
+    def end(self) -> Mapping[RemoteRows, str]:
+        return self._link.end()
 
 
 class SharedRemote:

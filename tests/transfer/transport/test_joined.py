@@ -1,4 +1,4 @@
-"""A transport of several ranks: cutting of writes, all degrees, failures of one rank."""
+"""A transport of several members: cutting of writes, all degrees, failures of one member."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from millrace.core.errors import TransferError
 from millrace.core.kv.layout import KvLayout
 from millrace.transfer.transport.base import PeerLostError
+from millrace.transfer.transport.joined import JoinedTransport, Segment, split
 from millrace.transfer.transport.layout import Side, at_layer, layer_runs
 from millrace.transfer.transport.nixl.transport import NixlTransport
-from millrace.transfer.transport.ranked import RankedTransport, Segment, split
 from millrace.transfer.transport.regions import Memory, copy_on_host
 from millrace.transfer.transport.runs import Runs
 from support.deadlines import HANG_S
@@ -72,9 +72,9 @@ def test_cut_runs_copy_what_the_whole_runs_copy(data: st.DataObject) -> None:
     here, there = map(segments, sizes)
     seen = set()
     for one, other, piece in split(whole, here, there):
-        seen.add((one.rank, other.rank))
+        seen.add((one.member, other.member))
         parts = [
-            array[side.start : side.start + some[side.rank]]
+            array[side.start : side.start + some[side.member]]
             for array, side, some in ((source, one, sizes[0]), (found, other, sizes[1]))
         ]
         copy_on_host(*map(Memory.of_array, parts), piece)  # refuses what leaves a segment
@@ -93,9 +93,9 @@ def test_a_pair_of_ranks_exchanges_the_heads_that_both_hold(ranks: int, theirs: 
     sides = [segments([one.part_bytes] * one.ranks) for one in (sender, receiver)]
     got = dict.fromkeys(range(theirs), 0)
     for one, other, piece in split(runs, *sides):
-        shared = set(sender.heads_of(one.rank)) & set(receiver.heads_of(other.rank))
+        shared = set(sender.heads_of(one.member)) & set(receiver.heads_of(other.member))
         assert piece.total_bytes == len(shared) * TOKENS * 2 * WHOLE.row_bytes
-        got[other.rank] += len(shared)
+        got[other.member] += len(shared)
     assert got == {rank: len(receiver.heads_of(rank)) for rank in range(theirs)}
 
 
@@ -116,7 +116,7 @@ class Instance:
             for rank in range(layout.ranks)
         ]
         memories = [Memory.of_array(pool) for pool in self.pools]
-        self.transport = RankedTransport(self.agents[0], self.agents[1:], memories)
+        self.transport = JoinedTransport(self.agents[0], self.agents[1:], memories)
         self.region = self.transport.register(memories[0])
         self.inbox: queue.Queue[tuple[str, bytes]] = queue.Queue()
         self.transport.subscribe(7, lambda peer, payload: self.inbox.put((peer, payload)))

@@ -1,4 +1,4 @@
-"""Calls beside the passes: to all ranks at once, with errors that name the rank."""
+"""Calls beside the passes: to all members at once, with errors that name the member."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from multiprocessing.connection import Connection
 import pytest
 
 from millrace.core.errors import CapacityError
-from millrace.engine.parallel.rank_calls import RankCalls, answer_calls
+from millrace.engine.parallel.member_calls import MemberCalls, answer_calls
 from millrace.engine.parallel.rank_group import RankError
 from support.deadlines import HANG_S
 
@@ -30,7 +30,7 @@ class Sum:
 
 
 @contextmanager
-def ranks(count: int) -> Iterator[tuple[RankCalls, list[Connection]]]:
+def ranks(count: int) -> Iterator[tuple[MemberCalls, list[Connection]]]:
     """So many ranks beside rank 0, on threads of this process, and rank 0's pipes to them."""
     with ExitStack() as stack:
         pipes = []
@@ -41,12 +41,12 @@ def ranks(count: int) -> Iterator[tuple[RankCalls, list[Connection]]]:
             stack.callback(thread.join, HANG_S)
             stack.callback(ours.close)
             pipes.append(ours)
-        yield RankCalls(pipes, [0] * count), pipes
+        yield MemberCalls({f"rank {i}": pipe for i, pipe in enumerate(pipes, 1)}), pipes
 
 
 def test_calls_come_in_order_whether_they_are_answered_or_not() -> None:
     with ranks(2) as (calls, _):
-        assert calls.ranks == 3
+        assert len(calls) == 2
         assert calls.call("open", 1) == [None, None]
         calls.tell("add", 10)
         assert calls.call("add", 100) == [111, 111]

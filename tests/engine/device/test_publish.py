@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from millrace.prefill.compute import publish
-from millrace.prefill.compute.publish import TOGETHER_S, LayerPublisher
+from millrace.engine.device import publish
+from millrace.engine.device.publish import TOGETHER_S, LayerPublisher
 from support.deadlines import HANG_S
 
 

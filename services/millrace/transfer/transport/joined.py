@@ -1,12 +1,13 @@
-"""One transport over the ranks of an instance, each with memory and an agent of its own.
+"""One transport over the members of an instance, each with memory and an agent of its own.
 
-Rank 0 leads. A peer, which is ranked too, sees one name, one region for the KV of all ranks, and
-one notification per write. Inside the region the pools follow one another (`core/kv/layout.py`). A
-write is cut where a pool of either side ends; every piece goes from the agent of the rank that has
-the bytes to the agent of the rank that takes them. When all pieces lie there, rank 0 sends the
-notification. Code above the transport need not know how many ranks either side has.
+Members are the ranks of the instance's stages; the first leads. A peer, whose transport is joined
+too, sees one name, one region for the KV of all members, and one notification per write. Inside
+the region the pools follow one another (`core/kv/layout.py`). A write is cut where a pool of either
+side ends; every piece goes from the agent of the member that has the bytes to the agent of the
+member that takes them. When all pieces lie there, the leader sends the notification. Code above the
+transport need not know how many members either side has.
 
-Between two instances of one rank each a write is a write of their agents, and nothing is added.
+Between two instances of one member each a write is a write of their agents, and nothing is added.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from concurrent.futures import Future
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, Final, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
@@ -32,9 +33,11 @@ from millrace.transfer.transport.runs import Offsets, Runs
 
 T = TypeVar("T")
 
+_MEMBERS: Final = "ranks"  # as instances of one stage named their members first
+
 
 class Agent(Protocol):
-    """The calls of a `Transport` that rank 0 makes of another rank's agent."""
+    """The calls of a `Transport` that the leader makes of another member's agent."""
 
     @property
     def name(self) -> str: ...
@@ -50,27 +53,28 @@ class Agent(Protocol):
 
 
 class Segment(NamedTuple):
-    """A rank's share of a region: bytes from `start` on, in the agent's `region`."""
+    """A member's share of a region: bytes from `start` on, in the agent's `region`."""
 
-    rank: int
+    member: int
     region: int
     start: int
 
 
 @dataclass(frozen=True, slots=True)
 class _Peer:
-    agents: tuple[str, ...]  # names, by rank
+    agents: tuple[str, ...]  # names, by member
     regions: tuple[tuple[Segment, ...], ...]
 
 
-class RankedTransport:
-    """A `Transport` of one or more ranks; see the module."""
+class JoinedTransport:
+    """A `Transport` of one or more members; see the module."""
 
     def __init__(
         self, own: Transport, others: Sequence[Agent] = (), pools: Sequence[Memory] = ()
     ) -> None:
-        """`own`: rank 0's. `others`: those of ranks 1 and on. `pools`: the KV of every rank, each
-        in its own process; where rank 0's is registered, the others' are registered with it.
+        """`own`: the leader's. `others`: those of the other members. `pools`: the KV of every
+        member, each in its own process; where the leader's is registered, the others' are
+        registered with it.
         """
         self._own = own
         self._agents: tuple[Agent, ...] = (own, *others)
@@ -86,8 +90,8 @@ class RankedTransport:
         segments = [Segment(0, self._own.register(memory), 0)]
         if self._pools and memory == self._pools[0]:
             end = memory.nbytes
-            for rank, pool in enumerate(self._pools[1:], start=1):
-                segments.append(Segment(rank, self._agents[rank].register(pool), end))
+            for member, pool in enumerate(self._pools[1:], start=1):
+                segments.append(Segment(member, self._agents[member].register(pool), end))
                 end += pool.nbytes
         self._regions.append(tuple(segments))
         return len(self._regions) - 1
@@ -95,20 +99,20 @@ class RankedTransport:
     def metadata(self) -> bytes:
         if len(self._agents) == 1:
             return self._own.metadata()
-        ranks = [base64.b64encode(agent.metadata()).decode() for agent in self._agents]
-        return json.dumps({"ranks": ranks, "regions": self._regions}).encode()
+        members = [base64.b64encode(agent.metadata()).decode() for agent in self._agents]
+        return json.dumps({_MEMBERS: members, "regions": self._regions}).encode()
 
     def connect(self, metadata: bytes) -> Future[str]:
-        """Connects every rank to every rank of the peer."""
+        """Connects every member to every member of the peer."""
         try:
-            ranks, regions = _read(metadata)
-            names = tuple(PeerMetadata.decode(one).name for one in ranks)
+            members, regions = _read(metadata)
+            names = tuple(PeerMetadata.decode(one).name for one in members)
         except TransferError as error:
             refused: Future[str] = Future()
             refused.set_exception(error)
             return refused
         self._peers[names[0]] = _Peer(names, regions)
-        return _joined([a.connect(one) for a in self._agents for one in ranks], names[0])
+        return _joined([a.connect(one) for a in self._agents for one in members], names[0])
 
     def write(
         self,
@@ -131,8 +135,8 @@ class RankedTransport:
                 peer, runs, notification, region=region, peer_region=peer_region, urgent=urgent
             )
         pieces = [
-            self._agents[source.rank].write(
-                known.agents[target.rank],
+            self._agents[source.member].write(
+                known.agents[target.member],
                 piece,
                 b"",
                 region=source.region,
@@ -159,7 +163,7 @@ class RankedTransport:
         return self._own.progress()
 
     def is_dead(self, peer: str) -> bool:
-        """Returns True once the processes of all ranks of the peer are known to have ended: until
+        """Returns True once the processes of all members of the peer are known to have ended: until
         then any of them may still write.
         """
         known = self._peers.get(peer)
@@ -234,20 +238,20 @@ def _segments(regions: Sequence[tuple[Segment, ...]], number: int) -> tuple[Segm
 
 
 def _read(metadata: bytes) -> tuple[list[bytes], tuple[tuple[Segment, ...], ...]]:
-    """Returns each rank's metadata, and the regions; none where one rank's are its agent's own."""
+    """Returns each member's metadata, and the regions; none for those of one agent."""
     try:
         fields = json.loads(metadata)
-        if "ranks" not in fields:
+        if _MEMBERS not in fields:
             return [metadata], ()
-        ranks = [base64.b64decode(rank, validate=True) for rank in fields["ranks"]]
+        members = [base64.b64decode(member, validate=True) for member in fields[_MEMBERS]]
         regions = tuple(tuple(Segment(*one) for one in region) for region in fields["regions"])
     except (ValueError, TypeError, KeyError, binascii.Error) as error:
         raise TransferError(f"not a transport's metadata: {error!r}") from error
-    if not ranks or any(not 0 <= s.rank < len(ranks) for region in regions for s in region):
+    if not members or any(not 0 <= s.member < len(members) for region in regions for s in region):
         raise TransferError(
-            f"not a transport's metadata: {len(ranks)} ranks don't have its regions"
+            f"not a transport's metadata: {len(members)} members don't have its regions"
         )
-    return ranks, regions
+    return members, regions
 
 
 def _when_all(futures: Sequence[Future[Any]], then: Callable[[Exception | None], None]) -> None:
