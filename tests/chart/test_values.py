@@ -55,7 +55,11 @@ def test_values_yaml_shows_every_value() -> None:
             {"prefill": {"tensorParallel": 8, "gpus": 4}},
             "prefill.gpus is 4, but prefill.tensorParallel is 8",
         ),
-        ({"decode": {"stages": 2}}, "decode.stages is 2, but decode.gpus is not 0"),
+        (
+            {"decode": {"stages": 2, "tensorParallel": 2, "gpus": 3}},
+            "decode.gpus is 3, but decode.tensorParallel is 2 and decode.stages 2: each rank of "
+            "each stage needs a GPU",
+        ),
         ({"prefill": {"autoscaling": {"mode": "Sometimes"}}}, "/prefill/autoscaling/mode"),
         ({"prefill": {"autoscaling": {"maxReplica": 4}}}, "'maxReplica' not allowed"),
         ({"decode": {"drain": {"onTimeout": "Panic"}}}, "/decode/drain/onTimeout"),

@@ -21,7 +21,9 @@ NO_PREFILL = "decode.role decode needs prefill; role mixed computes prompts and 
 MIXED = service(prefill=None, decode={"role": "mixed"})
 
 #: Objects that break only one rule, and the rule's message.
-RANKS_ON_GPUS = "gpus must be 0 or at least tensorParallel: each rank needs a GPU"
+RANKS_ON_GPUS = (
+    "gpus must be 0 or at least tensorParallel times stages: each rank of each stage needs a GPU"
+)
 BROKEN: list[tuple[str, Object]] = [
     (
         "the name is a DNS label of at most 44 characters that starts with a letter",
@@ -77,8 +79,8 @@ BROKEN: list[tuple[str, Object]] = [
         )
         for name in ("backlogSeconds", "utilization", "ttftSloRatio")
     ],
-    ("stages above 1 need gpus 0: they run on CPUs only", pool("PrefillGroup", stages=2)),
-    ("stages above 1 need gpus 0: they run on CPUs only", service(decode={"stages": 2})),
+    (RANKS_ON_GPUS, pool("PrefillGroup", stages=2, gpus=1)),
+    (RANKS_ON_GPUS, service(decode={"stages": 2, "tensorParallel": 2, "gpus": 3})),
     (RANKS_ON_GPUS, pool("PrefillGroup", tensorParallel=8, gpus=4)),
     (RANKS_ON_GPUS, pool("DecodePool", tensorParallel=2, gpus=1)),
     (RANKS_ON_GPUS, service(decode={"tensorParallel": 2, "gpus": 1})),

@@ -71,12 +71,9 @@
 {{- with get $v $role -}}
 {{- $onCpus := and (hasKey . "gpus") (eq (int .gpus) 0) -}}
 {{- $stages := int (.stages | default 1) -}}
-{{- if and (gt $stages 1) (not $onCpus) -}}
-{{- fail (printf "%s.stages is %d, but %s.gpus is not 0: above 1 it runs on CPUs only; on GPUs raise %s.replicas, and scheduling.maxSpDegree for long prompts" $role $stages $role $role) -}}
-{{- end -}}
 {{- $ranks := int (.tensorParallel | default 1) -}}
-{{- if and (hasKey . "gpus") (not $onCpus) (lt (int .gpus) $ranks) -}}
-{{- fail (printf "%s.gpus is %d, but %s.tensorParallel is %d: each rank needs a GPU" $role (int .gpus) $role $ranks) -}}
+{{- if and (hasKey . "gpus") (not $onCpus) (lt (int .gpus) (mul $ranks $stages)) -}}
+{{- fail (printf "%s.gpus is %d, but %s.tensorParallel is %d and %s.stages %d: each rank of each stage needs a GPU" $role (int .gpus) $role $ranks $role $stages) -}}
 {{- end -}}
 {{- end -}}
 {{- end -}}

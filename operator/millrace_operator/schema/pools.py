@@ -80,20 +80,17 @@ class ModelInstances(Instances):
 
     rules: ClassVar[tuple[Schema, ...]] = (
         rule(
-            "self.stages == 1 || (has(self.gpus) && self.gpus == 0)",
-            "stages above 1 need gpus 0: they run on CPUs only",
-        ),
-        rule(
-            "!has(self.gpus) || self.gpus == 0 || self.gpus >= self.tensorParallel",
-            "gpus must be 0 or at least tensorParallel: each rank needs a GPU",
+            "!has(self.gpus) || self.gpus == 0 || self.gpus >= self.tensorParallel * self.stages",
+            "gpus must be 0 or at least tensorParallel times stages: each rank of each stage needs "
+            "a GPU",
         ),
     )
     tensor_parallel: Literal[1, 2, 4, 8] = doc(
         "Ranks that share each layer, each on a GPU of its own unless gpus is 0.", 1
     )
     stages: int = doc(
-        "Pipeline stages of an instance, each with consecutive layers. Above 1 on CPUs only: "
-        "gpus must be 0.",
+        "Pipeline stages of an instance, each with consecutive layers. Their ranks are each on a "
+        "GPU of its own unless gpus is 0.",
         1,
         ge=1,
         le=64,

@@ -306,6 +306,8 @@ def test_secrets_come_as_references():
     ranks = all_objects(prefill={"tensorParallel": 4, "gpus": 0})["StatefulSet", "chat-prefill"]
     assert environment(main(ranks))["MILLRACE_ENGINE__TENSOR_PARALLEL"] == "4"
     assert "resources" not in main(ranks)
+    stages = all_objects(decode={"stages": 3, "tensorParallel": 2})["StatefulSet", "chat-decode"]
+    assert main(stages)["resources"] == {"limits": {"nvidia.com/gpu": "6"}}
     hub = environment(main(all_objects(weights=WEIGHTS["hub"])["StatefulSet", "chat-decode"]))
     assert hub["HF_TOKEN"] == {"secretKeyRef": {"name": "hub", "key": "token"}}
 
