@@ -227,6 +227,12 @@ class PrefillJob:
         is_plain = len(shares.group) == 1 and not self.layout.chunks[0].chunk.start_token
         return None if is_plain else shares
 
+    def gives_after(self, chunk: int) -> bool:
+        """Returns whether this instance gives KV of the prompt to others before the next chunk."""
+        following = self.layout.chunks[chunk + 1 :] if self.layout is not None else ()
+        moves = following[0].moves if following else ()
+        return any(move.giver == self.instance_id for move in moves)
+
     # -- its state
 
     def advance(self, event: PrefillEvent) -> PrefillState:

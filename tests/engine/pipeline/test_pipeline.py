@@ -212,6 +212,21 @@ def test_the_next_chunk_enters_as_one_leaves_the_first_stage(five_layers, staged
     one.check_settled()
 
 
+def test_a_pass_whose_kv_is_awaited_ends_with_its_last_layer(five_layers, staged) -> None:
+    one, layers = staged(five_layers, 3), []
+    task = Request(one.runner, prompt(20)).task(0, 20, want_logits=False)
+    task.awaits_kv, task.on_layer = True, layers.append
+    gate, original = threading.Event(), one.rows[1].on_rows
+    one.rows[1].on_rows = lambda handed: (gate.wait(HANG_S), original(handed))
+    for boundary in one.runner.prefill_batch([task]):
+        if boundary.awaited is not None:
+            assert not boundary.awaited.wait(0.1)  # its last stage has no rows yet
+            gate.set()
+            assert boundary.awaited.wait(HANG_S)
+    assert sorted(layers) == [1, 2, 3, 4]
+    one.check_settled()
+
+
 def test_what_waits_in_a_later_stage_yields_to_what_is_first_in_the_order(
     five_layers, staged
 ) -> None:

@@ -142,12 +142,17 @@ async def test_a_cancelled_gang_leaves_nothing(cancelled_first: int) -> None:
     ],
 )
 async def test_members_may_have_stages(stages: int, ranks: int, pools: str) -> None:
-    """With pools of their own, blocks of a layer arrive in the pool of the layer's stage."""
+    """With pools of their own, blocks of a layer arrive in the pool of the layer's stage. What a
+    member has computed alone is given after its later stages have written it."""
     settings = config(max_chunk_tokens=128, stages=stages, tensor_parallel=ranks, kv_pools=pools)
     async with group_of(2, settings) as group:
         expected = await alone(group, 900)
-        await group.ask("long", [(300, [1, 0]), (600, [1, 0])])
-        assert await group.tokens("long") == expected
+        for name, plan in (
+            ("from-the-start", [(300, [1, 0]), (600, [1, 0])]),
+            ("grown", [(300, [1]), (20, [1, 0]), (580, [1, 0])]),
+        ):
+            await group.ask(name, plan)
+            assert await group.tokens(name) == expected, name
         await group.idle()
 
 

@@ -34,7 +34,8 @@ class PrefillTask:
 
     In several stages `InFlight.order` and `drop` use ``name``, which all passes of a prompt share.
     ``on_layer`` is called, on another thread, when the KV of a later stage's layer (counted over
-    the whole model) is in its pages.
+    the whole model) is in its pages. With ``awaits_kv`` the generator ends after the last layer's
+    call, even where the pass gives no rows.
     """
 
     token_ids: Tensor
@@ -46,6 +47,7 @@ class PrefillTask:
     lost: str = ""
     name: str = ""
     on_layer: Callable[[int], None] = _nothing
+    awaits_kv: bool = False
     logits: Tensor | None = None
     hidden: Tensor | None = None
 

@@ -182,12 +182,15 @@ class PipelineRunner:
         )
         try:
             yield from self._run_first(entry, tables)
-            if not is_wanted:
+            if not is_wanted and not any(task.awaits_kv for task in tasks):
                 self.in_flight.leave(entry)
                 return
             yield Boundary(self._first.model.layers.stop, "handed_on", entry.through)
             self.in_flight.wait(entry, self._timeout_s)
-            self._finish(entry, tables, tasks, 0, keeps_all=keeps_all)
+            if is_wanted:
+                self._finish(entry, tables, tasks, 0, keeps_all=keeps_all)
+            else:
+                self.in_flight.end(entry)
         except BaseException:
             self.in_flight.give_up(entry)
             raise

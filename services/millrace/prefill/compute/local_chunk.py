@@ -96,6 +96,7 @@ class LocalChunk(ChunkTask):
             want_hidden=job.wants_hidden(one),
             name=name,
             on_layer=partial(self._written, one),
+            awaits_kv=len(self._left) == 1 and job.gives_after(self._chunk),
         )
 
     def _take_results(self, task: PrefillTask) -> None:
