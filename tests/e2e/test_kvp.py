@@ -132,6 +132,7 @@ def kill(stack: Stack, name: str) -> Service:
     ("prefill", "owner"),
     [
         (OWN, OWN),
+        (STAGES + OWN[-1:], RANKS + STAGES + OWN[-1:]),
         *product(([], ["engine.stages=3"]), (OWN, STAGES)),
         (RANKS + STAGES, RANKS + STAGES),
     ],

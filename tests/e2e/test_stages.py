@@ -43,6 +43,7 @@ SETTINGS = [
 
 def options(of_prefill: int, of_decode: int, **others: Any) -> StackOptions:
     """Stages by role; an instance of each."""
+    prefill_settings = others.pop("prefill_settings", ())
     decode_settings = others.pop("decode_settings", ())
     given = {"model": str(served_folder(MODEL)), "prefill": 1, "decode": 1, **others}
     return StackOptions(
@@ -52,26 +53,34 @@ def options(of_prefill: int, of_decode: int, **others: Any) -> StackOptions:
         start_timeout_s=2 * HANG_S,
         settings=[f"engine.kv_bytes={POOL_BYTES}", REASONS, *SETTINGS, *given.pop("settings", ())],
         role_settings={
-            "prefill": [f"engine.stages={of_prefill}", "engine.max_chunk_tokens=128"],
+            "prefill": [
+                *(f"engine.stages={of_prefill}", "engine.max_chunk_tokens=128"),
+                *prefill_settings,
+            ],
             "decode": [f"engine.stages={of_decode}", *decode_settings],
         },
         **given,
     )
 
 
+OWN = ["engine.kv_pools=own"]
+
+
 async def test_stages_into_others_give_the_oracles_tokens() -> None:
-    await any_into_any(2, 3)
+    await any_into_any(2, 3, prefill_settings=OWN)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("prefill", "decode"), [(2, 1), (1, 2), (4, 4)])
-async def test_any_stages_into_any(prefill: int, decode: int) -> None:
-    await any_into_any(prefill, decode)
+@pytest.mark.parametrize("pools", ["shared", "own"])
+async def test_any_stages_into_any(prefill: int, decode: int, pools: str) -> None:
+    both = [f"engine.kv_pools={pools}"]
+    await any_into_any(prefill, decode, prefill_settings=both, decode_settings=both)
 
 
-async def any_into_any(prefill: int, decode: int) -> None:
+async def any_into_any(prefill: int, decode: int, **settings: list[str]) -> None:
     async with (
-        Stack(options(prefill, decode)) as stack,
+        Stack(options(prefill, decode, **settings)) as stack,
         httpx.AsyncClient(base_url=stack.url, timeout=2 * HANG_S) as client,
     ):
         prompts = [prompt(n, seed=n) for n in (600, 20, 45, 33)]
@@ -121,6 +130,8 @@ async def test_every_kind_of_answer_is_the_whole_instances() -> None:
     async with Stack(options(1, 1)) as whole:
         expected = await answers(whole)
     async with Stack(options(3, 2)) as stack:
+        assert await answers(stack) == expected
+    async with Stack(options(2, 3, prefill_settings=OWN, decode_settings=OWN)) as stack:
         assert await answers(stack) == expected
     mixed = options(1, 1, colocated=1, colocation="mixed", settings=["engine.stages=2"])
     async with Stack(mixed) as stack:
