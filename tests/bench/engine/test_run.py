@@ -6,6 +6,7 @@ import importlib.util
 import io
 import json
 import sys
+from types import ModuleType
 
 import pytest
 import torch
@@ -125,6 +126,17 @@ def test_engines_that_disagree_are_never_compared(tmp_path):
             engine.check_agreement(ours, other, "float32", prompt)
 
 
+@pytest.mark.parametrize("missing", ["gguf", "llama_cpp"])
+def test_a_missing_engine_is_named_before_anything_is_measured(monkeypatch, missing):
+    for name in ("gguf", "llama_cpp"):
+        here = None if name == missing else ModuleType(name)
+        monkeypatch.setitem(sys.modules, name, here)
+    progress = []
+    with pytest.raises(MillraceError, match=rf"{missing}.*--against transformers"):
+        engine.run(settings(against=["llama.cpp"]), on_progress=lambda *call: progress.append(call))
+    assert not progress
+
+
 @needs_llama_cpp
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 2e-3), ("bfloat16", 0.05)])
 @pytest.mark.parametrize("tied", [True, False])
@@ -134,7 +146,7 @@ def test_llama_cpp_runs_the_same_model(tmp_path, dtype, tolerance, tied):
     ours = engine.MillraceEngine(tmp_path, dtype, 128)
     other = LlamaCppEngine(tmp_path / "model.gguf", threads=1)
     try:
-        prompt = settings().prompt(40)
+        prompt = engine.prompt_of(settings(), 40)
         with torch.inference_mode():
             wanted = ours.prefill(prompt).float()
             torch.testing.assert_close(other.prefill(prompt), wanted, atol=tolerance, rtol=0)

@@ -46,6 +46,12 @@ _OUTER_NAMES = {
 }
 
 
+def check_packages() -> None:
+    """Raises MillraceError when a package of the comparison is missing."""
+    for name in ("gguf", "llama_cpp"):
+        _package(name)
+
+
 def _package(name: str) -> ModuleType:
     """Imports an optional package, only when the engine is compared with it."""
     try:
@@ -53,7 +59,8 @@ def _package(name: str) -> ModuleType:
     except ImportError as error:
         raise MillraceError(
             f"llama.cpp is missing: {error}; "
-            "install it with `pip install llama-cpp-python==0.3.36 gguf==0.19.0`"
+            "install it with `pip install llama-cpp-python==0.3.36 gguf==0.19.0`, or leave it out "
+            "with --against transformers"
         ) from error
 
 

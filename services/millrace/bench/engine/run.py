@@ -40,7 +40,7 @@ from millrace.bench.common.machine_limits import (
 from millrace.bench.common.options import Announce
 from millrace.bench.common.random_model import write_random_llama
 from millrace.bench.engine.command import DETERMINISTIC, Settings
-from millrace.bench.engine.llama_cpp import LlamaCppEngine, write_gguf
+from millrace.bench.engine.llama_cpp import LlamaCppEngine, check_packages, write_gguf
 from millrace.bench.engine.model_costs import decode_step_bytes, prefill_flops
 from millrace.bench.engine.timed_engines import (
     PAGE_TOKENS,
@@ -198,6 +198,8 @@ def run(
     called before each repetition. Raises MillraceError when the engines' logits disagree or one of
     the others is not installed.
     """
+    if "llama.cpp" in settings.against:
+        check_packages()  # before a minute of other work
     cases_of = {dtype: cases(settings, dtype) for dtype in settings.dtypes}
     total = sum(map(len, cases_of.values()))
     results: list[Result] = []
