@@ -1,4 +1,4 @@
-"""The chart takes the values that the documentation prints, and the operator the specs."""
+"""The chart, an API server and the operator take the values that the documentation prints."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ import pytest
 import yaml
 
 from millrace_operator.spec import parse_service
+from support.cel_rules import refusals
 from support.chart import CHART, ROOT, objects, values_of
 from support.custom_objects import merged
-from support.custom_resources import SCHEMAS, model_service
+from support.custom_resources import SCHEMAS, defaulted, model_service
 
 VALUES = set(yaml.safe_load((CHART / "values.yaml").read_text()))
 
@@ -40,8 +41,11 @@ def test_there_are_some() -> None:
 def test_they_are_taken(page: str, given: dict[str, Any]) -> None:
     if set(given) == {"spec"}:
         obj = merged(model_service(), given)
-        jsonschema.validate(obj, SCHEMAS["ModelService"])
-        assert parse_service(obj).spec.model.uri
     else:
         assert set(given) <= VALUES
-        assert objects(merged(values_of("minimal"), given))
+        made = objects(merged(values_of("minimal"), given))
+        (obj,) = [o for o in made if o["kind"] == "ModelService"]
+    obj = defaulted(SCHEMAS["ModelService"], obj)
+    jsonschema.validate(obj, SCHEMAS["ModelService"])
+    assert refusals(SCHEMAS["ModelService"], obj) == []
+    assert parse_service(obj).spec.model.uri
