@@ -240,6 +240,15 @@ async def test_tokens_may_overtake_a_second_placement(stack):
     assert response.json()["choices"][0]["message"]["content"] == "Hello there"
 
 
+async def test_a_request_that_is_placed_after_its_answer_is_cancelled(stack):
+    """The scheduler had lost the instance from sight, which computed the answer meanwhile."""
+    assert (await stack.http.post(CHAT, json=BODY)).status_code == 200
+    [spec] = stack.fleet.specs
+    stack.fleet.place(spec)
+    await asyncio.wait_for(stack.fleet.cancelled.wait(), HANG_S)
+    assert stack.fleet.cancels[0].request_id == spec.request_id
+
+
 async def test_tokens_may_overtake_their_placement(stack):
     def submitted(spec):
         stack.fleet.play_later(spec)

@@ -41,6 +41,9 @@ WATCH_INTERVAL_S = 0.5
 
 _NO_SCHEDULER = "The connection to the scheduler was lost."
 _SHUTTING_DOWN = "The server is shutting down."
+#: Why a request is cancelled that the scheduler goes on with: it lost its instance from sight, which
+#: has sent the whole answer.
+_ENDED = "its answer has ended"
 
 
 class Gateway:
@@ -269,9 +272,12 @@ class Gateway:
     def on_queued(self, queued: Queued) -> None:
         if (request := self._live.get(queued.request_id)) is not None:
             request.queue()
+        else:
+            self._scheduler.cancel(queued.request_id, _ENDED)
 
     def on_placed(self, placed: Placed) -> None:
         if (request := self._live.get(placed.request_id)) is None:
+            self._scheduler.cancel(placed.request_id, _ENDED)
             return
         decode = placed.decode.incarnation
         again, request.confirmed = request.confirmed, True
