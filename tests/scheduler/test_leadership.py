@@ -6,9 +6,11 @@ import asyncio
 
 import pytest
 
+from millrace.concurrency import cancel
 from millrace.core.config import SchedulerConfig
 from millrace.scheduler.leadership import Leadership, LeadershipLost
 from millrace.state.leases import MemoryLeases
+from support.deadlines import eventually
 
 
 class Clock:
@@ -30,8 +32,10 @@ class ForgetfulLeases(MemoryLeases):
         super().__init__(clock=self._own_clock)
 
 
-def leadership(leases: MemoryLeases, address: str, clock: Clock) -> Leadership:
-    return Leadership(leases, address, SchedulerConfig(leader_lease_s=2.0), clock)
+def leadership(
+    leases: MemoryLeases, address: str, clock: Clock, lease_s: float = 2.0
+) -> Leadership:
+    return Leadership(leases, address, SchedulerConfig(leader_lease_s=lease_s), clock)
 
 
 async def certain(of: Leadership) -> bool:
@@ -55,7 +59,7 @@ async def test_the_second_stands_by_and_knows_the_first():
     assert not await certain(first)  # it was paused
     assert await second.try_to_lead() is not None
     with pytest.raises(LeadershipLost, match="is over"):
-        await first.keep(lambda: b"")
+        await first.keep(lambda: b"", asyncio.Event())
 
 
 async def test_a_leader_ends_when_a_peer_has_seen_a_later_epoch():
@@ -64,7 +68,7 @@ async def test_a_leader_ends_when_a_peer_has_seen_a_later_epoch():
     first, second = (leadership(leases, name, clock) for name in ("a:1", "b:1"))
     lease = await first.try_to_lead()
     assert lease is not None
-    keeping = asyncio.create_task(first.keep(lambda: b"note"))
+    keeping = asyncio.create_task(first.keep(lambda: b"note", asyncio.Event()))
     await asyncio.sleep(0)
     seen = lease.epoch + 7_000  # before the store lost its data
     first.outrun(seen)
@@ -94,7 +98,7 @@ async def test_a_store_that_lost_its_data_gets_the_note_again():
     lost = await first.try_to_lead()
     leases.forget()
     with pytest.raises(LeadershipLost):
-        await first.keep(lambda: b"note")
+        await first.keep(lambda: b"note", asyncio.Event())
     assert not await certain(first)
     lease = await second.try_to_lead()
     assert lost is not None and lease is not None
@@ -114,10 +118,30 @@ async def test_epochs_grow_though_the_store_loses_its_data_again_and_again():
         assert await standby.try_to_lead() is None  # it sees who leads
         leases.forget()
         with pytest.raises(LeadershipLost):
-            await leader.keep(lambda: b"note")
+            await leader.keep(lambda: b"note", asyncio.Event())
         leases.forget()
         leader = standby
     assert epochs == sorted(set(epochs))
+
+
+async def test_a_note_that_has_changed_is_renewed_at_once():
+    clock = Clock()
+    leases = MemoryLeases(clock=clock)
+    first = leadership(leases, "a:1", clock, lease_s=3600.0)
+    lease = await first.try_to_lead()
+    assert lease is not None
+    notes, changed = [b"one", b"two"], asyncio.Event()
+    keeping = asyncio.create_task(first.keep(lambda: notes[0], changed))
+
+    async def is_noted(wanted: bytes) -> bool:
+        known = await leases.read("scheduler")
+        return known is not None and known.note == wanted
+
+    await eventually(lambda: is_noted(b"one"))
+    del notes[0]
+    changed.set()
+    await eventually(lambda: is_noted(b"two"))
+    await cancel(keeping)
 
 
 async def test_the_note_of_a_later_leader_stays():
@@ -129,6 +153,6 @@ async def test_the_note_of_a_later_leader_stays():
     await second.try_to_lead()
     await second.release(b"of the second")
     with pytest.raises(LeadershipLost):
-        await first.keep(lambda: b"of the first")
+        await first.keep(lambda: b"of the first", asyncio.Event())
     lease = await third.try_to_lead()
     assert lease is not None and lease.note == b"of the second"

@@ -44,6 +44,7 @@ class Leadership:
         self._renewed = asyncio.Event()
         self._seen = 0  # the largest epoch that this process knows of
         self._outrun = asyncio.Event()
+        self._changed = asyncio.Event()  # ends the pause of `keep`
         self.lease: Lease | None = None
         self.leader = ""  # the address of the scheduler that leads, while this one stands by
 
@@ -78,8 +79,9 @@ class Leadership:
                 return lease
             await asyncio.sleep(self._ttl_s / ATTEMPTS)
 
-    async def keep(self, note: Callable[[], bytes]) -> None:
-        """Renews the lease until cancelled; leaves the next leader the last `note`.
+    async def keep(self, note: Callable[[], bytes], changed: asyncio.Event) -> None:
+        """Renews the lease until cancelled; leaves the next leader the last `note`, which it renews
+        at once when `changed` is set.
 
         Without an answer of the store this scheduler goes on: only a scheduler that the store
         answers can lead in its place, and the peers refuse the messages of the former leader then.
@@ -87,9 +89,10 @@ class Leadership:
         or after `outrun`.
         """
         assert self.lease is not None  # it leads
-        epoch = self.lease.epoch
+        epoch, self._changed = self.lease.epoch, changed
         while True:
             asked_s = self._clock()
+            changed.clear()
             try:
                 held = await self._leases.renew(
                     self._name, epoch=epoch, ttl_s=self._ttl_s, note=note()
@@ -101,9 +104,10 @@ class Leadership:
                     await self._bequeath(note())
                     raise LeadershipLost(f"epoch {epoch} is over")
                 self._note_held(asked_s)
-            with suppress(TimeoutError):
-                async with asyncio.timeout(self._ttl_s / RENEWALS):
-                    await self._outrun.wait()
+            if not self._outrun.is_set():
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(self._ttl_s / RENEWALS):
+                        await changed.wait()
             if self._outrun.is_set():
                 seen = self._seen
                 await self.release(note())
@@ -116,6 +120,7 @@ class Leadership:
         """
         self._seen = max(self._seen, seen)
         self._outrun.set()
+        self._changed.set()
 
     async def _bequeath(self, note: bytes) -> None:
         """Leaves `note` to the next leader where the store has lost the lease with its data.

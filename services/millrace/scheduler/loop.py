@@ -101,6 +101,8 @@ class SchedulerLoop:
             "millrace_scheduler_parked_requests", "requests parked at the proxies", self._parked
         )
         self.board = BoardFeed(self.machine)
+        #: Set when a peer has come that the last `note` lacks: the next leader waits for it.
+        self.note_changed = asyncio.Event()
         #: Get every step of the machine, immediately after the step.
         self.watching = [self._meter.saw, self.board.saw]
         self.out = CarryOut(
@@ -274,6 +276,7 @@ class SchedulerLoop:
             known.outbox.close(f"{worker.id} registered again")
             self._take(known.left())
         self.workers[worker.id] = worker
+        self.note_changed.set()
         worker.outbox.put(
             commands.Registered(
                 heartbeat_s=self.config.heartbeat_s,
@@ -295,6 +298,7 @@ class SchedulerLoop:
 
     def _meet(self, proxy: Proxy) -> None:
         self._proxies[proxy.key] = proxy
+        self.note_changed.set()
         if not self._succession.is_open:
             proxy.outbox.put(self._fleet())
 

@@ -134,7 +134,12 @@ async def _leading(
             estate=Estate.decode(lease.note, configured(config)),
         )
         loop.trace(SchedulerTraces(tracer))
-        parts = [loop.run(), loop.tick(), recorder.run(), leadership.keep(loop.note)]
+        parts = [
+            loop.run(),
+            loop.tick(),
+            recorder.run(),
+            leadership.keep(loop.note, loop.note_changed),
+        ]
         if (outcomes := _outcome_log(config, loop)) is not None:
             stack.push_async_callback(outcomes.close)
             parts.append(outcomes.run())
