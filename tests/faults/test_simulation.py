@@ -23,10 +23,11 @@ from millrace.proxy.errors import ApiError
 from millrace.proxy.fleet.migration import Migration
 from millrace.proxy.generation import proxy_request
 from millrace.proxy.generation.proxy_request import ProxyRequest
+from millrace.scheduler.succession import Succession
 from support.fleet_sim.runs import Run, parse, replay, run, shrink
 
 RUNS, SHARDS = 100_000, 100
-FEW_RUNS, FEW_SHARDS = 480, 4  # in the default suite
+FEW_RUNS, FEW_SHARDS = 320, 4  # in the default suite
 
 TRANSCRIPTS = sorted((Path(__file__).parent / "simulated").glob("*.txt"))
 
@@ -111,12 +112,18 @@ def give_up(migration: Migration, request: ProxyRequest, error: ApiError) -> Non
     migration.move(request, error, "unread", wait_s=1e6)
 
 
+def came(succession: Succession, *, worker_id: str = "", proxy_id: str = "") -> bool:
+    """A takeover that waits for nobody else."""
+    return succession.is_open
+
+
 @pytest.mark.parametrize(
     ("owner", "name", "defect"),
     [
         (proxy_request, "continuation", forget_tokens),
         (RequestTable, "let_go", free_at_once),
         (Migration, "rewrite", give_up),
+        (Succession, "came", came),
     ],
 )
 def test_a_defect_is_found_soon(owner: object, name: str, defect: Callable[..., object]) -> None:
@@ -127,7 +134,7 @@ def test_a_defect_is_found_soon(owner: object, name: str, defect: Callable[..., 
 
 def test_what_is_left_of_a_failure_is_short_and_fails() -> None:
     with patch.object(proxy_request, "continuation", forget_tokens):
-        failed = first_failure(range(100))
+        failed = first_failure(range(12, 100))  # a run that fails early: shrinking takes long
         assert failed is not None
         least = shrink(failed)
         assert least.failure is not None

@@ -406,6 +406,7 @@ class Instance:
             del self.pages[request.id], self.landed[request.id]
             self.jobs.pop(request.id, None)  # at a mixed instance
             self.table.remove(request)
+            self.plans = {one: plan for one, plan in self.plans.items() if one[0] != request.id}
             self.send(request.last_report())
         self.table.leaving = []
         while self.table.joining:

@@ -72,8 +72,8 @@ class SchedulerNode:
         loop.watching = [self._check]
         self.leading = loop
         self._servicer.lead(loop)
-        work = loop.run(), loop.tick(), recorder.run(), self._leadership.keep(loop.note)
-        await asyncio.gather(*work, loop.end_takeover())
+        kept = self._leadership.keep(loop.note, loop.note_changed)
+        await asyncio.gather(loop.run(), loop.tick(), recorder.run(), kept, loop.end_takeover())
 
     def _check(self, *step: object) -> None:
         self._steps += 1

@@ -14,6 +14,7 @@ from functools import cache
 
 from millrace.core.config import Config
 from support.fleet_sim.processes import virtual_time
+from support.fleet_sim.views import agree, take_over
 from support.fleet_sim.world import World
 
 #: The instances and the proxies of a run; two schedulers are always there.
@@ -27,15 +28,29 @@ FLEETS = (
 )
 PLANNERS = ("cdsp", "single_chunk", "least_queue")
 POLICIES = ("fcfs", "s_edf", "millrace")
-ROOMS = ("wide", "wide", "wide", "narrow")
+ROOMS = ("wide", "wide", "patient", "narrow")
 #: The most requests of a run.
-MOST_REQUESTS = {"wide": 3, "narrow": 8}
+MOST_REQUESTS = {"wide": 3, "patient": 3, "narrow": 8}
+PATIENT_S = 0.8  # of a takeover; peers look every 0.2 s who leads
 
 ACTIONS = 90  # drawn for a run, before all faults end
 FAULTS_OF_A_RUN = (0, 1, 2, 2, 3, 3, 4, 5)
-FAULTS = ("kill", "kill", "pause", "cut", "break", "break", "store", "leave", "drop", "drop")
+FAULTS = (
+    "takeover",
+    "kill",
+    "kill",
+    "pause",
+    "cut",
+    "break",
+    "break",
+    "store",
+    "leave",
+    "drop",
+    "drop",
+)
 KIND_CHARACTERS = 30  # of a failure's text
-RECOVERS, WAITS = 0.04, 0.1  # of all actions: something starts again, or time passes
+#: Of all actions: something starts again, time passes, or all that is in flight comes.
+RECOVERS, WAITS, AGREES = 0.04, 0.1, 0.02
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +61,8 @@ class Setting:
     planner: str
     policy: str
     pauses: int
-    room: str = "wide"  # of queues; narrow: most requests are refused, and come again
+    #: "narrow": most requests are refused, and come again. "patient": a leader waits for all peers.
+    room: str = "wide"
 
     @staticmethod
     def drawn(seed: int) -> Setting:
@@ -100,13 +116,13 @@ def config_of(planner: str, policy: str, room: str) -> Config:
         )
     scheduler = replace(
         config.scheduler,
+        takeover_wait_s=PATIENT_S if room == "patient" else 0.2,
         planner=planner,
         policy=policy,
         improvement_rate=0.0,
         heartbeat_s=1.5,
         lease_s=4.0,
         leader_lease_s=0.4,
-        takeover_wait_s=0.2,
         isolation_s=0.5,
         breaker_pause_s=0.5,
     )
@@ -135,8 +151,7 @@ def _run(setting: Setting, actions: Sequence[str] | None, rng: random.Random) ->
                     _draw(world, rng, found.actions, MOST_REQUESTS[setting.room])
                 else:
                     for action in actions:
-                        if world.perform(action):
-                            found.actions.append(action)
+                        _note_and_perform(world, found.actions, action)
                 world.finish()
         except Exception as error:
             found.failure = error
@@ -149,7 +164,7 @@ def _run(setting: Setting, actions: Sequence[str] | None, rng: random.Random) ->
 
 
 def _draw(world: World, rng: random.Random, actions: list[str], most: int) -> None:
-    """Performs random actions, and notes them before: the last one may fail."""
+    """Performs random actions."""
     requests, faults = rng.randint(1, most), rng.choice(FAULTS_OF_A_RUN)
     kinds = {rng.randrange(ACTIONS): "fault" for _ in range(faults)}
     kinds |= {0: "submit"} | {rng.randrange(ACTIONS // 2): "submit" for _ in range(requests)}
@@ -165,17 +180,35 @@ def _draw(world: World, rng: random.Random, actions: list[str], most: int) -> No
                 action = _fault(world, rng)
             case _:
                 action = _step(world, rng)
-        actions.append(action)
-        if not world.perform(action):
-            actions.pop()
+        _note_and_perform(world, actions, action)
+
+
+def _note_and_perform(world: World, actions: list[str], action: str) -> None:
+    """Notes the action before: it may fail."""
+    actions.append(action)
+    if not _perform(world, action):
+        actions.pop()
+
+
+def _perform(world: World, action: str) -> bool:
+    """Performs an action; `agree` and `takeover` compare what all hold."""
+    verb, _, rest = action.partition(" ")
+    match verb:
+        case "agree":
+            return agree(world)
+        case "takeover":
+            return take_over(world, rest)
+    return world.perform(action)
 
 
 def _step(world: World, rng: random.Random) -> str:
     chance = rng.random()
+    if chance > 1 - AGREES:
+        return "agree"
     if chance < RECOVERS and (repairs := world.repairs()):
         return rng.choice(repairs)
     work = world.work()
-    if not work or chance > 1 - WAITS:
+    if not work or chance > 1 - AGREES - WAITS:
         return f"time {rng.choice([0.05, 0.2, 0.5] if work else [0.1, 0.3, 1.0])}"
     action = rng.choice(work)
     return action.replace("deliver", "flush", 1) if rng.random() < 0.7 else action
@@ -188,6 +221,8 @@ def _fault(world: World, rng: random.Random) -> str:
         case "break":
             calls = [call.up.name for call in world.network.calls if not call.over]
             return f"break {rng.choice(calls)}" if calls else "time 0.1"
+        case "takeover":
+            return f"takeover {rng.choice(['-', *world.proxies])}"
         case "store":
             return f"store {rng.choice(['away', 'mute', 'lost'])}"
         case "drop":

@@ -57,6 +57,7 @@ class World:
         self.faults = self.losses = 0  # losses: of the store's data
         #: Requests may be refused without a fault: the queues are short.
         self.is_narrow = config.proxy.max_inflight < 16
+        self.is_patient = config.scheduler.takeover_wait_s > 0.5
         self._generations: dict[str, int] = {}
         self.proxies = [name for name in members if name not in CARDS]
         self._members = members
@@ -383,6 +384,10 @@ class World:
         for wire in self.network.wires():
             wire.deliver(1 << 30)
         self.loop.run_ready()
+
+    def pass_time(self, seconds: float) -> None:
+        self.loop.advance(seconds)
+        self._check_processes()
 
     def heal(self) -> None:
         """Ends all faults: what is dead starts again."""

@@ -1,0 +1,144 @@
+"""What the leader, the proxies and the instances hold of the same requests, when nothing is in
+flight: each must hold what the others believe.
+"""
+
+from __future__ import annotations
+
+from millrace.core.scheduler.machine import Machine
+from millrace.proxy.generation.stage import Stage
+from support.fleet_sim.instances import Instance
+from support.fleet_sim.nodes import SchedulerNode
+from support.fleet_sim.processes import Process
+from support.fleet_sim.world import SCHEDULERS, World
+
+MOST_ROUNDS = 12  # of messages and answers, until nothing is in flight
+TAKEOVER_ROUNDS, ROUND_S = 60, 0.02  # until another scheduler leads, and all have met it
+#: Stages of a request that the scheduler must know; of others the last tokens may be on their way.
+_AT_SCHEDULER = (Stage.SUBMITTED, Stage.QUEUED)
+
+
+def agree(world: World) -> bool:
+    """Lets all messages come, without any work, and compares the views. Raises AssertionError."""
+    if (machine := _settled(world)) is not None:
+        _check_proxies(world, machine)
+        for name, one in world.fleet.items():
+            if not one.process.has_lost:
+                _check_instance(name, one, machine)
+    return True
+
+
+def take_over(world: World, victim: str) -> bool:
+    """Kills the leader and lets all meet the next one, without any work. No request may begin again
+    unless the `victim`, a proxy, dies as soon as it has met the next leader ("-": none does).
+    Raises AssertionError.
+    """
+    machine, leader = _settled(world), world.leader()
+    if (
+        machine is None
+        or leader is None
+        or any(world.nodes[s].process.has_lost for s in SCHEDULERS)
+    ):
+        return False
+    before = _placed(world, machine)
+    world.perform(f"kill {leader.name}")
+    world.perform(f"start {leader.name}")
+    for _ in range(TAKEOVER_ROUNDS):
+        world.flush_all()
+        world.pass_time(ROUND_S)
+        following = world.leader()
+        if following is not None and victim in world.proxies:
+            node = world.nodes[victim]
+            if node.process in _met(world, following):
+                world.flush_all()
+                world.perform(f"kill {victim}")
+                victim = ""
+        elif following is not None and _is_as_one(world, following):
+            break
+    else:
+        return True
+    waits = world.is_patient and not world.losses  # a note may be lost with the store's data
+    if victim == "-" and waits and (machine := _settled(world)) is not None:
+        after = _placed(world, machine)
+        lost = {name: place for name, place in before.items() if after.get(name) != place}
+        assert not lost, f"the takeover has lost {lost} of {before}, and has {after}"
+    return agree(world)
+
+
+def _placed(world: World, machine: Machine) -> dict[str, tuple[str, int]]:
+    """The instance and the attempt of each request that decode works on, and its proxy wants."""
+    wanted = {
+        one.spec.request_id for name in world.proxies for one in world.proxy(name).gateway.requests
+    }
+    found = {}
+    for name, one in world.fleet.items():
+        for request in one.table:
+            if not request.ended and request.id in wanted and not one.process.has_lost:
+                found[request.id] = (name, request.attempt)
+    return {name: place for name, place in found.items() if name in machine.requests}
+
+
+def _settled(world: World) -> Machine | None:
+    """Lets all messages come. Returns the leader's machine if all have met the leader."""
+    for _ in range(MOST_ROUNDS):
+        if not world.network.wires():
+            break
+        world.flush_all()
+    leader = world.leader()
+    if leader is None or leader.leading is None or not _is_as_one(world, leader):
+        return None
+    return leader.leading.machine
+
+
+def _met(world: World, leader: SchedulerNode) -> set[Process]:
+    return {call.client for call in world.network.calls if call.server is leader.process}
+
+
+def _is_as_one(world: World, leader: SchedulerNode) -> bool:
+    """Whether nothing is silent or in flight, and all that live have met the leader."""
+    if world.network.wires() or world.store.mode != "up":
+        return False
+    nodes = world.nodes.values()
+    if any(node.process.paused or node.process.is_cut for node in nodes):
+        return False
+    assert leader.leading is not None
+    known = leader.leading.machine.cluster.instances
+    met = _met(world, leader)
+    proxies = [world.proxy(n) for n in world.proxies if not world.nodes[n].process.has_lost]
+    # A leader tells of its fleet when its takeover has ended.
+    if not proxies or any(one.process not in met or not one.gateway.connected for one in proxies):
+        return False
+    for name, one in world.fleet.items():
+        its = known.get(name)
+        is_known = its is not None and its.card.generation == one.incarnation.generation
+        if is_known == one.process.has_lost:
+            return False
+    return True
+
+
+def _check_proxies(world: World, machine: Machine) -> None:
+    alive = [world.proxy(name) for name in world.proxies if not world.nodes[name].process.has_lost]
+    wanted = {one.spec.request_id: one for node in alive for one in node.gateway.requests}
+    instances = world.fleet.values()
+    whole = {its.id for one in instances for its in one.table if its.ended and its.finish_reason}
+    for name in machine.requests:
+        assert name in wanted or name in whole, (
+            f"{name} goes on at the scheduler, and no proxy has it"
+        )
+    for name, request in wanted.items():
+        if request.recorded and request.stage in _AT_SCHEDULER:
+            assert name in machine.requests, f"{name} waits for a scheduler that does not know it"
+
+
+def _check_instance(name: str, one: Instance, machine: Machine) -> None:
+    believed = set(machine.cluster.instances[name].holdings)
+    holds = {*one.jobs, *(request.id for request in one.table)}
+    assert believed == holds, f"{name} holds {holds}, the scheduler believes {believed}"
+    for request in one.table:
+        if request.ended:
+            continue
+        live = machine.requests.get(request.id)
+        assert live is not None, f"{name} goes on with {request.id}, which has ended"
+        assert (live.decode_id, live.attempt) == (name, request.attempt), (
+            f"{name} has attempt {request.attempt} of {request.id}, the scheduler thinks of "
+            f"attempt {live.attempt} at {live.decode_id}"
+        )
