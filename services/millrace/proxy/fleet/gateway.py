@@ -41,8 +41,8 @@ WATCH_INTERVAL_S = 0.5
 
 _NO_SCHEDULER = "The connection to the scheduler was lost."
 _SHUTTING_DOWN = "The server is shutting down."
-#: Why a request is cancelled that the scheduler goes on with: it lost its instance from sight, which
-#: has sent the whole answer.
+#: Why a request is cancelled that the scheduler goes on with: it had lost the instance from sight
+#: that has sent the whole answer.
 _ENDED = "its answer has ended"
 
 
