@@ -156,6 +156,25 @@ async def test_members_may_have_stages(stages: int, ranks: int, pools: str) -> N
         await group.idle()
 
 
+async def test_what_a_member_gives_is_awaited_in_all_its_stages() -> None:
+    """Only the last pass before the gift: its later stages end after those of earlier passes."""
+    async with group_of(2, SETTINGS) as group:
+        seen, prefill = [], group.prefills[1].engine.runner.prefill_batch
+
+        def noted(tasks):
+            seen.extend(task.awaits_kv for task in tasks)
+            return prefill(tasks)
+
+        group.prefills[1].engine.runner.prefill_batch = noted
+        await group.ask("kept", [(150, [1]), (150, [1])])
+        await group.tokens("kept")
+        assert not any(seen)
+        seen.clear()
+        await group.ask("given", [(150, [1]), (300, [1, 0])])
+        await group.tokens("given")
+        assert seen == [False, False, True]
+
+
 @pytest.mark.parametrize("pools", ["own", pytest.param("shared", marks=pytest.mark.slow)])
 async def test_members_may_be_tensor_parallel(pools: str) -> None:
     """Sequence parallelism of tensor-parallel instances, with a suspension."""

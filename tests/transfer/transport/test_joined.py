@@ -27,10 +27,11 @@ from support.memory_transport import MemoryHub, MemoryTransport
 
 _numbers = itertools.count()
 HEADS = 4
+LAYERS = 3
 WHOLE = KvLayout(
     model_hash="m",
     dtype="float16",
-    num_layers=2,
+    num_layers=LAYERS,
     num_kv_heads=HEADS,
     head_dim=4,
     page_tokens=4,
@@ -41,10 +42,10 @@ WHOLE = KvLayout(
 TOKENS = 30
 
 
-def of_degree(ranks: int, **changes: int) -> KvLayout:
-    """The layout of an instance of that many ranks."""
+def of_degree(ranks: int, stages: int = 1, **changes: int) -> KvLayout:
+    """The layout of an instance of that many ranks in each of so many stages."""
     parts = min(ranks, HEADS)
-    return dataclasses.replace(WHOLE, parts=parts, copies=ranks // parts, **changes)
+    return dataclasses.replace(WHOLE, parts=parts, copies=ranks // parts, stages=stages, **changes)
 
 
 # -- cutting
@@ -103,19 +104,23 @@ def test_a_pair_of_ranks_exchanges_the_heads_that_both_hold(ranks: int, theirs: 
 
 
 class Instance:
-    """Ranks with a pool and an agent each, in this process."""
+    """Members with a pool and an agent each, in this process."""
 
     def __init__(self, kind: str, hub: MemoryHub, layout: KvLayout) -> None:
         name = f"instance-{next(_numbers)}"
         self.layout = layout
         self.pools = np.zeros((layout.ranks, layout.part_bytes), dtype=np.uint8)
         self.agents = [
-            MemoryTransport(f"{name}.{rank}", hub)
+            MemoryTransport(f"{name}.{member}", hub)
             if kind == "memory"
-            else NixlTransport(f"{name}.{rank}")
-            for rank in range(layout.ranks)
+            else NixlTransport(f"{name}.{member}")
+            for member in range(len(layout.member_pools))
         ]
-        memories = [Memory.of_array(pool) for pool in self.pools]
+        flat = self.pools.reshape(-1)
+        memories = [
+            Memory.of_array(flat[pool.start : pool.start + pool.nbytes])
+            for pool in layout.member_pools
+        ]
         self.transport = JoinedTransport(self.agents[0], self.agents[1:], memories)
         self.region = self.transport.register(memories[0])
         self.inbox: queue.Queue[tuple[str, bytes]] = queue.Queue()
@@ -129,26 +134,28 @@ class Instance:
         """Returns uint16 [ranks, layers, 2, heads of a rank, tokens, head_dim]."""
         made = self.layout
         pages = made.pages_for(TOKENS)
-        shape = (made.ranks, 2, made.num_pages, 2, made.part_heads, made.page_tokens, 4)
+        shape = (made.ranks, LAYERS, made.num_pages, 2, made.part_heads, made.page_tokens, 4)
         rows = (
             self.pools.view(np.uint16).reshape(shape)[:, :, :pages].transpose(0, 1, 3, 4, 2, 5, 6)
         )
-        return rows.reshape(made.ranks, 2, 2, made.part_heads, -1, 4)
+        return rows.reshape(made.ranks, LAYERS, 2, made.part_heads, -1, 4)
 
     def fill(self, kv: np.ndarray) -> None:
         """kv: uint16 [layers, 2, heads of the model, tokens, head_dim]."""
         made, pages = self.layout, self.layout.pages_for(TOKENS)
-        shape = (made.ranks, 2, made.num_pages, 2, made.part_heads, made.page_tokens, 4)
+        shape = (made.ranks, LAYERS, made.num_pages, 2, made.part_heads, made.page_tokens, 4)
         pool = self.pools.view(np.uint16).reshape(shape)
-        padded = np.zeros((2, 2, HEADS, pages * made.page_tokens, 4), dtype=np.uint16)
+        padded = np.zeros((LAYERS, 2, HEADS, pages * made.page_tokens, 4), dtype=np.uint16)
         padded[:, :, :, :TOKENS] = kv
-        paged = padded.reshape(2, 2, HEADS, pages, made.page_tokens, 4).transpose(0, 3, 1, 2, 4, 5)
+        paged = padded.reshape(LAYERS, 2, HEADS, pages, made.page_tokens, 4).transpose(
+            0, 3, 1, 2, 4, 5
+        )
         for rank in range(made.ranks):
             pool[rank, :, :pages] = paged[:, :, :, list(made.heads_of(rank))]
 
     def send(self, other: Instance, note: bytes) -> Future[None]:
         runs = layer_runs(self.side, other.side, 0, TOKENS)
-        layers = [at_layer(runs, self.layout, other.layout, layer) for layer in range(2)]
+        layers = [at_layer(runs, self.layout, other.layout, layer) for layer in range(LAYERS)]
         return self.transport.write(
             other.transport.name,
             Runs.joined(layers),
@@ -164,9 +171,12 @@ def stack() -> Iterator[ExitStack]:
         yield made
 
 
-def pair(stack: ExitStack, kind: str, ranks: int, theirs: int) -> tuple[Instance, Instance]:
-    hub = MemoryHub()
-    made = Instance(kind, hub, of_degree(ranks)), Instance(kind, hub, of_degree(theirs))
+def pair(
+    stack: ExitStack, kind: str, ranks: int, theirs: int, stages: tuple[int, int] = (1, 1)
+) -> tuple[Instance, Instance]:
+    hub, degrees = MemoryHub(), zip((ranks, theirs), stages, strict=True)
+    first, second = (Instance(kind, hub, of_degree(*degree)) for degree in degrees)
+    made = first, second
     for one, other in (made, made[::-1]):
         stack.callback(one.transport.close)
         stack.enter_context(one.transport.listening())
@@ -177,13 +187,20 @@ def pair(stack: ExitStack, kind: str, ranks: int, theirs: int) -> tuple[Instance
 
 @pytest.mark.parametrize("kind", ["memory", "nixl"])
 @pytest.mark.parametrize(
-    ("ranks", "theirs"), [(1, 2), (2, 1), (2, 2), (2, 4), (4, 2), (1, 8), (8, 1), (8, 4)]
+    ("ranks", "theirs", "stages"),
+    [
+        *((*ranks, (1, 1)) for ranks in [(1, 2), (2, 1), (2, 2), (2, 4), (4, 2), (1, 8), (8, 4)]),
+        *((1, 1, stages) for stages in [(1, 2), (2, 1), (2, 3), (3, 3)]),
+        *((*ranks, stages) for ranks in [(2, 2), (4, 1), (1, 8)] for stages in [(1, 2), (3, 2)]),
+    ],
 )
-def test_any_degree_into_any_other(stack: ExitStack, kind: str, ranks: int, theirs: int) -> None:
-    sender, receiver = pair(stack, kind, ranks, theirs)
+def test_any_degree_into_any_other(
+    stack: ExitStack, kind: str, ranks: int, theirs: int, stages: tuple[int, int]
+) -> None:
+    sender, receiver = pair(stack, kind, ranks, theirs, stages)
     rng = np.random.default_rng(3)
     for turn in range(2):
-        kv = rng.integers(1, 1 << 16, (2, 2, HEADS, TOKENS, 4), dtype=np.uint16)
+        kv = rng.integers(1, 1 << 16, (LAYERS, 2, HEADS, TOKENS, 4), dtype=np.uint16)
         sender.fill(kv)
         written = sender.send(receiver, b"\x07%d" % turn)
         assert receiver.inbox.get(timeout=HANG_S) == (sender.transport.name, b"\x07%d" % turn)
