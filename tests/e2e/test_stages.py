@@ -28,6 +28,7 @@ from support.live_stack import (
     slowed,
 )
 from support.served_model import served_folder
+from support.stage_host import StageHost
 from support.tiny_models import oracle, prompt
 
 MODEL = "qwen3-moe-mixed"  # four layers, one with a window
@@ -68,6 +69,28 @@ OWN = ["engine.kv_pools=own"]
 
 async def test_stages_into_others_give_the_oracles_tokens() -> None:
     await any_into_any(2, 3, prefill_settings=OWN)
+
+
+async def test_stages_on_other_hosts_give_the_oracles_tokens_also_after_a_death() -> None:
+    hosts = {role: StageHost(served_folder(MODEL)) for role in ("prefill", "decode")}
+    given = {f"{role}_settings": [f"engine.stage_hosts={h.address}"] for role, h in hosts.items()}
+    try:
+        async with (
+            Stack(options(2, 2, **given)) as stack,
+            httpx.AsyncClient(base_url=stack.url, timeout=2 * HANG_S) as client,
+        ):
+            asked = [prompt(n, seed=n) for n in (600, 20, 45)]
+            expected = [oracle(MODEL).greedy(ids, 6) for ids in asked]
+            assert await asyncio.gather(*(greedy_ids(client, ids, 6) for ids in asked)) == expected
+            service = stack.services["prefill-0"]
+            hosts["prefill"].stage().kill()
+            await eventually(lambda: service.restarts == 1)  # nothing runs, and it is noticed
+            address = hosts["prefill"].address
+            assert f"stage 1 at {address} died, killed by SIGKILL" in service.log_path.read_text()
+            await eventually(lambda: service.serving)
+            assert await asyncio.gather(*(greedy_ids(client, ids, 6) for ids in asked)) == expected
+    finally:
+        assert [host.end() for host in hosts.values()] == [0, 0]
 
 
 @pytest.mark.slow
@@ -191,14 +214,17 @@ async def test_answers_go_on_in_stages_when_their_instance_is_killed() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("elsewhere", [False, True])
 @pytest.mark.parametrize(("model", "page_bytes", "ranks"), [(MODEL, 24576, 1), ("llama", 9216, 2)])
 async def test_answers_that_grow_take_turns_in_a_memory_of_several_stages(
-    model: str, page_bytes: int, ranks: int
+    model: str, page_bytes: int, ranks: int, elsewhere: bool
 ) -> None:
     settings = ["engine.prefix_cache=off", "scheduler.decode_reserve=grow"]
     settings += ["scheduler.decode_headroom_tokens=16"]
     decode = [f"engine.kv_bytes={21 * page_bytes}", f"engine.swap_bytes={80 * page_bytes}"]
     decode += [f"engine.tensor_parallel={ranks}"]
+    hosts = [StageHost(served_folder(model))] if elsewhere else []
+    decode += [f"engine.stage_hosts={host.address}" for host in hosts]
     asked = [(prompt(20 + 9 * i), 100 + 12 * i) for i in range(8)]
     given = {"model": str(served_folder(model)), "settings": settings, "decode_settings": decode}
     async with (
@@ -207,6 +233,7 @@ async def test_answers_that_grow_take_turns_in_a_memory_of_several_stages(
     ):
         found = await asyncio.gather(*(greedy_ids(client, ids, most) for ids, most in asked))
         assert found == [oracle(model).greedy(ids, most) for ids, most in asked]
+    assert [host.end() for host in hosts] == [0] * len(hosts)
 
 
 async def traced(client: httpx.AsyncClient, ids: list[int], ttft_s: float, name: str = "") -> Any:

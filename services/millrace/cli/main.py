@@ -113,6 +113,23 @@ def proxy(
     run_async(serve(tree, served, on_ready=tell(ready_fd)))
 
 
+@app.command()
+def stage(
+    model: of.Model,
+    host: of.Host = "127.0.0.1",
+    port: of.Port = 0,
+    drain_timeout_s: of.DrainTimeout = 30.0,
+    config: of.ConfigPath = None,
+    settings: of.Settings = [],  # noqa: B006
+    ready_fd: of.ReadyFd = None,
+) -> None:
+    """Run a later stage of an instance on another host, which has engine.stage_hosts."""
+    tree = configure(config, settings, "stage")
+    from millrace.instance.stages.remote.main import serve
+
+    run_async(serve(model, tree, host, port, drain_timeout_s, tell(ready_fd)))
+
+
 register(app)
 
 

@@ -309,7 +309,7 @@ def open_for(options: WorkerOptions, config: Config, count: int) -> list[Engine]
 
 def check_devices(config: EngineConfig, device: torch.device) -> None:
     """Raises ConfigError when this process does not see a GPU for each rank of each stage."""
-    needed = config.tensor_parallel * config.stages
+    needed = config.tensor_parallel * (1 if config.stage_hosts else config.stages)
     if needed == 1 or device.type == "cpu":
         return
     there = torch.cuda.device_count() - (device.index or 0)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Final
 
 import grpc
 
 from millrace.wire.options import MAX_MESSAGE_BYTES, channel_options
 from millrace.wire.tls import SERVER_NAME, process_tls
+
+_NAMED: Final[list[tuple[str, str]]] = [("grpc.ssl_target_name_override", SERVER_NAME)]
 
 
 def open_channel(
@@ -26,8 +29,16 @@ def open_channel(
         options.append(("grpc.use_local_subchannel_pool", 1))
     if (tls := process_tls()) is None:
         return grpc.aio.insecure_channel(address, options=options)
-    named = [*options, ("grpc.ssl_target_name_override", SERVER_NAME)]
+    named = [*options, *_NAMED]
     return grpc.aio.secure_channel(address, tls.channel_credentials(), options=named)
+
+
+def open_blocking_channel(address: str) -> grpc.Channel:
+    """Returns a channel for threads, as `open_channel` does for an event loop."""
+    options = channel_options(MAX_MESSAGE_BYTES)
+    if (tls := process_tls()) is None:
+        return grpc.insecure_channel(address, options=options)
+    return grpc.secure_channel(address, tls.channel_credentials(), options=[*options, *_NAMED])
 
 
 class Channels:

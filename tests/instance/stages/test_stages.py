@@ -21,22 +21,16 @@ from millrace.bench.common.random_model import write_random_llama
 from millrace.core.config import EngineConfig
 from millrace.core.errors import ConfigError
 from millrace.engine.assembly import Engine, open_engine
-from millrace.engine.decode_batch import DecodeBatch
 from millrace.engine.errors import EngineDied
-from millrace.engine.forward.mixed_pass import NO_DECODES
 from millrace.engine.forward.prefill_task import PrefillTask
-from millrace.engine.kv.step_tables import page_table_of
 from millrace.engine.kv_shape import KvShape
-from millrace.engine.model.loader import load_model
 from millrace.engine.model.stage import Stage
-from millrace.engine.sampling.sampler import Sampler
 from millrace.instance.stages.stage_process import Measure, measured_pages
 from millrace.instance.stages.stages import open_staged_engine
 from millrace.transfer.transport.nixl.transport import NixlTransport
 from support.deadlines import HANG_S
-from support.kvp_world import Long, sequence_of, world
-from support.staged import FIVE_LAYERS
-from support.tiny_engine import Request, decode, greedy, make_runner, prefill
+from support.staged import FIVE_LAYERS, check_attends_for_an_owner
+from support.tiny_engine import Request, decode, prefill
 from support.tiny_models import prompt
 
 LAYERS = FIVE_LAYERS["num_hidden_layers"]
@@ -184,30 +178,10 @@ def test_a_stage_without_room_for_its_pool_ends_the_start_by_name(folder) -> Non
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_stages_with_pools_of_their_own_attend_for_an_owner(folder, ranks) -> None:
-    """A KVP worker of several stages, each with its layers; then its shard is closed."""
     torch.set_num_threads(1)
-    steps, ids = 6, prompt(75, seed=1)
-    wanted = make_runner(folder)
-    (expected,) = greedy(wanted, [Request(wanted, ids, steps)], steps)
     engine = open_staged_engine(str(folder), settings(2, ranks, "own"), "127.0.0.1")
     try:
-        assert engine.members is not None
-        model, serving = load_model(folder, device="cpu"), (engine.runner, engine.members.shards)
-        with world(model, 1, page_tokens=16, max_rows=9, ranks=serving) as made:
-            request = Long(made, ids, (32, 96))
-            for start, stop in ((0, 40), (40, 75)):
-                task = request.task(start, stop)
-                made.runner.mixed(NO_DECODES, page_table_of([task.pages]), [task])
-                assert not task.lost
-            assert task.logits is not None and int(task.logits.argmax()) == expected[0]
-            batch = DecodeBatch(made.runner, made.runner.pool, Sampler(), max_batch=4)
-            batch.add(sequence_of(request, "r", expected[0], steps))
-            assert [out.token_id for _ in expected[1:] for out in batch.step()] == expected[1:]
-            made.workers[0].close_shard(request.shards[0].shard)
-            late = request.task(75, 76, want_logits=False)
-            late.token_ids = torch.tensor([expected[0]])
-            made.runner.mixed(NO_DECODES, page_table_of([late.pages]), [late])
-            assert late.lost
+        check_attends_for_an_owner(engine)
     finally:
         engine.close()
 
@@ -267,8 +241,6 @@ import os, signal, sys
 import psutil
 
 from millrace.core.config import EngineConfig
-from millrace.engine.sampling.sampler import Sampler
-from millrace.instance.stages.stage_process import Measure, measured_pages
 from millrace.instance.stages.stages import open_staged_engine
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -18,6 +19,13 @@ def _batches(value: Any) -> str | None:  # noqa: ANN401 - a check sees any field
     if all(size.strip().isdecimal() and int(size) > 0 for size in sizes):
         return None
     return "numbers of sequences of at least 1, separated by commas"
+
+
+def _addresses(value: Any) -> str | None:  # noqa: ANN401 - a check sees any field's value
+    addresses = str(value).split(",") if value else []
+    if all(re.fullmatch(r"\s*[^\s:,]+:[1-9][0-9]{0,4}\s*", one) for one in addresses):
+        return None
+    return "addresses HOST:PORT, separated by commas"
 
 
 def _rows(value: Any) -> str | None:  # noqa: ANN401 - a check sees any field's value
@@ -54,6 +62,12 @@ class EngineConfig(Section):
     )
     stages: int = setting(
         1, within(1, 64), "pipeline stages of an instance, each with consecutive layers"
+    )
+    stage_hosts: str = setting(
+        "",
+        _addresses,
+        "HOST:PORT,... of `millrace stage`, which run the stages after the first, in this order; "
+        "empty: all stages are processes of one machine",
     )
     load_format: str = setting(
         "auto", one_of("auto", "dummy"), "dummy: random weights from config.json"

@@ -177,6 +177,12 @@ class ShardAttention:
             views.lse[:, own].copy_(lse)
         return now.missing
 
+    def views(self, slot: int, piece: int) -> PieceViews:
+        """Returns where a piece's rows and partial results lie in the memory. Raises TransferError
+        for a piece that does not exist.
+        """
+        return self._begun(slot, piece, 0).views
+
     def check(self, slot: int, piece: int, layer: int) -> None:
         """Raises TransferError for a piece or layer that does not exist."""
         self._begun(slot, piece, layer)

@@ -30,8 +30,10 @@ class MemberCalls:
     Any thread may make calls without an answer; one thread at a time those with one.
     """
 
-    def __init__(self, members: Mapping[str, Connection]) -> None:
-        """`members`: pipes to `answer_calls`, by the members' names."""
+    def __init__(self, members: Mapping[str, Connection], *, is_here: bool = True) -> None:
+        """`members`: pipes to `answer_calls`, by the members' names. `is_here`: they are on the
+        leader's machine, and can share memory with it."""
+        self.is_here = is_here
         self._members = dict(members)
         self._sending = threading.Lock()
 

@@ -50,8 +50,11 @@ class MemberPools:
     """To each member's part of `MemberShards`, by stage."""
 
     @staticmethod
-    def of(layout: KvLayout, stages: Sequence[Pipes]) -> MemberPools:
-        """`stages`: the pipes of each stage, which begin with the leader's."""
+    def of(
+        layout: KvLayout, stages: Sequence[Pipes], *, later_elsewhere: bool = False
+    ) -> MemberPools:
+        """`stages`: the pipes of each stage, which begin with the leader's. `later_elsewhere`:
+        later stages are on other hosts."""
 
         def members(service: str, stage: int | None = None) -> dict[str, Connection]:
             return {
@@ -64,7 +67,10 @@ class MemberPools:
         return MemberPools(
             members(_TRANSPORT) if is_moved else {},
             MemberCalls(members(_SWAP)),
-            tuple(MemberCalls(members(_SHARDS, stage)) for stage in range(len(stages))),
+            tuple(
+                MemberCalls(members(_SHARDS, stage), is_here=not (stage and later_elsewhere))
+                for stage in range(len(stages))
+            ),
         )
 
 
@@ -90,7 +96,13 @@ def has_own_pools(config: EngineConfig, device: torch.device) -> bool:
             f"engine.kv_pools is 'shared' on {device}; ranks and stages share memory on the host "
             "alone"
         )
-    is_own = config.kv_pools == "own" or (config.kv_pools == "auto" and device.type != "cpu")
+    if config.kv_pools == "shared" and config.stage_hosts:
+        raise ConfigError(
+            f"engine.kv_pools is 'shared' and engine.stage_hosts {config.stage_hosts!r}; hosts "
+            "share no memory"
+        )
+    is_apart = device.type != "cpu" or bool(config.stage_hosts)
+    is_own = config.kv_pools == "own" or (config.kv_pools == "auto" and is_apart)
     return is_own and not is_alone
 
 

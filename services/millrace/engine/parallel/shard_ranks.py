@@ -3,6 +3,9 @@
 Queries, new K/V and partial results lie in memory on the host that all members map. So a member
 reads its heads of what an owner has sent, and writes its heads of the answer, and the leader sends
 calls alone. A layer's call goes to the ranks of the stage that has the layer, other calls to all.
+
+Members on another host have memory of their own: with the calls come the table of a piece and the
+rows of a layer, and the answer has the partial results of the member's heads.
 """
 
 from __future__ import annotations
@@ -13,15 +16,21 @@ from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from millrace.core.errors import CapacityError
 from millrace.core.kv.kvp_pass import ExchangeShape
 from millrace.core.kv.layout import stage_layers
+from millrace.engine.attention.kvp_memory import exchange_memory
 from millrace.engine.attention.kvp_worker import HeadShare, ShardAttention
 from millrace.engine.model.tp_shard import TpShard
 from millrace.engine.parallel.member_calls import MemberCalls, answer_calls
+
+Bytes = npt.NDArray[np.uint8]
+Partials = tuple[Sequence[int], npt.NDArray[np.float32], npt.NDArray[np.float32]]
 
 
 class MemberShards:
@@ -51,11 +60,14 @@ class MemberShards:
             self.memory = _mapped(handle, nbytes)
             for members, layers in zip(others, held, strict=True):
                 about = shape, nbytes, tuple(windows), backend, ranks, layers.start
-                members.begin("open", *about)
-                members.hand_over(handle)
+                members.begin("open", *about, members.is_here)
+                if members.is_here:
+                    members.hand_over(handle)
         finally:
             os.close(handle)
         share = share_of(shape, 0, ranks)
+        self._shares = [share_of(shape, rank, ranks) for rank in range(ranks)]
+        self._entry_bytes = shape.entry_bytes
         self._own = ShardAttention(storage, shape, self.memory, windows, backend, share)
         for members in others:
             members.collect()
@@ -85,8 +97,10 @@ class MemberShards:
     def begin(self, slot: int, piece: int, at: tuple[int, int], entries: int) -> None:
         """`ShardAttention.begin`."""
         self._own.begin(slot, piece, at, entries)  # raises its errors before others get the call
+        table = self.memory[at[0] : at[0] + entries * self._entry_bytes].numpy()
         for members in self._others:
-            members.begin("begin", slot, piece, at, entries)
+            read = () if members.is_here else (table,)
+            members.begin("begin", slot, piece, at, entries, *read)
         for members in self._others:
             members.collect()
 
@@ -95,12 +109,26 @@ class MemberShards:
         self._own.check(slot, piece, layer)
         stage = self._stage_of[layer]
         members = self._others[stage]
+        if not members.is_here:
+            return self._layer_elsewhere(members, slot, piece, layer)
         members.begin("layer", slot, piece, layer)
         if stage:
             missing: Sequence[int] = members.collect()[0]  # the same at every rank
             return missing
         missing = self._own.layer(slot, piece, layer)
         members.collect()
+        return missing
+
+    def _layer_elsewhere(
+        self, members: MemberCalls, slot: int, piece: int, layer: int
+    ) -> Sequence[int]:
+        views = self._own.views(slot, piece)
+        members.begin("layer", slot, piece, layer, bytes_of(views.q), bytes_of(views.kv))
+        missing: Sequence[int] = ()
+        for share, answer in zip(self._shares, members.collect(), strict=True):
+            missing, out, lse = answer  # missing: the same at every rank
+            views.out[:, share.q].copy_(torch.from_numpy(out))
+            views.lse[:, share.q].copy_(torch.from_numpy(lse))
         return missing
 
     def forget(self, slot: int) -> None:
@@ -120,7 +148,12 @@ def serve_shards(pipe: Connection, storage: Callable[[], Tensor], rank: int) -> 
         backend: str,
         ranks: int,
         first_layer: int,
-    ) -> ShardAttention:
+        is_here: bool,
+    ) -> ShardAttention | _Elsewhere:
+        if not is_here:
+            memory, share = exchange_memory(nbytes), share_of(shape, rank, ranks)
+            own = ShardAttention(storage(), shape, memory, windows, backend, share, first_layer)
+            return _Elsewhere(own, memory, share)
         handle = recv_handle(pipe)
         try:
             memory = _mapped(handle, nbytes)
@@ -130,6 +163,36 @@ def serve_shards(pipe: Connection, storage: Callable[[], Tensor], rank: int) -> 
         return ShardAttention(storage(), shape, memory, windows, backend, share, first_layer)
 
     answer_calls(pipe, opened)
+
+
+class _Elsewhere:
+    """A member's `ShardAttention` with memory of its own, which the calls fill and read."""
+
+    def __init__(self, attention: ShardAttention, memory: Tensor, share: HeadShare) -> None:
+        self._attention = attention
+        self._memory = memory
+        self._heads = share.q
+        self.open, self.landed = attention.open, attention.landed
+        self.close, self.forget = attention.close, attention.forget
+
+    def begin(self, slot: int, piece: int, at: tuple[int, int], entries: int, table: Bytes) -> None:
+        self._memory[at[0] : at[0] + len(table)].copy_(torch.from_numpy(table))
+        self._attention.begin(slot, piece, at, entries)
+
+    def layer(self, slot: int, piece: int, layer: int, q: Bytes, kv: Bytes) -> Partials:
+        """Returns the entries whose shard is gone, and the out and lse of the member's heads."""
+        views = self._attention.views(slot, piece)
+        for into, data in ((views.q, q), (views.kv, kv)):
+            into.view(-1).view(torch.uint8).copy_(torch.from_numpy(data))
+        missing = tuple(self._attention.layer(slot, piece, layer))
+        out, lse = (part[:, self._heads].clone() for part in (views.out, views.lse))
+        return missing, out.numpy(), lse.numpy()
+
+
+def bytes_of(rows: Tensor) -> Bytes:
+    """Returns contiguous rows as uint8, without a copy."""
+    found: Bytes = rows.view(-1).view(torch.uint8).numpy()
+    return found
 
 
 def share_of(shape: ExchangeShape, rank: int, ranks: int) -> HeadShare:

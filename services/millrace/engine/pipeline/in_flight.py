@@ -8,7 +8,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Final, Protocol
@@ -69,12 +69,23 @@ class PassInFlight:
     number: int
     name: str
     on_layer: Callable[[int], None]
+    next_layer: int  # to tell the caller of
     to_come: int  # answers: one for each later layer, and one for the end
+    done: set[int] = field(default_factory=set)  # layers that wait for a layer before them
     through: Completion = field(default_factory=Completion)
     rows: Tensor | None = None  # that the last stage handed back
     handed_on: bool = False  # by the first stage
     is_served: bool = False  # the computing thread waits in `InFlight.next_call`
     is_wanted: bool = True  # a caller waits for its end
+
+    def next_layers(self, done: int) -> Iterator[int]:
+        """Yields the layers to tell now that one more is done. (Those of a stage on another host
+        may come before those of an earlier stage.)"""
+        self.done.add(done)
+        while self.next_layer in self.done:
+            self.done.remove(self.next_layer)
+            yield self.next_layer
+            self.next_layer += 1
 
 
 class InFlight:
@@ -120,13 +131,16 @@ class InFlight:
     # -- for the computing thread
 
     def begin(
-        self, name: str, on_layer: Callable[[int], None] = lambda layer: None, layers: int = 0
+        self,
+        name: str,
+        on_layer: Callable[[int], None] = lambda layer: None,
+        layers: range = range(0),
     ) -> PassInFlight:
         """Enters a pass.
 
-        `layers`: how many layers of later stages are to report before the pass is through.
+        `layers`: those of later stages that are to report before the pass is through.
         """
-        entry = PassInFlight(next(self._numbers), name, on_layer, 1 + layers)
+        entry = PassInFlight(next(self._numbers), name, on_layer, layers.start, 1 + len(layers))
         with self._lock:
             self._passes[entry.number] = entry
         return entry
@@ -227,8 +241,9 @@ class InFlight:
                 with self._lock:
                     entry = self._passes.get(answer.number)
                 if entry is not None:
-                    entry.on_layer(answer.layer)
-                    self._came(answer.number)
+                    for layer in entry.next_layers(answer.layer):
+                        entry.on_layer(layer)
+                        self._came(answer.number)
             case Through():
                 self._came(answer.number)
             case LinkCall() | RemoteCall() | Stepped():

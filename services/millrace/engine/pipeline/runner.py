@@ -266,8 +266,8 @@ class PipelineRunner:
         reports_layers: bool,
         on_layer: Callable[[int], None] = lambda layer: None,
     ) -> PassInFlight:
-        later = self._layers - self._first.model.layers.stop
-        entry = self.in_flight.begin(name, on_layer, later if reports_layers else 0)
+        later = range(self._first.model.layers.stop, self._layers)
+        entry = self.in_flight.begin(name, on_layer, later if reports_layers else range(0))
         kv_only = not (keeps_all or len(tables.rows))
         what = PassStart(
             number=entry.number,

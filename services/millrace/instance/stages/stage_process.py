@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle
@@ -56,6 +56,7 @@ class StagePlace:
     max_rows: int  # per pass
     timeout_s: float
     checksums: bool
+    folder: str = ""  # of the model on this host; "": where `Load` says
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,6 +207,7 @@ def _open(
     device = torch.device(place.devices[0])
     load = pipe.recv()
     assert isinstance(load, Load)
+    load = replace(load, folder=place.folder or load.folder)
     model = load_stage(load, device, group)
     pipe.send(Done())
     command = pipe.recv()

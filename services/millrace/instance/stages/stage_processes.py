@@ -7,13 +7,11 @@ from __future__ import annotations
 
 import atexit
 import logging
-import signal
 import threading
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from multiprocessing.connection import Connection, wait
-from multiprocessing.context import ForkServerProcess
 from multiprocessing.reduction import send_handle
 from typing import Any, Final, TypeVar
 
@@ -24,12 +22,14 @@ from millrace.engine.forward.passes import Passes
 from millrace.engine.kv.pool import KvPool
 from millrace.engine.model.config import ModelConfig
 from millrace.engine.model.stage import Stage
-from millrace.engine.parallel.child_processes import child_processes
 from millrace.engine.parallel.commands import Load
 from millrace.engine.parallel.follower import Beside
 from millrace.engine.pipeline.in_flight import StageError
 from millrace.engine.pipeline.messages import Answer, Command, Died, Done, Open
 from millrace.engine.pipeline.runner import PipelineRunner
+from millrace.instance.stages.child_stage import ChildStage
+from millrace.instance.stages.remote.remote_stage import RemoteStage
+from millrace.instance.stages.stage_hosts import stage_addresses
 from millrace.instance.stages.stage_process import (
     CONNECT_TIMEOUT_S,
     Follow,
@@ -37,7 +37,6 @@ from millrace.instance.stages.stage_process import (
     Measure,
     Met,
     StagePlace,
-    serve_stage,
 )
 from millrace.instance.stages.stage_rows import (
     IncomingRows,
@@ -54,6 +53,8 @@ log = logging.getLogger(__name__)
 START_TIMEOUT_S: Final = 120.0
 _STEP_TIMEOUT_S: Final = 60.0
 _FAREWELL_S: Final = 5.0
+_NEWS_S: Final = 5.0
+_REACH_TIMEOUT_S: Final = 1800.0  # a pod may have to pull its image first
 
 _T = TypeVar("_T")
 
@@ -72,9 +73,9 @@ class StageProcesses:
         checksums: bool,
     ) -> None:
         """`devices`: of all members, the first stage's included. `beside`: what each member serves
-        beside its passes; `besides` has the pipes to it, by stage."""
+        beside its passes."""
         self.count = config.stages - 1
-        self.besides: list[dict[str, list[Connection]]] = []
+        self._addresses = stage_addresses(config)
         self._ranks = config.tensor_parallel
         self._devices = tuple(devices)
         self._beside = dict(beside)
@@ -83,17 +84,15 @@ class StageProcesses:
         self._checksums = checksums
         self._max_rows = config.max_chunk_tokens + config.max_batch
         self._name = f"stages-{uuid.uuid4().hex[:12]}"
-        self._pipes: list[Connection] = []
-        self._processes: list[ForkServerProcess] = []
+        self._stages: list[ChildStage | RemoteStage] = []
         self._telling = threading.Lock()
         self._transport: Transport | None = None
         self._listening: Any = None
         self._reader: threading.Thread | None = None
         self._closing = False
 
-    def start(self) -> None:
-        """Starts the processes of all later stages; `load` waits for them."""
-        context = child_processes()
+    def start(self, model: tuple[str, str]) -> None:
+        """Starts all later stages; `load` waits for them. `model`: as of `RemoteStage`."""
         atexit.register(self.close)  # else the process waits for them at exit
         for index in range(1, self.count + 1):
             place = StagePlace(
@@ -105,24 +104,19 @@ class StageProcesses:
                 timeout_s=_STEP_TIMEOUT_S,
                 checksums=self._checksums,
             )
-            ours, theirs = context.Pipe()
-            pairs = {name: [context.Pipe() for _ in range(self._ranks)] for name in self._beside}
-            ends = {
-                name: (self._beside[name], [end for _, end in of_ranks])
-                for name, of_ranks in pairs.items()
-            }
-            # Not a daemon: its ranks are its child processes.
-            process = context.Process(
-                target=serve_stage, args=(place, theirs, ends), name=place.name
-            )
-            process.start()
-            theirs.close()
-            for of_ranks in pairs.values():
-                for _, end in of_ranks:
-                    end.close()
-            self.besides.append({n: [pipe for pipe, _ in p] for n, p in pairs.items()})
-            self._pipes.append(ours)
-            self._processes.append(process)
+            if self._addresses:
+                address = self._addresses[index - 1]
+                self._stages.append(RemoteStage(address, model, place, tuple(self._beside)))
+            else:
+                self._stages.append(ChildStage(place, self._beside))
+        for stage in self._stages:
+            if isinstance(stage, RemoteStage):
+                _await(stage)
+
+    @property
+    def besides(self) -> list[Mapping[str, list[Connection]]]:
+        """Returns the pipes to what each member serves beside its passes, by stage."""
+        return [stage.besides for stage in self._stages]
 
     def load(self, load: Load) -> None:
         """Makes the stages read their weights, as `load` says; `collect` then takes each `Done`."""
@@ -132,10 +126,11 @@ class StageProcesses:
 
     def send_all(self, command: Open | Measure, handle: int | None = None) -> None:
         """Sends a command of the start to all stages, with a file descriptor if it asks for one."""
-        for pipe, process in zip(self._pipes, self._processes, strict=True):
-            pipe.send(command)
+        for stage in self._stages:
+            stage.pipe.send(command)
             if handle is not None:
-                send_handle(pipe, handle, process.pid)
+                assert isinstance(stage, ChildStage)  # else each member has a pool of its own
+                send_handle(stage.pipe, handle, stage.pid)
 
     def connect(
         self, passes: Passes, pool: KvPool, storage: Tensor, whole: ModelConfig, *, own_pools: bool
@@ -205,10 +200,11 @@ class StageProcesses:
         atexit.unregister(self.close)
         for pipe in self._pipes:
             pipe.close()  # a stage ends when its pipe ends
-        for process in self._processes:
-            process.join(_FAREWELL_S)
-            process.kill()
-            process.join()
+        for of_ranks in (ends for stage in self._stages for ends in stage.besides.values()):
+            for pipe in of_ranks:
+                pipe.close()
+        for stage in self._stages:
+            stage.close()
         if self._reader is not None:
             self._reader.join(_FAREWELL_S)
         if self._listening is not None:
@@ -260,10 +256,19 @@ class StageProcesses:
         return found
 
     def _ending(self, index: int) -> str:
-        process = self._processes[index]
-        process.join(1.0)
-        code = process.exitcode
-        if code is None:
-            return f"stage {index + 1} closed its pipe"
-        how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"
-        return f"stage {index + 1} died, {how}"
+        stage = self._stages[index]
+        how = stage.ending(1.0)
+        ended = f"died, {how}" if how else "closed its pipe"
+        return f"stage {index + 1}{stage.where} {ended}"
+
+    @property
+    def _pipes(self) -> list[Connection]:
+        return [stage.pipe for stage in self._stages]
+
+
+def _await(stage: RemoteStage) -> None:
+    """Waits until the stage has begun. Raises StageError when its host is not there in time."""
+    if not stage.has_begun(_NEWS_S):
+        log.warning("a stage has not begun; this process waits for its host%s", stage.where)
+        if not stage.has_begun(_REACH_TIMEOUT_S):
+            raise StageError(f"the host of a stage{stage.where} was not there in time")

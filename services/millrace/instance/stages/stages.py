@@ -27,13 +27,14 @@ from millrace.engine.parallel.commands import Load
 from millrace.engine.parallel.follower import Beside
 from millrace.engine.parallel.kv_memory import mapped, new_memory
 from millrace.engine.parallel.member_pools import MemberPools, has_own_pools, services
-from millrace.engine.parallel.rank_group import RankGroup, devices_of_ranks
+from millrace.engine.parallel.rank_group import RankGroup
 from millrace.engine.pipeline.messages import (
     Done,
     Open,
 )
 from millrace.engine.pipeline.runner import PipelineRunner
 from millrace.engine.sizing import compute_threads, pool_bytes
+from millrace.instance.stages.stage_hosts import devices_of_members, stage_addresses
 from millrace.instance.stages.stage_process import (
     Measure,
     Measured,
@@ -74,8 +75,9 @@ def open_staged_engine(
     ranks = config.tensor_parallel
     Stage(0, config.stages).check(shape.model)  # before any process is started
     TpShard(0, ranks).check(shape.model)
-    of_members = tuple(devices) or devices_of_ranks(device, config.stages * ranks)
-    threads = max(1, compute_threads(config) // (config.stages * ranks))
+    of_members = tuple(devices) or devices_of_members(config, device)
+    here = ranks if stage_addresses(config) else config.stages * ranks
+    threads = max(1, compute_threads(config) // here)
     torch.set_num_threads(threads)
     beside = services(transport) if own_pools else {}
     stages = StageProcesses(config, host, threads, of_members, beside, checksums=checksums)
@@ -89,7 +91,7 @@ def open_staged_engine(
             stage=Stage(0, config.stages),
             deterministic=config.deterministic == "on",
         )
-        stages.start()
+        stages.start((shape.layout.model_hash, config.load_format))
         if ranks > 1:
             group = RankGroup(
                 ranks, devices=of_members[:ranks], threads=threads, name="stage 0, ", beside=beside
@@ -104,7 +106,9 @@ def open_staged_engine(
         shape = _measured(stages, first, shape, config, _sharers(of_members, ranks))
         runner = _opened_with_own_pools(stages, first, shape, config)
         pipes = [{} if group is None else group.besides, *stages.besides]
-        return engine_of(shape, runner, config, MemberPools.of(shape.layout, pipes))
+        elsewhere = bool(stage_addresses(config))
+        members = MemberPools.of(shape.layout, pipes, later_elsewhere=elsewhere)
+        return engine_of(shape, runner, config, members)
     except BaseException:
         if group is not None:
             group.close()

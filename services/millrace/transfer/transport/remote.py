@@ -209,6 +209,8 @@ class _Server:
         self._pool().write(start, data)
 
     def _register(self, memory: Memory) -> int:
+        if memory != self._pool().memory:  # no peer may read anything else of this process
+            raise TransferError(f"{memory} is not the member's pool")
         return self._transport.register(memory)
 
     def _metadata(self) -> bytes:
