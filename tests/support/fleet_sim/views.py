@@ -9,6 +9,7 @@ from millrace.proxy.generation.stage import Stage
 from support.fleet_sim.instances import Instance
 from support.fleet_sim.nodes import SchedulerNode
 from support.fleet_sim.processes import Process
+from support.fleet_sim.tokens import lineage
 from support.fleet_sim.world import SCHEDULERS, World
 
 MOST_ROUNDS = 12  # of messages and answers, until nothing is in flight
@@ -120,6 +121,13 @@ def _check_proxies(world: World, machine: Machine) -> None:
     wanted = {one.spec.request_id: one for node in alive for one in node.gateway.requests}
     instances = world.fleet.values()
     whole = {its.id for one in instances for its in one.table if its.ended and its.finish_reason}
+    done = {one.name for one in world.clients.values() if one.done}
+    # Open: the tokens of an attempt may end an answer when its next attempt was placed already.
+    whole |= {
+        name
+        for name, live in machine.requests.items()
+        if live.attempt > 1 and lineage(name).replace("cmpl-", "r") in done
+    }
     for name in machine.requests:
         assert name in wanted or name in whole, (
             f"{name} goes on at the scheduler, and no proxy has it"
