@@ -10,7 +10,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from millrace.core.errors import IntegrityError
+from millrace.core.errors import IntegrityError, TransferError
 from millrace.engine.decode_batch import DecodeBatch
 from millrace.engine.errors import EngineDied
 from millrace.engine.forward.mixed_pass import NO_DECODES, DecodeRows
@@ -347,6 +347,24 @@ def test_a_stage_that_falls_is_named_to_whoever_waits_and_ever_after(five_layers
     assert [str(error) for error in heard] == ["RuntimeError: out of luck"] * 2
     with pytest.raises(StageError, match="out of luck"):
         next(one.runner.prefill_batch([request.task(0, 10)]))
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+def test_a_lost_hop_tells_of_the_death_behind_it(five_layers, staged, is_known) -> None:
+    """The sender of rows may notice a death before the reader of the stages' answers does."""
+    one = staged(five_layers, 2)
+    request = Request(one.runner, prompt(40))
+    died = StageError("stage 1 died, killed by SIGKILL")
+
+    def lose(number: int, summands: tuple[torch.Tensor, torch.Tensor]) -> None:
+        if is_known:
+            one.runner.in_flight.fail(died)
+        raise TransferError("stages-1 is gone")
+
+    one.rows[0].send = lose
+    message = str(died) if is_known else "rows can't be handed on: stages-1 is gone"
+    with pytest.raises(StageError, match=message):
+        prefill(one.runner, request)
 
 
 def test_boundaries_name_layers_of_the_whole_model(five_layers, staged) -> None:

@@ -15,7 +15,7 @@ from typing import Final, Protocol
 
 from torch import Tensor
 
-from millrace.core.errors import IntegrityError
+from millrace.core.errors import IntegrityError, TransferError
 from millrace.engine.completion import Completion
 from millrace.engine.errors import EngineDied
 from millrace.engine.pipeline.messages import (
@@ -36,6 +36,7 @@ from millrace.engine.pipeline.rows import Handed
 
 _ANSWER_TIMEOUT_S: Final = 60.0
 _LAST_ANSWERS_S: Final = 1.0
+_NEWS_S: Final = 5.0  # for a stage's end to be read, on a busy machine
 
 Call = LinkCall | RemoteCall | Stepped
 """What a later stage sends while the first stage's computing thread waits for the stage."""
@@ -101,6 +102,7 @@ class InFlight:
         self._asked: Completion | None = None
         self._answer: Dropped | Copied | None = None
         self._failure: StageError | None = None
+        self._failed = threading.Event()
         self._on_death: Callable[[EngineDied], None] = lambda error: None
 
     def __len__(self) -> int:
@@ -172,6 +174,13 @@ class InFlight:
         if call is None or self._failure is not None:
             raise self._failure or StageError("a stage died")
         return call
+
+    def ending(self, error: TransferError) -> StageError:
+        """Returns why no stage takes rows, which were sent in vain: mostly one has died, which is
+        known a moment later."""
+        if self._failed.wait(_NEWS_S) and self._failure is not None:
+            return self._failure
+        return StageError(f"rows can't be handed on: {error}")
 
     def leave(self, entry: PassInFlight) -> None:
         """Notes that no caller waits for the pass, which continues through the later stages."""
@@ -269,6 +278,7 @@ class InFlight:
         raises the error."""
         with self._lock:
             self._failure = self._failure or error
+            self._failed.set()
             on_death = self._on_death
             waiters = [entry.through for entry in self._passes.values()]
             if self._asked is not None:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Generator, Sequence
 import torch
 from torch import Tensor
 
+from millrace.core.errors import TransferError
 from millrace.engine.attention.kvp_owner import Remote, RemoteAttention, RemoteLink
 from millrace.engine.attention.ring import RingLink, RingTask
 from millrace.engine.errors import EngineDied
@@ -294,7 +295,10 @@ class PipelineRunner:
 
     def _hand_on(self, entry: PassInFlight) -> Finish:
         def hand_on(state: Activations) -> None:
-            self._out.send(entry.number, (state.x, required(state.residual)))
+            try:
+                self._out.send(entry.number, (state.x, required(state.residual)))
+            except TransferError as error:
+                raise self.in_flight.ending(error) from error
             entry.handed_on = True
 
         return hand_on
