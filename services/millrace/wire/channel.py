@@ -33,9 +33,9 @@ def open_channel(
     return grpc.aio.secure_channel(address, tls.channel_credentials(), options=named)
 
 
-def open_blocking_channel(address: str) -> grpc.Channel:
+def open_blocking_channel(address: str, *, max_message_bytes: int) -> grpc.Channel:
     """Returns a channel for threads, as `open_channel` does for an event loop."""
-    options = channel_options(MAX_MESSAGE_BYTES)
+    options = channel_options(max_message_bytes)
     if (tls := process_tls()) is None:
         return grpc.insecure_channel(address, options=options)
     return grpc.secure_channel(address, tls.channel_credentials(), options=[*options, *_NAMED])

@@ -10,6 +10,9 @@ from __future__ import annotations
 #: Largest message in both directions: one message carries a long prompt's log probabilities.
 MAX_MESSAGE_BYTES = 64 << 20
 
+#: Between the stages of an instance: the queries of a long chunk's layer, and more.
+MAX_STAGE_MESSAGE_BYTES = 1 << 30
+
 KEEPALIVE_INTERVAL_S = 2.0
 KEEPALIVE_TIMEOUT_S = 4.0  # a busy machine may be slow to answer
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection
 from typing import Protocol
 
@@ -26,7 +26,7 @@ class LaterStage(Protocol):
         """Returns the pipe of its commands and answers."""
 
     @property
-    def besides(self) -> Mapping[str, list[Connection]]:
+    def besides(self) -> Mapping[str, Sequence[Connection]]:
         """Returns the pipes to what each of its ranks serves beside its passes, by name."""
 
     def ending(self, timeout_s: float) -> str:

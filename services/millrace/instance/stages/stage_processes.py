@@ -27,7 +27,7 @@ from millrace.engine.parallel.follower import Beside
 from millrace.engine.pipeline.in_flight import StageError
 from millrace.engine.pipeline.messages import Answer, Command, Died, Done, Open
 from millrace.engine.pipeline.runner import PipelineRunner
-from millrace.instance.stages.child_stage import ChildStage
+from millrace.instance.stages.child_stage import ChildStage, LaterStage
 from millrace.instance.stages.remote.remote_stage import RemoteStage
 from millrace.instance.stages.stage_hosts import stage_addresses
 from millrace.instance.stages.stage_process import (
@@ -84,7 +84,7 @@ class StageProcesses:
         self._checksums = checksums
         self._max_rows = config.max_chunk_tokens + config.max_batch
         self._name = f"stages-{uuid.uuid4().hex[:12]}"
-        self._stages: list[ChildStage | RemoteStage] = []
+        self._stages: list[LaterStage] = []
         self._telling = threading.Lock()
         self._transport: Transport | None = None
         self._listening: Any = None
@@ -114,7 +114,7 @@ class StageProcesses:
                 _await(stage)
 
     @property
-    def besides(self) -> list[Mapping[str, list[Connection]]]:
+    def besides(self) -> list[Mapping[str, Sequence[Connection]]]:
         """Returns the pipes to what each member serves beside its passes, by stage."""
         return [stage.besides for stage in self._stages]
 

@@ -14,6 +14,7 @@ from queue import SimpleQueue
 import grpc
 
 from millrace.wire.channel import open_blocking_channel
+from millrace.wire.options import MAX_STAGE_MESSAGE_BYTES
 from millrace.wire.pb import stage_pb2
 
 
@@ -44,7 +45,7 @@ class StageStream:
             beside=begin.beside,
         )
         self._outgoing.put(stage_pb2.ToStage(begin=message))
-        self._channel = open_blocking_channel(address)
+        self._channel = open_blocking_channel(address, max_message_bytes=MAX_STAGE_MESSAGE_BYTES)
         run_stage = self._channel.stream_stream(
             "/millrace.v1.StageHost/RunStage",
             request_serializer=stage_pb2.ToStage.SerializeToString,

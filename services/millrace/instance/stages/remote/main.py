@@ -17,6 +17,7 @@ from millrace.instance.transfer.transports import serve_member, set_environment
 from millrace.instance.vitals import open_vitals
 from millrace.model_folder import resolve_model
 from millrace.wire.address import host_port
+from millrace.wire.options import MAX_STAGE_MESSAGE_BYTES
 from millrace.wire.server import add_health, bind, create_server
 
 log = logging.getLogger(__name__)
@@ -45,7 +46,7 @@ async def serve(
         services=services(serve_member),
     )
     async with open_vitals(config.telemetry, host) as vitals:
-        server = create_server()
+        server = create_server(max_message_bytes=MAX_STAGE_MESSAGE_BYTES)
         servicer = StageHostServicer(room)
         servicer.add_to(server)
         health = add_health(server, ["millrace.v1.StageHost"])

@@ -88,7 +88,7 @@ class StageHostServicer(stage_pb2_grpc.StageHostServicer):
             return
         self.runs = first.begin.instance
         self._idle.clear()
-        log.info("a stage of %s begins", self.runs)
+        log.info("a stage of %s begins, for %s", self.runs, context.peer())
         try:
             async with aclosing(_run(place, beside, request_iterator)) as answers:
                 async for answer in answers:
