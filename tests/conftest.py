@@ -8,6 +8,7 @@ examples in every run; `--seed=random` explores. A failure names the seed that r
 import asyncio
 import os
 import random
+import signal
 import sys
 import tempfile
 import zlib
@@ -99,3 +100,11 @@ def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
     if report.failed:
         report.sections.append(("seed", f"--seed={item.config.option.seed}"))
     return report
+
+
+@pytest.fixture
+def hears_hangup() -> Iterator[None]:
+    """The test hears SIGHUP, which a suite that runs under nohup ignores."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)

@@ -119,6 +119,7 @@ async def test_the_error_of_the_block_comes_first() -> None:
     assert work.ended == "cancelled"
 
 
+@pytest.mark.usefixtures("hears_hangup")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 async def test_signals_stop_until_they_are_given_back(number) -> None:
     before = signal.getsignal(number)
@@ -148,6 +149,7 @@ async def test_under_nohup_a_closed_terminal_stops_nothing() -> None:
         signal.signal(signal.SIGHUP, before)
 
 
+@pytest.mark.usefixtures("hears_hangup")
 @pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, uvloop.new_event_loop])
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_signals_cancel_interruptible_work(number, new_loop) -> None:

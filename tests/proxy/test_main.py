@@ -126,6 +126,7 @@ async def test_workers_share_a_port_their_metrics_and_their_waterfalls(tmp_path)
         assert total(text, "millrace_proxy_http_requests_total", **counted) == len(answers)
 
 
+@pytest.mark.usefixtures("hears_hangup")
 async def test_workers_leave_a_terminals_signals_to_their_parent(tmp_path):
     """A terminal sends them to the whole group; the parent drains the workers."""
     async with service(tmp_path, "proxy.workers=2") as (_, http, task):
