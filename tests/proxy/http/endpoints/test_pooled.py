@@ -144,7 +144,7 @@ async def test_a_client_that_leaves_ends_its_requests(stack):
     )
     await eventually(lambda: len(stack.fleet.specs) == 2)
     asked.cancel()
-    await eventually(lambda: len(stack.fleet.cancels) == 2)
+    await eventually(lambda: len(stack.fleet.cancels) >= 2)  # a placement may come after it
 
 
 async def test_a_lost_instance_is_asked_again(stack):
