@@ -240,6 +240,20 @@ async def test_tokens_may_overtake_a_second_placement(stack):
     assert response.json()["choices"][0]["message"]["content"] == "Hello there"
 
 
+async def test_an_answer_may_come_before_its_placement(stack):
+    """Tokens and placements come on different streams. A second placement is one too many."""
+    stack.fleet.script.on_submit = stack.fleet.play_later
+    assert (await stack.http.post(CHAT, json=BODY)).status_code == 200
+    [spec] = stack.fleet.specs
+    stack.fleet.place(spec)
+    stack.fleet.script.on_submit = None
+    assert (await stack.http.post(CHAT, json=BODY)).status_code == 200  # the placement was heard
+    assert not stack.fleet.cancels
+    stack.fleet.place(spec)
+    await asyncio.wait_for(stack.fleet.cancelled.wait(), HANG_S)
+    assert [one.request_id for one in stack.fleet.cancels] == [spec.request_id]
+
+
 async def test_a_request_that_is_placed_after_its_answer_is_cancelled(stack):
     """The scheduler had lost the instance from sight, which computed the answer meanwhile."""
     assert (await stack.http.post(CHAT, json=BODY)).status_code == 200

@@ -65,6 +65,8 @@ class Gateway:
         self._config = config
         self._metrics = metrics
         self._live: dict[str, ProxyRequest] = {}  # by the id that the other services use
+        #: Requests that have ended before their placement was heard, which is on its way.
+        self._unheard: set[str] = set()
         self._leaders = leaders
         self._scheduler = SchedulerLink(leaders, incarnation, self)
         self._lost_at: float | None = None  # since when no scheduler answers; None: one does
@@ -277,7 +279,10 @@ class Gateway:
 
     def on_placed(self, placed: Placed) -> None:
         if (request := self._live.get(placed.request_id)) is None:
-            self._scheduler.cancel(placed.request_id, _ENDED)
+            if placed.request_id in self._unheard:
+                self._unheard.remove(placed.request_id)
+            else:
+                self._scheduler.cancel(placed.request_id, _ENDED)
             return
         decode = placed.decode.incarnation
         again, request.confirmed = request.confirmed, True
@@ -340,6 +345,7 @@ class Gateway:
     def on_scheduler_lost(self) -> None:
         """Lets all requests wait for the next scheduler. Instances go on with their work."""
         self._lost_at = time.monotonic()
+        self._unheard.clear()
         for request in self._live.values():
             if request.at_scheduler:
                 request.await_scheduler(self._lost_at)
@@ -354,6 +360,8 @@ class Gateway:
     def _finish(self, request: ProxyRequest) -> None:
         request_id = request.spec.request_id
         del self._live[request_id]
+        if not (request.confirmed or request.was_reopened):
+            self._unheard.add(request_id)
         if request.stopped_by_proxy:
             self._scheduler.cancel(request_id, "stop")
         if request.whole.has_ended:
