@@ -7,6 +7,7 @@ import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -16,14 +17,18 @@ from millrace.engine.attention.kvp_link import ExchangeLink
 from millrace.engine.attention.kvp_memory import exchange_memory
 from millrace.engine.attention.kvp_owner import Remote, reach_of
 from millrace.engine.attention.kvp_worker import ShardAttention
+from millrace.engine.decode_batch import DecodeBatch
 from millrace.engine.decode_batch import Sequence as DecodeSequence
 from millrace.engine.forward.local_runner import ModelRunner
+from millrace.engine.forward.mixed_pass import NO_DECODES
 from millrace.engine.forward.prefill_task import PrefillTask
 from millrace.engine.forward.stage_passes import StagePasses
-from millrace.engine.model.loader import Model
+from millrace.engine.kv.step_tables import page_table_of
+from millrace.engine.model.loader import Model, load_model
 from millrace.engine.parallel.member_calls import MemberCalls
 from millrace.engine.parallel.shard_ranks import MemberShards
 from millrace.engine.runner import Runner
+from millrace.engine.sampling.sampler import Sampler
 from millrace.engine.sampling.spec import SamplingSpec
 from millrace.transfer.kvp.exchange import KvpExchange
 from millrace.transfer.kvp.server import KvpServer, ShardCompute
@@ -31,7 +36,8 @@ from millrace.transfer.transport.base import INLINE_BYTES, Transport
 from millrace.transfer.transport.regions import Memory
 from support.deadlines import HANG_S
 from support.memory_transport import MemoryHub, MemoryTransport
-from support.tiny_engine import make_pool
+from support.tiny_engine import Request, greedy, make_pool, make_runner
+from support.tiny_models import prompt
 
 
 def shape_of(model: Model, max_rows: int) -> ExchangeShape:
@@ -295,3 +301,28 @@ def prefill_long(runner: ModelRunner, request: Long, cuts: Sequence[int]) -> Ten
 
 def random_cuts(rng: random.Random, length: int, count: int) -> list[int]:
     return sorted(rng.sample(range(1, length), count))
+
+
+def check_holds_a_shard(folder: Path, worker: Runner, calls: Sequence[MemberCalls]) -> None:
+    """A KVP worker whose members have pools of their own attends as the model of the folder does;
+    then its shard is closed. `calls`: to its members, by stage.
+    """
+    steps, ids = 6, prompt(75, seed=1)
+    wanted = make_runner(folder)
+    (expected,) = greedy(wanted, [Request(wanted, ids, steps)], steps)
+    model = load_model(folder, device="cpu")
+    with world(model, 1, page_tokens=16, max_rows=9, ranks=(worker, calls)) as made:
+        request = Long(made, ids, (32, 96))
+        for start, stop in ((0, 40), (40, 75)):
+            task = request.task(start, stop)
+            made.runner.mixed(NO_DECODES, page_table_of([task.pages]), [task])
+            assert not task.lost
+        assert task.logits is not None and int(task.logits.argmax()) == expected[0]
+        batch = DecodeBatch(made.runner, made.runner.pool, Sampler(), max_batch=4)
+        batch.add(sequence_of(request, "r", expected[0], steps))
+        assert [out.token_id for _ in expected[1:] for out in batch.step()] == expected[1:]
+        made.workers[0].close_shard(request.shards[0].shard)
+        late = request.task(75, 76, want_logits=False)
+        late.token_ids = torch.tensor([expected[0]])
+        made.runner.mixed(NO_DECODES, page_table_of([late.pages]), [late])
+        assert late.lost

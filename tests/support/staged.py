@@ -1,6 +1,4 @@
-"""A staged model within one process: later stages on threads, rows over bounded queues; and what
-every staged engine does.
-"""
+"""A staged model within one process: later stages on threads, rows over bounded queues."""
 
 from __future__ import annotations
 
@@ -14,13 +12,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from millrace.engine.assembly import Engine
-from millrace.engine.decode_batch import DecodeBatch
-from millrace.engine.forward.mixed_pass import NO_DECODES
 from millrace.engine.forward.passes import Passes
 from millrace.engine.forward.stage_passes import StagePasses, stage_pool
 from millrace.engine.kv.pool import KvPool
-from millrace.engine.kv.step_tables import page_table_of
 from millrace.engine.model.config import ModelConfig
 from millrace.engine.model.loader import Model, load_model
 from millrace.engine.model.stage import Stage
@@ -32,11 +26,8 @@ from millrace.engine.pipeline.messages import Command
 from millrace.engine.pipeline.rows import Handed
 from millrace.engine.pipeline.runner import PipelineRunner
 from millrace.engine.pipeline.stage_loop import StageLoop
-from millrace.engine.sampling.sampler import Sampler
 from support.deadlines import HANG_S
-from support.kvp_world import Long, sequence_of, world
-from support.tiny_engine import Request, greedy, layout_of, make_runner
-from support.tiny_models import prompt
+from support.tiny_engine import layout_of
 
 FIVE_LAYERS = {
     "vocab_size": 320,
@@ -189,28 +180,3 @@ def _load(folder: Path, dtype: str, stage: Stage, group: RankGroup | None) -> Mo
     if group is None:
         return load_model(folder, device="cpu", dtype=dtype, stage=stage)
     return load_ranks(group, folder, dtype=dtype, stage=stage)
-
-
-def check_attends_for_an_owner(engine: Engine) -> None:
-    """The engine as a KVP worker, each of whose members has a pool; then its shard is closed."""
-    steps, ids = 6, prompt(75, seed=1)
-    wanted = make_runner(engine.folder)
-    (expected,) = greedy(wanted, [Request(wanted, ids, steps)], steps)
-    assert engine.members is not None
-    model = load_model(engine.folder, device="cpu")
-    serving = (engine.runner, engine.members.shards)
-    with world(model, 1, page_tokens=16, max_rows=9, ranks=serving) as made:
-        request = Long(made, ids, (32, 96))
-        for start, stop in ((0, 40), (40, 75)):
-            task = request.task(start, stop)
-            made.runner.mixed(NO_DECODES, page_table_of([task.pages]), [task])
-            assert not task.lost
-        assert task.logits is not None and int(task.logits.argmax()) == expected[0]
-        batch = DecodeBatch(made.runner, made.runner.pool, Sampler(), max_batch=4)
-        batch.add(sequence_of(request, "r", expected[0], steps))
-        assert [out.token_id for _ in expected[1:] for out in batch.step()] == expected[1:]
-        made.workers[0].close_shard(request.shards[0].shard)
-        late = request.task(75, 76, want_logits=False)
-        late.token_ids = torch.tensor([expected[0]])
-        made.runner.mixed(NO_DECODES, page_table_of([late.pages]), [late])
-        assert late.lost

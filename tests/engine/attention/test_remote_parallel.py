@@ -6,7 +6,6 @@ import random
 from itertools import pairwise
 
 import pytest
-import torch
 
 from millrace.engine.decode_batch import DecodeBatch
 from millrace.engine.forward.mixed_pass import NO_DECODES
@@ -16,7 +15,7 @@ from millrace.engine.parallel.member_pools import MemberPools, services
 from millrace.engine.parallel.rank_group import RankGroup
 from millrace.engine.sampling.sampler import Sampler
 from support.deadlines import HANG_S
-from support.kvp_world import Long, random_cuts, sequence_of, world
+from support.kvp_world import Long, check_holds_a_shard, random_cuts, sequence_of, world
 from support.parallel import open_runner, split_folder, whole_layout
 from support.tiny_engine import Request, greedy, make_runner
 from support.tiny_models import prompt
@@ -62,33 +61,12 @@ def test_ranks_spread_requests_over_workers(name: str, ranks: int, own_pools: bo
 
 @pytest.mark.parametrize(("name", "ranks"), [("llama3-rope-tied", 2), ("qwen2-yarn-window", 4)])
 def test_ranks_with_pools_of_their_own_attend_for_an_owner(name: str, ranks: int) -> None:
-    """A KVP worker of several ranks, each with its heads; then one of its shards is closed."""
-    steps, folder, ids = 6, split_folder(name), prompt(75, seed=1)
-    wanted = make_runner(folder)
-    (expected,) = greedy(wanted, [Request(wanted, ids, steps)], steps)
+    """Each with its heads."""
+    folder = split_folder(name)
     group = RankGroup(ranks, timeout_s=2 * HANG_S, beside=services(None))
     worker = open_runner(group, folder, own_pools=True)
-    serving = (
-        worker,
-        MemberPools.of(whole_layout(worker.pool.layout, ranks), [group.besides]).shards,
-    )
+    layout = whole_layout(worker.pool.layout, ranks)
     try:
-        with world(
-            load_model(folder, device="cpu"), 1, page_tokens=16, max_rows=9, ranks=serving
-        ) as made:
-            request = Long(made, ids, (32, 96))
-            for start, stop in ((0, 40), (40, 75)):
-                task = request.task(start, stop)
-                made.runner.mixed(NO_DECODES, page_table_of([task.pages]), [task])
-                assert not task.lost
-            assert task.logits is not None and int(task.logits.argmax()) == expected[0]
-            batch = DecodeBatch(made.runner, made.runner.pool, Sampler(), max_batch=4)
-            batch.add(sequence_of(request, "r", expected[0], steps))
-            assert [out.token_id for _ in expected[1:] for out in batch.step()] == expected[1:]
-            made.workers[0].close_shard(request.shards[0].shard)
-            late = request.task(75, 76, want_logits=False)
-            late.token_ids = torch.tensor([expected[0]])
-            made.runner.mixed(NO_DECODES, page_table_of([late.pages]), [late])
-            assert late.lost
+        check_holds_a_shard(folder, worker, MemberPools.of(layout, [group.besides]).shards)
     finally:
         worker.processes.close()

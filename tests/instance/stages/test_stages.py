@@ -29,7 +29,8 @@ from millrace.instance.stages.stage_process import Measure, measured_pages
 from millrace.instance.stages.stages import open_staged_engine
 from millrace.transfer.transport.nixl.transport import NixlTransport
 from support.deadlines import HANG_S
-from support.staged import FIVE_LAYERS, check_attends_for_an_owner
+from support.kvp_world import check_holds_a_shard
+from support.staged import FIVE_LAYERS
 from support.tiny_engine import Request, decode, prefill
 from support.tiny_models import prompt
 
@@ -181,7 +182,8 @@ def test_stages_with_pools_of_their_own_attend_for_an_owner(folder, ranks) -> No
     torch.set_num_threads(1)
     engine = open_staged_engine(str(folder), settings(2, ranks, "own"), "127.0.0.1")
     try:
-        check_attends_for_an_owner(engine)
+        assert engine.members is not None
+        check_holds_a_shard(folder, engine.runner, engine.members.shards)
     finally:
         engine.close()
 

@@ -65,10 +65,9 @@ class MemberShards:
                     members.hand_over(handle)
         finally:
             os.close(handle)
-        share = share_of(shape, 0, ranks)
         self._shares = [share_of(shape, rank, ranks) for rank in range(ranks)]
         self._entry_bytes = shape.entry_bytes
-        self._own = ShardAttention(storage, shape, self.memory, windows, backend, share)
+        self._own = ShardAttention(storage, shape, self.memory, windows, backend, self._shares[0])
         for members in others:
             members.collect()
         self._others = tuple(others)
