@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import signal
 from multiprocessing.context import ForkServerContext
 
 #: What the fork server imports once, for every child: torch takes 2 s of CPU time.
@@ -16,3 +17,10 @@ def child_processes() -> ForkServerContext:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOADED)
     return context
+
+
+def ending(exitcode: int) -> str:
+    """Says how a child process has ended."""
+    if exitcode < 0:
+        return f"killed by {signal.Signals(-exitcode).name}"
+    return f"exit status {exitcode}"

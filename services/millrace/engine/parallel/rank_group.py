@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import threading
 import time
 from collections import Counter
@@ -19,7 +18,7 @@ import torch
 from millrace.core.errors import ConfigError
 from millrace.engine.errors import EngineDied
 from millrace.engine.model.communicator import Communicator, PeerLost
-from millrace.engine.parallel.child_processes import child_processes
+from millrace.engine.parallel.child_processes import child_processes, ending
 from millrace.engine.parallel.commands import Done, Failed, Instruction
 from millrace.engine.parallel.follower import Beside, RankPlace, follow
 from millrace.engine.parallel.stop_counter import StopCounter
@@ -154,7 +153,7 @@ class RankGroup:
             return  # ended by rank 0
         for rank, process in enumerate(self._processes, start=1):
             if process.sentinel in ended:
-                how = _ending(self._exitcode(process, _VERDICT_S) or 0)
+                how = ending(self._exitcode(process, _VERDICT_S) or 0)
                 died = f"rank {rank} died, {how}"
                 call(RankError(f"{self._name}tensor parallelism of {self.size}: {died}"))
                 return
@@ -251,7 +250,7 @@ class RankGroup:
             if last_message is not None and not last_message.by_peer:
                 failed.append(f"rank {rank} failed: {last_message.error}")
             elif last_message is None and (code := self._exitcode(process, 0.0)) is not None:
-                died.append(f"rank {rank} died, {_ending(code)}")
+                died.append(f"rank {rank} died, {ending(code)}")
             elif last_message is None:
                 begun = self.counter.begun(rank) + 1
                 silent.append(f"rank {rank} says nothing, {begun} operators into its last pass")
@@ -300,9 +299,3 @@ def devices_of_ranks(first: torch.device, count: int) -> tuple[str, ...]:
     if first.type == "cpu":
         return (str(first),) * count
     return tuple(f"{first.type}:{(first.index or 0) + i}" for i in range(count))
-
-
-def _ending(exitcode: int) -> str:
-    if exitcode < 0:
-        return f"killed by {signal.Signals(-exitcode).name}"
-    return f"exit status {exitcode}"

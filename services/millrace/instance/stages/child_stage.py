@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection
 from typing import Protocol
 
-from millrace.engine.parallel.child_processes import child_processes
+from millrace.engine.parallel.child_processes import child_processes, ending
 from millrace.engine.parallel.follower import Beside
 from millrace.instance.stages.stage_process import StagePlace, serve_stage
 
@@ -69,9 +68,7 @@ class ChildStage:
         """`LaterStage.ending`."""
         self._process.join(timeout_s)
         code = self._process.exitcode
-        if code is None:
-            return ""
-        return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"
+        return "" if code is None else ending(code)
 
     def close(self) -> None:
         """`LaterStage.close`."""
