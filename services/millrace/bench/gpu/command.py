@@ -9,15 +9,16 @@ from millrace.bench.common.options import command as made
 from millrace.bench.common.options import option, read_names
 
 LIMITS_S = {
-    "kernels": 115.0,
-    "oracle": 60.0,
-    "decode": 75.0,
-    "preemption": 20.0,
-    "transfer": 35.0,
+    "kernels": 80.0,
+    "oracle": 55.0,
+    "decode": 90.0,
+    "preemption": 30.0,
+    "transfer": 30.0,
     "tensor-parallel": 30.0,
+    "stages": 30.0,
     "stack": 40.0,
     "traffic": 95.0,
-    "speed": 75.0,
+    "speed": 70.0,
     "speed-moe": 45.0,
 }
 """The parts in their order, and the most seconds of each: together less than 10 minutes."""

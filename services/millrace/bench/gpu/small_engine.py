@@ -18,6 +18,7 @@ from millrace.core.config import EngineConfig
 from millrace.engine.assembly import Engine, open_engines
 from millrace.engine.forward.prefill_task import PrefillTask
 from millrace.engine.kv.step_tables import page_table_of
+from millrace.instance.stages.stages import open_staged_engine
 from millrace.instance.transfer.transports import serve_member
 
 PROMPT_TOKENS: Final = 150
@@ -40,10 +41,12 @@ def small_engine(
     dtype: str,
     backend: str = "auto",
     ranks: Sequence[str] = (),
+    stages: Sequence[str] = (),
 ) -> Iterator[Engine]:
     """Opens an engine with a pool of 64 MiB; the weights are the same on every device.
 
-    `ranks`: the devices of several ranks, each with a pool and a NIXL agent of its own.
+    `ranks`, `stages`: the devices of several ranks, or of several stages of one rank each. Each has
+    a pool and a NIXL agent of its own.
     """
     with TemporaryDirectory() as name:
         settings = EngineConfig(
@@ -53,10 +56,16 @@ def small_engine(
             attention_backend=backend,
             kv_bytes=64 << 20,
             tensor_parallel=max(1, len(ranks)),
-            kv_pools="own" if ranks else "auto",
+            stages=max(1, len(stages)),
+            kv_pools="own" if ranks or stages else "auto",
         )
         folder = write_config(Path(name) / "model", config)
-        (engine,) = open_engines(folder, settings, 1, transport=serve_member, devices=ranks)
+        if stages:
+            engine = open_staged_engine(
+                str(folder), settings, "127.0.0.1", transport=serve_member, devices=stages
+            )
+        else:
+            (engine,) = open_engines(folder, settings, 1, transport=serve_member, devices=ranks)
     try:
         yield engine
     finally:

@@ -1,8 +1,9 @@
-"""Decode steps as an instance makes them, for the parts that check and measure them."""
+"""Passes as an instance makes them, for the parts that check and measure them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import statistics
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -90,6 +91,40 @@ def profiled(engine: Engine, batch: DecodeBatch, steps: int) -> tuple[float, flo
         if not any(name in event.key for name in _WAITS):
             host_us += event.self_cpu_time_total
     return calls / steps, host_us / steps
+
+
+def times_s(device: torch.device, repeats: int, work: Callable[[], object]) -> list[float]:
+    """Returns seconds of each call, with the device idle before and after; one more goes before."""
+    work()
+    found = []
+    for _ in range(repeats):
+        begun_s = settled_s(device)
+        work()
+        found.append(settled_s(device) - begun_s)
+    return found
+
+
+def prefill_s(engine: Engine, tokens: int, chunk_tokens: int, repeats: int) -> float:
+    """Returns the median seconds of a whole prompt in passes of at most `chunk_tokens`."""
+    pages = engine.pool.allocate(engine.layout.pages_for(tokens))
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(engine.shape.vocab_size, (tokens,), generator=generator)
+
+    def prompt() -> None:
+        for start in range(0, tokens, chunk_tokens):
+            end = min(start + chunk_tokens, tokens)
+            task = PrefillTask(
+                token_ids=ids[start:end],
+                history_tokens=start,
+                pages=pages,
+                want_logits=end == tokens,
+            )
+            for _ in engine.runner.prefill_batch([task]):
+                pass
+
+    seconds = statistics.median(times_s(engine.device, repeats, prompt))
+    engine.pool.free(pages)
+    return seconds
 
 
 @torch.inference_mode()

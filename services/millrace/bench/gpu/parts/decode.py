@@ -1,11 +1,13 @@
-"""Part *decode*: steps by CUDA graphs and ahead of their tokens, against steps without both, and
-against transformers on the same device."""
+"""Part *decode*: steps by CUDA graphs and ahead of their tokens, against steps without both; steps
+and prefills against transformers on the same device."""
 
 from __future__ import annotations
 
 import importlib
+import statistics
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Final
@@ -15,7 +17,15 @@ import torch
 from millrace.bench.gpu.part import Context
 from millrace.bench.gpu.shapes import FAMILIES, LLAMA_3_8B, write_config
 from millrace.bench.gpu.small_engine import small_engine
-from millrace.bench.gpu.steps import decoding, followed, profiled, seconds_per_step, tokens_of
+from millrace.bench.gpu.steps import (
+    decoding,
+    followed,
+    prefill_s,
+    profiled,
+    seconds_per_step,
+    times_s,
+    tokens_of,
+)
 from millrace.core.config import EngineConfig
 from millrace.engine.assembly import Engine, open_engine
 from millrace.engine.attention_cost import settled_s
@@ -27,16 +37,28 @@ _TOKENS: Final = 12
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """What is measured: a model, batches of sequences of one context, and steps of each."""
+    """What is measured: a model, batches of sequences of one context, steps of each, and prompts
+    in passes of at most `chunk_tokens`."""
 
     shape: Mapping[str, Any]
     batches: tuple[int, ...]
     context: int
     steps: int
+    prompts: tuple[int, ...]
+    chunk_tokens: int
 
 
-ON_CUDA: Final = Sizes(LLAMA_3_8B, (1, 32), 2048, 24)
-ON_CPU: Final = Sizes(FAMILIES["llama"], (1, 3), 32, 4)
+@dataclass(frozen=True, slots=True)
+class Others:
+    """Seconds of transformers: of a decode step by batch, of a whole prompt by its tokens."""
+
+    steps_s: Mapping[int, float] = field(default_factory=dict)
+    prompts_s: Mapping[int, float] = field(default_factory=dict)
+
+
+ON_CUDA: Final = Sizes(LLAMA_3_8B, (1, 32), 2048, 24, (8192, 32_768), 8192)
+ON_CPU: Final = Sizes(FAMILIES["llama"], (1, 3), 32, 4, (64,), 64)
+_REPEATS: Final = 2  # of a prompt
 
 
 @torch.inference_mode()
@@ -45,14 +67,14 @@ def check(context: Context) -> None:
     for family in ("llama", "mistral", "qwen3_moe"):
         compare(context, family)
     sizes = ON_CUDA if context.is_cuda else ON_CPU
-    others: dict[int, float] = {}
+    others = Others()
     try:
         importlib.import_module("transformers")
     except ImportError as error:  # not installed, or not with the packages beside it
         context.claim("transformers", True, f"not compared: {error}")
     else:
         compare_with_transformers(context)
-        others = transformers_steps_s(context, sizes)
+        others = transformers_s(context, sizes)
     measure(context, sizes, others)
 
 
@@ -104,8 +126,8 @@ def compare_with_transformers(context: Context) -> None:
     context.claim("the tokens of transformers", found == wanted, f"{_TOKENS} tokens, float32")
 
 
-def transformers_steps_s(context: Context, sizes: Sizes) -> dict[int, float]:
-    """Returns seconds of a greedy decode step of transformers (SDPA) by batch."""
+def transformers_s(context: Context, sizes: Sizes) -> Others:
+    """Returns seconds of transformers (SDPA): of greedy decode steps, and of prompts."""
     import transformers
 
     with TemporaryDirectory() as folder:
@@ -114,7 +136,11 @@ def transformers_steps_s(context: Context, sizes: Sizes) -> dict[int, float]:
         )
     with torch.device(context.device):
         model = _drawn(config, dtype=torch.bfloat16, attn_implementation="sdpa")
-    found = {}
+    steps_s, prompts_s = {}, {}
+    for tokens in sizes.prompts:
+        ids = torch.zeros(1, tokens, dtype=torch.int64, device=context.device)
+        prompt = partial(model, ids, use_cache=True, logits_to_keep=1)
+        prompts_s[tokens] = statistics.median(times_s(context.device, _REPEATS, prompt))
     for batch in sizes.batches:
         ids = torch.zeros(batch, sizes.context, dtype=torch.int64, device=context.device)
         kept = model(ids[:1], use_cache=True, logits_to_keep=1)
@@ -127,12 +153,12 @@ def transformers_steps_s(context: Context, sizes: Sizes) -> dict[int, float]:
                 begun_s = settled_s(context.device)
             logits = model(chosen, past_key_values=cache, use_cache=True).logits
             chosen = logits[:, -1:].argmax(-1)
-        found[batch] = (settled_s(context.device) - begun_s) / sizes.steps
+        steps_s[batch] = (settled_s(context.device) - begun_s) / sizes.steps
         del cache, kept
-    del model
+    del model, prompt
     if context.is_cuda:
         torch.cuda.empty_cache()
-    return found
+    return Others(steps_s, prompts_s)
 
 
 def _drawn(config: Any, **options: Any) -> Any:  # noqa: ANN401 - transformers: untyped
@@ -142,8 +168,8 @@ def _drawn(config: Any, **options: Any) -> Any:  # noqa: ANN401 - transformers: 
     return make(config, **options)
 
 
-def measure(context: Context, sizes: Sizes, others: Mapping[int, float]) -> None:
-    """Measures steps of one model in one run, as ratios."""
+def measure(context: Context, sizes: Sizes, others: Others) -> None:
+    """Measures steps and prompts of one model in one run, as ratios."""
     with TemporaryDirectory() as folder:
         engine = open_engine(
             write_config(Path(folder) / "model", sizes.shape),
@@ -154,17 +180,19 @@ def measure(context: Context, sizes: Sizes, others: Mapping[int, float]) -> None
                 kv_bytes=0 if context.is_cuda else 64 << 20,
                 max_batch=max(sizes.batches),
                 cuda_graph_batches=",".join(map(str, sizes.batches)),
-                max_context_tokens=sizes.context + 4 * sizes.steps,
+                max_context_tokens=max(sizes.context + 4 * sizes.steps, *sizes.prompts),
             ),
         )
     for batch in sizes.batches:
         fast_s = _measured(context, engine, sizes, batch, fast=True)
         slow_s = _measured(context, engine, sizes, batch, fast=False)
         context.figure(f"decode of {batch}, than one by one: faster by", slow_s / fast_s, "times")
-        if batch in others:
-            context.figure(
-                f"decode of {batch}, faster than transformers by", others[batch] / fast_s, "times"
-            )
+        if batch in others.steps_s:
+            faster = others.steps_s[batch] / fast_s
+            context.figure(f"decode of {batch}, faster than transformers by", faster, "times")
+    for tokens, other_s in others.prompts_s.items():
+        faster = other_s / prefill_s(engine, tokens, sizes.chunk_tokens, _REPEATS)
+        context.figure(f"prefill of {tokens}, faster than transformers by", faster, "times")
     engine.close()
 
 

@@ -21,12 +21,11 @@ from millrace.bench.gpu.roofline import (
     prefill_flops,
 )
 from millrace.bench.gpu.shapes import FAMILIES, LLAMA_3_8B, write_config
-from millrace.bench.gpu.steps import decoding, seconds_per_step
+from millrace.bench.gpu.steps import decoding, prefill_s, seconds_per_step, times_s
 from millrace.bench.hol.pool import blocking
 from millrace.core.config import EngineConfig
 from millrace.engine.assembly import Engine, open_engine
 from millrace.engine.attention_cost import settled_s
-from millrace.engine.forward.prefill_task import PrefillTask
 from millrace.engine.model.config import ModelConfig, parse_config
 from millrace_kernels import flashinfer_backend
 from millrace_kernels.api import plan_attention, run_attention
@@ -146,25 +145,14 @@ def measure_peaks(context: Context, sizes: Sizes) -> Peaks:
 
 def best_s(context: Context, repeats: int, work: Callable[[], object]) -> float:
     """Returns seconds of the fastest call, after one that is not timed."""
-    return min(times_s(context, repeats, work))
-
-
-def times_s(context: Context, repeats: int, work: Callable[[], object]) -> list[float]:
-    """Returns seconds of each call, with the device idle before and after."""
-    work()
-    found = []
-    for _ in range(repeats):
-        begun_s = settled_s(context.device)
-        work()
-        found.append(settled_s(context.device) - begun_s)
-    return found
+    return min(times_s(context.device, repeats, work))
 
 
 def measure_prefill(
     context: Context, engine: Engine, sizes: Sizes, peaks: Peaks, tokens: int
 ) -> None:
     """Measures a whole prompt in passes of at most `chunk_tokens`."""
-    seconds = prefill_s(context, engine, sizes, tokens)
+    seconds = prefill_s(engine, tokens, sizes.chunk_tokens, sizes.repeats)
     context.figure(
         f"prefill of {tokens} tokens",
         tokens / seconds,
@@ -178,7 +166,7 @@ def measure_short_prefills(context: Context, engine: Engine, sizes: Sizes) -> No
     """Measures short prompts operator by operator and, on a GPU, by graphs."""
     alone_s = {}
     for tokens in sizes.short_prompts:
-        alone_s[tokens] = prefill_s(context, engine, sizes, tokens)
+        alone_s[tokens] = prefill_s(engine, tokens, sizes.chunk_tokens, sizes.repeats)
         name = f"short prefill of {tokens} tokens, operator by operator"
         context.figure(name, 1e3 * alone_s[tokens], "ms")
     if not context.is_cuda:
@@ -190,34 +178,11 @@ def measure_short_prefills(context: Context, engine: Engine, sizes: Sizes) -> No
     taken = torch.cuda.memory_reserved(context.device) - before
     context.figure("memory of short prefills' graphs", taken / (1 << 20), "MiB")
     for tokens in sizes.short_prompts:
-        seconds = prefill_s(context, engine, sizes, tokens)
+        seconds = prefill_s(engine, tokens, sizes.chunk_tokens, sizes.repeats)
         context.figure(f"short prefill of {tokens} tokens, by graphs", 1e3 * seconds, "ms")
         context.figure("the same, faster than without by", alone_s[tokens] / seconds, "times")
     counts = engine.runner.states.prefills
     context.claim("short prefills ran by graphs", counts.graph > 0, f"{counts}")
-
-
-def prefill_s(context: Context, engine: Engine, sizes: Sizes, tokens: int) -> float:
-    """Returns the median seconds of a whole prompt in passes of at most `chunk_tokens`."""
-    pages = engine.pool.allocate(engine.layout.pages_for(tokens))
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(engine.shape.vocab_size, (tokens,), generator=generator)
-
-    def prompt() -> None:
-        for start in range(0, tokens, sizes.chunk_tokens):
-            end = min(start + sizes.chunk_tokens, tokens)
-            task = PrefillTask(
-                token_ids=ids[start:end],
-                history_tokens=start,
-                pages=pages,
-                want_logits=end == tokens,
-            )
-            for _ in engine.runner.prefill_batch([task]):
-                pass
-
-    seconds = statistics.median(times_s(context, sizes.repeats, prompt))
-    engine.pool.free(pages)
-    return seconds
 
 
 def measure_decode(
@@ -302,7 +267,7 @@ def one_call_s(
     repeats = max(2, min(8 * sizes.repeats, int(2e9 // (rows * seen))))
     return statistics.median(
         times_s(
-            context,
+            context.device,
             repeats,
             lambda: run_attention(plan, q_nhd, kv_layer, scale=shape.head_dim**-0.5),
         )

@@ -31,13 +31,13 @@ from millrace.transfer.transport.runs import Runs
 
 _ANSWER_S: Final = 60.0
 _REPEATS: Final = 6
-_PAGE_BYTES: Final = 64 << 10
-"""A layer's page of Llama-3-8B: 16 tokens, 8 heads of 128 numbers of 2 bytes, K and V."""
+_PAGE_BYTES: Final = 256 << 10
+"""A layer's page of Llama-3-8B: 64 tokens, 8 heads of 128 numbers of 2 bytes, K and V."""
 
 
 def check(context: Context) -> None:
     """Writes a pattern each way and compares it at the receiver."""
-    size = (1 << 30) if context.is_cuda else (4 << 20)
+    size = (1 << 30) if context.is_cuda else (16 << 20)
     ways = [str(context.device), "cpu"] if context.is_cuda else ["cpu"]
     for memory in ways:
         try:
@@ -85,8 +85,8 @@ def send_within(device: torch.device, size: int) -> dict[str, float]:
         peer = sender.connect(receiver.metadata()).result(_ANSWER_S)
         stack.enter_context(receiver.listening())
         for name, count in {
-            "within one process, runs of 64 KiB": size,
-            f"within one process, runs of 64 KiB, {size >> 16} KiB in all": size // 64,
+            "within one process, runs of 256 KiB": size,
+            f"within one process, runs of 256 KiB, {size >> 16} KiB in all": size // 64,
         }.items():
             runs = scattered(count)
             rates[name] = 0.0
@@ -110,7 +110,7 @@ def _send(pipe: Connection, device: torch.device, memory: str, size: int) -> dic
         rates = {}
         for name, runs in {
             "NIXL, one run, through memory": Runs.of(0, 0, size),
-            "NIXL, runs of 64 KiB, through memory": scattered(size),
+            "NIXL, runs of 256 KiB, through memory": scattered(size),
         }.items():
             rates[name] = 0.0
             for number in range(_REPEATS):
