@@ -13,6 +13,7 @@ from queue import SimpleQueue
 
 import grpc
 
+from millrace.version import version
 from millrace.wire.channel import open_blocking_channel
 from millrace.wire.options import MAX_STAGE_MESSAGE_BYTES
 from millrace.wire.pb import stage_pb2
@@ -43,6 +44,7 @@ class StageStream:
             load_format=begin.load_format,
             place=begin.place,
             beside=begin.beside,
+            version=version(),
         )
         self._outgoing.put(stage_pb2.ToStage(begin=message))
         self._channel = open_blocking_channel(address, max_message_bytes=MAX_STAGE_MESSAGE_BYTES)

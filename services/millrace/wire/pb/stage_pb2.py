@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17millrace/v1/stage.proto\x12\x0bmillrace.v1\"e\n\x07ToStage\x12(\n\x05\x62\x65gin\x18\x01 \x01(\x0b\x32\x17.millrace.v1.BeginStageH\x00\x12(\n\x05\x66rame\x18\x02 \x01(\x0b\x32\x17.millrace.v1.StageFrameH\x00\x42\x06\n\x04kind\"f\n\nBeginStage\x12\x10\n\x08instance\x18\x01 \x01(\t\x12\x12\n\nmodel_hash\x18\x02 \x01(\t\x12\x13\n\x0bload_format\x18\x03 \x01(\t\x12\r\n\x05place\x18\x04 \x01(\x0c\x12\x0e\n\x06\x62\x65side\x18\x05 \x03(\t\".\n\nStageFrame\x12\x0f\n\x07\x63hannel\x18\x01 \x01(\r\x12\x0f\n\x07message\x18\x02 \x01(\x0c\"\x91\x01\n\tFromStage\x12(\n\x05\x62\x65gun\x18\x01 \x01(\x0b\x32\x17.millrace.v1.StageBegunH\x00\x12(\n\x05\x66rame\x18\x02 \x01(\x0b\x32\x17.millrace.v1.StageFrameH\x00\x12(\n\x05\x65nded\x18\x03 \x01(\x0b\x32\x17.millrace.v1.StageEndedH\x00\x42\x06\n\x04kind\"\x0c\n\nStageBegun\"\x19\n\nStageEnded\x12\x0b\n\x03how\x18\x01 \x01(\t2I\n\tStageHost\x12<\n\x08RunStage\x12\x14.millrace.v1.ToStage\x1a\x16.millrace.v1.FromStage(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17millrace/v1/stage.proto\x12\x0bmillrace.v1\"e\n\x07ToStage\x12(\n\x05\x62\x65gin\x18\x01 \x01(\x0b\x32\x17.millrace.v1.BeginStageH\x00\x12(\n\x05\x66rame\x18\x02 \x01(\x0b\x32\x17.millrace.v1.StageFrameH\x00\x42\x06\n\x04kind\"w\n\nBeginStage\x12\x10\n\x08instance\x18\x01 \x01(\t\x12\x12\n\nmodel_hash\x18\x02 \x01(\t\x12\x13\n\x0bload_format\x18\x03 \x01(\t\x12\r\n\x05place\x18\x04 \x01(\x0c\x12\x0e\n\x06\x62\x65side\x18\x05 \x03(\t\x12\x0f\n\x07version\x18\x06 \x01(\t\".\n\nStageFrame\x12\x0f\n\x07\x63hannel\x18\x01 \x01(\r\x12\x0f\n\x07message\x18\x02 \x01(\x0c\"\x91\x01\n\tFromStage\x12(\n\x05\x62\x65gun\x18\x01 \x01(\x0b\x32\x17.millrace.v1.StageBegunH\x00\x12(\n\x05\x66rame\x18\x02 \x01(\x0b\x32\x17.millrace.v1.StageFrameH\x00\x12(\n\x05\x65nded\x18\x03 \x01(\x0b\x32\x17.millrace.v1.StageEndedH\x00\x42\x06\n\x04kind\"\x0c\n\nStageBegun\"\x19\n\nStageEnded\x12\x0b\n\x03how\x18\x01 \x01(\t2I\n\tStageHost\x12<\n\x08RunStage\x12\x14.millrace.v1.ToStage\x1a\x16.millrace.v1.FromStage(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,15 +34,15 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_TOSTAGE']._serialized_start=40
   _globals['_TOSTAGE']._serialized_end=141
   _globals['_BEGINSTAGE']._serialized_start=143
-  _globals['_BEGINSTAGE']._serialized_end=245
-  _globals['_STAGEFRAME']._serialized_start=247
-  _globals['_STAGEFRAME']._serialized_end=293
-  _globals['_FROMSTAGE']._serialized_start=296
-  _globals['_FROMSTAGE']._serialized_end=441
-  _globals['_STAGEBEGUN']._serialized_start=443
-  _globals['_STAGEBEGUN']._serialized_end=455
-  _globals['_STAGEENDED']._serialized_start=457
-  _globals['_STAGEENDED']._serialized_end=482
-  _globals['_STAGEHOST']._serialized_start=484
-  _globals['_STAGEHOST']._serialized_end=557
+  _globals['_BEGINSTAGE']._serialized_end=262
+  _globals['_STAGEFRAME']._serialized_start=264
+  _globals['_STAGEFRAME']._serialized_end=310
+  _globals['_FROMSTAGE']._serialized_start=313
+  _globals['_FROMSTAGE']._serialized_end=458
+  _globals['_STAGEBEGUN']._serialized_start=460
+  _globals['_STAGEBEGUN']._serialized_end=472
+  _globals['_STAGEENDED']._serialized_start=474
+  _globals['_STAGEENDED']._serialized_end=499
+  _globals['_STAGEHOST']._serialized_start=501
+  _globals['_STAGEHOST']._serialized_end=574
 # @@protoc_insertion_point(module_scope)

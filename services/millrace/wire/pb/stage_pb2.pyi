@@ -15,18 +15,20 @@ class ToStage(_message.Message):
     def __init__(self, begin: _Optional[_Union[BeginStage, _Mapping]] = ..., frame: _Optional[_Union[StageFrame, _Mapping]] = ...) -> None: ...
 
 class BeginStage(_message.Message):
-    __slots__ = ("instance", "model_hash", "load_format", "place", "beside")
+    __slots__ = ("instance", "model_hash", "load_format", "place", "beside", "version")
     INSTANCE_FIELD_NUMBER: _ClassVar[int]
     MODEL_HASH_FIELD_NUMBER: _ClassVar[int]
     LOAD_FORMAT_FIELD_NUMBER: _ClassVar[int]
     PLACE_FIELD_NUMBER: _ClassVar[int]
     BESIDE_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
     instance: str
     model_hash: str
     load_format: str
     place: bytes
     beside: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, instance: _Optional[str] = ..., model_hash: _Optional[str] = ..., load_format: _Optional[str] = ..., place: _Optional[bytes] = ..., beside: _Optional[_Iterable[str]] = ...) -> None: ...
+    version: str
+    def __init__(self, instance: _Optional[str] = ..., model_hash: _Optional[str] = ..., load_format: _Optional[str] = ..., place: _Optional[bytes] = ..., beside: _Optional[_Iterable[str]] = ..., version: _Optional[str] = ...) -> None: ...
 
 class StageFrame(_message.Message):
     __slots__ = ("channel", "message")

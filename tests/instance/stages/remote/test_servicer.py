@@ -18,6 +18,8 @@ from millrace.engine.model.stage import Stage
 from millrace.instance.stages.remote.codec import encode
 from millrace.instance.stages.remote.servicer import StageHostServicer, StageRoom
 from millrace.instance.stages.stage_process import StagePlace
+from millrace.version import version
+from millrace.wire.clients import stage_stream
 from millrace.wire.clients.stage_stream import BeginStage, StageStream
 from millrace.wire.server import bind, create_server
 from millrace.wire.tls import use_tls
@@ -112,6 +114,16 @@ async def test_a_stage_that_does_not_fit_is_refused(
     async with host(folder) as address:
         ending = await Stream(address, begin(folder, **more)).ended()
         assert re.match(f"failed_precondition: {message}", ending), ending
+
+
+async def test_an_instance_of_another_version_is_refused(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with host(folder) as address:
+        monkeypatch.setattr(stage_stream, "version", lambda: "0.0.9")
+        ending = await Stream(address, begin(folder)).ended()
+    said = f"this host has Millrace {version()}, the instance 0.0.9"
+    assert ending == f"failed_precondition: {said}"
 
 
 async def test_one_stage_runs_at_a_time_and_ends_with_its_stream(folder: Path) -> None:

@@ -38,14 +38,14 @@ async def serve(
     stop = stop_event()
     device = resolve_device(config.engine.device)
     set_environment(host)  # which the stages inherit
-    room = StageRoom(
-        folder=await asyncio.to_thread(resolve_model, model),
-        host=host,
-        device=device,
-        threads=compute_threads(config.engine),
-        services=services(serve_member),
-    )
-    async with open_vitals(config.telemetry, host) as vitals:
+    async with open_vitals(config.telemetry, host) as vitals:  # alive during a download
+        room = StageRoom(
+            folder=await asyncio.to_thread(resolve_model, model),
+            host=host,
+            device=device,
+            threads=compute_threads(config.engine),
+            services=services(serve_member),
+        )
         server = create_server(max_message_bytes=MAX_STAGE_MESSAGE_BYTES)
         servicer = StageHostServicer(room)
         servicer.add_to(server)

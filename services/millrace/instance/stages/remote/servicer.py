@@ -21,6 +21,7 @@ from millrace.instance.stages.child_stage import ChildStage
 from millrace.instance.stages.remote.codec import decode
 from millrace.instance.stages.remote.relay import ENDED, Frame, Relay
 from millrace.instance.stages.stage_process import StagePlace
+from millrace.version import version
 from millrace.wire.pb import stage_pb2, stage_pb2_grpc
 
 log = logging.getLogger(__name__)
@@ -103,6 +104,10 @@ class StageHostServicer(stage_pb2_grpc.StageHostServicer):
         """Returns the stage's place on this host, and what its ranks are to serve. Raises
         MillraceError for what this host can't run.
         """
+        if begin.version != (own := version()):
+            raise ConfigError(
+                f"this host has Millrace {own}, the instance {begin.version or 'none'}"
+            )
         room, asked = self._room, decode(begin.place)
         if not isinstance(asked, StagePlace):
             raise TransferError(f"place is a {type(asked).__name__}; it must be a StagePlace")
