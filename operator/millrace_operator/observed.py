@@ -44,7 +44,7 @@ Pool = Resource[PoolSpec]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pod:
-    """An instance's pod. Its name is the instance's id."""
+    """An instance's pod, or that of its first stage. Its name is the instance's id."""
 
     name: str
     uid: str
@@ -55,6 +55,7 @@ class Pod:
     unready_since_s: float = math.inf  # unix seconds since when it is not ready; inf: not known
     terminating: bool = False
     trouble: str = ""  # why it does not start: "Unschedulable: ...", "CrashLoopBackOff: ..."
+    loses_stage: bool = False  # the pod of a later stage of the instance is terminating
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,6 +94,7 @@ class ObservedPool:
     metrics: PoolMetrics | None = None  # the last sample, of any age
     recommendation: Recommendation | None = None
     metrics_error: str = ""  # why there is no fresh sample
+    has_leader_worker_sets: bool = False  # whether the API server serves them
     now_s: float  # unix seconds
 
 

@@ -134,9 +134,15 @@ def followed(spec: PoolSpec, load: PoolLoad) -> PoolLoad:
     return replace(load, **unheard)
 
 
-def gpus(spec: PoolSpec) -> int:
-    """Returns the units of spec.gpuResource per instance."""
-    return spec.tensor_parallel * spec.stages if spec.gpus is None else spec.gpus
+def gpus_of_a_pod(spec: PoolSpec) -> int:
+    """Returns the units of spec.gpuResource per pod of an instance."""
+    of_instance = spec.tensor_parallel * spec.stages if spec.gpus is None else spec.gpus
+    return of_instance // pods_of_an_instance(spec)
+
+
+def pods_of_an_instance(spec: PoolSpec) -> int:
+    """Returns how many pods an instance has."""
+    return spec.stages if spec.stage_pods == "Own" else 1
 
 
 def _direction(given: autoscaling.Direction) -> Direction:

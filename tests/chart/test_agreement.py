@@ -20,6 +20,7 @@ from millrace_operator.spec import parse_pool, parse_service
 from support.chart import NEWEST, PROFILES, ROOT, Object, find, profile, render, values_of
 from support.chart import objects as rendered
 from support.custom_resources import SCHEMAS, defaulted
+from support.pool_scene import pool_objects
 
 
 def operator_container(name: str) -> Object:
@@ -46,7 +47,7 @@ def made(name: str) -> list[Object]:
         pool = defaulted(SCHEMAS[pool["kind"]], deepcopy(pool))
         pool["metadata"] |= {"uid": f"uid-of-{pool['kind']}", "generation": 1}
         parsed = parse_pool(pool)
-        found += objects.of_pool(parsed, pods.instance(parsed, context), 1)
+        found += pool_objects(parsed, context, 1)
     return found
 
 

@@ -51,7 +51,7 @@ def custom_schema(manifest: Object) -> Object:
 
 def test_the_profiles_are_those_that_the_documentation_names() -> None:
     assert set(PROFILES) == {
-        *("minimal", "cpu", "gpu", "rdma", "external-redis", "mixed", "everything")
+        *("minimal", "cpu", "gpu", "rdma", "external-redis", "mixed", "stages", "everything")
     }
 
 

@@ -15,12 +15,13 @@ NAMESPACED: dict[tuple[str, str], str] = {
     **{("millrace.dev", pool): "get list watch create patch delete" for pool in POOLS},
     **{("millrace.dev", f"{kind}/status"): "patch" for kind in ("modelservices", *POOLS)},
     **{("millrace.dev", f"{pool}/scale"): "patch" for pool in POOLS},
-    ("apps", "statefulsets"): "get list watch create patch",
+    ("apps", "statefulsets"): "get list watch create patch delete",
+    ("leaderworkerset.x-k8s.io", "leaderworkersets"): "get list create patch delete",
     ("apps", "deployments"): "get list watch create patch",
     ("", "services"): "get list create patch",
     ("", "configmaps"): "get list create patch",
     ("policy", "poddisruptionbudgets"): "get list create patch",
-    ("", "pods"): "list watch delete",
+    ("", "pods"): "get list watch delete",
     ("", "resourcequotas"): "list",
     ("events.k8s.io", "events"): "create",
 }
@@ -126,7 +127,7 @@ def test_the_documentation_has_the_same_table() -> None:
     written = {
         (group.replace("core", ""), resource): verbs.replace(",", "")
         for group, resources, verbs in re.findall(
-            r"^\| `([\w.]+)` \| ([^|]+) \| `([a-z, ]+)` \|", text, re.MULTILINE
+            r"^\| `([\w.-]+)` \| ([^|]+) \| `([a-z, ]+)` \|", text, re.MULTILINE
         )
         for resource in re.findall(r"`([\w/]+)`", resources)
     }

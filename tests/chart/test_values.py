@@ -55,6 +55,16 @@ def test_values_yaml_shows_every_value() -> None:
             {"prefill": {"tensorParallel": 8, "gpus": 4}},
             "prefill.gpus is 4, but prefill.tensorParallel is 8",
         ),
+        ({"prefill": {"stagePods": "Apart"}}, "/prefill/stagePods"),
+        ({"kvp": {"stagePods": "Own"}}, "additional properties 'stagePods' not allowed"),
+        (
+            {"prefill": {"stagePods": "Own"}},
+            "prefill.stagePods is Own, but prefill.stages is 1: an instance of one stage has one",
+        ),
+        (
+            {"decode": {"stagePods": "Own", "stages": 3, "gpus": 4}},
+            "decode.stagePods is Own, but decode.gpus is 4 and decode.stages 3: each pod gets the",
+        ),
         (
             {"decode": {"stages": 2, "tensorParallel": 2, "gpus": 3}},
             "decode.gpus is 3, but decode.tensorParallel is 2 and decode.stages 2: each rank of "

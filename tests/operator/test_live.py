@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-import threading
-from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import pytest
@@ -16,38 +14,12 @@ from millrace.wire.pb import scheduler_pb2
 from millrace_operator.run import cluster as around
 from millrace_operator.run.election import LeaseLost
 from support.custom_objects import pool, service
-from support.deadlines import HANG_S
-from support.kube_emulator import Fault, KubeEmulator, kube_emulator
+from support.kube_emulator import Fault, KubeEmulator
 from support.kube_objects import Object
-from support.live_operator import ROUNDS, hurry, operator, rounds, total
-from support.scheduler_peers import Net, Worker, quick, scheduler, spec
+from support.live_operator import ROUNDS, operator, rounds, total
+from support.scheduler_peers import Net, Worker, spec
 
-
-@pytest.fixture(autouse=True)
-def _no_watch_goes_on() -> Iterator[None]:
-    """A thread of kopf that stays would disturb all later tests."""
-    yield
-    for thread in threading.enumerate():
-        if thread.name == "kopf":
-            thread.join(HANG_S)
-            assert not thread.is_alive()
-
-
-@pytest.fixture(autouse=True)
-def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    hurry(monkeypatch)
-
-
-@pytest.fixture
-async def cluster() -> AsyncIterator[KubeEmulator]:
-    async with kube_emulator() as emulator:
-        yield emulator
-
-
-@pytest.fixture
-async def net() -> AsyncIterator[Net]:
-    async with scheduler(quick()) as running:
-        yield running
+pytestmark = pytest.mark.usefixtures("no_watch_goes_on", "short_waits")
 
 
 def chat(*, name: str = "chat", mode: str = "Internal", **pools: Object) -> Object:

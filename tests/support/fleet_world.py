@@ -106,9 +106,12 @@ class FleetWorld:
         sizes: tuple[int, int] = (2, 3),
         work_s: tuple[float, float] = (5.0, 200.0),
         surge: int = 1,
+        **more: Any,
     ) -> None:
+        """`more`: fields of both pools."""
         drain = {"timeoutSeconds": DRAIN_S, "onTimeout": on_timeout}
         section = {"autoscaling": autoscaling(mode), "drain": drain, "rollout": {"maxSurge": surge}}
+        section |= more
         self.random = random
         self.on_timeout, self.start_s, self.work_s = on_timeout, start_s, work_s
         self.now_s = 1000.0
@@ -124,6 +127,7 @@ class FleetWorld:
         self.busy = True  # whether requests arrive
         self.events: Counter[str] = Counter()
         self.removed: list[str] = []
+        self.has_leader_worker_sets = False
         self._uids = 0
 
     # ---- the operator
@@ -160,15 +164,19 @@ class FleetWorld:
             self.autoscalers[name] = Autoscaler(autoscale_config(pool.spec))
         observed_pool = ObservedPool(
             service=self.service,
-            live={k: v for k, v in self.live.items() if k[1] == name},
+            live=self._children(name),
             pods=tuple(pod.seen() for pod in self._of(name)),
             instances=self._instances(name),
             peers=tuple(Peer.of(other) for other in self.pools() if other is not thing),
             metrics=metrics,
             recommendation=self.autoscalers[name].step(metrics, self.now_s),
+            has_leader_worker_sets=self.has_leader_worker_sets,
             now_s=self.now_s,
         )
         return reconcile_pool(pool, observed_pool, DEFAULTS)
+
+    def _children(self, pool: str) -> dict[tuple[str, str], dict[str, Any]]:
+        return {k: v for k, v in self.live.items() if k[1] == pool}
 
     def _metrics(self, pool: dict[str, Any]) -> PoolMetrics:
         name, wanted = pool["metadata"]["name"], pool["spec"]["replicas"]

@@ -34,8 +34,10 @@ from support.kube_objects import (
     bare,
     drop_unapplied,
     is_chosen,
+    leaders_of,
     merge,
     pod_of,
+    workers_of,
 )
 
 
@@ -75,15 +77,19 @@ class KubeEmulator(KubernetesEmulator):
         self._events: list[tuple[int, str, Object]] = []
         self._version = 100
         self._news = asyncio.Condition()
-        for kind, resource in RESOURCES.items():
-            name = kmock.resource(f"{resource.api_version}/{resource.plural}")
-            info = self.resources[name]
-            info.kind, info.namespaced = kind, resource.namespaced
-            info.verbs = {"list", "watch", "get", "patch"}
+        for kind in RESOURCES.keys() - {"LeaderWorkerSet"}:
+            self.serve(kind)
         for name in ("v1/events", "v1/namespaces"):  # kopf looks for them
             self.resources[name].namespaced = name == "v1/events"
 
     # The tests' reads and actions.
+
+    def serve(self, kind: str) -> None:
+        """Serves objects of a kind; LeaderWorkerSets once a test asks for them."""
+        resource = RESOURCES[kind]
+        info = self.resources[kmock.resource(f"{resource.api_version}/{resource.plural}")]
+        info.kind, info.namespaced = kind, resource.namespaced
+        info.verbs = {"list", "watch", "get", "patch"}
 
     def find(self, kind: str, name: str, namespace: str = "default") -> Object | None:
         """Returns the object itself; change it by `edit`."""
@@ -307,10 +313,15 @@ class KubeEmulator(KubernetesEmulator):
             if self.ready_pods(obj["metadata"]["name"]):
                 status |= {"readyReplicas": count, "availableReplicas": count}
             await self._put({**obj, "status": status})
+        elif obj["kind"] == "LeaderWorkerSet":
+            await self._put(leaders_of(obj))
+        elif obj["kind"] == "Pod" and (workers := workers_of(obj, self._store)) is not None:
+            await self._put(workers)
 
     async def _stateful_set(self, obj: Object) -> None:
         name, namespace = obj["metadata"]["name"], obj["metadata"]["namespace"]
-        wanted = {f"{name}-{n}" for n in range(obj["spec"].get("replicas", 1))}
+        begin = obj["spec"].get("ordinals", {}).get("start", 0)
+        wanted = {f"{name}-{begin + n}" for n in range(obj["spec"].get("replicas", 1))}
         owned = {
             pod["metadata"]["name"]: pod
             for pod in self.all("Pod")

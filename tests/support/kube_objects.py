@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from typing import Any
 
 from kmock import Request
@@ -28,6 +29,40 @@ def pod_of(name: str, owner: Object, *, ready: bool) -> Object:
         "metadata": meta,
         "spec": template["spec"],
         "status": {"phase": "Running" if ready else "Pending", "conditions": conditions},
+    }
+
+
+def leaders_of(leader_worker_set: Object) -> Object:
+    """Returns the StatefulSet of a LeaderWorkerSet's leaders, as its controller makes it."""
+    meta, spec = leader_worker_set["metadata"], leader_worker_set["spec"]
+    template = spec["leaderWorkerTemplate"]["leaderTemplate"]
+    return _set_for(leader_worker_set, meta["name"], template, spec["replicas"], 0)
+
+
+def workers_of(leader: Object, store: Mapping[tuple[str, str, str], Object]) -> Object | None:
+    """Returns the StatefulSet of a leader's workers; None for other pods, or if it is there."""
+    meta = leader["metadata"]
+    found = store.get(("LeaderWorkerSet", meta["namespace"], meta["name"].rpartition("-")[0]))
+    if found is None or ("StatefulSet", meta["namespace"], meta["name"]) in store:
+        return None
+    parts = found["spec"]["leaderWorkerTemplate"]
+    return _set_for(leader, meta["name"], parts["workerTemplate"], parts["size"] - 1, 1)
+
+
+def _set_for(owner: Object, name: str, template: Object, replicas: int, start: int) -> Object:
+    reference = {k: owner[k] for k in ("apiVersion", "kind")}
+    reference |= {k: owner["metadata"][k] for k in ("name", "uid")}
+    return {
+        "apiVersion": "apps/v1",
+        "kind": "StatefulSet",
+        "metadata": {
+            "name": name,
+            "namespace": owner["metadata"]["namespace"],
+            "uid": f"{owner['metadata']['uid']}-{name}",
+            "creationTimestamp": owner["metadata"]["creationTimestamp"],
+            "ownerReferences": [{**reference, "controller": True}],
+        },
+        "spec": {"replicas": replicas, "ordinals": {"start": start}, "template": template},
     }
 
 

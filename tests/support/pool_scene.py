@@ -9,13 +9,16 @@ import jsonschema
 
 from millrace.core.autoscale.drain import Cordon, Registration, Uncordon
 from millrace.core.autoscale.rules import PoolMetrics, Recommendation
-from millrace_operator.observed import ObservedPool, Pod
+from millrace_operator.manifests import objects
+from millrace_operator.manifests.pods import Context
+from millrace_operator.observed import ObservedPool, Pod, Pool
 from millrace_operator.reconcile.actions import (
     Apply,
     Report,
     SetStatus,
 )
 from millrace_operator.reconcile.conditions import by_type
+from millrace_operator.reconcile.pod_makers import pod_makers
 from millrace_operator.reconcile.pool import reconcile_pool
 from millrace_operator.spec import parse_pool
 from support.custom_resources import DEFAULTS, SCHEMAS, model_service, pool
@@ -27,6 +30,20 @@ CALM = PoolMetrics(sampled_s=NOW_S, ready=3, active_requests=4, kv_utilisation=0
 
 def advice(replicas: int, **more: Any) -> Recommendation:
     return Recommendation(replicas=replicas, reason="KV in use", **more)
+
+
+def pool_objects(pool: Pool, context: Context, size: int) -> list[dict[str, Any]]:
+    """Returns all objects of a pool of `size` instances."""
+    observed = ObservedPool(service=None, now_s=NOW_S)
+    makers = pod_makers(pool, context, observed)
+    found = {(one["kind"], one["metadata"]["name"]): one for one in makers.wanted(size)}
+    if pool.spec.stage_pods == "Own":  # later stages follow the pods of first ones
+        pods = tuple(
+            Pod(name=f"{pool.name}-{n}-0", uid=f"u{n}", ordinal=n, template=makers.template)
+            for n in range(size)
+        )
+        makers = pod_makers(pool, context, replace(observed, live=found, pods=pods))
+    return objects.of_pool(pool, makers.wanted(size))
 
 
 class Scene:

@@ -28,20 +28,28 @@
 - apiGroups: [millrace.dev]
   resources: [prefillgroups/scale, decodepools/scale, kvpworkerpools/scale]
   verbs: [patch]
-# What pools and services are made of. Nothing here is deleted by the operator: it goes with its owner.
+# What pools and services are made of. It goes with its owner; the operator itself deletes a StatefulSet or a
+# LeaderWorkerSet of one instance, whose stages have pods of their own, once the instance has drained.
 - apiGroups: [apps]
-  resources: [statefulsets, deployments]
+  resources: [deployments]
   verbs: [get, list, watch, create, patch]
+- apiGroups: [apps]
+  resources: [statefulsets]
+  verbs: [get, list, watch, create, patch, delete]
+- apiGroups: [leaderworkerset.x-k8s.io]
+  resources: [leaderworkersets]
+  verbs: [get, list, create, patch, delete]
 - apiGroups: [""]
   resources: [services, configmaps]
   verbs: [get, list, create, patch]
 - apiGroups: [policy]
   resources: [poddisruptionbudgets]
   verbs: [get, list, create, patch]
-# Which instances are ready; drained old ones are deleted, and come back from the new template.
+# Which instances are ready; drained old ones are deleted, and come back from the new template. The pod of a
+# first stage is read again before it gets those of later stages.
 - apiGroups: [""]
   resources: [pods]
-  verbs: [list, watch, delete]
+  verbs: [get, list, watch, delete]
 # Room for growth.
 - apiGroups: [""]
   resources: [resourcequotas]

@@ -75,6 +75,14 @@
 {{- if and (hasKey . "gpus") (not $onCpus) (lt (int .gpus) (mul $ranks $stages)) -}}
 {{- fail (printf "%s.gpus is %d, but %s.tensorParallel is %d and %s.stages %d: each rank of each stage needs a GPU" $role (int .gpus) $role $ranks $role $stages) -}}
 {{- end -}}
+{{- if eq (.stagePods | default "Shared") "Own" -}}
+{{- if lt $stages 2 -}}
+{{- fail (printf "%s.stagePods is Own, but %s.stages is %d: an instance of one stage has one pod" $role $role $stages) -}}
+{{- end -}}
+{{- if and (hasKey . "gpus") (mod (int .gpus) $stages) -}}
+{{- fail (printf "%s.stagePods is Own, but %s.gpus is %d and %s.stages %d: each pod gets the same number, so gpus must be divisible by stages" $role $role (int .gpus) $role $stages) -}}
+{{- end -}}
+{{- end -}}
 {{- end -}}
 {{- end -}}
 {{- range $role := list "prefill" "decode" "kvp" -}}

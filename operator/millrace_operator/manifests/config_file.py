@@ -38,6 +38,7 @@ _OWN = {
     "proxy.port": "the operator",
     "telemetry.metrics_port": "the operator",
     "engine.tensor_parallel": "spec.prefill.tensorParallel and spec.decode.tensorParallel",
+    "engine.stage_hosts": "spec.prefill.stagePods and spec.decode.stagePods",
     "tls.ca_file": "spec.tls",
     "tls.cert_file": "spec.tls",
     "tls.key_file": "spec.tls",

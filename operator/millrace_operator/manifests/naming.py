@@ -17,6 +17,9 @@ POOL_LABEL = "millrace.dev/pool"
 TEMPLATE_LABEL = "millrace.dev/template"  # the template that a pod was made from
 REVISION_LABEL = "millrace.dev/revision"  # the model's revision that the pod serves
 COMPONENT_LABEL = "app.kubernetes.io/component"
+GROUP_LABEL = "millrace.dev/group"  # the instance, if its stages have pods of their own
+STAGE_LABEL = "millrace.dev/stage"  # which of its stages the pod has
+FIRST, LATER = "first", "later"
 
 #: Hash of the manifest that was applied last: only objects with another hash are applied again.
 APPLIED = "millrace.dev/applied"
@@ -49,6 +52,11 @@ def component_selector(service: str, component: str) -> dict[str, str]:
     return {SERVICE_LABEL: service, COMPONENT_LABEL: component}
 
 
+def group_selector(group: str, stage: str) -> dict[str, str]:
+    """Returns the labels of a group's pods that have its first stage, or a later one."""
+    return {GROUP_LABEL: group, STAGE_LABEL: stage}
+
+
 def owner(of: Resource[Record]) -> dict[str, Any]:
     """Returns the ownerReference by which a child is deleted with its owner."""
     return {
@@ -56,6 +64,18 @@ def owner(of: Resource[Record]) -> dict[str, Any]:
         "kind": of.kind,
         "name": of.name,
         "uid": of.metadata["uid"],
+        "controller": True,
+        "blockOwnerDeletion": False,
+    }
+
+
+def pod_owner(name: str, uid: str) -> dict[str, Any]:
+    """Returns the ownerReference by which a child is deleted once a pod is gone."""
+    return {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "name": name,
+        "uid": uid,
         "controller": True,
         "blockOwnerDeletion": False,
     }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from millrace_operator.manifests import config_file, naming, pods
@@ -31,9 +31,9 @@ def of_service(context: Context) -> list[Manifest]:
     return [naming.stamped(manifest) for manifest in found]
 
 
-def of_pool(pool: Pool, template: Mapping[str, Any], replicas: int) -> list[Manifest]:
-    """Returns every object of a pool; `template` comes from `pods.instance`."""
-    found = [_headless(pool), _pool_budget(pool), _stateful_set(pool, template, replicas)]
+def of_pool(pool: Pool, makers: Iterable[Manifest]) -> list[Manifest]:
+    """Returns every object of a pool; `makers` are those that make its pods."""
+    found = [_headless(pool), _pool_budget(pool), *makers]
     return [naming.stamped(manifest) for manifest in found]
 
 
@@ -210,18 +210,26 @@ def _pool(context: Context, kind: PoolKind) -> Manifest:
     }
 
 
-def _pool_metadata(pool: Pool) -> Manifest:
+def pool_metadata(pool: Pool) -> Manifest:
+    """Returns the metadata of a pool's objects."""
     labels = naming.labels(pool.spec.service_ref.name, KINDS[pool.kind].role)
     return _metadata(pool, pool.name, {**labels, **pool_selector(pool)})
 
 
 def pool_selector(pool: Pool) -> dict[str, str]:
+    """Returns the labels of all pods of a pool."""
     return {naming.POOL_LABEL: pool.name}
+
+
+def instance_selector(pool: Pool) -> dict[str, str]:
+    """Returns the labels of one pod per instance."""
+    first = {} if pool.spec.stage_pods == "Shared" else {naming.STAGE_LABEL: naming.FIRST}
+    return {**pool_selector(pool), **first}
 
 
 def _headless(pool: Pool) -> Manifest:
     return _network_service(
-        _pool_metadata(pool),
+        pool_metadata(pool),
         pool_selector(pool),
         [_port("grpc", naming.WORKER_PORT), _port("metrics", config_file.METRICS_PORT)],
         clusterIP="None",
@@ -230,22 +238,29 @@ def _headless(pool: Pool) -> Manifest:
 
 
 def _pool_budget(pool: Pool) -> Manifest:
-    return _budget(_pool_metadata(pool), pool_selector(pool), maxUnavailable=1)
+    return _budget(pool_metadata(pool), pool_selector(pool), maxUnavailable=1)
 
 
-def _stateful_set(pool: Pool, template: Mapping[str, Any], replicas: int) -> Manifest:
+def stateful_set(pool: Pool, template: Mapping[str, Any], replicas: int) -> Manifest:
+    """Returns the StatefulSet of instances of a pod each."""
     return {
         "apiVersion": "apps/v1",
         "kind": "StatefulSet",
-        "metadata": _pool_metadata(pool),
-        "spec": {
-            "replicas": replicas,
-            "serviceName": pool.name,
-            "podManagementPolicy": "Parallel",
-            # The operator deletes old pods itself, one by one, once they are empty.
-            "updateStrategy": {"type": "OnDelete"},
-            "revisionHistoryLimit": 3,
-            "selector": {"matchLabels": pool_selector(pool)},
-            "template": dict(template),
-        },
+        "metadata": pool_metadata(pool),
+        "spec": stateful_set_spec(pool, template, replicas, pool_selector(pool)),
+    }
+
+
+def stateful_set_spec(
+    pool: Pool, template: Mapping[str, Any], replicas: int, selector: Mapping[str, str]
+) -> Manifest:
+    return {
+        "replicas": replicas,
+        "serviceName": pool.name,
+        "podManagementPolicy": "Parallel",
+        # The operator deletes old pods itself, one by one, once they are empty.
+        "updateStrategy": {"type": "OnDelete"},
+        "revisionHistoryLimit": 3,
+        "selector": {"matchLabels": dict(selector)},
+        "template": dict(template),
     }

@@ -1,4 +1,4 @@
-"""Makes the pod templates of the scheduler, the gateway and the instances.
+"""Makes the pod templates of the scheduler and the gateway, and the parts of all pod templates.
 
 The pods meet the pod security level `restricted` (except with hostPath weights); RDMA needs a
 template that adds the capability IPC_LOCK.
@@ -22,11 +22,10 @@ from millrace_operator.manifests.gateway_models import (
     lists_models,
     others_folder,
 )
-from millrace_operator.observed import Pool, Service
-from millrace_operator.schema.pools import KINDS, PoolSpec
+from millrace_operator.observed import Service
 from millrace_operator.schema.record import SecretRef
 from millrace_operator.schema.service import ModelServiceSpec, ServedModel, StoreUrl, Tls
-from millrace_operator.spec import Defaults, SpecError, gpus
+from millrace_operator.spec import Defaults, SpecError
 
 CACHE = "/cache"
 
@@ -35,8 +34,6 @@ USER = 65532
 
 #: Seconds beyond a pod's drain time before Kubernetes kills it: it must also deregister.
 GOODBYE_S = 60
-#: The drain time of an instance without a limit, in seconds: Kubernetes needs a number.
-DAY_S = 86400
 #: Seconds that an ending gateway pod still serves, until no endpoint list names it.
 LINGER_S = 5
 #: Weights take long to load: the limit is half an hour, in steps of 5 s.
@@ -103,94 +100,71 @@ def scheduler(context: Context) -> dict[str, Any]:
     """Returns the scheduler's pod template."""
     ports = {"grpc": naming.SCHEDULER_PORT, "metrics": config_file.METRICS_PORT}
     container = {
-        **_container(context, "scheduler", ports),
+        **main_container(context, "scheduler", ports),
         "args": [
             *("scheduler", "--host", "0.0.0.0", "--port", str(naming.SCHEDULER_PORT)),
             *("--advertise", f"$(POD_IP):{naming.SCHEDULER_PORT}"),
             *("--set", f"scheduler.group={context.group}"),
-            *_CONFIG_ARGS,
+            *CONFIG_ARGS,
         ],
-        "env": _environment(context, "scheduler"),
-        **_probes("metrics"),
+        "env": environment(context, "scheduler"),
+        **probes("metrics"),
     }
     over = context.spec.scheduler.template
-    pod = _pod(context, container, GOODBYE_S)
+    pod = pod_spec(context, container, GOODBYE_S)
     pod["topologySpreadConstraints"] = [
-        _spread(naming.component_selector(context.name, "scheduler"))
+        spread(naming.component_selector(context.name, "scheduler"))
     ]
-    return _template(context, "scheduler", pod, over)
+    return pod_template(context, "scheduler", pod, over)
 
 
 def gateway(context: Context) -> dict[str, Any]:
     """Returns the gateway's pod template."""
     gateway_spec = context.spec.gateway
     container = {
-        **_container(context, "proxy", {"http": naming.GATEWAY_PORT}),
+        **main_container(context, "proxy", {"http": naming.GATEWAY_PORT}),
         "args": [
             *("proxy", *_gateway_args(context)),
             *("--set", f"files.group={context.group}"),
             *("--host", "0.0.0.0", "--port", str(naming.GATEWAY_PORT)),
-            *_CONFIG_ARGS,
+            *CONFIG_ARGS,
         ],
         "env": [
-            *_environment(context, "proxy"),
-            *_hub_token(context),
+            *environment(context, "proxy"),
+            *hub_token(context),
             *_secret("MILLRACE_PROXY__ADMIN_TOKEN", gateway_spec.admin_token_secret_ref),
         ],
         "lifecycle": {"preStop": {"sleep": {"seconds": LINGER_S}}},
-        **_probes("http"),
+        **probes("http"),
     }
     drain_s = context.config.proxy.drain_timeout_s
     grace_s = LINGER_S + math.ceil(drain_s) + GOODBYE_S
-    pod = _with_weights(context.spec, _pod(context, container, grace_s))
+    pod = with_weights(context.spec, pod_spec(context, container, grace_s))
     for other in context.models.others:
-        _with_weights(other.spec, pod, f"weights-{other.name}", others_folder(other.name))
+        with_weights(other.spec, pod, f"weights-{other.name}", others_folder(other.name))
     if lists_models(context.service):
         config = {"name": naming.part_name(context.name, "config"), "items": [_as(MODELS_FILE)]}
         mount = {"mountPath": MODELS_FOLDER, "readOnly": True}
-        _add_volume(pod, "models", {"projected": {"sources": [{"configMap": config}]}}, mount)
+        add_volume(pod, "models", {"projected": {"sources": [{"configMap": config}]}}, mount)
     if (keys := gateway_spec.keys) is not None and (file := keys.secret_ref) is not None:
         secret = {"name": file.name, "items": [_as(file.key, config_file.KEYS_FILE)]}
         mount = {"mountPath": config_file.KEYS_FOLDER, "readOnly": True}
-        _add_volume(pod, "keys", {"projected": {"sources": [{"secret": secret}]}}, mount)
-    pod["topologySpreadConstraints"] = [_spread(naming.component_selector(context.name, "proxy"))]
+        add_volume(pod, "keys", {"projected": {"sources": [{"secret": secret}]}}, mount)
+    pod["topologySpreadConstraints"] = [spread(naming.component_selector(context.name, "proxy"))]
     files = gateway_spec.files
     if files is not None and files.claim_name is not None:
         source = {"persistentVolumeClaim": {"claimName": files.claim_name}}
-        _add_volume(pod, "files", source, {"mountPath": config_file.FILES})
+        add_volume(pod, "files", source, {"mountPath": config_file.FILES})
         # A new volume belongs to root.
         group = {"fsGroup": USER, "fsGroupChangePolicy": "OnRootMismatch"}
         pod["securityContext"] = {**pod["securityContext"], **group}
-    return _template(context, "proxy", pod, gateway_spec.template)
+    return pod_template(context, "proxy", pod, gateway_spec.template)
 
 
-def instance(pool: Pool, context: Context) -> dict[str, Any]:
-    """Returns the pod template of a pool's instances, with the labels that rollouts read."""
-    spec, role = pool.spec, KINDS[pool.kind].role
-    drain_s = DAY_S if spec.drain.on_timeout == "Wait" else spec.drain.timeout_seconds
-    ports = {"grpc": naming.WORKER_PORT, "metrics": config_file.METRICS_PORT}
-    container = {
-        **_container(context, role, ports),
-        "args": _instance_args(spec, context, drain_s),
-        "env": [*_environment(context, role), *_hub_token(context), *_parallel(spec)],
-        **_probes("metrics"),
-    }
-    if devices := gpus(spec):
-        container["resources"] = {"limits": {spec.gpu_resource: str(devices)}}
-    pod = _with_weights(context.spec, _pod(context, container, drain_s + GOODBYE_S))
-    _add_volume(pod, "shm", {"emptyDir": {"medium": "Memory"}}, {"mountPath": "/dev/shm"})
-    own = {naming.POOL_LABEL: pool.name}
-    pod |= _placement(spec.topology_key, own)
-    template = _template(context, role, pod, spec.template, reads=spec.role, more=own)
-    template["metadata"]["labels"][naming.REVISION_LABEL] = context.revision
-    template["metadata"]["labels"][naming.TEMPLATE_LABEL] = digest(template)
-    return template
+CONFIG_ARGS = ("--config", f"{config_file.FOLDER}/config.toml")
 
 
-_CONFIG_ARGS = ("--config", f"{config_file.FOLDER}/config.toml")
-
-
-def _model_args(context: Context) -> list[str]:
+def model_args(context: Context) -> list[str]:
     model = context.spec.model
     scheduler_at = f"{naming.part_name(context.name, 'scheduler')}:{naming.SCHEDULER_PORT}"
     return [
@@ -202,23 +176,11 @@ def _model_args(context: Context) -> list[str]:
 def _gateway_args(context: Context) -> list[str]:
     """Names the model and its scheduler, or the file that lists several."""
     if not lists_models(context.service):
-        return _model_args(context)
+        return model_args(context)
     return ["--set", f"proxy.models_file={MODELS_FOLDER}/{MODELS_FILE}"]
 
 
-def _instance_args(spec: PoolSpec, context: Context, drain_s: int) -> list[str]:
-    command = ("colocated", "--role", "mixed") if spec.role == "mixed" else (spec.role,)
-    return [
-        *(*command, *_model_args(context)),
-        *("--id", "$(POD_NAME)", "--host", "$(POD_IP)", "--port", str(naming.WORKER_PORT)),
-        *("--node", "$(NODE_NAME)", "--revision", context.revision),
-        *("--drain-timeout-s", str(drain_s)),
-        *_CONFIG_ARGS,
-        *(("--stages", str(spec.stages)) if spec.stages > 1 else ()),
-    ]
-
-
-def _container(context: Context, role: str, ports: Mapping[str, int]) -> dict[str, Any]:
+def main_container(context: Context, role: str, ports: Mapping[str, int]) -> dict[str, Any]:
     return {
         "name": "millrace",
         "image": context.defaults.images.get(role, ""),
@@ -235,7 +197,7 @@ def _container(context: Context, role: str, ports: Mapping[str, int]) -> dict[st
     }
 
 
-def _pod(context: Context, container: dict[str, Any], grace_s: int) -> dict[str, Any]:
+def pod_spec(context: Context, container: dict[str, Any], grace_s: int) -> dict[str, Any]:
     pod: dict[str, Any] = {
         "containers": [container],
         "volumes": [],
@@ -253,9 +215,9 @@ def _pod(context: Context, container: dict[str, Any], grace_s: int) -> dict[str,
         files = [_as(file, f"tls/{file}") for file in ("ca.crt", "tls.crt", "tls.key")]
         sources.append({"secret": {"name": tls.secret_name, "items": files}})
     mount = {"mountPath": config_file.FOLDER, "readOnly": True}
-    _add_volume(pod, "config", {"projected": {"sources": sources}}, mount)
-    _add_volume(pod, "tmp", {"emptyDir": {}}, {"mountPath": "/tmp"})
-    _add_volume(pod, "cache", {"emptyDir": _cache_size(context)}, {"mountPath": CACHE})
+    add_volume(pod, "config", {"projected": {"sources": sources}}, mount)
+    add_volume(pod, "tmp", {"emptyDir": {}}, {"mountPath": "/tmp"})
+    add_volume(pod, "cache", {"emptyDir": _cache_size(context)}, {"mountPath": CACHE})
     return pod
 
 
@@ -268,14 +230,14 @@ def _cache_size(context: Context) -> dict[str, str]:
     return {} if size is None else {"sizeLimit": size}
 
 
-def _add_volume(
+def add_volume(
     pod: dict[str, Any], name: str, source: Mapping[str, Any], mount: Mapping[str, Any]
 ) -> None:
     pod["volumes"].append({"name": name, **source})
     pod["containers"][0]["volumeMounts"].append({"name": name, **mount})
 
 
-def _with_weights(
+def with_weights(
     spec: ModelServiceSpec, pod: dict[str, Any], name: str = "weights", folder: str = MODELS
 ) -> dict[str, Any]:
     weights = spec.weights
@@ -284,17 +246,17 @@ def _with_weights(
         source = {"claimName": claim.claim_name, "readOnly": claim.read_only}
         if claim.sub_path:
             mount["subPath"] = claim.sub_path
-        _add_volume(pod, name, {"persistentVolumeClaim": source}, mount)
+        add_volume(pod, name, {"persistentVolumeClaim": source}, mount)
     elif path := weights.host_path:
         host = {"path": path.path, "type": "Directory"}
-        _add_volume(pod, name, {"hostPath": host}, mount)
+        add_volume(pod, name, {"hostPath": host}, mount)
     elif image := weights.image:
-        _add_volume(pod, name, {"image": image.model_dump(by_alias=True)}, mount)
+        add_volume(pod, name, {"image": image.model_dump(by_alias=True)}, mount)
     return pod
 
 
-def _environment(context: Context, role: str) -> list[dict[str, Any]]:
-    """Returns a pod's environment: its identity, its writable folders, and the store."""
+def environment(context: Context, role: str) -> list[dict[str, Any]]:
+    """Returns the environment of a pod that uses the store."""
     defaults = context.defaults
     redis = context.spec.redis.secret_ref if context.spec.redis else None
     if redis is None and defaults.redis_secret:
@@ -302,6 +264,12 @@ def _environment(context: Context, role: str) -> list[dict[str, Any]]:
         redis = StoreUrl.model_validate(given)
     if redis is None:
         raise SpecError("spec.redis is missing; the operator has no Redis server of its own")
+    url = _secret("MILLRACE_STORE__URL", SecretRef(name=redis.name, key=redis.key_of(role)))
+    return [*identity(), *url]
+
+
+def identity() -> list[dict[str, Any]]:
+    """Returns a pod's names and its writable folders, in its environment."""
     fields = {
         "POD_NAME": "metadata.name",
         "POD_IP": "status.podIP",
@@ -312,11 +280,10 @@ def _environment(context: Context, role: str) -> list[dict[str, Any]]:
         {"name": "HOME", "value": CACHE},
         {"name": "XDG_CACHE_HOME", "value": CACHE},
         {"name": "HF_HOME", "value": f"{CACHE}/huggingface"},
-        *_secret("MILLRACE_STORE__URL", SecretRef(name=redis.name, key=redis.key_of(role))),
     ]
 
 
-def _hub_token(context: Context) -> list[dict[str, Any]]:
+def hub_token(context: Context) -> list[dict[str, Any]]:
     return _secret("HF_TOKEN", context.spec.weights.hub.secret_ref)
 
 
@@ -327,12 +294,7 @@ def _secret(name: str, ref: SecretRef | None) -> list[dict[str, Any]]:
     return [{"name": name, "valueFrom": source}]
 
 
-def _parallel(spec: PoolSpec) -> list[dict[str, Any]]:
-    ranks = spec.tensor_parallel
-    return [{"name": "MILLRACE_ENGINE__TENSOR_PARALLEL", "value": str(ranks)}] if ranks > 1 else []
-
-
-def _probes(port: str) -> dict[str, Any]:
+def probes(port: str) -> dict[str, Any]:
     """Makes HTTP probes: Kubernetes' gRPC probes do not support TLS."""
 
     def get(path: str, period_s: int, failures: int) -> dict[str, Any]:
@@ -350,23 +312,7 @@ def _probes(port: str) -> dict[str, Any]:
     }
 
 
-def _placement(topology_key: str | None, selector: Mapping[str, str]) -> dict[str, Any]:
-    """Places prefill instances close together, for their groups; spreads others, against
-    failures.
-    """
-    if topology_key is None:
-        return {"topologySpreadConstraints": [_spread(selector)]}
-    term = {
-        "topologyKey": topology_key,
-        "labelSelector": {"matchLabels": dict(selector)},
-    }
-    preferred = [{"weight": 50, "podAffinityTerm": term}]
-    return {
-        "affinity": {"podAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": preferred}}
-    }
-
-
-def _spread(selector: Mapping[str, str]) -> dict[str, Any]:
+def spread(selector: Mapping[str, str]) -> dict[str, Any]:
     return {
         "maxSkew": 1,
         "topologyKey": "kubernetes.io/hostname",
@@ -375,7 +321,7 @@ def _spread(selector: Mapping[str, str]) -> dict[str, Any]:
     }
 
 
-def _template(
+def pod_template(
     context: Context,
     component: str,
     pod: Mapping[str, Any],

@@ -28,10 +28,15 @@ class Leaving:
 
     pod: Pod
     since_s: float  # unix seconds
-    reason: str  # ScaleIn | Rollout | Retired
+    reason: str  # ScaleIn | Rollout | StageLeaves | Retired
     timed_out: bool
     held: int  # requests; 0 if the scheduler does not know the pod, or does not answer
     removed: bool = False  # by this pass, or an earlier one
+
+    @property
+    def is_replaced(self) -> bool:
+        """Whether a successor starts in its place."""
+        return self.reason in ("Rollout", "StageLeaves")
 
     def entry(self) -> dict[str, Any]:
         """Returns its entry of status.draining."""

@@ -1,9 +1,10 @@
-"""Reads a StatefulSet's pods, and why a pod does not start. Pure."""
+"""Reads a pool's pods, and why a pod does not start. Pure."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from millrace_operator.manifests.naming import COMPONENT_LABEL, REVISION_LABEL, TEMPLATE_LABEL
@@ -29,6 +30,40 @@ def pods_of(name: str, objects: Iterable[Object]) -> tuple[Pod, ...]:
         if ordinal and _made_by(name, meta):
             found.append(_pod(obj, int(ordinal[1])))
     return tuple(sorted(found, key=lambda pod: pod.ordinal))
+
+
+def groups_of(name: str, objects: Iterable[Object]) -> tuple[Pod, ...]:
+    """Returns the pods of first stages among `objects`, for the pool `name` whose stages have pods
+    of their own, by ordinal. Each has the state of its later stages' pods, too.
+    """
+    firsts: list[tuple[Pod, Object]] = []
+    laters: dict[str, list[Object]] = {}
+    for obj in objects:
+        meta = obj["metadata"]
+        found = re.fullmatch(rf"({re.escape(name)}-(0|[1-9]\d*))-0(-[1-9]\d*)?", meta["name"])
+        if not found:
+            continue
+        group, ordinal, later = found.groups()
+        if later and _made_by(f"{group}-0", meta):
+            laters.setdefault(f"{group}-0", []).append(obj)
+        elif not later and _made_by(group, meta):
+            firsts.append((_pod(obj, int(ordinal)), obj))
+    pods = [_with_later(pod, obj, laters.get(pod.name, [])) for pod, obj in firsts]
+    return tuple(sorted(pods, key=lambda pod: pod.ordinal))
+
+
+def _with_later(pod: Pod, first: Object, laters: Iterable[Object]) -> Pod:
+    """`laters`: pods of later stages; older ones than the first stage's pod had another before."""
+    since = first["metadata"]["creationTimestamp"]
+    own = [obj for obj in laters if obj["metadata"]["creationTimestamp"] >= since]
+    troubles = [
+        f"{one.name}: {one.trouble}" for one in (_pod(obj, 0) for obj in own) if one.trouble
+    ]
+    return replace(
+        pod,
+        trouble=pod.trouble or (troubles[0] if troubles else "")[:_LONGEST],
+        loses_stage=any("deletionTimestamp" in obj["metadata"] for obj in own),
+    )
 
 
 def all_available(deployment: Object) -> bool:

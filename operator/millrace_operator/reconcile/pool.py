@@ -12,19 +12,19 @@ from dataclasses import replace
 
 from millrace.core.autoscale.drain import Action as DrainAction
 from millrace.core.autoscale.drain import Cordon, Evict, Remove, Uncordon
-from millrace_operator.manifests import objects, pods
-from millrace_operator.manifests.naming import INITIAL, REVISION_LABEL, TEMPLATE_LABEL
+from millrace_operator.manifests import objects
+from millrace_operator.manifests.naming import INITIAL
 from millrace_operator.manifests.pods import Context
-from millrace_operator.observed import Object, ObservedPool, Pod, Pool, Service
+from millrace_operator.observed import ObservedPool, Pod, Pool, Service
 from millrace_operator.reconcile.actions import (
     Action,
     Apply,
-    Delete,
     Report,
     SetReplicas,
     SetStatus,
 )
 from millrace_operator.reconcile.drain import Leaving, Rules
+from millrace_operator.reconcile.pod_makers import PodMakers, pod_makers
 from millrace_operator.reconcile.pool_status import Outcome, Scaled, reports, rolling_out, status
 from millrace_operator.reconcile.rollout import Rollout
 from millrace_operator.schema.pools import KINDS
@@ -84,15 +84,15 @@ def _actions(
 ) -> list[Action]:
     """Returns the actions for a correct pool of a service that is not paused. Raises SpecError."""
     autoscale_config(pool.spec)
-    template = pods.instance(pool, Context.of(service, defaults))
-    labels = template["metadata"]["labels"]
+    context = Context.of(service, defaults)
+    makers = pod_makers(pool, context, observed)
     retired = _retired(pool, service)
     scaled = None if retired else _scaled(pool, observed)
     wanted = scaled.replicas if scaled else pool.spec.replicas
     rules = Rules.of(pool, observed.instances, observed.now_s)
     rollout = Rollout(
-        template=labels[TEMPLATE_LABEL],
-        revision=labels[REVISION_LABEL],
+        template=makers.template,
+        revision=context.revision,
         replicas=0 if retired else wanted,
         max_surge=pool.spec.rollout.max_surge,
         pods=observed.pods,
@@ -103,7 +103,7 @@ def _actions(
     )
     leaving = _leaving(observed.pods, rollout, rules, "Retired" if retired else "ScaleIn")
     drain = rules.actions(observed.pods, leaving)
-    size, leaving = _removals(pool, observed, rollout, leaving, drain)
+    size, leaving = _removals(makers, rollout, leaving, drain)
     outcome = Outcome(
         wanted=rollout.replicas,
         template=rollout.template,
@@ -113,49 +113,39 @@ def _actions(
         rollout=rollout,
         scaled=scaled,
     )
-    changed = objects.changed(observed.live, objects.of_pool(pool, template, size))
+    changed = objects.changed(observed.live, objects.of_pool(pool, makers.wanted(size)))
     return [
         *([SetReplicas(replicas=scaled.replicas)] if scaled else []),
         *(action for action in drain if isinstance(action, Uncordon)),
         *(Apply(manifest=manifest) for manifest in changed),
-        *_deletions(leaving),
+        *makers.deletions(size, leaving),
         *_status_actions(pool, observed, outcome),
         *(action for action in drain if isinstance(action, Cordon | Evict)),
     ]
 
 
 def _removals(
-    pool: Pool,
-    observed: ObservedPool,
+    makers: PodMakers,
     rollout: Rollout,
     leaving: Sequence[Leaving],
     drain: Sequence[DrainAction],
 ) -> tuple[int, list[Leaving]]:
-    """Returns the StatefulSet's size, and the leaving pods with those marked that it removes."""
+    """Returns the makers' size, and the leaving pods with those marked that are removed."""
     done = {action.instance_id for action in drain if isinstance(action, Remove)}
     kept = rollout.kept
     size = _size(
-        observed.live.get(("StatefulSet", pool.name)),
+        makers.size,
         stays={one.pod.ordinal for one in leaving if one.pod.name not in done},
         wanted=max(rollout.size, kept.ordinal + 1 if kept else 0),
     )
     marked = [
         replace(
             one,
-            removed=one.pod.name in done and (one.pod.ordinal >= size or one.reason == "Rollout"),
+            removed=one.pod.name in done and (one.pod.ordinal >= size or one.is_replaced),
         )
         for one in leaving
     ]
     return size, marked
-
-
-def _deletions(leaving: Sequence[Leaving]) -> list[Delete]:
-    """Deletes drained old pods, so that their successors start."""
-    return [
-        Delete(kind="Pod", name=one.pod.name, uid=one.pod.uid)
-        for one in leaving
-        if one.removed and one.reason == "Rollout"
-    ]
 
 
 def _scaled(pool: Pool, observed: ObservedPool) -> Scaled | None:
@@ -179,8 +169,8 @@ def _retired(pool: Pool, service: Service) -> bool:
 
 
 def _leaving(existing: Sequence[Pod], rollout: Rollout, rules: Rules, reason: str) -> list[Leaving]:
-    """Returns leaving pods: pods beyond the wanted size, for `reason`, except the kept pod; and old
-    pods.
+    """Returns leaving pods: pods beyond the wanted size, for `reason`, except the kept pod; old
+    pods; and pods that lose a stage.
     """
     surplus = [
         rules.leaving(pod, reason)
@@ -189,14 +179,20 @@ def _leaving(existing: Sequence[Pod], rollout: Rollout, rules: Rules, reason: st
     ]
     following = rollout.next(rules)
     old = rollout.broken() + ([] if following is None else [following])
-    return surplus + [rules.leaving(pod, "Rollout") for pod in old]
+    losing = [
+        pod
+        for pod in existing
+        if pod.loses_stage and not pod.terminating and pod.ordinal < rollout.size
+        if pod not in old
+    ]
+    replaced = [rules.leaving(pod, "Rollout") for pod in old]
+    return surplus + replaced + [rules.leaving(pod, "StageLeaves") for pod in losing]
 
 
-def _size(live: Object | None, stays: Set[int], wanted: int) -> int:
-    """Returns the StatefulSet's size. It removes the highest ordinals, so a pod that `stays` keeps
-    all pods of lower ordinals.
+def _size(size: int, stays: Set[int], wanted: int) -> int:
+    """Returns the next size. The highest ordinals leave first, so a pod that `stays` keeps all pods
+    of lower ordinals.
     """
-    size: int = live["spec"]["replicas"] if live is not None else 0
     while size > wanted and size - 1 not in stays:
         size -= 1
     return max(size, wanted)

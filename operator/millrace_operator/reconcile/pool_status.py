@@ -29,6 +29,7 @@ _LIMITS = {"step": "Step", "minimum": "MinReplicas", "maximum": "MaxReplicas", "
 _WHY = {
     "ScaleIn": "the pool has one too many",
     "Rollout": "its template is old",
+    "StageLeaves": "the pod of one of its stages leaves",
     "Retired": "the ModelService has no such pool any more",
 }
 
@@ -78,7 +79,7 @@ def status(pool: Pool, observed: ObservedPool, outcome: Outcome) -> dict[str, An
         "updatedReadyReplicas": sum(pod.ready for pod in updated),
         "drainingReplicas": len(outcome.leaving) + len(observed.pods) - len(there),
         "draining": [*(one.entry() for one in outcome.leaving), *outcome.returning],
-        "selector": ",".join(f"{k}={v}" for k, v in objects.pool_selector(pool).items()),
+        "selector": ",".join(f"{k}={v}" for k, v in objects.instance_selector(pool).items()),
         "revision": outcome.revision,
         "servingRevisions": sorted({pod.revision for pod in serving})[:16],
         "template": outcome.template,
@@ -155,8 +156,9 @@ def _unmade(pool: Pool, observed: ObservedPool, outcome: Outcome) -> str:
     since_s = seconds(last["lastTransitionTime"]) if last.get("status") == "True" else math.inf
     if made >= outcome.wanted or observed.now_s - since_s < UNMADE_S:
         return ""
+    shown = pool.name if pool.spec.stage_pods == "Shared" else f"{pool.name}-{made}"
     return (
-        f"{made} of {outcome.wanted} pods are made: `kubectl describe statefulset {pool.name}` "
+        f"{made} of {outcome.wanted} pods are made: `kubectl describe statefulset {shown}` "
         "says what refuses the others"
     )
 

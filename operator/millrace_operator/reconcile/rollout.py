@@ -68,7 +68,7 @@ class Rollout:
         if not self.replicas:
             return None
         rest = self._within()
-        beyond = [pod for pod in self.pods if pod.ordinal >= self.size and _is_up(pod)]
+        beyond = [pod for pod in self.pods if pod.ordinal >= self.size and _stays_up(pod)]
         common = self._common([*rest, *beyond])
         if common.isdisjoint(pod.revision for pod in rest):
             fit = [pod for pod in beyond if pod.revision in common]
@@ -133,7 +133,7 @@ class Rollout:
         return self._within() + ([kept] if kept is not None and self._serves(kept) else [])
 
     def _serves(self, pod: Pod) -> bool:
-        return _is_up(pod) and pod not in self.doubted
+        return _stays_up(pod) and pod not in self.doubted
 
     def _blocked(self, pod: Pod) -> str:
         """Returns why an old pod has to stay for now, or ""."""
@@ -173,3 +173,7 @@ class Rollout:
 
 def _is_up(pod: Pod) -> bool:
     return pod.ready and not pod.terminating
+
+
+def _stays_up(pod: Pod) -> bool:
+    return _is_up(pod) and not pod.loses_stage

@@ -38,22 +38,23 @@ class Children:
         }
 
     async def apply(self, owner: Object, manifest: Mapping[str, Any]) -> None:
-        """Applies a manifest, but only onto an object of the owner: a force apply would take any
-        object.
+        """Applies a manifest, but only onto an object of its controller, which is `owner` or a pod
+        of it: a force apply would take any object.
 
         An apply makes a missing object. An existing child is applied by its UID, so that the API
         server refuses to make it again if it was deleted since. Before a child is made or taken
-        over, the owner is read again, as Kubernetes' own controllers do. If the owner is deleted
-        even later, the child's ownerReference names the UID of the deleted owner, and the garbage
-        collector removes the child.
+        over, its controller is read again, as Kubernetes' own controllers do. If the controller is
+        deleted even later, the child's ownerReference names the UID of the deleted controller, and
+        the garbage collector removes the child.
         """
         meta = manifest["metadata"]
         where = manifest["kind"], meta.get("namespace", ""), meta["name"]
+        [controller] = meta["ownerReferences"]
         there = await self._kube.get(*where)
-        if there is not None and not _is_child(there, owner):
+        if there is not None and not _is_child(there, controller["uid"]):
             raise KubeRefused(f"{where[0]} {where[2]} exists and is not the operator's", status=409)
         if there is None or not _controllers(there):
-            await self._check_exists(owner)
+            await self._check_exists(controller, meta["namespace"])
         if there is not None:
             manifest = {**manifest, "metadata": {**meta, "uid": there["metadata"]["uid"]}}
         applied = await self._kube.apply(manifest)
@@ -64,13 +65,13 @@ class Children:
         """Forgets the children of an owner that is gone."""
         self._applied.pop(owner_uid, None)
 
-    async def _check_exists(self, owner: Object) -> None:
-        """Raises OwnerGone when the object with the owner's UID is gone or being deleted."""
-        kind, meta = owner["kind"], owner["metadata"]
-        now = await self._kube.get(kind, meta["namespace"], meta["name"])
+    async def _check_exists(self, controller: Mapping[str, Any], namespace: str) -> None:
+        """Raises OwnerGone when the object with the controller's UID is gone or being deleted."""
+        kind, name = controller["kind"], controller["name"]
+        now = await self._kube.get(kind, namespace, name)
         found = now["metadata"] if now is not None else {}
-        if found.get("uid") != meta["uid"] or "deletionTimestamp" in found:
-            raise OwnerGone(f"{kind} {meta['namespace']}/{meta['name']} was deleted")
+        if found.get("uid") != controller["uid"] or "deletionTimestamp" in found:
+            raise OwnerGone(f"{kind} {namespace}/{name} was deleted")
 
 
 def _checked(obj: dict[str, Any], applied: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
@@ -82,12 +83,12 @@ def _checked(obj: dict[str, Any], applied: Mapping[str, dict[str, Any]]) -> dict
     return {**obj, "metadata": {**meta, "annotations": annotations}}
 
 
-def _is_child(obj: Object, owner: Object) -> bool:
-    """Returns whether the owner controls the object, or may take it over from a deleted owner of
-    its name.
+def _is_child(obj: Object, uid: str) -> bool:
+    """Returns whether the controller `uid` controls the object, or may take it over from a deleted
+    controller of its name.
     """
     if controllers := _controllers(obj):
-        return controllers == [owner["metadata"]["uid"]]
+        return controllers == [uid]
     labels = obj["metadata"].get("labels", {})
     return bool(labels.get("app.kubernetes.io/managed-by") == MANAGER)
 

@@ -33,7 +33,13 @@ from millrace_operator.reconcile.actions import (
     SetReplicas,
     SetStatus,
 )
-from millrace_operator.reconcile.pod_state import all_available, finished, pods_of, troubles_of
+from millrace_operator.reconcile.pod_state import (
+    all_available,
+    finished,
+    groups_of,
+    pods_of,
+    troubles_of,
+)
 from millrace_operator.run.children import Children
 from millrace_operator.run.events import Events
 from millrace_operator.run.kube import Kube
@@ -42,11 +48,12 @@ from millrace_operator.run.queue import Key
 from millrace_operator.run.quota import room
 from millrace_operator.run.scaler import ScaledPool, Scaler, View
 from millrace_operator.schema.pools import KINDS
-from millrace_operator.spec import SpecError, autoscale_config, followed
+from millrace_operator.spec import SpecError, autoscale_config, followed, pods_of_an_instance
 
 log = logging.getLogger(__name__)
 
 _POOL_CHILDREN = ("StatefulSet", "Service", "PodDisruptionBudget")
+_LEADER_WORKER_SET = "LeaderWorkerSet"
 _SERVICE_CHILDREN = ("ConfigMap", "Deployment", "Service", "PodDisruptionBudget")
 
 #: The longest time in seconds between two reads of a pool's neighbours. A pool is reconciled once
@@ -101,6 +108,7 @@ class Cluster:
         self._uids: dict[Key, str] = {}
         self._rounds: dict[Key, _Round] = {}
         self._reading: set[Key] = set()  # being read, and unchanged since the read began
+        self.has_leader_worker_sets = False  # whether the API server serves them
 
     async def get(self, key: Key) -> dict[str, Any] | None:
         """Returns the object; None, and forgets it, when it is gone or being deleted."""
@@ -147,16 +155,15 @@ class Cluster:
         namespace, name, uid = (pool.metadata[part] for part in ("namespace", "name", "uid"))
         found = await self._round(pool)
         live = self._children.by_name(uid, found.children)
-        template = live.get(("StatefulSet", name), {}).get("spec", {}).get("template")
-        existing = sum(not finished(pod) for pod in found.pods)
-        quota = room(found.quotas, template, existing) if template else None
+        quota = _room(pool, live, found)
         view, error = await self._think(pool, found.service, quota)
         now_s = self._parts.wall()
         metrics = view.metrics if view else None
         return ObservedPool(
             service=found.service,
             live=live,
-            pods=pods_of(name, found.pods),
+            pods=(pods_of if pool.spec.stage_pods == "Shared" else groups_of)(name, found.pods),
+            has_leader_worker_sets=self.has_leader_worker_sets,
             instances=await self._instances(namespace, found.service),
             peers=tuple(Peer.of(one) for one in found.pools if one["metadata"]["uid"] != uid),
             metrics=replace(metrics, sampled_s=now_s - view.age_s) if view and metrics else None,
@@ -179,13 +186,16 @@ class Cluster:
             return known
         service_name = pool.spec.service_ref.name
         selector = f"{POOL_LABEL}={name}"
+        kinds = list(_POOL_CHILDREN)
+        if self.has_leader_worker_sets and pool.spec.stage_pods == "Own":
+            kinds.append(_LEADER_WORKER_SET)
         self._reading.add(key)
         service, pools, quotas, pods, *children = await asyncio.gather(
             self._kube.get("ModelService", namespace, service_name),
             self._pools(namespace, service_name),
             self._kube.list("ResourceQuota", namespace),
             self._kube.list("Pod", namespace, selector),
-            *(self._kube.list(kind, namespace, selector) for kind in _POOL_CHILDREN),
+            *(self._kube.list(kind, namespace, selector) for kind in kinds),
         )
         found = _Round(
             service=service,
@@ -303,3 +313,16 @@ class Cluster:
             self._parts.metrics.forget(key.kind, f"{key.namespace}/{key.name}")
         else:
             self._parts.schedulers.forget(self._parts.address(key.namespace, key.name))
+
+
+def _room(pool: Pool, live: Mapping[tuple[str, str], Object], around: _Round) -> int | None:
+    """Returns the number of instances for which the namespace's quotas have room."""
+    pods = pods_of_an_instance(pool.spec)
+    existing = sum(not finished(pod) for pod in around.pods) // pods
+    for (kind, _), child in live.items():
+        if kind == "StatefulSet":
+            return room(around.quotas, child["spec"]["template"], existing, pods)
+        if kind == _LEADER_WORKER_SET:
+            template = child["spec"]["leaderWorkerTemplate"]["workerTemplate"]
+            return room(around.quotas, template, existing, pods)
+    return None

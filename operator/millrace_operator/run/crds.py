@@ -12,7 +12,7 @@ import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
 
@@ -22,6 +22,8 @@ from millrace_operator.run.kube import RESOURCES, Kube, KubeError
 from millrace_operator.schema import API_VERSION
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 RETRY_S = 2.0
 WAIT_S = 60.0
@@ -73,7 +75,13 @@ async def wait_until_served(kube: Kube) -> None:
     await _patiently(ask)
 
 
-async def _patiently(call: Callable[[], Awaitable[object]]) -> None:
+async def is_served(kube: Kube, kind: str) -> bool:
+    """Returns whether the API server serves a kind of others."""
+    resource = RESOURCES[kind]
+    return resource.plural in await _patiently(partial(kube.served, resource.api_version))
+
+
+async def _patiently(call: Callable[[], Awaitable[T]]) -> T:
     """Retries for WAIT_S while the API server is not able to answer, then raises its last
     KubeError.
     """
@@ -81,8 +89,7 @@ async def _patiently(call: Callable[[], Awaitable[object]]) -> None:
     until_s = clock() + WAIT_S
     while True:
         try:
-            await call()
-            return
+            return await call()
         except KubeError as error:
             if clock() + RETRY_S > until_s:
                 raise

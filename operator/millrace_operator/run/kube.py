@@ -87,6 +87,7 @@ RESOURCES = {
     **{kind: Resource(API_VERSION, f"{kind.lower()}s") for kind in ("ModelService", *KINDS)},
     "StatefulSet": Resource("apps/v1", "statefulsets"),
     "Deployment": Resource("apps/v1", "deployments"),
+    "LeaderWorkerSet": Resource("leaderworkerset.x-k8s.io/v1", "leaderworkersets"),
     "Pod": Resource("v1", "pods"),
     "Service": Resource("v1", "services"),
     "ConfigMap": Resource("v1", "configmaps"),

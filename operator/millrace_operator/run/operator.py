@@ -15,7 +15,7 @@ from millrace.telemetry.metrics import Registry
 from millrace.telemetry.metrics_server import serve_metrics
 from millrace_operator.metrics import OperatorMetrics
 from millrace_operator.run.cluster import Cluster, Parts, scheduler_address
-from millrace_operator.run.crds import apply_crds, wait_until_served
+from millrace_operator.run.crds import apply_crds, is_served, wait_until_served
 from millrace_operator.run.election import Election, Terms
 from millrace_operator.run.handlers import Touches, watch
 from millrace_operator.run.kube import Kube
@@ -113,6 +113,7 @@ class Operator:
     async def _work(self) -> None:
         await apply_crds(self._kube, self._options.crds)
         await wait_until_served(self._kube)
+        self._cluster.has_leader_worker_sets = await is_served(self._kube, "LeaderWorkerSet")
         await until_one_ends(self._queue.run(), self._watch())
 
     async def _watch(self) -> None:

@@ -18,15 +18,18 @@ _POD_COUNTS = ("pods", "count/pods")
 
 
 def room(
-    quotas: Iterable[Mapping[str, Any]], template: Mapping[str, Any], existing: int
+    quotas: Iterable[Mapping[str, Any]], template: Mapping[str, Any], existing: int, pods: int = 1
 ) -> int | None:
-    """Returns how many pods of `template` all quotas allow, the pool's `existing` pods included.
+    """Returns how many instances of `pods` pods each all quotas allow, the pool's `existing`
+    instances included.
 
-    None when no quota limits them. Quotas are ResourceQuota objects, `template` is a StatefulSet's.
+    None when no quota limits them. Quotas are ResourceQuota objects, `template` is of any pod of an
+    instance: all ask for the same devices.
     """
     spec = template.get("spec", {})
     needs = {f"requests.{name}": amount for name, amount in devices(spec).items()}
     needs |= dict.fromkeys(_POD_COUNTS, Decimal(1))
+    needs = {name: amount * pods for name, amount in needs.items()}
     left = [
         (parse_quantity(hard[name]) - parse_quantity(used.get(name, 0))) // amount
         for quota in quotas

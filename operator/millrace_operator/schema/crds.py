@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from millrace_operator.schema import API_VERSION, GROUP, VERSION
-from millrace_operator.schema.pools import KINDS
+from millrace_operator.schema.pools import KINDS, ModelInstances
 from millrace_operator.schema.record import DNS_LABEL, Record, Schema, rule, structural
 from millrace_operator.schema.service import ModelServiceSpec
 from millrace_operator.schema.status import PoolStatus, ServiceStatus
@@ -14,6 +14,8 @@ from millrace_operator.schema.status import PoolStatus, ServiceStatus
 #: label, which has at most 63 characters; a ModelService adds `-prefill`.
 LONGEST_POOL_NAME = 52
 LONGEST_SERVICE_NAME = LONGEST_POOL_NAME - len("-prefill")
+#: StatefulSets of later stages are named after the pool, the instance's number and a pod's.
+SHORTER_WITH_STAGE_PODS = len("-1000-0")
 
 
 def _column(name: str, path: str, kind: str = "string", priority: int = 0) -> dict[str, Any]:
@@ -49,7 +51,14 @@ POOL_COLUMNS = [
 ]
 
 
-def _root(text: str, spec: type[Record], state: type[Record], longest_name: int) -> Schema:
+def _root(
+    text: str,
+    spec: type[Record],
+    state: type[Record],
+    longest_name: int,
+    with_stages: tuple[str, ...] = (),
+) -> Schema:
+    """`with_stages`: paths of the sections that may give stages pods of their own."""
     name = rule(
         f"self.metadata.name.size() <= {longest_name} && self.metadata.name.matches('{DNS_LABEL}')",
         f"the name is a DNS label of at most {longest_name} characters that starts with a letter",
@@ -65,8 +74,17 @@ def _root(text: str, spec: type[Record], state: type[Record], longest_name: int)
             "status": structural(state),
         },
         "required": ["spec"],
-        "x-kubernetes-validations": [name],
+        "x-kubernetes-validations": [name, *(_shorter(path, longest_name) for path in with_stages)],
     }
+
+
+def _shorter(path: str, longest_name: int) -> Schema:
+    most = longest_name - SHORTER_WITH_STAGE_PODS
+    return rule(
+        f"!has({path}) || {path}.stagePods == 'Shared' || self.metadata.name.size() <= {most}",
+        f"the name has at most {most} characters where {path.removeprefix('self.')}.stagePods is "
+        "Own",
+    )
 
 
 def _definition(
@@ -116,12 +134,14 @@ def definitions() -> list[dict[str, Any]]:
         ModelServiceSpec,
         ServiceStatus,
         LONGEST_SERVICE_NAME,
+        ("self.spec.prefill", "self.spec.decode"),
     )
     names = _names("ModelService", "ms")
     found = [_definition(names, service, SERVICE_COLUMNS, scales=False)]
     for kind in KINDS.values():
         text = structural(kind.section)["description"]
-        pool = _root(text, kind.spec, PoolStatus, LONGEST_POOL_NAME)
+        paths = ("self.spec",) if issubclass(kind.spec, ModelInstances) else ()
+        pool = _root(text, kind.spec, PoolStatus, LONGEST_POOL_NAME, paths)
         names = _names(kind.kind, kind.short)
         found.append(_definition(names, pool, POOL_COLUMNS, scales=True))
     return found

@@ -84,6 +84,16 @@ class ModelInstances(Instances):
             "gpus must be 0 or at least tensorParallel times stages: each rank of each stage needs "
             "a GPU",
         ),
+        rule("self.stagePods == oldSelf.stagePods", "stagePods is immutable"),
+        rule(
+            "self.stagePods == 'Shared' || self.stages > 1",
+            "stagePods is Own and stages is 1: an instance of one stage has one pod",
+        ),
+        rule(
+            "self.stagePods == 'Shared' || !has(self.gpus) || self.gpus % self.stages == 0",
+            "gpus must be divisible by stages where stagePods is Own: each pod gets the same "
+            "number",
+        ),
     )
     tensor_parallel: Literal[1, 2, 4, 8] = doc(
         "Ranks that share each layer, each on a GPU of its own unless gpus is 0.", 1
@@ -94,6 +104,12 @@ class ModelInstances(Instances):
         1,
         ge=1,
         le=64,
+    )
+    stage_pods: Literal["Shared", "Own"] = doc(
+        "Pods of an instance's stages. Shared: one pod has all stages. Own: each stage has a pod "
+        "of its own, which may be on another node; the pods of an instance start, drain and are "
+        "replaced together. Immutable.",
+        "Shared",
     )
 
 
@@ -150,6 +166,7 @@ class Kvp(Instances):
     role: ClassVar = "kvp"
     tensor_parallel: ClassVar = 1
     stages: ClassVar = 1
+    stage_pods: ClassVar = "Shared"
     topology_key: ClassVar = None
     replicas: int | None = _initial("KVPWorkerPool")
     tokens_per_worker: int = doc(

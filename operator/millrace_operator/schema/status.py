@@ -61,7 +61,7 @@ class Draining(Record):
     pod: Text = doc("Name of the pod.")
     uid: str | None = doc("UID of the pod.", None, max_length=64)
     since: Moment = doc("Time at which it was taken out of service.")
-    reason: ShortText | None = doc("Reason: ScaleIn, Rollout or Retired.", None)
+    reason: ShortText | None = doc("Reason: ScaleIn, Rollout, StageLeaves or Retired.", None)
     timed_out: bool | None = doc("True once drain.timeoutSeconds have passed.", None)
     removed: bool | None = doc("True once its pod is being deleted.", None)
     returning: bool | None = doc(

@@ -8,19 +8,19 @@ from typing import Any
 
 import kubernetes_validate
 import pytest
-import typer
 
-from millrace.cli.main import app
 from millrace.core.config import AuthConfig, TenantConfig, load_config
 from millrace.core.config.tenants import Access
 from millrace.core.limits.rules import Limits
 from millrace.core.request import Slo
-from millrace_operator.manifests import objects, pods
+from millrace_operator.manifests import instances, objects, pods
 from millrace_operator.manifests.config_file import digest_for, text
 from millrace_operator.manifests.naming import TEMPLATE_LABEL, owner
 from millrace_operator.manifests.pods import Context
 from millrace_operator.spec import Defaults, SpecError, parse_pool, parse_service
 from support.custom_resources import DEFAULTS, SCHEMAS, defaulted, model_service, pool
+from support.pod_arguments import read_arguments
+from support.pool_scene import pool_objects
 
 DOCKERFILE = Path(__file__).parents[3] / "services" / "Dockerfile"
 
@@ -81,7 +81,7 @@ def all_objects(**spec: Any) -> dict[tuple[str, str], dict[str, Any]]:
             child = defaulted(SCHEMAS[manifest["kind"]], manifest)
             child["metadata"]["uid"] = "u"
             parsed = parse_pool(child)
-            found += objects.of_pool(parsed, pods.instance(parsed, context), 2)
+            found += pool_objects(parsed, context, 2)
     return {(m["kind"], m["metadata"]["name"]): m for m in found}
 
 
@@ -197,17 +197,6 @@ def test_the_file_takes_any_text(tmp_path):
     assert config.slo_classes[strange].ttft_s == 1.0
 
 
-def parsed(command, arguments, folder):
-    """What `millrace` reads of a pod's arguments, with a file in the place of the mounted one."""
-    mounted, file = "/etc/millrace/config.toml", folder / "config.toml"
-    assert arguments.count(mounted) == 1
-    file.touch()
-    words = [str(file) if one == mounted else one for one in arguments]
-    given = typer.main.get_command(app).commands[command].make_context(command, words).params
-    assert given["config"] == file
-    return given
-
-
 @pytest.mark.parametrize(
     "kind, name",
     [
@@ -218,8 +207,7 @@ def parsed(command, arguments, folder):
     ],
 )
 def test_the_command_line_is_millraces(kind, name, tmp_path):
-    command, *arguments = main(all_objects(**EVERYTHING)[kind, name])["args"]
-    given = parsed(command, arguments, tmp_path)
+    command, given = read_arguments(main(all_objects(**EVERYTHING)[kind, name])["args"], tmp_path)
     if command != "scheduler":
         assert (given["model"], given["model_name"]) == ("/models/m", "m")
         assert given["scheduler"] == "chat-scheduler:7070"
@@ -236,12 +224,12 @@ def test_mixed_instances_have_a_decode_pools_pods_and_a_command_of_their_own(tmp
     )
     assert not [name for kind, name in mixed if "prefill" in name or kind == "PrefillGroup"]
     assert mixed["DecodePool", "chat-decode"]["spec"]["role"] == "mixed"
-    command, *arguments = main(mixed["StatefulSet", "chat-decode"])["args"]
+    arguments = main(mixed["StatefulSet", "chat-decode"])["args"]
+    command, given = read_arguments(arguments, tmp_path)
     assert command == "colocated"
-    given = parsed(command, arguments, tmp_path)
     assert (given["role"], given["stages"], given["drain_timeout_s"]) == ("mixed", 2, 600)
     assert (given["instance_id"], given["scheduler"]) == ("$(POD_NAME)", "chat-scheduler:7070")
-    assert arguments[2:] == main(decode["StatefulSet", "chat-decode"])["args"][1:]
+    assert arguments[3:] == main(decode["StatefulSet", "chat-decode"])["args"][1:]
     # All else equals a decode instance's pod: image, labels of policies and budgets.
     pods = [found["StatefulSet", "chat-decode"]["spec"]["template"] for found in (mixed, decode)]
     for pod in pods:
@@ -353,7 +341,7 @@ def test_children_go_with_their_owner():
 
 
 def template_of(child: dict[str, Any], **spec: Any) -> str:
-    made = pods.instance(parse_pool(child), context_of(**spec))
+    made = instances.instance(parse_pool(child), context_of(**spec))
     return made["metadata"]["labels"][TEMPLATE_LABEL]
 
 
@@ -487,7 +475,7 @@ def test_each_service_has_its_own_user_of_redis_if_asked():
         assert url_key(pods.scheduler(context)) == f"{stem}-scheduler"
         assert url_key(pods.gateway(context)) == f"{stem}-proxy"
         for kind, role in (("PrefillGroup", "prefill"), ("DecodePool", "decode")):
-            made = pods.instance(parse_pool(pool(kind)), context)
+            made = instances.instance(parse_pool(pool(kind)), context)
             assert url_key(made) == f"{stem}-{role}"
     assert url_key(pods.scheduler(context_of())) == "url"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from millrace_operator.manifests import pods
+from millrace_operator.manifests import instances
 from millrace_operator.manifests.pods import Context
 from millrace_operator.manifests.templates import merged
 from millrace_operator.spec import SpecError, parse_pool, parse_service
@@ -13,7 +13,7 @@ from support.custom_resources import DEFAULTS, model_service, pool
 
 def made(**template):
     context = Context.of(parse_service(model_service()), DEFAULTS)
-    return pods.instance(parse_pool(pool(template=template)), context)
+    return instances.instance(parse_pool(pool(template=template)), context)
 
 
 def test_rdma_needs_a_template():

@@ -7,7 +7,13 @@ from typing import Any
 import pytest
 
 from millrace_operator.observed import Pod
-from millrace_operator.reconcile.pod_state import all_available, finished, pods_of, troubles_of
+from millrace_operator.reconcile.pod_state import (
+    all_available,
+    finished,
+    groups_of,
+    pods_of,
+    troubles_of,
+)
 
 CREATED, LATER = "2026-01-01T00:00:00Z", "2026-01-01T00:01:00Z"
 CREATED_S, LATER_S = 1767225600.0, 1767225660.0
@@ -177,3 +183,63 @@ def test_what_has_ended_uses_nothing():
         True,
         True,
     ]
+
+
+# ---- groups: instances whose stages have pods of their own
+
+
+def of_group(name: str, maker: str, created: str = CREATED, **status: Any) -> dict[str, Any]:
+    found = pod(name, **status)
+    found["metadata"]["creationTimestamp"] = created
+    found["metadata"]["ownerReferences"][0]["name"] = maker
+    return found
+
+
+def first(number: int = 0, **more: Any) -> dict[str, Any]:
+    return of_group(f"chat-decode-{number}-0", f"chat-decode-{number}", **more)
+
+
+def later(stage: int = 1, number: int = 0, **more: Any) -> dict[str, Any]:
+    maker = f"chat-decode-{number}-0"
+    return of_group(f"{maker}-{stage}", maker, **more)
+
+
+def test_a_group_is_known_by_the_pod_of_its_first_stage():
+    objects = [first(10, conditions=is_ready("True")), later(2, 10), later(1, 10), first(2)]
+    found = groups_of("chat-decode", objects)
+    assert [(one.name, one.ordinal, one.ready) for one in found] == [
+        ("chat-decode-2-0", 2, False),
+        ("chat-decode-10-0", 10, True),
+    ]
+    assert not any(one.loses_stage for one in found)
+
+
+def test_pods_of_others_are_of_no_group():
+    strangers = [
+        pod("chat-decode-0"),  # of a pool whose stages share a pod
+        of_group("chat-decode-0-0", "chat-decode"),
+        of_group("chat-decode-0-0", "another"),
+        of_group("chat-decode-01-0", "chat-decode-01"),
+        later(),
+    ]
+    for stranger in strangers:
+        assert groups_of("chat-decode", [stranger]) == ()
+
+
+def test_what_keeps_a_later_stage_from_starting_is_the_instances_trouble():
+    waiting = later(2, containerStatuses=waits("ErrImagePull", "no such image"))
+    (found,) = groups_of("chat-decode", [first(), later(1), waiting])
+    assert found.trouble == "chat-decode-0-0-2: ErrImagePull: no such image"
+    own = first(containerStatuses=waits("CrashLoopBackOff"))
+    (found,) = groups_of("chat-decode", [own, waiting])
+    assert found.trouble.startswith("CrashLoopBackOff")
+
+
+@pytest.mark.parametrize(("created", "loses"), [(LATER, True), (CREATED, False)])
+def test_an_instance_loses_a_stage_with_a_pod_of_its_own_not_its_predecessors(
+    created: str, loses: bool
+):
+    leaving = later(created=created)
+    leaving["metadata"]["deletionTimestamp"] = LATER
+    (found,) = groups_of("chat-decode", [first(created=LATER), leaving])
+    assert found.loses_stage == loses

@@ -62,6 +62,12 @@ def test_several_quotas_hold_together():
     assert room([fresh], TWO_GPUS, 0) == 2
 
 
+def test_an_instance_of_several_pods_needs_room_for_all() -> None:
+    hard = quota({f"requests.{GPU}": "20"}, {f"requests.{GPU}": "6"})
+    assert room([hard], TWO_GPUS, 1, pods=3) == 1 + 2
+    assert room([quota({"pods": "7"})], TWO_GPUS, 0, pods=3) == 2
+
+
 def expression(scope: str, operator: str, *values: str) -> dict[str, Any]:
     one = {"scopeName": scope, "operator": operator, "values": list(values)}
     return {"scopeSelector": {"matchExpressions": [one]}}
