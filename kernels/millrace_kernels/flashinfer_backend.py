@@ -403,18 +403,8 @@ class _Store:
         idle = self._idle[kind]
         if idle and idle[0].planned.query():  # the one that was given back first
             return idle.popleft()
-        package = flashinfer()
-        wrapper: Wrapper
-        if kind == "prefill":
-            wrapper = package.BatchPrefillWithPagedKVCacheWrapper(self.workspace, kv_layout="HND")
-        else:
-            wrapper = package.BatchDecodeWithPagedKVCacheWrapper(
-                self.workspace,
-                kv_layout="HND",
-                use_tensor_cores=kind == "grouped decode",
-                backend="fa2",
-            )
-        return _Held(kind, wrapper, new_event())
+        with torch.inference_mode(False):  # plans in another mode could not write its buffers
+            return _Held(kind, _new_wrapper(kind, self.workspace), new_event())
 
     def give_back(self, held: list[_Held]) -> None:
         """Takes back the wrappers of a deleted plan."""
@@ -422,10 +412,23 @@ class _Store:
             self._idle[one.kind].append(one)
 
 
+def _new_wrapper(kind: Kind, workspace: Tensor) -> Wrapper:
+    package = flashinfer()
+    wrapper: Wrapper
+    if kind == "prefill":
+        wrapper = package.BatchPrefillWithPagedKVCacheWrapper(workspace, kv_layout="HND")
+    else:
+        wrapper = package.BatchDecodeWithPagedKVCacheWrapper(
+            workspace, kv_layout="HND", use_tensor_cores=kind == "grouped decode", backend="fa2"
+        )
+    return wrapper
+
+
 @cache
 def store_of(device: torch.device) -> _Store:
     """Returns the device's idle wrappers, which all plans share, and their workspace."""
-    return _Store(torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=device))
+    with torch.inference_mode(False):  # the next caller may be in another mode
+        return _Store(torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=device))
 
 
 @cache

@@ -213,6 +213,22 @@ def test_what_has_not_begun_can_be_taken_out() -> None:
         assert w.steps["b"] == 0
 
 
+def test_tasks_run_in_inference_mode() -> None:
+    """What one thread makes in this mode, a thread in another can't write."""
+    modes = []
+
+    def steps() -> Generator[StopPoint]:
+        for _ in range(2):
+            modes.append(torch.is_inference_mode_enabled())
+            yield StopPoint.PASS
+
+    with watched(StopPoint.OPERATOR) as w:
+        w.pool.submit(WatchedTask(w, "a", steps()))
+        w.did("run a")
+        w.did("end a")
+    assert modes == [True, True]
+
+
 @pytest.mark.parametrize("seed", range(6))
 def test_under_random_orders_every_step_runs_once_and_nothing_is_lost(seed: int) -> None:
     draw = random.Random(seed)

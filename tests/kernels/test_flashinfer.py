@@ -45,9 +45,11 @@ class PlayedWrapper:
     def __init__(self, workspace, kv_layout="NHD", **options):
         assert workspace.dtype == torch.uint8 and kv_layout == "HND"
         self.options, self.planned, self.ran = options, [], []
+        self._buffer = torch.zeros(1)  # which every plan writes
 
     def _plan(self, qo_indptr, indptr, indices, last_page_len, shape, causal, options):
         h, k, d, page_tokens = shape
+        self._buffer.add_(1)
         pages = indptr.diff()
         kv_lens = (pages - 1) * page_tokens + last_page_len
         assert (pages > 0).all() and (last_page_len > 0).all()
@@ -166,6 +168,15 @@ def test_which_wrappers_are_planned(played, call, kinds):
     call = replace(call, dtype=BF16)
     assert_right(call, run(call))
     assert [type(wrapper).__name__ for wrapper in played.made] == kinds
+
+
+def test_a_wrapper_serves_threads_in_and_out_of_inference_mode(played):
+    call = Call(q_lens=(5,), kv_lens=(70,), dtype=BF16)
+    with torch.inference_mode():
+        assert_right(call, run(call))
+    assert_right(call, run(call))
+    (wrapper,) = played.made
+    assert len(wrapper.planned) == 2
 
 
 def ring_call(rank, source, chunk=20, ranks=3):

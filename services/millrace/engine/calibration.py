@@ -24,6 +24,7 @@ _LONGEST_TOKENS: Final = 4096  # of a sequence whose steps are timed
 _LEAST_STEPS: Final = 3  # of which every term of a decode step's time can be fitted
 
 
+@torch.inference_mode()
 def calibrate(engine: Engine, max_chunk_tokens: int) -> Latency:
     """Fits Tetris Eq. (1) to a few prefills, within about `PREFILL_BUDGET_S` seconds.
 
@@ -51,6 +52,7 @@ def calibrate(engine: Engine, max_chunk_tokens: int) -> Latency:
     return eq_1.latency(*eq_1.fit(points, d=None if pair_s is None else pair_s / 2))
 
 
+@torch.inference_mode()
 def warm_up_prefill(engine: Engine) -> None:
     """Runs a short prefill, so that no request pays the one-time costs of the first pass."""
     tokens = min(16, engine.layout.page_tokens, engine.max_context_tokens)

@@ -25,7 +25,7 @@ from millrace.core.instance.gang import GangSpec, Step
 from millrace.core.instance.preemption import PreemptionRule
 from millrace.core.instance.stop_point import StopPoint as StopPoint
 from millrace.engine.completion import Completion
-from millrace.engine.device.run_ahead import RunAhead
+from millrace.engine.device.run_ahead import Pace, RunAhead
 
 
 class ChunkTask:
@@ -36,7 +36,8 @@ class ChunkTask:
 
     ``steps`` computes the chunk: a generator that yields, at each boundary, the stop point that has
     been reached; a gang's as the stops of ``gang`` say. It may yield a completion instead, after
-    giving back its activations: other tasks run until the completion is set.
+    giving back its activations: other tasks run until the completion is set. ``pace``: of the pass
+    that it computes; it names the operator before the boundary.
 
     The pool's thread calls the methods, which return at once; any thread calls `is_unwanted`.
     """
@@ -47,6 +48,7 @@ class ChunkTask:
         self.name = name
         self.steps = steps
         self.gang = gang
+        self.pace = Pace()
         self.compute_s = 0.0  # over all spans that have ended
         self.since_s = 0.0  # time.perf_counter at the start of the span
         self.begun = False
@@ -234,6 +236,7 @@ class ExecutionPool:
 
     # -- on the pool's thread
 
+    @torch.inference_mode()
     def _run(self) -> None:
         while (task := self._next()) is not None:
             self._advance(task)
@@ -262,7 +265,6 @@ class ExecutionPool:
         else:
             task.begun = True
             task.since_s = time.perf_counter()
-            self._run_ahead.begin()
             try:
                 task.resumed()
                 is_left = self._run_span(task) if task.gang is None else self._run_gang(task)
@@ -294,7 +296,8 @@ class ExecutionPool:
                 if self._awaits(task, ended):
                     return True
                 continue
-            run_ahead.step(ended)
+            if ended < StopPoint.PASS:
+                run_ahead.step(task.pace, lambda: self._look)
             if self._look and self._leaves(task, ended):
                 return True
         return False
@@ -337,7 +340,8 @@ class ExecutionPool:
             assert isinstance(step, StopPoint)  # gangs wait for nothing else
             ended = step
             self._begun += 1
-            self._run_ahead.step(step)
+            if step < StopPoint.PASS:
+                self._run_ahead.step(task.pace, lambda: self._look)
         return True
 
     def _may_begin(self, task: ChunkTask, ended: StopPoint | None) -> bool:

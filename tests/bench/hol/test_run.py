@@ -258,7 +258,7 @@ def test_preemptions_take_effect(engine, granularity, chunk_tokens):
 
 def test_the_pool_computes_what_the_bare_loop_does(engine):
     long = hol_pool.LongPrefill(engine, 100, 30)
-    steps = list(long.steps())
+    steps = list(long.steps(hol_pool.Pace()))
     assert [task.history_tokens for task in long.passes()] == [0, 30, 60, 90]
     assert steps.count(hol_pool.StopPoint.PASS) == 4
     # A pass without logits ends at the last layer's attention.

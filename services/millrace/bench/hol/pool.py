@@ -18,6 +18,7 @@ import torch
 from millrace.core.arithmetic import ceil_div
 from millrace.engine.assembly import Engine
 from millrace.engine.attention_cost import settled_s
+from millrace.engine.device.run_ahead import Pace
 from millrace.engine.execution_pool import ChunkTask, ExecutionPool, StopPoint
 from millrace.engine.forward.prefill_task import PrefillTask
 
@@ -87,22 +88,25 @@ class LongPrefill:
                 want_logits=end == tokens,
             )
 
+    @torch.inference_mode()
     def bare(self) -> None:
-        """Runs the runner's own loop, without the pool."""
+        """Runs the runner's own loop, without the pool, until the device is idle."""
         for task in self.passes():
             for _ in self._engine.runner.prefill_batch([task]):
                 pass
+        settled_s(self._engine.device)
 
-    def steps(self) -> Generator[StopPoint]:
-        """Yields for the pool: a boundary after every operator and pass."""
+    def steps(self, pace: Pace) -> Generator[StopPoint]:
+        """Yields for the pool: a boundary after every operator and pass. `pace`: of its task."""
         for task in self.passes():
             for boundary in self._engine.runner.prefill_batch([task]):
+                pace.operator = boundary.operator
                 yield StopPoint.after(boundary.operator)
             yield StopPoint.PASS
 
-    def timed_steps(self) -> Generator[StopPoint]:
+    def timed_steps(self, pace: Pace) -> Generator[StopPoint]:
         """Runs `steps` and measures the longest operator."""
-        steps = self.steps()
+        steps = self.steps(pace)
         while True:
             begun_s = time.perf_counter()
             boundary = next(steps, None)
@@ -139,7 +143,9 @@ def blocking(
             return time.perf_counter() < until_s or len(found) < LEAST_SIGNALS
 
         while goes_on():
-            ended = _submit(pool, f"long {number}", long.timed_steps())
+            ended = _submit(
+                pool, f"long {number}", long.timed_steps(pace := Pace(chunk_tokens)), pace
+            )
             while not ended.done() and goes_on():
                 time.sleep(rng.uniform(0.0, 2.0) * alone_s / granules)
                 number += 1
@@ -176,7 +182,8 @@ def checks(engine: Engine, *, tokens: int, rounds: int) -> Checks:
     seconds: dict[str, list[tuple[float, float]]] = {"bare": [], "pool": []}  # wall, CPU
 
     def through_pool() -> None:
-        _submit(pool, "long", long.steps()).result(_WAIT_S)
+        _submit(pool, "long", long.steps(pace := Pace(tokens)), pace).result(_WAIT_S)
+        settled_s(engine.device)
 
     thread = ThreadPoolExecutor(1)
 
@@ -230,9 +237,12 @@ class _Chunk(ChunkTask):
             self.done.set_exception(error)
 
 
-def _submit(pool: ExecutionPool, name: str, steps: Generator[StopPoint]) -> Future[None]:
+def _submit(
+    pool: ExecutionPool, name: str, steps: Generator[StopPoint], pace: Pace | None = None
+) -> Future[None]:
     """Returns a future that is done at the task's end, with the task's error."""
     task = _Chunk(name, steps)
+    task.pace = pace or task.pace
     pool.submit(task)
     return task.done
 

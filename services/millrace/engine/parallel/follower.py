@@ -17,9 +17,8 @@ import torch
 from torch import Tensor
 
 from millrace.concurrency import leave_terminal_to_parent
-from millrace.core.instance.stop_point import StopPoint
 from millrace.engine.attention.kvp_owner import RemoteAttention
-from millrace.engine.device.run_ahead import RunAhead
+from millrace.engine.device.run_ahead import Pace, RunAhead
 from millrace.engine.forward.passes import Boundary, Fetch
 from millrace.engine.forward.stage_passes import StagePasses, stage_pool
 from millrace.engine.kv.page_table import TableMirror
@@ -224,14 +223,14 @@ class Follower:
         if command.begin is not None:
             self._passes[command.number] = self._begin(command.begin)
         current = self._passes[command.number]
-        self._run_ahead.begin()
         while self._enters(current):
             boundary = next(current.steps, None)
             if boundary is None:
                 del self._passes[command.number]
                 break
             current.operators += 1
-            self._run_ahead.step(StopPoint.after(boundary.operator))
+            current.pace.operator = boundary.operator
+            self._run_ahead.step(current.pace)
         self._settle()
         return current.operators
 
@@ -246,7 +245,7 @@ class Follower:
             link = SharedLink(self._ranks, None, begin.rank, begin.size)
             task = begin.unpacked(link)
             steps = self._running.ring(task, fetch=self._fetch, finish=_leave)
-            return _Pass(steps, is_ring=True)
+            return _Pass(steps, Pace(len(task.token_ids)), is_ring=True)
         tables, remote = begin.unpacked(self._page_table), None
         if tables.remote:
             to_workers = SharedRemote(self._ranks, required(self._new_kv))
@@ -259,7 +258,8 @@ class Follower:
                 fetch=self._fetch,
                 finish=_leave,
                 remote=remote,
-            )
+            ),
+            Pace(len(tables.token_ids)),
         )
 
     @property
@@ -299,6 +299,7 @@ class Follower:
 @dataclass(slots=True)
 class _Pass:
     steps: Iterator[Boundary]
+    pace: Pace
     is_ring: bool = False
     operators: int = 0  # that have run
 

@@ -13,7 +13,7 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Generator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Final
 
@@ -21,10 +21,9 @@ import torch
 from torch import Tensor
 
 from millrace.core.errors import MillraceError
-from millrace.core.instance.stop_point import StopPoint
 from millrace.engine.attention.kvp_owner import RemoteAttention
 from millrace.engine.device.publish import LayerPublisher
-from millrace.engine.device.run_ahead import RunAhead
+from millrace.engine.device.run_ahead import Pace, RunAhead
 from millrace.engine.forward.passes import Boundary, Fetch, Finish, Passes
 from millrace.engine.model.operators import Activations, required
 from millrace.engine.pipeline.messages import (
@@ -58,6 +57,7 @@ class _Entry:
     what: PassStart | RingStart | None = None
     handed: Handed | None = None
     steps: Generator[Boundary] | None = None
+    pace: Pace = field(default_factory=Pace)
     may_step: bool = False  # a ring's pass
     has_handed_on: bool = False
     is_unwanted: bool = False  # given up; only its rows are still to come
@@ -201,9 +201,9 @@ class StageLoop:
             return
         if entry.steps is None:
             entry.steps = self._begin(what, entry)
-        self._run_ahead.begin()
         for boundary in entry.steps:
-            self._run_ahead.step(StopPoint.after(boundary.operator))
+            entry.pace.operator = boundary.operator
+            self._run_ahead.step(entry.pace, lambda: self._is_notified)
             if what.reports_layers and boundary.operator == "attn":
                 self._publisher.together(partial(self._answer, LayerDone(number, boundary.layer)))
             if self._is_notified and not self._goes_on(number):
@@ -256,6 +256,7 @@ class StageLoop:
     def _begin(self, what: PassStart, entry: _Entry) -> Generator[Boundary]:
         fetch, finish = self._ways(what.number, entry)
         tables, remote = what.tables.unpacked(), None
+        entry.pace = Pace(len(tables.token_ids))
         if tables.remote:
             first, own = self._passes.model.layers.start, self._own_pools
             link = PipedRemote(self._answer, self._replies, first, sends_kv=own)

@@ -18,6 +18,7 @@ from millrace.core.scheduler.reports import (
 )
 from millrace.engine.assembly import Engine
 from millrace.engine.device.publish import LayerPublisher
+from millrace.engine.device.run_ahead import Pace
 from millrace.engine.execution_pool import ChunkTask, ExecutionPool
 from millrace.engine.forward.passes import Boundary
 from millrace.engine.sampling.sampler import Sampler
@@ -63,6 +64,7 @@ class PrefillCompute:
     ) -> Iterator[None]:
         """Runs the block as a forward pass of the task, until its end or until it is dropped."""
         spent_s = task.spent_s()
+        task.pace = Pace(tokens)
         try:
             yield
         finally:

@@ -80,6 +80,7 @@ class LocalChunk(ChunkTask):
                         chunk._publish(chunk._left[0], boundary.layer)
                 awaited = boundary.awaited
                 self._leave_by = PrefillEvent.HAND_ON if awaited else PrefillEvent.PREEMPT
+                self.pace.operator = boundary.operator
                 yield awaited or StopPoint.after(boundary.operator)
         for chunk, task in zip(chunks, tasks, strict=True):
             chunk._take_results(task)

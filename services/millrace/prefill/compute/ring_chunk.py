@@ -107,6 +107,7 @@ class RingChunk(ChunkTask):
                 if boundary.operator == "attn":
                     for run in runs:
                         compute.publish(job, one, boundary.layer, run.start_token, run.num_tokens)
+                self.pace.operator = boundary.operator
                 yield StopPoint.after(boundary.operator)
         self._end_pass(one)
         compute.advanced(job, one)
