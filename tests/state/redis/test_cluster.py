@@ -294,8 +294,10 @@ async def test_many_keys_are_found_at_all_servers(servers: ClusterServers) -> No
     config = StoreConfig(url=as_service(servers.url, "proxy"))
     waterfalls, records = open_waterfalls(config), open_records(config, "file")
     assert waterfalls is not None
-    await waterfalls.put({name: name.encode() for name in NAMES})
-    assert await waterfalls.find([*NAMES, "none"]) == [*(n.encode() for n in NAMES), None]
+    of_one_slot = ["{tag}1", "{tag}2"]  # one script writes both
+    names = [*NAMES, *of_one_slot]
+    await waterfalls.put({name: name.encode() for name in names})
+    assert await waterfalls.find([*names, "none"]) == [*(n.encode() for n in names), None]
     await waterfalls.remove(NAMES[1:])
     assert await waterfalls.find(NAMES[:2]) == [b"r0", None]
     for name in NAMES:

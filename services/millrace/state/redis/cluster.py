@@ -129,6 +129,13 @@ class Cluster:
             answers.update(zip(part, found, strict=True))
         return [answers[index] for index in range(len(items))]
 
+    def for_scripts(self, keys: Sequence[bytes]) -> Sequence[Sequence[bytes]]:
+        """A script's keys are all of one slot."""
+        parts: dict[int, list[bytes]] = {}
+        for key in keys:
+            parts.setdefault(key_slot(key), []).append(key)
+        return list(parts.values())
+
     async def each(self, call: Call[T], limit_s: float) -> dict[str, T]:
         """Raises RedisConnectionError if the servers have not all slots."""
         self._is_doubtful = True  # no key would show that the map is old

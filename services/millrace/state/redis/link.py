@@ -86,6 +86,10 @@ class RedisLink:
         limit_s = self.limit_s(bytes_of(calls))
         return await self._told(self._servers.share(calls, _first_key, _run, limit_s))
 
+    def for_scripts(self, keys: Sequence[bytes]) -> Sequence[Sequence[bytes]]:
+        """Returns the keys in parts, of each of which one script may have all."""
+        return self._servers.for_scripts(keys)
+
     async def run_once(self, call: ScriptCall) -> Any:  # noqa: ANN401 - as `run`
         """Runs a script that must not run twice and returns its answer."""
         limit_s = self.limit_s(bytes_of([call]))

@@ -90,6 +90,9 @@ class Servers(Protocol):
         Returns the answers in the order of the items.
         """
 
+    def for_scripts(self, keys: Sequence[bytes]) -> Sequence[Sequence[bytes]]:
+        """Returns the keys in parts, of each of which one script may have all."""
+
     async def each(self, call: Call[T], limit_s: float) -> dict[str, T]:
         """Makes an idempotent call at every server that takes writes; by the server's name."""
 
@@ -117,6 +120,9 @@ class OneServer:
         limit_s: float,
     ) -> Sequence[T]:
         return await again(lambda: self._server.attempt(lambda one: call(one, items), limit_s))
+
+    def for_scripts(self, keys: Sequence[bytes]) -> Sequence[Sequence[bytes]]:
+        return [keys]
 
     async def each(self, call: Call[T], limit_s: float) -> dict[str, T]:
         return {self._server.name: await again(lambda: self._server.attempt(call, limit_s))}
