@@ -68,6 +68,7 @@ class RunAhead:
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self._device = device if device.type == "cuda" else None
+        self._stream: torch.cuda.Stream | None = None
         self._now_s = now_s
         self._sleep = sleep
         self._row_ms: dict[str, float] = {}  # of earlier passes, by operator
@@ -83,8 +84,10 @@ class RunAhead:
         """
         if self._device is None:
             return
+        if self._stream is None:  # the caller's thread keeps it; asking for it is not cheap
+            self._stream = torch.cuda.current_stream(self._device)
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call] # torch: untyped
-        event.record(torch.cuda.current_stream(self._device))
+        event.record(self._stream)
         self._pass_ended()
         if not self._enqueued:
             self._begun_s = self._now_s()
