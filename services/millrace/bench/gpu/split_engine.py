@@ -6,17 +6,18 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Literal
 
 import torch
 from torch import Tensor
 
 from millrace.bench.gpu.part import Context
-from millrace.bench.gpu.small_engine import Prompt, logits_of, new_prompt, task_of
+from millrace.bench.gpu.shapes import FAMILIES
+from millrace.bench.gpu.small_engine import Prompt, logits_of, new_prompt, small_engine, task_of
 from millrace.engine.assembly import Engine
 from millrace.engine.kv.host_swap import KvSwap
 from millrace.engine.kv.step_tables import page_table_of
-from millrace.instance.transfer.transports import kv_transport
+from millrace.instance.transfer.transports import kv_transport, set_environment
 from millrace.transfer.transport.base import Transport
 from millrace.transfer.transport.layout import Side, at_layer, layer_runs
 from millrace.transfer.transport.regions import Memory
@@ -27,13 +28,36 @@ _TOKENS: Final = 100
 _ANSWER_S: Final = 20.0
 
 
-def compare(context: Context, split: Engine, alone: Engine, members: str, how: str) -> None:
-    """Compares logits, moves a prompt's KV each way, and swaps it out and in.
+@torch.inference_mode()
+def check_members(
+    context: Context, kind: Literal["ranks", "stages"], meet: str, apart: str
+) -> None:
+    """Compares two ranks or stages with one engine: logits, a prompt's KV moved each way, and KV
+    that is swapped out and in.
 
-    `members`: the members of `split`, in words ("two ranks"). `how`: where they are.
+    With one device both are on it. `meet`, `apart`: how they reach each other then, and on two.
     """
-    context.claim(f"{members}: {how}", *_close(logits_of(split), logits_of(alone)))
-    with ExitStack() as stack:
+    set_environment("127.0.0.1")
+    device, members = str(context.device), f"two {kind}"
+    if not context.is_cuda:
+        devices, how = ("cpu", "cpu"), "on the host"
+    elif torch.cuda.device_count() > 1:
+        devices, how = ("cuda:0", "cuda:1"), f"on two devices, {apart}"
+    else:
+        devices, how = ("cuda:0", "cuda:0"), f"on the one device there is, {meet}"
+    family = FAMILIES["llama"]
+    with (
+        small_engine(family, device, "float32") as alone,
+        small_engine(
+            family,
+            device,
+            "float32",
+            ranks=devices if kind == "ranks" else (),
+            stages=devices if kind == "stages" else (),
+        ) as split,
+        ExitStack() as stack,
+    ):
+        context.claim(f"{members}: {how}", *_close(logits_of(split), logits_of(alone)))
         ends = {
             name: End.open(stack, name, engine)
             for name, engine in ((members, split), ("one", alone))
@@ -41,9 +65,9 @@ def compare(context: Context, split: Engine, alone: Engine, members: str, how: s
         for sender, receiver in (tuple(ends), tuple(ends)[::-1]):
             found, wanted = moved(ends[sender], ends[receiver])
             context.claim(f"KV of {sender} at {receiver}", *_close(found, wanted))
-    found, wanted = swapped(split)
-    same = bool(torch.equal(found, wanted))
-    context.claim(f"KV of {members}, swapped out and in", same, "the same bits" * same)
+        found, wanted = swapped(split)
+        same = bool(torch.equal(found, wanted))
+        context.claim(f"KV of {members}, swapped out and in", same, "the same bits" * same)
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,34 +5,10 @@ Rows go between the stages through the host. With one device both stages are on 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-import torch
-
 from millrace.bench.gpu.part import Context
-from millrace.bench.gpu.shapes import FAMILIES
-from millrace.bench.gpu.small_engine import small_engine
-from millrace.bench.gpu.split_engine import compare
-from millrace.instance.transfer.transports import set_environment
+from millrace.bench.gpu.split_engine import check_members
 
 
-@torch.inference_mode()
 def check(context: Context) -> None:
     """Compares logits, moves a prompt's KV each way, and swaps it out and in."""
-    set_environment("127.0.0.1")
-    stages, how = placement(context)
-    family, device = FAMILIES["llama"], str(context.device)
-    with (
-        small_engine(family, device, "float32") as alone,
-        small_engine(family, device, "float32", stages=stages) as split,
-    ):
-        compare(context, split, alone, "two stages", how)
-
-
-def placement(context: Context) -> tuple[Sequence[str], str]:
-    """Returns the devices of two stages, and where they are, in words."""
-    if not context.is_cuda:
-        return ("cpu", "cpu"), "on the host"
-    if torch.cuda.device_count() > 1:
-        return ("cuda:0", "cuda:1"), "on two devices"
-    return ("cuda:0", "cuda:0"), "on the one device there is"
+    check_members(context, "stages", meet="through the host", apart="through the host")
