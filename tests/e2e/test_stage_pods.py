@@ -23,7 +23,7 @@ from millrace_operator.manifests.pods import Context
 from millrace_operator.spec import parse_pool, parse_service
 from support.custom_resources import DEFAULTS, model_service, pool
 from support.deadlines import HANG_S
-from support.live_stack import POOL_BYTES, eventually, greedy_ids, store_url
+from support.live_stack import POOL_BYTES, eventually, greedy_ids, print_logs, store_url
 from support.served_model import served_folder
 from support.tiny_models import oracle, prompt
 
@@ -39,9 +39,9 @@ SETTINGS = {
     "store.finished_ttl_s": "0",
 }
 #: Pods have addresses of their own, with the same ports. No other process listens at these.
-NETWORK = f"127.78.{os.getpid() >> 8 & 255}"
 FIRST, LATER = "decode-0-0", "decode-0-0-1"
-ADDRESSES = {FIRST: f"{NETWORK}.1", LATER: f"{NETWORK}.2"}
+OWN = f"{os.getpid() >> 8 & 255}.{os.getpid() & 255}"
+ADDRESSES = {FIRST: f"127.78.{OWN}", LATER: f"127.79.{OWN}"}
 
 
 def group(stack: Stack) -> tuple[instances.Group, dict[str, str]]:
@@ -154,28 +154,36 @@ async def test_a_groups_pods_find_one_another_serve_and_do_so_again_after_a_deat
             await eventually(serves)
             return await asyncio.gather(*(greedy_ids(client, ids, 6) for ids in asked))
 
-        pods, texts = group(stack)
-        first = process_of(stack, FIRST, pods.first, texts)
-        later = process_of(stack, LATER, pods.later, texts)
+        try:
+            pods, texts = group(stack)
+            first = process_of(stack, FIRST, pods.first, texts)
+            later = process_of(stack, LATER, pods.later, texts)
 
-        async def is_alive() -> bool:
-            return await probe(FIRST, pods.first, "startupProbe") == 200
+            async def is_alive() -> bool:
+                return await probe(FIRST, pods.first, "startupProbe") == 200
 
-        starting = asyncio.create_task(first.start(2 * HANG_S))
-        # It is alive while it waits for the pod of the later stage, and not ready.
-        await eventually(is_alive)
-        assert await probe(FIRST, pods.first, "readinessProbe") == 503
-        await later.start(2 * HANG_S)
-        await starting
-        for name in ("startupProbe", "livenessProbe", "readinessProbe"):
-            assert await probe(FIRST, pods.first, name) == 200
-            assert await probe(LATER, pods.later, name) == 200
-        assert await answers() == expected
+            async def is_ready() -> bool:
+                return await probe(FIRST, pods.first, "readinessProbe") == 200
 
-        async with restarted(first, later):
-            assert later.process is not None
-            later.process.kill()
-            await eventually(lambda: first.restarts == 1 and later.restarts == 1)
-            assert f"{ADDRESSES[LATER]}:7071" in first.log_path.read_text()
-            await eventually(lambda: first.serving and later.serving)
+            starting = asyncio.create_task(first.start(2 * HANG_S))
+            # It is alive while it waits for the pod of the later stage, and not ready.
+            await eventually(is_alive)
+            assert await probe(FIRST, pods.first, "readinessProbe") == 503
+            await later.start(2 * HANG_S)
+            await starting
+            await eventually(is_ready)  # it serves, and then the scheduler knows it
+            assert await probe(FIRST, pods.first, "livenessProbe") == 200
+            for name in ("startupProbe", "livenessProbe", "readinessProbe"):
+                assert await probe(LATER, pods.later, name) == 200
             assert await answers() == expected
+
+            async with restarted(first, later):
+                assert later.process is not None
+                later.process.kill()
+                await eventually(lambda: first.restarts and later.restarts)
+                assert f"{ADDRESSES[LATER]}:7071" in first.log_path.read_text()
+                await eventually(lambda: first.serving and later.serving)
+                assert await answers() == expected
+        except BaseException:
+            print_logs(stack)
+            raise

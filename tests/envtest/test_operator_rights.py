@@ -18,6 +18,13 @@ Right = tuple[str, str, str]  # API group, resource, verb
 UNUSED = {
     ("millrace.dev", "prefillgroups", "delete"),
     ("millrace.dev", "decodepools", "delete"),
+    # Of instances whose stages have pods of their own.
+    ("", "pods", "get"),
+    ("apps", "statefulsets", "delete"),
+    *(
+        ("leaderworkerset.x-k8s.io", "leaderworkersets", verb)
+        for verb in ("get", "list", "create", "patch", "delete")
+    ),
 }
 
 QUICK = {**MANUAL, "replicas": 2, "drain": {"timeoutSeconds": 0}}

@@ -114,8 +114,9 @@ class StandInNodes:
             pod["metadata"]["name"]: pod
             for pod in self._api.list("v1", "Pod", self._namespace, selector)
         }
-        wanted = [f"{meta['name']}-{ordinal}" for ordinal in range(spec["replicas"])]
-        for ordinal, name in enumerate(wanted):
+        first = spec.get("ordinals", {}).get("start", 0)
+        wanted = [f"{meta['name']}-{first + number}" for number in range(spec["replicas"])]
+        for ordinal, name in enumerate(wanted, start=first):
             if name not in pods:
                 self._make(stateful_set, name, ordinal)
         for name in pods.keys() - set(wanted):

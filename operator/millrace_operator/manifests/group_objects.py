@@ -22,6 +22,9 @@ from millrace_operator.observed import Pod, Pool
 
 STATEFUL_SET, LEADER_WORKER_SET = "StatefulSet", "LeaderWorkerSet"
 
+#: Annotations that a user's pod template gives to LeaderWorkerSets, such as exclusive topology.
+_ANNOTATIONS = "leaderworkerset.sigs.k8s.io/"
+
 
 def group_object(groups: Groups, ordinal: int, kind: str) -> Manifest:
     """Returns the object of this kind that makes the group's first pod."""
@@ -45,10 +48,13 @@ def later_stages(groups: Groups, first: Pod) -> Manifest:
 
 
 def _leader_worker_set(pool: Pool, group: Group) -> Manifest:
+    metadata = _metadata(pool, group, group.name, naming.FIRST)
+    annotations = group.first["metadata"]["annotations"]
+    own = {k: v for k, v in annotations.items() if k.startswith(_ANNOTATIONS)}
     return {
         "apiVersion": "leaderworkerset.x-k8s.io/v1",
         "kind": LEADER_WORKER_SET,
-        "metadata": _metadata(pool, group, group.name, naming.FIRST),
+        "metadata": {**metadata, "annotations": own},
         "spec": {
             "replicas": 1,
             "leaderWorkerTemplate": {

@@ -178,3 +178,11 @@ def test_a_leader_worker_set_has_the_same_pods_at_names_of_its_own_service(tmp_p
     own = groups.group(1).first
     main(own)["args"][args] = main(parts["leaderTemplate"])["args"][args]
     assert own == parts["leaderTemplate"]
+
+
+def test_a_leader_worker_set_gets_its_annotations_from_the_pod_template() -> None:
+    own = {"leaderworkerset.sigs.k8s.io/exclusive-topology": "rack"}
+    template = {"metadata": {"annotations": {**own, "example.org/of-pods": "yes"}}}
+    made = group_object(groups_of(template=template), 0, "LeaderWorkerSet")
+    assert made["metadata"]["annotations"] == own
+    assert "annotations" not in group_object(groups_of(), 0, "StatefulSet")["metadata"]
