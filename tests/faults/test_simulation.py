@@ -1,8 +1,9 @@
 """The whole fleet in one thread, with a fault at any event: every run keeps the promise.
 
-What is simulated and what not: docs/design/faults.md. `make test-slow` runs RUNS seeds, others each
-time; a failure prints its seed and what is left of the run after shrinking. Put that into
-`simulated/` as a file of its own: it is played again from then on.
+What is simulated and what not: docs/design/faults.md. `make test-slow` runs RUNS seeds of instances
+that stand in, and SERVICE_RUNS of the real ones, others each time; a failure prints its seed and
+what is left of the run after shrinking. Put that into `simulated/` as a file of its own: it is
+played again from then on.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ from millrace.scheduler.succession import Succession
 from support.fleet_sim.runs import Run, parse, replay, run, shrink
 
 RUNS, SHARDS = 100_000, 100
+SERVICE_RUNS = 20_000
 FEW_RUNS, FEW_SHARDS = 320, 4  # in the default suite
+FEW_SERVICE_RUNS = 120
 
 TRANSCRIPTS = sorted((Path(__file__).parent / "simulated").glob("*.txt"))
 
@@ -43,14 +46,14 @@ def quick() -> Iterator[None]:
         gc.unfreeze()
 
 
-def first_failure(seeds: range) -> Run | None:
+def first_failure(seeds: range, *, services: bool = False) -> Run | None:
     with quick():
-        failed = (found for seed in seeds if (found := run(seed)).failure is not None)
-        return next(failed, None)
+        runs = (run(seed, services=services) for seed in seeds)
+        return next((found for found in runs if found.failure is not None), None)
 
 
-def check(seeds: range) -> None:
-    failed = first_failure(seeds)
+def check(seeds: range, *, services: bool = False) -> None:
+    failed = first_failure(seeds, services=services)
     if failed is not None:
         least = shrink(failed)
         pytest.fail(
@@ -67,12 +70,26 @@ def test_runs_with_faults_at_any_event(shard: int) -> None:
     check(range(shard * size, (shard + 1) * size))
 
 
+@pytest.mark.parametrize("shard", range(FEW_SHARDS))
+def test_runs_of_groups_and_spread_requests(shard: int) -> None:
+    size = FEW_SERVICE_RUNS // FEW_SHARDS
+    check(range(shard * size, (shard + 1) * size), services=True)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("shard", range(SHARDS))
 def test_many_runs_with_faults_at_any_event(shard: int, pytestconfig: pytest.Config) -> None:
     size = RUNS // SHARDS
     first = int(pytestconfig.getoption("--seed")) * RUNS + shard * size
     check(range(first, first + size))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shard", range(SHARDS))
+def test_many_runs_of_groups_and_spread_requests(shard: int, pytestconfig: pytest.Config) -> None:
+    size = SERVICE_RUNS // SHARDS
+    first = int(pytestconfig.getoption("--seed")) * SERVICE_RUNS + shard * size
+    check(range(first, first + size), services=True)
 
 
 @pytest.mark.parametrize("path", TRANSCRIPTS, ids=lambda path: path.stem)
@@ -91,6 +108,12 @@ def test_a_run_comes_again() -> None:
     again = replay(first.setting, first.actions)
     assert again.actions == first.actions
     assert parse(str(first)) == (first.setting, first.actions)
+
+
+def test_a_run_of_the_real_services_comes_again() -> None:
+    first = run(3, services=True)
+    assert str(run(3, services=True)) == str(first)
+    assert replay(first.setting, first.actions).actions == first.actions
 
 
 def forget_tokens(

@@ -17,6 +17,7 @@ from millrace.core.scheduler.commands import KvShard, Member, RunPrefill
 from millrace.prefill.loop import PrefillRole
 from millrace.prefill.sending import targets
 from millrace.wire.clients.kv_peer import KvPeers
+from support.deadlines import eventually
 from support.kv_holders import Holder, holders
 from support.memory_transport import MemoryHub
 from support.role_pair import SETTINGS, GatedStore
@@ -137,6 +138,7 @@ async def test_cancelled_while_a_holder_is_not_there_yet(fleet: Fleet) -> None:
     await fleet.ask("r", [(100, [0])], (60, 100), admitted=1)
     await fleet.prefills[0].said("chunk_finished", "r")
     assert "r" not in fleet.holders[0].finished
+    await eventually(lambda: fleet.holders[0].manager.num_leases)  # it knows its sender
     fleet.prefills[0].cancel("r")
     assert not (await fleet.prefills[0].said("request_released", "r")).complete
     assert "gave the transfer up" in await fleet.holders[0].failed("r")

@@ -46,6 +46,7 @@ class Admissions:
     ) -> None:
         """`hosted`: shards of other instances' requests, whose KV the same receiver receives."""
         self._id = context.incarnation.id
+        self._hosted = hosted
         self._tracer = context.tracer
         self._send = context.send
         self._store = context.store
@@ -100,7 +101,13 @@ class Admissions:
         requests may grow, the request waits for pages instead.
 
         Kept tokens that no earlier attempt left here come from the prefix cache.
+
+        An earlier attempt's KV owner may have asked for a shard here after the scheduler's cancel.
         """
+        if (shard := self._hosted.get(admit.request.request_id)) is not None:
+            shard.lose("another attempt begins here")
+            self._refuse(admit, "a shard of an earlier attempt is still here", "transfer")
+            return
         if len(admit.shards) > 1:
             self._admit_spread(admit)
             return

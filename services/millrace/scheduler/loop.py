@@ -324,13 +324,13 @@ class SchedulerLoop:
     def _came(self, *, worker_id: str = "", proxy_id: str = "") -> None:
         """Notes that a peer is here; the takeover ends with the last one that is awaited."""
         if self._succession.came(worker_id=worker_id, proxy_id=proxy_id):
-            self.post_now(events.TakeoverEnded())
+            self.post_now(self._succession.end())
 
     async def end_takeover(self) -> None:
         """Ends the takeover when the time for it is over, if it has not ended before."""
         if self._succession.is_open:
             await asyncio.sleep(self.config.takeover_wait_s)
-            self.post_now(events.TakeoverEnded())
+            self.post_now(self._succession.end())
 
     def _took_over(self) -> None:
         took_s, missing = self.clock() - self._began_s, self._succession.missing
@@ -352,6 +352,7 @@ class SchedulerLoop:
             workers=self.workers,
             proxies=(proxy.id for proxy in self._proxies.values()),
             cordoned=(one.id for one in cluster if one.draining and not one.leaving),
+            away=self.machine.cluster.absences.at(self.clock()),
         )
 
     def _fleet(self) -> messages.Fleet:

@@ -15,7 +15,7 @@ from typing import Any
 import orjson
 
 from millrace.core.config import Config
-from millrace.core.scheduler.events import Event, InstanceCordoned
+from millrace.core.scheduler.events import Event, InstanceCordoned, TakeoverEnded
 from millrace.core.scheduler.recording import RecordingError, event_of, plain_event
 
 log = logging.getLogger(__name__)
@@ -28,6 +28,7 @@ class Estate:
     workers: list[str] = field(default_factory=list)
     proxies: list[str] = field(default_factory=list)
     cordoned: list[str] = field(default_factory=list)
+    away: list[str] = field(default_factory=list)  # instances that were lost and may come back
     changes: list[Event] = field(default_factory=list)
     configured: str = ""  # with which settings the changes were made
     is_inherited: bool = False  # from a former leader, whose work goes on
@@ -38,6 +39,7 @@ class Estate:
                 "workers": self.workers,
                 "proxies": self.proxies,
                 "cordoned": self.cordoned,
+                "away": self.away,
                 "changes": [plain_event(event) for event in self.changes],
                 "configured": self.configured,
             }
@@ -90,6 +92,12 @@ class Succession:
         self._proxies.discard(proxy_id)
         return self.is_open and not self.missing
 
+    def end(self) -> TakeoverEnded:
+        """Returns the event that ends the takeover. Its instances have not come yet, or the former
+        leader had lost them and expected them back.
+        """
+        return TakeoverEnded(missing=tuple(sorted(self._workers.union(self._estate.away))))
+
     def ended(self) -> None:
         """Ends the takeover: nobody is awaited any more."""
         self.is_open = False
@@ -110,16 +118,21 @@ class Succession:
             self._estate.changes = [*others, event]
 
     def note(
-        self, workers: Iterable[str], proxies: Iterable[str], cordoned: Iterable[str]
+        self,
+        workers: Iterable[str],
+        proxies: Iterable[str],
+        cordoned: Iterable[str],
+        away: Iterable[str] = (),
     ) -> bytes:
         """Returns what the next leader needs to know, also while the takeover is open.
 
-        `workers`, `proxies` and `cordoned` are here now.
+        `workers`, `proxies` and `cordoned` are here now; those `away` may come back.
         """
         return Estate(
             workers=sorted(self._workers.union(workers)),
             proxies=sorted(self._proxies.union(proxies)),
             cordoned=sorted({*cordoned, *self._estate.cordoned}),
+            away=sorted(away),
             changes=self._estate.changes,
             configured=self._estate.configured,
         ).encode()

@@ -7,6 +7,7 @@ ones. A chunk or a step is an action of the simulation; KV travels in messages t
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
 
@@ -151,6 +152,42 @@ class Instance:
     def send(self, report: reports.Report) -> None:
         self.ledger.reported(report)
         self.link.send(report)
+
+    # ---- what may happen here
+
+    def work(self) -> Iterator[str]:
+        if self.jobs:
+            if self.computable() is not None:
+                yield "compute"
+            if self.releasable() is not None:
+                yield "release"
+        if self.kv:
+            yield "land"
+        if self.has_step:
+            yield "step"
+
+    def do(self, verb: str) -> bool:
+        """Does a piece of work, if it can be done now."""
+        can: dict[str, Callable[[], object]] = {
+            "compute": self.computable,
+            "release": self.releasable,
+            "land": lambda: self.kv,
+            "step": lambda: self.has_step,
+        }
+        if not self.process.alive or self.process.paused or not can[verb]():
+            return False
+        self.process.call(getattr(self, verb))
+        return True
+
+    def held(self) -> list[str]:
+        return [*self.jobs, *(request.id for request in self.table)]
+
+    def shards(self) -> list[str]:
+        return []
+
+    @property
+    def is_busy(self) -> bool:
+        return bool(len(self.table) or self.jobs or self.kv)
 
     # ---- commands
 

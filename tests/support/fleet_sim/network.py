@@ -8,13 +8,19 @@ paused. The end of a call travels behind its messages.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable
+from functools import partial
 from typing import Any
 
 import grpc
 
+from support.fleet_sim.kv_network import KvNetwork, KvWire
 from support.fleet_sim.processes import Process, current
+
+#: What a stream of the server's messages is called, by its method.
+_KINDS = {"StreamTokens": " tokens", "Attach": " attach", "Hold": " hold"}
 
 Method = Callable[[Any, Any], AsyncIterator[Any]]
 
@@ -87,8 +93,12 @@ class Aborted(Exception):
 
 
 class ServerContext:
-    def __init__(self) -> None:
+    def __init__(self, until_s: float | None = None) -> None:
+        self._until_s = until_s
         self._metadata: tuple[tuple[str, str], ...] = ()
+
+    def time_remaining(self) -> float | None:
+        return None if self._until_s is None else self._until_s - time.monotonic()
 
     def set_trailing_metadata(self, metadata: tuple[tuple[str, str], ...]) -> None:
         self._metadata = metadata
@@ -120,22 +130,69 @@ class Call:
         self._network = network
         self._tasks: list[asyncio.Task[Any]] = []
         self.over = False
+        self._older: Call | None = None  # a connection keeps the order of calls
 
-    def open(self, method: Method, requests: Any, *, streams: bool) -> None:
-        asked: Any = Requests(self.up) if streams else requests
+    def open(
+        self, method: Method, requests: Any, *, streams: bool | None, ends: bool = True
+    ) -> None:
+        """`streams`: the client sends messages; None: it has sent one. Without `ends` the server
+        tells of no end: its one message is that.
+        """
+        asked: Any = requests if streams is False else Requests(self.up)
         handling = self.server.context.copy().run(
-            self.server.loop.create_task, self._handle(method, asked)
+            self.server.loop.create_task, self._handle(method, asked, ends=ends)
         )
         if streams:
             self._tasks.append(self.client.loop.create_task(self._pump(requests)))
         self.up.on_end = lambda: None if self.up.inbox[-1].error is None else handling.cancel()
         self._handling = handling
 
-    async def _handle(self, method: Method, requests: Any) -> None:
+    def come_after(self, older: Call) -> None:
+        """Is heard after all that the client has said in an older call."""
+        self._older = older
+
+    @property
+    def is_next(self) -> bool:
+        """Whether the server may hear of it now."""
+        if self._older is not None and not (self._older.up.flight and not self._older.is_void):
+            self._older = None
+        return self._older is None
+
+    @property
+    def is_void(self) -> bool:
+        """Whether nobody will hear of it."""
+        return self.server.has_lost or not self.server.alive
+
+    async def ask(self, method: Any, request: Any, timeout_s: float | None) -> Any:
+        """Makes a call with one request and one reply."""
+        until_s = None if timeout_s is None else time.monotonic() + timeout_s
+
+        async def reply(requests: Requests, _: ServerContext) -> AsyncIterator[Any]:
+            yield await method(await anext(requests), ServerContext(until_s))
+
+        self.up.send(request)
+        self.open(reply, None, streams=None, ends=False)
+        try:
+            async with asyncio.timeout(timeout_s):
+                answer = await self.down.get()
+        except TimeoutError:
+            self.cancel()
+            raise failure(grpc.StatusCode.DEADLINE_EXCEEDED, "no answer in time") from None
+        except asyncio.CancelledError:
+            self.cancel()
+            raise
+        except grpc.aio.AioRpcError:
+            self._network.forget(self)
+            raise
+        self._network.forget(self)
+        return answer
+
+    async def _handle(self, method: Method, requests: Any, *, ends: bool) -> None:
         try:
             async for message in method(requests, ServerContext()):
                 self.down.send(message)
-            self.down.end()
+            if ends:
+                self.down.end()
         except Aborted as aborted:
             self.down.end(aborted.error)
         except asyncio.CancelledError:
@@ -159,6 +216,15 @@ class Call:
         message = await self.down.get()
         self.client.epoch_read = getattr(message, "epoch", 0)
         return message
+
+    async def read(self) -> Any:
+        try:
+            return await self.down.get()
+        except StopAsyncIteration:
+            return grpc.aio.EOF
+
+    async def code(self) -> grpc.StatusCode:
+        return grpc.StatusCode.OK
 
     def cancel(self) -> None:
         """Ends the call: the server hears of it later."""
@@ -205,10 +271,14 @@ class Channel:
     def unary_stream(self, path: str, **codecs: object) -> Callable[..., Any]:
         return lambda request, **_: self._network.call(self._address, path, request, streams=False)
 
-    def unary_unary(self, path: str, **codecs: object) -> None:
-        """Nothing in the simulation makes such calls."""
+    def unary_unary(self, path: str, **codecs: object) -> Callable[..., Any]:
+        def ask(request: Any, timeout: float | None = None) -> Any:
+            return self._network.ask(self._address, path, request, timeout)
 
-    stream_unary = unary_unary
+        return ask
+
+    def stream_unary(self, path: str, **codecs: object) -> None:
+        """Nothing in the simulation makes such calls."""
 
 
 class Refused:
@@ -219,6 +289,8 @@ class Refused:
 
     async def __anext__(self) -> Any:
         raise failure(grpc.StatusCode.UNAVAILABLE, "nobody listens")
+
+    read = __anext__
 
     def cancel(self) -> None:
         pass
@@ -253,6 +325,8 @@ class Network:
     def __init__(self) -> None:
         self.servers: dict[str, tuple[Process, dict[str, Method]]] = {}
         self.calls: list[Call] = []
+        self.kv = KvNetwork()
+        self._asked: dict[tuple[Process, Process], Call] = {}  # the last call with one reply
         self._arrivals: list[asyncio.Future[None]] = []
 
     def open_channel(self, address: str, **options: object) -> Channel:
@@ -271,9 +345,10 @@ class Network:
         await one
 
     def call(self, address: str, path: str, requests: Any, *, streams: bool) -> Any:
-        if streams and address not in self.servers:
+        waits = not streams and path.endswith("/StreamTokens")
+        if not waits and address not in self.servers:
             return Refused()
-        if not streams:
+        if waits:
             return Waiting(self, address, path, requests)
         return self.connect(address, path, requests, streams)
 
@@ -281,10 +356,31 @@ class Network:
         client = current()
         server, methods = self.servers[address]
         assert client is not None
-        call = Call(self, client, server, "" if streams else " tokens")
+        call = Call(self, client, server, "" if streams else _KINDS[path.rpartition("/")[2]])
         self.calls.append(call)
-        call.open(methods[path.rpartition("/")[2]], requests, streams=streams)
+        method = methods[path.rpartition("/")[2]]
+        if not streams and not path.endswith("/StreamTokens"):  # the request takes its time
+            call.up.send(requests)
+            call.open(partial(_after_the_request, method), None, streams=None, ends=True)
+        else:
+            call.open(method, requests, streams=streams)
         return call
+
+    async def ask(self, address: str, path: str, request: Any, timeout_s: float | None) -> Any:
+        """Makes a call of one request and one reply. Raises grpc.aio.AioRpcError."""
+        if address not in self.servers:
+            raise failure(grpc.StatusCode.UNAVAILABLE, "nobody listens")
+        client = current()
+        server, methods = self.servers[address]
+        assert client is not None
+        name = path.rpartition("/")[2]
+        call = Call(self, client, server, f" {name}")
+        pair = client, server
+        if (older := self._asked.get(pair)) is not None:
+            call.come_after(older)
+        self._asked[pair] = call
+        self.calls.append(call)
+        return await call.ask(methods[name], request, timeout_s)
 
     def forget(self, call: Call) -> None:
         call.over = True
@@ -294,22 +390,31 @@ class Network:
         for address, (server, _) in list(self.servers.items()):
             if server is process:
                 del self.servers[address]
+        self.kv.close(process)
         for call in self.calls:
             if not call.over and process in (call.client, call.server):
                 call.lose(process)
 
-    def wires(self) -> list[Wire]:
+    def wires(self) -> list[Wire | KvWire]:
         """Returns the wires with messages in flight to living processes."""
-        found = []
+        found: list[Wire | KvWire] = [*self.kv.wires()]
         gone = False
         for call in self.calls:
             for wire in (call.up, call.down):
-                if wire.flight and wire.reader.alive and not wire.reader.has_lost:
+                is_heard = wire.flight and wire.reader.alive and not wire.reader.has_lost
+                if is_heard and (wire is call.down or call.is_next):
                     found.append(wire)
             gone = gone or call.over
         if gone:
             self.calls = [one for one in self.calls if not (one.over and _is_empty(one))]
         return found
+
+
+async def _after_the_request(
+    method: Method, requests: Requests, context: ServerContext
+) -> AsyncIterator[Any]:
+    async for message in method(await anext(requests), context):
+        yield message
 
 
 def _is_empty(call: Call) -> bool:

@@ -76,6 +76,8 @@ class Process:
         self.has_lost = False
         self.failure: BaseException | None = None  # of a task that must not end
         self.is_cut = False  # off from the store
+        self.is_late = False  # its event loop stands still; its other threads work on
+        self.fibers: list[Any] = []  # its threads that compute
         self.epoch_read = 0  # of the last message of a scheduler that it has read
         self.held: list[Handle] = []
         self.tasks: list[asyncio.Task[Any]] = []
@@ -102,8 +104,10 @@ class Process:
 
     def kill(self) -> None:
         """Ends the process: nothing that it still does reaches any other."""
-        self.has_lost, self.paused = True, False
+        self.has_lost, self.paused, self.is_late = True, False, False
         self.loop.resume(self)
+        for fiber in self.fibers:
+            fiber.end()
         for _ in range(10):
             open_tasks = [task for task in self.tasks if not task.done()]
             if not open_tasks:
@@ -117,7 +121,7 @@ class Process:
         self.paused = True
 
     def resume(self) -> None:
-        self.paused = False
+        self.paused = self.is_late = False
         self.loop.resume(self)
 
 
@@ -173,6 +177,12 @@ class VirtualLoop(asyncio.AbstractEventLoop):
             process.tasks.append(task)
         return task
 
+    def run_in_executor(self, executor, func, *args):
+        """Runs work for another thread at once."""
+        done = self.create_future()
+        done.set_result(func(*args))
+        return done
+
     def get_debug(self):
         return False
 
@@ -197,7 +207,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
             if handle.is_cancelled:
                 continue
             process = handle.context.get(_PROCESS)
-            if process is not None and process.paused:
+            if process is not None and (process.paused or process.is_late):
                 process.held.append(handle)
             elif process is None or process.alive:
                 handle.context.run(handle.callback, *handle.args)
@@ -230,16 +240,17 @@ class VirtualLoop(asyncio.AbstractEventLoop):
 def virtual_time(seed: int) -> Iterator[VirtualLoop]:
     """Runs the block on a new loop: all clocks are the loop's, and all pauses come of the seed."""
     loop = VirtualLoop()
-    clocks = time.monotonic, time.time, time.time_ns
+    clocks = time.monotonic, time.time, time.time_ns, time.perf_counter
     state = random.getstate()
     random.seed(seed)
     logging.disable(logging.CRITICAL)
-    time.monotonic, time.time, time.time_ns = loop.time, loop.unix_s, loop.unix_ns
+    time.monotonic = time.perf_counter = loop.time
+    time.time, time.time_ns = loop.unix_s, loop.unix_ns
     asyncio.events._set_running_loop(loop)
     try:
         yield loop
     finally:
         asyncio.events._set_running_loop(None)
-        time.monotonic, time.time, time.time_ns = clocks
+        time.monotonic, time.time, time.time_ns, time.perf_counter = clocks
         logging.disable(logging.NOTSET)
         random.setstate(state)

@@ -15,7 +15,7 @@ from functools import cache
 from millrace.core.config import Config
 from support.fleet_sim.processes import virtual_time
 from support.fleet_sim.views import agree, take_over
-from support.fleet_sim.world import World
+from support.fleet_sim.world import World, at_a_stretch
 
 #: The instances and the proxies of a run; two schedulers are always there.
 FLEETS = (
@@ -25,6 +25,16 @@ FLEETS = (
     "p0 d0 x0 x1",
     "p0 d0 m0 x0",
     "m0 x0 x1",
+)
+#: Fleets of the real services: groups, and requests that are spread over KVP workers.
+SERVICE_FLEETS = (
+    "q0 e0 x0",
+    "q0 q1 e0 x0",
+    "q0 q1 q2 e0 x0",
+    "q0 q1 q2 e0 e1 x0",
+    "q0 e0 k0 x0",
+    "q0 q1 e0 k0 k1 x0",
+    "q0 e0 e1 k0 x0",
 )
 PLANNERS = ("cdsp", "single_chunk", "least_queue")
 POLICIES = ("fcfs", "s_edf", "millrace")
@@ -48,6 +58,10 @@ FAULTS = (
     "drop",
     "drop",
 )
+SERVICE_FAULTS = (*FAULTS, "kill", "late", "late", "late")
+PROMPTS, LONG_PROMPTS = (20, 100, 400), (20, 100, 400, 1200)
+#: Tokens of one request at one instance where there are KVP workers, and prompts for two and three.
+MOST_KV_TOKENS, SPREAD_PROMPTS = 320, (20, 100, 400, 600, 850)
 KIND_CHARACTERS = 30  # of a failure's text
 #: Of all actions: something starts again, time passes, or all that is in flight comes.
 RECOVERS, WAITS, AGREES = 0.04, 0.1, 0.02
@@ -64,11 +78,21 @@ class Setting:
     #: "narrow": most requests are refused, and come again. "patient": a leader waits for all peers.
     room: str = "wide"
 
+    @property
+    def serves(self) -> bool:
+        """Whether the instances run the real services."""
+        return self.members.startswith("q")
+
+    @property
+    def spreads(self) -> bool:
+        """Whether there are KVP workers, and prompts long enough for them."""
+        return "k0" in self.members
+
     @staticmethod
-    def drawn(seed: int) -> Setting:
+    def drawn(seed: int, *, services: bool) -> Setting:
         rng = random.Random(seed)
         return Setting(
-            members=rng.choice(FLEETS),
+            members=rng.choice(SERVICE_FLEETS if services else FLEETS),
             planner=rng.choice(PLANNERS),
             policy=rng.choice(POLICIES),
             pauses=seed,
@@ -106,8 +130,21 @@ def parse(transcript: str) -> tuple[Setting, list[str]]:
 
 
 @cache
-def config_of(planner: str, policy: str, room: str) -> Config:
+def config_of(planner: str, policy: str, room: str, *, serves: bool, spreads: bool) -> Config:
     config = Config()
+    if serves:
+        config = replace(
+            config,
+            engine=replace(config.engine, max_chunk_tokens=256, max_suspended=2, max_batch=8),
+            transfer=replace(
+                config.transfer, handshake_timeout_s=8.0, transfer_timeout_s=20.0, lease_s=20.0
+            ),
+            scheduler=replace(
+                config.scheduler,
+                batch_tokens=0,
+                max_kv_tokens_per_worker=MOST_KV_TOKENS if spreads else 0,
+            ),
+        )
     if room == "narrow":
         config = replace(
             config,
@@ -129,9 +166,11 @@ def config_of(planner: str, policy: str, room: str) -> Config:
     return replace(config, scheduler=scheduler, proxy=replace(config.proxy, submit_timeout_s=4.0))
 
 
-def run(seed: int) -> Run:
-    """Draws a run by the seed, ends all faults, and checks all."""
-    return _run(Setting.drawn(seed), None, random.Random(seed))
+def run(seed: int, *, services: bool = False) -> Run:
+    """Draws a run by the seed, ends all faults, and checks all. With `services` the instances run
+    the real services.
+    """
+    return _run(Setting.drawn(seed, services=services), None, random.Random(seed))
 
 
 def replay(setting: Setting, actions: Sequence[str]) -> Run:
@@ -142,13 +181,19 @@ def replay(setting: Setting, actions: Sequence[str]) -> Run:
 def _run(setting: Setting, actions: Sequence[str] | None, rng: random.Random) -> Run:
     found = Run(setting)
     with virtual_time(setting.pauses) as loop:
-        config = config_of(setting.planner, setting.policy, setting.room)
+        config = config_of(
+            setting.planner,
+            setting.policy,
+            setting.room,
+            serves=setting.serves,
+            spreads=setting.spreads,
+        )
         world = World(loop, config, setting.members.split())
         try:
             with world.patched():
                 world.start()
                 if actions is None:
-                    _draw(world, rng, found.actions, MOST_REQUESTS[setting.room])
+                    _draw(world, rng, found.actions, setting)
                 else:
                     for action in actions:
                         _note_and_perform(world, found.actions, action)
@@ -163,8 +208,9 @@ def _run(setting: Setting, actions: Sequence[str] | None, rng: random.Random) ->
 # ---- drawing
 
 
-def _draw(world: World, rng: random.Random, actions: list[str], most: int) -> None:
+def _draw(world: World, rng: random.Random, actions: list[str], setting: Setting) -> None:
     """Performs random actions."""
+    prompts, most = _prompts(setting), MOST_REQUESTS[setting.room]
     requests, faults = rng.randint(1, most), rng.choice(FAULTS_OF_A_RUN)
     kinds = {rng.randrange(ACTIONS): "fault" for _ in range(faults)}
     kinds |= {0: "submit"} | {rng.randrange(ACTIONS // 2): "submit" for _ in range(requests)}
@@ -172,12 +218,12 @@ def _draw(world: World, rng: random.Random, actions: list[str], most: int) -> No
     for number in range(ACTIONS):
         match kinds.get(number):
             case "submit":
-                prompt, new = rng.choice([20, 100, 400]), rng.randint(1, 6)
+                prompt, new = rng.choice(prompts), rng.randint(1, 6)
                 verb = rng.choice(["submit", "stream"])
                 action = f"{verb} r{submitted} {rng.choice(world.proxies)} {prompt} {new}"
                 submitted += 1
             case "fault":
-                action = _fault(world, rng)
+                action = _fault(world, rng, SERVICE_FAULTS if setting.serves else FAULTS)
             case _:
                 action = _step(world, rng)
         _note_and_perform(world, actions, action)
@@ -211,12 +257,18 @@ def _step(world: World, rng: random.Random) -> str:
     if not work or chance > 1 - AGREES - WAITS:
         return f"time {rng.choice([0.05, 0.2, 0.5] if work else [0.1, 0.3, 1.0])}"
     action = rng.choice(work)
-    return action.replace("deliver", "flush", 1) if rng.random() < 0.7 else action
+    return at_a_stretch(action) if rng.random() < 0.7 else action
 
 
-def _fault(world: World, rng: random.Random) -> str:
-    match rng.choice(FAULTS):
-        case "kill" | "pause" | "cut" as verb:
+def _prompts(setting: Setting) -> Sequence[int]:
+    if setting.spreads:
+        return SPREAD_PROMPTS if "k1" in setting.members else SPREAD_PROMPTS[:-1]
+    return LONG_PROMPTS if setting.serves else PROMPTS
+
+
+def _fault(world: World, rng: random.Random, faults: Sequence[str]) -> str:
+    match rng.choice(faults):
+        case "kill" | "pause" | "cut" | "late" as verb:
             return f"{verb} {_victim(world, rng)}"
         case "break":
             calls = [call.up.name for call in world.network.calls if not call.over]

@@ -1,5 +1,5 @@
-"""Messages of two threads to the event loop at one moment, and a session whose owner is
-cancelled.
+"""Messages of two threads to the event loop at one moment, a session whose owner is cancelled, and
+a sender that gives up before its handshake is answered.
 """
 
 from __future__ import annotations
@@ -13,13 +13,15 @@ import pytest
 
 from millrace.core.config import TransferConfig
 from millrace.core.errors import TransferError
+from millrace.core.kv.transfer import HandshakeRefused
 from millrace.transfer.push import inbox as inbox_module
 from millrace.transfer.push.inbox import Inbox
 from millrace.transfer.push.messages import TO_SENDER, Kind, Message
+from millrace.transfer.push.receive.manager import ReceiveManager
 from millrace.transfer.push.send import session as session_module
 from millrace.transfer.push.send.session import SendSession
 from support.deadlines import HANG_S, eventually
-from support.kv_group import RECEIVER, KvGroup, Member
+from support.kv_group import RECEIVER, KvGroup, LocalPeer, Member
 from support.kv_nodes import layout
 from support.memory_transport import MemoryHub, MemoryTransport
 
@@ -100,4 +102,62 @@ async def test_a_session_ends_though_who_aborts_it_is_cancelled():
     member.transport.gate.set()
     await eventually(lambda: not member.manager.num_sessions)
     await group.release("r", pages)
+    await group.close()
+
+
+class Unheard(LocalPeer):
+    """Its receiver answers no handshake before the sender gives up, and misses the first abort.
+    Then it serves the handshake, which nobody waits for any more.
+    """
+
+    def __init__(self, manager: ReceiveManager) -> None:
+        super().__init__(manager)
+        self.late: asyncio.Task[object] | None = None
+        self.aborts = 0
+
+    async def handshake(self, ask, *, timeout_s):
+        self.late = asyncio.create_task(self.manager.handshake(ask, HANG_S))
+        await asyncio.get_running_loop().create_future()
+
+    async def abort(self, ticket, *, reason, drained, timeout_s):
+        self.aborts += 1
+        if self.aborts == 1:
+            raise TransferError("nobody answers")
+        await super().abort(ticket, reason=reason, drained=drained, timeout_s=timeout_s)
+
+
+async def given_up(group: KvGroup) -> Unheard:
+    """A sender's session that is over, and whose handshake still waits at the receiver."""
+    member = group.members["a"]
+    peer = Unheard(group.manager)
+    pages = list(range(10))
+    session = await member.manager.open(
+        "r", peer=peer, receiver=RECEIVER, prompt_tokens=40, pages=pages
+    )
+    await eventually(lambda: peer.late is not None)
+    async with asyncio.timeout(HANG_S):
+        await session.abort("given up")
+    return peer
+
+
+async def test_a_handshake_of_a_sender_that_gave_up_is_granted_nothing():
+    group = KvGroup(CONFIG, layout(page_tokens=16), {"a": layout(page_tokens=4, pages=96)})
+    peer = await given_up(group)
+    await eventually(lambda: peer.aborts > 1)
+    pages = group.admit("r", 40)
+    with pytest.raises(HandshakeRefused, match="given up"):
+        await peer.late
+    assert not group.manager.num_leases
+    await group.release("r", pages)
+    await group.close()
+
+
+async def test_an_abort_is_repeated_until_the_receiver_of_a_handshake_has_heard_it():
+    """The sender does not know the receiver's transport, so it can't answer there."""
+    group = KvGroup(CONFIG, layout(page_tokens=16), {"a": layout(page_tokens=4, pages=96)})
+    pages = group.admit("r", 40)
+    peer = await given_up(group)
+    await peer.late
+    await group.release("r", pages)  # once the lease is over
+    assert peer.aborts > 1
     await group.close()

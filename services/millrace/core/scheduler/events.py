@@ -102,7 +102,12 @@ class TakeoverBegan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TakeoverEnded:
-    """All peers of the former leader have reported, or the wait for them is over."""
+    """All peers of the former leader have reported, or the wait for them is over.
+
+    ``missing``: instances that it had or expected, by id; they may have come.
+    """
+
+    missing: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

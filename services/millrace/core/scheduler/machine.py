@@ -64,7 +64,7 @@ from millrace.core.scheduler.fleet.instances import (
     PrefillInstance,
 )
 from millrace.core.scheduler.fleet.pool import Pool
-from millrace.core.scheduler.outcomes.admission import refusal
+from millrace.core.scheduler.outcomes.admission import refusal, refused_for_now
 from millrace.core.scheduler.outcomes.objectives import allowed_s, mean_step_s
 from millrace.core.scheduler.request_table import RequestTable, still_needs
 from millrace.core.scheduler.step_context import StepContext
@@ -239,7 +239,7 @@ class Machine:
         pool = self.cluster.pool_of(instance)
         self.suspects.left(step, instance)
         self._takeover.left(instance)
-        self.cluster.remove(instance)
+        self.cluster.lose(instance, step.now_s)
         self.breakers.left(instance.id)
         self.slow_instances.left(instance.id)
         for request_id in instance.holdings:
@@ -327,6 +327,7 @@ class Machine:
         ready = self._predict(request)
         refused = refusal(request, self.cluster, self.queued, self.queued_s, self.config)
         if refused is not None:
+            refused = refused_for_now(refused, request, self.cluster, step.now_s, self.config)
             step.refuse(request, refused)
             return
         self._accept(step, request, ready)
@@ -364,7 +365,8 @@ class Machine:
         self._takeover.begin()
 
     def _takeover_ended(self, step: StepContext, event: events.TakeoverEnded) -> None:
-        del event  # it carries nothing
+        for instance_id in set(event.missing).difference(self.cluster.instances):
+            self.cluster.absences.awaited(instance_id, step.now_s + self.config.lease_s)
         for waiting in self._takeover.end(step):
             self._submitted(step, waiting)
         self._dispatcher.run(step)

@@ -332,13 +332,15 @@ class RequestTable:
     def let_go(
         self, step: StepContext, request_id: str, instance: Instance, reason: str | None
     ) -> None:
-        """Has the instance drop the request; with no reason it does so by itself."""
+        """Has the instance drop the request; with no reason it does so by itself. It is asked to
+        answer again if another scheduler may have had its answer.
+        """
         holding = instance.holdings[request_id]
         holding.leaving = True
         limit_s = step.now_s + self.config.release_timeout_s
         self._leaving.append((limit_s, instance, holding, request_id))
-        if reason is not None:
-            step.cancel(request_id, instance.id, reason)
+        if reason is not None or holding.is_adopted:
+            step.cancel(request_id, instance.id, reason or "the request has ended")
 
     def reown(self, request: LiveRequest, proxy_id: str) -> None:
         """Sends the request's messages to another connection of its proxy from now on."""

@@ -39,7 +39,7 @@ class KvpServicer(kvp_pb2_grpc.KvpServicer):
             yield kvp_pb2.AttachReply(grant=GRANT.encode(grant))
             await asyncio.get_running_loop().create_future()  # until the KV owner ends it
         finally:
-            self._host.detach(ask.owner)
+            self._host.detach(ask.owner, grant.slot)
 
     async def Hold(
         self,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from dataclasses import dataclass
 from typing import Final
 
 from torch import Tensor
@@ -40,6 +41,13 @@ MAX_ROWS: Final = 128
 
 OWNERS: Final = 32
 """KV owners that one KVP worker serves at a time. Only attached owners take memory."""
+
+
+@dataclass(slots=True, eq=False)
+class _Owner:
+    """An attached KV owner. `slot`: at the server; 0: not yet."""
+
+    slot: int = 0
 
 
 def exchange_shape(memory: KvMemory) -> ExchangeShape:
@@ -83,7 +91,7 @@ class ShardHost:
             lease_s=context.config.transfer.lease_s,
         )
         self._metadata = context.transport.metadata()
-        self._owners: dict[Incarnation, int] = {}  # -> slot at the server; 0: not yet
+        self._owners: dict[Incarnation, _Owner] = {}
         self._tasks = Tasks()
 
     async def run(self) -> None:
@@ -93,23 +101,31 @@ class ShardHost:
     # -- owners
 
     async def attach(self, ask: AttachAsk) -> AttachGrant:
-        """Attaches a KV owner. Raises TransferError, and CapacityError when there is no room."""
+        """Attaches a KV owner. Raises TransferError, and CapacityError when there is no room.
+
+        An owner attaches again after it has ended its attachment, and this may be heard before the
+        end: then the earlier attachment ends now.
+        """
         self._check_meant(ask)
         if ask.max_rows != MAX_ROWS:
             raise TransferError(
                 f"max_rows of {ask.owner} is {ask.max_rows}; it must be {MAX_ROWS}, as here"
             )
-        if ask.owner in self._owners:
-            raise TransferError(f"{ask.owner} is attached already")
-        self._owners[ask.owner] = 0
+        if (before := self._owners.get(ask.owner)) is not None:
+            self.detach(ask.owner, before.slot)
+        owner = self._owners[ask.owner] = _Owner()
         try:
             attachment = await self._server.attach(
                 metadata=ask.agent_metadata, region=ask.region, offset=ask.offset
             )
         except BaseException:
-            del self._owners[ask.owner]
+            if self._owners.get(ask.owner) is owner:
+                del self._owners[ask.owner]
             raise
-        self._owners[ask.owner] = attachment.slot
+        owner.slot = attachment.slot
+        if self._owners.get(ask.owner) is not owner:
+            self._server.detach(owner.slot)
+            raise TransferError(f"{ask.owner} has attached again meanwhile")
         return AttachGrant(
             slot=attachment.slot,
             agent_metadata=self._metadata,
@@ -117,11 +133,18 @@ class ShardHost:
             offset=attachment.offset,
         )
 
-    def detach(self, owner: Incarnation) -> None:
-        """Detaches a KV owner and releases its shards."""
+    def detach(self, owner: Incarnation, slot: int) -> None:
+        """Ends the attachment of a KV owner that has this slot, and releases the owner's shards.
+        Does nothing after the owner has attached again.
+        """
+        attached = self._owners.get(owner)
+        if attached is None or attached.slot != slot:
+            return
+        del self._owners[owner]
         for shard in self._table.of(owner):
             self.let_go(shard)
-        self._server.detach(self._owners.pop(owner))
+        if slot:
+            self._server.detach(slot)
 
     # -- shards
 

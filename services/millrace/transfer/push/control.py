@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -57,7 +57,8 @@ class ReceiveCallbacks:
 class Outlet:
     """The transport and the region that all sessions of a manager send from: `pool`.
 
-    `summing` makes the checksums for receivers that ask for them.
+    `summing` makes the checksums for receivers that ask for them. `repeat` makes a call until the
+    receiver has answered: until it raises TransferError no more.
     """
 
     transport: Transport
@@ -65,6 +66,7 @@ class Outlet:
     region: int
     metadata: bytes
     summing: SumThread
+    repeat: Callable[[Callable[[], Awaitable[None]]], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

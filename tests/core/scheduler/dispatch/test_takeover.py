@@ -9,7 +9,7 @@ import pytest
 
 from millrace.core.config import SchedulerConfig
 from millrace.core.incarnation import Incarnation
-from millrace.core.request import Chunk, RequestState
+from millrace.core.request import Chunk, RequestState, Shard
 from millrace.core.scheduler import effects, events, reports
 from millrace.core.scheduler.held import Held
 from support.core_events import Bench, groups_of, instance, of, request
@@ -284,3 +284,45 @@ def test_new_requests_wait_for_the_end_of_a_takeover():
     bench.report("d0", reports.Heartbeat())
     found = bench.step(events.TakeoverEnded())
     assert [one.request_id for one in of(effects.Place, found)] == ["new"]
+
+
+def test_members_get_an_order_as_the_former_leader_may_have_sent_another() -> None:
+    members = ("p0", "p1")
+    cards = [instance(name, latency=groups_of(1, 2), node="n") for name in members]
+    bench = Bench(config=SchedulerConfig(policy="s_edf"))
+    bench.step(events.TakeoverBegan())
+    whole = Chunk(index=0, start_token=0, num_tokens=100, instance_ids=members)
+    parts = [held(name, chunks=(whole,), decode=Incarnation("d0", 1)) for name in ("a", "b")]
+    for card in cards:
+        bench.step(with_held(card, *parts))
+    bench.step(with_held(instance("d0"), held("a"), held("b")))
+    for name in ("b", "a"):
+        bench.step(events.Reopened(request=request(name).request))
+    found = bench.step(events.TakeoverEnded())
+    orders = {one.instance_id: one.queue for one in of(effects.Order, found)}
+    assert set(orders) == set(members)
+    assert orders["p0"] == orders["p1"]
+
+
+def test_an_adopted_shard_is_asked_for_again_when_its_request_ends() -> None:
+    """Its release may have been reported to the former leader, or during the takeover."""
+    shards = (
+        Shard(worker_id="d0", start_token=0, end_token=64),
+        Shard(worker_id="k0", start_token=64, end_token=128),
+    )
+    here = Incarnation("d0", 1)
+    whole = held(shards=shards, first_token=True, decoding=True)
+    bench, _ = taken_over(
+        instance("p0"),
+        with_held(instance("d0"), whole),
+        instance("k0"),
+        decode=here,
+        token_age_s=1.0,
+    )
+    end = reports.RequestFinished(request_id="r", reason="length", generated_tokens=28)
+    found = bench.report("d0", end)
+    assert [(one.instance_id, one.request_id) for one in of(effects.CancelOn, found)] == [
+        ("k0", "r")
+    ]
+    bench.report("k0", reports.RequestReleased(request_id="r"))
+    assert not bench.machine.cluster.instances["k0"].holdings

@@ -133,7 +133,7 @@ class Adoption:
         for shard in request.shards[1:]:
             holder = self._cluster.instances[shard.worker_id]
             assert isinstance(holder, KvpInstance | DecodeInstance)  # as `_owner` has found
-            holder.hold_shard(request.id, shard)
+            holder.hold_shard(request.id, shard, is_adopted=True)
         request.land(max(own.landed_tokens, own.kept_tokens))
         has_token = event.token_age_s is not None
         if own.first_token or (leader and (has_token or leader.complete)):
@@ -215,6 +215,8 @@ class Adoption:
             task.batched = True  # it may be, and what its members say of its time is then no lesson
         if tasks:
             self._table.start(pool, tasks)
+            for task in tasks:
+                pool.run_queue.adopted(task)
             work_s = sum(task.predicted_s * len(task.members) for task in tasks)
             request.predict(sum(task.predicted_s for task in tasks), work_s)
         else:

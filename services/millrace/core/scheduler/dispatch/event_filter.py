@@ -32,8 +32,13 @@ class EventFilter:
         return held
 
     def is_of_earlier(self, report: _OfAttempt, request: LiveRequest, instance: Instance) -> bool:
-        """Returns whether an instance with KV reports about an earlier attempt."""
+        """Returns whether an instance with KV reports about an earlier attempt.
+
+        A release that names no attempt answers a cancel that found nothing. The request needs the
+        instance, so the cancel was of an earlier attempt, which had ended by itself.
+        """
         holds = not isinstance(instance, PrefillInstance)
-        earlier = holds and 0 < report.attempt < request.attempt
+        least = 0 if isinstance(report, RequestReleased) else 1
+        earlier = holds and least <= report.attempt < request.attempt
         self.ignored += earlier
         return earlier

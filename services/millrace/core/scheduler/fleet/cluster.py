@@ -12,6 +12,7 @@ from millrace.core.live_request import LiveRequest
 from millrace.core.priority import POLICIES
 from millrace.core.priority.own_order import ranking_of
 from millrace.core.scheduler.events import ImprovementRateChanged, InstanceJoined
+from millrace.core.scheduler.fleet.absences import Absences
 from millrace.core.scheduler.fleet.instances import (
     DecodeInstance,
     Instance,
@@ -30,6 +31,7 @@ class Cluster:
         self.policy = POLICIES[config.policy]()
         self.instances: dict[str, Instance] = {}
         self.pools: dict[str, Pool] = {}
+        self.absences = Absences()
         self.corrections = Corrections()
         self.answer_lengths = AnswerLengths()
         grows = config.decode_reserve == "grow"
@@ -103,6 +105,7 @@ class Cluster:
 
     def add(self, card: InstanceJoined) -> Instance:
         """Adds a new instance that holds nothing. The id must be free."""
+        self.absences.came(card.instance_id)
         pool = self._pool(card.model_hash)
         pool.members += 1
         instance: Instance
@@ -119,6 +122,12 @@ class Cluster:
         self.instances[card.instance_id] = instance
         self.cordon(instance, cordoned=False)
         return instance
+
+    def lose(self, instance: Instance, now_s: float) -> None:
+        """Forgets an instance as `remove` does; unless it was leaving, it may come back."""
+        if not instance.leaving:
+            self.absences.lost(instance.card, now_s)
+        self.remove(instance)
 
     def drain(self, instance: Instance) -> None:
         """Stops new work for the instance for ever."""

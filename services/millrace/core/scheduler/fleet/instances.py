@@ -35,6 +35,8 @@ class Holding:
     leaving: bool = False  # no request needs this attempt any more; the pages are not yet free
     decoding: bool = False  # decode: in the batch
     is_shard: bool = False  # decode: of a request of another KV owner
+    #: Of a shard: another scheduler has placed it, and may have heard that it is free again.
+    is_adopted: bool = False
     context_tokens: int = 0  # decode: that the pages are for, read in every step
     tbt_s: float = math.inf  # decode: the pace that keeps the request's objectives
 
@@ -137,9 +139,11 @@ class KvpInstance:
         self.running = report.running
         self.waiting = report.waiting
 
-    def hold_shard(self, request_id: str, shard: Shard) -> None:
+    def hold_shard(self, request_id: str, shard: Shard, *, is_adopted: bool = False) -> None:
         pages = pages_for(shard.num_tokens, self.page_tokens)
-        self.holdings[request_id] = Holding(pages=pages, sequences=0, is_shard=True)
+        self.holdings[request_id] = Holding(
+            pages=pages, sequences=0, is_shard=True, is_adopted=is_adopted
+        )
         self.used_pages += pages
 
     def release(self, request_id: str) -> None:
@@ -311,12 +315,18 @@ class DecodeInstance:
         )
         self._take(request.id, holding)
 
-    def hold_shard(self, request_id: str, shard: Shard) -> None:
+    def hold_shard(self, request_id: str, shard: Shard, *, is_adopted: bool = False) -> None:
         pages = pages_for(shard.num_tokens, self.page_tokens)
         self.shard_pages += pages
         self._take(
             request_id,
-            Holding(pages=pages, sequences=0, is_shard=True, context_tokens=shard.num_tokens),
+            Holding(
+                pages=pages,
+                sequences=0,
+                is_shard=True,
+                is_adopted=is_adopted,
+                context_tokens=shard.num_tokens,
+            ),
         )
 
     def _take(self, request_id: str, holding: Holding) -> None:

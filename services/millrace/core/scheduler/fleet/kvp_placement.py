@@ -60,6 +60,10 @@ class KvpPlacement:
             return True
         return not any(owner.is_large_enough(request) for owner in owners)
 
+    def is_large_enough(self, request: LiveRequest, owners: Iterable[DecodeInstance]) -> bool:
+        """Whether the request fits once all have left, its own earlier attempts included."""
+        return self._reserved(request, owners, None, empty=True) is not None
+
     def could_hold(self, request: LiveRequest, owners: Iterable[DecodeInstance]) -> bool:
         """Whether the request fits once others left, and no earlier attempt is in the way."""
         return self._reserved(request, owners, (), empty=True) is not None
@@ -98,11 +102,12 @@ class KvpPlacement:
         self,
         request: LiveRequest,
         owners: Iterable[DecodeInstance],
-        reserved: Collection[str],
+        reserved: Collection[str] | None,
         *,
         empty: bool,
     ) -> Reservation | None:
-        """Returns shards at KVP workers alone, if they fit; else also at decode instances.
+        """Returns shards at KVP workers alone, if they fit; else also at decode instances. With
+        None as `reserved` all instances count.
 
         The KV owner is the instance that can take the longest shard, so that there is no shorter
         spread; the freest among equals.
@@ -133,7 +138,7 @@ class KvpPlacement:
         self,
         request: LiveRequest,
         owners: Iterable[DecodeInstance],
-        reserved: Collection[str],
+        reserved: Collection[str] | None,
         *,
         empty: bool,
     ) -> DecodeInstance | None:
@@ -177,6 +182,8 @@ class KvpPlacement:
         return _Room(one.id, one.page_tokens, one.card.kv_pages if empty else one.open_pages)
 
 
-def _is_open(one: KvInstance, request: LiveRequest, reserved: Collection[str]) -> bool:
-    """Returns whether no waiting request has reserved it, and no earlier attempt is still there."""
-    return not (one.id in reserved or request.id in one.holdings)
+def _is_open(one: KvInstance, request: LiveRequest, reserved: Collection[str] | None) -> bool:
+    """Returns whether no waiting request has reserved it, and no earlier attempt is still there.
+    With None as `reserved` all instances count.
+    """
+    return reserved is None or not (one.id in reserved or request.id in one.holdings)

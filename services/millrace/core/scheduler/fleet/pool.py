@@ -246,7 +246,7 @@ class Pool:
         """Returns whether its instances are large enough; an earlier attempt may be in the way."""
         owners = self.kv_owners()
         if self.kvp_placement.wanted(request, owners):
-            return self.kvp_placement.could_hold(request, owners)
+            return self.kvp_placement.is_large_enough(request, owners)
         return any(owner.is_large_enough(request) for owner in owners)
 
     def could_serve(self, request: LiveRequest) -> bool:

@@ -54,6 +54,7 @@ class RunQueue:
         self.everyone = 0  # bits of the pool's prefill instances, draining ones too
         #: Their queues differ from their last order. Others are sorted, after what runs there.
         self._stale: dict[PrefillInstance, None] = {}
+        self._unordered: set[PrefillInstance] = set()  # their order is another scheduler's
         self._chosen: list[Task] = []  # by the last round
         #: Of an instance: the seconds of its tasks that don't compute, and the others.
         self._held: dict[PrefillInstance, tuple[float, list[Task]]] = {}
@@ -90,6 +91,14 @@ class RunQueue:
         """Notes that the task has computed for so long and computes no more for now."""
         task.executed_s, task.started_s = executed_s, None
         self._recount(task)
+
+    def adopted(self, task: Task) -> None:
+        """Notes that another scheduler has sent the task: its members may have their tasks in any
+        order, so they get one.
+        """
+        for member in task.members:
+            self._stale[member] = None
+            self._unordered.add(member)
 
     def _recount(self, task: Task) -> None:
         for member in task.members:
@@ -153,6 +162,7 @@ class RunQueue:
     def forget(self, instance: PrefillInstance) -> None:
         """Forgets an instance that is gone, after its requests' tasks."""
         self._stale.pop(instance, None)
+        self._unordered.discard(instance)
         self._held.pop(instance, None)
         self.everyone &= ~instance.bit
 
@@ -334,9 +344,11 @@ class RunQueue:
             if first is not None and queue[0] is not first:
                 queue.remove(first)
                 queue.insert(0, first)
-            if queue != before or any(len(task.requests) > 1 for task in queue):
+            is_known = member not in self._unordered
+            if queue != before or not is_known or any(len(task.requests) > 1 for task in queue):
                 orders.append(_order(member))
         self._stale.clear()
+        self._unordered.clear()
         return orders
 
     def _choose(self) -> list[Task]:

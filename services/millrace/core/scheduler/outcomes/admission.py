@@ -51,6 +51,33 @@ def refusal(
     )
 
 
+def refused_for_now(
+    refused: Refusal,
+    request: LiveRequest,
+    cluster: Cluster,
+    now_s: float,
+    config: SchedulerConfig,
+) -> Refusal:
+    """Returns a refusal that says "later" in place of one that says "too large", if the request may
+    fit when the instances that are away have come back.
+    """
+    away = cluster.absences.at(now_s)
+    if refused.code != "too_large" or not away:
+        return refused
+    cards = [card for card in away.values() if card is not None]
+    if len(cards) == len(away):
+        whole = Cluster(config)
+        for card in [*(one.card for one in cluster.instances.values()), *cards]:
+            whole.add(card)
+        if not any(pool.could_serve(request) for pool in whole.ready_pools()):
+            return refused
+    return Refusal(
+        code="unavailable",
+        message=f"{', '.join(sorted(away))} may come back: {refused.message}",
+        retry_after_s=config.lease_s,
+    )
+
+
 def _unavailable(cluster: Cluster, config: SchedulerConfig) -> Refusal:
     missing = [
         role

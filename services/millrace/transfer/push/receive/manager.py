@@ -10,6 +10,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from millrace.concurrency import cancel
 from millrace.core.config import TransferConfig
@@ -40,6 +41,13 @@ from millrace.transfer.transport.regions import Memory, TensorLike
 log = logging.getLogger(__name__)
 
 TICK_S = 0.1
+
+
+@dataclass(slots=True, eq=False)
+class _Ask:
+    """A handshake while it waits for its answer."""
+
+    given_up: bool = False
 
 
 class ReceiveManager:
@@ -73,6 +81,7 @@ class ReceiveManager:
         self._metadata = transport.metadata()  # the call may wait: ask once
         self._active = AdmissionTable()
         self._quarantine: dict[Admission, asyncio.Future[None]] = {}
+        self._asking: dict[Ticket, list[_Ask]] = {}  # handshakes that wait here
         self._leases = LeaseTable(transport, self._identity, config.lease_s, self._on_lost)
         self._checksums = Checksums(pool, layout) if config.kv_checksum == "on" else None
         self._landings = Landings(
@@ -172,7 +181,18 @@ class ReceiveManager:
         Raises HandshakeRefused when the sender will never be granted, HandshakeQueued when it may
         ask again: its request keeps its place.
         """
-        deadline_s = self._loop.time() + wait_s
+        asking = _Ask()
+        self._asking.setdefault(ask.ticket, []).append(asking)
+        try:
+            return await self._handshake(ask, asking, self._loop.time() + wait_s)
+        finally:
+            self._asking[ask.ticket].remove(asking)
+            if not self._asking[ask.ticket]:
+                del self._asking[ask.ticket]
+
+    async def _handshake(
+        self, ask: HandshakeAsk, asking: _Ask, deadline_s: float
+    ) -> HandshakeGrant:
         ticket = ask.ticket
         admission = await self._expected(ask, deadline_s)
         if reason := admission.mismatch(ask.start_token, ask.num_tokens):
@@ -182,11 +202,11 @@ class ReceiveManager:
         lease = self._leases.standing(admission, ticket)
         if lease is None:
             backend = None
-            self._check_awaited(admission, ticket)
+            self._check_awaited(admission, ticket, asking)
             if self._buffers is not None:
                 backend = await self._buffers.acquire(admission, ask, deadline_s)
                 try:
-                    self._check_awaited(admission, ticket)
+                    self._check_awaited(admission, ticket, asking)
                 except HandshakeRefused:
                     self._buffers.done(admission, ticket)
                     raise
@@ -211,9 +231,14 @@ class ReceiveManager:
         return ""
 
     def abort(self, ticket: Ticket, *, reason: str, drained: bool) -> None:
-        """Takes a sender's abort; with `drained` none of its writes is in flight any more."""
+        """Takes a sender's abort; with `drained` none of its writes is in flight any more. A
+        handshake of the sender that still waits here is granted nothing: nobody would end its
+        lease.
+        """
         if ticket.receiver != self._identity:
             return
+        for asking in self._asking.get(ticket, ()):
+            asking.given_up = True
         current = self._active.get(ticket.request_id)
         admissions = [a for a in self._quarantine if a.request_id == ticket.request_id]
         if current is not None:
@@ -307,9 +332,13 @@ class ReceiveManager:
             checksums=self._checksums is not None,
         )
 
-    def _check_awaited(self, admission: Admission, ticket: Ticket) -> None:
-        """Raises HandshakeRefused if the ticket's attempt ended while its sender waited here."""
-        if not admission.awaits(ticket.attempt):
+    def _check_awaited(
+        self, admission: Admission, ticket: Ticket, asking: _Ask | None = None
+    ) -> None:
+        """Raises HandshakeRefused if the ticket's attempt ended, or its sender gave up, while the
+        sender waited here.
+        """
+        if not admission.awaits(ticket.attempt) or (asking is not None and asking.given_up):
             raise HandshakeRefused(f"request {ticket.request_id} was given up")
 
     def _end_claim(self, claim: str) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import ExitStack
 
 from millrace.concurrency import cancel
+from millrace.core.backoff import Backoff
 from millrace.core.config import TransferConfig
 from millrace.core.errors import IntegrityError, TransferError
 from millrace.core.incarnation import Incarnation
@@ -30,6 +32,10 @@ __all__ = ["SendManager", "SendSession", "SpreadSession"]
 log = logging.getLogger(__name__)
 
 TICK_S = 0.1
+
+#: Pauses of a call that a receiver has to hear, and when it is given up: the receiver is gone.
+REPEAT = Backoff(0.1, 5.0)
+REPEATS_FOR_S = 600.0
 
 
 class SendManager:
@@ -55,12 +61,18 @@ class SendManager:
         region = transport.register(pool)
         # Metadata is asked for once: it may wait for the transport's thread.
         self._outlet = Outlet(
-            transport, pool, region, transport.metadata(), SumThread("kv-send-sums")
+            transport,
+            pool,
+            region,
+            transport.metadata(),
+            SumThread("kv-send-sums"),
+            self._repeat,
         )
         # by request, attempt and receiver
         self._sessions: dict[tuple[str, int, Incarnation], SendSession] = {}
         self._listening: ExitStack | None = None
         self._inbox = Inbox(transport, TO_SENDER, self._read)
+        self._repeating: set[asyncio.Task[None]] = set()  # calls that receivers have to hear
         self._ticker = self._loop.create_task(self._tick_forever())
 
     @property
@@ -176,7 +188,7 @@ class SendManager:
 
     async def close(self) -> None:
         """Ends upkeep. All sessions should be over."""
-        await cancel(self._ticker)
+        await cancel(self._ticker, *self._repeating)
         if self._listening is not None:
             self._listening.close()
         await asyncio.to_thread(self._outlet.summing.close)
@@ -187,6 +199,11 @@ class SendManager:
         if not self._sessions and self._listening is not None:
             self._listening.close()
             self._listening = None
+
+    def _repeat(self, call: Callable[[], Awaitable[None]]) -> None:
+        repeating = self._loop.create_task(_until_heard(call))
+        self._repeating.add(repeating)
+        repeating.add_done_callback(self._repeating.discard)
 
     async def _tick_forever(self) -> None:
         while True:
@@ -209,3 +226,17 @@ class SendManager:
             generation=message.generation,
         )
         self._transport.notify(peer, answer.encode())
+
+
+async def _until_heard(call: Callable[[], Awaitable[None]]) -> None:
+    until_s = time.monotonic() + REPEATS_FOR_S
+    for failures in itertools.count():
+        await asyncio.sleep(REPEAT.pause_s(failures))
+        try:
+            await call()
+        except TransferError as error:
+            if time.monotonic() > until_s:
+                log.warning("not repeated any more: %s", error)
+                return
+        else:
+            return

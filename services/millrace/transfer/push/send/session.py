@@ -12,12 +12,19 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 from millrace.concurrency import cancel
 from millrace.core.config import TransferConfig
 from millrace.core.errors import TransferError
-from millrace.core.kv.transfer import HandshakeAsk, HandshakeGrant, HandshakeQueued, Ticket
+from millrace.core.kv.transfer import (
+    HandshakeAsk,
+    HandshakeGrant,
+    HandshakeQueued,
+    HandshakeRefused,
+    Ticket,
+)
 from millrace.transfer.push.checksums import PartSums, unreadable
 from millrace.transfer.push.control import KvPeer, Outlet, SendTimings
 from millrace.transfer.push.messages import Kind, Message, WrittenRange
@@ -62,6 +69,7 @@ class SendSession:
         self._transport = outlet.transport
         self._config = config
         self._on_over = on_over
+        self._asks = False  # a handshake was sent that is not answered
         self._loop = asyncio.get_running_loop()
         self._queue = PartQueue(side, tokens[1] - tokens[0], tokens[0])
         self._called = False  # whether the loop will soon take the queued layers
@@ -136,7 +144,10 @@ class SendSession:
         while self._writes:
             self._changed.clear()
             await self._changed.wait()
-        await self._tell_abort(reason, drained=True)
+        if not await self._tell_abort(reason, drained=True) and self._asks:
+            # The receiver may grant it later. It would wait for ever for a sender that does not
+            # know its transport and can't answer there.
+            self._outlet.repeat(partial(self._say_abort, reason, drained=True))
         await self._end()
 
     # -- for the manager
@@ -223,10 +234,16 @@ class SendSession:
 
     async def _ask(self, ask: HandshakeAsk) -> HandshakeGrant:
         while True:
+            self._asks = True
             try:
-                return await self._control.handshake(
+                grant = await self._control.handshake(
                     ask, timeout_s=self._config.handshake_timeout_s
                 )
+                self._asks = False
+                return grant
+            except HandshakeRefused:
+                self._asks = False
+                raise
             except HandshakeQueued as queued:
                 self._answered.set()
                 log.debug("%s; asking again", queued)
@@ -372,13 +389,19 @@ class SendSession:
             if not self._dropped:
                 self.fail(error)
 
-    async def _tell_abort(self, reason: str, *, drained: bool) -> None:
+    async def _tell_abort(self, reason: str, *, drained: bool) -> bool:
+        """Returns whether the receiver has answered."""
         try:
-            await self._control.abort(
-                self.ticket, reason=reason, drained=drained, timeout_s=ABORT_TIMEOUT_S
-            )
+            await self._say_abort(reason, drained=drained)
         except TransferError as error:
             log.debug("%s did not get the abort: %s", self.ticket.receiver.id, error)
+            return False
+        return True
+
+    async def _say_abort(self, reason: str, *, drained: bool) -> None:
+        await self._control.abort(
+            self.ticket, reason=reason, drained=drained, timeout_s=ABORT_TIMEOUT_S
+        )
 
     async def _end(self) -> None:
         self._over = True

@@ -1,0 +1,132 @@
+"""Threads of simulated processes: each is a greenlet that runs only when the simulation says so.
+
+`FiberThread` and `FiberCondition` stand in for `threading`'s in the modules whose threads compute.
+A fiber gives the turn back between two operators (`boundary`), and while it waits.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from queue import Empty
+from typing import Any
+
+from greenlet import GreenletExit, getcurrent, greenlet
+
+from support.fleet_sim.processes import Process, current
+
+_MOST_TURNS = 10_000
+
+
+class Fiber:
+    """A thread of a process. Its error is raised by the action that gave it the turn."""
+
+    def __init__(self, process: Process, target: Callable[[], object]) -> None:
+        self.is_ready = True  # else it waits
+        self._greenlet = greenlet(lambda: process.context.copy().run(target))
+        process.fibers.append(self)
+
+    @property
+    def is_over(self) -> bool:
+        return self._greenlet.dead
+
+    def go_on(self) -> None:
+        """Gives it the turn, until it gives the turn back."""
+        self._greenlet.switch()
+
+    def give_back(self) -> None:
+        self._greenlet.parent.switch()
+
+    def end(self) -> None:
+        """Its process dies."""
+        self._greenlet.throw(GreenletExit)
+
+    @staticmethod
+    def at_work() -> Fiber:
+        """Returns the fiber that has the turn."""
+        process, now = current(), getcurrent()
+        assert process is not None
+        return next(one for one in process.fibers if one._greenlet is now)
+
+
+def boundary() -> None:
+    """Ends an operator: whatever else may happen before the next."""
+    Fiber.at_work().give_back()
+
+
+class FiberThread:
+    """In the place of threading.Thread."""
+
+    def __init__(self, *, target: Callable[[], object], name: str, daemon: bool) -> None:
+        self._target = target
+        self._fiber: Fiber | None = None
+
+    def start(self) -> None:
+        process = current()
+        assert process is not None
+        self._fiber = Fiber(process, self._target)
+
+    def join(self) -> None:
+        assert self._fiber is not None
+        for _ in range(_MOST_TURNS):
+            if self._fiber.is_over:
+                return
+            self._fiber.go_on()
+        raise AssertionError("a thread does not end")
+
+
+class FiberCondition:
+    """In the place of threading.Condition. As one fiber runs at a time, nothing needs a lock."""
+
+    def __init__(self) -> None:
+        self._waiting: list[Fiber] = []
+
+    def __enter__(self) -> FiberCondition:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        return
+
+    def wait(self) -> None:
+        fiber = Fiber.at_work()
+        fiber.is_ready = False
+        self._waiting.append(fiber)
+        fiber.give_back()
+
+    def wait_for(self, is_so: Callable[[], bool]) -> None:
+        while not is_so():
+            self.wait()
+
+    def notify(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        for fiber in waiting:
+            fiber.is_ready = True
+
+    notify_all = notify
+
+
+class FiberQueue:
+    """In the place of queue.SimpleQueue."""
+
+    def __init__(self) -> None:
+        self._items: deque[Any] = deque()
+        self._changed = FiberCondition()
+
+    def put(self, item: Any) -> None:
+        self._items.append(item)
+        self._changed.notify()
+
+    def get_nowait(self) -> Any:
+        if not self._items:
+            raise Empty
+        return self._items.popleft()
+
+    def get(self) -> Any:
+        self._changed.wait_for(lambda: bool(self._items))
+        return self._items.popleft()
+
+
+def next_of(queue: FiberQueue, transport: object, timeout_s: float | None) -> Any:
+    """In the place of `transfer.kvp.attentive.next_of`, for waits without a limit."""
+    assert timeout_s is None
+    return queue.get()

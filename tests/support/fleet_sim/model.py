@@ -1,0 +1,244 @@
+"""The model of the simulated instances that run the real services: it computes no attention, but it
+writes K/V and reads it.
+
+A layer's K/V of a token names the token's id, its position and the layer. Wherever the real model
+would read K/V, in pages or in a ring's block, it is compared with the prompt, unless the pass has
+lost a block before: then the real model computes with what is there, and what it writes is wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any, ClassVar
+from weakref import WeakValueDictionary
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from millrace.core.kv.layout import KvLayout
+from millrace.core.kv.sp_layout import PAD
+from millrace.core.request_spec import RequestSpec
+from millrace.core.token_events import FirstToken
+from millrace.engine.attention.ring import KvBlock, RingTask
+from millrace.engine.forward.passes import Boundary
+from millrace.engine.forward.prefill_task import PrefillTask
+from millrace.engine.kv.pool import KvPool
+from support.fleet_sim.fibers import boundary
+from support.fleet_sim.tokens import lineage, prompt_of, token_of
+
+LAYERS = 2
+PAGE_TOKENS = 16
+#: The names of a pass's operators: `down_proj` ends a layer.
+OPERATORS = ("attn", "down_proj") * LAYERS
+#: K/V that depends on a block that never came.
+SPOILED = -1
+
+Ints = npt.NDArray[np.int64]
+
+
+@dataclass
+class Prompts:
+    """The prompts that any instance has heard of, with the answers that they were resumed after."""
+
+    own_tokens: dict[str, int] = field(default_factory=dict)  # by the client's name
+
+    def hear(self, spec: RequestSpec) -> None:
+        own = spec.prompt_tokens - spec.resumed_tokens
+        known = self.own_tokens.setdefault(lineage(spec.request_id), own)
+        assert known == own, f"{spec.request_id} has {own} tokens of its own, not {known}"
+
+    def ids(self, name: str, positions: Ints) -> Ints:
+        """Returns the ids of the prompt and its answer at these positions."""
+        own = self.own_tokens[name]
+        found = prompt_of(name, own).astype(np.int64)[np.minimum(positions, own - 1)]
+        for at in np.flatnonzero(positions >= own).tolist():
+            found[at] = token_of(name, int(positions[at]) - own)
+        return found
+
+    def kv(self, name: str, positions: Ints, layer: int) -> npt.NDArray[np.int32]:
+        """Returns the right K/V."""
+        return kv_of(self.ids(name, positions), positions, layer)
+
+
+def kv_of(ids: Ints, positions: Ints, layer: int) -> npt.NDArray[np.int32]:
+    return ((ids * 4096 + positions) * LAYERS + layer).astype(np.int32)
+
+
+class SimModel:
+    """A `Runner` for prefill, over a pool of real memory."""
+
+    def __init__(self, pages: int, prompts: Prompts) -> None:
+        self.layout = KvLayout(
+            model_hash="h",
+            dtype="float32",
+            num_layers=LAYERS,
+            num_kv_heads=1,
+            head_dim=1,
+            page_tokens=PAGE_TOKENS,
+            head_start=0,
+            head_count=1,
+            num_pages=pages,
+        )
+        self.pool = KvPool(self.layout)
+        #: [layers, pages, page_tokens]: the K plane.
+        planes = self.pool.storage.view(torch.int32).numpy()
+        self._k = planes[:, :, 0, 0, :, 0]
+        self._prompts = prompts
+        self.firsts: dict[str, int] = {}  # the first token after each prompt
+        self.in_flight = self.processes = None
+        self.remote: Any = None  # set by the owner of spread requests
+        self.states = SimpleNamespace(prefills=SimpleNamespace(graph=0, eager={}))
+
+    def engine(self) -> Any:
+        """Returns what the roles take as their engine."""
+        return SimpleNamespace(
+            pool=self.pool,
+            storage=self.pool.storage,
+            layout=self.layout,
+            device=torch.device("cpu"),
+            runner=self,
+            grammars=SimpleNamespace(begin=lambda sampling: None),
+            shape=SimpleNamespace(
+                num_heads=1, num_kv_heads=1, head_dim=1, sliding_windows=(None,) * LAYERS
+            ),
+            members=None,
+        )
+
+    def hear(self, spec: RequestSpec) -> None:
+        self._prompts.hear(spec)
+        self.firsts[spec.request_id] = token_of(lineage(spec.request_id), spec.resumed_tokens)
+
+    # ---- K/V in pages
+
+    def check(self, request_id: str, pages: Sequence[int], start: int, stop: int) -> None:
+        """Raises AssertionError unless pages hold tokens [start, stop) of a prompt, in order."""
+        positions = np.arange(start, stop)
+        at = positions - start
+        held = np.asarray(pages, dtype=np.int64)[at // PAGE_TOKENS]
+        for layer in range(LAYERS):
+            found = self._k[layer, held, at % PAGE_TOKENS]
+            self._compare(request_id, found, positions, layer, "pages")
+
+    def check_any(self, pages: Sequence[int], start: int, stop: int) -> None:
+        """As `check`, for a holder that does not know the request's name."""
+        found = self._k[0, pages[0], 0]
+        for name in self._prompts.own_tokens:
+            if self._prompts.kv(name, np.array([start]), 0)[0] == found:
+                self.check(name, pages, start, stop)
+                return
+        raise AssertionError(f"a shard has K/V of no prompt: {found}")
+
+    def _compare(
+        self,
+        request_id: str,
+        found: npt.NDArray[np.int32],
+        positions: Ints,
+        layer: int,
+        where: str,
+    ) -> None:
+        expected = self._prompts.kv(lineage(request_id), positions, layer)
+        wrong = np.flatnonzero(found != expected)
+        assert not wrong.size, (
+            f"{request_id}: {where} of layer {layer} have other K/V at position "
+            f"{positions[wrong[0]]} and {wrong.size - 1} more: {found[wrong[0]]}"
+        )
+
+    # ---- passes
+
+    def prefill_batch(self, tasks: Sequence[PrefillTask]) -> Generator[Boundary]:
+        (task,) = tasks  # nothing is batched
+        start, tokens = task.history_tokens, len(task.token_ids)
+        positions = np.arange(start, start + tokens)
+        pages = np.asarray(task.pages, dtype=np.int64)[positions // PAGE_TOKENS]
+        ids = task.token_ids.numpy()
+        for layer in range(LAYERS):
+            self._k[layer, pages, positions % PAGE_TOKENS] = kv_of(ids, positions, layer)
+            self.check(task.name, task.pages, 0, start)
+            boundary()
+            yield Boundary(layer, "attn")
+            if layer == LAYERS - 1 and not task.want_logits:
+                return
+            boundary()
+            yield Boundary(layer, "down_proj")
+        task.logits = self._logits(task.name, is_whole=True)
+
+    def prefill_ring(self, task: RingTask) -> Generator[Boundary]:
+        positions = task.positions.numpy()
+        pages, rows = np.divmod(task.slots.numpy(), PAGE_TOKENS)
+        is_whole = True
+        for layer in range(LAYERS):
+            own = kv_of(task.token_ids.numpy(), positions, layer) if is_whole else SPOILED
+            self._k[layer, pages, rows] = own
+            is_whole = self._attend(task, layer) and is_whole
+            boundary()
+            yield Boundary(layer, "attn")
+            if layer == LAYERS - 1 and not task.wants_rows:
+                return
+            boundary()
+            yield Boundary(layer, "down_proj")
+        if task.want_logits:
+            task.logits = self._logits(task.name, is_whole=is_whole)
+
+    def _logits(self, request_id: str, *, is_whole: bool) -> Any:
+        return self.firsts[request_id] if is_whole else SPOILED
+
+    def _attend(self, task: RingTask, layer: int) -> bool:
+        """As `RingAttention.run` does: returns whether all blocks came."""
+        is_whole = task.link.history(layer)
+        if not task.last_layer and layer == LAYERS - 1:
+            return is_whole
+        if is_whole:
+            task.link.publish(layer)
+            self._check_block(task, task.blocks[0], layer, layer * self.layout.num_pages)
+        for step in range(1, len(task.blocks)):
+            is_whole = is_whole and task.link.wait(step)
+            if not is_whole:
+                break
+            self._check_block(task, task.blocks[step], layer, 0)
+            task.link.release(step)
+        return is_whole
+
+    def _check_block(self, task: RingTask, block: KvBlock, layer: int, first_page: int) -> None:
+        positions = block.positions.numpy().astype(np.int64)
+        rows = self._k.reshape(-1, PAGE_TOKENS)[block.pages.numpy() + first_page]
+        found = rows.reshape(-1)[: len(positions)]
+        real = positions != PAD
+        self._compare(task.name, found[real], positions[real], layer, "blocks")
+
+
+class SimShards:
+    """In the place of `ShardAttention`: the K/V of a shard is compared when it has landed."""
+
+    models: ClassVar[WeakValueDictionary[int, SimModel]] = WeakValueDictionary()  # by storage
+
+    def __init__(self, storage: torch.Tensor, *_: object) -> None:
+        self._model = self.models[storage.data_ptr()]
+        self._shards: dict[int, tuple[list[int], int]] = {}
+
+    def open(self, shard: int, pages: Sequence[int], start_token: int, end_token: int) -> None:
+        self._shards[shard] = list(pages), start_token
+
+    def landed(self, shard: int, end_token: int) -> None:
+        pages, start = self._shards[shard]
+        if end_token > start:
+            self._model.check_any(pages, start, end_token)
+
+    def close(self, shard: int) -> None:
+        del self._shards[shard]
+
+    def forget(self, slot: int) -> None:
+        """Has nothing of an owner."""
+
+    def begin(self, slot: int, piece: int, at: tuple[int, int], entries: int) -> None:
+        raise AssertionError("no pass asks a shard in the simulation")
+
+    def layer(self, slot: int, piece: int, layer: int) -> Sequence[int]:
+        raise AssertionError("no pass asks a shard in the simulation")
+
+
+def sample_first(sampler: object, spec: object, ids: object, logits: int) -> tuple[FirstToken, ...]:
+    """In the place of sampling: the model's logits are the token."""
+    return (FirstToken(logits),)
