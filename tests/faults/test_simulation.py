@@ -25,6 +25,7 @@ from millrace.proxy.fleet.migration import Migration
 from millrace.proxy.generation import proxy_request
 from millrace.proxy.generation.proxy_request import ProxyRequest
 from millrace.scheduler.succession import Succession
+from millrace.transfer.ring.flow import RingFlow
 from support.fleet_sim.runs import Run, parse, replay, run, shrink
 
 RUNS, SHARDS = 100_000, 100
@@ -153,6 +154,12 @@ def test_a_defect_is_found_soon(owner: object, name: str, defect: Callable[..., 
     with patch.object(owner, name, defect):
         failed = first_failure(range(100))
         assert failed is not None
+
+
+def test_a_block_of_a_ring_that_has_not_arrived_is_found_soon() -> None:
+    with patch.object(RingFlow, "has_arrived", lambda flow, number: True):
+        failed = first_failure(range(20), services=True)
+        assert failed is not None and "have other K/V" in str(failed.failure)
 
 
 def test_what_is_left_of_a_failure_is_short_and_fails() -> None:

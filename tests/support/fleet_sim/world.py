@@ -397,6 +397,7 @@ class World:
             else:
                 raise failure
         assert not self.loop.errors, self.loop.errors
+        assert not self._prompts.wrong, self._prompts.wrong
         for client in self.clients.values():
             assert not client.wrong, client.wrong
 
