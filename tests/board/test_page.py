@@ -121,6 +121,44 @@ def test_a_filter_counts_its_class_alone(opened):
     assert classes and set(classes) == {"long"}
 
 
+def told(tmp_path: Path, requests: dict[str, tuple[str, str]]) -> str:
+    """The page of a run with one first token per request; `requests`: id -> key and instance."""
+    lines: list[dict[str, object]] = [{"millrace_board": 1, "source": "simulation"}]
+    instances = sorted({instance for _, instance in requests.values()})
+    lines += [
+        {"t": 0, "kind": "instance", "id": one, "role": "decode", "model": f"model-of-{one}"}
+        for one in instances
+    ]
+    for at, (name, (tenant, instance)) in enumerate(requests.items(), 1):
+        lines += [
+            {"t": at, "kind": "arrived", "id": name, "tenant": tenant, "prompt_tokens": 9},
+            {"t": at, "kind": "placed", "id": name, "kv_ids": [instance]},
+            {"t": at + 0.1, "kind": "first_token", "id": name, "ttft_s": 0.1},
+        ]
+    path = tmp_path / "told.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_page(page_of(path), path.with_suffix(".html"))
+    return path.with_suffix(".html").as_uri()
+
+
+@pytest.mark.parametrize(
+    ("label", "value", "left"),
+    [("Key", "a", ["r1", "r3"]), ("Key", "b", ["r2"]), ("Model", "model-of-d1", ["r2", "r3"])],
+)
+def test_a_filter_by_key_or_model_leaves_its_requests(browser, tmp_path, label, value, left):
+    requests = {"r1": ("a", "d0"), "r2": ("b", "d1"), "r3": ("a", "d1")}
+    page = browser.new_page()
+    page.set_default_timeout(WAIT_MS)
+    page.goto(told(tmp_path, requests))
+    page.locator("#summary", has_text="3 first tokens").wait_for()
+    page.select_option(f"label:has-text('{label}') select", value)
+    page.locator("#summary", has_text=f" {len(left)} first tokens").wait_for()
+    page.locator("#worst summary").press("Enter")
+    page.locator("#worst tbody button").first.wait_for()
+    assert sorted(page.locator("#worst tbody button").all_inner_texts()) == left
+    page.close()
+
+
 PICTURE = "document.getElementById('fleet').toDataURL()"
 
 
@@ -245,4 +283,7 @@ def test_a_live_stack_is_followed_and_its_policy_changed(browser):
         page.locator("#what-if [name=policy]").select_option("fcfs")
         page.get_by_role("button", name="Change").click()
         page.locator("#summary", has_text="policy fcfs").wait_for()
+        page.locator("#what-if [name=rate]").fill("0.75")
+        page.get_by_role("button", name="Change").click()
+        page.locator("#summary", has_text="improvement rate 0.75").wait_for()
         page.close()
