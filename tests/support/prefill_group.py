@@ -14,6 +14,7 @@ from millrace.core.scheduler.commands import AdmitDecode, Order, Registered, Run
 from millrace.core.scheduler.effects import ChunkRef
 from millrace.decode.loop import DecodeRole
 from millrace.prefill.loop import PrefillRole
+from millrace.telemetry.tracing.tracer import NO_TRACER, Tracer
 from support.deadlines import HANG_S, eventually
 from support.role_pair import GatedStore, Proxy, listening
 from support.tiny_models import prompt
@@ -89,14 +90,22 @@ class Group:
 
 @asynccontextmanager
 async def group_of(
-    size: int, settings: Config, model: str = "llama", last: Config | None = None
+    size: int,
+    settings: Config,
+    model: str = "llama",
+    last: Config | None = None,
+    tracer: Tracer = NO_TRACER,
 ) -> AsyncIterator[Group]:
-    """`size` prefill instances, the `last` with settings of its own, and a decode instance."""
+    """`size` prefill instances, the `last` with settings of its own, and a decode instance.
+
+    `tracer`: of all prefill instances.
+    """
     store, hub = GatedStore(), hub_for(settings)
     shared: dict[str, Any] = {"hub": hub, "store": store, "model": model}
     each = [*[settings] * (size - 1), last or settings]
     prefills = [
-        LiveRole(PrefillRole, own, name=f"prefill-{i}", **shared) for i, own in enumerate(each)
+        LiveRole(PrefillRole, own, name=f"prefill-{i}", tracer=tracer, **shared)
+        for i, own in enumerate(each)
     ]
     decode = LiveRole(DecodeRole, settings, name="decode-0", **shared)
     async with live_roles(*prefills, decode):

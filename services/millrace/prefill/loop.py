@@ -46,7 +46,7 @@ from millrace.prefill.prefix import PromptPrefixes
 from millrace.prefill.priority_lock import PriorityLock
 from millrace.prefill.prompt import fetch_prompt
 from millrace.prefill.results import Results
-from millrace.prefill.sending import open_session, trace_sent, transfer_spans
+from millrace.prefill.sending import open_session, trace_exchanged, trace_sent, transfer_spans
 from millrace.prefill.states import PrefillEvent
 from millrace.transfer.push.control import Sending
 from millrace.transfer.push.send.manager import SendManager
@@ -271,7 +271,7 @@ class PrefillRole:
         if job.link is not None:
             await job.link.close()
             self._metrics.exchanged(job.link)
-            job.trace.trace("ring", job.met_s, job.now_s(), bytes=job.link.bytes_sent)
+            trace_exchanged(job, job.link)
         self._membership.end(job)
         self._pool.free(job.pages + job.buffers)
         self._execution.forget(task_names(job))

@@ -1,4 +1,6 @@
-"""Opens the transfer of a prompt's KV to its decode instance, or in shards also to KVP workers."""
+"""Opens the transfer of a prompt's KV to its decode instance, or in shards also to KVP workers, and
+traces what a job has sent.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +12,7 @@ from millrace.instance.spans import span
 from millrace.prefill.job import PrefillJob
 from millrace.transfer.push.control import Sending, Target
 from millrace.transfer.push.send.manager import SendManager
+from millrace.transfer.ring.group_link import GroupLink
 from millrace.wire.clients.kv_peer import KvPeers
 
 
@@ -113,6 +116,23 @@ def trace_sent(job: PrefillJob, session: Sending) -> None:
         first_s = _since_arrival(job, timings.first_write_s, now_s)
         last_s = _since_arrival(job, timings.last_write_s, now_s)
         job.trace.trace("kv_send", first_s, last_s, to=to, bytes=timings.bytes)
+
+
+def trace_exchanged(job: PrefillJob, link: GroupLink) -> None:
+    """Traces the K/V that a closed link sent round the ring, and what it gave to other members by
+    cache balancing before a chunk.
+    """
+    job.trace.trace("ring", job.met_s, job.now_s(), bytes=link.bytes_sent)
+    clock = job.trace.clock
+    for gift in link.given:
+        job.trace.trace(
+            "balancing",
+            clock.at_monotonic_s(gift.began_s),
+            clock.at_monotonic_s(gift.ended_s),
+            chunk=gift.chunk,
+            to=link.name_of(gift.peer),
+            bytes=gift.bytes_sent,
+        )
 
 
 def _since_arrival(job: PrefillJob, monotonic_s: float, now_s: float) -> float:

@@ -5,16 +5,22 @@ from __future__ import annotations
 import asyncio
 import random
 from concurrent.futures import Future
+from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 
+from millrace.core.config import TelemetryConfig
 from millrace.core.instance import gang
+from millrace.telemetry.tracing.files import read_trace
+from millrace.telemetry.tracing.tracer import open_tracer
 from millrace.transfer.transport.base import PeerLostError
 from support.deadlines import eventually
 from support.prefill_group import Group, Plan, group_of
 from support.role_pair import finished_messages
-from support.worker_roles import LiveRole, config, spec
+from support.tiny_models import prompt
+from support.worker_roles import LiveRole, config, remember, spec
 
 SETTINGS = config(max_chunk_tokens=64)
 
@@ -55,6 +61,31 @@ async def test_members_read_their_own_shards_of_the_prompt_alone() -> None:
         await group.tokens("r")
         read = sum(stop - start for _, start, stop in group.store.slices)
         assert read == 400
+
+
+async def test_history_that_a_member_gives_is_a_span_of_its_trace(tmp_path: Path) -> None:
+    tracer = open_tracer(TelemetryConfig(trace_folder=str(tmp_path)), "prefill", "prefill-0")
+    trace_id = "4bf92f3577b34da6a3ce929d0e0e4736"
+    async with group_of(2, SETTINGS, tracer=tracer) as group:
+        request = replace(spec("r", 600), traceparent=f"00-{trace_id}-00f067aa0ba902b7-01")
+        await remember(group.store, request, prompt(600))
+        group.admit(request)
+        group.run(request, [(400, [0]), (200, [0, 1])])
+        await group.tokens("r")
+        await group.idle()
+        token_bytes = group.prefills[0].engine.layout.bytes_per_token
+    tracer.close()
+    spans = read_trace(tmp_path, trace_id)
+    (given,) = [span for span in spans if span.name == "balancing"]
+    assert given.attributes["millrace.chunk"] == 1
+    assert given.attributes["millrace.to"] == "prefill-1"
+    given_tokens = given.attributes["millrace.bytes"] / token_bytes
+    assert 100 <= given_tokens <= 300  # about half of the 600, less those that it computes
+    (giver,) = [one for one in spans if one.span_id == given.parent_id]
+    assert giver.name == "prefill" and "prefill-0" in giver.attributes["millrace.group"]
+    chunks = [span for span in spans if span.name == "chunk" and span.parent_id == given.parent_id]
+    first = next(one for one in chunks if one.attributes["millrace.number"] == 0)
+    assert first.start_ns < given.start_ns <= given.end_ns
 
 
 async def test_prompt_logprobs_come_from_all_members(monkeypatch: pytest.MonkeyPatch) -> None:

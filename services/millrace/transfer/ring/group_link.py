@@ -47,7 +47,8 @@ class _Block:
 class GroupLink:
     """Moves the K/V of one request's attempt between the members, at one member.
 
-    Made by `RingManager.open`. `bytes_sent` counts the bytes that went to other members.
+    Made by `RingManager.open`. `bytes_sent` counts the bytes that went to other members, `given`
+    has the history among them.
     """
 
     def __init__(
@@ -64,6 +65,7 @@ class GroupLink:
         self.key = key
         self.changed = threading.Condition()  # guards all fields below, and the chunks' flows
         self.bytes_sent = 0
+        self.given: list[Gift] = []
         self._me = me
         self._members = {**peers, me.instance_id: me}
         self._transport = transport
@@ -237,7 +239,7 @@ class GroupLink:
         for gift in gifts:
             gift.heard()
         if message.kind is RingKind.ABORT:
-            wrong = f"{self._name(peer)} gave up"
+            wrong = f"{self.name_of(peer)} gave up"
         if wrong:
             self._fail(wrong)
         self.pump()
@@ -249,7 +251,7 @@ class GroupLink:
         with self.changed:
             is_peers = peer in self._contacts
         if is_peers:
-            self._fail(f"{self._name(peer)}: {why}")
+            self._fail(f"{self.name_of(peer)}: {why}")
             self.pump()
 
     # -- inside; all under the lock except `_fail` and the ends of writes
@@ -266,7 +268,7 @@ class GroupLink:
         try:
             self._take_in(peer, kind, chunk, number)
         except (ValueError, KeyError) as error:
-            return f"{self._name(peer)}: {kind.name} {number} of chunk {chunk}: {error}"
+            return f"{self.name_of(peer)}: {kind.name} {number} of chunk {chunk}: {error}"
         return ""
 
     def _take_in(self, peer: str, kind: RingKind, chunk: int, number: int) -> None:
@@ -338,7 +340,7 @@ class GroupLink:
         self._gifts.update(dict.fromkeys(started))
         return started
 
-    def _name(self, peer: str) -> str:
+    def name_of(self, peer: str) -> str:
         """Returns the instance of a transport; decode has only its transport's name."""
         return next((m.instance_id for m in self._members.values() if m.peer == peer), peer)
 
@@ -380,6 +382,7 @@ class GroupLink:
         with self.changed:
             del self._gifts[gift]
             self.bytes_sent += gift.bytes_sent
+            self.given.append(gift)
         if (error := over.exception()) is not None:
             self._fail(str(error))
         self.pump()

@@ -79,7 +79,8 @@ class Gift:
     """All layers of some history in flight to a peer. Any thread may call its methods.
 
     `over` is done once all layers lie at the peer. After `stop` or a failure it is done once
-    nothing is in flight any more; a failure raises TransferError.
+    nothing is in flight any more; a failure raises TransferError. `began_s` and `ended_s` are times
+    of time.monotonic.
     """
 
     def __init__(
@@ -95,8 +96,10 @@ class Gift:
         peer was last heard of, in seconds of time.monotonic.
         """
         self.bytes_sent = 0
+        self.began_s = self.ended_s = time.monotonic()
         self.peer = history.peer
         self.key = message.key
+        self.chunk = message.chunk
         self.over: Future[None] = Future()
         self.over.set_running_or_notify_cancel()  # only `stop` ends it
         self._transport = transport
@@ -138,6 +141,8 @@ class Gift:
                 posted.append(write)
             over = not self._has_more and not self._writes and not self._is_settled
             self._is_settled = self._is_settled or over
+            if over:
+                self.ended_s = time.monotonic()
         for write in posted:
             write.add_done_callback(self._written)
         if over and self._failure is None:
