@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
+from support.cel_rules import refusals
 from support.custom_objects import POOLS, VERSION, crds, merged, pool, service
+from support.custom_resources import SCHEMAS, defaulted
 from support.kube_api import TABLE, Api, Object, Refused, condition
 
 KINDS = ("ModelService", *POOLS)
@@ -19,6 +21,8 @@ NO_PREFILL = "decode.role decode needs prefill; role mixed computes prompts and 
 
 #: A service of mixed instances.
 MIXED = service(prefill=None, decode={"role": "mixed"})
+
+OWN_PODS = {"stages": 2, "stagePods": "Own"}
 
 #: Objects that break only one rule, and the rule's message.
 RANKS_ON_GPUS = (
@@ -86,6 +90,31 @@ BROKEN: list[tuple[str, Object]] = [
     (RANKS_ON_GPUS, service(decode={"tensorParallel": 2, "gpus": 1})),
     *[
         (
+            f"the name has at most 37 characters where spec.{part}.stagePods is Own",
+            service("s" * 38, **{part: OWN_PODS}),
+        )
+        for part in ("prefill", "decode")
+    ],
+    *[
+        (message, pool(kind, name, **settings))
+        for kind in ("PrefillGroup", "DecodePool")
+        for message, name, settings in (
+            ("the name has at most 45 characters where spec.stagePods is Own", "p" * 46, OWN_PODS),
+            (
+                "stagePods is Own and stages is 1: an instance of one stage has one pod",
+                "pool",
+                {"stagePods": "Own"},
+            ),
+            (
+                "gpus must be divisible by stages where stagePods is Own: each pod gets the same "
+                "number",
+                "pool",
+                {**OWN_PODS, "gpus": 3},
+            ),
+        )
+    ],
+    *[
+        (
             "minReplicas must be <= maxReplicas",
             pool(kind, autoscaling={"minReplicas": 9, "maxReplicas": 8}),
         )
@@ -126,6 +155,10 @@ CHANGED: list[tuple[str, Object, Object]] = [
         {"spec": {"decode": {"role": "decode"}, "prefill": {}}},
     ),
     *[
+        ("stagePods is immutable", pool(kind, stages=2), {"spec": {"stagePods": "Own"}})
+        for kind in ("PrefillGroup", "DecodePool")
+    ],
+    *[
         ("serviceRef is immutable", pool(kind), {"spec": {"serviceRef": {"name": "other"}}})
         for kind in POOLS
     ],
@@ -133,6 +166,8 @@ CHANGED: list[tuple[str, Object, Object]] = [
 
 #: As close to the rules as is allowed.
 ALLOWED = [
+    service("s" * 37, prefill=OWN_PODS, decode=OWN_PODS),
+    pool("DecodePool", "p" * 45, stages=2, stagePods="Own", gpus=4),
     service("s" * 44),
     service(model={"uri": "org/name"}, weights={"hub": {"cache": {"sizeLimit": "20Gi"}}}),
     service(model={"maxContextTokens": 4096}, kvp=LONG),
@@ -246,6 +281,18 @@ def test_what_is_fixed_can_not_be_changed(
     with pytest.raises(Refused, match=message):
         api.merge(manifest, change)
     api.merge(manifest, {"metadata": {"labels": {"any": "change"}}})  # the rest is free
+
+
+def test_the_evaluator_of_the_other_tests_says_the_same() -> None:
+    for message, made in BROKEN:
+        (found,) = _refusals(made)
+        assert found.endswith(message)
+    assert [_refusals(made) for made in ALLOWED] == [[]] * len(ALLOWED)
+
+
+def _refusals(made: Object) -> list[str]:
+    schema = SCHEMAS[made["kind"]]
+    return refusals(schema, defaulted(schema, made))
 
 
 def test_every_rule_is_among_those_tried() -> None:
