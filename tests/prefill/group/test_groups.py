@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import threading
 from concurrent.futures import Future
 from dataclasses import replace
 from itertools import pairwise
@@ -15,6 +16,7 @@ from millrace.core.config import TelemetryConfig
 from millrace.core.instance import gang
 from millrace.telemetry.tracing.files import read_trace
 from millrace.telemetry.tracing.tracer import open_tracer
+from millrace.transfer.ring.group_link import GroupLink
 from millrace.transfer.transport.base import PeerLostError
 from support.deadlines import eventually
 from support.prefill_group import Group, Plan, group_of
@@ -53,6 +55,28 @@ async def test_any_plan_gives_the_tokens_of_one_alone(model: str) -> None:
                 await group.ask(name, plan)
                 assert await group.tokens(name) == expected, plan
                 await group.idle()
+
+
+async def test_a_pass_that_lacks_blocks_is_dropped_before_its_event_loop_hears_of_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The link ends its waits first and tells the loop then: compute must not go on meanwhile."""
+    asked = 0
+
+    def is_aborted(link: GroupLink) -> bool:
+        nonlocal asked
+        asked += threading.current_thread().name == "prefill-compute"
+        return asked > 5
+
+    async with group_of(2, SETTINGS) as group:
+        with monkeypatch.context() as patch:
+            patch.setattr(GroupLink, "is_aborted", property(is_aborted))
+            await group.ask("r", [(300, [0, 1])])
+            failed = [await one.said("request_failed", "r") for one in group.prefills]
+        assert all(one.retryable and one.fault == "transfer" for one in failed)
+        assert not any("chunk_finished" in one.kinds("r") for one in group.prefills)
+        await group.idle()
+        assert not any(len(one.role.prefix_cache) for one in group.prefills)
 
 
 async def test_members_read_their_own_shards_of_the_prompt_alone() -> None:

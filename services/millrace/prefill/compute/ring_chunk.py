@@ -12,6 +12,7 @@ from collections.abc import Generator
 import torch
 
 from millrace.core.instance.gang import GangKey, GangSpec
+from millrace.core.instance.group import GroupError
 from millrace.core.instance.stop_point import StopPoint
 from millrace.core.kv.sp_layout import ChunkShares, GroupPass, ring_buffers
 from millrace.engine.attention.ring import RingTask, ring_task
@@ -31,6 +32,7 @@ class AloneLink:
     def __init__(self, group: GroupLink) -> None:
         self._group = group
         self.waits = Waits()
+        self.is_broken = False
 
     def begin_pass(self, index: int) -> None:
         """Does nothing: no block goes round."""
@@ -39,6 +41,7 @@ class AloneLink:
         started_s = time.monotonic()
         came = self._group.history(layer)
         self.waits.history_s += time.monotonic() - started_s
+        self.is_broken |= not came
         return came
 
     def publish(self, layer: int) -> None:
@@ -102,7 +105,7 @@ class RingChunk(ChunkTask):
         boundaries = compute.engine.runner.prefill_ring(task)
         with compute.one_pass(self, boundaries, sum(run.num_tokens for run in runs)):
             for boundary in boundaries:
-                if (reason := job.unwanted()) is not None:
+                if (reason := self._unwanted()) is not None:
                     raise reason
                 if boundary.operator == "attn":
                     for run in runs:
@@ -118,6 +121,14 @@ class RingChunk(ChunkTask):
             job.add_hidden(one, task.hidden)
         if task.logits is not None:
             compute.sample(job, task.logits)
+
+    def _unwanted(self) -> Exception | None:
+        """Returns why the pass is to be dropped: as of the job, or because it lacks blocks. The job
+        hears of that from its event loop, when compute may have gone on for a while."""
+        if (reason := self._job.unwanted()) is None and self._link.is_broken:
+            assert self._job.link is not None  # it has ended with this reason
+            reason = GroupError(f"request {self._job.request_id}: {self._job.link.broken_by}")
+        return reason
 
     def _task(self, index: int, one: GroupPass) -> RingTask:
         job = self._job
@@ -162,7 +173,7 @@ class RingChunk(ChunkTask):
 
     def ended(self, error: Exception | None) -> None:
         if error is not None:
-            self._job.done(self._job.unwanted() or error)
+            self._job.done(self._unwanted() or error)
 
     def is_unwanted(self) -> bool:
         return self._job.unwanted() is not None

@@ -89,7 +89,8 @@ class ChunkLink:
     """Sends a chunk's blocks round the ring; made by `GroupLink.chunk`. An
     `engine.attention.ring.RingLink` for one compute thread.
 
-    `waits` counts the seconds that the thread waited.
+    `waits` counts the seconds that the thread waited; `is_broken`: one of its waits was ended by an
+    abort, so the pass lacks blocks.
     """
 
     def __init__(
@@ -107,6 +108,7 @@ class ChunkLink:
         self.rank = rank
         self.size = len(members)
         self.waits = Waits()
+        self.is_broken = False
         self.index = shares.chunk.index
         self.flow = RingFlow(self.size)
         self.me = members[rank]
@@ -152,6 +154,7 @@ class ChunkLink:
         started_s = time.monotonic()
         came = self._group.history(layer)
         self.waits.history_s += time.monotonic() - started_s
+        self.is_broken |= not came
         return came
 
     def publish(self, layer: int) -> None:
@@ -175,6 +178,7 @@ class ChunkLink:
             )
             came = not self._group.is_aborted
         self.waits.blocks_s += time.monotonic() - started_s
+        self.is_broken |= not came
         return came
 
     def release(self, step: int) -> None:

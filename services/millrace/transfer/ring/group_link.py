@@ -81,6 +81,7 @@ class GroupLink:
         self._gifts: dict[Gift, None] = {}
         self._writes: dict[Future[None], _Block] = {}
         self._aborted = False
+        self.broken_by = ""  # why the link has ended itself; set before its waits end
         self._to_drain: set[str] = set()  # peers that wait for our DRAINED
         self._quarantine: Quarantine | None = None  # set by an abort
         self._wake: Callable[[], object] = lambda: None  # wakes the caller of `close`
@@ -389,9 +390,12 @@ class GroupLink:
 
     def _fail(self, reason: str) -> None:
         """Ends the link with an error of its own."""
-        if not self._aborted:
-            self.abort()
-            self._on_abort(reason)
+        with self.changed:
+            if self._aborted:
+                return
+            self.broken_by = reason
+        self.abort()
+        self._on_abort(reason)
 
     # -- closing
 
