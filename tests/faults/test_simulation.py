@@ -16,6 +16,7 @@ from pathlib import Path
 from unittest.mock import patch
 
 import pytest
+import torch
 
 from millrace.core.request_spec import RequestSpec
 from millrace.core.scheduler.fleet.instances import Instance
@@ -115,6 +116,7 @@ def test_a_run_of_the_real_services_comes_again() -> None:
     first = run(3, services=True)
     assert str(run(3, services=True)) == str(first)
     assert replay(first.setting, first.actions).actions == first.actions
+    assert not torch.is_inference_mode_enabled()  # of the fibers alone, not of the tests' thread
 
 
 def forget_tokens(

@@ -1,7 +1,8 @@
 """Threads of simulated processes: each is a greenlet that runs only when the simulation says so.
 
 `FiberThread` and `FiberCondition` stand in for `threading`'s in the modules whose threads compute.
-A fiber gives the turn back between two operators (`boundary`), and while it waits.
+A fiber gives the turn back between two operators (`boundary`), and while it waits. Torch's
+inference mode is a thread's: each fiber has its own.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Callable
 from queue import Empty
 from typing import Any
 
+import torch
 from greenlet import GreenletExit, getcurrent, greenlet
 
 from support.fleet_sim.processes import Process, current
@@ -23,6 +25,7 @@ class Fiber:
 
     def __init__(self, process: Process, target: Callable[[], object]) -> None:
         self.is_ready = True  # else it waits
+        self._infers = False
         self._greenlet = greenlet(lambda: process.context.copy().run(target))
         process.fibers.append(self)
 
@@ -32,14 +35,17 @@ class Fiber:
 
     def go_on(self) -> None:
         """Gives it the turn, until it gives the turn back."""
-        self._greenlet.switch()
+        with torch.inference_mode(self._infers):
+            self._greenlet.switch()
 
     def give_back(self) -> None:
+        self._infers = torch.is_inference_mode_enabled()
         self._greenlet.parent.switch()
 
     def end(self) -> None:
         """Its process dies."""
-        self._greenlet.throw(GreenletExit)
+        with torch.inference_mode(self._infers):
+            self._greenlet.throw(GreenletExit)
 
     @staticmethod
     def at_work() -> Fiber:
