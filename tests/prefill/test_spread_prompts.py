@@ -12,6 +12,7 @@ import pytest_asyncio
 
 from millrace.core.errors import TransferError
 from millrace.core.incarnation import Incarnation
+from millrace.core.kv.transfer import HandshakeAsk, HandshakeGrant
 from millrace.core.request import Chunk
 from millrace.core.scheduler.commands import KvShard, Member, RunPrefill
 from millrace.prefill.loop import PrefillRole
@@ -123,7 +124,17 @@ async def test_passes_of_spread_prompts_are_reported(fleet: Fleet, chunks, leade
     assert not [kind for kind, _ in other.messages if kind == "prompt_advanced"]
 
 
-async def test_a_shard_that_is_refused_fails_the_prompt_before_token_one(fleet: Fleet) -> None:
+async def test_a_shard_that_is_refused_fails_the_prompt_before_token_one(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other, refusing = fleet.holders[0].manager, fleet.holders[1].manager
+    handshake = refusing.handshake
+
+    async def late(ask: HandshakeAsk, wait_s: float) -> HandshakeGrant:
+        await eventually(lambda: other.num_leases)  # it knows its sender, which gives up then
+        return await handshake(ask, wait_s)
+
+    monkeypatch.setattr(refusing, "handshake", late)
     life = fleet.holders[1].life
     fleet.holders[1].life = life._replace(generation=life.generation + 1)
     await fleet.ask("r", [(500, [0])], (130, 500))

@@ -161,3 +161,35 @@ async def test_an_abort_is_repeated_until_the_receiver_of_a_handshake_has_heard_
     await group.release("r", pages)  # once the lease is over
     assert peer.aborts > 1
     await group.close()
+
+
+async def test_a_sender_that_gives_up_during_its_handshake_fails_the_request_there():
+    group = KvGroup(CONFIG, layout(page_tokens=16), {"a": layout(page_tokens=4, pages=96)})
+    ask = None
+
+    class Caught(LocalPeer):
+        async def handshake(self, asked, *, timeout_s):
+            nonlocal ask
+            ask = asked
+            raise HandshakeRefused("not yet")
+
+    member = group.members["a"]
+    session = await member.manager.open(
+        "r",
+        peer=Caught(group.manager),
+        receiver=RECEIVER,
+        prompt_tokens=40,
+        pages=list(range(10)),
+    )
+    await eventually(lambda: ask is not None)
+    waiting = asyncio.create_task(group.manager.handshake(ask, HANG_S))
+    await asyncio.sleep(0)  # it waits for the request
+    pages = group.admit("r", 40)
+    group.manager.abort(ask.ticket, reason="given up", drained=True)
+    with pytest.raises(HandshakeRefused):
+        await waiting
+    kind, why, *_ = await group.event("r")
+    assert kind == "failed" and "gave the transfer up: given up" in why
+    await session.abort("given up")
+    await group.release("r", pages)
+    await group.close()

@@ -237,13 +237,15 @@ class ReceiveManager:
         """
         if ticket.receiver != self._identity:
             return
-        for asking in self._asking.get(ticket, ()):
-            asking.given_up = True
+        asking = self._asking.get(ticket, ())
+        for one in asking:
+            one.given_up = True
         current = self._active.get(ticket.request_id)
         admissions = [a for a in self._quarantine if a.request_id == ticket.request_id]
         if current is not None:
             admissions.append(current)
-            if current.attempt == ticket.attempt and ticket.sender in current.senders:
+            is_known = ticket.sender in current.senders or bool(asking)
+            if current.attempt == ticket.attempt and is_known:
                 self._fail(current, f"{ticket.sender.id} gave the transfer up: {reason}")
         for admission in admissions if drained else ():
             self._leases.drained(admission, ticket)
