@@ -23,21 +23,6 @@ WEATHER = st.one_of(
 )
 
 
-def happen(world: FleetWorld, event: tuple) -> None:
-    match event:
-        case ("load", pool, load):
-            world.load[pool] = load
-        case ("crash", pool, index):
-            world.crash(pool, index)
-        case ("silence", seconds):
-            world.silent_until_s = world.now_s + seconds
-        case ("template", number):
-            world.service["spec"]["settings"] = {"engine.max_batch": str(number)}
-        case ("revision", number):
-            world.change(revision=f"r{number}")
-    world.tick(stop_after=event[1] if event[0] == "operator dies" else None)
-
-
 def whole(world: FleetWorld) -> None:
     """Checks that each pool has its size, template and revision."""
     for role in ("prefill", "decode"):
@@ -101,7 +86,7 @@ def test_much_weather(seed, weather, on_timeout, surge):
 def live_through(seed: int, weather: list, on_timeout: str, surge: int) -> None:
     world = FleetWorld(Random(seed), on_timeout=on_timeout, surge=surge)
     for event, calm_ticks in weather:
-        happen(world, event)
+        world.happen(event)
         for _ in range(calm_ticks):
             world.tick()
     world.silent_until_s = 0.0
@@ -120,7 +105,7 @@ def test_a_rollout_takes_nothing_from_those_who_ask(seed, sizes, changes):
     world = FleetWorld(Random(seed), mode="External", sizes=sizes)
     world.settle()
     for number, (what, ticks) in enumerate([*changes, ("revision", 400)]):
-        happen(world, (what, number + 10))
+        world.happen((what, number + 10))
         for _ in range(ticks):
             world.tick()
             serving = {role: world.serving(role) for role in ("prefill", "decode")}

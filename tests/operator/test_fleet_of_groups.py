@@ -30,29 +30,12 @@ WEATHERS = (
 )
 
 
-def happen(world: GroupWorld, event: tuple[Any, ...]) -> None:
-    match event:
-        case ("load", pool, load):
-            world.load[pool] = load
-        case ("crash" | "lose_stage" | "evict" as what, pool, index):
-            getattr(world, what)(pool, index)
-        case ("silence", seconds):
-            world.silent_until_s = world.now_s + seconds
-        case ("template", number):
-            world.service["spec"]["settings"] = {"engine.max_batch": str(number)}
-        case ("revision", number):
-            world.change(revision=f"r{number}")
-        case ("kind", lws):
-            world.has_leader_worker_sets = lws  # and the operator starts again
-    world.tick(stop_after=event[1] if event[0] == "operator dies" else None)
-
-
 def live_through(
     seed: int, weather: list[Any], on_timeout: str, surge: int, lws: bool
 ) -> GroupWorld:
     world = GroupWorld(Random(seed), lws=lws, on_timeout=on_timeout, surge=surge)
     for event, calm_ticks in weather:
-        happen(world, event)
+        world.happen(event)
         for _ in range(calm_ticks):
             world.tick()
     world.silent_until_s = 0.0

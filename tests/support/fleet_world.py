@@ -413,5 +413,20 @@ class FleetWorld:
                 return
         raise AssertionError(f"never calm; the last look did {done}")
 
+    def happen(self, event: tuple[Any, ...]) -> None:
+        """Lets an event of the weather happen, and one pass of the operator after it."""
+        match event:
+            case ("load", pool, load):
+                self.load[pool] = load
+            case ("crash", pool, index):
+                self.crash(pool, index)
+            case ("silence", long_s):
+                self.silent_until_s = self.now_s + long_s
+            case ("template", number):
+                self.service["spec"]["settings"] = {"engine.max_batch": str(number)}
+            case ("revision", number):
+                self.change(revision=f"r{number}")
+        self.tick(stop_after=event[1] if event[0] == "operator dies" else None)
+
     def progressing(self, role: str) -> str:
         return by_type(self.pool(role)["status"])["Progressing"]["reason"]

@@ -166,3 +166,11 @@ class GroupWorld(FleetWorld):
 
 def _label(thing: dict[str, Any], name: str) -> str:
     return thing["metadata"].get("labels", {}).get(name, "")
+
+    def happen(self, event: tuple[Any, ...]) -> None:
+        match event:
+            case ("lose_stage" | "evict" as what, pool, index):
+                getattr(self, what)(pool, index)
+            case ("kind", lws):
+                self.has_leader_worker_sets = lws  # and the operator starts again
+        super().happen(event)
