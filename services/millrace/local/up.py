@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import importlib.util
+import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -21,6 +22,7 @@ from millrace.local.first_start import profile_first
 from millrace.local.options import StackOptions
 from millrace.local.scaling import Scaling, autoscaled
 from millrace.local.stack import Stack
+from millrace.local.terminal import lasting
 from millrace.wire.clients.scheduler_client import get_mechanisms
 from millrace.wire.tls import use_tls
 
@@ -29,7 +31,8 @@ CPP_MODULES = ("millrace_kernels._cpu", "millrace.core.scheduler.planning._cdsp"
 
 async def run_until_stopped(options: StackOptions, scaling: Scaling | None = None) -> None:
     """`millrace up`: starts the stack, says how to use it, and stops it at a stop signal."""
-    console = Console(stderr=True)
+    console = Console(file=lasting(sys.stderr))
+    say = partial(print, file=lasting(sys.stdout), flush=True)
     stop = stop_event()
     starting = asyncio.create_task(start_with_progress(options, console))
     stopping = asyncio.create_task(stop.wait())
@@ -48,19 +51,18 @@ async def run_until_stopped(options: StackOptions, scaling: Scaling | None = Non
         for one in await get_mechanisms(stack.scheduler_address):
             console.print(str(one), markup=False, highlight=False, soft_wrap=True)
         names = [name or Path(model).name for model, name in options.models()]
-        print(usage(stack.url, names))
+        say(usage(stack.url, names))
         for address in stack.scheduler_addresses:
-            print(f"Fleet: millrace fleet --scheduler {address}{shown}")
+            say(f"Fleet: millrace fleet --scheduler {address}{shown}")
         for name, port in stack.metrics_ports.items():
-            print(f"Metrics of {name}: http://127.0.0.1:{port}/metrics")
-        print(f"Logs: {stack.directory}. Ctrl-C stops everything.", flush=True)
+            say(f"Metrics of {name}: http://127.0.0.1:{port}/metrics")
+        say(f"Logs: {stack.directory}. Ctrl-C stops everything.")
         async with contextlib.AsyncExitStack() as around:
             if scaling is not None:
                 report = partial(console.print, markup=False, highlight=False)
                 await around.enter_async_context(autoscaled(stack, scaling, report))
             await stop.wait()
-        with contextlib.suppress(OSError):  # after SIGHUP the terminal may be gone
-            console.print("Stopping: running answers finish first.")
+        console.print("Stopping: running answers finish first.")
     finally:
         stopping.cancel()
         await stack.stop()

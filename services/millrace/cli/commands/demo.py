@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import time
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,6 +17,7 @@ from millrace.cli.commands.chat import delta_text, served_model, stream_chat
 from millrace.cli.process import usable_devices
 from millrace.core.config import Config
 from millrace.local.options import StackOptions
+from millrace.local.terminal import lasting
 from millrace.local.up import start_with_progress
 from millrace.telemetry.trace import Waterfall
 
@@ -47,7 +49,7 @@ class Answer:
 
 async def run(model: str) -> None:
     """Runs the demo. Raises MillraceError when the stack does not start or a request fails."""
-    console = Console()
+    console = Console(file=lasting(sys.stdout))
     devices = usable_devices(Config(), "")
     options = StackOptions(model=model, port=0, devices=devices, share_devices=True)
     stack = await start_with_progress(options, console)
