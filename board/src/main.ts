@@ -6,7 +6,7 @@ import { Chart, GUTTER, type Mark, type Row, clock } from "./chart";
 import { DARK, LIGHT, type Pixel, type Theme, hueOf } from "./colors";
 import { Frames } from "./frames";
 import { Levels, levelsAt } from "./levels";
-import { type Actions, type Opened, controls, details, legend, signIn, summary, tables } from "./panels";
+import { type Actions, type Opened, type Served, controls, details, legend, signIn, summary, tables } from "./panels";
 import type { Window } from "./raster";
 import { DECODES, LANDS, type Request, STOPPED } from "./run";
 import {
@@ -20,6 +20,7 @@ import {
   follow,
   readFile,
   readText,
+  servedModels,
   settings,
   waterfall,
 } from "./source";
@@ -45,6 +46,7 @@ class Page implements Actions {
   private readonly frames = new Frames();
   private readonly dark = matchMedia("(prefers-color-scheme: dark)");
   private key = sessionStorage.getItem(KEY) ?? "";
+  private served: Served = { models: [], model: "" };
   private settings: Settings | null = null;
   private readonly opened: Opened = { worst: false, instances: false };
   private why: Explanation | null = null;
@@ -93,8 +95,14 @@ class Page implements Actions {
     this.asksKey = false;
     while (!live.signal.aborted && !this.asksKey) {
       try {
-        this.settings = await settings(this.key);
-        await follow(this.key, AbortSignal.any([live.signal, AbortSignal.timeout(KEPT_MS)]), (lines) => {
+        const models = await servedModels(this.key);
+        const model = models.includes(this.served.model) ? this.served.model : models[0];
+        if (live.signal.aborted) return;
+        this.served = { models, model };
+        const found = await settings(this.key, model);
+        if (live.signal.aborted) return;
+        this.settings = found;
+        await follow(this.key, model, AbortSignal.any([live.signal, AbortSignal.timeout(KEPT_MS)]), (lines) => {
           this.message = "";
           this.board.hear(lines, performance.now());
           this.stale = true;
@@ -113,6 +121,11 @@ class Page implements Actions {
     this.key = key;
     sessionStorage.setItem(KEY, key);
     this.tell("");
+    this.goLive();
+  }
+
+  serve(model: string): void {
+    this.served = { ...this.served, model };
     this.goLive();
   }
 
@@ -145,8 +158,8 @@ class Page implements Actions {
 
   async changeSetting(path: "scheduler" | "improvement-rate", body: object): Promise<void> {
     try {
-      await change(this.key, path, body);
-      this.settings = await settings(this.key);
+      await change(this.key, this.served.model, path, body);
+      this.settings = await settings(this.key, this.served.model);
       this.tell("");
     } catch (error) {
       this.tell(`The setting is as it was: ${(error as Error).message}`);
@@ -262,7 +275,7 @@ class Page implements Actions {
   private panels(now: number): void {
     const { board, theme } = this;
     const moment = board.now(now);
-    render(controls(board, moment, this.settings, this), element("controls"));
+    render(controls(board, moment, this.served, this.settings, this), element("controls"));
     render(signIn(this.message, this.asksKey, this), element("message"));
     const said = summary(board, moment);
     render(html`${said}`, element("summary"));

@@ -12,7 +12,14 @@ export interface Actions {
   openFile(file: File): void;
   signIn(key: string): void;
   explain(id: string): void;
+  serve(model: string): void;
   changeSetting(path: "scheduler" | "improvement-rate", body: object): void;
+}
+
+/** The models of the gateway, and the one whose fleet is shown. */
+export interface Served {
+  models: string[];
+  model: string;
 }
 
 const SPEEDS = [0.25, 1, 4, 16, 64];
@@ -27,7 +34,13 @@ const choice = (label: string, value: string, values: Iterable<string>, pick: (v
 
 const distinct = (values: Iterable<string>): string[] => ["", ...new Set([...values].filter(Boolean))].sort();
 
-export function controls(board: Board, moment: number, settings: Settings | null, actions: Actions): TemplateResult {
+export function controls(
+  board: Board,
+  moment: number,
+  served: Served,
+  settings: Settings | null,
+  actions: Actions,
+): TemplateResult {
   const { run, filter } = board;
   const set = (change: () => void) => () => {
     change();
@@ -35,6 +48,11 @@ export function controls(board: Board, moment: number, settings: Settings | null
   };
   const pick = (name: keyof typeof filter) => (value: string) => set(() => (filter[name] = value))();
   return html`
+    ${
+      board.mode !== "replay" && served.models.length > 1
+        ? choice("Served model", served.model, served.models, (value) => actions.serve(value))
+        : nothing
+    }
     ${board.mode === "replay" ? player(board, moment, set) : nothing}
     ${choice("Class", filter.sloClass, distinct(run.classes), pick("sloClass"))}
     ${choice("Key", filter.tenant, distinct(run.tenants), pick("tenant"))}

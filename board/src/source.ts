@@ -13,6 +13,15 @@ export class Refused extends Error {
 
 const headers = (key: string): HeadersInit => (key ? { authorization: `Bearer ${key}` } : {});
 
+/** Returns the path of a route for one served model; "" means the first. */
+const routeOf = (path: string, model: string): string => `admin/${path}${model && `?model=${encodeURIComponent(model)}`}`;
+
+async function read<Found>(key: string, path: string): Promise<Found> {
+  const answer = await fetch(path, { headers: headers(key) });
+  if (!answer.ok) throw await failure(answer);
+  return answer.json();
+}
+
 async function failure(answer: Response): Promise<Refused> {
   const text = await answer.text();
   try {
@@ -23,11 +32,17 @@ async function failure(answer: Response): Promise<Refused> {
 }
 
 /**
- * Reads the live events until the stream ends; then throws its reason. EventSource sends no key, so
- * the stream is read by fetch.
+ * Reads a model's live events until the stream ends; then throws its reason. EventSource sends no
+ * key, so the stream is read by fetch.
  */
-export async function follow(key: string, signal: AbortSignal, take: (lines: Line[]) => void): Promise<void> {
-  const answer = await fetch("admin/board/events", { headers: headers(key), signal, cache: "no-store" });
+export async function follow(
+  key: string,
+  model: string,
+  signal: AbortSignal,
+  take: (lines: Line[]) => void,
+): Promise<void> {
+  const path = routeOf("board/events", model);
+  const answer = await fetch(path, { headers: headers(key), signal, cache: "no-store" });
   if (!answer.ok || !answer.body) throw await failure(answer);
   const lines = new LineReader();
   let rest = "";
@@ -72,11 +87,8 @@ export interface Explanation {
   helps: { what: string; saves_s: number }[];
 }
 
-export async function explanation(key: string, id: string): Promise<Explanation> {
-  const answer = await fetch(`admin/requests/${encodeURIComponent(id)}`, { headers: headers(key) });
-  if (!answer.ok) throw await failure(answer);
-  return answer.json();
-}
+export const explanation = (key: string, id: string): Promise<Explanation> =>
+  read(key, `admin/requests/${encodeURIComponent(id)}`);
 
 /** Where a request's time went: the fields of `GET /admin/requests/{id}/trace` that the page shows. */
 export interface Waterfall {
@@ -102,14 +114,19 @@ export interface Settings {
   improvement_rate: number;
 }
 
-export async function settings(key: string): Promise<Settings> {
-  const answer = await fetch("admin/scheduler", { headers: headers(key) });
-  if (!answer.ok) throw await failure(answer);
-  return answer.json();
-}
+export const settings = (key: string, model: string): Promise<Settings> => read(key, routeOf("scheduler", model));
 
-export async function change(key: string, path: "scheduler" | "improvement-rate", body: object): Promise<void> {
-  const answer = await fetch(`admin/${path}`, {
+/** Returns the names of the served models, the first model first. */
+export const servedModels = async (key: string): Promise<string[]> =>
+  (await read<{ models: string[] }>(key, "admin/models")).models;
+
+export async function change(
+  key: string,
+  model: string,
+  path: "scheduler" | "improvement-rate",
+  body: object,
+): Promise<void> {
+  const answer = await fetch(routeOf(path, model), {
     method: "PUT",
     headers: { ...headers(key), "content-type": "application/json" },
     body: JSON.stringify(body),

@@ -230,15 +230,18 @@ def test_a_bad_recording_is_said_to_be_bad(browser, tmp_path):
 class Served:
     """A stack of real processes, served in another thread: Playwright's calls block this one."""
 
-    def __init__(self, model: str, *settings: str) -> None:
-        self._model, self._settings = model, settings
+    def __init__(self, *models: str, token: str) -> None:
+        """The first model is named "tiny", the others "model-1" and so on."""
+        self._model = models[0]
+        self._more = [(model, f"model-{number}") for number, model in enumerate(models[1:], 1)]
+        self._settings = [f"proxy.admin_token={token}"]
         self._ready, self._stop = threading.Event(), asyncio.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()))
 
     async def _serve(self) -> None:
         self._loop = asyncio.get_running_loop()
         try:
-            async with live_stack(self._model, settings=self._settings) as stack:
+            async with live_stack(self._model, more=self._more, settings=self._settings) as stack:
                 self.url = stack.url
                 self._ready.set()
                 await self._stop.wait()
@@ -260,7 +263,8 @@ def test_a_live_stack_is_followed_and_its_policy_changed(browser):
 
     from millrace.shipped import SHIPPED_MODEL
 
-    with Served(str(SHIPPED_MODEL), "proxy.admin_token=s3cret") as served:
+    model = str(SHIPPED_MODEL)
+    with Served(model, model, token="s3cret") as served:
         page = browser.new_page()
         page.set_default_timeout(WAIT_MS)
         page.goto(f"{served.url}/board")
@@ -286,4 +290,14 @@ def test_a_live_stack_is_followed_and_its_policy_changed(browser):
         page.locator("#what-if [name=rate]").fill("0.75")
         page.get_by_role("button", name="Change").click()
         page.locator("#summary", has_text="improvement rate 0.75").wait_for()
+        page.get_by_label("Served model").select_option("model-1")
+        page.locator("#summary", has_text="improvement rate 0.30").wait_for()
+        page.locator("#summary", has_text=" 0 first tokens").wait_for()
+        page.locator("#fleet[aria-label^='3 instances']").wait_for()
+        page.locator("#what-if [name=policy]").select_option("edf")
+        page.get_by_role("button", name="Change").click()
+        page.locator("#summary", has_text="policy edf").wait_for()
+        headers = {"authorization": "Bearer s3cret"}
+        answer = httpx.get(f"{served.url}/admin/scheduler?model=tiny", headers=headers)
+        assert answer.json()["policy"] == "fcfs"
         page.close()

@@ -44,6 +44,7 @@ while True:
 async def live_stack(
     model: Path | str,
     *,
+    more: Sequence[tuple[str, str]] = (),
     prefill: int = 2,
     decode: int = 1,
     kvp: int = 0,
@@ -54,12 +55,13 @@ async def live_stack(
     config: Path | None = None,
     record: Path | None = None,
 ) -> AsyncIterator[Stack]:
-    """Starts the stack on free ports. Stopping raises when any process ended with an error. When a
-    test fails, the ends of all logs are printed.
+    """Starts the stack on free ports; `more` are further models with their names. Stopping raises
+    when any process ended with an error. When a test fails, the ends of all logs are printed.
     """
     options = StackOptions(
         model=str(model),
         model_name="tiny",
+        more=more,
         prefill=prefill,
         decode=decode,
         kvp=kvp,

@@ -205,6 +205,7 @@ async def test_metrics_and_the_access_log_name_the_model(tmp_path, caplog):
 
 
 async def test_the_administrator_asks_one_models_scheduler(two):
+    assert (await two.http.get("/admin/models")).json() == {"models": ["small", "large"]}
     assert (await two.http.get("/admin/scheduler?model=huge")).status_code == 404
     wanted = {"policy": "edf"}
     changed = await two.http.put("/admin/scheduler?model=my-large", json=wanted)

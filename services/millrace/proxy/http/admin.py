@@ -152,10 +152,26 @@ IMPROVEMENT_RATE = AdminRoute(
 ROUTES = (POLICY, IMPROVEMENT_RATE)
 
 
+#: The served models, whose names `?model=` takes.
+MODELS_PATH = "/admin/models"
 #: Of one request: why it waits, or waited.
 REQUEST_PATH = "/admin/requests/{id}"
 #: Where the time of one request went.
 TRACE_PATH = REQUEST_PATH + "/trace"
+
+
+class ModelsAdmin:
+    """Answers GET of `MODELS_PATH`."""
+
+    def __init__(self, config: ProxyConfig, names: Callable[[], list[str]]) -> None:
+        self._guard = Guard(config)
+        self._names = names
+
+    async def answer(self, scope: Scope, receive: Receive, send: Send) -> int:
+        """Returns the status that was sent. Raises ApiError before anything was sent."""
+        del receive  # a GET
+        self._guard.check(scope)
+        return await send_document(send, {"models": self._names()})
 
 
 class RequestAdmin:

@@ -16,10 +16,12 @@ from millrace.proxy.http.admin import (
     METHODS,
     REQUEST_PATH,
     ROUTES,
+    ModelsAdmin,
     RequestAdmin,
     SchedulerAdmin,
     TraceAdmin,
 )
+from millrace.proxy.http.admin import MODELS_PATH as ADMIN_MODELS_PATH
 from millrace.proxy.http.admin import TRACE_PATH as ADMIN_TRACE_PATH
 from millrace.proxy.http.anthropic import COUNT_PATH, MESSAGES_PATH, error_body, no_route
 from millrace.proxy.http.asgi import (
@@ -205,11 +207,15 @@ def create_app(services: Services, render_metrics: RenderMetrics) -> FastAPI:
     events = BoardEvents(
         services.config.proxy, services.models.scheduler_of, lambda: services.models.draining
     )
+    of_models = ModelsAdmin(
+        services.config.proxy, lambda: [one.name for one in services.models.listed]
+    )
     of_request = RequestAdmin(services.config.proxy, services.models.schedulers)
     of_trace = TraceAdmin(services.config.proxy, services.waterfalls)
     for path, answer in (
         (PAGE_PATH, show_page),
         (EVENTS_PATH, events.answer),
+        (ADMIN_MODELS_PATH, of_models.answer),
         (REQUEST_PATH, of_request.answer),
         (ADMIN_TRACE_PATH, of_trace.answer),
     ):

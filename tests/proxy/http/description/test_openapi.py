@@ -91,6 +91,7 @@ def test_document_describes_every_route(document):
         "/health",
         "/ready",
         "/metrics",
+        "/admin/models",
         "/admin/scheduler",
         "/admin/improvement-rate",
         "/admin/requests/{id}",

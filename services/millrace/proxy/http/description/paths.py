@@ -83,6 +83,9 @@ def paths_of(classes: Sequence[str]) -> Json:
             ("The share by which a larger SP group must cut the TTFT", "ImprovementRate"),
             ("Change the improvement rate", "ImprovementRateWanted", "ImprovementRateChange"),
         ),
+        admin.MODELS_PATH: {
+            "get": got("The served models", json_of("ServedModels"), admin_errors())
+        },
         **_tenants(),
         PAGE_PATH: {"get": got("The board, a page", {"text/html": {"schema": STRING}})},
         EVENTS_PATH: {

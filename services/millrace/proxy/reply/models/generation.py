@@ -133,6 +133,12 @@ class StoredTenant(TypedDict):
     stored: bool
 
 
+class ServedModels(TypedDict):
+    """The models' own names, the first model first."""
+
+    models: list[str]
+
+
 class PolicyChange(TypedDict):
     """The policy in force, the policy before, and after a change of weights all weights."""
 
@@ -378,6 +384,7 @@ ANSWERS: tuple[Any, ...] = (
     Response,
     ResponseItems,
     SchedulerSettings,
+    ServedModels,
     Status,
     StoredTenant,
     Tenants,
