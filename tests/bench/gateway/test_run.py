@@ -33,3 +33,14 @@ async def test_measures_a_real_proxy_process():
     assert "…" not in shown.get()
     assert "CPU per streamed token, 4 streams, flat out" in shown.get()
     assert "p99 between tokens, 50,000-token prompts" in shown.get()
+
+
+async def test_the_cost_of_traces_is_of_proxies_that_take_turns():
+    report = await run(Settings(requests=40, tracing=True))
+    costs = {cost["traces"]: cost for cost in report["tracing"]}
+    assert list(costs) == ["off, no waterfalls", "off", "default", "all sampled"]
+    assert costs["off"]["ratio"] == 1 and min(cost["cpu_us"] for cost in costs.values()) > 0
+    console = Console(width=80)
+    with console.capture() as shown:
+        print_tables(report, console)
+    assert "CPU per request, traces all sampled" in shown.get()

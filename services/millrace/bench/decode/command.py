@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,8 +24,18 @@ class Settings:
         0, "--threads", min=0, help="Of decode and of the bare engine; 0: half the cores."
     )
     prefill_threads: int = option(0, "--prefill-threads", min=0, help="0: as --threads.")
+    telemetry: bool = option(
+        False,
+        "--telemetry",
+        help="Compare stacks with all telemetry on and off instead.",
+    )
     dtype: str = option("bfloat16", "--dtype", read=read_dtype, help="float32 or bfloat16.")
     model: Mapping[str, Any] = field(default_factory=lambda: LLAMA_100M)
+
+    @property
+    def compute_threads(self) -> int:
+        """Returns the threads of the decode instance."""
+        return self.threads or max(1, len(os.sched_getaffinity(0)) // 2)
 
 
 command = made(

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Mapping
 from typing import Any
 
 from rich.console import Console
+from rich.table import Table
 
 from millrace.tables import table
 
@@ -13,6 +15,9 @@ from millrace.tables import table
 def print_tables(report: Mapping[str, Any], console: Console) -> None:
     """Prints a row per round: both rates, their ratio, and the stack's costs."""
     settings = report["settings"]
+    if "telemetry" in report:
+        console.print(_telemetry(report))
+        return
     rows = [
         one
         | (one["costs"] or {})
@@ -37,3 +42,28 @@ def print_tables(report: Mapping[str, Any], console: Console) -> None:
     )
     made.columns[-1].justify, made.columns[-1].no_wrap = "left", False
     console.print(made)
+
+
+def _telemetry(report: Mapping[str, Any]) -> Table:
+    names = {
+        "prompt_tokens_per_s": "prompt tokens/s",
+        "decode_tokens_per_s": "decoded tokens/s",
+        "instances_cpu_s": "CPU s of the instances",
+        "others_cpu_s": "CPU s of gateway, scheduler and client",
+    }
+    turns = report["telemetry"]
+    rows = [
+        {"name": name, "ratio": report["ratios"][key]}
+        | {side: statistics.median(turn[key] for turn in turns[side]) for side in turns}
+        for key, name in names.items()
+    ]
+    settings = report["settings"]
+    return table(
+        f"telemetry, {settings['batch']} x {settings['prompt_tokens']} tokens of context, "
+        f"{settings['rounds']} rounds",
+        "median of a round | on | off | on / off",
+        "{name} | {on:.2f} | {off:.2f} | {ratio:.3f}",
+        rows,
+        left=1,
+        caption=f"{report['trace_bytes'] / 1e6:.1f} MB of traces",
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -51,11 +52,12 @@ def length_for(warm_up: Sequence[Sequence[tuple[float, int]]], steps: int) -> in
     warm_up: (time, tokens) of each event of short answers, by stream.
     """
     begun = [events[0][0] for events in warm_up]
-    step_s = [
+    # The median: the tokens of a short answer may reach the client all at once.
+    step_s = statistics.median(
         (events[-1][0] - events[0][0]) / max(1, sum(tokens for _, tokens in events) - 1)
         for events in warm_up
-    ]
-    behind = math.ceil(_SPARE * (max(begun) - min(begun)) / max(_LEAST_STEP_S, min(step_s)))
+    )
+    behind = math.ceil(_SPARE * (max(begun) - min(begun)) / max(_LEAST_STEP_S, step_s))
     return steps + behind
 
 

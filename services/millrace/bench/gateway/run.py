@@ -42,7 +42,7 @@ GOAL_P99_GROWS_MS = 5.0
 LONG_STREAMS = 16
 
 _WARM_UP_REQUESTS = 200
-_TURNS = 12
+_TURN_REQUESTS = 300  # short: the machine's speed changes from second to second
 _TRACED_AT_ONCE = 32
 #: What the instances report of a short prompt.
 _BARS = tuple(
@@ -246,11 +246,12 @@ async def _tracing(settings: Settings, prompt: str, announce: Announce) -> list[
         for bench in benches.values():
             await bench.wait_ready()
             await bench.requests(_TRACED_AT_ONCE, _WARM_UP_REQUESTS)
-        for turn in range(_TURNS):
-            announce(f"traces, turn {turn + 1} of {_TURNS}")
+        turns = max(1, settings.requests // _TURN_REQUESTS)
+        for turn in range(turns):
+            announce(f"traces, turn {turn + 1} of {turns}")
             first = turn % len(benches)  # none is always first
             for name, bench in [*benches.items()][first:] + [*benches.items()][:first]:
-                cost = await bench.requests(_TRACED_AT_ONCE, settings.requests // _TURNS)
+                cost = await bench.requests(_TRACED_AT_ONCE, settings.requests // turns)
                 costs.setdefault(name, []).append(cost.cpu_us)
     off = costs["off"]
     return [
