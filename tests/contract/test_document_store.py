@@ -10,7 +10,7 @@ from redis.asyncio import Redis
 from millrace.core.config import StoreConfig
 from millrace.state.documents import Change, Document, DocumentStore, MemoryDocuments
 from millrace.state.open import open_documents
-from support.stores import chosen_redis, private_redis
+from support.stores import chosen_redis, patient, private_redis
 
 
 @pytest.fixture(params=["memory", "redis", "cluster"])
@@ -21,7 +21,7 @@ async def store(request: pytest.FixtureRequest) -> AsyncIterator[DocumentStore]:
         await opened.close()
         return
     async with chosen_redis(request, "proxy") as url:
-        opened = open_documents(StoreConfig(url=url))
+        opened = open_documents(patient(url))
         yield opened
         await opened.close()
 
@@ -101,7 +101,7 @@ async def test_a_document_in_memory_expires_with_its_events() -> None:
 
 async def test_redis_expires_a_document_and_its_events_together() -> None:
     async with private_redis() as url:
-        store = open_documents(StoreConfig(url=url))
+        store = open_documents(patient(url))
         await create(store, Change(body=b"one", lease_s=60.0), ttl_s=60.0)
         assert await store.update("d", Change(body=b"two", events=[b"0"]))
         async with Redis.from_url(url) as client:

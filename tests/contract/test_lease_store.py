@@ -11,7 +11,7 @@ from millrace.state.leases import LeaseStore, MemoryLeases
 from millrace.state.open import open_leases
 from millrace.state.redis.leases import RedisLeases
 from millrace.state.store import StoreError
-from support.stores import chosen_redis
+from support.stores import chosen_redis, patient
 
 
 class Clock:
@@ -33,7 +33,7 @@ async def store(request: pytest.FixtureRequest, clock: Clock) -> AsyncIterator[L
         yield MemoryLeases(clock=clock)
         return
     async with chosen_redis(request, "scheduler") as url:
-        leases = RedisLeases(StoreConfig(url=url), clock=clock)
+        leases = RedisLeases(patient(url), clock=clock)
         yield leases
         await leases.close()
 

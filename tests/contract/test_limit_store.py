@@ -16,7 +16,7 @@ from millrace.state.limits import AccountCharge, LimitStore, MemoryLimits, Verdi
 from millrace.state.open import open_limits
 from millrace.state.redis.limits import RedisLimits
 from millrace.state.store import StoreError
-from support.stores import chosen_redis, private_redis
+from support.stores import chosen_redis, patient, private_redis
 
 NOON_S = 20_000 * DAY_MS / 1000 + 43_200
 LEASE_MS = 30_000
@@ -37,7 +37,7 @@ def clock() -> Clock:
 
 @asynccontextmanager
 async def opened(url: str, clock: Clock) -> AsyncIterator[LimitStore]:
-    store = RedisLimits(StoreConfig(url=url), clock=clock)
+    store = RedisLimits(patient(url), clock=clock)
     yield store
     await store.close()
 
@@ -219,7 +219,7 @@ async def test_large_limits_stay_exact(clock):
 
 async def test_redis_keeps_an_account_for_two_idle_days_and_times_by_its_own_clock():
     async with private_redis("proxy") as url:
-        store = open_limits(StoreConfig(url=url))
+        store = open_limits(patient(url))
         wanted = account(Limits(requests_per_minute=10, concurrency=5))
         assert (await admit(store, "a", wanted)).admitted
         async with Redis.from_url(url) as client:

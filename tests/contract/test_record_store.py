@@ -9,7 +9,7 @@ import pytest
 from millrace.core.config import StoreConfig
 from millrace.state.open import open_deadlines, open_records
 from millrace.state.records import Deadlines, MemoryRecords, Record, RecordStore
-from support.stores import chosen_redis
+from support.stores import chosen_redis, patient
 
 
 @pytest.fixture(params=["memory", "redis", "cluster"])
@@ -18,7 +18,7 @@ async def config(request: pytest.FixtureRequest) -> AsyncIterator[StoreConfig]:
         yield StoreConfig()
         return
     async with chosen_redis(request, "proxy") as url:
-        yield StoreConfig(url=url)
+        yield patient(url)
 
 
 @pytest.fixture

@@ -10,7 +10,6 @@ from contextlib import AsyncExitStack
 import numpy as np
 import pytest
 
-from millrace.core.config import StoreConfig
 from millrace.state.open import open_store
 from millrace.state.store import (
     JournalEntry,
@@ -20,7 +19,7 @@ from millrace.state.store import (
     StoreError,
 )
 from support.deadlines import HANG_S
-from support.stores import chosen_redis
+from support.stores import chosen_redis, patient
 
 IDS = np.array([0, 1, 2**31 - 1, 7, 128_000], dtype=np.int32)
 
@@ -36,7 +35,7 @@ async def opener(request: pytest.FixtureRequest) -> AsyncIterator[Opener]:
             url = await stack.enter_async_context(chosen_redis(request, "proxy"))
 
         def open_one(**settings: float | str) -> RequestStore:
-            store = open_store(StoreConfig(url=url, **settings))
+            store = open_store(patient(url, **settings))
             stack.push_async_callback(store.close)
             return store
 

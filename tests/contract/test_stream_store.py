@@ -19,7 +19,7 @@ from millrace.state.streams import (
     new_fence,
     owner_number,
 )
-from support.stores import chosen_redis
+from support.stores import chosen_redis, patient
 
 LONG = Lease(held_s=60.0, wanted_s=60.0)
 OVER = Lease(held_s=0.0, wanted_s=60.0)
@@ -33,7 +33,7 @@ async def store(request: pytest.FixtureRequest) -> AsyncIterator[StreamStore]:
         await opened.close()
         return
     async with chosen_redis(request, "proxy") as url:
-        opened = open_streams(StoreConfig(url=url))
+        opened = open_streams(patient(url))
         yield opened
         await opened.close()
 

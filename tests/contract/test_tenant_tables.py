@@ -10,7 +10,7 @@ from millrace.core.config import StoreConfig
 from millrace.state.open import open_tenant_tables
 from millrace.state.store import StoreError
 from millrace.state.tenant_tables import TenantTables
-from support.stores import chosen_redis
+from support.stores import chosen_redis, patient
 
 
 @pytest.fixture(params=["memory", "redis", "cluster"])
@@ -21,7 +21,7 @@ async def tables(request: pytest.FixtureRequest) -> AsyncIterator[TenantTables]:
         await opened.close()
         return
     async with chosen_redis(request, "proxy") as url:
-        opened = open_tenant_tables(StoreConfig(url=url))
+        opened = open_tenant_tables(patient(url))
         yield opened
         await opened.close()
 

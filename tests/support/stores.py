@@ -56,6 +56,11 @@ async def chosen_redis(request: pytest.FixtureRequest, service: str) -> AsyncIte
         yield url
 
 
+def patient(url: str, **settings: float | str) -> StoreConfig:
+    """Returns the settings of a store whose server may be as slow as the machine."""
+    return StoreConfig(**{"url": url, "timeout_s": HANG_S, **settings})
+
+
 async def add_users(client: Redis) -> None:
     """Makes the user of every service, by a client that may do so."""
     for service in RIGHTS:
