@@ -234,6 +234,13 @@ def take(count=None, **settings):
     return list(itertools.islice(plan(WorkloadOptions(**settings)), count))
 
 
+def test_a_trace_without_rows_has_no_requests():
+    """Of a low rate none may come in time; a workload without a trace never ends."""
+    assert list(plan(WorkloadOptions(trace=[]))) == []
+    assert list(plan(WorkloadOptions(trace=[], rate_rps=3.0))) == []
+    assert len(list(itertools.islice(plan(WorkloadOptions()), 7))) == 7
+
+
 def test_a_timed_trace_is_replayed_scaled_and_cut():
     found = take(trace=TRACE, rate_scale=2.0, max_input_tokens=15, max_output_tokens=22)
     assert [r.arrival_s for r in found] == [i / 2 for i in range(10)]

@@ -34,6 +34,7 @@ from millrace.sim.workload.workload import SloClass, WorkloadOptions
 #: The share of first tokens in time at a rate that a stack sustains.
 GOAL = 0.9
 REFUSED = "http 429"
+_LEAST_REQUESTS = 10  # of a rate, on average: nine of ten must be in time
 _SAMPLE_S = 0.5
 _MIB = 1 << 20
 
@@ -108,12 +109,13 @@ async def _sweep(
     """Serves rising rates, up to the first one that the stack does not sustain."""
     found: list[Swept] = []
     for load in settings.loads:
-        announce(f"{load * capacity_rps:.2f} requests a second for {settings.sweep_s:.0f} s")
-        phase = Phase(name="default", load=load, seconds=settings.sweep_s)
+        seconds = max(settings.sweep_s, _LEAST_REQUESTS / (load * capacity_rps))
+        announce(f"{load * capacity_rps:.2f} requests a second for {seconds:.0f} s")
+        phase = Phase(name="default", load=load, seconds=seconds)
         records = await _send(stack, settings, [phase], capacity_rps, slo)
         met = [record.meets_ttft(slo) for record in records]
         share = statistics.fmean(met) if met else 1.0
-        goodput_rps = sum(met) / settings.sweep_s
+        goodput_rps = sum(met) / seconds
         rate_rps = load * capacity_rps
         found.append(Swept(load=load, rate_rps=rate_rps, goodput_rps=goodput_rps, attainment=share))
         if share < GOAL:
@@ -139,7 +141,9 @@ async def _phases(
     """Serves the three phases; returns the requests, and the services' memory over time."""
     samples: list[dict[str, Any]] = []
     async with beside(_sample(stack, time.monotonic(), samples)):
+        ends = asyncio.create_task(asyncio.sleep(sum(one.seconds for one in settings.phases)))
         records = await _send(stack, settings, settings.phases, sustained_rps, slo)
+        await ends  # few requests may end before
     return records, samples
 
 

@@ -71,12 +71,12 @@ class WorkloadOptions:
     """How to draw a workload. Without `rate_rps`, arrivals are the trace's, or left open; with it
     they are Poisson, or have `gaps` in units of the mean gap.
 
-    Rows come from `trace`, or one by one from `draw_row`. A row's class is the class of `classes`
-    with its name. If that has no objectives, or there is none, the row's own objectives count; rows
-    without a name draw their class by weight.
+    Rows come from `trace`, or one by one from `draw_row`; an empty trace has no requests. A row's
+    class is the class of `classes` with its name. If that has no objectives, or there is none, the
+    row's own objectives count; rows without a name draw their class by weight.
     """
 
-    trace: Sequence[TraceRow] = ()
+    trace: Sequence[TraceRow] | None = None
     draw_row: RowDraw | None = None
     rate_rps: float | None = None
     gaps: Gaps | None = None
@@ -186,8 +186,10 @@ def _row_source(options: WorkloadOptions, rng: random.Random) -> Iterator[TraceR
     draw = options.draw_row
     while draw is not None:
         yield draw(rng)
-    if not options.trace:
+    if options.trace is None:
         yield from itertools.repeat(TraceRow(arrival_s=None, input_tokens=1, output_tokens=1))
+    if not options.trace:
+        return
     timed = options.trace[0].arrival_s is not None
     if timed and options.rate_rps is None and not options.open_arrivals:
         yield from options.trace
