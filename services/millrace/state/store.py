@@ -57,7 +57,9 @@ class JournalEntry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JournalPart:
-    """Tokens of a journal, int32 [tokens], and the place where the next read begins."""
+    """Tokens of a journal, int32 [tokens], and the place where the next read begins. No tokens and
+    place 0: the journal was lost and written again.
+    """
 
     token_ids: npt.NDArray[np.int32]
     place: int
@@ -130,7 +132,8 @@ class RequestStore(Protocol):
     ) -> JournalPart:
         """Returns the tokens after the first `known` tokens; reads from `place` on.
 
-        `place` is 0, or comes from the read that found the last of the `known` tokens.
+        `place` is 0, or comes from the read that found the last of the `known` tokens. A read at
+        another place finds nothing, and the next one begins at 0.
         """
 
     async def get(self, request_id: str) -> RequestRecord | None:

@@ -28,6 +28,7 @@ from millrace.proxy.models.served_model import ServedModel
 from millrace.proxy.reply.reply import EventReply
 from millrace.proxy.streams.lives import StreamLives
 from millrace.proxy.streams.replay import Replays, is_left_over, rebuilt
+from millrace.proxy.streams.rewriting import Rewriting
 from millrace.proxy.streams.source import (
     StreamSource,
     StreamState,
@@ -65,6 +66,9 @@ CLOSE_S = 2.0
 #: The journal may lack so many of an answer's last tokens while the store answers.
 MOST_LAST_TOKENS = 4096
 
+#: An owner that lives notices within this time that the store has lost a stream, and restores it.
+RESTORED_S = 3 * RENEW_S
+
 _AWAY = "The store of streams does not answer."
 
 
@@ -96,6 +100,8 @@ class OwnedStream:
         self._ended = asyncio.Event()
         self._writing = asyncio.Lock()  # of what the store has of the stream
         self._written = False  # the store has the end, and with it the last state
+        self._rewriting = Rewriting(streams.requests)
+        self._lives_until_s = time.monotonic() + streams.lives.ttl_s
         self.request.on_recorded = self._recorded
 
     @property
@@ -183,7 +189,7 @@ class OwnedStream:
             log.warning("stream %s is continued by another replica", self.stream_id)
             self._streams.count("fenced")
             self._cut_off(_fenced_off())
-        elif hold is Hold.UNWANTED or (hold is Hold.GONE and not self.attached):
+        elif hold in (Hold.UNWANTED, Hold.GONE):
             self._streams.count("expired")
             self._gateway.leave(self.request, "expired")
             expired = ApiError(410, "No client has read the stream for too long.", code="expired")
@@ -207,23 +213,32 @@ class OwnedStream:
                 return Hold.HELD
             body = self.state.encoded()
             hold = await self._streams.store.renew(self.stream_id, self._fence, body, lease)
-            if hold is Hold.GONE and self.attached and held_s:
-                hold = await self._restore(body, lease)
+            if hold is Hold.GONE and (self.attached or time.monotonic() < self._lives_until_s):
+                hold = await self._restore(body, held_s)
+            elif hold is Hold.HELD:
+                await self._rewriting.follow(self.request)
         if hold is not Hold.LOST:
             self._streams.waterfalls.note(self.stream_id, self.request)
         return hold
 
-    async def _restore(self, body: bytes, lease: Lease) -> Hold:
-        """Records the stream again, which the store has lost with its data; unless a replica has
-        recorded another one of its id since."""
+    async def _restore(self, body: bytes, held_s: float) -> Hold:
+        """Records the stream again, which the store has lost with its data, and its request before
+        it; unless a replica has recorded another stream of its id since.
+
+        It was wanted at the renewal before: its client has the whole grace time to come back.
+        """
         streams = self._streams
+        progress, final = self.reply.progress, None
+        if progress.finished:
+            final = RequestState.FINISHED if progress.error is None else RequestState.FAILED
+        await self._rewriting.begin(self.request, final)
         try:
             await streams.store.create(
                 self.stream_id,
                 tenant=self._tenant,
                 source=self._source,
                 body=body,
-                lease=lease,
+                lease=Lease(held_s=held_s, wanted_s=streams.lives.grace_s),
                 ttl_s=streams.lives.ttl_s,
                 fence=self._fence,
             )
@@ -247,8 +262,12 @@ class OwnedStream:
         store, body = self._streams.store, state.encoded()
         try:
             await self._streams.complete_journal(self._incarnation, self.request)
+            finish = partial(store.finish, self.stream_id, self._fence, body, ttl_s)
             async with self._writing:
-                self._written = await store.finish(self.stream_id, self._fence, body, ttl_s)
+                self._written = await finish()
+            if not self._written and await self._renew(LEASE_S) is Hold.HELD:  # it was lost
+                async with self._writing:
+                    self._written = await finish()
             if self._written:
                 await self._streams.release(self._incarnation)
             else:
@@ -282,7 +301,7 @@ class OwnedStreams:
         self._limiter = limiter
         self._models = models
         self.lives = lives
-        self._requests = requests
+        self.requests = requests
         self._replays = replays
         self._counter = metrics.streams
         self._leftovers = Leftovers()
@@ -372,11 +391,11 @@ class OwnedStreams:
         first = max(request.completion_tokens - MOST_LAST_TOKENS, 0)
         if tokens := request.emitted_after(first):
             entry = JournalEntry(request_id=incarnation, choice=0, start=first, token_ids=tokens)
-            await self._requests.append_tokens([entry])
+            await self.requests.append_tokens([entry])
 
     async def release(self, incarnation: str) -> None:
         """Releases the record of an ended stream's request. Raises StoreError."""
-        await self._requests.release(incarnation)
+        await self.requests.release(incarnation)
 
     async def adopt_if_lost(self, stream_id: str, record: StreamRecord) -> bool:
         """Continues a stream whose owner has died, unless another replica is faster. Returns False
@@ -387,7 +406,7 @@ class OwnedStreams:
         left_s = 0.0 if record.lost else LEASE_S - QUIET_S
         if record.final or record.left_s > left_s:
             return False
-        if not record.lost and not await is_left_over(self._replays, self._requests, record):
+        if not record.lost and not await is_left_over(self._replays, self.requests, record):
             return False
         await self._adopt(stream_id, record, left_s)
         return True
@@ -408,7 +427,7 @@ class OwnedStreams:
         if latest is None or latest.fence != fence:
             return
         state = read_state(latest.body)
-        replay = await rebuilt(self._replays, self._requests, source, state)
+        replay = await rebuilt(self._replays, self.requests, source, state)
         if replay is None:
             error = ApiError(500, "The stream's request is lost.", code="failed")
             body = StreamState(incarnation=state.incarnation, error=error_document(error))
@@ -425,8 +444,8 @@ class OwnedStreams:
             *(replay.reply, state.incarnation, gateway),
         )
         if replay.finished:
-            await self._requests.finish(state.incarnation, RequestState.FINISHED.value)
-            await self._requests.release(state.incarnation)
+            await self.requests.finish(state.incarnation, RequestState.FINISHED.value)
+            await self.requests.release(state.incarnation)
         else:
             log.info("stream %s is adopted after %d tokens", stream_id, replay.token_count)
             replay.request.fixed_cached_tokens = state.cached_tokens

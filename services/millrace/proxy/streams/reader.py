@@ -13,7 +13,7 @@ from collections.abc import AsyncGenerator
 from millrace.proxy.errors import ApiError, unavailable
 from millrace.proxy.reply.event_numbers import EventId
 from millrace.proxy.streams.apis import APIS
-from millrace.proxy.streams.owner import OwnedStreams
+from millrace.proxy.streams.owner import RESTORED_S, OwnedStreams
 from millrace.proxy.streams.replay import Diverged, Replay, Replays
 from millrace.proxy.streams.source import error_of, read_source, read_state
 from millrace.state.store import RequestStore, StoreError
@@ -52,6 +52,7 @@ class StreamReader:
         self._replay: Replay | None = None
         self._read = self._place = 0
         self._final_since: float | None = None
+        self._found_at = time.monotonic()
 
     async def parts(self) -> AsyncGenerator[bytes, None]:
         """Yields the events as they come, and empty bytes whenever there is none."""
@@ -113,7 +114,10 @@ class StreamReader:
         if record is None and self._state.cached_tokens is None:
             raise unavailable("The request was refused before its first token.")
         if record is None:
-            raise ApiError(410, "The stream has expired.", code="expired")
+            if now - self._found_at > RESTORED_S:
+                raise ApiError(410, "The stream has expired.", code="expired")
+            return
+        self._found_at = now
         if await self._owned.adopt_if_lost(self._id, record):
             record = await self._owned.store.get(self._id) or record
         elif not record.final:

@@ -14,7 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
+
+from millrace.state.store import JournalPart
 
 ID_DTYPE = np.dtype("<i4")
 _HEAD = 3  # numbers of a frame before its ids
@@ -43,18 +44,27 @@ def journal_frame(choice: int, start: int, token_ids: Sequence[int]) -> bytes:
     return np.array([choice, start, len(token_ids), *token_ids], dtype=ID_DTYPE).tobytes()
 
 
-def journal_tokens(journal: bytes, choice: int, known: int = 0) -> npt.NDArray[np.int32]:
-    """Returns the ids of `choice` after its first `known` ids, in order; int32 [tokens].
+def journal_part(journal: bytes, choice: int, *, known: int, place: int) -> JournalPart:
+    """Reads a journal's bytes from `place` on. Returns the ids of `choice` after its first `known`
+    ids, up to a missing frame, and the place of the frame that has the last one.
 
-    `journal` begins at a frame. The result ends where a frame is missing.
+    That frame must be at a `place` that is not 0. If it is not, the journal was lost and written
+    again: no ids, and place 0.
     """
     numbers = np.frombuffer(journal, dtype=ID_DTYPE)
+    if place and not _ends_at(numbers[:_HEAD].tolist(), choice, known):
+        return JournalPart(token_ids=np.empty(0, dtype=np.int32), place=0)
     found = [np.empty(0, dtype=np.int32)]
-    position = 0
+    position, last = 0, place
     while position < numbers.size:
-        of_choice, start, count = numbers[position : position + _HEAD].tolist()
+        frame = position
+        of_choice, start, count = numbers[frame : frame + _HEAD].tolist()
         position += _HEAD + count
         if of_choice == choice and start <= known < start + count:
             found.append(numbers[position - (start + count - known) : position].astype(np.int32))
-            known = start + count
-    return np.concatenate(found)
+            known, last = start + count, place + frame * ID_DTYPE.itemsize
+    return JournalPart(token_ids=np.concatenate(found), place=last)
+
+
+def _ends_at(head: list[int], choice: int, known: int) -> bool:
+    return len(head) == _HEAD and (head[0], head[1] + head[2]) == (choice, known)

@@ -14,7 +14,7 @@ from redis.asyncio import Redis
 
 from millrace.core.config import StoreConfig
 from millrace.core.request import RequestState
-from millrace.state.redis.keys import ID_DTYPE, journal_frame, journal_tokens, request_keys
+from millrace.state.redis.keys import ID_DTYPE, journal_frame, journal_part, request_keys
 from millrace.state.redis.link import RedisLink, as_bytes
 from millrace.state.redis.scripts import Script, ScriptCall
 from millrace.state.store import (
@@ -164,8 +164,7 @@ class RedisStore:
         found = as_bytes(
             await self._link.again(key, lambda client: client.getrange(key, place, -1))
         )
-        ids = journal_tokens(found, choice, known)
-        return JournalPart(token_ids=ids, place=place + len(found))
+        return journal_part(found, choice, known=known, place=place)
 
     async def get(self, request_id: str) -> RequestRecord | None:
         key = request_keys(self._prefix, request_id).record

@@ -716,8 +716,7 @@ async def test_a_stream_that_the_store_has_lost_is_recorded_again(replicas, stor
     async with one.http.stream("POST", path, json=body_of(fields), headers=named) as response:
         lines = event_lines(response)
         await first_event(lines)
-        async with Redis.from_url(store_url) as client:
-            await client.flushdb()
+        await lose(store_url)
         await eventually(lambda: Hold.GONE in renewals and renewals[-1] is Hold.HELD)
         assert metric(one)["restored"] == 1.0
         again = await other.http.post(path, json=body_of(fields), headers=named)
@@ -725,6 +724,112 @@ async def test_a_stream_that_the_store_has_lost_is_recorded_again(replicas, stor
         hold.set()
         assert [line async for line in lines if line][-1] == "data: [DONE]"
     assert renewals.count(Hold.GONE) == 1
+
+
+async def lose(store_url):
+    """Restarts Redis without its data, as far as its clients can tell."""
+    async with Redis.from_url(store_url) as client:
+        await client.flushdb()
+
+
+@pytest.mark.parametrize("at", [0, 1])
+async def test_a_client_that_was_away_has_a_stream_that_the_store_has_lost(
+    replicas, store_url, monkeypatch, at
+):
+    """It comes back before the owner has noticed the loss."""
+    monkeypatch.setattr(owner, "RENEW_S", 0.3)
+    hold = asyncio.Event()
+    decode = Decode(replicas[0], Script(reply=REPLY, hold=hold, hold_after=6))
+    path, fields = KINDS[1]
+    stream_id, found = await cut(replicas[0], path, fields, 3)
+    await decode.at_hold.wait()
+    await lose(store_url)
+    coming = asyncio.create_task(resumed(replicas[at], stream_id, found[-1][0]))
+    await eventually(lambda: metric(replicas[0]).get("restored") == 1.0)
+    hold.set()
+    rest = events_of(await coming)
+    _, undisturbed = await whole(replicas[0], path, fields)
+    assert contents(found + rest) == contents(undisturbed)
+    assert not replicas[0].fleet.cancels and not replicas[1].fleet.specs
+
+
+async def test_a_reader_elsewhere_reads_on_when_the_store_has_lost_the_stream(
+    replicas, store_url, monkeypatch
+):
+    monkeypatch.setattr(owner, "RENEW_S", 0.02)
+    monkeypatch.setattr(reader, "CHECK_S", 0.02)
+    one, other = replicas
+    hold = asyncio.Event()
+    Decode(one, Script(reply=REPLY, hold=hold, hold_after=6))
+    path, fields = KINDS[1]
+    stream_id, found = await cut(one, path, fields, 1)
+    url = f"/v1/requests/{stream_id}/stream"
+    async with other.http.stream("GET", url, headers={"last-event-id": found[0][0]}) as response:
+        lines = event_lines(response)
+        read = [line async for line in until_event(lines, 4)]
+        await lose(store_url)
+        await eventually(lambda: metric(one).get("restored") == 1.0)
+        hold.set()
+        read += [line async for line in lines]
+    rest = events_of("\n".join([*read, ""]))
+    _, undisturbed = await whole(one, path, fields)
+    assert contents(found + rest) == contents(undisturbed)
+
+
+async def until_event(lines, number):
+    """Yields the lines up to the end of the event with this number."""
+    seen = False
+    async for line in lines:
+        yield line
+        seen = seen or line.startswith(f"id: {number}-")
+        if seen and not line:
+            return
+
+
+async def test_another_replica_adopts_a_stream_that_the_store_had_lost(
+    replicas, store_url, monkeypatch
+):
+    """It finds the prompt and the tokens of before the loss, and generates the rest."""
+    monkeypatch.setattr(owner, "RENEW_S", 0.02)
+    one, other = replicas
+    Decode(one, Script(reply=REPLY, hold=asyncio.Event(), hold_after=6))
+    Decode(other, Script(reply=REPLY))
+    path, fields = KINDS[1]
+    stream_id, found = await cut(one, path, fields, 3)
+    await has_tokens(one, 6)
+    await lose(store_url)
+    await eventually(lambda: metric(one).get("restored") == 1.0)
+    await one.proxy.stop()
+    rest = events_of(await resumed(other, stream_id, found[-1][0]))
+    assert metric(other)["adopted"] == 1.0 and other.fleet.specs[0].resumed_tokens == 6
+    _, undisturbed = await whole(other, path, fields)
+    assert contents(found + rest) == contents(undisturbed)
+
+
+async def test_a_stream_whose_end_finds_the_store_without_it_can_be_read(
+    replicas, store_url, monkeypatch
+):
+    """The stream is over before its next renewal."""
+
+    async def keep(stream):
+        pass
+
+    monkeypatch.setattr(owner, "RENEW_S", 0.02)
+    monkeypatch.setattr(owner.OwnedStream, "keep", keep)
+    one, other = replicas
+    hold = asyncio.Event()
+    decode = Decode(one, Script(reply=REPLY, hold=hold, hold_after=6))
+    path, fields = KINDS[1]
+    stream_id, found = await cut(one, path, fields, 3)
+    await decode.at_hold.wait()
+    await lose(store_url)
+    hold.set()
+    await eventually(lambda: metric(one).get("restored") == 1.0)
+    rest = events_of(await resumed(other, stream_id, found[-1][0]))
+    await finished(store_url, stream_id)
+    assert await other.state_of(stream_id) == "finished"
+    _, undisturbed = await whole(one, path, fields)
+    assert contents(found + rest) == contents(undisturbed)
 
 
 async def test_of_two_streams_of_one_id_the_recorded_one_goes_on(replicas, store_url, monkeypatch):
@@ -738,8 +843,7 @@ async def test_of_two_streams_of_one_id_the_recorded_one_goes_on(replicas, store
     async with one.http.stream("POST", path, json=body_of(fields), headers=named) as first:
         lines = event_lines(first)
         await first_event(lines)
-        async with Redis.from_url(store_url) as client:
-            await client.flushdb()
+        await lose(store_url)
         posting = asyncio.create_task(other.http.post(path, json=body_of(fields), headers=named))
         await eventually(lambda: metric(other).get("started") == 1.0)
         rest = [line async for line in lines if line]
@@ -848,8 +952,7 @@ async def test_an_id_is_taken_while_its_stream_is_generated_though_the_store_has
     named, body = {**RESUMABLE, "x-millrace-request-id": "mine"}, body_of(KINDS[0][1])
     posting = asyncio.create_task(one.http.post(CHAT, json=body, headers=named))
     await decode.at_hold.wait()
-    async with Redis.from_url(store_url) as client:
-        await client.flushdb()
+    await lose(store_url)
     one.fleet.move(one.fleet.specs[0])
     await eventually(lambda: len(one.fleet.specs) == 2)
     again = await one.http.post(CHAT, json=body, headers=named)

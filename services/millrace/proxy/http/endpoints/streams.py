@@ -20,7 +20,7 @@ from millrace.proxy.reply.event_numbers import EventId, EventNumbers, read_event
 from millrace.proxy.reply.reply import EventReply, GeneratingReply
 from millrace.proxy.request.options import Options
 from millrace.proxy.streams.apis import APIS
-from millrace.proxy.streams.owner import OwnedStream, OwnedStreams
+from millrace.proxy.streams.owner import RESTORED_S, OwnedStream, OwnedStreams
 from millrace.proxy.streams.reader import StreamReader
 from millrace.proxy.streams.replay import Replays
 from millrace.proxy.streams.source import (
@@ -34,6 +34,8 @@ from millrace.state.streams import StreamRecord
 
 STREAM_PATH = "/v1/requests/{request_id}/stream"
 LAST_EVENT_HEADER = "last-event-id"
+#: How often a stream is looked for that the store does not have.
+_LOOK_S = 0.1
 
 
 def wants_resumable(scope: Scope, config: ProxyConfig) -> bool:
@@ -173,19 +175,23 @@ class ResumeEndpoint:
     async def answer(self, scope: Scope, receive: Receive, send: Send) -> int:
         """Returns the status that was sent. Raises ApiError before anything was sent."""
         after = _last_event(scope)
-        stream_id, record = await self._find(scope)
+        stream_id, record = await self._find(scope, is_known=after is not None)
         reader = StreamReader(self._owned, self._requests, self._replays, stream_id, record, after)
         self._owned.count("resumed")
         client = Client(receive, send, stream_id)
         return await send_parts(client, reader.parts(), self._keepalive_s)
 
-    async def _find(self, scope: Scope) -> tuple[str, StreamRecord]:
+    async def _find(self, scope: Scope, *, is_known: bool) -> tuple[str, StreamRecord]:
+        """`is_known`: the client has events of the stream, which the store may have lost."""
         tenant, request_id = self._tenants.of(scope), scope["path_params"]["request_id"]
+        looks = round(RESTORED_S / _LOOK_S) if is_known else 1
         try:
-            for stream_id in candidates(tenant, request_id):
-                record = await self._owned.store.get(stream_id)
-                if record is not None and record.tenant == tenant:
-                    return stream_id, record
+            for look in range(looks):
+                await asyncio.sleep(_LOOK_S if look else 0)
+                for stream_id in candidates(tenant, request_id):
+                    record = await self._owned.store.get(stream_id)
+                    if record is not None and record.tenant == tenant:
+                        return stream_id, record
         except StoreError as error:
             raise unavailable("The store of streams does not answer.") from error
         message = f"No resumable stream with id {shown(request_id)}."
