@@ -32,6 +32,7 @@ from millrace.proxy.models.models import Models
 from millrace.proxy.responses import StoredResponses
 from millrace.proxy.streams.latest_records import LatestRecords
 from millrace.proxy.streams.lives import StreamLives
+from millrace.proxy.streams.owned_stream import Shared
 from millrace.proxy.streams.owner import OwnedStreams
 from millrace.proxy.streams.replay import Replays
 from millrace.proxy.tenancy.limiter import Limiter
@@ -257,9 +258,8 @@ def _services(
     )
     limiter = Limiter(open_limits(config.store), metrics.tenants)
     store = stores.requests
-    streams = OwnedStreams(
-        stores.streams, store, models, replays, metrics, lives, limiter, of_streams
-    )
+    shared = Shared(stores.streams, store, lives, of_streams, metrics.streams)
+    streams = OwnedStreams(shared, models, replays, limiter)
     tenants = Tenants(config, metrics.tenants)
     stored = None
     if config.auth.stored_keys == "on":

@@ -27,6 +27,7 @@ from millrace.proxy.reply.builder import Arrival
 from millrace.proxy.request.options import Limits
 from millrace.proxy.request.validation import Bodies
 from millrace.proxy.streams.lives import StreamLives
+from millrace.proxy.streams.owned_stream import Shared
 from millrace.proxy.streams.owner import OwnedStreams
 from millrace.proxy.streams.replay import Replays
 from millrace.proxy.tenancy.limiter import Limiter
@@ -42,9 +43,9 @@ API = "completions"
 
 #: Shorter than the services' own, as the leases of the other parts are.
 TIMES_S = {
-    "millrace.proxy.streams.owner.RENEW_S": 0.2,
-    "millrace.proxy.streams.owner.LEASE_S": 1.0,
-    "millrace.proxy.streams.owner.QUIET_S": 0.4,
+    "millrace.proxy.streams.lives.RENEW_S": 0.2,
+    "millrace.proxy.streams.lives.LEASE_S": 1.0,
+    "millrace.proxy.streams.lives.QUIET_S": 0.4,
     "millrace.proxy.streams.reader.CHECK_S": 0.1,
 }
 
@@ -261,16 +262,14 @@ class ProxyStreams:
         models: Any = OneModel(self._model)
         replays = Replays(models)
         limiter = Limiter(nothing, nothing)
-        self.owned = OwnedStreams(
+        shared = Shared(
             StoreLink(store, "streams", process),
             records,
-            models,
-            replays,
-            nothing,
             StreamLives(grace_s=GRACE_S, ttl_s=3600.0, finished_ttl_s=60.0),
-            limiter,
             StreamWaterfalls(nothing, None),
+            nothing,
         )
+        self.owned = OwnedStreams(shared, models, replays, limiter)
         services: Any = SimpleNamespace(config=config, limiter=limiter, traces=NOTHING)
         runs = Runs(services, self._model)
         self._sender = ResumableSender(self.owned, self._model, config.proxy, runs, API)

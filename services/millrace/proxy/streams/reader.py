@@ -13,7 +13,8 @@ from collections.abc import AsyncGenerator
 from millrace.proxy.errors import ApiError, unavailable
 from millrace.proxy.reply.event_numbers import EventId
 from millrace.proxy.streams.apis import APIS
-from millrace.proxy.streams.owner import RESTORED_S, OwnedStreams
+from millrace.proxy.streams.lives import RESTORED_S
+from millrace.proxy.streams.owner import OwnedStreams
 from millrace.proxy.streams.replay import Diverged, Replay, Replays
 from millrace.proxy.streams.source import error_of, read_source, read_state
 from millrace.state.store import RequestStore, StoreError
@@ -73,7 +74,7 @@ class StreamReader:
                     yield b""
                     await asyncio.sleep(POLL_S)
         except Diverged:
-            self._owned.count("diverged")
+            self._owned.shared.count("diverged")
             message = "The stream can't be resumed: its answer is another one now."
             yield self._failure(ApiError(500, message, code="diverged"))
         except ApiError as error:
@@ -110,7 +111,7 @@ class StreamReader:
 
     async def _check(self, now: float) -> None:
         """Looks at the stream's record; adopts a lost stream."""
-        record = await self._owned.store.get(self._id)
+        record = await self._owned.shared.store.get(self._id)
         if record is None and self._state.cached_tokens is None:
             raise unavailable("The request was refused before its first token.")
         if record is None:
@@ -119,9 +120,9 @@ class StreamReader:
             return
         self._found_at = now
         if await self._owned.adopt_if_lost(self._id, record):
-            record = await self._owned.store.get(self._id) or record
+            record = await self._owned.shared.store.get(self._id) or record
         elif not record.final:
-            await self._owned.store.want(self._id, self._owned.lives.grace_s)
+            await self._owned.shared.store.want(self._id, self._owned.shared.lives.grace_s)
         state = read_state(record.body)
         if state.incarnation != self._state.incarnation:  # its journal has all tokens again
             self._read = self._place = 0

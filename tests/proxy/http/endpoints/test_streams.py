@@ -17,7 +17,7 @@ from millrace.core.scheduler.explanation.explain import Explanation
 from millrace.core.span import Span
 from millrace.event_lines import event_lines
 from millrace.proxy.http.endpoints import requests
-from millrace.proxy.streams import owner, reader
+from millrace.proxy.streams import lives, owned_stream, reader
 from millrace.state.redis.streams import RedisStreams
 from millrace.state.store import JournalEntry, StoreError
 from millrace.state.streams import Hold, MemoryStreams
@@ -121,8 +121,8 @@ def spied(monkeypatch, store, name):
 @pytest.fixture
 def short_leases(monkeypatch):
     """Owners never renew: their streams are lost at once."""
-    monkeypatch.setattr(owner, "LEASE_S", 0.0)
-    monkeypatch.setattr(owner, "RENEW_S", HANG_S)
+    monkeypatch.setattr(lives, "LEASE_S", 0.0)
+    monkeypatch.setattr(lives, "RENEW_S", HANG_S)
 
 
 def body_of(fields):
@@ -272,7 +272,7 @@ async def test_another_replica_adopts_a_lost_stream(
     stream_id, found = await cut(one, path, fields, sent)
     await lost.at_hold.wait()
     await one.proxy.store.finish(stream_id, "cancelled")  # by the scheduler: the replica is dead
-    monkeypatch.setattr(owner, "RENEW_S", 0.02)  # for the other one
+    monkeypatch.setattr(lives, "RENEW_S", 0.02)  # for the other one
     rest = events_of(await resumed(other, stream_id, found[-1][0]))
     assert contents(found + rest) == contents(undisturbed)
     spec = other.fleet.specs[-1]
@@ -295,9 +295,9 @@ async def test_a_replica_whose_request_has_ended_has_died_before_its_lease_lapse
     """The scheduler cancels the requests of a proxy whose connection ends. Decode may have finished
     one before. No event of the stream has reached its client.
     """
-    monkeypatch.setattr(owner, "RENEW_S", HANG_S)
-    monkeypatch.setattr(owner, "LEASE_S", 10 * HANG_S)
-    monkeypatch.setattr(owner, "QUIET_S", 0.0)
+    monkeypatch.setattr(lives, "RENEW_S", HANG_S)
+    monkeypatch.setattr(lives, "LEASE_S", 10 * HANG_S)
+    monkeypatch.setattr(lives, "QUIET_S", 0.0)
     one, other = replicas
     path, fields = KINDS[0]
     hold = asyncio.Event()
@@ -337,7 +337,7 @@ async def test_the_tokens_that_a_finished_request_has_not_journalled_come_again(
     stream_id, found = await cut(one, *KINDS[0], 3)
     await lost.at_hold.wait()
     await one.proxy.store.finish(stream_id, ended)
-    monkeypatch.setattr(owner, "RENEW_S", 0.02)  # for the other one
+    monkeypatch.setattr(lives, "RENEW_S", 0.02)  # for the other one
     Decode(other, Script(reply=REPLY))
     text = await resumed(other, stream_id, found[-1][0])
     if ended == "failed":
@@ -372,8 +372,8 @@ async def test_who_waits_for_a_stream_that_is_refused_may_send_the_request_again
 async def test_the_replica_that_adopts_a_stream_settles_its_limits(
     tmp_path, store_url, monkeypatch
 ):
-    monkeypatch.setattr(owner, "LEASE_S", 0.0)
-    monkeypatch.setattr(owner, "RENEW_S", 0.02)
+    monkeypatch.setattr(lives, "LEASE_S", 0.0)
+    monkeypatch.setattr(lives, "RENEW_S", 0.02)
     async with two_limited(tmp_path, store_url, tokens_per_day=1000, concurrency=1) as replicas:
         one, other = replicas
         for stack in replicas:
@@ -514,8 +514,8 @@ async def trace_at(stack, stream_id):
 @pytest.fixture
 def leases_that_lapse(monkeypatch):
     """Every stream is lost at once, and its owner soon hears of it."""
-    monkeypatch.setattr(owner, "LEASE_S", 0.0)
-    monkeypatch.setattr(owner, "RENEW_S", 0.02)
+    monkeypatch.setattr(lives, "LEASE_S", 0.0)
+    monkeypatch.setattr(lives, "RENEW_S", 0.02)
 
 
 async def test_an_adopted_stream_has_the_waterfall_of_both_replicas(
@@ -600,8 +600,8 @@ async def other_explained(replicas, stream_id):
 async def test_a_replica_that_is_cut_off_ends_its_work(replicas, monkeypatch):
     """It learns of the adoption when it renews its lease: it sends no end and changes nothing."""
     one, other = replicas
-    monkeypatch.setattr(owner, "RENEW_S", HANG_S)
-    monkeypatch.setattr(owner, "LEASE_S", 0.0)
+    monkeypatch.setattr(lives, "RENEW_S", HANG_S)
+    monkeypatch.setattr(lives, "LEASE_S", 0.0)
     hold = asyncio.Event()
     Decode(one, Script(reply=REPLY, hold=hold, hold_after=5))
     Decode(other, Script(reply=REPLY))
@@ -676,7 +676,7 @@ async def test_an_id_of_another_stream_is_no_place_to_resume_from(stack, kind):
 
 
 async def test_without_a_client_a_stream_is_cancelled_after_the_grace_time(tmp_path, monkeypatch):
-    monkeypatch.setattr(owner, "RENEW_S", 0.02)
+    monkeypatch.setattr(lives, "RENEW_S", 0.02)
     monkeypatch.setattr(reader, "LAST_TOKENS_S", 0.0)
     async with gateway(tmp_path, "proxy.resume_grace_s=0.1") as stack:
         Decode(stack, Script(reply=REPLY, hold=asyncio.Event(), hold_after=4))
@@ -706,7 +706,7 @@ async def test_a_reader_keeps_a_stream_wanted(stack, monkeypatch):
 
 async def test_a_stream_that_the_store_has_lost_is_recorded_again(replicas, store_url, monkeypatch):
     """As after a restart of Redis without its data: the client has its stream, and no other may."""
-    monkeypatch.setattr(owner, "RENEW_S", 0.02)
+    monkeypatch.setattr(lives, "RENEW_S", 0.02)
     renewals = spied(monkeypatch, RedisStreams, "renew")
     one, other = replicas
     hold = asyncio.Event()
@@ -737,7 +737,7 @@ async def test_a_client_that_was_away_has_a_stream_that_the_store_has_lost(
     replicas, store_url, monkeypatch, at
 ):
     """It comes back before the owner has noticed the loss."""
-    monkeypatch.setattr(owner, "RENEW_S", 0.3)
+    monkeypatch.setattr(lives, "RENEW_S", 0.3)
     hold = asyncio.Event()
     decode = Decode(replicas[0], Script(reply=REPLY, hold=hold, hold_after=6))
     path, fields = KINDS[1]
@@ -756,7 +756,7 @@ async def test_a_client_that_was_away_has_a_stream_that_the_store_has_lost(
 async def test_a_reader_elsewhere_reads_on_when_the_store_has_lost_the_stream(
     replicas, store_url, monkeypatch
 ):
-    monkeypatch.setattr(owner, "RENEW_S", 0.02)
+    monkeypatch.setattr(lives, "RENEW_S", 0.02)
     monkeypatch.setattr(reader, "CHECK_S", 0.02)
     one, other = replicas
     hold = asyncio.Event()
@@ -790,7 +790,7 @@ async def test_another_replica_adopts_a_stream_that_the_store_had_lost(
     replicas, store_url, monkeypatch
 ):
     """It finds the prompt and the tokens of before the loss, and generates the rest."""
-    monkeypatch.setattr(owner, "RENEW_S", 0.02)
+    monkeypatch.setattr(lives, "RENEW_S", 0.02)
     one, other = replicas
     Decode(one, Script(reply=REPLY, hold=asyncio.Event(), hold_after=6))
     Decode(other, Script(reply=REPLY))
@@ -814,8 +814,8 @@ async def test_a_stream_whose_end_finds_the_store_without_it_can_be_read(
     async def keep(stream):
         pass
 
-    monkeypatch.setattr(owner, "RENEW_S", 0.02)
-    monkeypatch.setattr(owner.OwnedStream, "keep", keep)
+    monkeypatch.setattr(lives, "RENEW_S", 0.02)
+    monkeypatch.setattr(owned_stream.OwnedStream, "keep", keep)
     one, other = replicas
     hold = asyncio.Event()
     decode = Decode(one, Script(reply=REPLY, hold=hold, hold_after=6))

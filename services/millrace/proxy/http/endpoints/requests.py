@@ -29,7 +29,7 @@ class RequestEndpoints:
         self._schedulers = services.models.schedulers
         self._tenants = services.tenants
         self._waterfalls = services.waterfalls
-        self._states = RequestStates(services.models, services.store, services.streams.store)
+        self._states = RequestStates(services.models, services.store, services.streams.shared.store)
 
     async def show(self, scope: Scope, receive: Receive, send: Send) -> int:
         """Returns the status that was sent. Raises ApiError before anything was sent."""

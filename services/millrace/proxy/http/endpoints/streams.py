@@ -20,7 +20,9 @@ from millrace.proxy.reply.event_numbers import EventId, EventNumbers, read_event
 from millrace.proxy.reply.reply import EventReply, GeneratingReply
 from millrace.proxy.request.options import Options
 from millrace.proxy.streams.apis import APIS
-from millrace.proxy.streams.owner import RESTORED_S, OwnedStream, OwnedStreams
+from millrace.proxy.streams.lives import RESTORED_S
+from millrace.proxy.streams.owned_stream import OwnedStream
+from millrace.proxy.streams.owner import OwnedStreams
 from millrace.proxy.streams.reader import StreamReader
 from millrace.proxy.streams.replay import Replays
 from millrace.proxy.streams.source import (
@@ -177,7 +179,7 @@ class ResumeEndpoint:
         after = _last_event(scope)
         stream_id, record = await self._find(scope, is_known=after is not None)
         reader = StreamReader(self._owned, self._requests, self._replays, stream_id, record, after)
-        self._owned.count("resumed")
+        self._owned.shared.count("resumed")
         client = Client(receive, send, stream_id)
         return await send_parts(client, reader.parts(), self._keepalive_s)
 
@@ -189,7 +191,7 @@ class ResumeEndpoint:
             for look in range(looks):
                 await asyncio.sleep(_LOOK_S if look else 0)
                 for stream_id in candidates(tenant, request_id):
-                    record = await self._owned.store.get(stream_id)
+                    record = await self._owned.shared.store.get(stream_id)
                     if record is not None and record.tenant == tenant:
                         return stream_id, record
         except StoreError as error:
