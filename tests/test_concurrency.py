@@ -15,11 +15,11 @@ import pytest
 import uvloop
 
 from millrace.concurrency import (
+    Patience,
     all_or_first_error,
     beside,
     cancel,
     interruptible,
-    patience,
     stop_event,
     stop_signals,
     until_one_ends,
@@ -226,9 +226,9 @@ def test_a_child_leaves_the_terminal_to_its_parent() -> None:
 async def test_patience_ends() -> None:
     forever = asyncio.Event()
     with pytest.raises(TimeoutError):
-        async with patience(0.01):
+        async with Patience(0.01):
             await forever.wait()
-    async with patience(0.01):
+    async with Patience(0.01):
         pass
     await asyncio.sleep(0.02)  # the limit of a block that has ended harms nobody
 
@@ -241,7 +241,7 @@ def test_patience_lets_no_time_pass_in_which_this_process_did_not_run(new_loop) 
         near, far = socket.socketpair()
         with near:
             reader, writer = await asyncio.open_connection(sock=far)
-            async with patience(0.2):
+            async with Patience(0.2):
                 reading = asyncio.ensure_future(reader.readexactly(1))
                 await asyncio.sleep(0)
                 for _ in range(10):

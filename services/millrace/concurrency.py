@@ -6,13 +6,14 @@ import asyncio
 import signal
 from collections.abc import AsyncIterator, Coroutine, Iterable, Iterator
 from contextlib import asynccontextmanager, contextmanager
+from types import TracebackType
 from typing import Any, Final, TypeVar
 
 #: SIGHUP comes when the terminal is closed, or its connection is lost.
 _STOP_SIGNALS: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 #: What a terminal sends to all processes of a command.
 _TERMINAL_SIGNALS: Final = (signal.SIGINT, signal.SIGHUP)
-_STEPS: Final = 4  # of a `patience`
+_STEPS: Final = 4  # of a `Patience`
 
 Result = TypeVar("Result")
 
@@ -60,38 +61,43 @@ async def beside(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
         task.result()
 
 
-@asynccontextmanager
-async def patience(limit_s: float) -> AsyncIterator[None]:
+class Patience:
     """Gives the block `limit_s` seconds in which this process runs, and raises TimeoutError then.
 
     The limit passes in steps, and a step that is over late does not count: where the process was
     stopped or busy, the block gets what others have sent it meanwhile before time goes on.
     """
-    async with asyncio.timeout(None) as scope:
-        steps = _Steps(scope, limit_s / _STEPS)
-        try:
-            yield
-        finally:
-            steps.timer.cancel()
 
+    __slots__ = ("_due_s", "_left", "_loop", "_scope", "_step_s", "_timer")
 
-class _Steps:
-    """Ends a scope after _STEPS steps that were not over late."""
-
-    def __init__(self, scope: asyncio.Timeout, step_s: float) -> None:
-        self._scope = scope
-        self._step_s = step_s
+    def __init__(self, limit_s: float) -> None:
+        self._scope = asyncio.timeout(None)
+        self._step_s = limit_s / _STEPS
         self._left = _STEPS
         self._loop = asyncio.get_running_loop()
-        self._due_s = self._loop.time() + step_s
-        self.timer = self._loop.call_at(self._due_s, self._over)
+
+    async def __aenter__(self) -> None:
+        await self._scope.__aenter__()
+        self._start(self._loop.time())
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._timer.cancel()
+        await self._scope.__aexit__(kind, error, trace)
+
+    def _start(self, now_s: float) -> None:
+        self._due_s = now_s + self._step_s
+        self._timer = self._loop.call_at(self._due_s, self._over)
 
     def _over(self) -> None:
         now_s = self._loop.time()
         self._left -= now_s - self._due_s < self._step_s
         if self._left:
-            self._due_s = now_s + self._step_s
-            self.timer = self._loop.call_at(self._due_s, self._over)
+            self._start(now_s)
         else:
             self._scope.reschedule(now_s)
 

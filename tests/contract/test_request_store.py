@@ -233,7 +233,7 @@ async def test_nothing_brings_a_deleted_request_back(store: RequestStore) -> Non
     assert not await store.delete("a")
     await store.set_states([StateUpdate(request_id="a", state="decoding", decode_id="decode-1")])
     await store.append_tokens([entry("a", 0, 2)])
-    await store.finish("a", "finished")
+    await store.finish({"a": "finished"})
     assert await store.get("a") is None
     assert (await store.journal("a", 0)).size == 0
     with pytest.raises(StoreError):
@@ -245,9 +245,9 @@ async def test_nothing_brings_a_deleted_request_back(store: RequestStore) -> Non
 async def test_finish_keeps_the_record_and_drops_the_prompt(store: RequestStore) -> None:
     await store.create("a", spec=b"s", prompt_ids=IDS)
     await store.append_tokens([entry("a", 0, 1)])
-    await store.finish("a", "cancelled")
+    await store.finish({"a": "cancelled"})
     await store.append_tokens([entry("a", 0, 2, start=1)])
-    await store.finish("a", "finished")
+    await store.finish({"a": "finished"})
     await store.set_states([StateUpdate(request_id="a", state="decoding")])
     record = await store.get("a")
     assert record is not None and (record.state, record.spec) == ("cancelled", b"s")
@@ -256,13 +256,22 @@ async def test_finish_keeps_the_record_and_drops_the_prompt(store: RequestStore)
         await store.prompt_ids("a")
 
 
+async def test_several_requests_finish_together(store: RequestStore) -> None:
+    await store.create("a", spec=b"", prompt_ids=IDS)
+    await store.create("b", spec=b"", prompt_ids=IDS, kept=True)
+    await store.finish({"a": "finished", "unknown": "finished", "b": "cancelled"})
+    found = [await store.get(one) for one in ("a", "b", "unknown")]
+    assert [one and one.state for one in found] == ["finished", "cancelled", None]
+    assert (await store.prompt_ids("b")).tolist() == IDS.tolist()
+
+
 async def test_a_kept_request_keeps_its_prompt_until_it_is_released(store: RequestStore) -> None:
     await store.create("a", spec=b"s", prompt_ids=IDS, kept=True)
     await store.append_tokens([entry("a", 0, 1)])
-    await store.finish("a", "cancelled")
+    await store.finish({"a": "cancelled"})
     await store.set_states([StateUpdate(request_id="a", state="decoding")])
     np.testing.assert_array_equal(await store.prompt_ids("a"), IDS)
-    await store.finish("a", "finished")
+    await store.finish({"a": "finished"})
     await store.release("a")
     record = await store.get("a")
     assert record is not None and record.state == "cancelled"
@@ -275,7 +284,7 @@ async def test_a_kept_request_keeps_its_prompt_until_it_is_released(store: Reque
 async def test_a_kept_request_lives_on_after_its_end(opener: Opener) -> None:
     store = opener(finished_ttl_s=0)
     await store.create("a", spec=b"", prompt_ids=IDS, kept=True)
-    await store.finish("a", "cancelled")
+    await store.finish({"a": "cancelled"})
     assert await store.get("a") is not None
     await store.release("a")
     assert await store.get("a") is None
@@ -288,7 +297,7 @@ async def test_finished_requests_expire_soon(opener: Opener) -> None:
     await store.create("a", spec=b"", prompt_ids=IDS)
     await store.append_tokens([entry("a", 0, 1)])
     began_s = time.monotonic()
-    await store.finish("a", "finished")
+    await store.finish({"a": "finished"})
     assert await store.get("a") is not None or time.monotonic() - began_s > 0.2
     await asyncio.sleep(0.3)
     await store.append_tokens([entry("a", 0, 2)])
@@ -301,7 +310,7 @@ async def test_without_a_life_after_the_end_finish_deletes(opener: Opener) -> No
     store = opener(finished_ttl_s=0)
     await store.create("a", spec=b"", prompt_ids=IDS)
     await store.append_tokens([entry("a", 0, 1)])
-    await store.finish("a", "finished")
+    await store.finish({"a": "finished"})
     assert await store.get("a") is None
     assert (await store.journal("a", 0)).size == 0
 
@@ -336,7 +345,7 @@ async def test_many_callers_at_once(store: RequestStore) -> None:
         assert (await store.journal(request_id, 0)).tolist() == [
             number for token in range(5) for number in (i, token)
         ]
-        await (store.finish(request_id, "finished") if i % 2 else store.delete(request_id))
+        await (store.finish({request_id: "finished"}) if i % 2 else store.delete(request_id))
 
     async with asyncio.timeout(HANG_S):
         await asyncio.gather(*(live(i) for i in range(200)))

@@ -14,7 +14,7 @@ async def test_expired_requests_take_no_memory() -> None:
     for i in range(100):
         await store.create(f"r{i}", spec=b"", prompt_ids=np.arange(3, dtype=np.int32))
     for i in range(50):
-        await store.finish(f"r{i}", "finished")
+        await store.finish({f"r{i}": "finished"})
     now_s = 1.0
     await store.create("x", spec=b"", prompt_ids=np.arange(3, dtype=np.int32))
     assert len(store) == 51

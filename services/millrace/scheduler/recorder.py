@@ -17,8 +17,6 @@ from millrace.state.store import RequestStore, StateUpdate, StoreError
 log = logging.getLogger(__name__)
 
 MAX_BUFFERED = 65_536
-#: Ends that are written concurrently; each write is its own round trip.
-FINISHES_AT_ONCE = 64
 RETRY = Backoff(0.1, 5.0)
 
 
@@ -98,10 +96,9 @@ class Recorder:
         ]
         if updates:
             await self._store.set_states(updates)
-        ends = [r for r in batch.values() if r.state.is_final]
-        for start in range(0, len(ends), FINISHES_AT_ONCE):
-            some = ends[start : start + FINISHES_AT_ONCE]
-            await asyncio.gather(*(self._store.finish(r.request_id, r.state.value) for r in some))
+        ends = {r.request_id: r.state.value for r in batch.values() if r.state.is_final}
+        if ends:
+            await self._store.finish(ends)
 
     def _keep(self, batch: dict[str, Record]) -> None:
         """Puts back a batch that was not written; newer states of the same requests stay."""

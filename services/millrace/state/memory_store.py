@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -130,13 +130,14 @@ class MemoryStore:
             kv_tokens=entry.kv_tokens,
         )
 
-    async def finish(self, request_id: str, state: str) -> None:
-        entry = self._find(request_id)
-        if entry is None or entry.final:
-            return
-        entry.state, entry.final = state, True
-        if not entry.kept:
-            await self.release(request_id)
+    async def finish(self, states: Mapping[str, str]) -> None:
+        for request_id, state in states.items():
+            entry = self._find(request_id)
+            if entry is None or entry.final:
+                continue
+            entry.state, entry.final = state, True
+            if not entry.kept:
+                await self.release(request_id)
 
     async def release(self, request_id: str) -> None:
         entry = self._find(request_id)

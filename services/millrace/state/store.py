@@ -8,7 +8,7 @@ Request ids are printable ASCII without spaces and braces.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -139,8 +139,9 @@ class RequestStore(Protocol):
     async def get(self, request_id: str) -> RequestRecord | None:
         """Returns the request's record, or None when it is deleted or expired."""
 
-    async def finish(self, request_id: str, state: str) -> None:
-        """Sets the final state, removes the prompt and keeps the rest for `finished_ttl_s` more.
+    async def finish(self, states: Mapping[str, str]) -> None:
+        """Sets the final states of requests in one round trip, by id; removes their prompts and
+        keeps the rest for `finished_ttl_s` more.
 
         The first final state stays. A `finished_ttl_s` of 0 deletes at once. A kept request keeps
         its prompt and its lifetime.

@@ -122,7 +122,7 @@ async def test_every_service_does_its_part(url: str) -> None:
         entry = JournalEntry(request_id="a", choice=0, start=0, token_ids=[1, 2])
         await decode.append_tokens([entry])
         assert (await proxy.journal("a", 0)).tolist() == [1, 2]
-        await scheduler.finish("a", "finished")
+        await scheduler.finish({"a": "finished"})
         await of_scheduler.release("scheduler", epoch=lease.epoch)
     tools, writer = (StoreConfig(url=as_service(url, one)) for one in ("tools", "scheduler"))
     written, read = RedisOutcomes(writer, "g"), RedisOutcomes(tools, "g")

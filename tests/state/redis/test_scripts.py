@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 from redis.asyncio import Redis
-from redis.asyncio.client import Pipeline
+from redis.asyncio.connection import AbstractConnection
 from redis.exceptions import RedisError, ResponseError
 
 from millrace.state.redis import scripts
@@ -39,13 +39,15 @@ def append(text: bytes) -> ScriptCall:
 def round_trips(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Notes the number of calls of each round trip from now on."""
     trips: list[int] = []
-    execute = Pipeline.execute
+    send = AbstractConnection.send_packed_command
 
-    async def counted(pipe: Pipeline, **options: bool) -> list[int | Exception]:
-        trips.append(len(pipe))
-        return await execute(pipe, **options)
+    async def counted(connection: AbstractConnection, pieces: list[bytes], **options: bool) -> None:
+        calls = b"".join(pieces).count(b"EVALSHA")
+        if calls:
+            trips.append(calls)
+        await send(connection, pieces, **options)
 
-    monkeypatch.setattr(Pipeline, "execute", counted)
+    monkeypatch.setattr(AbstractConnection, "send_packed_command", counted)
     return trips
 
 

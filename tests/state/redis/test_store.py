@@ -56,7 +56,7 @@ async def test_every_key_has_a_lifetime_and_one_hash_slot(url: str) -> None:
         stem = "mill:request:{a}"
         assert life.keys() == {stem, f"{stem}:prompt", f"{stem}:journal"}
         assert all(90_000 < ms <= 100_000 for ms in life.values())
-        await store.finish("a", "finished")
+        await store.finish({"a": "finished"})
         life = await lifetimes_ms(client)
         assert life.keys() == {stem, f"{stem}:journal"}
         assert all(9_000 < ms <= 10_000 for ms in life.values())
@@ -72,7 +72,7 @@ async def test_late_news_of_a_deleted_request_leaves_no_key(url: str) -> None:
         await store.delete("a")
         await store.set_states([StateUpdate(request_id="a", state="decoding", decode_id="d")])
         await store.append_tokens([tokens("a")])
-        await store.finish("a", "finished")
+        await store.finish({"a": "finished"})
         assert await client.dbsize() == 0
     await store.close()
 
@@ -224,7 +224,7 @@ async def test_errors_name_the_url_and_never_the_password() -> None:
         store.set_states([StateUpdate(request_id="a", state="decoding")]),
         store.prompt_ids("a"),
         store.journal("a", 0),
-        store.finish("a", "finished"),
+        store.finish({"a": "finished"}),
         store.delete("a"),
     ):
         with pytest.raises(StoreError, match=r"^request store redis://127\.0\.0\.1:1/0: ") as info:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine, Mapping
+from collections.abc import Coroutine, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -26,7 +26,9 @@ class Records:
 
     def __init__(self, store: RequestStore) -> None:
         self._store = store
-        self._endings: list[tuple[str, str, bool]] = []  # the last: whether to release it
+        #: The final states that are not written yet, by id, and the requests to release after them.
+        self._endings: dict[str, str] = {}
+        self._releases: list[str] = []
         self._background: set[asyncio.Task[None]] = set()
         self._leftovers = Leftovers()
 
@@ -67,7 +69,9 @@ class Records:
         """Writes the final state within ENDINGS_INTERVAL_S, and may release a kept request."""
         if not self._endings:
             asyncio.get_running_loop().call_later(ENDINGS_INTERVAL_S, self._write_endings)
-        self._endings.append((request_id, state, release))
+        self._endings.setdefault(request_id, state)
+        if release:
+            self._releases.append(request_id)
 
     def delete(self, stored: Mapping[str, EncodedSpec]) -> None:
         """Removes what the store has, or may get, of a request's incarnations, whose specs are
@@ -90,13 +94,13 @@ class Records:
         await self._leftovers.close(timeout_s)
 
     def _write_endings(self) -> None:
-        endings, self._endings = self._endings, []
-        for request_id, state, release in endings:
-            self.spawn(self._end(request_id, state, release=release))
+        if self._endings:
+            self.spawn(self._end(self._endings, self._releases))
+            self._endings, self._releases = {}, []
 
-    async def _end(self, request_id: str, state: str, *, release: bool) -> None:
-        await self._store.finish(request_id, state)
-        if release:
+    async def _end(self, states: Mapping[str, str], releases: Sequence[str]) -> None:
+        await self._store.finish(states)
+        for request_id in releases:
             await self._store.release(request_id)
 
 

@@ -179,7 +179,7 @@ class OwnedStreams:
             *(replay.reply, state.incarnation, gateway),
         )
         if replay.finished:
-            await self.shared.requests.finish(state.incarnation, RequestState.FINISHED.value)
+            await self.shared.requests.finish({state.incarnation: RequestState.FINISHED.value})
             await self.shared.requests.release(state.incarnation)
         else:
             log.info("stream %s is adopted after %d tokens", stream_id, replay.token_count)

@@ -37,7 +37,7 @@ class Rewriting:
         self._incarnation, self._tokens = incarnation, 0
         await self.follow(request)
         if final is not None:
-            await self._store.finish(incarnation, final.value)
+            await self._store.finish({incarnation: final.value})
 
     async def follow(self, request: ProxyRequest) -> None:
         """Writes the tokens that have come since, if the incarnation is one that was lost."""

@@ -31,7 +31,7 @@ from redis.exceptions import (
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
-from millrace.concurrency import patience
+from millrace.concurrency import Patience
 from millrace.state.redis.pools import Address, NotTaken, close_idle
 from millrace.state.redis.servers import Call, PartCall, Server, again
 
@@ -200,7 +200,7 @@ class Cluster:
             return None
         server = self._server((error.host or owner[0], error.port))
         client = _Asking(connection_pool=server.client.connection_pool)
-        return Server(server.name, client, self._limit_s)
+        return Server(server.name, client, self._limit_s, asking=True)
 
     async def _owner(self, slot: int, limit_s: float) -> Address:
         if self._is_doubtful:
@@ -223,7 +223,7 @@ class Cluster:
         """Reads the map, unless another call has read it meanwhile."""
         reads = self._reads
         try:
-            async with patience(limit_s), self._reading:
+            async with Patience(limit_s), self._reading:
                 if reads == self._reads:
                     self._take(*await self._newest())
                     await self._leave_servers()

@@ -11,7 +11,7 @@ from redis.exceptions import AuthenticationError, RedisError, ResponseError
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
-from millrace.concurrency import patience
+from millrace.concurrency import Patience
 from millrace.state.redis.pools import close_idle
 from millrace.state.redis.scripts import ScriptRunner
 
@@ -24,11 +24,13 @@ RETRY_DELAYS_S = (0.05, 0.25)  # attempts of idempotent calls
 class Server:
     """One server's connections and scripts."""
 
-    def __init__(self, name: str, client: Redis, limit_s: Callable[[int], float]) -> None:
-        """Connects at the first call. `name`: for messages. `limit_s`: of a ScriptRunner."""
+    def __init__(
+        self, name: str, client: Redis, limit_s: Callable[[int], float], *, asking: bool = False
+    ) -> None:
+        """Connects at the first call. `name`: for messages. The rest: of a ScriptRunner."""
         self.name = name
         self.client = client
-        self.scripts = ScriptRunner(client, limit_s)
+        self.scripts = ScriptRunner(client, limit_s, asking=asking)
 
     async def close(self) -> None:
         await self.scripts.close()
@@ -44,7 +46,7 @@ class Server:
         next call opens another one.
         """
         try:
-            async with patience(limit_s):
+            async with Patience(limit_s):
                 return await _cancellable(call(self))
         except TimeoutError as error:
             await close_idle(self.client.connection_pool)

@@ -6,7 +6,7 @@ step: Redis' own APPEND and HSET would create a missing key.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -183,21 +183,23 @@ class RedisStore:
             kv_tokens=int(as_bytes(kv_tokens) or 0),
         )
 
-    async def finish(self, request_id: str, state: str) -> None:
-        await self._end(_FINISH, request_id, (self._finished_ttl_ms, state))
+    async def finish(self, states: Mapping[str, str]) -> None:
+        ttl_ms = self._finished_ttl_ms
+        ends = (self._end(_FINISH, one, (ttl_ms, state)) for one, state in states.items())
+        await self._link.run_all(list(ends))
 
     async def release(self, request_id: str) -> None:
-        await self._end(_RELEASE, request_id, (self._finished_ttl_ms,))
+        await self._link.run(self._end(_RELEASE, request_id, (self._finished_ttl_ms,)))
 
-    async def _end(
+    def _end(
         self, script: Script, request_id: str, arguments: tuple[int | str | bytes, ...]
-    ) -> int:
+    ) -> ScriptCall:
         keys = request_keys(self._prefix, request_id)
-        call = ScriptCall(script, (keys.record, keys.prompt, keys.journal), arguments)
-        return int(await self._link.run(call))
+        return ScriptCall(script, (keys.record, keys.prompt, keys.journal), arguments)
 
     async def delete(self, request_id: str, *, spec: bytes | None = None) -> bool:
-        return bool(await self._end(_DELETE, request_id, () if spec is None else (spec,)))
+        call = self._end(_DELETE, request_id, () if spec is None else (spec,))
+        return bool(await self._link.run(call))
 
     async def ping(self) -> None:
         await self._link.each(lambda client: client.ping())

@@ -271,7 +271,7 @@ async def test_another_replica_adopts_a_lost_stream(
     lost.journalled = journalled
     stream_id, found = await cut(one, path, fields, sent)
     await lost.at_hold.wait()
-    await one.proxy.store.finish(stream_id, "cancelled")  # by the scheduler: the replica is dead
+    await one.proxy.store.finish({stream_id: "cancelled"})  # by the scheduler: the replica is dead
     monkeypatch.setattr(lives, "RENEW_S", 0.02)  # for the other one
     rest = events_of(await resumed(other, stream_id, found[-1][0]))
     assert contents(found + rest) == contents(undisturbed)
@@ -311,7 +311,7 @@ async def test_a_replica_whose_request_has_ended_has_died_before_its_lease_lapse
     coming = asyncio.create_task(resumed(other, stream_id))
     await eventually(lambda: len(looks) > 4)
     assert not metric(other).get("adopted")  # its request is alive
-    await one.proxy.store.finish(stream_id, ended)
+    await one.proxy.store.finish({stream_id: ended})
     if ended == "finished":
         seen = len(looks)
         await eventually(lambda: len(looks) > seen + 2)
@@ -336,7 +336,7 @@ async def test_the_tokens_that_a_finished_request_has_not_journalled_come_again(
     lost.journalled = 4
     stream_id, found = await cut(one, *KINDS[0], 3)
     await lost.at_hold.wait()
-    await one.proxy.store.finish(stream_id, ended)
+    await one.proxy.store.finish({stream_id: ended})
     monkeypatch.setattr(lives, "RENEW_S", 0.02)  # for the other one
     Decode(other, Script(reply=REPLY))
     text = await resumed(other, stream_id, found[-1][0])
@@ -382,7 +382,7 @@ async def test_the_replica_that_adopts_a_stream_settles_its_limits(
         lost = Decode(one, Script(reply=REPLY, hold=asyncio.Event(), hold_after=12))
         stream_id, found = await cut(one, path, fields, 3)
         await until_left(other, "tokens", 1000 - 3 - 64)
-        await one.proxy.store.finish(stream_id, "cancelled")  # by the scheduler
+        await one.proxy.store.finish({stream_id: "cancelled"})  # by the scheduler
         hold = asyncio.Event()
         decode = Decode(other, Script(reply=REPLY, hold=hold, hold_after=14))
         coming = asyncio.create_task(resumed(other, stream_id, found[-1][0]))
@@ -490,7 +490,7 @@ async def adopted_once(replicas, store_url, *, noted=True):
         await eventually(is_noted)
         if not noted:
             await client.delete(key)
-        await one.proxy.store.finish(stream_id, "cancelled")  # by the scheduler
+        await one.proxy.store.finish({stream_id: "cancelled"})  # by the scheduler
     hold = asyncio.Event()
     bar = Span(name="chunk 1", instance_id="after", start_s=60.0, end_s=61.0)
     Decode(other, Script(reply=REPLY, hold=hold, hold_after=12, spans=[bar]))
