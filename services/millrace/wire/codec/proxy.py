@@ -28,7 +28,7 @@ from millrace.wire.fleet_messages import (
     Queued,
     Submit,
 )
-from millrace.wire.pb import common_pb2, scheduler_pb2
+from millrace.wire.pb import scheduler_pb2
 
 #: The most requests in one SubmitBatch: keeps a message far below gRPC's size limit.
 MAX_BATCH = 256
@@ -65,24 +65,18 @@ def hello(proxy: Incarnation, seen_epoch: int) -> scheduler_pb2.ProxyMessage:
 def proxy_messages(items: Iterable[ProxyMessage]) -> list[scheduler_pb2.ProxyMessage]:
     """Encodes items in order, neighbouring submissions as batches."""
     messages: list[scheduler_pb2.ProxyMessage] = []
-    batch: list[common_pb2.RequestSpec] = []
+    room = 0  # for submissions in the last message
     for item in items:
-        if isinstance(item, Submit):
-            batch.append(common_pb2.RequestSpec.FromString(item.spec))
-            if len(batch) < MAX_BATCH:
-                continue
-        if batch:
-            messages.append(_submission(batch))
-            batch = []
         if not isinstance(item, Submit):
             messages.append(_ITEMS.encode(item))
-    if batch:
-        messages.append(_submission(batch))
+            room = 0
+            continue
+        if not room:
+            messages.append(scheduler_pb2.ProxyMessage())
+            room = MAX_BATCH
+        messages[-1].submit.requests.add().MergeFromString(item.spec)
+        room -= 1
     return messages
-
-
-def _submission(batch: list[common_pb2.RequestSpec]) -> scheduler_pb2.ProxyMessage:
-    return scheduler_pb2.ProxyMessage(submit=scheduler_pb2.SubmitBatch(requests=batch))
 
 
 def items_of(message: scheduler_pb2.ProxyMessage) -> list[ProxyMessage]:
