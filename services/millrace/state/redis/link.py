@@ -92,7 +92,7 @@ class RedisLink:
 
     async def run_once(self, call: ScriptCall) -> Any:  # noqa: ANN401 - as `run`
         """Runs a script that must not run twice and returns its answer."""
-        limit_s = self.limit_s(bytes_of([call]))
+        limit_s = self.limit_s(call.size_bytes)
         work = self._servers.once(_first_key(call), lambda one: one.scripts.run([call]), limit_s)
         (answer,) = await self._told(work)
         return answer

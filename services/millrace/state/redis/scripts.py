@@ -42,13 +42,19 @@ class Script:
         self.sha = hashlib.sha1(source.encode(), usedforsecurity=False).hexdigest()
 
 
-@dataclass(frozen=True, slots=True)
 class ScriptCall:
     """One run of a script, which returns a number or a list of numbers."""
 
-    script: Script
-    keys: Sequence[bytes]
-    arguments: Sequence[bytes | str | int]
+    __slots__ = ("arguments", "keys", "script", "size_bytes")
+
+    def __init__(
+        self, script: Script, keys: Sequence[bytes], arguments: Sequence[bytes | str | int]
+    ) -> None:
+        self.script = script
+        self.keys = keys
+        self.arguments = arguments
+        #: The bytes of its large arguments.
+        self.size_bytes = sum([len(one) for one in arguments if isinstance(one, bytes)])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -175,7 +181,7 @@ def _packed(call: ScriptCall, connection: AbstractConnection) -> Sequence[bytes]
     """Returns the pieces of a command."""
     script, keys = call.script, call.keys
     parts: tuple[Any, ...] = ("EVALSHA", script.sha, len(keys), *keys, *call.arguments)
-    if bytes_of([call]) > LARGE_BYTES:
+    if call.size_bytes > LARGE_BYTES:
         return connection.pack_command(*parts)  # slow, but it copies no large argument
     return (pack_command(parts),)
 
@@ -190,7 +196,7 @@ async def _answer(connection: AbstractConnection) -> Any:  # noqa: ANN401 - of a
 
 def bytes_of(calls: Sequence[ScriptCall]) -> int:
     """Returns the bytes of the calls' large arguments."""
-    return sum(len(a) for call in calls for a in call.arguments if isinstance(a, bytes))
+    return sum([call.size_bytes for call in calls])
 
 
 def _numbers(answers: Sequence[Any]) -> list[Any]:
