@@ -21,6 +21,7 @@ from millrace.core.scheduler.events import CancelRequested
 from millrace.core.span import Span
 from millrace.core.token_events import NO_DETAIL, PositionLogprobs, TokenDetail, TokenEvent
 from millrace.proxy.service import Proxy, listen
+from millrace.wire.codec.token_events import encode_spans
 from support.deadlines import HANG_S, eventually
 from support.scripted_fleet import ScriptedFleet
 
@@ -133,7 +134,7 @@ class Fleet(ScriptedFleet):
 
     def result(self, spec: RequestSpec, script: Script) -> list[TokenEvent]:
         """Returns an event per choice; the first has the result."""
-        first = {"spans": tuple(script.spans), "cached_tokens": 3}
+        first = {"spans": encode_spans(script.spans), "cached_tokens": 3}
         if spec.pooling:
             vector = script.vectors[self.specs.index(spec) % len(script.vectors)]
             first["pooled"] = np.array(vector, dtype="<f4").tobytes()
@@ -167,7 +168,7 @@ def token_event(
         logprob = script.logprobs[choice % len(script.logprobs)]
         logprobs = (_logprobs(token_id, sampling.logprobs, logprob),)
     if position == spec.resumed_tokens and choice == 0:
-        first = {"spans": tuple(script.spans), "cached_tokens": 3}
+        first = {"spans": encode_spans(script.spans), "cached_tokens": 3}
         if sampling.prompt_logprobs >= 0:
             first["prompt_logprobs"] = _of_prompt(spec)
     detail = TokenDetail(logprobs=logprobs, **first)

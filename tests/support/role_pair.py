@@ -23,6 +23,7 @@ from millrace.prefill.loop import PrefillRole
 from millrace.state.memory_store import MemoryStore
 from millrace.transfer.push.send.session import SendSession
 from millrace.wire.clients.token_stream import token_events
+from millrace.wire.codec.token_events import decode_span
 from support.deadlines import eventually
 from support.tiny_models import prompt
 from support.worker_roles import (
@@ -94,7 +95,7 @@ class Proxy:
 
     def spans(self, request_id: str) -> list[Span]:
         mine = [event for event in self.events if event.request_id == request_id]
-        return [span for event in mine for span in event.detail().spans]
+        return [decode_span(one) for event in mine for one in event.detail().spans]
 
     def span(self, request_id: str, name: str) -> Span:
         return next(span for span in self.spans(request_id) if span.name == name)

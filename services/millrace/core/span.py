@@ -18,3 +18,8 @@ class Span:
     end_s: float
     instance_id: str = ""
     attributes: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+
+
+#: A `Span` that its instance encoded once. The proxy decodes it when somebody asks for the
+#: waterfall, which is rare.
+EncodedSpan = bytes

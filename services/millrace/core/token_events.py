@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
-from millrace.core.span import Span
+from millrace.core.span import EncodedSpan, Span
 
 
 class PositionLogprobs(NamedTuple):
@@ -22,7 +22,7 @@ class TokenDetail(NamedTuple):
 
     logprobs: tuple[PositionLogprobs, ...] = ()  # one per token, where the request asks for them
     error: str = ""  # why the answer ended early; with finish reason "moved": PREEMPTED, or empty
-    spans: tuple[Span, ...] = ()  # on the first event of a request and on its last event
+    spans: tuple[EncodedSpan, ...] = ()  # on the first event of a request and on its last event
     #: On the first event, where the request asks for them. None stands for the first token of the
     #: prompt.
     prompt_logprobs: tuple[PositionLogprobs | None, ...] = ()

@@ -13,6 +13,7 @@ from millrace.instance.tokens.servicer import TokenServicer
 from millrace.instance.tokens.streams import TokenStreams
 from millrace.prefill.job import PrefillJob
 from millrace.prefill.metrics import PrefillMetrics
+from millrace.wire.codec.token_events import encode_spans
 
 
 class Results:
@@ -37,7 +38,7 @@ class Results:
         request = job.command.request
         self._metrics.answered.labels(request.pooling or "logprobs").inc()
         detail = TokenDetail(
-            spans=job.trace.take(),
+            spans=encode_spans(job.trace.take()),
             prompt_logprobs=logprobs,
             cached_tokens=job.cached_tokens,
             pooled=job.hidden_pool.vector(job.prompt_tokens),

@@ -282,11 +282,11 @@ async def test_the_former_record_ends_when_all_choices_are_stored(stack):
         await create(request_id, **record)
         log.append(("stored", request_id))
 
-    async def logged(request_id, state):
-        log.append(("ended", request_id))
-        if request_id.endswith(".c0.1"):
+    async def logged(states):
+        log.extend(("ended", request_id) for request_id in states)
+        if any(request_id.endswith(".c0.1") for request_id in states):
             first_ended.set()
-        return await finish(request_id, state)
+        return await finish(states)
 
     def move(spec):
         store.create, store.finish = late, logged

@@ -6,8 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from millrace.core.span import Span
-from millrace.wire.codec.token_events import SPAN
-from millrace.wire.pb import common_pb2
+from millrace.wire.codec.token_events import decode_span, encode_spans
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]))
 SPANS = st.builds(
@@ -22,5 +21,4 @@ SPANS = st.builds(
 
 @given(st.lists(SPANS, max_size=4))
 def test_round_trip(spans: list[Span]) -> None:
-    sent = [SPAN.encode(span).SerializeToString() for span in spans]
-    assert [SPAN.decode(common_pb2.Span.FromString(one)) for one in sent] == spans
+    assert [decode_span(one) for one in encode_spans(spans)] == spans

@@ -31,6 +31,7 @@ from millrace.bench.gateway.proxy_process import (
 from millrace.core.errors import MillraceError
 from millrace.core.span import Span
 from millrace.core.token_events import TokenDetail
+from millrace.wire.codec.token_events import encode_spans
 
 #: Goals of the project: CPU in microseconds, and what long prompts may add to the 99th percentile
 #: of the times between two tokens of other streams.
@@ -240,7 +241,7 @@ async def _tracing(settings: Settings, prompt: str, announce: Announce) -> list[
             ("all sampled", (traced, "telemetry.trace_ratio=1")),
         ):
             proxy = await stack.enter_async_context(started(settings.model, overrides))
-            proxy[0].detail = TokenDetail(spans=_BARS)
+            proxy[0].detail = TokenDetail(spans=encode_spans(_BARS))
             benches[name] = _Bench(*proxy, prompt)
             stack.callback(benches[name].close)
         for bench in benches.values():

@@ -18,6 +18,7 @@ from millrace.engine.sampling.spec import finish_reason
 from millrace.instance.role import WorkerContext
 from millrace.instance.spans import of_request
 from millrace.instance.tokens.streams import TokenStreams
+from millrace.wire.codec.token_events import encode_spans
 from millrace.wire.moves import PREEMPTED
 
 log = logging.getLogger(__name__)
@@ -80,7 +81,7 @@ class Output:
             )
             if not request.open_choices:
                 detail = event.detail()
-                spans = (*detail.spans, *request.trace.take())
+                spans = (*detail.spans, *encode_spans(request.trace.take()))
                 event = event._replace(detail=detail._replace(spans=spans))
         self.streams.publish(request.proxy, event)
         if event.token_ids:
@@ -131,7 +132,7 @@ class Output:
     def _move(self, request: DecodeRequest, error: str) -> None:
         if request.streams:
             request.finish_reason = "moved"
-            detail = TokenDetail(error=error, spans=request.trace.take())
+            detail = TokenDetail(error=error, spans=encode_spans(request.trace.take()))
             event = TokenEvent(request.id, finish_reason="moved", detail=detail)
             self.streams.publish(request.proxy, event)
         self._table.leave(request)

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from millrace.core.token_events import FinishedPrefill, TokenDetail, TokenEvent
 from millrace.decode.request import DecodeRequest
 from millrace.engine.decode_batch import TokenOut
+from millrace.wire.codec.token_events import encode_spans
 
 
 def first_token_events(request: DecodeRequest, finished: FinishedPrefill) -> Iterator[TokenEvent]:
@@ -21,7 +22,7 @@ def first_token_events(request: DecodeRequest, finished: FinishedPrefill) -> Ite
         detail = TokenDetail(logprobs)
         if choice == 0:
             detail = detail._replace(
-                spans=tuple(s for s in finished.spans if s is not request.transfer),
+                spans=encode_spans(s for s in finished.spans if s is not request.transfer),
                 prompt_logprobs=finished.prompt_logprobs,
                 cached_tokens=finished.cached_tokens or request.cached_tokens,
                 pooled=finished.pooled,

@@ -12,7 +12,7 @@ import numpy as np
 from millrace.core.incarnation import Incarnation
 from millrace.core.request import Slo
 from millrace.core.request_spec import RequestSpec
-from millrace.core.span import Span
+from millrace.core.span import EncodedSpan, Span
 from millrace.core.token_events import PositionLogprobs, TokenDetail, TokenEvent
 from millrace.proxy.generation.adoption import Adoption
 from millrace.proxy.generation.choice import Choice
@@ -26,6 +26,7 @@ from millrace.proxy.text.prefix import with_blocks
 from millrace.telemetry.tracing.context import log_fields
 from millrace.telemetry.tracing.tracer import NO_SCOPE
 from millrace.wire.codec.request_spec import encode_spec
+from millrace.wire.codec.token_events import decode_span, encode_spans
 from millrace.wire.fleet_messages import OpenRequest
 
 
@@ -85,6 +86,7 @@ class ProxyRequest:
         "submitted_at",
         "trace",
         "waiting_since",
+        "waits",
         "was_reopened",
     )
 
@@ -152,14 +154,15 @@ class ProxyRequest:
         #: incarnation was named to a scheduler, after the one that it was submitted to.
         self.confirmed = self.was_reopened = False
         self.first_token_at: float | None = None
-        self.last_token_at = 0.0
-        self.predicted_ttft_s = 0.0
+        self.last_token_at = self.predicted_ttft_s = 0.0
         self.cached_tokens = 0
         #: The vector of a prefill-only request, float32 little endian; empty before it has come.
         self.pooled = b""
         #: Of every token of the prompt, if requested; None for the first token.
         self.prompt_logprobs: Sequence[PositionLogprobs | None] = ()
-        self.spans: list[Span] = []
+        #: The bars of the waterfall that instances sent, and those that the proxy itself adds.
+        self.spans: list[EncodedSpan] = []
+        self.waits: list[Span] = []
         #: The span of its HTTP request; of an adopted request none is recorded.
         self.trace = NO_SCOPE
 
@@ -375,17 +378,16 @@ class ProxyRequest:
             self.end_choice()
         return gap
 
-    def note(self, spans: Sequence[Span]) -> None:
+    def note(self, spans: Sequence[EncodedSpan]) -> None:
         """Takes the bars of the waterfall that an event carries."""
-        for span in spans:
-            if self._moved_at is not None and span.name == "queued":  # an instance counts it from
-                moved_s = self._moved_at - self.arrived_at  # the arrival
-                span = replace(span, start_s=min(moved_s, span.end_s))
-            self.spans.append(span)
+        if self._moved_at is not None:
+            moved_s = self._moved_at - self.arrived_at
+            spans = encode_spans(_after(moved_s, decode_span(one)) for one in spans)
+        self.spans.extend(spans)
 
     def _note(self, name: str, instance_id: str, since: float, now: float) -> None:
         start_s, end_s = since - self.arrived_at, now - self.arrived_at
-        self.spans.append(Span(name=name, instance_id=instance_id, start_s=start_s, end_s=end_s))
+        self.waits.append(Span(name=name, instance_id=instance_id, start_s=start_s, end_s=end_s))
 
     def _begin(self, detail: TokenDetail, now: float) -> None:
         """Takes the first token of this incarnation."""
@@ -406,3 +408,8 @@ class ProxyRequest:
             piece = self._echo.piece(detail.prompt_logprobs)
             for choice in self.choices:
                 self.sink.echo(choice, piece)
+
+
+def _after(moved_s: float, span: Span) -> Span:
+    """Starts "queued" at the migration: an instance counts it from the arrival."""
+    return replace(span, start_s=min(moved_s, span.end_s)) if span.name == "queued" else span

@@ -43,7 +43,7 @@ class StreamWaterfalls:
             return
         now = time.monotonic()
         bars, noted_at = self._noted.get(stream_id, (-1, now))
-        count = len(request.spans) + request.has_begun
+        count = len(request.spans) + len(request.waits) + request.has_begun
         if count == bars and now - noted_at < NOTE_S:
             return
         self._noted[stream_id] = count, now

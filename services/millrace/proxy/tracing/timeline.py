@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
-from millrace.core.span import Span
+from millrace.core.span import EncodedSpan
 from millrace.proxy.generation.proxy_request import ProxyRequest
+from millrace.wire.codec.token_events import encode_spans
 
 
 class Adopted(NamedTuple):
@@ -39,12 +40,12 @@ class Timeline(NamedTuple):
     placed_s: float | None
     first_token_s: float | None
     last_token_s: float
-    bars: Sequence[Span]
+    bars: Sequence[EncodedSpan]
     adopted: Adopted | None = None
 
     @staticmethod
     def of(request: ProxyRequest) -> Timeline:
-        """Returns the times so far. The bars are the request's own list, which may still grow."""
+        """Returns the times so far. The bars may be the request's list, which may still grow."""
         spec, at, adoption = request.spec, request.arrived_at, request.adoption
         placed, first = request.placed_at, request.first_token_at
         adopted = None
@@ -66,7 +67,7 @@ class Timeline(NamedTuple):
             None if placed is None else placed - at,
             None if first is None else first - at,
             request.last_token_at - at,
-            request.spans,
+            (*request.spans, *encode_spans(request.waits)) if request.waits else request.spans,
             adopted,
         )
 
@@ -88,11 +89,7 @@ class Timeline(NamedTuple):
 
     def packed(self) -> tuple[Any, ...]:
         """Returns what `unpacked` reads, of types that orjson writes: a request in about 1 us."""
-        bars = [
-            (one.name, one.start_s, one.end_s, one.instance_id, dict(one.attributes))
-            for one in self.bars
-        ]
-        packed = (*self[:_BARS], bars)
+        packed = (*self[:_BARS], [one.decode("latin-1") for one in self.bars])
         if self.adopted is None:
             return packed
         at_s, tokens, former = self.adopted
@@ -101,10 +98,7 @@ class Timeline(NamedTuple):
     @staticmethod
     def unpacked(packed: Sequence[Any]) -> Timeline:
         times, bars, adoption = packed[:_BARS], packed[_BARS], packed[_BARS + 1 :]
-        read = [
-            Span(name=name, start_s=start_s, end_s=end_s, instance_id=instance, attributes=more)
-            for name, start_s, end_s, instance, more in bars
-        ]
+        read = [one.encode("latin-1") for one in bars]
         adopted = None
         if adoption:
             at_s, tokens, former = adoption

@@ -16,8 +16,6 @@ from millrace.proxy.tracing.waterfalls import RecentWaterfalls
 from millrace.telemetry.tracing.context import TraceContext
 from millrace.telemetry.tracing.tracer import NO_SCOPE, Scope, Tracer
 
-#: Bars of the waterfall that the proxy itself adds; other services trace the others.
-_OWN_BARS: Final = frozenset({"parked", "moved"})
 #: The status of an answer whose client left.
 _CLIENT_LEFT: Final = 499
 
@@ -110,7 +108,6 @@ def _record(scope: Scope, request: ProxyRequest) -> None:
     for own in own_spans(Timeline.of(request)):
         more = {f"millrace.{key}": value for key, value in own.attributes.items()}
         scope.child(own.name, own.start_s, own.end_s, {**named, **more})
-    for bar in request.spans:
-        if bar.name in _OWN_BARS:
-            named_bar = {**named, "millrace.instance_id": bar.instance_id}
-            scope.child(bar.name, bar.start_s, bar.end_s, named_bar)
+    for bar in request.waits:  # other services trace the other bars
+        named_bar = {**named, "millrace.instance_id": bar.instance_id}
+        scope.child(bar.name, bar.start_s, bar.end_s, named_bar)

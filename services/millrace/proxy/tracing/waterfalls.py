@@ -14,6 +14,7 @@ from millrace.proxy.generation.proxy_request import ProxyRequest
 from millrace.proxy.tracing.timeline import Adopted, Timeline, own_spans
 from millrace.telemetry.trace import Waterfall
 from millrace.telemetry.tracing.context import trace_id_of
+from millrace.wire.codec.token_events import decode_span
 
 Json = dict[str, Any]
 
@@ -38,7 +39,7 @@ def waterfall(times: Timeline) -> Waterfall:
         )
         for own in own_spans(times)
     )
-    found.add(_after(times.submitted_s, bar) for bar in times.bars)
+    found.add(_after(times.submitted_s, decode_span(bar)) for bar in times.bars)
     return found
 
 

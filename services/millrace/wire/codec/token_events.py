@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import partial
 
 from millrace.core.incarnation import Incarnation
-from millrace.core.span import Span
+from millrace.core.span import EncodedSpan, Span
 from millrace.core.token_events import (
     NO_DETAIL,
     FinishedPrefill,
@@ -22,7 +23,15 @@ from millrace.wire.pb import common_pb2, decode_pb2, transfer_pb2
 FINISH_REASONS = EnumWords(common_pb2.FinishReason, "finish_reason", unset="")
 
 LOGPROBS = derive(PositionLogprobs, common_pb2.PositionLogprobs)
-SPAN = derive(Span, common_pb2.Span)
+_SPAN = derive(Span, common_pb2.Span)
+
+
+def encode_spans(spans: Iterable[Span]) -> tuple[EncodedSpan, ...]:
+    return tuple(_SPAN.encode(span).SerializeToString() for span in spans)
+
+
+def decode_span(encoded: EncodedSpan) -> Span:
+    return _SPAN.decode(common_pb2.Span.FromString(encoded))
 
 
 def logprobs_message(found: PositionLogprobs | None) -> common_pb2.PositionLogprobs:
@@ -73,7 +82,7 @@ def _add_detail(message: decode_pb2.TokenEvent, detail: TokenDetail) -> None:
     if detail.error:
         message.error = detail.error
     if detail.spans:
-        message.spans.extend(map(SPAN.encode, detail.spans))
+        message.spans.extend(detail.spans)
     if detail.prompt_logprobs:
         message.prompt_logprobs.extend(map(logprobs_message, detail.prompt_logprobs))
     if detail.cached_tokens:
@@ -109,7 +118,7 @@ def _detail_of(message: decode_pb2.TokenEvent) -> TokenDetail:
     return TokenDetail(
         logprobs=tuple(map(LOGPROBS.decode, message.logprobs)),
         error=message.error,
-        spans=tuple(map(SPAN.decode, message.spans)),
+        spans=tuple(message.spans),
         prompt_logprobs=tuple(map(logprobs_of, message.prompt_logprobs)),
         cached_tokens=message.cached_tokens,
         pooled=message.pooled,

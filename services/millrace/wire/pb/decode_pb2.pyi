@@ -44,9 +44,9 @@ class TokenEvent(_message.Message):
     finish_reason: _common_pb2.FinishReason
     error: str
     stop_token_id: int
-    spans: _containers.RepeatedCompositeFieldContainer[_common_pb2.Span]
+    spans: _containers.RepeatedScalarFieldContainer[bytes]
     prompt_logprobs: _containers.RepeatedCompositeFieldContainer[_common_pb2.PositionLogprobs]
     cached_tokens: int
     pooled: bytes
     begins: bool
-    def __init__(self, request_id: _Optional[str] = ..., choice: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[_common_pb2.PositionLogprobs, _Mapping]]] = ..., finish_reason: _Optional[_Union[_common_pb2.FinishReason, str]] = ..., error: _Optional[str] = ..., stop_token_id: _Optional[int] = ..., spans: _Optional[_Iterable[_Union[_common_pb2.Span, _Mapping]]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[_common_pb2.PositionLogprobs, _Mapping]]] = ..., cached_tokens: _Optional[int] = ..., pooled: _Optional[bytes] = ..., begins: _Optional[bool] = ...) -> None: ...
+    def __init__(self, request_id: _Optional[str] = ..., choice: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[_common_pb2.PositionLogprobs, _Mapping]]] = ..., finish_reason: _Optional[_Union[_common_pb2.FinishReason, str]] = ..., error: _Optional[str] = ..., stop_token_id: _Optional[int] = ..., spans: _Optional[_Iterable[bytes]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[_common_pb2.PositionLogprobs, _Mapping]]] = ..., cached_tokens: _Optional[int] = ..., pooled: _Optional[bytes] = ..., begins: _Optional[bool] = ...) -> None: ...
