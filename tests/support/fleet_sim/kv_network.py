@@ -63,7 +63,10 @@ class KvWire:
         try:
             if posted.runs is not None:
                 source = self.sender.regions[posted.region]
-                copy_on_host(source, self.receiver.regions[posted.peer_region], posted.runs)
+                target = self.receiver.regions[posted.peer_region]
+                copy_on_host(source, target, posted.runs)
+                if not self.reader.has_lost:
+                    self.receiver.on_written(target, posted.runs)
         except (IndexError, ValueError) as error:
             wrong = TransferError(f"write to {self.receiver.name}: {error}")
             _run(self.sender.process, posted.future.set_exception, wrong)
@@ -113,6 +116,8 @@ class SimTransport:
         self.process = process
         self.regions: list[Memory] = []
         self.handlers: dict[int, Handler] = {}
+        #: Called after a write of a peer to memory here.
+        self.on_written: Callable[[Memory, Runs], None] = lambda memory, runs: None
         self._network = network
         self._peers: set[str] = set()
         network.ends[name] = self

@@ -1,7 +1,7 @@
 """The model of the simulated instances that run the real services: it computes no attention, but it
 writes K/V and reads it.
 
-A layer's K/V of a token names the token's id, its position and the layer. Wherever the real model
+A layer's K/V of a token names the layer, and the token with all before it. Wherever the real model
 would read K/V, in pages or in a ring's block, it is compared with the prompt, unless the pass has
 lost a block before: then the real model computes with what is there, and what it writes is wrong.
 """
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from types import SimpleNamespace
 from typing import Any, ClassVar
 from weakref import WeakValueDictionary
@@ -19,6 +20,7 @@ import numpy.typing as npt
 import torch
 
 from millrace.core.kv.layout import KvLayout
+from millrace.core.kv.prefix import block_hashes, prefix_root
 from millrace.core.kv.sp_layout import PAD
 from millrace.core.request_spec import RequestSpec
 from millrace.core.token_events import FirstToken
@@ -26,11 +28,14 @@ from millrace.engine.attention.ring import KvBlock, RingTask
 from millrace.engine.forward.passes import Boundary
 from millrace.engine.forward.prefill_task import PrefillTask
 from millrace.engine.kv.pool import KvPool
+from millrace.engine.kv.prefix_cache import PrefixCache
+from millrace.transfer.transport.regions import Memory
+from millrace.transfer.transport.runs import Runs
 from support.fleet_sim.fibers import boundary
-from support.fleet_sim.tokens import lineage, prompt_of, token_of
+from support.fleet_sim.tokens import ANSWERED_TOKENS, answer_of, lineage, prompt_of, token_of
 
 LAYERS = 2
-PAGE_TOKENS = 16
+PAGE_TOKENS, BLOCK_TOKENS = 16, 32
 #: The names of a pass's operators: `down_proj` ends a layer.
 OPERATORS = ("attn", "down_proj") * LAYERS
 #: K/V that depends on a block that never came.
@@ -39,34 +44,49 @@ SPOILED = -1
 Ints = npt.NDArray[np.int64]
 
 
+class Text:
+    """A prompt and its answer: the ids, and the K/V without the layer, int64 [tokens]."""
+
+    def __init__(self, name: str, own_tokens: int) -> None:
+        answer = np.array(answer_of(name, ANSWERED_TOKENS), dtype=np.int32)
+        self.ids = np.concatenate([prompt_of(name, own_tokens), answer])
+        number = np.arange(self.ids.size, dtype=np.int64)
+        self.kv = np.cumsum((self.ids + 1) * (number * 2 + 1) * 2654435761 + number)
+
+    @cached_property
+    def hashes(self) -> list[int]:
+        """The hashes of the blocks of BLOCK_TOKENS."""
+        return block_hashes(self.ids.data, BLOCK_TOKENS, prefix_root(BLOCK_TOKENS))
+
+
 @dataclass
 class Prompts:
     """The prompts that any instance has heard of, with the answers that they were resumed after."""
 
     own_tokens: dict[str, int] = field(default_factory=dict)  # by the client's name
+    texts: dict[str, Text] = field(default_factory=dict)
     #: The first K/V that was another one than the prompt's. A service may survive that error.
     wrong: str = ""
 
     def hear(self, spec: RequestSpec) -> None:
-        own = spec.prompt_tokens - spec.resumed_tokens
-        known = self.own_tokens.setdefault(lineage(spec.request_id), own)
+        name, own = lineage(spec.request_id), spec.prompt_tokens - spec.resumed_tokens
+        known = self.own_tokens.setdefault(name, own)
         assert known == own, f"{spec.request_id} has {own} tokens of its own, not {known}"
-
-    def ids(self, name: str, positions: Ints) -> Ints:
-        """Returns the ids of the prompt and its answer at these positions."""
-        own = self.own_tokens[name]
-        found = prompt_of(name, own).astype(np.int64)[np.minimum(positions, own - 1)]
-        for at in np.flatnonzero(positions >= own).tolist():
-            found[at] = token_of(name, int(positions[at]) - own)
-        return found
+        if name not in self.texts:
+            self.texts[name] = Text(name, own)
 
     def kv(self, name: str, positions: Ints, layer: int) -> npt.NDArray[np.int32]:
         """Returns the right K/V."""
-        return kv_of(self.ids(name, positions), positions, layer)
+        return kv_of(self.texts[name].kv[positions], layer)
+
+    def kv_with(self, name: str, ids: Ints, positions: Ints, layer: int) -> npt.NDArray[np.int32]:
+        """Returns the K/V of these ids after the right K/V of all before them."""
+        is_right = self.texts[name].ids[positions] == ids
+        return np.where(is_right, self.kv(name, positions, layer), np.int32(SPOILED))
 
 
-def kv_of(ids: Ints, positions: Ints, layer: int) -> npt.NDArray[np.int32]:
-    return ((ids * 4096 + positions) * LAYERS + layer).astype(np.int32)
+def kv_of(kv: Ints, layer: int) -> npt.NDArray[np.int32]:
+    return (((kv >> 20) ^ kv) * LAYERS + layer).astype(np.int32)
 
 
 class SimModel:
@@ -126,12 +146,43 @@ class SimModel:
 
     def check_any(self, pages: Sequence[int], start: int, stop: int) -> None:
         """As `check`, for a holder that does not know the request's name."""
-        found = self._k[0, pages[0], 0]
-        for name in self._prompts.own_tokens:
-            if self._prompts.kv(name, np.array([start]), 0)[0] == found:
+        last = stop - start - 1
+        found = self._k[0, pages[last // PAGE_TOKENS], last % PAGE_TOKENS]
+        for name, text in self._prompts.texts.items():
+            if text.ids.size >= stop and kv_of(text.kv[stop - 1 : stop], 0)[0] == found:
                 self.check(name, pages, start, stop)
                 return
         raise AssertionError(f"a shard has K/V of no prompt: {found}")
+
+    def check_cached(self, cache: PrefixCache) -> None:
+        """Raises AssertionError for a cached block with other K/V than its hash names."""
+        for name, text in self._prompts.texts.items():
+            pages = cache.take(text.hashes)
+            try:
+                self.check(name, pages, 0, len(pages) * PAGE_TOKENS)
+            finally:
+                self.pool.free(pages)
+
+    def check_written(self, memory: Memory, runs: Runs) -> None:
+        """Raises AssertionError for a write of a peer to a page that nobody holds."""
+        if memory.pointer != self.pool.storage.data_ptr():
+            return
+        first = runs.target // self.layout.page_bytes
+        last = (runs.target + runs.length - 1) // self.layout.page_bytes
+        for start, end in zip(first.tolist(), last.tolist(), strict=True):
+            for page in range(start, end + 1):
+                held = self.pool.references(page % self.layout.num_pages)
+                assert held, f"a write reaches page {page % self.layout.num_pages}, which is free"
+
+    # ---- a step of decode
+
+    def step(self, request_id: str, pages: Sequence[int], position: int) -> None:
+        """Writes the K/V of the token at `position`, and reads that of all before it."""
+        at = position // PAGE_TOKENS, position % PAGE_TOKENS
+        for layer in range(LAYERS):
+            own = self._prompts.kv(lineage(request_id), np.array([position]), layer)[0]
+            self._k[layer, pages[at[0]], at[1]] = own
+        self.check(request_id, pages, 0, position)
 
     def _compare(
         self,
@@ -159,7 +210,8 @@ class SimModel:
         pages = np.asarray(task.pages, dtype=np.int64)[positions // PAGE_TOKENS]
         ids = task.token_ids.numpy()
         for layer in range(LAYERS):
-            self._k[layer, pages, positions % PAGE_TOKENS] = kv_of(ids, positions, layer)
+            own = self._prompts.kv_with(lineage(task.name), ids, positions, layer)
+            self._k[layer, pages, positions % PAGE_TOKENS] = own
             self.check(task.name, task.pages, 0, start)
             boundary()
             yield Boundary(layer, "attn")
@@ -172,10 +224,11 @@ class SimModel:
     def prefill_ring(self, task: RingTask) -> Generator[Boundary]:
         positions = task.positions.numpy()
         pages, rows = np.divmod(task.slots.numpy(), PAGE_TOKENS)
+        ids = task.token_ids.numpy()
         is_whole = True
         for layer in range(LAYERS):
-            own = kv_of(task.token_ids.numpy(), positions, layer) if is_whole else SPOILED
-            self._k[layer, pages, rows] = own
+            own = self._prompts.kv_with(lineage(task.name), ids, positions, layer)
+            self._k[layer, pages, rows] = own if is_whole else SPOILED
             is_whole = self._attend(task, layer) and is_whole
             boundary()
             yield Boundary(layer, "attn")

@@ -23,7 +23,7 @@ from support.fleet_sim.network import Network
 from support.fleet_sim.processes import NOTHING, Process, VirtualLoop
 from support.fleet_sim.store import Store, StoreLink
 from support.fleet_sim.streams import ASKS_AGAIN_S, ProxyStreams
-from support.fleet_sim.tokens import prompt_of, token_of
+from support.fleet_sim.tokens import blocks_of, prompt_of, token_of
 
 SCHEDULERS = "s0:1,s1:1"
 
@@ -150,6 +150,7 @@ class ProxyNode:
         self.incarnation = Incarnation(name, generation)
         self.requests: dict[str, ProxyRequest] = {}
         self._loop = loop
+        self._engine = config.engine
         leases = StoreLink(store, "leases", self.process)
         self.gateway: Gateway = self.process.call(
             lambda: Gateway(
@@ -168,17 +169,22 @@ class ProxyNode:
 
     def submit(self, client: Client) -> None:
         client.asks_at_s = None
+        ids = prompt_of(client.name, client.prompt_tokens)
+        blocks = blocks_of(client.name, ids, self._engine)
         spec = RequestSpec(
             request_id=client.name,
             proxy=self.incarnation,
             prompt_tokens=client.prompt_tokens,
             sampling=SamplingParams(max_tokens=client.max_tokens),
             arrival_unix_s=self._loop.unix_s(),
+            prefix_hashes=tuple(blocks.hashes),
+            prefix_block_tokens=blocks.block_tokens,
+            prefix_root=blocks.root,
         )
         options = Options(spec.sampling)
         request = ProxyRequest(
             spec=spec,
-            prompt_ids=prompt_of(client.name, client.prompt_tokens),
+            prompt_ids=ids,
             sink=client,
             choices=[Choice(0, client, options)],
             slo=spec.slo,

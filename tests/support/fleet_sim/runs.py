@@ -13,7 +13,9 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 
 from millrace.core.config import Config
+from support.fleet_sim.model import BLOCK_TOKENS
 from support.fleet_sim.processes import virtual_time
+from support.fleet_sim.tokens import ASKED_TOKENS, FAMILY
 from support.fleet_sim.views import agree, take_over
 from support.fleet_sim.world import World, at_a_stretch
 
@@ -36,6 +38,8 @@ SERVICE_FLEETS = (
     "q0 q1 e0 k0 k1 x0",
     "q0 e0 e1 k0 x0",
 )
+#: Of families: the pools of some are small, so that cached blocks are evicted.
+ALL_SERVICE_FLEETS = (*SERVICE_FLEETS, "q5 e5 x0", "q5 q6 e5 x0", "q5 q6 e5 e6 x0", "q5 e5 x0 x1")
 PLANNERS = ("cdsp", "single_chunk", "least_queue")
 POLICIES = ("fcfs", "s_edf", "millrace")
 ROOMS = ("wide", "wide", "patient", "narrow")
@@ -63,6 +67,10 @@ PROMPTS, LONG_PROMPTS = (20, 100, 400), (20, 100, 400, 1200)
 #: Tokens of one request at one instance where there are KVP workers, and prompts for two and three.
 MOST_KV_TOKENS, SPREAD_PROMPTS = 320, (20, 100, 400, 600, 850)
 KIND_CHARACTERS = 30  # of a failure's text
+#: Prompts and answers of requests that begin alike, and the chance that the first one is answered
+#: before all others are asked.
+FAMILY_PROMPTS, SPREAD_FAMILY = (100, 200, 330, 400, 1200), (100, 200, 290, 400, 600)
+FAMILY_ANSWERS, MOST_OF_FAMILY, SETTLES = (1, 3, 6, 28, 40), 6, 0.7
 #: Of all actions: something starts again, time passes, or all that is in flight comes.
 RECOVERS, WAITS, AGREES = 0.04, 0.1, 0.02
 
@@ -88,11 +96,16 @@ class Setting:
         """Whether there are KVP workers, and prompts long enough for them."""
         return "k0" in self.members
 
+    @property
+    def is_tight(self) -> bool:
+        """Whether pools are small."""
+        return "q5" in self.members
+
     @staticmethod
     def drawn(seed: int, *, services: bool) -> Setting:
         rng = random.Random(seed)
         return Setting(
-            members=rng.choice(SERVICE_FLEETS if services else FLEETS),
+            members=rng.choice(ALL_SERVICE_FLEETS if services else FLEETS),
             planner=rng.choice(PLANNERS),
             policy=rng.choice(POLICIES),
             pauses=seed,
@@ -135,7 +148,13 @@ def config_of(planner: str, policy: str, room: str, *, serves: bool, spreads: bo
     if serves:
         config = replace(
             config,
-            engine=replace(config.engine, max_chunk_tokens=256, max_suspended=2, max_batch=8),
+            engine=replace(
+                config.engine,
+                max_chunk_tokens=256,
+                max_suspended=2,
+                max_batch=8,
+                prefix_block_tokens=BLOCK_TOKENS,
+            ),
             transfer=replace(
                 config.transfer, handshake_timeout_s=8.0, transfer_timeout_s=20.0, lease_s=20.0
             ),
@@ -210,23 +229,47 @@ def _run(setting: Setting, actions: Sequence[str] | None, rng: random.Random) ->
 
 def _draw(world: World, rng: random.Random, actions: list[str], setting: Setting) -> None:
     """Performs random actions."""
-    prompts, most = _prompts(setting), MOST_REQUESTS[setting.room]
-    requests, faults = rng.randint(1, most), rng.choice(FAULTS_OF_A_RUN)
+    asked = _asked(rng, setting)
+    faults = rng.choice(FAULTS_OF_A_RUN)
     kinds = {rng.randrange(ACTIONS): "fault" for _ in range(faults)}
-    kinds |= {0: "submit"} | {rng.randrange(ACTIONS // 2): "submit" for _ in range(requests)}
-    submitted = 0
+    last = ACTIONS // 2 if len(asked) < 4 else ACTIONS
+    kinds |= {0: "submit"} | {rng.randrange(last): "submit" for _ in asked[1:]}
+    if asked[0].startswith(f"r{FAMILY}"):
+        kinds |= {1: "settle"} if rng.random() < SETTLES else {}
     for number in range(ACTIONS):
         match kinds.get(number):
             case "submit":
-                prompt, new = rng.choice(prompts), rng.randint(1, 6)
                 verb = rng.choice(["submit", "stream"])
-                action = f"{verb} r{submitted} {rng.choice(world.proxies)} {prompt} {new}"
-                submitted += 1
+                name, sizes = asked.pop(0).split(maxsplit=1)
+                action = f"{verb} {name} {rng.choice(world.proxies)} {sizes}"
+            case "settle":
+                action = "settle"
             case "fault":
                 action = _fault(world, rng, SERVICE_FAULTS if setting.serves else FAULTS)
             case _:
                 action = _step(world, rng)
         _note_and_perform(world, actions, action)
+
+
+def _asked(rng: random.Random, setting: Setting) -> list[str]:
+    """Draws requests: names, and the tokens of prompts and answers. Half of the runs of the real
+    services have families.
+    """
+    most = MOST_REQUESTS[setting.room]
+    if not setting.serves or not (setting.is_tight or rng.random() < 0.5):
+        sizes = _prompts(setting)
+        found = range(rng.randint(2, most + 1))
+        return [f"r{number} {rng.choice(sizes)} {rng.randint(1, 6)}" for number in found]
+    sizes = SPREAD_FAMILY if setting.spreads else FAMILY_PROMPTS
+    if setting.is_tight:
+        sizes = [size for size in sizes if size <= 400]
+    numbers: list[int] = []
+    for _ in range(rng.randint(1, max(most, MOST_OF_FAMILY))):
+        family = 1 if rng.random() < 0.75 else 2
+        before = sum(number // FAMILY == family for number in (FAMILY, *numbers))
+        numbers.append(family * FAMILY + before)
+    others = [f"r{n} {rng.choice(sizes)} {rng.choice(FAMILY_ANSWERS)}" for n in numbers]
+    return [f"r{FAMILY} {ASKED_TOKENS} {FAMILY_ANSWERS[-1]}", *others]
 
 
 def _note_and_perform(world: World, actions: list[str], action: str) -> None:
@@ -278,8 +321,12 @@ def _fault(world: World, rng: random.Random, faults: Sequence[str]) -> str:
         case "store":
             return f"store {rng.choice(['away', 'mute', 'lost'])}"
         case "drop":
-            return f"drop r{rng.randrange(3)} {rng.randrange(3)}"
-    return f"leave r{rng.randrange(3)}"
+            return f"drop {_client(world, rng)} {rng.randrange(3)}"
+    return f"leave {_client(world, rng)}"
+
+
+def _client(world: World, rng: random.Random) -> str:
+    return rng.choice(list(world.clients))
 
 
 def _victim(world: World, rng: random.Random) -> str:

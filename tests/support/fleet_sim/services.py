@@ -5,7 +5,7 @@ that stand in: prefill instances alone and in groups, decode instances, KVP work
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
@@ -130,9 +130,13 @@ class SimDecodeRole(TokenRole):
         end = min([request.prompt_tokens, *(one.start_token for one in request.shards)])
         self._model.check(request.id, request.pages.of_choice(0), 0, end)
         request.advance(DecodeEvent.JOINED)
+        self._admissions.prefixes.joined(request)
         self._context.send(reports.DecodeStarted(request_id=request.id))
 
     def _next(self, request: DecodeRequest) -> TokenOut:
+        last = request.prompt_tokens + request.generated_tokens - 1
+        if all(last < one.start_token for one in request.shards):
+            self._model.step(request.id, request.pages.of_choice(0), last)
         position = request.spec.resumed_tokens + request.generated_tokens
         token = token_of(lineage(request.id), position)
         reason = finish_reason(request.sampling, request.generated_tokens + 1, token, ())
@@ -184,6 +188,7 @@ class ServiceInstance:
 
     def _start(self, network: Network, leases: StoreLink) -> None:
         transport = SimTransport(transport_name(self.incarnation), self.process, network.kv)
+        transport.on_written = self._model.check_written
         engine = self._model.engine()
         context = WorkerContext(
             config=self._config,
@@ -317,6 +322,15 @@ class ServiceInstance:
         assert not self.held(), f"{self.name} holds {self.held()}"
         assert not any(self.role.counts()), f"{self.name} holds something"
         self.role.check_integrity()
+        if self.card.role != "kvp":
+            self._model.check_cached(self.role.prefix_cache)
+
+    def cached_tokens(self, hashes: Sequence[int]) -> int:
+        """Returns how many first tokens of the blocks are cached here."""
+        if self.card.role == "kvp":
+            return 0
+        cache = self.role.prefix_cache
+        return cache.holds(hashes) * cache.block_tokens
 
 
 def is_service(card: object) -> bool:

@@ -34,9 +34,8 @@ from millrace.proxy.tenancy.limiter import Limiter
 from millrace.proxy.tracing.handed_on import StreamWaterfalls
 from support.fleet_sim.processes import NOTHING, Process, VirtualLoop
 from support.fleet_sim.store import Store, StoreLink
-from support.fleet_sim.tokens import prompt_of, token_of
+from support.fleet_sim.tokens import VOCAB, blocks_of, prompt_of, token_of
 
-VOCAB = 50_000
 GRACE_S = 5.0  # a stream goes on so long without a client
 ASKS_AGAIN_S = 0.3  # after a refusal, or after its connection has broken
 API = "completions"
@@ -242,6 +241,7 @@ class ProxyStreams:
         self, gateway: Gateway, loop: VirtualLoop, store: Store, process: Process, config: Config
     ) -> None:
         self._loop = loop
+        self._engine = config.engine
         self._process = process
         self._gateway = gateway
         records = StoreLink(store, "records", process)
@@ -308,7 +308,9 @@ class ProxyStreams:
             trace=False,
             id_digits=client.stream_id.partition("-")[2],
         )
-        prompt = EnginePrompt(ids=prompt_of(client.stream_id, client.prompt_tokens))
+        ids = prompt_of(client.stream_id, client.prompt_tokens)
+        blocks = blocks_of(client.stream_id, ids, self._engine)
+        prompt = EnginePrompt(ids=ids, blocks=blocks)
         self._gateway.admit(1)
 
         def http(response_id: str) -> HttpClient:

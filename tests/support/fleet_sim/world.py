@@ -14,6 +14,7 @@ from unittest.mock import patch
 
 from millrace.core.config import Config
 from millrace.core.cost.latency import Latency, SpLatency
+from millrace.core.scheduler.fleet.instances import KvpInstance
 from millrace.core.scheduler.machine import Machine
 from support.fleet_sim.instances import Card, Instance
 from support.fleet_sim.model import Prompts
@@ -23,6 +24,7 @@ from support.fleet_sim.processes import VirtualLoop
 from support.fleet_sim.services import STAND_INS, ServiceCard, ServiceInstance
 from support.fleet_sim.store import Store
 from support.fleet_sim.streams import TIMES_S, StreamClient
+from support.fleet_sim.tokens import FAMILY, number_of
 
 AnyInstance = Instance | ServiceInstance
 Node = SchedulerNode | ProxyNode | AnyInstance
@@ -35,6 +37,8 @@ CARDS: dict[str, Card | ServiceCard] = {
         *(ServiceCard(name=f"q{i}", role="prefill", pages=120, latency=SP3) for i in range(3)),
         *(ServiceCard(name=f"e{i}", role="decode", pages=100) for i in range(2)),
         *(ServiceCard(name=f"k{i}", role="kvp", pages=40) for i in range(2)),
+        *(ServiceCard(name=f"q{i}", role="prefill", pages=52, latency=SP3) for i in range(5, 7)),
+        *(ServiceCard(name=f"e{i}", role="decode", pages=44) for i in range(5, 7)),
         Card(name="p0", role="prefill", pages=100, latency=SP, node="n"),
         Card(name="p1", role="prefill", pages=100, latency=SP, node="n"),
         Card(name="d0", role="decode", pages=60),
@@ -47,6 +51,7 @@ ACTION_S = 0.004
 NOTED_S = 0.5  # until a leader's note of its peers is in the store
 #: Kinds of work of the instances.
 WORK = ("compute", "release", "land", "step", "turn", "run")
+SETTLES_S = 3.0
 MOST_QUIET_S = 90.0  # from the end of all faults until everything has ended
 
 CHANNELS = (
@@ -87,6 +92,7 @@ class World:
             "flush": lambda name: self._deliver(name, 1 << 30),
             **{verb: partial(self._work, verb) for verb in WORK},
             "time": self._pass_time,
+            "settle": self._settle,
             "submit": self._submit,
             "stream": self._stream,
             "ask": self._ask,
@@ -236,6 +242,13 @@ class World:
     def _pass_time(self, seconds: str) -> bool:
         self.faults += bool(self.network.wires())  # it is slow
         self.loop.advance(float(seconds))
+        return True
+
+    def _settle(self) -> bool:
+        """Lets all work until it is done, or for SETTLES_S."""
+        until_s = self.loop.now_s + SETTLES_S
+        while self.loop.now_s < until_s and any(not one.is_over for one in self.clients.values()):
+            self._go_on()
         return True
 
     def _submit(self, rest: str) -> bool:
@@ -433,6 +446,28 @@ class World:
             assert self.loop.now_s < until_s, f"no end: {self.left()}"
             self._go_on()
         self.check_idle()
+        if any(number_of(name) >= FAMILY for name in self.clients):
+            self._check_cached()
+
+    def _check_cached(self) -> None:
+        """Raises AssertionError unless the leader knows what all instances have in their caches."""
+        until_s = self.loop.now_s + 2 * self.config.scheduler.heartbeat_s
+        while self.loop.now_s < until_s:
+            self._go_on()
+        machine = self.machine()
+        assert machine is not None
+        for name, one in self.fleet.items():
+            its = machine.cluster.instances[name]
+            if isinstance(its, KvpInstance):
+                continue
+            for asked, text in self._prompts.texts.items():
+                known, held = (
+                    its.prefixes.tokens(text.hashes, 1 << 20),
+                    one.cached_tokens(text.hashes),
+                )
+                assert known == held, (
+                    f"{name} has {held} cached tokens of {asked}, the leader believes {known}"
+                )
 
     def _go_on(self) -> None:
         before = self.loop.now_s
