@@ -107,7 +107,7 @@ class Traffic:
         rows = self.rows()
         known: Sequence[SloClass] = ()
         options = WorkloadOptions(
-            trace=rows,
+            trace=rows or None,
             rate_rps=self.rate_rps,
             rate_scale=self.rate_scale,
             max_input_tokens=self.max_input_tokens,

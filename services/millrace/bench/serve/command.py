@@ -136,7 +136,7 @@ def command(  # noqa: PLR0913 - every option of the command line is a parameter
             warmup=warmup,
             concurrency=concurrency,
             workload=WorkloadOptions(
-                trace=rows,
+                trace=rows or None,
                 rate_rps=rate,
                 open_arrivals=concurrency is not None,
                 rate_scale=rate_scale,
