@@ -366,7 +366,7 @@ class Machine:
 
     def _takeover_ended(self, step: StepContext, event: events.TakeoverEnded) -> None:
         for instance_id in set(event.missing).difference(self.cluster.instances):
-            self.cluster.absences.awaited(instance_id, step.now_s + self.config.lease_s)
+            self.cluster.absences.missing(instance_id, step.now_s)
         for waiting in self._takeover.end(step):
             self._submitted(step, waiting)
         self._dispatcher.run(step)

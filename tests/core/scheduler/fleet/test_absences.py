@@ -49,15 +49,17 @@ def test_who_said_that_it_leaves_is_not_expected() -> None:
     assert codes(bench.step(request("a", 400))) == ["too_large"]
 
 
-def test_the_former_leaders_instances_are_expected_for_a_lease() -> None:
+def test_the_former_leaders_instances_are_expected_as_long_as_lost_ones() -> None:
     bench = Bench(config=CONFIG)
     bench.step(events.TakeoverBegan())
     bench.step(instance("p0"))
     bench.step(instance("d0"))
     bench.step(events.TakeoverEnded(missing=("k0",)))
     assert codes(bench.step(request("a", 400))) == ["unavailable"]
-    bench.now_s += CONFIG.lease_s + 1.0
-    assert codes(bench.step(request("b", 400))) == ["too_large"]
+    bench.now_s += AWAY_S - 1.0
+    assert codes(bench.step(request("b", 400))) == ["unavailable"]
+    bench.now_s += 2.0
+    assert codes(bench.step(request("c", 400))) == ["too_large"]
 
 
 def test_an_earlier_attempt_of_its_own_makes_nothing_too_large() -> None:

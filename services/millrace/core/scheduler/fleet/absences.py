@@ -24,9 +24,9 @@ class Absences:
         """Notes that an instance was lost that had not said that it leaves."""
         self._away[card.instance_id] = now_s + AWAY_S, card
 
-    def awaited(self, instance_id: str, until_s: float) -> None:
-        """Expects an instance of the former leader's until a time; its size is not known."""
-        self._away[instance_id] = until_s, None
+    def missing(self, instance_id: str, now_s: float) -> None:
+        """Notes that an instance of the former leader's has not come; its size is not known."""
+        self._away[instance_id] = now_s + AWAY_S, None
 
     def came(self, instance_id: str) -> None:
         self._away.pop(instance_id, None)
