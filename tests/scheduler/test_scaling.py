@@ -108,7 +108,7 @@ async def test_instances_are_seen_with_what_they_hold():
         await prefill.next("cancel")
         assert await held(net) == {"p0": 1, "d0": 1}  # until they say that the pages are free
         await prefill.released("r")
-        await decode.released("r")
+        await decode.released("r", attempt=1)
 
         async def free() -> bool:
             return await held(net) == {"p0": 0, "d0": 0}
@@ -178,7 +178,7 @@ async def test_what_an_evicted_instance_lets_go_of_is_prefilled_for_another():
         # Decode gets the next attempt once it has released the previous attempt.
         await decode.next("admit_decode")
         await decode.next("cancel")
-        await decode.released("a")
+        await decode.released("a", attempt=1)
         assert (await second.next("run_prefill")).run_prefill.request.request_id == "a"
 
 

@@ -193,7 +193,7 @@ async def test_a_silent_worker_is_taken_for_dead_when_its_lease_lapses():
         assert time.monotonic() - start_s > 0.2  # the lease was given its time
         with pytest.raises(grpc.aio.AioRpcError, match="silent for"):
             await silent.read()
-        await decode.released("r")
+        await decode.released("r", attempt=1)
         other = await net.worker("p1")
         assert (await proxy.next("placed")).decode.incarnation.id == "d0"
         assert (await other.next("run_prefill")).run_prefill.request.request_id == "r"
@@ -218,7 +218,7 @@ async def test_a_worker_that_registers_again_is_a_new_life():
         await decode.next("cancel")
         with pytest.raises(grpc.aio.AioRpcError, match="p0 registered again"):
             await first.read()
-        await decode.released("r")
+        await decode.released("r", attempt=1)
         assert (await second.next("run_prefill")).run_prefill.request.request_id == "r"
         late = net.stub().ConnectWorker()
         old = scheduler_pb2.WorkerMessage(register=register("p0", generation=0))

@@ -153,12 +153,27 @@ class Bench:
         )
 
     def released(
-        self, instance_id: str, request_id: str, *, complete: bool = False, attempt: int = 0
+        self,
+        instance_id: str,
+        request_id: str,
+        *,
+        complete: bool = False,
+        attempt: int | None = None,
     ) -> list[effects.Effect]:
+        """Without an `attempt` decode names the last one that it was told of, unless it answers for
+        a shard; prefill names none.
+        """
+        if attempt is None:
+            attempt = self._told(instance_id, request_id)
         return self.report(
             instance_id,
             reports.RequestReleased(request_id=request_id, complete=complete, attempt=attempt),
         )
+
+    def _told(self, instance_id: str, request_id: str) -> int:
+        key = instance_id, request_id
+        admitted = (one for one in reversed(self.all) if isinstance(one, effects.AdmitDecode))
+        return next((a.attempt for a in admitted if (a.instance_id, a.request_id) == key), 0)
 
     def landed(self, request_id: str, tokens: int, attempt: int = 1) -> list[effects.Effect]:
         """Decode instance "d0" has the KV of the first tokens."""

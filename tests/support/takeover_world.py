@@ -215,10 +215,12 @@ class World:
                 assert instance.decodes.get(spec.request_id, "waiting") == "waiting"
                 instance.decodes[spec.request_id] = "waiting"
             case commands.Cancel(request_id=name):
-                if name in instance.jobs or name in instance.decodes:
+                held = instance.ledger.get(name)
+                if held is not None:
                     instance.jobs.pop(name, None)
                     instance.decodes.pop(name, None)
-                    instance.send(reports.RequestReleased(request_id=name))
+                    released = reports.RequestReleased(request_id=name, attempt=held.attempt)
+                    instance.send(released)
 
     def deliver_report(self, instance: Instance) -> None:
         report = instance.outbox.popleft()

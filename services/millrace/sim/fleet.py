@@ -185,7 +185,7 @@ class Fleet:
         if isinstance(effect, fx.CancelOn):
             self._world.let_go(instance.id, effect.request_id)
         elif isinstance(effect, fx.AdmitDecode) and job is not None:
-            job.placed(effect.shards)
+            job.placed(effect.attempt, effect.shards)
             found = [self._find(shard.worker_id) for shard in effect.shards[1:]]
             held = {one.id: one.generation for one in found if one is not None and one.alive}
             if held:  # the machine replaces workers that died meanwhile

@@ -90,7 +90,7 @@ def spread(index: int, tokens: int, new: int, *shards: tuple[str, int]) -> Job:
     for worker_id, count in shards:
         found.append(Shard(worker_id=worker_id, start_token=start, end_token=start + count))
         start += count
-    made.placed(tuple(found))
+    made.placed(1, tuple(found))
     return made
 
 

@@ -29,6 +29,7 @@ class Job:
         "live",
         "longest_suspension_s",
         "onboarded",
+        "placement",
         "plan",
         "request",
         "sp",
@@ -53,9 +54,11 @@ class Job:
         self.longest_suspension_s = 0.0
         self.spread: Reservation | None = None  # shards of its KV; None: at one instance
         self.onboarded = 0  # KVP workers that have some of its KV
+        self.placement = 0  # number of the attempt that decode heard of last
 
-    def placed(self, shards: tuple[Shard, ...]) -> None:
-        """Begins another attempt, with its KV at this decode instance."""
+    def placed(self, attempt: int, shards: tuple[Shard, ...]) -> None:
+        """Begins the attempt of this number, with its KV at this decode instance."""
+        self.placement = attempt
         self.spread = Reservation(shards=shards) if shards else None
         self.onboarded = 0
 

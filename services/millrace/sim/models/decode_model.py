@@ -71,18 +71,21 @@ class DecodePool:
 
     def cancel(self, instance: DecodeInstance, request_id: str) -> None:
         """Drops a request; harmless when the instance does not hold it."""
-        if instance.expected.pop(request_id, None) is None:
+        job = instance.expected.pop(request_id, None)
+        if job is None:
             waiting = [entry for entry in instance.waiting if entry[0].id == request_id]
             if waiting:
                 instance.waiting.remove(waiting[0])
+                job = waiting[0][0]
             elif request_id in instance.batch.members:
                 self._sync(instance)
-                self._leave(instance, request_id)
+                job = self._leave(instance, request_id)
                 self._fill(instance)
                 self._plan(instance)
             else:
                 return
-        self._world.report(instance.id, instance.generation, RequestReleased(request_id=request_id))
+        released = RequestReleased(request_id=request_id, attempt=job.placement)
+        self._world.report(instance.id, instance.generation, released)
 
     # ---- the batch
 
@@ -94,9 +97,10 @@ class DecodePool:
         instance.batch.join(job, self._clock.now_s)
         self._world.report(instance.id, instance.generation, DecodeStarted(request_id=job.id))
 
-    def _leave(self, instance: DecodeInstance, request_id: str) -> None:
+    def _leave(self, instance: DecodeInstance, request_id: str) -> Job:
         sequence = instance.batch.leave(request_id)
         self._world.left_batch(instance.id, sequence)
+        return sequence.job
 
     def _fill(self, instance: DecodeInstance) -> None:
         while instance.waiting and len(instance.batch) < self._max_batch:

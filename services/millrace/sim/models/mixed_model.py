@@ -132,13 +132,17 @@ class MixedPool:
         if prefill is not None:
             instance.order.remove(prefill.request, self._clock.now_s)
         prefill = prefill or instance.leaving.pop(request_id, None)
+        job = None if prefill is None else prefill.job
         if request_id in instance.batch.members:
             self._sync(instance)
-            self._world.left_batch(instance.id, instance.batch.leave(request_id))
-        elif prefill is None:
+            sequence = instance.batch.leave(request_id)
+            self._world.left_batch(instance.id, sequence)
+            job = sequence.job
+        if job is None:
             return
         self.changed[instance] = None
-        self._world.report(instance.id, instance.generation, RequestReleased(request_id=request_id))
+        released = RequestReleased(request_id=request_id, attempt=job.placement)
+        self._world.report(instance.id, instance.generation, released)
 
     def settle(self) -> None:
         """Starts the next iterations of the `changed` instances."""

@@ -178,7 +178,7 @@ def test_what_no_proxy_names_is_dropped_before_its_pages_are_given_away():
     ]
     decode = bench.machine.cluster.instances["d0"]
     assert decode.booked_pages == 8
-    bench.released("d0", "lost")
+    bench.released("d0", "lost", attempt=1)
     assert decode.booked_pages == 0
 
 
@@ -190,7 +190,7 @@ def test_an_instance_that_comes_back_to_the_same_leader_drops_what_was_given_up(
     assert of(effects.CancelOn, found)[0].request_id == "r"
     assert not of(effects.AdmitDecode, found)  # it still holds the earlier attempt
     bench.released("p0", "r")
-    (admit,) = of(effects.AdmitDecode, bench.released("d0", "r"))
+    (admit,) = of(effects.AdmitDecode, bench.released("d0", "r", attempt=1))
     assert admit.attempt == 2
 
 
@@ -203,7 +203,7 @@ def test_an_instance_that_comes_late_still_gets_what_it_is_dropping(attempts):
     found = bench.step(events.Reopened(request=request("r").request, attempts=attempts))
     assert not of(effects.Refuse, found)
     bench.released("p0", "r")
-    (admit,) = of(effects.AdmitDecode, bench.released("d0", "r"))
+    (admit,) = of(effects.AdmitDecode, bench.released("d0", "r", attempt=1))
     assert admit.request_id == "r"
 
 

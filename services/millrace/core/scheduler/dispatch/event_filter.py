@@ -5,7 +5,11 @@ from __future__ import annotations
 from millrace.core.live_request import LiveRequest
 from millrace.core.scheduler import events
 from millrace.core.scheduler.fleet.cluster import Cluster
-from millrace.core.scheduler.fleet.instances import Instance, PrefillInstance
+from millrace.core.scheduler.fleet.instances import (
+    DecodeInstance,
+    Instance,
+    PrefillInstance,
+)
 from millrace.core.scheduler.reports import PrefixLanded, RequestFailed, RequestReleased
 
 _OfInstance = events.InstanceLeft | events.InstanceCordoned | events.Reported
@@ -30,6 +34,23 @@ class EventFilter:
         held = request_id in instance.holdings
         self.ignored += not held
         return held
+
+    def frees_nothing(
+        self, report: RequestReleased, request: LiveRequest | None, instance: Instance
+    ) -> bool:
+        """Returns whether a release leaves what the instance holds. `request`: None if the instance
+        is to let go of the attempt that it holds.
+
+        Decode names the attempt that it lets go of. A release that names none answers a cancel that
+        found nothing, and the attempt came after that cancel. The release of a shard is its answer.
+        """
+        if request is not None:
+            return self.is_of_earlier(report, request, instance)
+        holds = isinstance(instance, DecodeInstance)
+        names_none = holds and not report.attempt
+        earlier = names_none and not instance.holdings[report.request_id].is_shard
+        self.ignored += earlier
+        return earlier
 
     def is_of_earlier(self, report: _OfAttempt, request: LiveRequest, instance: Instance) -> bool:
         """Returns whether an instance with KV reports about an earlier attempt.

@@ -40,7 +40,7 @@ class RequestProgress:
         if not self._event_filter.is_held(report.request_id, instance):
             return
         request = self._table.served(report.request_id, instance)
-        if request is not None and self._event_filter.is_of_earlier(report, request, instance):
+        if self._event_filter.frees_nothing(report, request, instance):
             return
         instance.release(report.request_id)
         if request is not None and _emitted_result(report, request, instance):
