@@ -24,6 +24,7 @@ from support.prefill_fleet import Scripted
 
 Attempt = tuple[str, int]  # request id, number
 Digest = tuple[Hashable, ...]
+LAST = 1 << 30  # decode names the attempt that it lets go of: here always the last one
 
 
 @dataclass(frozen=True)
@@ -142,7 +143,7 @@ class Scheduler:
             for effect in self.machine.step(heard.popleft(), self.now_s):
                 match effect:
                     case effects.CancelOn(instance_id="d0", request_id=request_id):
-                        heard.append(released("d0", request_id))
+                        heard.append(released("d0", request_id, LAST))
                     case effects.RunPrefill() | effects.Order() | effects.CancelOn():
                         found.append(effect)
         return found
@@ -495,8 +496,8 @@ def _digest_of_gang(gang: Gang | None) -> Digest:
     return (key, here, gang.state, gang.begun, gang.stop_at, gang.asked, ready, held)
 
 
-def released(name: str, request_id: str) -> events.Reported:
-    return reported(name, reports.RequestReleased(request_id=request_id))
+def released(name: str, request_id: str, attempt: int = 0) -> events.Reported:
+    return reported(name, reports.RequestReleased(request_id=request_id, attempt=attempt))
 
 
 def failed(name: str, request_id: str) -> events.Reported:

@@ -46,6 +46,7 @@ from millrace.instance.stages.stage_rows import (
 )
 from millrace.transfer.activations import Inlet
 from millrace.transfer.transport.base import Transport
+from millrace.transfer.transport.remote import close_pipe
 
 log = logging.getLogger(__name__)
 
@@ -202,7 +203,7 @@ class StageProcesses:
             pipe.close()  # a stage ends when its pipe ends
         for of_ranks in (ends for stage in self._stages for ends in stage.besides.values()):
             for pipe in of_ranks:
-                pipe.close()
+                close_pipe(pipe)
         for stage in self._stages:
             stage.close()
         if self._reader is not None:

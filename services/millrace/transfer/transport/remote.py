@@ -27,6 +27,15 @@ from millrace.transfer.transport.runs import Runs
 CALL_TIMEOUT_S: Final = 60.0
 
 _Answer = tuple[int, Any, str, bool]  # of which call, value, error, whether a peer is lost
+_closing = threading.Lock()
+
+
+def close_pipe(pipe: Connection) -> None:
+    """Closes the leader's end of a pipe to a member: its agent does when the member ends, and who
+    ends the members does. `Connection.close` of two threads at once closes one descriptor twice.
+    """
+    with _closing:
+        pipe.close()
 
 
 class RemotePool:
@@ -133,7 +142,7 @@ class RemoteAgent:
                     future.set_result(value)
         self._outgoing.put(None)
         self._end()
-        self._pipe.close()
+        close_pipe(self._pipe)
 
     def _end(self) -> None:
         with self._lock:
