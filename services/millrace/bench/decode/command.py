@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -31,11 +30,6 @@ class Settings:
     )
     dtype: str = option("bfloat16", "--dtype", read=read_dtype, help="float32 or bfloat16.")
     model: Mapping[str, Any] = field(default_factory=lambda: LLAMA_100M)
-
-    @property
-    def compute_threads(self) -> int:
-        """Returns the threads of the decode instance."""
-        return self.threads or max(1, len(os.sched_getaffinity(0)) // 2)
 
 
 command = made(

@@ -30,7 +30,7 @@ from millrace.bench.common.random_model import write_random_model
 from millrace.bench.decode import telemetry_cost
 from millrace.bench.decode.bare import BareDecode
 from millrace.bench.decode.command import Settings
-from millrace.bench.decode.served import Served, free_port, stack_options
+from millrace.bench.decode.served import Served, compute_threads, free_port, stack_options
 from millrace.bench.decode.window import Costs
 from millrace.local.stack import Stack
 
@@ -56,7 +56,7 @@ async def run(
     """
     if settings.telemetry:
         return _document(settings, await telemetry_cost.run(settings, on_progress))
-    threads = settings.compute_threads
+    threads = compute_threads(settings)
     metrics_port = free_port()
     with tempfile.TemporaryDirectory() as name:
         folder = write_random_model(Path(name), settings.model)
@@ -96,7 +96,11 @@ async def run(
 
 
 def _document(settings: Settings, found: dict[str, Any]) -> dict[str, Any]:
-    shown = {**asdict(settings), "model": dict(settings.model), "threads": settings.compute_threads}
+    shown = {
+        **asdict(settings),
+        "model": dict(settings.model),
+        "threads": compute_threads(settings),
+    }
     return {"benchmark": "decode", "settings": shown, "cpus": os.cpu_count(), **found}
 
 

@@ -146,11 +146,16 @@ def _arrivals(response: Response) -> Iterator[tuple[float, int]]:
     raise MillraceError("a stream ended early")
 
 
+def compute_threads(settings: Settings) -> int:
+    """Returns the threads of the decode instance, and of the bare engine."""
+    return StackOptions(model="", threads=settings.threads).compute_threads
+
+
 def stack_options(
     model: Path, settings: Settings, chosen: Sequence[str], metrics_ports: Mapping[str, int]
 ) -> StackOptions:
     """Returns a stack of one prefill and one decode instance. metrics_ports: by role, if any."""
-    threads = settings.compute_threads
+    threads = compute_threads(settings)
     own = {
         "prefill": [f"engine.threads={settings.prefill_threads or threads}"],
         "decode": [],

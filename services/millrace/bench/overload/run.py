@@ -140,10 +140,12 @@ async def _phases(
 ) -> tuple[list[RequestRecord], list[dict[str, Any]]]:
     """Serves the three phases; returns the requests, and the services' memory over time."""
     samples: list[dict[str, Any]] = []
-    async with beside(_sample(stack, time.monotonic(), samples)):
-        ends = asyncio.create_task(asyncio.sleep(sum(one.seconds for one in settings.phases)))
+    begun_s = time.monotonic()
+    async with beside(_sample(stack, begun_s, samples)):
         records = await _send(stack, settings, settings.phases, sustained_rps, slo)
-        await ends  # few requests may end before
+        # Few requests may end before the phases do.
+        end_s = begun_s + sum(phase.seconds for phase in settings.phases)
+        await asyncio.sleep(max(0.0, end_s - time.monotonic()))
     return records, samples
 
 

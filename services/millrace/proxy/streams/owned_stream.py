@@ -23,10 +23,10 @@ from millrace.proxy.generation.proxy_request import ProxyRequest
 from millrace.proxy.reply.reply import EventReply
 from millrace.proxy.streams import lives
 from millrace.proxy.streams.lives import StreamLives
-from millrace.proxy.streams.rewriting import Rewriting
+from millrace.proxy.streams.rewriting import Rewriting, journal_tokens
 from millrace.proxy.streams.source import StreamState, error_document
 from millrace.proxy.tracing.handed_on import StreamWaterfalls
-from millrace.state.store import IdTaken, JournalEntry, RequestStore, StoreError
+from millrace.state.store import IdTaken, RequestStore, StoreError
 from millrace.state.streams import Hold, Lease, StreamStore
 
 log = logging.getLogger(__name__)
@@ -60,9 +60,7 @@ class Shared:
         StoreError.
         """
         first = max(request.completion_tokens - MOST_LAST_TOKENS, 0)
-        if tokens := request.emitted_after(first):
-            entry = JournalEntry(request_id=incarnation, choice=0, start=first, token_ids=tokens)
-            await self.requests.append_tokens([entry])
+        await journal_tokens(self.requests, incarnation, request, first)
 
 
 class OwnedStream:

@@ -33,12 +33,7 @@ from millrace.proxy.tenancy.costs import used_cost
 from millrace.proxy.tenancy.exchange import Exchange
 from millrace.proxy.tenancy.limiter import Limiter
 from millrace.state.store import IdTaken, StoreError
-from millrace.state.streams import (
-    Lease,
-    StreamRecord,
-    new_fence,
-    owner_number,
-)
+from millrace.state.streams import Lease, StreamRecord, new_fence, owner_number
 
 log = logging.getLogger(__name__)
 

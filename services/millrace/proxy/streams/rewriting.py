@@ -9,6 +9,19 @@ from millrace.proxy.generation.proxy_request import ProxyRequest
 from millrace.state.store import IdTaken, JournalEntry, RequestStore
 
 
+async def journal_tokens(
+    store: RequestStore, incarnation: str, request: ProxyRequest, start: int
+) -> int:
+    """Journals the request's tokens after the first `start` tokens. Returns how many these are.
+    Raises StoreError.
+    """
+    tokens = request.emitted_after(start)
+    if tokens:
+        entry = JournalEntry(request_id=incarnation, choice=0, start=start, token_ids=tokens)
+        await store.append_tokens([entry])
+    return len(tokens)
+
+
 class Rewriting:
     """The record and the journal of one stream's request, after a loss. Methods raise StoreError.
 
@@ -43,9 +56,4 @@ class Rewriting:
         """Writes the tokens that have come since, if the incarnation is one that was lost."""
         if request.spec.request_id != self._incarnation:
             return
-        if tokens := request.emitted_after(self._tokens):
-            entry = JournalEntry(
-                request_id=self._incarnation, choice=0, start=self._tokens, token_ids=tokens
-            )
-            await self._store.append_tokens([entry])
-            self._tokens += len(tokens)
+        self._tokens += await journal_tokens(self._store, self._incarnation, request, self._tokens)

@@ -185,8 +185,8 @@ class RedisStore:
 
     async def finish(self, states: Mapping[str, str]) -> None:
         ttl_ms = self._finished_ttl_ms
-        ends = (self._end(_FINISH, one, (ttl_ms, state)) for one, state in states.items())
-        await self._link.run_all(list(ends))
+        ends = [self._end(_FINISH, one, (ttl_ms, state)) for one, state in states.items()]
+        await self._link.run_all(ends)
 
     async def release(self, request_id: str) -> None:
         await self._link.run(self._end(_RELEASE, request_id, (self._finished_ttl_ms,)))

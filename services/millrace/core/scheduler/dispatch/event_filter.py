@@ -5,11 +5,7 @@ from __future__ import annotations
 from millrace.core.live_request import LiveRequest
 from millrace.core.scheduler import events
 from millrace.core.scheduler.fleet.cluster import Cluster
-from millrace.core.scheduler.fleet.instances import (
-    DecodeInstance,
-    Instance,
-    PrefillInstance,
-)
+from millrace.core.scheduler.fleet.instances import DecodeInstance, Instance, PrefillInstance
 from millrace.core.scheduler.reports import PrefixLanded, RequestFailed, RequestReleased
 
 _OfInstance = events.InstanceLeft | events.InstanceCordoned | events.Reported
@@ -46,11 +42,10 @@ class EventFilter:
         """
         if request is not None:
             return self.is_of_earlier(report, request, instance)
-        holds = isinstance(instance, DecodeInstance)
-        names_none = holds and not report.attempt
-        earlier = names_none and not instance.holdings[report.request_id].is_shard
-        self.ignored += earlier
-        return earlier
+        held = instance.holdings[report.request_id]
+        answers = isinstance(instance, DecodeInstance) and not held.is_shard and not report.attempt
+        self.ignored += answers
+        return answers
 
     def is_of_earlier(self, report: _OfAttempt, request: LiveRequest, instance: Instance) -> bool:
         """Returns whether an instance with KV reports about an earlier attempt.

@@ -189,7 +189,8 @@ class ResumeEndpoint:
         looks = round(RESTORED_S / _LOOK_S) if is_known else 1
         try:
             for look in range(looks):
-                await asyncio.sleep(_LOOK_S if look else 0)
+                if look:
+                    await asyncio.sleep(_LOOK_S)
                 for stream_id in candidates(tenant, request_id):
                     record = await self._owned.shared.store.get(stream_id)
                     if record is not None and record.tenant == tenant:
