@@ -96,7 +96,8 @@ class WorkerLink:
         async with scheduler_stream(
             address, registration, self._reports(self._outbox), self._leaders.fence
         ) as stream:
-            await self._leaders.serve_until_replaced(changes, self._serve_stream(stream, address))
+            work = self._serve_stream(stream, address)
+            await self._leaders.serve_until_replaced(address, changes, work)
 
     def refuse_commands(self) -> None:
         """Drops all later commands; the end of the stream tells the scheduler so."""

@@ -38,6 +38,8 @@ class LeaderWatch:
         self._news = asyncio.Event()
         #: How often another scheduler has come to lead.
         self.changes = 0
+        self._followed = 0  # after so many changes the present stream's scheduler leads
+        self._asked = ""  # whom a stream has been opened to that has not answered yet
         #: Refuses messages of schedulers that led before.
         self.fence = EpochFence()
 
@@ -50,7 +52,8 @@ class LeaderWatch:
 
     def follow(self, lease: str, address: str) -> None:
         """Notes that the scheduler at `address` leads, and by which lease."""
-        self._lease, self._address = lease, address
+        self._lease, self._address, self._asked = lease, address, ""
+        self._followed = self.changes
 
     def hint(self, address: str) -> None:
         """Notes an address that a scheduler which stands by has named; empty: it knows none."""
@@ -76,6 +79,8 @@ class LeaderWatch:
         if lease.epoch != self.fence.epoch and self.fence.admits(lease.epoch):
             self._address = lease.address
             self.changes += 1
+            if lease.address == self._asked:
+                self._followed = self.changes  # it had led before its lease was read
             self._news.set()
         elif not self._address and lease.left_s > 0:  # a stream to the leader has failed
             self._address = lease.address
@@ -93,6 +98,21 @@ class LeaderWatch:
                 return False
         return True
 
-    async def serve_until_replaced(self, changes: int, work: Coroutine[Any, Any, None]) -> None:
-        """Runs `work` to its end, or until another scheduler leads than after so many `changes`."""
-        await until_one_ends(work, self.replaced(changes))
+    async def serve_until_replaced(
+        self, address: str, changes: int, stream: Coroutine[Any, Any, None]
+    ) -> None:
+        """Runs `stream`, to the scheduler at `address`, to its end, or until another scheduler
+        leads than after so many `changes`. It goes on if that is the scheduler at `address`, which
+        has not answered yet: a standby may have named it before its lease is read here.
+        """
+        self._asked, self._followed = address, changes
+        try:
+            await until_one_ends(stream, self._left_behind())
+        finally:
+            self._asked = ""
+
+    async def _left_behind(self) -> None:
+        """Returns when another scheduler leads than the one of the present stream."""
+        while self.changes == self._followed:
+            self._news.clear()
+            await self._news.wait()

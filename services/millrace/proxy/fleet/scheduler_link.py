@@ -129,7 +129,7 @@ class SchedulerLink:
             address, changes = self._leaders.address(), self._leaders.changes
             reason = "the stream ended"
             try:
-                await self._leaders.serve_until_replaced(changes, self._serve(address))
+                await self._leaders.serve_until_replaced(address, changes, self._serve(address))
             except SchedulerStreamError as error:
                 reason = str(error)
                 self._leaders.hint(error.leader)
