@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import product
 
 import pytest
 from hypothesis import settings
@@ -63,6 +64,8 @@ class CacheMachine(RuleBasedStateMachine):
         self.scheduler = Scheduler(self.cache)
         self.running: list[tuple[list[int], list[int]]] = []  # hashes, pages
 
+    #: A block is named by the path to it.
+    names = tuple(int("".join(path)) for n in range(1, 6) for path in product("12", repeat=n))
     prompts = st.lists(st.integers(1, 2), min_size=1, max_size=5).map(
         lambda path: [int("".join(map(str, path[: i + 1]))) for i in range(len(path))]
     )
@@ -121,6 +124,12 @@ class CacheMachine(RuleBasedStateMachine):
         self.cache.check_integrity()
 
     @invariant()
+    def a_block_follows_all_blocks_before_it(self) -> None:
+        """The scheduler looks for the last cached block by a binary search."""
+        found = kept(self.cache, self.names)
+        assert all(name // 10 in found for name in found if name > 2)
+
+    @invariant()
     def all_that_counts_as_free_can_be_had(self) -> None:
         used = {page for _, pages in self.running for page in pages}
         assert self.pool.free_pages == PAGES - len(used)
@@ -170,6 +179,39 @@ def test_what_was_computed_twice_goes_from_its_end_too() -> None:
     pool.free(second)
     pool.allocate(pool.free_pages - 2)
     assert kept(cache, [1, 2]) == {1}
+
+
+def test_a_block_goes_before_the_one_that_it_follows_whoever_computed_it() -> None:
+    """Two requests computed blocks 1 and 2 at the same time; the second one read block 1 of the
+    first one, and lets go of it after block 2 had become idle."""
+    pool = make_pool()
+    cache = PrefixCache(pool, BLOCK)
+    computed(pool, cache, [1])
+    first, second = (cache.take([1]) + pool.allocate(4) for _ in range(2))
+    cache.keep([1, 2, 3], first)
+    cache.keep([1, 2, 4], second)
+    pool.free(first)
+    pool.free(second)
+    pool.allocate(PAGES - 4)
+    assert kept(cache, range(1, 5)) == {1, 2}
+    pool.allocate(2)
+    assert kept(cache, range(1, 5)) == {1}
+
+
+def test_a_block_in_use_is_forgotten_with_the_one_that_it_follows() -> None:
+    """A request holds a copy of its own of the block before."""
+    pool, evicted = make_pool(), list[int]()
+    cache = PrefixCache(pool, BLOCK, evicted.append)
+    first, second = pool.allocate(2), pool.allocate(6)
+    cache.keep([1], first)
+    cache.keep([1, 2, 3], second)
+    pool.free(first)
+    held = pool.allocate(PAGES - 6)  # block 1 is all that is idle
+    assert not kept(cache, range(1, 4)) and evicted == [2]
+    cache.keep([1, 2, 3], second)
+    pool.free(second)
+    assert kept(cache, range(1, 4)) == {1, 2, 3}
+    pool.check_integrity(expected_used=len(held))
 
 
 def test_a_block_in_use_is_not_evicted() -> None:

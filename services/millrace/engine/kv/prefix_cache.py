@@ -1,19 +1,20 @@
 """Keeps KV in the pool for prompts that begin alike: blocks of whole pages, by their hashes.
 
 A block's hash covers all tokens up to its end (`core.kv.prefix`). So a sequence's beginning is
-looked up block by block until a block is missing, and a block is useful only while the blocks
-before it are there. Requests read a block's pages and never write them: each request begins its own
-KV in a page of its own.
+looked up block by block until a block is missing. The blocks before a block are always there, too:
+the scheduler relies on it. Requests read a block's pages and never write them: each request begins
+its own KV in a page of its own.
 
 Blocks that no request holds are idle. Their pages count as free in the pool, which evicts the least
-recently used of them when it runs short. The last block of a sequence goes first.
+recently used of them when it runs short. The last block of a sequence goes first. A block in use
+may follow an idle one, which another request computed: it is forgotten with that one.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 from millrace.core.errors import IntegrityError
@@ -38,6 +39,7 @@ class _Block:
     before: int  # the hash of the block before it; 0: it is a first block
     place: int  # how many blocks come before it
     pages: list[int]
+    after: set[_Block] = field(default_factory=set)  # the blocks that follow it
 
 
 class PrefixCache:
@@ -118,6 +120,8 @@ class PrefixCache:
         for block in fresh.values():
             self._blocks[block.hash] = block
             self._at[block.pages[0]] = block
+            if block.place:
+                self._blocks[block.before].after.add(block)
             _change(block.hash, undone=self._removed, done=self._added)
         for name in reversed(hashes):
             if name in self._idle:  # as if it had been taken
@@ -148,6 +152,9 @@ class PrefixCache:
             alone = {self._pool.references(page) == 1 for page in block.pages}
             if alone != {block.hash in self._idle}:
                 raise IntegrityError(f"prefix cache: pages {block.pages} are idle in part")
+            before = self._blocks.get(block.before)
+            if block.place and (before is None or block not in before.after):
+                raise IntegrityError(f"prefix cache: block {block.place} follows no block")
         if len(self._idle) * self._block_pages != self._pool.idle_pages:
             raise IntegrityError(
                 f"prefix cache: {len(self._idle)} blocks are idle, {self._pool.idle_pages} pages"
@@ -158,37 +165,43 @@ class PrefixCache:
     def idle(self, pages: Sequence[int]) -> None:
         """Notes that a request has let go of blocks, which counts as a use.
 
-        The last block of each sequence is the next to be evicted."""
-        blocks = [self._at[page] for page in pages if page in self._at]
-        blocks.sort(key=lambda block: block.place, reverse=True)
-        for block in blocks:
+        The last block of each sequence is the next to be evicted. The idle blocks before them are
+        used, too: they may be another request's computation of the same tokens."""
+        used = {self._at[page].hash: self._at[page] for page in pages if page in self._at}
+        for block in list(used.values()):
+            name = block.before
+            while name in self._idle and name not in used:
+                used[name] = self._idle[name]
+                name = used[name].before
+        for block in sorted(used.values(), key=lambda block: block.place, reverse=True):
             self._idle[block.hash] = block
-        fresh = {block.hash for block in blocks}
-        for block in blocks:
-            self._touch(block.before, fresh)
+            self._idle.move_to_end(block.hash)
 
     def evict(self, count: int) -> None:
-        pages: list[int] = []
-        while len(pages) < count:
-            _, block = self._idle.popitem(last=False)
-            pages += self._forget(block)
-        self._pool.give_up(pages)
-        self._evicted(len(pages))
+        given_up: list[int] = []
+        freed = 0
+        while freed < count:
+            for block in self._with_following(next(iter(self._idle.values()))):
+                freed += len(block.pages) if block.hash in self._idle else 0
+                given_up += block.pages
+                self._forget(block)
+        self._pool.give_up(given_up)
+        self._evicted(freed)
 
-    def _touch(self, name: int, fresh: set[int]) -> None:
-        """Moves the idle blocks before a used block after it in the order of eviction.
+    def _with_following(self, block: _Block) -> list[_Block]:
+        """Lists the block and all blocks after it, each after those that follow it."""
+        found = [block]
+        for one in found:
+            found += one.after
+        return found[::-1]
 
-        They may be another request's computation of the same tokens."""
-        while name in self._idle and name not in fresh:
-            fresh.add(name)
-            self._idle.move_to_end(name)
-            name = self._idle[name].before
-
-    def _forget(self, block: _Block) -> list[int]:
+    def _forget(self, block: _Block) -> None:
         del self._blocks[block.hash]
         del self._at[block.pages[0]]
+        self._idle.pop(block.hash, None)
+        if block.place:
+            self._blocks[block.before].after.discard(block)
         _change(block.hash, undone=self._added, done=self._removed)
-        return block.pages
 
 
 def _change(name: int, *, undone: dict[int, None], done: dict[int, None]) -> None:
