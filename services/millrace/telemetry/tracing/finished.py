@@ -1,4 +1,7 @@
-"""A span that has ended, and its form in OpenTelemetry's SDK."""
+"""A span that has ended, as the exporters take it.
+
+The SDK's own class of spans would cost a request as much as all that is known about it.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +9,13 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Final, NamedTuple
 
-from opentelemetry.sdk.resources import Resource
-from opentelemetry.sdk.trace import Event, ReadableSpan
-from opentelemetry.trace import SpanContext, SpanKind, Status, StatusCode, TraceFlags
+from opentelemetry.trace import SpanContext, SpanKind, TraceFlags
 
 AttributeValue = str | bool | int | float
 Attributes = Mapping[str, AttributeValue]
 
 NO_ATTRIBUTES: Final[Attributes] = MappingProxyType({})
-_SAMPLED: Final = TraceFlags(TraceFlags.SAMPLED)
-_OK: Final = Status(StatusCode.UNSET)
+_EXPORTED: Final = SpanContext(1, 1, is_remote=False, trace_flags=TraceFlags(TraceFlags.SAMPLED))
 
 
 class Moment(NamedTuple):
@@ -43,20 +43,11 @@ class FinishedSpan(NamedTuple):
     error: str = ""
     kind: SpanKind = SpanKind.INTERNAL
 
-    def readable(self, resource: Resource) -> ReadableSpan:
-        """Returns the span as the SDK's exporters take it."""
-        parent = None
-        if self.parent_id:
-            parent = SpanContext(self.trace_id, self.parent_id, True, _SAMPLED)
-        return ReadableSpan(
-            self.name,
-            context=SpanContext(self.trace_id, self.span_id, False, _SAMPLED),
-            parent=parent,
-            resource=resource,
-            attributes=self.attributes() if callable(self.attributes) else self.attributes,
-            events=tuple(Event(one.name, one.attributes, one.at_ns) for one in self.moments),
-            kind=self.kind,
-            status=Status(StatusCode.ERROR, self.error) if self.error else _OK,
-            start_time=self.start_ns,
-            end_time=self.end_ns,
-        )
+    def computed(self) -> Attributes:
+        """Returns the attributes, computed if they are a function."""
+        return self.attributes() if callable(self.attributes) else self.attributes
+
+    @property
+    def context(self) -> SpanContext:
+        """What the SDK's processor of batches asks for: spans that come to it are sampled."""
+        return _EXPORTED

@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import SpanProcessor
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
@@ -131,7 +130,6 @@ class Tracer:
 
     def __init__(
         self,
-        resource: Resource,
         processors: Sequence[SpanProcessor],
         *,
         ratio: float = 1.0,
@@ -141,7 +139,6 @@ class Tracer:
         """`tail_spans`: the most spans of unsampled traces that are held; 0: none. `registry` gets
         the histogram of the times of spans.
         """
-        self._resource = resource
         self._processors = tuple(processors)
         self._ids = RandomIdGenerator()
         self._bound = TraceIdRatioBased(ratio).bound
@@ -216,9 +213,10 @@ class Tracer:
         return self._tail is not None and self._tail.wants(trace_id)
 
     def _export(self, span: FinishedSpan) -> None:
-        readable = span.readable(self._resource)
+        if callable(span.attributes):  # what it reads may change before the export
+            span = span._replace(attributes=span.computed())
         for processor in self._processors:
-            processor.on_end(readable)
+            processor.on_end(span)  # type: ignore[arg-type]  # it only asks for the context
 
     def close(self) -> None:
         """Exports the queued spans; waits a few seconds at most."""
@@ -226,7 +224,7 @@ class Tracer:
             processor.shutdown()
 
 
-NO_TRACER: Final = Tracer(Resource.get_empty(), ())
+NO_TRACER: Final = Tracer(())
 
 
 def open_tracer(
@@ -238,14 +236,14 @@ def open_tracer(
     costs spans, never requests. Raises ConfigError if the folder of traces can't be written.
     """
     exporters: list[OtlpSpans | FileSpans] = []
+    of = resource(service, instance_id)
     if config.otlp_endpoint:
-        exporters.append(OtlpSpans.to(config.otlp_endpoint))
+        exporters.append(OtlpSpans(config.otlp_endpoint, of))
     if config.trace_folder:
-        exporters.append(FileSpans.open(config.trace_folder, instance_id))
+        exporters.append(FileSpans.open(config.trace_folder, instance_id, of))
     if not exporters:
         return NO_TRACER
     return Tracer(
-        resource(service, instance_id),
         [
             BatchSpanProcessor(
                 exporter,
