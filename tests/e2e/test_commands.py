@@ -85,9 +85,11 @@ async def test_up_ends_clean_when_its_terminal_is_closed(tmp_path: Path, last_li
     assert not [one for one in children if one.is_running()]
 
 
-#: Makes the terminal on standard input the session's own, as a shell's is, and becomes a command.
+#: Makes the terminal on standard input the session's own, as a shell's is, and becomes a command
+#: that hears of its end, also where the tests run under `nohup`.
 _IN_TERMINAL = """
-import fcntl, os, sys, termios
+import fcntl, os, signal, sys, termios
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 os.execv(sys.argv[1], sys.argv[1:])
 """

@@ -76,14 +76,17 @@ class Stream:
         assert not self.ending
 
 
-@asynccontextmanager
-async def host(folder: Path) -> AsyncIterator[str]:
-    """A host in this process; its stages are processes of their own."""
+def servicer_of(folder: Path) -> StageHostServicer:
     room = StageRoom(
         folder=folder, host="127.0.0.1", device=torch.device("cpu"), threads=1, services={}
     )
-    server = create_server()
-    servicer = StageHostServicer(room, turn_s=0.1)
+    return StageHostServicer(room, turn_s=0.1)
+
+
+@asynccontextmanager
+async def host(folder: Path, servicer: StageHostServicer | None = None) -> AsyncIterator[str]:
+    """A host in this process; its stages are processes of their own."""
+    server, servicer = create_server(), servicer or servicer_of(folder)
     servicer.add_to(server)
     port = bind(server, "127.0.0.1", 0)
     await server.start()
@@ -127,12 +130,15 @@ async def test_an_instance_of_another_version_is_refused(
 
 
 async def test_one_stage_runs_at_a_time_and_ends_with_its_stream(folder: Path) -> None:
-    async with host(folder) as address:
+    servicer = servicer_of(folder)
+    async with host(folder, servicer) as address:
         first = Stream(address, begin(folder))
         await first.begun()
         refused = await Stream(address, begin(folder, instance="decode-0")).ended()
         assert refused == "resource_exhausted: a stage of prefill-0 runs here"
         await asyncio.to_thread(first.stream.close)
+        async with asyncio.timeout(HANG_S):
+            await servicer.idle()
         again = Stream(address, begin(folder))
         await again.begun()
         again.stream.send(0, encode(Stage(1, 2)))  # no command: the stage fails
