@@ -27,15 +27,16 @@ class Schedulers:
         assert lease is not None
         self._epoch = lease.epoch
 
-    async def open(self, address: str) -> asyncio.Task[None]:
-        """Opens a stream to `address` that nobody ends."""
+    async def open(self, address: str, changes: int | None = None) -> asyncio.Task[None]:
+        """Opens a stream to `address` that nobody ends, chosen after so many `changes`."""
+        changes = self.watch.changes if changes is None else changes
         opened, endless = asyncio.Event(), asyncio.Event()
 
         async def stream() -> None:
             opened.set()
             await endless.wait()
 
-        served = self.watch.serve_until_replaced(address, self.watch.changes, stream())
+        served = self.watch.serve_until_replaced(address, changes, stream())
         task = asyncio.create_task(served)
         await opened.wait()
         return task
@@ -48,7 +49,7 @@ class Schedulers:
     async def read(self, changes: int) -> None:
         """Waits until the watch has found so many changes, and the stream has heard of them."""
         await eventually(lambda: self.watch.changes == changes)
-        for _ in range(3):
+        for _ in range(10):
             await asyncio.sleep(0)
 
 
@@ -84,6 +85,17 @@ async def test_a_stream_to_a_leader_whose_lease_is_not_read_yet_goes_on(
     schedulers.answered("b:1")
     await schedulers.lead("a:1")
     await ended(stream)
+
+
+async def test_a_leader_whose_lease_is_read_while_the_stream_opens_is_no_other_one(
+    schedulers: Schedulers,
+) -> None:
+    await schedulers.lead("b:1")
+    await schedulers.read(2)
+    stream = await schedulers.open("b:1", changes=1)
+    await schedulers.read(2)
+    assert not stream.done()
+    stream.cancel()
 
 
 @pytest.mark.parametrize("answers", [True, False])

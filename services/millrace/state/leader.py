@@ -105,7 +105,8 @@ class LeaderWatch:
         leads than after so many `changes`. It goes on if that is the scheduler at `address`, which
         has not answered yet: a standby may have named it before its lease is read here.
         """
-        self._asked, self._followed = address, changes
+        self._asked = address
+        self._followed = self.changes if address == self._address else changes
         try:
             await until_one_ends(stream, self._left_behind())
         finally:
