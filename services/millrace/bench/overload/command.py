@@ -1,16 +1,25 @@
 """`millrace bench overload`: what a stack serves at several times the load that it can sustain.
 
 One prefill and one decode instance serve the random model of `bench autoscale`, one thread each. A
-sweep over rising rates finds the peak of goodput (requests a second whose first token is in time)
-and the sustainable rate: the highest one with 90 % of the first tokens in time. Then three phases
-follow each other without a pause: half of the sustainable rate, `--factor` times that rate, and
-half of it again. The document has
+sweep over rising rates finds the sustainable rate: the highest one with 90 % of the first tokens in
+time. Then phases follow each other without a pause: half of that rate; the peak and the overload in
+turns; half of that rate again. The peak is the first rate that the sweep found too high: the stack
+has work all the time there, and refuses little. The overload is `--factor` times the sustainable
+rate. The document has
 
-- goodput in the overload, over the peak;
-- the time in which refused requests get their 429;
+- goodput (first tokens in time per second) in the overload, over that of the peak. Both are
+  counted in the same way: the first tokens that come in the last three quarters of a phase. Earlier
+  ones are of the phase before, or of a queue that is not full yet; later ones would be added to
+  the peak by the requests that are still waiting at its end;
+- the same per second of the prefill instance's compute thread, and the shares of the time in which
+  that thread ran and in which it waited for a core: other work on the machine changes goodput, and
+  hardly changes goodput per second of compute;
+- the time in which refused requests get their 429, and how late the client's own timers were: any
+  process that wakes waits so long for a core;
 - the memory of each service over time;
-- the recovery: from the end of the overload until 90 % of the requests that come are in time again,
-  over the drain time, in which the work that waits then is served at the rate of the overload.
+- the recovery: from the end of the last overload until 90 % of the requests that come are in time
+  again, over the drain time, in which the work that waits then is served at the rate of the
+  overload.
 
 The client and all services share this machine's cores.
 """
@@ -23,8 +32,9 @@ from millrace.bench.common.options import command as made
 from millrace.bench.common.options import option, read_rates
 from millrace.bench.common.phases import Lengths, Phase
 
-CALM_LOAD = 0.5  # of the sustainable rate, before and after the overload
-#: Of the overload, until the queue is full: goodput is counted after it.
+CALM_LOAD = 0.5  # of the sustainable rate, before and after the turns
+PEAK, OVERLOAD = "peak", "overload"
+#: Of a phase, until its first tokens count.
 FILLING = 0.25
 
 
@@ -36,16 +46,19 @@ class Settings:
         5.0, "--factor", min=1.1, help="Rate of the overload, in sustainable rates."
     )
     loads: tuple[float, ...] = option(
-        (0.3, 0.5, 0.7, 0.9, 1.1, 1.3),
+        (0.5, 0.7, 0.9, 1.1, 1.3),
         "--loads",
         read=read_rates,
         metavar="SHARES",
         help="Rates of the sweep, in rates of prompts one after another.",
     )
     sweep_s: float = option(20.0, "--sweep-s", min=1.0, help="Seconds of each rate of the sweep.")
-    calm_s: float = option(10.0, "--calm-s", min=1.0, help="Seconds before the overload.")
-    overload_s: float = option(60.0, "--overload-s", min=4.0)
-    after_s: float = option(60.0, "--after-s", min=2.0, help="Seconds after the overload.")
+    calm_s: float = option(5.0, "--calm-s", min=1.0, help="Seconds before the first turn.")
+    overload_s: float = option(
+        20.0, "--overload-s", min=4.0, help="Seconds of each overload, and of each peak."
+    )
+    turns: int = option(3, "--turns", min=1, help="Of the peak and the overload.")
+    after_s: float = option(30.0, "--after-s", min=2.0, help="Seconds after the last overload.")
     slo_factor: float = option(
         10.0, "--slo", min=1.0, help="TTFT objective, in TTFTs of a prompt alone."
     )
@@ -66,23 +79,28 @@ class Settings:
     def lengths(self) -> Lengths:
         return Lengths(prompt_tokens=self.prompt_tokens, output_tokens=self.output_tokens)
 
-    @property
-    def phases(self) -> tuple[Phase, Phase, Phase]:
+    def phases(self, peak_load: float) -> tuple[Phase, ...]:
+        """Returns the phases in order; loads are in sustainable rates."""
+        turns = [
+            Phase(name=f"{name} {turn}", load=load, seconds=self.overload_s)
+            for turn in range(1, self.turns + 1)
+            for name, load in ((PEAK, peak_load), (OVERLOAD, self.factor))
+        ]
         return (
             Phase(name="before", load=CALM_LOAD, seconds=self.calm_s),
-            Phase(name="overload", load=self.factor, seconds=self.overload_s),
+            *turns,
             Phase(name="after", load=CALM_LOAD, seconds=self.after_s),
         )
 
     @property
     def full_s(self) -> float:
-        """When the queue is full, in seconds since the first phase's begin."""
+        """When the first peak counts, in seconds since the first phase's begin."""
         return self.calm_s + FILLING * self.overload_s
 
     @property
     def end_s(self) -> float:
-        """When the overload ends."""
-        return self.calm_s + self.overload_s
+        """When the last overload ends."""
+        return self.calm_s + 2 * self.turns * self.overload_s
 
 
 command = made(

@@ -32,18 +32,24 @@ def print_tables(document: Document, console: Console) -> None:
     console.print(swept)
     factor, ends = document["settings"]["factor"], document["ends"]
     console.print(
-        f"{factor:g} times {document['sustained_rps']:.2f} requests/s: "
-        + ", ".join(f"{ends[end]} {end}" for end in ENDS if ends.get(end))
+        f"{document['peak_load']:.2f} and {factor:g} times {document['sustained_rps']:.2f} "
+        "requests/s in turns: " + ", ".join(f"{ends[end]} {end}" for end in ENDS if ends.get(end))
     )
-    share = document["goodput_rps"] / document["peak_goodput_rps"]
+    columns = "phase | served | in time | goodput, requests/s | ran, % | waited for a core, %"
+    line = "{phase} | {served} | {in_time} | {goodput_rps:.2f} | {ran_percent} | {waited_percent}"
+    rows = [_turn(one) for one in document["turns"]]
+    console.print(table("First tokens, and prefill's compute thread", columns, line, rows, left=1))
+    by_turn = ", ".join(_ratio(one) for one in document["over_peak_by_turn"])
     console.print(
-        f"goodput {document['goodput_rps']:.2f} requests/s, {share:.2f} of the peak of "
-        f"{document['peak_goodput_rps']:.2f}; {document['served_rps']:.2f} requests/s served"
+        f"goodput {document['goodput_rps']:.2f} requests/s, {_ratio(document['over_peak'])} of the "
+        f"peak of {document['peak_goodput_rps']:.2f} (by turn: {by_turn}); per second of prefill's "
+        f"compute {_ratio(document['over_peak_per_compute'])} of the peak"
     )
-    refused = document["refusal_ms"]
+    refused, lag = document["refusal_ms"], document["send_lag_ms"]
     console.print(
         f"{refused['count']} refusals within {refused['p50']:.0f} ms (median), "
-        f"{refused['p99']:.0f} ms (p99)"
+        f"{refused['p99']:.0f} ms (p99); this client's own timers were late by "
+        f"{lag['p50']:.0f} ms and {lag['p99']:.0f} ms"
     )
     console.print(_recovery(document))
     rows = [
@@ -51,7 +57,23 @@ def print_tables(document: Document, console: Console) -> None:
     ]
     columns = "service | first quarter | last quarter"
     line = "{name} | {first:.0f} | {last:.0f}"
-    console.print(table("Memory in the overload, MiB", columns, line, rows, left=1))
+    console.print(table("Memory in the turns, MiB", columns, line, rows, left=1))
+
+
+def _turn(turn: Document) -> Document:
+    return turn | {
+        "goodput_rps": turn["in_time"] / turn["seconds"],
+        "ran_percent": _percent(turn["ran"]),
+        "waited_percent": _percent(turn["waited"]),
+    }
+
+
+def _percent(share: float | None) -> str:
+    return "?" if share is None else f"{100 * share:.0f}"
+
+
+def _ratio(found: float | None) -> str:
+    return "?" if found is None else f"{found:.2f}"
 
 
 def _recovery(document: Document) -> str:

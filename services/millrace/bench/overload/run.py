@@ -24,7 +24,8 @@ from millrace.bench.common.phased_load import TOKEN_IDS, alone_s, arrivals, engi
 from millrace.bench.common.phases import Phase
 from millrace.bench.common.random_model import write_random_model
 from millrace.bench.common.report import Distribution, RequestRecord
-from millrace.bench.overload.command import Settings
+from millrace.bench.common.thread_times import busiest, thread_times
+from millrace.bench.overload.command import FILLING, OVERLOAD, PEAK, Settings
 from millrace.concurrency import beside
 from millrace.core.errors import MillraceError
 from millrace.local.options import StackOptions
@@ -34,6 +35,7 @@ from millrace.sim.workload.workload import SloClass, WorkloadOptions
 #: The share of first tokens in time at a rate that a stack sustains.
 GOAL = 0.9
 REFUSED = "http 429"
+_COMPUTING = "prefill-0"
 _LEAST_REQUESTS = 10  # of a rate, on average: nine of ten must be in time
 _SAMPLE_S = 0.5
 _MIB = 1 << 20
@@ -43,14 +45,50 @@ class NothingSustainedError(MillraceError):
     """The lowest rate of the sweep is too high for this machine."""
 
 
+#: Load of the peak, in sustainable rates, if the sweep found none too high.
+_PEAK_LOAD = 1.2
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Swept:
-    """What the stack served at one rate. `goodput_rps`: requests a second that were in time."""
+    """What the stack served at one rate. `goodput_rps`: first tokens in time per second."""
 
     load: float
     rate_rps: float
     goodput_rps: float
     attainment: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Window:
+    """The seconds of a phase in which first tokens count, since the first phase's begin."""
+
+    phase: str
+    from_s: float
+    until_s: float
+
+    @classmethod
+    def of(cls, phase: Phase, begin_s: float) -> Window:
+        end_s = begin_s + phase.seconds
+        return cls(phase=phase.name, from_s=begin_s + FILLING * phase.seconds, until_s=end_s)
+
+    @property
+    def seconds(self) -> float:
+        return self.until_s - self.from_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    """What the stack served in a window. `ran`, `waited`: shares of the time in which prefill's
+    compute thread ran, and in which it waited for a core; None where the kernel counts none.
+    """
+
+    phase: str
+    seconds: float
+    served: int
+    in_time: int
+    ran: float | None
+    waited: float | None
 
 
 async def run(settings: Settings, announce: Announce = lambda what: None) -> dict[str, Any]:
@@ -66,9 +104,10 @@ async def run(settings: Settings, announce: Announce = lambda what: None) -> dic
             alone = await alone_s(stack.url, settings.lengths)
             slo = SloClass(name="default", ttft_s=settings.slo_factor * alone)
             swept = await _sweep(stack, settings, 1.0 / alone, slo, announce)
-            rate_rps = sustained(swept).rate_rps
-            announce(f"{settings.factor:g} times {rate_rps:.2f} requests a second")
-            records, samples = await _phases(stack, settings, rate_rps, slo)
+            rate_rps, load = sustained(swept).rate_rps, peak_load(swept)
+            announce(f"{load:.2g} and {settings.factor:g} times {rate_rps:.2f} requests a second")
+            phases = settings.phases(load)
+            records, samples = await _phases(stack, settings, phases, rate_rps, slo)
     return {
         "benchmark": "overload",
         "settings": asdict(settings),
@@ -77,10 +116,10 @@ async def run(settings: Settings, announce: Announce = lambda what: None) -> dic
         "ttft_slo_s": slo.ttft_s,
         "sweep": [asdict(one) for one in swept],
         "sustained_rps": rate_rps,
-        "peak_goodput_rps": max(one.goodput_rps for one in swept),
-        **figures(records, settings, slo),
+        "peak_load": load,
+        **figures(records, turns(records, windows(phases), samples, slo), settings.end_s, slo),
         "memory_mib": memory(samples, settings.full_s, settings.end_s),
-        "samples": samples,
+        "samples": [{key: one[key] for key in ("at_s", "memory_mib")} for one in samples],
         "requests": [
             {"sent_s": r.sent_s, "ended_s": r.ended_s, "end": _end_of(r, slo)} for r in records
         ],
@@ -115,7 +154,8 @@ async def _sweep(
         records = await _send(stack, settings, [phase], capacity_rps, slo)
         met = [record.meets_ttft(slo) for record in records]
         share = statistics.fmean(met) if met else 1.0
-        goodput_rps = sum(met) / seconds
+        window = Window.of(phase, 0.0)
+        goodput_rps = sum(r.meets_ttft(slo) for r in _served(records, window)) / window.seconds
         rate_rps = load * capacity_rps
         found.append(Swept(load=load, rate_rps=rate_rps, goodput_rps=goodput_rps, attainment=share))
         if share < GOAL:
@@ -135,16 +175,37 @@ def sustained(swept: Sequence[Swept]) -> Swept:
     return max(found, key=lambda one: one.rate_rps)
 
 
+def peak_load(swept: Sequence[Swept]) -> float:
+    """Returns the load of the peak in sustainable rates: of the first rate that is too high."""
+    rate_rps = sustained(swept).rate_rps
+    return min((s.rate_rps / rate_rps for s in swept if s.rate_rps > rate_rps), default=_PEAK_LOAD)
+
+
+def windows(phases: Sequence[Phase]) -> list[Window]:
+    """Returns the windows of the peaks and overloads, in order."""
+    found, begin_s = [], 0.0
+    for phase in phases:
+        found.append(Window.of(phase, begin_s))
+        begin_s += phase.seconds
+    return found[1:-1]
+
+
 async def _phases(
-    stack: Stack, settings: Settings, sustained_rps: float, slo: SloClass
+    stack: Stack,
+    settings: Settings,
+    phases: Sequence[Phase],
+    sustained_rps: float,
+    slo: SloClass,
 ) -> tuple[list[RequestRecord], list[dict[str, Any]]]:
-    """Serves the three phases; returns the requests, and the services' memory over time."""
+    """Serves the phases; returns the requests, and over time the services' memory and the times of
+    prefill's threads.
+    """
     samples: list[dict[str, Any]] = []
     begun_s = time.monotonic()
     async with beside(_sample(stack, begun_s, samples)):
-        records = await _send(stack, settings, settings.phases, sustained_rps, slo)
+        records = await _send(stack, settings, phases, sustained_rps, slo)
         # Few requests may end before the phases do.
-        end_s = begun_s + sum(phase.seconds for phase in settings.phases)
+        end_s = begun_s + sum(phase.seconds for phase in phases)
         await asyncio.sleep(max(0.0, end_s - time.monotonic()))
     return records, samples
 
@@ -159,7 +220,9 @@ async def _send(
 
 
 async def _sample(stack: Stack, begun_s: float, samples: list[dict[str, Any]]) -> None:
-    """Notes the resident memory of every service twice a second, in MiB."""
+    """Notes twice a second the resident memory of every service, in MiB, and the times of the
+    threads of prefill.
+    """
     while True:
         memory_mib = {}
         for name, service in stack.services.items():
@@ -167,27 +230,109 @@ async def _sample(stack: Stack, begun_s: float, samples: list[dict[str, Any]]) -
                 if service.serving_pid is not None:
                     rss = psutil.Process(service.serving_pid).memory_info().rss
                     memory_mib[name] = rss / _MIB
-        samples.append({"at_s": time.monotonic() - begun_s, "memory_mib": memory_mib})
+        pid = stack.services[_COMPUTING].serving_pid
+        threads = {} if pid is None else thread_times(pid)
+        at_s = time.monotonic() - begun_s
+        samples.append({"at_s": at_s, "memory_mib": memory_mib, "threads": threads})
         await asyncio.sleep(_SAMPLE_S)
 
 
-def figures(records: Sequence[RequestRecord], settings: Settings, slo: SloClass) -> dict[str, Any]:
-    """Returns the figures of the three phases."""
-    full_s, end_s = settings.full_s, settings.end_s
-    served = [r for r in records if r.token_times_s and full_s <= r.token_times_s[0] < end_s]
-    served_rps = len(served) / (end_s - full_s)
+def turns(
+    records: Sequence[RequestRecord],
+    windows: Sequence[Window],
+    samples: Sequence[dict[str, Any]],
+    slo: SloClass,
+) -> list[Turn]:
+    """Returns what the stack served in each window. `samples`: see `_sample`."""
+    thread = busiest(sample["threads"] for sample in samples)
+    found = []
+    for window in windows:
+        served = _served(records, window)
+        ran, waited = _shares(thread, window, samples)
+        found.append(
+            Turn(
+                phase=window.phase,
+                seconds=window.seconds,
+                served=len(served),
+                in_time=sum(record.meets_ttft(slo) for record in served),
+                ran=ran,
+                waited=waited,
+            )
+        )
+    return found
+
+
+def _served(records: Sequence[RequestRecord], window: Window) -> list[RequestRecord]:
+    """Returns the requests whose first token came within the window."""
+    return [
+        r
+        for r in records
+        if r.token_times_s and window.from_s <= r.token_times_s[0] < window.until_s
+    ]
+
+
+def _shares(
+    thread: int | None, window: Window, samples: Sequence[dict[str, Any]]
+) -> tuple[float, float] | tuple[None, None]:
+    """Returns the shares of the window in which the thread ran and waited for a core."""
+    seen = [
+        (one["at_s"], one["threads"][thread])
+        for one in samples
+        if window.from_s <= one["at_s"] <= window.until_s and thread in one["threads"]
+    ]
+    if len(seen) < 2:
+        return None, None
+    (from_s, first), (until_s, last) = seen[0], seen[-1]
+    seconds = until_s - from_s
+    return (last.ran_s - first.ran_s) / seconds, (last.waited_s - first.waited_s) / seconds
+
+
+def figures(
+    records: Sequence[RequestRecord], turns: Sequence[Turn], end_s: float, slo: SloClass
+) -> dict[str, Any]:
+    """Returns the figures of all phases; the last overload ends at `end_s`."""
+    peaks = [turn for turn in turns if turn.phase.startswith(PEAK)]
+    overloads = [turn for turn in turns if turn.phase.startswith(OVERLOAD)]
+    served_rps = sum(t.served for t in overloads) / sum(t.seconds for t in overloads)
     refused = [r for r in records if r.error == REFUSED]
     waiting = sum(r.sent_s < end_s <= r.ended_s and r.error != REFUSED for r in records)
     return {
+        "turns": [asdict(turn) for turn in turns],
         "served_rps": served_rps,
-        "goodput_rps": sum(r.meets_ttft(slo) for r in served) / (end_s - full_s),
+        "goodput_rps": _goodput_rps(overloads),
+        "peak_goodput_rps": _goodput_rps(peaks),
+        "over_peak": _over(_goodput_rps(overloads), _goodput_rps(peaks)),
+        "over_peak_by_turn": [
+            _over(_goodput_rps([overload]), _goodput_rps([peak]))
+            for peak, overload in zip(peaks, overloads, strict=True)
+        ],
+        "over_peak_per_compute": _over(_per_compute(overloads), _per_compute(peaks)),
         "ends": Counter(_end_of(r, slo) for r in records),
         "errors": Counter(r.error for r in records if r.error),
         "refusal_ms": asdict(Distribution.of_seconds(r.e2e_s for r in refused)),
+        "send_lag_ms": asdict(
+            Distribution.of_seconds(r.sent_s - r.due_s for r in records if r.due_s is not None)
+        ),
         "waiting": waiting,
         "drain_s": waiting / served_rps if served_rps else None,
         "recovery_s": recovery_s([r for r in records if r.sent_s >= end_s], slo, end_s),
     }
+
+
+def _goodput_rps(turns: Sequence[Turn]) -> float:
+    return sum(turn.in_time for turn in turns) / sum(turn.seconds for turn in turns)
+
+
+def _per_compute(turns: Sequence[Turn]) -> float | None:
+    """Returns the first tokens in time per second for which the compute thread ran."""
+    ran_s = [turn.seconds * turn.ran for turn in turns if turn.ran is not None]
+    if len(ran_s) < len(turns) or not sum(ran_s):
+        return None
+    return sum(turn.in_time for turn in turns) / sum(ran_s)
+
+
+def _over(one: float | None, other: float | None) -> float | None:
+    return one / other if one is not None and other else None
 
 
 def recovery_s(records: Sequence[RequestRecord], slo: SloClass, end_s: float) -> float | None:
