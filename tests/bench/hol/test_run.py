@@ -99,6 +99,25 @@ def test_a_rate_stretches_the_gaps_and_leaves_the_requests_alone():
     ]
 
 
+def test_a_run_lasts_several_objectives() -> None:
+    found = [list(plan(traffic(least_s=40.0).at(rate, seed=3))) for rate in (1.0, 8.0)]
+    assert [len(one) for one in found] == [50, 320]  # 50 at least
+    assert found[1][-1].arrival_s == pytest.approx(40.0, rel=0.2)
+    assert [r.input_tokens for r in found[1][:50]] == [r.input_tokens for r in found[0]]
+
+
+def test_no_order_carries_more_than_the_shortest_requests_leave() -> None:
+    """Table 1's shares: searches and files are 24 % of the requests and nearly all the work."""
+    requests = traffic()
+    all_s = {r.index: float(r.input_tokens) for r in plan(traffic(requests=4000).at(1.0, 0))}
+    kept_s = sorted(all_s.values())[:3600]
+    assert requests.most_rps(float, 0) == pytest.approx(4000 / sum(kept_s))
+    fair = requests.most_rps(float, 0, 0.8)  # a fifth of the longs at most: 5 % of all
+    assert 4000 / sum(all_s.values()) < fair < requests.most_rps(float, 0)
+    assert requests.most_rps(float, 0, 1.0) == pytest.approx(4000 / sum(all_s.values()))
+    assert requests.most_rps(lambda tokens: 0.5, 0) == pytest.approx(2.0 / 0.9)
+
+
 def test_lengths_are_table_1s_over_the_scale():
     requests = list(plan(traffic(requests=4000).at(1.0, seed=0)))
     for name, mean in mean_tokens(20.0).items():
@@ -175,6 +194,15 @@ def test_ninety_percent_is_carried():
     assert not Attainment(rate_rps=1.0, met={"text": 9}, known=at, stopped=True).carried
 
 
+def test_every_class_has_four_fifths() -> None:
+    at = {"text": 90, "file": 10}
+    enough = Attainment(rate_rps=1.0, met={"text": 90, "file": 8}, known=at)
+    assert enough.carried and enough.carried_by_class
+    too_few = Attainment(rate_rps=1.0, met={"text": 90, "file": 7}, known=at)
+    assert too_few.carried and not too_few.carried_by_class
+    assert not Attainment(rate_rps=1.0, met={"text": 80, "file": 9}, known=at).carried_by_class
+
+
 # ---- search
 
 
@@ -196,6 +224,20 @@ def test_the_goodput_is_bracketed(start):
     assert found.rate_rps <= 5.0 < found.failed_rps <= 1.12 * found.rate_rps * (1 + 1e-9)
     assert [run.rate_rps for run in found.runs] == sorted(tried)
     assert found.at_edge.rate_rps == found.rate_rps
+
+
+def test_another_goal_is_searched():
+    async def one(rate_rps):
+        met = {"text": 90, "file": 10 if rate_rps <= 2.0 else 5}
+        return Attainment(rate_rps=rate_rps, met=met, known={"text": 90, "file": 10})
+
+    def search(**goal):
+        settings = {"tolerance": 0.12, "step": 1.25, "most_runs": 8}
+        return asyncio.run(goodput(one, 1.0, **settings, **goal))
+
+    assert search().failed_rps is None
+    fair = search(goal=lambda run: run.carried_by_class)
+    assert fair.rate_rps <= 2.0 < fair.failed_rps
 
 
 def test_a_search_ends_after_so_many_runs():
@@ -293,6 +335,7 @@ def document():
         scale=200.0,
         slo_scale=5000.0,  # met on any machine
         requests=10,
+        run_objectives=0.0,
         rates=(20.0,),
         repeats=1,
         shorts=2,

@@ -15,6 +15,10 @@ the cores with prefill here and is not measured.
 Objectives are multiples of isolated TTFTs (`traffic.py`); they are measured once, on the first
 system's stack, and hold for all systems. A search begins at the goodput that the simulator
 predicts.
+
+How far an order can get ahead of FCFS depends on the load: on how much longer files and searches
+take than texts (11 times in the paper), and on how close FCFS is to the rate that no order exceeds.
+The document has both figures: choose `--scale` so that the first is near the paper's.
 """
 
 from __future__ import annotations
@@ -34,7 +38,8 @@ class Settings:
 
     rates: requests/s to run every system at; without any, each system's goodput is searched: in
     steps of the factor `step` and then within 1 + `tolerance`, `most_runs` runs at most. Runs have
-    `requests` requests, drawn again for each of `seeds`. repeats: of an isolated TTFT; shorts:
+    `requests` requests, or more if they would be shorter than `run_objectives` of the longest
+    objective, drawn again for each of `seeds`. repeats: of an isolated TTFT; shorts:
     short prompts during long prompts. profile_s and blocking_s (per granularity) are budgets in
     seconds.
     """
@@ -60,7 +65,10 @@ class Settings:
         (), "--rates", read=read_rates, metavar="RATE,...", help="Requests/s; default: a search."
     )
     tolerance: float = option(0.12, "--tolerance", min=0.01, help="The search's, as a share.")
-    requests: int = option(100, "--requests", min=10, help="Of every run.")
+    requests: int = option(100, "--requests", min=10, help="Of every run, at least.")
+    run_objectives: float = option(
+        10.0, "--run-objectives", min=0.0, help="Least length of a run, in longest objectives."
+    )
     seeds: tuple[int, ...] = option(
         (0,), "--seeds", read=read_seeds, metavar="SEED,...", help="A draw of requests each."
     )
@@ -81,6 +89,7 @@ class Settings:
             self,
             systems=_QUICK if self.systems == NAMES else self.systems,
             requests=min(self.requests, 30),
+            run_objectives=min(self.run_objectives, 2.0),
             tolerance=0.6,
             step=1.5,
             most_runs=3,

@@ -9,6 +9,7 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,10 @@ from millrace.bench.hol import pool as hol_pool
 from millrace.bench.hol import simulated as hol_sim
 from millrace.bench.hol.command import Settings
 from millrace.bench.hol.live import Interrupted, LiveSystem, Served
-from millrace.bench.hol.search import Goodput, found, goodput
+from millrace.bench.hol.search import Goal, Goodput, found, goodput
 from millrace.bench.hol.systems import FCFS, NAMES, OURS, WHOLE_TOKENS, System, systems
 from millrace.bench.hol.traffic import (
+    CLASS_GOAL,
     FILE_P99_TOKENS,
     Attainment,
     Traffic,
@@ -149,6 +151,7 @@ class _Comparison:
         self._settings = settings
         self._served = served
         self._profile = profile
+        self._prefill = profile.prefill.limited(1)  # of the one instance
         self._most_tokens = most_tokens
         self._announce = announce
         self._tokens = mean_tokens(settings.scale)
@@ -159,6 +162,7 @@ class _Comparison:
         """Returns the document's parts "classes", "goodput" and "interrupted"."""
         live: dict[str, list[Goodput]] = {}
         simulated: dict[str, list[Goodput]] = {}
+        by_class: dict[str, list[Goodput]] = {}
         drift: dict[str, float] = {}
         interrupted: dict[str, Interrupted] = {}
         for system in compared:
@@ -166,6 +170,10 @@ class _Comparison:
                 text_s = await self._isolate(stack)
                 drift[system.name] = text_s / self._isolated_s["text"]
                 simulated[system.name] = [await self._simulated(system, s) for s in self._seeds]
+                by_class[system.name] = [
+                    await self._simulated(system, seed, attrgetter("carried_by_class"))
+                    for seed in self._seeds
+                ]
                 live[system.name] = [
                     await self._live(stack, seed, expected)
                     for seed, expected in zip(self._seeds, simulated[system.name], strict=True)
@@ -175,8 +183,15 @@ class _Comparison:
         return {
             "beyond_prefill_s": self._beyond_prefill_s,
             "classes": self._classes(),
+            "file_over_text": self._prefill.isolated_s(self._tokens["file"])
+            / self._prefill.isolated_s(self._tokens["text"]),
+            "bounds_rps": self._bounds_rps(),
             "goodput": {
                 system.name: self._found(system, live, simulated, drift[system.name])
+                | {
+                    "simulated_every_class_rps": _median(by_class[system.name]),
+                    "simulated_every_class_ratio": _ratio(by_class, system.name),
+                }
                 for system in compared
             },
             "interrupted": {
@@ -202,7 +217,7 @@ class _Comparison:
     @property
     def _beyond_prefill_s(self) -> float:
         """Returns a text's TTFT beyond its prefill: gateway, scheduler, store, handshake."""
-        prefill_s = self._profile.prefill.isolated_s(self._tokens["text"])
+        prefill_s = self._prefill.isolated_s(self._tokens["text"])
         return max(self._isolated_s["text"] - prefill_s, 0.0)
 
     async def _isolate(self, stack: LiveSystem) -> float:
@@ -213,11 +228,14 @@ class _Comparison:
         if self._isolated_s:
             return (await stack.isolated_s({"text": self._tokens["text"]}, repeats))["text"]
         self._isolated_s = await stack.isolated_s(self._tokens, repeats)
+        classes = tuple(objectives(self._isolated_s, self._settings.slo_scale))
+        longest_s = max(one.ttft_s or 0.0 for one in classes)
         self._traffic = Traffic(
-            classes=tuple(objectives(self._isolated_s, self._settings.slo_scale)),
+            classes=classes,
             scale=self._settings.scale,
             requests=self._settings.requests,
             most_tokens=self._most_tokens,
+            least_s=self._settings.run_objectives * longest_s,
         )
         return self._isolated_s["text"]
 
@@ -226,13 +244,15 @@ class _Comparison:
             system, self._profile, self._requests, rate_rps, seed, self._beyond_prefill_s
         )
 
-    async def _simulated(self, system: System, seed: int) -> Goodput:
+    async def _simulated(
+        self, system: System, seed: int, goal: Goal = attrgetter("carried")
+    ) -> Goodput:
         async def one(rate_rps: float) -> Attainment:
             return self._simulate(system, rate_rps, seed)
 
         self._announce(f"{system.name}: simulating")
         return await goodput(
-            one, 1.0, tolerance=_SIM_TOLERANCE, step=_SIM_STEP, most_runs=_SIM_RUNS
+            one, 1.0, tolerance=_SIM_TOLERANCE, step=_SIM_STEP, most_runs=_SIM_RUNS, goal=goal
         )
 
     async def _live(self, stack: LiveSystem, seed: int, expected: Goodput) -> Goodput:
@@ -254,13 +274,25 @@ class _Comparison:
     async def _interrupted(self, stack: LiveSystem) -> Interrupted:
         settings = self._settings
         text = next(one for one in self._requests.classes if one.name == "text")
-        long_s = self._profile.prefill.isolated_s(settings.long_tokens)
+        long_s = self._prefill.isolated_s(settings.long_tokens)
         return await stack.interrupted(
             long=(settings.long_tokens, _LONG_MULTIPLE * long_s),
             short=(self._tokens["text"], text.ttft_s or 0.0),
             repeats=settings.shorts,
             seed=settings.seeds[0],
         )
+
+    def _bounds_rps(self) -> dict[str, float]:
+        """Returns the rates that no order exceeds: for the goal, and with the goal of each class,
+        in the median of the draws.
+        """
+        return {
+            name: statistics.median(
+                self._requests.most_rps(self._prefill.isolated_s, seed, class_goal)
+                for seed in self._seeds
+            )
+            for name, class_goal in (("all", 0.0), ("every_class", CLASS_GOAL))
+        }
 
     def _classes(self) -> dict[str, Any]:
         times = multiples()

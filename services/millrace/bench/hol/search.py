@@ -4,9 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from operator import attrgetter
 
 from millrace.bench.hol.traffic import Attainment
 from millrace.sim.studies.search import largest_load
+
+#: Whether a run reached the goal.
+Goal = Callable[[Attainment], bool]
+_CARRIED: Goal = attrgetter("carried")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +39,7 @@ async def goodput(
     tolerance: float,
     step: float,
     most_runs: int,
+    goal: Goal = _CARRIED,
 ) -> Goodput:
     """Tries rates from `start_rps` on (see `largest_load`), `most_runs` at most."""
     loads = largest_load(start_rps, tolerance, step)
@@ -42,16 +48,16 @@ async def goodput(
     while len(runs) < most_runs:
         runs.append(await run(rate))
         try:
-            rate = loads.send(runs[-1].carried)
+            rate = loads.send(goal(runs[-1]))
         except StopIteration:
             break
-    return found(runs)
+    return found(runs, goal)
 
 
-def found(runs: list[Attainment]) -> Goodput:
+def found(runs: list[Attainment], goal: Goal = _CARRIED) -> Goodput:
     """Returns the goodput from runs at several rates."""
-    best = max((run.rate_rps for run in runs if run.carried), default=0.0)
-    above = [run.rate_rps for run in runs if not run.carried and run.rate_rps > best]
+    best = max((run.rate_rps for run in runs if goal(run)), default=0.0)
+    above = [run.rate_rps for run in runs if not goal(run) and run.rate_rps > best]
     return Goodput(
         rate_rps=best,
         failed_rps=min(above, default=None),

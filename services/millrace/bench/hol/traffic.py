@@ -6,14 +6,17 @@ class's mean length, alone in the stack. The multiple is Table 2's objective for
 that length's prefill on an A100 (by the shipped profile): 5.9 for text, 12.8 for image, 9.8 for
 search, 12.8 for file. So objectives are as tight as in the paper on any machine.
 
-Arrivals are Poisson. A rate scales the gaps and keeps the requests, as in the paper.
+Arrivals are Poisson. A rate scales the gaps and keeps the requests, as in the paper. A run lasts
+several times the longest objective, so higher rates send more requests: of a shorter run a large
+part would be computed after the last arrival, and a system could carry rates beyond its capacity.
 """
 
 from __future__ import annotations
 
+import math
 import random
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from millrace.bench.common.report import RequestRecord
@@ -26,6 +29,7 @@ from millrace.sim.workload.workload import (
     RowDraw,
     SloClass,
     WorkloadOptions,
+    plan,
 )
 
 #: Table 1: mean prompt length of each class.
@@ -38,6 +42,9 @@ GOAL = 0.9
 FILE_P99_TOKENS = 22_390
 
 _PAPER_MODEL = "Llama-3-8B"
+#: The share of each class that is asked for beside `GOAL`.
+CLASS_GOAL = 0.8
+_DRAWN = 4000  # requests that the bound of an order is computed from
 _NO_HOPE = 2  # times the allowed misses: the rate is far too high, and the run ends
 
 
@@ -73,12 +80,15 @@ def capacity_rps(isolated_s: Mapping[str, float]) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traffic:
-    """The requests of every run, equal at any rate. A prompt has at most `most_tokens`."""
+    """The requests of every run, the same ones at any rate: at least `requests`, and for at least
+    `least_s` seconds. A prompt has at most `most_tokens`.
+    """
 
     classes: tuple[SloClass, ...]
     scale: float
     requests: int
     most_tokens: int
+    least_s: float = 0.0
 
     def at(self, rate_rps: float, seed: int) -> WorkloadOptions:
         """Returns a run with one output token per request: later tokens are not measured."""
@@ -87,9 +97,29 @@ class Traffic:
             rate_rps=rate_rps,
             max_input_tokens=self.most_tokens,
             classes=self.classes,
-            requests=self.requests,
+            requests=max(self.requests, math.ceil(rate_rps * self.least_s)),
             seed=seed,
         )
+
+    def most_rps(
+        self, prefill_s: Callable[[int], float], seed: int, class_goal: float = 0.0
+    ) -> float:
+        """Returns the rate that no order of whole prompts exceeds, if `GOAL` of all requests are to
+        be in time, and `class_goal` of each class: the longest prompts are given up, and all others
+        keep one instance busy. `prefill_s`: of a prompt of so many tokens alone.
+        """
+        requests = list(plan(replace(self, requests=_DRAWN, least_s=0.0).at(1.0, seed)))
+        known = Counter(request.slo.name for request in requests)
+        spare = {name: math.floor((1.0 - class_goal) * count) for name, count in known.items()}
+        left = misses_allowed(len(requests), GOAL)
+        work_s = 0.0
+        for request in sorted(requests, key=lambda one: -one.input_tokens):
+            if left and spare[request.slo.name]:
+                left -= 1
+                spare[request.slo.name] -= 1
+            else:
+                work_s += prefill_s(request.input_tokens)
+        return len(requests) / work_s
 
 
 def _scaled(draw: RowDraw, scale: float) -> RowDraw:
@@ -122,6 +152,11 @@ class Attainment:
     @property
     def carried(self) -> bool:
         return not self.stopped and self.total >= GOAL - 1e-9
+
+    @property
+    def carried_by_class(self) -> bool:
+        """Returns whether every class has `CLASS_GOAL` in time beside `GOAL` of all."""
+        return self.carried and min(self.by_class.values(), default=1.0) >= CLASS_GOAL - 1e-9
 
     @property
     def by_class(self) -> dict[str, float]:
