@@ -81,6 +81,9 @@ def leave_forks_alone() -> None:
 def run_async(work: Coroutine[None, None, None]) -> None:
     import uvloop
 
+    from millrace.file_limit import raise_file_limit
+
+    raise_file_limit()
     with plain_errors():
         uvloop.run(work)
 

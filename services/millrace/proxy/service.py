@@ -19,11 +19,12 @@ from millrace.core.config import Config
 from millrace.core.config.models import ModelConfig
 from millrace.core.errors import MillraceError
 from millrace.core.incarnation import Incarnation
+from millrace.file_limit import file_limit, most_clients
 from millrace.proxy.background import Background
 from millrace.proxy.batches.opening import open_batches, open_files
 from millrace.proxy.fleet.gateway import Gateway
 from millrace.proxy.http.app import RenderMetrics, create_app
-from millrace.proxy.http.connection import Connection
+from millrace.proxy.http.connection import Connection, at_most
 from millrace.proxy.http.endpoints.generate import Services
 from millrace.proxy.http.endpoints.objectives import Objectives
 from millrace.proxy.http.tenants import Tenants
@@ -163,7 +164,7 @@ class Proxy:
         app = create_app(self._services, render_metrics or self.render)
         http = uvicorn.Config(
             app,
-            http=Connection,
+            http=self._connections(),
             loop="none",
             ws="none",
             lifespan="off",
@@ -188,6 +189,17 @@ class Proxy:
                 raise MillraceError("the HTTP server ended before it began")
             await asyncio.sleep(0.005)
         log.info("proxy %s serves on port %d", self._process_id, self.port)
+
+    def _connections(self) -> type[Connection]:
+        """Returns the class of connections, with limits; says so if they are too low."""
+        files, wanted = file_limit(), self._config.proxy.max_inflight
+        if (most := most_clients(files)) < wanted:
+            log.warning(
+                "proxy.max_inflight is %d, and %d clients can be connected: a process may have %d "
+                "files open here (ulimit -n)",
+                *(wanted, most, files),
+            )
+        return at_most(most, (files - most) // 4)
 
     @property
     def gateway(self) -> Gateway:

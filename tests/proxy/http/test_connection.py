@@ -8,8 +8,9 @@ from contextlib import asynccontextmanager
 
 import pytest
 
+from millrace.proxy import service
 from millrace.proxy.http import asgi, connection
-from support.deadlines import HANG_S
+from support.deadlines import HANG_S, eventually
 from support.gateway import MODEL, Script, gateway
 
 CHAT = "/v1/chat/completions"
@@ -70,6 +71,41 @@ async def test_an_offer_of_a_request_without_a_body(tmp_path):
         for _ in range(2):
             writer.write(f"GET /v1/models HTTP/1.1\r\nhost: x\r\n{OFFER}\r\n".encode())
             assert (await answer(reader))[0] == 200
+
+
+async def test_clients_above_the_limit_are_refused_until_others_leave(tmp_path, monkeypatch):
+    """A process has a number of open files; the connections behind the proxy need some."""
+    monkeypatch.setattr(service, "most_clients", lambda files: 2)
+    monkeypatch.setattr(service, "file_limit", lambda: 6)
+    async with gateway(tmp_path) as stack, connected(stack) as (first, to_first):
+        async with connected(stack) as (second, to_second):
+            for reader, writer in ((first, to_first), (second, to_second)):
+                writer.write(post())
+                assert (await answer(reader))[0] == 200
+            async with connected(stack) as (third, _), connected(stack) as (fourth, _):
+                head = (await third.readuntil(b"\r\n\r\n")).decode()
+                assert head.startswith("HTTP/1.1 429 ") and "retry-after: 1\r\n" in head
+                assert code(await third.read()) == "overloaded"
+                assert await fourth.read() == b""  # there is no room to tell it
+            to_second.write(post())
+            assert (await answer(second))[0] == 200
+
+        async def is_served():
+            async with connected(stack) as (reader, writer):
+                writer.write(post())
+                return (await answer(reader))[0] == 200
+
+        await eventually(is_served)
+
+
+async def test_too_few_files_for_the_requests_are_named(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(service, "file_limit", lambda: 1024)
+    async with gateway(tmp_path):
+        pass
+    assert (
+        "proxy.max_inflight is 4096, and 768 clients can be connected: a process may have 1024 "
+        "files open here" in caplog.text
+    )
 
 
 async def test_nobody_connects_to_others_through_the_proxy(tmp_path):

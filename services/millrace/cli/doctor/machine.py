@@ -8,22 +8,36 @@ import platform
 from collections.abc import Iterator
 
 from millrace.cli.doctor.findings import FAILURE, OK, WARNING, Finding
+from millrace.core.config import Config
+from millrace.file_limit import most_clients, raise_file_limit
 from millrace.local.devices import gpus_there
 from millrace.version import version
 
 
 def machine() -> Iterator[Finding]:
-    """Yields what this machine has: versions, cores, NIXL and GPUs."""
+    """Yields what this machine has: versions, cores, open files, NIXL and GPUs."""
     cores = len(os.sched_getaffinity(0))
     yield Finding(
         OK,
         "this machine",
         f"millrace {version()}, Python {platform.python_version()}, {cores} cores",
     )
+    yield _files()
     if importlib.util.find_spec("torch") is None:
         yield Finding(OK, "engine", "not installed here: fine for a machine without instances")
         return
     yield from _engine()
+
+
+def _files() -> Finding:
+    files = raise_file_limit()
+    most = most_clients(files)
+    measured = f"{files} at most: {most} clients of a proxy"
+    if most >= Config().proxy.max_inflight:
+        return Finding(OK, "open files", measured)
+    return Finding(
+        WARNING, "open files", measured, "raise the hard limit: ulimit -Hn, LimitNOFILE of systemd"
+    )
 
 
 def _engine() -> Iterator[Finding]:

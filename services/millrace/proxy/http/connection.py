@@ -1,18 +1,20 @@
 """A connection of the HTTP server: uvicorn's, for clients that uvicorn fails or waits for too long.
 
 uvicorn reads a head of any size, waits for ever for the end of a head, and loses the body of a
-request that offers another protocol (`Upgrade: h2c`), as Java's HTTP client does by default.
+request that offers another protocol (`Upgrade: h2c`), as Java's HTTP client does by default. It
+takes as many connections as come, until no file is left for those to Redis and other services.
 """
 
 from __future__ import annotations
 
 import asyncio
 from http import HTTPStatus
+from typing import ClassVar
 
 from httptools import HttpParserError, HttpParserUpgrade
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from millrace.proxy.errors import ApiError
+from millrace.proxy.errors import ApiError, overloaded
 
 #: Of a request's first line and its headers together.
 MOST_HEAD_BYTES = 64 << 10
@@ -26,8 +28,10 @@ _OFFER = frozenset({b"upgrade", b"http2-settings"})
 
 
 class Connection(HttpToolsProtocol):
-    """uvicorn's protocol with limits on a request's head, and without other protocols."""
+    """uvicorn's protocol with limits on connections and heads, and without other protocols."""
 
+    most_connections: ClassVar[int]
+    most_refused: ClassVar[int]
     _in_head = False
     _head_bytes = 0
     _refused = False
@@ -36,6 +40,11 @@ class Connection(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._set_timer()
+        above = len(self.connections) - self.most_connections
+        if above > self.most_refused:
+            transport.abort()
+        elif above > 0:
+            self._refuse(overloaded(f"{self.most_connections} clients are connected already."))
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._cancel_timer()
@@ -133,9 +142,17 @@ class Connection(HttpToolsProtocol):
         body = error.body()
         self.transport.write(
             b"HTTP/1.1 %d %s\r\n" % (error.status, HTTPStatus(error.status).phrase.encode())
-            + b"content-type: application/json\r\nconnection: close\r\n"
-            + b"content-length: %d\r\n\r\n" % len(body)
+            + b"".join([b"%s: %s\r\n" % header for header in error.headers()])
+            + b"connection: close\r\ncontent-length: %d\r\n\r\n" % len(body)
             + body
         )
         self.transport.write_eof()
         self.loop.call_later(_LINGER_S, self.transport.close)
+
+
+def at_most(connections: int, refused: int) -> type[Connection]:
+    """Returns the class of connections of one server, which has so many at a time. It tells further
+    clients that it is full, `refused` of them at a time.
+    """
+    limits = {"most_connections": connections, "most_refused": refused}
+    return type("Connection", (Connection,), limits)
