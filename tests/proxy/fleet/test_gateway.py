@@ -81,6 +81,33 @@ async def test_leaving_before_the_first_token_cancels(stack, body):
     await until_gone(stack, stack.fleet.specs[0])
 
 
+async def test_leaving_while_prompts_are_submitted_leaves_nothing(stack, monkeypatch):
+    """The client leaves while the store takes the first prompt: the second is not submitted."""
+    create, created, going_on = stack.proxy.store.create, asyncio.Event(), asyncio.Event()
+    recorded = []
+
+    async def slow(request_id, **fields):
+        created.set()
+        await going_on.wait()
+        await create(request_id, **fields)
+        recorded.append(request_id)
+
+    async def gone():
+        return recorded and await stack.state_of(recorded[0]) is None
+
+    monkeypatch.setattr(stack.proxy.store, "create", slow)
+    body = {"model": MODEL, "prompt": ["one", "two"]}
+    asking = asyncio.create_task(stack.http.post("/v1/completions", json=body))
+    await asyncio.wait_for(created.wait(), HANG_S)
+    assert stack.proxy.models.inflight == 1
+    asking.cancel()
+    await eventually(lambda: not stack.proxy.models.inflight)
+    going_on.set()
+    await eventually(gone)
+    assert not stack.proxy.models.inflight and not stack.fleet.specs
+    stack.proxy.gateway.check_integrity()
+
+
 async def test_finished_requests_are_finished_in_the_store(stack):
     await stack.http.post(CHAT, json=BODY)
     [spec] = stack.fleet.specs

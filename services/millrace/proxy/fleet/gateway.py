@@ -202,6 +202,8 @@ class Gateway:
         migrated request again.
         """
         spec = request.spec
+        if request.has_ended:  # its client left while an earlier prompt was submitted
+            return
         if self._live.setdefault(spec.request_id, request) is not request:
             request.stage = Stage.ENDED  # `leave` must not touch the other request
             raise id_taken()
