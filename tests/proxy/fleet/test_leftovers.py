@@ -6,8 +6,9 @@ import asyncio
 
 import pytest
 
+from millrace.proxy.fleet import leftovers as module
 from millrace.proxy.fleet.leftovers import CREATE_PAUSES_S, Leftovers
-from millrace.state.store import IdTaken
+from millrace.state.store import IdTaken, StoreError
 
 
 class Store:
@@ -81,3 +82,37 @@ async def test_an_id_is_free_though_its_leftover_goes_before_the_answer_comes() 
     await leftovers.create("r", create)
     assert len(calls) == 2
     await leftovers.close(1.0)
+
+
+class Pauses:
+    """No pauses; notes the failures that they follow."""
+
+    def __init__(self) -> None:
+        self.failures: list[int] = []
+
+    def pause_s(self, failures: int) -> float:
+        self.failures.append(failures)
+        return 0.0
+
+
+async def test_pauses_begin_again_when_the_store_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The id is taken elsewhere until then: those before are short, however long it is away."""
+    away, after = Pauses(), Pauses()
+    monkeypatch.setattr(module, "AWAY_PAUSES", away)
+    monkeypatch.setattr(module, "PAUSES", after)
+    answers = [StoreError("away")] * 3 + [False, False, True]
+    removed = asyncio.Event()
+
+    async def remove() -> bool:
+        answer = answers.pop(0)
+        if isinstance(answer, StoreError):
+            raise answer
+        if answer:
+            removed.set()
+        return answer
+
+    leftovers = Leftovers()
+    leftovers.add("r", remove)
+    await removed.wait()
+    await leftovers.close(1.0)
+    assert (away.failures, after.failures) == ([0, 1, 2], [0, 1])

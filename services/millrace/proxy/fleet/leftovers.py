@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import time
 from collections.abc import Awaitable, Callable
 
@@ -23,6 +22,8 @@ Remove = Callable[[], Awaitable[bool]]
 #: How long it is looked for, from the store's first answer on.
 LATE_S = 60.0
 PAUSES = Backoff(0.2, 20.0)
+#: Before that. Meanwhile another replica says that the id is taken.
+AWAY_PAUSES = Backoff(0.2, 5.0)
 #: Between attempts to take an id that refused requests may have left taken.
 CREATE_PAUSES_S = (0.0, 0.05, 0.1, 0.2, 0.4)
 #: What more requests leave stays in the store until it expires.
@@ -74,14 +75,15 @@ class Leftovers:
 
     async def _remove(self, name: str, remove: Remove) -> None:
         answered_s: float | None = None  # since when the store says that nothing is there
-        for looks in itertools.count():
+        looks, pauses = 0, AWAY_PAUSES
+        while answered_s is None or time.monotonic() - answered_s <= LATE_S:
             with contextlib.suppress(StoreError):
                 if await remove():
                     break
-                answered_s = answered_s or time.monotonic()
-            if answered_s is not None and time.monotonic() - answered_s > LATE_S:
-                break
-            await asyncio.sleep(PAUSES.pause_s(looks))
+                if answered_s is None:
+                    answered_s, looks, pauses = time.monotonic(), 0, PAUSES
+            await asyncio.sleep(pauses.pause_s(looks))
+            looks += 1
         of_name = self._known[name]
         of_name.discard(remove)
         if not of_name:

@@ -159,10 +159,7 @@ class OwnedStreams:
         state = read_state(latest.body)
         replay = await rebuilt(self._replays, self.shared.requests, source, state)
         if replay is None:
-            error = ApiError(500, "The stream's request is lost.", code="failed")
-            body = StreamState(incarnation=state.incarnation, error=error_document(error))
-            ttl_s = self.shared.lives.finished_ttl_s
-            await self.shared.store.finish(stream_id, fence, body.encoded(), ttl_s)
+            await self._end_lost(stream_id, latest, state)
             return
         self.shared.count("adopted")
         former = await self.shared.waterfalls.former(stream_id)
@@ -182,6 +179,20 @@ class OwnedStreams:
             replay.request.lineage = f"{stream_id}.{owner_number(fence)}"
             gateway.adopt(replay.request, state.incarnation)
         self._keep(stream, self._holding(stream, source, record.tenant))
+
+    async def _end_lost(self, stream_id: str, record: StreamRecord, state: StreamState) -> None:
+        """Ends an adopted stream whose request can't go on: by an error; or, before its first event
+        and without a request in the store, by its removal. Its former owner has refused it then,
+        and has not removed it yet.
+        """
+        store, requests = self.shared.store, self.shared.requests
+        if state.cached_tokens is None and await requests.get(state.incarnation) is None:
+            await store.delete(stream_id, record.fence, record.source)
+            return
+        error = ApiError(500, "The stream's request is lost.", code="failed")
+        body = StreamState(incarnation=state.incarnation, error=error_document(error))
+        ttl_s = self.shared.lives.finished_ttl_s
+        await store.finish(stream_id, record.fence, body.encoded(), ttl_s)
 
     async def _holds(self, stream_id: str) -> bool:
         """Whether this replica generates the stream, after all; renews its lease."""

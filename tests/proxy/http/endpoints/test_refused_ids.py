@@ -6,6 +6,7 @@ import asyncio
 
 import pytest
 
+from millrace.proxy.streams import lives
 from support.deadlines import eventually
 from support.gateway import MODEL, Script, gateway
 from support.redis_servers import HOST, PRIMARY, redis_server
@@ -79,6 +80,19 @@ async def test_its_client_asks_another_replica_with_the_same_id(stalling, header
 
     await eventually(is_free)
     again = await other.http.post(COMPLETIONS, json=BODY, headers=headers)
+    assert again.status_code == 200, again.text
+
+
+async def test_another_replica_frees_the_id_of_a_refused_stream(stalling, monkeypatch):
+    """The replica that has refused it is still cut off from the store."""
+    _, _, store, other = stalling
+    monkeypatch.setattr(lives, "LEASE_S", 0.0)
+    await refused_unheard(stalling, RESUMABLE)
+    taken = await other.http.post(COMPLETIONS, json=BODY, headers=RESUMABLE)
+    assert (taken.status_code, taken.json()["error"]["code"]) == (409, "request_id_taken")
+    waiting = await other.http.get("/v1/requests/mine/stream")
+    assert '"code":"unavailable"' in waiting.text and not await keys(store)
+    again = await other.http.post(COMPLETIONS, json=BODY, headers=RESUMABLE)
     assert again.status_code == 200, again.text
 
 
