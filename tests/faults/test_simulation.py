@@ -26,6 +26,7 @@ from millrace.core.scheduler.fleet.instances import Instance
 from millrace.core.scheduler.request_table import RequestTable
 from millrace.decode.memory import prefix as decode_prefix
 from millrace.decode.request import DecodeRequest
+from millrace.engine.execution_pool import ExecutionPool
 from millrace.engine.kv.prefix_cache import PrefixCache
 from millrace.prefill import prefix as prefill_prefix
 from millrace.proxy.errors import ApiError
@@ -217,6 +218,12 @@ def test_a_defect_of_a_prefix_cache_is_found_soon(
     with ExitStack() as patches:
         for owner in owners:
             patches.enter_context(patch.object(owner, name, defect))
+        assert first_failure(range(60), services=True) is not None
+
+
+def test_a_prompt_that_its_batch_forgets_is_found_soon() -> None:
+    take = ExecutionPool.take
+    with patch.object(ExecutionPool, "take", lambda pool, names: take(pool, names)[:1]):
         assert first_failure(range(60), services=True) is not None
 
 

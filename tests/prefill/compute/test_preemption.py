@@ -184,6 +184,29 @@ async def test_a_cancelled_one_leaves_its_batch_and_the_others_go_on(
     assert kinds(pair, "a") == ["chunk_started", "request_released"]
 
 
+async def test_a_pass_of_a_batch_has_the_names_of_its_prompts(pair: Pair) -> None:
+    """By them later stages drop the passes of a prompt, before its pages are freed."""
+    names = []
+    with passes_held(pair) as permits:
+        held = pair.prefill.engine.runner.prefill_batch
+
+        def noted(tasks: Sequence[PrefillTask]) -> Generator[Boundary]:
+            names.append([task.name for task in tasks])
+            return held(tasks)
+
+        await pair.ask("long", SHORT)
+        await pair.prefill.said("chunk_started", "long")
+        pair.prefill.engine.runner.prefill_batch = noted  # type: ignore[method-assign]
+        for name in ("a", "b", "c"):
+            await pair.ask(name, 450 if name == "c" else 90)
+        await eventually(lambda: pair.prefill.has_shaken_hands("c"))
+        pair.prefill.role.on_command(batches(("long",), ("a", "b", "c")))
+        permits.release(100)
+        for name in ("a", "b", "c"):
+            await pair.prefill.said("request_released", name)
+    assert names == [["a", "b"], ["c"]]
+
+
 async def test_a_cancelled_one_may_come_again(pair: Pair) -> None:
     """A name that has left the pool may be used again."""
     yields_at(pair, "operator")

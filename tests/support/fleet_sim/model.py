@@ -204,22 +204,28 @@ class SimModel:
     # ---- passes
 
     def prefill_batch(self, tasks: Sequence[PrefillTask]) -> Generator[Boundary]:
-        (task,) = tasks  # nothing is batched
-        start, tokens = task.history_tokens, len(task.token_ids)
-        positions = np.arange(start, start + tokens)
-        pages = np.asarray(task.pages, dtype=np.int64)[positions // PAGE_TOKENS]
-        ids = task.token_ids.numpy()
         for layer in range(LAYERS):
-            own = self._prompts.kv_with(lineage(task.name), ids, positions, layer)
-            self._k[layer, pages, positions % PAGE_TOKENS] = own
-            self.check(task.name, task.pages, 0, start)
+            for task in tasks:
+                self._compute(task, layer)
             boundary()
             yield Boundary(layer, "attn")
-            if layer == LAYERS - 1 and not task.want_logits:
+            if layer == LAYERS - 1 and not any(task.want_logits for task in tasks):
                 return
             boundary()
             yield Boundary(layer, "down_proj")
-        task.logits = self._logits(task.name, is_whole=True)
+        for task in tasks:
+            if task.want_logits:
+                task.logits = self._logits(task.name, is_whole=True)
+
+    def _compute(self, task: PrefillTask, layer: int) -> None:
+        """Writes the K/V of a chunk, and reads that of all tokens before it."""
+        start = task.history_tokens
+        positions = np.arange(start, start + len(task.token_ids))
+        pages = np.asarray(task.pages, dtype=np.int64)[positions // PAGE_TOKENS]
+        ids = task.token_ids.numpy()
+        own = self._prompts.kv_with(lineage(task.name), ids, positions, layer)
+        self._k[layer, pages, positions % PAGE_TOKENS] = own
+        self.check(task.name, task.pages, 0, start)
 
     def prefill_ring(self, task: RingTask) -> Generator[Boundary]:
         positions = task.positions.numpy()

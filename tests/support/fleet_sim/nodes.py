@@ -23,7 +23,7 @@ from support.fleet_sim.network import Network
 from support.fleet_sim.processes import NOTHING, Process, VirtualLoop
 from support.fleet_sim.store import Store, StoreLink
 from support.fleet_sim.streams import ASKS_AGAIN_S, ProxyStreams
-from support.fleet_sim.tokens import blocks_of, prompt_of, token_of
+from support.fleet_sim.tokens import blocks_of, prompt_of, slo_of, token_of
 
 SCHEDULERS = "s0:1,s1:1"
 
@@ -150,7 +150,7 @@ class ProxyNode:
         self.incarnation = Incarnation(name, generation)
         self.requests: dict[str, ProxyRequest] = {}
         self._loop = loop
-        self._engine = config.engine
+        self._engine, self._slo = config.engine, slo_of(config)
         leases = StoreLink(store, "leases", self.process)
         self.gateway: Gateway = self.process.call(
             lambda: Gateway(
@@ -177,6 +177,7 @@ class ProxyNode:
             prompt_tokens=client.prompt_tokens,
             sampling=SamplingParams(max_tokens=client.max_tokens),
             arrival_unix_s=self._loop.unix_s(),
+            slo=self._slo,
             prefix_hashes=tuple(blocks.hashes),
             prefix_block_tokens=blocks.block_tokens,
             prefix_root=blocks.root,

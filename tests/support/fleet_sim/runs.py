@@ -49,6 +49,7 @@ PATIENT_S = 0.8  # of a takeover; peers look every 0.2 s who leads
 
 ACTIONS = 90  # drawn for a run, before all faults end
 FAULTS_OF_A_RUN = (0, 1, 2, 2, 3, 3, 4, 5)
+AT_A_STRETCH = 0.7  # the chance of more of the same at once
 FAULTS = (
     "takeover",
     "kill",
@@ -63,9 +64,14 @@ FAULTS = (
     "drop",
 )
 SERVICE_FAULTS = (*FAULTS, "kill", "late", "late", "late")
+#: Of batches, of which single prompts are cancelled: these happen between two operators.
+BATCH_FAULTS, FAULTS_OF_BATCHES, BATCH_STRETCH = (*SERVICE_FAULTS, *["leave"] * 16), (1, 3, 6), 0.2
 PROMPTS, LONG_PROMPTS = (20, 100, 400), (20, 100, 400, 1200)
 #: Tokens of one request at one instance where there are KVP workers, and prompts for two and three.
 MOST_KV_TOKENS, SPREAD_PROMPTS = 320, (20, 100, 400, 600, 850)
+#: The chance of short prompts that are computed together, in one pass or in several; and of these
+#: the least that is no batch any more, prompts and the most requests.
+BATCHES, BATCH_TOKENS, BATCHED_PROMPTS, MOST_BATCHED = 0.25, 350, (20, 50, 100, 200), 12
 KIND_CHARACTERS = 30  # of a failure's text
 #: Prompts and answers of requests that begin alike, and the chance that the first one is answered
 #: before all others are asked.
@@ -85,6 +91,7 @@ class Setting:
     pauses: int
     #: "narrow": most requests are refused, and come again. "patient": a leader waits for all peers.
     room: str = "wide"
+    batches: bool = False  # many short prompts come at about the same time
 
     @property
     def serves(self) -> bool:
@@ -101,6 +108,13 @@ class Setting:
         """Whether pools are small."""
         return "q5" in self.members
 
+    @property
+    def faults(self) -> Sequence[str]:
+        """The kinds of faults, each as often as it is drawn."""
+        if self.batches:
+            return BATCH_FAULTS
+        return SERVICE_FAULTS if self.serves else FAULTS
+
     @staticmethod
     def drawn(seed: int, *, services: bool) -> Setting:
         rng = random.Random(seed)
@@ -110,11 +124,12 @@ class Setting:
             policy=rng.choice(POLICIES),
             pauses=seed,
             room=rng.choice(ROOMS),
+            batches=services and rng.random() < BATCHES,
         )
 
     def __str__(self) -> str:
-        parts = (self.members, self.planner, self.policy, str(self.pauses), self.room)
-        return f"fleet {'; '.join(parts)}"
+        parts = [self.members, self.planner, self.policy, str(self.pauses), self.room]
+        return f"fleet {'; '.join(parts + ['batches'] * self.batches)}"
 
 
 @dataclass
@@ -139,13 +154,14 @@ def parse(transcript: str) -> tuple[Setting, list[str]]:
     first, *actions = [line for line in transcript.splitlines() if line and line[0] != "#"]
     members, planner, policy, pauses, *room = first.removeprefix("fleet ").split("; ")
     setting = Setting(members=members, planner=planner, policy=policy, pauses=int(pauses))
-    return replace(setting, room=room[0] if room else setting.room), actions
+    words = {"room": room[0]} if room else {}
+    return replace(setting, **words, batches="batches" in room), actions
 
 
 @cache
-def config_of(planner: str, policy: str, room: str, *, serves: bool, spreads: bool) -> Config:
-    config = Config()
-    if serves:
+def config_of(setting: Setting) -> Config:
+    config, room = Config(), setting.room
+    if setting.serves:
         config = replace(
             config,
             engine=replace(
@@ -160,8 +176,8 @@ def config_of(planner: str, policy: str, room: str, *, serves: bool, spreads: bo
             ),
             scheduler=replace(
                 config.scheduler,
-                batch_tokens=0,
-                max_kv_tokens_per_worker=MOST_KV_TOKENS if spreads else 0,
+                batch_tokens=BATCH_TOKENS if setting.batches else 0,
+                max_kv_tokens_per_worker=MOST_KV_TOKENS if setting.spreads else 0,
             ),
         )
     if room == "narrow":
@@ -173,8 +189,9 @@ def config_of(planner: str, policy: str, room: str, *, serves: bool, spreads: bo
     scheduler = replace(
         config.scheduler,
         takeover_wait_s=PATIENT_S if room == "patient" else 0.2,
-        planner=planner,
-        policy=policy,
+        planner=setting.planner,
+        policy=setting.policy,
+        tasks_ahead=1 if setting.batches else config.scheduler.tasks_ahead,
         improvement_rate=0.0,
         heartbeat_s=1.5,
         lease_s=4.0,
@@ -200,13 +217,7 @@ def replay(setting: Setting, actions: Sequence[str]) -> Run:
 def _run(setting: Setting, actions: Sequence[str] | None, rng: random.Random) -> Run:
     found = Run(setting)
     with virtual_time(setting.pauses) as loop:
-        config = config_of(
-            setting.planner,
-            setting.policy,
-            setting.room,
-            serves=setting.serves,
-            spreads=setting.spreads,
-        )
+        config = config_of(replace(setting, pauses=0))
         world = World(loop, config, setting.members.split())
         try:
             with world.patched():
@@ -230,9 +241,10 @@ def _run(setting: Setting, actions: Sequence[str] | None, rng: random.Random) ->
 def _draw(world: World, rng: random.Random, actions: list[str], setting: Setting) -> None:
     """Performs random actions."""
     asked = _asked(rng, setting)
-    faults = rng.choice(FAULTS_OF_A_RUN)
+    faults = rng.choice(FAULTS_OF_BATCHES if setting.batches else FAULTS_OF_A_RUN)
     kinds = {rng.randrange(ACTIONS): "fault" for _ in range(faults)}
     last = ACTIONS // 2 if len(asked) < 4 else ACTIONS
+    last = 2 * len(asked) if setting.batches else last
     kinds |= {0: "submit"} | {rng.randrange(last): "submit" for _ in asked[1:]}
     if asked[0].startswith(f"r{FAMILY}"):
         kinds |= {1: "settle"} if rng.random() < SETTLES else {}
@@ -245,9 +257,9 @@ def _draw(world: World, rng: random.Random, actions: list[str], setting: Setting
             case "settle":
                 action = "settle"
             case "fault":
-                action = _fault(world, rng, SERVICE_FAULTS if setting.serves else FAULTS)
+                action = _fault(world, rng, setting.faults)
             case _:
-                action = _step(world, rng)
+                action = _step(world, rng, BATCH_STRETCH if setting.batches else AT_A_STRETCH)
         _note_and_perform(world, actions, action)
 
 
@@ -255,6 +267,9 @@ def _asked(rng: random.Random, setting: Setting) -> list[str]:
     """Draws requests: names, and the tokens of prompts and answers. Half of the runs of the real
     services have families.
     """
+    if setting.batches:
+        found = range(rng.randint(4, MOST_BATCHED))
+        return [f"r{n} {rng.choice(BATCHED_PROMPTS)} {rng.randint(1, 6)}" for n in found]
     most = MOST_REQUESTS[setting.room]
     if not setting.serves or not (setting.is_tight or rng.random() < 0.5):
         sizes = _prompts(setting)
@@ -290,7 +305,7 @@ def _perform(world: World, action: str) -> bool:
     return world.perform(action)
 
 
-def _step(world: World, rng: random.Random) -> str:
+def _step(world: World, rng: random.Random, stretch: float) -> str:
     chance = rng.random()
     if chance > 1 - AGREES:
         return "agree"
@@ -300,7 +315,7 @@ def _step(world: World, rng: random.Random) -> str:
     if not work or chance > 1 - AGREES - WAITS:
         return f"time {rng.choice([0.05, 0.2, 0.5] if work else [0.1, 0.3, 1.0])}"
     action = rng.choice(work)
-    return at_a_stretch(action) if rng.random() < 0.7 else action
+    return at_a_stretch(action) if rng.random() < stretch else action
 
 
 def _prompts(setting: Setting) -> Sequence[int]:

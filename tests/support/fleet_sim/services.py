@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -331,11 +331,3 @@ class ServiceInstance:
             return 0
         cache = self.role.prefix_cache
         return cache.holds(hashes) * cache.block_tokens
-
-
-def is_service(card: object) -> bool:
-    return isinstance(card, ServiceCard)
-
-
-def with_latency(card: ServiceCard, latency: SpLatency) -> ServiceCard:
-    return replace(card, latency=latency)

@@ -14,7 +14,6 @@ from typing import Any
 import orjson
 
 from millrace.core.config import Config, ProxyConfig
-from millrace.core.request import Slo
 from millrace.proxy.errors import ApiError
 from millrace.proxy.fleet.gateway import Gateway
 from millrace.proxy.http.client import Client as HttpClient
@@ -34,7 +33,7 @@ from millrace.proxy.tenancy.limiter import Limiter
 from millrace.proxy.tracing.handed_on import StreamWaterfalls
 from support.fleet_sim.processes import NOTHING, Process, VirtualLoop
 from support.fleet_sim.store import Store, StoreLink
-from support.fleet_sim.tokens import VOCAB, blocks_of, prompt_of, token_of
+from support.fleet_sim.tokens import VOCAB, blocks_of, prompt_of, slo_of, token_of
 
 GRACE_S = 5.0  # a stream goes on so long without a client
 ASKS_AGAIN_S = 0.3  # after a refusal, or after its connection has broken
@@ -241,7 +240,7 @@ class ProxyStreams:
         self, gateway: Gateway, loop: VirtualLoop, store: Store, process: Process, config: Config
     ) -> None:
         self._loop = loop
-        self._engine = config.engine
+        self._engine, self._slo = config.engine, slo_of(config)
         self._process = process
         self._gateway = gateway
         records = StoreLink(store, "records", process)
@@ -303,7 +302,7 @@ class ProxyStreams:
         arrival = Arrival(
             at=self._loop.now_s,
             unix_s=self._loop.unix_s(),
-            slo=Slo(),
+            slo=self._slo,
             tenant="default",
             trace=False,
             id_digits=client.stream_id.partition("-")[2],

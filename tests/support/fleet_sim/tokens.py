@@ -13,8 +13,9 @@ import zlib
 import numpy as np
 import numpy.typing as npt
 
-from millrace.core.config import EngineConfig
+from millrace.core.config import Config, EngineConfig
 from millrace.core.kv.prefix import block_hashes, prefix_root
+from millrace.core.request import Slo
 from millrace.proxy.text.prefix import NO_BLOCKS, PromptBlocks
 
 VOCAB = 50_000
@@ -24,6 +25,9 @@ OWN_TOKENS = 32  # first tokens, in which families differ
 #: member's answer; every third one with so much.
 ASKED_TOKENS, TEXT_TOKENS = 100, 300
 ANSWERED_TOKENS = 60  # no answer is longer
+
+#: Of requests that may be batched: each has time for the others.
+BATCHED_TTFT_S = 20.0
 
 Ids = npt.NDArray[np.int32]
 
@@ -71,6 +75,11 @@ def blocks_of(name: str, ids: Ids, config: EngineConfig) -> PromptBlocks:
     root = prefix_root(config.block_tokens)
     hashes = block_hashes(ids.data, config.block_tokens, root)
     return PromptBlocks(block_tokens=config.block_tokens, root=root, hashes=hashes)
+
+
+def slo_of(config: Config) -> Slo:
+    """Returns the objectives of all requests."""
+    return Slo(ttft_s=BATCHED_TTFT_S) if config.scheduler.batch_tokens > 0 else Slo()
 
 
 def lineage(request_id: str) -> str:

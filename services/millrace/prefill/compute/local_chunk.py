@@ -69,7 +69,7 @@ class LocalChunk(ChunkTask):
 
     def _run_pass(self) -> Generator[StopPoint | Completion]:
         compute, chunks = self._compute, self._now
-        tasks = [chunk._task(chunk._left[0], self._job.request_id) for chunk in chunks]
+        tasks = [chunk._task(chunk._left[0]) for chunk in chunks]
         boundaries = compute.engine.runner.prefill_batch(tasks)
         tokens = sum(chunk._left[0].num_tokens for chunk in chunks)
         with compute.one_pass(self, boundaries, tokens):
@@ -85,7 +85,7 @@ class LocalChunk(ChunkTask):
         for chunk, task in zip(chunks, tasks, strict=True):
             chunk._take_results(task)
 
-    def _task(self, one: GroupPass, name: str) -> PrefillTask:
+    def _task(self, one: GroupPass) -> PrefillTask:
         job, start = self._job, one.start_token
         return PrefillTask(
             token_ids=job.prompt_ids[start : start + one.num_tokens].to(
@@ -95,7 +95,7 @@ class LocalChunk(ChunkTask):
             pages=job.pages,
             want_logits=job.wants_logits(one),
             want_hidden=job.wants_hidden(one),
-            name=name,
+            name=job.request_id,
             on_layer=partial(self._written, one),
             awaits_kv=len(self._left) == 1 and job.gives_after(self._chunk),
         )
