@@ -114,6 +114,8 @@ class StreamClient:
         self.lost = False  # its stream is not known any more
         #: It was away for too long, or the proxies could not say that it reads.
         self.may_expire = False
+        #: No proxy generated it when the store lost its data: it had ended, or its owner had.
+        self.may_be_lost = False
         self.wrong = ""
 
     @property
