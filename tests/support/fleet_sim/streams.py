@@ -107,6 +107,7 @@ class StreamClient:
         self.is_accepted = False
         self.connection: Connection | None = None
         self.asks_at_s: float | None = None  # it has no connection, and asks again
+        self.away_since_s: float | None = None  # its connection broke, and none was served since
         self.refused: ApiError | None = None  # the last refusal
         self.error: ApiError | None = None
         self.done = False
@@ -210,6 +211,7 @@ class Connection:
         self._process = process
         self._gone: asyncio.Future[None] | None = None
         self.is_open = True
+        self.is_refused = False
 
     async def receive(self) -> dict[str, Any]:
         if self.is_open:
@@ -221,7 +223,7 @@ class Connection:
         if not self.is_open or self._process.has_lost:
             return
         if message["type"] == "http.response.start":
-            self._client.is_accepted = True
+            self._client.is_accepted, self._client.away_since_s = True, None
         elif data := message["body"]:
             self._client.take(data)
 
@@ -231,6 +233,8 @@ class Connection:
             return
         self.is_open, self._client.connection = False, None
         self._client.asks_at_s = now_s + ASKS_AGAIN_S
+        if not self.is_refused and self._client.away_since_s is None:
+            self._client.away_since_s = now_s
         if self._gone is not None and not self._gone.done():
             self._gone.set_result(None)
 
@@ -279,9 +283,9 @@ class ProxyStreams:
 
     def connect(self, client: StreamClient) -> None:
         """Opens a connection on which the client asks for its stream."""
-        if client.asks_at_s is not None and client.is_accepted:
-            away_s = self._loop.now_s - client.asks_at_s
-            client.may_expire |= away_s > GRACE_S - 2 * ASKS_AGAIN_S
+        if client.away_since_s is not None:
+            away_s = self._loop.now_s - client.away_since_s
+            client.may_expire |= away_s > GRACE_S - ASKS_AGAIN_S
         client.asks_at_s = None
         connection = client.connection = Connection(client, self._process)
         self._process.spawn(self._serve(client, connection))
@@ -294,6 +298,7 @@ class ProxyStreams:
                 await self._begin(client, connection)
         except ApiError as error:
             if connection.is_open and not self._process.has_lost:
+                connection.is_refused = True
                 client.on_error(error, self._loop.now_s)
         finally:
             connection.close(self._loop.now_s)
