@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 
@@ -11,6 +12,7 @@ import httpx
 import pytest
 
 from millrace.core.errors import ConfigError
+from millrace.listening import bound_socket
 from millrace.telemetry import metrics_server
 from millrace.telemetry.metrics import Registry
 from millrace.telemetry.metrics_server import MetricsServer, serve_metrics
@@ -50,6 +52,22 @@ async def service() -> AsyncIterator[Service]:
     service = Service()
     server = await service.serve()
     yield service
+    await server.close()
+
+
+async def test_on_every_address_it_takes_both_families(monkeypatch: pytest.MonkeyPatch) -> None:
+    """asyncio gives a server of `::` no address of IPv4."""
+    asked = []
+
+    def bound(host: str, port: int) -> socket.socket:
+        asked.append(host)
+        return bound_socket("127.0.0.1", port)
+
+    monkeypatch.setattr(metrics_server, "bound_socket", bound)
+    server = await serve_metrics(0, lambda: True, registry=Registry(), host="::")
+    found = Service(port=server.port)
+    assert (await found.exchange(HEALTH)).startswith(b"HTTP/1.1 200 ")
+    assert asked == ["::"]
     await server.close()
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from millrace.core.config import Config, EngineConfig
+from millrace.listening import EVERYWHERE
 from millrace_operator.manifests import config_file, naming, templates
 from millrace_operator.manifests.config_file import Table, digest, digest_for
 from millrace_operator.manifests.gateway_models import (
@@ -102,8 +103,8 @@ def scheduler(context: Context) -> dict[str, Any]:
     container = {
         **main_container(context, "scheduler", ports),
         "args": [
-            *("scheduler", "--host", "0.0.0.0", "--port", str(naming.SCHEDULER_PORT)),
-            *("--advertise", f"$(POD_IP):{naming.SCHEDULER_PORT}"),
+            *("scheduler", "--host", EVERYWHERE, "--port", str(naming.SCHEDULER_PORT)),
+            *("--advertise", "$(POD_IP)"),
             *("--set", f"scheduler.group={context.group}"),
             *CONFIG_ARGS,
         ],
@@ -126,7 +127,7 @@ def gateway(context: Context) -> dict[str, Any]:
         "args": [
             *("proxy", *_gateway_args(context)),
             *("--set", f"files.group={context.group}"),
-            *("--host", "0.0.0.0", "--port", str(naming.GATEWAY_PORT)),
+            *("--host", EVERYWHERE, "--port", str(naming.GATEWAY_PORT)),
             *CONFIG_ARGS,
         ],
         "env": [

@@ -11,6 +11,7 @@ from typing import Any
 from kubernetes.aio import client
 
 from millrace.concurrency import stop_event, until_one_ends
+from millrace.listening import EVERYWHERE
 from millrace.telemetry.metrics import Registry
 from millrace.telemetry.metrics_server import serve_metrics
 from millrace_operator.metrics import OperatorMetrics
@@ -41,7 +42,7 @@ class Options:
     lease_namespace: str = "default"
     lease_name: str = "millrace-operator"
     identity: str
-    host: str = "0.0.0.0"
+    host: str = EVERYWHERE
     metrics_port: int = 9090
     crds: tuple[Mapping[str, Any], ...] = ()  # applied at the start
     terms: Terms = field(default_factory=Terms)

@@ -88,7 +88,7 @@ Advertise = Annotated[
     str,
     typer.Option(
         "--advertise",
-        metavar="HOST:PORT",
+        metavar="HOST[:PORT]",
         help="Where proxies and instances reach this scheduler. Default: --host and its port.",
     ),
 ]

@@ -20,6 +20,7 @@ from millrace.core.config.models import ModelConfig
 from millrace.core.errors import MillraceError
 from millrace.core.incarnation import Incarnation
 from millrace.file_limit import file_limit, most_clients
+from millrace.listening import bound_socket
 from millrace.proxy.background import Background
 from millrace.proxy.batches.opening import open_batches, open_files
 from millrace.proxy.fleet.gateway import Gateway
@@ -69,22 +70,11 @@ _CLOSE_S = 5.0
 
 
 def listen(host: str, port: int, *, shared: bool = False) -> socket.socket:
-    """Returns a bound TCP socket; `shared`: other processes may bind the port, too (SO_REUSEPORT).
-
-    Raises MillraceError if the address can't be bound.
-    """
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    bound = socket.socket(family, socket.SOCK_STREAM)
-    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    if shared:
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    """Works as `bound_socket`. Raises MillraceError if the address can't be bound."""
     try:
-        bound.bind((host, port))
+        return bound_socket(host, port, shared=shared)
     except OSError as error:
-        bound.close()
         raise MillraceError(f"proxy.host {host}, proxy.port {port}: {error.strerror}") from error
-    bound.setblocking(False)
-    return bound
 
 
 class _HttpServer(uvicorn.Server):

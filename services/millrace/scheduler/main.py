@@ -27,7 +27,7 @@ from millrace.telemetry.metrics import Registry
 from millrace.telemetry.metrics_server import serve_metrics
 from millrace.telemetry.otlp.exports import Exports
 from millrace.telemetry.tracing.tracer import open_tracer
-from millrace.wire.address import host_port
+from millrace.wire.address import host_port, with_port
 from millrace.wire.server import add_health, bind, create_server
 
 log = logging.getLogger(__name__)
@@ -48,11 +48,11 @@ async def serve(
     """Runs the scheduler until SIGTERM, SIGINT or SIGHUP, then hands over to the next leader.
 
     It leads when no other scheduler of the same store does; until then it stands by. Peers reach it
-    at `advertise` (host:port; empty: where it listens). `on_ready` gets the port of the server, as
-    soon as it leads or stands by; `record` names the file to which the run is written for
-    `millrace sim replay`. Raises MillraceError if the server can't listen, LeadershipLost when
-    another scheduler leads, and every error that ends the loop: a scheduler that can't decide must
-    not seem alive.
+    at `advertise` (host:port, or the host alone; empty: where it listens). `on_ready` gets the port
+    of the server, as soon as it leads or stands by; `record` names the file to which the run is
+    written for `millrace sim replay`. Raises MillraceError if the server can't listen,
+    LeadershipLost when another scheduler leads, and every error that ends the loop: a scheduler
+    that can't decide must not seem alive.
     """
     registry = Registry()
     async with contextlib.AsyncExitStack() as stack:
@@ -74,7 +74,7 @@ async def serve(
         servicer.add_to(server)
         health = add_health(server, ["millrace.v1.Scheduler"])
         bound = bind(server, host, port)
-        address = advertise or host_port(host, bound)
+        address = with_port(advertise or host, bound)
         leadership = Leadership(leases, address, config.scheduler)
         Exports(config.telemetry, "scheduler", f"scheduler-{address}", registry).start_in(stack)
         await server.start()

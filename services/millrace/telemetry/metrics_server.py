@@ -19,6 +19,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
 from millrace.core.errors import ConfigError, reason_of
+from millrace.listening import EVERYWHERE, bound_socket
 from millrace.telemetry.metrics import Registry
 
 MAX_REQUEST_BYTES = 16 << 10  # of the request line and headers
@@ -99,10 +100,12 @@ async def serve_metrics(
     )
     state = ServerState()
     state.default_headers = [(b"connection", b"close")]
+    loop, connection = asyncio.get_running_loop(), partial(_Connection, config, state, {})
     try:
-        server = await asyncio.get_running_loop().create_server(
-            partial(_Connection, config, state, {}), host, port
-        )
+        if host == EVERYWHERE:  # asyncio's own socket would have no address of IPv4
+            server = await loop.create_server(connection, sock=bound_socket(host, port))
+        else:
+            server = await loop.create_server(connection, host, port)
     except OSError as error:
         raise ConfigError(
             f"can't listen on {host}:{port} for metrics: {reason_of(error)}"
