@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Final
 
 from millrace.core.errors import ModelError
+from millrace.home import expanded
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
@@ -22,7 +23,7 @@ def resolve_model(model: str | Path, files: Sequence[str] = WHOLE) -> Path:
     files: the patterns of the files that are downloaded. Raises ModelError when `model` is neither,
     or the hub can't be reached.
     """
-    path = Path(model).expanduser()
+    path = expanded(model)
     if path.is_dir():
         return path
     name = str(model)

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from millrace.core.config import EngineConfig
 from millrace.core.errors import ConfigError
+from millrace.home import expanded
 from millrace.local.processes.child import ending_with_this
 from millrace.profiles.cache import ProfileCache, write_whole
 
@@ -65,7 +66,7 @@ def _note(model: str, engine: EngineConfig, arguments: Sequence[str]) -> Path:
     """Returns the note's path: each change of a setting or a file of the model changes it; a hub id
     has no files.
     """
-    folder = Path(model).expanduser()
+    folder = expanded(model)
     files = sorted(folder.iterdir()) if folder.is_dir() else []
     stats = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
     name = hashlib.sha256(f"{model} {stats} {engine} {list(arguments)}".encode()).hexdigest()[:32]

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from millrace.core.cost.profile import Profile
 from millrace.core.errors import ConfigError
+from millrace.home import expanded, of_user
 from millrace.profiles import encode
 
 log = logging.getLogger(__name__)
@@ -51,7 +52,7 @@ class ProfileCache:
 
     def __init__(self, folder: str = "") -> None:
         """`folder` is empty for `DEFAULT_FOLDER`."""
-        self.folder = Path(folder or DEFAULT_FOLDER).expanduser()
+        self.folder = expanded(folder) if folder else of_user(DEFAULT_FOLDER)
 
     def path(self, key: ProfileKey) -> Path:
         return self.folder / key.file_name

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from millrace.core.config import Config
+from millrace.home import of_user
 from millrace.proxy.batches.service import Batches
 from millrace.proxy.batches.tools import Tools
 from millrace.proxy.files.store import Files
@@ -29,7 +30,7 @@ def open_files(config: Config) -> Files:
         folder = Path(tempfile.gettempdir()) / f"millrace-files-{uuid.uuid4().hex}"
         url = str(folder)
     elif not url:
-        url = str(Path(DEFAULT_FOLDER).expanduser())
+        url = str(of_user(DEFAULT_FOLDER))
     return Files(
         open_records(config.store, _kind(config, "file")),
         open_deadlines(config.store, _kind(config, "file")),
