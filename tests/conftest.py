@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 import pytest
 from hypothesis import HealthCheck, settings
 
+from millrace.cli.process import reach_this_machine_directly
 from support.late_loop import DRAW, LateLoops
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 # Tiny models gain nothing from a second thread, and on a busy machine they wait for it.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+reach_this_machine_directly()
 # Stacks of tests leave the user's measured profiles alone, and start as on a new machine.
 os.environ.setdefault(
     "MILLRACE_ENGINE__PROFILE_CACHE",

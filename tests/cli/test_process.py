@@ -6,12 +6,15 @@ import json
 import os
 import subprocess
 import sys
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 
 import pytest
 
-from millrace.cli.process import plain_errors, tell
+from millrace.cli.process import plain_errors, reach_this_machine_directly, tell
 from millrace.core.errors import MillraceError
+from support.deadlines import HANG_S
 
 
 def test_the_port_is_told_once() -> None:
@@ -35,6 +38,47 @@ def test_an_error_is_one_line_outside_of_a_command_too(capsys: pytest.CaptureFix
         raise MillraceError("store.url is 'x'")
     assert ended.value.code == 1
     assert capsys.readouterr().err == "millrace: store.url is 'x'\n"
+
+
+@pytest.mark.parametrize(
+    ("excepted", "then"),
+    [
+        ({}, "localhost,127.0.0.1,::1"),
+        ({"NO_PROXY": "example.org, localhost"}, "example.org,localhost,127.0.0.1,::1"),
+        ({"no_proxy": "a", "NO_PROXY": "b"}, "a,localhost,127.0.0.1,::1"),
+        ({"no_proxy": "*"}, "*"),
+    ],
+)
+def test_no_http_proxy_stands_before_this_machine(
+    monkeypatch: pytest.MonkeyPatch, excepted: dict[str, str], then: str
+) -> None:
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    for name, value in excepted.items():
+        monkeypatch.setenv(name, value)
+    reach_this_machine_directly()
+    assert os.environ["no_proxy"] == then
+
+
+class Gateway(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self.send_response(404)
+        self.end_headers()
+        self.wfile.write(b'{"error": {"message": "a gateway of this machine"}}')
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
+def test_a_command_asks_a_gateway_of_this_machine_itself(host: str) -> None:
+    """Nobody is where the HTTP proxy should be."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), Gateway) as server:
+        Thread(target=server.serve_forever).start()
+        url = f"http://{host}:{server.server_port}"
+        command = [sys.executable, "-m", "millrace", "trace", "a", "--url", url]
+        env = {**os.environ, "http_proxy": "http://127.0.0.1:9", "no_proxy": "", "NO_PROXY": ""}
+        said = subprocess.run(command, env=env, capture_output=True, text=True, timeout=HANG_S)
+        server.shutdown()
+    assert "a gateway of this machine" in said.stderr
 
 
 FULL = Path("/dev/full")

@@ -18,6 +18,7 @@ from millrace.cli.process import (
     full_output,
     leave_forks_alone,
     plain_errors,
+    reach_this_machine_directly,
     run_async,
     tell,
 )
@@ -64,7 +65,7 @@ def common(
         ),
     ] = False,
 ) -> None:
-    pass
+    reach_this_machine_directly()
 
 
 @app.command()
@@ -255,6 +256,7 @@ def _add_benchmarks(wanted: str) -> None:
 def main() -> None:
     """Entry point: imports benchmarks and the simulator only for their commands."""
     leave_forks_alone()
+    reach_this_machine_directly()
     if "bench" in sys.argv[1:2]:
         _add_benchmarks(next(iter(sys.argv[2:]), ""))
     if "sim" in sys.argv[1:2]:

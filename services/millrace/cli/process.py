@@ -18,6 +18,7 @@ from millrace.core.errors import PREFIX, MillraceError, reason_of
 if TYPE_CHECKING:
     from millrace.core.config import Config
 
+_THIS_MACHINE = ("localhost", "127.0.0.1", "::1")
 #: What a write says where nothing more fits.
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -76,6 +77,18 @@ def leave_forks_alone() -> None:
     Child processes start another program at once: they never use gRPC's channels.
     """
     os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
+
+
+def reach_this_machine_directly() -> None:
+    """Leaves this machine out of what goes by the user's HTTP proxy (`http_proxy` and the like).
+
+    The clients of commands and their children read the variables; lower case counts first.
+    """
+    excepted = os.environ.get("no_proxy") or os.environ.get("NO_PROXY") or ""
+    if excepted.strip() != "*":
+        names = [one for one in map(str.strip, excepted.split(",")) if one]
+        names += [one for one in _THIS_MACHINE if one not in names]
+        os.environ["no_proxy"] = os.environ["NO_PROXY"] = ",".join(names)
 
 
 def run_async(work: Coroutine[None, None, None]) -> None:
