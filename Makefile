@@ -79,9 +79,9 @@ $(CLIENTS_STAMP): tests/clients/requirements.txt tests/clients/package.json
 
 KIND := $(abspath $(VENV)/kind.kubeconfig)
 test-kind: kind-on-path setup ## operator and chart on a cluster of kind's, made and deleted here
-	kind create cluster --name millrace-test --kubeconfig $(KIND) --wait 5m
-	MILLRACE_TEST_KUBECONFIG=$(KIND) $(BIN)/python -m pytest tests/envtest; status=$$?; \
-		kind delete cluster --name millrace-test --kubeconfig $(KIND); exit $$status
+	kind create cluster --name millrace-test --kubeconfig "$(KIND)" --wait 5m
+	MILLRACE_TEST_KUBECONFIG="$(KIND)" $(BIN)/python -m pytest tests/envtest; status=$$?; \
+		kind delete cluster --name millrace-test --kubeconfig "$(KIND)"; exit $$status
 
 kind-on-path:
 	@command -v kind >/dev/null || { echo "make test-kind needs kind, and Docker, on PATH"; exit 1; }

@@ -106,3 +106,70 @@ def test_a_full_disk_is_one_line(arguments: tuple[str, ...]) -> None:
         )
     assert ended.returncode == 1
     assert ended.stderr == "millrace: can't write the output: No space left on device\n"
+
+
+@pytest.mark.parametrize("arguments", [("--help",), ("sim", "run", "--help"), ("config",)])
+def test_a_reader_that_has_seen_enough_is_no_error(arguments: tuple[str, ...]) -> None:
+    """As in `millrace --help | head`."""
+    read_fd, write_fd = os.pipe()
+    os.close(read_fd)
+    with os.fdopen(write_fd, "w") as closed:
+        ended = subprocess.run(
+            [sys.executable, "-m", "millrace", *arguments],
+            stdout=closed,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
+    assert (ended.returncode, ended.stderr) == (1, "")
+
+
+SHOWS_STANDARD_FILES = """
+import os, subprocess, sys
+from millrace.cli.process import open_standard_files
+open_standard_files()
+print("lost"), print("lost", file=sys.stderr), sys.stdout.flush(), sys.stdin.read()
+files = [os.readlink(f"/proc/self/fd/{number}") for number in range(3)]
+child = subprocess.run([sys.executable, "-c", "import os; os.fstat(0), os.fstat(1), os.fstat(2)"])
+with open(sys.argv[1], "w") as shown:
+    shown.write(f"{files} {child.returncode}")
+"""
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_closed_standard_files_are_null(closed: str, tmp_path: Path) -> None:
+    """Else the next file that the process opens has the number, and gets what is printed."""
+    shown = tmp_path / "shown"
+    line = f'exec "$@" {closed}'
+    ended = subprocess.run(
+        ["sh", "-c", line, "sh", sys.executable, "-c", SHOWS_STANDARD_FILES, str(shown)],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        check=False,
+    )
+    assert ended.returncode == 0
+    assert shown.read_text() == f"{['/dev/null'] * 3} 0"
+
+
+def test_a_command_runs_with_its_output_closed() -> None:
+    ended = subprocess.run(
+        ["sh", "-c", 'exec "$@" >&-', "sh", sys.executable, "-m", "millrace", "config"],
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
+    )
+    assert (ended.returncode, ended.stderr) == (0, "")
+
+
+def test_text_beyond_the_output_s_encoding_is_no_error() -> None:
+    """Answers and names have any characters; a terminal or a pipe may know few of them."""
+    code = "from millrace.cli.process import write_any_text as w; w(); print('cos\u00ec \u2026')"
+    ended = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONIOENCODING": "ascii"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (ended.stdout, ended.stderr) == ("cos? ?\n", "")

@@ -1,6 +1,7 @@
 """Every link in the tracked Markdown files leads to a file and a heading that exist. No network."""
 
 import re
+import shutil
 import subprocess
 from collections.abc import Iterator
 from functools import cache
@@ -18,13 +19,12 @@ SCHEME = re.compile(r"[a-z][a-z0-9+.-]*:")
 
 
 def _pages() -> list[str]:
-    listed = subprocess.run(
-        ["git", "ls-files", "*.md"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
-    names = listed.stdout.split() or [str(p.relative_to(ROOT)) for p in ROOT.glob("docs/**/*.md")]
+    git = shutil.which("git")
+    names = []
+    if git is not None:  # lists nothing in an unpacked archive
+        command = [git, "ls-files", "*.md"]
+        names = subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout.split()
+    names = names or [str(p.relative_to(ROOT)) for p in ROOT.glob("docs/**/*.md")]
     return [name for name in names if (ROOT / name).exists()]
 
 

@@ -1,6 +1,7 @@
 """Supervised processes: a port once they serve, one clear line when they can't, a clean end."""
 
 import asyncio
+import io
 import os
 import signal
 from collections.abc import AsyncIterator
@@ -9,12 +10,14 @@ from pathlib import Path
 import psutil
 import pytest
 import pytest_asyncio
+from rich.console import Console
 
 from millrace.core.errors import ConfigError
 from millrace.local.options import StackOptions
 from millrace.local.processes import service as service_module
 from millrace.local.processes.service import Service, StartupError
 from millrace.local.stack import Stack, UncleanStopError
+from millrace.local.up import progress
 from support.deadlines import HANG_S
 from support.live_stack import eventually
 
@@ -189,6 +192,17 @@ async def test_a_removed_instance_that_does_not_drain_is_an_error(monkeypatch) -
     stack.remove("decode-0")
     with pytest.raises(UncleanStopError, match="decode-0 ended with status -9"):
         await stack.stop()
+
+
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_a_step_is_shown_as_it_is(is_terminal: bool) -> None:
+    """A folder may be named as rich's markup is; a line in a log stays one line."""
+    step = "loading /data/[bold]models/" + "x" * 30
+    shown = io.StringIO()
+    console = Console(file=shown, width=40 if not is_terminal else 80, force_terminal=is_terminal)
+    with progress(console) as show:
+        show(step)
+    assert step in shown.getvalue()
 
 
 def test_kvp_workers_stand_beside_whatever_computes() -> None:

@@ -17,10 +17,12 @@ from millrace.cli.process import (
     configure,
     full_output,
     leave_forks_alone,
+    open_standard_files,
     plain_errors,
     reach_this_machine_directly,
     run_async,
     tell,
+    write_any_text,
 )
 from millrace.cli.workers import register
 from millrace.file_options import READ, WRITE
@@ -255,13 +257,15 @@ def _add_benchmarks(wanted: str) -> None:
 
 def main() -> None:
     """Entry point: imports benchmarks and the simulator only for their commands."""
+    open_standard_files()
+    write_any_text()
     leave_forks_alone()
     reach_this_machine_directly()
     if "bench" in sys.argv[1:2]:
         _add_benchmarks(next(iter(sys.argv[2:]), ""))
     if "sim" in sys.argv[1:2]:
         importlib.import_module("millrace.cli.sim.command").register(sim)
-    if "--help" in sys.argv[1:]:
-        show_help(app, sys.argv[1 : sys.argv.index("--help")])
     with full_output(), plain_errors():
+        if "--help" in sys.argv[1:]:
+            show_help(app, sys.argv[1 : sys.argv.index("--help")])
         app()

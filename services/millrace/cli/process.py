@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import io
 import json
 import logging
 import os
@@ -69,6 +70,28 @@ def usable_devices(tree: Config, option: str) -> list[str]:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     with plain_errors():
         return device_names(option, visible, device=tree.engine.device, torch_cuda=torch_cuda())
+
+
+def open_standard_files() -> None:
+    """Opens /dev/null in place of each standard file that the parent closed (`>&-`, some daemons).
+
+    The next file that this process opened would take its number, and get what is printed.
+    """
+    for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
+        try:
+            os.fstat(number)
+        except OSError:
+            null = os.open(os.devnull, os.O_RDWR)  # gets `number`, the lowest that is free
+            os.set_inheritable(null, True)
+            setattr(sys, name, os.fdopen(null, mode, closefd=False))
+
+
+def write_any_text() -> None:
+    """Prints `?` for a character that the encoding of the output lacks, where Python would fail:
+    answers and models' names may have any.
+    """
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="replace")
 
 
 def leave_forks_alone() -> None:

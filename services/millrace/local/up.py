@@ -9,11 +9,12 @@ import asyncio
 import contextlib
 import importlib.util
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
 from rich.console import Console
+from rich.text import Text
 
 from millrace.concurrency import cancel, stop_event
 from millrace.local.authority import as_toml
@@ -83,9 +84,20 @@ async def start_with_progress(options: StackOptions, console: Console) -> Stack:
         )
     await check_start(options)
     await measure_first(options)
+    with progress(console) as show:
+        return await Stack(options, show).__aenter__()
+
+
+@contextlib.contextmanager
+def progress(console: Console) -> Iterator[Callable[[str], None]]:
+    """Yields a function that shows a step of the start: by a spinner on a terminal, else as a line,
+    which is never broken.
+    """
     with console.status("starting") as status:
-        progress = status.update if console.is_terminal else console.print
-        return await Stack(options, progress).__aenter__()
+        if console.is_terminal:
+            yield lambda step: status.update(Text(step))
+        else:
+            yield partial(console.print, markup=False, highlight=False, soft_wrap=True)
 
 
 async def measure_first(options: StackOptions, budget_s: float = 0.0) -> None:
