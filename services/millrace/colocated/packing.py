@@ -173,7 +173,8 @@ class IterationPacker:
         found.predict(predicted_s, predicted_s)
         found.expect(request.expected_tokens)
         step_s = min(spec.slo.tbt_s or math.inf, self._config.t_target_s)
-        found.accept(order, asked.arrival_s + allowed_s(found, step_s))
+        found.due_by(asked.arrival_s + allowed_s(found, step_s))
+        found.accept(order)
         return found
 
     def advance(self, prompt: Prompt, tokens: int) -> None:

@@ -8,6 +8,7 @@ that has not ended; an instance that packs its own batches keeps one per prompt.
 from __future__ import annotations
 
 import math
+import sys
 from typing import Final
 
 from millrace.core.request import (
@@ -94,7 +95,7 @@ class LiveRequest:
         self.waits: Final = Waits(spec.arrival_s)
         self.suspicion: Final = Suspicion()
         self.state = RequestState.QUEUED
-        self.order = 0  # of acceptance; tells equal keys apart
+        self.order = sys.maxsize  # of acceptance, last until then; tells equal keys apart
         self.expected_tokens = 1.0  # of a choice's answer
         #: The longest mean time between tokens that keeps its TBT and end-to-end objectives.
         self.pace_s = self.slo.tbt_s or math.inf
@@ -209,10 +210,13 @@ class LiveRequest:
         """
         self.pace_s = self.slo.pace_s(at_s - self.arrival_s, self.expected_tokens)
 
-    def accept(self, order: int, deadline_s: float) -> None:
+    def due_by(self, deadline_s: float) -> None:
+        """Notes the deadline of its first token."""
+        self.deadline_s = deadline_s
+
+    def accept(self, order: int) -> None:
         """Notes that the request may wait in the queue."""
         self.order = order
-        self.deadline_s = deadline_s
 
     def judge(self, in_time: bool) -> None:
         """Notes whether it met its objectives; False as soon as its deadline has passed."""

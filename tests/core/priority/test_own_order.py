@@ -132,5 +132,5 @@ def test_nobody_else_has_more_work_before_it(drawn, policy):
 def number(requests: list[LiveRequest]) -> list[LiveRequest]:
     """Gives the requests their order of submission."""
     for place, one in enumerate(requests):
-        one.accept(place, one.deadline_s)
+        one.accept(place)
     return requests

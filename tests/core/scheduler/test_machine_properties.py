@@ -28,6 +28,7 @@ from millrace.core.request import MIN_KEPT_TOKENS, TRANSITIONS, Request, Request
 from millrace.core.scheduler import effects, events, reports
 from millrace.core.scheduler.fleet.instances import PrefillInstance
 from millrace.core.scheduler.machine import Machine
+from millrace.core.scheduler.outcomes.admission import MOST_FULL
 from millrace.core.scheduler.planning import PLANNERS
 from millrace.core.weights import Weights
 from support.priority import STATIC
@@ -79,6 +80,7 @@ class World(RuleBasedStateMachine):
     @initialize(
         tasks_ahead=st.integers(1, 3),
         max_queue_requests=st.integers(1, 8),
+        max_queue_s=st.sampled_from([0.1, 1.0, 600.0]),
         max_attempts=st.integers(1, 3),
         policy=st.sampled_from(sorted(POLICIES)),
         planner=st.sampled_from(sorted(PLANNERS)),
@@ -94,6 +96,7 @@ class World(RuleBasedStateMachine):
         self,
         tasks_ahead: int,
         max_queue_requests: int,
+        max_queue_s: float,
         max_attempts: int,
         policy: str,
         planner: str,
@@ -119,6 +122,7 @@ class World(RuleBasedStateMachine):
             fixed_sp=2,
             tasks_ahead=tasks_ahead,
             max_queue_requests=max_queue_requests,
+            max_queue_s=max_queue_s,
             max_attempts=max_attempts,
             request_timeout_s=TIMEOUT_S,
             release_timeout_s=RELEASE_S,
@@ -391,6 +395,7 @@ class World(RuleBasedStateMachine):
         resumable=st.sampled_from([True, True, True, False]),
         tbt_s=st.sampled_from([None, None, 0.03, 0.06]),
         family=st.integers(0, 2),
+        ttft_s=st.sampled_from([None, None, 0.1, 1.0, 30.0]),
     )
     def submit(
         self,
@@ -402,8 +407,10 @@ class World(RuleBasedStateMachine):
         resumable: bool,
         tbt_s: float | None = None,
         family: int = 0,
+        ttft_s: float | None = None,
     ) -> None:
-        if request_id not in self.states:  # else a double, which must change nothing
+        queued, known = self.machine.queued, request_id in self.states
+        if not known:  # else a double, which must change nothing
             self.states[request_id] = RequestState.QUEUED
             self.submitted[request_id] += 1
         request = Request(
@@ -414,10 +421,13 @@ class World(RuleBasedStateMachine):
             choices=choices,
             arrival_s=self.now_s,
             resumable=resumable,
-            slo=Slo(tbt_s=tbt_s),
+            slo=Slo(ttft_s=ttft_s, tbt_s=tbt_s),
             prefix_hashes=prefix(family, prompt_tokens // BLOCK_TOKENS) if family < 2 else (),
         )
         self.step(events.Submitted(request=request))
+        if not known and request_id in self.states:  # accepted
+            most = self.config.max_queue_requests
+            assert queued < (most if ttft_s is None else MOST_FULL * most)
 
     @rule(
         instance_id=st.sampled_from(PREFILLS + DECODES),

@@ -70,9 +70,16 @@ class SchedulerConfig(Section):
         "improvement rate by arrivals, from `sim profile-rates`: ARRIVALS_PER_S:RATE,...; empty: "
         "by the seconds of prefill that arrive per second and instance",
     )
-    max_queue_requests: int = setting(1024, within(1), "queued requests; more get 429")
+    max_queue_requests: int = setting(
+        1024,
+        within(1),
+        "queued requests; more get 429. Up to twice as many if they would be in time",
+    )
     max_queue_s: float = setting(
-        600.0, within(0.1), "predicted seconds of queued work per prefill instance; more get 429"
+        600.0,
+        within(0.1),
+        "predicted seconds of queued work per prefill instance; more get 429. Up to twice as "
+        "much if they would be in time",
     )
     tasks_ahead: int = setting(
         2, within(1, 64), "requests at one instance, the running request included"

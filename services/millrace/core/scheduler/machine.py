@@ -64,7 +64,7 @@ from millrace.core.scheduler.fleet.instances import (
     PrefillInstance,
 )
 from millrace.core.scheduler.fleet.pool import Pool
-from millrace.core.scheduler.outcomes.admission import refusal, refused_for_now
+from millrace.core.scheduler.outcomes.admission import Backlog, refusal, refused_for_now
 from millrace.core.scheduler.outcomes.objectives import allowed_s, mean_step_s
 from millrace.core.scheduler.request_table import RequestTable, still_needs
 from millrace.core.scheduler.step_context import StepContext
@@ -324,34 +324,36 @@ class Machine:
         """Takes a request that is not known, or refuses it. `earlier_attempts`: of `Reopened`."""
         request = LiveRequest(spec)
         request.count_attempts(earlier_attempts)
-        ready = self._predict(request)
-        refused = refusal(request, self.cluster, self.queued, self.queued_s, self.config)
+        self._predict(request)
+        backlog = Backlog(self.queued, self.queued_s, decode_is_full=bool(self._table.unplaced))
+        refused = refusal(request, self.cluster, backlog, step.now_s, self.config)
         if refused is not None:
             refused = refused_for_now(refused, request, self.cluster, step.now_s, self.config)
             step.refuse(request, refused)
             return
-        self._accept(step, request, ready)
+        self._accept(step, request)
         self.suspects.submitted(step, request)
         self._dispatcher.run(step)
 
-    def _predict(self, request: LiveRequest) -> list[Pool]:
-        """Predicts the request's prefill; returns the pools that are ready."""
+    def _predict(self, request: LiveRequest) -> None:
+        """Predicts the request's prefill and answer, and sets the deadline of its first token."""
         if ready := self.cluster.ready_pools():
             ready[0].predict(request)
-        return ready
-
-    def _accept(self, step: StepContext, request: LiveRequest, ready: list[Pool]) -> None:
-        """Adds a request to the table, unplaced."""
-        self.cluster.arrived(request, step.now_s)
         request.expect(self.cluster.answer_lengths.expected(request))
         step_s = 0.0
         if request.slo.e2e_s is not None:
             step_s = mean_step_s(request, (one for pool in ready for one in pool.kv_owners()))
-        self._table.add(step, request, request.arrival_s + allowed_s(request, step_s))
+        request.due_by(request.arrival_s + allowed_s(request, step_s))
+
+    def _accept(self, step: StepContext, request: LiveRequest) -> None:
+        """Adds a request to the table, unplaced."""
+        self.cluster.arrived(request, step.now_s)
+        self._table.add(step, request)
 
     def _take_in(self, step: StepContext, request: LiveRequest) -> None:
         """Adds a request that another scheduler has accepted."""
-        self._accept(step, request, self._predict(request))
+        self._predict(request)
+        self._accept(step, request)
         self.suspects.adopted(step, request)
 
     def _reopened(self, step: StepContext, event: events.Reopened) -> None:

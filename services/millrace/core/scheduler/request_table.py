@@ -49,9 +49,9 @@ class RequestTable:
 
     # ---- the table and the queues
 
-    def add(self, step: StepContext, request: LiveRequest, deadline_s: float) -> None:
+    def add(self, step: StepContext, request: LiveRequest) -> None:
         """Accepts a new request; it waits to be placed."""
-        request.accept(next(self._orders), deadline_s)
+        request.accept(next(self._orders))
         self.requests[request.id] = request
         self.by_proxy.setdefault(request.proxy_id, {})[request.id] = None
         self.enqueue(step, request, self.unplaced)

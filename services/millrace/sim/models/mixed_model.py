@@ -47,7 +47,8 @@ class Prefill:
         self.done = 0  # tokens computed
         # The instance's own copy: `executed_s` advances here chunk by chunk.
         self.request = LiveRequest(given.spec)
-        self.request.accept(given.order, given.deadline_s)
+        self.request.due_by(given.deadline_s)
+        self.request.accept(given.order)
         self.request.predict(given.predicted_prefill_s, 0.0)
 
     def degree(self, tokens: int) -> int:

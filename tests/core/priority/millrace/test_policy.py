@@ -35,6 +35,21 @@ def one(name: str, deadline_s: float, work_s: float, *, sp: int = 1, **more) -> 
     return live_request(name, **{**values, "predicted_work_s": sp * work_s, **more})
 
 
+def test_the_key_of_a_request_to_come_is_the_key_that_it_gets() -> None:
+    policy = MillracePolicy()
+    ranking = policy.ranking()
+    for order, tenant in enumerate(("ann", "bob")):
+        ranking.add(one(tenant, 5.0, QUARTER_S, tenant=tenant, order=order), 0.0)
+        ranking.update(0.0, 1)
+    served = one("served", 5.0, 16 * QUARTER_S, tenant="ann", order=2)
+    ranking.add(served, 0.0)
+    policy.started(served)  # its tenant is far ahead
+    for order, tenant, deadline_s in ((3, "ann", 5.0), (4, "bob", 5.0), (5, "bob", -1.0)):
+        new = one(f"r{order}", deadline_s, QUARTER_S, tenant=tenant, order=order)
+        asked = ranking.key(new, 0.0)
+        assert ranking.add(new, 0.0) == asked
+
+
 def unstated(name: str, work_s: float, arrival_s: float = 0.0, **more) -> LiveRequest:
     return one(name, 1e9, work_s, slo=Slo(), arrival_s=arrival_s, **more)
 

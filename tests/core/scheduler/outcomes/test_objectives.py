@@ -117,7 +117,7 @@ def test_a_deadline_is_never_before_the_arrival():
 def test_a_mean_needs_a_second_token():
     asked = live()
     assert mean_tbt_s(asked, 8, 1.0) is None
-    asked.accept(0, 1.0)
+    asked.accept(0)
     asked.advance(RequestState.PREFILLING, 0.0)
     asked.advance(RequestState.TRANSFERRING, 1.0)
     assert mean_tbt_s(asked, 1, 3.0) is None
@@ -167,7 +167,7 @@ def test_a_class_whose_answers_are_too_slow_gains_in_value():
     for number in range(3000):  # every 30th is of the slow class
         slow = number % 30 == 0
         one = live(ttft_s=9.0, tbt_s=0.1 if slow else None, slo_class="slow" if slow else "quick")
-        one.accept(0, 9.0)
+        one.due_by(9.0)
         policy.first_token(one, 1.0)
         policy.finished(one, 2.0, 0.2)
     assert policy.value(live(slo_class="slow")) > 1.5

@@ -225,7 +225,8 @@ class MillraceRanking:
         entry = self._entry(request)
         if entry.background:
             return entry.key
-        entry.kept = entry.possible = _possible(request, entry, now_s)
+        entry.possible = _possible(request, entry, now_s)
+        entry.kept = entry.possible and not entry.standing.ahead
         entry.leads(self._longest_lead_s())
         entry.stretched(self._late.stretch)
         return entry.key

@@ -21,7 +21,6 @@ from millrace.core.scheduler.dispatch.placement_loss import PlacementLoss
 from millrace.core.scheduler.fleet.freeness import freest
 from millrace.core.scheduler.fleet.instances import DecodeInstance, PrefillInstance
 from millrace.core.scheduler.fleet.pool import Pool
-from millrace.core.scheduler.fleet.task import Rank
 from millrace.core.scheduler.request_table import RequestTable
 from millrace.core.scheduler.step_context import StepContext
 
@@ -136,7 +135,7 @@ class DecodePlacement:
             return owners
         if request.slo.e2e_s is not None:
             pool = self._cluster.pool_of(owners[0])
-            request.expect_first_token(now_s + self._predicted_ttft_s(request, pool, now_s))
+            request.expect_first_token(now_s + pool.predicted_ttft_s(request, now_s))
         if not self._loss.matters(request, owners):
             return owners
 
@@ -148,7 +147,7 @@ class DecodePlacement:
         pool = self._cluster.pool_of(owner)
         if owner.card.role == "mixed" and pool.prefill:
             return self._at_mixed_s(request, owner, now_s)
-        return self._predicted_ttft_s(request, pool, now_s)
+        return pool.predicted_ttft_s(request, now_s)
 
     def _at_mixed_s(self, request: LiveRequest, owner: DecodeInstance, now_s: float) -> float:
         """The seconds to the first token at a mixed instance: the prompts there that the policy
@@ -252,7 +251,7 @@ class DecodePlacement:
         """Lets a request that generates nothing wait for prefill, in the quickest of the pools."""
 
         def ttft_s(pool: Pool) -> float:
-            return self._predicted_ttft_s(request, pool, step.now_s)
+            return pool.predicted_ttft_s(request, step.now_s)
 
         pool = min(pools, key=ttft_s) if len(pools) > 1 else pools[0]
         self._table.unqueue(request)
@@ -269,23 +268,6 @@ class DecodePlacement:
             holder = self._cluster.instances[shard.worker_id]
             assert not isinstance(holder, PrefillInstance)  # those hold no shards
             holder.hold_shard(request.id, shard)
-
-    def _predicted_ttft_s(self, request: LiveRequest, pool: Pool, now_s: float) -> float:
-        """The seconds of the work before the request, of its own work, and on top of computing.
-
-        With no request before it in the pool's queue, it goes to the instance with the least work
-        before it. Else the work of the queue and of all instances is taken to be shared evenly.
-        """
-        own_s = request.predicted_prefill_s + pool.on_top.seconds(request.prompt_tokens)
-        if not pool.waiting and any(not prefill.queue for prefill in pool.prefill.values()):
-            return own_s
-        key = pool.ranking.key(request, now_s)
-        rank: Rank = (key, request.order, 0)
-        ahead_s = [
-            pool.run_queue.ahead_s(prefill, rank, now_s) for prefill in pool.prefill.values()
-        ] or [0.0]
-        queued_s = pool.waiting.work_before_s(key, request.order)
-        return own_s + ((sum(ahead_s) + queued_s) / len(ahead_s) if queued_s else min(ahead_s))
 
 
 def _prefillers(request: LiveRequest, pools: list[Pool]) -> list[Pool]:

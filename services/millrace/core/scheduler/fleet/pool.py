@@ -12,7 +12,7 @@ from millrace.core.cost.latency import SpLatency
 from millrace.core.cost.rates import STARTING_RATE
 from millrace.core.kv.pages import Shares
 from millrace.core.live_request import LiveRequest
-from millrace.core.priority import Ranking
+from millrace.core.priority import PriorityKey, Ranking
 from millrace.core.scheduler.fleet.batching import filling_tokens
 from millrace.core.scheduler.fleet.instances import (
     DecodeInstance,
@@ -220,6 +220,34 @@ class Pool:
     def corrected_s(self, band: Band, modelled_s: float) -> float:
         """Returns what such work takes at any instance, by what it took so far."""
         return self.corrections.seconds(ANYONE, band, modelled_s)
+
+    def predicted_ttft_s(self, request: LiveRequest, now_s: float) -> float:
+        """The seconds of the work before the request, of its own work, and on top of computing.
+
+        The requests of the queue count as if they were alike.
+        """
+        if not self.waiting and any(not prefill.queue for prefill in self.prefill.values()):
+            return self._own_s(request)
+        key = self.ranking.key(request, now_s)
+        queued_s = self.waiting.work_before_s(key, request.order)
+        return self.ttft_after_s(request, key, queued_s, now_s)
+
+    def ttft_after_s(
+        self, request: LiveRequest, key: PriorityKey, queued_s: float, now_s: float
+    ) -> float:
+        """The same with `queued_s` seconds of the queue before a request with this key.
+
+        With no request before it in the queue, it goes to the instance with the least work before
+        it. Else the work of the queue and of all instances is taken to be shared evenly.
+        """
+        own_s, rank = self._own_s(request), (key, request.order, 0)
+        ahead_s = [
+            self.run_queue.ahead_s(prefill, rank, now_s) for prefill in self.prefill.values()
+        ] or [0.0]
+        return own_s + ((sum(ahead_s) + queued_s) / len(ahead_s) if queued_s else min(ahead_s))
+
+    def _own_s(self, request: LiveRequest) -> float:
+        return request.predicted_prefill_s + self.on_top.seconds(request.prompt_tokens)
 
     @property
     def latency(self) -> SpLatency:

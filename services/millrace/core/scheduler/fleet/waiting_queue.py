@@ -59,13 +59,20 @@ class WaitingQueue:
     def _take_out(self, request_id: str) -> LiveRequest:
         return self._entries.pop(bisect_left(self._entries, self._ranks.pop(request_id)))[2]
 
+    def count_before_new(self, key: PriorityKey, order: int) -> int:
+        """Returns how many requests go before such a request, which is not in the queue."""
+        return bisect_left(self._entries, (key, order))
+
     def work_before_s(self, key: PriorityKey, order: int) -> float:
         """Returns the predicted seconds before such a request, as if all requests of the queue were
         alike.
         """
         count = len(self._entries)
-        before = bisect_left(self._entries, (key, order))
-        return self.work_s * before / count if count else 0.0
+        return self.work_s * self.count_before_new(key, order) / count if count else 0.0
+
+    def work_of_first_s(self, count: int) -> float:
+        """Returns the predicted seconds of the first requests, each by itself."""
+        return sum(entry[2].predicted_prefill_s for entry in self._entries[:count])
 
     def key(self, request: LiveRequest) -> PriorityKey:
         return self._ranks[request.id][0]
