@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from itertools import count
 
 from millrace.core.config import SchedulerConfig
 from millrace.core.live_request import LiveRequest
@@ -45,13 +44,14 @@ class RequestTable:
         self.release_timeouts = 0  # holdings freed without a report of their instance
         self.ended = EndedRequests()
         self._leaving: deque[tuple[float, Instance, Holding, str]] = deque()
-        self._orders = count()
+        self._accepted = 0
 
     # ---- the table and the queues
 
     def add(self, step: StepContext, request: LiveRequest) -> None:
         """Accepts a new request; it waits to be placed."""
-        request.accept(next(self._orders))
+        request.accept(self._accepted)
+        self._accepted += 1
         self.requests[request.id] = request
         self.by_proxy.setdefault(request.proxy_id, {})[request.id] = None
         self.enqueue(step, request, self.unplaced)

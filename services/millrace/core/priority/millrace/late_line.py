@@ -17,7 +17,6 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, bisect_right, insort
 from heapq import heapify, heappop, heappush
-from itertools import count
 
 from millrace.core.priority.millrace.entry import Entry
 
@@ -41,7 +40,7 @@ class LateLine:
         self._steps = 0
         self._rows: list[_Row] = []
         self._starts: list[tuple[float, int, Entry]] = []  # a heap: the latest start, a number
-        self._numbers = count()
+        self._pushed = 0
         self._now_s = 0.0
         self._credit = 0.0  # seconds times instances
         self._cursor: tuple[float, int] = (-math.inf, -1)
@@ -79,7 +78,8 @@ class LateLine:
     def _insert(self, entry: Entry, stretch: float) -> None:
         entry.stretched(stretch)
         insort(self._rows, (entry.due_s, entry.request.order, entry))
-        heappush(self._starts, (entry.latest_start_s, next(self._numbers), entry))
+        self._pushed += 1
+        heappush(self._starts, (entry.latest_start_s, self._pushed, entry))
         if len(self._starts) > _OUTDATED * len(self._rows) + _OUTDATED:
             starts = [row for row in self._starts if row[2].latest_start_s == row[0]]
             self._starts = [row for row in starts if not row[2].is_due]
