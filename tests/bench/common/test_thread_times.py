@@ -3,9 +3,19 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import time
+from threading import Thread
 
-from millrace.bench.common.thread_times import ThreadTimes, busiest, thread_times
+import pytest
+
+from millrace.bench.common.thread_times import (
+    ThreadTimes,
+    busiest,
+    process_ran_s,
+    thread_times,
+)
 
 
 def test_a_thread_that_computes_runs() -> None:
@@ -16,6 +26,27 @@ def test_a_thread_that_computes_runs() -> None:
     own = os.getpid()  # of the main thread, too
     assert 0.1 < after[own].ran_s - before[own].ran_s < 5.0
     assert after[own].waited_s >= before[own].waited_s
+
+
+def test_a_process_has_run_for_the_time_of_all_its_threads() -> None:
+    def compute() -> None:
+        begun_s = time.thread_time()
+        while time.thread_time() < begun_s + 0.1:
+            pass
+
+    thread = Thread(target=compute)
+    thread.start()
+    thread.join()
+    before_s = time.process_time()
+    found_s = process_ran_s(os.getpid())
+    assert 0.1 < before_s <= found_s <= time.process_time()
+
+
+def test_a_process_that_has_ended_runs_no_more() -> None:
+    child = subprocess.Popen([sys.executable, "-c", ""])
+    child.wait()
+    with pytest.raises(OSError, match="Invalid argument"):
+        process_ran_s(child.pid)
 
 
 def test_times_are_in_seconds_and_what_cannot_be_read_is_left_out(tmp_path) -> None:

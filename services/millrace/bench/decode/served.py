@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import random
 import socket
 import time
@@ -11,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import orjson
-import psutil
 
 from millrace.bench.common.sse_client import Response, SseClient
+from millrace.bench.common.thread_times import process_ran_s
 from millrace.bench.decode.command import Settings
 from millrace.bench.decode.window import Costs, Sample, Window, costs_of, length_for, window_of
 from millrace.concurrency import beside
@@ -48,12 +49,12 @@ class Served:
         self._output_tokens = _WARM_UP_TOKENS
         self._client = SseClient(stack.url)
         self._metrics = SseClient(f"http://127.0.0.1:{metrics_port}") if metrics_port else None
-        self._processes = {
-            name: psutil.Process(service.process.pid)
+        self._pids = {
+            name: service.process.pid
             for name, service in stack.services.items()
             if service.process is not None
         }
-        self._processes["client"] = psutil.Process()
+        self._pids["client"] = os.getpid()
 
     def close(self) -> None:
         self._client.close()
@@ -84,7 +85,7 @@ class Served:
         )
 
     def _cpu_s(self) -> dict[str, float]:
-        return {name: sum(one.cpu_times()[:2]) for name, one in self._processes.items()}
+        return {name: process_ran_s(pid) for name, pid in self._pids.items()}
 
     async def _generate(self, seed: str) -> list[list[tuple[float, int]]]:
         """Sends all requests at once; returns (time, tokens) of each event, by stream."""
