@@ -115,5 +115,4 @@ class LeaderWatch:
     async def _left_behind(self) -> None:
         """Returns when another scheduler leads than the one of the present stream."""
         while self.changes == self._followed:
-            self._news.clear()
-            await self._news.wait()
+            await self.replaced(self._followed)

@@ -19,6 +19,7 @@ import orjson
 
 from millrace.bench.common.options import Announce
 from millrace.bench.common.sse_client import SseClient
+from millrace.bench.common.thread_times import process_ran_s
 from millrace.bench.gateway.command import Settings
 from millrace.bench.gateway.long_prompts import measure
 from millrace.bench.gateway.proxy_process import (
@@ -100,7 +101,7 @@ class _Bench:
 
     def __init__(self, engine: Engine, pid: int, port: int, prompt: str) -> None:
         self._engine = engine
-        self._cpu = _cpu_clock(pid)
+        self._pid = pid
         self._client = SseClient(f"http://127.0.0.1:{port}")
         self._message = {"model": "stub", "messages": [{"role": "user", "content": prompt}]}
 
@@ -164,12 +165,7 @@ class _Bench:
         self._client.close()
 
     def _cpu_s(self) -> float:
-        return time.clock_gettime(self._cpu)
-
-
-def _cpu_clock(pid: int) -> int:
-    """Returns the clock of a process's CPU time, as clock_getcpuclockid(3) in Linux."""
-    return ~pid << 3 | 2
+        return process_ran_s(self._pid)
 
 
 async def run(settings: Settings, announce: Announce = lambda what: None) -> dict[str, Any]:

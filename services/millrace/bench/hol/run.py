@@ -9,7 +9,6 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from millrace.bench.hol import pool as hol_pool
 from millrace.bench.hol import simulated as hol_sim
 from millrace.bench.hol.command import Settings
 from millrace.bench.hol.live import Interrupted, LiveSystem, Served
-from millrace.bench.hol.search import Goal, Goodput, found, goodput
+from millrace.bench.hol.search import CARRIED, CARRIED_BY_CLASS, Goal, Goodput, found, goodput
 from millrace.bench.hol.systems import FCFS, NAMES, OURS, WHOLE_TOKENS, System, systems
 from millrace.bench.hol.traffic import (
     CLASS_GOAL,
@@ -171,8 +170,7 @@ class _Comparison:
                 drift[system.name] = text_s / self._isolated_s["text"]
                 simulated[system.name] = [await self._simulated(system, s) for s in self._seeds]
                 by_class[system.name] = [
-                    await self._simulated(system, seed, attrgetter("carried_by_class"))
-                    for seed in self._seeds
+                    await self._simulated(system, seed, CARRIED_BY_CLASS) for seed in self._seeds
                 ]
                 live[system.name] = [
                     await self._live(stack, seed, expected)
@@ -244,9 +242,7 @@ class _Comparison:
             system, self._profile, self._requests, rate_rps, seed, self._beyond_prefill_s
         )
 
-    async def _simulated(
-        self, system: System, seed: int, goal: Goal = attrgetter("carried")
-    ) -> Goodput:
+    async def _simulated(self, system: System, seed: int, goal: Goal = CARRIED) -> Goodput:
         async def one(rate_rps: float) -> Attainment:
             return self._simulate(system, rate_rps, seed)
 

@@ -11,7 +11,8 @@ from millrace.sim.studies.search import largest_load
 
 #: Whether a run reached the goal.
 Goal = Callable[[Attainment], bool]
-_CARRIED: Goal = attrgetter("carried")
+CARRIED: Goal = attrgetter("carried")
+CARRIED_BY_CLASS: Goal = attrgetter("carried_by_class")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +40,7 @@ async def goodput(
     tolerance: float,
     step: float,
     most_runs: int,
-    goal: Goal = _CARRIED,
+    goal: Goal = CARRIED,
 ) -> Goodput:
     """Tries rates from `start_rps` on (see `largest_load`), `most_runs` at most."""
     loads = largest_load(start_rps, tolerance, step)
@@ -54,7 +55,7 @@ async def goodput(
     return found(runs, goal)
 
 
-def found(runs: list[Attainment], goal: Goal = _CARRIED) -> Goodput:
+def found(runs: list[Attainment], goal: Goal = CARRIED) -> Goodput:
     """Returns the goodput from runs at several rates."""
     best = max((run.rate_rps for run in runs if goal(run)), default=0.0)
     above = [run.rate_rps for run in runs if not goal(run) and run.rate_rps > best]

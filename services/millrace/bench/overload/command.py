@@ -92,16 +92,6 @@ class Settings:
             Phase(name="after", load=CALM_LOAD, seconds=self.after_s),
         )
 
-    @property
-    def full_s(self) -> float:
-        """When the first peak counts, in seconds since the first phase's begin."""
-        return self.calm_s + FILLING * self.overload_s
-
-    @property
-    def end_s(self) -> float:
-        """When the last overload ends."""
-        return self.calm_s + 2 * self.turns * self.overload_s
-
 
 command = made(
     Settings,

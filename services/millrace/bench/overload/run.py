@@ -35,6 +35,8 @@ from millrace.sim.workload.workload import SloClass, WorkloadOptions
 #: The share of first tokens in time at a rate that a stack sustains.
 GOAL = 0.9
 REFUSED = "http 429"
+#: Load of the peak, in sustainable rates, if the sweep found none too high.
+_PEAK_LOAD = 1.2
 _COMPUTING = "prefill-0"
 _LEAST_REQUESTS = 10  # of a rate, on average: nine of ten must be in time
 _SAMPLE_S = 0.5
@@ -43,10 +45,6 @@ _MIB = 1 << 20
 
 class NothingSustainedError(MillraceError):
     """The lowest rate of the sweep is too high for this machine."""
-
-
-#: Load of the peak, in sustainable rates, if the sweep found none too high.
-_PEAK_LOAD = 1.2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,6 +106,8 @@ async def run(settings: Settings, announce: Announce = lambda what: None) -> dic
             announce(f"{load:.2g} and {settings.factor:g} times {rate_rps:.2f} requests a second")
             phases = settings.phases(load)
             records, samples = await _phases(stack, settings, phases, rate_rps, slo)
+    counted = windows(phases)
+    end_s = counted[-1].until_s
     return {
         "benchmark": "overload",
         "settings": asdict(settings),
@@ -117,8 +117,8 @@ async def run(settings: Settings, announce: Announce = lambda what: None) -> dic
         "sweep": [asdict(one) for one in swept],
         "sustained_rps": rate_rps,
         "peak_load": load,
-        **figures(records, turns(records, windows(phases), samples, slo), settings.end_s, slo),
-        "memory_mib": memory(samples, settings.full_s, settings.end_s),
+        **figures(records, turns(records, counted, samples, slo), end_s, slo),
+        "memory_mib": memory(samples, counted[0].from_s, end_s),
         "samples": [{key: one[key] for key in ("at_s", "memory_mib")} for one in samples],
         "requests": [
             {"sent_s": r.sent_s, "ended_s": r.ended_s, "end": _end_of(r, slo)} for r in records

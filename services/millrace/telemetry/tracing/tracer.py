@@ -235,14 +235,14 @@ def open_tracer(
     Spans wait in a bounded queue, and a thread of its own exports them: a collector that is down
     costs spans, never requests. Raises ConfigError if the folder of traces can't be written.
     """
+    if not (config.otlp_endpoint or config.trace_folder):
+        return NO_TRACER
     exporters: list[OtlpSpans | FileSpans] = []
     of = resource(service, instance_id)
     if config.otlp_endpoint:
         exporters.append(OtlpSpans(config.otlp_endpoint, of))
     if config.trace_folder:
         exporters.append(FileSpans.open(config.trace_folder, instance_id, of))
-    if not exporters:
-        return NO_TRACER
     return Tracer(
         [
             BatchSpanProcessor(

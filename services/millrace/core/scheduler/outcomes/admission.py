@@ -69,7 +69,7 @@ def refusal(
     if _has_room(queued, each_s, config):
         return None
     could = (_in_time(request, pool, now_s, config) for pool in pools)
-    if not _is_full(pools, backlog, config) and any(could):
+    if not _is_full(pools, backlog, each_s, config) and any(could):
         return None
     beyond_s = max(each_s - config.max_queue_s, 0.0)
     return Refusal(
@@ -86,14 +86,13 @@ def _has_room(queued: float, each_s: float, config: SchedulerConfig) -> bool:
     return queued < config.max_queue_requests and each_s < config.max_queue_s
 
 
-def _is_full(pools: list[Pool], backlog: Backlog, config: SchedulerConfig) -> bool:
-    """Returns whether the queue takes no request at all.
+def _is_full(pools: list[Pool], backlog: Backlog, each_s: float, config: SchedulerConfig) -> bool:
+    """Returns whether the queue takes no request at all. `each_s`: its work for each instance.
 
     The requests that instances have count: a more urgent one is sent at once, and they keep those
     that it suspends.
     """
     count = backlog.queued + sum(len(pool.run_queue.tasks) for pool in pools)
-    each_s = backlog.queued_s / sum(pool.prefillers for pool in pools)
     return backlog.decode_is_full or not _has_room(count / MOST_FULL, each_s / MOST_FULL, config)
 
 
