@@ -71,8 +71,11 @@ class Watched:
         self.steps[name] = 0
         return WatchedTask(self, name, steps())
 
-    def submit(self, name: str, passes: int = 1, *, fails_at: int = -1) -> WatchedTask:
+    def submit(
+        self, name: str, passes: int = 1, *, fails_at: int = -1, joins_tokens: int = 0
+    ) -> WatchedTask:
         task = self.task(name, passes, fails_at=fails_at)
+        task.joins_tokens = joins_tokens
         self.pool.submit(task)
         return task
 
@@ -206,11 +209,26 @@ def test_what_has_not_begun_can_be_taken_out() -> None:
     with watched(StopPoint.END) as w:
         w.submit("a")
         w.did("run a")
-        waiting = w.submit("b")
-        assert w.pool.take(["a", "b", "none"]) == [waiting]
+        waiting = w.submit("b", joins_tokens=5)
+        assert w.pool.take(["a", "b", "none"], 10) == [waiting]
         w.go(1000)
         w.did("end a")
         assert w.steps["b"] == 0
+
+
+def test_those_that_fit_are_taken_out_in_the_order_of_their_names() -> None:
+    with watched(StopPoint.END) as w:
+        w.submit("a")
+        w.did("run a")
+        sizes = {"b": 4, "c": 7, "d": 6, "e": 1}
+        tasks = {name: w.submit(name, joins_tokens=size) for name, size in sizes.items()}
+        w.submit("alone")
+        names = ["alone", "d", "c", "b", "e"]
+        assert w.pool.take(names, 10) == [tasks["d"], tasks["b"]]
+        assert w.pool.take(names, 7) == [tasks["c"]]
+        w.go(1000)
+        w.did("end e")
+        assert (w.steps["b"], w.steps["c"], w.steps["d"]) == (0, 0, 0)
 
 
 def test_tasks_run_in_inference_mode() -> None:

@@ -230,7 +230,7 @@ def test_a_defect_of_a_prefix_cache_is_found_soon(
 
 def test_a_prompt_that_its_batch_forgets_is_found_soon() -> None:
     take = ExecutionPool.take
-    with patch.object(ExecutionPool, "take", lambda pool, names: take(pool, names)[:1]):
+    with patch.object(ExecutionPool, "take", lambda pool, *asked: take(pool, *asked)[:1]):
         assert first_failure(range(60), services=True) is not None
 
 

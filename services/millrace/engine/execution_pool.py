@@ -49,6 +49,7 @@ class ChunkTask:
         self.steps = steps
         self.gang = gang
         self.pace = Pace()
+        self.joins_tokens = 0
         self.compute_s = 0.0  # over all spans that have ended
         self.since_s = 0.0  # time.perf_counter at the start of the span
         self.begun = False
@@ -184,16 +185,20 @@ class ExecutionPool:
             self._rule.receive(instance_id, payload)
             self._rearranged()  # a gang's task may count from now on
 
-    def take(self, names: Sequence[str]) -> list[ChunkTask]:
-        """Takes out those of the tasks that are in the pool, have no gang and have not begun.
+    def take(self, names: Sequence[str], room_tokens: int) -> list[ChunkTask]:
+        """Takes out those of the tasks, in this order, that are in the pool, have not begun, and
+        whose `joins_tokens` fit into the room that is left.
 
         The caller does their work.
         """
         with self._changing():
-            found = (self._rule.tasks.get(name) for name in names)
-            taken = [t for t in found if t and not (t.begun or t.dropped or t.gang)]
-            for task in taken:
-                self._rule.remove(task)
+            taken: list[ChunkTask] = []
+            for task in [self._rule.tasks[name] for name in names if name in self._rule.tasks]:
+                is_waiting = not (task.begun or task.dropped)
+                if is_waiting and 0 < task.joins_tokens <= room_tokens:
+                    room_tokens -= task.joins_tokens
+                    self._rule.remove(task)
+                    taken.append(task)
             return taken
 
     def drop_unwanted(self) -> None:

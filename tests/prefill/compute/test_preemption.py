@@ -161,16 +161,17 @@ async def test_batched_prompts_are_one_pass_with_the_tokens_of_each_alone(
         assert kinds(pair, name) == ["chunk_started", "chunk_finished", "request_released"]
 
 
+@pytest.mark.parametrize("size", [400, 450], ids=["in its pass", "in a pass of their own"])
 async def test_a_cancelled_one_leaves_its_batch_and_the_others_go_on(
-    pair: Pair, finished: dict[str, FinishedPrefill]
+    pair: Pair, finished: dict[str, FinishedPrefill], size: int
 ) -> None:
-    await pair.ask("b-alone", 400, logprobs=0)
+    await pair.ask("b-alone", size, logprobs=0)
     await pair.prefill.said("request_released", "b-alone")
     with passes_held(pair) as permits:
         await pair.ask("long", SHORT, logprobs=0)
         await pair.prefill.said("chunk_started", "long")
         for name in ("a", "b"):
-            await pair.ask(name, 400 if name == "b" else 90, logprobs=0)
+            await pair.ask(name, size if name == "b" else 90, logprobs=0)
         await eventually(lambda: pair.prefill.has_shaken_hands("b"))
         pair.prefill.role.on_command(batches(("long",), ("a", "b")))
         permits.release()
@@ -205,6 +206,31 @@ async def test_a_pass_of_a_batch_has_the_names_of_its_prompts(pair: Pair) -> Non
         for name in ("a", "b", "c"):
             await pair.prefill.said("request_released", name)
     assert names == [["a", "b"], ["c"]]
+
+
+async def test_the_first_of_a_batch_may_come_again_before_the_others_are_computed(
+    pair: Pair, finished: dict[str, FinishedPrefill]
+) -> None:
+    with passes_held(pair) as permits:
+        await pair.ask("long", SHORT)
+        await pair.prefill.said("chunk_started", "long")
+        for name in ("a", "b"):
+            await pair.ask(name, 450 if name == "b" else 90)
+        await eventually(lambda: pair.prefill.has_shaken_hands("b"))
+        pair.prefill.role.on_command(batches(("long",), ("a", "b")))
+        permits.release(2)  # the long prompt and "a"
+        await pair.prefill.said("request_released", "a")
+        await pair.prefill.said("chunk_started", "b")
+        await pair.decode.said("request_finished", "a")
+        pair.prefill.messages.clear()
+        finished.clear()
+        await pair.store.delete("a")
+        await pair.ask("a", 90)
+        await eventually(lambda: pair.prefill.has_shaken_hands("a"))
+    for name in ("a", "b"):
+        await pair.prefill.said("request_released", name)
+    assert kinds(pair, "a") == ["chunk_started", "chunk_finished", "request_released"]
+    assert set(finished) == {"a", "b"}
 
 
 async def test_a_cancelled_one_may_come_again(pair: Pair) -> None:

@@ -17,11 +17,12 @@ from millrace.prefill.states import PrefillEvent
 
 
 class LocalChunk(ChunkTask):
-    """A `ChunkTask`: one job's chunk, and the chunks that are computed with it.
+    """A `ChunkTask`: one job's chunk, and the prompts that join its last pass.
 
-    Of the tasks that the scheduler batched with this task, those that are ready when this task
-    begins join it; the others run alone. An unwanted job leaves at the end of the pass, which still
-    writes its pages; if all jobs of the pass are unwanted, the pass ends at once.
+    Of the tasks that the scheduler batched with this task, those that are ready when the last pass
+    begins, and fit into it, join it and end with it; the others run alone, under their own names.
+    An unwanted job leaves at the end of the pass, which still writes its pages; if all jobs of the
+    pass are unwanted, the pass ends at once.
     """
 
     def __init__(self, compute: PrefillCompute, job: PrefillJob, chunk: int) -> None:
@@ -30,51 +31,49 @@ class LocalChunk(ChunkTask):
         self._job = job
         self._chunk = chunk
         self._left = list(job.passes[chunk])  # to be computed
+        if len(self._left) == 1:
+            self.joins_tokens = self._left[0].num_tokens
         self._error: Exception | None = None  # why its result is dropped
-        self._open = [self]  # chunks with passes left, in their order
-        self._now: list[LocalChunk] = []  # in the current pass
+        self._open = [self]  # chunks whose result has not been reported, in their order
+        self._is_in_pass = False
         self._leave_by = PrefillEvent.PREEMPT  # how the pass leaves this stage at its boundary
 
     def _run(self) -> Generator[StopPoint | Completion]:
-        self._join()
-        while self._open:
-            self._now = self._next_pass()
+        while self._left:
+            if len(self._left) == 1:
+                self._join()
+            self._begin_pass()
             yield from self._run_pass()
-            now, self._now = self._now, []
-            for chunk in now:
+            self._is_in_pass = False
+            for chunk in self._open:
                 del chunk._left[0]
-                self._close(chunk)
-            if self._open:
+            if self._left:
                 yield StopPoint.PASS
+        for chunk in list(self._open):
+            self._report_end(chunk)
+            self._open.remove(chunk)
 
     def _join(self) -> None:
-        for fellow in self._compute.pool.take(self._compute.batched_with(self.name)):
-            assert isinstance(fellow, LocalChunk)  # groups are not batched
+        compute = self._compute
+        room = compute.max_chunk_tokens - self._left[0].num_tokens
+        for fellow in compute.pool.take(compute.batched_with(self.name), room):
+            assert isinstance(fellow, LocalChunk)  # no other task joins a pass
             self._open.append(fellow)
-            self._compute.started(fellow._job, fellow._chunk)
+            compute.started(fellow._job, fellow._chunk)
 
-    def _next_pass(self) -> list[LocalChunk]:
-        """Returns the next chunks, in order, whose next passes fit into one pass."""
-        room = self._compute.max_chunk_tokens
-        now: list[LocalChunk] = []
+    def _begin_pass(self) -> None:
+        self._is_in_pass = True
         for chunk in self._open:
-            room -= chunk._left[0].num_tokens
-            if now and room < 0:
-                break
-            now.append(chunk)
             chunk._job.begin_pass()
-            if len(chunk._left) > 1:
-                break  # two passes of one chunk never fit into one
-        return now
 
     def _run_pass(self) -> Generator[StopPoint | Completion]:
-        compute, chunks = self._compute, self._now
+        compute, chunks = self._compute, self._open
         tasks = [chunk._task(chunk._left[0]) for chunk in chunks]
         boundaries = compute.engine.runner.prefill_batch(tasks)
         tokens = sum(chunk._left[0].num_tokens for chunk in chunks)
         with compute.one_pass(self, boundaries, tokens):
             for boundary in boundaries:
-                self._look_after(chunks)
+                self._look_after()
                 if boundary.operator == "attn":
                     for chunk in chunks:
                         chunk._publish(chunk._left[0], boundary.layer)
@@ -124,37 +123,33 @@ class LocalChunk(ChunkTask):
         if self._error is None:
             self._compute.written(self._job, one, layer)
 
-    def _look_after(self, chunks: list[LocalChunk]) -> None:
+    def _look_after(self) -> None:
         """Notes the chunks whose result is unwanted. Raises the error when all chunks are."""
-        for chunk in chunks:
+        for chunk in self._open:
             chunk._error = chunk._error or chunk._job.unwanted()
-        if chunks[0]._error is not None and all(chunk._error is not None for chunk in chunks):
-            raise chunks[0]._error
+        if self._error is not None and self.is_unwanted():
+            raise self._error
 
-    def _close(self, chunk: LocalChunk) -> None:
-        """Ends the chunk after its last pass, or after any pass if its result is unwanted."""
-        if chunk._error is not None:
-            chunk._job.done(chunk._error)
-        elif not chunk._left:
+    def _report_end(self, chunk: LocalChunk) -> None:
+        if chunk._error is None:
             self._compute.finished(chunk._job, chunk._chunk, self.spent_s())
         else:
-            return
-        self._open.remove(chunk)
+            chunk._job.done(chunk._error)
 
     # -- the pool's calls
 
     def resumed(self) -> None:
         for chunk in self._open:
             self._compute.started(chunk._job, chunk._chunk)
-        for chunk in self._now:
-            chunk._job.begin_pass()
+        if self._is_in_pass:
+            self._begin_pass()
 
     def suspended(self) -> None:
         if self._leave_by is PrefillEvent.PREEMPT:
             self._compute.metrics.preempted.inc()
-        for chunk in self._now:
-            chunk._job.end_pass(chunk._left[0])
         for chunk in self._open:
+            if self._is_in_pass:
+                chunk._job.end_pass(chunk._left[0])
             self._compute.suspended(chunk._job, chunk._chunk, self.compute_s, self._leave_by)
 
     def ended(self, error: Exception | None) -> None:
