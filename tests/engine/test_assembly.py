@@ -1,13 +1,11 @@
 """Sizing of the KV pool, the choice of device, and the key of a profile."""
 
-import os
-
 import pytest
 import torch
 
 from millrace.core.config import EngineConfig
 from millrace.core.errors import ConfigError
-from millrace.engine import assembly
+from millrace.engine import assembly, sizing
 from millrace.engine.assembly import (
     open_engine,
     open_kv_only,
@@ -27,6 +25,12 @@ def test_a_configured_pool_is_taken_as_it_is() -> None:
 def test_a_pool_holds_one_context_at_least_and_a_share_of_memory_otherwise() -> None:
     assert pool_bytes(EngineConfig(), CPU, 1 << 50) == 1 << 50
     assert pool_bytes(EngineConfig(), CPU, 0) <= available_bytes()
+
+
+def test_a_pool_is_a_share_of_what_the_container_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sizing, "spare_bytes", lambda: 1000)
+    assert available_bytes() == 1000
+    assert pool_bytes(EngineConfig(), CPU, 0) == 100
 
 
 def test_a_pool_without_weights_is_laid_out_and_named_as_those_beside_them() -> None:
@@ -103,5 +107,5 @@ def test_threads_are_those_of_the_setting_the_variable_or_the_cores(
     monkeypatch: pytest.MonkeyPatch, configured: int, variable: str, threads: int | None
 ) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", variable)
-    cores = len(os.sched_getaffinity(0))
-    assert compute_threads(EngineConfig(threads=configured)) == (threads or cores)
+    monkeypatch.setattr(sizing, "usable_cores", lambda: 7)
+    assert compute_threads(EngineConfig(threads=configured)) == (threads or 7)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from millrace.container_limits import spare_bytes, usable_cores
 from millrace.core.config import EngineConfig
 from millrace.core.errors import ConfigError
 
@@ -17,10 +18,11 @@ CUDA_POOL_SHARE = 0.85  # of the memory that the weights leave free
 
 
 def compute_threads(config: EngineConfig) -> int:
-    """Threads of all ranks: as configured, else OMP_NUM_THREADS, else the process's cores."""
+    """Threads of all ranks: as configured, else OMP_NUM_THREADS, else the cores that this process
+    may use."""
     wanted = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]  # of the outermost level
     usual = int(wanted) if wanted.isdecimal() else 0
-    return config.threads or usual or len(os.sched_getaffinity(0))
+    return config.threads or usual or usable_cores()
 
 
 def pool_bytes(config: EngineConfig, device: torch.device, least_bytes: int) -> int:
@@ -73,13 +75,16 @@ def cuda_pool_bytes(free: int, total: int, own: int, share: float) -> int:
 
 
 def available_bytes() -> int:
-    """Bytes of memory available without swapping, as the kernel estimates, or as many as the
-    process's limit of address space leaves."""
+    """Bytes of memory available without swapping, as the kernel estimates, or as many as the limits
+    of the process's container and of its address space leave."""
+    available = _estimated_bytes()
+    if (spare := spare_bytes()) is not None:
+        available = min(available, spare)
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     if limit == resource.RLIM_INFINITY:
-        return _estimated_bytes()
+        return available
     mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    return max(0, min(_estimated_bytes(), limit - mapped))
+    return max(0, min(available, limit - mapped))
 
 
 def _estimated_bytes() -> int:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from millrace.container_limits import usable_cores
 from millrace.core.config import EngineConfig
 from millrace.core.errors import ConfigError
 from millrace.local.devices import DevicePool
@@ -66,7 +66,7 @@ class StackOptions:
     @property
     def compute_threads(self) -> int:
         """Returns the compute threads of each instance."""
-        return self.threads or max(1, len(os.sched_getaffinity(0)) // 2)
+        return self.threads or max(1, usable_cores() // 2)
 
     @property
     def group_sizes(self) -> tuple[int, ...]:
@@ -78,7 +78,7 @@ class StackOptions:
         most = 0 if self.colocated else max(self.prefill, self.most.get("prefill", 0))
         if self.devices:
             return ()
-        most = min(most, len(os.sched_getaffinity(0)) // self.compute_threads)
+        most = min(most, usable_cores() // self.compute_threads)
         return tuple(1 << power for power in range(1, most.bit_length()))
 
     @property

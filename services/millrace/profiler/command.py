@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-import os
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass
@@ -16,6 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from millrace.container_limits import usable_cores
 from millrace.core.config import EngineConfig
 from millrace.core.cost.profile import Profile
 from millrace.core.errors import ConfigError
@@ -154,7 +154,7 @@ async def _measure_groups(
                 options.sp,
                 longest=longest,
                 budget_s=options.budget_s / 2,
-                cores=len(os.sched_getaffinity(0)),
+                cores=usable_cores(),
                 progress=lambda share: bar.update(task, completed=share),
             )
 

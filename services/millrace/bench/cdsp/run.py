@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import tempfile
 import time
 from collections.abc import Mapping
@@ -22,6 +21,7 @@ from millrace.bench.common.models import LLAMA_27M, kv_bytes
 from millrace.bench.common.options import Announce
 from millrace.bench.common.random_model import write_random_model
 from millrace.bench.transfer import ring
+from millrace.container_limits import usable_cores
 from millrace.core.config import EngineConfig
 from millrace.core.cost.profile import Profile
 from millrace.core.errors import ConfigError
@@ -48,7 +48,7 @@ def resolved(settings: Settings) -> Settings:
             f"a prompt of {longest} tokens is too long for this model and "
             f"{settings.kv_bytes} bytes of KV; at most {room - 1}"
         )
-    cores = len(os.sched_getaffinity(0))
+    cores = usable_cores()
     instances = settings.instances or max(2, min(4, cores // settings.threads))
     return replace(settings, instances=instances)
 
@@ -134,7 +134,7 @@ async def _groups(
                 (1, *settings.group_degrees),
                 longest=settings.long_tokens,
                 budget_s=settings.profile_s,
-                cores=len(os.sched_getaffinity(0)),
+                cores=usable_cores(),
             )
             profile = build_profile(subject, measured, groups)
         if "sp" in settings.parts:

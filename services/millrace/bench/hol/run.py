@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import statistics
 import tempfile
 import time
@@ -32,6 +31,7 @@ from millrace.bench.hol.traffic import (
     multiples,
     objectives,
 )
+from millrace.container_limits import usable_cores
 from millrace.core.config import EngineConfig
 from millrace.core.cost.profile import Profile
 from millrace.core.errors import ConfigError
@@ -46,7 +46,7 @@ _START = (0.2, 1.6)  # a search begins within these shares of the capacity, inde
 async def run(settings: Settings, announce: Announce = lambda what: None) -> dict[str, Any]:
     """Measures and returns the document. Raises MillraceError for prompts that don't fit."""
     begun_s = time.perf_counter()
-    threads = settings.threads or max(1, len(os.sched_getaffinity(0)) // 2)
+    threads = settings.threads or max(1, usable_cores() // 2)
     blocking_tokens = round(FILE_P99_TOKENS / settings.scale)
     document: dict[str, Any] = {
         "benchmark": "hol",

@@ -8,7 +8,6 @@ machine's cores share cores: efficiency counts the existing cores.
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Sequence
 from contextlib import closing
@@ -20,6 +19,7 @@ import torch
 from millrace.bench.common.options import Announce
 from millrace.bench.long.mixed import Document
 from millrace.bench.long.model import kv_bytes
+from millrace.container_limits import usable_cores
 from millrace.core.config import EngineConfig
 from millrace.engine.assembly import Engine, open_engine
 from millrace.engine.forward.prefill_task import PrefillTask
@@ -45,7 +45,7 @@ def stages(
     """Returns seconds of a prompt, of the same with checksums of its activations, and of its first
     chunk alone, by stages; the best of several runs. `sum_s`: for the checksum of a chunk's rows.
     """
-    cores = len(os.sched_getaffinity(0))
+    cores = usable_cores()
     rows: list[Document] = []
     sum_s = 0.0
     for degree in degrees:

@@ -8,6 +8,7 @@ import platform
 from collections.abc import Iterator
 
 from millrace.cli.doctor.findings import FAILURE, OK, WARNING, Finding
+from millrace.container_limits import spare_bytes, usable_cores
 from millrace.core.config import Config
 from millrace.file_limit import most_clients, raise_file_limit
 from millrace.local.devices import gpus_there
@@ -16,17 +17,21 @@ from millrace.version import version
 
 def machine() -> Iterator[Finding]:
     """Yields what this machine has: versions, cores, open files, NIXL and GPUs."""
-    cores = len(os.sched_getaffinity(0))
-    yield Finding(
-        OK,
-        "this machine",
-        f"millrace {version()}, Python {platform.python_version()}, {cores} cores",
-    )
+    versions = f"millrace {version()}, Python {platform.python_version()}"
+    yield Finding(OK, "this machine", f"{versions}, {_room()}")
     yield _files()
     if importlib.util.find_spec("torch") is None:
         yield Finding(OK, "engine", "not installed here: fine for a machine without instances")
         return
     yield from _engine()
+
+
+def _room() -> str:
+    """Returns the cores and the memory, and what a container leaves of them."""
+    there, usable = os.cpu_count() or 1, usable_cores()
+    cores = f"{usable} cores" if usable == there else f"{usable} of {there} cores"
+    spare = spare_bytes()
+    return cores if spare is None else f"{cores}, {spare / 2**30:.1f} GiB left by its memory limit"
 
 
 def _files() -> Finding:

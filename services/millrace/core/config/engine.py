@@ -43,7 +43,7 @@ class EngineConfig(Section):
     device: str = setting("auto", None, "auto, cpu, cuda or cuda:N")
     dtype: str = setting("auto", one_of("auto", "float32", "bfloat16"), "auto: the model's own")
     threads: int = setting(
-        0, within(0, 4096), "compute threads; 0: OMP_NUM_THREADS, else all cores of the process"
+        0, within(0, 4096), "compute threads; 0: OMP_NUM_THREADS, else the cores that it may use"
     )
     deterministic: str = setting(
         "off",

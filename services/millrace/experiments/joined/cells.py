@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import millrace
+from millrace.container_limits import usable_cores
 from millrace.core.errors import ConfigError, reason_of
 from millrace.experiments.outcome import Announce
 from millrace.sim.results.report import write_json
@@ -52,7 +52,7 @@ class Cells:
         missing = {name: job for name, job in jobs.items() if not self._has(name, job)}
         done = len(jobs) - len(missing)
         if missing:
-            cores = len(os.sched_getaffinity(0))
+            cores = usable_cores()
             pool = ProcessPoolExecutor(cores, mp_context=get_context("spawn"))
             try:
                 names = {pool.submit(job.compute, *job.of): name for name, job in missing.items()}
