@@ -43,6 +43,15 @@ Pool = Resource[PoolSpec]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Ending:
+    """A pod that is terminating."""
+
+    name: str
+    node: str
+    by_s: float  # unix seconds when its grace period ends
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Pod:
     """An instance's pod, or that of its first stage. Its name is the instance's id."""
 
@@ -54,6 +63,7 @@ class Pod:
     ready: bool = False
     unready_since_s: float = math.inf  # unix seconds since when it is not ready; inf: not known
     terminating: bool = False
+    endings: tuple[Ending, ...] = ()  # of its terminating pods, those of later stages included
     trouble: str = ""  # why it does not start: "Unschedulable: ...", "CrashLoopBackOff: ..."
     loses_stage: bool = False  # the pod of a later stage of the instance is terminating
 

@@ -68,6 +68,15 @@ def why(cluster: KubeEmulator) -> str:
     return cluster.find("DecodePool", "chat-decode")["status"].get("lastScaleReason", "")
 
 
+def warned(cluster: KubeEmulator, reason: str) -> set[tuple[str, str]]:
+    """Returns the names and the messages of Warnings."""
+    return {
+        (event["regarding"]["name"], event["note"])
+        for event in cluster.all("Event")
+        if (event["type"], event["reason"]) == ("Warning", reason)
+    }
+
+
 async def resize(cluster: KubeEmulator, replicas: int) -> None:
     """Scales as `kubectl scale` does."""
     await cluster.edit("DecodePool", "chat-decode", lambda o: o["spec"].update(replicas=replicas))
@@ -321,20 +330,41 @@ async def test_errors_are_got_over_without_haste(cluster: KubeEmulator):
             assert total(running, name, status=str(fault.status)) == fault.hits
 
 
-async def test_what_is_refused_is_told_and_tried_again_slowly(cluster: KubeEmulator):
-    refusal = Fault(422, times=10_000, matches=lambda r: "statefulsets/chat-decode" in r.url.path)
+@pytest.mark.parametrize("status", [403, 422])  # a quota, or the object itself
+async def test_what_is_refused_is_told_and_tried_again_slowly(cluster: KubeEmulator, status: int):
+    refusal = Fault(
+        status, times=10_000, matches=lambda r: "statefulsets/chat-decode" in r.url.path
+    )
     cluster.faults.append(refusal)
     await cluster.make(chat())
     async with operator(cluster) as running:
         await cluster.until(lambda: _degraded(cluster, "DecodePool", "chat-decode"))
         await cluster.until(lambda: _degraded(cluster, "ModelService", "chat"))
         told = condition(cluster.find("DecodePool", "chat-decode"), "Degraded")
-        assert told["reason"] == "Refused" and "injected 422" in told["message"]
+        assert told["reason"] == "Refused" and f"injected {status}" in told["message"]
+        await cluster.until(
+            lambda: warned(cluster, "Refused") == {("chat-decode", told["message"])}
+        )
         await rounds(running, 6)
         assert refusal.hits < 20
         cluster.faults.clear()
         await cluster.until(lambda: ready(cluster))
         assert not _degraded(cluster, "DecodePool", "chat-decode")
+
+
+async def test_a_service_whose_first_child_is_refused_is_degraded(cluster: KubeEmulator):
+    """Also in the column Phase of `kubectl get ms`."""
+    cluster.faults.append(Fault(403, times=10_000, matches=lambda r: "/configmaps/" in r.url.path))
+    await cluster.make(chat())
+    async with operator(cluster):
+        await cluster.until(lambda: _degraded(cluster, "ModelService", "chat"))
+        assert cluster.find("ModelService", "chat")["status"]["phase"] == "Degraded"
+        assert {name for name, _ in warned(cluster, "Refused")} == {"chat"}
+        cluster.faults.clear()
+        await cluster.until(lambda: ready(cluster))
+        await cluster.until(
+            lambda: cluster.find("ModelService", "chat")["status"]["phase"] == "Ready"
+        )
 
 
 async def test_a_spec_that_does_not_fit_the_models_is_told(cluster: KubeEmulator):
@@ -356,6 +386,7 @@ async def test_a_spec_that_does_not_fit_the_models_is_told(cluster: KubeEmulator
             await cluster.until(lambda key=key: _degraded(cluster, *key))
             told = condition(cluster.find(*key), "Degraded")
             assert (told["reason"], told["message"]) == ("InvalidSpec", message)
+            assert (key[1], message) in warned(cluster, "InvalidSpec")
         await cluster.edit("ModelService", "chat", lambda obj: obj["spec"].pop("gateway"))
         await cluster.until(lambda: ready(cluster))
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from millrace_operator.manifests.naming import COMPONENT_LABEL, REVISION_LABEL, TEMPLATE_LABEL
-from millrace_operator.observed import Object, Pod
+from millrace_operator.observed import Ending, Object, Pod
 from millrace_operator.reconcile.conditions import by_type, seconds
 
 #: Reasons for which a container waits during a normal start.
@@ -52,7 +52,7 @@ def groups_of(name: str, objects: Iterable[Object]) -> tuple[Pod, ...]:
     return tuple(sorted(pods, key=lambda pod: pod.ordinal))
 
 
-def _with_later(pod: Pod, first: Object, laters: Iterable[Object]) -> Pod:
+def _with_later(pod: Pod, first: Object, laters: Sequence[Object]) -> Pod:
     """`laters`: pods of later stages; older ones than the first stage's pod had another before."""
     since = first["metadata"]["creationTimestamp"]
     own = [obj for obj in laters if obj["metadata"]["creationTimestamp"] >= since]
@@ -62,6 +62,7 @@ def _with_later(pod: Pod, first: Object, laters: Iterable[Object]) -> Pod:
     return replace(
         pod,
         trouble=pod.trouble or (troubles[0] if troubles else "")[:_LONGEST],
+        endings=pod.endings + _endings(laters),
         loses_stage=any("deletionTimestamp" in obj["metadata"] for obj in own),
     )
 
@@ -115,7 +116,20 @@ def _pod(obj: Object, ordinal: int) -> Pod:
         ready=ready and not terminating and not finished(obj),
         unready_since_s=seconds(condition.get("lastTransitionTime") or meta["creationTimestamp"]),
         terminating=terminating,
+        endings=_endings([obj]),
         trouble="" if ready or terminating else next(_troubles(status), "")[:_LONGEST],
+    )
+
+
+def _endings(objects: Iterable[Object]) -> tuple[Ending, ...]:
+    return tuple(
+        Ending(
+            name=obj["metadata"]["name"],
+            node=obj.get("spec", {}).get("nodeName", ""),
+            by_s=seconds(obj["metadata"]["deletionTimestamp"]),  # with the grace period
+        )
+        for obj in objects
+        if "deletionTimestamp" in obj["metadata"]
     )
 
 

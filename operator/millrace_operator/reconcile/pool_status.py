@@ -24,6 +24,9 @@ _SIGNALS = ("metrics", "metricsTime", "recommendationReason")
 #: Seconds in which a StatefulSet makes its pods.
 UNMADE_S = 20.0
 
+#: Seconds after a pod's grace period in which its node removes it.
+REMOVAL_S = 60.0
+
 ROLLING_OUT = "RollingOut"
 _LIMITS = {"step": "Step", "minimum": "MinReplicas", "maximum": "MaxReplicas", "quota": "Quota"}
 _WHY = {
@@ -129,23 +132,23 @@ def _conditions(
 ) -> list[Condition]:
     metrics = _metrics_available(observed)
     return [
-        _available(outcome, serving, observed.pods),
+        _available(outcome, serving, observed),
         _progressing(pool, observed, outcome, len(serving)),
         metrics,
         _scaling_active(pool, outcome, metrics),
         _scaling_limited(_advice(pool, observed)),
         _draining(outcome.leaving),
-        _degraded(observed.pods, outcome),
+        _degraded(observed, outcome),
     ]
 
 
-def _available(outcome: Outcome, serving: Sequence[Pod], pods: Sequence[Pod]) -> Condition:
+def _available(outcome: Outcome, serving: Sequence[Pod], observed: ObservedPool) -> Condition:
     if not outcome.wanted:
         return Condition("Available", True, "ScaledToZero", "no instance is wanted")
     ready = f"{len(serving)} of {outcome.wanted} instances take work"
     if serving:
         return Condition("Available", True, "InstancesReady", ready)
-    return Condition("Available", False, "NoInstanceReady", _trouble(pods) or ready)
+    return Condition("Available", False, "NoInstanceReady", _trouble(observed) or ready)
 
 
 def _unmade(pool: Pool, observed: ObservedPool, outcome: Outcome) -> str:
@@ -231,18 +234,32 @@ def _draining(leaving: Sequence[Leaving]) -> Condition:
     return Condition("Draining", True, "InstancesDrain", names)
 
 
-def _degraded(pods: Sequence[Pod], outcome: Outcome) -> Condition:
+def _degraded(observed: ObservedPool, outcome: Outcome) -> Condition:
     if outcome.problem is not None:
         return Condition("Degraded", True, outcome.problem.reason, outcome.problem.message)
-    if trouble := _trouble(pods):
+    if trouble := _trouble(observed):
         return Condition("Degraded", True, "InstanceTrouble", trouble)
     return Condition("Degraded", False, "Healthy", "")
 
 
-def _trouble(pods: Sequence[Pod]) -> str:
-    found = [f"{p.name}: {p.trouble}" for p in pods if p.trouble and not p.terminating]
+def _trouble(observed: ObservedPool) -> str:
+    troubles = {pod.name: "" if pod.terminating else pod.trouble for pod in observed.pods}
+    troubles |= _stuck(observed)
+    found = [f"{name}: {trouble}" for name, trouble in troubles.items() if trouble]
     more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
     return found[0] + more if found else ""
+
+
+def _stuck(observed: ObservedPool) -> dict[str, str]:
+    """Returns what to do about pods that their nodes do not remove: their successors wait."""
+    return {
+        one.name: f"should have ended by {timestamp(one.by_s)}, but node {one.node or '?'} does "
+        "not confirm that it has. If that machine is off for good, let its successor start: "
+        f"`kubectl delete pod {one.name} --force`"
+        for pod in observed.pods
+        for one in pod.endings
+        if observed.now_s >= one.by_s + REMOVAL_S
+    }
 
 
 def reports(pool: Pool, observed: ObservedPool, outcome: Outcome) -> list[Report]:

@@ -10,7 +10,7 @@ from typing import Any
 from millrace.core.errors import MillraceError
 from millrace_operator.metrics import OperatorMetrics
 from millrace_operator.observed import Object
-from millrace_operator.reconcile.actions import Action, SetStatus
+from millrace_operator.reconcile.actions import Action, Report, SetStatus
 from millrace_operator.reconcile.conditions import Condition, updated
 from millrace_operator.reconcile.pool import reconcile_pool
 from millrace_operator.reconcile.service import reconcile_service
@@ -56,14 +56,15 @@ class Runner:
         obj = await self._cluster.get(key)
         if obj is None:
             return None
+        actions: Sequence[Action]
         try:
             actions, again_s = await self._decide(obj)
         except SpecError as error:
-            actions, again_s = [self._degraded(obj, (), "InvalidSpec", error)], SERVICE_S
+            actions, again_s = self._degraded(obj, (), "InvalidSpec", error), SERVICE_S
         try:
             await self._cluster.carry_out(obj, actions)
         except KubeRefused as error:
-            await self._cluster.carry_out(obj, [self._degraded(obj, actions, "Refused", error)])
+            await self._cluster.carry_out(obj, self._degraded(obj, actions, "Refused", error))
             raise
         except OwnerGone:
             return 0.0  # the next pass forgets it, or finds another object of its name
@@ -82,8 +83,10 @@ class Runner:
 
     def _degraded(
         self, obj: Object, actions: Sequence[Action], reason: str, error: MillraceError
-    ) -> SetStatus:
-        """Returns the status after the actions, with the condition that the object is degraded."""
+    ) -> Sequence[Action]:
+        """Returns an Event, and the status after the actions, with the condition that the object is
+        degraded.
+        """
         status = _status(obj, actions)
         [condition] = updated(
             obj.get("status", {}),
@@ -92,7 +95,11 @@ class Runner:
             now_s=self._cluster.now_s(),
         )
         others = [entry for entry in status.get("conditions", []) if entry["type"] != "Degraded"]
-        return SetStatus(status={**status, "conditions": [*others, condition]})
+        phase = {"phase": "Degraded"} if obj["kind"] == "ModelService" else {}
+        return [
+            Report(reason=reason, message=str(error), warning=True),
+            SetStatus(status={**status, **phase, "conditions": [*others, condition]}),
+        ]
 
 
 def _status(obj: Object, actions: Sequence[Action]) -> Mapping[str, Any]:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from millrace_operator.observed import Pod
+from millrace_operator.observed import Ending, Pod
 from millrace_operator.reconcile.pod_state import (
     all_available,
     finished,
@@ -76,6 +76,14 @@ def test_one_that_goes_is_not_ready_and_in_no_trouble():
     going = pod(conditions=is_ready("True"), containerStatuses=waits("CrashLoopBackOff"))
     going["metadata"]["deletionTimestamp"] = LATER
     assert (seen(going).terminating, seen(going).ready, seen(going).trouble) == (True, False, "")
+
+
+def test_until_when_one_that_goes_should_have_gone():
+    going = pod()
+    going["metadata"]["deletionTimestamp"] = LATER
+    going["spec"] = {"nodeName": "n1"}
+    assert seen(going).endings == (Ending(name="chat-decode-0", node="n1", by_s=LATER_S),)
+    assert seen(pod()).endings == ()
 
 
 def test_since_when_it_is_not_ready():
@@ -243,3 +251,5 @@ def test_an_instance_loses_a_stage_with_a_pod_of_its_own_not_its_predecessors(
     leaving["metadata"]["deletionTimestamp"] = LATER
     (found,) = groups_of("chat-decode", [first(created=LATER), leaving])
     assert found.loses_stage == loses
+    # On a lost node the predecessor's pod keeps the name from its successor, too.
+    assert found.endings == (Ending(name=leaving["metadata"]["name"], node="", by_s=LATER_S),)

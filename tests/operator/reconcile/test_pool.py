@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from millrace.core.autoscale.drain import Cordon, Evict, Uncordon
-from millrace_operator.observed import ObservedPool
+from millrace_operator.observed import Ending, ObservedPool
 from millrace_operator.reconcile.actions import SetReplicas
 from millrace_operator.reconcile.conditions import by_type, timestamp
 from millrace_operator.reconcile.pool import reconcile_pool
@@ -317,6 +317,26 @@ def test_pods_that_are_not_made_show_where_the_reason_stands():
         "1 of 3 instances take work; 1 of 3 pods are made: `kubectl describe statefulset "
         "chat-decode` says what refuses the others"
     )
+    assert scene.look() == []
+
+
+def test_a_pod_that_its_node_does_not_remove_is_told_with_what_to_do():
+    """Its node is lost: no successor of its name starts while it is there."""
+    scene = Scene(1)
+    ending = Ending(name=f"{NAME}-0", node="n1", by_s=NOW_S + 60)
+    scene.pod(0, ready=False, terminating=True, endings=(ending,))
+    scene.see(now_s=NOW_S + 119)
+    scene.carry_out()
+    assert scene.condition("Degraded")[0] == "False"  # it drains
+    scene.see(now_s=NOW_S + 120)
+    scene.carry_out()
+    assert scene.condition("Degraded") == ("True", "InstanceTrouble")
+    for kind in ("Degraded", "Available"):
+        assert by_type(scene.pool["status"])[kind]["message"] == (
+            f"chat-decode-0: should have ended by {timestamp(NOW_S + 60)}, but node n1 does not "
+            "confirm that it has. If that machine is off for good, let its successor start: "
+            "`kubectl delete pod chat-decode-0 --force`"
+        )
     assert scene.look() == []
 
 
