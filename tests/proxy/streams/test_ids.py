@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 
+from millrace.core.incarnation import Incarnation
 from millrace.event_lines import event_lines
+from millrace.proxy.streams import lives
 from millrace.state.streams import MemoryStreams
 from support.gateway import Script, gateway
 from support.live_stack import eventually
@@ -122,6 +124,29 @@ async def test_the_id_of_a_start_that_broke_is_free_again(stack, monkeypatch):
     assert (await stack.http.post(KINDS[0][0], json=body, headers=named)).status_code == 500
     monkeypatch.setattr(MemoryStreams, "create", create)
     assert (await stack.http.post(KINDS[0][0], json=body, headers=named)).status_code == 200
+
+
+async def test_the_id_of_a_refused_stream_that_the_store_had_lost_is_free_again(
+    replicas, store_url, monkeypatch
+):
+    """What is written again has to be found again, also when more is known of the request since."""
+
+    def submitted(spec):
+        one.fleet.suspect(spec, Incarnation("prefill-7", 3))
+        one.fleet.place(spec)
+
+    monkeypatch.setattr(lives, "RENEW_S", 0.02)
+    one, _ = replicas
+    one.fleet.script = Script(on_submit=submitted)
+    named, body = {**RESUMABLE, "x-millrace-request-id": "mine"}, body_of(KINDS[0][1])
+    posting = asyncio.create_task(one.http.post(CHAT, json=body, headers=named))
+    await one.placed()
+    await lose(store_url)
+    await eventually(lambda: metric(one).get("restored") == 1.0)
+    one.fleet.refuse(one.fleet.specs[0], "overloaded", "no room", retry_after_s=7)
+    assert (await posting).status_code == 429
+    Decode(one, Script(reply=REPLY))
+    assert (await one.http.post(CHAT, json=body, headers=named)).status_code == 200
 
 
 async def test_an_id_is_taken_while_its_stream_is_generated_though_the_store_has_lost_it(

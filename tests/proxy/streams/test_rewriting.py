@@ -22,7 +22,11 @@ class Request(SimpleNamespace):
     def __init__(self, tokens, request_id="a", *, recorded=True):
         spec = SimpleNamespace(request_id=request_id)
         super().__init__(
-            spec=spec, encoded_spec=b"spec", prompt_ids=PROMPT, recorded=recorded, tokens=tokens
+            spec=spec,
+            stored={request_id: b"spec"},
+            prompt_ids=PROMPT,
+            recorded=recorded,
+            tokens=tokens,
         )
 
     def emitted_after(self, known):

@@ -209,9 +209,9 @@ class Gateway:
             raise id_taken()
         if not request.recorded:
             request.encoded_spec = request.encoded_spec or encode_spec(spec)
-            request.stored[spec.request_id] = request.encoded_spec
+            recorded = request.stored.setdefault(spec.request_id, request.encoded_spec)
             request.recorded = await self._records.create(
-                spec.request_id, request.encoded_spec, request.prompt_ids, kept=request.kept
+                spec.request_id, recorded, request.prompt_ids, kept=request.kept
             )
             if not request.recorded:
                 del request.stored[spec.request_id]

@@ -105,11 +105,13 @@ class ProxyRequest:
         """`detailed`: choices show log probabilities or token ids beside their text."""
         self.request_id = spec.request_id
         self.spec = spec
-        self.encoded_spec = b""  # of this incarnation, set when it is submitted
+        #: Of this incarnation, for the scheduler: set when it is submitted, and again when more is
+        #: known of it.
+        self.encoded_spec = b""
         #: Whether the store has this incarnation: before that its id may be another request's.
         self.recorded = False
         #: The specs that the store has, or may have, by id: of this incarnation, and of those
-        #: before it while none has a token.
+        #: before it while none has a token. They never change, and tell records from others'.
         self.stored: dict[str, bytes] = {}
         #: The prompt of this incarnation, int32 [tokens]. The next incarnation needs it: the store
         #: forgets a request's prompt when the scheduler forgets the request.

@@ -36,7 +36,8 @@ class Rewriting:
         self._tokens = 0
 
     async def begin(self, request: ProxyRequest, final: RequestState | None) -> None:
-        """Records the request, its tokens so far and its final state, if it has one.
+        """Records the request, its tokens so far and its final state, if it has one. The record has
+        the spec of the first one, by which it is removed.
 
         A request that moves to another instance is about to be recorded anyway.
         """
@@ -45,7 +46,10 @@ class Rewriting:
         incarnation = request.spec.request_id
         with contextlib.suppress(IdTaken):  # the loss was of the stream's record alone
             await self._store.create(
-                incarnation, spec=request.encoded_spec, prompt_ids=request.prompt_ids, kept=True
+                incarnation,
+                spec=request.stored[incarnation],
+                prompt_ids=request.prompt_ids,
+                kept=True,
             )
         self._incarnation, self._tokens = incarnation, 0
         await self.follow(request)
