@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 
 import pytest
 
-from millrace.home import expanded, of_user
+from millrace.core.errors import ConfigError
+from millrace.home import expanded, of_user, temporary_folder
 
 
 def test_a_home_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -29,3 +31,15 @@ def test_without_a_home_the_folder_of_temporary_files_serves(
     monkeypatch.setattr(Path, "expanduser", no_home)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     assert of_user("~/.cache/a") == tmp_path / f"millrace-{os.getuid()}/.cache/a"
+
+
+def test_no_folder_of_temporary_files_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No file in it can be made: it is read-only, or its disk is full."""
+
+    def refuse(*_: object, **__: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("tempfile.tempdir", None)
+    monkeypatch.setattr(os, "open", refuse)
+    with pytest.raises(ConfigError, match=r"No usable temporary directory .*TMPDIR names another"):
+        temporary_folder()

@@ -1,10 +1,12 @@
-"""Paths below a user's home folder."""
+"""Paths below a user's home folder, and the folder of temporary files."""
 
 from __future__ import annotations
 
 import os
 import tempfile
 from pathlib import Path
+
+from millrace.core.errors import ConfigError, reason_of
 
 
 def expanded(path: str | Path) -> Path:
@@ -22,4 +24,14 @@ def of_user(folder: str) -> Path:
     path = expanded(folder)
     if path.parts[0] != "~":
         return path
-    return Path(tempfile.gettempdir(), f"millrace-{os.getuid()}", *path.parts[1:])
+    return Path(temporary_folder(), f"millrace-{os.getuid()}", *path.parts[1:])
+
+
+def temporary_folder() -> Path:
+    """Returns the folder of temporary files. Raises ConfigError if none can be written to."""
+    try:
+        return Path(tempfile.gettempdir())
+    except FileNotFoundError as error:
+        raise ConfigError(
+            f"{reason_of(error)}: they are read-only, missing or full. TMPDIR names another folder"
+        ) from error

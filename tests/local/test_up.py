@@ -104,6 +104,32 @@ async def test_a_stack_says_who_did_not_end_well() -> None:
         await stack.stop()
 
 
+async def test_a_service_that_was_killed_says_by_what(tmp_path: Path) -> None:
+    """Its own last line says nothing of it: without memory the kernel ends it."""
+    log = tmp_path / "decode-0.log"
+    service = Service("decode-0", ["scheduler", *QUICK], log)
+    await service.launch()
+    assert service.process is not None
+    service.process.kill()
+    with pytest.raises(
+        StartupError, match="decode-0: killed by SIGKILL, perhaps because memory ran out; its last"
+    ):
+        await service.wait_until_it_serves(HANG_S)
+
+
+async def test_a_gateway_that_ends_before_it_takes_requests_is_named() -> None:
+    stack = Stack(StackOptions(model="none"))
+    proxy = stack.supervise(Service("proxy", ["scheduler", *QUICK], stack.directory / "log"))
+    await proxy.start(HANG_S)
+    assert proxy.process is not None
+    proxy.process.kill()
+    await proxy.process.wait()
+    with pytest.raises(StartupError, match="proxy: killed by SIGKILL"):
+        await stack.wait_until_ready()
+    with pytest.raises(UncleanStopError):
+        await stack.stop()
+
+
 async def test_a_role_s_instances_are_never_named_twice() -> None:
     stack = Stack(StackOptions(model="none"))
     first = stack.add("prefill")  # no such model

@@ -6,6 +6,7 @@ A service that dies by itself is started again. Instances may be added and remov
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import shutil
 import sys
@@ -23,6 +24,7 @@ from millrace.core.backoff import Backoff
 from millrace.core.config import TlsConfig
 from millrace.core.config.models import ModelConfig, models_file
 from millrace.core.errors import ConfigError, MillraceError
+from millrace.home import temporary_folder
 from millrace.local.authority import as_settings, issue_certificates
 from millrace.local.options import StackOptions, as_arguments
 from millrace.local.private_redis import PrivateRedis
@@ -56,7 +58,7 @@ class Stack:
     ) -> None:
         self.options = options
         self._devices = options.device_pool()
-        self.directory = Path(tempfile.mkdtemp(prefix="millrace-"))
+        self.directory = Path(tempfile.mkdtemp(prefix="millrace-", dir=temporary_folder()))
         self.services: dict[str, Service] = {}
         self._progress = progress
         self._redis: PrivateRedis | None = None
@@ -155,16 +157,23 @@ class Stack:
         self._progress(f"loading {', '.join(one.model for one in served)}: {fleet}")
         await all_or_first_error(w.start(o.start_timeout_s) for w in [*workers, proxy])
         proxy.arguments[proxy.arguments.index("--port") + 1] = str(proxy.port)
-        await self._wait_until_ready()
+        await self.wait_until_ready()
         self.keep()
 
-    async def _wait_until_ready(self) -> None:
-        """Waits until the gateway would serve a request: it has heard of the fleet."""
-        async with httpx.AsyncClient(base_url=self.url) as client:
-            for _ in range(round(READY_S / READY_LOOK_S)):
-                if (await client.get("/ready")).status_code == HTTPStatus.OK:
-                    return
-                await asyncio.sleep(READY_LOOK_S)
+    async def wait_until_ready(self) -> None:
+        """Waits until the gateway would serve a request: it has heard of the fleet. Raises
+        StartupError when the gateway has ended.
+        """
+        proxy = self.services["proxy"]
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(READY_S), httpx.AsyncClient(base_url=self.url) as client:
+                while True:
+                    with contextlib.suppress(httpx.TransportError):
+                        if (await client.get("/ready")).status_code == HTTPStatus.OK:
+                            return
+                    if proxy.serving_pid is None:
+                        raise StartupError(f"proxy: {proxy.ending()}")
+                    await asyncio.sleep(READY_LOOK_S)
         log.warning("the gateway takes no requests yet: its fleet is not complete")
 
     async def _start_scheduler(self, number: int, common: Sequence[str]) -> str:
@@ -274,7 +283,7 @@ class Stack:
         while True:
             if service.process is not None:
                 await service.process.wait()
-            log.warning("%s died (%s); starting it again", service.name, service.last_output())
+            log.warning("%s died (%s); starting it again", service.name, service.ending())
             await asyncio.sleep(RESTART.pause_s(failures))
             service.restarts += 1
             try:

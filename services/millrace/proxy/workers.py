@@ -27,6 +27,7 @@ from millrace.concurrency import leave_terminal_to_parent
 from millrace.core.config import Config
 from millrace.core.config.models import ModelConfig
 from millrace.core.errors import MillraceError
+from millrace.home import temporary_folder
 from millrace.proxy.garbage import return_large_blocks, spare_old_objects
 from millrace.proxy.service import Proxy, listen
 from millrace.telemetry.log import setup_logging
@@ -69,7 +70,7 @@ async def serve_workers(
     config = dataclasses.replace(config, slo_classes=dict(config.slo_classes))
     context = multiprocessing.get_context("spawn")
     processes: list[BaseProcess] = []
-    with tempfile.TemporaryDirectory(prefix="millrace-proxy-") as folder:
+    with tempfile.TemporaryDirectory(prefix="millrace-proxy-", dir=temporary_folder()) as folder:
         try:
             pipes = []
             for index in range(config.proxy.workers):

@@ -22,6 +22,7 @@ from millrace.engine.parallel.child_processes import child_processes, ending
 from millrace.engine.parallel.commands import Done, Failed, Instruction
 from millrace.engine.parallel.follower import Beside, RankPlace, follow
 from millrace.engine.parallel.stop_counter import StopCounter
+from millrace.home import temporary_folder
 
 _START_TIMEOUT_S: Final = 120.0  # importing torch, while all ranks do
 _VERDICT_S: Final = 3.0  # within which a rank that failed, and ranks that lost it, say so
@@ -81,7 +82,7 @@ class RankGroup:
         self._processes: list[ForkServerProcess] = []
         self._awaited = False  # the ranks have yet to answer
         self._reaping = threading.Lock()
-        self._folder = TemporaryDirectory(prefix="millrace-ranks-")
+        self._folder = TemporaryDirectory(prefix="millrace-ranks-", dir=temporary_folder())
         places = [
             RankPlace(
                 rank=rank,

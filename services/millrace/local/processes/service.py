@@ -81,7 +81,7 @@ class Service:
             ) from None
         if not line:
             await self.process.wait()
-            raise StartupError(f"{self.name}: {self.last_output()}")
+            raise StartupError(f"{self.name}: {self.ending()}")
         self.port = orjson.loads(line)["port"]
         self.serving = True
 
@@ -89,6 +89,15 @@ class Service:
         """Returns the last line of the service's log, without the prefix of errors."""
         lines = self.log_path.read_text(errors="replace").strip().splitlines()
         return lines[-1].removeprefix(PREFIX) if lines else "ended with an empty log"
+
+    def ending(self) -> str:
+        """Returns why it ended: its last line, and the signal if one killed it."""
+        status = None if self.process is None else self.process.returncode
+        if status is None or status >= 0 or status == -signal.SIGTERM:
+            return self.last_output()
+        reason = ", perhaps because memory ran out" if status == -signal.SIGKILL else ""
+        name = signal.Signals(-status).name
+        return f"killed by {name}{reason}; its last line: {self.last_output()}"
 
     @property
     def serving_pid(self) -> int | None:

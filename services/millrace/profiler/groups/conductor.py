@@ -35,6 +35,7 @@ from millrace.core.scheduler.commands import (
 )
 from millrace.core.scheduler.planning.plan import PlannedChunk
 from millrace.core.scheduler.reports import InstanceReport, Registration, Report
+from millrace.home import temporary_folder
 from millrace.local.private_redis import PrivateRedis
 from millrace.local.processes.service import Service
 from millrace.profiler.costs import Costs, read_costs
@@ -252,14 +253,14 @@ class Conductor:
     def left(self, instance_id: str) -> None:
         """Fails the prompt in flight, because an instance's stream has ended."""
         if self._request is not None:
-            why = self._services[instance_id].last_output()
+            why = self._services[instance_id].ending()
             self._request.lost(f"{instance_id} is gone: {why}")
             self._request.lets_go(instance_id)
 
     # -- processes
 
     async def _start(self) -> None:
-        self._directory = Path(tempfile.mkdtemp(prefix="millrace-"))
+        self._directory = Path(tempfile.mkdtemp(prefix="millrace-", dir=temporary_folder()))
         self._stack.callback(shutil.rmtree, self._directory, ignore_errors=True)
         redis = PrivateRedis()
         self._stack.push_async_callback(redis.stop)

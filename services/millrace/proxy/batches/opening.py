@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import tempfile
 import time
 import uuid
 from collections.abc import Callable
-from pathlib import Path
 
 from millrace.core.config import Config
-from millrace.home import of_user
+from millrace.home import of_user, temporary_folder
 from millrace.proxy.batches.service import Batches
 from millrace.proxy.batches.tools import Tools
 from millrace.proxy.files.store import Files
@@ -27,7 +25,7 @@ def open_files(config: Config) -> Files:
     url = config.files.url
     if not url and in_memory(config.store):
         # The records end with this process, so the bytes do, too.
-        folder = Path(tempfile.gettempdir()) / f"millrace-files-{uuid.uuid4().hex}"
+        folder = temporary_folder() / f"millrace-files-{uuid.uuid4().hex}"
         url = str(folder)
     elif not url:
         url = str(of_user(DEFAULT_FOLDER))
