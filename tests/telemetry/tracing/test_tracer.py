@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+import resource
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from millrace.core.config import TelemetryConfig
 from millrace.core.errors import ConfigError
 from millrace.telemetry.tracing import exporters
 from millrace.telemetry.tracing.context import TraceContext
+from millrace.telemetry.tracing.files import read_trace
 from millrace.telemetry.tracing.tracer import NO_SCOPE, NO_TRACER, Tracer, open_tracer
 from support.otlp_receiver import Receiver, otlp_receiver
 
@@ -131,10 +134,10 @@ def test_a_file_has_otlp_in_lines_of_json(tmp_path: Path) -> None:
     scope.end("decode", 0.0, 1.0, error="lost")
     tracer.close()
     (line,) = (tmp_path / "traces/decode-0.jsonl").read_text().splitlines()
-    (resource,) = json.loads(line)["resourceSpans"]
-    names = {one["key"]: one["value"]["stringValue"] for one in resource["resource"]["attributes"]}
+    (of,) = json.loads(line)["resourceSpans"]
+    names = {one["key"]: one["value"]["stringValue"] for one in of["resource"]["attributes"]}
     assert (names["service.name"], names["service.instance.id"]) == ("decode", "decode-0")
-    step, decode = resource["scopeSpans"][0]["spans"]
+    step, decode = of["scopeSpans"][0]["spans"]
     assert (step["traceId"], decode["parentSpanId"]) == (TRACE_ID, PARENT_ID)
     assert step["parentSpanId"] == decode["spanId"]
     assert step["startTimeUnixNano"] == str(ARRIVAL_NS + 250_000_000)
@@ -156,6 +159,34 @@ def test_a_full_file_makes_way_for_a_new_one(
     tracer.close()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["s-0.1.jsonl", "s-0.jsonl"]
     assert (tmp_path / "s-0.jsonl").read_bytes() == b""
+
+
+@contextmanager
+def room_for(size_bytes: int) -> Iterator[None]:
+    """No file may be larger: a write beyond fails as on a full disk, after a part of it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_what_a_full_disk_has_no_room_for_leaves_no_trace(tmp_path: Path) -> None:
+    def write(*names: str) -> None:
+        tracer = open_tracer(TelemetryConfig(trace_folder=str(tmp_path)), "s", "s-0")
+        scope = tracer.scope(parent(sampled=True), ARRIVAL_S)
+        for name in names:
+            scope.child(name, 0.0, 0.5)
+        scope.end("request", 0.0, 1.0)
+        tracer.close()
+
+    write("before")
+    with room_for((tmp_path / "s-0.jsonl").stat().st_size + 1000):
+        write(*(f"lost-{n}" for n in range(100)))  # and the tracer ends well
+    write("after")
+    names = {span.name for span in read_trace(tmp_path, TRACE_ID)}
+    assert names == {"request", "before", "after"}
 
 
 def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:

@@ -6,10 +6,11 @@ the proxy would notice.
 
 from __future__ import annotations
 
+import io
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any, Final
+from typing import Any, Final
 
 import orjson
 from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
@@ -94,7 +95,7 @@ def _fill(into: Any, attributes: Mapping[str, Any]) -> None:  # noqa: ANN401 - a
 class FileSpans(SpanExporter):
     """Appends lines to FOLDER/NAME.jsonl, each an OTLP `TracesData` of one batch, in JSON."""
 
-    def __init__(self, path: Path, file: IO[bytes], resource: Resource) -> None:
+    def __init__(self, path: Path, file: io.FileIO, resource: Resource) -> None:
         self._path = path
         self._file = file
         self._resource = _pairs(resource.attributes)
@@ -106,7 +107,7 @@ class FileSpans(SpanExporter):
         path = Path(folder) / f"{name}.jsonl"
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            return FileSpans(path, path.open("ab"), resource)
+            return FileSpans(path, io.FileIO(path, "a"), resource)
         except OSError as error:
             raise ConfigError(
                 f"telemetry.trace_folder is {folder!r}; {path} can't be written: {error.strerror}"
@@ -116,12 +117,11 @@ class FileSpans(SpanExporter):
         line = orjson.dumps(self._traces_data(spans), option=orjson.OPT_APPEND_NEWLINE)
         with self._lock:
             try:
-                self._file.write(line)
-                self._file.flush()
+                self._append(line)
                 if self._file.tell() > MAX_FILE_BYTES:
                     self._file.close()
                     self._path.replace(self._path.with_suffix(".1.jsonl"))
-                    self._file = self._path.open("ab")
+                    self._file = io.FileIO(self._path, "a")
             except (OSError, ValueError):  # the disk is full, or the file could not be opened again
                 return SpanExportResult.FAILURE
         return SpanExportResult.SUCCESS
@@ -129,6 +129,17 @@ class FileSpans(SpanExporter):
     def shutdown(self) -> None:
         with self._lock:
             self._file.close()
+
+    def _append(self, line: bytes) -> None:
+        """Writes the whole line, or nothing of it: nobody could read a half one."""
+        before, rest = self._file.tell(), memoryview(line)
+        try:
+            while rest:
+                rest = rest[self._file.write(rest) :]
+        except OSError:
+            self._file.truncate(before)
+            self._file.seek(before)
+            raise
 
     def _traces_data(self, spans: Sequence[FinishedSpan]) -> dict[str, Any]:
         """Returns the OTLP `TracesData` of spans as JSON has it: ids in hexadecimal, 64-bit numbers
