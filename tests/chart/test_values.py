@@ -134,6 +134,30 @@ def test_nonsense_is_refused_with_a_word_on_it(given: dict[str, Any], says: str)
     assert says in str(refused.value)
 
 
+SECTIONS = [
+    *((name,) for name, value in VALUES.items() if isinstance(value, dict)),
+    *(
+        (name, inner)
+        for name, section in VALUES.items()
+        if isinstance(section, dict)
+        for inner, value in section.items()
+        if isinstance(value, dict | list)
+    ),
+]
+
+
+@pytest.mark.parametrize("path", SECTIONS, ids=".".join)
+def test_a_section_without_a_value_is_named_or_does_no_harm(path: tuple[str, ...]) -> None:
+    """`prefill:` with nothing below it: Helm takes away the section and its defaults."""
+    given: Any = None
+    if len(path) > 1:
+        given = {**MINIMAL.get(path[0], {}), path[1]: None}
+    try:
+        render({**MINIMAL, path[0]: given})
+    except helm.HelmError as refused:
+        assert f"missing property '{path[-1]}'" in str(refused)
+
+
 @pytest.mark.parametrize(
     "given",
     [

@@ -2,7 +2,7 @@
      gives YAML, empty when nothing is asked for. */}}
 {{- define "millrace.podTemplate" -}}
 {{- $made := fromYaml (include "millrace.podTemplateOfValues" .) -}}
-{{- include "millrace.merge" (dict "base" $made "over" (deepCopy .part.template)) -}}
+{{- include "millrace.merge" (dict "base" $made "over" (deepCopy (.part.template | default dict))) -}}
 {{- with $made -}}
 {{ toYaml . }}
 {{- end -}}

@@ -123,6 +123,23 @@ class Values(Partial):
     global_: Opaque = doc("Values of a parent chart; not used.", alias="global")
 
 
+#: The sections without which no template can be rendered, by the section around them. values.yaml
+#: has them all, but Helm takes the defaults of a section away where a user's file has it without a
+#: value (`prefill:` and nothing below it).
+_SECTIONS = {
+    "": (
+        *("model", "weights", "prefill", "decode", "kvp", "gateway", "scheduler", "image"),
+        *("images", "operator", "serviceAccount", "redis", "externalRedis", "ingress"),
+        *("httpRoute", "tls", "networkPolicy", "priorityClass", "monitoring"),
+    ),
+    "gateway": ("keys",),
+    "redis": ("persistence", "resources"),
+    "tls": ("certManager", "selfSigned"),
+    "networkPolicy": ("apiServer",),
+    "monitoring": ("podMonitor", "alerts", "dashboards"),
+}
+
+
 def _closed(schema: Schema) -> Schema:
     """Returns JSON Schema that refuses fields which the API server would silently drop."""
     # JSON Schema does not know Kubernetes' keywords, and values.yaml has the defaults.
@@ -137,7 +154,11 @@ def _closed(schema: Schema) -> Schema:
 
 def schema() -> dict[str, Any]:
     """Returns values.schema.json."""
-    return {"$schema": "http://json-schema.org/draft-07/schema#", **_closed(structural(Values))}
+    found = _closed(structural(Values))
+    for name, sections in _SECTIONS.items():
+        around = found["properties"][name] if name else found
+        around["required"] = sorted({*around.get("required", ()), *sections})
+    return {"$schema": "http://json-schema.org/draft-07/schema#", **found}
 
 
 def as_file() -> str:
