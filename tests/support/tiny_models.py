@@ -199,6 +199,29 @@ class Oracle:
         return list(self._greedy[asked])
 
     @torch.no_grad()
+    def beams(self, token_ids: Sequence[int], width: int, count: int) -> list[list[int]]:
+        """Returns the `width` likeliest answers of `count` tokens that a beam search finds."""
+        generated = self.model.generate(
+            torch.tensor([list(token_ids)]),
+            attention_mask=torch.ones(1, len(token_ids), dtype=torch.long),
+            generation_config=transformers.GenerationConfig(
+                max_new_tokens=count,
+                num_beams=width,
+                num_return_sequences=width,
+                do_sample=False,
+                eos_token_id=-1,
+                pad_token_id=0,
+            ),
+        )
+        return generated[:, len(token_ids) :].tolist()
+
+    def logprob(self, token_ids: Sequence[int], answer: Sequence[int]) -> float:
+        """Returns the log probability of an answer."""
+        logits = self.logits([*token_ids, *answer])[len(token_ids) - 1 : -1]
+        found = torch.log_softmax(logits, dim=-1)
+        return found[range(len(answer)), list(answer)].sum().item()
+
+    @torch.no_grad()
     def _generate(self, token_ids: Sequence[int], count: int) -> list[int]:
         generated = self.model.generate(
             torch.tensor([list(token_ids)]),

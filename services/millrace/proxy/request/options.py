@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from millrace.core.config import ProxyConfig
 from millrace.core.request_spec import Constraint
 from millrace.proxy.errors import bad_field
+from millrace.proxy.request.beams import read_length_penalty
 from millrace.proxy.request.models.constraints import read_constraint
 from millrace.proxy.request.models.tools import ToolOptions, read_tools
 
@@ -115,6 +116,7 @@ class Options(NamedTuple):
     include_reasoning: bool = True
     pooling: str = ""  # of a request for a vector: as `RequestSpec.pooling`
     shown_prompt_logprobs: int = -1  # the field prompt_logprobs; -1: absent
+    length_penalty: float | None = None  # of a beam search; None: tokens are sampled
 
     @property
     def prefill_only(self) -> bool:
@@ -282,6 +284,7 @@ def read_options(checked: Mapping[str, Any], limits: Limits, logprobs: int) -> O
         # Of a prompt that is only echoed, the engine computes as little as it can.
         pooling="last" if sampling.max_tokens == 0 and max(logprobs, scored) < 0 else "",
         shown_prompt_logprobs=scored,
+        length_penalty=read_length_penalty(checked, constraint_field),
     )
 
 

@@ -14,6 +14,7 @@ from millrace.core.config import Config
 from millrace.grammar.source import GrammarError
 from millrace.proxy.background import Background
 from millrace.proxy.batches.service import Batches
+from millrace.proxy.beams.answer import BeamAnswer
 from millrace.proxy.errors import NO_RETRY, ApiError, bad_field
 from millrace.proxy.files.store import Files
 from millrace.proxy.http.asgi import (
@@ -211,17 +212,25 @@ class Runs:
             finally:
                 keep_alive.close()
 
-        return await self._run(reply, client, arrival, send)
+        return await self._run(reply, client, arrival, send, self.submit)
 
     async def send_whole(
-        self, reply: DocumentReply, client: Client, arrival: Arrival, settle: Settle | None = None
+        self,
+        reply: DocumentReply,
+        client: Client,
+        arrival: Arrival,
+        settle: Settle | None = None,
+        submit: Submit | None = None,
     ) -> int:
-        """Submits the requests and sends their document. Otherwise as `send_stream`."""
+        """Submits the requests and sends their document. Otherwise as `send_stream`.
+
+        `submit` generates the answers in another way than by submitting the requests.
+        """
 
         async def send() -> int:
             return await _send_whole(reply, client, settle)
 
-        return await self._run(reply, client, arrival, send)
+        return await self._run(reply, client, arrival, send, submit or self.submit)
 
     async def _run(
         self,
@@ -229,13 +238,14 @@ class Runs:
         client: Client,
         arrival: Arrival,
         send: Callable[[], Awaitable[int]],
+        submit: Submit,
     ) -> int:
         await self.admit(reply, arrival)
         timer = self.limit_time(reply)
         watch = asyncio.create_task(until_disconnect(client.receive))
         watch.add_done_callback(lambda _: self._leave(reply))
         try:
-            await self.submit(reply)
+            await submit(reply)
             return await send()
         finally:
             watch.cancel()
@@ -302,7 +312,8 @@ class GenerateEndpoint:
         runs, builder = Runs(self._services, model), model.builder(chat=self._chat)
         prompts, options = await self._read(body, model, runs)
         arrival = self._entry.stated(scope, arrival, options)
-        model.gateway.admit(len(prompts))
+        searched = options.length_penalty is not None
+        model.gateway.admit(len(prompts) * options.choices if searched else len(prompts))
         if resumable:
             client = partial(Client, receive, send)
             api = "chat" if self._chat else "completions"
@@ -312,7 +323,8 @@ class GenerateEndpoint:
         one = Client(receive, send, response_id)
         if isinstance(reply, StreamReply):
             return await runs.send_stream(reply, one, arrival)
-        return await runs.send_whole(reply, one, arrival)
+        submit = BeamAnswer(model, builder, options, arrival).submit if searched else None
+        return await runs.send_whole(reply, one, arrival, submit=submit)
 
     async def _read(
         self, body: bytes, model: ServedModel, runs: Runs
@@ -332,6 +344,8 @@ class GenerateEndpoint:
 
 #: Runs when an answer is complete, before its end is sent.
 Settle = Callable[[], Awaitable[None]]
+#: Generates the answers of a reply's requests. Raises ApiError.
+Submit = Callable[[GeneratingReply], Awaitable[None]]
 
 
 async def _send_whole(reply: DocumentReply, client: Client, settle: Settle | None) -> int:

@@ -71,6 +71,16 @@ class GenerateBody(SamplingFields, ConstraintFields, total=False):
             "keep this prompt's KV.",
         ),
     ]
+    use_beam_search: Annotated[
+        bool | None, Field(description="Search the n likeliest answers, the likeliest first.")
+    ]
+    length_penalty: Annotated[
+        Annotated[float, Within(-16, 16)] | None,
+        Field(
+            description="With use_beam_search: the power of the length by which log probabilities "
+            "are divided. Default: 1."
+        ),
+    ]
     stream: Annotated[bool | None, Field(description="Answer as server-sent events.")]
     stream_options: Annotated[
         StreamOptions | None, Field(description="What a stream shows beside the answer.")
@@ -80,11 +90,9 @@ class GenerateBody(SamplingFields, ConstraintFields, total=False):
     request_id: Ignored[str]
     rid: Ignored[str]
     session_id: Ignored[str]
-    length_penalty: Ignored[Annotated[float, Within(-(10**9), 10**9)]]
     spaces_between_special_tokens: Ignored[bool]
     stream_interval: Ignored[Annotated[int, Within(1, 2**31 - 1)]]
 
-    use_beam_search: Annotated[Any, Unsupported(False, why=_NOT_BUILT)]
     ec_transfer_params: Annotated[Any, Unsupported({}, why=_OF_VLLM)]
     kv_transfer_params: Annotated[Any, Unsupported({}, why=_OF_VLLM)]
     logprob_token_ids: Annotated[Any, Unsupported(why=_NOT_BUILT)]
