@@ -447,6 +447,21 @@ async def test_a_peer_that_has_seen_a_later_epoch_ends_the_leader(is_worker):
             await asyncio.wait([net.task], timeout=HANG_S)
 
 
+@pytest.mark.parametrize(
+    ("knows", "code"), [("prefill", "UNAVAILABLE"), ("proxy", "UNAVAILABLE"), ("", "TOO_LARGE")]
+)
+async def test_no_request_is_too_large_for_a_fleet_that_the_store_has_forgotten(knows, code):
+    """The store has lost its data: a peer had a former leader, which may have had more peers."""
+    seen = {knows: (int(time.time()) - 60) * 1000}
+    async with scheduler() as net:
+        await net.worker("p0", seen_epoch=seen.get("prefill", 0))
+        await net.worker("d0")
+        proxy = await net.proxy(seen_epoch=seen.get("proxy", 0))
+        await proxy.submit(spec("r", 4000))
+        refused = await proxy.next("refused")
+        assert scheduler_pb2.RefusalCode.Name(refused.code) == f"REFUSAL_CODE_{code}"
+
+
 async def test_peers_that_lose_the_thread_are_cut_off_alone():
     async with scheduler(quick(lease_s=2.0)) as net:
         worker, proxy = await net.worker("p0"), await net.proxy()

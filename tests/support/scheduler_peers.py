@@ -68,23 +68,26 @@ class Net:
         self._channels.append(open_channel(self.address))
         return self._channels[-1]
 
-    async def worker(self, worker_id: str, *, beats: bool = True, **card: object) -> Worker:
+    async def worker(
+        self, worker_id: str, *, beats: bool = True, seen_epoch: int = 0, **card: object
+    ) -> Worker:
         """A registered worker; "p..." prefills, any other decodes."""
         worker = Worker(self.stub().ConnectWorker(), worker_id)
         self._peers.append(worker)
-        await worker.call.write(scheduler_pb2.WorkerMessage(register=register(worker_id, **card)))
+        message = {"register": register(worker_id, **card), "seen_epoch": seen_epoch}
+        await worker.call.write(scheduler_pb2.WorkerMessage(**message))
         first = await worker.next()
         assert first.WhichOneof("kind") == "registered"
         if beats:
             worker.start_beating(first.registered.heartbeat_s)
         return worker
 
-    async def proxy(self, proxy_id: str = "x") -> Proxy:
+    async def proxy(self, proxy_id: str = "x", *, seen_epoch: int = 0) -> Proxy:
         """A connected proxy that has read its first Fleet."""
         proxy = Proxy(self.stub().ConnectProxy(), proxy_id)
         self._peers.append(proxy)
         hello = common_pb2.Incarnation(id=proxy_id, generation=1)
-        await proxy.call.write(scheduler_pb2.ProxyMessage(hello=hello))
+        await proxy.call.write(scheduler_pb2.ProxyMessage(hello=hello, seen_epoch=seen_epoch))
         await proxy.next("fleet")
         return proxy
 

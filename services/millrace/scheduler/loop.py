@@ -144,6 +144,12 @@ class SchedulerLoop:
         if self._inbox.qsize() >= MAX_EVENTS:
             self._room.clear()
 
+    def saw(self, epoch: int) -> None:
+        """Notes the epoch that a peer has seen (0: none), before it posts the peer's begin."""
+        if epoch not in (0, self.epoch) and self._succession.had_former():
+            log.warning("a peer had a former leader, of whose instances the store knows nothing")
+            self.post_now(events.InstancesForgotten())
+
     async def set_policy(self, event: events.PolicyChanged) -> str:
         """Changes the policy after all queued events; returns the previous policy."""
         before, _ = await self._change(event)

@@ -137,6 +137,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"register: {error}")
         await self._check_epoch(first.seen_epoch, loop, context)
         worker = Worker(card=card, address=first.register.address, seen_s=loop.clock())
+        loop.saw(first.seen_epoch)
         loop.post_now(card, worker)
         try:
             reading = _read_worker(request_iterator, worker, loop)
@@ -164,6 +165,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
         await self._check_epoch(first.seen_epoch, loop, context)
         proxy = Proxy(key=f"{first.hello.id}#{next(self._connections)}")
         log.info("proxy %s connected", proxy.key)
+        loop.saw(first.seen_epoch)
         loop.post_now(None, proxy)
         try:
             reading = _read_proxy(request_iterator, proxy, loop)

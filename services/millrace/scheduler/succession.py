@@ -77,6 +77,7 @@ class Succession:
 
     def __init__(self, inherited: Estate) -> None:
         self._estate = inherited
+        self._knows_the_fleet = inherited.is_inherited
         self.is_open = inherited.is_inherited
         self._workers = set(inherited.workers if self.is_open else ())
         self._proxies = set(inherited.proxies if self.is_open else ())
@@ -91,6 +92,13 @@ class Succession:
         self._workers.discard(worker_id)
         self._proxies.discard(proxy_id)
         return self.is_open and not self.missing
+
+    def had_former(self) -> bool:
+        """Notes that a peer had a former leader. Returns True for the first one, if what that
+        leader left is lost.
+        """
+        knew, self._knows_the_fleet = self._knows_the_fleet, True
+        return not knew
 
     def end(self) -> TakeoverEnded:
         """Returns the event that ends the takeover. Its instances have not come yet, or the former

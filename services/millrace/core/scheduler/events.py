@@ -111,6 +111,13 @@ class TakeoverEnded:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class InstancesForgotten:
+    """A peer had a former leader, and the store has lost whom that one had: there may be instances
+    that nobody names.
+    """
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CancelRequested:
     """The client left, the proxy met a stop string, or a deadline passed."""
 
@@ -167,6 +174,7 @@ Event = (
     | Reopened
     | TakeoverBegan
     | TakeoverEnded
+    | InstancesForgotten
     | CancelRequested
     | ProxyLeft
     | PolicyChanged

@@ -56,6 +56,7 @@ from millrace.core.scheduler.dispatch.suspects import Suspects
 from millrace.core.scheduler.dispatch.takeover import Takeover
 from millrace.core.scheduler.effects import Effect
 from millrace.core.scheduler.explanation.explain import Explanation, explain, queue_place
+from millrace.core.scheduler.fleet.absences import FORGOTTEN
 from millrace.core.scheduler.fleet.cluster import Cluster
 from millrace.core.scheduler.fleet.instances import (
     DecodeInstance,
@@ -96,6 +97,7 @@ class Machine:
             events.Reopened: self._reopened,
             events.TakeoverBegan: self._takeover_began,
             events.TakeoverEnded: self._takeover_ended,
+            events.InstancesForgotten: self._instances_forgotten,
             events.CancelRequested: self._cancel,
             events.ProxyLeft: self._proxy_left,
             events.PolicyChanged: self._policy_changed,
@@ -372,6 +374,10 @@ class Machine:
         for waiting in self._takeover.end(step):
             self._submitted(step, waiting)
         self._dispatcher.run(step)
+
+    def _instances_forgotten(self, step: StepContext, event: events.InstancesForgotten) -> None:
+        del event
+        self.cluster.absences.missing(FORGOTTEN, step.now_s)
 
     def _cancel(self, step: StepContext, event: events.CancelRequested) -> None:
         request = self.requests.get(event.request_id)

@@ -62,6 +62,20 @@ def test_the_former_leaders_instances_are_expected_as_long_as_lost_ones() -> Non
     assert codes(bench.step(request("c", 400))) == ["too_large"]
 
 
+def test_forgotten_instances_are_expected_as_long_as_lost_ones() -> None:
+    bench = Bench(config=CONFIG)
+    bench.step(events.InstancesForgotten())
+    assert codes(bench.step(request("z", 400))) == ["unavailable"]  # nobody is there
+    bench.step(instance("p0"))
+    bench.step(instance("d0"))
+    (refused,) = of(effects.Refuse, bench.step(request("a", 400)))
+    assert refused.code == "unavailable" and refused.retry_after_s == CONFIG.lease_s
+    assert refused.message.startswith("instances that the store has forgotten may come back: 400")
+    assert codes(bench.step(request("b", 100))) == []
+    bench.now_s += AWAY_S + 1.0
+    assert codes(bench.step(request("c", 400))) == ["too_large"]
+
+
 def test_an_earlier_attempt_of_its_own_makes_nothing_too_large() -> None:
     bench = spread_bench()
     bench.step(request("a", 400))

@@ -12,6 +12,8 @@ from millrace.core.scheduler.events import InstanceJoined
 
 #: How long a lost instance is expected: it loads its model again.
 AWAY_S: Final = 300.0
+#: Stands for all instances that a former leader had, after a loss of the store's data.
+FORGOTTEN: Final = "instances that the store has forgotten"
 
 
 class Absences:
