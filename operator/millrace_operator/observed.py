@@ -42,6 +42,14 @@ Service = Resource[ModelServiceSpec]
 Pool = Resource[PoolSpec]
 
 
+def service_of(pool: Object) -> str:
+    """Returns the name of the ModelService of an unparsed pool; "" if it names none: the CRD that
+    accepted it may have had another schema.
+    """
+    reference = (pool.get("spec") or {}).get("serviceRef")
+    return str(reference.get("name", "")) if isinstance(reference, Mapping) else ""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ending:
     """A pod that is terminating."""

@@ -391,6 +391,19 @@ async def test_a_spec_that_does_not_fit_the_models_is_told(cluster: KubeEmulator
         await cluster.until(lambda: ready(cluster))
 
 
+@pytest.mark.parametrize("spec", [{}, {"serviceRef": {}}, {"serviceRef": "chat"}], ids=str)
+async def test_a_pool_that_names_no_service_keeps_no_other_from_being_served(
+    cluster: KubeEmulator, spec: Object
+):
+    """A CRD of another version, or one that somebody edited, has accepted it."""
+    await cluster.make({**pool("DecodePool", "odd"), "spec": spec})
+    await cluster.make(chat())
+    async with operator(cluster):
+        await cluster.until(lambda: ready(cluster) and _degraded(cluster, "DecodePool", "odd"))
+        told = condition(cluster.find("DecodePool", "odd"), "Degraded")
+        assert told["reason"] == "InvalidSpec" and "serviceRef" in told["message"]
+
+
 def _degraded(cluster: KubeEmulator, kind: str, name: str) -> bool:
     return condition(cluster.find(kind, name), "Degraded").get("status") == "True"
 

@@ -24,7 +24,15 @@ from millrace_operator.manifests.naming import (
     part_name,
 )
 from millrace_operator.metrics import OperatorMetrics
-from millrace_operator.observed import Object, ObservedPool, ObservedService, Peer, Pool, Service
+from millrace_operator.observed import (
+    Object,
+    ObservedPool,
+    ObservedService,
+    Peer,
+    Pool,
+    Service,
+    service_of,
+)
 from millrace_operator.reconcile.actions import (
     Action,
     Apply,
@@ -260,8 +268,7 @@ class Cluster:
             pool
             for pools in lists
             for pool in pools
-            if pool["spec"]["serviceRef"]["name"] == service
-            and "deletionTimestamp" not in pool["metadata"]
+            if service_of(pool) == service and "deletionTimestamp" not in pool["metadata"]
         ]
 
     async def _instances(

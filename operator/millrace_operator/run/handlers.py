@@ -21,6 +21,7 @@ from kubernetes.aio import client
 
 from millrace.core.errors import MillraceError
 from millrace_operator.manifests.naming import COMPONENT_LABEL, POOL_LABEL, SERVICE_LABEL
+from millrace_operator.observed import service_of
 from millrace_operator.run.kube import RESOURCES
 from millrace_operator.run.queue import Key
 from millrace_operator.schema.pools import KINDS
@@ -69,12 +70,12 @@ class Touches:
         """
         key = _key(kind, body)
         spec_changed, state_changed = self._changed(key, event, body)
-        name = (body.get("spec") or {}).get("serviceRef", {}).get("name", "")
+        name = service_of(body)
         siblings = self._pools.setdefault((key.namespace, name), set())
         siblings.add(key)
         if spec_changed:
             self._touch(key)
-        if spec_changed or state_changed:
+        if name and (spec_changed or state_changed):
             self._touch(Key("ModelService", key.namespace, name))
             for sibling in siblings - {key}:
                 self._touch(sibling)
