@@ -141,9 +141,13 @@ def overloaded(message: str) -> ApiError:
     return ApiError(429, message, code="overloaded", retry_after_s=RETRY_AFTER_S)
 
 
+#: The code of `id_taken`.
+ID_TAKEN = "request_id_taken"
+
+
 def id_taken() -> ApiError:
     """Returns a 409 error: a request of this id is known, and its answer is not this client's."""
-    return ApiError(409, "A request with this id exists already.", code="request_id_taken")
+    return ApiError(409, "A request with this id exists already.", code=ID_TAKEN)
 
 
 def would_be_late(predicted_s: float, objective_s: float) -> ApiError:

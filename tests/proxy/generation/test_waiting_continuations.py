@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 
-import numpy as np
 import pytest
 
 from millrace.state.store import StoreError
@@ -153,17 +152,6 @@ async def test_a_continuation_waits_for_the_store(stack):
 
     answer = await disturbed(stack, BODY, move)
     assert (answer.text, len(calls), len(set(calls))) == (TEXT, 4, 1)
-
-
-async def test_a_continuation_whose_id_is_taken_ends(stack):
-    async def move(spec):
-        await stack.proxy.store.create(
-            f"{spec.request_id}.1", spec=b"another", prompt_ids=np.ones(3, dtype=np.int32)
-        )
-        stack.fleet.move(spec)
-
-    answer = await disturbed(stack, BODY, move)
-    assert answer.error["code"] == "request_id_taken"
 
 
 async def test_without_the_store_a_continuation_ends_at_its_deadline(tmp_path):

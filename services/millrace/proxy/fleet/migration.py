@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Protocol
 
 from millrace.core.backoff import Backoff
-from millrace.proxy.errors import ApiError
+from millrace.proxy.errors import ID_TAKEN, ApiError
 from millrace.proxy.fleet.records import Records
 from millrace.proxy.fleet.scheduler_link import SchedulerLink
 from millrace.proxy.generation.proxy_request import ProxyRequest
@@ -106,7 +106,7 @@ class Migration:
         self._metrics.moved(reason)
         following = request.move(time.monotonic())
         for one in following:
-            self._live[one.spec.request_id] = one
+            self._enter(one)
             log.info(
                 "request %s is migrated as %s after %d tokens: %s",
                 before,
@@ -116,6 +116,19 @@ class Migration:
                 extra=one.about(),
             )
         self._records.spawn(self._go_on(following, before, wait_s))
+
+    def _enter(self, request: ProxyRequest) -> None:
+        while request.spec.request_id in self._live:
+            request.rename()
+        self._live[request.spec.request_id] = request
+
+    def _rename(self, request: ProxyRequest) -> None:
+        """Gives an incarnation whose name the store has of another request the next name."""
+        before = request.spec.request_id
+        del self._live[before]
+        request.rename()
+        self._enter(request)
+        log.info("%s is taken: now %s", before, request.spec.request_id, extra=request.about())
 
     async def _go_on(self, following: list[ProxyRequest], before: str, wait_s: float) -> None:
         """Submits a request's next incarnations; the store has all before the former one ends."""
@@ -142,6 +155,9 @@ class Migration:
             try:
                 await self._submit(request)
             except ApiError as error:
+                if error.code == ID_TAKEN and not request.has_ended:
+                    self._rename(request)
+                    continue
                 age_s = time.monotonic() - request.arrived_at
                 if not error.is_refusal or age_s > self._request_timeout_s:
                     raise

@@ -317,6 +317,14 @@ class ProxyRequest:
             self.stage = Stage.ENDED
             self.sink.on_done(self)
 
+    def rename(self) -> None:
+        """Gives an incarnation that was not submitted yet the next name: another request has its
+        name. After a loss of the store's data there may be two requests of one id.
+        """
+        self.moves += 1
+        self.spec = replace(self.spec, request_id=f"{self.lineage}.{self.moves}")
+        self.encoded_spec = b""
+
     def _begin_incarnation(self, now: float) -> None:
         self.moves += 1
         if self._moved_at is None:
