@@ -332,6 +332,17 @@ async def test_requests_nobody_finishes_expire(opener: Opener) -> None:
         await store.prompt_ids("a")
 
 
+async def test_a_renewal_prolongs_no_life_that_is_set(opener: Opener) -> None:
+    store = opener(ttl_s=1, finished_ttl_s=1)
+    for name in ("ended", "kept"):
+        await store.create(name, spec=b"", prompt_ids=IDS, kept=name == "kept")
+    await store.finish({"ended": "finished"})
+    await asyncio.sleep(0.6)
+    await store.renew(["ended", "kept", "unknown"])
+    await asyncio.sleep(0.5)
+    assert [await store.get(name) for name in ("ended", "kept", "unknown")] == [None] * 3
+
+
 async def test_many_callers_at_once(store: RequestStore) -> None:
     async def live(i: int) -> None:
         request_id = f"r{i}"

@@ -6,6 +6,7 @@ import numpy as np
 
 from millrace.core.config import StoreConfig
 from millrace.state.memory_store import MemoryStore
+from millrace.state.store import LEASE_S
 
 
 async def test_expired_requests_take_no_memory() -> None:
@@ -21,3 +22,17 @@ async def test_expired_requests_take_no_memory() -> None:
     now_s = 10.0
     await store.create("y", spec=b"", prompt_ids=np.arange(3, dtype=np.int32))
     assert len(store) == 2
+
+
+async def test_a_request_that_none_may_continue_lives_as_long_as_its_proxy() -> None:
+    now_s = 0.0
+    store = MemoryStore(StoreConfig(), clock=lambda: now_s)
+    for name in ("renewed", "left", "kept"):
+        prompt = np.arange(3, dtype=np.int32)
+        await store.create(name, spec=b"", prompt_ids=prompt, kept=name == "kept")
+    now_s = 0.9 * LEASE_S
+    await store.renew(["renewed"])
+    now_s = 1.8 * LEASE_S
+    found = {name: await store.get(name) is not None for name in ("renewed", "left", "kept")}
+    assert found == {"renewed": True, "left": False, "kept": True}
+    assert (await store.prompt_ids("renewed")).size == 3

@@ -13,6 +13,7 @@ import numpy.typing as npt
 from millrace.core.config import StoreConfig
 from millrace.core.request import RequestState
 from millrace.state.store import (
+    LEASE_S,
     IdTaken,
     JournalEntry,
     JournalPart,
@@ -74,7 +75,7 @@ class MemoryStore:
             expires_s=0.0,
             kept=kept,
         )
-        self._expire(request_id, self._ttl_s)
+        self._expire(request_id, self._ttl_s if kept else min(self._ttl_s, LEASE_S))
 
     async def prompt_ids(
         self, request_id: str, start: int = 0, stop: int | None = None
@@ -90,6 +91,12 @@ class MemoryStore:
         self, request_id: str, slices: Sequence[tuple[int, int]]
     ) -> list[npt.NDArray[np.int32]]:
         return [await self.prompt_ids(request_id, start, stop) for start, stop in slices]
+
+    async def renew(self, request_ids: Sequence[str]) -> None:
+        for request_id in request_ids:
+            entry = self._find(request_id)
+            if entry is not None and not (entry.final or entry.kept):
+                self._expire(request_id, min(self._ttl_s, LEASE_S))
 
     async def set_states(self, updates: Sequence[StateUpdate]) -> None:
         for update in updates:

@@ -1,7 +1,7 @@
 """The request store: the data of a request that every service may read.
 
 A request's record, its prompt ids and the journal of its emitted tokens have one lifetime: all
-three have the same deadline from their creation, and a deleted or expired request never comes back.
+three have the same deadline at any time, and a deleted or expired request never comes back.
 Request ids are printable ASCII without spaces and braces.
 """
 
@@ -18,6 +18,10 @@ import numpy.typing as npt
 from millrace.core.errors import MillraceError
 
 _REQUEST_ID = re.compile(r"[!-z|~]{1,128}")  # printable ASCII without space, { and }
+
+#: How long a request lives that its proxy does not renew, and that no other may continue: nobody
+#: needs its record, and its id is free again.
+LEASE_S = 60.0
 
 
 class StoreError(MillraceError):
@@ -90,7 +94,8 @@ class RequestStore(Protocol):
     ) -> None:
         """Records a request in state "queued" with its prompt ids (int32 [tokens], not empty).
 
-        `kept`: another request may continue it, so `finish` leaves its prompt until `release`.
+        `kept`: another request may continue it, so it lives for `ttl_s`, and `finish` leaves its
+        prompt until `release`. Any other request lives for LEASE_S, unless it is renewed.
 
         Raises IdTaken, or StoreError when the id is malformed or when there are no prompt ids.
         """
@@ -110,6 +115,11 @@ class RequestStore(Protocol):
     ) -> list[npt.NDArray[np.int32]]:
         """Returns the prompt's ids of each [start, stop), in one round trip; otherwise as
         `prompt_ids`.
+        """
+
+    async def renew(self, request_ids: Sequence[str]) -> None:
+        """Lets these requests live for LEASE_S from now on, in one round trip. Does nothing to
+        deleted, finished and kept ones.
         """
 
     async def set_states(self, updates: Sequence[StateUpdate]) -> None:

@@ -64,6 +64,32 @@ async def test_leaving_a_stream_cancels_it(stack):
     await until_gone(stack, spec)
 
 
+async def test_records_of_open_requests_live_on(tmp_path, monkeypatch):
+    """But not those of resumable streams, which outlive their proxy."""
+    monkeypatch.setattr("millrace.proxy.fleet.gateway.RENEW_S", 0.02)
+    renewed = []
+
+    async def renew(request_ids):
+        renewed.append(request_ids)
+
+    async with gateway(tmp_path) as stack:
+        monkeypatch.setattr(stack.proxy.store, "renew", renew)
+        hold = asyncio.Event()
+        stack.fleet.script = Script(hold=hold)
+        posts = [
+            asyncio.create_task(stack.http.post(CHAT, json=STREAM, headers=headers))
+            for headers in ({}, {"x-millrace-resumable": "1"})
+        ]
+        await eventually(lambda: len(stack.fleet.specs) == 2)
+        renewed.clear()
+        await eventually(lambda: len(renewed) > 1)
+        [plain] = [r for r in stack.proxy.gateway.requests if not r.kept]
+        assert renewed == [[plain.request_id]] * len(renewed)
+        hold.set()
+        await asyncio.gather(*posts)
+        await stack.idle()
+
+
 async def until_gone(stack, spec):
     async def gone():
         return await stack.state_of(spec.request_id) is None

@@ -50,18 +50,33 @@ async def lifetimes_ms(client: Redis) -> dict[str, int]:
 async def test_every_key_has_a_lifetime_and_one_hash_slot(url: str) -> None:
     store = RedisStore(StoreConfig(url=url, ttl_s=100, finished_ttl_s=10, key_prefix="mill"))
     async with Redis.from_url(url) as client:
-        await store.create("a", spec=b"", prompt_ids=IDS)
+        await store.create("a", spec=b"", prompt_ids=IDS, kept=True)
         await store.append_tokens([tokens("a"), tokens("a")])
         life = await lifetimes_ms(client)
         stem = "mill:request:{a}"
         assert life.keys() == {stem, f"{stem}:prompt", f"{stem}:journal"}
         assert all(90_000 < ms <= 100_000 for ms in life.values())
         await store.finish({"a": "finished"})
+        await store.release("a")
         life = await lifetimes_ms(client)
         assert life.keys() == {stem, f"{stem}:journal"}
         assert all(9_000 < ms <= 10_000 for ms in life.values())
         await store.delete("a")
         assert await lifetimes_ms(client) == {}
+    await store.close()
+
+
+async def test_a_request_that_none_may_continue_lives_as_long_as_its_proxy(url: str) -> None:
+    store = RedisStore(StoreConfig(url=url))
+    async with Redis.from_url(url) as client:
+        await store.create("a", spec=b"", prompt_ids=IDS)
+        await store.append_tokens([tokens("a")])
+        for key, life_ms in (await lifetimes_ms(client)).items():
+            assert 50_000 < life_ms <= 60_000
+            await client.pexpire(key, 30_000)
+        await store.renew(["a"])
+        lives = await lifetimes_ms(client)
+        assert len(lives) == 3 and all(50_000 < one <= 60_000 for one in lives.values())
     await store.close()
 
 

@@ -24,7 +24,12 @@ class StoreConfig(Section):
         within(0.05),
         "how long the store may be silent; then it counts as out of reach: new requests get 503",
     )
-    ttl_s: float = setting(7200.0, within(1), "lifetime of a record whose request has not ended")
+    ttl_s: float = setting(
+        7200.0,
+        within(1),
+        "lifetime of the request of a resumable stream that has not ended; others live for a "
+        "minute, 60 s, after their proxy's last sign, or ttl_s if it is less",
+    )
     finished_ttl_s: float = setting(
         60.0, within(0), "lifetime of a record after its request has ended"
     )

@@ -31,13 +31,14 @@ from millrace.proxy.generation.proxy_request import ProxyRequest
 from millrace.proxy.generation.stage import Stage
 from millrace.proxy.metrics import ModelMetrics
 from millrace.state.leader import LeaderWatch
-from millrace.state.store import RequestStore
+from millrace.state.store import LEASE_S, RequestStore
 from millrace.wire.codec.request_spec import encode_spec
 from millrace.wire.fleet_messages import Fleet, OpenRequest, Placed, Queued
 
 log = logging.getLogger(__name__)
 
 WATCH_INTERVAL_S = 0.5
+RENEW_S = LEASE_S / 3  # between renewals of the requests' records
 
 _NO_SCHEDULER = "The connection to the scheduler was lost."
 _SHUTTING_DOWN = "The server is shutting down."
@@ -100,6 +101,7 @@ class Gateway:
             asyncio.create_task(self._leaders.run()),
             asyncio.create_task(self._scheduler.run()),
             asyncio.create_task(self._watch()),
+            asyncio.create_task(self._renew()),
         ]
 
     def drain(self) -> None:
@@ -387,6 +389,13 @@ class Gateway:
         self._parking.discard(request)
 
     # -- time
+
+    async def _renew(self) -> None:
+        """Keeps the records of open requests: what a dead proxy has left expires."""
+        while True:
+            await asyncio.sleep(RENEW_S)
+            live = self._live.items()
+            self._records.renew([name for name, one in live if one.recorded and not one.kept])
 
     async def _watch(self) -> None:
         while True:

@@ -65,6 +65,11 @@ class Records:
         except MillraceError as error:
             raise _away(request_id, error) from error
 
+    def renew(self, request_ids: Sequence[str]) -> None:
+        """Lets the store have these requests for longer."""
+        if request_ids:
+            self.spawn(self._store.renew(request_ids))
+
     def finish(self, request_id: str, state: str, *, release: bool = False) -> None:
         """Writes the final state within ENDINGS_INTERVAL_S, and may release a kept request."""
         if not self._endings:

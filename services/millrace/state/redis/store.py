@@ -18,6 +18,7 @@ from millrace.state.redis.keys import ID_DTYPE, journal_frame, journal_part, req
 from millrace.state.redis.link import RedisLink, as_bytes
 from millrace.state.redis.scripts import Script, ScriptCall
 from millrace.state.store import (
+    LEASE_S,
     IdTaken,
     JournalEntry,
     JournalPart,
@@ -36,6 +37,12 @@ redis.call('HSET', KEYS[1], 'state', ARGV[1], 'spec', ARGV[2], 'prompt_tokens', 
 redis.call('PEXPIRE', KEYS[1], ARGV[5])
 redis.call('SET', KEYS[2], ARGV[4], 'PX', ARGV[5])
 if ARGV[6] == '1' then redis.call('HSET', KEYS[1], 'kept', '1') end
+return 1
+""")
+_RENEW = Script("""
+local seen = redis.call('HMGET', KEYS[1], 'state', 'final', 'kept')
+if not seen[1] or seen[2] or seen[3] then return 0 end
+for _, key in ipairs(KEYS) do redis.call('PEXPIRE', key, ARGV[1]) end
 return 1
 """)
 _SET_STATE = Script("""
@@ -83,6 +90,7 @@ class RedisStore:
         """Connects at the first call. Raises ConfigError when `config.url` is not valid."""
         self._prefix = config.key_prefix
         self._ttl_ms = round(config.ttl_s * 1000)
+        self._lease_ms = min(self._ttl_ms, round(LEASE_S * 1000))
         self._finished_ttl_ms = round(config.finished_ttl_s * 1000)
         self._link = RedisLink(config)
 
@@ -96,7 +104,8 @@ class RedisStore:
     ) -> None:
         ids = check_new_request(request_id, prompt_ids)
         keys = request_keys(self._prefix, request_id)
-        fields = (RequestState.QUEUED.value, spec, prompt_ids.size, ids, self._ttl_ms, int(kept))
+        life_ms = self._ttl_ms if kept else self._lease_ms
+        fields = (RequestState.QUEUED.value, spec, prompt_ids.size, ids, life_ms, int(kept))
         call = ScriptCall(_CREATE, (keys.record, keys.prompt), fields)
         if not await self._link.run_once(call):
             raise IdTaken(f"request {request_id} is in the store already")
@@ -134,6 +143,9 @@ class RedisStore:
         for (start, stop), ids in zip(slices, found, strict=True):
             check_found(request_id, start, stop, ids.size)
         return found
+
+    async def renew(self, request_ids: Sequence[str]) -> None:
+        await self._link.run_all([self._all(_RENEW, one, (self._lease_ms,)) for one in request_ids])
 
     async def set_states(self, updates: Sequence[StateUpdate]) -> None:
         calls = [
@@ -185,20 +197,21 @@ class RedisStore:
 
     async def finish(self, states: Mapping[str, str]) -> None:
         ttl_ms = self._finished_ttl_ms
-        ends = [self._end(_FINISH, one, (ttl_ms, state)) for one, state in states.items()]
+        ends = [self._all(_FINISH, one, (ttl_ms, state)) for one, state in states.items()]
         await self._link.run_all(ends)
 
     async def release(self, request_id: str) -> None:
-        await self._link.run(self._end(_RELEASE, request_id, (self._finished_ttl_ms,)))
+        await self._link.run(self._all(_RELEASE, request_id, (self._finished_ttl_ms,)))
 
-    def _end(
+    def _all(
         self, script: Script, request_id: str, arguments: tuple[int | str | bytes, ...]
     ) -> ScriptCall:
+        """Returns a call of a script over all keys of a request."""
         keys = request_keys(self._prefix, request_id)
         return ScriptCall(script, (keys.record, keys.prompt, keys.journal), arguments)
 
     async def delete(self, request_id: str, *, spec: bytes | None = None) -> bool:
-        call = self._end(_DELETE, request_id, () if spec is None else (spec,))
+        call = self._all(_DELETE, request_id, () if spec is None else (spec,))
         return bool(await self._link.run(call))
 
     async def ping(self) -> None:
