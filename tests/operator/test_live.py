@@ -330,6 +330,22 @@ async def test_errors_are_got_over_without_haste(cluster: KubeEmulator):
             assert total(running, name, status=str(fault.status)) == fault.hits
 
 
+async def test_what_changes_while_watches_expire_is_not_missed(cluster: KubeEmulator):
+    await cluster.make(chat(mode="Off"))
+    async with operator(cluster):
+        await cluster.until(lambda: ready(cluster))
+        cluster.compact()
+        await resize(cluster, 3)
+        await cluster.until(lambda: size(cluster) == 3)
+        cluster.compact()
+        await cluster.remove("Deployment", "chat-proxy")
+        await cluster.until(lambda: cluster.find("Deployment", "chat-proxy"))
+        cluster.compact()
+        await cluster.make(chat(name="next", mode="Off"))
+        await cluster.until(lambda: ready(cluster, "next"))
+        assert cluster.expired >= 3
+
+
 @pytest.mark.parametrize("status", [403, 422])  # a quota, or the object itself
 async def test_what_is_refused_is_told_and_tried_again_slowly(cluster: KubeEmulator, status: int):
     refusal = Fault(

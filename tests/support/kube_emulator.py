@@ -76,6 +76,8 @@ class KubeEmulator(KubernetesEmulator):
         self._applied: dict[tuple[str, str], Object] = {}  # by uid, manager and subresource
         self._events: list[tuple[int, str, Object]] = []
         self._version = 100
+        self._compacted = 0  # watches from an earlier version end
+        self.expired = 0  # watches that have ended so
         self._news = asyncio.Condition()
         for kind in RESOURCES.keys() - {"LeaderWorkerSet"}:
             self.serve(kind)
@@ -117,6 +119,12 @@ class KubeEmulator(KubernetesEmulator):
     async def remove(self, kind: str, name: str) -> None:
         """Deletes as `kubectl delete` does."""
         await self._delete((kind, "default", name))
+
+    def compact(self) -> None:
+        """Forgets the changes so far, as etcd does every five minutes: a watch that has not seen
+        them all ends with 410 at the next change, and its client has to list again.
+        """
+        self._compacted = self._version + 1
 
     async def until(self, true: Callable[[], object], within_s: float = HANG_S) -> None:
         """Waits until `true()`, checked whenever an object changes."""
@@ -178,6 +186,11 @@ class KubeEmulator(KubernetesEmulator):
                 if not news:
                     await self._news.wait()
                     continue
+            if at < self._compacted:
+                self.expired += 1
+                gone = {"kind": "Status", "code": 410, "reason": "Expired", "message": "too old"}
+                yield {"type": "ERROR", "object": gone}
+                return
             at = news[-1][0]
             for _, change, obj in news:
                 if obj["kind"] == kind and is_chosen(request, obj):
