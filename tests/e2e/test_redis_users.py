@@ -8,11 +8,11 @@ import httpx
 import pytest
 from redis.asyncio import Redis
 
+from millrace.bench.common.lasting_answer import LastingAnswer
 from millrace.local.stack import Stack
 from millrace.state.redis.access import user_of
 from support.deadlines import HANG_S, eventually
 from support.fault_scene import signal_to
-from support.lasting_answers import Answer
 from support.live_stack import live_stack
 from support.redis_servers import HOST, PRIMARY, redis_server
 from support.served_model import served_folder
@@ -61,8 +61,8 @@ async def test_every_service_has_its_own_user() -> None:
             await eventually(has_all)
             plain = await client.post("/v1/completions", json=BODY)
             assert plain.status_code == httpx.codes.OK, plain.text
-            answer = Answer("/v1/completions", {**BODY, "stream": True, "return_token_ids": True})
-            assert (await answer.read(client)).finish
+            answer = LastingAnswer("/v1/completions", {**BODY, "return_token_ids": True})
+            assert (await answer.read(client, silence_s=HANG_S)).finish
             stored = await client.post(
                 "/v1/responses", json={"model": "tiny", "input": "Once", "max_output_tokens": 16}
             )

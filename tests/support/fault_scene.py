@@ -12,6 +12,7 @@ from typing import Any
 
 import httpx
 
+from millrace.bench.common.lasting_answer import LastingAnswer
 from millrace.local.stack import Stack
 from millrace.wire.clients.scheduler_client import (
     InstanceView,
@@ -20,7 +21,7 @@ from millrace.wire.clients.scheduler_client import (
     explain,
     get_instances,
 )
-from support.lasting_answers import Answer
+from support.deadlines import HANG_S
 from support.live_stack import busiest, eventually, leader_of, lease_of, slowed
 
 Asked = tuple[str, dict[str, Any]]  # path and body
@@ -55,8 +56,8 @@ class Scene:
     undisturbed: dict[str, Any] = field(default_factory=dict)
     pages: dict[str, int] = field(default_factory=dict)  # free ones, by instance, without work
     frozen: set[int] = field(default_factory=set)
-    answers: dict[str, Answer] = field(default_factory=dict)
-    reading: dict[str, asyncio.Task[Answer]] = field(default_factory=dict)
+    answers: dict[str, LastingAnswer] = field(default_factory=dict)
+    reading: dict[str, asyncio.Task[LastingAnswer]] = field(default_factory=dict)
 
     async def begin(self) -> None:
         """Has every answer once, alone, and remembers the fleet without work."""
@@ -71,12 +72,12 @@ class Scene:
 
     # ---- the answers
 
-    def send(self, name: str) -> Answer:
+    def send(self, name: str) -> LastingAnswer:
         """Begins to read an answer."""
         path, body = self.asked[name]
-        answer = Answer(path, {"model": "tiny", "stream": True, **body})
+        answer = LastingAnswer(path, {"model": "tiny", **body})
         self.answers[name] = answer
-        self.reading[name] = asyncio.create_task(answer.read(self.client))
+        self.reading[name] = asyncio.create_task(answer.read(self.client, silence_s=2 * HANG_S))
         return answer
 
     def send_others(self) -> None:
@@ -84,23 +85,24 @@ class Scene:
         for name in self.beside:
             self.send(name)
 
-    async def progress(self, answer: Answer) -> dict[str, Any]:
+    async def progress(self, answer: LastingAnswer) -> dict[str, Any]:
         """What `GET /v1/requests` says of the answer; empty before it is known."""
         response = await self.client.get(f"/v1/requests/{answer.chosen_id}")
         return response.json() if response.status_code == httpx.codes.OK else {}
 
-    async def state(self, answer: Answer) -> str:
+    async def state(self, answer: LastingAnswer) -> str:
         """The answer's state as the scheduler sees it; empty if it does not know it."""
         if found := await self.progress(answer):
             with suppress(UnknownRequest, SchedulerUnavailable):
                 return (await explain(self.stack.scheduler_address, found["id"])).state
         return ""
 
-    async def end(self) -> list[Answer]:
+    async def end(self) -> list[LastingAnswer]:
         """Waits for all answers, each of which must be as in the undisturbed run."""
         found = await asyncio.gather(*self.reading.values())
         for name, answer in zip(self.reading, found, strict=True):
-            assert not answer.error, f"{name} ({answer.chosen_id}): {answer.error}"
+            said = answer.interruptions or answer.error
+            assert not said, f"{name} ({answer.chosen_id}): {said}"
             alone = self.undisturbed[name]
             difference = f"{name} ({answer.chosen_id}): {answer.content}, undisturbed {alone}"
             assert answer.content == alone, difference
@@ -284,7 +286,7 @@ async def mid_tool_call(scene: Scene) -> bool:
     return await _decoding(scene, lambda answer: len(answer.arguments) >= 5)
 
 
-async def _decoding(scene: Scene, check: Callable[[Answer], bool]) -> bool:
+async def _decoding(scene: Scene, check: Callable[[LastingAnswer], bool]) -> bool:
     pids = scene.pids("decode")
     scene.frozen |= pids
     async with slowed(list(pids)):

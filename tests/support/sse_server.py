@@ -63,7 +63,7 @@ class SseServer:
         elif exchange.path == "/tokenize":
             exchange.send_json({"tokens": [5, 6, 7, 7, 11]})
         else:
-            self.requests.append(json.loads(exchange.body))
+            self.requests.append(json.loads(exchange.body or b"{}"))
             self.headers.append(exchange.headers)
             self.at_once += 1
             self.most_at_once = max(self.most_at_once, self.at_once)

@@ -9,57 +9,82 @@ import httpx
 import pytest
 from rich.console import Console
 
-from millrace.bench.chaos.answers import Ask, asks, stream
+from millrace.bench.chaos.answers import Ask, asks, is_answered, stream
 from millrace.bench.chaos.command import DEFAULT_TARGETS, TARGETS, Settings
 from millrace.bench.chaos.faults import drawn
 from millrace.bench.chaos.report import draw, print_tables
 from millrace.bench.chaos.run import run
+from millrace.bench.common.lasting_answer import LastingAnswer
 from support.deadlines import HANG_S
 from support.sse_server import Exchange, SseServer, running
 
-ASK = Ask(0, (1, 2), 3, None)
+ASK = Ask(0, (1, 2), 3)
 RIGHT_EVENTS = [{"choices": [{"token_ids": [7]}]}, {"choices": [{"token_ids": [8, 9]}]}]
 
 
-def of_events(*events: object, ended: bool = True):
+def of_events(*events: object):
     """Answers with a stream of these events."""
 
     def answer(exchange: Exchange) -> None:
         exchange.start_events()
-        for event in events:
-            exchange.chunk(b"data: " + json.dumps(event).encode() + b"\n\n")
-        if ended:
-            exchange.chunk(b"data: [DONE]\n\n")
-            exchange.end_events()
-        else:
-            exchange.writer.close()
+        for number, event in enumerate(events):
+            exchange.chunk(b"id: %d-a\ndata: %s\n\n" % (number, json.dumps(event).encode()))
+        exchange.chunk(b"data: [DONE]\n\n")
+        exchange.end_events()
 
     return answer
+
+
+def status(number: int):
+    return lambda exchange: exchange.send_json({"error": {"message": "gone"}}, number)
 
 
 @pytest.mark.parametrize(
     ("answer", "end", "detail"),
     [
         (of_events(*RIGHT_EVENTS), "right", ""),
-        (of_events(RIGHT_EVENTS[0]), "wrong", "1 tokens of 3; the first 1 are right"),
+        (of_events(RIGHT_EVENTS[0]), "wrong", "1 tokens of 3, finish ''; the first 1 are right"),
         (
             of_events(RIGHT_EVENTS[0], {"choices": [{"token_ids": [8, 6]}]}),
             "wrong",
-            "3 tokens of 3; the first 2 are right",
+            "3 tokens of 3, finish ''; the first 2 are right",
         ),
-        (of_events({"error": {"message": "lost"}}), "error", "lost"),
-        (of_events(RIGHT_EVENTS[0], ended=False), "cut", "Error"),
-        (lambda exchange: exchange.send_json({"error": {}}, 503), "refused", "error"),
-        (lambda exchange: exchange.send_json({"error": {}}, 500), "error", "error"),
+        (
+            of_events(*RIGHT_EVENTS, {"choices": [{"finish_reason": "stop"}]}),
+            "wrong",
+            "3 tokens of 3, finish 'stop'; the first 3 are right",
+        ),
+        (of_events({"error": {"code": "failed", "message": "no more"}}), "error", "no more"),
+        (status(500), "error", "gone"),
+        (status(404), "lost", "gone"),
     ],
 )
 async def test_an_answer_ends_in_one_of_these_ways(answer, end, detail) -> None:
+    expected = LastingAnswer("", {}, token_ids=[7, 8, 9])
     async with (
         running(SseServer(answer=answer)) as server,
         httpx.AsyncClient(base_url=server.url, timeout=HANG_S) as client,
     ):
-        found = await stream(client, ASK, [7, 8, 9])
+        found = await stream(client, ASK, expected)
     assert found.end == end and detail in found.detail
+
+
+@pytest.mark.parametrize(("number", "is_answered_"), [(200, True), (503, False), (400, False)])
+async def test_a_stack_has_recovered_when_a_request_is_answered(number, is_answered_) -> None:
+    async with (
+        running(SseServer(answer=status(number))) as server,
+        httpx.AsyncClient(base_url=server.url, timeout=HANG_S) as client,
+    ):
+        assert await is_answered(client, ASK) == is_answered_
+    async with httpx.AsyncClient(base_url=server.url) as client:  # nobody listens there now
+        assert not await is_answered(client, ASK)
+
+
+def test_prompts_are_greedy_sampled_and_constrained() -> None:
+    made = asks(Settings(prompts=8), 100)
+    assert [one.seed for one in made] == [None, 1, None, 3, None, 5, None, 7]
+    assert [bool(one.turns) for one in made] == [False, False, False, True] * 2
+    assert "ignore_eos" in made[0].body() and "structured_outputs" in made[3].body()
 
 
 def test_the_seed_alone_decides_prompts_and_faults() -> None:
@@ -78,7 +103,7 @@ async def test_a_short_run_loses_nothing(tmp_path) -> None:
         targets=("prefill", "store"),
         decode=1,
         streams=3,
-        prompts=2,
+        prompts=4,
         prompt_tokens=40,
         output_tokens=20,
     )
@@ -86,7 +111,7 @@ async def test_a_short_run_loses_nothing(tmp_path) -> None:
     document = await run(settings, said.append)
     assert json.loads(json.dumps(document))["ends"] == document["ends"]
     assert document["ends"]["right"] and not document["leaks"]
-    assert not document["ends"]["wrong"] and not document["ends"]["cut"]
+    assert document["ends"]["right"] == document["requests"]
     assert all(one["recovery_s"] is not None for one in document["struck"])
     assert any("undisturbed answers" in line for line in said)
     console = Console(record=True, width=160)

@@ -1,7 +1,8 @@
 """`millrace bench chaos`: faults in a live stack under load, and whether every answer stays right.
 
-A stack of real processes serves streams of a fixed set of prompts, greedy and seeded. Every answer
-is compared, token by token, with the answer of the same prompt alone, before any fault. Meanwhile
+A stack of real processes serves streams of a fixed set of prompts: greedy, sampled by a seed, and
+under a constraint. Their clients resume streams that break, and send again what is refused. Every
+answer is compared, token by token, with that of the same prompt alone, before any fault. Meanwhile
 a service is killed (SIGKILL), or stopped for a while (SIGSTOP) so that it looks hung, again and
 again, each chosen by the seed. After each fault, requests are sent until one is answered: the
 recovery time. At the end the stack is stopped, and every process reports what a request has left
@@ -18,7 +19,7 @@ from millrace.shipped import SHIPPED_MODEL
 
 #: The services that faults hit. The store is the stack's private Redis.
 TARGETS = ("prefill", "decode", "kvp", "scheduler", "store", "proxy")
-DEFAULT_TARGETS = ("prefill", "decode", "scheduler", "store")
+DEFAULT_TARGETS = ("prefill", "decode", "scheduler", "store", "proxy")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,11 +39,16 @@ class Settings:
     prefill: int = option(2, "--prefill", min=1, help="Prefill instances.")
     decode: int = option(2, "--decode", min=1, help="Decode instances.")
     kvp: int = option(0, "--kvp", min=0, help="KVP workers.")
+    spread_tokens: int = option(
+        256, "--spread-tokens", min=1, help="With --kvp: longer requests are spread."
+    )
+    sp: int = option(1, "--sp", min=1, help="Prefill instances that compute a prompt together.")
+    schedulers: int = option(2, "--schedulers", min=1, help="One leads, the others stand by.")
     streams: int = option(6, "--streams", min=1, help="Streams at a time.")
     pause_s: float = option(
         3.0, "--pause-s", min=0.0, help="Mean seconds from a recovery to the next fault."
     )
-    prompts: int = option(12, "--prompts", min=2, help="Different prompts; half are sampled.")
+    prompts: int = option(12, "--prompts", min=2, help="Different prompts.")
     prompt_tokens: int = option(600, "--prompt-tokens", min=8, help="Longest prompt.")
     output_tokens: int = option(160, "--output-tokens", min=2, help="Longest answer.")
     lease_s: float = option(2.0, "--lease-s", min=0.5, help="scheduler.lease_s of the stack.")

@@ -21,6 +21,10 @@ def print_tables(document: Document, console: Console) -> None:
         f"{document['requests']} requests, {document['tokens']} tokens, {document['faults']} "
         f"faults: {ends}; {len(document['leaks'])} leaks"
     )
+    console.print(
+        f"On the way: {document['breaks']} broken connections, {document['refusals']} refusals, "
+        f"{sum(document['interruptions'].values())} events after which a stream is resumed"
+    )
     rows = [
         {
             "name": name,
@@ -52,7 +56,7 @@ def draw(document: Document, path: Path) -> None:
     answers = document["answers"]
     kinds = [end for end, count in document["ends"].items() if count]
     totals = {end: _counted([a["ended_s"] for a in answers if a["end"] == end]) for end in kinds}
-    pauses = sorted((a["ended_s"], a["longest_gap_s"]) for a in answers if a["end"] == "right")
+    pauses = sorted((a["ended_s"], a["longest_pause_s"]) for a in answers if a["end"] == "right")
     recoveries = {
         name: [
             (one["at_s"], one["recovery_s"])

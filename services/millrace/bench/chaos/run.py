@@ -7,13 +7,16 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import httpx
 
-from millrace.bench.chaos.answers import ENDS, REFUSED, RIGHT, Answer, Ask, asks, stream
+import millrace.profiles
+from millrace.bench.chaos.answers import ENDS, RIGHT, Answer, Ask, asks, is_answered, stream
 from millrace.bench.chaos.command import Settings
 from millrace.bench.chaos.faults import STOP, Fault, drawn, strike
+from millrace.bench.common.lasting_answer import LastingAnswer
 from millrace.bench.common.machine_limits import describe_machine
 from millrace.bench.common.options import Announce
 from millrace.core.errors import MillraceError
@@ -24,6 +27,9 @@ from millrace.proxy.model_card import read_model_card
 #: A stack that answers no request for so long after a fault has not recovered.
 RECOVERY_TIMEOUT_S = 180.0
 PROBE_PAUSE_S = 0.1
+#: A prompt is not held to be the cause of so many deaths of instances: faults are.
+MOST_DEATHS = 16
+GPU_PROFILE = Path(millrace.profiles.__file__).parent / "llama3-8b-a100-tp1.json"
 SETTLE_S = 1.0  # from the end of the load until the services are looked at
 #: The longest answers' examples that a report quotes of each end.
 EXAMPLES = 5
@@ -66,7 +72,7 @@ class Soak:
         self._settings = settings
         self._asks = made
         self._announce = announce
-        self._expected: list[list[int]] = []
+        self._expected: list[LastingAnswer] = []
         self._answers: list[Answer] = []
         self._struck: list[Struck] = []
         self._begun_s = self._until_s = 0.0
@@ -77,10 +83,10 @@ class Soak:
         async with httpx.AsyncClient(base_url=stack.url, timeout=None, limits=limits) as client:
             for ask in self._asks:
                 self._announce(f"undisturbed answers ({ask.number + 1} of {len(self._asks)})")
-                alone = await stream(client, ask, None)
+                alone = await stream(client, ask)
                 if alone.end != RIGHT:
                     raise DisturbedError(f"before any fault: {alone.end}: {alone.detail}")
-                self._expected.append(alone.tokens)
+                self._expected.append(alone.read)
             self._begun_s = time.monotonic()
             self._until_s = self._begun_s + 60 * self._settings.minutes
             async with asyncio.TaskGroup() as tasks:
@@ -108,7 +114,7 @@ class Soak:
             answer = await stream(client, ask, self._expected[ask.number])
             self._answers.append(answer)
             if answer.end != RIGHT:
-                await asyncio.sleep(answer.retry_after_s if answer.end == REFUSED else 0.1)
+                self._announce(f"{answer.end}: {answer.detail}")
 
     async def _strike(self, stack: Stack, client: httpx.AsyncClient) -> None:
         for fault in drawn(self._settings):
@@ -128,9 +134,8 @@ class Soak:
     async def _recovery_s(self, client: httpx.AsyncClient, since_s: float) -> float | None:
         """Returns the seconds until a short request is answered, sent again and again."""
         shortest = min(self._asks, key=lambda ask: len(ask.prompt) + ask.max_tokens)
-        probe = Ask(shortest.number, shortest.prompt, 2, shortest.seed)
         while time.monotonic() - since_s < RECOVERY_TIMEOUT_S:
-            if (await stream(client, probe, None)).end == RIGHT:
+            if await is_answered(client, shortest):
                 return time.monotonic() - since_s
             await asyncio.sleep(PROBE_PAUSE_S)
         return None
@@ -153,8 +158,13 @@ class Soak:
             "settings": asdict(self._settings),
             "machine": describe_machine(),
             "requests": len(self._answers),
-            "tokens": sum(len(answer.tokens) for answer in self._answers),
+            "tokens": sum(len(answer.read.token_ids) for answer in self._answers),
             "ends": {end: ends[end] for end in ENDS},
+            "refusals": sum(answer.read.refusals for answer in self._answers),
+            "breaks": sum(answer.read.breaks for answer in self._answers),
+            "interruptions": Counter(
+                message for answer in self._answers for message in answer.read.interruptions
+            ),
             "examples": {
                 end: [a.detail[:300] for a in self._answers if a.end == end][:EXAMPLES]
                 for end in ENDS
@@ -168,7 +178,7 @@ class Soak:
                     "end": one.end,
                     "sent_s": one.sent_s - self._begun_s,
                     "ended_s": one.ended_s - self._begun_s,
-                    "longest_gap_s": one.longest_gap_s,
+                    "longest_pause_s": one.read.longest_pause_s,
                 }
                 for one in self._answers
             ],
@@ -176,20 +186,27 @@ class Soak:
 
 
 def _stack_options(settings: Settings) -> StackOptions:
+    planned = ["engine.profile=none"]
+    if settings.sp > 1:  # groups are planned by their times; these are of GPUs
+        planned = [f"engine.profile={GPU_PROFILE}", "scheduler.planner=fixed_sp"]
+        planned.append(f"scheduler.fixed_sp={settings.sp}")
     return StackOptions(
         model=settings.folder,
         model_name="chaos",
         prefill=settings.prefill,
         decode=settings.decode,
         kvp=settings.kvp,
+        schedulers=settings.schedulers,
         port=0,
         threads=1,
         settings=[
             "engine.device=cpu",
             "engine.dtype=float32",
-            "engine.profile=none",
+            *planned,
             f"engine.kv_bytes={64 << 20}",
             f"scheduler.heartbeat_s={settings.lease_s / 10}",
             f"scheduler.lease_s={settings.lease_s}",
+            f"scheduler.max_kv_tokens_per_worker={settings.spread_tokens if settings.kvp else 0}",
+            f"scheduler.max_deaths={MOST_DEATHS}",
         ],
     )
