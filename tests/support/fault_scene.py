@@ -101,7 +101,7 @@ class Scene:
         """Waits for all answers, each of which must be as in the undisturbed run."""
         found = await asyncio.gather(*self.reading.values())
         for name, answer in zip(self.reading, found, strict=True):
-            said = answer.interruptions or answer.error
+            said = answer.error or answer.interruptions or answer.forgotten
             assert not said, f"{name} ({answer.chosen_id}): {said}"
             alone = self.undisturbed[name]
             difference = f"{name} ({answer.chosen_id}): {answer.content}, undisturbed {alone}"

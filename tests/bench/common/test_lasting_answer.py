@@ -62,7 +62,7 @@ async def read(
 
 
 def resumed(exchange: Exchange) -> str | None:
-    """The event after which a stream is resumed; "" for its beginning; None: it is asked anew."""
+    """The event after which a stream is resumed; "" for its beginning; None: it is asked again."""
     if exchange.method == "POST":
         assert exchange.path == PATH and json.loads(exchange.body)["stream"]
         return None
@@ -106,6 +106,7 @@ async def test_it_waits_as_long_as_a_refusal_says() -> None:
     [
         ([events(FIRST, error("failed"))], "it is failed", 0),
         ([events(FIRST), status(404)], '{"error": {"message": "no"}}', 404),
+        ([events(), status(404)], '{"error": {"message": "no"}}', 404),  # it had a 200
         ([status(400)], '{"error": {"message": "no"}}', 400),
     ],
 )
@@ -113,6 +114,12 @@ async def test_other_errors_end_it(answers: list[Answering], said: str, code: in
     answer, asked = await read(answers)
     assert (answer.error, answer.status) == (said, code)
     assert len(asked) == len(answers)
+
+
+async def test_an_id_that_is_free_again_is_used_again() -> None:
+    answer, asked = await read([status(409), status(404), events(FIRST, LAST, ends=True)])
+    assert [resumed(one) for one in asked] == [None, "", None]
+    assert (answer.content, answer.forgotten) == (([7, 8, 9], "", "length", ""), 1)
 
 
 async def test_a_silent_stream_raises() -> None:

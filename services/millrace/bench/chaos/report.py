@@ -8,6 +8,7 @@ from typing import Any
 
 from rich.console import Console
 
+from millrace.bench.chaos.faults import KILL, STOP
 from millrace.sim.results.plots import Panel, draw_panels
 from millrace.tables import table
 
@@ -52,30 +53,32 @@ def print_tables(document: Document, console: Console) -> None:
 
 
 def draw(document: Document, path: Path) -> None:
-    """Writes a PNG over time: answers by their end, their longest pauses, and recoveries."""
+    """Writes a PNG: answers by their end over time; and, as shares, the longest pauses of the right
+    ones and the recoveries from each fault.
+    """
     answers = document["answers"]
+    ended = list(zip(answers["ended_s"], answers["end"], answers["longest_pause_s"], strict=True))
     kinds = [end for end, count in document["ends"].items() if count]
-    totals = {end: _counted([a["ended_s"] for a in answers if a["end"] == end]) for end in kinds}
-    pauses = sorted((a["ended_s"], a["longest_pause_s"]) for a in answers if a["end"] == "right")
-    recoveries = {
-        name: [
-            (one["at_s"], one["recovery_s"])
-            for one in document["struck"]
-            if one["name"] == name and one["recovery_s"] is not None
-        ]
-        for name in sorted(document["recoveries_s"])
-    }
-    draw_panels(
-        [
-            [
-                Panel("answers so far", "s", "answers", totals),
-                Panel("longest pause of right answers", "s", "s", {"pause": pauses}),
-                Panel("recovery", "s, of the fault", "s", recoveries),
-            ]
-        ],
-        path,
-    )
+    totals = {kind: _counted([at_s for at_s, end, _ in ended if end == kind]) for kind in kinds}
+    pauses = [pause_s for _, end, pause_s in ended if end == "right"]
+    panels = [
+        Panel("answers so far", "s", "answers", totals),
+        Panel("longest pause of a right answer", "s", "% of them", {"": _shares(pauses)}),
+    ]
+    for kind in (KILL, STOP):
+        found = {
+            name.removeprefix(f"{kind} "): _shares([one for one in times if one is not None])
+            for name, times in sorted(document["recoveries_s"].items())
+            if name.startswith(kind)
+        }
+        panels.append(Panel(f"recovery from a {kind}", "s", "% of them", found))
+    draw_panels([panels], path)
 
 
 def _counted(times_s: list[float]) -> list[tuple[float, float]]:
     return [(at_s, float(number)) for number, at_s in enumerate(sorted(times_s), start=1)]
+
+
+def _shares(times_s: list[float]) -> list[tuple[float, float]]:
+    """Returns each time with the share of all that are at most as long, in percent."""
+    return [(time_s, 100.0 * number / len(times_s)) for time_s, number in _counted(times_s)]

@@ -127,7 +127,7 @@ class Soak:
             if not process:
                 continue
             stop_s = fault.stop_s if fault.kind == STOP else 0.0
-            struck = Struck(at_s - self._begun_s, fault.name, process, stop_s)
+            struck = Struck(round(at_s - self._begun_s, 3), fault.name, process, round(stop_s, 3))
             self._struck.append(struck)
             struck.recovery_s = await self._recovery_s(client, at_s + stop_s)
 
@@ -136,7 +136,7 @@ class Soak:
         shortest = min(self._asks, key=lambda ask: len(ask.prompt) + ask.max_tokens)
         while time.monotonic() - since_s < RECOVERY_TIMEOUT_S:
             if await is_answered(client, shortest):
-                return time.monotonic() - since_s
+                return round(time.monotonic() - since_s, 3)
             await asyncio.sleep(PROBE_PAUSE_S)
         return None
 
@@ -161,6 +161,7 @@ class Soak:
             "tokens": sum(len(answer.read.token_ids) for answer in self._answers),
             "ends": {end: ends[end] for end in ENDS},
             "refusals": sum(answer.read.refusals for answer in self._answers),
+            "forgotten": sum(answer.read.forgotten for answer in self._answers),
             "breaks": sum(answer.read.breaks for answer in self._answers),
             "interruptions": Counter(
                 message for answer in self._answers for message in answer.read.interruptions
@@ -173,15 +174,11 @@ class Soak:
             "faults": len(self._struck),
             "recoveries_s": recoveries,
             "struck": [asdict(one) for one in self._struck],
-            "answers": [
-                {
-                    "end": one.end,
-                    "sent_s": one.sent_s - self._begun_s,
-                    "ended_s": one.ended_s - self._begun_s,
-                    "longest_pause_s": one.read.longest_pause_s,
-                }
-                for one in self._answers
-            ],
+            "answers": {  # columns: an hour has thousands
+                "end": [one.end for one in self._answers],
+                "ended_s": [round(one.ended_s - self._begun_s, 3) for one in self._answers],
+                "longest_pause_s": [round(one.read.longest_pause_s, 3) for one in self._answers],
+            },
         }
 
 

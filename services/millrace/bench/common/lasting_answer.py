@@ -33,8 +33,9 @@ class LastingAnswer:
 
     `error`: the message of an event that ended it, or the body of a response, of which `status` is
     the status. `interruptions`: messages of error events after which it was resumed. `refusals`:
-    responses of `LATER`. `breaks`: connections that could not be made, or broke. `longest_pause_s`:
-    between two events, in seconds.
+    responses of `LATER`. `breaks`: connections that could not be made, or broke. `forgotten`: how
+    often its id had been taken, by what the client knows by itself, and was free again: the replica
+    died before it answered. `longest_pause_s`: between two events, in seconds.
     """
 
     path: str
@@ -48,8 +49,10 @@ class LastingAnswer:
     interruptions: list[str] = field(default_factory=list)
     refusals: int = 0
     breaks: int = 0
+    forgotten: int = 0
     longest_pause_s: float = 0.0
     _accepted: bool = False
+    _begun: bool = False  # it got a 200
     _last_id: str = ""
     _last_s: float = 0.0
     _ended: bool = False
@@ -101,6 +104,10 @@ class LastingAnswer:
         if response.status_code == httpx.codes.CONFLICT and not self._accepted:
             self._accepted = True  # its 200 never came
             return 0.0
+        if response.status_code == httpx.codes.NOT_FOUND and self._accepted and not self._begun:
+            self._accepted = False
+            self.forgotten += 1
+            return RETRY_S
         if response.status_code != httpx.codes.OK:
             text = (await response.aread()).decode(errors="replace")
             self.error, self.status, self._ended = text, response.status_code, True
@@ -109,7 +116,8 @@ class LastingAnswer:
         return RETRY_S
 
     async def _read_events(self, response: httpx.Response) -> None:
-        self._accepted, event_id = True, ""
+        self._accepted = self._begun = True
+        event_id = ""
         async for line in event_lines(response):
             if line.startswith("id: "):
                 event_id = line[4:]
