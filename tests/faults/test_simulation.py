@@ -46,7 +46,6 @@ FEW_RUNS, FEW_SHARDS = 320, 4  # in the default suite
 FEW_SERVICE_RUNS = 100
 
 TRANSCRIPTS = sorted((Path(__file__).parent / "simulated").glob("*.txt"))
-OPEN = sorted((Path(__file__).parent / "simulated" / "open").glob("*.txt"))
 
 
 @contextmanager
@@ -111,12 +110,6 @@ def test_what_failed_once(path: Path) -> None:
     found = replay(*parse(path.read_text()))
     if found.failure is not None:
         raise found.failure
-
-
-@pytest.mark.xfail(strict=True, reason="open; once it passes its file belongs to the others")
-@pytest.mark.parametrize("path", OPEN, ids=lambda path: path.stem)
-def test_what_still_fails(path: Path) -> None:
-    test_what_failed_once(path)
 
 
 # ---- the simulation finds what it must find

@@ -146,7 +146,8 @@ class RequestProgress:
         if request is not None:
             if report.reason != "cancelled" and not _never_computed(request):
                 if report.reason == "moved":  # it is migrated, as another request
-                    self._table.end(step, request, RequestState.CANCELLED, None)
+                    # A KVP worker may hold no shard of it, and then it would report no release.
+                    self._table.end(step, request, RequestState.CANCELLED, "it is migrated")
                 else:
                     self._table.breakers.proved(request, request.kv_instance_ids, ALL)
                     self._table.finish(step, request, report.generated_tokens)
