@@ -195,6 +195,17 @@ async def test_a_client_that_leaves_cancels_the_step(stack, model, step):
     await stack.idle()
 
 
+async def test_a_running_search_is_a_request_of_its_client(stack, model):
+    model.hold_from = 1
+    headers = {"x-millrace-request-id": "mine"}
+    asking = asyncio.create_task(stack.http.post(COMPLETIONS, json=BODY, headers=headers))
+    await eventually(lambda: stack.proxy.gateway.inflight == 2)
+    shown = (await stack.http.get("/v1/requests/mine")).json()
+    assert (shown["object"], len(model.prompts)) == ("millrace.request", 3)
+    asking.cancel()
+    await stack.idle()
+
+
 async def test_a_search_needs_room_for_all_its_beams(tmp_path):
     async with gateway(tmp_path, "proxy.max_inflight=3") as stack:
         Model(stack)
