@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -110,13 +111,15 @@ def test_a_full_disk_is_one_line(arguments: tuple[str, ...]) -> None:
 
 @pytest.mark.parametrize("arguments", [("--help",), ("sim", "run", "--help"), ("config",)])
 def test_a_reader_that_has_seen_enough_is_no_error(arguments: tuple[str, ...]) -> None:
-    """As in `millrace --help | head`."""
-    read_fd, write_fd = os.pipe()
-    os.close(read_fd)
-    with os.fdopen(write_fd, "w") as closed:
+    """As in `millrace --help | head`. To close a pipe's other end is not enough: a process that
+    another thread starts just then may have a copy of it.
+    """
+    output, reader = socket.socketpair()
+    with output, reader:
+        reader.shutdown(socket.SHUT_RD)
         ended = subprocess.run(
             [sys.executable, "-m", "millrace", *arguments],
-            stdout=closed,
+            stdout=output,
             stderr=subprocess.PIPE,
             text=True,
             check=False,
